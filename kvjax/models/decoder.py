@@ -1,0 +1,234 @@
+"""One decoder forward for every family: embed, a plain loop over blocks, unembed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from jaxtyping import Array, Bool, Float, Int
+
+from kvjax.models.config import ModelConfig, Rope
+
+
+@struct.dataclass
+class Linear:
+    """A linear map as checkpoints store it: weight [out, in], bias [out] or None."""
+
+    weight: Float[Array, "out in"]
+    bias: Float[Array, " out"] | None = None
+
+    def __call__(self, x: Float[Array, "*b in"]) -> Float[Array, "*b out"]:
+        y = jnp.einsum("...i,oi->...o", x, self.weight)
+        return y if self.bias is None else y + self.bias
+
+
+@struct.dataclass
+class Norm:
+    """Scale and, for layer normalisation, offset; both [width]."""
+
+    scale: Float[Array, " width"]
+    bias: Float[Array, " width"] | None = None
+
+
+@struct.dataclass
+class LayerWeights:
+    """One decoder block; `mlp_norm` is None where attention and MLP share one norm, `gate` where the MLP has none."""
+
+    attention_norm: Norm
+    query: Linear
+    key: Linear
+    value: Linear
+    output: Linear
+    mlp_norm: Norm | None
+    gate: Linear | None
+    up: Linear
+    down: Linear
+
+
+@struct.dataclass
+class Weights:
+    """All weights of a model; `unembedding` is None where the embedding is tied."""
+
+    embedding: Float[Array, "vocab width"]
+    positions: Float[Array, "positions width"] | None
+    layers: tuple[LayerWeights, ...]
+    norm: Norm
+    unembedding: Linear | None
+
+
+Queries = Float[Array, "b h g t d"]
+Keys = Float[Array, "b h t d"]
+Attention = Callable[[Queries, Keys, Keys], Queries]
+
+_ACTIVATIONS = {
+    "silu": jax.nn.silu,
+    "gelu": lambda x: jax.nn.gelu(x, approximate=False),
+    "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
+    "relu": jax.nn.relu,
+}
+
+
+def normalise(norm: Norm, x: Float[Array, "*b width"], config: ModelConfig) -> Float[Array, "*b width"]:
+    """RMS or layer normalisation, computed in at least float32."""
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    if config.norm == "layer":
+        wide = wide - wide.mean(-1, keepdims=True)
+    wide = wide * jax.lax.rsqrt(jnp.mean(wide**2, -1, keepdims=True) + config.norm_eps)
+    y = wide.astype(x.dtype) * norm.scale
+    return y if norm.bias is None else y + norm.bias
+
+
+def rope_frequencies(rope: Rope) -> Float[np.ndarray, " half"]:
+    """Radians per position of each rotated pair, after `linear` or `llama3` scaling, in float64."""
+    frequencies = rope.theta ** (-np.arange(0, rope.width, 2) / rope.width)
+    if rope.scaling == "linear":
+        frequencies = frequencies / rope.factor
+    elif rope.scaling == "llama3":
+        wavelengths = 2 * math.pi / frequencies
+        smooth = (rope.original_max_positions / wavelengths - rope.low_freq_factor) / (
+            rope.high_freq_factor - rope.low_freq_factor
+        )
+        smooth = np.clip(smooth, 0.0, 1.0)
+        frequencies = (1 - smooth) * frequencies / rope.factor + smooth * frequencies
+    return frequencies
+
+
+def alibi_slopes(heads: int) -> Float[np.ndarray, " heads"]:
+    """Penalty per token of distance for each query head (Press et al., 2022); any number of heads."""
+    powers = 2 ** math.ceil(math.log2(heads))
+    slopes = 2.0 ** (-8 * np.arange(1, powers + 1) / powers)
+    return slopes if powers == heads else np.concatenate([slopes[1::2], slopes[::2]])[:heads]
+
+
+def rotate(rope: Rope | None, x: Float[Array, "*b t d"], positions: Int[Array, "*#b t"]) -> Float[Array, "*b t d"]:
+    """Rotate queries or keys by their positions; the identity for models without RoPE."""
+    if rope is None:
+        return x
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    angles = positions[..., None] * rope_frequencies(rope).astype(wide.dtype)
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    rotated, rest = wide[..., : rope.width], wide[..., rope.width :]
+    if rope.interleaved:
+        first, second = rotated[..., 0::2], rotated[..., 1::2]
+    else:
+        first, second = jnp.split(rotated, 2, axis=-1)
+    turned = (first * cos - second * sin, second * cos + first * sin)
+    if rope.interleaved:
+        rotated = jnp.stack(turned, axis=-1).reshape(rotated.shape)
+    else:
+        rotated = jnp.concatenate(turned, axis=-1)
+    return jnp.concatenate([rotated, rest], axis=-1).astype(x.dtype)
+
+
+def embed(
+    weights: Weights, config: ModelConfig, tokens: Int[Array, "b t"], positions: Int[Array, "b t"]
+) -> Float[Array, "b t width"]:
+    """Token embeddings, plus position embeddings where the model learned them."""
+    x = weights.embedding[tokens]
+    if weights.positions is not None:
+        x = x + weights.positions[jnp.maximum(positions, 0) + config.position_offset]
+    return x
+
+
+def block(
+    layer: LayerWeights, config: ModelConfig, x: Float[Array, "b t width"], attention: Attention
+) -> Float[Array, "b t width"]:
+    """One decoder block around any attention.
+
+    Args:
+        layer: the block's weights.
+        config: the model's shape.
+        x: hidden states [b, t, width].
+        attention: given unrotated queries [b, h, g, t, d], keys and values [b, h, t, d], returns [b, h, g, t, d].
+            Query head i reads KV head i // g, so the heads of one group are neighbours.
+    """
+    b, t, _ = x.shape
+    normed = normalise(layer.attention_norm, x, config)
+    q = layer.query(normed).reshape(b, t, config.kv_heads, config.groups, config.head_width)
+    k = layer.key(normed).reshape(b, t, config.kv_heads, config.head_width)
+    v = layer.value(normed).reshape(b, t, config.kv_heads, config.head_width)
+    attended = attention(q.transpose(0, 2, 3, 1, 4), k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3))
+    attended = attended.astype(x.dtype).transpose(0, 3, 1, 2, 4).reshape(b, t, config.heads * config.head_width)
+    attended = layer.output(attended)
+    if config.parallel:
+        mlp_input = normed if layer.mlp_norm is None else normalise(layer.mlp_norm, x, config)
+        return x + attended + mlp(layer, config, mlp_input)
+    x = x + attended
+    assert layer.mlp_norm is not None
+    return x + mlp(layer, config, normalise(layer.mlp_norm, x, config))
+
+
+def mlp(layer: LayerWeights, config: ModelConfig, x: Float[Array, "b t width"]) -> Float[Array, "b t width"]:
+    """The feed-forward half of a block, gated or plain."""
+    activation = _ACTIVATIONS[config.activation]
+    if layer.gate is None:
+        return layer.down(activation(layer.up(x)))
+    return layer.down(activation(layer.gate(x)) * layer.up(x))
+
+
+def unembed(weights: Weights, config: ModelConfig, x: Float[Array, "*b width"]) -> Float[Array, "*b vocab"]:
+    """Final norm and logits, in at least float32."""
+    x = normalise(weights.norm, x, config)
+    table = weights.embedding if weights.unembedding is None else weights.unembedding.weight
+    logits = jnp.einsum("...i,oi->...o", x, table, preferred_element_type=jnp.promote_types(x.dtype, jnp.float32))
+    if weights.unembedding is not None and weights.unembedding.bias is not None:
+        logits = logits + weights.unembedding.bias
+    return logits
+
+
+QUERY_BLOCK = 256
+
+
+def forward(
+    weights: Weights, config: ModelConfig, tokens: Int[Array, "b t"], lengths: Int[Array, " b"]
+) -> Float[Array, "b t vocab"]:
+    """Logits of every position with plain causal attention and no cache: what every policy is measured against.
+
+    Args:
+        weights: the model's weights.
+        config: the model's shape.
+        tokens: ids [b, t], padded on the right; what stands in the padding is never looked at.
+        lengths: tokens of each row that are real [b]; logits beyond are meaningless but finite.
+    """
+    positions = jnp.arange(tokens.shape[1])
+    # Causality hides the padding from real tokens; ids that are out of the table must still not become NaN.
+    tokens = jnp.where(positions < lengths[:, None], tokens, 0)
+    x = embed(weights, config, tokens, jnp.broadcast_to(positions, tokens.shape))
+    for layer in weights.layers:
+        x = block(layer, config, x, lambda q, k, v: _causal(config, positions, q, k, v))
+    return unembed(weights, config, x)
+
+
+def _causal(config: ModelConfig, positions: Int[Array, " t"], q: Queries, k: Keys, v: Keys) -> Queries:
+    """Attention of every token to itself and those before it, in blocks of queries so that no n x n matrix exists."""
+    q, k = rotate(config.rope, q, positions), rotate(config.rope, k, positions)
+    b, h, g, t, d = q.shape
+    if t <= 2 * QUERY_BLOCK:
+        return _attend(config, q, k, v, positions, positions)
+    blocks = -(-t // QUERY_BLOCK)
+    q = jnp.pad(q, [(0, 0)] * 3 + [(0, blocks * QUERY_BLOCK - t), (0, 0)])
+    q = jnp.moveaxis(q.reshape(b, h, g, blocks, QUERY_BLOCK, d), 3, 0)
+    rows = jnp.arange(blocks * QUERY_BLOCK).reshape(blocks, QUERY_BLOCK)
+    out = jax.lax.map(lambda args: _attend(config, args[0], k, v, args[1], positions), (q, rows))
+    return jnp.moveaxis(out, 0, 3).reshape(b, h, g, -1, d)[..., :t, :]
+
+
+def _attend(
+    config: ModelConfig, q: Queries, k: Keys, v: Keys, q_positions: Int[Array, " t"], k_positions: Int[Array, " c"]
+) -> Queries:
+    distance = q_positions[:, None] - k_positions
+    mask: Bool[Array, "t c"] = distance >= 0
+    if config.sliding_window is not None:
+        mask = mask & (distance < config.sliding_window)
+    wide = jnp.promote_types(q.dtype, jnp.float32)
+    logits = jnp.einsum("bhgtd,bhcd->bhgtc", q, k, preferred_element_type=wide) / math.sqrt(q.shape[-1])
+    if config.position == "alibi":
+        slopes = alibi_slopes(config.heads).reshape(config.kv_heads, config.groups, 1, 1)
+        logits = logits - jnp.asarray(slopes, wide) * distance
+    # A finite fill: a padded query may see no key at all, and must not make NaN.
+    probs = jax.nn.softmax(jnp.where(mask, logits, jnp.finfo(wide).min), axis=-1)
+    return jnp.einsum("bhgtc,bhcd->bhgtd", probs.astype(v.dtype), v)

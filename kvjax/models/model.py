@@ -1,0 +1,84 @@
+"""A model as users hold it: weights, config and tokenizer, with the plain forward pass."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+from jaxtyping import Array, Float
+
+from kvjax.models.config import ModelConfig
+from kvjax.models.decoder import Weights, forward
+
+_forward = jax.jit(forward, static_argnames="config")
+
+
+class Model:
+    """Weights with what is needed to use them.
+
+    Args:
+        weights: pytree of arrays, all of one dtype.
+        config: the model's shape.
+        name: how it was asked for, for messages and reports.
+        directory: where its tokenizer files are; None for a model without any.
+    """
+
+    def __init__(
+        self, weights: Weights, config: ModelConfig, name: str = "unnamed", directory: str | Path | None = None
+    ) -> None:
+        self.weights = weights
+        self.config = config
+        self.name = name
+        self.directory = None if directory is None else Path(directory)
+
+    def __repr__(self) -> str:
+        parameters = sum(leaf.size for leaf in jax.tree.leaves(self.weights))
+        return f"Model({self.name!r}, {parameters / 1e6:.1f}M parameters, {self.weights.embedding.dtype})"
+
+    @functools.cached_property
+    def tokenizer(self) -> Any:
+        """The transformers tokenizer that came with the weights; ValueError if none did."""
+        names = ("tokenizer.json", "tokenizer.model", "vocab.json")
+        if self.directory is None or not any((self.directory / name).exists() for name in names):
+            where = "it has no directory" if self.directory is None else f"{self.directory} holds none of {names}"
+            raise ValueError(f"Model {self.name!r} has no tokenizer: {where}; pass token ids instead of text.")
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(str(self.directory), local_files_only=True)
+
+    def logits(self, tokens: ArrayLike, lengths: ArrayLike | None = None) -> Float[Array, "b t vocab"]:
+        """Next-token logits of every position, with plain causal attention over everything before it.
+
+        Args:
+            tokens: ids [b, t] in [0, vocab_size), padded on the right.
+            lengths: real tokens of each row [b] in [1, t]; None for no padding. Logits of the padding mean nothing.
+
+        Raises:
+            ValueError: for a wrong shape, length or id.
+        """
+        # Checked on the host: an id outside the table would silently read another row.
+        ids = np.asarray(tokens)
+        if ids.ndim != 2 or 0 in ids.shape or not np.issubdtype(ids.dtype, np.integer):
+            raise ValueError(f"tokens must be integers of shape [b, t], not {ids.dtype} of shape {list(ids.shape)}.")
+        rows, width = ids.shape
+        real = np.full(rows, width) if lengths is None else np.asarray(lengths)
+        if real.shape != (rows,) or not np.issubdtype(real.dtype, np.integer) or real.min() < 1 or real.max() > width:
+            raise ValueError(f"lengths must be {rows} integers from 1 to {width}, one per row, not {real.tolist()}.")
+        ids = np.where(np.arange(width) < real[:, None], ids, 0)
+        if ids.min() < 0 or ids.max() >= self.config.vocab_size:
+            wrong = ids.min() if ids.min() < 0 else ids.max()
+            raise ValueError(f"Token id {wrong} is outside the vocabulary of {self.config.vocab_size} tokens.")
+        if self.config.position == "learned" and width > self.config.max_positions:
+            raise ValueError(f"{width} tokens do not fit the {self.config.max_positions} positions of {self.name!r}.")
+        return _forward(self.weights, self.config, jnp.asarray(ids, jnp.int32), jnp.asarray(real, jnp.int32))
+
+    def generate(self, prompts: list[str], **settings: Any) -> list[str]:
+        """Texts that continue the prompts; the settings are those of `kvjax.generate.generate_texts`."""
+        from kvjax.generate import generate_texts
+
+        return generate_texts(self, prompts, **settings)

@@ -1,0 +1,81 @@
+"""What weights a config asks for: their shapes, and random ones."""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, PRNGKeyArray
+from jax.typing import DTypeLike
+
+from kvjax.models.config import ModelConfig
+from kvjax.models.decoder import LayerWeights, Linear, Norm, Weights
+
+
+def weight_shapes(config: ModelConfig, dtype: DTypeLike = jnp.float32) -> Weights:
+    """The weights of a model as `jax.ShapeDtypeStruct` leaves; leaves that the config has no use for are None."""
+
+    def leaf(*shape: int) -> Array:
+        return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))  # type: ignore[return-value]
+
+    def linear(out: int, into: int, bias: bool) -> Linear:
+        return Linear(leaf(out, into), leaf(out) if bias else None)
+
+    def norm() -> Norm:
+        return Norm(leaf(config.width), leaf(config.width) if config.norm_bias else None)
+
+    q_width, kv_width = config.heads * config.head_width, config.kv_heads * config.head_width
+
+    def layer() -> LayerWeights:
+        return LayerWeights(
+            attention_norm=norm(),
+            query=linear(q_width, config.width, config.qkv_bias),
+            key=linear(kv_width, config.width, config.qkv_bias),
+            value=linear(kv_width, config.width, config.qkv_bias),
+            output=linear(config.width, q_width, config.output_bias),
+            mlp_norm=None if config.shared_norm else norm(),
+            gate=linear(config.mlp_width, config.width, config.mlp_bias) if config.gated_mlp else None,
+            up=linear(config.mlp_width, config.width, config.mlp_bias),
+            down=linear(config.width, config.mlp_width, config.mlp_bias),
+        )
+
+    learned = config.position == "learned"
+    return Weights(
+        embedding=leaf(config.vocab_size, config.width),
+        positions=leaf(config.max_positions + config.position_offset, config.width) if learned else None,
+        layers=tuple(layer() for _ in range(config.layers)),
+        norm=norm(),
+        unembedding=None if config.tied else linear(config.vocab_size, config.width, config.unembedding_bias),
+    )
+
+
+def leaf_name(path: tuple) -> str:
+    """The dotted name of a leaf of `Weights`, such as `layers.0.query.weight`, from its tree path."""
+    return jax.tree_util.keystr(path, simple=True, separator=".")
+
+
+def random_weights(config: ModelConfig, key: PRNGKeyArray, dtype: DTypeLike = jnp.float32) -> Weights:
+    """Random weights that keep activations near one: no trained model, but no degenerate one either.
+
+    Args:
+        config: the model's shape.
+        key: decides the values; the values of two dtypes differ by rounding only.
+        dtype: of every leaf.
+    """
+    # NumPy draws normals several times faster than JAX on a CPU, and benchmarks draw a hundred million of them.
+    generator = np.random.default_rng(np.asarray(jax.random.key_data(key)))
+
+    def draw(path: tuple, leaf: jax.ShapeDtypeStruct) -> Array:
+        x = generator.standard_normal(leaf.shape, np.float32)
+        kind = leaf_name(path).rsplit(".", 1)[-1]
+        if kind == "weight":
+            x /= math.sqrt(leaf.shape[-1])
+        elif kind == "scale":
+            x = 1 + np.float32(0.2) * x
+        else:
+            x *= 0.2  # tables and biases
+        return jnp.asarray(x, dtype)
+
+    return jax.tree_util.tree_map_with_path(draw, weight_shapes(config))
