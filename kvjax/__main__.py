@@ -1,0 +1,6 @@
+"""`python -m kvjax` is the console script `kvjax`."""
+
+from kvjax.cli import main
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,71 @@
+"""The console script: `kvjax NAME ...` runs the module that NAME stands for."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from typing import NamedTuple
+
+
+class Command(NamedTuple):
+    """A subcommand: the module whose `main(argv) -> int` it runs, and one line for the listing."""
+
+    name: str
+    module: str
+    summary: str
+
+
+COMMANDS = (
+    Command("generate", "kvjax.generate", "continue a prompt on a fixed KV budget"),
+    Command("bench", "kvjax.bench", "measure speed and memory of policies and budgets"),
+    Command("evaluate", "kvjax.evaluate", "measure what a policy and a budget cost in quality"),
+    Command("train_less", "kvjax.train_less", "train LESS kernels for a model and a policy"),
+    Command("train_tiny", "kvjax.tiny.train", "train the embedded model"),
+)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run a subcommand, or list them.
+
+    Args:
+        argv: the words after `kvjax`; None for those of the process.
+
+    Returns:
+        The exit code: the subcommand's own, 0 for the listing, 2 for an unknown name.
+    """
+    words = sys.argv[1:] if argv is None else argv
+    commands = available()
+    if not words or words[0] in ("-h", "--help"):
+        print(listing(commands))
+        return 0
+    for command in commands:
+        if command.name == words[0]:
+            return importlib.import_module(command.module).main(words[1:])
+    names = ", ".join(command.name for command in commands)
+    print(f"kvjax has no command {words[0]!r}: choose one of {names}.", file=sys.stderr)
+    return 2
+
+
+def available() -> tuple[Command, ...]:
+    """The commands whose modules are there, found without importing them."""
+    return tuple(command for command in COMMANDS if _exists(command.module))
+
+
+def listing(commands: tuple[Command, ...]) -> str:
+    """Usage and one line per command."""
+    width = max((len(command.name) for command in commands), default=0)
+    lines = [f"  {command.name:<{width}}  {command.summary}" for command in commands]
+    return "\n".join(
+        ["usage: kvjax COMMAND ...", "", *lines, "", "kvjax COMMAND --help lists the settings of one command."]
+    )
+
+
+def _exists(module: str) -> bool:
+    try:
+        spec = importlib.util.find_spec(module)
+    except ModuleNotFoundError as error:
+        if error.name is None or not module.startswith(error.name):
+            raise
+        return False  # the package around the module is missing
+    return spec is not None and spec.origin is not None  # a bare directory has a spec but no origin
