@@ -1,0 +1,119 @@
+"""The one attention function, over cached decoding and prompt blocks alike."""
+
+from __future__ import annotations
+
+import math
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from kvjax.models.config import ModelConfig
+from kvjax.types import Partial, wide
+
+SLOT_BLOCK = 64
+"""Slots of one flash-decoding split; a capacity beyond one block is a multiple of it."""
+
+QUERY_BLOCK = 256
+"""Queries of a prompt that attend at once, at most."""
+
+
+def attend(
+    q: Float[Array, "b h g t d"],
+    k: Float[Array, "b h c d"],
+    v: Float[Array, "b h c d"],
+    mask: Bool[Array, "b #h t c"],
+    bias: Float[Array, "b h g t c"] | None = None,
+) -> tuple[Partial, Float[Array, "b h g t c"]]:
+    """Softmax attention with its log-sum-exp and, for those who ask, its probabilities.
+
+    Args:
+        q: queries; the g query heads of a group share one KV head.
+        k: keys.
+        v: values.
+        mask: True where a query may see a key; a query that sees none returns zeros.
+        bias: added to the logits (ALiBi), or None.
+
+    Returns:
+        The unmerged attention, and the probabilities (free when they are not used).
+    """
+    b, h, g, t, d = q.shape
+    c = k.shape[-2]
+    # A decode step reads the slots in blocks: XLA runs them side by side on every core.
+    n = c // SLOT_BLOCK if t == 1 and c % SLOT_BLOCK == 0 else 1
+    blocks_k, blocks_v = k.reshape(b, h, n, c // n, d), v.reshape(b, h, n, c // n, d)
+    float_type = wide(q.dtype)
+    logits = jnp.einsum("bhgtd,bhnsd->bhngts", q, blocks_k, preferred_element_type=float_type) / math.sqrt(d)
+    if bias is not None:
+        logits += jnp.moveaxis(bias.reshape(b, h, g, t, n, c // n), -2, 2)
+    visible = jnp.moveaxis(mask.reshape(b, mask.shape[1], 1, t, n, c // n), -2, 2)
+    lowest = jnp.finfo(float_type).min
+    logits = jnp.where(visible, logits, lowest)
+    highest = jnp.maximum(logits.max((2, 5), keepdims=True), lowest / 2)
+    weights = jnp.exp(logits - highest)
+    total = weights.sum((2, 5), keepdims=True)
+    safe_total = jnp.maximum(total, jnp.finfo(float_type).tiny)
+    out = jnp.einsum("bhngts,bhnsd->bhngtd", weights.astype(v.dtype), blocks_v, preferred_element_type=float_type)
+    out = out.sum(2) / safe_total[:, :, 0]
+    lse = jnp.where(total > 0, highest + jnp.log(safe_total), -jnp.inf)[:, :, 0, :, :, 0]
+    probs = jnp.moveaxis(weights / safe_total, 2, -2).reshape(b, h, g, t, c)
+    return Partial(out, lse), probs
+
+
+def merge(a: Partial, b: Partial) -> Partial:
+    """Attention over the union of two parts, exact and stable; a part that saw nothing has lse = -inf."""
+    highest = jnp.maximum(a.lse, b.lse)
+    finite = jnp.where(jnp.isfinite(highest), highest, 0.0)
+    share_a, share_b = jnp.exp(a.lse - finite), jnp.exp(b.lse - finite)
+    total = share_a + share_b
+    safe_total = jnp.maximum(total, jnp.finfo(total.dtype).tiny)
+    out = (share_a / safe_total)[..., None] * a.out + (share_b / safe_total)[..., None] * b.out
+    return Partial(out, jnp.where(total > 0, finite + jnp.log(safe_total), -jnp.inf))
+
+
+def causal_mask(
+    query_position: Int[Array, "b t"], key_position: Int[Array, "b #h c"], window: int | None
+) -> Bool[Array, "b #h t c"]:
+    """Which live keys (position >= 0) are not after a query, nor before the model's sliding window."""
+    queries, keys = query_position[:, None, :, None], key_position[:, :, None, :]
+    visible = (keys >= 0) & (keys <= queries)
+    return visible if window is None else visible & (keys > queries - window)
+
+
+def alibi_bias(
+    config: ModelConfig, query_position: Int[Array, "b t"], key_position: Int[Array, "b #h c"]
+) -> Float[Array, "b h g t c"] | None:
+    """Linear distance biases (Press et al., 2022) with the slopes of MPT; None for other models."""
+    if config.position != "alibi":
+        return None
+    distance = key_position[:, :, None, None, :] - query_position[:, None, None, :, None]
+    slopes = alibi_slopes(config.heads).reshape(1, config.kv_heads, config.groups, 1, 1)
+    return slopes * distance
+
+
+def alibi_slopes(heads: int) -> Float[Array, " heads"]:
+    """Geometric slopes 2^(-8i/n) for the next power of two n, odd ones first when heads is not a power of two."""
+    power = 2 ** math.ceil(math.log2(heads))
+    slopes = 2.0 ** (-8.0 * jnp.arange(1, power + 1) / power)
+    return slopes if power == heads else jnp.concatenate([slopes[1::2], slopes[0::2]])[:heads]
+
+
+def query_block(tokens: int, rows: int) -> int:
+    """Queries that attend at once, so that a block's probabilities stay linear in the prompt."""
+    return math.gcd(tokens, max(16, QUERY_BLOCK // max(1, rows // 4)))
+
+
+def split_queries(x: Array, axis: int, block: int) -> Array:
+    """Queries in blocks along a new leading axis, for `jax.lax.scan`."""
+    axis %= x.ndim
+    blocks = x.reshape(*x.shape[:axis], x.shape[axis] // block, block, *x.shape[axis + 1 :])
+    return jnp.moveaxis(blocks, axis, 0)
+
+
+def join_queries(blocks: Array, axis: int) -> Array:
+    """The inverse of `split_queries`; `axis` counts in the joined array."""
+    axis %= blocks.ndim - 1
+    moved = jnp.moveaxis(blocks, 0, axis)
+    return moved.reshape(*moved.shape[:axis], -1, *moved.shape[axis + 2 :])
+
+
+__all__ = ["alibi_bias", "attend", "causal_mask", "join_queries", "merge", "query_block", "split_queries"]

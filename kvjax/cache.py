@@ -1,0 +1,172 @@
+"""The only place that moves slots: take, put, rank, compress; and the bytes ledger."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from kvjax.types import KV, LayerCache, NewTokens, PyTree
+
+if TYPE_CHECKING:
+    from kvjax.policies.base import Policy
+
+
+def empty(
+    policy: Policy, *, rows: int, heads: int, groups: int, slots: int, width: int, dtype: Any, layer: int
+) -> LayerCache:
+    """A layer's cache with nothing in it and no slot allowed yet."""
+    kv = KV(jnp.zeros((rows, heads, slots, width), dtype), jnp.zeros((rows, heads, slots, width), dtype))
+    nothing = jnp.zeros((rows, heads, 0, width), dtype)
+    new = NewTokens(
+        q=jnp.zeros((rows, heads, groups, 0, width), dtype),
+        k=nothing,
+        v=nothing,
+        position=jnp.zeros((rows, 0), jnp.int32),
+        token=jnp.zeros((rows, 0), jnp.int32),
+        prompt_length=jnp.zeros(rows, jnp.int32),
+        read=jnp.zeros(rows, jnp.int32),
+        horizon=jnp.zeros(rows, jnp.int32),
+        seed=jnp.zeros(rows, jnp.uint32),
+        layer=layer,
+    )
+    stats = jax.tree.map(
+        lambda leaf: jnp.zeros((rows, heads, slots, *leaf.shape[3:]), leaf.dtype), policy.stats(new)
+    )
+    return LayerCache(
+        kv=kv,
+        position=jnp.full((rows, heads, slots), -1, jnp.int32),
+        keep=jnp.zeros((rows, heads, slots), bool) if policy.special else None,
+        order=jnp.zeros((rows, heads, slots), jnp.int32) if policy.positions == "cache" else None,
+        stats=stats,
+        state=policy.init(new),
+        limit=jnp.zeros((rows, heads), jnp.int32),
+    )
+
+
+def entries(policy: Policy, new: NewTokens, kv: KV) -> dict[str, PyTree]:
+    """Everything the cache stores of new tokens, each leaf [b h t ...]."""
+    rows, heads, tokens = kv.k.shape[:3]
+    keep = None
+    if policy.special:
+        protected = jnp.isin(new.token, jnp.asarray(policy.special))
+        keep = jnp.broadcast_to(protected[:, None], (rows, heads, tokens))
+    return {
+        "kv": kv,
+        "position": jnp.broadcast_to(new.position[:, None], (rows, heads, tokens)).astype(jnp.int32),
+        "keep": keep,
+        "stats": policy.stats(new),
+    }
+
+
+def append(cache: LayerCache, added: dict[str, PyTree]) -> LayerCache:
+    """The cache with new slots behind its own, for a block of the prompt."""
+    old = {name: getattr(cache, name) for name in added}
+    joined = cache.replace(**jax.tree.map(lambda a, b: jnp.concatenate([a, b], axis=2), old, added))
+    return _with_order(joined)
+
+
+def _with_order(cache: LayerCache) -> LayerCache:
+    if cache.order is None:
+        return cache
+    live = jnp.where(cache.position < 0, jnp.iinfo(jnp.int32).max, cache.position)
+    return cache.replace(order=jnp.argsort(jnp.argsort(live, axis=-1), axis=-1).astype(jnp.int32))
+
+
+def rank(policy: Policy, cache: LayerCache, new: NewTokens) -> Float[Array, "b h c"]:
+    """Order of leaving: expired (-inf) < empty < finite scores < protected (+inf); slots beyond the limit never.
+
+    Args:
+        policy: gives the scores, sinks, recent window and protected tokens.
+        cache: the layer's slots.
+        new: what is being read; its newest token counts in the recent window.
+    """
+    scores = policy.score(cache, new)
+    position = cache.position
+    recent = policy.recent_slots(cache.limit)[..., None]
+    protected = (position < policy.sinks) | (position > new.newest[:, None, None] - recent)
+    if cache.keep is not None:
+        protected |= cache.keep
+    scores = jnp.where(protected & (scores > -jnp.inf), jnp.inf, scores)
+    return jnp.where(position < 0, jnp.finfo(scores.dtype).min, scores)
+
+
+def victim(policy: Policy, cache: LayerCache, new: NewTokens) -> Int[Array, "b h"]:
+    """The slot that the next token takes: the lowest rank, the oldest of equals."""
+    usable = jnp.arange(cache.capacity) < cache.limit[..., None]
+    ranks = jnp.where(usable, rank(policy, cache, new), jnp.inf)
+    lowest = ranks == ranks.min(-1, keepdims=True)
+    age = jnp.where(lowest & usable, cache.position, jnp.iinfo(jnp.int32).max)
+    return jnp.argmin(age, axis=-1).astype(jnp.int32)
+
+
+def take(cache: LayerCache, slot: Int[Array, "b h"]) -> tuple[KV, Int[Array, "b h 1"]]:
+    """Key, value and position in one slot of each head."""
+    kv = jax.tree.map(lambda leaf: jnp.take_along_axis(leaf, slot[:, :, None, None], axis=2), cache.kv)
+    return kv, jnp.take_along_axis(cache.position, slot[:, :, None], axis=2)
+
+
+def put(cache: LayerCache, slot: Int[Array, "b h"], added: dict[str, PyTree]) -> LayerCache:
+    """The cache with one new entry per head written over a slot; a slot out of bounds writes nothing."""
+    rows, heads = slot.shape
+    row, head = jnp.arange(rows)[:, None], jnp.arange(heads)[None]
+
+    def write(leaf: Array, value: Array) -> Array:
+        value = value[:, :, 0].astype(leaf.dtype)
+        return leaf.at[row, head, slot].set(value, unique_indices=True, mode="drop")
+
+    old = {name: getattr(cache, name) for name in added}
+    written = cache.replace(**jax.tree.map(write, old, added))
+    if cache.order is None:
+        return written
+    # The slot's old entry leaves the queue, those behind it move up, the new one is last.
+    replaced = cache.position >= 0
+    place = jnp.where(replaced, cache.order, cache.capacity)
+    place = jnp.take_along_axis(place, jnp.minimum(slot, cache.capacity - 1)[..., None], axis=2)
+    order = cache.order - (cache.order > place)
+    last = (written.position >= 0).sum(-1, dtype=jnp.int32) - 1
+    order = jnp.where(jnp.arange(cache.capacity) == slot[..., None], last[..., None], order)
+    return written.replace(order=jnp.where((slot < cache.capacity)[..., None], order, cache.order))
+
+
+def compress(policy: Policy, cache: LayerCache, new: NewTokens, capacity: int) -> tuple[LayerCache, Array]:
+    """Keep the best `limit` slots of each head in buffers of `capacity` slots.
+
+    Returns:
+        The smaller cache, and which slots of the given one leave [b, h, c].
+    """
+    ranks, position = rank(policy, cache, new), cache.position
+    # Expired slots leave even when there is room; empty ones are not worth a slot.
+    worth = (position >= 0) & (ranks > -jnp.inf)
+    ranks = jnp.where(worth, ranks, -jnp.inf)
+    slots = jnp.broadcast_to(jnp.arange(position.shape[-1], dtype=jnp.int32), position.shape)
+    _, _, best = jax.lax.sort((-ranks, -position, slots), num_keys=2)
+    if best.shape[-1] < capacity:
+        missing = capacity - best.shape[-1]
+        # Repeats of the last slot, never kept: they lie beyond what the sort found worth keeping.
+        best = jnp.concatenate([best, jnp.broadcast_to(best[..., -1:], (*best.shape[:2], missing))], axis=-1)
+        real = jnp.arange(capacity) < capacity - missing
+    else:
+        best, real = best[..., :capacity], jnp.ones(capacity, bool)
+
+    def gather(leaf: Array) -> Array:
+        return jnp.take_along_axis(leaf, best.reshape(*best.shape, *(1,) * (leaf.ndim - 3)), axis=2)
+
+    kept = real & (jnp.arange(capacity) < cache.limit[..., None]) & gather(worth)
+    rows, heads = position.shape[:2]
+    staying = jnp.zeros(position.shape, bool)
+    staying = staying.at[jnp.arange(rows)[:, None, None], jnp.arange(heads)[None, :, None], best].max(kept)
+    smaller = cache.replace(
+        kv=jax.tree.map(gather, cache.kv),
+        position=jnp.where(kept, gather(position), -1),
+        keep=None if cache.keep is None else gather(cache.keep) & kept,
+        stats=jax.tree.map(gather, cache.stats),
+    )
+    return _with_order(smaller), (position >= 0) & ~staying
+
+
+def allocated_bytes(caches: PyTree) -> int:
+    """Bytes of the arrays that make up caches, whatever they store: pairs, positions, scores, codes, states."""
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(caches))

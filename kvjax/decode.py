@@ -1,0 +1,436 @@
+"""Reading a prompt into a fixed cache, and writing one token after another from it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from jaxtyping import Array, Float, Int, Key
+
+from kvjax import cache as caches_
+from kvjax.attention import (
+    SLOT_BLOCK,
+    alibi_bias,
+    attend,
+    causal_mask,
+    join_queries,
+    merge,
+    query_block,
+    split_queries,
+)
+from kvjax.codec import CODECS
+from kvjax.models.config import ModelConfig
+from kvjax.models.decoder import Weights, block, embed, rotate, unembed
+from kvjax.plan import PLANS, Plan
+from kvjax.policies import policy as policy_by_name
+from kvjax.policies.base import Policy
+from kvjax.types import KV, Evicted, LayerCache, NewTokens, setting
+
+if TYPE_CHECKING:
+    from kvjax.models.model import Model
+
+
+@struct.dataclass
+class Reading:
+    """Which tokens are being read, for all layers alike; the fields are those of `NewTokens`."""
+
+    token: Int[Array, "b t"]
+    position: Int[Array, "b t"]
+    prompt_length: Int[Array, " b"]
+    read: Int[Array, " b"]
+    horizon: Int[Array, " b"]
+    seed: Array
+
+
+@struct.dataclass
+class State:
+    """Everything that decoding needs and changes: an immutable pytree, so branching from one is free.
+
+    Rows are independent: whatever happens to one depends on nothing but that row.
+    """
+
+    weights: Weights
+    policy: Policy
+    caches: tuple[LayerCache, ...]
+    position: Int[Array, " b"]
+    """Position of the next token."""
+    prompt_length: Int[Array, " b"]
+    horizon: Int[Array, " b"]
+    """Tokens that the cache was planned to generate."""
+    key: Key[Array, " b"]
+    seed: Array
+    """uint32 [b], the policy's randomness."""
+    config: ModelConfig = setting(None)
+
+
+def prefill(
+    model: Model,
+    policy: Policy | str,
+    tokens: Int[Array, "b n"] | Sequence[Sequence[int]],
+    budget: int | float | Sequence[int] = 1.0,
+    *,
+    lengths: Int[Array, " b"] | Sequence[int] | None = None,
+    max_new_tokens: int = 256,
+    key: Key[Array, ""] | Key[Array, " b"] | None = None,
+    plan: Plan | str | None = None,
+    prefill_chunk: int | None = None,
+) -> tuple[State, Float[Array, "b vocab"]]:
+    """Read prompts into a cache that holds no more than its budget.
+
+    Args:
+        model: from `kvjax.load`.
+        policy: which tokens stay; a name or a `Policy`.
+        tokens: prompts [b, n], padded on the right; or a list of lists of unequal lengths.
+        budget: slots per KV head; or a fraction of prompt + `max_new_tokens`, per row; or slots for each layer.
+        lengths: tokens of each prompt [b], 1 to n; None if none is padded.
+        max_new_tokens: how many tokens are going to be generated, for fractions, schedules and the full cache.
+        key: randomness of sampling and of random policies, one for all rows or one each; None is `jax.random.key(0)`.
+        plan: how the budget is spread over the layers; a name, a `Plan`, or None for the policy's own.
+        prefill_chunk: compress after every so many prompt tokens, so that memory never exceeds budget + chunk;
+            None is the policy's own way, mostly the whole prompt; 1 reads it by decode steps.
+
+    Returns:
+        The state to decode from, and the logits for the first new token [b, vocab].
+
+    Raises:
+        ValueError: a prompt is empty or does not fit the model, or the budget does not fit the policy.
+    """
+    policy = policy_by_name(policy) if isinstance(policy, str) else policy
+    config = model.config
+    tokens, lengths = _pad_rows(tokens, lengths)
+    rows, width = tokens.shape
+    _check_prompts(tokens, lengths, max_new_tokens, policy, config)
+    limits, capacities = plan_slots(policy, plan, budget, lengths, max_new_tokens, config, width)
+    chunk = policy.prefill_chunk if prefill_chunk is None else prefill_chunk
+    if chunk is not None and chunk < 1:
+        raise ValueError(f"prefill_chunk={chunk} is not a number of tokens from 1.")
+    if chunk is not None and chunk < width and policy.couples_layers and chunk > 1:
+        raise ValueError(f"{type(policy).__name__} shares scores between layers and reads a prompt whole or by 1.")
+    padded = bucket(width) if chunk is None or chunk >= width else -(-bucket(width) // chunk) * chunk
+    chunk = None if chunk is None or (chunk >= width and chunk > 1) else chunk
+    tokens = np.pad(tokens, ((0, 0), (0, padded - width)))
+    keys = jax.random.key(0) if key is None else key
+    if keys.ndim == 0:
+        keys = jnp.broadcast_to(keys, (rows,))
+    return _prefill(
+        model.weights,
+        policy,
+        jnp.asarray(tokens, jnp.int32),
+        jnp.asarray(lengths, jnp.int32),
+        jnp.full(rows, max_new_tokens, jnp.int32),
+        keys,
+        tuple(jnp.asarray(limit, jnp.int32) for limit in limits),
+        config=config,
+        capacities=capacities,
+        chunk=chunk,
+    )
+
+
+@jax.jit
+def decode_step(state: State, token: Int[Array, " b"]) -> tuple[State, Float[Array, "b vocab"]]:
+    """Write one token per row into the cache and return the logits for the next.
+
+    Args:
+        state: from `prefill` or an earlier step; it stays valid, so a prompt can be continued many times.
+        token: [b].
+
+    Returns:
+        The next state, and logits [b, vocab]. With the full cache, logits beyond the planned length are NaN:
+        there is no slot left and nothing may leave.
+    """
+    return step(state, token)
+
+
+def step(state: State, token: Int[Array, " b"]) -> tuple[State, Float[Array, "b vocab"]]:
+    """`decode_step` before compilation, for loops that are compiled as a whole."""
+    reading = Reading(
+        token=token[:, None],
+        position=state.position[:, None],
+        prompt_length=state.prompt_length,
+        read=state.position + 1,
+        horizon=state.horizon,
+        seed=state.seed,
+    )
+    caches, hidden = _read_token(state.weights, state.config, state.policy, state.caches, reading)
+    logits = unembed(state.weights, state.config, hidden[:, 0])
+    if not state.policy.evicts:
+        planned = state.prompt_length + state.horizon
+        logits = jnp.where((state.position < planned)[:, None], logits, jnp.nan)
+    return state.replace(caches=caches, position=state.position + 1), logits
+
+
+def cache_bytes(state: State) -> int:
+    """Bytes that the caches occupy: keys, values, positions, scores, codes and states, empty slots included."""
+    return caches_.allocated_bytes(state.caches)
+
+
+def full_cache_bytes(state: State) -> int:
+    """Bytes of keys and values that a full cache would hold at the end, prompt and planned tokens, padding excluded."""
+    config, dtype = state.config, state.caches[0].kv.k.dtype
+    tokens = int(np.sum(np.asarray(state.prompt_length) + np.asarray(state.horizon)))
+    return 2 * tokens * config.layers * config.kv_heads * config.head_width * dtype.itemsize
+
+
+def bucket(tokens: int) -> int:
+    """The padded length that prompts share a program at: the next power of two or halfway point, at least 16."""
+    power = 16
+    while power < tokens:
+        power *= 2
+    return power * 3 // 4 if power > 16 and power * 3 // 4 >= tokens else power
+
+
+def round_slots(slots: int) -> int:
+    """Slots in the buffers: the next multiple of 16, of the attention block beyond one block."""
+    unit = 16 if slots <= SLOT_BLOCK else SLOT_BLOCK
+    return -(-slots // unit) * unit
+
+
+def plan_slots(
+    policy: Policy,
+    plan: Plan | str | None,
+    budget: int | float | Sequence[int],
+    lengths: np.ndarray,
+    max_new_tokens: int,
+    config: ModelConfig,
+    width: int,
+) -> tuple[list[np.ndarray], tuple[int, ...]]:
+    """Slots that each row and head may use, int [b, h] per layer, and those of each layer's buffers.
+
+    Raises:
+        ValueError: the budget is not positive, does not match the layers or does not fit the policy's protections.
+    """
+    rows, total = len(lengths), lengths + max_new_tokens
+    if isinstance(plan, str):
+        if plan not in PLANS:
+            raise ValueError(f"there is no plan {plan!r}; choose one of {', '.join(PLANS)}.")
+        plan = PLANS[plan]()
+    if not policy.evicts:
+        limits = np.broadcast_to(total, (config.layers, rows))
+        capacity = round_slots(bucket(width) + max_new_tokens)
+        return [np.repeat(limit[:, None], config.kv_heads, 1) for limit in limits], (capacity,) * config.layers
+    if isinstance(budget, (int, float, np.integer, np.floating)):
+        per_row = _slots_per_row(budget, total)
+        plan = policy.default_plan() if plan is None else plan
+        limits = np.stack([plan.budgets(int(slots), config.layers) for slots in per_row], axis=1)
+    else:
+        if plan is not None:
+            raise ValueError("a budget for each layer leaves nothing to plan; give one number, or no plan.")
+        if len(budget) != config.layers or min(budget) < 1:
+            raise ValueError(f"budget={list(budget)} is not a number of slots from 1 for each of {config.layers} layers.")
+        limits = np.repeat(np.asarray(budget, np.int64)[:, None], rows, axis=1)
+    policy.check_budget(int(limits.min()))
+    capacities = tuple(round_slots(int(limit.max())) for limit in limits)
+    return [np.repeat(limit[:, None], config.kv_heads, 1) for limit in limits], capacities
+
+
+def _slots_per_row(budget: int | float, total: np.ndarray) -> np.ndarray:
+    if isinstance(budget, (int, np.integer)):
+        if budget < 1:
+            raise ValueError(f"budget={budget} is not a number of slots from 1, nor a fraction between 0.0 and 1.0.")
+        return np.full(len(total), budget)
+    if not 0 < budget <= 1:
+        raise ValueError(f"budget={budget} is not a fraction in (0.0, 1.0], nor a whole number of slots.")
+    return np.maximum(1, np.floor(budget * total + 1e-6).astype(np.int64))
+
+
+def _pad_rows(tokens, lengths) -> tuple[np.ndarray, np.ndarray]:
+    if isinstance(tokens, (list, tuple)):
+        if lengths is None:
+            lengths = [len(row) for row in tokens]
+        width = max((len(row) for row in tokens), default=0)
+        tokens = np.array([list(row) + [0] * (width - len(row)) for row in tokens], np.int32).reshape(-1, width)
+    tokens = np.asarray(tokens)
+    if tokens.ndim != 2:
+        raise ValueError(f"tokens of shape {tokens.shape} are not rows of prompts [b, n].")
+    lengths = np.full(len(tokens), tokens.shape[1]) if lengths is None else np.asarray(lengths)
+    return tokens, lengths.astype(np.int64)
+
+
+def _check_prompts(
+    tokens: np.ndarray, lengths: np.ndarray, max_new_tokens: int, policy: Policy, config: ModelConfig
+) -> None:
+    if len(tokens) == 0 or lengths.min() < 1:
+        raise ValueError("a prompt is empty; give at least one token.")
+    if lengths.shape != (len(tokens),) or lengths.max() > tokens.shape[1]:
+        raise ValueError(f"lengths={lengths.tolist()} do not fit tokens of shape {tokens.shape}.")
+    if max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens={max_new_tokens} is not a number of tokens from 1.")
+    outside = tokens[np.arange(tokens.shape[1]) < lengths[:, None]]
+    if outside.min() < 0 or outside.max() >= config.vocab_size:
+        bad = outside[(outside < 0) | (outside >= config.vocab_size)][0]
+        raise ValueError(f"token {bad} is not in the vocabulary of {config.vocab_size}.")
+    if lengths.max() > config.max_positions and policy.positions == "original":
+        raise ValueError(
+            f"a prompt of {lengths.max()} tokens is longer than the model's {config.max_positions} positions; "
+            "shorten it or use a policy with positions='cache'."
+        )
+
+
+@functools.partial(jax.jit, static_argnames=("config", "capacities", "chunk"))
+def _prefill(weights, policy, tokens, lengths, horizon, keys, limits, *, config, capacities, chunk):
+    rows, padded = tokens.shape
+    seed = jax.vmap(lambda key: jax.random.bits(jax.random.fold_in(key, 1), dtype=jnp.uint32))(keys)
+    dtype = weights.layers[0].key.weight.dtype
+    # A prompt read whole starts from no slots at all; one read in chunks from a cache of its final size.
+    caches = tuple(
+        caches_.empty(
+            policy,
+            rows=rows,
+            heads=config.kv_heads,
+            groups=config.groups,
+            slots=0 if chunk is None else capacity,
+            width=config.head_width,
+            dtype=dtype,
+            layer=layer,
+        ).replace(limit=limit)
+        for layer, (capacity, limit) in enumerate(zip(capacities, limits, strict=True))
+    )
+    size = padded if chunk is None else chunk
+
+    def read_chunk(start, carry):
+        caches, last = carry
+        position = start + jnp.arange(size)
+        reading = Reading(
+            token=jax.lax.dynamic_slice_in_dim(tokens, start, size, axis=1),
+            position=jnp.where(position < lengths[:, None], position, -1),
+            prompt_length=lengths,
+            read=jnp.minimum(lengths, start + size),
+            horizon=horizon,
+            seed=seed,
+        )
+        if size == 1:
+            caches, hidden = _read_token(weights, config, policy, caches, reading)
+        else:
+            caches, hidden = _read_block(weights, config, policy, caches, reading, capacities)
+        is_last = position == (lengths - 1)[:, None]
+        newest = jnp.einsum("btw,bt->bw", hidden, is_last.astype(hidden.dtype))
+        return caches, jnp.where(is_last.any(1)[:, None], newest, last)
+
+    last = jnp.zeros((rows, config.width), dtype)
+    if chunk is None:
+        caches, last = read_chunk(0, (caches, last))
+    else:
+        caches, last = jax.lax.fori_loop(
+            0, -(-lengths.max() // size), lambda i, carry: read_chunk(i * size, carry), (caches, last)
+        )
+    state = State(
+        weights=weights,
+        policy=policy,
+        caches=caches,
+        position=lengths,
+        prompt_length=lengths,
+        horizon=horizon,
+        key=keys,
+        seed=seed,
+        config=config,
+    )
+    return state, unembed(weights, config, last)
+
+
+def _read_token(weights, config: ModelConfig, policy: Policy, caches, reading: Reading):
+    """One token per row through all layers: the victim is chosen before attention, for everyone."""
+    x = embed(weights, config, reading.token, reading.position)
+    caches = list(caches)
+    for index, layer in enumerate(weights.layers):
+
+        def attention(q, k, v, index=index):
+            cache = caches[index]
+            codec = CODECS[policy.positions]
+            new = _new_tokens(config, reading, q, k, v, index)
+            valid = new.valid[:, :1]
+            slot = jnp.where(valid, caches_.victim(policy, cache, new), cache.capacity)
+            evicted, position = caches_.take(cache, jnp.minimum(slot, cache.capacity - 1))
+            leaving = Evicted(codec.restore(config, evicted.k, position), evicted.v, (position >= 0) & valid[..., None])
+            cache = cache.replace(state=policy.absorb(cache.state, leaving))
+            stored = KV(codec.encode(config, k, new.position), v)
+            cache = caches_.put(cache, slot, caches_.entries(policy, new, stored))
+            keys, key_position = codec.read(config, cache)
+            queries, query_position = codec.query(config, cache, q, new.position)
+            mask = causal_mask(new.position, cache.position, config.sliding_window)
+            partial, probs = attend(queries, keys, cache.kv.v, mask, alibi_bias(config, query_position, key_position))
+            caches[index] = policy.observe(cache, probs, new)
+            return _with_residual(policy, cache, new, partial)
+
+        x = block(layer, config, x, attention)
+    return policy.couple(tuple(caches)), x
+
+
+def _read_block(weights, config: ModelConfig, policy: Policy, caches, reading: Reading, capacities):
+    """A prompt or a chunk of it through all layers: attend in query blocks, observe each, keep what ranks highest."""
+    x = embed(weights, config, reading.token, reading.position)
+    caches, news = list(caches), []
+    for index, layer in enumerate(weights.layers):
+
+        def attention(q, k, v, index=index):
+            new = _new_tokens(config, reading, q, k, v, index)
+            codec = CODECS[policy.positions]
+            stored = KV(codec.encode(config, k, new.position), v)
+            cache = caches_.append(caches[index], caches_.entries(policy, new, stored))
+            cache, out = _attend_in_blocks(config, policy, cache, new, q)
+            cache = policy.commit(cache, new)
+            if policy.couples_layers:
+                caches[index] = cache
+                news.append(new)
+            else:
+                caches[index] = _compress(config, policy, cache, new, capacities[index])
+            return out
+
+        x = block(layer, config, x, attention)
+    if policy.couples_layers:
+        coupled = policy.couple(tuple(caches))
+        caches = [_compress(config, policy, *layer) for layer in zip(coupled, news, capacities, strict=True)]
+    return tuple(caches), x
+
+
+def _attend_in_blocks(config: ModelConfig, policy: Policy, cache: LayerCache, new: NewTokens, raw_q):
+    codec = CODECS[policy.positions]
+    keys, key_position = codec.read(config, cache)
+    size = query_block(raw_q.shape[-2], raw_q.shape[0])
+
+    def read(remembered, queries):
+        raw, q, k, v, token, position = queries
+        part = new.replace(q=q, k=k, v=v, token=token, position=position)
+        seen = cache.replace(stats=remembered[0], state=remembered[1])
+        rotated, query_position = codec.query(config, cache, raw, position)
+        mask = causal_mask(position, cache.position, config.sliding_window)
+        bias = alibi_bias(config, query_position, key_position)
+        partial, probs = attend(rotated, keys, cache.kv.v, mask, bias)
+        out = _with_residual(policy, seen, part, partial)
+        seen = policy.observe(seen, probs, part)
+        return (seen.stats, seen.state), out
+
+    sequences = ((raw_q, -2), (new.q, -2), (new.k, -2), (new.v, -2), (new.token, -1), (new.position, -1))
+    blocks = tuple(split_queries(x, axis, size) for x, axis in sequences)
+    (stats, state), out = jax.lax.scan(read, (cache.stats, cache.state), blocks)
+    return cache.replace(stats=stats, state=state), join_queries(out, -2)
+
+
+def _compress(config: ModelConfig, policy: Policy, cache: LayerCache, new: NewTokens, capacity: int) -> LayerCache:
+    smaller, leaving = caches_.compress(policy, cache, new, capacity)
+    keys = CODECS[policy.positions].restore(config, cache.kv.k, cache.position)
+    return smaller.replace(state=policy.absorb(cache.state, Evicted(keys, cache.kv.v, leaving)))
+
+
+def _with_residual(policy: Policy, cache: LayerCache, new: NewTokens, partial):
+    share = policy.residual(cache.state, new.q)
+    return partial.out if share is None else merge(partial, share).out
+
+
+def _new_tokens(config: ModelConfig, reading: Reading, q, k, v, layer: int) -> NewTokens:
+    return NewTokens(
+        q=rotate(config.rope, q, reading.position[:, None, None]),
+        k=rotate(config.rope, k, reading.position[:, None]),
+        v=v,
+        position=reading.position,
+        token=reading.token,
+        prompt_length=reading.prompt_length,
+        read=reading.read,
+        horizon=reading.horizon,
+        seed=reading.seed,
+        layer=layer,
+    )

@@ -1,0 +1,33 @@
+"""Random numbers as a pure function of seed, layer, head and position, so that no buffer has to hold them."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, UInt32
+
+from kvjax.types import NewTokens
+
+
+def mix(x: UInt32[Array, "*b"]) -> UInt32[Array, "*b"]:
+    """The finaliser of MurmurHash3: every bit of the input flips every bit of the output half of the time."""
+    x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
+    x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
+    return x ^ (x >> 16)
+
+
+def hashed_bits(
+    seed: UInt32[Array, "*b"], layer: int, head: UInt32[Array, "*b"], position: UInt32[Array, "*b"]
+) -> UInt32[Array, "*b"]:
+    """32 random bits for each seed, layer, head and position."""
+    bits = mix(seed ^ jnp.uint32(layer * 0x9E3779B9 & 0xFFFFFFFF))
+    bits = mix(bits ^ (head * jnp.uint32(0x7FEB352D) + jnp.uint32(1)))
+    return mix(bits ^ (position * jnp.uint32(0x846CA68B) + jnp.uint32(1)))
+
+
+def uniform(new: NewTokens) -> Float[Array, "b h t"]:
+    """Numbers in (0, 1), one per row, KV head and token; float32."""
+    heads = jnp.arange(new.k.shape[1], dtype=jnp.uint32)[None, :, None]
+    position = new.position[:, None, :].astype(jnp.uint32)
+    bits = hashed_bits(new.seed[:, None, None], new.layer, heads, position)
+    # 23 bits and a half: strictly between 0 and 1, exact in float32.
+    return ((bits >> 9).astype(jnp.float32) + 0.5) / 2**23

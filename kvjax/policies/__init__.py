@@ -1,0 +1,52 @@
+"""The policies by name: the only place that knows names."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from kvjax.policies.base import Policy
+from kvjax.policies.full import Full
+from kvjax.policies.h2o import H2O
+from kvjax.policies.random import Random
+from kvjax.policies.window import Streaming, Window
+
+REGISTRY: dict[str, type[Policy]] = {
+    "full": Full,
+    "window": Window,
+    "streaming": Streaming,
+    "random": Random,
+    "h2o": H2O,
+}
+
+
+def policy(name: str, **settings: Any) -> Policy:
+    """A policy by name.
+
+    Args:
+        name: a key of `REGISTRY`.
+        settings: the policy's own, see its class.
+
+    Raises:
+        ValueError: the name or a setting is unknown, or a value is out of range.
+    """
+    if name not in REGISTRY:
+        raise ValueError(f"there is no policy {name!r}; choose one of {', '.join(REGISTRY)}.")
+    known = settings_of(name)
+    for setting in settings:
+        if setting not in known:
+            raise ValueError(f"policy {name!r} has no setting {setting!r}; it takes {', '.join(known)}.")
+    return REGISTRY[name](**settings)
+
+
+def settings_of(name: str) -> dict[str, Any]:
+    """A policy's settings and their defaults."""
+    return {field.name: field.default for field in dataclasses.fields(REGISTRY[name]) if field.init}
+
+
+def name_of(policy: Policy) -> str:
+    """The registered name of a policy, or its class's name if it is somebody's own."""
+    return next((name for name, kind in REGISTRY.items() if kind is type(policy)), type(policy).__name__)
+
+
+__all__ = ["REGISTRY", "Full", "H2O", "Policy", "Random", "Streaming", "Window", "name_of", "policy", "settings_of"]

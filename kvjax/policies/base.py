@@ -1,0 +1,132 @@
+"""What a policy is: the one thing that the papers disagree on, *which cached token matters least*."""
+
+from __future__ import annotations
+
+import abc
+from typing import ClassVar
+
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Float, Int
+
+from kvjax.plan import Plan, Uniform
+from kvjax.types import Evicted, LayerCache, NewTokens, Partial, PyTree, setting
+
+
+@struct.dataclass(kw_only=True)
+class Policy(abc.ABC):
+    """Scores the slots of a cache; everything else about eviction is shared.
+
+    A policy is a pytree: hyperparameters are static, arrays are leaves. Per layer and step, kvjax calls
+
+    1. `score`, and gives the slot that ranks lowest to the new token (an empty one first, if there is any),
+    2. `stats` of the new token, stored beside its key and value,
+    3. `observe`, after attention, with the probabilities if `needs_probs`.
+
+    In the prompt, `observe` is called for one block of queries after another, then `commit` once, then the
+    slots that rank highest stay. With `prefill_chunk` this happens after every chunk.
+
+    Args:
+        sinks: first tokens of the text that never leave.
+        recent: newest tokens that never leave, the one being read included: slots, or a fraction of the budget.
+        special: token ids that never leave.
+        positions: `original`, or `cache` to let the model see a key's rank in the cache as its position.
+
+    Raises:
+        ValueError: a setting is out of range, naming it, the value and the range.
+    """
+
+    needs_probs: ClassVar[bool] = False
+    """Whether `observe` reads attention probabilities; if not, they are never computed."""
+    evicts: ClassVar[bool] = True
+    """Whether tokens may leave at all; if not, the budget is the whole text."""
+    prefill_chunk: ClassVar[int | None] = None
+    """Prompt tokens read between two compressions; None for the whole prompt, 1 for one decode step each."""
+    paper: ClassVar[str] = ""
+    """Where the method comes from, with its equation."""
+
+    sinks: int = setting(0)
+    recent: int | float = setting(0)
+    special: tuple[int, ...] = setting(())
+    positions: str = setting("original")
+
+    def __post_init__(self) -> None:
+        check(isinstance(self.sinks, int) and self.sinks >= 0, "sinks", self.sinks, "a whole number from 0")
+        fraction = isinstance(self.recent, float) and 0 <= self.recent <= 1
+        whole = isinstance(self.recent, int) and self.recent >= 0
+        check(fraction or whole, "recent", self.recent, "a number of slots from 0, or a fraction from 0.0 to 1.0")
+        check(self.positions in ("original", "cache"), "positions", self.positions, "'original' or 'cache'")
+        check(all(isinstance(token, int) for token in self.special), "special", self.special, "a list of token ids")
+
+    @abc.abstractmethod
+    def score(self, cache: LayerCache, new: NewTokens) -> Float[Array, "b h c"]:
+        """How much each slot matters: the lowest leaves first, -inf at once, +inf never.
+
+        Args:
+            cache: the layer's slots; what an empty one scores is ignored. Of equal scores the oldest leaves.
+            new: what is being read: the token that wants a slot, or the prompt.
+        """
+
+    def stats(self, new: NewTokens) -> PyTree:
+        """What to remember of new tokens besides key and value: arrays [b h t ...], or None."""
+        return None
+
+    def init(self, new: NewTokens) -> PyTree:
+        """What the policy remembers of the layer before it has read anything; `new` holds no tokens, only shapes."""
+        return None
+
+    def observe(self, cache: LayerCache, probs: Float[Array, "b h g t c"], new: NewTokens) -> LayerCache:
+        """The cache after seeing how new tokens attended to its slots; rows of padding are all zero."""
+        return cache
+
+    def commit(self, cache: LayerCache, new: NewTokens) -> LayerCache:
+        """The cache when a prompt (or a chunk of it) has been read, before anything of it leaves."""
+        return cache
+
+    def couple(self, caches: tuple[LayerCache, ...]) -> tuple[LayerCache, ...]:
+        """The caches of all layers after they read the same tokens, for policies whose layers share scores."""
+        return caches
+
+    couples_layers: ClassVar[bool] = False
+    """Whether `couple` does anything: a prompt is then compressed only after its last layer."""
+
+    def absorb(self, state: PyTree, evicted: Evicted) -> PyTree:
+        """The layer's state with evicted pairs folded in."""
+        return state
+
+    def residual(self, state: PyTree, q: Float[Array, "b h g t d"]) -> Partial | None:
+        """The evicted tokens' share of the attention, merged into that over the slots."""
+        return None
+
+    def default_plan(self) -> Plan:
+        """How the budget is spread over the layers unless the user says otherwise."""
+        return Uniform()
+
+    def recent_slots(self, limit: Int[Array, "*b"]) -> Int[Array, "*b"]:
+        """The recent window in slots, for heads of `limit` slots."""
+        if isinstance(self.recent, float):
+            return jnp.floor(self.recent * limit + 1e-6).astype(jnp.int32)
+        return jnp.full_like(limit, self.recent)
+
+    def check_budget(self, smallest: int) -> None:
+        """Refuse a budget that leaves no slot to choose, given the slots of the poorest head.
+
+        Raises:
+            ValueError: sinks and recent window do not fit in the budget.
+        """
+        recent = int(self.recent * smallest + 1e-6) if isinstance(self.recent, float) else self.recent
+        if self.evicts and self.sinks + recent > smallest:
+            raise ValueError(
+                f"sinks + recent = {self.sinks} + {recent} slots do not fit in a budget of {smallest} slots per head; "
+                f"use a budget of at least {self.sinks + recent} or protect fewer tokens."
+            )
+
+
+def check(ok: bool, name: str, value: object, expected: str) -> None:
+    """Refuse a bad setting with one sentence.
+
+    Raises:
+        ValueError: `ok` is False.
+    """
+    if not ok:
+        raise ValueError(f"{name}={value!r} is not {expected}.")

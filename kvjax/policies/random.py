@@ -1,0 +1,30 @@
+"""Random eviction: the control that a method has to beat."""
+
+from __future__ import annotations
+
+from flax import struct
+
+from kvjax.noise import uniform
+from kvjax.policies.base import Policy
+from kvjax.types import setting
+
+
+@struct.dataclass(kw_only=True)
+class Random(Policy):
+    """A uniformly random subset of the text at every step: each token draws one priority, the lowest leaves.
+
+    Args:
+        recent: newest tokens that stay, so that the sentence being written is not torn.
+    """
+
+    paper = "control"
+
+    recent: int | float = setting(0)
+
+    def stats(self, new):
+        """One priority per layer, head and token."""
+        return uniform(new)
+
+    def score(self, cache, new):
+        """Score = priority."""
+        return cache.stats

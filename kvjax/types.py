@@ -1,0 +1,114 @@
+"""What travels between models, caches and policies."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Float, Int, UInt32
+
+PyTree = Any
+
+
+def setting(default: Any) -> Any:
+    """A hyperparameter of a policy: part of the compiled program, not of the data."""
+    return struct.field(pytree_node=False, default=default)
+
+
+def wide(dtype: Any) -> Any:
+    """The dtype in which softmax, scores and sums are computed: float32, or float64 for float64."""
+    return jnp.promote_types(dtype, jnp.float32)
+
+
+@struct.dataclass
+class NewTokens:
+    """Tokens that one layer reads: a block of the prompt, or the one token of a decode step.
+
+    Queries and keys are rotated by their original positions whatever the cache stores.
+    """
+
+    q: Float[Array, "b h g t d"]
+    k: Float[Array, "b h t d"]
+    v: Float[Array, "b h t d"]
+    position: Int[Array, "b t"]
+    """Position in the row's own text; -1 marks padding."""
+    token: Int[Array, "b t"]
+    prompt_length: Int[Array, " b"]
+    """Tokens of the row's prompt."""
+    read: Int[Array, " b"]
+    """Tokens of the row read once all of this call's tokens are: a chunk's end, or the prompt's."""
+    horizon: Int[Array, " b"]
+    """Tokens that are going to be generated."""
+    seed: UInt32[Array, " b"]
+    """The row's randomness: numbers drawn from it depend on layer, head and position, on nothing else."""
+    layer: int = setting(0)
+
+    @property
+    def valid(self) -> Array:
+        """Which tokens are text and not padding [b t]."""
+        return self.position >= 0
+
+    @property
+    def newest(self) -> Int[Array, " b"]:
+        """Position of the row's newest token."""
+        return self.read - 1
+
+    @property
+    def last_query(self) -> Float[Array, "b h g d"]:
+        """The newest token's query; zeros for a row that has no text here."""
+        newest = self.position == self.newest[:, None]
+        return jnp.einsum("bhgtd,bt->bhgd", self.q, newest.astype(self.q.dtype))
+
+
+@struct.dataclass
+class KV:
+    """What the cache stores of each token: key and value [b h c d]."""
+
+    k: Float[Array, "b h c d"]
+    v: Float[Array, "b h c d"]
+
+
+@struct.dataclass
+class Evicted:
+    """Pairs on their way out of the cache; keys rotated by their original positions, `leaving` masks the real ones."""
+
+    k: Float[Array, "b h m d"]
+    v: Float[Array, "b h m d"]
+    leaving: Array
+    """bool [b h m]"""
+
+
+@struct.dataclass
+class LayerCache:
+    """The cache of one layer: fixed-shape buffers, in no order."""
+
+    kv: KV
+    position: Int[Array, "b h c"]
+    """Original position of the token in each slot; -1 = empty."""
+    keep: Array | None
+    """bool [b h c], tokens protected for what they are; None where the policy protects no token ids."""
+    order: Int[Array, "b h c"] | None
+    """How many live slots are older, for models that see cache positions; None where they see original ones."""
+    stats: PyTree
+    """What the policy remembers of each slot: arrays [b h c ...]."""
+    state: PyTree
+    """What the policy remembers of the layer."""
+    limit: Int[Array, "b h"]
+    """Slots that each head may use, at most c."""
+
+    @property
+    def capacity(self) -> int:
+        """Slots per head in the buffers."""
+        return self.position.shape[-1]
+
+
+@struct.dataclass
+class Partial:
+    """Attention over a part of the tokens: a monoid under `kvjax.attention.merge`.
+
+    `out` is normalised within the part; `lse` is the logarithm of the part's sum of exponentials.
+    """
+
+    out: Float[Array, "b h g t d"]
+    lse: Float[Array, "b h g t"]
