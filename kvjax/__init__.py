@@ -4,6 +4,7 @@ from kvjax import policies as policies
 from kvjax.decode import State as State
 from kvjax.decode import cache_bytes as cache_bytes
 from kvjax.decode import decode_step as decode_step
+from kvjax.decode import decode_step_in_place as decode_step_in_place
 from kvjax.decode import full_cache_bytes as full_cache_bytes
 from kvjax.decode import prefill as prefill
 from kvjax.models import Model as Model

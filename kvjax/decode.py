@@ -117,23 +117,38 @@ def prefill(
     keys = jax.random.key(0) if key is None else key
     if keys.ndim == 0:
         keys = jnp.broadcast_to(keys, (rows,))
-    return _prefill(
+    lengths, horizon = jnp.asarray(lengths, jnp.int32), jnp.full(rows, max_new_tokens, jnp.int32)
+    caches, seed, logits = _prefill(
         model.weights,
         policy,
         jnp.asarray(tokens, jnp.int32),
-        jnp.asarray(lengths, jnp.int32),
-        jnp.full(rows, max_new_tokens, jnp.int32),
+        lengths,
+        horizon,
         keys,
         tuple(jnp.asarray(limit, jnp.int32) for limit in limits),
         config=config,
         capacities=capacities,
         chunk=chunk,
     )
+    state = State(
+        weights=model.weights,
+        policy=policy,
+        caches=caches,
+        position=lengths,
+        prompt_length=lengths,
+        horizon=horizon,
+        key=keys,
+        seed=seed,
+        config=config,
+    )
+    return state, logits
 
 
-@jax.jit
 def decode_step(state: State, token: Int[Array, " b"]) -> tuple[State, Float[Array, "b vocab"]]:
     """Write one token per row into the cache and return the logits for the next.
+
+    Pure, compiled, and fit for `jit`, `scan` and `vmap`. A function of your own that is jitted and returns a state
+    also returns (copies) its weights; return what changed, or donate, where that matters.
 
     Args:
         state: from `prefill` or an earlier step; it stays valid, so a prompt can be continued many times.
@@ -143,7 +158,35 @@ def decode_step(state: State, token: Int[Array, " b"]) -> tuple[State, Float[Arr
         The next state, and logits [b, vocab]. With the full cache, logits beyond the planned length are NaN:
         there is no slot left and nothing may leave.
     """
-    return step(state, token)
+    moving, logits = _step(*_split(state), token)
+    return _join(state, moving), logits
+
+
+def decode_step_in_place(state: State, token: Int[Array, " b"]) -> tuple[State, Float[Array, "b vocab"]]:
+    """`decode_step` that reuses the memory of the given state's caches, which are gone afterwards; weights stay."""
+    moving, logits = _step_in_place(*_split(state), token)
+    return _join(state, moving), logits
+
+
+Moving = tuple[tuple[LayerCache, ...], Int[Array, " b"]]
+
+
+def _split(state: State) -> tuple[State, Moving]:
+    # What a step changes apart from what it only reads: a jitted function copies whatever it returns unchanged.
+    return state.replace(caches=(), position=None), (state.caches, state.position)
+
+
+def _join(fixed: State, moving: Moving) -> State:
+    return fixed.replace(caches=moving[0], position=moving[1])
+
+
+def _step_parts(fixed: State, moving: Moving, token: Int[Array, " b"]) -> tuple[Moving, Float[Array, "b vocab"]]:
+    after, logits = step(_join(fixed, moving), token)
+    return _split(after)[1], logits
+
+
+_step = jax.jit(_step_parts)
+_step_in_place = jax.jit(_step_parts, donate_argnums=1)
 
 
 def step(state: State, token: Int[Array, " b"]) -> tuple[State, Float[Array, "b vocab"]]:
@@ -318,18 +361,7 @@ def _prefill(weights, policy, tokens, lengths, horizon, keys, limits, *, config,
         caches, last = jax.lax.fori_loop(
             0, -(-lengths.max() // size), lambda i, carry: read_chunk(i * size, carry), (caches, last)
         )
-    state = State(
-        weights=weights,
-        policy=policy,
-        caches=caches,
-        position=lengths,
-        prompt_length=lengths,
-        horizon=horizon,
-        key=keys,
-        seed=seed,
-        config=config,
-    )
-    return state, unembed(weights, config, last)
+    return caches, seed, unembed(weights, config, last)
 
 
 def _read_token(weights, config: ModelConfig, policy: Policy, caches, reading: Reading):
