@@ -32,8 +32,9 @@ def empty(
         seed=jnp.zeros(rows, jnp.uint32),
         layer=layer,
     )
+    state = policy.init(new)
     stats = jax.tree.map(
-        lambda leaf: jnp.zeros((rows, heads, slots, *leaf.shape[3:]), leaf.dtype), policy.stats(new)
+        lambda leaf: jnp.zeros((rows, heads, slots, *leaf.shape[3:]), leaf.dtype), policy.stats(new, state)
     )
     return LayerCache(
         kv=kv,
@@ -41,12 +42,12 @@ def empty(
         keep=jnp.zeros((rows, heads, slots), bool) if policy.special else None,
         order=jnp.zeros((rows, heads, slots), jnp.int32) if policy.positions == "cache" else None,
         stats=stats,
-        state=policy.init(new),
+        state=state,
         limit=jnp.zeros((rows, heads), jnp.int32),
     )
 
 
-def entries(policy: Policy, new: NewTokens, kv: KV) -> dict[str, PyTree]:
+def entries(policy: Policy, new: NewTokens, state: PyTree, kv: KV) -> dict[str, PyTree]:
     """Everything the cache stores of new tokens, each leaf [b h t ...]."""
     rows, heads, tokens = kv.k.shape[:3]
     keep = None
@@ -57,7 +58,7 @@ def entries(policy: Policy, new: NewTokens, kv: KV) -> dict[str, PyTree]:
         "kv": kv,
         "position": jnp.broadcast_to(new.position[:, None], (rows, heads, tokens)).astype(jnp.int32),
         "keep": keep,
-        "stats": policy.stats(new),
+        "stats": policy.stats(new, state),
     }
 
 
@@ -86,7 +87,8 @@ def rank(policy: Policy, cache: LayerCache, new: NewTokens) -> Float[Array, "b h
     scores = policy.score(cache, new)
     position = cache.position
     recent = policy.recent_slots(cache.limit)[..., None]
-    protected = (position < policy.sinks) | (position > new.newest[:, None, None] - recent)
+    sinks = policy.sink_slots(cache.limit)[..., None]
+    protected = (position < sinks) | (position > new.newest[:, None, None] - recent)
     if cache.keep is not None:
         protected |= cache.keep
     scores = jnp.where(protected & (scores > -jnp.inf), jnp.inf, scores)

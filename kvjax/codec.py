@@ -39,34 +39,34 @@ class Codec(Protocol):
 class OriginalPositions:
     """Keys rotated by the position in the text (*Org Pos* in Keyformer, Table 3)."""
 
-    def encode(self, config, raw, position):  # noqa: D102
+    def encode(self, config, raw, position):
         return rotate(config.rope, raw, position[:, None])
 
-    def read(self, config, cache):  # noqa: D102
+    def read(self, config, cache):
         return cache.kv.k, cache.position
 
-    def query(self, config, cache, raw, position):  # noqa: D102
+    def query(self, config, cache, raw, position):
         return rotate(config.rope, raw, position[:, None, None]), position[:, None]
 
-    def restore(self, config, stored, position):  # noqa: D102
+    def restore(self, config, stored, position):
         return stored
 
 
 class CachePositions:
     """Keys stored raw and rotated by their rank among the live slots (StreamingLLM; *New Pos* in Keyformer)."""
 
-    def encode(self, config, raw, position):  # noqa: D102
+    def encode(self, config, raw, position):
         return raw
 
-    def read(self, config, cache):  # noqa: D102
+    def read(self, config, cache):
         return rotate(config.rope, cache.kv.k, cache.order), cache.order
 
-    def query(self, config, cache, raw, position):  # noqa: D102
+    def query(self, config, cache, raw, position):
         live = cache.position[:, :, None, :]
         older = ((live >= 0) & (live < position[:, None, :, None])).sum(-1)
         return rotate(config.rope, raw, older[:, :, None]), older
 
-    def restore(self, config, stored, position):  # noqa: D102
+    def restore(self, config, stored, position):
         return rotate(config.rope, stored, position)
 
 

@@ -29,14 +29,13 @@ from kvjax.models.decoder import Weights, block, embed, rotate, unembed
 from kvjax.plan import PLANS, Plan
 from kvjax.policies import policy as policy_by_name
 from kvjax.policies.base import Policy
-from kvjax.types import KV, Evicted, LayerCache, NewTokens, setting
+from kvjax.types import KV, Evicted, LayerCache, NewTokens, Partial, setting
 
 if TYPE_CHECKING:
     from kvjax.models.model import Model
 
 
-@struct.dataclass
-class Reading:
+class Reading(struct.PyTreeNode):
     """Which tokens are being read, for all layers alike; the fields are those of `NewTokens`."""
 
     token: Int[Array, "b t"]
@@ -47,8 +46,7 @@ class Reading:
     seed: Array
 
 
-@struct.dataclass
-class State:
+class State(struct.PyTreeNode):
     """Everything that decoding needs and changes: an immutable pytree, so branching from one is free.
 
     Rows are independent: whatever happens to one depends on nothing but that row.
@@ -102,27 +100,26 @@ def prefill(
     """
     policy = policy_by_name(policy) if isinstance(policy, str) else policy
     config = model.config
-    tokens, lengths = _pad_rows(tokens, lengths)
-    rows, width = tokens.shape
-    _check_prompts(tokens, lengths, max_new_tokens, policy, config)
-    limits, capacities = plan_slots(policy, plan, budget, lengths, max_new_tokens, config, width)
+    padded, real = _pad_rows(tokens, lengths)
+    rows, width = padded.shape
+    _check_prompts(padded, real, max_new_tokens, policy, config)
+    limits, capacities = plan_slots(policy, plan, budget, real, max_new_tokens, config, width)
     chunk = policy.prefill_chunk if prefill_chunk is None else prefill_chunk
     if chunk is not None and chunk < 1:
         raise ValueError(f"prefill_chunk={chunk} is not a number of tokens from 1.")
     if chunk is not None and chunk < width and policy.couples_layers and chunk > 1:
         raise ValueError(f"{type(policy).__name__} shares scores between layers and reads a prompt whole or by 1.")
-    padded = bucket(width) if chunk is None or chunk >= width else -(-bucket(width) // chunk) * chunk
+    size = bucket(width) if chunk is None or chunk >= width else -(-bucket(width) // chunk) * chunk
     chunk = None if chunk is None or (chunk >= width and chunk > 1) else chunk
-    tokens = np.pad(tokens, ((0, 0), (0, padded - width)))
     keys = jax.random.key(0) if key is None else key
     if keys.ndim == 0:
         keys = jnp.broadcast_to(keys, (rows,))
-    lengths, horizon = jnp.asarray(lengths, jnp.int32), jnp.full(rows, max_new_tokens, jnp.int32)
+    start, horizon = jnp.asarray(real, jnp.int32), jnp.full(rows, max_new_tokens, jnp.int32)
     caches, seed, logits = _prefill(
         model.weights,
         policy,
-        jnp.asarray(tokens, jnp.int32),
-        lengths,
+        jnp.asarray(np.pad(padded, ((0, 0), (0, size - width))), jnp.int32),
+        start,
         horizon,
         keys,
         tuple(jnp.asarray(limit, jnp.int32) for limit in limits),
@@ -134,8 +131,8 @@ def prefill(
         weights=model.weights,
         policy=policy,
         caches=caches,
-        position=lengths,
-        prompt_length=lengths,
+        position=start,
+        prompt_length=start,
         horizon=horizon,
         key=keys,
         seed=seed,
@@ -264,7 +261,9 @@ def plan_slots(
         if plan is not None:
             raise ValueError("a budget for each layer leaves nothing to plan; give one number, or no plan.")
         if len(budget) != config.layers or min(budget) < 1:
-            raise ValueError(f"budget={list(budget)} is not a number of slots from 1 for each of {config.layers} layers.")
+            raise ValueError(
+                f"budget={list(budget)} is not a number of slots from 1 for each of {config.layers} layers."
+            )
         limits = np.repeat(np.asarray(budget, np.int64)[:, None], rows, axis=1)
     policy.check_budget(int(limits.min()))
     capacities = tuple(round_slots(int(limit.max())) for limit in limits)
@@ -377,16 +376,17 @@ def _read_token(weights, config: ModelConfig, policy: Policy, caches, reading: R
             valid = new.valid[:, :1]
             slot = jnp.where(valid, caches_.victim(policy, cache, new), cache.capacity)
             evicted, position = caches_.take(cache, jnp.minimum(slot, cache.capacity - 1))
-            leaving = Evicted(codec.restore(config, evicted.k, position), evicted.v, (position >= 0) & valid[..., None])
+            keys = codec.restore(config, evicted.k, position)
+            leaving = Evicted(keys, evicted.v, (position >= 0) & valid[..., None], index)
             cache = cache.replace(state=policy.absorb(cache.state, leaving))
             stored = KV(codec.encode(config, k, new.position), v)
-            cache = caches_.put(cache, slot, caches_.entries(policy, new, stored))
+            cache = caches_.put(cache, slot, caches_.entries(policy, new, cache.state, stored))
             keys, key_position = codec.read(config, cache)
             queries, query_position = codec.query(config, cache, q, new.position)
             mask = causal_mask(new.position, cache.position, config.sliding_window)
             partial, probs = attend(queries, keys, cache.kv.v, mask, alibi_bias(config, query_position, key_position))
             caches[index] = policy.observe(cache, probs, new)
-            return _with_residual(policy, cache, new, partial)
+            return _answer(policy, cache, partial, probs, new)
 
         x = block(layer, config, x, attention)
     return policy.couple(tuple(caches)), x
@@ -402,7 +402,8 @@ def _read_block(weights, config: ModelConfig, policy: Policy, caches, reading: R
             new = _new_tokens(config, reading, q, k, v, index)
             codec = CODECS[policy.positions]
             stored = KV(codec.encode(config, k, new.position), v)
-            cache = caches_.append(caches[index], caches_.entries(policy, new, stored))
+            cache = caches[index]
+            cache = caches_.append(cache, caches_.entries(policy, new, cache.state, stored))
             cache, out = _attend_in_blocks(config, policy, cache, new, q)
             cache = policy.commit(cache, new)
             if policy.couples_layers:
@@ -432,7 +433,7 @@ def _attend_in_blocks(config: ModelConfig, policy: Policy, cache: LayerCache, ne
         mask = causal_mask(position, cache.position, config.sliding_window)
         bias = alibi_bias(config, query_position, key_position)
         partial, probs = attend(rotated, keys, cache.kv.v, mask, bias)
-        out = _with_residual(policy, seen, part, partial)
+        out = _answer(policy, seen, partial, probs, part)
         seen = policy.observe(seen, probs, part)
         return (seen.stats, seen.state), out
 
@@ -445,11 +446,12 @@ def _attend_in_blocks(config: ModelConfig, policy: Policy, cache: LayerCache, ne
 def _compress(config: ModelConfig, policy: Policy, cache: LayerCache, new: NewTokens, capacity: int) -> LayerCache:
     smaller, leaving = caches_.compress(policy, cache, new, capacity)
     keys = CODECS[policy.positions].restore(config, cache.kv.k, cache.position)
-    return smaller.replace(state=policy.absorb(cache.state, Evicted(keys, cache.kv.v, leaving)))
+    return smaller.replace(state=policy.absorb(cache.state, Evicted(keys, cache.kv.v, leaving, new.layer)))
 
 
-def _with_residual(policy: Policy, cache: LayerCache, new: NewTokens, partial):
-    share = policy.residual(cache.state, new.q)
+def _answer(policy: Policy, cache: LayerCache, partial: Partial, probs, new: NewTokens):
+    partial = policy.attended(cache, partial, probs, new)
+    share = policy.residual(cache.state, new)
     return partial.out if share is None else merge(partial, share).out
 
 

@@ -39,7 +39,7 @@ class Plan(abc.ABC):
 class Uniform(Plan):
     """Every layer gets the same number of slots."""
 
-    def shares(self, budget: int, layers: int) -> np.ndarray:  # noqa: D102
+    def shares(self, budget: int, layers: int) -> np.ndarray:
         return np.full(layers, float(budget))
 
 

@@ -21,8 +21,7 @@ def wide(dtype: Any) -> Any:
     return jnp.promote_types(dtype, jnp.float32)
 
 
-@struct.dataclass
-class NewTokens:
+class NewTokens(struct.PyTreeNode):
     """Tokens that one layer reads: a block of the prompt, or the one token of a decode step.
 
     Queries and keys are rotated by their original positions whatever the cache stores.
@@ -61,26 +60,24 @@ class NewTokens:
         return jnp.einsum("bhgtd,bt->bhgd", self.q, newest.astype(self.q.dtype))
 
 
-@struct.dataclass
-class KV:
+class KV(struct.PyTreeNode):
     """What the cache stores of each token: key and value [b h c d]."""
 
     k: Float[Array, "b h c d"]
     v: Float[Array, "b h c d"]
 
 
-@struct.dataclass
-class Evicted:
+class Evicted(struct.PyTreeNode):
     """Pairs on their way out of the cache; keys rotated by their original positions, `leaving` masks the real ones."""
 
     k: Float[Array, "b h m d"]
     v: Float[Array, "b h m d"]
     leaving: Array
     """bool [b h m]"""
+    layer: int = setting(0)
 
 
-@struct.dataclass
-class LayerCache:
+class LayerCache(struct.PyTreeNode):
     """The cache of one layer: fixed-shape buffers, in no order."""
 
     kv: KV
@@ -103,8 +100,7 @@ class LayerCache:
         return self.position.shape[-1]
 
 
-@struct.dataclass
-class Partial:
+class Partial(struct.PyTreeNode):
     """Attention over a part of the tokens: a monoid under `kvjax.attention.merge`.
 
     `out` is normalised within the part; `lse` is the logarithm of the part's sum of exponentials.

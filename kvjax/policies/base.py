@@ -67,8 +67,8 @@ class Policy(abc.ABC):
             new: what is being read: the token that wants a slot, or the prompt.
         """
 
-    def stats(self, new: NewTokens) -> PyTree:
-        """What to remember of new tokens besides key and value: arrays [b h t ...], or None."""
+    def stats(self, new: NewTokens, state: PyTree) -> PyTree:
+        """What to remember of new tokens besides key and value, given the layer's state: arrays [b h t ...]."""
         return None
 
     def init(self, new: NewTokens) -> PyTree:
@@ -94,13 +94,23 @@ class Policy(abc.ABC):
         """The layer's state with evicted pairs folded in."""
         return state
 
-    def residual(self, state: PyTree, q: Float[Array, "b h g t d"]) -> Partial | None:
-        """The evicted tokens' share of the attention, merged into that over the slots."""
+    def residual(self, state: PyTree, new: NewTokens) -> Partial | None:
+        """The evicted tokens' share of the attention of `new.q`, merged into that over the slots."""
         return None
+
+    def attended(
+        self, cache: LayerCache, partial: Partial, probs: Float[Array, "b h g t c"], new: NewTokens
+    ) -> Partial:
+        """The attention over the slots as the model gets it, for oracles that look at all of it and use a part."""
+        return partial
 
     def default_plan(self) -> Plan:
         """How the budget is spread over the layers unless the user says otherwise."""
         return Uniform()
+
+    def sink_slots(self, limit: Int[Array, "*b"]) -> Int[Array, "*b"]:
+        """How many first tokens stay, for heads of `limit` slots."""
+        return jnp.full_like(limit, self.sinks)
 
     def recent_slots(self, limit: Int[Array, "*b"]) -> Int[Array, "*b"]:
         """The recent window in slots, for heads of `limit` slots."""

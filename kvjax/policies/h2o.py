@@ -26,7 +26,7 @@ class H2O(Policy):
 
     recent: int | float = setting(0.5)
 
-    def stats(self, new):
+    def stats(self, new, state):
         """Accumulated attention, nothing yet."""
         return jnp.zeros(new.k.shape[:3], wide(new.k.dtype))
 

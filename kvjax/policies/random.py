@@ -21,7 +21,7 @@ class Random(Policy):
 
     recent: int | float = setting(0)
 
-    def stats(self, new):
+    def stats(self, new, state):
         """One priority per layer, head and token."""
         return uniform(new)
 
