@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
@@ -9,19 +13,11 @@ from jax.typing import DTypeLike
 from kvjax.models import Model, ModelConfig, Rope, random_weights
 
 
-def small_config(heads: int, kv_heads: int, **changes: object) -> ModelConfig:
+def small_config(heads: int, kv_heads: int, **changes: Any) -> ModelConfig:
     """Two layers of width 32 over 64 tokens, like Llama unless changed."""
-    settings: dict = dict(
-        vocab_size=64,
-        width=32,
-        layers=2,
-        heads=heads,
-        kv_heads=kv_heads,
-        head_width=8,
-        mlp_width=48,
-        max_positions=4096,
-    )
-    return ModelConfig(**(settings | dict(rope=Rope(width=8)) | changes))
+    settings: dict[str, Any] = {"vocab_size": 64, "width": 32, "layers": 2, "head_width": 8, "mlp_width": 48}
+    settings |= {"max_positions": 4096, "rope": Rope(width=8), "heads": heads, "kv_heads": kv_heads}
+    return ModelConfig(**(settings | changes))
 
 
 MHA = small_config(4, 4)
@@ -32,3 +28,49 @@ MQA = small_config(4, 1)
 def random_model(config: ModelConfig, seed: int = 0, dtype: DTypeLike = jnp.float32) -> Model:
     """A model with random weights and no tokenizer."""
     return Model(random_weights(config, jax.random.key(seed), dtype), config, name="random")
+
+
+def _huggingface(name: str, **changes: Any) -> Any:
+    import transformers
+
+    settings = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+    settings |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512}
+    # Far above the usual 0.02, so that attention is sharp and a mistake shows.
+    return getattr(transformers, name)(**(settings | {"initializer_range": 0.2} | changes))
+
+
+_LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "original_max_position_embeddings": 64}
+_LLAMA3 |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+_LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
+
+MODELS: Mapping[str, Callable[[], Any]] = {
+    "llama-mha": lambda: _huggingface("LlamaConfig", num_key_value_heads=4),
+    "llama-gqa": lambda: _huggingface("LlamaConfig"),
+    "llama-mqa": lambda: _huggingface("LlamaConfig", num_key_value_heads=1),
+    "llama3-rope": lambda: _huggingface("LlamaConfig", rope_parameters=_LLAMA3),
+    "linear-rope": lambda: _huggingface("LlamaConfig", rope_parameters=_LINEAR),
+    "llama-theta": lambda: _huggingface("LlamaConfig", rope_parameters={"rope_type": "default", "rope_theta": 1e6}),
+    "llama-tied": lambda: _huggingface("LlamaConfig", tie_word_embeddings=True),
+    "llama-bias": lambda: _huggingface("LlamaConfig", attention_bias=True, mlp_bias=True),
+    "llama-head-dim": lambda: _huggingface("LlamaConfig", head_dim=24, hidden_act="gelu", rms_norm_eps=1e-2),
+    "qwen2": lambda: _huggingface("Qwen2Config"),
+    "qwen2-tied": lambda: _huggingface("Qwen2Config", tie_word_embeddings=True),
+    "mistral": lambda: _huggingface("MistralConfig", sliding_window=None),
+    "mistral-sliding": lambda: _huggingface("MistralConfig", sliding_window=16, head_dim=8),
+}
+"""Hugging Face configs of every variant that kvjax reads."""
+
+
+def random_checkpoint(name: str, directory: Path, **saving: Any) -> Any:
+    """Save a random checkpoint of a variant and return transformers' own PyTorch model of it."""
+    import torch
+    import transformers
+
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(MODELS[name](), attn_implementation="eager").eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:  # biases and norm scales, which start as zeros and ones
+                parameter.add_(0.3 * torch.randn_like(parameter))
+    model.save_pretrained(directory, **saving)
+    return model

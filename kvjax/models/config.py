@@ -30,6 +30,15 @@ class Rope:
     high_freq_factor: float = 4.0
     original_max_positions: int = 8192
 
+    def __post_init__(self) -> None:
+        if self.width % 2:
+            raise ValueError(f"RoPE turns pairs of dimensions, so its width must be even, not {self.width}.")
+        if self.scaling == "llama3" and self.low_freq_factor >= self.high_freq_factor:
+            raise ValueError(
+                f"llama3 RoPE needs low_freq_factor below high_freq_factor, not {self.low_freq_factor} "
+                f"and {self.high_freq_factor}."
+            )
+
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:

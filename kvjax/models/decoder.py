@@ -9,8 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
+from kvjax import attention  # the module: it imports this package in turn
 from kvjax.models.config import ModelConfig, Rope
 
 
@@ -97,13 +98,6 @@ def rope_frequencies(rope: Rope) -> Float[np.ndarray, " half"]:
     return frequencies
 
 
-def alibi_slopes(heads: int) -> Float[np.ndarray, " heads"]:
-    """Penalty per token of distance for each query head (Press et al., 2022); any number of heads."""
-    powers = 2 ** math.ceil(math.log2(heads))
-    slopes = 2.0 ** (-8 * np.arange(1, powers + 1) / powers)
-    return slopes if powers == heads else np.concatenate([slopes[1::2], slopes[::2]])[:heads]
-
-
 def rotate(rope: Rope | None, x: Float[Array, "*b t d"], positions: Int[Array, "*#b t"]) -> Float[Array, "*b t d"]:
     """Rotate queries or keys by their positions; the identity for models without RoPE."""
     if rope is None:
@@ -180,9 +174,6 @@ def unembed(weights: Weights, config: ModelConfig, x: Float[Array, "*b width"]) 
     return logits
 
 
-QUERY_BLOCK = 256
-
-
 def forward(
     weights: Weights, config: ModelConfig, tokens: Int[Array, "b t"], lengths: Int[Array, " b"]
 ) -> Float[Array, "b t vocab"]:
@@ -194,41 +185,32 @@ def forward(
         tokens: ids [b, t], padded on the right; what stands in the padding is never looked at.
         lengths: tokens of each row that are real [b]; logits beyond are meaningless but finite.
     """
-    positions = jnp.arange(tokens.shape[1])
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     # Causality hides the padding from real tokens; ids that are out of the table must still not become NaN.
     tokens = jnp.where(positions < lengths[:, None], tokens, 0)
-    x = embed(weights, config, tokens, jnp.broadcast_to(positions, tokens.shape))
+    x = embed(weights, config, tokens, positions)
     for layer in weights.layers:
         x = block(layer, config, x, lambda q, k, v: _causal(config, positions, q, k, v))
     return unembed(weights, config, x)
 
 
-def _causal(config: ModelConfig, positions: Int[Array, " t"], q: Queries, k: Keys, v: Keys) -> Queries:
+def _causal(config: ModelConfig, positions: Int[Array, "b t"], q: Queries, k: Keys, v: Keys) -> Queries:
     """Attention of every token to itself and those before it, in blocks of queries so that no n x n matrix exists."""
-    q, k = rotate(config.rope, q, positions), rotate(config.rope, k, positions)
-    b, h, g, t, d = q.shape
-    if t <= 2 * QUERY_BLOCK:
-        return _attend(config, q, k, v, positions, positions)
-    blocks = -(-t // QUERY_BLOCK)
-    q = jnp.pad(q, [(0, 0)] * 3 + [(0, blocks * QUERY_BLOCK - t), (0, 0)])
-    q = jnp.moveaxis(q.reshape(b, h, g, blocks, QUERY_BLOCK, d), 3, 0)
-    rows = jnp.arange(blocks * QUERY_BLOCK).reshape(blocks, QUERY_BLOCK)
-    out = jax.lax.map(lambda args: _attend(config, args[0], k, v, args[1], positions), (q, rows))
-    return jnp.moveaxis(out, 0, 3).reshape(b, h, g, -1, d)[..., :t, :]
+    q = rotate(config.rope, q, positions[:, None, None])
+    k = rotate(config.rope, k, positions[:, None])
 
+    def attend(q: Queries, q_positions: Int[Array, "b t"]) -> Queries:
+        mask = attention.causal_mask(q_positions, positions[:, None], config.sliding_window)
+        bias = attention.alibi_bias(config, q_positions, positions[:, None])
+        return attention.attend(q, k, v, mask, bias)[0].out.astype(q.dtype)
 
-def _attend(
-    config: ModelConfig, q: Queries, k: Keys, v: Keys, q_positions: Int[Array, " t"], k_positions: Int[Array, " c"]
-) -> Queries:
-    distance = q_positions[:, None] - k_positions
-    mask: Bool[Array, "t c"] = distance >= 0
-    if config.sliding_window is not None:
-        mask = mask & (distance < config.sliding_window)
-    wide = jnp.promote_types(q.dtype, jnp.float32)
-    logits = jnp.einsum("bhgtd,bhcd->bhgtc", q, k, preferred_element_type=wide) / math.sqrt(q.shape[-1])
-    if config.position == "alibi":
-        slopes = alibi_slopes(config.heads).reshape(config.kv_heads, config.groups, 1, 1)
-        logits = logits - jnp.asarray(slopes, wide) * distance
-    # A finite fill: a padded query may see no key at all, and must not make NaN.
-    probs = jax.nn.softmax(jnp.where(mask, logits, jnp.finfo(wide).min), axis=-1)
-    return jnp.einsum("bhgtc,bhcd->bhgtd", probs.astype(v.dtype), v)
+    rows, t = positions.shape
+    block = max(16, attention.QUERY_BLOCK // max(1, rows // 4))
+    if t <= block:
+        return attend(q, positions)
+    padding = -t % block
+    q = jnp.pad(q, [(0, 0)] * 3 + [(0, padding), (0, 0)])
+    q_positions = jnp.pad(positions, [(0, 0), (0, padding)])
+    blocks = attention.split_queries(q, -2, block), attention.split_queries(q_positions, -1, block)
+    out = jax.lax.map(lambda block: attend(*block), blocks)
+    return attention.join_queries(out, -2)[..., :t, :]

@@ -9,8 +9,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import ArrayLike
 from jaxtyping import Array, Float
+from numpy.typing import ArrayLike
 
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Weights, forward

@@ -7,8 +7,8 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, PRNGKeyArray
 from jax.typing import DTypeLike
+from jaxtyping import Array, PRNGKeyArray
 
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import LayerWeights, Linear, Norm, Weights

@@ -1,0 +1,289 @@
+"""Checkpoints written by hand: what is read, and one clear sentence for each that is not."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from kvjax.models import FAMILIES, LoadError, Rope, load, random_weights
+from kvjax.models.families import read_config
+from kvjax.models.weights import leaf_name
+
+SETTINGS = {
+    "model_type": "llama",
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "eos_token_id": 3,
+}
+SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
+QUERY = "model.layers.1.self_attn.q_proj.weight"
+
+
+def write(directory: Path, dtype: Any = np.float32, **changes: Any) -> dict[str, np.ndarray]:
+    """A checkpoint in one file; returns its tensors."""
+    settings = SETTINGS | changes
+    family, config = read_config(settings)
+    leaves = jax.tree.leaves_with_path(random_weights(config, jax.random.key(0)))
+    tensors = {family.source(leaf_name(path)).name: np.asarray(leaf, dtype) for path, leaf in leaves}
+    (directory / "config.json").write_text(json.dumps(settings))
+    save_file(tensors, directory / "model.safetensors")
+    return tensors
+
+
+def split(directory: Path) -> None:
+    """Turn the one file into two and an index."""
+    tensors = load_file(directory / "model.safetensors")
+    (directory / "model.safetensors").unlink()
+    place = {name: SHARDS[i % 2] for i, name in enumerate(sorted(tensors))}
+    for shard in SHARDS:
+        save_file({name: tensors[name] for name in tensors if place[name] == shard}, directory / shard)
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": place}))
+
+
+def edit(directory: Path, change: Callable[[dict], Any]) -> None:
+    tensors = load_file(directory / "model.safetensors")
+    change(tensors)
+    save_file(tensors, directory / "model.safetensors")
+
+
+def truncate(file: Path, keep: float) -> None:
+    content = file.read_bytes()
+    file.write_bytes(content[: int(len(content) * keep)])
+
+
+def refused(directory: Path, sentence: str) -> None:
+    with pytest.raises(LoadError, match=sentence) as caught:
+        load(directory)
+    assert str(caught.value).endswith(".") and "\n" not in str(caught.value)
+
+
+def test_every_tensor_arrives_in_its_place(tmp_path: Path) -> None:
+    tensors = write(tmp_path)
+    model = load(tmp_path)
+    np.testing.assert_array_equal(model.weights.layers[1].query.weight, tensors[QUERY])
+    np.testing.assert_array_equal(model.weights.embedding, tensors["model.embed_tokens.weight"])
+    one = model.logits([[1, 2, 3]])
+    split(tmp_path)
+    np.testing.assert_array_equal(load(str(tmp_path)).logits([[1, 2, 3]]), one)
+    assert (model.name, model.directory, model.config.eos) == (str(tmp_path), tmp_path, (3,))
+
+
+@pytest.mark.parametrize("stored", [np.float16, np.float64, jnp.bfloat16])
+@pytest.mark.parametrize("dtype", [None, "bfloat16", jnp.float32])
+def test_dtypes(stored: Any, dtype: Any, tmp_path: Path) -> None:
+    tensors = write(tmp_path, stored)
+    weights = load(tmp_path, dtype).weights
+    assert {leaf.dtype for leaf in jax.tree.leaves(weights)} == {jnp.dtype(dtype or "float32")}
+    np.testing.assert_array_equal(weights.layers[1].query.weight, tensors[QUERY].astype(dtype or np.float32))
+
+
+def test_float64_needs_x64(tmp_path: Path) -> None:
+    write(tmp_path, np.float64)
+    with pytest.raises(ValueError, match="float64 needs 64-bit JAX: call jax"):
+        load(tmp_path, "float64")
+    with jax.enable_x64(True):
+        assert load(tmp_path, "float64").weights.embedding.dtype == np.float64
+
+
+@pytest.mark.parametrize("dtype", ["float16", "int8", "float31"])
+def test_other_dtypes_are_refused(dtype: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=f"{dtype}.*give one of float32, bfloat16, float64"):
+        load(tmp_path, dtype)
+
+
+def test_harmless_extras_are_ignored(tmp_path: Path) -> None:
+    write(tmp_path, tie_word_embeddings=True)
+    extras = {"lm_head.weight": np.zeros((64, 32)), "model.layers.0.self_attn.rotary_emb.inv_freq": np.zeros(4)}
+    edit(tmp_path, lambda tensors: tensors.update(extras))
+    assert load(tmp_path).weights.unembedding is None
+
+
+@pytest.mark.parametrize(
+    ("generation", "eos"), [({"eos_token_id": [5, 6]}, (5, 6)), ({"eos_token_id": 7}, (7,)), ({}, (3,))]
+)
+def test_generation_config_names_the_end(generation: dict, eos: tuple, tmp_path: Path) -> None:
+    write(tmp_path)
+    (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+    assert load(tmp_path).config.eos == eos
+
+
+BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "missing tensor": (
+        lambda d: edit(d, lambda tensors: tensors.pop(QUERY)),
+        rf"model\.safetensors: tensor {QUERY} of shape \[32, 32\] is missing",
+    ),
+    "missing from shards": (
+        lambda d: (edit(d, lambda tensors: tensors.pop(QUERY)), split(d)),
+        rf"model\.safetensors\.index\.json: tensor {QUERY} of shape \[32, 32\] is missing",
+    ),
+    "extra tensor": (
+        lambda d: edit(d, lambda tensors: tensors.update(extra=np.zeros((2, 3)))),
+        r"model\.safetensors: tensor extra of shape \[2, 3\] has no place in the model of config\.json",
+    ),
+    "bias without a place": (
+        lambda d: edit(d, lambda t: t.update({QUERY.replace("weight", "bias"): np.zeros(32)})),
+        r"tensor model\.layers\.1\.self_attn\.q_proj\.bias of shape \[32\] has no place",
+    ),
+    "wrong shape": (
+        lambda d: edit(d, lambda tensors: tensors.update({QUERY: np.zeros((16, 32), np.float32)})),
+        rf"model\.safetensors: tensor {QUERY} has shape \[16, 32\], but config\.json asks for \[32, 32\]",
+    ),
+    "integers": (
+        lambda d: edit(d, lambda tensors: tensors.update({QUERY: np.zeros((32, 32), np.int8)})),
+        rf"tensor {QUERY} is stored as I8; supported are F64, F32, F16, BF16",
+    ),
+    "truncated": (lambda d: truncate(d / "model.safetensors", 0.7), r"model\.safetensors is truncated or not a safe"),
+    "truncated header": (lambda d: truncate(d / "model.safetensors", 0.01), "is truncated or not a safetensors file"),
+    "empty": (lambda d: truncate(d / "model.safetensors", 0), "is truncated or not a safetensors file"),
+    "text": (lambda d: (d / "model.safetensors").write_text("version https://x"), "is truncated or not a safetensors"),
+    "truncated shard": (lambda d: (split(d), truncate(d / SHARDS[1], 0.5)), f"{SHARDS[1]} is truncated or not a safe"),
+    "missing shard": (
+        lambda d: (split(d), (d / SHARDS[1]).unlink()),
+        rf"index\.json names the shard {SHARDS[1]}, which is missing from",
+    ),
+    "shard elsewhere": (
+        lambda d: (d / "model.safetensors.index.json").write_text('{"weight_map": {"x": "../x"}}'),
+        r"names the shard '\.\./x', which is not a file name",
+    ),
+    "index without map": (
+        lambda d: (d / "model.safetensors.index.json").write_text("{}"),
+        r"index\.json has no weight_map from tensor names to file names",
+    ),
+    "no weights": (
+        lambda d: (d / "model.safetensors").unlink(),
+        r"has neither model\.safetensors nor model\.safetensors\.index\.json",
+    ),
+    "no config": (lambda d: (d / "config.json").unlink(), r"config\.json is missing: a model directory needs it"),
+    "broken config": (lambda d: truncate(d / "config.json", 0.5), r"config\.json is not valid JSON"),
+    "config is a list": (
+        lambda d: (d / "config.json").write_text("[]"),
+        r"config\.json must hold a JSON object, not",
+    ),
+    "broken generation config": (
+        lambda d: (d / "generation_config.json").write_text("{"),
+        r"generation_config\.json is not valid JSON",
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", BROKEN)
+def test_damage_is_named(damage: str, tmp_path: Path) -> None:
+    write(tmp_path)
+    act, sentence = BROKEN[damage]
+    act(tmp_path)
+    refused(tmp_path, sentence)
+
+
+LLAMA3 = {"rope_type": "llama3", "factor": 8, "low_freq_factor": 1, "high_freq_factor": 4}
+LLAMA3 |= {"original_max_position_embeddings": 64}
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"model_type": "mamba"}, r"model_type\) 'mamba' is not supported; supported are .*llama, mistral, qwen2"),
+        ({"model_type": None}, r"model_type\) None is not supported"),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 2}},
+            "rope_type 'yarn' is not supported; supported are default, linear, llama3",
+        ),
+        ({"rope_parameters": {"rope_type": "dynamic"}}, "rope_type 'dynamic' is not supported"),
+        ({"rope_parameters": {"full_attention": {}}}, r"RoPE settings per type of layer \(full_attention\) are not"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, r"partial_rotary_factor 0\.5 is not supported"),
+        ({"rope_parameters": [1]}, r"rope_scaling and rope_parameters must be objects, not \{\} and \[1\]"),
+        ({"rope_scaling": {"type": "linear"}}, "factor must be a number above 0, not None"),
+        (
+            {"rope_scaling": LLAMA3 | {"low_freq_factor": 4}},
+            r"needs low_freq_factor below high_freq_factor, not 4 and 4",
+        ),
+        ({"rope_theta": "1e4"}, "rope_theta must be a number above 0, not '1e4'"),
+        ({"hidden_act": "quick_gelu"}, "hidden_act 'quick_gelu' is not supported; supported are silu"),
+        ({"hidden_size": None}, "hidden_size must be an integer above 0, not None"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers must be an integer above 0, not 0"),
+        ({"vocab_size": True}, "vocab_size must be an integer above 0, not True"),
+        ({"hidden_size": 34}, "hidden_size 34 is not a multiple of num_attention_heads 4, and there is no head_dim"),
+        ({"head_dim": 7}, "width must be even, not 7"),
+        ({"num_key_value_heads": 3}, "4 query heads cannot share 3 KV heads evenly"),
+        ({"eos_token_id": "x"}, "eos_token_id must be a token id or a list of them, not 'x'"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config is not supported"),
+        ({"model_type": "qwen2", "use_sliding_window": True}, "use_sliding_window=True is not supported for qwen2"),
+        ({"model_type": "mistral", "attention_bias": True}, "attention_bias=True is not supported for mistral"),
+        ({"model_type": "mistral", "sliding_window": 0}, "sliding_window must be an integer above 0, not 0"),
+    ],
+)
+def test_config_is_refused_by_name(changes: dict, sentence: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(SETTINGS | changes))
+    refused(tmp_path, rf"config\.json: .*{sentence}")
+
+
+@pytest.mark.parametrize(
+    ("changes", "rope"),
+    [
+        ({}, Rope(8)),
+        ({"rope_theta": 5e5}, Rope(8, 5e5)),
+        ({"rope_theta": 5e5, "rope_scaling": None}, Rope(8, 5e5)),
+        ({"rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}}, Rope(8, 1e6)),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, Rope(8, scaling="linear", factor=2.0)),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, Rope(8, scaling="linear", factor=2.0)),
+        ({"rope_scaling": LLAMA3}, Rope(8, 1e4, False, "llama3", 8, 1, 4, 64)),
+        (
+            {"head_dim": 16, "rope_parameters": LLAMA3 | {"rope_theta": 2.0}},
+            Rope(16, 2.0, False, "llama3", 8, 1, 4, 64),
+        ),
+    ],
+)
+def test_rope_of_old_and_new_configs(changes: dict, rope: Rope) -> None:
+    assert read_config(SETTINGS | changes)[1].rope == rope
+
+
+def test_missing_settings_mean_what_their_family_says() -> None:
+    windows = {name: read_config(SETTINGS | {"model_type": name})[1].sliding_window for name in ("llama", "mistral")}
+    assert windows == {"llama": None, "mistral": 4096}
+    assert all(read_config(SETTINGS | {"model_type": name})[1].norm_eps == 1e-6 for name in ("llama", "qwen2"))
+    assert {"llama", "mistral", "qwen2"} <= set(FAMILIES)
+
+
+def test_paths_that_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    refused(tmp_path / "absent", "absent does not exist: give a directory with config")
+    (tmp_path / "file").write_text("")
+    refused(tmp_path / "file", "file is a file: give a directory")
+    with pytest.raises(LoadError, match=re.escape("a/b/c does not exist: give a directory")):
+        load("a/b/c")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(LoadError, match=r"'nobody/nothing' is no directory here .* at revision 'v1' .*check the name"):
+        load("nobody/nothing", revision="v1")
+
+
+def test_tokenizer_of_a_directory_without_one(tmp_path: Path) -> None:
+    write(tmp_path)
+    with pytest.raises(ValueError, match=r"has no tokenizer: .* holds none of .*tokenizer\.json"):
+        _ = load(tmp_path).tokenizer
+
+
+def test_tokenizer_comes_from_the_directory(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import Whitespace
+    from transformers import PreTrainedTokenizerFast
+
+    write(tmp_path)
+    words = Tokenizer(WordLevel({"<unk>": 0, "once": 1, "upon": 2}, unk_token="<unk>"))
+    words.pre_tokenizer = Whitespace()  # type: ignore[assignment]
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>").save_pretrained(tmp_path)
+    tokenizer = load(tmp_path).tokenizer
+    assert tokenizer("once upon")["input_ids"] == [1, 2]
+    assert tokenizer.decode([2, 1]) == "upon once"

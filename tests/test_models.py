@@ -1,0 +1,157 @@
+"""The forward pass against transformers' own PyTorch models, and against itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jaxtyping import Array
+
+from kvjax.models import Model, ModelConfig, Rope, Weights, load
+from kvjax.models.decoder import forward, rotate
+from tests.models import GQA, MODELS, MQA, random_checkpoint, random_model, small_config
+
+TOKENS = 300  # more than one block of queries
+LENGTHS = (TOKENS, 77, 1)
+
+
+def assert_parity(reference: Any, model: Model) -> None:
+    torch = pytest.importorskip("torch")
+    tokens = np.random.default_rng(0).integers(0, model.config.vocab_size, (len(LENGTHS), TOKENS))
+    real = np.arange(TOKENS) < np.array(LENGTHS)[:, None]
+    for lengths, mask in ((None, np.ones_like(real)), (LENGTHS, real)):
+        with torch.no_grad():
+            theirs = reference(torch.tensor(tokens), attention_mask=torch.tensor(mask.astype(int))).logits
+        ours = jax.nn.log_softmax(model.logits(np.where(mask, tokens, -1), lengths))
+        difference = np.abs(np.asarray(ours) - torch.log_softmax(theirs, -1).numpy())
+        assert difference[mask].max() < 1e-4
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_parity(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    reference = random_checkpoint(name, tmp_path)
+    assert_parity(reference, load(tmp_path))
+
+
+def test_parity_of_shards(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    reference = random_checkpoint("llama-gqa", tmp_path, max_shard_size="100KB")
+    assert len(list(tmp_path.glob("model-*.safetensors"))) > 1
+    assert_parity(reference, load(tmp_path))
+
+
+def test_parity_of_bfloat16_checkpoint(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    random_checkpoint("llama-gqa", tmp_path / "wide").to(torch.bfloat16).save_pretrained(tmp_path / "narrow")
+    import transformers
+
+    reference = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "narrow", dtype=torch.float32)
+    assert_parity(reference, load(tmp_path / "narrow"))
+
+
+VARIANTS = {
+    "gqa": GQA,
+    "sliding": small_config(4, 2, sliding_window=20),
+    "alibi": small_config(6, 3, position="alibi", rope=None),
+    "learned": small_config(4, 4, position="learned", rope=None, norm="layer", norm_bias=True, gated_mlp=False),
+    "parallel": small_config(4, 1, parallel=True, shared_norm=True, rope=Rope(width=4, interleaved=True), tied=True),
+}
+
+
+@pytest.mark.parametrize("config", VARIANTS.values(), ids=VARIANTS)
+def test_blocks_rows_and_padding_do_not_matter(config: ModelConfig) -> None:
+    model = random_model(config)
+    tokens = np.random.default_rng(1).integers(0, config.vocab_size, (2, 600))
+    long = model.logits(tokens)
+    np.testing.assert_allclose(model.logits(tokens[:, :200]), long[:, :200], atol=2e-5)
+    padded = np.where(np.arange(200) < np.array([[150], [31]]), tokens[:, :200], 10**6)
+    ragged = model.logits(padded, [150, 31])
+    assert np.isfinite(ragged).all()
+    np.testing.assert_allclose(ragged[0, :150], long[0, :150], atol=2e-5)
+    np.testing.assert_allclose(ragged[1, :31], long[1, :31], atol=2e-5)
+    np.testing.assert_allclose(model.logits(tokens[1:])[0], long[1], atol=2e-5)
+
+
+def test_no_matrix_of_all_pairs() -> None:
+    model, tokens = random_model(MQA), jnp.zeros((1, 4096), jnp.int32)
+    lowered = jax.jit(forward, static_argnames="config").lower(model.weights, MQA, tokens, jnp.array([4096]))
+    memory = lowered.compile().memory_analysis()
+    assert (
+        memory is not None and memory.temp_size_in_bytes < 4 * 4096 * 4096
+    )  # one float32 matrix for one of the four heads
+
+
+def test_bfloat16_is_close_and_finite() -> None:
+    tokens = np.arange(40)[None]
+    narrow = random_model(GQA, dtype=jnp.bfloat16).logits(tokens)
+    assert narrow.dtype == jnp.float32 and np.isfinite(narrow).all()
+    np.testing.assert_allclose(narrow, random_model(GQA).logits(tokens), atol=0.2)
+
+
+def test_one_compilation_serves_other_weights_and_lengths() -> None:
+    traces = []
+
+    @jax.jit
+    def logits(weights: Weights, tokens: Array, lengths: Array) -> Array:
+        traces.append(tokens.shape)
+        return forward(weights, GQA, tokens, lengths)
+
+    for seed, lengths in enumerate([(24, 24), (3, 24)]):
+        logits(random_model(GQA, seed).weights, jnp.ones((2, 24), jnp.int32), jnp.array(lengths))
+    assert len(traces) == 1
+
+
+def test_rotation_keeps_what_it_does_not_rotate() -> None:
+    x = jax.random.normal(jax.random.key(0), (1, 2, 5, 8))
+    turned = rotate(Rope(width=4), x, jnp.arange(5))
+    np.testing.assert_array_equal(turned[..., 4:], x[..., 4:])
+    np.testing.assert_array_equal(turned[..., 0, :], x[..., 0, :])
+    np.testing.assert_allclose(jnp.linalg.norm(turned, axis=-1), jnp.linalg.norm(x, axis=-1), rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "lengths", "sentence"),
+    [
+        ([1, 2], None, r"tokens must be integers of shape \[b, t\], not int64 of shape \[2\]"),
+        ([[1.0]], None, r"tokens must be integers of shape \[b, t\], not float64"),
+        ([[]], None, r"of shape \[1, 0\]"),
+        ([[1, 64]], None, "Token id 64 is outside the vocabulary of 64 tokens"),
+        ([[1, -1]], None, "Token id -1 is outside the vocabulary"),
+        ([[1, 2]], [3], r"lengths must be 1 integers from 1 to 2, one per row, not \[3\]"),
+        ([[1, 2]], [0], r"lengths must be 1 integers from 1 to 2, one per row, not \[0\]"),
+        ([[1, 2]], [1, 1], "lengths must be 1 integers"),
+    ],
+)
+def test_logits_refuses(tokens: list, lengths: list | None, sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        random_model(GQA).logits(tokens, lengths)
+
+
+def test_logits_refuses_more_tokens_than_learned_positions() -> None:
+    model = random_model(small_config(4, 4, position="learned", rope=None, max_positions=8))
+    with pytest.raises(ValueError, match="9 tokens do not fit the 8 positions of 'random'"):
+        model.logits(np.zeros((1, 9), int))
+
+
+def test_model_without_tokenizer() -> None:
+    with pytest.raises(ValueError, match="Model 'random' has no tokenizer: it has no directory; pass token ids"):
+        _ = random_model(GQA).tokenizer
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"kv_heads": 3}, "4 query heads cannot share 3 KV heads evenly"),
+        ({"position": "alibi"}, "position='alibi' does not fit rope=Rope"),
+        ({"shared_norm": True}, "shared_norm=True needs parallel=True"),
+        ({"tied": True, "unembedding_bias": True}, "tied=True does not go with unembedding_bias=True"),
+    ],
+)
+def test_config_refuses(changes: dict, sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        small_config(4, changes.pop("kv_heads", 2), **changes)
