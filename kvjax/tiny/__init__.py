@@ -1,0 +1,6 @@
+"""The embedded model: its weights, its tokenizer, and the script that trained it."""
+
+from pathlib import Path
+
+WEIGHTS = Path(__file__).parent / "weights"
+"""Directory of the embedded model in Hugging Face format."""

@@ -1,0 +1,65 @@
+"""Training state on disk: written aside, then renamed, and refused by a run with other settings."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from kvjax.tiny.network import Training
+
+_SETTINGS = "settings.json"
+
+
+def claim(directory: Path, settings: dict[str, Any]) -> None:
+    """Write the settings of a new run, or make sure that they are those of the run already in the directory."""
+    directory.mkdir(parents=True, exist_ok=True)
+    file = directory / _SETTINGS
+    settings = json.loads(json.dumps(settings))
+    if not file.exists():
+        file.write_text(json.dumps(settings, indent=2) + "\n")
+        return
+    stored = json.loads(file.read_text())
+    for name in sorted({*stored, *settings}):
+        if stored.get(name) != settings.get(name):
+            raise ValueError(
+                f"{directory} holds a run with {name}={stored.get(name)!r}, this one has {settings.get(name)!r}: "
+                "give the same settings or another --out."
+            )
+
+
+def _steps(directory: Path) -> list[Path]:
+    found = (path for path in directory.glob("step-*") if path.name.removeprefix("step-").isdigit())
+    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
+
+
+def save(directory: Path, training: Training, step: int) -> None:
+    """Save the state of a step and drop the older ones; a crash leaves the last good one in place."""
+    import orbax.checkpoint as ocp
+
+    target, aside = directory / f"step-{step}", directory / "writing"
+    if target.exists():
+        return
+    shutil.rmtree(aside, ignore_errors=True)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(aside.absolute(), jax.tree.leaves(training))
+    aside.rename(target)
+    for old in _steps(directory)[:-1]:
+        shutil.rmtree(old)
+
+
+def restore(directory: Path, like: Training) -> Training | None:
+    """The newest state, or None where nothing was saved."""
+    import orbax.checkpoint as ocp
+
+    steps = _steps(directory)
+    if not steps:
+        return None
+    with ocp.StandardCheckpointer() as checkpointer:
+        leaves, structure = jax.tree.flatten(like)
+        leaves = checkpointer.restore(steps[-1].absolute(), [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves])
+        return jax.tree.unflatten(structure, [jnp.asarray(x) for x in leaves])
