@@ -1,0 +1,199 @@
+"""Trained kernels on disk: an orbax checkpoint beside the settings it was made with, refused where they do not fit."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from kvjax.less.kernels import Params, init_kernels
+from kvjax.models.config import ModelConfig
+
+if TYPE_CHECKING:
+    from kvjax.models.model import Model
+
+_SETTINGS, _KERNELS = "settings.json", "kernels"
+SHIPPED = Path(__file__).resolve().parents[1] / "tiny" / "less"
+"""Kernels of the embedded model, one directory per base policy, or per policy and budget."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What kernels were made for.
+
+    Args:
+        model: its name.
+        fingerprint: of its shape and weights, see `fingerprint`.
+        policy: registered name of the base policy.
+        policy_settings: its settings.
+        budget: slots, or fraction of the text, that they were trained at; they may serve at another.
+        features, hidden, literal: as in `init_kernels`.
+        training: whatever else is worth keeping of how they were made.
+    """
+
+    model: str
+    fingerprint: str
+    policy: str
+    policy_settings: dict[str, Any]
+    budget: int | float
+    features: int = 8
+    hidden: int = 512
+    literal: bool = False
+    training: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+def save(directory: str | Path, params: Params, settings: Settings, *, dtype: DTypeLike = jnp.float32) -> None:
+    """Write kernels of all layers, stacked, aside and then under their name.
+
+    Args:
+        directory: what it holds already is replaced.
+        params: see `init_kernels`.
+        settings: what they are for.
+        dtype: that they are stored in; bfloat16 halves the bytes.
+    """
+    import orbax.checkpoint as ocp
+
+    target = Path(directory).absolute()
+    aside, old = target.with_name(target.name + ".writing"), target.with_name(target.name + ".old")
+    for leftover in (aside, old):
+        shutil.rmtree(leftover, ignore_errors=True)
+    aside.mkdir(parents=True)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(aside / _KERNELS, jax.tree.map(lambda leaf: jnp.asarray(leaf, dtype), params))
+    stored = dataclasses.asdict(settings) | {"dtype": jnp.dtype(dtype).name}
+    (aside / _SETTINGS).write_text(json.dumps(stored, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    if target.exists():
+        target.rename(old)
+    aside.rename(target)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def read_settings(directory: str | Path) -> Settings:
+    """What the kernels in a directory are for.
+
+    Raises:
+        ValueError: it holds no kernels.
+    """
+    return Settings(**{name: value for name, value in _read(directory).items() if name != "dtype"})
+
+
+def load(directory: str | Path, model: Model, policy: str) -> tuple[Params, Settings]:
+    """Kernels of all layers, stacked, in float32, for a model and a base policy.
+
+    Args:
+        directory: from `save`.
+        model: that they are going to serve.
+        policy: registered name of the base policy.
+
+    Raises:
+        ValueError: there are none, or they were made for another model, policy or shape.
+    """
+    import orbax.checkpoint as ocp
+
+    stored, settings = _read(directory), read_settings(directory)
+    check_fits(settings, model, policy, where=str(directory))
+    like = _like(model.config, settings)
+    sharding = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    wanted = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, stored["dtype"], sharding=sharding), like)
+    with ocp.StandardCheckpointer() as checkpointer:
+        try:
+            params = checkpointer.restore(Path(directory).absolute() / _KERNELS, wanted)
+        except (ValueError, OSError, KeyError) as error:
+            raise ValueError(f"the kernels in {directory} are damaged: {str(error).splitlines()[0]}") from error
+    return jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), params), settings
+
+
+def check_fits(settings: Settings, model: Model, policy: str, where: str) -> None:
+    """Refuse kernels that were made for something else.
+
+    Raises:
+        ValueError: naming what they were made for and what they are wanted for.
+    """
+    mine = fingerprint(model)
+    if settings.fingerprint != mine:
+        raise ValueError(
+            f"the kernels in {where} were made for model {settings.model!r} ({settings.fingerprint}), not for "
+            f"{model.name!r} ({mine}); train some for it with python -m kvjax.train_less."
+        )
+    if settings.policy != policy:
+        raise ValueError(
+            f"the kernels in {where} were made for policy {settings.policy!r}, not for {policy!r}; "
+            f"use base={settings.policy} or train some for it with python -m kvjax.train_less."
+        )
+
+
+def check_shapes(params: Params, config: ModelConfig, settings: Settings, where: str) -> None:
+    """Refuse stacked kernels whose arrays are not those of a model.
+
+    Raises:
+        ValueError: naming the first array that differs, and both shapes.
+    """
+    wanted, given = _shapes(_like(config, settings)), _shapes(params)
+    for name in sorted({*wanted, *given}):
+        if wanted.get(name) != given.get(name):
+            raise ValueError(f"{name} of {where} has shape {given.get(name)}, the model needs {wanted.get(name)}.")
+
+
+def fingerprint(model: Model) -> str:
+    """Sixteen hex digits of a model's shape and of some of its weights, the same in every dtype it is loaded in."""
+    shape = dataclasses.asdict(model.config)
+    del shape["bos"], shape["eos"]  # where a text ends changes no attention
+    digest = hashlib.sha256(json.dumps(shape, sort_keys=True).encode())
+    layers = model.weights.layers
+    for sample in (model.weights.embedding[:64], layers[0].key.weight, layers[-1].query.weight, layers[-1].up.weight):
+        digest.update(np.asarray(jnp.asarray(sample, jnp.bfloat16)).tobytes())
+    return digest.hexdigest()[:16]
+
+
+def find(checkpoint: str, policy: str) -> Path:
+    """Where kernels are: a directory, the name of shipped ones, or those shipped for a base policy if it is empty.
+
+    Raises:
+        ValueError: there are none.
+    """
+    given = Path(checkpoint).expanduser()
+    for directory in (given,) if checkpoint else ():
+        if (directory / _SETTINGS).exists():
+            return directory
+    if (SHIPPED / (checkpoint or policy) / _SETTINGS).exists():
+        return SHIPPED / (checkpoint or policy)
+    shipped = ", ".join(sorted(path.parent.name for path in SHIPPED.glob(f"*/{_SETTINGS}"))) or "none"
+    if checkpoint:
+        raise ValueError(
+            f"{checkpoint} holds no kernels; give a directory of python -m kvjax.train_less or one of: {shipped}."
+        )
+    raise ValueError(
+        f"no kernels are shipped for policy {policy!r} (there are: {shipped}); train some with "
+        "python -m kvjax.train_less and give checkpoint=DIR."
+    )
+
+
+def _read(directory: str | Path) -> dict[str, Any]:
+    file = Path(directory) / _SETTINGS
+    if not file.exists():
+        raise ValueError(f"{directory} holds no kernels; give a directory of python -m kvjax.train_less.")
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{file} is damaged: {error}.") from error
+
+
+def _like(config: ModelConfig, settings: Settings) -> Params:
+    return jax.eval_shape(
+        lambda key: init_kernels(
+            key, config, features=settings.features, hidden=settings.hidden, literal=settings.literal
+        ),
+        jax.random.key(0),
+    )
+
+
+def _shapes(params: Params) -> dict[str, tuple[int, ...]]:
+    return {f"{kernel}.{name}": tuple(leaf.shape) for kernel in params for name, leaf in params[kernel].items()}

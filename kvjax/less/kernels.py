@@ -1,0 +1,180 @@
+"""The kernels of LESS: two small MLPs per layer whose inner product stands in for exp(q k / sqrt(d))."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from jaxtyping import Array, Float, Key
+
+from kvjax.models.config import ModelConfig
+from kvjax.types import wide
+
+Params = Any
+"""{"phi": ..., "psi": ...}, the parameters of both modules; stacked over layers they have a leading axis L."""
+
+WARM_START = 1e-4
+"""Initial value of the learned scalars: training starts from the sparse policy alone (section 3.2)."""
+
+
+class Phi(nn.Module):
+    r"""Features of queries, one MLP per query head (equation 1).
+
+    .. math:: \phi(q) = |\sigma(\sigma(q W_1) W_2)|, \quad \sigma = \text{GELU}
+
+    Args:
+        features: R.
+        hidden: R'.
+        dropout: rate before the first activation, in training.
+    """
+
+    features: int = 8
+    hidden: int = 512
+    dropout: float = 0.3
+
+    @nn.compact
+    def __call__(self, q: Float[Array, "b h g t d"], *, train: bool = False) -> Float[Array, "b h g t R"]:
+        h, g, d = q.shape[1], q.shape[2], q.shape[-1]
+        first = self.param("first", _xavier(2), (h, g, d, self.hidden))
+        second = self.param("second", _xavier(2), (h, g, self.hidden, self.features))
+        inner = jnp.einsum("bhgtd,hgdr->bhgtr", q.astype(wide(q.dtype)), first)
+        inner = _gelu(nn.Dropout(self.dropout, deterministic=not train)(inner))
+        return jnp.abs(_gelu(jnp.einsum("bhgtr,hgrf->bhgtf", inner, second)))
+
+
+class Psi(nn.Module):
+    r"""Features of keys, one MLP per KV head.
+
+    .. math:: k_2 = |s_1| \, \sigma(\sigma(k W_1) W_2), \qquad \psi(k) = |k_2 + s_2 \, k_2 W_3|
+
+    with scalars s per head and feature that are learned (section 3.2). `literal` is equation 2 as it is printed, with
+    the first of these scalars: :math:`\psi(k) = |k_2 W_3|`.
+
+    Args:
+        features: R.
+        hidden: R'.
+        dropout: rate before the first activation, in training.
+        literal: the third layer without the residual connection and its scalar.
+    """
+
+    features: int = 8
+    hidden: int = 512
+    dropout: float = 0.3
+    literal: bool = False
+
+    @nn.compact
+    def __call__(self, k: Float[Array, "b h t d"], *, train: bool = False) -> Float[Array, "b h t R"]:
+        h, d = k.shape[1], k.shape[-1]
+        first = self.param("first", _xavier(1), (h, d, self.hidden))
+        second = self.param("second", _xavier(1), (h, self.hidden, self.features))
+        third = self.param("third", _xavier(1), (h, self.features, self.features))
+        warm = nn.initializers.constant(WARM_START, jnp.float32)
+        outer_scale = self.param("outer_scale", warm, (h, self.features))
+        inner = jnp.einsum("bhtd,hdr->bhtr", k.astype(wide(k.dtype)), first)
+        inner = _gelu(nn.Dropout(self.dropout, deterministic=not train)(inner))
+        outer = jnp.abs(outer_scale)[:, None] * _gelu(jnp.einsum("bhtr,hrf->bhtf", inner, second))
+        mixed = jnp.einsum("bhtr,hrf->bhtf", outer, third)
+        if self.literal:
+            return jnp.abs(mixed)
+        residual_scale = self.param("residual_scale", warm, (h, self.features))
+        return jnp.abs(outer + residual_scale[:, None] * mixed)
+
+
+class Performer(nn.Module):
+    r"""Positive random features: untrained kernels with the right expectation (Choromanski et al. 2021, lemma 1).
+
+    .. math:: f(x) = R^{-1/2} \exp(w_r \cdot x' - \lVert x' \rVert^2 / 2), \quad x' = x / d^{1/4}
+
+    so that the mean of f(q) f(k) over w ~ N(0, 1) is exp(q k / sqrt(d)). The w_r of a KV head are orthogonal, and the
+    same for its keys and queries.
+
+    Args:
+        features: R, at most the head width.
+    """
+
+    features: int = 8
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "b h *g t d"], *, train: bool = False) -> Float[Array, "b h *g t R"]:
+        d = x.shape[-1]
+        planes = self.param("planes", _orthogonal_gaussians, (x.shape[1], self.features, d))
+        planes = planes.reshape(x.shape[1], *(1,) * (x.ndim - 4), self.features, d)
+        x = x.astype(wide(x.dtype)) / d**0.25
+        projected = jnp.einsum("...td,...rd->...tr", x, planes)
+        return jnp.exp(projected - 0.5 * jnp.sum(x**2, -1, keepdims=True)) / math.sqrt(self.features)
+
+
+def init_kernels(
+    key: Key[Array, ""], config: ModelConfig, *, features: int = 8, hidden: int = 512, literal: bool = False
+) -> Params:
+    """Untrained kernels of all layers, stacked: phi's weights [L, h, g, ...], psi's [L, h, ...], float32.
+
+    Args:
+        key: randomness.
+        config: the model's shape.
+        features: R, from 1.
+        hidden: R', from 1.
+        literal: equation 2 as it is printed.
+    """
+    q, k = _examples(config)
+    phi, psi = Phi(features, hidden), Psi(features, hidden, literal=literal)
+
+    def init(key: Key[Array, ""]) -> Params:
+        of_phi, of_psi = jax.random.split(key)
+        return {"phi": phi.init(of_phi, q)["params"], "psi": psi.init(of_psi, k)["params"]}
+
+    return jax.vmap(init)(jax.random.split(key, config.layers))
+
+
+def performer_kernels(key: Key[Array, ""], config: ModelConfig, *, features: int = 8) -> Params:
+    """Random features for all layers, stacked like `init_kernels`.
+
+    Raises:
+        ValueError: more features than a head is wide.
+    """
+    if features > config.head_width:
+        raise ValueError(f"features={features} are not orthogonal in heads of width {config.head_width}; use fewer.")
+    kernel, k = Performer(features), _examples(config)[1]
+    stacked = jax.vmap(lambda key: kernel.init(key, k)["params"])(jax.random.split(key, config.layers))
+    return {"phi": stacked, "psi": stacked}
+
+
+def layer_params(params: Params, layer: int) -> Params:
+    """One layer's parameters, of kernels stacked over layers or in a tuple of layers."""
+    if isinstance(params, Mapping):
+        return jax.tree.map(lambda leaf: leaf[layer], params)
+    return params[layer]
+
+
+def unstack(params: Params) -> tuple[Params, ...]:
+    """A tuple of layers: a compiled step would copy each layer out of a stack, at every step."""
+    if not isinstance(params, Mapping):
+        return tuple(params)
+    return tuple(layer_params(params, layer) for layer in range(jax.tree.leaves(params)[0].shape[0]))
+
+
+def _examples(config: ModelConfig) -> tuple[Array, Array]:
+    k = jnp.zeros((1, config.kv_heads, 1, config.head_width), jnp.float32)
+    return jnp.broadcast_to(k[:, :, None], (1, config.kv_heads, config.groups, 1, config.head_width)), k
+
+
+def _xavier(batch_axes: int) -> Any:
+    return nn.initializers.xavier_uniform(batch_axis=tuple(range(batch_axes)), dtype=jnp.float32)
+
+
+def _gelu(x: Array) -> Array:
+    return nn.gelu(x, approximate=False)
+
+
+def _orthogonal_gaussians(key: Key[Array, ""], shape: tuple[int, int, int]) -> Array:
+    h, features, d = shape
+    directions, lengths = jax.random.split(key)
+    rows = nn.initializers.orthogonal(dtype=jnp.float32)
+    units = jax.vmap(lambda key: rows(key, (features, d)))(jax.random.split(directions, h))
+    # Directions are exactly orthogonal, lengths those of independent Gaussians.
+    norms = jnp.linalg.norm(jax.random.normal(lengths, (h, features, d), jnp.float32), axis=-1, keepdims=True)
+    return units * norms
