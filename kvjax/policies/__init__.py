@@ -8,15 +8,21 @@ from typing import Any
 from kvjax.policies.base import Policy
 from kvjax.policies.full import Full
 from kvjax.policies.h2o import H2O
+from kvjax.policies.l2 import L2
+from kvjax.policies.lsh_e import LSHE
 from kvjax.policies.random import Random
-from kvjax.policies.window import Streaming, Window
+from kvjax.policies.window import DilatedWindow, LambdaMask, Streaming, Window
 
 REGISTRY: dict[str, type[Policy]] = {
     "full": Full,
     "window": Window,
+    "dilated_window": DilatedWindow,
     "streaming": Streaming,
+    "lambda_mask": LambdaMask,
     "random": Random,
     "h2o": H2O,
+    "l2": L2,
+    "lsh_e": LSHE,
 }
 
 

@@ -1,0 +1,39 @@
+"""L2: keys of small norm tend to gather attention, so the key of the largest norm leaves first."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from flax import struct
+
+from kvjax.policies.base import Policy, check
+from kvjax.types import setting, wide
+
+
+@struct.dataclass(kw_only=True)
+class L2(Policy):
+    r"""The norm of the key, which rotary embeddings do not change.
+
+    .. math:: F(i) = -\lVert k_i \rVert_2
+
+    Args:
+        skip_layers: first layers that do not trust norms and keep their most recent tokens; 2 in the paper's language
+            modelling. Every layer still obeys its budget: to leave the first layers uncompressed, as the paper
+            does, give `prefill` one budget per layer, the length of the text for these.
+    """
+
+    paper = "Devoto et al. 2024, arXiv 2406.11430, section 3"
+
+    skip_layers: int = setting(0)
+
+    def __post_init__(self):
+        super().__post_init__()
+        whole = isinstance(self.skip_layers, int) and self.skip_layers >= 0
+        check(whole, "skip_layers", self.skip_layers, "a whole number from 0")
+
+    def stats(self, new, state):
+        """The norm of the key."""
+        return jnp.linalg.norm(new.k.astype(wide(new.k.dtype)), axis=-1)
+
+    def score(self, cache, new):
+        """Score = -norm, or the position in layers that are skipped."""
+        return cache.position.astype(jnp.float32) if new.layer < self.skip_layers else -cache.stats
