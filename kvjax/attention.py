@@ -99,7 +99,8 @@ def alibi_slopes(heads: int) -> Float[Array, " heads"]:
 
 def query_block(tokens: int, rows: int) -> int:
     """Queries that attend at once, so that a block's probabilities stay linear in the prompt."""
-    return math.gcd(tokens, max(16, QUERY_BLOCK // max(1, rows // 4)))
+    most = max(16, QUERY_BLOCK // max(1, rows // 4))
+    return math.gcd(tokens, 1 << (most.bit_length() - 1))  # a power of two, or 12 rows would share no factor with 1024
 
 
 def split_queries(x: Array, axis: int, block: int) -> Array:

@@ -205,7 +205,7 @@ def _causal(config: ModelConfig, positions: Int[Array, "b t"], q: Queries, k: Ke
         return attention.attend(q, k, v, mask, bias)[0].out.astype(q.dtype)
 
     rows, t = positions.shape
-    block = max(16, attention.QUERY_BLOCK // max(1, rows // 4))
+    block = attention.query_block(attention.QUERY_BLOCK, rows)
     if t <= block:
         return attend(q, positions)
     padding = -t % block

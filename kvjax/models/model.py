@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 from pathlib import Path
 from typing import Any
 
@@ -47,9 +48,14 @@ class Model:
         if self.directory is None or not any((self.directory / name).exists() for name in names):
             where = "it has no directory" if self.directory is None else f"{self.directory} holds none of {names}"
             raise ValueError(f"Model {self.name!r} has no tokenizer: {where}; pass token ids instead of text.")
-        from transformers import AutoTokenizer
-
-        return AutoTokenizer.from_pretrained(str(self.directory), local_files_only=True)
+        settings = self.directory / "tokenizer_config.json"
+        kind = json.loads(settings.read_text(encoding="utf-8")).get("tokenizer_class") if settings.exists() else None
+        if kind in ("PreTrainedTokenizerFast", "TokenizersBackend"):
+            # What AutoTokenizer would choose too, but without importing torch, which takes seconds where it is installed.
+            from transformers import PreTrainedTokenizerFast as Tokenizer
+        else:
+            from transformers import AutoTokenizer as Tokenizer
+        return Tokenizer.from_pretrained(str(self.directory), local_files_only=True)
 
     def logits(self, tokens: ArrayLike, lengths: ArrayLike | None = None) -> Float[Array, "b t vocab"]:
         """Next-token logits of every position, with plain causal attention over everything before it.

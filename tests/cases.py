@@ -1,0 +1,81 @@
+"""The one table of policies: every contract test and every oracle test runs over it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+import kvjax
+from kvjax.models import ModelConfig
+from kvjax.policies import Policy
+from tests.oracles import basic
+from tests.oracles.decoder import Oracle
+
+Inject = Callable[[Policy, ModelConfig, int, int, int], dict[str, Any]]
+"""(policy, config, layer, seed of the row, tokens of the whole text) -> further attributes of the layer's oracle."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One variant of a policy.
+
+    Args:
+        policy: registered name.
+        oracle: its literal twin.
+        settings: of the policy.
+        budget: slots per head, below the prompts' 41 to 57 tokens and at least 17.
+        plan: how the budget is spread over the layers, by name.
+        prefill_chunk: as in `prefill`; an oracle with `sequential = True` needs 1 here or as the policy's own.
+        inject: random numbers and matrices for the oracle.
+        equals_full: whether it is the full cache when there is room for everything.
+    """
+
+    policy: str
+    oracle: type[Oracle]
+    settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    budget: int = 20
+    plan: str | None = None
+    prefill_chunk: int | None = None
+    inject: Inject | None = None
+    equals_full: bool = True
+
+    def make(self, **changes: Any) -> Policy:
+        return kvjax.policy(self.policy, **{**self.settings, **changes})
+
+
+def hashed_uniform(config: ModelConfig, layer: int, seed: int, tokens: int) -> np.ndarray:
+    """The numbers of `kvjax.noise.uniform` [h, tokens], by the same integer hash in NumPy."""
+
+    def mix(x):
+        x = (x ^ (x >> np.uint32(16))) * np.uint32(0x85EBCA6B)
+        x = (x ^ (x >> np.uint32(13))) * np.uint32(0xC2B2AE35)
+        return x ^ (x >> np.uint32(16))
+
+    heads = np.arange(config.kv_heads, dtype=np.uint32)[:, None]
+    positions = np.arange(tokens, dtype=np.uint32)[None]
+    bits = mix(np.full((1, 1), seed, np.uint32) ^ np.uint32(layer * 0x9E3779B9 & 0xFFFFFFFF))
+    bits = mix(bits ^ (heads * np.uint32(0x7FEB352D) + np.uint32(1)))
+    bits = mix(bits ^ (positions * np.uint32(0x846CA68B) + np.uint32(1)))
+    return ((bits >> np.uint32(9)).astype(np.float32) + np.float32(0.5)) / np.float32(2**23)
+
+
+def _uniform(policy: Policy, config: ModelConfig, layer: int, seed: int, tokens: int) -> dict[str, Any]:
+    return {"uniform": hashed_uniform(config, layer, seed, tokens)}
+
+
+POLICIES: dict[str, Case] = {
+    "full": Case("full", basic.Full),
+    "window": Case("window", basic.Window),
+    "window-cache-positions": Case("window", basic.Window, {"positions": "cache", "special": (7,)}),
+    "streaming": Case("streaming", basic.Window),
+    "streaming-original": Case("streaming", basic.Window, {"positions": "original"}),
+    "random": Case("random", basic.Random, {"recent": 4}, inject=_uniform),
+    "random-sequential": Case("random", basic.Random, inject=_uniform, prefill_chunk=1),
+    "h2o": Case("h2o", basic.H2O),
+    "h2o-protected": Case("h2o", basic.H2O, {"recent": 3, "sinks": 2, "special": (7, 11)}),
+    "h2o-cache-positions": Case("h2o", basic.H2O, {"recent": 0.25, "positions": "cache"}),
+    "h2o-sequential": Case("h2o", basic.H2O, prefill_chunk=1),
+}

@@ -1,0 +1,321 @@
+"""A literal decoder in float64 NumPy: one row, one token, one head at a time, with caches that are growing lists.
+
+It is the specification that kvjax is compared with, token by token. An oracle of a policy subclasses `Oracle`; there
+is one object per layer and row. Every KV head h of the layer has `self.heads[h]`, a `Head` of parallel lists, one entry
+per cached token, oldest first: `positions`, `tokens`, `keys` (rotated by original position), `raw_keys`, `values` and
+`notes` (whatever the policy remembers of the token; the decoder drops a note together with its token).
+
+Reading a prompt, after plain causal attention over all of it:
+
+    read(prompt)         fill self.heads[h].notes, one per prompt token (they are None before)
+    couple(oracles)      static, all layers of the row; for policies whose layers share something
+    keep(prompt)         -> for each KV head the indices that stay
+
+Decoding one token, layer by layer (a policy with `sequential = True` reads its prompt so, too):
+
+    before(new)          -> for each KV head the index that leaves, or None; the new token is not in the lists yet
+    note(h, new)         -> the note of the new token, then appended with its key and value
+    attend(h, g, q, probs)  -> [d], what query q of query head g reads from head h; the average unless overridden;
+                         called for every prompt token too, whose probs are zero for later tokens
+    after(new, probs)    probs[h][g] is an array over the list, the new token included: update notes
+    couple(oracles)      after the last layer
+
+Most oracles need only `scores(h, new)` (one number per cached token, lowest leaves first, -inf at once) and `note`,
+`read`, `after`: `before` and `keep` are then those below, with sinks, recent window, special tokens and the limit.
+All settings of the kvjax policy are attributes (`self.recent`), as are `layer`, `layers`, `limit` (slots per head,
+the new token included), `kv_heads`, `groups` and whatever the case injects (noise, hash matrices).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+
+@dataclasses.dataclass
+class Head:
+    """What one KV head of one layer holds: parallel lists, oldest token first."""
+
+    positions: list[int] = dataclasses.field(default_factory=list)
+    tokens: list[int] = dataclasses.field(default_factory=list)
+    keys: list[np.ndarray] = dataclasses.field(default_factory=list)
+    raw_keys: list[np.ndarray] = dataclasses.field(default_factory=list)
+    values: list[np.ndarray] = dataclasses.field(default_factory=list)
+    notes: list[Any] = dataclasses.field(default_factory=list)
+
+    def retain(self, indices: Sequence[int]) -> None:
+        """Drop every token but these."""
+        for field in dataclasses.fields(self):
+            column = getattr(self, field.name)
+            setattr(self, field.name, [column[i] for i in sorted(indices)])
+
+
+@dataclasses.dataclass
+class Prompt:
+    """A whole prompt of n tokens as one layer sees it; queries and keys rotated by original position."""
+
+    tokens: list[int]
+    queries: list[list[np.ndarray]]
+    """[h][g], each [n, d]"""
+    keys: list[np.ndarray]
+    """[h], each [n, d]"""
+    values: list[np.ndarray]
+    probs: list[list[np.ndarray]]
+    """[h][g], each [n, n], row = query, lower triangular"""
+    horizon: int
+    """Tokens that are going to be generated."""
+
+    @property
+    def prompt_length(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def position(self) -> int:
+        """Position of the newest token."""
+        return len(self.tokens) - 1
+
+
+@dataclasses.dataclass
+class New:
+    """The one token of a decode step as one layer sees it; queries and keys rotated by original position."""
+
+    token: int
+    position: int
+    queries: list[list[np.ndarray]]
+    """[h][g], each [d]"""
+    keys: list[np.ndarray]
+    values: list[np.ndarray]
+    prompt_length: int
+    horizon: int
+
+
+class Oracle:
+    """A policy for one layer of one row; see the module's docstring."""
+
+    sequential = False
+    layer: int
+    layers: int
+    limit: int
+    kv_heads: int
+    groups: int
+    sinks: int
+    recent: int | float
+    special: tuple[int, ...]
+    positions: str
+
+    def __init__(self, **attributes: Any) -> None:
+        vars(self).update(attributes)
+        self.heads = [Head() for _ in range(self.kv_heads)]
+        self.start()
+
+    def start(self) -> None:
+        """Whatever else the policy remembers of the layer."""
+
+    def scores(self, h: int, new: New | Prompt) -> Sequence[float]:
+        """One number per token in the lists of head h: lowest leaves first, -inf at once, +inf never."""
+        raise NotImplementedError
+
+    def read(self, prompt: Prompt) -> None:
+        pass
+
+    def note(self, h: int, new: New) -> Any:
+        return None
+
+    def attend(self, h: int, g: int, query: np.ndarray, probs: np.ndarray) -> np.ndarray:
+        return probs @ np.array(self.heads[h].values)
+
+    def after(self, new: New, probs: list[list[np.ndarray]]) -> None:
+        pass
+
+    @staticmethod
+    def couple(oracles: Sequence[Any]) -> None:
+        pass
+
+    def sink_slots(self) -> int:
+        return self.sinks
+
+    def recent_slots(self) -> int:
+        return self.recent if isinstance(self.recent, int) else math.floor(self.recent * self.limit + 1e-6)
+
+    def protected(self, h: int, i: int, newest: int) -> bool:
+        """Whether token i of head h may never leave while `newest` is the newest position."""
+        head = self.heads[h]
+        sink = head.positions[i] < self.sink_slots()
+        recent = head.positions[i] > newest - self.recent_slots()
+        return sink or recent or head.tokens[i] in self.special
+
+    def ranks(self, h: int, new: New | Prompt) -> list[float]:
+        scores = self.scores(h, new)
+        return [
+            math.inf if self.protected(h, i, new.position) and scores[i] > -math.inf else float(scores[i])
+            for i in range(len(self.heads[h].positions))
+        ]
+
+    def before(self, new: New) -> list[int | None]:
+        leaving: list[int | None] = []
+        for h in range(self.kv_heads):
+            ranks = self.ranks(h, new)
+            if len(ranks) >= self.limit or -math.inf in ranks:
+                leaving.append(ranks.index(min(ranks)))  # the first, so the oldest, of equals
+            else:
+                leaving.append(None)
+        return leaving
+
+    def keep(self, prompt: Prompt) -> list[list[int]]:
+        staying = []
+        for h in range(self.kv_heads):
+            ranks = self.ranks(h, prompt)
+            alive = [i for i in range(len(ranks)) if ranks[i] > -math.inf]
+            # Of equals the newest stay.
+            best = sorted(((ranks[i], i) for i in alive), reverse=True)
+            staying.append([i for _, i in best[: self.limit]])
+        return staying
+
+
+@dataclasses.dataclass
+class Decoder:
+    """A Llama-like model and the oracles of its layers, for one row.
+
+    Args:
+        weights: kvjax weights with NumPy float64 leaves.
+        config: the model's `ModelConfig`.
+        oracles: one per layer.
+        horizon: tokens that are going to be generated.
+    """
+
+    weights: Any
+    config: Any
+    oracles: list[Oracle]
+    horizon: int
+
+    def prompt(self, tokens: Sequence[int]) -> np.ndarray:
+        """Read a prompt and return the logits [vocab] of its last token."""
+        self.prompt_length = len(tokens)
+        self.next = 0
+        if self.oracles[0].sequential:
+            return [self.step(token) for token in tokens][-1]
+        hidden = [self.weights.embedding[token] for token in tokens]
+        prompts = []
+        for layer, oracle in zip(self.weights.layers, self.oracles, strict=True):
+            prompt, read = self._read_prompt(layer, oracle, [int(token) for token in tokens], hidden)
+            oracle.read(prompt)
+            prompts.append(prompt)
+            hidden = [self._finish(layer, x, heads) for x, heads in zip(hidden, read, strict=True)]
+        type(self.oracles[0]).couple(self.oracles)
+        for oracle, prompt in zip(self.oracles, prompts, strict=True):
+            for head, staying in zip(oracle.heads, oracle.keep(prompt), strict=True):
+                head.retain(staying)
+        self.next = len(tokens)
+        return self._unembed(hidden[-1])
+
+    def _read_prompt(self, layer, oracle: Oracle, tokens: list[int], hidden: list[np.ndarray]):
+        """Plain causal attention: the prompt as the layer sees it, and what each token reads, [token][h][g][d]."""
+        n = len(tokens)
+        projected = [self._project(layer, x) for x in hidden]
+        queries, probs = [], []
+        read: list[list[list[np.ndarray]]] = [[] for _ in range(n)]
+        for h, head in enumerate(oracle.heads):
+            head.positions, head.tokens, head.notes = list(range(n)), list(tokens), [None] * n
+            head.raw_keys = [projected[i][1][h] for i in range(n)]
+            head.keys = [self._rotate(head.raw_keys[i], i) for i in range(n)]
+            head.values = [projected[i][2][h] for i in range(n)]
+            keys = np.array(head.keys)
+            queries.append([])
+            probs.append([])
+            for i in range(n):
+                read[i].append([])
+            for g in range(oracle.groups):
+                rotated = np.array([self._rotate(projected[i][0][h][g], i) for i in range(n)])
+                matrix = np.zeros((n, n))
+                for i in range(n):
+                    matrix[i, : i + 1] = softmax(keys[: i + 1] @ rotated[i] / math.sqrt(keys.shape[1]))
+                    read[i][h].append(oracle.attend(h, g, rotated[i], matrix[i]))
+                queries[h].append(rotated)
+                probs[h].append(matrix)
+        keys = [np.array(head.keys) for head in oracle.heads]
+        values = [np.array(head.values) for head in oracle.heads]
+        return Prompt(tokens, queries, keys, values, probs, self.horizon), read
+
+    def step(self, token: int) -> np.ndarray:
+        """Read one more token and return its logits [vocab]."""
+        position, self.next = self.next, self.next + 1
+        x = self.weights.embedding[token]
+        for layer, oracle in zip(self.weights.layers, self.oracles, strict=True):
+            raw_q, raw_k, v = self._project(layer, x)
+            q = [[self._rotate(query, position) for query in group] for group in raw_q]
+            k = [self._rotate(key, position) for key in raw_k]
+            new = New(int(token), position, q, k, v, self.prompt_length, self.horizon)
+            for head, leaving in zip(oracle.heads, oracle.before(new), strict=True):
+                if leaving is not None:
+                    head.retain([i for i in range(len(head.positions)) if i != leaving])
+            read, probs = [], []
+            for h, head in enumerate(oracle.heads):
+                note = oracle.note(h, new)
+                head.positions.append(position)
+                head.tokens.append(int(token))
+                head.keys.append(k[h])
+                head.raw_keys.append(raw_k[h])
+                head.values.append(v[h])
+                head.notes.append(note)
+                if oracle.positions == "cache":
+                    seen = np.array([self._rotate(key, i) for i, key in enumerate(head.raw_keys)])
+                    queries = [self._rotate(query, len(head.raw_keys) - 1) for query in raw_q[h]]
+                else:
+                    seen, queries = np.array(head.keys), q[h]
+                probs.append([softmax(seen @ query / math.sqrt(len(query))) for query in queries])
+                read.append([oracle.attend(h, g, q[h][g], probs[h][g]) for g in range(len(queries))])
+            oracle.after(new, probs)
+            x = self._finish(layer, x, read)
+        type(self.oracles[0]).couple(self.oracles)
+        return self._unembed(x)
+
+    def kept(self) -> list[list[list[int]]]:
+        """Cached positions [layer][KV head], sorted."""
+        return [[sorted(head.positions) for head in oracle.heads] for oracle in self.oracles]
+
+    def _project(self, layer, x):
+        c = self.config
+        normed = self._norm(layer.attention_norm, x)
+        q = linear(layer.query, normed).reshape(c.kv_heads, c.heads // c.kv_heads, c.head_width)
+        k = linear(layer.key, normed).reshape(c.kv_heads, c.head_width)
+        v = linear(layer.value, normed).reshape(c.kv_heads, c.head_width)
+        return [list(group) for group in q], list(k), list(v)
+
+    def _finish(self, layer, x, read) -> np.ndarray:
+        x = x + linear(layer.output, np.concatenate([out for group in read for out in group]))
+        normed = self._norm(layer.mlp_norm, x)
+        gate = linear(layer.gate, normed)
+        return x + linear(layer.down, gate / (1 + np.exp(-gate)) * linear(layer.up, normed))
+
+    def _unembed(self, x) -> np.ndarray:
+        x = self._norm(self.weights.norm, x)
+        if self.weights.unembedding is None:
+            return self.weights.embedding @ x
+        return linear(self.weights.unembedding, x)
+
+    def _norm(self, norm, x) -> np.ndarray:
+        return x / np.sqrt(np.mean(x * x) + self.config.norm_eps) * norm.scale
+
+    def _rotate(self, x: np.ndarray, position: int) -> np.ndarray:
+        rope = self.config.rope
+        assert rope.scaling == "none" and not rope.interleaved and rope.width == len(x)
+        half = len(x) // 2
+        angle = position * rope.theta ** (-np.arange(half) / half)
+        first, second = x[:half], x[half:]
+        return np.concatenate(
+            [first * np.cos(angle) - second * np.sin(angle), second * np.cos(angle) + first * np.sin(angle)]
+        )
+
+
+def linear(layer, x: np.ndarray) -> np.ndarray:
+    y = layer.weight @ x
+    return y if layer.bias is None else y + layer.bias
+
+
+def softmax(x: np.ndarray) -> np.ndarray:
+    weights = np.exp(x - x.max())
+    return weights / weights.sum()
