@@ -98,7 +98,7 @@ def prefill(
     Raises:
         ValueError: a prompt is empty or does not fit the model, or the budget does not fit the policy.
     """
-    policy = policy_by_name(policy) if isinstance(policy, str) else policy
+    policy = (policy_by_name(policy) if isinstance(policy, str) else policy).bind(model)
     config = model.config
     padded, real = _pad_rows(tokens, lengths)
     rows, width = padded.shape
@@ -155,31 +155,31 @@ def decode_step(state: State, token: Int[Array, " b"]) -> tuple[State, Float[Arr
         The next state, and logits [b, vocab]. With the full cache, logits beyond the planned length are NaN:
         there is no slot left and nothing may leave.
     """
-    moving, logits = _step(*_split(state), token)
-    return _join(state, moving), logits
+    moving, logits = _step(*split_state(state), token)
+    return join_state(state, moving), logits
 
 
 def decode_step_in_place(state: State, token: Int[Array, " b"]) -> tuple[State, Float[Array, "b vocab"]]:
     """`decode_step` that reuses the memory of the given state's caches, which are gone afterwards; weights stay."""
-    moving, logits = _step_in_place(*_split(state), token)
-    return _join(state, moving), logits
+    moving, logits = _step_in_place(*split_state(state), token)
+    return join_state(state, moving), logits
 
 
 Moving = tuple[tuple[LayerCache, ...], Int[Array, " b"]]
 
 
-def _split(state: State) -> tuple[State, Moving]:
+def split_state(state: State) -> tuple[State, Moving]:
     # What a step changes apart from what it only reads: a jitted function copies whatever it returns unchanged.
     return state.replace(caches=(), position=None), (state.caches, state.position)
 
 
-def _join(fixed: State, moving: Moving) -> State:
+def join_state(fixed: State, moving: Moving) -> State:
     return fixed.replace(caches=moving[0], position=moving[1])
 
 
 def _step_parts(fixed: State, moving: Moving, token: Int[Array, " b"]) -> tuple[Moving, Float[Array, "b vocab"]]:
-    after, logits = step(_join(fixed, moving), token)
-    return _split(after)[1], logits
+    after, logits = step(join_state(fixed, moving), token)
+    return split_state(after)[1], logits
 
 
 _step = jax.jit(_step_parts)
@@ -265,6 +265,7 @@ def plan_slots(
                 f"budget={list(budget)} is not a number of slots from 1 for each of {config.layers} layers."
             )
         limits = np.repeat(np.asarray(budget, np.int64)[:, None], rows, axis=1)
+    limits = limits + policy.extra_slots
     policy.check_budget(int(limits.min()))
     capacities = tuple(round_slots(int(limit.max())) for limit in limits)
     return [np.repeat(limit[:, None], config.kv_heads, 1) for limit in limits], capacities

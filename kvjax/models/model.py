@@ -51,7 +51,7 @@ class Model:
         settings = self.directory / "tokenizer_config.json"
         kind = json.loads(settings.read_text(encoding="utf-8")).get("tokenizer_class") if settings.exists() else None
         if kind in ("PreTrainedTokenizerFast", "TokenizersBackend"):
-            # What AutoTokenizer would choose too, but without importing torch, which takes seconds where it is installed.
+            # What AutoTokenizer would choose too, without the seconds of importing torch where that is installed.
             from transformers import PreTrainedTokenizerFast as Tokenizer
         else:
             from transformers import AutoTokenizer as Tokenizer

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 from kvjax.policies.base import Policy
+from kvjax.policies.baseline_plus import BaselinePlus
 from kvjax.policies.full import Full
 from kvjax.policies.h2o import H2O
 from kvjax.policies.l2 import L2
+from kvjax.policies.less import Less
 from kvjax.policies.lsh_e import LSHE
 from kvjax.policies.random import Random
 from kvjax.policies.window import DilatedWindow, LambdaMask, Streaming, Window
@@ -23,6 +24,8 @@ REGISTRY: dict[str, type[Policy]] = {
     "h2o": H2O,
     "l2": L2,
     "lsh_e": LSHE,
+    "less": Less,
+    "baseline_plus": BaselinePlus,
 }
 
 
@@ -40,14 +43,14 @@ def policy(name: str, **settings: Any) -> Policy:
         raise ValueError(f"there is no policy {name!r}; choose one of {', '.join(REGISTRY)}.")
     known = settings_of(name)
     for setting in settings:
-        if setting not in known:
+        if setting not in known and not REGISTRY[name].wraps:
             raise ValueError(f"policy {name!r} has no setting {setting!r}; it takes {', '.join(known)}.")
-    return REGISTRY[name](**settings)
+    return REGISTRY[name].build(**settings)
 
 
 def settings_of(name: str) -> dict[str, Any]:
     """A policy's settings and their defaults."""
-    return {field.name: field.default for field in dataclasses.fields(REGISTRY[name]) if field.init}
+    return REGISTRY[name].settings()
 
 
 def name_of(policy: Policy) -> str:

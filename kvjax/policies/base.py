@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import abc
-from typing import ClassVar
+import dataclasses
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax.numpy as jnp
 from flax import struct
@@ -11,6 +12,9 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.plan import Plan, Uniform
 from kvjax.types import Evicted, LayerCache, NewTokens, Partial, PyTree, setting
+
+if TYPE_CHECKING:
+    from kvjax.models.model import Model
 
 
 @struct.dataclass(kw_only=True)
@@ -45,6 +49,11 @@ class Policy(abc.ABC):
     paper: ClassVar[str] = ""
     """Where the method comes from, with its equation."""
 
+    extra_slots: ClassVar[int] = 0
+    """Slots per head beyond the budget that the user names, for comparisons at equal memory."""
+    wraps: ClassVar[bool] = False
+    """Whether settings that are not its own belong to a policy inside."""
+
     sinks: int = setting(0)
     recent: int | float = setting(0)
     special: tuple[int, ...] = setting(())
@@ -57,6 +66,25 @@ class Policy(abc.ABC):
         check(fraction or whole, "recent", self.recent, "a number of slots from 0, or a fraction from 0.0 to 1.0")
         check(self.positions in ("original", "cache"), "positions", self.positions, "'original' or 'cache'")
         check(all(isinstance(token, int) for token in self.special), "special", self.special, "a list of token ids")
+
+    @classmethod
+    def settings(cls) -> dict[str, Any]:
+        """The settings a user may give by name, with their defaults."""
+        fields = (field for field in dataclasses.fields(cls) if field.init)
+        return {field.name: field.default for field in fields if not field.metadata.get("pytree_node", True)}
+
+    @classmethod
+    def build(cls, **settings: Any) -> Policy:
+        """The policy with these settings, as `kvjax.policy` makes it."""
+        return cls(**settings)
+
+    def bind(self, model: Model) -> Policy:
+        """The policy with whatever it needs to know of a model; `prefill` calls it first, outside of compilation.
+
+        Raises:
+            ValueError: what it has was made for another model.
+        """
+        return self
 
     @abc.abstractmethod
     def score(self, cache: LayerCache, new: NewTokens) -> Float[Array, "b h c"]:

@@ -1,0 +1,170 @@
+"""LESS: a policy that evicts, and a low-rank memory of what it evicted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Float
+
+from kvjax.attention import merge
+from kvjax.less import checkpoint as checkpoints
+from kvjax.less.kernels import Params, Performer, Phi, Psi, layer_params, performer_kernels, unstack
+from kvjax.policies.base import check
+from kvjax.policies.wrapper import Wrapper
+from kvjax.types import Partial, setting, wide
+
+TOKEN_BLOCK = 64
+"""Evicted tokens of a prompt whose hidden features exist at once."""
+
+
+class LessState(struct.PyTreeNode):
+    """The sum over evicted pairs of psi(k)^T v and of psi(k) (equation 6), beside the base policy's state."""
+
+    base: Any
+    h: Float[Array, "b h R d"]
+    z: Float[Array, "b h R"]
+
+
+@struct.dataclass(kw_only=True)
+class Less(Wrapper):
+    r"""Any policy, whose evicted pairs stay in R x d + R numbers per KV head.
+
+    .. math::
+        H \leftarrow H + \psi(k)^\top v, \quad z \leftarrow z + \psi(k) \quad \text{(eq. 4, 5)}, \qquad
+        a = \frac{\phi(q) H + \exp(q K^\top / \sqrt d) V}{\phi(q) z^\top + \exp(q K^\top / \sqrt d) 1} \quad
+        \text{(eq. 3)}
+
+    computed as one more part of the attention, of logarithmic mass log(phi z), so that nothing overflows. Kernels see
+    keys and queries rotated by original positions.
+
+    Args:
+        base: the policy that evicts, by name or made; further settings are its own.
+        checkpoint: directory of kernels from `python -m kvjax.train_less`, or the name of shipped ones; empty for those
+            that are shipped for the base policy.
+        kernel: `learned`, or `performer` for untrained random features.
+        features: R; 0 for that of the checkpoint, 8 for `performer`.
+        seed: of the random features.
+        literal: whether psi is equation 2 as printed; as the checkpoint says once bound.
+        kernels: arrays of `kvjax.less.init_kernels` instead of a checkpoint.
+    """
+
+    paper = "LESS, arXiv 2402.09398, Algorithm 1"
+
+    checkpoint: str = setting("")
+    kernel: str = setting("learned")
+    features: int = setting(0)
+    seed: int = setting(0)
+    literal: bool = setting(False)
+    kernels: Params = None
+
+    def __post_init__(self):
+        super().__post_init__()
+        check(self.kernel in ("learned", "performer"), "kernel", self.kernel, "'learned' or 'performer'")
+        check(isinstance(self.features, int) and self.features >= 0, "features", self.features, "a whole number from 0")
+        check(isinstance(self.seed, int) and 0 <= self.seed < 2**32, "seed", self.seed, "a whole number below 2^32")
+        check(isinstance(self.checkpoint, str), "checkpoint", self.checkpoint, "the name of a directory")
+
+    def bind(self, model):
+        """With kernels for a model, in a tuple of layers."""
+        bound = super().bind(model)
+        kernels, literal = self.kernels, self.literal
+        if kernels is None and self.kernel == "performer":
+            kernels = performer_kernels(jax.random.key(self.seed), model.config, features=self.features or 8)
+        elif kernels is None:
+            from kvjax.policies import name_of
+
+            name = name_of(self.base)
+            found = checkpoints.find(self.checkpoint, name)
+            kernels, settings = checkpoints.load(found, model, name)
+            literal = settings.literal
+            if self.features not in (0, settings.features):
+                raise ValueError(
+                    f"the kernels in {found} have {settings.features} features, not features={self.features}; "
+                    "leave it out or give another checkpoint."
+                )
+        kernels = unstack(kernels)
+        self._check_shapes(kernels, model)
+        return bound.replace(kernels=kernels, literal=literal)
+
+    def _check_shapes(self, kernels, model):
+        config = model.config
+        if len(kernels) != config.layers:
+            raise ValueError(f"kernels of {len(kernels)} layers do not fit the {config.layers} layers of {model!r}.")
+        if self.kernel == "learned":
+            given = kernels[0]["phi"]["first"].shape[:3]
+            wanted = (config.kv_heads, config.groups, config.head_width)
+            if given != wanted:
+                raise ValueError(
+                    f"kernels for (KV heads, groups, head width) {given} do not fit {wanted} of {model!r}."
+                )
+
+    def phi(self, layer: int, q: Float[Array, "b h g t d"]) -> Float[Array, "b h g t R"]:
+        """Features of rotated queries."""
+        return self._apply(Phi(), "phi", layer, q)
+
+    def psi(self, layer: int, k: Float[Array, "b h t d"]) -> Float[Array, "b h t R"]:
+        """Features of rotated keys."""
+        return self._apply(Psi(literal=self.literal), "psi", layer, k)
+
+    def _apply(self, learned, which, layer, x):
+        params = layer_params(self.kernels, layer)[which]
+        if self.kernel == "performer":
+            return Performer(params["planes"].shape[-2]).apply({"params": params}, x)
+        hidden, features = params["first"].shape[-1], params["second"].shape[-1]
+        return learned.clone(hidden=hidden, features=features).apply({"params": params}, x)
+
+    def inner(self, state):
+        return state.base
+
+    def outer(self, state, inner):
+        return state.replace(base=inner)
+
+    def init(self, new):
+        """H_0 = 0, z_0 = 0."""
+        if self.kernels is None:
+            raise ValueError("LESS has no kernels yet: call bind(model), as prefill does.")
+        features = self.psi(new.layer, new.k).shape[-1]
+        rows, heads, _, width = new.k.shape
+        dtype = wide(new.k.dtype)
+        return LessState(
+            self.base.init(new),
+            jnp.zeros((rows, heads, features, width), dtype),
+            jnp.zeros((rows, heads, features), dtype),
+        )
+
+    def absorb(self, state, evicted):
+        """Equations 4 and 5."""
+        state = super().absorb(state, evicted)
+        sums = (state.h, state.z)
+        m = evicted.k.shape[2]
+        if m <= TOKEN_BLOCK:
+            h, z = self._fold(sums, evicted.k, evicted.v, evicted.leaving, evicted.layer)
+            return state.replace(h=h, z=z)
+        padding = -m % TOKEN_BLOCK
+
+        def blocks(x: Array) -> Array:
+            x = jnp.pad(x, [(0, 0), (0, 0), (0, padding)] + [(0, 0)] * (x.ndim - 3))
+            return jnp.moveaxis(x.reshape(*x.shape[:2], -1, TOKEN_BLOCK, *x.shape[3:]), 2, 0)
+
+        pairs = (blocks(evicted.k), blocks(evicted.v), blocks(evicted.leaving))
+        (h, z), _ = jax.lax.scan(lambda sums, block: (self._fold(sums, *block, evicted.layer), None), sums, pairs)
+        return state.replace(h=h, z=z)
+
+    def _fold(self, sums, k, v, leaving, layer):
+        h, z = sums
+        features = jnp.where(leaving[..., None], self.psi(layer, k), 0.0)
+        return h + jnp.einsum("bhmr,bhmd->bhrd", features, v.astype(h.dtype)), z + features.sum(2)
+
+    def residual(self, state, new):
+        """The memory's share of equation 3: phi H / phi z, of mass phi z."""
+        phi = self.phi(new.layer, new.q)
+        mass = jnp.einsum("bhgtr,bhr->bhgt", phi, state.z)
+        nothing = mass <= 0
+        mass = jnp.where(nothing, 1.0, mass)
+        out = jnp.einsum("bhgtr,bhrd->bhgtd", phi, state.h) / mass[..., None]
+        share = Partial(jnp.where(nothing[..., None], 0.0, out), jnp.where(nothing, -jnp.inf, jnp.log(mass)))
+        of_base = super().residual(state, new)
+        return share if of_base is None else merge(of_base, share)
