@@ -131,7 +131,7 @@ def prefill(
         weights=model.weights,
         policy=policy,
         caches=caches,
-        position=start,
+        position=jnp.copy(start),  # a step may reuse its memory, prompt_length must live on
         prompt_length=start,
         horizon=horizon,
         key=keys,
