@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -44,10 +45,9 @@ class Less(Wrapper):
         base: the policy that evicts, by name or made; further settings are its own.
         checkpoint: directory of kernels from `python -m kvjax.train_less`, or the name of shipped ones; empty for those
             that are shipped for the base policy.
-        kernel: `learned`, or `performer` for untrained random features.
+        kernel: `learned`, or `performer` for untrained random features; the setting `kernels` of `kvjax.policy`.
         features: R; 0 for that of the checkpoint, 8 for `performer`.
-        seed: of the random features.
-        literal: whether psi is equation 2 as printed; as the checkpoint says once bound.
+        kernel_seed: of the random features.
         kernels: arrays of `kvjax.less.init_kernels` instead of a checkpoint.
     """
 
@@ -56,30 +56,43 @@ class Less(Wrapper):
     checkpoint: str = setting("")
     kernel: str = setting("learned")
     features: int = setting(0)
-    seed: int = setting(0)
-    literal: bool = setting(False)
+    kernel_seed: int = setting(0)
     kernels: Params = None
 
     def __post_init__(self):
         super().__post_init__()
-        check(self.kernel in ("learned", "performer"), "kernel", self.kernel, "'learned' or 'performer'")
+        check(self.kernel in ("learned", "performer"), "kernels", self.kernel, "'learned' or 'performer'")
         check(isinstance(self.features, int) and self.features >= 0, "features", self.features, "a whole number from 0")
-        check(isinstance(self.seed, int) and 0 <= self.seed < 2**32, "seed", self.seed, "a whole number below 2^32")
+        seed = self.kernel_seed
+        check(isinstance(seed, int) and 0 <= seed < 2**32, "kernel_seed", seed, "a whole number below 2^32")
         check(isinstance(self.checkpoint, str), "checkpoint", self.checkpoint, "the name of a directory")
+
+    @classmethod
+    def settings(cls):
+        """By name, `kernels` says which kind they are."""
+        named = super().settings()
+        return named | {"kernels": named.pop("kernel")}
+
+    @classmethod
+    def build(cls, **settings):
+        """`kernels` is a kind of kernels or their arrays."""
+        if isinstance(settings.get("kernels"), str):
+            own = super().build(**{name: value for name, value in settings.items() if name != "kernels"})
+            return dataclasses.replace(own, kernel=settings["kernels"])
+        return super().build(**settings)
 
     def bind(self, model):
         """With kernels for a model, in a tuple of layers."""
         bound = super().bind(model)
-        kernels, literal = self.kernels, self.literal
+        kernels = self.kernels
         if kernels is None and self.kernel == "performer":
-            kernels = performer_kernels(jax.random.key(self.seed), model.config, features=self.features or 8)
+            kernels = performer_kernels(jax.random.key(self.kernel_seed), model.config, features=self.features or 8)
         elif kernels is None:
             from kvjax.policies import name_of
 
             name = name_of(self.base)
             found = checkpoints.find(self.checkpoint, name)
             kernels, settings = checkpoints.load(found, model, name)
-            literal = settings.literal
             if self.features not in (0, settings.features):
                 raise ValueError(
                     f"the kernels in {found} have {settings.features} features, not features={self.features}; "
@@ -87,7 +100,7 @@ class Less(Wrapper):
                 )
         kernels = unstack(kernels)
         self._check_shapes(kernels, model)
-        return bound.replace(kernels=kernels, literal=literal)
+        return dataclasses.replace(bound, kernels=kernels)
 
     def _check_shapes(self, kernels, model):
         config = model.config
@@ -103,18 +116,21 @@ class Less(Wrapper):
 
     def phi(self, layer: int, q: Float[Array, "b h g t d"]) -> Float[Array, "b h g t R"]:
         """Features of rotated queries."""
-        return self._apply(Phi(), "phi", layer, q)
+        return self._apply(Phi, "phi", layer, q)
 
     def psi(self, layer: int, k: Float[Array, "b h t d"]) -> Float[Array, "b h t R"]:
         """Features of rotated keys."""
-        return self._apply(Psi(literal=self.literal), "psi", layer, k)
+        return self._apply(Psi, "psi", layer, k)
 
-    def _apply(self, learned, which, layer, x):
+    def _apply(self, module, which, layer, x) -> Any:
         params = layer_params(self.kernels, layer)[which]
         if self.kernel == "performer":
             return Performer(params["planes"].shape[-2]).apply({"params": params}, x)
-        hidden, features = params["first"].shape[-1], params["second"].shape[-1]
-        return learned.clone(hidden=hidden, features=features).apply({"params": params}, x)
+        # What the arrays say of themselves, nobody has to say again.
+        shape = {"hidden": params["first"].shape[-1], "features": params["second"].shape[-1]}
+        if module is Psi:
+            shape["literal"] = "residual_scale" not in params
+        return module(**shape).apply({"params": params}, x)
 
     def inner(self, state):
         return state.base

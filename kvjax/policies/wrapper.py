@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, ClassVar
 
 from flax import struct
@@ -71,7 +72,7 @@ class Wrapper(Policy):
         return inside.replace(state=self.outer(cache.state, inside.state))
 
     def bind(self, model):
-        return self.replace(base=self.base.bind(model))
+        return dataclasses.replace(self, base=self.base.bind(model))
 
     def score(self, cache, new):
         return self.base.score(self._inside(cache), new)
