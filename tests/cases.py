@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -11,7 +12,7 @@ import numpy as np
 import kvjax
 from kvjax.models import ModelConfig
 from kvjax.policies import Policy
-from tests.oracles import basic
+from tests.oracles import basic, less
 from tests.oracles.decoder import Oracle
 
 Inject = Callable[[Policy, ModelConfig, int, int, int], dict[str, Any]]
@@ -46,8 +47,8 @@ class Case:
         return kvjax.policy(self.policy, **{**self.settings, **changes})
 
 
-def hashed_uniform(config: ModelConfig, layer: int, seed: int, tokens: int) -> np.ndarray:
-    """The numbers of `kvjax.noise.uniform` [h, tokens], by the same integer hash in NumPy."""
+def hashed_uniform(config: ModelConfig, layer: int, seed: int, tokens: int, query: int | None = None) -> np.ndarray:
+    """The numbers of `kvjax.noise.uniform_at` [h, tokens], by the same integer hash in NumPy."""
 
     def mix(x):
         x = (x ^ (x >> np.uint32(16))) * np.uint32(0x85EBCA6B)
@@ -56,7 +57,10 @@ def hashed_uniform(config: ModelConfig, layer: int, seed: int, tokens: int) -> n
 
     heads = np.arange(config.kv_heads, dtype=np.uint32)[:, None]
     positions = np.arange(tokens, dtype=np.uint32)[None]
-    bits = mix(np.full((1, 1), seed, np.uint32) ^ np.uint32(layer * 0x9E3779B9 & 0xFFFFFFFF))
+    seeds = np.full((1, 1), seed, np.uint32)
+    if query is not None:
+        seeds = mix(seeds ^ mix(np.full((1, 1), query, np.uint32) + np.uint32(0x632BE5AB)))
+    bits = mix(seeds ^ np.uint32(layer * 0x9E3779B9 & 0xFFFFFFFF))
     bits = mix(bits ^ (heads * np.uint32(0x7FEB352D) + np.uint32(1)))
     bits = mix(bits ^ (positions * np.uint32(0x846CA68B) + np.uint32(1)))
     return ((bits >> np.uint32(9)).astype(np.float32) + np.float32(0.5)) / np.float32(2**23)
@@ -64,6 +68,17 @@ def hashed_uniform(config: ModelConfig, layer: int, seed: int, tokens: int) -> n
 
 def _uniform(policy: Policy, config: ModelConfig, layer: int, seed: int, tokens: int) -> dict[str, Any]:
     return {"uniform": hashed_uniform(config, layer, seed, tokens)}
+
+
+def _theta(policy: Policy, config: ModelConfig, layer: int, seed: int, tokens: int) -> dict[str, Any]:
+    assert config.rope is not None
+    return {"theta": config.rope.theta}
+
+
+def _noise(policy: Policy, config: ModelConfig, layer: int, seed: int, tokens: int) -> dict[str, Any]:
+    fresh = getattr(policy, "fresh_noise", False)
+    draw = functools.cache(lambda query: hashed_uniform(config, layer, seed, tokens, query))
+    return {"uniform": lambda query: draw(query if fresh else None)}
 
 
 POLICIES: dict[str, Case] = {
@@ -78,4 +93,14 @@ POLICIES: dict[str, Case] = {
     "h2o-protected": Case("h2o", basic.H2O, {"recent": 3, "sinks": 2, "special": (7, 11)}),
     "h2o-cache-positions": Case("h2o", basic.H2O, {"recent": 0.25, "positions": "cache"}),
     "h2o-sequential": Case("h2o", basic.H2O, prefill_chunk=1),
+    "less-performer": Case("less", less.less(basic.H2O), {"kernels": "performer"}, inject=_theta),
+    "baseline_plus": Case("baseline_plus", less.wrapped(basic.H2O)),
+    "keyformer": Case("keyformer", keyformer.Keyformer, inject=_noise),
+    "keyformer-fresh": Case("keyformer", keyformer.Keyformer, {"fresh_noise": True, "damping": 0.9}, inject=_noise),
+    "keyformer-shared": Case("keyformer", keyformer.Shared, {"shared": True, "damping": 0.95}, inject=_noise),
+    "keyformer-cache-positions": Case(
+        "keyformer", keyformer.Keyformer, {"positions": "cache", "tau_init": 1.5, "noise": "constant"}, inject=_noise
+    ),
+    "tova": Case("tova", tova.Tova),
+    "scissorhands": Case("scissorhands", scissorhands.Scissorhands, {"history": 64}),
 }

@@ -1,0 +1,102 @@
+"""How low-rank attention's residual is (Figure 3): the best approximation of any rank, which no cache can know."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from kvjax.attention import alibi_bias, attend, causal_mask
+from kvjax.models.config import ModelConfig
+from kvjax.models.decoder import Weights, block, embed, rotate, unembed
+
+
+class Split(NamedTuple):
+    """Attention outputs of whole texts, apart into what a sparse policy gives and what it lacks."""
+
+    full: Float[Array, "b h g t d"]
+    sparse: Float[Array, "b h g t d"]
+    """Renormalised over the tokens kept, as an eviction policy would."""
+
+    @property
+    def residual(self) -> Float[Array, "b h g t d"]:
+        """What the sparse policy lacks (section 1)."""
+        return self.full - self.sparse
+
+
+def top_k(
+    q: Float[Array, "b h g t d"],
+    k: Float[Array, "b h t d"],
+    v: Float[Array, "b h t d"],
+    position: Int[Array, "b t"],
+    keep: int,
+    config: ModelConfig,
+) -> Split:
+    """Attention to everything, and to the `keep` keys that each query gives most; n x n memory, for evaluation.
+
+    Args:
+        q, k: rotated.
+        v: values.
+        position: of the tokens, -1 for padding.
+        keep: keys per query, from 1; the top-512 policy of Figure 3.
+        config: the model's shape.
+    """
+    mask = causal_mask(position, position[:, None], config.sliding_window)
+    bias = alibi_bias(config, position[:, None], position[:, None])
+    full, probs = attend(q, k, v, mask, bias)
+    n = k.shape[2]
+    if keep >= n:
+        return Split(full.out, full.out)
+    # The keep-th largest probability of each query is the threshold: of equals, all stay.
+    threshold = jax.lax.top_k(probs, keep)[0][..., -1:]
+    kept = jnp.where((probs >= threshold) & mask[:, :, None], probs, 0.0)
+    total = jnp.maximum(kept.sum(-1, keepdims=True), jnp.finfo(kept.dtype).tiny)
+    return Split(full.out, jnp.einsum("bhgts,bhsd->bhgtd", kept / total, v.astype(kept.dtype)))
+
+
+def singular_values(matrix: Float[Array, "*b t d"]) -> Float[Array, "*b r"]:
+    """Singular values relative to the largest (left half of Figure 3)."""
+    values = jnp.linalg.svd(matrix, compute_uv=False)
+    return values / jnp.maximum(values[..., :1], jnp.finfo(values.dtype).tiny)
+
+
+def best_rank(matrix: Float[Array, "*b t d"], rank: int) -> Float[Array, "*b t d"]:
+    """The nearest matrix of a rank, from 0, in the Frobenius norm (Eckart and Young)."""
+    left, values, right = jnp.linalg.svd(matrix, full_matrices=False)
+    return jnp.einsum("...tr,...r,...rd->...td", left[..., :rank], values[..., :rank], right[..., :rank, :])
+
+
+def logits(
+    weights: Weights, config: ModelConfig, tokens: Int[Array, "b t"], *, keep: int, rank: int = 0
+) -> Float[Array, "b t vocab"]:
+    """Next-token logits with every layer's attention replaced by top-k plus a rank-r residual (Figure 3, right).
+
+    The approximation is of a whole text's residual at once, so that early tokens see a little of later ones: a bound on
+    what a memory of r features could recover, not a policy.
+
+    Args:
+        weights: the model's.
+        config: the model's shape.
+        tokens: ids [b, t], without padding.
+        keep: keys per query, from 1.
+        rank: of what is added per head, from 0; the paper finds 4 to be enough.
+
+    Raises:
+        ValueError: keep or rank are out of range.
+    """
+    if keep < 1 or rank < 0:
+        raise ValueError(f"keep={keep} and rank={rank} are not at least 1 and 0.")
+    position = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+
+    def attention(q: Array, k: Array, v: Array) -> Array:
+        q = rotate(config.rope, q, position[:, None, None])
+        k = rotate(config.rope, k, position[:, None])
+        split = top_k(q, k, v, position, keep, config)
+        return split.sparse + best_rank(split.residual, rank) if rank else split.sparse
+
+    x = embed(weights, config, tokens, position)
+    for layer in weights.layers:
+        x = block(layer, config, x, attention)
+    return unembed(weights, config, x)
