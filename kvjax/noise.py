@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import math
+
 import jax.numpy as jnp
-from jaxtyping import Array, Float, UInt32
+from jax.lax import erf_inv
+from jaxtyping import Array, Float, Int, UInt32
 
 from kvjax.types import NewTokens
+
+GUMBEL_MEAN = 0.5772156649015329
+GUMBEL_DEVIATION = math.pi / math.sqrt(6)
 
 
 def mix(x: UInt32[Array, "*b"]) -> UInt32[Array, "*b"]:
@@ -29,5 +35,31 @@ def uniform(new: NewTokens) -> Float[Array, "b h t"]:
     heads = jnp.arange(new.k.shape[1], dtype=jnp.uint32)[None, :, None]
     position = new.position[:, None, :].astype(jnp.uint32)
     bits = hashed_bits(new.seed[:, None, None], new.layer, heads, position)
+    return _unit(bits)
+
+
+def _unit(bits: UInt32[Array, "*b"]) -> Float[Array, "*b"]:
     # 23 bits and a half: strictly between 0 and 1, exact in float32.
     return ((bits >> 9).astype(jnp.float32) + 0.5) / 2**23
+
+
+def uniform_at(
+    seed: UInt32[Array, " b"], layer: int, position: Int[Array, "b h c"], query: Int[Array, "b t"] | None = None
+) -> Float[Array, "b h c"] | Float[Array, "b h t c"]:
+    """The numbers of `uniform` for tokens already cached; with `query` another number for each query's position."""
+    heads = jnp.arange(position.shape[1], dtype=jnp.uint32)[None, :, None]
+    seeds, positions = seed[:, None, None], position.astype(jnp.uint32)
+    if query is not None:
+        mixed = mix(seed[:, None] ^ mix(query.astype(jnp.uint32) + jnp.uint32(0x632BE5AB)))
+        seeds, heads, positions = mixed[:, None, :, None], heads[..., None], positions[:, :, None]
+    return _unit(hashed_bits(seeds, layer, heads, positions))
+
+
+def gumbel(uniform: Float[Array, "*b"]) -> Float[Array, "*b"]:
+    """Standard Gumbel noise, of mean 0.5772 and deviation 1.2825, from uniform numbers."""
+    return -jnp.log(-jnp.log(uniform))
+
+
+def gaussian(uniform: Float[Array, "*b"]) -> Float[Array, "*b"]:
+    """Gaussian noise of the Gumbel distribution's mean and deviation, from uniform numbers."""
+    return GUMBEL_MEAN + GUMBEL_DEVIATION * math.sqrt(2) * erf_inv(2 * uniform - 1)

@@ -12,7 +12,7 @@ import numpy as np
 import kvjax
 from kvjax.models import ModelConfig
 from kvjax.policies import Policy
-from tests.oracles import basic, less
+from tests.oracles import basic, keyformer, less, scissorhands, tova
 from tests.oracles.decoder import Oracle
 
 Inject = Callable[[Policy, ModelConfig, int, int, int], dict[str, Any]]

@@ -8,10 +8,13 @@ from kvjax.policies.base import Policy
 from kvjax.policies.baseline_plus import BaselinePlus
 from kvjax.policies.full import Full
 from kvjax.policies.h2o import H2O
+from kvjax.policies.keyformer import Keyformer
 from kvjax.policies.l2 import L2
 from kvjax.policies.less import Less
 from kvjax.policies.lsh_e import LSHE
 from kvjax.policies.random import Random
+from kvjax.policies.scissorhands import Scissorhands
+from kvjax.policies.tova import Tova
 from kvjax.policies.window import DilatedWindow, LambdaMask, Streaming, Window
 
 REGISTRY: dict[str, type[Policy]] = {
@@ -22,6 +25,9 @@ REGISTRY: dict[str, type[Policy]] = {
     "lambda_mask": LambdaMask,
     "random": Random,
     "h2o": H2O,
+    "keyformer": Keyformer,
+    "tova": Tova,
+    "scissorhands": Scissorhands,
     "l2": L2,
     "lsh_e": LSHE,
     "less": Less,

@@ -1,0 +1,112 @@
+"""Keyformer: attention with Gumbel noise at a rising temperature, and the most recent tokens."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from flax import struct
+
+from kvjax import noise
+from kvjax.policies.base import Policy, check
+from kvjax.types import setting, wide
+
+
+@struct.dataclass(kw_only=True)
+class Keyformer(Policy):
+    r"""Key tokens by accumulated Gumbel softmax.
+
+    .. math::
+        f(i) \leftarrow \alpha f(i) + \sum_g
+        \frac{e^{(x_{g,i} + \zeta_i) / \tau}}{\sum_j e^{(x_{g,j} + \zeta_j) / \tau}} \quad \text{(eq. 9)}, \qquad
+        \tau = \tau_{init} + t \, \frac{\tau_{end} - \tau_{init}}{T} \quad \text{(eq. 10)}
+
+    x are attention logits, g the query heads of the KV head, T the tokens to generate; a prompt has tau_init.
+
+    Args:
+        noise: `gumbel`, `gaussian` of the same mean and deviation, `constant` (which cancels) or `none`.
+        tau_init: temperature of the prompt, above 0.
+        tau_end: temperature of the last token to be generated, above 0; it stays there afterwards.
+        recent: share of the budget for the most recent tokens, 0.2 to 0.3 in the paper.
+        fresh_noise: a new draw for each query, as in the published code, instead of one for each token.
+        shared: one score for all layers; they need equal budgets.
+        damping: alpha, what is left of a score after each token, in (0, 1].
+    """
+
+    needs_probs = True
+    paper = "Keyformer, arXiv 2403.09054, equations 9 and 10, Algorithm 1"
+
+    noise: str = setting("gumbel")
+    tau_init: float = setting(1.0)
+    tau_end: float = setting(2.0)
+    recent: int | float = setting(0.25)
+    fresh_noise: bool = setting(False)
+    shared: bool = setting(False)
+    damping: float = setting(1.0)
+
+    def __post_init__(self):
+        super().__post_init__()
+        kinds = ("gumbel", "gaussian", "constant", "none")
+        check(self.noise in kinds, "noise", self.noise, f"one of {', '.join(kinds)}")
+        check(self.tau_init > 0, "tau_init", self.tau_init, "a temperature above 0")
+        check(self.tau_end > 0, "tau_end", self.tau_end, "a temperature above 0")
+        check(0 < self.damping <= 1, "damping", self.damping, "a factor in (0, 1]")
+
+    @property
+    def couples_layers(self):
+        """Layers that share scores have to be known together."""
+        return self.shared
+
+    def stats(self, new, state):
+        """f = 0; with `shared`, what the layer adds since the last token, and the score of all layers."""
+        nothing = jnp.zeros(new.k.shape[:3], wide(new.k.dtype))
+        return (nothing, nothing) if self.shared else nothing
+
+    def observe(self, cache, probs, new):
+        """Equation 9, from probabilities: softmax((log p + zeta)/tau) = softmax((x + zeta)/tau)."""
+        weight, kept = self._damping(new)
+        added = jnp.einsum("bhgtc,bt->bhc", self.regularised(cache, probs, new), weight.astype(probs.dtype))
+        kept = kept.astype(probs.dtype)[:, None, None]
+        if self.shared:
+            increment, total = cache.stats
+            return cache.replace(stats=(kept * increment + added, total))
+        return cache.replace(stats=kept * cache.stats + added)
+
+    def regularised(self, cache, probs, new):
+        """The noisy softmax of every query [b h g t c]; all zero for padding."""
+        flat = self.noise in ("none", "constant")
+        if flat and self.tau_init == self.tau_end == 1:
+            return probs
+        tau = self.temperature(new)[:, None, None, :, None].astype(probs.dtype)
+        weights = probs
+        if new.q.shape[-2] == 1 or self.tau_init != 1:
+            weights = jnp.where(probs > 0, jnp.power(probs, 1 / tau), 0.0)
+        if not flat:
+            query = new.position if self.fresh_noise else None
+            uniform = noise.uniform_at(new.seed, new.layer, cache.position, query).astype(probs.dtype)
+            drawn = {"gumbel": noise.gumbel, "gaussian": noise.gaussian}[self.noise](uniform)
+            drawn = drawn[:, :, None] if self.fresh_noise else drawn[:, :, None, None]
+            weights = weights * jnp.exp(drawn / tau)
+        total = weights.sum(-1, keepdims=True)
+        return weights / jnp.where(total > 0, total, 1.0)
+
+    def temperature(self, new):
+        """Equation 10 for each token read [b t]."""
+        step = jnp.clip(new.position - new.prompt_length[:, None] + 1, 0, new.horizon[:, None])
+        return self.tau_init + step * ((self.tau_end - self.tau_init) / new.horizon[:, None])
+
+    def _damping(self, new):
+        # Several queries of a prompt count as if they had come one after another.
+        valid = new.valid
+        age = jnp.maximum(new.position.max(1, keepdims=True) - new.position, 0)
+        return jnp.where(valid, self.damping**age, 0.0), self.damping ** valid.sum(1)
+
+    def couple(self, caches):
+        """With `shared`: one score, the sum of what all layers added."""
+        if not self.shared:
+            return caches
+        added = sum(cache.stats[0] for cache in caches)
+        total = self.damping * caches[0].stats[1] + added
+        return tuple(cache.replace(stats=(jnp.zeros_like(total), total)) for cache in caches)
+
+    def score(self, cache, new):
+        """Score = f."""
+        return cache.stats[1] if self.shared else cache.stats
