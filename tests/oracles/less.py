@@ -8,14 +8,13 @@ import math
 from typing import Any
 
 import numpy as np
+from scipy.special import erf
 
 from tests.oracles.decoder import Oracle
 
-_erf = np.vectorize(math.erf, otypes=[np.float64])
-
 
 def gelu(x: np.ndarray) -> np.ndarray:
-    return 0.5 * x * (1 + _erf(x / math.sqrt(2)))
+    return 0.5 * x * (1 + erf(x / math.sqrt(2)))
 
 
 def phi(weights: dict[str, np.ndarray], q: np.ndarray) -> np.ndarray:
