@@ -97,7 +97,7 @@ def rank(policy: Policy, cache: LayerCache, new: NewTokens) -> Float[Array, "b h
 
 def victim(policy: Policy, cache: LayerCache, new: NewTokens) -> Int[Array, "b h"]:
     """The slot that the next token takes: the lowest rank, the oldest of equals."""
-    usable = jnp.arange(cache.capacity) < cache.limit[..., None]
+    usable = jnp.arange(cache.capacity) < policy.allowed(cache.limit, new.read)[..., None]
     ranks = jnp.where(usable, rank(policy, cache, new), jnp.inf)
     lowest = ranks == ranks.min(-1, keepdims=True)
     age = jnp.where(lowest & usable, cache.position, jnp.iinfo(jnp.int32).max)
@@ -156,7 +156,8 @@ def compress(policy: Policy, cache: LayerCache, new: NewTokens, capacity: int) -
     def gather(leaf: Array) -> Array:
         return jnp.take_along_axis(leaf, best.reshape(*best.shape, *(1,) * (leaf.ndim - 3)), axis=2)
 
-    kept = real & (jnp.arange(capacity) < cache.limit[..., None]) & gather(worth)
+    allowed = policy.allowed(cache.limit, new.read)[..., None]
+    kept = real & (jnp.arange(capacity) < allowed) & gather(worth)
     rows, heads = position.shape[:2]
     staying = jnp.zeros(position.shape, bool)
     staying = staying.at[jnp.arange(rows)[:, None, None], jnp.arange(heads)[None, :, None], best].max(kept)

@@ -99,6 +99,7 @@ def prefill(
         ValueError: a prompt is empty or does not fit the model, or the budget does not fit the policy.
     """
     policy = (policy_by_name(policy) if isinstance(policy, str) else policy).bind(model)
+    policy = policy.budgeted(budget)
     config = model.config
     padded, real = _pad_rows(tokens, lengths)
     rows, width = padded.shape
@@ -267,7 +268,11 @@ def plan_slots(
         limits = np.repeat(np.asarray(budget, np.int64)[:, None], rows, axis=1)
     limits = limits + policy.extra_slots
     policy.check_budget(int(limits.min()))
-    capacities = tuple(round_slots(int(limit.max())) for limit in limits)
+    capacities = tuple(round_slots(policy.buffer_slots(int(limit.max()))) for limit in limits)
+    if policy.couples_layers and (limits != limits[0]).any():
+        raise ValueError(
+            f"{type(policy).__name__} with one score for all layers needs equal budgets; use plan='uniform'."
+        )
     return [np.repeat(limit[:, None], config.kv_heads, 1) for limit in limits], capacities
 
 
@@ -374,6 +379,8 @@ def _read_token(weights, config: ModelConfig, policy: Policy, caches, reading: R
             cache = caches[index]
             codec = CODECS[policy.positions]
             new = _new_tokens(config, reading, q, k, v, index)
+            if policy.shrinks:
+                cache = _shrink(config, policy, cache, new)
             valid = new.valid[:, :1]
             slot = jnp.where(valid, caches_.victim(policy, cache, new), cache.capacity)
             evicted, position = caches_.take(cache, jnp.minimum(slot, cache.capacity - 1))
@@ -448,6 +455,19 @@ def _compress(config: ModelConfig, policy: Policy, cache: LayerCache, new: NewTo
     smaller, leaving = caches_.compress(policy, cache, new, capacity)
     keys = CODECS[policy.positions].restore(config, cache.kv.k, cache.position)
     return smaller.replace(state=policy.absorb(cache.state, Evicted(keys, cache.kv.v, leaving, new.layer)))
+
+
+def _shrink(config: ModelConfig, policy: Policy, cache: LayerCache, new: NewTokens) -> LayerCache:
+    """Rows that have just passed the length up to which they may use more slots lose what ranks lowest."""
+    fewer = policy.allowed(cache.limit, new.read) < policy.allowed(cache.limit, new.read - 1)
+    fewer &= new.valid[:, :1]
+
+    def shrunk(cache: LayerCache) -> LayerCache:
+        smaller = _compress(config, policy, cache, new, cache.capacity)
+        select = lambda a, b: jnp.where(fewer.reshape(*fewer.shape, *(1,) * (a.ndim - 2)), a, b)  # noqa: E731
+        return jax.tree.map(select, smaller, cache)
+
+    return jax.lax.cond(fewer.any(), shrunk, lambda cache: cache, cache)
 
 
 def _answer(policy: Policy, cache: LayerCache, partial: Partial, probs, new: NewTokens):

@@ -179,6 +179,7 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--budget", help="slots per head, or a fraction of prompt + new tokens (default: 1.0)")
     options.add_argument("--plan", help="how the budget is spread over layers")
     options.add_argument("--set", nargs="+", action="extend", default=[], metavar="key=value", dest="settings")
+    options.add_argument("--less-checkpoint", metavar="DIR", help="kernels of --policy less, from kvjax.train_less")
     options.add_argument("--config", help="a TOML file or the name of a shipped one; options override it")
     options.add_argument("--prefill-chunk", type=int, help="compress after every so many prompt tokens")
     options.add_argument("--max-new-tokens", type=int, default=128)
@@ -208,6 +209,8 @@ def _choice(options: argparse.Namespace) -> tuple[Policy, int | float | Sequence
     config = read_config(options.config) if options.config else {}
     same = options.policy in (None, config.get("policy"))
     settings = (config.get("settings", {}) if same else {}) | parse_settings(options.settings)
+    if options.less_checkpoint is not None:
+        settings |= {"checkpoint": options.less_checkpoint}
     policy = policies.policy(options.policy or config.get("policy", "full"), **settings)
     budget = config.get("budget", 1.0) if options.budget is None else parse_budget(options.budget)
     chunk = config.get("prefill_chunk") if options.prefill_chunk is None else options.prefill_chunk

@@ -43,4 +43,77 @@ class Uniform(Plan):
         return np.full(layers, float(budget))
 
 
-PLANS: dict[str, type[Plan]] = {"uniform": Uniform}
+@dataclasses.dataclass(frozen=True)
+class Arithmetic(Plan):
+    r"""Budgets fall by equal steps from the first layer to the last (LightKV, equations 1 and 2).
+
+    .. math:: C_l = C_L + (C_1 - C_L) \frac{L - l}{L - 1}, \quad \sum_l C_l = C_{total}
+
+    Args:
+        ratio: C_1 / C_L, at least 1.
+    """
+
+    ratio: float = 3.0
+
+    def __post_init__(self) -> None:
+        if self.ratio < 1:
+            raise ValueError(f"ratio={self.ratio!r} is not a ratio of the first layer's slots to the last's from 1.")
+
+    def shares(self, budget: int, layers: int) -> np.ndarray:
+        last = 2 * budget / (1 + self.ratio)
+        return np.linspace(self.ratio * last, last, layers) if layers > 1 else np.full(1, float(budget))
+
+
+@dataclasses.dataclass(frozen=True)
+class Pyramid(Plan):
+    """Budgets fall by equal steps to a small share in the last layer, on top of a window (PyramidKV, section 3.2).
+
+    Args:
+        beta: the last layer gets 1/beta of the average beyond the window, at least 1.
+        window: slots that every layer gets first.
+    """
+
+    beta: float = 20.0
+    window: int = 0
+
+    def __post_init__(self) -> None:
+        if self.beta < 1 or self.window < 0:
+            raise ValueError(f"beta={self.beta!r}, window={self.window!r} are not a divisor from 1 and slots from 0.")
+
+    def shares(self, budget: int, layers: int) -> np.ndarray:
+        if layers == 1:
+            return np.full(1, float(budget))
+        beyond = budget - self.window
+        if beyond < 0:
+            raise ValueError(f"a budget of {budget} slots per layer does not hold the window of {self.window} slots.")
+        last = beyond // self.beta
+        return self.window + np.linspace(2 * beyond - last, last, layers)
+
+
+@dataclasses.dataclass(frozen=True)
+class Interleaved(Plan):
+    """One layer in every `period`, the first of them included, gets `ratio` times the slots of the others.
+
+    Args:
+        period: layers from one rich layer to the next, at least 2.
+        ratio: slots of a rich layer over those of a poor one, at least 1.
+    """
+
+    period: int = 2
+    ratio: float = 4.0
+
+    def __post_init__(self) -> None:
+        if self.period < 2 or self.ratio < 1:
+            raise ValueError(f"period={self.period!r}, ratio={self.ratio!r} are not layers from 2 and a ratio from 1.")
+
+    def shares(self, budget: int, layers: int) -> np.ndarray:
+        weights = np.where(np.arange(layers) % self.period == 0, self.ratio, 1.0)
+        return weights * (budget * layers / weights.sum())
+
+
+PLANS: dict[str, type[Plan]] = {
+    "uniform": Uniform,
+    "arithmetic": Arithmetic,
+    "pyramid": Pyramid,
+    "interleaved": Interleaved,
+}

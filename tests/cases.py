@@ -12,7 +12,7 @@ import numpy as np
 import kvjax
 from kvjax.models import ModelConfig
 from kvjax.policies import Policy
-from tests.oracles import basic, keyformer, less, scissorhands, tova
+from tests.oracles import basic, keyformer, less, lightkv, scissorhands, snapkv, topk_oracle, tova
 from tests.oracles.decoder import Oracle
 
 Inject = Callable[[Policy, ModelConfig, int, int, int], dict[str, Any]]
@@ -103,4 +103,14 @@ POLICIES: dict[str, Case] = {
     ),
     "tova": Case("tova", tova.Tova),
     "scissorhands": Case("scissorhands", scissorhands.Scissorhands, {"history": 64}),
+    "snapkv": Case("snapkv", snapkv.SnapKV, {"recent": 8}),
+    "snapkv-max": Case("snapkv", snapkv.SnapKV, {"recent": 8, "pooling": "max", "group": "max", "kernel": 3}),
+    "pyramidkv": Case("pyramidkv", snapkv.SnapKV, {"recent": 8}),
+    "h2o-pyramid": Case("h2o", basic.H2O, plan="pyramid"),
+    "h2o-interleaved": Case("h2o", basic.H2O, plan="interleaved"),
+    "lightkv": Case("lightkv", lightkv.LightKV),
+    "lightkv-mask": Case("lightkv", lightkv.LightKV, {"middle": "mask", "alpha": 5, "omega": 3}, budget=32),
+    "lightkv-context": Case("lightkv", lightkv.LightKV, {"context_limit": 100}),
+    "topk_oracle": Case("topk_oracle", topk_oracle.TopKOracle, equals_full=False),
+    "topk_oracle-fraction": Case("topk_oracle", topk_oracle.TopKOracle, {"k": 0.25}, equals_full=False),
 }

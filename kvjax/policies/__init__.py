@@ -11,9 +11,12 @@ from kvjax.policies.h2o import H2O
 from kvjax.policies.keyformer import Keyformer
 from kvjax.policies.l2 import L2
 from kvjax.policies.less import Less
+from kvjax.policies.lightkv import LightKV
 from kvjax.policies.lsh_e import LSHE
 from kvjax.policies.random import Random
 from kvjax.policies.scissorhands import Scissorhands
+from kvjax.policies.snapkv import PyramidKV, SnapKV
+from kvjax.policies.topk_oracle import TopKOracle
 from kvjax.policies.tova import Tova
 from kvjax.policies.window import DilatedWindow, LambdaMask, Streaming, Window
 
@@ -28,8 +31,12 @@ REGISTRY: dict[str, type[Policy]] = {
     "keyformer": Keyformer,
     "tova": Tova,
     "scissorhands": Scissorhands,
+    "snapkv": SnapKV,
+    "pyramidkv": PyramidKV,
+    "lightkv": LightKV,
     "l2": L2,
     "lsh_e": LSHE,
+    "topk_oracle": TopKOracle,
     "less": Less,
     "baseline_plus": BaselinePlus,
 }

@@ -132,6 +132,21 @@ class Policy(abc.ABC):
         """The attention over the slots as the model gets it, for oracles that look at all of it and use a part."""
         return partial
 
+    def budgeted(self, budget: Any) -> Policy:
+        """The policy with the budget that the user gave, for oracles that mean something else by it than slots."""
+        return self
+
+    shrinks: ClassVar[bool] = False
+    """Whether `allowed` may fall while tokens are generated."""
+
+    def allowed(self, limit: Int[Array, "b h"], read: Int[Array, " b"]) -> Int[Array, "b h"]:
+        """Slots that heads with a budget of `limit` may use when `read` tokens have been read."""
+        return limit
+
+    def buffer_slots(self, limit: int) -> int:
+        """Slots that the buffers of heads with a budget of `limit` have to hold."""
+        return limit
+
     def default_plan(self) -> Plan:
         """How the budget is spread over the layers unless the user says otherwise."""
         return Uniform()

@@ -33,6 +33,7 @@ class Wrapper(Policy):
     evicts: ClassVar = _of_base("evicts")
     prefill_chunk: ClassVar = _of_base("prefill_chunk")
     couples_layers: ClassVar = _of_base("couples_layers")
+    shrinks: ClassVar = _of_base("shrinks")
     extra_slots: ClassVar = _of_base("extra_slots")
 
     base: Policy
@@ -101,6 +102,15 @@ class Wrapper(Policy):
 
     def attended(self, cache, partial, probs, new):
         return self.base.attended(self._inside(cache), partial, probs, new)
+
+    def budgeted(self, budget):
+        return dataclasses.replace(self, base=self.base.budgeted(budget))
+
+    def allowed(self, limit, read):
+        return self.base.allowed(limit, read)
+
+    def buffer_slots(self, limit):
+        return self.base.buffer_slots(limit)
 
     def default_plan(self):
         return self.base.default_plan()

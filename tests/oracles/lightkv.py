@@ -1,0 +1,71 @@
+"""LightKV: a token's note is the list of (query, attention) it got; what counts of it is decided when it is scored."""
+
+from __future__ import annotations
+
+from tests.oracles.decoder import Oracle
+
+
+class LightKV(Oracle):
+    omega: float
+    alpha: int | None
+    middle: str
+    context_limit: int | None
+
+    def start(self):
+        self.budget = self.limit
+        self.window = self.alpha or self.budget
+
+    def mask_width(self) -> int:
+        return max(1, int(self.budget / (2 * self.omega) + 1e-6))
+
+    def sink_slots(self):
+        return max(self.mask_width(), self.sinks)
+
+    def recent_slots(self):
+        return max(self.mask_width(), self.recent)
+
+    def slots(self, length: int) -> int:
+        """Slots for a text of this length."""
+        few = self.budget
+        if self.middle == "mask":
+            few = min(few, 2 * (self.sink_slots() + self.recent_slots()))
+        if self.context_limit is not None and length <= self.context_limit:
+            return max(few, self.context_limit)
+        return few
+
+    def read(self, prompt):
+        self.prompt_length = prompt.prompt_length
+        self.limit = self.slots(prompt.prompt_length)
+        for h, head in enumerate(self.heads):
+            for i in range(prompt.prompt_length):
+                head.notes[i] = []
+                for query in range(i, prompt.prompt_length):
+                    for g in range(self.groups):
+                        head.notes[i].append((query, prompt.probs[h][g][query, i]))
+
+    def before(self, new):
+        self.limit = self.slots(new.position + 1)
+        for h in range(self.kv_heads):
+            if len(self.heads[h].positions) > self.limit:
+                ranks = self.ranks(h, new)
+                order = sorted(range(len(ranks)), key=lambda i: (ranks[i], i), reverse=True)
+                self.heads[h].retain(order[: self.limit])
+        return super().before(new)
+
+    def note(self, h, new):
+        return []
+
+    def after(self, new, probs):
+        for h, head in enumerate(self.heads):
+            for i, note in enumerate(head.notes):
+                for g in range(self.groups):
+                    note.append((new.position, probs[h][g][i]))
+
+    def scores(self, h, new):
+        # The newest window starts at the last multiple of alpha generated tokens; the one before it counts, too.
+        newest = new.position if hasattr(new, "probs") else new.position - 1
+        generated = newest - self.prompt_length
+        first = self.prompt_length - self.window
+        if generated >= self.window:
+            first = self.prompt_length + (generated // self.window - 1) * self.window
+        return [sum(p for query, p in note if query >= first) for note in self.heads[h].notes]
