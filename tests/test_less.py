@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import kvjax
+from kvjax import generate
 from kvjax.attention import merge
 from kvjax.less import Psi, checkpoint, init_kernels, layer_params, lowrank_oracle, performer_kernels
 from kvjax.models import ModelConfig
@@ -266,3 +267,13 @@ def test_best_rank_is_the_nearest_matrix() -> None:
         error = jnp.linalg.norm(matrix - nearest, axis=(1, 2))
         np.testing.assert_allclose(error, jnp.sqrt((values[:, rank:] ** 2).sum(-1)), atol=1e-4)
     np.testing.assert_allclose(lowrank_oracle.singular_values(matrix), values / values[:, :1], rtol=1e-5)
+
+
+def test_command_line_takes_a_checkpoint() -> None:
+    def choice(*words: str):
+        return generate._choice(generate.parser().parse_args(words))[0]
+
+    expected = kvjax.policy("less", base="streaming", sinks=2, checkpoint="DIR")
+    assert choice("--policy", "less", "--set", "base=streaming", "sinks=2", "--less-checkpoint", "DIR") == expected
+    with pytest.raises(ValueError, match="checkpoint"):
+        choice("--policy", "h2o", "--less-checkpoint", "DIR")
