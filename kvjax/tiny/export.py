@@ -23,6 +23,8 @@ from kvjax.tiny.tokenizer import load_tokenizer, read_prepared, write_tokenizer
 def tensors(weights: Weights) -> dict[str, jax.Array]:
     """Weights under the names of transformers' Llama."""
     named = {"model.embed_tokens.weight": weights.embedding, "model.norm.weight": weights.norm.scale}
+    if weights.unembedding is not None:
+        named["lm_head.weight"] = weights.unembedding.weight
     for i, layer in enumerate(weights.layers):
         assert layer.mlp_norm is not None and layer.gate is not None
         named |= {
@@ -51,6 +53,22 @@ def write_model(weights: Weights, config: ModelConfig, data: Path, directory: Pa
         data: prepared data, whose tokenizer is copied.
         directory: where to write.
     """
+    write_checkpoint(weights, config, directory, "bfloat16")
+    generation = {"bos_token_id": None, "eos_token_id": 0, "pad_token_id": 1, "do_sample": True, "temperature": 0.7}
+    (directory / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
+    (directory / "model.safetensors").chmod(0o644)  # safetensors leaves it readable to its owner alone
+    write_tokenizer(load_tokenizer(data), directory, config.max_positions)
+
+
+def write_checkpoint(weights: Weights, config: ModelConfig, directory: Path, dtype: str = "float32") -> None:
+    """Write a Llama's config and weights as transformers reads them.
+
+    Args:
+        weights: of the model, any float dtype.
+        config: its shape, a Llama without biases.
+        directory: where to write.
+        dtype: of the tensors on disk.
+    """
     from safetensors.numpy import save_file
 
     assert config.rope is not None
@@ -72,18 +90,15 @@ def write_model(weights: Weights, config: ModelConfig, data: Path, directory: Pa
         "rope_parameters": {"rope_type": "default", "rope_theta": config.rope.theta},
         "attention_bias": False,
         "mlp_bias": False,
-        "tie_word_embeddings": True,
+        "tie_word_embeddings": weights.unembedding is None,
         "bos_token_id": None,
         "eos_token_id": 0,
         "pad_token_id": 1,
-        "dtype": "bfloat16",
+        "dtype": dtype,
     }
-    generation = {"bos_token_id": None, "eos_token_id": 0, "pad_token_id": 1, "do_sample": True, "temperature": 0.7}
     (directory / "config.json").write_text(json.dumps(described, indent=2) + "\n")
-    (directory / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
-    halved = {name: np.asarray(value.astype(jnp.bfloat16)) for name, value in tensors(weights).items()}
-    save_file(halved, directory / "model.safetensors", {"format": "pt"})
-    write_tokenizer(load_tokenizer(data), directory, config.max_positions)
+    cast = {name: np.asarray(value.astype(dtype)) for name, value in tensors(weights).items()}
+    save_file(cast, directory / "model.safetensors", {"format": "pt"})
 
 
 def read_run(run: Path) -> tuple[ModelConfig, Weights, dict[str, Any], int]:

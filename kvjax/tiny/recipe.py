@@ -20,7 +20,9 @@ class Recipe:
         shape: of the model, the arguments of `llama`.
         stages: the curriculum.
         shares: share of plain text from each training text.
-        rate: peak learning rate, held until the last stage and brought down to a twentieth there.
+        rate: peak learning rate.
+        rates: share of it at the beginning and at the end of each stage, a line between; None holds the peak until the
+            last stage and comes down to a twentieth there.
         warmup: steps until the peak.
         weight_decay: decoupled, on matrices.
         steps_per_dispatch: optimiser steps compiled into one program; divides the steps of every stage.
@@ -33,6 +35,7 @@ class Recipe:
     warmup: int = 100
     weight_decay: float = 0.05
     steps_per_dispatch: int = 1
+    rates: tuple[tuple[float, float], ...] | None = None
 
     @property
     def model(self) -> ModelConfig:
@@ -102,11 +105,29 @@ SMALL = Recipe(
         Stage("copy 64 ids", 48, 128, 250, {"copy": 1.0}, copy_ids=64),
         Stage("copy 400 ids", 64, 96, 250, {"copy": 1.0}, copy_ids=400),
         Stage("copy all ids", 128, 48, 300, {"copy": 1.0}),
-        Stage("pairs", 128, 48, 800, {"copy": 0.3, "recall": 0.6, "text": 0.1}, _PAIRS, facts=(1, 6)),
-        Stage("pairs, farther", 256, 24, 800, {"copy": 0.1, "recall": 0.7, "text": 0.2}, _EASY, facts=(1, 10)),
-        Stage("forms", 512, 12, 2400, {"copy": 0.05, "recall": 0.7, "text": 0.25}, _ALL, facts=(1, 14)),
-        Stage("far", 1152, 6, 4000, _CHAT, _ALL, facts=(1, 20), answer_weight=3),
+        Stage("pairs", 128, 48, 360, {"copy": 0.3, "recall": 0.6, "text": 0.1}, _PAIRS, facts=(1, 6)),
+        Stage("pairs, farther", 256, 24, 360, {"copy": 0.1, "recall": 0.7, "text": 0.2}, _EASY, facts=(1, 10)),
+        Stage("forms", 512, 12, 1080, {"copy": 0.05, "recall": 0.7, "text": 0.25}, _ALL, facts=(1, 14)),
+        Stage("far", 1152, 6, 700, _CHAT, _ALL, facts=(1, 20), answer_weight=3),
     ),
 )
 
-RECIPES = {"base": BASE, "small": SMALL}
+_TALK = {"copy": 0.05, "recall": 0.6, "chat": 0.15, "text": 0.2}
+_LATE = {"recall": 0.5, "chat": 0.15, "text": 0.35}
+
+# Every form until it is learnt at 256 tokens, where a CPU is fast, and only then longer contexts.
+CPU = Recipe(
+    shape=SMALL.shape,
+    stages=(
+        Stage("copy 64 ids", 48, 128, 150, {"copy": 1.0}, copy_ids=64),
+        Stage("copy all ids", 128, 48, 150, {"copy": 1.0}),
+        Stage("pairs", 128, 48, 300, {"copy": 0.3, "recall": 0.6, "text": 0.1}, _PAIRS, facts=(1, 6)),
+        Stage("forms", 256, 24, 800, {"copy": 0.1, "recall": 0.7, "text": 0.2}, _EASY, facts=(1, 10)),
+        Stage("end", 256, 24, 800, {"copy": 0.1, "recall": 0.7, "text": 0.2}, _ALL, facts=(1, 10)),
+        Stage("farther", 512, 12, 250, _TALK, _ALL, facts=(1, 14)),
+        Stage("far", 1152, 6, 500, _LATE, _ALL, facts=(1, 20), answer_weight=3),
+    ),
+    rates=((1, 1), (1, 1), (1, 1), (1, 1), (1, 0.05), (0.5, 0.5), (0.5, 0.05)),
+)
+
+RECIPES = {"base": BASE, "small": SMALL, "cpu": CPU}

@@ -43,10 +43,12 @@ def stage_at(recipe: Recipe, step: int) -> tuple[int, int]:
 
 
 def rate_at(recipe: Recipe, step: int) -> float:
-    """Learning rate: a ramp, a plateau, and a line down to a twentieth over the last stage."""
+    """Learning rate: a ramp over the first steps, and within each stage the line that the recipe draws."""
     stage, since = stage_at(recipe, step)
-    left = 1 - 0.95 * since / recipe.stages[-1].steps if stage == len(recipe.stages) - 1 else 1.0
-    return recipe.rate * min(1.0, (step + 1) / recipe.warmup) * left
+    rates = recipe.rates or [*[(1.0, 1.0)] * (len(recipe.stages) - 1), (1.0, 0.05)]
+    begin, end = rates[stage]
+    share = begin + (end - begin) * since / recipe.stages[stage].steps
+    return recipe.rate * min(1.0, (step + 1) / recipe.warmup) * share
 
 
 @functools.cache  # each worker process builds its lessons once
@@ -198,7 +200,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--prepare", type=Path, metavar="DIR", help="only prepare the data, into this directory")
     parser.add_argument("--data", type=Path, metavar="DIR", help="prepared data; with --text default OUT/data")
     parser.add_argument("--out", type=Path, metavar="DIR", help="the run's directory; continued if it holds one")
-    parser.add_argument("--recipe", choices=RECIPES, default="small", help="small for a CPU, base for a GPU")
+    parser.add_argument("--recipe", choices=RECIPES, default="small", help="small or cpu for a CPU, base for a GPU")
     parser.add_argument("--scale", type=float, default=1.0, help="multiplies the steps of all but the copying lessons")
     parser.add_argument("--minutes", type=float, help="stop after this long, resumably")
     parser.add_argument("--steps", type=int, help="stop after this many steps in all, resumably")
