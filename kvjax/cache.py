@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.types import KV, LayerCache, NewTokens, PyTree
 
@@ -97,7 +97,12 @@ def rank(policy: Policy, cache: LayerCache, new: NewTokens) -> Float[Array, "b h
 
 def victim(policy: Policy, cache: LayerCache, new: NewTokens) -> Int[Array, "b h"]:
     """The slot that the next token takes: the lowest rank, the oldest of equals."""
-    usable = jnp.arange(cache.capacity) < policy.allowed(cache.limit, new.read)[..., None]
+    allowed = policy.allowed(cache.limit, new.read)[..., None]
+    if policy.shrinks:  # what stays of a larger cache lies anywhere in the buffers
+        live = cache.position >= 0
+        usable = live | (live.sum(-1, keepdims=True) < allowed)
+    else:
+        usable = jnp.arange(cache.capacity) < allowed
     ranks = jnp.where(usable, rank(policy, cache, new), jnp.inf)
     lowest = ranks == ranks.min(-1, keepdims=True)
     age = jnp.where(lowest & usable, cache.position, jnp.iinfo(jnp.int32).max)
@@ -168,6 +173,26 @@ def compress(policy: Policy, cache: LayerCache, new: NewTokens, capacity: int) -
         stats=jax.tree.map(gather, cache.stats),
     )
     return _with_order(smaller), (position >= 0) & ~staying
+
+
+def drop(cache: LayerCache, leaving: Bool[Array, "b h c"]) -> LayerCache:
+    """The cache with some of its slots made empty."""
+    keep = None if cache.keep is None else cache.keep & ~leaving
+    return _with_order(cache.replace(position=jnp.where(leaving, -1, cache.position), keep=keep))
+
+
+def fetch(policy: Policy, cache: LayerCache) -> LayerCache:
+    """The cache with its scores where attention is computed."""
+    return _moved(cache, jax.memory.Space.Device) if policy.offloads else cache
+
+
+def stow(policy: Policy, cache: LayerCache) -> LayerCache:
+    """The cache as it waits for the next token: scores in host memory, for policies that offload them."""
+    return _moved(cache, jax.memory.Space.Host) if policy.offloads else cache
+
+
+def _moved(cache: LayerCache, space: jax.memory.Space) -> LayerCache:
+    return cache.replace(stats=jax.tree.map(lambda leaf: jax.device_put(leaf, space), cache.stats))
 
 
 def allocated_bytes(caches: PyTree) -> int:

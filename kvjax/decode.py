@@ -104,6 +104,7 @@ def prefill(
     padded, real = _pad_rows(tokens, lengths)
     rows, width = padded.shape
     _check_prompts(padded, real, max_new_tokens, policy, config)
+    policy.check_prompt(int(real.min()))
     limits, capacities = plan_slots(policy, plan, budget, real, max_new_tokens, config, width)
     chunk = policy.prefill_chunk if prefill_chunk is None else prefill_chunk
     if chunk is not None and chunk < 1:
@@ -363,6 +364,7 @@ def _prefill(weights, policy, tokens, lengths, horizon, keys, limits, *, config,
     if chunk is None:
         caches, last = read_chunk(0, (caches, last))
     else:
+        caches = tuple(caches_.stow(policy, cache) for cache in caches)
         caches, last = jax.lax.fori_loop(
             0, -(-lengths.max() // size), lambda i, carry: read_chunk(i * size, carry), (caches, last)
         )
@@ -376,7 +378,7 @@ def _read_token(weights, config: ModelConfig, policy: Policy, caches, reading: R
     for index, layer in enumerate(weights.layers):
 
         def attention(q, k, v, index=index):
-            cache = caches[index]
+            cache = caches_.fetch(policy, caches[index])
             codec = CODECS[policy.positions]
             new = _new_tokens(config, reading, q, k, v, index)
             if policy.shrinks:
@@ -393,7 +395,7 @@ def _read_token(weights, config: ModelConfig, policy: Policy, caches, reading: R
             queries, query_position = codec.query(config, cache, q, new.position)
             mask = causal_mask(new.position, cache.position, config.sliding_window)
             partial, probs = attend(queries, keys, cache.kv.v, mask, alibi_bias(config, query_position, key_position))
-            caches[index] = policy.observe(cache, probs, new)
+            caches[index] = caches_.stow(policy, policy.observe(cache, probs, new))
             return _answer(policy, cache, partial, probs, new)
 
         x = block(layer, config, x, attention)
@@ -410,7 +412,7 @@ def _read_block(weights, config: ModelConfig, policy: Policy, caches, reading: R
             new = _new_tokens(config, reading, q, k, v, index)
             codec = CODECS[policy.positions]
             stored = KV(codec.encode(config, k, new.position), v)
-            cache = caches[index]
+            cache = caches_.fetch(policy, caches[index])
             cache = caches_.append(cache, caches_.entries(policy, new, cache.state, stored))
             cache, out = _attend_in_blocks(config, policy, cache, new, q)
             cache = policy.commit(cache, new)
@@ -418,7 +420,7 @@ def _read_block(weights, config: ModelConfig, policy: Policy, caches, reading: R
                 caches[index] = cache
                 news.append(new)
             else:
-                caches[index] = _compress(config, policy, cache, new, capacities[index])
+                caches[index] = caches_.stow(policy, _compress(config, policy, cache, new, capacities[index]))
             return out
 
         x = block(layer, config, x, attention)
@@ -462,12 +464,19 @@ def _shrink(config: ModelConfig, policy: Policy, cache: LayerCache, new: NewToke
     fewer = policy.allowed(cache.limit, new.read) < policy.allowed(cache.limit, new.read - 1)
     fewer &= new.valid[:, :1]
 
-    def shrunk(cache: LayerCache) -> LayerCache:
-        smaller = _compress(config, policy, cache, new, cache.capacity)
-        select = lambda a, b: jnp.where(fewer.reshape(*fewer.shape, *(1,) * (a.ndim - 2)), a, b)  # noqa: E731
-        return jax.tree.map(select, smaller, cache)
+    # Only masks leave the branch: a cache that went through it would be copied at every step.
+    def losing(cache: LayerCache):
+        leaving = caches_.compress(policy, cache, new, cache.capacity)[1] & fewer[..., None]
+        keys = CODECS[policy.positions].restore(config, cache.kv.k, cache.position)
+        state = policy.absorb(cache.state, Evicted(keys, cache.kv.v, leaving, new.layer))
+        less = caches_.drop(cache, leaving)
+        return less.position, less.keep, less.order, state
 
-    return jax.lax.cond(fewer.any(), shrunk, lambda cache: cache, cache)
+    def same(cache: LayerCache):
+        return cache.position, cache.keep, cache.order, cache.state
+
+    position, keep, order, state = jax.lax.cond(fewer.any(), losing, same, cache)
+    return cache.replace(position=position, keep=keep, order=order, state=state)
 
 
 def _answer(policy: Policy, cache: LayerCache, partial: Partial, probs, new: NewTokens):

@@ -111,6 +111,8 @@ POLICIES: dict[str, Case] = {
     "lightkv": Case("lightkv", lightkv.LightKV),
     "lightkv-mask": Case("lightkv", lightkv.LightKV, {"middle": "mask", "alpha": 5, "omega": 3}, budget=32),
     "lightkv-context": Case("lightkv", lightkv.LightKV, {"context_limit": 100}),
+    "lightkv-sequential": Case("lightkv", lightkv.LightKV, {"context_limit": 30, "alpha": 7}, prefill_chunk=1),
+    "lightkv-offload": Case("lightkv", lightkv.LightKV, {"offload": True, "context_limit": 70, "positions": "cache"}),
     "topk_oracle": Case("topk_oracle", topk_oracle.TopKOracle, equals_full=False),
     "topk_oracle-fraction": Case("topk_oracle", topk_oracle.TopKOracle, {"k": 0.25}, equals_full=False),
 }

@@ -147,6 +147,9 @@ class Policy(abc.ABC):
         """Slots that the buffers of heads with a budget of `limit` have to hold."""
         return limit
 
+    offloads: ClassVar[bool] = False
+    """Whether `stats` wait in host memory from one token to the next."""
+
     def default_plan(self) -> Plan:
         """How the budget is spread over the layers unless the user says otherwise."""
         return Uniform()
@@ -173,6 +176,14 @@ class Policy(abc.ABC):
                 f"sinks + recent = {self.sinks} + {recent} slots do not fit in a budget of {smallest} slots per head; "
                 f"use a budget of at least {self.sinks + recent} or protect fewer tokens."
             )
+
+    def check_prompt(self, shortest: int) -> None:
+        """Refuse prompts that are too short for the settings, given the tokens of the shortest.
+
+        Raises:
+            ValueError: a setting asks for more of the prompt than there is.
+        """
+        return None
 
 
 def check(ok: bool, name: str, value: object, expected: str) -> None:

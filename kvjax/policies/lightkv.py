@@ -19,8 +19,9 @@ class LightKV(Policy):
         C_k = C_l - C_{sink} - C_{streaming} \quad \text{(eq. 6)}, \qquad
         s_i = \sum_{j = n - \alpha}^{n} A_{ij} \quad \text{(eq. 4)}
 
-    with C_l from the plan (eq. 1, 2). After a prompt s sums its last alpha queries; in decoding it sums the last alpha
-    to 2 alpha: two sums are kept, and every alpha tokens the newer one replaces the older one.
+    with C_l from the plan (eq. 1, 2). After a prompt s sums its last alpha queries exactly. Later it slides in memory
+    of fixed size: of two sums over alpha queries each, the newer one replaces the older one every alpha tokens, so that
+    the last alpha to 2 alpha - 1 queries count.
 
     Args:
         omega: C_l over the width of the whole mask, at least 1.
@@ -28,6 +29,7 @@ class LightKV(Policy):
         middle: `rest` (eq. 6), or `mask` for as many middle tokens as the mask is wide (the example of section 4).
         context_limit: length up to which nothing is evicted, in tokens; the buffers then hold as many. None for C_l.
         ratio: slots of the first layer over those of the last, in the default plan.
+        offload: keep s in host memory between steps (section 3.4), which costs a transfer each way per step and layer.
     """
 
     needs_probs = True
@@ -38,14 +40,38 @@ class LightKV(Policy):
     middle: str = setting("rest")
     context_limit: int | None = setting(None)
     ratio: float = setting(3.0)
+    offload: bool = setting(False)
 
     def __post_init__(self):
         super().__post_init__()
         check(self.omega >= 1, "omega", self.omega, "a number from 1")
-        check(self.alpha is None or self.alpha >= 1, "alpha", self.alpha, "a number of queries from 1, or None")
+        queries = self.alpha is None or (isinstance(self.alpha, int) and self.alpha >= 1)
+        check(queries, "alpha", self.alpha, "a number of queries from 1, or None")
         check(self.middle in ("rest", "mask"), "middle", self.middle, "'rest' or 'mask'")
-        positive = self.context_limit is None or self.context_limit >= 1
-        check(positive, "context_limit", self.context_limit, "a number of tokens from 1, or None")
+        tokens = self.context_limit is None or (isinstance(self.context_limit, int) and self.context_limit >= 1)
+        check(tokens, "context_limit", self.context_limit, "a number of tokens from 1, or None")
+
+    @property
+    def offloads(self):
+        """Whether s waits in host memory."""
+        return self.offload
+
+    def bind(self, model):
+        """The policy itself, if there is host memory to offload to."""
+        device = next(iter(model.weights.embedding.devices()))
+        if self.offload and "pinned_host" not in {memory.kind for memory in device.addressable_memories()}:
+            raise ValueError(
+                f"offload=True needs memory of the kind 'pinned_host', which {device.platform} does not have; "
+                "leave offload out."
+            )
+        return self
+
+    def check_prompt(self, shortest):
+        """The observation window must fit."""
+        if self.alpha is not None and self.alpha > shortest:
+            raise ValueError(
+                f"alpha={self.alpha} queries do not fit in a prompt of {shortest} tokens; use alpha up to {shortest}."
+            )
 
     def default_plan(self):
         """Equations 1 and 2."""
@@ -96,22 +122,23 @@ class LightKV(Policy):
         nothing = jnp.zeros(new.k.shape[:3], wide(new.k.dtype))
         return nothing, nothing
 
+    def init(self, new):
+        """The window that is being filled, counted in alphas from the prompt's end; none yet."""
+        return jnp.full(new.k.shape[:2], -(2**30), jnp.int32)
+
     def observe(self, cache, probs, new):
         """Equation 4."""
         alpha = cache.limit if self.alpha is None else jnp.full_like(cache.limit, self.alpha)
+        window = (new.read - new.prompt_length)[:, None] // alpha
+        turns = (window - cache.state)[..., None]
         older, newer = cache.stats
-        in_prompt = new.position < new.prompt_length[:, None]
-        last = new.valid[:, None] & (new.position[:, None] >= new.read[:, None, None] - alpha[..., None])
-        prompt = (last & in_prompt[:, None]).astype(probs.dtype)
-        summed = probs.sum(2)
-        older = older + jnp.einsum("bhtc,bht->bhc", summed, prompt)
-        if probs.shape[3] > 1:
-            return cache.replace(stats=(older, newer))
-        step = (new.position - new.prompt_length[:, None])[:, :1]
-        turn = ((step > 0) & (step % alpha == 0))[..., None]
-        older, newer = jnp.where(turn, newer, older), jnp.where(turn, 0.0, newer)
-        generated = (~in_prompt & new.valid).astype(probs.dtype)
-        return cache.replace(stats=(older, newer + jnp.einsum("bhtc,bt->bhc", summed, generated)))
+        older = jnp.where(turns == 0, older, jnp.where(turns == 1, newer, 0.0))
+        newer = jnp.where(turns == 0, newer, 0.0)
+        summed, valid = probs.sum(2), new.valid[:, None]
+        back = window[..., None] - (new.position - new.prompt_length[:, None])[:, None] // alpha[..., None]
+        older += jnp.einsum("bhtc,bht->bhc", summed, (valid & (back == 1)).astype(probs.dtype))
+        newer += jnp.einsum("bhtc,bht->bhc", summed, (valid & (back == 0)).astype(probs.dtype))
+        return cache.replace(stats=(older, newer), state=window)
 
     def score(self, cache, new):
         """Score = s."""

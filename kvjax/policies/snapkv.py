@@ -19,7 +19,7 @@ class SnapKV(Policy):
 
     with the attention of a KV head's query heads pooled, too. The window always stays. Only the prompt is scored:
     generated tokens that leave the window score 0 and go first, the oldest before the others. With `prefill_chunk` the
-    windows at the ends of the chunks add up.
+    windows at the ends of the chunks add up before they are pooled; a prompt read token by token is not pooled at all.
 
     Args:
         recent: the observation window w, in tokens (or a share of the budget).
@@ -44,8 +44,9 @@ class SnapKV(Policy):
         check(self.group in ("mean", "max"), "group", self.group, "'mean' or 'max'")
 
     def stats(self, new, state):
-        """No query of the window has looked yet."""
-        return jnp.zeros(new.k.shape[:3], wide(new.k.dtype))
+        """What the window's queries saw, and the same pooled over neighbours: nothing yet."""
+        nothing = jnp.zeros(new.k.shape[:3], wide(new.k.dtype))
+        return nothing, nothing
 
     def observe(self, cache, probs, new):
         """Add up the attention of the prompt's last w queries."""
@@ -53,13 +54,14 @@ class SnapKV(Policy):
         last = (new.position >= 0) & (new.position < new.prompt_length[:, None])
         last = last[:, None] & (new.position[:, None] >= new.read[:, None, None] - window)
         pooled = probs.mean(2) if self.group == "mean" else probs.max(2)
-        return cache.replace(stats=cache.stats + jnp.einsum("bhtc,bht->bhc", pooled, last.astype(probs.dtype)))
+        added = jnp.einsum("bhtc,bht->bhc", pooled, last.astype(probs.dtype))
+        return cache.replace(stats=(cache.stats[0] + added, cache.stats[1] + added))
 
     def commit(self, cache, new):
         """Pool the scores of the tokens before the window over neighbours in position order."""
         window = self.recent_slots(cache.limit)[..., None]
         before = (cache.position >= 0) & (cache.position < new.read[:, None, None] - window)
-        scores = jnp.where(before, cache.stats, 0.0)
+        scores = jnp.where(before, cache.stats[0], 0.0)
         live = jnp.where(cache.position < 0, jnp.iinfo(jnp.int32).max, cache.position)
         order = jnp.argsort(live, axis=-1)
         scores = jnp.take_along_axis(scores, order, axis=-1)
@@ -72,11 +74,11 @@ class SnapKV(Policy):
             scores = reduce_window(scores, lowest, jnp.maximum, sizes, strides, pads)
         scores = jnp.take_along_axis(scores, jnp.argsort(order, axis=-1), axis=-1)
         # Window tokens are not scored: one that leaves the window later counts as a generated token does.
-        return cache.replace(stats=jnp.where(before, scores, 0.0))
+        return cache.replace(stats=(cache.stats[0], jnp.where(before, scores, 0.0)))
 
     def score(self, cache, new):
         """Score = F."""
-        return cache.stats
+        return cache.stats[1]
 
 
 @struct.dataclass(kw_only=True)

@@ -35,6 +35,7 @@ class Wrapper(Policy):
     couples_layers: ClassVar = _of_base("couples_layers")
     shrinks: ClassVar = _of_base("shrinks")
     extra_slots: ClassVar = _of_base("extra_slots")
+    offloads: ClassVar = _of_base("offloads")
 
     base: Policy
 
@@ -123,3 +124,6 @@ class Wrapper(Policy):
 
     def check_budget(self, smallest):
         self.base.check_budget(smallest)
+
+    def check_prompt(self, shortest):
+        self.base.check_prompt(shortest)

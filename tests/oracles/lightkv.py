@@ -22,7 +22,7 @@ class LightKV(Oracle):
         return max(self.mask_width(), self.sinks)
 
     def recent_slots(self):
-        return max(self.mask_width(), self.recent)
+        return max(self.mask_width(), super().recent_slots())
 
     def slots(self, length: int) -> int:
         """Slots for a text of this length."""
@@ -34,7 +34,6 @@ class LightKV(Oracle):
         return few
 
     def read(self, prompt):
-        self.prompt_length = prompt.prompt_length
         self.limit = self.slots(prompt.prompt_length)
         for h, head in enumerate(self.heads):
             for i in range(prompt.prompt_length):
@@ -62,10 +61,7 @@ class LightKV(Oracle):
                     note.append((new.position, probs[h][g][i]))
 
     def scores(self, h, new):
-        # The newest window starts at the last multiple of alpha generated tokens; the one before it counts, too.
-        newest = new.position if hasattr(new, "probs") else new.position - 1
-        generated = newest - self.prompt_length
-        first = self.prompt_length - self.window
-        if generated >= self.window:
-            first = self.prompt_length + (generated // self.window - 1) * self.window
+        # Windows of alpha queries, one of which ends with the prompt: the one being filled and the one before count.
+        seen = new.position + 1 if hasattr(new, "probs") else new.position
+        first = new.prompt_length + ((seen - new.prompt_length) // self.window - 1) * self.window
         return [sum(p for query, p in note if query >= first) for note in self.heads[h].notes]
