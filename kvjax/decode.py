@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
+from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int, Key
 
 from kvjax import cache as caches_
@@ -69,10 +70,10 @@ class State(struct.PyTreeNode):
 def prefill(
     model: Model,
     policy: Policy | str,
-    tokens: Int[Array, "b n"] | Sequence[Sequence[int]],
+    tokens: ArrayLike | Sequence[Sequence[int]],
     budget: int | float | Sequence[int] = 1.0,
     *,
-    lengths: Int[Array, " b"] | Sequence[int] | None = None,
+    lengths: ArrayLike | Sequence[int] | None = None,
     max_new_tokens: int = 256,
     key: Key[Array, ""] | Key[Array, " b"] | None = None,
     plan: Plan | str | None = None,
@@ -98,6 +99,45 @@ def prefill(
     Raises:
         ValueError: a prompt is empty or does not fit the model, or the budget does not fit the policy.
     """
+    arrays, static = _arrange(
+        model, policy, tokens, budget, lengths, max_new_tokens=max_new_tokens, key=key, plan=plan, chunk=prefill_chunk
+    )
+    caches, seed, logits = _prefill(*arrays, **static)
+    weights, bound, _, start, horizon, keys, _ = arrays
+    state = State(
+        weights=weights,
+        policy=bound,
+        caches=caches,
+        position=jnp.copy(start),  # a step may reuse its memory, prompt_length must live on
+        prompt_length=start,
+        horizon=horizon,
+        key=keys,
+        seed=seed,
+        config=model.config,
+    )
+    return state, logits
+
+
+def lower_prefill(
+    model: Model,
+    policy: Policy | str,
+    tokens: ArrayLike | Sequence[Sequence[int]],
+    budget: int | float | Sequence[int] = 1.0,
+    *,
+    lengths: ArrayLike | Sequence[int] | None = None,
+    max_new_tokens: int = 256,
+    plan: Plan | str | None = None,
+    prefill_chunk: int | None = None,
+) -> jax.stages.Lowered:
+    """The program of `prefill` for these arguments, to compile and ask for its `memory_analysis()`."""
+    arrays, static = _arrange(
+        model, policy, tokens, budget, lengths, max_new_tokens=max_new_tokens, key=None, plan=plan, chunk=prefill_chunk
+    )
+    return _prefill.lower(*arrays, **static)
+
+
+def _arrange(model, policy, tokens, budget, lengths, *, max_new_tokens, key, plan, chunk):
+    # Everything that is decided on the host: checks, slots per layer, padding to a bucket.
     policy = (policy_by_name(policy) if isinstance(policy, str) else policy).bind(model)
     policy = policy.budgeted(budget)
     config = model.config
@@ -106,7 +146,7 @@ def prefill(
     _check_prompts(padded, real, max_new_tokens, policy, config)
     policy.check_prompt(int(real.min()))
     limits, capacities = plan_slots(policy, plan, budget, real, max_new_tokens, config, width)
-    chunk = policy.prefill_chunk if prefill_chunk is None else prefill_chunk
+    chunk = policy.prefill_chunk if chunk is None else chunk
     if chunk is not None and chunk < 1:
         raise ValueError(f"prefill_chunk={chunk} is not a number of tokens from 1.")
     if chunk is not None and chunk < width and policy.couples_layers and chunk > 1:
@@ -117,7 +157,7 @@ def prefill(
     if keys.ndim == 0:
         keys = jnp.broadcast_to(keys, (rows,))
     start, horizon = jnp.asarray(real, jnp.int32), jnp.full(rows, max_new_tokens, jnp.int32)
-    caches, seed, logits = _prefill(
+    arrays = (
         model.weights,
         policy,
         jnp.asarray(np.pad(padded, ((0, 0), (0, size - width))), jnp.int32),
@@ -125,22 +165,8 @@ def prefill(
         horizon,
         keys,
         tuple(jnp.asarray(limit, jnp.int32) for limit in limits),
-        config=config,
-        capacities=capacities,
-        chunk=chunk,
     )
-    state = State(
-        weights=model.weights,
-        policy=policy,
-        caches=caches,
-        position=jnp.copy(start),  # a step may reuse its memory, prompt_length must live on
-        prompt_length=start,
-        horizon=horizon,
-        key=keys,
-        seed=seed,
-        config=config,
-    )
-    return state, logits
+    return arrays, dict(config=config, capacities=capacities, chunk=chunk)
 
 
 def decode_step(state: State, token: Int[Array, " b"]) -> tuple[State, Float[Array, "b vocab"]]:
@@ -292,6 +318,8 @@ def _pad_rows(tokens, lengths) -> tuple[np.ndarray, np.ndarray]:
         if lengths is None:
             lengths = [len(row) for row in tokens]
         width = max((len(row) for row in tokens), default=0)
+        if width == 0:
+            raise ValueError("a prompt is empty; give at least one token.")
         tokens = np.array([list(row) + [0] * (width - len(row)) for row in tokens], np.int32).reshape(-1, width)
     tokens = np.asarray(tokens)
     if tokens.ndim != 2:

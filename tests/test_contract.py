@@ -1,0 +1,246 @@
+"""What every policy promises, over the one table."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import kvjax
+from kvjax import decode
+from tests.cases import POLICIES, Case
+from tests.models import GQA, MHA, random_model
+
+MODEL = random_model(GQA)
+LENGTHS = (41, 25, 33)
+RNG = np.random.default_rng(3)
+TEXT = RNG.integers(0, GQA.vocab_size, (3, 120))
+FIRST = list({case.policy: name for name, case in reversed(POLICIES.items())}.values())
+"""One case of each policy, for promises that its settings cannot touch."""
+every_case = pytest.mark.parametrize("name", POLICIES)
+every_policy = pytest.mark.parametrize("name", FIRST)
+
+
+def read(case: Case, budget=None, *, model=MODEL, rows=slice(None), changes=None, **arguments):
+    """A ragged batch read by the policy of a case."""
+    lengths = np.array(LENGTHS)[rows]
+    arguments = {"plan": case.plan, "prefill_chunk": case.prefill_chunk, "max_new_tokens": 40} | arguments
+    policy = case.make(**(changes or {}))
+    budget = case.budget if budget is None else budget
+    return kvjax.prefill(model, policy, TEXT[rows, :41], budget, lengths=lengths, **arguments)
+
+
+@functools.partial(jax.jit, static_argnames="steps")
+def follow(state, steps=30):
+    """Greedy text of some steps: the last state, logits [steps, b, vocab] and positions of every step."""
+
+    def one(carry, _):
+        state, token = carry
+        state, logits = decode.step(state, token)
+        return (state, jnp.argmax(logits, -1)), (logits, tuple(cache.position for cache in state.caches))
+
+    start = (state, jnp.zeros(state.position.shape, jnp.int32))
+    (state, _), seen = jax.lax.scan(one, start, length=steps)
+    return state, seen
+
+
+def close(a, b, tolerance=2e-4):
+    np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=tolerance, atol=tolerance)
+
+
+@every_case
+def test_equals_the_full_cache_when_there_is_room(name):
+    case = POLICIES[name]
+    if not case.equals_full:
+        pytest.skip("restricts attention whatever the room")
+    state, logits = read(case, [128] * GQA.layers if case.make().evicts else 1.0, plan=None)
+    reference, expected = kvjax.prefill(MODEL, "full", TEXT[:, :41], lengths=LENGTHS, max_new_tokens=40)
+    close(logits, expected)
+    close(follow(state)[1][0], follow(reference)[1][0])
+
+
+@every_case
+def test_never_holds_more_than_its_limit_nor_a_position_twice(name):
+    state, _ = read(POLICIES[name])
+    after, (_, positions) = follow(state)
+    for layer, cache in enumerate(after.caches):
+        limit = np.asarray(cache.limit)
+        if state.policy.shrinks:
+            limit = np.full_like(limit, state.policy.buffer_slots(int(limit.max())))
+        for held in (np.asarray(state.caches[layer].position)[None], np.asarray(positions[layer])):
+            live = held >= 0
+            assert (live.sum(-1) <= limit).all()
+            ordered = np.sort(np.where(live, held, -np.arange(1, held.shape[-1] + 1)), axis=-1)
+            assert (np.diff(ordered, axis=-1) > 0).all()
+
+
+@every_policy
+def test_protected_tokens_survive(name):
+    case = POLICIES[name]
+    special = int(TEXT[0, 7])
+    state, _ = read(case, 24, changes={"sinks": 2, "recent": 9, "special": (special,)})
+    if not state.policy.evicts:
+        pytest.skip("nothing leaves")
+    _, (_, positions) = follow(state)
+    for layer in positions:
+        for step, held in enumerate(np.asarray(layer)):
+            for row, length in enumerate(LENGTHS):
+                wanted = {0, 1, *range(length + step - 8, length + step + 1)}
+                wanted |= set(np.flatnonzero(TEXT[row, :length] == special).tolist()[:3])
+                for head in held[row]:
+                    assert wanted <= set(head.tolist())
+
+
+@every_policy
+def test_budgets_by_layer_equal_one_number(name):
+    case = POLICIES[name]
+    if not case.make().evicts:
+        pytest.skip("has no budget")
+    one, logits = read(case, 24, plan="uniform")
+    each, expected = read(case, [24] * GQA.layers, plan=None)
+    np.testing.assert_array_equal(logits, expected)
+    np.testing.assert_array_equal(follow(one)[1][0], follow(each)[1][0])
+
+
+@every_policy
+def test_plain_calls_jit_scan_vmap_and_in_place_agree(name):
+    state, _ = read(POLICIES[name])
+    token = jnp.zeros(3, jnp.int32)
+    _, (scanned, _) = follow(state, steps=1)
+    after, plain = kvjax.decode_step(state, token)
+    close(plain, scanned[0], 1e-5)
+    close(jax.jit(kvjax.decode_step)(state, token)[1], plain, 1e-5)
+    many = jax.vmap(lambda token: kvjax.decode_step(state, token)[1])(jnp.stack([token, token + 1]))
+    close(many[0], plain, 1e-5)
+    branch = jax.tree.map(jnp.copy, state)
+    moved, again = kvjax.decode_step_in_place(branch, token)
+    close(again, plain, 1e-5)
+    np.testing.assert_array_equal(moved.position, after.position)
+    close(kvjax.decode_step(state, token)[1], plain, 0)
+
+
+@every_policy
+def test_one_compilation_serves_a_bucket_and_other_weights(name):
+    case = POLICIES[name]
+    arguments = {"plan": case.plan, "prefill_chunk": case.prefill_chunk, "max_new_tokens": 40}
+
+    def run(model, length):
+        size = case.budget if case.make().evicts or "topk" in name else 1.0
+        state, _ = kvjax.prefill(model, case.make(), TEXT[:2, :length], size, **arguments)
+        kvjax.decode_step(state, jnp.zeros(2, jnp.int32))
+
+    run(MODEL, 41)
+    before = decode._prefill._cache_size(), decode._step._cache_size()
+    run(MODEL, 46)
+    run(random_model(GQA, seed=9), 43)
+    assert (decode._prefill._cache_size(), decode._step._cache_size()) == before
+
+
+@every_policy
+def test_permuting_the_batch_permutes_the_output(name):
+    order = np.array([2, 0, 1])
+    state, logits = read(POLICIES[name])
+    permuted, expected = read(POLICIES[name], rows=order)
+    close(logits[order], expected, 1e-5)
+    close(follow(state)[1][0][:, order], follow(permuted)[1][0], 1e-4)
+
+
+@every_policy
+def test_a_row_does_not_know_its_neighbours(name):
+    state, logits = read(POLICIES[name])
+    alone, expected = read(POLICIES[name], rows=[1])
+    close(logits[1:2], expected, 1e-5)
+    close(follow(state)[1][0][:, 1:2], follow(alone)[1][0], 1e-4)
+
+
+@every_policy
+def test_bfloat16_stays_finite(name):
+    state, logits = read(POLICIES[name], model=random_model(GQA, dtype=jnp.bfloat16))
+    assert state.caches[0].kv.k.dtype == jnp.bfloat16
+    assert np.isfinite(logits).all() and np.isfinite(follow(state)[1][0]).all()
+
+
+@every_policy
+@pytest.mark.parametrize("chunk", [1, 16])
+def test_reading_in_chunks_equals_reading_whole_when_nothing_leaves(name, chunk):
+    case = POLICIES[name]
+    if not case.equals_full:
+        pytest.skip("restricts attention whatever the room")
+    if case.make().couples_layers and chunk > 1:
+        with pytest.raises(ValueError, match="shares scores"):
+            read(case, 128, prefill_chunk=chunk)
+        return
+    _, logits = read(case, 128 if case.make().evicts else 1.0, prefill_chunk=chunk)
+    close(logits, kvjax.prefill(MODEL, "full", TEXT[:, :41], lengths=LENGTHS, max_new_tokens=40)[1])
+
+
+@pytest.mark.parametrize("name", ["window", "streaming", "h2o", "keyformer", "tova", "lsh_e", "l2", "snapkv"])
+def test_a_step_needs_no_memory_beside_its_cache(name):
+    model = random_model(MHA)
+    state, _ = kvjax.prefill(model, name, TEXT[:2, :41], 2048)
+    compiled = decode._step_in_place.lower(*decode.split_state(state), jnp.zeros(2, jnp.int32)).compile()
+    memory = compiled.memory_analysis()
+    if memory is None:
+        pytest.skip("this backend has no memory analysis")
+    cache = kvjax.cache_bytes(state)
+    limits = sum(c.limit.nbytes for c in state.caches)
+    assert memory.alias_size_in_bytes >= 0.95 * (cache - limits)
+    # With d = 8 the logits of one layer are a large share of a cache; models have d of 64 and more.
+    logits = 4 * 2 * MHA.heads * 2048
+    assert memory.temp_size_in_bytes < 0.05 * cache + 8 * logits
+
+
+@settings(max_examples=12)
+@given(
+    name=st.sampled_from(["streaming", "h2o", "keyformer", "tova", "random"]),
+    lengths=st.lists(st.integers(1, 30), min_size=2, max_size=2),
+    budget=st.sampled_from([8, 13, 16]),
+    chunk=st.sampled_from([None, 8]),
+)
+def test_any_lengths_and_budgets_respect_the_limit(name, lengths, budget, chunk):
+    prompts = [TEXT[row, :length].tolist() for row, length in enumerate(lengths)]
+    state, logits = kvjax.prefill(MODEL, name, prompts, budget, max_new_tokens=20, prefill_chunk=chunk)
+    assert np.isfinite(logits).all()
+    for cache in state.caches:
+        held = (np.asarray(cache.position) >= 0).sum(-1)
+        assert (held == np.minimum(np.array(lengths), budget)[:, None]).all()
+
+
+def test_the_full_cache_says_when_it_is_full():
+    state, _ = kvjax.prefill(MODEL, "full", TEXT[:1, :20], max_new_tokens=2)
+    for finite in (True, True, False):
+        state, logits = kvjax.decode_step(state, jnp.zeros(1, jnp.int32))
+        assert bool(np.isfinite(logits).all()) is finite
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (dict(policy="nope"), "no policy 'nope'"),
+        (dict(policy="h2o", budget=0), "budget=0"),
+        (dict(policy="h2o", budget=1.5), "budget=1.5"),
+        (dict(policy="streaming", budget=3), "sinks \\+ recent"),
+        (dict(policy="h2o", budget=[8]), "each of 2 layers"),
+        (dict(policy="h2o", budget=8, plan="steep"), "no plan 'steep'"),
+        (dict(policy="h2o", budget=2, plan="pyramid"), "no slot"),
+        (dict(policy="snapkv", budget=16), "sinks \\+ recent"),
+        (dict(policy="h2o", budget=8, prefill_chunk=0), "prefill_chunk=0"),
+        (dict(policy="h2o", budget=8, max_new_tokens=0), "max_new_tokens=0"),
+        (dict(policy=kvjax.policy("keyformer", shared=True), budget=16, plan="arithmetic"), "equal budgets"),
+    ],
+)
+def test_bad_input_is_one_sentence(arguments, message):
+    with pytest.raises(ValueError, match=message) as raised:
+        kvjax.prefill(MODEL, arguments.pop("policy"), TEXT[:1, :20], **arguments)
+    assert "\n" not in str(raised.value)
+
+
+def test_bad_prompts_are_one_sentence():
+    for tokens, message in (([[]], "empty"), ([[99]], "vocabulary"), (np.zeros((1, 5000), int), "4096 positions")):
+        with pytest.raises(ValueError, match=message):
+            kvjax.prefill(MODEL, "h2o", tokens, 8)
