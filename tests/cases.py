@@ -109,7 +109,9 @@ POLICIES: dict[str, Case] = {
     "h2o-pyramid": Case("h2o", basic.H2O, plan="pyramid"),
     "h2o-interleaved": Case("h2o", basic.H2O, plan="interleaved"),
     "lightkv": Case("lightkv", lightkv.LightKV),
-    "lightkv-mask": Case("lightkv", lightkv.LightKV, {"middle": "mask", "alpha": 5, "omega": 3}, budget=32),
+    "lightkv-mask": Case(
+        "lightkv", lightkv.LightKV, {"middle": "mask", "alpha": 5, "omega": 3}, budget=32, equals_full=False
+    ),
     "lightkv-context": Case("lightkv", lightkv.LightKV, {"context_limit": 100}),
     "lightkv-sequential": Case("lightkv", lightkv.LightKV, {"context_limit": 30, "alpha": 7}, prefill_chunk=1),
     "lightkv-offload": Case("lightkv", lightkv.LightKV, {"offload": True, "context_limit": 70, "positions": "cache"}),

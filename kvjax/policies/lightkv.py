@@ -26,7 +26,7 @@ class LightKV(Policy):
     Args:
         omega: C_l over the width of the whole mask, at least 1.
         alpha: queries of the observation window; None for C_l, as the report has it.
-        middle: `rest` (eq. 6), or `mask` for as many middle tokens as the mask is wide (the example of section 4).
+        middle: `rest` (eq. 6), or `mask` for as many middle tokens as there are sinks (the example of section 4).
         context_limit: length up to which nothing is evicted, in tokens; the buffers then hold as many. None for C_l.
         ratio: slots of the first layer over those of the last, in the default plan.
         offload: keep s in host memory between steps (section 3.4), which costs a transfer each way per step and layer.
@@ -95,10 +95,10 @@ class LightKV(Policy):
         return self.context_limit is not None
 
     def allowed(self, limit, read):
-        """C_l or twice the mask beyond the context limit, everything up to it."""
+        """C_l, or the mask and C_sink middle tokens, beyond the context limit; everything up to it."""
         slots = limit
         if self.middle == "mask":
-            slots = jnp.minimum(limit, 2 * (self.sink_slots(limit) + self.recent_slots(limit)))
+            slots = jnp.minimum(limit, self.sink_slots(limit) + self.recent_slots(limit) + self.mask_width(limit))
         if self.context_limit is None:
             return slots
         return jnp.where(read[:, None] <= self.context_limit, jnp.maximum(self.context_limit, slots), slots)

@@ -65,7 +65,8 @@ class SnapKV(Policy):
         live = jnp.where(cache.position < 0, jnp.iinfo(jnp.int32).max, cache.position)
         order = jnp.argsort(live, axis=-1)
         scores = jnp.take_along_axis(scores, order, axis=-1)
-        sizes, strides, pads = (1, 1, self.kernel), (1, 1, 1), ((0, 0), (0, 0), (self.kernel // 2,) * 2)
+        half = self.kernel // 2
+        sizes, strides, pads = (1, 1, self.kernel), (1, 1, 1), ((0, 0), (0, 0), (half, half))
         if self.pooling == "average":
             zero = jnp.zeros((), scores.dtype)
             scores = reduce_window(scores, zero, jnp.add, sizes, strides, pads) / self.kernel

@@ -28,7 +28,7 @@ class LightKV(Oracle):
         """Slots for a text of this length."""
         few = self.budget
         if self.middle == "mask":
-            few = min(few, 2 * (self.sink_slots() + self.recent_slots()))
+            few = min(few, self.sink_slots() + self.recent_slots() + self.mask_width())
         if self.context_limit is not None and length <= self.context_limit:
             return max(few, self.context_limit)
         return few

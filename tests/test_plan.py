@@ -1,0 +1,81 @@
+"""Budgets over layers: exact sums, the papers' shapes, and any plan under any score."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import kvjax
+from kvjax.plan import PLANS, Arithmetic, Interleaved, Pyramid, Uniform
+from tests.models import random_model, small_config
+
+MODEL = random_model(small_config(4, 2, layers=4))
+TEXT = np.random.default_rng(0).integers(0, 64, (2, 200))
+
+
+@given(
+    plan=st.one_of(
+        st.just(Uniform()),
+        st.builds(Arithmetic, st.floats(1, 8)),
+        st.builds(Pyramid, st.floats(1, 20), st.integers(0, 20)),
+        st.builds(Interleaved, st.integers(2, 5), st.floats(1, 8)),
+    ),
+    budget=st.integers(41, 5000),
+    layers=st.integers(1, 80),
+)
+def test_budgets_sum_exactly_and_follow_their_shares(plan, budget, layers):
+    shares, budgets = plan.shares(budget, layers), plan.budgets(budget, layers)
+    assert budgets.sum() == layers * budget
+    assert budgets.min() >= 1
+    assert np.abs(budgets - shares).max() < 1 + 1e-6
+
+
+def test_arithmetic_is_equation_2():
+    budgets = Arithmetic(ratio=3.0).budgets(100, 5)
+    c_1, c_last, layers = 150, 50, 5
+    expected = [c_last + (c_1 - c_last) * (layers - layer) / (layers - 1) for layer in range(1, layers + 1)]
+    np.testing.assert_array_equal(budgets, expected)
+
+
+def test_pyramid_falls_to_one_part_in_beta_above_its_window():
+    window, budget = 32, 128
+    last = (budget - window) // 20
+    expected = window + np.array([2 * (budget - window) - last, budget - window, last])
+    np.testing.assert_array_equal(Pyramid(20.0, window).budgets(budget, 3), expected)
+
+
+def test_interleaved_alternates():
+    np.testing.assert_array_equal(Interleaved().budgets(50, 4), [80, 20, 80, 20])
+    np.testing.assert_array_equal(Interleaved(period=3, ratio=2.0).budgets(40, 3), [60, 30, 30])
+
+
+@pytest.mark.parametrize(
+    "plan, message",
+    [
+        (lambda: Pyramid().budgets(19, 4), "gives layer 3 no slot at a budget of 19"),
+        (lambda: Pyramid(window=32).budgets(16, 4), "does not hold the window of 32"),
+        (lambda: Pyramid(beta=0.5), "beta=0.5"),
+        (lambda: Arithmetic(ratio=0.5), "ratio=0.5"),
+        (lambda: Interleaved(period=1), "period=1"),
+    ],
+)
+def test_bad_plans_are_one_sentence(plan, message):
+    with pytest.raises(ValueError, match=message):
+        plan()
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("name", ["snapkv", "h2o", "keyformer"])
+def test_any_plan_works_under_any_score(name, plan):
+    state, logits = kvjax.prefill(MODEL, kvjax.policy(name, recent=0.25), TEXT, 80, plan=plan, max_new_tokens=4)
+    slots = [(np.asarray(cache.position) >= 0).sum(-1) for cache in state.caches]
+    np.testing.assert_array_equal(slots, np.broadcast_to(PLANS[plan]().budgets(80, 4)[:, None, None], (4, 2, 2)))
+    assert np.isfinite(logits).all()
+
+
+def test_a_fraction_is_planned_for_each_row():
+    state, _ = kvjax.prefill(MODEL, "h2o", TEXT, 0.5, lengths=[200, 100], plan="arithmetic", max_new_tokens=100)
+    limits = np.array([cache.limit for cache in state.caches])
+    np.testing.assert_array_equal(limits.sum(0), [[4 * 150] * 2, [4 * 100] * 2])
