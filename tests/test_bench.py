@@ -1,0 +1,25 @@
+"""The benchmark runs and says what it measured; how fast is not a test's business."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from kvjax import bench
+
+
+@pytest.mark.parametrize("what", ["decode", "prefill"])
+def test_bench_prints_a_table_and_writes_numbers(what, tmp_path, capsys):
+    file = tmp_path / "numbers.json"
+    words = f"{what} --model tiny --policies streaming,h2o --budgets 0.5 --batch 2 --prompt-tokens 40 --new-tokens 4"
+    assert bench.main([*words.split(), "--repeats", "1", "--json", str(file)]) == 0
+    rows = json.loads(file.read_text())["rows"]
+    assert [row["policy"] for row in rows] == ["full", "streaming", "h2o"]
+    assert all(row["milliseconds"] > 0 for row in rows)
+    assert "streaming" in capsys.readouterr().out
+
+
+def test_an_unknown_policy_is_one_sentence(capsys):
+    assert bench.main(["decode", "--model", "tiny", "--policies", "nope", "--prompt-tokens", "8"]) == 2
+    assert "no policy 'nope'" in capsys.readouterr().err

@@ -1,0 +1,40 @@
+"""Every shipped configuration loads and runs."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax.plan import PLANS
+from kvjax.settings import config_directories, read_config
+from tests.models import random_model, small_config
+
+NAMES = sorted({file.stem for directory in config_directories() for file in directory.glob("*.toml")})
+TEXT = np.random.default_rng(0).integers(0, 64, (2, 150))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_runs(name):
+    config = read_config(name)
+    if config["policy"] == "less" and config["settings"].get("kernels") != "performer":
+        pytest.skip("kernels belong to one model; see test_less.py")
+    policy = kvjax.policy(config["policy"], **config["settings"])
+    model = random_model(small_config(4, 2, layers=4))
+    state, logits = kvjax.prefill(
+        model,
+        policy,
+        TEXT,
+        config["budget"],
+        lengths=[150, 90],
+        max_new_tokens=300,
+        plan=config.get("plan"),
+        prefill_chunk=config.get("prefill_chunk"),
+    )
+    assert np.isfinite(logits).all()
+    _, logits = kvjax.decode_step(state, np.zeros(2, np.int32))
+    assert np.isfinite(logits).all()
+
+
+def test_every_plan_has_one():
+    assert set(PLANS) - {"uniform"} <= {read_config(name).get("plan") for name in NAMES}

@@ -1,0 +1,166 @@
+"""Generating text, from Python and from the command line, with the embedded model."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax import generate
+from kvjax.settings import config_directories, parse_value, read_config
+
+CONFIGS = sorted({file.stem for directory in config_directories() for file in directory.glob("*.toml")})
+STORY = "Once upon a time there was a girl named Lily. She liked to play in the garden with her dog."
+
+
+@pytest.fixture(scope="module")
+def model():
+    return kvjax.load("tiny")
+
+
+@pytest.fixture(autouse=True)
+def no_cache_on_disk(monkeypatch):
+    monkeypatch.setenv("KVJAX_CACHE_DIR", "")
+
+
+def test_greedy_text_equals_the_plain_forward(model):
+    made = generate.generate_ids(model, [generate.encode(model, STORY)], max_new_tokens=20, temperature=0.0)
+    ids = made.prompts[0] + made.tokens[0]
+    best = np.argmax(np.asarray(model.logits([ids])[0]), axis=-1)
+    start = len(made.prompts[0])
+    assert made.tokens[0] == best[start - 1 : start - 1 + len(made.tokens[0])].tolist()
+
+
+def test_a_text_does_not_depend_on_its_batch(model):
+    prompts = [STORY, "The old man said that", "Tom had a red ball."]
+    arguments = dict(policy="keyformer", budget=24, max_new_tokens=24, temperature=0.9, top_k=40, top_p=0.95, seed=3)
+    together = model.generate(prompts, **arguments)
+    assert together == [model.generate([prompt], **arguments)[0] for prompt in prompts]
+    assert model.generate(prompts[::-1], **arguments) == together[::-1]
+    assert model.generate(prompts, **{**arguments, "seed": 4}) != together
+    assert model.generate(prompts[:2], **{**arguments, "seed": [3, 4]})[0] == together[0]
+
+
+def test_rows_stop_at_their_end(model):
+    made = generate.generate_ids(model, [generate.encode(model, STORY)], max_new_tokens=40, temperature=0.0)
+    first = made.tokens[0]
+    import dataclasses
+
+    ending = kvjax.Model(model.weights, dataclasses.replace(model.config, eos=(first[5],)), model.name, model.directory)
+    stopped = generate.generate_ids(ending, [made.prompts[0]], max_new_tokens=40, temperature=0.0)
+    assert stopped.tokens[0] == first[: first.index(first[5])]
+
+
+def run(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "kvjax.generate", *arguments]
+    return subprocess.run(command, input=stdin, capture_output=True, text=True, encoding="utf-8", check=False)
+
+
+def test_command_line_prints_text_and_a_summary():
+    done = run("--policy", "h2o", "--budget", "32", "--max-new-tokens", "40", "--show-cache", stdin=STORY)
+    assert done.returncode == 0, done.stderr
+    assert "marks from 0% to 100% of heads" in done.stdout
+    assert "cache:" in done.stderr and "full cache" in done.stderr
+
+
+def test_json_and_cache_map(tmp_path):
+    figure = tmp_path / "map.png"
+    done = run(
+        "--prompt", STORY, "--config", "keyformer", "--set", "recent=4", "--json", "--save-cache-map", str(figure)
+    )
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    wanted = "text prompt_tokens new_tokens policy budget cache_bytes full_cache_bytes prefill_seconds "
+    wanted += "decode_tokens_per_second seed"
+    assert set(wanted.split()) <= set(report)
+    assert report["policy"] == "keyformer" and report["cache_bytes"] < report["full_cache_bytes"]
+    assert figure.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--policy", "nope"], "no policy 'nope'"),
+        (["--policy", "h2o", "--set", "foo=1"], "no setting 'foo'"),
+        (["--policy", "h2o", "--budget", "0"], "budget=0"),
+        (["--policy", "h2o", "--budget", "-3"], "budget=-3"),
+        (["--policy", "h2o", "--budget", "much"], "budget='much'"),
+        (["--policy", "streaming", "--budget", "3"], "sinks + recent"),
+        (["--policy", "lsh_e", "--set", "bits=0"], "bits=0"),
+        (["--policy", "h2o", "--budget", "2", "--plan", "pyramid"], "no slot"),
+        (["--config", "nope"], "no config 'nope'"),
+        (["--prompt-file", "does-not-exist"], "is not a file"),
+        (["--model", "does/not/exist"], "does/not/exist"),
+        (["--max-new-tokens", "100000"], "positions"),
+        (["--temperature", "-1"], "temperature"),
+    ],
+)
+def test_a_mistake_is_one_sentence(arguments, message, capsys, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    prompt = [] if "--prompt-file" in arguments else ["--prompt", STORY]
+    assert generate.main([*prompt, *arguments]) == 2
+    said = capsys.readouterr().err.strip()
+    assert message in said and said.startswith("kvjax generate: ") and "\n" not in said
+
+
+def test_an_empty_prompt_is_refused(capsys):
+    assert generate.main(["--prompt", "  "]) == 2
+    assert "empty" in capsys.readouterr().err
+
+
+def test_policies_are_listed(capsys):
+    assert generate.main(["--policy", "list"]) == 0
+    listed = capsys.readouterr().out
+    assert all(name in listed for name in kvjax.policies.REGISTRY) and "recent=0.5" in listed
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_config_runs(name, model):
+    config = read_config(name)
+    text = " ".join([STORY] * 12)
+    if config["policy"] == "less" and config["settings"].get("kernels") != "performer":
+        from kvjax.less import checkpoint
+
+        try:
+            checkpoint.find("", config["settings"]["base"])
+        except ValueError as error:
+            assert "checkpoint" in str(error)  # no trained kernels are shipped for this base yet
+            return
+    policy = kvjax.policy(config["policy"], **config["settings"])
+    budget = config.get("budget", 1.0)
+    assert model.generate([text], policy=policy, budget=budget, plan=config.get("plan"), max_new_tokens=12)
+
+
+def test_configs_say_what_is_wrong(tmp_path):
+    for text, message in (("policy = ", "not TOML"), ("polisy = 'h2o'", "unknown key 'polisy'")):
+        file = tmp_path / "config.toml"
+        file.write_text(text)
+        with pytest.raises(ValueError, match=message):
+            read_config(str(file))
+
+
+@pytest.mark.parametrize(
+    "text, value",
+    [("4", 4), ("0.5", 0.5), ("true", True), ("None", None), ("[1, 2]", (1, 2)), ("gumbel", "gumbel"), ("a b", "a b")],
+)
+def test_values_are_parsed_as_written(text, value):
+    assert parse_value(text) == value
+
+
+def test_a_stream_shows_whole_characters(model):
+    shown: list[str] = []
+    stream = generate.Stream(model.tokenizer, shown.append)
+    ids = model.tokenizer("naïve café – 東")["input_ids"]
+    for token in ids:
+        stream(np.array([[token]]), np.array([[True]]))
+    assert "".join(shown) == model.tokenizer.decode(ids) and not any("\ufffd" in part for part in shown)
+
+
+def test_shipped_configs_are_found():
+    assert set(kvjax.policies.REGISTRY) <= {read_config(name)["policy"] for name in CONFIGS}
+    assert all(isinstance(directory, Path) for directory in config_directories())
