@@ -25,7 +25,7 @@ def test_runs(name):
         model,
         policy,
         TEXT,
-        config["budget"],
+        config.get("budget", 1.0),
         lengths=[150, 90],
         max_new_tokens=300,
         plan=config.get("plan"),

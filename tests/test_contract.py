@@ -90,7 +90,7 @@ def test_never_holds_more_than_its_limit_nor_a_position_twice(name):
 def test_protected_tokens_survive(name):
     case = POLICIES[name]
     special = int(TEXT[0, 7])
-    state, _ = read(case, 24, changes={"sinks": 2, "recent": 9, "special": (special,)})
+    state, _ = read(case, 24, plan="uniform", changes={"sinks": 2, "recent": 9, "special": (special,)})
     if not state.policy.evicts:
         pytest.skip("nothing leaves")
     _, (_, positions) = follow(state)
