@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -32,7 +33,7 @@ def test_runs(name):
         prefill_chunk=config.get("prefill_chunk"),
     )
     assert np.isfinite(logits).all()
-    _, logits = kvjax.decode_step(state, np.zeros(2, np.int32))
+    _, logits = kvjax.decode_step(state, jnp.zeros(2, jnp.int32))
     assert np.isfinite(logits).all()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 from flax import struct
 
@@ -134,11 +135,19 @@ class LightKV(Policy):
         older, newer = cache.stats
         older = jnp.where(turns == 0, older, jnp.where(turns == 1, newer, 0.0))
         newer = jnp.where(turns == 0, newer, 0.0)
-        summed, valid = probs.sum(2), new.valid[:, None]
+        valid = new.valid[:, None]
         back = window[..., None] - (new.position - new.prompt_length[:, None])[:, None] // alpha[..., None]
-        older += jnp.einsum("bhtc,bht->bhc", summed, (valid & (back == 1)).astype(probs.dtype))
-        newer += jnp.einsum("bhtc,bht->bhc", summed, (valid & (back == 0)).astype(probs.dtype))
-        return cache.replace(stats=(older, newer), state=window)
+
+        def attention(queries):
+            return jnp.einsum("bhgtc,bht->bhc", probs, queries.astype(probs.dtype))
+
+        def look():
+            return older + attention(valid & (back == 1)), newer + attention(valid & (back == 0))
+
+        # Most of a prompt's queries are in no window: only the blocks that are cost anything.
+        counts = (valid & (back <= 1)).any()
+        stats = jax.lax.cond(counts, look, lambda: (older, newer)) if probs.shape[3] > 1 else look()
+        return cache.replace(stats=stats, state=window)
 
     def score(self, cache, new):
         """Score = s."""

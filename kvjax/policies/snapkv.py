@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+
+import jax
 import jax.numpy as jnp
 from flax import struct
 from jax.lax import reduce_window
@@ -53,8 +56,10 @@ class SnapKV(Policy):
         window = self.recent_slots(cache.limit)[..., None]
         last = (new.position >= 0) & (new.position < new.prompt_length[:, None])
         last = last[:, None] & (new.position[:, None] >= new.read[:, None, None] - window)
-        pooled = probs.mean(2) if self.group == "mean" else probs.max(2)
-        added = jnp.einsum("bhtc,bht->bhc", pooled, last.astype(probs.dtype))
+        window_sum = functools.partial(_window_sum, probs, last, self.group)
+        nothing = functools.partial(jnp.zeros_like, cache.stats[0])
+        # Most of a prompt's queries are in no window: only the blocks that are cost anything.
+        added = jax.lax.cond(last.any(), window_sum, nothing) if probs.shape[3] > 1 else window_sum()
         return cache.replace(stats=(cache.stats[0] + added, cache.stats[1] + added))
 
     def commit(self, cache, new):
@@ -80,6 +85,11 @@ class SnapKV(Policy):
     def score(self, cache, new):
         """Score = F."""
         return cache.stats[1]
+
+
+def _window_sum(probs, window, group):
+    pooled = probs.mean(2) if group == "mean" else probs.max(2)
+    return jnp.einsum("bhtc,bht->bhc", pooled, window.astype(probs.dtype))
 
 
 @struct.dataclass(kw_only=True)
