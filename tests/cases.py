@@ -12,7 +12,8 @@ import numpy as np
 import kvjax
 from kvjax.models import ModelConfig
 from kvjax.policies import Policy
-from tests.oracles import basic, keyformer, less, lightkv, scissorhands, snapkv, topk_oracle, tova
+from kvjax.policies.lsh_e import projections
+from tests.oracles import basic, keyformer, l2, less, lightkv, lsh_e, scissorhands, snapkv, topk_oracle, tova
 from tests.oracles.decoder import Oracle
 
 Inject = Callable[[Policy, ModelConfig, int, int, int], dict[str, Any]]
@@ -81,6 +82,13 @@ def _noise(policy: Policy, config: ModelConfig, layer: int, seed: int, tokens: i
     return {"uniform": lambda query: draw(query if fresh else None)}
 
 
+def _planes(policy: Policy, config: ModelConfig, layer: int, seed: int, tokens: int) -> dict[str, Any]:
+    planes = projections(
+        getattr(policy, "seed", 0), layer, config.kv_heads, getattr(policy, "bits", 0), config.head_width
+    )
+    return {"planes": np.asarray(planes)}
+
+
 POLICIES: dict[str, Case] = {
     "full": Case("full", basic.Full),
     "window": Case("window", basic.Window),
@@ -95,6 +103,12 @@ POLICIES: dict[str, Case] = {
     "h2o-sequential": Case("h2o", basic.H2O, prefill_chunk=1),
     "less-performer": Case("less", less.less(basic.H2O), {"kernels": "performer"}, inject=_theta),
     "baseline_plus": Case("baseline_plus", less.wrapped(basic.H2O)),
+    "lambda_mask": Case("lambda_mask", basic.Window),
+    "dilated_window": Case("dilated_window", basic.DilatedWindow),
+    "l2": Case("l2", l2.L2),
+    "l2-skipping": Case("l2", l2.L2, {"skip_layers": 1, "recent": 5}),
+    "lsh_e": Case("lsh_e", lsh_e.Sequential, inject=_planes),
+    "lsh_e-one-shot": Case("lsh_e", lsh_e.LSHE, {"prompt": "one_shot", "bits": 40, "recent": 4}, inject=_planes),
     "keyformer": Case("keyformer", keyformer.Keyformer, inject=_noise),
     "keyformer-fresh": Case("keyformer", keyformer.Keyformer, {"fresh_noise": True, "damping": 0.9}, inject=_noise),
     "keyformer-shared": Case("keyformer", keyformer.Shared, {"shared": True, "damping": 0.95}, inject=_noise),
@@ -118,3 +132,6 @@ POLICIES: dict[str, Case] = {
     "topk_oracle": Case("topk_oracle", topk_oracle.TopKOracle, equals_full=False),
     "topk_oracle-fraction": Case("topk_oracle", topk_oracle.TopKOracle, {"k": 0.25}, equals_full=False),
 }
+
+FIRST = list({case.policy: name for name, case in reversed(POLICIES.items())}.values())
+"""One case of each policy, for promises that its settings cannot touch."""

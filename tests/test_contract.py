@@ -14,15 +14,13 @@ from hypothesis import strategies as st
 
 import kvjax
 from kvjax import decode
-from tests.cases import POLICIES, Case
+from tests.cases import FIRST, POLICIES, Case
 from tests.models import GQA, MHA, random_model
 
 MODEL = random_model(GQA)
 LENGTHS = (41, 25, 33)
 RNG = np.random.default_rng(3)
 TEXT = RNG.integers(0, GQA.vocab_size, (3, 120))
-FIRST = list({case.policy: name for name, case in reversed(POLICIES.items())}.values())
-"""One case of each policy, for promises that its settings cannot touch."""
 every_case = pytest.mark.parametrize("name", POLICIES)
 every_policy = pytest.mark.parametrize("name", FIRST)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -13,13 +12,12 @@ import pytest
 import kvjax
 from kvjax import decode
 from kvjax.models import Model
-from tests.cases import POLICIES, Case
+from tests.cases import FIRST, POLICIES, Case
 from tests.models import GQA, MHA, MQA, random_model
 from tests.oracles.decoder import Decoder
 
 STEPS = 300
-SHAPES = {"mha": (MHA, (57, 9)), "gqa": (GQA, (41, 9, 57)), "mqa": (MQA, (57,))}
-TINY = Path(kvjax.__file__).parent / "tiny" / "weights" / "config.json"
+SHAPES = {"mha": (MHA, (57,)), "gqa": (GQA, (41, 9)), "mqa": (MQA, (57,))}
 
 
 @jax.jit
@@ -95,7 +93,6 @@ def test_equals_its_oracle(name: str, shape: str, x64: None) -> None:
     _compare(POLICIES[name], random_model(config, seed=1, dtype=jnp.float64), lengths, STEPS)
 
 
-@pytest.mark.skipif(not TINY.exists(), reason="the embedded model is not there yet")
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", FIRST)
 def test_equals_its_oracle_on_the_embedded_model(name: str, x64: None) -> None:
     _compare(POLICIES[name], kvjax.load("tiny", dtype=jnp.float64), (57,), STEPS)

@@ -32,7 +32,8 @@ class L2(Policy):
 
     def stats(self, new, state):
         """The norm of the key."""
-        return jnp.linalg.norm(new.k.astype(wide(new.k.dtype)), axis=-1)
+        # Single precision on purpose: a token read twice has equal norms, which rotation must not order by chance.
+        return jnp.linalg.norm(new.k.astype(wide(new.k.dtype)), axis=-1).astype(jnp.float32)
 
     def score(self, cache, new):
         """Score = -norm, or the position in layers that are skipped."""

@@ -52,3 +52,14 @@ class H2O(Oracle):
 
     def scores(self, h, new):
         return self.heads[h].notes
+
+
+class DilatedWindow(Oracle):
+    """Tokens in the gaps of the pattern leave before those on it, the oldest of each first."""
+
+    dilation: int
+
+    def scores(self, h, new):
+        positions = self.heads[h].positions
+        gap = [position % (self.dilation + 1) != 0 for position in positions]
+        return [position - 1e9 if g else position for position, g in zip(positions, gap, strict=True)]

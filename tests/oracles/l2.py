@@ -1,0 +1,19 @@
+"""L2: the largest key norm leaves first; skipped layers keep their newest tokens."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from tests.oracles.decoder import Oracle
+
+
+class L2(Oracle):
+    skip_layers: int
+
+    def scores(self, h, new):
+        head = self.heads[h]
+        if self.layer < self.skip_layers:
+            return head.positions
+        return [-np.float32(math.sqrt(sum(float(x) ** 2 for x in key))) for key in head.raw_keys]
