@@ -191,7 +191,7 @@ def stow(policy: Policy, cache: LayerCache) -> LayerCache:
     return _moved(cache, jax.memory.Space.Host) if policy.offloads else cache
 
 
-def _moved(cache: LayerCache, space: jax.memory.Space) -> LayerCache:
+def _moved(cache: LayerCache, space: Any) -> LayerCache:
     return cache.replace(stats=jax.tree.map(lambda leaf: jax.device_put(leaf, space), cache.stats))
 
 

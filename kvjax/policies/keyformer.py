@@ -63,30 +63,33 @@ class Keyformer(Policy):
     def observe(self, cache, probs, new):
         """Equation 9, from probabilities: softmax((log p + zeta)/tau) = softmax((x + zeta)/tau)."""
         weight, kept = self._damping(new)
-        added = jnp.einsum("bhgtc,bt->bhc", self.regularised(cache, probs, new), weight.astype(probs.dtype))
+        added = self._added(cache, probs, new, weight.astype(probs.dtype))
         kept = kept.astype(probs.dtype)[:, None, None]
         if self.shared:
             increment, total = cache.stats
             return cache.replace(stats=(kept * increment + added, total))
         return cache.replace(stats=kept * cache.stats + added)
 
-    def regularised(self, cache, probs, new):
-        """The noisy softmax of every query [b h g t c]; all zero for padding."""
-        flat = self.noise in ("none", "constant")
-        if flat and self.tau_init == self.tau_end == 1:
-            return probs
-        tau = self.temperature(new)[:, None, None, :, None].astype(probs.dtype)
-        weights = probs
-        if new.q.shape[-2] == 1 or self.tau_init != 1:
-            weights = jnp.where(probs > 0, jnp.power(probs, 1 / tau), 0.0)
+    def _added(self, cache, probs, new, weight):
+        flat, in_prompt = self.noise in ("none", "constant"), new.q.shape[-2] > 1
+        if flat and self.tau_init == self.tau_end == self.damping == 1:
+            return probs.sum((2, 3))
+        tau = self.temperature(new).astype(probs.dtype)
+        if not (in_prompt and self.tau_init == 1):
+            probs = jnp.where(probs > 0, jnp.power(probs, 1 / tau[:, None, None, :, None]), 0.0)
+        # p^(1/tau) e^(zeta/tau), normalised and summed, as two contractions that never exist per query and key.
+        factor = jnp.ones(cache.position.shape, probs.dtype)
         if not flat:
             query = new.position if self.fresh_noise else None
             uniform = noise.uniform_at(new.seed, new.layer, cache.position, query).astype(probs.dtype)
             drawn = {"gumbel": noise.gumbel, "gaussian": noise.gaussian}[self.noise](uniform)
-            drawn = drawn[:, :, None] if self.fresh_noise else drawn[:, :, None, None]
-            weights = weights * jnp.exp(drawn / tau)
-        total = weights.sum(-1, keepdims=True)
-        return weights / jnp.where(total > 0, total, 1.0)
+            if self.fresh_noise:
+                probs = probs * jnp.exp(drawn / tau[:, None, :, None])[:, :, None]
+            else:
+                factor = jnp.exp(drawn / (self.tau_init if in_prompt else tau[:, :, None]))
+        total = jnp.einsum("bhgtc,bhc->bhgt", probs, factor)
+        share = jnp.where(total > 0, weight[:, None, None], 0.0) / jnp.where(total > 0, total, 1.0)
+        return factor * jnp.einsum("bhgtc,bhgt->bhc", probs, share)
 
     def temperature(self, new):
         """Equation 10 for each token read [b t]."""
