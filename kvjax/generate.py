@@ -312,6 +312,7 @@ def run(options: argparse.Namespace) -> None:
 def main(argv: list[str] | None = None) -> int:
     """The command line; returns its exit code."""
     options = parser().parse_args(argv)
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # tokenizers need no torch
     use_compilation_cache()
     try:
         run(options)
