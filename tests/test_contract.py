@@ -180,7 +180,7 @@ def test_reading_in_chunks_equals_reading_whole_when_nothing_leaves(name, chunk)
         with pytest.raises(ValueError, match="shares scores"):
             read(case, 128, prefill_chunk=chunk)
         return
-    _, logits = read(case, 128 if case.make().evicts else 1.0, prefill_chunk=chunk)
+    _, logits = read(case, [128] * GQA.layers if case.make().evicts else 1.0, prefill_chunk=chunk, plan=None)
     close(logits, kvjax.prefill(MODEL, "full", TEXT[:, :41], lengths=LENGTHS, max_new_tokens=40)[1])
 
 

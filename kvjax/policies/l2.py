@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 from flax import struct
 
@@ -32,8 +33,9 @@ class L2(Policy):
 
     def stats(self, new, state):
         """The norm of the key."""
-        # Single precision on purpose: a token read twice has equal norms, which rotation must not order by chance.
-        return jnp.linalg.norm(new.k.astype(wide(new.k.dtype)), axis=-1).astype(jnp.float32)
+        # Fewer digits on purpose: a token read twice has equal norms, which rounding must not order by chance.
+        norm = jnp.linalg.norm(new.k.astype(wide(new.k.dtype)), axis=-1).astype(jnp.float32)
+        return jax.lax.reduce_precision(norm, exponent_bits=8, mantissa_bits=14)
 
     def score(self, cache, new):
         """Score = -norm, or the position in layers that are skipped."""
