@@ -11,8 +11,6 @@ from flax import struct
 from jaxtyping import Array, Float
 
 from kvjax.attention import merge
-from kvjax.less import checkpoint as checkpoints
-from kvjax.less.kernels import Params, Performer, Phi, Psi, layer_params, performer_kernels, unstack
 from kvjax.policies.base import check
 from kvjax.policies.wrapper import Wrapper
 from kvjax.types import Partial, setting, wide
@@ -57,7 +55,7 @@ class Less(Wrapper):
     kernel: str = setting("learned")
     features: int = setting(0)
     kernel_seed: int = setting(0)
-    kernels: Params = None
+    kernels: Any = None
 
     def __post_init__(self):
         super().__post_init__()
@@ -83,6 +81,10 @@ class Less(Wrapper):
 
     def bind(self, model):
         """With kernels for a model, in a tuple of layers."""
+        # Linen, which the kernels are made of, is imported where they are used: it is slow to import.
+        from kvjax.less import checkpoint as checkpoints
+        from kvjax.less.kernels import performer_kernels, unstack
+
         bound = super().bind(model)
         kernels = self.kernels
         if kernels is None and self.kernel == "performer":
@@ -116,21 +118,23 @@ class Less(Wrapper):
 
     def phi(self, layer: int, q: Float[Array, "b h g t d"]) -> Float[Array, "b h g t R"]:
         """Features of rotated queries."""
-        return self._apply(Phi, "phi", layer, q)
+        return self._apply("phi", layer, q)
 
     def psi(self, layer: int, k: Float[Array, "b h t d"]) -> Float[Array, "b h t R"]:
         """Features of rotated keys."""
-        return self._apply(Psi, "psi", layer, k)
+        return self._apply("psi", layer, k)
 
-    def _apply(self, module, which, layer, x) -> Any:
+    def _apply(self, which: str, layer: int, x: Array) -> Any:
+        from kvjax.less.kernels import Performer, Phi, Psi, layer_params
+
         params = layer_params(self.kernels, layer)[which]
         if self.kernel == "performer":
             return Performer(params["planes"].shape[-2]).apply({"params": params}, x)
         # What the arrays say of themselves, nobody has to say again.
         shape = {"hidden": params["first"].shape[-1], "features": params["second"].shape[-1]}
-        if module is Psi:
-            shape["literal"] = "residual_scale" not in params
-        return module(**shape).apply({"params": params}, x)
+        if which == "psi":
+            return Psi(**shape, literal="residual_scale" not in params).apply({"params": params}, x)
+        return Phi(**shape).apply({"params": params}, x)
 
     def inner(self, state):
         return state.base
