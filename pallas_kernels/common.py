@@ -1,0 +1,93 @@
+"""Which implementation of an operation runs: the one asked for, or the fastest that fits the shapes and the backend."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+IMPLEMENTATIONS = ("auto", "xla", "pallas", "triton")
+VARIABLE = "KVJAX_KERNELS"
+"""Environment variable that stands in for `implementation="auto"`."""
+
+AUTO = {"tpu": ("pallas", "xla"), "gpu": ("xla",)}
+"""What `auto` tries on each backend, fastest first; `xla` alone where no kernel has yet been timed on a chip."""
+
+SIMULATED = "tpu"
+"""The form of a Pallas kernel that interpreters run where there is no accelerator."""
+
+
+class Unsupported(ValueError):
+    """An implementation cannot run on this backend or these arguments; the message names the limit."""
+
+
+def choose(
+    op: str,
+    implementation: str,
+    limits: Mapping[str, str | None],
+    *,
+    platform: str | None = None,
+    interpret: Any = False,
+) -> str:
+    """The implementation that is going to run: `xla`, `pallas` or `triton`.
+
+    Args:
+        op: name of the operation, for messages.
+        implementation: `auto` (then the environment variable KVJAX_KERNELS, if set), `xla`, `pallas` or `triton`.
+        limits: for `pallas` and `triton` what these arguments ask that it cannot do, or None; an implementation that
+            is missing here does not exist.
+        platform: `cpu`, `gpu` or `tpu`, for which the program is compiled; None for that of `jax.default_backend()`.
+        interpret: as given to `pallas_call`; anything but False lets `pallas` run on every backend.
+
+    Raises:
+        Unsupported: the implementation asked for cannot run.
+        ValueError: there is no such implementation.
+    """
+    platform = platform_of(platform)
+    asked = implementation
+    if implementation == "auto":
+        implementation = os.environ.get(VARIABLE) or "auto"
+    if implementation not in IMPLEMENTATIONS:
+        where = f"implementation={implementation!r}" if asked == implementation else f"{VARIABLE}={implementation}"
+        raise ValueError(f"{where} is not one of {', '.join(IMPLEMENTATIONS)}.")
+    if implementation == "auto":
+        candidates = AUTO.get(platform, ("xla",))
+        return next(name for name in candidates if _obstacle(name, limits, platform, interpret) is None)
+    obstacle = _obstacle(implementation, limits, platform, interpret)
+    if obstacle is not None:
+        raise Unsupported(f"{op} cannot run as {implementation!r}: {obstacle}; use 'xla' or 'auto'.")
+    return implementation
+
+
+def platform_of(platform: str | None) -> str:
+    """`cpu`, `gpu` or `tpu`."""
+    platform = platform or jax.default_backend()
+    return "gpu" if platform in ("cuda", "rocm") else platform
+
+
+def pallas_form(platform: str | None) -> str:
+    """Which form of a Pallas kernel is meant, `gpu` or `tpu`."""
+    platform = platform_of(platform)
+    return platform if platform in ("gpu", "tpu") else SIMULATED
+
+
+def first_limit(*limits: tuple[bool, str]) -> str | None:
+    """The text of the first limit that is exceeded, given (within, text)."""
+    return next((text for within, text in limits if not within), None)
+
+
+def _obstacle(name: str, limits: Mapping[str, str | None], platform: str, interpret: Any) -> str | None:
+    if name == "xla":
+        return None
+    if name not in limits:
+        return "there is no such kernel for this operation"
+    if name == "pallas" and platform not in ("gpu", "tpu") and interpret is False:
+        return f"it compiles for tpu and gpu, not for {platform} (there only with interpret=True)"
+    if name == "triton" and platform != "gpu":
+        return f"it compiles for gpu, not for {platform}"
+    if name == "triton" and importlib.util.find_spec("jax_triton") is None:
+        return "it needs jax-triton, which pip install 'kvjax[gpu]' brings"
+    return limits[name]

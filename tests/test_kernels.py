@@ -1,0 +1,64 @@
+"""Every kernel in every implementation against its NumPy reference, and how implementations are chosen."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+
+from pallas_kernels.common import VARIABLE, Unsupported, choose
+from tests.kernels import BOUNDS, CASES, Case, Way
+
+RUNS = [pytest.param(case, way, id=f"{case}-{way}") for case in CASES for way in case.ways]
+
+
+def check(actual: dict, expected: dict, bound: float) -> None:
+    assert actual.keys() == expected.keys()
+    for name, wanted in expected.items():
+        got = np.asarray(actual[name])
+        assert got.shape == np.shape(wanted), name
+        if np.asarray(wanted).dtype.kind in "iub":
+            np.testing.assert_array_equal(got, wanted, err_msg=name)
+        else:
+            np.testing.assert_allclose(got.astype(np.float64), wanted, rtol=bound, atol=bound, err_msg=name)
+
+
+@pytest.mark.parametrize(("case", "way"), RUNS)
+def test_implementations_agree_with_numpy(case: Case, way: Way):
+    arrays = jax.tree.map(jax.numpy.asarray, case.arrays)
+    check(case.run(*arrays, **way.options), case.expected(), BOUNDS[case.dtype])
+
+
+def test_auto_is_xla_on_cpu(monkeypatch):
+    monkeypatch.delenv(VARIABLE, raising=False)
+    assert choose("op", "auto", {"pallas": None, "triton": None}, platform="cpu") == "xla"
+
+
+def test_auto_on_tpu_falls_back_beyond_a_limit(monkeypatch):
+    monkeypatch.delenv(VARIABLE, raising=False)
+    assert choose("op", "auto", {"pallas": None}, platform="tpu") == "pallas"
+    assert choose("op", "auto", {"pallas": "c=7 is odd"}, platform="tpu") == "xla"
+    assert choose("op", "auto", {}, platform="tpu") == "xla"
+
+
+def test_the_variable_overrides_auto_and_an_argument_overrides_the_variable(monkeypatch):
+    monkeypatch.setenv(VARIABLE, "pallas")
+    assert choose("op", "auto", {"pallas": None}, platform="cpu", interpret=True) == "pallas"
+    assert choose("op", "xla", {"pallas": None}, platform="cpu", interpret=True) == "xla"
+    monkeypatch.setenv(VARIABLE, "fast")
+    with pytest.raises(ValueError, match=f"{VARIABLE}=fast is not one of auto, xla, pallas, triton"):
+        choose("op", "auto", {}, platform="cpu")
+
+
+@pytest.mark.parametrize(
+    ("implementation", "limits", "platform", "reason"),
+    [
+        ("pallas", {"pallas": None}, "cpu", "compiles for tpu and gpu, not for cpu"),
+        ("pallas", {"pallas": "d=512 is more than 256"}, "tpu", "d=512 is more than 256"),
+        ("triton", {"triton": None}, "tpu", "compiles for gpu, not for tpu"),
+        ("triton", {"pallas": None}, "gpu", "no such kernel"),
+    ],
+)
+def test_asking_for_what_cannot_run_says_why(implementation, limits, platform, reason):
+    with pytest.raises(Unsupported, match=reason):
+        choose("op", implementation, limits, platform=platform)
