@@ -1,4 +1,4 @@
-"""The one table of kernels: operations, implementations, shapes; each case has a float64 NumPy reference."""
+"""What a row of the kernels' table is: operation, implementations, shapes, a float64 NumPy reference."""
 
 from __future__ import annotations
 
@@ -72,7 +72,3 @@ def widen(x: Any) -> Any:
 def normal(rng: np.random.Generator, shape: Sequence[int], dtype: str) -> np.ndarray:
     """Gaussian numbers in a dtype that NumPy may not know."""
     return rng.normal(size=tuple(shape)).astype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
-
-
-CASES: tuple[Case, ...] = ()
-"""Every operation's cases, put together from its own list."""

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from pallas_kernels.common import VARIABLE, Unsupported, choose
-from tests.kernels import BOUNDS, CASES, Case, Way
+from tests.kernel_cases import CASES
+from tests.kernels import BOUNDS, Case, Way
 
 RUNS = [pytest.param(case, way, id=f"{case}-{way}") for case in CASES for way in case.ways]
 
