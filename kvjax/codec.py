@@ -7,7 +7,7 @@ from typing import Protocol
 from jaxtyping import Array, Float, Int
 
 from kvjax.models.config import ModelConfig
-from kvjax.models.decoder import rotate
+from kvjax.models.decoder import rotate, rotate_by_rank
 from kvjax.types import LayerCache
 
 Keys = Float[Array, "b h c d"]
@@ -59,7 +59,7 @@ class CachePositions:
         return raw
 
     def read(self, config, cache):
-        return rotate(config.rope, cache.kv.k, cache.order), cache.order
+        return rotate_by_rank(config.rope, cache.kv.k, cache.order), cache.order
 
     def query(self, config, cache, raw, position):
         live = cache.position[:, :, None, :]

@@ -102,9 +102,26 @@ def rotate(rope: Rope | None, x: Float[Array, "*b t d"], positions: Int[Array, "
     """Rotate queries or keys by their positions; the identity for models without RoPE."""
     if rope is None:
         return x
-    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-    angles = positions[..., None] * rope_frequencies(rope).astype(wide.dtype)
-    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    return _turn(rope, x, *_angles(rope, positions, x.dtype))
+
+
+def rotate_by_rank(rope: Rope | None, x: Float[Array, "*b c d"], rank: Int[Array, "*b c"]) -> Float[Array, "*b c d"]:
+    """`rotate` for positions below c: a table of c sines serves every row and head."""
+    if rope is None:
+        return x
+    # As constants: XLA would otherwise fuse the sines into the gather and compute them anew for every slot.
+    with jax.ensure_compile_time_eval():
+        cos, sin = _angles(rope, jnp.arange(x.shape[-2]), x.dtype)
+    return _turn(rope, x, cos[rank], sin[rank])
+
+
+def _angles(rope: Rope, positions: Int[Array, "*b"], dtype) -> tuple[Array, Array]:
+    angles = positions[..., None] * rope_frequencies(rope).astype(jnp.promote_types(dtype, jnp.float32))
+    return jnp.cos(angles), jnp.sin(angles)
+
+
+def _turn(rope: Rope, x: Array, cos: Array, sin: Array) -> Array:
+    wide = x.astype(cos.dtype)
     rotated, rest = wide[..., : rope.width], wide[..., rope.width :]
     if rope.interleaved:
         first, second = rotated[..., 0::2], rotated[..., 1::2]
