@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -72,3 +73,17 @@ def widen(x: Any) -> Any:
 def normal(rng: np.random.Generator, shape: Sequence[int], dtype: str) -> np.ndarray:
     """Gaussian numbers in a dtype that NumPy may not know."""
     return rng.normal(size=tuple(shape)).astype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
+
+
+def check(case: Case, way: Way) -> None:
+    """Run a case, compiled, and compare with what its oracle says."""
+    actual = jax.jit(functools.partial(case.run, **way.options))(*case.arrays)
+    expected, bound = case.expected(), BOUNDS[case.dtype]
+    assert actual.keys() == expected.keys()
+    for name, wanted in expected.items():
+        got = np.asarray(actual[name])
+        assert got.shape == np.shape(wanted), name
+        if np.asarray(wanted).dtype.kind in "iub":
+            np.testing.assert_array_equal(got, wanted, err_msg=name)
+        else:
+            np.testing.assert_allclose(got.astype(np.float64), wanted, rtol=bound, atol=bound, err_msg=name)

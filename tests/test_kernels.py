@@ -2,32 +2,18 @@
 
 from __future__ import annotations
 
-import jax
-import numpy as np
 import pytest
 
 from pallas_kernels.common import VARIABLE, Unsupported, choose
 from tests.kernel_cases import CASES
-from tests.kernels import BOUNDS, Case, Way
+from tests.kernels import Case, Way, check
 
 RUNS = [pytest.param(case, way, id=f"{case}-{way}") for case in CASES for way in case.ways]
 
 
-def check(actual: dict, expected: dict, bound: float) -> None:
-    assert actual.keys() == expected.keys()
-    for name, wanted in expected.items():
-        got = np.asarray(actual[name])
-        assert got.shape == np.shape(wanted), name
-        if np.asarray(wanted).dtype.kind in "iub":
-            np.testing.assert_array_equal(got, wanted, err_msg=name)
-        else:
-            np.testing.assert_allclose(got.astype(np.float64), wanted, rtol=bound, atol=bound, err_msg=name)
-
-
 @pytest.mark.parametrize(("case", "way"), RUNS)
 def test_implementations_agree_with_numpy(case: Case, way: Way):
-    arrays = jax.tree.map(jax.numpy.asarray, case.arrays)
-    check(case.run(*arrays, **way.options), case.expected(), BOUNDS[case.dtype])
+    check(case, way)
 
 
 def test_auto_is_xla_on_cpu(monkeypatch):

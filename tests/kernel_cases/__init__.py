@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tests.kernel_cases import decode_attention
 from tests.kernels import Case
 
-CASES: tuple[Case, ...] = ()
+CASES: tuple[Case, ...] = decode_attention.CASES

@@ -1,0 +1,6 @@
+"""Attention of one new token per row over the slots of a bounded cache, in one pass."""
+
+from pallas_kernels.decode_attention.api import decode_attention as decode_attention
+from pallas_kernels.decode_attention.types import Decoded as Decoded
+from pallas_kernels.decode_attention.types import Gumbel as Gumbel
+from pallas_kernels.decode_attention.types import LowRank as LowRank
