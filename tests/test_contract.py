@@ -21,31 +21,54 @@ MODEL = random_model(GQA)
 LENGTHS = (41, 25, 33)
 RNG = np.random.default_rng(3)
 TEXT = RNG.integers(0, GQA.vocab_size, (3, 120))
-every_case = pytest.mark.parametrize("name", POLICIES)
-every_policy = pytest.mark.parametrize("name", FIRST)
+
+
+def together(names):
+    """All tests of one case on one worker, where they share what has been compiled."""
+    return pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in names])
+
+
+every_case, every_policy = together(POLICIES), together(FIRST)
 
 
 def read(case: Case, budget: Any = None, *, model=MODEL, rows: Any = slice(None), changes=None, **arguments: Any):
-    """A ragged batch read by the policy of a case."""
-    lengths = np.array(LENGTHS)[rows]
+    """A ragged batch read by the policy of a case; tests that leave the shapes alone share its program."""
     arguments = {"plan": case.plan, "prefill_chunk": case.prefill_chunk, "max_new_tokens": 40} | arguments
+    arguments = {"lengths": np.array(LENGTHS)[rows]} | arguments
     policy = case.make(**(changes or {}))
     budget = case.budget if budget is None else budget
-    return kvjax.prefill(model, policy, TEXT[rows, :41], budget, lengths=lengths, **arguments)
+    return kvjax.prefill(model, policy, TEXT[rows, :41], budget, **arguments)
+
+
+def follow(state, steps=30):
+    """Greedy text of some steps: the last state, logits [steps, b, vocab] and by layer positions [steps, b, h, c]."""
+    token, seen = jnp.zeros(state.position.shape, jnp.int32), []
+    for _ in range(steps):
+        state, logits = kvjax.decode_step(state, token)
+        token = jnp.asarray(np.argmax(logits, -1), jnp.int32)
+        seen.append((np.asarray(logits), *(np.asarray(cache.position) for cache in state.caches)))
+    logits, *positions = (np.stack(step) for step in zip(*seen, strict=True))
+    return state, (logits, positions)
 
 
 @functools.partial(jax.jit, static_argnames="steps")
-def follow(state, steps=30):
-    """Greedy text of some steps: the last state, logits [steps, b, vocab] and positions of every step."""
+def scan(state, token, steps):
+    """`follow` compiled as a whole: the last positions and the logits of every step."""
 
     def one(carry, _):
         state, token = carry
         state, logits = decode.step(state, token)
-        return (state, jnp.argmax(logits, -1)), (logits, tuple(cache.position for cache in state.caches))
+        return (state, jnp.argmax(logits, -1).astype(jnp.int32)), logits
 
-    start = (state, jnp.zeros(state.position.shape, jnp.int32))
-    (state, _), seen = jax.lax.scan(one, start, length=steps)
-    return state, seen
+    (state, _), logits = jax.lax.scan(one, (state, token), length=steps)
+    return [cache.position for cache in state.caches], logits
+
+
+@functools.cache
+def full(lengths=LENGTHS, steps=0):
+    """Logits of the full cache: after the prompt, and of some steps."""
+    state, logits = kvjax.prefill(MODEL, "full", TEXT[:, :41], lengths=lengths, max_new_tokens=40)
+    return logits, follow(state, steps)[1][0] if steps else None
 
 
 def close(a, b, tolerance=2e-4):
@@ -63,10 +86,12 @@ def test_equals_the_full_cache_when_there_is_room(name):
     case = POLICIES[name]
     if not case.equals_full:
         pytest.skip("restricts attention whatever the room")
-    state, logits = read(case, [128] * GQA.layers if case.make().evicts else 1.0, plan=None)
-    reference, expected = kvjax.prefill(MODEL, "full", TEXT[:, :41], lengths=LENGTHS, max_new_tokens=40)
+    # 12 + 20 tokens in 32 slots, which are as many as the usual budget's buffers have.
+    lengths = (12, 9, 10)
+    state, logits = read(case, [32] * GQA.layers if case.make().evicts else 1.0, plan=None, lengths=lengths)
+    expected, following = full(lengths, 20)
     close(logits, expected)
-    close(follow(state)[1][0], follow(reference)[1][0])
+    close(follow(state, 20)[1][0], following)
 
 
 @every_case
@@ -77,7 +102,7 @@ def test_never_holds_more_than_its_limit_nor_a_position_twice(name):
         limit = np.asarray(cache.limit)
         if state.policy.shrinks:
             limit = np.full_like(limit, state.policy.buffer_slots(int(limit.max())))
-        for held in (np.asarray(state.caches[layer].position)[None], np.asarray(positions[layer])):
+        for held in (np.asarray(state.caches[layer].position)[None], positions[layer]):
             live = held >= 0
             assert (live.sum(-1) <= limit).all()
             ordered = np.sort(np.where(live, held, -np.arange(1, held.shape[-1] + 1)), axis=-1)
@@ -93,7 +118,7 @@ def test_protected_tokens_survive(name):
         pytest.skip("nothing leaves")
     _, (_, positions) = follow(state)
     for layer in positions:
-        for step, held in enumerate(np.asarray(layer)):
+        for step, held in enumerate(layer):
             for row, length in enumerate(LENGTHS):
                 wanted = {0, 1, *range(length + step - 8, length + step + 1)}
                 wanted |= set(np.flatnonzero(TEXT[row, :length] == special).tolist()[:3])
@@ -116,17 +141,18 @@ def test_budgets_by_layer_equal_one_number(name):
 def test_plain_calls_jit_scan_vmap_and_in_place_agree(name):
     state, _ = read(POLICIES[name])
     token = jnp.zeros(3, jnp.int32)
-    _, (scanned, _) = follow(state, steps=1)
-    after, plain = kvjax.decode_step(state, token)
-    close(plain, scanned[0], 1e-5)
-    close(jax.jit(kvjax.decode_step)(state, token)[1], plain, 1e-5)
-    many = jax.vmap(lambda token: kvjax.decode_step(state, token)[1])(jnp.stack([token, token + 1]))
-    close(many[0], plain, 1e-5)
+    after, (plain, positions) = follow(state, 3)
+    # jit, of vmap, of scan: one program tells of all three.
+    branches = jax.jit(jax.vmap(lambda token: scan(state, token, 3)))
+    held, scanned = branches(jnp.stack([token, token + 1]))
+    close(scanned[0], plain, 1e-5)
+    for layer, cached in enumerate(held):
+        np.testing.assert_array_equal(cached[0], positions[layer][-1])
     branch = jax.tree.map(jnp.copy, state)
     moved, again = kvjax.decode_step_in_place(branch, token)
-    close(again, plain, 1e-5)
-    np.testing.assert_array_equal(moved.position, after.position)
-    close(kvjax.decode_step(state, token)[1], plain, 0)
+    close(again, plain[0], 1e-5)
+    np.testing.assert_array_equal(moved.position + 2, after.position)
+    close(kvjax.decode_step(state, token)[1], plain[0], 0)
 
 
 @every_policy
@@ -136,8 +162,8 @@ def test_one_compilation_serves_a_bucket_and_other_weights(name):
 
     def run(model, length):
         size = case.budget if case.make().evicts or "topk" in name else 1.0
-        state, _ = kvjax.prefill(model, case.make(), TEXT[:2, :length], size, **arguments)
-        kvjax.decode_step(state, jnp.zeros(2, jnp.int32))
+        state, _ = kvjax.prefill(model, case.make(), TEXT[:, :length], size, **arguments)
+        kvjax.decode_step(state, jnp.zeros(3, jnp.int32))
 
     run(MODEL, 41)
     before = programs()
@@ -181,7 +207,7 @@ def test_reading_in_chunks_equals_reading_whole_when_nothing_leaves(name, chunk)
             read(case, 128, prefill_chunk=chunk)
         return
     _, logits = read(case, [128] * GQA.layers if case.make().evicts else 1.0, prefill_chunk=chunk, plan=None)
-    close(logits, kvjax.prefill(MODEL, "full", TEXT[:, :41], lengths=LENGTHS, max_new_tokens=40)[1])
+    close(logits, full()[0])
 
 
 @pytest.mark.parametrize("name", ["window", "streaming", "h2o", "keyformer", "tova", "lsh_e", "l2", "snapkv"])
