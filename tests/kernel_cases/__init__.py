@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.kernel_cases import decode_attention
+from tests.kernel_cases import decode_attention, prefill_scores
 from tests.kernels import Case
 
-CASES: tuple[Case, ...] = decode_attention.CASES
+CASES: tuple[Case, ...] = decode_attention.CASES + prefill_scores.CASES

@@ -1,0 +1,4 @@
+"""Causal attention of a prompt in blocks, with the sums of the probabilities that each key received."""
+
+from pallas_kernels.prefill_scores.api import prefill_scores as prefill_scores
+from pallas_kernels.prefill_scores.reference import PromptAttention as PromptAttention

@@ -1,0 +1,80 @@
+"""Causal attention of a prompt that also says how much attention each key received."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.common import choose, platform_of
+from pallas_kernels.prefill_scores import pallas, reference
+from pallas_kernels.prefill_scores.reference import PromptAttention
+
+
+def prefill_scores(
+    q: Float[Array, "b h g n d"],
+    k: Float[Array, "b h c d"],
+    v: Float[Array, "b h c d"],
+    query_position: Int[Array, "b n"],
+    key_position: Int[Array, "b #h c"],
+    *,
+    scores: bool = True,
+    weights: Float[Array, "b #h n"] | None = None,
+    noise: Float[Array, "b h c"] | None = None,
+    tau: float = 1.0,
+    window: int | None = None,
+    slopes: Float[Array, "h g"] | None = None,
+    implementation: str = "auto",
+    interpret: Any = False,
+    platform: str | None = None,
+) -> PromptAttention:
+    r"""Attend in blocks, in memory linear in the prompt, and sum each key's probabilities over the queries.
+
+    .. math::
+        s_j = \sum_i w_i \frac{e^{(x_{ij} + \zeta_j) / \tau}}{\sum_l e^{(x_{il} + \zeta_l) / \tau}}, \qquad
+        x_{ij} = q_i k_j / \sqrt{d}
+
+    which is the accumulated attention of H2O (Algorithm 1) without noise at tau = 1, and Keyformer's Gumbel softmax
+    (equation 9) with it; the output always is plain attention.
+
+    Implementations: `xla` everywhere, any dtype (float64 as itself), holding the weights of a few thousand query rows,
+    so that a logit is computed once; `pallas` for TPU in two passes, the second of which computes the logits again and
+    holds nothing: float32 or bfloat16, d from 8 to 256, and `slopes` are not there. There is no GPU kernel.
+
+    Args:
+        q: queries of tokens in the order of the text.
+        k: keys; the last n are the queries' own tokens in the same order, c - n cached ones before them in any order.
+        v: values.
+        query_position: positions that rise by one from token to token; -1 marks padding, which sees nothing.
+        key_position: of each key, for all heads or each; -1 marks an empty slot or padding, which nobody sees.
+        scores: whether the sums are wanted; without them the attention alone is cheaper.
+        weights: w, how much each query counts (0: its block is not summed at all); None counts them all once.
+        noise: zeta, one number per key (`kvjax.noise.gumbel`); None is none.
+        tau: temperature of the scores, above 0.
+        window: how many of the newest tokens a query sees; None is all.
+        slopes: ALiBi, added to the logits as slope * (key position - query position).
+        implementation: `auto`, `xla` or `pallas`.
+        interpret: as for `pallas_call`.
+        platform: for which the program is compiled; None for that of `jax.default_backend()`.
+
+    Raises:
+        Unsupported: the implementation asked for cannot run.
+        ValueError: shapes do not fit each other, or a setting is out of range.
+    """
+    n, c = q.shape[3], k.shape[2]
+    if c < n:
+        raise ValueError(f"{c} keys are fewer than the {n} queries' own; append the queries' keys to the cached ones.")
+    if tau <= 0:
+        raise ValueError(f"tau={tau} is not a temperature above 0.")
+    if window is not None and window < 1:
+        raise ValueError(f"window={window} is not a number of tokens from 1.")
+    limits = {"pallas": pallas.limit(q, k, slopes, platform)}
+    chosen = choose("prefill_scores", implementation, limits, platform=platform, interpret=interpret)
+    settings: dict[str, Any] = dict(tau=tau, scores=scores, window=window)
+    if chosen == "pallas":
+        return pallas.prefill_scores(
+            q, k, v, query_position, key_position, weights, noise, interpret=interpret, **settings
+        )
+    return reference.prefill_scores(
+        q, k, v, query_position, key_position, weights, noise, slopes, platform=platform_of(platform), **settings
+    )

@@ -1,0 +1,281 @@
+"""Prompt attention and its column sums for TPU, in two passes: what each query sums to, then what each key received.
+
+Logits lie transposed, [keys, queries]: maxima and sums of a query's softmax then are rows along the lanes. The grid is
+(rows, query heads, blocks, blocks); the last axis runs in order, so that sums stay in scratch memory.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.common import first_limit, pallas_form
+from pallas_kernels.prefill_scores.reference import PromptAttention
+
+LANES = 128
+BLOCK = 512
+"""Queries and keys of one grid step, at most."""
+LOWEST = float(jnp.finfo(jnp.float32).min)
+
+
+def limit(q: Array, k: Array, slopes: Array | None, platform: str | None) -> str | None:
+    """What these arguments ask that the kernels cannot do, or None."""
+    d = q.shape[-1]
+    return first_limit(
+        (pallas_form(platform) == "tpu", "its kernel is for tpu"),
+        (q.dtype == k.dtype and q.dtype in (jnp.float32, jnp.bfloat16), f"it takes float32 or bfloat16, not {q.dtype}"),
+        (8 <= d <= 256 and d % 8 == 0, f"d={d} is not a multiple of 8 from 8 to 256"),
+        (slopes is None, "it adds no ALiBi slopes"),
+    )
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """How queries and keys are cut, and which blocks see each other."""
+
+    n: int
+    c: int
+    window: int | None
+
+    @property
+    def size(self) -> int:
+        """Queries of a block."""
+        return min(BLOCK, -(-self.n // LANES) * LANES)
+
+    @property
+    def width(self) -> int:
+        """Keys of a block."""
+        return min(BLOCK, -(-self.c // LANES) * LANES)
+
+    @property
+    def queries(self) -> int:
+        """Blocks of queries."""
+        return -(-self.n // self.size)
+
+    @property
+    def keys(self) -> int:
+        """Blocks of keys."""
+        return -(-self.c // self.width)
+
+    def first(self, i: Any) -> Any:
+        """The first block of keys that block i of the queries sees: a window's, unless cached keys are in no order."""
+        windowed = self.window is not None and self.c == self.n
+        return jnp.maximum(i * self.size - self.window + 1, 0) // self.width if windowed else 0
+
+    def last(self, i: Any) -> Any:
+        """The last block of keys that block i of the queries sees."""
+        return jnp.minimum((self.c - self.n + (i + 1) * self.size - 1) // self.width, self.keys - 1)
+
+    def seen(self, i: Any, j: Any) -> Any:
+        """Whether block i of the queries sees block j of the keys."""
+        return (j >= self.first(i)) & (j <= self.last(i))
+
+    # Blocks that are not used are not fetched: the index stays at a block that is.
+    def of_keys(self, i: Any, j: Any) -> Any:
+        """The block of keys to have at hand for step j of block i of the queries."""
+        return jnp.clip(j, self.first(i), self.last(i))
+
+    def of_queries(self, i: Any, j: Any) -> Any:
+        """The block of queries to have at hand for step i of block j of the keys."""
+        first = jnp.maximum(j * self.width - (self.c - self.n), 0) // self.size
+        return jnp.maximum(i, jnp.minimum(first, self.queries - 1))
+
+
+def prefill_scores(
+    q: Float[Array, "b h g n d"],
+    k: Float[Array, "b h c d"],
+    v: Float[Array, "b h c d"],
+    query_position: Int[Array, "b n"],
+    key_position: Int[Array, "b #h c"],
+    weights: Float[Array, "b #h n"] | None,
+    noise: Float[Array, "b h c"] | None,
+    *,
+    tau: float,
+    scores: bool,
+    window: int | None,
+    interpret: Any,
+) -> PromptAttention:
+    """See `pallas_kernels.prefill_scores.api`; compiled for v4 to v6e, interpreted, never run on a chip."""
+    (b, h, g, n, d), c = q.shape, k.shape[2]
+    tiles = Tiles(n, c, window)
+    pad_n, pad_c = tiles.queries * tiles.size - n, tiles.keys * tiles.width - c
+    noisy = scores and (noise is not None or tau != 1)
+    blocks = {
+        "q": jnp.pad(q.reshape(b, h * g, n, d), ((0, 0), (0, 0), (0, pad_n), (0, 0))),
+        "k": jnp.pad(k, ((0, 0), (0, 0), (0, pad_c), (0, 0))),
+        "v": jnp.pad(v, ((0, 0), (0, 0), (0, pad_c), (0, 0))),
+        "query": _row(query_position[:, None], pad_n, -1),
+        "key": _row(key_position, pad_c, -1),
+    }
+    if noisy and noise is not None:
+        blocks["noise"] = _row(noise.astype(jnp.float32), pad_c, 0)
+    numbers: dict[str, Any] = dict(tiles=tiles, groups=g, tau=tau, noisy=noisy, interpret=interpret)
+    out, lse, noisy_lse = _attend(blocks, **numbers)
+    sums = None
+    if scores:
+        weights = jnp.ones((b, 1, n)) if weights is None else weights
+        del blocks["v"]
+        blocks |= {"lse": noisy_lse, "weight": _row(weights.astype(jnp.float32), pad_n, 0)}
+        sums = _collect(blocks, **numbers).reshape(b, h, g, c + pad_c)[..., :c]
+    out, lse = out.reshape(b, h, g, n + pad_n, d), lse.reshape(b, h, g, n + pad_n)
+    return PromptAttention(out[..., :n, :], lse[..., :n], sums)
+
+
+def _attend(blocks: dict[str, Array], *, tiles: Tiles, groups: int, tau: float, noisy: bool, interpret: Any):
+    """Output, log-sum-exp [b, query heads, 1, n], and that of the second softmax (or the same)."""
+    b, heads, n, d = blocks["q"].shape
+
+    def kernel(*refs):
+        ref = dict(zip(blocks, refs, strict=False))
+        out_ref, *refs = refs[len(blocks) :]
+        lse_refs, (sum_ref, *running) = refs[: 1 + noisy], refs[1 + noisy :]
+        i, j = pl.program_id(2), pl.program_id(3)
+
+        @pl.when(j == 0)
+        def _():
+            for at in (sum_ref, *running[1::2]):
+                at[...] = jnp.zeros(at.shape, jnp.float32)
+            for at in running[::2]:  # half of the lowest: exp(lowest - half) is 0 also where nothing has been seen
+                at[...] = jnp.full(at.shape, LOWEST / 2, jnp.float32)
+
+        @pl.when(tiles.seen(i, j))
+        def _():
+            x, tempered = _logits(ref, tiles.window, tau, noisy)
+            p, shrink = _add(x, *running[:2])
+            v = ref["v"][0, 0]
+            sum_ref[...] = sum_ref[...] * shrink + _dot(v, p.astype(v.dtype), (0, 0))
+            if noisy:
+                _add(tempered, *running[2:])
+
+        @pl.when(j == tiles.keys - 1)
+        def _():
+            out_ref[0, 0] = (sum_ref[...] / _safe(running[1][...])).T
+            for at, highest, total in zip(lse_refs, running[::2], running[1::2], strict=True):
+                lse = highest[...] + jnp.log(_safe(total[...]))
+                at[0, 0] = jnp.where(total[...] > 0, lse, -jnp.inf)
+
+    specs = _specs(blocks, tiles, groups, lambda i, j: (i, tiles.of_keys(i, j)))
+    row, one_lse = pltpu.VMEM((1, tiles.size), jnp.float32), jax.ShapeDtypeStruct((b, heads, 1, n), jnp.float32)
+    lse_spec = pl.BlockSpec((1, 1, 1, tiles.size), lambda r, m, i, j: (r, m, 0, i))
+    out, *lse = pl.pallas_call(
+        kernel,
+        grid=(b, heads, tiles.queries, tiles.keys),
+        in_specs=specs,
+        out_specs=[specs[0], *[lse_spec] * (1 + noisy)],
+        out_shape=[jax.ShapeDtypeStruct((b, heads, n, d), jnp.float32), *[one_lse] * (1 + noisy)],
+        scratch_shapes=[pltpu.VMEM((d, tiles.size), jnp.float32), *[row] * (4 if noisy else 2)],
+        compiler_params=_in_order(),
+        interpret=interpret,
+        name="prefill_attend",
+    )(*blocks.values())
+    return out, lse[0], lse[-1]
+
+
+def _collect(blocks: dict[str, Array], *, tiles: Tiles, groups: int, tau: float, noisy: bool, interpret: Any) -> Array:
+    """Column sums [b, query heads, 1, c]."""
+    b, heads = blocks["q"].shape[:2]
+
+    def kernel(*refs):
+        ref = dict(zip(blocks, refs, strict=False))
+        out_ref, sum_ref = refs[len(blocks) :]
+        j, i = pl.program_id(2), pl.program_id(3)
+
+        @pl.when(i == 0)
+        def _():
+            sum_ref[...] = jnp.zeros(sum_ref.shape, jnp.float32)
+
+        weight = ref["weight"][0, 0]
+
+        @pl.when(tiles.seen(i, j) & (jnp.max(jnp.abs(weight)) > 0))
+        def _():
+            lse = ref["lse"][0, 0]
+            x = _logits(ref, tiles.window, tau, noisy)[1]
+            p = jnp.exp(x - jnp.where(lse == -jnp.inf, 0.0, lse)) * weight
+            sum_ref[...] += functools.reduce(jnp.add, [p[:, at : at + LANES] for at in range(0, tiles.size, LANES)])
+
+        @pl.when(i == tiles.queries - 1)
+        def _():
+            out_ref[0, 0] = jnp.sum(sum_ref[...].T, axis=0, keepdims=True)
+
+    return pl.pallas_call(
+        kernel,
+        grid=(b, heads, tiles.keys, tiles.queries),
+        in_specs=_specs(blocks, tiles, groups, lambda j, i: (tiles.of_queries(i, j), j)),
+        out_specs=pl.BlockSpec((1, 1, 1, tiles.width), lambda r, m, j, i: (r, m, 0, j)),
+        out_shape=jax.ShapeDtypeStruct((b, heads, 1, blocks["k"].shape[2]), jnp.float32),
+        scratch_shapes=[pltpu.VMEM((tiles.width, LANES), jnp.float32)],
+        compiler_params=_in_order(),
+        interpret=interpret,
+        name="prefill_column_sums",
+    )(*blocks.values())
+
+
+def _specs(blocks: dict[str, Array], tiles: Tiles, groups: int, at: Callable) -> list[pl.BlockSpec]:
+    # `at` says which block of queries and which of keys a grid step wants.
+    heads = blocks["q"].shape[1]
+
+    def spec(name: str, array: Array) -> pl.BlockSpec:
+        along = int(name not in ("q", "query", "lse", "weight"))
+        length = (tiles.size, tiles.width)[along]
+        share = heads // array.shape[1]  # query heads that share this array's
+        if array.shape[2] == 1:
+            return pl.BlockSpec((1, 1, 1, length), lambda r, m, s, t: (r, m // share, 0, at(s, t)[along]))
+        return pl.BlockSpec((1, 1, length, array.shape[3]), lambda r, m, s, t: (r, m // share, at(s, t)[along], 0))
+
+    return [spec(name, array) for name, array in blocks.items()]
+
+
+def _in_order() -> pltpu.CompilerParams:
+    return pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "parallel", "arbitrary"))
+
+
+def _logits(ref: dict[str, Any], window: int | None, tau: float, noisy: bool) -> tuple[Array, Array]:
+    """Masked logits [keys, queries], and with noise at temperature tau (or the same)."""
+    q, k = ref["q"][0, 0], ref["k"][0, 0]
+    query, key = ref["query"][0, 0], _column(ref["key"][0, 0])
+    visible = (key >= 0) & (key <= query)
+    if window is not None:
+        visible &= key > query - window
+    x = jnp.where(visible, _dot(k, q, (1, 1)) / math.sqrt(q.shape[-1]), LOWEST)
+    if not noisy:
+        return x, x
+    drawn = x + _column(ref["noise"][0, 0]) if "noise" in ref else x
+    return x, jnp.where(visible, drawn / tau, LOWEST)
+
+
+def _add(x: Array, highest_ref: Any, total_ref: Any) -> tuple[Array, Array]:
+    """One more block of an online softmax: its weights, and by what earlier ones shrink."""
+    highest = jnp.maximum(highest_ref[...], jnp.max(x, axis=0, keepdims=True))
+    p, shrink = jnp.exp(x - highest), jnp.exp(highest_ref[...] - highest)
+    highest_ref[...] = highest
+    total_ref[...] = total_ref[...] * shrink + jnp.sum(p, axis=0, keepdims=True)
+    return p, shrink
+
+
+def _dot(a: Array, b: Array, over: tuple[int, int]) -> Array:
+    precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
+    contracted = (((over[0],), (over[1],)), ((), ()))
+    return jax.lax.dot_general(a, b, contracted, precision=precision, preferred_element_type=jnp.float32)
+
+
+def _column(row: Array) -> Array:
+    """[1, n] to [n, 1], through a square of lanes."""
+    return jnp.broadcast_to(row, (LANES, row.shape[1])).T[:, :1]
+
+
+def _row(x: Array, pad: int, fill: int) -> Array:
+    """Numbers per head and token, padded, as [b, heads, 1, n]."""
+    return jnp.pad(x, ((0, 0), (0, 0), (0, pad)), constant_values=fill)[:, :, None]
+
+
+def _safe(total: Array) -> Array:
+    return jnp.maximum(total, jnp.finfo(jnp.float32).tiny)
