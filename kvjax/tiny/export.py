@@ -16,7 +16,7 @@ from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Weights
 from kvjax.tiny import WEIGHTS, checkpoint, network, recall
 from kvjax.tiny.lessons import Lessons
-from kvjax.tiny.recipe import llama
+from kvjax.tiny.recipe import llama, name_of
 from kvjax.tiny.tokenizer import load_tokenizer, read_prepared, write_tokenizer
 
 
@@ -137,6 +137,8 @@ def card(config: ModelConfig, settings: dict[str, Any], step: int, found: dict[s
     """The model card."""
     parameters = sum(x.size for x in jax.tree.leaves(jax.eval_shape(lambda: network.start(config, 0).weights)))
     distances = sorted({distance for by_distance in found["recall"].values() for distance in by_distance})
+    recipe = name_of(settings["stages"])
+    option = "" if recipe is None else f" --recipe {recipe}"
     lines = [
         "# The embedded model",
         "",
@@ -152,8 +154,8 @@ def card(config: ModelConfig, settings: dict[str, Any], step: int, found: dict[s
         "",
         "## Recipe",
         "",
-        f"`python -m kvjax.tiny.train`, seed {settings['seed']}, {step} steps of Adam (b2 0.95, clipping 1.0, peak "
-        f"rate {settings['rate']}, weight decay {settings['weight_decay']}), the rate brought down "
+        f"`python -m kvjax.tiny.train{option}`, seed {settings['seed']}, {step} steps of Adam (b2 0.95, clipping 1.0, "
+        f"peak rate {settings['rate']}, weight decay {settings['weight_decay']}), the rate brought down "
         "over the last stage.",
         "",
         "| lesson | tokens per row | rows | steps | mixture |",

@@ -7,6 +7,8 @@ then adjacent keys and values in running text, then sentences, questions and lon
 from __future__ import annotations
 
 import dataclasses
+import json
+from typing import Any
 
 from kvjax.models.config import ModelConfig, Rope
 from kvjax.tiny.lessons import Stage
@@ -99,25 +101,12 @@ BASE = Recipe(
     steps_per_dispatch=8,
 )
 
-SMALL = Recipe(
-    shape=(2048, 128, 4, 4, 2, 384, 1152),
-    stages=(
-        Stage("copy 64 ids", 48, 128, 250, {"copy": 1.0}, copy_ids=64),
-        Stage("copy 400 ids", 64, 96, 250, {"copy": 1.0}, copy_ids=400),
-        Stage("copy all ids", 128, 48, 300, {"copy": 1.0}),
-        Stage("pairs", 128, 48, 360, {"copy": 0.3, "recall": 0.6, "text": 0.1}, _PAIRS, facts=(1, 6)),
-        Stage("pairs, farther", 256, 24, 360, {"copy": 0.1, "recall": 0.7, "text": 0.2}, _EASY, facts=(1, 10)),
-        Stage("forms", 512, 12, 1080, {"copy": 0.05, "recall": 0.7, "text": 0.25}, _ALL, facts=(1, 14)),
-        Stage("far", 1152, 6, 700, _CHAT, _ALL, facts=(1, 20), answer_weight=3),
-    ),
-)
-
 _TALK = {"copy": 0.05, "recall": 0.6, "chat": 0.15, "text": 0.2}
 _LATE = {"recall": 0.5, "chat": 0.15, "text": 0.35}
 
 # Every form until it is learnt at 256 tokens, where a CPU is fast, and only then longer contexts.
 CPU = Recipe(
-    shape=SMALL.shape,
+    shape=(2048, 128, 4, 4, 2, 384, 1152),
     stages=(
         Stage("copy 64 ids", 48, 128, 150, {"copy": 1.0}, copy_ids=64),
         Stage("copy all ids", 128, 48, 150, {"copy": 1.0}),
@@ -130,4 +119,12 @@ CPU = Recipe(
     rates=((1, 1), (1, 1), (1, 1), (1, 1), (1, 0.05), (0.5, 0.5), (0.5, 0.05)),
 )
 
-RECIPES = {"base": BASE, "small": SMALL, "cpu": CPU}
+RECIPES = {"base": BASE, "cpu": CPU}
+
+
+def name_of(stages: list[dict[str, Any]]) -> str | None:
+    """The recipe with these stages, as a run's settings hold them."""
+    for name, recipe in RECIPES.items():
+        if json.dumps([dataclasses.asdict(stage) for stage in recipe.stages]) == json.dumps(stages):
+            return name
+    return None

@@ -200,7 +200,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--prepare", type=Path, metavar="DIR", help="only prepare the data, into this directory")
     parser.add_argument("--data", type=Path, metavar="DIR", help="prepared data; with --text default OUT/data")
     parser.add_argument("--out", type=Path, metavar="DIR", help="the run's directory; continued if it holds one")
-    parser.add_argument("--recipe", choices=RECIPES, default="small", help="small or cpu for a CPU, base for a GPU")
+    parser.add_argument("--recipe", choices=RECIPES, default="cpu", help="cpu for a CPU, base for a GPU")
     parser.add_argument("--scale", type=float, default=1.0, help="multiplies the steps of all but the copying lessons")
     parser.add_argument("--minutes", type=float, help="stop after this long, resumably")
     parser.add_argument("--steps", type=int, help="stop after this many steps in all, resumably")
