@@ -8,27 +8,29 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from kvjax.policies.keyformer import Keyformer
 from kvjax.types import KV, LayerCache, NewTokens
 from pallas_kernels.common import Unsupported
-from pallas_kernels.decode_attention import Gumbel, decode_attention, pallas
+from pallas_kernels.decode_attention import Gumbel, decode_attention, pallas, pallas_gpu
 from tests.kernel_cases.decode_attention import case
-from tests.kernels import TPU_WAYS, XLA, check
+from tests.kernels import GPU_WAYS, TPU_WAYS, XLA, check
 
 
-@settings(max_examples=8)
+@settings(max_examples=8, phases=[Phase.generate])  # no shrinking: every example is a compilation
 @given(
     st.tuples(st.integers(1, 2), st.integers(1, 3), st.integers(1, 5), st.integers(1, 150), st.sampled_from([64, 72])),
     st.sampled_from(["float32", "bfloat16"]),
     st.sampled_from([None, "each", "sum", "gumbel"]),
     st.sampled_from([0, 3]),
     st.booleans(),
-    st.sampled_from([XLA, *TPU_WAYS]),
+    st.sampled_from([XLA, *TPU_WAYS, *GPU_WAYS]),
 )
 def test_any_shape(shape, dtype, scores, features, alibi, way):
+    if way in GPU_WAYS:
+        shape = (*shape[:-1], 64)
     some = case(*shape, dtype=dtype, scores=scores, features=features, alibi=alibi)
     check(some, way)
 
@@ -44,13 +46,28 @@ def test_many_splits_give_what_one_gives(monkeypatch, scores, held, way):
     check(some, way)
 
 
+@pytest.mark.parametrize("scores", ["each", "gumbel"])
+def test_splits_of_programs_give_what_one_gives(scores):
+    some = case(1, 2, 3, 700, 64, scores=scores, features=4)
+    assert pallas_gpu.tile(2, 700, 64) == (64, 384)
+    check(some, GPU_WAYS[0])
+
+
+@pytest.mark.parametrize("scores", [None, "each", "gumbel"])
+def test_the_gpu_form_lowers_to_cuda(scores):
+    some = case(1, 2, 4, 200, 128, dtype="bfloat16", scores=scores, features=8, alibi=True)
+    compiled_for = functools.partial(some.run, implementation="pallas", platform="gpu")
+    lowered = jax.jit(compiled_for).trace(*some.arrays).lower(lowering_platforms=("cuda",))
+    assert "triton" in lowered.as_text()
+
+
 def test_huge_logits_do_not_overflow():
     some = case(1, 1, 2, 40, 64, scores="sum", features=4, live="full")
     inputs = dict(some.arrays[0])
     inputs["k"] = inputs["k"] * 1e3
     phi, h, z = inputs["low_rank"]
     inputs["low_rank"] = (phi * 1e15, h * 1e15, z * 1e15 + 1)
-    for way in (XLA, TPU_WAYS[0]):
+    for way in (XLA, TPU_WAYS[0], GPU_WAYS[0]):
         found = some.run(inputs, **way.options)
         assert all(np.isfinite(np.asarray(value)).all() for value in found.values())
         np.testing.assert_allclose(found["scores"].sum(), 2, rtol=1e-5)
@@ -77,7 +94,7 @@ def test_increments_are_those_of_keyformer():
     cache = LayerCache(kv, some["position"], None, None, stats=jnp.zeros((2, 2, 40)), state=None, limit=limit)
     expected = policy.observe(cache, probs[:, :, :, None], new).stats
     gumbel = Gumbel(some["seed"], jnp.full(2, 1.5), layer=3)
-    for way in (XLA, TPU_WAYS[0]):
+    for way in (XLA, TPU_WAYS[0], GPU_WAYS[0]):
         found = decode_attention(*arguments, scores=gumbel, **way.options)
         np.testing.assert_allclose(np.asarray(found.scores), expected, rtol=1e-5, atol=1e-5)
 

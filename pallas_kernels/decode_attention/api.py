@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import common
-from pallas_kernels.decode_attention import pallas, reference
+from pallas_kernels.decode_attention import pallas, pallas_gpu, reference
 from pallas_kernels.decode_attention.types import Decoded, Gumbel, LowRank
 
 DTYPES = (jnp.dtype("float32"), jnp.dtype("bfloat16"))
@@ -43,8 +43,8 @@ def decode_attention(
         scores: probabilities of `each` query head, their `sum` over the group, or a `Gumbel` (Keyformer, equation 9,
             summed over the group); None for none.
         implementation: `auto`, `xla` or `pallas`. `xla` takes everything. `pallas` takes float32 and bfloat16, g up to
-            16, d a multiple of 8 up to 256, c up to 65536, R up to 128; it compiles for TPU, and has run in
-            interpreters but never on a chip.
+            16, c up to 65536, R up to 128, and d a multiple of 8 up to 256 on TPU, a power of two from 16 to 256 on
+            GPU. Its TPU form compiles, its GPU form lowers to Triton; both have run in interpreters, never on a chip.
         interpret: `True`, or `pltpu.InterpretParams()`, to run `pallas` without an accelerator.
         platform: for which the program is compiled; None for that of `jax.default_backend()`.
 
@@ -58,26 +58,28 @@ def decode_attention(
             raise ValueError(f"noise={scores.noise!r} is not one of {', '.join(noises)}.")
     elif scores not in (None, "each", "sum"):
         raise ValueError(f"scores={scores!r} is not None, 'each', 'sum' or a Gumbel.")
-    limits = {"pallas": limit(q, k, v, low_rank)}
+    limits = {"pallas": limit(q, k, v, low_rank, common.pallas_form(platform))}
     chosen = common.choose("decode_attention", implementation, limits, platform=platform, interpret=interpret)
     arguments: dict[str, Any] = dict(window=window, slopes=slopes, low_rank=low_rank, scores=scores)
     if chosen == "xla":
         return reference.decode_attention(q, k, v, position, query_position, **arguments)
-    return pallas.decode_attention(q, k, v, position, query_position, interpret=interpret, **arguments)
+    form = pallas_gpu if common.pallas_form(platform) == "gpu" else pallas
+    return form.decode_attention(q, k, v, position, query_position, interpret=interpret, **arguments)
 
 
-def limit(q: Array, k: Array, v: Array, low_rank: LowRank | None) -> str | None:
-    """What these arguments ask that the Pallas kernel cannot do, or None."""
+def limit(q: Array, k: Array, v: Array, low_rank: LowRank | None, form: str) -> str | None:
+    """What these arguments ask that the Pallas kernel for `tpu` or `gpu` cannot do, or None."""
     g, d = q.shape[2:]
     c = k.shape[2]
     features = 1 if low_rank is None else low_rank.features.shape[-1]
+    same = k.dtype in DTYPES and q.dtype == k.dtype == v.dtype
+    width = (d <= 256 and d % 8 == 0, f"d={d} is not a multiple of 8 up to 256")
+    if form == "gpu":
+        width = (16 <= d <= 256 and d & (d - 1) == 0, f"d={d} is not a power of two from 16 to 256")
     return common.first_limit(
-        (
-            k.dtype in DTYPES and q.dtype == k.dtype == v.dtype,
-            f"q, k, v of {q.dtype}, {k.dtype}, {v.dtype} are not all float32 or all bfloat16",
-        ),
+        (same, f"q, k, v of {q.dtype}, {k.dtype}, {v.dtype} are not all float32 or all bfloat16"),
         (g <= 16, f"g={g} query heads share a KV head, more than 16"),
-        (d <= 256 and d % 8 == 0, f"d={d} is not a multiple of 8 up to 256"),
+        width,
         (c <= 65536, f"c={c} slots are more than 65536"),
         (features <= 128, f"R={features} features are more than 128"),
     )

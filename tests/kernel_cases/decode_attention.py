@@ -10,7 +10,7 @@ import numpy as np
 from scipy.special import erfinv
 
 from pallas_kernels.decode_attention import Gumbel, LowRank, decode_attention
-from tests.kernels import TPU_WAYS, XLA, Case, normal
+from tests.kernels import GPU_WAYS, TPU_WAYS, XLA, Case, normal
 
 LAYER = 3
 """Of the noise."""
@@ -114,7 +114,6 @@ def case(
     alibi: bool = False,
     features: int = 0,
     label: str = "",
-    ways: tuple = (XLA, *TPU_WAYS),
 ) -> Case:
     """Random inputs; `scores` may name a noise, which asks for Keyformer's increments."""
     rng = np.random.default_rng(b * 1000 + h * 100 + g * 10 + c + d)
@@ -141,7 +140,7 @@ def case(
         (inputs,),
         lambda inputs, **options: run(inputs, window=window, scores=scores, **options),
         lambda inputs: oracle(inputs, window=window, scores=scores),
-        ways=ways,
+        ways=(XLA, *TPU_WAYS, *(GPU_WAYS if d & (d - 1) == 0 else ())),
         dtype=dtype,
     )
 

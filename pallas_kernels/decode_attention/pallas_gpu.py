@@ -1,0 +1,220 @@
+"""Decode attention for GPU through Pallas's Triton lowering: every program one split of a head's slots.
+
+Splits are independent, with partial sums in float32; XLA merges them, and turns the logits that the kernel wrote into
+scores, elementwise.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+from jaxtyping import Array, Float, Int
+
+from kvjax import noise
+from pallas_kernels.decode_attention.types import Decoded, Gumbel, LowRank
+
+ROWS = 16
+"""Rows of the smallest matrix product, of which the g queries of a group are the first."""
+PROGRAMS = 512
+"""Programs that keep a large GPU busy: short batches get more splits."""
+LOWEST = float(jnp.finfo(jnp.float32).min)
+
+
+def decode_attention(
+    q: Float[Array, "b h g d"],
+    k: Float[Array, "b h c d"],
+    v: Float[Array, "b h c d"],
+    position: Int[Array, "b h c"],
+    query_position: Int[Array, " b"],
+    *,
+    window: int | None,
+    slopes: Float[Array, "h g"] | None,
+    low_rank: LowRank | None,
+    scores: str | Gumbel | None,
+    interpret: Any,
+) -> Decoded:
+    """See `api.decode_attention`."""
+    b, h, g, d = q.shape
+    c = k.shape[2]
+    block, split = tile(b * h, c, d)
+    splits = pl.cdiv(c, split)
+    parts = splits + (low_rank is not None)
+
+    def padded(x: Array, axis: int) -> Array:
+        return jnp.pad(x, [(0, ROWS - g if i == axis else 0) for i in range(x.ndim)])
+
+    def of_head(*tail: int) -> pl.BlockSpec:
+        return pl.BlockSpec((None, None, *tail), lambda s, h, b: (b, h) + (0,) * len(tail))
+
+    def of_part(*tail: int) -> pl.BlockSpec:
+        return pl.BlockSpec((None, None, None, *tail), lambda s, h, b: (b, h, s) + (0,) * len(tail))
+
+    of_row = pl.BlockSpec((1,), lambda s, h, b: (b,))
+    inputs: dict[str, tuple[Array, pl.BlockSpec]] = {
+        "query_position": (query_position, of_row),
+        "q": (padded(q, 2), of_head(ROWS, d)),
+        "k": (k, of_head(c, d)),
+        "v": (v, of_head(c, d)),
+        "position": (position, of_head(c)),
+    }
+    if slopes is not None:
+        inputs["slopes"] = (
+            padded(slopes.astype(jnp.float32), 1),
+            pl.BlockSpec((None, ROWS), lambda s, h, b: (h, 0)),
+        )
+    if low_rank is not None:
+        features = low_rank.features.shape[-1]
+        phi = jnp.moveaxis(padded(low_rank.features.astype(jnp.float32), 2), -1, 2)
+        inputs["phi"] = (phi, of_head(features, ROWS))
+        inputs["h"] = (low_rank.h.astype(jnp.float32), of_head(features, d))
+        inputs["z"] = (low_rank.z.astype(jnp.float32), of_head(features))
+    if isinstance(scores, Gumbel):
+        inputs["seed"] = (scores.seed, of_row)
+        inputs["tau"] = (scores.tau.astype(jnp.float32), of_row)
+
+    outputs: dict[str, tuple[tuple[int, ...], pl.BlockSpec]] = {
+        "out": ((b, h, parts, ROWS, d), of_part(ROWS, d)),
+        "lse": ((b, h, parts, ROWS), of_part(ROWS)),
+    }
+    if scores is not None:
+        outputs["logits"] = ((b, h, g, c), of_head(g, c))
+    if isinstance(scores, Gumbel):
+        outputs["noisy_lse"] = ((b, h, parts, ROWS), of_part(ROWS))
+
+    static = scores._replace(seed=None, tau=None) if isinstance(scores, Gumbel) else scores  # type: ignore[arg-type]
+    kernel = functools.partial(_kernel, block=block, split=split, splits=splits, groups=g, window=window, scores=static)
+    found = pl.pallas_call(
+        kernel,
+        grid=(parts, h, b),
+        in_specs=[{name: spec for name, (_, spec) in inputs.items()}],
+        out_specs={name: spec for name, (_, spec) in outputs.items()},
+        out_shape={name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, (shape, _) in outputs.items()},
+        compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=2),
+        interpret=interpret,
+        name="decode_attention",
+    )({name: array for name, (array, _) in inputs.items()})
+
+    share, lse = _merge(found["lse"][..., :g])
+    out = jnp.einsum("bhsg,bhsgd->bhgd", share, found["out"][..., :g, :])
+    if scores is None:
+        return Decoded(out, lse, None)
+    _, of_slots = _merge(found.get("noisy_lse", found["lse"])[:, :, :splits, :g])
+    finite = jnp.where(jnp.isfinite(of_slots), of_slots, 0.0)
+    result = jnp.exp(found["logits"] - finite[..., None])
+    return Decoded(out, lse, result if scores == "each" else result.sum(2))
+
+
+def tile(heads: int, c: int, d: int) -> tuple[int, int]:
+    """Slots of one step of a program's loop, and of all its steps."""
+    block = min(max(16, pl.next_power_of_2(c)), 64 if d <= 128 else 32)
+    splits = min(max(1, PROGRAMS // heads), max(1, c // 256))
+    return block, pl.cdiv(pl.cdiv(c, splits), block) * block
+
+
+def _merge(lse):
+    # Weights of the parts, and the logarithm of their sum; LOWEST where there is nothing, so that no NaN can arise.
+    highest = lse.max(2, keepdims=True)
+    share = jnp.where(lse > LOWEST, jnp.exp(lse - highest), 0.0)
+    total = share.sum(2, keepdims=True)
+    some = total > 0
+    share = share / jnp.where(some, total, 1.0)
+    return share, jnp.where(some, highest + jnp.log(jnp.where(some, total, 1.0)), -jnp.inf)[:, :, 0]
+
+
+def _kernel(refs, outputs, *, block, split, splits, groups, window, scores):
+    part, head = pl.program_id(0), pl.program_id(1)
+    capacity, d = refs["k"].shape
+    gumbel = isinstance(scores, Gumbel)
+
+    @pl.when(part < splits)
+    def _():
+        query = refs["query_position"][0]
+        q = refs["q"][...]
+        rows = jax.lax.broadcasted_iota(jnp.int32, (ROWS, block), 0)
+
+        def step(i, carry):
+            acc, top, total, noisy_top, noisy_total = carry
+            start = part * split + i * block
+            slot = start + jax.lax.broadcasted_iota(jnp.int32, (block,), 0)
+            inside = slot < capacity
+            here = pl.ds(start, block)
+            wide = jax.lax.broadcast_in_dim(inside, (block, d), (0,))
+            ragged = capacity % block != 0
+            k = plgpu.load(refs["k"].at[here], mask=wide, other=0.0) if ragged else refs["k"][here]
+            v = plgpu.load(refs["v"].at[here], mask=wide, other=0.0) if ragged else refs["v"][here]
+            at = plgpu.load(refs["position"].at[here], mask=inside, other=-1) if ragged else refs["position"][here]
+            visible = (at >= 0) & (at <= query)
+            if window is not None:
+                visible &= at > query - window
+            visible = jax.lax.broadcast_in_dim(visible, (ROWS, block), (1,))
+            logits = _dot(q, k.T) * (1 / math.sqrt(d))
+            if "slopes" in refs:
+                logits += refs["slopes"][...][:, None] * (at - query).astype(jnp.float32)[None, :]
+            logits = jnp.where(visible, logits, LOWEST)
+            highest = jnp.maximum(top, logits.max(1))
+            weights, kept = jnp.exp(logits - highest[:, None]), jnp.exp(top - highest)
+            total = kept * total + weights.sum(1)
+            acc = kept[:, None] * acc + _dot(weights.astype(v.dtype), v)
+            if gumbel:
+                zeta = _zeta(scores, refs["seed"][0], head, at)
+                logits = jnp.where(visible, (logits + zeta[None, :]) / refs["tau"][0], LOWEST)
+                noisy_highest = jnp.maximum(noisy_top, logits.max(1))
+                kept = jnp.exp(noisy_top - noisy_highest)
+                noisy_total = kept * noisy_total + jnp.exp(logits - noisy_highest[:, None]).sum(1)
+                noisy_top = noisy_highest
+            if "logits" in outputs:
+                columns = jax.lax.broadcast_in_dim(slot, (ROWS, block), (1,))
+                real = (rows < groups) & (columns < capacity)
+                plgpu.store(outputs["logits"].at[rows, columns], logits, mask=real)
+            return acc, highest, total, noisy_top, noisy_total
+
+        lowest, nothing = jnp.full(ROWS, LOWEST / 2, jnp.float32), jnp.zeros(ROWS, jnp.float32)
+        blocks = jnp.minimum(split, capacity - part * split + block - 1) // block
+        start = (jnp.zeros((ROWS, d), jnp.float32), lowest, nothing, lowest, nothing)
+        acc, top, total, noisy_top, noisy_total = jax.lax.fori_loop(0, blocks, step, start)
+        outputs["out"][...] = acc / jnp.where(total > 0, total, 1.0)[:, None]
+        outputs["lse"][...] = _log(top, total)
+        if gumbel:
+            outputs["noisy_lse"][...] = _log(noisy_top, noisy_total)
+
+    if "phi" in refs:
+
+        @pl.when(part == splits)
+        def _():
+            features = refs["phi"].shape[0]
+
+            def add(r, carry):
+                acc, mass = carry
+                phi = refs["phi"][r]
+                return acc + phi[:, None] * refs["h"][r][None, :], mass + phi * refs["z"][r]
+
+            start = (jnp.zeros((ROWS, d), jnp.float32), jnp.zeros(ROWS, jnp.float32))
+            acc, mass = jax.lax.fori_loop(0, features, add, start)
+            outputs["out"][...] = jnp.where(mass > 0, 1.0, 0.0)[:, None] * acc / jnp.where(mass > 0, mass, 1.0)[:, None]
+            outputs["lse"][...] = _log(jnp.zeros_like(mass), mass)
+            if "noisy_lse" in outputs:
+                outputs["noisy_lse"][...] = jnp.full(ROWS, LOWEST, jnp.float32)
+
+
+def _log(top, total):
+    return jnp.where(total > 0, top + jnp.log(jnp.where(total > 0, total, 1.0)), LOWEST)
+
+
+def _dot(a, b):
+    # Float32 is not rounded to the tensor cores' ten bits.
+    precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
+    return jax.lax.dot(a, b, precision=precision, preferred_element_type=jnp.float32)
+
+
+def _zeta(gumbel, seed, head, position):
+    if gumbel.noise == "none":
+        return jnp.zeros(position.shape, jnp.float32)
+    bits = noise.hashed_bits(seed, gumbel.layer, head.astype(jnp.uint32), position.astype(jnp.uint32))
+    uniform = ((bits >> 9).astype(jnp.float32) + 0.5) / 2**23
+    return {"gumbel": noise.gumbel, "gaussian": noise.gaussian}[gumbel.noise](uniform)
