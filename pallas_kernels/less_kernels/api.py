@@ -1,0 +1,97 @@
+"""Features of queries and keys in the low-rank memory of LESS, each by two or three matmuls fused with what follows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from pallas_kernels.common import choose
+from pallas_kernels.less_kernels import pallas, reference
+
+
+def phi(
+    q: Float[Array, "b h g t d"],
+    first: Float[Array, "h g d r"],
+    second: Float[Array, "h g r f"],
+    *,
+    implementation: str = "auto",
+    interpret: Any = False,
+    platform: str | None = None,
+) -> Float[Array, "b h g t f"]:
+    r"""Features of queries (LESS, equation 1): :math:`\phi(q) = |\sigma(\sigma(q W_1) W_2)|` with the exact GELU.
+
+    Implementations: `xla` everywhere, any dtype; `pallas` for TPU with no hidden layer in device memory: queries in
+    float32 or bfloat16, weights in float32, d a multiple of 8 up to 256, r a multiple of 128 up to 2048, f up to 128.
+    There is no GPU kernel: Triton's GELU is another function.
+
+    Args:
+        q: queries, rotated.
+        first: W_1, one per query head.
+        second: W_2.
+        implementation: `auto`, `xla` or `pallas`.
+        interpret: as for `pallas_call`.
+        platform: for which the program is compiled; None for that of `jax.default_backend()`.
+
+    Raises:
+        Unsupported: the implementation asked for cannot run.
+    """
+    b, h, g, t, d = q.shape
+    heads = q.reshape(b, h * g, t, d)
+    weights = [x.reshape(h * g, *x.shape[2:]) for x in (first, second)]
+    out = _run("phi", _per_head(heads), weights, implementation, interpret, platform)
+    return _per_row(out, b).reshape(b, h, g, t, -1)
+
+
+def psi(
+    k: Float[Array, "b h t d"],
+    first: Float[Array, "h d r"],
+    second: Float[Array, "h r f"],
+    third: Float[Array, "h f f"],
+    outer_scale: Float[Array, "h f"],
+    residual_scale: Float[Array, "h f"] | None = None,
+    *,
+    implementation: str = "auto",
+    interpret: Any = False,
+    platform: str | None = None,
+) -> Float[Array, "b h t f"]:
+    r"""Features of keys (LESS, equation 2 and section 3.2), with the exact GELU.
+
+    .. math:: k_2 = |s_1| \, \sigma(\sigma(k W_1) W_2), \qquad \psi(k) = |k_2 + s_2 \, k_2 W_3|
+
+    Implementations: those of `phi`.
+
+    Args:
+        k: keys, rotated.
+        first: W_1, one per KV head.
+        second: W_2.
+        third: W_3.
+        outer_scale: s_1.
+        residual_scale: s_2; None for equation 2 as it is printed, :math:`|k_2 W_3|`.
+        implementation: `auto`, `xla` or `pallas`.
+        interpret: as for `pallas_call`.
+        platform: for which the program is compiled; None for that of `jax.default_backend()`.
+
+    Raises:
+        Unsupported: the implementation asked for cannot run.
+    """
+    weights = [first, second, third, outer_scale, residual_scale]
+    return _per_row(_run("psi", _per_head(k), weights, implementation, interpret, platform), len(k))
+
+
+def _run(op: str, x: Array, weights: list[Any], implementation: str, interpret: Any, platform: str | None) -> Array:
+    limits = {"pallas": pallas.limit(x, weights[0], weights[1], platform)}
+    chosen = choose(op, implementation, limits, platform=platform, interpret=interpret)
+    if chosen == "pallas":
+        return getattr(pallas, op)(x, *weights, interpret=interpret)
+    return getattr(reference, op)(x, *weights)
+
+
+def _per_head(x: Float[Array, "b m t d"]) -> Float[Array, "m bt d"]:
+    # A head's weights are the larger part of a decode step's traffic: all rows together read them once.
+    return jnp.swapaxes(x, 0, 1).reshape(x.shape[1], -1, x.shape[3])
+
+
+def _per_row(x: Float[Array, "m bt f"], b: int) -> Float[Array, "b m t f"]:
+    return jnp.swapaxes(x.reshape(x.shape[0], b, -1, x.shape[2]), 0, 1)

@@ -1,0 +1,109 @@
+"""Phi and psi of LESS for TPU: both matmuls of a head and what follows in one kernel, the hidden layer never leaves it.
+
+Features lie transposed, [features, tokens], so that tokens fill the lanes. The grid is (heads, blocks of tokens); a
+head's weights are fetched once.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Float
+
+from pallas_kernels.common import first_limit, pallas_form
+
+LANES = 128
+BLOCK = 512
+"""Tokens of one grid step, at most."""
+HIDDEN = 2048
+"""The widest hidden layer: with its weights it has to fit on the chip."""
+
+
+def limit(x: Array, first: Array, second: Array, platform: str | None) -> str | None:
+    """What these arguments ask that the kernels cannot do, or None."""
+    d, hidden, features = x.shape[-1], first.shape[-1], second.shape[-1]
+    return first_limit(
+        (pallas_form(platform) == "tpu", "its kernel is for tpu, as Triton has no exact GELU"),
+        (x.dtype in (jnp.float32, jnp.bfloat16), f"it takes float32 or bfloat16, not {x.dtype}"),
+        (first.dtype == jnp.float32, f"its weights are float32, not {first.dtype}"),
+        (8 <= d <= 256 and d % 8 == 0, f"d={d} is not a multiple of 8 from 8 to 256"),
+        (hidden % LANES == 0 and hidden <= HIDDEN, f"hidden={hidden} is not a multiple of {LANES} up to {HIDDEN}"),
+        (features <= LANES, f"features={features} are more than {LANES}"),
+    )
+
+
+def phi(x: Array, first: Array, second: Array, *, interpret: Any) -> Float[Array, "m t f"]:
+    """See `reference.phi`; compiled for v4 to v6e, interpreted, never run on a chip."""
+
+    def kernel(x_ref, first_ref, second_ref, out_ref):
+        out_ref[0] = jnp.abs(_two_layers(x_ref, first_ref, second_ref))
+
+    return _call(kernel, x, (first, _transposed(second)), interpret, "less_phi")
+
+
+def psi(
+    x: Array,
+    first: Array,
+    second: Array,
+    third: Array,
+    outer_scale: Array,
+    residual_scale: Array | None,
+    *,
+    interpret: Any,
+) -> Float[Array, "m t f"]:
+    """See `reference.psi`; compiled for v4 to v6e, interpreted, never run on a chip."""
+
+    def kernel(x_ref, first_ref, second_ref, third_ref, outer_ref, *refs):
+        *residual, out_ref = refs
+        outer = jnp.abs(outer_ref[0]) * _two_layers(x_ref, first_ref, second_ref)
+        mixed = _dot(third_ref[0], outer, (1, 0))
+        out_ref[0] = jnp.abs(outer + residual[0][0] * mixed if residual else mixed)
+
+    scales = [outer_scale] if residual_scale is None else [outer_scale, residual_scale]
+    weights = (first, _transposed(second), _transposed(third), *[scale[..., None] for scale in scales])
+    return _call(kernel, x, weights, interpret, "less_psi")
+
+
+def _call(kernel: Any, x: Array, weights: tuple[Array, ...], interpret: Any, name: str) -> Array:
+    (m, t, d), features = x.shape, weights[1].shape[1]
+    size = min(BLOCK, -(-t // LANES) * LANES)
+    padded = -(-t // size) * size
+    x = jnp.pad(x, ((0, 0), (0, padded - t), (0, 0)))
+    whole = [pl.BlockSpec((1, *weight.shape[1:]), lambda m, i: (m, 0, 0)) for weight in weights]
+    out = pl.pallas_call(
+        kernel,
+        grid=(m, padded // size),
+        in_specs=[pl.BlockSpec((1, size, d), lambda m, i: (m, i, 0)), *whole],
+        out_specs=pl.BlockSpec((1, features, size), lambda m, i: (m, 0, i)),
+        out_shape=jax.ShapeDtypeStruct((m, features, padded), jnp.float32),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel")),
+        interpret=interpret,
+        name=name,
+    )(x, *weights)
+    return jnp.swapaxes(out[..., :t], 1, 2)
+
+
+def _two_layers(x_ref: Any, first_ref: Any, second_ref: Any) -> Array:
+    """[features, tokens]."""
+    inner = _gelu(_dot(x_ref[0].astype(jnp.float32), first_ref[0], (1, 0)))
+    return _gelu(_dot(second_ref[0], inner, (1, 1)))
+
+
+def _dot(a: Array, b: Array, over: tuple[int, int]) -> Array:
+    contracted = (((over[0],), (over[1],)), ((), ()))
+    return jax.lax.dot_general(
+        a, b, contracted, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32
+    )
+
+
+def _gelu(x: Array) -> Array:
+    return 0.5 * x * (1 + jax.lax.erf(x / math.sqrt(2)))
+
+
+def _transposed(x: Array) -> Array:
+    return jnp.swapaxes(x, 1, 2)
