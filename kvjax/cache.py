@@ -95,6 +95,11 @@ def rank(policy: Policy, cache: LayerCache, new: NewTokens) -> Float[Array, "b h
     return jnp.where(position < 0, jnp.finfo(scores.dtype).min, scores)
 
 
+def last_resort(dtype: Any) -> float:
+    """A score above all others: the slot leaves only where no slot competes and none is empty (see `competing`)."""
+    return float(jnp.finfo(dtype).max) / 2
+
+
 def victim(policy: Policy, cache: LayerCache, new: NewTokens) -> Int[Array, "b h"]:
     """The slot that the next token takes: the lowest rank, the oldest of equals."""
     allowed = policy.allowed(cache.limit, new.read)[..., None]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int, Key
 
 from kvjax import cache as caches_
+from kvjax import paged
 from kvjax.attention import (
     SLOT_BLOCK,
     alibi_bias,
@@ -27,7 +28,7 @@ from kvjax.attention import (
 from kvjax.codec import CODECS
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Weights, block, embed, rotate, unembed
-from kvjax.plan import PLANS, Plan
+from kvjax.plan import PLANS, Plan, Uniform
 from kvjax.policies import policy as policy_by_name
 from kvjax.policies.base import Policy
 from kvjax.types import KV, Evicted, LayerCache, NewTokens, Partial, setting
@@ -55,7 +56,7 @@ class State(struct.PyTreeNode):
 
     weights: Weights
     policy: Policy
-    caches: tuple[LayerCache, ...]
+    caches: tuple[LayerCache, ...] | paged.Pool
     position: Int[Array, " b"]
     """Position of the next token."""
     prompt_length: Int[Array, " b"]
@@ -85,11 +86,12 @@ def prefill(
         model: from `kvjax.load`.
         policy: which tokens stay; a name or a `Policy`.
         tokens: prompts [b, n], padded on the right; or a list of lists of unequal lengths.
-        budget: slots per KV head; or a fraction of prompt + `max_new_tokens`, per row; or slots for each layer.
+        budget: slots per KV head; or a fraction of prompt + `max_new_tokens`, per row; or slots for each layer. Left
+            out for policies that find out themselves what each head needs.
         lengths: tokens of each prompt [b], 1 to n; None if none is padded.
         max_new_tokens: how many tokens are going to be generated, for fractions, schedules and the full cache.
         key: randomness of sampling and of random policies, one for all rows or one each; None is `jax.random.key(0)`.
-        plan: how the budget is spread over the layers; a name, a `Plan`, or None for the policy's own.
+        plan: how the budget is spread over layers, or its heads; a name, a `Plan`, or None for the policy's own.
         prefill_chunk: compress after every so many prompt tokens, so that memory never exceeds budget + chunk;
             None is the policy's own way, mostly the whole prompt; 1 reads it by decode steps.
 
@@ -103,6 +105,9 @@ def prefill(
         model, policy, tokens, budget, lengths, max_new_tokens=max_new_tokens, key=key, plan=plan, chunk=prefill_chunk
     )
     caches, seed, logits = _prefill(*arrays, **static)
+    if static["plan"] is not None:
+        page = paged.page_slots(arrays[2].shape[1] + max_new_tokens)
+        caches = paged.build(caches, page)
     weights, bound, _, start, horizon, keys, _ = arrays
     state = State(
         weights=weights,
@@ -140,7 +145,9 @@ def _arrange(model, policy, tokens, budget, lengths, *, max_new_tokens, key, pla
     # Everything that is decided on the host: checks, slots per layer, padding to a bucket.
     policy = (policy_by_name(policy) if isinstance(policy, str) else policy).bind(model)
     policy = policy.budgeted(budget)
+    plan = _plan_by_name(plan)
     config = model.config
+    own = _check_pages(policy, plan, budget, chunk)
     padded, real = _pad_rows(tokens, lengths)
     rows, width = padded.shape
     _check_prompts(padded, real, max_new_tokens, policy, config)
@@ -166,7 +173,41 @@ def _arrange(model, policy, tokens, budget, lengths, *, max_new_tokens, key, pla
         keys,
         tuple(jnp.asarray(limit, jnp.int32) for limit in limits),
     )
-    return arrays, dict(config=config, capacities=capacities, chunk=chunk)
+    if own is not None:
+        capacities = (None,) * config.layers
+    return arrays, dict(config=config, capacities=capacities, chunk=chunk, plan=own)
+
+
+def _check_pages(policy: Policy, plan: Plan | None, budget, chunk: int | None) -> Plan | None:
+    # The plan by which heads get slots of their own, or None where all heads of a layer have the same.
+    if policy.decides_slots:
+        if plan is not None or not (isinstance(budget, float) and budget == 1.0):
+            raise ValueError(
+                f"{type(policy).__name__} decides itself how many slots each head gets, so budget={budget!r} and "
+                f"plan={plan!r} mean nothing to it; leave both out and change its settings."
+            )
+        plan = Uniform()
+    elif plan is None or not plan.per_head:
+        return None
+    if not policy.pages or not policy.evicts or policy.positions != "original":
+        raise ValueError(
+            f"{type(policy).__name__} with positions={policy.positions!r} needs the same slots in every head of a "
+            "layer; choose another plan, or another policy such as h2o, snapkv or keyformer."
+        )
+    if chunk is not None or policy.prefill_chunk is not None:
+        raise ValueError(
+            f"prefill_chunk={chunk} does not go with a budget for each head, which only the whole prompt can tell; "
+            "leave it out."
+        )
+    return plan
+
+
+def _plan_by_name(plan: Plan | str | None) -> Plan | None:
+    if not isinstance(plan, str):
+        return plan
+    if plan not in PLANS:
+        raise ValueError(f"there is no plan {plan!r}; choose one of {', '.join(PLANS)}.")
+    return PLANS[plan]()
 
 
 def decode_step(state: State, token: Int[Array, " b"]) -> tuple[State, Float[Array, "b vocab"]]:
@@ -181,7 +222,7 @@ def decode_step(state: State, token: Int[Array, " b"]) -> tuple[State, Float[Arr
 
     Returns:
         The next state, and logits [b, vocab]. With the full cache, logits beyond the planned length are NaN:
-        there is no slot left and nothing may leave.
+        there is no slot left and nothing may leave; so it is for policies that set slots aside for that length.
     """
     moving, logits = _step(*split_state(state), token)
     return join_state(state, moving), logits
@@ -193,7 +234,7 @@ def decode_step_in_place(state: State, token: Int[Array, " b"]) -> tuple[State, 
     return join_state(state, moving), logits
 
 
-Moving = tuple[tuple[LayerCache, ...], Int[Array, " b"]]
+Moving = tuple[tuple[LayerCache, ...] | paged.Pool, Int[Array, " b"]]
 
 
 def split_state(state: State) -> tuple[State, Moving]:
@@ -226,7 +267,7 @@ def step(state: State, token: Int[Array, " b"]) -> tuple[State, Float[Array, "b 
     )
     caches, hidden = _read_token(state.weights, state.config, state.policy, state.caches, reading)
     logits = unembed(state.weights, state.config, hidden[:, 0])
-    if not state.policy.evicts:
+    if not state.policy.evicts or state.policy.ends:
         planned = state.prompt_length + state.horizon
         logits = jnp.where((state.position < planned)[:, None], logits, jnp.nan)
     return state.replace(caches=caches, position=state.position + 1), logits
@@ -239,9 +280,23 @@ def cache_bytes(state: State) -> int:
 
 def full_cache_bytes(state: State) -> int:
     """Bytes of keys and values that a full cache would hold at the end, prompt and planned tokens, padding excluded."""
-    config, dtype = state.config, state.caches[0].kv.k.dtype
+    config, dtype = state.config, state.weights.layers[0].key.weight.dtype
     tokens = int(np.sum(np.asarray(state.prompt_length) + np.asarray(state.horizon)))
     return 2 * tokens * config.layers * config.kv_heads * config.head_width * dtype.itemsize
+
+
+def held_positions(state: State) -> list[np.ndarray]:
+    """For each layer the position of the token in each slot, int [b, h, c] on the host, -1 where there is none."""
+    if isinstance(state.caches, paged.Pool):
+        return paged.positions(state.caches)
+    return [np.asarray(cache.position) for cache in state.caches]
+
+
+def slot_limits(state: State) -> list[np.ndarray]:
+    """For each layer the slots that each row and head may use, int [b, h] on the host."""
+    if isinstance(state.caches, paged.Pool):
+        return [np.asarray(limit) for limit in state.caches.limit]
+    return [np.asarray(cache.limit) for cache in state.caches]
 
 
 def bucket(tokens: int) -> int:
@@ -260,7 +315,7 @@ def round_slots(slots: int) -> int:
 
 def plan_slots(
     policy: Policy,
-    plan: Plan | str | None,
+    plan: Plan | None,
     budget: int | float | Sequence[int],
     lengths: np.ndarray,
     max_new_tokens: int,
@@ -273,10 +328,6 @@ def plan_slots(
         ValueError: the budget is not positive, does not match the layers or does not fit the policy's protections.
     """
     rows, total = len(lengths), lengths + max_new_tokens
-    if isinstance(plan, str):
-        if plan not in PLANS:
-            raise ValueError(f"there is no plan {plan!r}; choose one of {', '.join(PLANS)}.")
-        plan = PLANS[plan]()
     if not policy.evicts:
         limits = np.broadcast_to(total, (config.layers, rows))
         capacity = round_slots(bucket(width) + max_new_tokens)
@@ -348,8 +399,8 @@ def _check_prompts(
         )
 
 
-@functools.partial(jax.jit, static_argnames=("config", "capacities", "chunk"))
-def _prefill(weights, policy, tokens, lengths, horizon, keys, limits, *, config, capacities, chunk):
+@functools.partial(jax.jit, static_argnames=("config", "capacities", "chunk", "plan"))
+def _prefill(weights, policy, tokens, lengths, horizon, keys, limits, *, config, capacities, chunk, plan=None):
     rows, padded = tokens.shape
     seed = jax.vmap(lambda key: jax.random.bits(jax.random.fold_in(key, 1), dtype=jnp.uint32))(keys)
     dtype = weights.layers[0].key.weight.dtype
@@ -383,7 +434,7 @@ def _prefill(weights, policy, tokens, lengths, horizon, keys, limits, *, config,
         if size == 1:
             caches, hidden = _read_token(weights, config, policy, caches, reading)
         else:
-            caches, hidden = _read_block(weights, config, policy, caches, reading, capacities)
+            caches, hidden = _read_block(weights, config, policy, caches, reading, capacities, plan)
         is_last = position == (lengths - 1)[:, None]
         newest = jnp.einsum("btw,bt->bw", hidden, is_last.astype(hidden.dtype))
         return caches, jnp.where(is_last.any(1)[:, None], newest, last)
@@ -402,13 +453,17 @@ def _prefill(weights, policy, tokens, lengths, horizon, keys, limits, *, config,
 def _read_token(weights, config: ModelConfig, policy: Policy, caches, reading: Reading):
     """One token per row through all layers: the victim is chosen before attention, for everyone."""
     x = embed(weights, config, reading.token, reading.position)
-    caches = list(caches)
+    caches = caches if isinstance(caches, paged.Pool) else list(caches)
     for index, layer in enumerate(weights.layers):
 
         def attention(q, k, v, index=index):
+            nonlocal caches
+            new = _new_tokens(config, reading, q, k, v, index)
+            if isinstance(caches, paged.Pool):
+                caches, out = paged.read_token(config, policy, caches, index, new)
+                return out
             cache = caches_.fetch(policy, caches[index])
             codec = CODECS[policy.positions]
-            new = _new_tokens(config, reading, q, k, v, index)
             if policy.shrinks:
                 cache = _shrink(config, policy, cache, new)
             valid = new.valid[:, :1]
@@ -427,13 +482,13 @@ def _read_token(weights, config: ModelConfig, policy: Policy, caches, reading: R
             return _answer(policy, cache, partial, probs, new)
 
         x = block(layer, config, x, attention)
-    return policy.couple(tuple(caches)), x
+    return caches if isinstance(caches, paged.Pool) else policy.couple(tuple(caches)), x
 
 
-def _read_block(weights, config: ModelConfig, policy: Policy, caches, reading: Reading, capacities):
+def _read_block(weights, config: ModelConfig, policy: Policy, caches, reading: Reading, capacities, plan):
     """A prompt or a chunk of it through all layers: attend in query blocks, observe each, keep what ranks highest."""
     x = embed(weights, config, reading.token, reading.position)
-    caches, news = list(caches), []
+    caches, selected, news = list(caches), [], []
     for index, layer in enumerate(weights.layers):
 
         def attention(q, k, v, index=index):
@@ -444,7 +499,9 @@ def _read_block(weights, config: ModelConfig, policy: Policy, caches, reading: R
             cache = caches_.append(cache, caches_.entries(policy, new, cache.state, stored))
             cache, out = _attend_in_blocks(config, policy, cache, new, q)
             cache = policy.commit(cache, new)
-            if policy.couples_layers:
+            if plan is not None:
+                selected.append(paged.select(policy, cache, new, plan))
+            elif policy.couples_layers:
                 caches[index] = cache
                 news.append(new)
             else:
@@ -455,7 +512,7 @@ def _read_block(weights, config: ModelConfig, policy: Policy, caches, reading: R
     if policy.couples_layers:
         coupled = policy.couple(tuple(caches))
         caches = [_compress(config, policy, *layer) for layer in zip(coupled, news, capacities, strict=True)]
-    return tuple(caches), x
+    return tuple(selected or caches), x
 
 
 def _attend_in_blocks(config: ModelConfig, policy: Policy, cache: LayerCache, new: NewTokens, raw_q):

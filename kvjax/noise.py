@@ -44,10 +44,22 @@ def _unit(bits: UInt32[Array, "*b"]) -> Float[Array, "*b"]:
 
 
 def uniform_at(
-    seed: UInt32[Array, " b"], layer: int, position: Int[Array, "b h c"], query: Int[Array, "b t"] | None = None
+    seed: UInt32[Array, " b"],
+    layer: int,
+    position: Int[Array, "b h c"],
+    query: Int[Array, "b t"] | None = None,
+    head: Int[Array, "b h"] | None = None,
 ) -> Float[Array, "b h c"] | Float[Array, "b h t c"]:
-    """The numbers of `uniform` for tokens already cached; with `query` another number for each query's position."""
-    heads = jnp.arange(position.shape[1], dtype=jnp.uint32)[None, :, None]
+    """The numbers of `uniform` for tokens already cached; with `query` another number for each query's position.
+
+    Args:
+        seed, layer: as in `NewTokens`.
+        position: of the tokens, in all KV heads or in those of `head`.
+        query: positions of the queries.
+        head: which KV heads these are.
+    """
+    heads = jnp.arange(position.shape[1], dtype=jnp.uint32)[None] if head is None else head.astype(jnp.uint32)
+    heads = heads[..., None]
     seeds, positions = seed[:, None, None], position.astype(jnp.uint32)
     if query is not None:
         mixed = mix(seed[:, None] ^ mix(query.astype(jnp.uint32) + jnp.uint32(0x632BE5AB)))

@@ -4,13 +4,32 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+from typing import ClassVar
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float, Int
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan(abc.ABC):
     """Gives every layer its slots; all layers together always get exactly `layers * budget`."""
+
+    per_head: ClassVar[bool] = False
+    """Whether `split` gives each head of a layer a budget of its own."""
+
+    def split(
+        self, ranks: Float[Array, "b h c"], budget: Int[Array, "b h"], most: Int[Array, "b 1"]
+    ) -> Int[Array, "b h"]:
+        """Slots per KV head of a layer, once the prompt's tokens have been ranked.
+
+        Args:
+            ranks: of the prompt's slots, from `kvjax.cache.rank`; the lowest finite number is an empty slot.
+            budget: slots per head on average.
+            most: tokens of the whole text, more than which no head can use.
+        """
+        return budget
 
     @abc.abstractmethod
     def shares(self, budget: int, layers: int) -> np.ndarray:
@@ -111,9 +130,49 @@ class Interleaved(Plan):
         return weights * (budget * layers / weights.sum())
 
 
+@dataclasses.dataclass(frozen=True)
+class AdaKV(Uniform):
+    """Every layer gets the same, every head of it what its tokens are worth (Feng et al. 2024, Algorithm 1).
+
+    The tokens that rank highest among all heads of the layer are counted by head, and a head gets a share `floor` of
+    the average and the rest by its count. Per row and layer, heads together get what equal ones would, unless one of
+    them would get more slots than the text has tokens.
+
+    Args:
+        floor: share of the average that is safe from the others, in [0, 1]; 0.2 in the published code.
+    """
+
+    per_head: ClassVar[bool] = True
+
+    floor: float = 0.2
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.floor <= 1:
+            raise ValueError(f"floor={self.floor!r} is not a share of the average budget in [0, 1].")
+
+    def split(
+        self, ranks: Float[Array, "b h c"], budget: Int[Array, "b h"], most: Int[Array, "b 1"]
+    ) -> Int[Array, "b h"]:
+        rows, heads, slots = ranks.shape
+        total = budget.sum(1, keepdims=True)
+        head = jnp.broadcast_to(jnp.arange(heads)[:, None], ranks.shape).reshape(rows, -1)
+        worth = jnp.where(ranks > jnp.finfo(ranks.dtype).min, -ranks, jnp.inf).reshape(rows, -1)
+        worth, head = jax.lax.sort((worth, head), num_keys=1)
+        # Protected slots rank +inf: they come first, as they will when slots are given out.
+        best = (jnp.arange(heads * slots) < total) & (worth < jnp.inf)
+        counts = (best[:, None] & (head[:, None] == jnp.arange(heads)[:, None])).sum(-1)
+        left = total - counts.sum(1, keepdims=True)
+        shares = self.floor * budget + (1 - self.floor) * (counts + left / heads)
+        whole = jnp.floor(shares + 1e-4).astype(jnp.int32)
+        order = jnp.argsort(jnp.argsort(whole - shares, axis=-1, stable=True), axis=-1)
+        whole += order < total - whole.sum(1, keepdims=True)
+        return jnp.minimum(whole, most).astype(jnp.int32)
+
+
 PLANS: dict[str, type[Plan]] = {
     "uniform": Uniform,
     "arithmetic": Arithmetic,
     "pyramid": Pyramid,
     "interleaved": Interleaved,
+    "adakv": AdaKV,
 }

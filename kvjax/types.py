@@ -42,6 +42,8 @@ class NewTokens(struct.PyTreeNode):
     seed: UInt32[Array, " b"]
     """The row's randomness: numbers drawn from it depend on layer, head and position, on nothing else."""
     layer: int = setting(0)
+    head: Int[Array, "b h"] | None = None
+    """Which KV heads these are; None for all of them in order."""
 
     @property
     def valid(self) -> Array:

@@ -15,6 +15,7 @@ from numpy.typing import ArrayLike
 
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Weights, forward
+from kvjax.tokens import TokenClasses, token_classes
 
 _forward = jax.jit(forward, static_argnames="config")
 
@@ -56,6 +57,11 @@ class Model:
         else:
             from transformers import AutoTokenizer as Tokenizer
         return Tokenizer.from_pretrained(str(self.directory), local_files_only=True)
+
+    @functools.cached_property
+    def token_classes(self) -> TokenClasses:
+        """Special tokens and punctuation of the tokenizer; ValueError if there is none."""
+        return token_classes(self.tokenizer)
 
     def logits(self, tokens: ArrayLike, lengths: ArrayLike | None = None) -> Float[Array, "b t vocab"]:
         """Next-token logits of every position, with plain causal attention over everything before it.

@@ -6,6 +6,7 @@ from typing import Any
 
 from kvjax.policies.base import Policy
 from kvjax.policies.baseline_plus import BaselinePlus
+from kvjax.policies.fastgen import FastGen
 from kvjax.policies.full import Full
 from kvjax.policies.h2o import H2O
 from kvjax.policies.keyformer import Keyformer
@@ -37,6 +38,7 @@ REGISTRY: dict[str, type[Policy]] = {
     "l2": L2,
     "lsh_e": LSHE,
     "topk_oracle": TopKOracle,
+    "fastgen": FastGen,
     "less": Less,
     "baseline_plus": BaselinePlus,
 }

@@ -139,6 +139,30 @@ class Policy(abc.ABC):
     shrinks: ClassVar[bool] = False
     """Whether `allowed` may fall while tokens are generated."""
 
+    pages: ClassVar[bool] = False
+    """Whether heads may have budgets of their own: `score` and `observe` then see a head's slots in parts."""
+    decides_slots: ClassVar[bool] = False
+    """Whether `commit` finds out how many slots each head gets, in `limit`; there is no budget then."""
+    ends: ClassVar[bool] = False
+    """Whether the slots suffice for `max_new_tokens` only; logits beyond are NaN."""
+    normalises: ClassVar[bool] = False
+    """Whether, for heads with budgets of their own, `gather` reads the shares of `share` in place of `observe`."""
+
+    def share(self, cache: LayerCache, probs: Float[Array, "b h g t c"], new: NewTokens) -> Float[Array, "b h g t c"]:
+        """Attention as the policy weighs it, for kvjax to normalise over all slots of a head."""
+        return probs
+
+    def gather(self, cache: LayerCache, shares: Float[Array, "b h g t c"], new: NewTokens) -> LayerCache:
+        """`observe`, given normalised shares instead of probabilities."""
+        return self.observe(cache, shares, new)
+
+    def competing(self, cache: LayerCache, new: NewTokens) -> Int[Array, "b h"] | None:
+        """How many tokens a head may hold for their score alone, in policies that decide slots; None for no limit.
+
+        Scores of `kvjax.cache.last_resort` and above do not compete: such tokens leave when nothing else can.
+        """
+        return None
+
     def allowed(self, limit: Int[Array, "b h"], read: Int[Array, " b"]) -> Int[Array, "b h"]:
         """Slots that heads with a budget of `limit` may use when `read` tokens have been read."""
         return limit

@@ -22,6 +22,7 @@ class H2O(Policy):
     """
 
     needs_probs = True
+    pages = True
     paper = "H2O, Zhang et al. 2023, Algorithm 1"
 
     recent: int | float = setting(0.5)

@@ -32,6 +32,7 @@ class Keyformer(Policy):
     """
 
     needs_probs = True
+    normalises = True
     paper = "Keyformer, arXiv 2403.09054, equations 9 and 10, Algorithm 1"
 
     noise: str = setting("gumbel")
@@ -49,6 +50,11 @@ class Keyformer(Policy):
         check(self.tau_init > 0, "tau_init", self.tau_init, "a temperature above 0")
         check(self.tau_end > 0, "tau_end", self.tau_end, "a temperature above 0")
         check(0 < self.damping <= 1, "damping", self.damping, "a factor in (0, 1]")
+
+    @property
+    def pages(self):
+        """Heads may have budgets of their own, unless layers share scores."""
+        return not self.shared
 
     @property
     def couples_layers(self):
@@ -71,25 +77,42 @@ class Keyformer(Policy):
         return cache.replace(stats=kept * cache.stats + added)
 
     def _added(self, cache, probs, new, weight):
-        flat, in_prompt = self.noise in ("none", "constant"), new.q.shape[-2] > 1
+        flat = self.noise in ("none", "constant")
         if flat and self.tau_init == self.tau_end == self.damping == 1:
             return probs.sum((2, 3))
+        probs, factor = self._shares(cache, probs, new)
+        # p^(1/tau) e^(zeta/tau), normalised and summed, as two contractions that never exist per query and key.
+        total = jnp.einsum("bhgtc,bhc->bhgt", probs, factor)
+        share = jnp.where(total > 0, weight[:, None, None], 0.0) / jnp.where(total > 0, total, 1.0)
+        return factor * jnp.einsum("bhgtc,bhgt->bhc", probs, share)
+
+    def share(self, cache, probs, new):
+        """The numerators of equation 9."""
+        probs, factor = self._shares(cache, probs, new)
+        return probs * factor[:, :, None, None]
+
+    def gather(self, cache, shares, new):
+        """Equation 9, given its fractions."""
+        weight, kept = self._damping(new)
+        added = jnp.einsum("bhgtc,bt->bhc", shares, weight.astype(shares.dtype))
+        return cache.replace(stats=kept.astype(shares.dtype)[:, None, None] * cache.stats + added)
+
+    def _shares(self, cache, probs, new):
+        # What belongs to a query and a key, and what to a key alone: equation 9's numerators are their product.
+        flat, in_prompt = self.noise in ("none", "constant"), new.q.shape[-2] > 1
         tau = self.temperature(new).astype(probs.dtype)
         if not (in_prompt and self.tau_init == 1):
             probs = jnp.where(probs > 0, jnp.power(probs, 1 / tau[:, None, None, :, None]), 0.0)
-        # p^(1/tau) e^(zeta/tau), normalised and summed, as two contractions that never exist per query and key.
         factor = jnp.ones(cache.position.shape, probs.dtype)
         if not flat:
             query = new.position if self.fresh_noise else None
-            uniform = noise.uniform_at(new.seed, new.layer, cache.position, query).astype(probs.dtype)
+            uniform = noise.uniform_at(new.seed, new.layer, cache.position, query, new.head).astype(probs.dtype)
             drawn = {"gumbel": noise.gumbel, "gaussian": noise.gaussian}[self.noise](uniform)
             if self.fresh_noise:
                 probs = probs * jnp.exp(drawn / tau[:, None, :, None])[:, :, None]
             else:
                 factor = jnp.exp(drawn / (self.tau_init if in_prompt else tau[:, :, None]))
-        total = jnp.einsum("bhgtc,bhc->bhgt", probs, factor)
-        share = jnp.where(total > 0, weight[:, None, None], 0.0) / jnp.where(total > 0, total, 1.0)
-        return factor * jnp.einsum("bhgtc,bhgt->bhc", probs, share)
+        return probs, factor
 
     def temperature(self, new):
         """Equation 10 for each token read [b t]."""

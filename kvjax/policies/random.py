@@ -17,6 +17,7 @@ class Random(Policy):
         recent: newest tokens that stay, so that the sentence being written is not torn.
     """
 
+    pages = True
     paper = "control"
 
     recent: int | float = setting(0)

@@ -32,6 +32,7 @@ class SnapKV(Policy):
     """
 
     needs_probs = True
+    pages = True
     paper = "SnapKV, Li et al. 2024, Listing 1"
 
     recent: int | float = setting(32)

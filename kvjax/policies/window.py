@@ -13,6 +13,7 @@ from kvjax.types import setting
 class Window(Policy):
     """The most recent tokens: the oldest leaves first (Longformer's sliding window as a cache)."""
 
+    pages = True
     paper = "Beltagy et al. 2020, section 3.1"
 
     def score(self, cache, new):

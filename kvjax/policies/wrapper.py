@@ -36,6 +36,8 @@ class Wrapper(Policy):
     shrinks: ClassVar = _of_base("shrinks")
     extra_slots: ClassVar = _of_base("extra_slots")
     offloads: ClassVar = _of_base("offloads")
+    decides_slots: ClassVar = _of_base("decides_slots")
+    ends: ClassVar = _of_base("ends")
 
     base: Policy
 
