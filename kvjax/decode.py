@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -328,12 +328,13 @@ def plan_slots(
         ValueError: the budget is not positive, does not match the layers or does not fit the policy's protections.
     """
     rows, total = len(lengths), lengths + max_new_tokens
+    one = isinstance(budget, (int, float, np.integer, np.floating))
+    per_row = _slots_per_row(budget, total) if one else total
     if not policy.evicts:
         limits = np.broadcast_to(total, (config.layers, rows))
         capacity = round_slots(bucket(width) + max_new_tokens)
         return [np.repeat(limit[:, None], config.kv_heads, 1) for limit in limits], (capacity,) * config.layers
-    if isinstance(budget, (int, float, np.integer, np.floating)):
-        per_row = _slots_per_row(budget, total)
+    if one:
         plan = policy.default_plan() if plan is None else plan
         limits = np.stack([plan.budgets(int(slots), config.layers) for slots in per_row], axis=1)
     else:

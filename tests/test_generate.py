@@ -88,6 +88,7 @@ def test_json_and_cache_map(tmp_path):
         (["--policy", "nope"], "no policy 'nope'"),
         (["--policy", "h2o", "--set", "foo=1"], "no setting 'foo'"),
         (["--policy", "h2o", "--budget", "0"], "budget=0"),
+        (["--policy", "full", "--budget", "0"], "budget=0"),
         (["--policy", "h2o", "--budget", "-3"], "budget=-3"),
         (["--policy", "h2o", "--budget", "much"], "budget='much'"),
         (["--policy", "streaming", "--budget", "3"], "sinks + recent"),
