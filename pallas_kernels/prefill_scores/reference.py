@@ -14,7 +14,7 @@ ROWS = {"cpu": 2048}
 """Query rows, over all heads, that attend at once and whose weights are held until their sums are known: linear memory,
 and on a CPU near the cores."""
 
-MANY_ROWS = 32768
+MANY_ROWS = 8192
 """The same where there is an accelerator to fill; never measured on one."""
 
 KEY_BLOCK = 256

@@ -1,0 +1,57 @@
+"""Kernels compile for accelerators that are not there: every chip's TPU compiler, and lowering to CUDA."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from pallas_kernels import aot
+from pallas_kernels.common import Unsupported
+
+VARIABLE = "KVJAX_TPU_PYTHON"
+"""Names the Python of an environment with `jax[tpu]`."""
+
+PROGRAMS = list(aot.programs())
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    VARIABLE not in os.environ, reason=f"{VARIABLE} names no Python that has jax[tpu]; .ci/run makes one"
+)
+@pytest.mark.parametrize("chip", aot.CHIPS)
+def test_every_kernel_compiles_for_tpu(chip, tmp_path):
+    file = tmp_path / "rows.json"
+    words = ["-W", "ignore", "-m", "pallas_kernels.aot", "--chips", chip, "--implementations", "pallas"]
+    root = Path(__file__).parent.parent
+    command = [os.environ[VARIABLE], *words, "--json", str(file), "--output", str(tmp_path / "table.md")]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    rows = json.loads(file.read_text())["rows"]
+    assert {row["op"] for row in rows} == {program.op for program in PROGRAMS}
+    in_place = [row for row in rows if any(p.label == row["size"] and p.donated for p in PROGRAMS)]
+    assert all(row["alias"] > 0 for row in in_place), "a donated cache was copied"
+    assert f"| {chip} |" in (tmp_path / "table.md").read_text()
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=str)
+def test_what_a_gpu_runs_lowers_to_cuda(program):
+    assert "stablehlo" in program.lower("auto", "cuda").as_text()
+
+
+@pytest.mark.parametrize("program", [p for p in PROGRAMS if "pallas" in p.implementations], ids=str)
+def test_gpu_kernels_lower_to_cuda_or_say_why_not(program):
+    try:
+        lowered = program.lower("pallas", "cuda").as_text()
+    except Unsupported as refusal:
+        assert "cannot run as 'pallas'" in str(refusal)
+    else:
+        assert "triton" in lowered
+
+
+def test_an_unknown_chip_is_one_sentence(capsys):
+    assert aot.main(["--chips", "v1"]) == 2
+    assert "v1 is not one of v4, v5e, v5p, v6e" in capsys.readouterr().err
