@@ -8,10 +8,14 @@ import functools
 import random
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from kvjax.tiny.tokenizer import ASSISTANT, END, SPECIAL, USER, load_tokenizer, read_prepared
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 FORMS = ("pair", "sentence", "question", "list", "phrase", "chat")
 _NUMBERS = ("secret number", "lucky number", "magic number", "room number")
@@ -77,13 +81,24 @@ class Lessons:
         described, arrays = read_prepared(directory)
         if len(shares) != len(described["train"]):
             raise ValueError(f"{len(shares)} shares for {len(described['train'])} training texts: give one for each.")
-        self.tokenizer = load_tokenizer(directory)
         self.texts = [arrays[name] for name in described["train"]]
         self.shares = list(shares)
-        vocabulary = self.tokenizer.get_vocab()
+        self._learn_vocabulary(load_tokenizer(directory))
+        self.starts = [np.concatenate([[0], np.flatnonzero(text == self.end) + 1]) for text in self.texts]
+
+    @classmethod
+    def questions(cls, directory: Path) -> Lessons:
+        """Lessons without texts, which make facts but no batches, from a directory with a tokenizer."""
+        made = cls.__new__(cls)
+        made.texts, made.shares, made.starts = [], [], []
+        made._learn_vocabulary(load_tokenizer(directory))
+        return made
+
+    def _learn_vocabulary(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+        vocabulary = tokenizer.get_vocab()
         special = {vocabulary[token] for token in SPECIAL}
         self.end = vocabulary[END]
-        self.starts = [np.concatenate([[0], np.flatnonzero(text == self.end) + 1]) for text in self.texts]
         self.copyable = [i for i in sorted(vocabulary.values()) if i not in special]
         random.Random(0).shuffle(self.copyable)
         words = [token[1:] for token in sorted(vocabulary) if token[0] == "Ġ" and token[1:].isalpha()]

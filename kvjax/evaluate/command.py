@@ -1,0 +1,51 @@
+"""The command line of all reports: `python -m kvjax.evaluate REPORT`."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import os
+import sys
+from pathlib import Path
+
+REPORTS = {
+    "less": ("kvjax.evaluate.less", "what LESS recovers of what eviction loses"),
+    "fastgen": ("kvjax.evaluate.fastgen", "what FastGen keeps, and what it costs"),
+}
+"""Modules with `add_arguments(parser)` and `run(options)`; one that is not there is not offered."""
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line: arguments that all reports share, and each report's own."""
+    made = argparse.ArgumentParser(prog="kvjax evaluate", description=__doc__, allow_abbrev=False)
+    reports = made.add_subparsers(dest="report", required=True, metavar="REPORT")
+    for name, (module, summary) in REPORTS.items():
+        if importlib.util.find_spec(module) is None:
+            continue
+        report = reports.add_parser(name, help=summary, description=summary, allow_abbrev=False)
+        report.add_argument("--model", default="tiny", help="tiny, a directory or a hub id")
+        report.add_argument("--text", nargs="+", type=Path, required=True, metavar="FILE", help="held-out texts")
+        report.add_argument("--out", type=Path, default=Path("docs/results"), help="directory of the report")
+        report.add_argument("--rows", type=int, default=16, help="passages of each text")
+        report.add_argument("--length", type=int, default=1024, help="tokens of each passage")
+        report.add_argument("--redo", action="store_true", help="measure again what is on disk")
+        importlib.import_module(module).add_arguments(report)
+    return made
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command line; returns its exit code."""
+    from kvjax.generate import use_compilation_cache
+
+    options = parser().parse_args(argv)
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # tokenizers need no torch
+    use_compilation_cache()
+    try:
+        importlib.import_module(REPORTS[options.report][0]).run(options)
+    except (ValueError, OSError) as error:
+        print(f"kvjax evaluate: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    return 0

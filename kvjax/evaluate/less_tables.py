@@ -1,0 +1,255 @@
+"""Perplexities of LESS, of its base policies and of what the same bytes buy elsewhere: claims 1 to 4 and 6."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from kvjax import policies
+from kvjax.evaluate.kernels import LENT, Kernels, Shelf, matches
+from kvjax.evaluate.report import Claim, Point, new_figure, paired, plot_quality, save_figure, table
+from kvjax.evaluate.runs import Run, Runs
+
+GAP = 0.2
+"""Share of the gap between baseline and full that LESS should close where the budgets match."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Section:
+    """One piece of the report.
+
+    Args:
+        title: its heading.
+        claims: what should show.
+        body: tables and figures, Markdown.
+    """
+
+    title: str
+    claims: list[Claim]
+    body: str
+
+
+@dataclasses.dataclass
+class Less:
+    """The report's measurements by what they are called in it.
+
+    Args:
+        runs: that make them.
+        shelf: the kernels.
+        budgets: slots of the table, by their share of the context.
+    """
+
+    runs: Runs
+    shelf: Shelf
+    budgets: dict[str, int]
+
+    def full(self) -> Run | None:
+        return self.runs.run("full", policies.policy("full"), 1)
+
+    def baseline(self, base: str, slots: int) -> Run | None:
+        return self.runs.run(base, self.shelf.base(base), slots)
+
+    def plus(self, base: str, slots: int, features: int | None = None) -> Run | None:
+        # What `baseline_plus` is, and the same compiled program as the baseline.
+        return self.baseline(base, slots + (self.shelf.features if features is None else features) // 2)
+
+    def performer(self, base: str, slots: int) -> Run | None:
+        policy = policies.policy("less", base=self.shelf.base(base), kernels="performer", features=self.shelf.features)
+        return self.runs.run(f"{base} performer", policy, slots)
+
+    def less(self, kernels: Kernels | None, base: str, slots: int) -> Run | None:
+        if kernels is None:
+            return None
+        policy = kernels.over(self.shelf.base(base))
+        return self.runs.run(f"less {kernels.name} on {base}", policy, slots, kernels=kernels.digest)
+
+    def figure(self, name: str, figure) -> str:
+        file = self.runs.directory / "less" / f"{name}.png"
+        save_figure(figure, file)
+        return f"\n![{name}](less/{name}.png)\n"
+
+
+def closed(less: float, baseline: float, full: float) -> float:
+    """Share of the gap between baseline and full that is gone; negative where it has grown."""
+    return (baseline - less) / (baseline - full)
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f}%"
+
+
+def _differs(better: Run, worse: Run, text: str) -> tuple[bool, str]:
+    mean, error = paired(worse.rows(text), better.rows(text))
+    return mean > 2 * error, f"{mean:+.4f} ± {error:.4f} nats"
+
+
+def perplexities(less: Less) -> Section:
+    """Claim 1, Table 2."""
+    claims, body, full = [], "", less.full()
+    for text in less.runs.texts:
+        rows: list[list[str | float | None]] = []
+        named: dict[str, dict[int, Run | None]] = {
+            "full": dict.fromkeys(less.budgets.values(), full),
+            "baseline (h2o)": {s: less.baseline("h2o", s) for s in less.budgets.values()},
+            f"baseline+ ({less.shelf.features // 2} more slots)": {
+                s: less.plus("h2o", s) for s in less.budgets.values()
+            },
+            "performer": {s: less.performer("h2o", s) for s in less.budgets.values()},
+        }
+        for kernels in less.shelf.of("h2o"):
+            named[f"LESS ({kernels.name})"] = {s: less.less(kernels, "h2o", s) for s in less.budgets.values()}
+        for label, by_slots in named.items():
+            row: list[str | float | None] = [label]
+            for slots, run in by_slots.items():
+                base = named["baseline (h2o)"][slots]
+                if run is None or base is None or full is None:
+                    row += [None, None, None]
+                    continue
+                gap = (
+                    None if run in (base, full) else _percent(closed(run.nats(text), base.nats(text), full.nats(text)))
+                )
+                row += [run.nats(text), run.nats(text, slots), gap]
+            rows.append(row)
+        headings = [f"{h} {share}" for share in less.budgets for h in ("nats", "beyond", "gap closed")]
+        body += f"\n**{text}**\n\n" + table([f"{text}", *headings], rows)
+        claims += _shape(less, text, full)
+    body += "\n" + _perplexity_figure(less, full)
+    body += (
+        "\n`nats`: per token, mean over all predictions. `beyond`: only over those made after more tokens had been "
+        "read than there are slots. `gap closed`: share of the distance from baseline to full.\n"
+    )
+    return Section("1. Perplexity at equal budgets (Table 2)", claims, body)
+
+
+def _shape(less: Less, text: str, full: Run | None) -> list[Claim]:
+    claims = []
+    for share, slots in less.budgets.items():
+        base, plus, kernels = less.baseline("h2o", slots), less.plus("h2o", slots), less.shelf.nearest("h2o", slots)
+        ours = less.less(kernels, "h2o", slots)
+        what = f"{text}, {share}: full < LESS < baseline+ ≤ baseline"
+        wanted = f"LESS closes at least {_percent(GAP)} of the gap at its training budget"
+        if kernels is None or ours is None or base is None or plus is None or full is None:
+            claims.append(Claim(what, None))
+            continue
+        f, o, p, b = (run.nats(text) for run in (full, ours, plus, base))
+        trained = "" if matches(kernels, slots) else f", trained at {kernels.slots} slots"
+        claims.append(Claim(what, f < o < p <= b, f"{f:.4f}, {o:.4f} ({kernels.name}{trained}), {p:.4f}, {b:.4f}"))
+        if matches(kernels, slots):
+            part = closed(o, b, f)
+            claims.append(Claim(f"{text}, {share}: {wanted}", part >= GAP, f"{_percent(part)} ({kernels.name})"))
+    return claims
+
+
+def _perplexity_figure(less: Less, full: Run | None) -> str:
+    if full is None:
+        return ""
+    figure, axes = new_figure(len(less.runs.texts))
+    for text, axis in zip(less.runs.texts, axes, strict=True):
+        found: list[tuple[str, Run | None]] = []
+        for slots in less.budgets.values():
+            found += [("baseline", less.baseline("h2o", slots)), ("baseline+", less.plus("h2o", slots))]
+            found += [(f"LESS ({k.name})", less.less(k, "h2o", slots)) for k in less.shelf.of("h2o")]
+        points = [Point(label, run.share, run.nats(text)) for label, run in found if run is not None]
+        plot_quality(axis, points, full.nats(text), "nats per token")
+        axis.set_title(text)
+    return less.figure("perplexity", figure)
+
+
+def performer(less: Less) -> Section:
+    """Claim 2."""
+    claims = []
+    for text in less.runs.texts:
+        for share, slots in less.budgets.items():
+            base, random, kernels = (
+                less.baseline("h2o", slots),
+                less.performer("h2o", slots),
+                less.shelf.nearest("h2o", slots),
+            )
+            ours = less.less(kernels, "h2o", slots)
+            what = f"{text}, {share}: random features do not help, learned kernels do"
+            if base is None or random is None or ours is None:
+                claims.append(Claim(what, None))
+                continue
+            (helps, by), (learned, by_learned) = _differs(random, base, text), _differs(ours, base, text)
+            claims.append(Claim(what, learned and not helps, f"performer {by}, learned {by_learned} below baseline"))
+    note = "\nTo help is to be below the baseline by more than two standard errors of the difference over passages.\n"
+    return Section("2. Untrained kernels (performer)", claims, note)
+
+
+def transfer(less: Less) -> Section:
+    """Claim 3: kernels at larger budgets than their own, up to twice the largest of the table."""
+    claims, rows, full = [], [], less.full()
+    largest = max(less.budgets.values())
+    budgets = less.budgets | {f"{2 * largest} slots": 2 * largest}
+    for text in less.runs.texts:
+        for kernels in less.shelf.of("h2o"):
+            for share, slots in budgets.items():
+                if slots <= 1.1 * kernels.slots:
+                    continue
+                base, plus, ours = (
+                    less.baseline("h2o", slots),
+                    less.plus("h2o", slots),
+                    less.less(kernels, "h2o", slots),
+                )
+                what = f"{text}: {kernels.name}, trained at {kernels.slots} slots, helps at {share}"
+                if base is None or plus is None or ours is None or full is None:
+                    claims.append(Claim(what, None))
+                    continue
+                helps, by = _differs(ours, base, text)
+                claims.append(Claim(what, helps, f"{by} below baseline"))
+                gap = _percent(closed(ours.nats(text), base.nats(text), full.nats(text)))
+                rows.append([text, kernels.name, share, *(r.nats(text) for r in (full, ours, plus, base)), gap])
+    headings = ["text", "kernels", "budget", "full", "LESS", "baseline+", "baseline", "gap closed"]
+    return Section("3. Kernels at larger budgets than they were trained at", claims, "\n" + table(headings, rows))
+
+
+def bases(less: Less) -> Section:
+    """Claim 4, Tables 3 and 7, at the largest budget of the table."""
+    claims, rows, full = [], [], less.full()
+    share, slots = max(less.budgets.items(), key=lambda item: item[1])
+    for base in ("h2o", "streaming", "lambda_mask", "tova", "keyformer"):
+        bare, plus, kernels = less.baseline(base, slots), less.plus(base, slots), less.shelf.nearest(base, slots)
+        ours = less.less(kernels, base, slots)
+        for text in less.runs.texts:
+            what = f"{text}, {share}: LESS improves {base} more than its slots would"
+            if kernels is None or ours is None or bare is None or plus is None or full is None:
+                claims.append(Claim(what, None))
+                continue
+            lent = "" if kernels.settings.policy == base else f", lent by {kernels.settings.policy}"
+            f, o, p, b = (run.nats(text) for run in (full, ours, plus, bare))
+            claims.append(Claim(what, o < p and o < b, f"LESS {o:.4f}, baseline+ {p:.4f}, baseline {b:.4f}"))
+            rows.append([text, base, kernels.name + lent, f, o, p, b, _percent(closed(o, b, f))])
+    headings = ["text", "base", "kernels", "full", "LESS", "baseline+", "baseline", "gap closed"]
+    lent = ", ".join(f"{base} by {lender}" for base, lender in LENT.items())
+    note = f"\nKernels are lent where a policy has none of its own: {lent}.\n"
+    return Section("4. Other policies (Tables 3 and 7)", claims, "\n" + table(headings, rows) + note)
+
+
+def features(less: Less) -> Section:
+    """Claim 6, Figure 7, at the budget at which kernels of most sizes were trained."""
+    full, of_h2o = less.full(), [k for k in less.shelf.kernels if k.settings.policy == "h2o"]
+    sizes = {k.slots: {x.features for x in of_h2o if matches(x, k.slots)} for k in of_h2o}
+    title = "6. More features against more slots (Figure 7)"
+    if full is None or not sizes or max(map(len, sizes.values())) < 2:
+        body = "\nNeeds checkpoints of other `--features` than these, trained at one budget.\n"
+        return Section(title, [Claim("more features help more than the same bytes of slots", None)], body)
+    trained = max(sizes, key=lambda slots: (len(sizes[slots]), slots))
+    slots = min(less.budgets.values(), key=lambda s: abs(s - trained))
+    claims, rows, points = [], [], {text: [] for text in less.runs.texts}
+    for text in less.runs.texts:
+        for r in sorted(sizes[trained]):
+            kernels = less.shelf.nearest("h2o", trained, r)
+            ours, plus = less.less(kernels, "h2o", slots), less.plus("h2o", slots, r)
+            what = f"{text}, {slots} slots: R = {r} helps more than {r // 2} slots"
+            if kernels is None or ours is None or plus is None:
+                claims.append(Claim(what, None))
+                continue
+            o, p = ours.nats(text), plus.nats(text)
+            claims.append(Claim(what, o < p, f"{o:.4f}, {p:.4f}"))
+            rows.append([text, r, kernels.name, o, p, p - o, _percent(ours.share), _percent(plus.share)])
+            points[text] += [Point("LESS", ours.share, o), Point("baseline+", plus.share, p)]
+    headings = ["text", "R", "kernels", "LESS", "baseline+", "difference", "bytes LESS", "bytes baseline+"]
+    figure, axes = new_figure(len(less.runs.texts))
+    for (text, found), axis in zip(points.items(), axes, strict=True):
+        plot_quality(axis, found, None, "nats per token")
+        axis.set_title(text)
+    return Section(title, claims, "\n" + table(headings, rows) + less.figure("features", figure))

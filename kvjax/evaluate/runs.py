@@ -1,0 +1,136 @@
+"""Perplexity runs that reports share: each made once, kept on disk, compared row by row."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvjax import policies
+from kvjax.evaluate.perplexity import perplexity
+from kvjax.evaluate.report import Store
+from kvjax.evaluate.texts import Passages
+from kvjax.less.checkpoint import fingerprint
+from kvjax.models import Model
+from kvjax.policies.base import Policy
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """One policy at one budget.
+
+    Args:
+        result: as it is stored.
+        passages: what was read.
+    """
+
+    result: dict[str, Any]
+    passages: Passages
+
+    def rows(self, text: str, beyond: int = 0) -> list[float]:
+        """Mean nats per token of each passage of a text; over the predictions beyond so many slots if given."""
+        rows = self.result["beyond"][str(beyond)] if beyond else self.result["rows"]
+        return rows[self.passages.rows[text]]
+
+    def nats(self, text: str, beyond: int = 0) -> float:
+        """Mean nats per token of a text."""
+        return float(np.mean(self.rows(text, beyond)))
+
+    def per_byte(self, text: str) -> float:
+        """Nats per byte of a text."""
+        where, predicted = self.passages.rows[text], self.passages.tokens.shape[1] - 1
+        return float(np.sum(self.result["rows"][where]) * predicted / np.sum(self.passages.bytes[where]))
+
+    @property
+    def share(self) -> float:
+        """Bytes of the cache over those of a full one."""
+        return self.result["cache_bytes"] / self.result["full_cache_bytes"]
+
+
+@dataclasses.dataclass
+class Runs:
+    """Makes runs of one model on the same passages.
+
+    Args:
+        model: that reads.
+        passages: what it reads.
+        store: where runs are kept.
+        beyond: budgets beyond which means are taken, too.
+        directory: where figures go.
+    """
+
+    model: Model
+    passages: Passages
+    store: Store
+    beyond: tuple[int, ...]
+    directory: Path
+    measuring: bool = True
+
+    @property
+    def texts(self) -> list[str]:
+        """Names of the texts."""
+        return list(self.passages.rows)
+
+    @contextlib.contextmanager
+    def only_stored(self, only: bool) -> Iterator[None]:
+        """Inside, runs that are not on disk are None instead of being made, if `only`."""
+        before, self.measuring = self.measuring, self.measuring and not only
+        try:
+            yield
+        finally:
+            self.measuring = before
+
+    def settings(self, **more: Any) -> dict[str, Any]:
+        """What every measurement depends on, and more."""
+        made = {"model": self.model.name, "fingerprint": fingerprint(self.model), "texts": self.passages.digest}
+        return made | {"dtype": str(self.model.weights.embedding.dtype)} | more
+
+    def keep(self, name: str, settings: dict[str, Any], make: Any) -> Any | None:
+        """A measurement: from disk, or made now unless only stored ones are wanted."""
+        if not self.measuring:
+            return self.store.stored(name, settings)
+        return self.store.measure(name, settings, make)
+
+    def run(self, label: str, policy: Policy, slots: int, **identity: Any) -> Run | None:
+        """A policy at a budget on all passages.
+
+        Args:
+            label: unique among policies.
+            policy: which tokens stay.
+            slots: per head; whatever for a policy that evicts nothing.
+            identity: what else the run depends on, such as a digest of kernels.
+        """
+        described = {"policy": describe(policy), "slots": slots, "beyond": list(self.beyond), **identity}
+        made = self.keep(
+            f"perplexity: {label}, {slots} slots", self.settings(**described), lambda: self._make(policy, slots)
+        )
+        return None if made is None else Run(made, self.passages)
+
+    def _make(self, policy: Policy, slots: int) -> dict[str, Any]:
+        streamed = perplexity(self.model, policy, self.passages.tokens, slots)
+        return {
+            "rows": _rounded(streamed.rows()),
+            "beyond": {str(slots): _rounded(streamed.rows(slots)) for slots in self.beyond},
+            "cache_bytes": streamed.cache_bytes,
+            "full_cache_bytes": streamed.full_cache_bytes,
+        }
+
+
+def describe(policy: Policy) -> dict[str, Any]:
+    """A policy's name and settings, the base's inside, fit for JSON."""
+    made: dict[str, Any] = {"name": policies.name_of(policy)}
+    for field in dataclasses.fields(policy):  # type: ignore[arg-type]
+        value = getattr(policy, field.name)
+        if isinstance(value, Policy):
+            made[field.name] = describe(value)
+        elif not field.metadata.get("pytree_node", True) and isinstance(value, (int, float, str, tuple, list)):
+            made[field.name] = list(value) if isinstance(value, tuple) else value
+    return made
+
+
+def _rounded(values: Any) -> list[float]:
+    return [round(float(value), 6) for value in values]

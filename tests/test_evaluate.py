@@ -1,0 +1,248 @@
+"""Perplexity, recall and fidelity against what they must be where that is known, and reports that resume."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax import evaluate
+from kvjax.attention import causal_mask
+from kvjax.evaluate import report
+from kvjax.evaluate.fidelity import hellinger
+from kvjax.evaluate.kernels import even_slots, open_shelf
+from kvjax.evaluate.report import Claim, Point, Store
+from kvjax.evaluate.texts import passages
+from kvjax.less import checkpoint, init_kernels, lowrank_oracle
+from tests.models import GQA, random_model
+from tests.test_less import kernels_for
+
+TEXT = "Once upon a time there was a fox who told a story.\nThe story was long, and nobody knew its end.\n" * 40
+
+
+def ids(rows: int = 2, length: int = 40) -> np.ndarray:
+    return np.random.default_rng(0).integers(0, 64, (rows, length))
+
+
+@pytest.mark.parametrize(("policy", "prefix"), [("full", 1), ("h2o", 1), ("h2o", 7)])
+def test_perplexity_of_a_full_budget_is_that_of_the_forward_pass(policy: str, prefix: int) -> None:
+    model, tokens = random_model(GQA), ids()
+    likelihood = jax.nn.log_softmax(model.logits(tokens)[:, :-1])
+    expected = -np.take_along_axis(np.asarray(likelihood), tokens[:, 1:, None], -1)[..., 0][:, prefix - 1 :]
+    made = evaluate.perplexity(model, policy, tokens, 1.0, prefix=prefix)
+    np.testing.assert_allclose(made.nats, expected, atol=2e-5)
+    assert made.nats_per_token() == pytest.approx(expected.mean(), abs=1e-5)
+    assert made.rows(20).tolist() == pytest.approx(expected[:, 21 - prefix :].mean(1).tolist(), abs=1e-5)
+    assert made.nats_per_byte(np.array([80, 120])) == pytest.approx(expected.sum() / 200, rel=1e-5)
+
+
+def test_perplexity_is_what_prefill_and_decode_steps_say() -> None:
+    model, tokens = random_model(GQA), ids()
+    policy = kvjax.policy("less", kernels=kernels_for(GQA))
+    state, logits = kvjax.prefill(model, policy, tokens[:, :1], 16, max_new_tokens=39, prefill_chunk=1)
+    nats = []
+    for token in jnp.asarray(tokens[:, 1:], jnp.int32).T:
+        nats.append(-jax.nn.log_softmax(logits)[jnp.arange(2), token])
+        state, logits = kvjax.decode_step(state, token)
+    made = evaluate.perplexity(model, policy, tokens, 16)
+    np.testing.assert_allclose(made.nats.T, nats, atol=2e-5)
+    assert made.cache_bytes == kvjax.cache_bytes(state) and made.full_cache_bytes == kvjax.full_cache_bytes(state)
+
+
+@pytest.mark.parametrize(
+    ("policy", "settings", "message"),
+    [
+        ("h2o", {"prefix": 40}, "prefix of 40"),
+        ("h2o", {"plan": "nothing"}, "no plan"),
+        ("keyformer", {"plan": "adakv"}, "prompt"),
+    ],
+)
+def test_perplexity_refuses_in_one_sentence(policy: str, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        evaluate.perplexity(random_model(GQA), policy, ids(), 36, **settings)
+    with pytest.raises(ValueError, match="beyond 39"):
+        evaluate.Streamed(np.zeros((2, 39)), 1, 0, 0).rows(39)
+
+
+def test_hellinger() -> None:
+    p, q = np.array([[0.5, 0.5, 0.0], [1.0, 0.0, 0.0]]), np.array([[0.5, 0.5, 0.0], [0.0, 0.5, 0.5]])
+    np.testing.assert_allclose(hellinger(jnp.asarray(p), jnp.asarray(q)), [0.0, 1.0], atol=1e-6)
+
+
+def test_fidelity_is_zero_until_something_is_evicted() -> None:
+    model, tokens = random_model(GQA), ids()
+    assert evaluate.fidelity(model, "h2o", tokens, 40).max() < 1e-3
+    apart = evaluate.fidelity(model, "h2o", tokens, 16)
+    assert apart.shape == (2, 40, GQA.layers) and apart[:, :16].max() < 1e-3 and apart[:, 17:].min() > 0.01
+    with pytest.raises(ValueError, match="positions=original"):
+        evaluate.fidelity(model, "streaming", tokens, 16)
+
+
+def test_fidelity_gives_evicted_tokens_their_share_of_equation_3() -> None:
+    """The first layer's rows of a window, whose evicted tokens are known without a cache."""
+    model, tokens, budget = random_model(GQA), ids(), 16
+    policy = kvjax.policy("less", base="window", kernels=kernels_for(GQA)).bind(model)
+    seen = {}
+
+    def top_k(q, k, v, position, keep, config):
+        seen.setdefault("qk", (q, k))
+        return original(q, k, v, position, keep, config)
+
+    original, lowrank_oracle.top_k = lowrank_oracle.top_k, top_k
+    try:
+        lowrank_oracle.logits(model.weights, GQA, jnp.asarray(tokens), keep=40)
+    finally:
+        lowrank_oracle.top_k = original
+    q, k = seen["qk"]
+    position = jnp.broadcast_to(jnp.arange(40), (2, 40))
+    weights = jnp.exp(jnp.einsum("bhgtd,bhsd->bhgts", q, k) / np.sqrt(GQA.head_width))
+    weights = jnp.where(causal_mask(position, position[:, None], None)[:, :, None], weights, 0.0)
+    evicted = jnp.arange(40) <= jnp.arange(40)[:, None] - budget
+    features = jnp.einsum("bhgtr,bhsr->bhgts", policy.phi(0, q), policy.psi(0, k))
+    ours = jnp.where(evicted, features, weights)
+    rows = [x / x.sum(-1, keepdims=True) for x in (weights, ours)]
+    expected = hellinger(*rows).mean((1, 2))
+    found = evaluate.fidelity(model, policy, tokens, budget)[..., 0]
+    np.testing.assert_allclose(found, expected, atol=1e-3)
+    assert np.asarray(expected)[:, budget:].min() > 0.01
+
+
+@pytest.fixture(scope="module")
+def tiny() -> kvjax.Model:
+    return kvjax.load("tiny", dtype="float32")
+
+
+def test_recall(tiny: kvjax.Model) -> None:
+    text = np.asarray(tiny.tokenizer(TEXT)["input_ids"])
+    settings: dict[str, Any] = dict(text=text, forms=("pair",), cases=4)
+    assert evaluate.recall(tiny, "full", 1.0, 50, **settings).share["pair"] > 0.5
+    forgetful = evaluate.recall(tiny, "window", 8, 50, **settings)
+    assert forgetful.mean == 0.0 and forgetful.cache_bytes < forgetful.full_cache_bytes
+    wrong: dict[str, Any]
+    for wrong, message in (({"forms": ("poem",)}, "poem"), ({"length": 10**6}, "length=1000000")):
+        with pytest.raises(ValueError, match=message):
+            evaluate.recall(tiny, "full", **(settings | wrong))
+
+
+def test_passages(tiny: kvjax.Model, tmp_path: Path) -> None:
+    files = [tmp_path / "a.txt", tmp_path / "b.txt"]
+    for file in files:
+        file.write_text(TEXT)
+    made = passages(tiny, files, 3, 30)
+    assert made.tokens.shape == (6, 30) and made.rows == {"a": slice(0, 3), "b": slice(3, 6)}
+    decoded = [tiny.tokenizer.decode(row[1:]) for row in made.tokens]
+    assert made.bytes.tolist() == [len(text.encode()) for text in decoded]
+    right: dict[str, Any] = dict(files=files, rows=3, length=30)
+    wrong: dict[str, Any]
+    for wrong in (dict(rows=0), dict(length=10**5), dict(files=[tmp_path / "none"]), dict(files=files[:1] * 2)):
+        with pytest.raises(ValueError):
+            passages(tiny, **(right | wrong))
+
+
+def test_store_makes_each_measurement_once(tmp_path: Path) -> None:
+    made: list[int] = []
+
+    def make() -> dict[str, list[float]]:
+        made.append(1)
+        return {"x": [0.5]}
+
+    for _ in range(2):
+        assert Store(tmp_path / "m.json").measure("a", {"slots": (1, 2)}, make) == {"x": [0.5]}
+    assert len(made) == 1 and [file.name for file in tmp_path.iterdir()] == ["m.json"]
+    assert Store(tmp_path / "m.json").stored("a", {"slots": (1, 3)}) is None
+    Store(tmp_path / "m.json").measure("a", {"slots": (1, 3)}, make)
+    again = Store(tmp_path / "m.json", redo=True)
+    for _ in range(2):
+        again.measure("a", {"slots": (1, 3)}, make)
+    assert len(made) == 3
+    (tmp_path / "m.json").write_text("{")
+    with pytest.raises(ValueError, match="delete it"):
+        Store(tmp_path / "m.json")
+
+
+def test_tables_and_figures(tmp_path: Path) -> None:
+    assert report.table(["a", "b"], [["x|y", 1.0], ["z", None]]) == (
+        "| a | b |\n| --- | ---: |\n| x\\|y | 1.0000 |\n| z | – |\n"
+    )
+    verdicts = [Claim("c", shown).verdict for shown in (True, False, None)]
+    assert verdicts == ["shows", "does not show", "not measured"]
+    assert report.paired([2.0, 3.0], [1.0, 1.0]) == (1.5, 0.5)
+    pytest.importorskip("matplotlib", reason="figures need the plots extra")
+    figure, (axes,) = report.new_figure()
+    report.plot_quality(axes, [Point("a", 0.1, 3.0), Point("a", 0.2, 2.0)], 1.5, "nats")
+    report.save_figure(figure, tmp_path / "made" / "f.png")
+    first = (tmp_path / "made" / "f.png").read_bytes()
+    report.save_figure(figure, tmp_path / "made" / "f.png")
+    assert first[:4] == b"\x89PNG" and (tmp_path / "made" / "f.png").read_bytes() == first
+
+
+def save_kernels(model: kvjax.Model, directory: Path, **changes: Any) -> str:
+    kernels = init_kernels(jax.random.key(0), model.config, features=8, hidden=8)
+    settings: dict[str, Any] = dict(policy="h2o", policy_settings={}, budget=0.05, features=8, hidden=8) | changes
+    checkpoint.save(directory, kernels, checkpoint.Settings(model.name, checkpoint.fingerprint(model), **settings))
+    return str(directory)
+
+
+def test_shelf_finds_the_nearest_kernels(tiny: kvjax.Model, tmp_path: Path) -> None:
+    made = [save_kernels(tiny, tmp_path / "few"), save_kernels(tiny, tmp_path / "many", budget=114)]
+    shelf = open_shelf(tiny, [f"a={made[0]}", made[1]])
+    assert [(k.name, k.slots) for k in shelf.kernels] == [("a", even_slots(0.05, 1152)), ("many", 114)]
+    near = {slots: shelf.nearest("tova", slots) for slots in (22, 56, 114)}
+    assert [k.name for k in near.values() if k] == ["a", "a", "many"] and shelf.nearest("keyformer", 56) is None
+    other = save_kernels(tiny, tmp_path / "other", policy_settings={"recent": 0.25})
+    for wrong, message in (
+        ([made[0], made[0]], "called 'few'"),
+        ([made[0], other], "recent"),
+        (["nowhere"], "nowhere"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            open_shelf(tiny, wrong)
+
+
+def test_less_report_is_written_and_resumes(
+    tiny: kvjax.Model, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib", reason="figures need the plots extra")
+    monkeypatch.setenv("KVJAX_CACHE_DIR", "")
+    text = tmp_path / "story.txt"
+    text.write_text(TEXT)
+    words = ["less", "--text", str(text), "--out", str(tmp_path / "out"), "--rows", "2", "--length", "40"]
+    words += ["--budgets", "0.012", "--checkpoints", save_kernels(tiny, tmp_path / "kernels", budget=12)]
+    assert evaluate.main([*words, "--only", "performer"]) == 0
+    first = capsys.readouterr().err.splitlines()
+    assert first == [f"perplexity: {name}, 12 slots" for name in ("h2o", "h2o performer", "less kernels on h2o")]
+    written = (tmp_path / "out" / "less.md").read_text()
+    assert "performer" in written and "| not measured |" not in written and "**not measured**" in written
+    measured = json.loads((tmp_path / "out" / "less" / "measurements.json").read_text())
+    assert len(measured) == 3
+    assert evaluate.main([*words, "--only", "performer"]) == 0
+    assert capsys.readouterr().err == "" and (tmp_path / "out" / "less.md").read_text() == written
+    assert evaluate.main([*words, "--only", "performer", "--redo"]) == 0
+    assert capsys.readouterr().err.splitlines() == first
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--budgets", "much"], "'much' is not a share"),
+        (["--budgets", "0.9"], "not from 8 to half"),
+        (["--checkpoints", "nowhere"], "nowhere holds no kernels"),
+        (["--rows", "0"], "nothing to predict"),
+    ],
+)
+def test_a_mistake_is_one_sentence(
+    words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVJAX_CACHE_DIR", "")
+    text = tmp_path / "story.txt"
+    text.write_text(TEXT)
+    assert evaluate.main(["less", "--text", str(text), "--out", str(tmp_path / "out"), *words]) == 2
+    caught = capsys.readouterr()
+    assert caught.out == "" and message in caught.err and caught.err.count("\n") == 1
+    assert not (tmp_path / "out").exists()
