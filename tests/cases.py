@@ -13,7 +13,7 @@ import kvjax
 from kvjax.models import ModelConfig
 from kvjax.policies import Policy
 from kvjax.policies.lsh_e import projections
-from tests.oracles import basic, keyformer, l2, less, lightkv, lsh_e, scissorhands, snapkv, topk_oracle, tova
+from tests.oracles import basic, fastgen, keyformer, l2, less, lightkv, lsh_e, scissorhands, snapkv, topk_oracle, tova
 from tests.oracles.decoder import Oracle
 
 Inject = Callable[[Policy, ModelConfig, int, int, int], dict[str, Any]]
@@ -28,21 +28,23 @@ class Case:
         policy: registered name.
         oracle: its literal twin.
         settings: of the policy.
-        budget: slots per head, below the prompts' 41 to 57 tokens and at least 17.
+        budget: slots per head, below the prompts' 41 to 57 tokens and at least 17; 1.0 where the policy decides itself.
         plan: how the budget is spread over the layers, by name.
         prefill_chunk: as in `prefill`; an oracle with `sequential = True` needs 1 here or as the policy's own.
         inject: random numbers and matrices for the oracle.
         equals_full: whether it is the full cache when there is room for everything.
+        full: settings that make room, where the budget does not.
     """
 
     policy: str
     oracle: type[Oracle]
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    budget: int = 20
+    budget: int | float = 20
     plan: str | None = None
     prefill_chunk: int | None = None
     inject: Inject | None = None
     equals_full: bool = True
+    full: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def make(self, **changes: Any) -> Policy:
         return kvjax.policy(self.policy, **{**self.settings, **changes})
@@ -89,6 +91,18 @@ def _planes(policy: Policy, config: ModelConfig, layer: int, seed: int, tokens: 
     return {"planes": np.asarray(planes)}
 
 
+def _ids(policy: Policy, config: ModelConfig, layer: int, seed: int, tokens: int) -> dict[str, Any]:
+    classes = np.asarray(getattr(policy, "classes", None))
+    return {name: tuple(np.flatnonzero(classes & bit).tolist()) for name, bit in (("special", 1), ("punctuation", 2))}
+
+
+def fastgen_case(threshold: float, **settings: Any) -> Case:
+    """FastGen over a vocabulary of 64 tokens, with an instruction marker of two tokens."""
+    ids = {"special": (7, 9), "punctuation": (11, 13, 20, 30), "markers": ((3, 4), (5,)), "spare_special": 1}
+    settings = {"threshold": threshold, "spare_punctuation": 0.03} | ids | settings
+    return Case("fastgen", fastgen.FastGen, settings, budget=1.0, inject=_ids, full={"threshold": 1.0})
+
+
 POLICIES: dict[str, Case] = {
     "full": Case("full", basic.Full),
     "window": Case("window", basic.Window),
@@ -115,6 +129,11 @@ POLICIES: dict[str, Case] = {
     "keyformer-cache-positions": Case(
         "keyformer", keyformer.Keyformer, {"positions": "cache", "tau_init": 1.5, "noise": "constant"}, inject=_noise
     ),
+    "fastgen": fastgen_case(0.75),
+    "fastgen-low": fastgen_case(0.3, recent=3, sinks=2),
+    "fastgen-high": fastgen_case(0.85, local=0.5),
+    "fastgen-order": fastgen_case(0.7, order=("special", "frequent", "local", "punctuation")),
+    "fastgen-local": fastgen_case(0.55, order=("local", "frequent")),
     "tova": Case("tova", tova.Tova),
     "scissorhands": Case("scissorhands", scissorhands.Scissorhands, {"history": 64}),
     "snapkv": Case("snapkv", snapkv.SnapKV, {"recent": 8}),

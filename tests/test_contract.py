@@ -13,8 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kvjax
-from kvjax import decode
+from kvjax import decode, paged
 from tests.cases import FIRST, POLICIES, Case
+from tests.held import stored, unpacked
 from tests.models import GQA, MHA, random_model
 
 MODEL = random_model(GQA)
@@ -37,6 +38,8 @@ def read(case: Case, budget: Any = None, *, model=MODEL, rows: Any = slice(None)
     arguments = {"lengths": np.array(LENGTHS)[rows]} | arguments
     policy = case.make(**(changes or {}))
     budget = case.budget if budget is None else budget
+    if policy.decides_slots:
+        budget, arguments["plan"] = 1.0, None
     return kvjax.prefill(model, policy, TEXT[rows, :41], budget, **arguments)
 
 
@@ -46,7 +49,7 @@ def follow(state, steps=30):
     for _ in range(steps):
         state, logits = kvjax.decode_step(state, token)
         token = jnp.asarray(np.argmax(logits, -1), jnp.int32)
-        seen.append((np.asarray(logits), *(np.asarray(cache.position) for cache in state.caches)))
+        seen.append((np.asarray(logits), *decode.held_positions(state)))
     logits, *positions = (np.stack(step) for step in zip(*seen, strict=True))
     return state, (logits, positions)
 
@@ -61,7 +64,7 @@ def scan(state, token, steps):
         return (state, jnp.argmax(logits, -1).astype(jnp.int32)), logits
 
     (state, _), logits = jax.lax.scan(one, (state, token), length=steps)
-    return [cache.position for cache in state.caches], logits
+    return stored(state.caches), logits
 
 
 @functools.cache
@@ -77,7 +80,7 @@ def close(a, b, tolerance=2e-4):
 
 def programs() -> list[int]:
     """How many programs have been compiled to read prompts and to take steps."""
-    functions: list[Any] = [decode._prefill, decode._step]
+    functions: list[Any] = [decode._prefill, decode._step, paged._pack]
     return [function._cache_size() for function in functions]
 
 
@@ -88,7 +91,8 @@ def test_equals_the_full_cache_when_there_is_room(name):
         pytest.skip("restricts attention whatever the room")
     # 12 + 20 tokens in 32 slots, which are as many as the usual budget's buffers have.
     lengths = (12, 9, 10)
-    state, logits = read(case, [32] * GQA.layers if case.make().evicts else 1.0, plan=None, lengths=lengths)
+    room = [32] * GQA.layers if case.make().evicts else 1.0
+    state, logits = read(case, room, plan=None, lengths=lengths, changes=case.full)
     expected, following = full(lengths, 20)
     close(logits, expected)
     close(follow(state, 20)[1][0], following)
@@ -98,11 +102,11 @@ def test_equals_the_full_cache_when_there_is_room(name):
 def test_never_holds_more_than_its_limit_nor_a_position_twice(name):
     state, _ = read(POLICIES[name])
     after, (_, positions) = follow(state)
-    for layer, cache in enumerate(after.caches):
-        limit = np.asarray(cache.limit)
+    before = decode.held_positions(state)
+    for layer, limit in enumerate(decode.slot_limits(after)):
         if state.policy.shrinks:
             limit = np.full_like(limit, state.policy.buffer_slots(int(limit.max())))
-        for held in (np.asarray(state.caches[layer].position)[None], positions[layer]):
+        for held in (before[layer][None], positions[layer]):
             live = held >= 0
             assert (live.sum(-1) <= limit).all()
             ordered = np.sort(np.where(live, held, -np.arange(1, held.shape[-1] + 1)), axis=-1)
@@ -129,7 +133,7 @@ def test_protected_tokens_survive(name):
 @every_policy
 def test_budgets_by_layer_equal_one_number(name):
     case = POLICIES[name]
-    if not case.make().evicts:
+    if not case.make().evicts or case.make().decides_slots:
         pytest.skip("has no budget")
     one, logits = read(case, 24, plan="uniform")
     each, expected = read(case, [24] * GQA.layers, plan=None)
@@ -146,7 +150,7 @@ def test_plain_calls_jit_scan_vmap_and_in_place_agree(name):
     branches = jax.jit(jax.vmap(lambda token: scan(state, token, 3)))
     held, scanned = branches(jnp.stack([token, token + 1]))
     close(scanned[0], plain, 1e-5)
-    for layer, cached in enumerate(held):
+    for layer, cached in enumerate(unpacked(state.caches, held)):
         np.testing.assert_array_equal(cached[0], positions[layer][-1])
     branch = jax.tree.map(jnp.copy, state)
     moved, again = kvjax.decode_step_in_place(branch, token)
@@ -162,7 +166,8 @@ def test_one_compilation_serves_a_bucket_and_other_weights(name):
 
     def run(model, length):
         size = case.budget if case.make().evicts or "topk" in name else 1.0
-        state, _ = kvjax.prefill(model, case.make(), TEXT[:, :length], size, **arguments)
+        # Which heads get how many slots must not differ either; see test_fastgen.py for those that do.
+        state, _ = kvjax.prefill(model, case.make(**case.full), TEXT[:, :length], size, **arguments)
         kvjax.decode_step(state, jnp.zeros(3, jnp.int32))
 
     run(MODEL, 41)
@@ -192,7 +197,7 @@ def test_a_row_does_not_know_its_neighbours(name):
 @every_policy
 def test_bfloat16_stays_finite(name):
     state, logits = read(POLICIES[name], model=random_model(GQA, dtype=jnp.bfloat16))
-    assert state.caches[0].kv.k.dtype == jnp.bfloat16
+    assert (state.caches if isinstance(state.caches, paged.Pool) else state.caches[0]).kv.k.dtype == jnp.bfloat16
     assert np.isfinite(logits).all() and np.isfinite(follow(state)[1][0]).all()
 
 
@@ -205,6 +210,10 @@ def test_reading_in_chunks_equals_reading_whole_when_nothing_leaves(name, chunk)
     if case.make().couples_layers and chunk > 1:
         with pytest.raises(ValueError, match="shares scores"):
             read(case, 128, prefill_chunk=chunk)
+        return
+    if case.make().decides_slots:
+        with pytest.raises(ValueError, match="only the whole prompt can tell"):
+            read(case, prefill_chunk=chunk)
         return
     _, logits = read(case, [128] * GQA.layers if case.make().evicts else 1.0, prefill_chunk=chunk, plan=None)
     close(logits, full()[0])
@@ -219,7 +228,7 @@ def test_a_step_needs_no_memory_beside_its_cache(name):
     if memory is None:
         pytest.skip("this backend has no memory analysis")
     cache = kvjax.cache_bytes(state)
-    limits = sum(c.limit.nbytes for c in state.caches)
+    limits = sum(limit.nbytes for limit in decode.slot_limits(state))
     assert memory.alias_size_in_bytes >= 0.95 * (cache - limits)
     # With d = 8 the logits of one layer are a large share of a cache; models have d of 64 and more.
     logits = 4 * 2 * MHA.heads * 2048
@@ -237,8 +246,8 @@ def test_any_lengths_and_budgets_respect_the_limit(name, lengths, budget, chunk)
     prompts = [TEXT[row, :length].tolist() for row, length in enumerate(lengths)]
     state, logits = kvjax.prefill(MODEL, name, prompts, budget, max_new_tokens=20, prefill_chunk=chunk)
     assert np.isfinite(logits).all()
-    for cache in state.caches:
-        held = (np.asarray(cache.position) >= 0).sum(-1)
+    for positions in decode.held_positions(state):
+        held = (positions >= 0).sum(-1)
         assert (held == np.minimum(np.array(lengths), budget)[:, None]).all()
 
 
@@ -263,6 +272,13 @@ def test_the_full_cache_says_when_it_is_full():
         (dict(policy="h2o", budget=8, prefill_chunk=0), "prefill_chunk=0"),
         (dict(policy="h2o", budget=8, max_new_tokens=0), "max_new_tokens=0"),
         (dict(policy=kvjax.policy("keyformer", shared=True), budget=16, plan="arithmetic"), "equal budgets"),
+        (dict(policy="fastgen"), "fastgen needs special"),
+        (dict(policy=kvjax.policy("fastgen", special=(7,)), budget=16), "leave both out"),
+        (dict(policy=kvjax.policy("fastgen", special=(7,)), plan="pyramid"), "leave both out"),
+        (dict(policy="tova", budget=16, plan="adakv"), "same slots in every head"),
+        (dict(policy="streaming", budget=16, plan="adakv"), "same slots in every head"),
+        (dict(policy="full", plan="adakv"), "same slots in every head"),
+        (dict(policy="h2o", budget=16, plan="adakv", prefill_chunk=8), "only the whole prompt can tell"),
     ],
 )
 def test_bad_input_is_one_sentence(arguments, message):

@@ -13,6 +13,7 @@ import kvjax
 from kvjax import decode
 from kvjax.models import Model
 from tests.cases import FIRST, POLICIES, Case
+from tests.held import stored, unpacked
 from tests.models import GQA, MHA, MQA, random_model
 from tests.oracles.decoder import Decoder
 
@@ -26,7 +27,7 @@ def _follow(state, text):
 
     def step(state, token):
         state, logits = decode.step(state, token)
-        return state, (logits, [jnp.sort(cache.position, axis=-1) for cache in state.caches])
+        return state, (logits, stored(state.caches))
 
     return jax.lax.scan(step, state, text.T)[1]
 
@@ -34,16 +35,15 @@ def _follow(state, text):
 def _oracles(case: Case, state: kvjax.State, row: int, tokens: int):
     policy, config = state.policy, state.config
     settings = {field.name: getattr(policy, field.name) for field in dataclasses.fields(policy)}
-    for layer, cache in enumerate(state.caches):
+    for layer, limit in enumerate(decode.slot_limits(state)):
         injected = {} if case.inject is None else case.inject(policy, config, layer, int(state.seed[row]), tokens)
         oracle = case.oracle(
             layer=layer,
             layers=config.layers,
-            limit=int(cache.limit[row, 0]),
+            limit=int(limit[row, 0]),
             kv_heads=config.kv_heads,
             groups=config.groups,
-            **settings,
-            **injected,
+            **(settings | injected),
         )
         if case.prefill_chunk == 1:
             oracle.sequential = True
@@ -66,19 +66,20 @@ def _compare(case: Case, model: Model, lengths: tuple[int, ...], steps: int) -> 
     )
     following = np.stack([text[length:] for text, length in zip(texts, lengths, strict=True)])
     logits, positions = jax.tree.map(np.asarray, _follow(state, jnp.asarray(following, jnp.int32)))
+    at_first, positions = decode.held_positions(state), unpacked(state.caches, positions)
     weights = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), model.weights)
     evicted = 0
     for row, length in enumerate(lengths):
         oracles = list(_oracles(case, state, row, length + steps))
         decoder = Decoder(weights, model.config, oracles, horizon=steps)
         np.testing.assert_allclose(first[row], decoder.prompt(prompts[row]), rtol=1e-8, atol=1e-9)
-        for layer, cache in enumerate(state.caches):
-            live = [sorted(p for p in head if p >= 0) for head in np.asarray(cache.position[row]).tolist()]
+        for layer, held in enumerate(at_first):
+            live = [sorted(p for p in head if p >= 0) for head in held[row].tolist()]
             assert live == decoder.kept()[layer], f"row {row}, layer {layer} after the prompt"
         for step in range(steps):
             expected = decoder.step(int(following[row, step]))
             for layer, kept in enumerate(decoder.kept()):
-                live = [[p for p in head if p >= 0] for head in positions[layer][step, row].tolist()]
+                live = [sorted(p for p in head if p >= 0) for head in positions[layer][step, row].tolist()]
                 assert live == kept, f"row {row}, layer {layer}, step {step}"
                 evicted += sum(length + step + 1 - len(head) for head in kept)
             message = f"row {row}, step {step}"
