@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import functools
 import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from pallas_kernels.programs import Program, programs
 
 CHIPS = {"v4": "v4:2x2x1", "v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}
 """Names of the topologies that libtpu is asked for, of the smallest slices."""
@@ -33,121 +32,6 @@ ENVIRONMENT = {
 MEMORY = ("argument", "output", "alias", "temp")
 """What the compiler says of a program's bytes in device memory; `temp` is what it needs besides."""
 
-Shape = jax.ShapeDtypeStruct
-
-
-@dataclasses.dataclass(frozen=True)
-class Program:
-    """An operation at one size."""
-
-    op: str
-    label: str
-    run: Callable[..., Any]
-    """Called with `shapes` by name, and with `implementation` and `platform`."""
-    shapes: dict[str, Any]
-    donated: tuple[str, ...] = ()
-    implementations: tuple[str, ...] = ("pallas", "xla")
-
-    def __str__(self) -> str:
-        return f"{self.op} {self.label}"
-
-    def lower(self, implementation: str, platform: str, shapes: dict[str, Any] | None = None) -> jax.stages.Lowered:
-        """The program for a `platform` (`tpu`, `cuda`), which need not be there.
-
-        Raises:
-            Unsupported: the implementation cannot run these shapes there.
-        """
-        run = functools.partial(self.run, implementation=implementation, platform=platform)
-        traced = jax.jit(run, donate_argnames=self.donated).trace(**(self.shapes if shapes is None else shapes))
-        return traced.lower(lowering_platforms=(platform,))
-
-
-def programs() -> Iterator[Program]:
-    """Every operation at sizes of real models, and at odd ones."""
-    yield from _decode_attention()
-    yield from _prefill_scores()
-    yield from _less_kernels()
-
-
-def _decode_attention() -> Iterator[Program]:
-    from pallas_kernels.decode_attention import Gumbel, LowRank, decode_attention
-
-    def run(seed=None, tau=None, low_rank=None, scores=None, **arrays):
-        low_rank = None if low_rank is None else LowRank(*low_rank)
-        scores = scores if seed is None or tau is None else Gumbel(seed, tau)
-        return decode_attention(**arrays, low_rank=low_rank, scores=scores)
-
-    def make(label, b, h, g, c, d, dtype, *, scores=None, rank=0, slopes=False, noisy=False, window=None):
-        shapes: dict[str, Any] = {
-            "q": Shape((b, h, g, d), dtype),
-            "k": Shape((b, h, c, d), dtype),
-            "v": Shape((b, h, c, d), dtype),
-            "position": Shape((b, h, c), jnp.int32),
-            "query_position": Shape((b,), jnp.int32),
-        }
-        if noisy:
-            shapes |= {"seed": Shape((b,), jnp.uint32), "tau": Shape((b,), jnp.float32)}
-        if slopes:
-            shapes["slopes"] = Shape((h, g), jnp.float32)
-        if rank:
-            sizes = ((b, h, g, rank), (b, h, rank, d), (b, h, rank))
-            shapes["low_rank"] = tuple(Shape(size, jnp.float32) for size in sizes)
-        return Program("decode_attention", label, functools.partial(run, scores=scores, window=window), shapes)
-
-    half, whole = jnp.bfloat16, jnp.float32
-    yield make("8 heads x 4, 4096 slots, d 128, bfloat16", 32, 8, 4, 4096, 128, half)
-    yield make("the same with Gumbel scores and rank 8", 32, 8, 4, 4096, 128, half, rank=8, noisy=True)
-    yield make("the same with every probability", 32, 8, 4, 4096, 128, half, scores="each")
-    yield make("multi-head, 204 slots, rank 8", 64, 32, 1, 204, 128, half, rank=8, scores="sum")
-    yield make("multi-query x 16, 65536 slots, d 256", 1, 1, 16, 65536, 256, half, scores="sum")
-    yield make("float32, d 64, ALiBi, window", 2, 4, 4, 1024, 64, whole, slopes=True, scores="each", window=512)
-    yield make("embedded model, 64 slots", 1, 2, 2, 64, 32, whole, scores="sum")
-
-
-def _prefill_scores() -> Iterator[Program]:
-    from pallas_kernels.prefill_scores import prefill_scores
-
-    def make(label, b, h, g, n, c, d, dtype, *extra, **settings):
-        shapes = {
-            "q": Shape((b, h, g, n, d), dtype),
-            "k": Shape((b, h, c, d), dtype),
-            "v": Shape((b, h, c, d), dtype),
-            "query_position": Shape((b, n), jnp.int32),
-            "key_position": Shape((b, h, c), jnp.int32),
-        }
-        shapes |= {"noise": Shape((b, h, c), jnp.float32)} if "noise" in extra else {}
-        shapes |= {"weights": Shape((b, 1, n), jnp.float32)} if "weights" in extra else {}
-        return Program("prefill_scores", label, functools.partial(prefill_scores, **settings), shapes)
-
-    half, whole = jnp.bfloat16, jnp.float32
-    yield make("8 heads x 4, 8192 tokens, d 128, bfloat16", 1, 8, 4, 8192, 8192, 128, half)
-    yield make("the same without scores", 1, 8, 4, 8192, 8192, 128, half, scores=False)
-    yield make("the same with Gumbel scores at temperature 2", 1, 8, 4, 8192, 8192, 128, half, "noise", tau=2.0)
-    yield make("512 tokens after 1024 slots, weights", 2, 4, 1, 512, 1536, 64, half, "weights", window=256)
-    yield make("float32, d 256, 1000 tokens", 1, 1, 4, 1000, 1000, 256, whole, "noise")
-    yield make("embedded model, 48 tokens", 1, 2, 2, 48, 48, 32, whole)
-
-
-def _less_kernels() -> Iterator[Program]:
-    from pallas_kernels.less_kernels import phi, psi
-
-    def make(op, label, x, heads, d, hidden=512, features=8, dtype=jnp.bfloat16):
-        def weight(*shape):
-            return Shape((*heads, *shape), jnp.float32)
-
-        shapes = {"first": weight(d, hidden), "second": weight(hidden, features)}
-        if op is phi:
-            return Program("less_kernels", f"phi, {label}", op, {"q": Shape((*x, d), dtype), **shapes})
-        shapes |= {"third": weight(features, features), "outer_scale": weight(features)}
-        shapes |= {"k": Shape((*x, d), dtype), "residual_scale": weight(features)}
-        return Program("less_kernels", f"psi, {label}", op, shapes)
-
-    yield make(phi, "one token of 64 rows, 32 heads, d 128", (64, 32, 1, 1), (32, 1), 128)
-    yield make(psi, "one token of 64 rows, 32 heads, d 128", (64, 32, 1), (32,), 128)
-    yield make(phi, "4096 tokens, 8 heads x 4, d 128", (1, 8, 4, 4096), (8, 4), 128)
-    yield make(psi, "4096 tokens, 8 heads, d 128", (1, 8, 4096), (8,), 128)
-    yield make(psi, "float32, d 256, hidden 2048", (1, 1, 100), (1,), 256, 2048, 16, jnp.float32)
-
 
 def compile_for(chip: str, program: Program, implementation: str) -> dict[str, Any]:
     """Compile a program for a chip, and say what memory the compiler gives it.
@@ -160,7 +44,7 @@ def compile_for(chip: str, program: Program, implementation: str) -> dict[str, A
     mesh = _mesh(chip)
 
     def placed(shape):
-        return Shape(shape.shape, shape.dtype, sharding=NamedSharding(mesh, PartitionSpec()))
+        return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=NamedSharding(mesh, PartitionSpec()))
 
     began = time.perf_counter()
     with jax.set_mesh(mesh):  # kernels ask the mesh for which chip they are lowered
@@ -230,8 +114,6 @@ def main(argv: list[str] | None = None) -> int:
             return 2
         for program in wanted:
             for implementation in parsed.implementations.split(","):
-                if implementation not in program.implementations:
-                    continue
                 try:
                     rows.append(compile_for(chip, program, implementation))
                     print(f"{chip} {program}, {implementation}: {rows[-1]['temp']:,} temporary bytes", flush=True)

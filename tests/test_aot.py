@@ -11,14 +11,14 @@ import pytest
 
 from pallas_kernels import aot
 from pallas_kernels.common import Unsupported
+from pallas_kernels.programs import programs
 
 VARIABLE = "KVJAX_TPU_PYTHON"
 """Names the Python of an environment with `jax[tpu]`."""
 
-PROGRAMS = list(aot.programs())
+PROGRAMS = list(programs())
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(
     VARIABLE not in os.environ, reason=f"{VARIABLE} names no Python that has jax[tpu]; .ci/run makes one"
 )
@@ -42,7 +42,7 @@ def test_what_a_gpu_runs_lowers_to_cuda(program):
     assert "stablehlo" in program.lower("auto", "cuda").as_text()
 
 
-@pytest.mark.parametrize("program", [p for p in PROGRAMS if "pallas" in p.implementations], ids=str)
+@pytest.mark.parametrize("program", PROGRAMS, ids=str)
 def test_gpu_kernels_lower_to_cuda_or_say_why_not(program):
     try:
         lowered = program.lower("pallas", "cuda").as_text()

@@ -1,0 +1,177 @@
+"""The kernels at sizes of real models: compiled for absent chips, lowered to CUDA, and raced in the benchmark."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from pallas_kernels.decode_attention import Gumbel, LowRank, decode_attention
+from pallas_kernels.less_kernels import phi, psi
+from pallas_kernels.prefill_scores import prefill_scores
+
+Shape = jax.ShapeDtypeStruct
+IMPLEMENTATIONS = ("xla", "pallas", "triton")
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """An operation at one size."""
+
+    op: str
+    label: str
+    run: Callable[..., Any]
+    """Called with `shapes` by name, and with `implementation` and `platform`."""
+    shapes: dict[str, Any]
+    donated: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.op} {self.label}"
+
+    def jit(self, implementation: str, platform: str | None = None) -> Any:
+        """The compiled function of `shapes` by name; calling it raises `Unsupported` where it cannot run."""
+        run = functools.partial(self.run, implementation=implementation, platform=platform)
+        return jax.jit(run, donate_argnames=self.donated)
+
+    def lower(self, implementation: str, platform: str, shapes: dict[str, Any] | None = None) -> jax.stages.Lowered:
+        """The program for a `platform` (`tpu`, `cuda`), which need not be there.
+
+        Raises:
+            Unsupported: the implementation cannot run these shapes there.
+        """
+        traced = self.jit(implementation, platform).trace(**(self.shapes if shapes is None else shapes))
+        return traced.lower(lowering_platforms=(platform,))
+
+    def arrays(self) -> dict[str, Any]:
+        """Random inputs: every slot live, and queries after all of them."""
+        rng = np.random.default_rng(0)
+
+        def fill(name: str, shape: Shape) -> jax.Array:
+            if jnp.issubdtype(shape.dtype, jnp.floating):
+                key = jax.random.key(int(rng.integers(2**31)))
+                made = jax.random.normal(key, shape.shape, shape.dtype)
+                return jnp.abs(made) + 1 if name in ("tau", "weights", "low_rank") else made
+            if shape.dtype == jnp.uint32:
+                return jnp.asarray(rng.integers(2**32, size=shape.shape, dtype=np.uint32))
+            if name in ("position", "key_position") or len(shape.shape) > 1:
+                return jnp.broadcast_to(jnp.arange(shape.shape[-1], dtype=shape.dtype), shape.shape)
+            return jnp.full(shape.shape, self.shapes["position"].shape[-1], shape.dtype)
+
+        return {name: jax.tree.map(functools.partial(fill, name), shape) for name, shape in self.shapes.items()}
+
+    @property
+    def bytes(self) -> int:
+        """What has to be read and written, each once."""
+        results = jax.eval_shape(functools.partial(self.run, implementation="xla", platform="cpu"), **self.shapes)
+        return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((self.shapes, results)))
+
+
+def decode(
+    label: str,
+    b: int,
+    h: int,
+    g: int,
+    c: int,
+    d: int,
+    dtype: DTypeLike,
+    *,
+    scores: str | None = None,
+    rank: int = 0,
+    noisy: bool = False,
+    slopes: bool = False,
+    window: int | None = None,
+) -> Program:
+    """`decode_attention`; `noisy` asks for Keyformer's increments, `rank` for the low-rank share of LESS."""
+
+    def run(seed=None, tau=None, low_rank=None, **arrays):
+        low_rank = None if low_rank is None else LowRank(*low_rank)
+        wanted = scores if seed is None or tau is None else Gumbel(seed, tau)
+        return decode_attention(**arrays, low_rank=low_rank, scores=wanted, window=window)
+
+    shapes: dict[str, Any] = {
+        "q": Shape((b, h, g, d), dtype),
+        "k": Shape((b, h, c, d), dtype),
+        "v": Shape((b, h, c, d), dtype),
+        "position": Shape((b, h, c), jnp.int32),
+        "query_position": Shape((b,), jnp.int32),
+    }
+    if noisy:
+        shapes |= {"seed": Shape((b,), jnp.uint32), "tau": Shape((b,), jnp.float32)}
+    if slopes:
+        shapes["slopes"] = Shape((h, g), jnp.float32)
+    if rank:
+        sizes = ((b, h, g, rank), (b, h, rank, d), (b, h, rank))
+        shapes["low_rank"] = tuple(Shape(size, jnp.float32) for size in sizes)
+    return Program("decode_attention", label, run, shapes)
+
+
+def prefill(
+    label: str, b: int, h: int, g: int, n: int, d: int, dtype: DTypeLike, *extra: str, cached: int = 0, **settings: Any
+) -> Program:
+    """`prefill_scores`; `extra` names optional arrays, `cached` keys come before the prompt's."""
+    c = cached + n
+    shapes = {
+        "q": Shape((b, h, g, n, d), dtype),
+        "k": Shape((b, h, c, d), dtype),
+        "v": Shape((b, h, c, d), dtype),
+        "query_position": Shape((b, n), jnp.int32),
+        "key_position": Shape((b, h, c), jnp.int32),
+    }
+    optional = {"noise": Shape((b, h, c), jnp.float32), "weights": Shape((b, 1, n), jnp.float32)}
+    shapes |= {name: optional[name] for name in extra}
+    return Program("prefill_scores", label, functools.partial(prefill_scores, **settings), shapes)
+
+
+def features(
+    which: str,
+    label: str,
+    b: int,
+    h: int,
+    g: int,
+    t: int,
+    d: int,
+    dtype: DTypeLike,
+    *,
+    hidden: int = 512,
+    rank: int = 8,
+) -> Program:
+    """`phi` or `psi` of `less_kernels`."""
+    heads = (h, g) if which == "phi" else (h,)
+
+    def weight(*shape: int) -> Shape:
+        return Shape((*heads, *shape), jnp.float32)
+
+    shapes = {"first": weight(d, hidden), "second": weight(hidden, rank)}
+    if which == "phi":
+        return Program("less_kernels", f"phi, {label}", phi, {"q": Shape((b, h, g, t, d), dtype), **shapes})
+    shapes |= {"third": weight(rank, rank), "outer_scale": weight(rank), "residual_scale": weight(rank)}
+    return Program("less_kernels", f"psi, {label}", psi, {"k": Shape((b, h, t, d), dtype), **shapes})
+
+
+def programs() -> Iterator[Program]:
+    """Every operation at sizes of real models, and at odd ones."""
+    half, whole = jnp.bfloat16, jnp.float32
+    yield decode("8 heads x 4, 4096 slots, d 128, bfloat16", 32, 8, 4, 4096, 128, half)
+    yield decode("the same with Gumbel scores and rank 8", 32, 8, 4, 4096, 128, half, rank=8, noisy=True)
+    yield decode("the same with every probability", 32, 8, 4, 4096, 128, half, scores="each")
+    yield decode("multi-head, 204 slots, rank 8", 64, 32, 1, 204, 128, half, rank=8, scores="sum")
+    yield decode("multi-query x 16, 65536 slots, d 256", 1, 1, 16, 65536, 256, half, scores="sum")
+    yield decode("float32, d 64, ALiBi, window", 2, 4, 4, 1024, 64, whole, slopes=True, scores="each", window=512)
+    yield decode("embedded model, 64 slots", 1, 2, 2, 64, 32, whole, scores="sum")
+    yield prefill("8 heads x 4, 8192 tokens, d 128, bfloat16", 1, 8, 4, 8192, 128, half)
+    yield prefill("the same without scores", 1, 8, 4, 8192, 128, half, scores=False)
+    yield prefill("the same with Gumbel scores at temperature 2", 1, 8, 4, 8192, 128, half, "noise", tau=2.0)
+    yield prefill("512 tokens after 1024 slots, weights", 2, 4, 1, 512, 64, half, "weights", cached=1024, window=256)
+    yield prefill("float32, d 256, 1000 tokens", 1, 1, 4, 1000, 256, whole, "noise")
+    yield prefill("embedded model, 48 tokens", 1, 2, 2, 48, 32, whole)
+    yield features("phi", "one token of 64 rows, 32 heads, d 128", 64, 32, 1, 1, 128, half)
+    yield features("psi", "one token of 64 rows, 32 heads, d 128", 64, 32, 1, 1, 128, half)
+    yield features("phi", "4096 tokens, 8 heads x 4, d 128", 1, 8, 4, 4096, 128, half)
+    yield features("psi", "4096 tokens, 8 heads, d 128", 1, 8, 4, 4096, 128, half)
+    yield features("psi", "float32, d 256, hidden 2048", 1, 1, 1, 100, 256, whole, hidden=2048, rank=16)
