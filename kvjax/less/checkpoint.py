@@ -54,7 +54,7 @@ def save(directory: str | Path, params: Params, settings: Settings, *, dtype: DT
     """Write kernels of all layers, stacked, aside and then under their name.
 
     Args:
-        directory: what it holds already is replaced.
+        directory: kernels that it holds already are replaced, other files stay.
         params: see `init_kernels`.
         settings: what they are for.
         dtype: that they are stored in; bfloat16 halves the bytes.
@@ -62,18 +62,19 @@ def save(directory: str | Path, params: Params, settings: Settings, *, dtype: DT
     import orbax.checkpoint as ocp
 
     target = Path(directory).absolute()
-    aside, old = target.with_name(target.name + ".writing"), target.with_name(target.name + ".old")
-    for leftover in (aside, old):
-        shutil.rmtree(leftover, ignore_errors=True)
-    aside.mkdir(parents=True)
+    target.mkdir(parents=True, exist_ok=True)
+    aside = target / "writing"
+    shutil.rmtree(aside, ignore_errors=True)
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(aside / _KERNELS, jax.tree.map(lambda leaf: jnp.asarray(leaf, dtype), params))
     stored = dataclasses.asdict(settings) | {"dtype": jnp.dtype(dtype).name}
     (aside / _SETTINGS).write_text(json.dumps(stored, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-    if target.exists():
-        target.rename(old)
-    aside.rename(target)
-    shutil.rmtree(old, ignore_errors=True)
+    # Without settings a directory counts as empty: what a crash leaves is never half of one and half of another.
+    (target / _SETTINGS).unlink(missing_ok=True)
+    shutil.rmtree(target / _KERNELS, ignore_errors=True)
+    for name in (_KERNELS, _SETTINGS):
+        (aside / name).rename(target / name)
+    aside.rmdir()
 
 
 def read_settings(directory: str | Path) -> Settings:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 
-from kvjax.tiny.network import Training
+T = TypeVar("T")
 
 _SETTINGS = "settings.json"
 
@@ -37,7 +37,7 @@ def _steps(directory: Path) -> list[Path]:
     return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
 
 
-def save(directory: Path, training: Training, step: int) -> None:
+def save(directory: Path, training: Any, step: int) -> None:
     """Save the state of a step and drop the older ones; a crash leaves the last good one in place."""
     import orbax.checkpoint as ocp
 
@@ -52,7 +52,7 @@ def save(directory: Path, training: Training, step: int) -> None:
         shutil.rmtree(old)
 
 
-def restore(directory: Path, like: Training) -> Training | None:
+def restore(directory: Path, like: T) -> T | None:
     """The newest state, or None where nothing was saved."""
     import orbax.checkpoint as ocp
 

@@ -1,0 +1,244 @@
+"""LESS training: evictions replayed in parallel, equation 3 at all positions at once, runs that resume."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import struct
+
+import kvjax
+from kvjax import decode, train_less
+from kvjax.attention import merge
+from kvjax.less import checkpoint
+from kvjax.less.record import Features, record
+from kvjax.less.train import Recipe, memory_attention
+from kvjax.models import Model, ModelConfig
+from kvjax.policies.less import Less
+from kvjax.policies.wrapper import Wrapper
+from kvjax.types import Evicted, LayerCache, NewTokens, Partial
+from tests.models import GQA, MQA, random_model
+from tests.test_less import HIDDEN, kernels_for
+
+N, BUDGET = 60, 12
+TOKENS = np.random.default_rng(3).integers(0, 64, (2, N))
+
+
+@struct.dataclass(kw_only=True)
+class FullAnswers(Wrapper):
+    """Evicts like its base, while the model goes on with the given attention outputs [L b h g n d]."""
+
+    answers: Any = None
+
+    def attended(self, cache, partial, probs, new):
+        position = new.position[:, None, None, :, None]
+        return Partial(jnp.take_along_axis(self.answers[new.layer], position, axis=3), partial.lse)
+
+
+def sharp_model(config: ModelConfig) -> Model:
+    """Random weights in float64, with queries so long that attention is far from even."""
+    model = random_model(config, dtype=jnp.float64)
+    layers = tuple(
+        dataclasses.replace(layer, query=dataclasses.replace(layer.query, weight=30 * layer.query.weight))
+        for layer in model.weights.layers
+    )
+    return Model(dataclasses.replace(model.weights, layers=layers), config)
+
+
+def replay(model, policy, mask: str = "decode") -> tuple[Features, np.ndarray]:
+    seed = kvjax.prefill(model, "full", TOKENS[:, :1].tolist(), max_new_tokens=1)[0].seed
+    limits, slots = decode.plan_slots(policy, None, BUDGET, np.ones(2, int), N - 1, model.config, 1)
+    limits = tuple(jnp.asarray(limit, jnp.int32) for limit in limits)
+    tokens = jnp.asarray(TOKENS, jnp.int32)
+    features, left = record(
+        model.weights, policy, tokens, seed, limits, config=model.config, capacities=slots, mask=mask
+    )
+    return features, np.asarray(left)
+
+
+BASES = [("h2o", {}), ("streaming", {}), ("lambda_mask", {"recent": 3}), ("keyformer", {}), ("tova", {}), ("l2", {})]
+
+
+def layer_caches(state: kvjax.State) -> tuple[LayerCache, ...]:
+    assert isinstance(state.caches, tuple)
+    return state.caches
+
+
+@pytest.mark.parametrize(("name", "settings"), BASES)
+def test_evicts_what_decoding_evicts(name: str, settings: dict[str, Any], x64: None) -> None:
+    """Decode steps over the same queries, keys and values hold exactly what the replay did not evict, in all layers."""
+    model, base = sharp_model(GQA), kvjax.policy(name, **settings)
+    features, left = replay(model, base)
+    policy = FullAnswers(base=base, answers=features.full)
+    state, logits = kvjax.prefill(model, policy, TOKENS[:, :1].tolist(), BUDGET, max_new_tokens=N - 1, prefill_chunk=1)
+    plain = model.logits(TOKENS)
+    for t in range(1, N):
+        np.testing.assert_allclose(logits, plain[:, t - 1], atol=1e-9)
+        state, logits = kvjax.decode_step(state, jnp.asarray(TOKENS[:, t]))
+        for layer, cache in enumerate(layer_caches(state)):
+            for row, head in np.ndindex(2, GQA.kv_heads):
+                held = np.asarray(cache.position[row, head])
+                gone = left[layer, row, head, : t + 1]
+                assert sorted(held[held >= 0]) == sorted({*range(t + 1)} - {*gone[gone >= 0]})
+    assert (left[..., BUDGET:] >= 0).all()
+
+
+def test_full_softmax_masks_accumulate_the_full_softmax(x64: None) -> None:
+    model = sharp_model(GQA)
+    features, left = replay(model, kvjax.policy("h2o"), "full-softmax")
+    assert (left != replay(model, kvjax.policy("h2o"))[1]).any()
+    q = np.asarray(features.q[0])
+    keys = np.asarray(first_layer_keys(model))
+    logits = np.einsum("bhgtd,bhsd->bhgts", q, keys) / np.sqrt(q.shape[-1])
+    logits = np.where(np.tril(np.ones((N, N), bool)), logits, -np.inf)
+    probs = np.exp(logits - logits.max(-1, keepdims=True))
+    probs = (probs / probs.sum(-1, keepdims=True)).sum(2)
+    for row, head in np.ndindex(2, GQA.kv_heads):
+        cached: list[int] = []
+        for t in range(N):
+            gone = -1
+            if len(cached) == BUDGET:  # the newest half stays
+                old = [s for s in cached if s <= t - BUDGET // 2]
+                # What stands in the cache since s has gathered attention in every step since.
+                gone = min(old, key=lambda s: probs[row, head, s:t, s].sum())
+                cached.remove(gone)
+            cached.append(t)
+            assert left[0, row, head, t] == gone
+
+
+def first_layer_keys(model) -> jax.Array:
+    state, _ = kvjax.prefill(model, "full", TOKENS.tolist(), max_new_tokens=1)
+    cache = layer_caches(state)[0]
+    order = jnp.argsort(jnp.where(cache.position < 0, N, cache.position), axis=-1)[..., :N, None]
+    return jnp.take_along_axis(cache.kv.k, order, axis=2)
+
+
+@pytest.mark.parametrize("literal", [False, True])
+def test_all_positions_at_once_equal_one_step_after_another(literal: bool, x64: None) -> None:
+    """The policy `less`, given the evicted pairs step by step, answers what training computes in parallel."""
+    model, recipe = sharp_model(MQA), Recipe(hidden=HIDDEN, literal=literal)
+    features, _ = replay(model, kvjax.policy("h2o"))
+    seen = jax.tree.map(lambda leaf: leaf[0], features)
+    kernels = kernels_for(MQA, 3.0, literal)
+    together = memory_attention(jax.tree.map(lambda leaf: leaf[0], kernels), recipe, seen)
+    assert np.abs(together - seen.sparse)[..., BUDGET:, :].max() > 1e-3
+    less = Less(base=kvjax.policy("window"), kernels=kernels)
+    ones = jnp.ones((2, 1), jnp.int32)
+
+    def new_tokens(q, k, v) -> NewTokens:
+        return NewTokens(q, k, v, ones, ones, ones[0], ones[0], ones[0], ones[0].astype(jnp.uint32))
+
+    @jax.jit
+    def step(state, at):
+        q, k, v, out = (at_position(x, at) for x in (seen.q, seen.k, seen.v, seen.sparse))
+        leaving = jax.lax.dynamic_slice_in_dim(seen.leaving, at, 1, axis=-1) > 0
+        state = less.absorb(state, Evicted(k, v, leaving))
+        share = less.residual(state, new_tokens(q, k, v))
+        assert share is not None
+        lse = jax.lax.dynamic_slice_in_dim(seen.lse, at, 1, axis=-1)
+        return state, merge(Partial(out, lse), share).out
+
+    state = less.init(new_tokens(seen.q[..., :0, :], seen.k[..., :0, :], seen.v[..., :0, :]))
+    for t in range(N):
+        state, answer = step(state, t)
+        np.testing.assert_allclose(together[..., t : t + 1, :], answer, atol=1e-12)
+
+
+def at_position(x: jax.Array, at: jax.Array) -> jax.Array:
+    return jax.lax.dynamic_slice_in_dim(x, at, 1, axis=-2)
+
+
+@pytest.fixture(scope="module")
+def text_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    rng = np.random.default_rng(0)
+    words = ["the", "a", "little", "dog", "cat", "ran", "and", "then", "Tom", "Lily", "said", "that", "house", "tree"]
+    file = tmp_path_factory.mktemp("text") / "words.txt"
+    file.write_text(" ".join(rng.choice(words, 4000)) + "\n", encoding="utf-8")
+    return file
+
+
+def arguments(text: Path, out: Path, *more: str) -> list[str]:
+    shape = "--policy h2o --budget 10 --sequences 9 --length 64 --epochs 3 --hidden 16 --batch 2 --rate 1e-2"
+    return [*shape.split(), "--text", str(text), "--out", str(out), *more]
+
+
+@pytest.fixture(scope="module")
+def trained(text_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("run") / "kernels"
+    assert train_less.main(arguments(text_file, out)) == 0
+    return out
+
+
+def test_trained_kernels_serve_and_leave_less_error(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = checkpoint.read_settings(trained)
+    for row in settings.training["errors"]:
+        assert 0 < row["after"] < row["before"]
+    with (trained / "losses.csv").open(encoding="utf-8") as stream:
+        rows = list(csv.DictReader(stream))
+    assert len(rows) == 4 * 3 and float(rows[2]["training"]) < float(rows[0]["training"])
+    assert {"kernels", "losses.csv", "settings.json", "training"} <= {path.name for path in trained.iterdir()}
+    assert not (trained / "training" / "features").exists()
+    model, policy = kvjax.load("tiny"), kvjax.policy("less", checkpoint=str(trained))
+    tokens = np.arange(2, 42)[None].tolist()
+    plain, ours = (
+        kvjax.decode_step(kvjax.prefill(model, chosen, tokens, 10)[0], jnp.ones(1, jnp.int32))[1]
+        for chosen in ("h2o", policy)
+    )
+    assert np.isfinite(ours).all() and not np.allclose(plain, ours)
+
+
+def test_other_settings_are_refused(
+    trained: Path, text_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def message(*words: str) -> str:
+        assert train_less.main(list(words)) == 2
+        return capsys.readouterr().err
+
+    assert train_less.main(arguments(text_file, trained)) == 0
+    assert "already" in capsys.readouterr().out
+    said = message(*arguments(text_file, trained, "--hidden", "32"))
+    assert "hidden=16" in said and "32" in said
+    said = message(*arguments(text_file, trained, "--policy", "tova"))
+    assert "'h2o'" in said and "'tova'" in said
+    new = tmp_path / "new"
+    assert "evicts nothing" in message(*arguments(text_file, new, "--policy", "full"))
+    assert "'less'" in message(*arguments(text_file, new, "--policy", "less"))
+    assert "nowhere.txt" in message(*arguments(tmp_path / "nowhere.txt", new))
+    assert "0.0" in message(*arguments(text_file, new, "--budget", "1.5"))
+    assert "batch" in message(*arguments(text_file, new, "--sequences", "2"))
+    assert "holds texts of 64 tokens" in message(*arguments(text_file, new, "--budget", "64"))
+
+
+def test_a_killed_run_ends_with_the_same_kernels(trained: Path, text_file: Path, tmp_path: Path) -> None:
+    out = tmp_path / "killed"
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    child = subprocess.Popen(
+        [sys.executable, "-m", "kvjax.train_less", *arguments(text_file, out)],
+        env=environment,
+        stdout=subprocess.DEVNULL,
+    )
+    try:
+        deadline = time.monotonic() + 240
+        while not any((out / "training").glob("step-*")):
+            assert child.poll() is None and time.monotonic() < deadline
+            time.sleep(0.002)
+    finally:
+        child.send_signal(signal.SIGKILL)
+        child.wait()
+    assert not (out / "settings.json").exists()
+    assert train_less.main(arguments(text_file, out)) == 0
+    model = kvjax.load("tiny")
+    kernels, whole = (checkpoint.load(directory, model, "h2o")[0] for directory in (out, trained))
+    jax.tree.map(np.testing.assert_array_equal, kernels, whole)
+    assert (out / "losses.csv").read_text() == (trained / "losses.csv").read_text()
