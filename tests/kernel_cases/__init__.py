@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from tests.kernel_cases import decode_attention, less_kernels, prefill_scores
+from tests.kernel_cases import decode_attention, evict, hamming, less_kernels, prefill_scores
 from tests.kernels import Case
 
-CASES: tuple[Case, ...] = decode_attention.CASES + prefill_scores.CASES + less_kernels.CASES
+CASES: tuple[Case, ...] = (
+    decode_attention.CASES + evict.CASES + hamming.CASES + prefill_scores.CASES + less_kernels.CASES
+)

@@ -1,0 +1,82 @@
+"""Eviction: one new token per row takes the slot of the one that matters least, in every buffer at once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from pallas_kernels import common
+from pallas_kernels.evict import pallas, reference
+from pallas_kernels.ranking import Protection
+
+WORDS = ("float32", "int32", "uint32")
+
+
+def evict(
+    scores: Float[Array, "b h c"],
+    position: Int[Array, "b h c"],
+    new_position: Int[Array, " b"],
+    buffers: Any,
+    added: Any,
+    *,
+    protection: Protection,
+    keep: Bool[Array, "b h c"] | None = None,
+    shrinks: bool = False,
+    implementation: str = "auto",
+    interpret: Any = False,
+    platform: str | None = None,
+) -> tuple[Int[Array, "b h"], Int[Array, "b h"], Any, Int[Array, "b h c"], Any]:
+    """Rank every slot, take what the lowest holds, and write the new token there.
+
+    Slots rank as in `kvjax.cache.rank`: expired (-inf) < empty < finite scores < protected (+inf), the oldest of equals
+    first, slots beyond the limit never. In place where the caller donates `position` and `buffers`.
+
+    Args:
+        scores: how much each slot matters.
+        position: the token in each slot, -1 for none.
+        new_position: of each row's new token; -1 for a row of padding, which writes nothing.
+        buffers: what slots hold besides, a tree of arrays [b h c ...]: keys, values, statistics.
+        added: the new token's, the same tree of arrays [b h ...].
+        protection: sinks, recent window and limit of each head.
+        keep: slots that never leave, or None.
+        shrinks: live slots may lie beyond the limit, as for policies whose budget falls.
+        implementation: `auto`, `xla` or `pallas`. `xla` takes everything. `pallas` is for TPU; it takes c a multiple of
+            16 up to 16384, buffers [b h c] of 32-bit numbers and [b h c w] of float32 or bfloat16 with w up to 256, and
+            no `keep`; it compiles and has run in interpreters, never on a chip. There is no form for GPU.
+        interpret: `True`, or `pltpu.InterpretParams()`, to run `pallas` without an accelerator.
+        platform: for which the program is compiled; None for that of `jax.default_backend()`.
+
+    Returns:
+        The slots (c for rows of padding), what they held (position, -1 for none, and buffers [b h ...]), and the
+        position and buffers with the new token.
+
+    Raises:
+        Unsupported: the implementation asked for cannot run these arguments here.
+        ValueError: there is no such implementation.
+    """
+    limits = {"pallas": limit(position, buffers, keep, common.pallas_form(platform))}
+    chosen = common.choose("evict", implementation, limits, platform=platform, interpret=interpret)
+    arguments: dict[str, Any] = dict(protection=protection, shrinks=shrinks)
+    if chosen == "xla":
+        return reference.evict(scores, position, new_position, buffers, added, keep=keep, **arguments)
+    return pallas.evict(scores, position, new_position, buffers, added, interpret=interpret, **arguments)
+
+
+def limit(position: Array, buffers: Any, keep: Array | None, form: str) -> str | None:
+    """What these arguments ask that the Pallas kernel cannot do, or None."""
+    c = position.shape[2]
+    leaves = jax.tree.leaves(buffers)
+    narrow = [leaf.dtype for leaf in leaves if leaf.ndim == 3 and leaf.dtype not in WORDS]
+    wide = [leaf for leaf in leaves if leaf.ndim != 3]
+    floats = all(leaf.ndim == 4 and leaf.dtype in (jnp.float32, jnp.bfloat16) for leaf in wide)
+    return common.first_limit(
+        (form == "tpu", "it is written for tpu alone"),
+        (keep is None, "keep is given"),
+        (c % 16 == 0 and c <= 16384, f"c={c} slots are not a multiple of 16 up to 16384"),
+        (not narrow, f"a buffer [b h c] holds {narrow and narrow[0]}, not one of {', '.join(WORDS)}"),
+        (floats, "a buffer of several numbers per slot is not [b h c w] of float32 or bfloat16"),
+        (all(leaf.shape[3] <= 256 for leaf in wide), "a buffer holds more than 256 numbers per slot"),
+    )

@@ -1,0 +1,60 @@
+"""The token whose packed code is farthest from the query's (LSH-E, arXiv 2412.16187, Algorithm 1)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jaxtyping import Array, Bool, Int, UInt32
+
+from pallas_kernels import common
+from pallas_kernels.hamming import pallas, reference
+from pallas_kernels.ranking import Protection
+
+
+def hamming(
+    query: UInt32[Array, "b h g w"],
+    codes: UInt32[Array, "b h c w"],
+    position: Int[Array, "b h c"],
+    new_position: Int[Array, " b"],
+    *,
+    protection: Protection,
+    keep: Bool[Array, "b h c"] | None = None,
+    implementation: str = "auto",
+    interpret: Any = False,
+    platform: str | None = None,
+) -> Int[Array, "b h"]:
+    """The slot whose code differs from those of the query group in most bits, summed over the group.
+
+    Empty slots come first, then the farthest, the oldest of equals; protected ones last, slots beyond the limit never.
+
+    Args:
+        query: codes of the g queries of a group, 32 bits to a word.
+        codes: of the slots' keys.
+        position: the token in each slot, -1 for none.
+        new_position: of each row's new token, for the recent window.
+        protection: sinks, recent window and limit of each head.
+        keep: slots that never leave, or None.
+        implementation: `auto`, `xla` or `pallas`. `xla` takes everything. `pallas` is for TPU; it takes c up to 16384,
+            g * w up to 64, w * c up to 32768, and no `keep`; it compiles and has run in interpreters, never on a chip.
+            There is no form for GPU.
+        interpret: `True`, or `pltpu.InterpretParams()`, to run `pallas` without an accelerator.
+        platform: for which the program is compiled; None for that of `jax.default_backend()`.
+
+    Raises:
+        Unsupported: the implementation asked for cannot run these arguments here.
+        ValueError: there is no such implementation.
+    """
+    groups, (c, words) = query.shape[2], codes.shape[2:]
+    limits = {
+        "pallas": common.first_limit(
+            (common.pallas_form(platform) == "tpu", "it is written for tpu alone"),
+            (keep is None, "keep is given"),
+            (c <= 16384, f"c={c} slots are more than 16384"),
+            (groups * words <= 64, f"g={groups} queries of w={words} words are more than 64 words"),
+            (words * c <= 32768, f"c={c} codes of w={words} words are more than 32768 words"),
+        )
+    }
+    chosen = common.choose("hamming", implementation, limits, platform=platform, interpret=interpret)
+    if chosen == "xla":
+        return reference.hamming(query, codes, position, new_position, protection=protection, keep=keep)
+    return pallas.hamming(query, codes, position, new_position, protection=protection, interpret=interpret)

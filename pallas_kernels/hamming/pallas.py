@@ -1,0 +1,66 @@
+"""LSH-E's victim for TPU: distances exist on the chip alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Int, UInt32
+
+from pallas_kernels.ranking import Protection, victim
+
+SUBLANES = 8
+VMEM_BYTES = 14 << 20
+
+
+def hamming(
+    query: UInt32[Array, "b h g w"],
+    codes: UInt32[Array, "b h c w"],
+    position: Int[Array, "b h c"],
+    new_position: Int[Array, " b"],
+    *,
+    protection: Protection,
+    interpret: Any,
+) -> Int[Array, "b h"]:
+    """See `api.hamming`."""
+    b, h, c, words = codes.shape
+    heads = SUBLANES if h % SUBLANES == 0 else h
+
+    def block(*tail: int) -> pl.BlockSpec:
+        return pl.BlockSpec((1, heads, *tail), lambda b, h: (b, h) + (0,) * len(tail))
+
+    # Slots along the lanes; for one word this is a reshape.
+    planes = jnp.moveaxis(codes, -1, 1)
+    inputs = {
+        "new_position": (new_position, pl.BlockSpec(memory_space=pltpu.SMEM)),
+        "query": (query.reshape(b, h, -1), block(query.shape[2] * words)),
+        "codes": (planes, pl.BlockSpec((1, words, heads, c), lambda b, h: (b, 0, h, 0))),
+        "position": (position, block(c)),
+        **{name: (x.astype(jnp.int32)[..., None], block(1)) for name, x in protection._asdict().items()},
+    }
+    found = pl.pallas_call(
+        _kernel,
+        grid=(b, pl.cdiv(h, heads)),
+        in_specs=[{name: spec for name, (_, spec) in inputs.items()}],
+        out_specs=block(1),
+        out_shape=jax.ShapeDtypeStruct((b, h, 1), jnp.int32),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel"), vmem_limit_bytes=VMEM_BYTES),
+        interpret=interpret,
+        name="hamming",
+    )({name: array for name, (array, _) in inputs.items()})
+    return found[..., 0]
+
+
+def _kernel(refs, slot):
+    words = refs["codes"].shape[1]
+    query = refs["query"][0]
+    distance = jnp.zeros(refs["position"].shape[1:], jnp.int32)
+    for i in range(query.shape[1]):
+        differing = query[:, i : i + 1] ^ refs["codes"][0, i % words]
+        distance += jax.lax.population_count(differing).astype(jnp.int32)
+    scores = -distance.astype(jnp.float32)
+    bounds = [refs[name][0] for name in Protection._fields]
+    slot[0] = victim(scores, refs["position"][0], refs["new_position"][pl.program_id(0)], *bounds)

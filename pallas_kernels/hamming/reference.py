@@ -1,0 +1,25 @@
+"""LSH-E's victim in XLA."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int, UInt32
+
+from pallas_kernels.ranking import Protection, victim
+
+
+def hamming(
+    query: UInt32[Array, "b h g w"],
+    codes: UInt32[Array, "b h c w"],
+    position: Int[Array, "b h c"],
+    new_position: Int[Array, " b"],
+    *,
+    protection: Protection,
+    keep: Bool[Array, "b h c"] | None,
+) -> Int[Array, "b h"]:
+    """See `api.hamming`."""
+    differing = jax.lax.population_count(query[:, :, :, None] ^ codes[:, :, None])
+    scores = -differing.sum((2, 4), dtype=jnp.int32).astype(jnp.float32)
+    sinks, recent, limit = (x[..., None] for x in protection)
+    return victim(scores, position, new_position[:, None, None], sinks, recent, limit, keep)[..., 0]

@@ -1,0 +1,50 @@
+"""Hamming distances: cases, and the operation bit by bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from pallas_kernels.hamming import hamming
+from tests.kernel_cases.evict import positions, protection, victim
+from tests.kernels import TPU_WAYS, XLA, Case
+
+
+def oracle(inputs: dict[str, Any]) -> dict[str, Any]:
+    """The victim of equation 6."""
+    words = inputs["query"][:, :, :, None] ^ inputs["codes"][:, :, None]
+    scores = -np.unpackbits(words.view(np.uint8), axis=-1).sum((2, -1)).astype(np.float64)
+    b, h, _ = scores.shape
+    return {"slot": np.array([[victim(inputs, scores, row, head) for head in range(h)] for row in range(b)])}
+
+
+def run(inputs: dict[str, Any], **options: Any) -> dict[str, Any]:
+    inputs = dict(inputs)
+    arrays = [inputs.pop(name) for name in ("query", "codes", "position", "new_position")]
+    return {"slot": hamming(*arrays, **inputs, **options)}
+
+
+def case(b: int, h: int, g: int, c: int, bits: int, *, live: str = "full", keep: bool = False) -> Case:
+    """Random codes; few bits give many equal distances."""
+    rng = np.random.default_rng(b + h + g + c + bits)
+    position, new = positions(rng, b, h, c, live)
+    words = -(-bits // 32)
+    shapes = {"query": (b, h, g, words), "codes": (b, h, c, words)}
+    high = 2 ** min(bits, 32)
+    inputs: dict[str, Any] = {name: rng.integers(high, size=s, dtype=np.uint32) for name, s in shapes.items()}
+    inputs |= {"position": position, "new_position": new, "protection": protection(rng, b, h, c)}
+    if keep:
+        inputs["keep"] = rng.random((b, h, c)) < 0.3
+    label = f"{b}x{h}x{g}x{c}-{bits}bits-{live}" + ("-keep" if keep else "")
+    return Case("hamming", label, (inputs,), run, oracle, ways=(XLA,) if keep else (XLA, *TPU_WAYS))
+
+
+CASES = (
+    case(2, 2, 4, 48, 16),
+    case(2, 8, 1, 200, 64, live="ragged"),
+    case(1, 3, 2, 33, 4),
+    case(1, 2, 2, 16, 32, live="one"),
+    case(1, 2, 2, 16, 32, live="none"),
+    case(1, 2, 4, 48, 16, keep=True),
+)

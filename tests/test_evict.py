@@ -1,0 +1,152 @@
+"""Eviction and Hamming distances beyond the table: against the cache's own rules, in place, what they refuse."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+import kvjax
+from kvjax import cache as caches
+from kvjax.policies.lsh_e import hashes, projections
+from kvjax.types import KV, LayerCache, NewTokens
+from pallas_kernels.common import Unsupported
+from pallas_kernels.evict import Protection, evict
+from pallas_kernels.hamming import hamming
+from tests.kernel_cases.evict import case, run
+from tests.kernels import TPU_WAYS, XLA, Way, check
+
+
+@settings(max_examples=6, phases=[Phase.generate])
+@given(
+    st.tuples(st.integers(1, 2), st.integers(1, 4), st.sampled_from([16, 32, 80]), st.sampled_from([64, 80])),
+    st.sampled_from(["float32", "bfloat16"]),
+    st.sampled_from(["full", "ragged"]),
+    st.booleans(),
+    st.sampled_from([XLA, *TPU_WAYS]),
+)
+def test_any_shape(shape, dtype, live, shrinks, way):
+    check(case(*shape, dtype=dtype, live=live, shrinks=shrinks), way)
+
+
+def new_token(key, b, h, g, d, position):
+    q, k, v = (jax.random.normal(jax.random.fold_in(key, i), (b, h, *x, 1, d)) for i, x in enumerate(([g], [], [])))
+    return NewTokens(
+        q=q,
+        k=k,
+        v=v,
+        position=position[:, None],
+        token=jnp.zeros((b, 1), jnp.int32),
+        prompt_length=jnp.ones(b, jnp.int32),
+        read=position + 1,
+        horizon=jnp.ones(b, jnp.int32),
+        seed=jnp.zeros(b, jnp.uint32),
+    )
+
+
+@pytest.mark.parametrize("way", [XLA, TPU_WAYS[0]], ids=str)
+def test_the_cache_evicts_the_same(way):
+    b, h, c, d = 2, 2, 48, 64
+    inputs = jax.tree.map(jnp.asarray, case(b, h, c, d, live="ragged").arrays[0])
+    new = new_token(jax.random.key(0), b, h, 2, d, jnp.asarray([150, 120]))
+    limit = jnp.asarray([[48, 40], [33, 48]])
+    policy = kvjax.policy("h2o", sinks=2, recent=5)
+    k, v = inputs["buffers"]["pair"]
+    cache = LayerCache(KV(k, v), inputs["position"], None, None, inputs["scores"], None, limit)
+    slot = caches.victim(policy, cache, new)
+    kv, position = caches.take(cache, slot)
+    wanted = caches.put(cache, slot, caches.entries(policy, new, None, KV(new.k, new.v)))
+    found = evict(
+        cache.stats,
+        cache.position,
+        new.position[:, 0],
+        (cache.kv, cache.stats),
+        (KV(new.k[:, :, 0], new.v[:, :, 0]), jnp.zeros((b, h))),
+        protection=Protection(policy.sink_slots(limit), policy.recent_slots(limit), limit),
+        **way.options,
+    )
+    flat = KV(kv.k[:, :, 0], kv.v[:, :, 0]), jnp.take_along_axis(cache.stats, slot[..., None], 2)[..., 0]
+    expected = (slot, position[..., 0], flat, wanted.position, (wanted.kv, wanted.stats))
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+@pytest.mark.parametrize("way", [XLA, TPU_WAYS[0]], ids=str)
+def test_hamming_finds_the_victim_of_lsh_e(way):
+    b, h, g, c, d = 2, 2, 3, 48, 64
+    inputs = case(b, h, c, d, live="full").arrays[0]
+    new = new_token(jax.random.key(1), b, h, g, d, jnp.asarray([150, 120]))
+    policy = kvjax.policy("lsh_e", bits=40)
+    planes = projections(0, 0, h, 40, d)
+    limit = jnp.full((b, h), c)
+    k, v = inputs["buffers"]["pair"]
+    cache = LayerCache(KV(k, v), inputs["position"], None, None, hashes(planes, k), planes, limit)
+    found = hamming(
+        hashes(planes, new.last_query),
+        cache.stats,
+        cache.position,
+        new.position[:, 0],
+        protection=Protection(policy.sink_slots(limit), policy.recent_slots(limit), limit),
+        **way.options,
+    )
+    np.testing.assert_array_equal(found, caches.victim(policy, cache, new))
+
+
+def test_donated_buffers_are_written_in_place():
+    inputs = dict(case(2, 2, 512, 64).arrays[0])
+    cache = {name: inputs.pop(name) for name in ("position", "buffers")}
+    function = jax.jit(lambda cache, inputs: run(cache | inputs, shrinks=False, implementation="xla"), donate_argnums=0)
+    memory = function.trace(cache, inputs).lower().compile().memory_analysis()
+    assert memory is not None
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(cache))
+    assert memory.alias_size_in_bytes == size
+    assert memory.temp_size_in_bytes < size / 8
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (dict(c=40), "c=40 slots are not a multiple of 16 up to 16384"),
+        (dict(c=32768), "c=32768 slots are not a multiple of 16 up to 16384"),
+        (dict(statistic=jnp.float16), "holds float16, not one of float32, int32, uint32"),
+        (dict(key=jnp.int8), r"not \[b h c w\] of float32 or bfloat16"),
+        (dict(d=264), "more than 256 numbers per slot"),
+        (dict(platform="gpu"), "it is written for tpu alone"),
+    ],
+)
+def test_limits_are_named_before_compilation(change, reason):
+    setting = {"c": 16, "d": 64, "key": jnp.float32, "statistic": jnp.float32, "platform": "tpu"} | change
+    c, d = setting["c"], setting["d"]
+    of = jax.ShapeDtypeStruct
+
+    def call(scores, position, new, buffers, added, protection):
+        options = Way("pallas", True, setting["platform"]).options
+        return evict(scores, position, new, buffers, added, protection=protection, **options)
+
+    buffers = (of((1, 1, c, d), setting["key"]), of((1, 1, c), setting["statistic"]))
+    added = (of((1, 1, d), setting["key"]), of((1, 1), setting["statistic"]))
+    protection = Protection(*(jnp.ones((1, 1), jnp.int32),) * 3)
+    with pytest.raises(Unsupported, match=f"evict cannot run as 'pallas'.*{reason}"):
+        slots = of((1, 1, c), jnp.float32), of((1, 1, c), jnp.int32)
+        jax.eval_shape(call, *slots, of((1,), jnp.int32), buffers, added, protection)
+
+
+@pytest.mark.parametrize(
+    ("g", "c", "words", "platform", "reason"),
+    [
+        (1, 16385, 1, "tpu", "c=16385 slots are more than 16384"),
+        (9, 16, 8, "tpu", "g=9 queries of w=8 words are more than 64 words"),
+        (1, 16384, 3, "tpu", "c=16384 codes of w=3 words are more than 32768 words"),
+        (1, 16, 1, "gpu", "it is written for tpu alone"),
+    ],
+)
+def test_limits_of_hamming_are_named(g, c, words, platform, reason):
+    of = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.uint32)
+    protection = Protection(*(jnp.ones((1, 1), jnp.int32),) * 3)
+    call = functools.partial(hamming, protection=protection, implementation="pallas", interpret=True, platform=platform)
+    with pytest.raises(Unsupported, match=f"hamming cannot run as 'pallas': {reason}"):
+        jax.eval_shape(call, of((1, 1, g, words)), of((1, 1, c, words)), of((1, 1, c)), of((1,)))
