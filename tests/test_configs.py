@@ -19,9 +19,9 @@ TEXT = np.random.default_rng(0).integers(0, 64, (2, 150))
 def test_runs(name):
     config = read_config(name)
     if config["policy"] == "less" and config["settings"].get("kernels") != "performer":
-        pytest.skip("kernels belong to one model; see test_less.py")
+        pytest.skip("kernels belong to one model; see test_generate.py")
     policy = kvjax.policy(config["policy"], **config["settings"])
-    model = random_model(small_config(4, 2, layers=4))
+    model = random_model(small_config(4, 2, layers=3))
     state, logits = kvjax.prefill(
         model,
         policy,

@@ -38,7 +38,8 @@ def test_reading_in_chunks_does_not_depend_on_longer_neighbours(name, chunk):
     together, logits = kvjax.prefill(MODEL, policy, TEXT, 12, lengths=LENGTHS, prefill_chunk=chunk, plan="uniform")
     _, following = steps(together, 5)
     for row, length in enumerate(LENGTHS):
-        alone = kvjax.prefill(MODEL, policy, TEXT[row : row + 1, :length], 12, prefill_chunk=chunk, plan="uniform")
+        text = TEXT[row : row + 1]
+        alone = kvjax.prefill(MODEL, policy, text, 12, lengths=[length], prefill_chunk=chunk, plan="uniform")
         np.testing.assert_allclose(logits[row], alone[1][0], atol=1e-5)
         np.testing.assert_array_equal(
             np.sort(together.caches[1].position[row]), np.sort(alone[0].caches[1].position[0])
