@@ -242,3 +242,32 @@ def test_a_killed_run_ends_with_the_same_kernels(trained: Path, text_file: Path,
     kernels, whole = (checkpoint.load(directory, model, "h2o")[0] for directory in (out, trained))
     jax.tree.map(np.testing.assert_array_equal, kernels, whole)
     assert (out / "losses.csv").read_text() == (trained / "losses.csv").read_text()
+
+
+def test_shipped_kernels_are_those_of_the_nearest_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = random_model(GQA)
+    monkeypatch.setattr(checkpoint, "SHIPPED", tmp_path)
+    for slots in (50, 10):
+        settings = checkpoint.Settings("random", checkpoint.fingerprint(model), "h2o", {}, slots, hidden=HIDDEN)
+        checkpoint.save(tmp_path / f"h2o_{slots}", kernels_for(GQA, scale=slots), settings)
+    unbound = kvjax.policy("less")
+
+    def scale(policy) -> float:
+        return float(jnp.abs(policy.kernels[0]["psi"]["outer_scale"]).mean())
+
+    of_ten, of_fifty = (float(jnp.abs(kernels_for(GQA, scale=s)["psi"]["outer_scale"][0]).mean()) for s in (10, 50))
+    assert scale(unbound.bind(model)) == of_ten
+    # 50 slots are 1.2% of the model's 4096 positions, 10 are 0.2%.
+    for budget, expected in (
+        (3, of_ten),
+        (20, of_ten),
+        (40, of_fifty),
+        (0.01, of_fifty),
+        (0.003, of_ten),
+        (0.5, of_fifty),
+    ):
+        chosen = unbound.bind(model).budgeted(budget)
+        assert scale(chosen) == expected
+    assert scale(kvjax.policy("less", checkpoint="h2o_50").bind(model).budgeted(10)) == of_fifty
+    with pytest.raises(ValueError, match="h2o_10, h2o_50"):
+        kvjax.policy("less", base="tova").bind(model)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 _SETTINGS, _KERNELS = "settings.json", "kernels"
 SHIPPED = Path(__file__).resolve().parents[1] / "tiny" / "less"
-"""Kernels of the embedded model, one directory per base policy, or per policy and budget."""
+"""Kernels of the embedded model, one directory for each base policy and budget."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Settings:
         fingerprint: of its shape and weights, see `fingerprint`.
         policy: registered name of the base policy.
         policy_settings: its settings.
-        budget: slots, or fraction of the text, that they were trained at; they may serve at another.
+        budget: slots, or fraction of the model's longest text, that they were trained at; they may serve at another.
         features, hidden, literal: as in `init_kernels`.
         training: whatever else is worth keeping of how they were made.
     """
@@ -154,27 +154,37 @@ def fingerprint(model: Model) -> str:
     return digest.hexdigest()[:16]
 
 
-def find(checkpoint: str, policy: str) -> Path:
-    """Where kernels are: a directory, the name of shipped ones, or those shipped for a base policy if it is empty.
+def find(checkpoint: str, policy: str) -> list[Path]:
+    """Where kernels are: a directory, the name of shipped ones, or if it is empty all that are shipped for a policy.
+
+    Args:
+        checkpoint: what the user gave.
+        policy: registered name of the base policy.
+
+    Returns:
+        One directory, or those of the policy from the smallest budget to the largest.
 
     Raises:
         ValueError: there are none.
     """
     given = Path(checkpoint).expanduser()
-    for directory in (given,) if checkpoint else ():
-        if (directory / _SETTINGS).exists():
-            return directory
-    if (SHIPPED / (checkpoint or policy) / _SETTINGS).exists():
-        return SHIPPED / (checkpoint or policy)
-    shipped = ", ".join(sorted(path.parent.name for path in SHIPPED.glob(f"*/{_SETTINGS}"))) or "none"
+    if checkpoint and (given / _SETTINGS).exists():
+        return [given]
+    if checkpoint and (SHIPPED / checkpoint / _SETTINGS).exists():
+        return [SHIPPED / checkpoint]
+    shipped = sorted(path.parent for path in SHIPPED.glob(f"*/{_SETTINGS}"))
+    names = ", ".join(path.name for path in shipped) or "none"
     if checkpoint:
         raise ValueError(
-            f"{checkpoint} holds no kernels; give a directory of python -m kvjax.train_less or one of: {shipped}."
+            f"{checkpoint} holds no kernels; give a directory of python -m kvjax.train_less or one of: {names}."
         )
-    raise ValueError(
-        f"no kernels are shipped for policy {policy!r} (there are: {shipped}); train some with "
-        "python -m kvjax.train_less and give checkpoint=DIR."
-    )
+    fitting = {path: settings.budget for path in shipped if (settings := read_settings(path)).policy == policy}
+    if not fitting:
+        raise ValueError(
+            f"no kernels are shipped for policy {policy!r} (there are: {names}); train some with "
+            "python -m kvjax.train_less and give checkpoint=DIR."
+        )
+    return sorted(fitting, key=lambda path: fitting[path])
 
 
 def _read(directory: str | Path) -> dict[str, Any]:

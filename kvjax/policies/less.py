@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 from jaxtyping import Array, Float
 
@@ -42,7 +44,7 @@ class Less(Wrapper):
     Args:
         base: the policy that evicts, by name or made; further settings are its own.
         checkpoint: directory of kernels from `python -m kvjax.train_less`, or the name of shipped ones; empty for those
-            that are shipped for the base policy.
+            that are shipped for the base policy, trained at the budget nearest to the one in use.
         kernel: `learned`, or `performer` for untrained random features; the setting `kernels` of `kvjax.policy`.
         features: R; 0 for that of the checkpoint, 8 for `performer`.
         kernel_seed: of the random features.
@@ -56,6 +58,8 @@ class Less(Wrapper):
     features: int = setting(0)
     kernel_seed: int = setting(0)
     kernels: Any = None
+    trained: tuple[tuple[float, float, Any], ...] = ()
+    # Once bound, by slots and fraction of the model's longest text: all kernels among which the budget chooses.
 
     def __post_init__(self):
         super().__post_init__()
@@ -93,16 +97,32 @@ class Less(Wrapper):
             from kvjax.policies import name_of
 
             name = name_of(self.base)
-            found = checkpoints.find(self.checkpoint, name)
-            kernels, settings = checkpoints.load(found, model, name)
-            if self.features not in (0, settings.features):
-                raise ValueError(
-                    f"the kernels in {found} have {settings.features} features, not features={self.features}; "
-                    "leave it out or give another checkpoint."
-                )
+            options = []
+            for found in checkpoints.find(self.checkpoint, name):
+                stacked, settings = checkpoints.load(found, model, name)
+                if self.features not in (0, settings.features):
+                    raise ValueError(
+                        f"the kernels in {found} have {settings.features} features, not features={self.features}; "
+                        "leave it out or give another checkpoint."
+                    )
+                longest = model.config.max_positions
+                slots = settings.budget if isinstance(settings.budget, int) else settings.budget * longest
+                options.append((float(slots), slots / longest, unstack(stacked)))
+            kernels = options[0][-1]
+            bound = dataclasses.replace(bound, trained=tuple(options))
         kernels = unstack(kernels)
         self._check_shapes(kernels, model)
         return dataclasses.replace(bound, kernels=kernels)
+
+    def budgeted(self, budget):
+        """With the kernels that were trained nearest to a budget, where there are several."""
+        bound = super().budgeted(budget)
+        if not self.trained:
+            return bound
+        fraction = isinstance(budget, float)
+        wanted = max(1e-9, float(np.mean(budget)))  # what is no budget is refused where slots are counted
+        nearest = min(self.trained, key=lambda option: abs(math.log(option[fraction] / wanted)))
+        return dataclasses.replace(bound, kernels=nearest[-1], trained=())
 
     def _check_shapes(self, kernels, model):
         config = model.config
