@@ -1,4 +1,4 @@
-"""Measure speed and memory of policies and budgets: `python -m kvjax.bench decode`, `python -m kvjax.bench prefill`."""
+"""Measure speed and memory of policies and budgets: `python -m kvjax.bench decode`, `prefill`; or race `kernels`."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ import numpy as np
 
 from kvjax import decode, policies
 from kvjax.models import Model, ModelConfig, Rope, load, random_weights
+from kvjax.policies.base import Policy
 from kvjax.settings import parse_budget
 
 SYNTHETIC = ModelConfig(
@@ -69,7 +70,7 @@ def model_named(name: str, dtype: str) -> Model:
     return load(name, dtype=dtype)
 
 
-def decoder(model: Model, name: str, budget: int | float, tokens: np.ndarray, steps: int) -> Contender:
+def decoder(model: Model, name: str | Policy, budget: int | float, tokens: np.ndarray, steps: int) -> Contender:
     """Greedy decoding of some steps in one program, from a prompt that has been read."""
     state, logits = decode.prefill(model, name, tokens, budget, max_new_tokens=steps)
 
@@ -85,7 +86,7 @@ def decoder(model: Model, name: str, budget: int | float, tokens: np.ndarray, st
     fixed, moving = decode.split_state(state)
     token = jnp.argmax(logits, -1).astype(jnp.int32)
     return Contender(
-        name, str(budget), lambda: jax.block_until_ready(run(fixed, moving, token)), decode.cache_bytes(state)
+        str(name), str(budget), lambda: jax.block_until_ready(run(fixed, moving, token)), decode.cache_bytes(state)
     )
 
 
@@ -220,8 +221,13 @@ def run(options: argparse.Namespace) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """The command line; returns its exit code."""
+    words = sys.argv[1:] if argv is None else argv
+    if words[:1] == ["kernels"]:
+        from kvjax import bench_kernels
+
+        return bench_kernels.main(words[1:])
     options = argparse.ArgumentParser(prog="kvjax bench", description=__doc__, allow_abbrev=False)
-    options.add_argument("what", choices=("decode", "prefill"))
+    options.add_argument("what", choices=("decode", "prefill", "kernels"), help="kernels has settings of its own")
     options.add_argument("--model", default="synthetic", help="synthetic, tiny, a directory or a hub id")
     options.add_argument("--policies", default="streaming,h2o", help="names with commas between them, or all")
     options.add_argument("--budgets", default="0.25", help="slots or fractions, with commas between them")
@@ -233,7 +239,7 @@ def main(argv: list[str] | None = None) -> int:
     options.add_argument("--against", choices=("transformers",), help="race Hugging Face's decoding, too")
     options.add_argument("--json", type=Path, help="also write the numbers to this file")
     try:
-        run(options.parse_args(argv))
+        run(options.parse_args(words))
     except (ValueError, OSError) as error:
         print(f"kvjax bench: {error}", file=sys.stderr)
         return 2

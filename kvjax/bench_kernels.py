@@ -1,0 +1,312 @@
+"""Race the kernels of `pallas_kernels`: `python -m kvjax.bench kernels`, or a whole decode step with `--step`."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import importlib.util
+import json
+import math
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax import bench
+from kvjax.less.kernels import init_kernels
+from kvjax.models import Model, ModelConfig, Rope
+from kvjax.models.weights import weight_shapes
+from kvjax.policies import policy
+from pallas_kernels.common import Unsupported
+from pallas_kernels.programs import IMPLEMENTATIONS, Program, decode, features, prefill
+
+LLAMA_7B = ModelConfig(
+    vocab_size=32000,
+    width=4096,
+    layers=32,
+    heads=32,
+    kv_heads=32,
+    head_width=128,
+    mlp_width=11008,
+    max_positions=4096,
+    rope=Rope(width=128),
+)
+
+TOY = dataclasses.replace(
+    LLAMA_7B,
+    vocab_size=512,
+    width=256,
+    layers=2,
+    heads=4,
+    kv_heads=4,
+    head_width=64,
+    mlp_width=704,
+    rope=Rope(width=64),
+)
+
+OPS = ("decode", "prefill", "less")
+COPY, JAX = "copy", "jax.nn"
+LEAST = 0.05
+"""Seconds that one measurement takes at least: calls are queued up, so that starting them costs nothing."""
+
+LARGE = dict(batch=32, slots=4096, kv_heads=8, groups=4, head_width=128, prompt_tokens=8192, dtype="bfloat16")
+SMALL = dict(batch=2, slots=1024, kv_heads=4, groups=4, head_width=64, prompt_tokens=1024, dtype="float32")
+LARGE |= dict(step_batch=64, step_slots=204)
+SMALL |= dict(step_batch=4, step_slots=64)
+"""Sizes where there is an accelerator, and where there is none."""
+
+
+@dataclasses.dataclass
+class Runner:
+    """One way to do an operation, queued by `start` and awaited by `wait`."""
+
+    op: str
+    label: str
+    name: str
+    bytes: int
+    start: Callable[[], Any]
+    wait: Callable[[Any], Any] = jax.block_until_ready
+    calls: int = 1
+    seconds: list[float] = dataclasses.field(default_factory=list)
+
+    @property
+    def median(self) -> float:
+        """Seconds of one call."""
+        return statistics.median(self.seconds)
+
+    def measure(self) -> float:
+        """Seconds of one call, of as many as are queued together."""
+        began = time.perf_counter()
+        for _ in range(self.calls - 1):
+            self.start()
+        self.wait(self.start())
+        return (time.perf_counter() - began) / self.calls
+
+
+def race(runners: list[Runner], repeats: int) -> None:
+    """Run all in turn, so that noise hits all alike, after they are compiled and their calls counted."""
+    for runner in runners:
+        runner.measure()
+        runner.calls = max(1, min(1000, math.ceil(LEAST / runner.measure())))
+    for _ in range(repeats):
+        for runner in runners:
+            runner.seconds.append(runner.measure())
+
+
+def ways(program: Program) -> Iterator[Runner]:
+    """Each implementation that runs here."""
+    arrays = program.arrays()
+    for name in IMPLEMENTATIONS:
+        run = program.jit(name)
+        try:
+            run.trace(**arrays)
+        except Unsupported:
+            continue
+
+        def start(run=run):
+            return run(**arrays)
+
+        yield Runner(program.op, program.label, name, program.bytes, start)
+
+
+def peers(program: Program, causal: bool) -> Iterator[Runner]:
+    """Attention over the same keys and values by others, in the layout each wants; no scores, no mask of slots."""
+    arrays = program.arrays()
+    q, k, v = (arrays[name] for name in "qkv")
+    b, h, g, d = q.shape[0], q.shape[1], q.shape[2], q.shape[-1]
+    q = jnp.swapaxes(q.reshape(b, h * g, -1, d), 1, 2)  # [b t heads d]
+    k, v = (jnp.swapaxes(x, 1, 2) for x in (k, v))
+    size = sum(x.size * x.dtype.itemsize for x in (q, q, k, v))
+    for name in ("xla", "cudnn") if jax.default_backend() == "gpu" else ("xla",):
+        run = jax.jit(lambda *x, name=name: jax.nn.dot_product_attention(*x, is_causal=causal, implementation=name))
+        try:
+            run.lower(q, k, v).compile()
+        except Exception as error:  # no cuDNN, or not for these shapes
+            print(f"{JAX} {name} is left out: {str(error).splitlines()[0]}", file=sys.stderr)
+            continue
+        label = JAX if name == "xla" else f"{JAX} {name}"
+        yield Runner(program.op, program.label, label, size, lambda run=run: run(q, k, v))
+    if importlib.util.find_spec("torch") is not None and jax.default_backend() in ("gpu", "cpu"):
+        yield from _torch(program, causal, size)
+
+
+def _torch(program: Program, causal: bool, size: int) -> Iterator[Runner]:
+    import torch
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if (device == "cuda") != (jax.default_backend() == "gpu"):
+        return
+    dtype = getattr(torch, program.shapes["q"].dtype.name)
+    b, h, g = program.shapes["q"].shape[:3]
+    q, k, v = (torch.randn(program.shapes[name].shape, dtype=dtype, device=device) for name in "qkv")
+    q = q.reshape(b, h * g, -1, q.shape[-1])
+
+    def start():
+        with torch.inference_mode():
+            return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=g > 1)
+
+    def wait(_):
+        if device == "cuda":
+            torch.cuda.synchronize()
+
+    yield Runner(program.op, program.label, "torch", size, start, wait)
+
+
+def copy(size: int) -> Runner:
+    """A copy within the device of so many bytes: read once, written once."""
+    x = jnp.ones(max(1, size // 2) // 4, jnp.float32)
+    run = jax.jit(lambda x: x + 1)
+    return Runner(COPY, f"{size / 1e6:,.0f} MB", COPY, 2 * x.nbytes, lambda: run(x))
+
+
+def groups(options: argparse.Namespace) -> Iterator[tuple[str, list[Runner]]]:
+    """What is raced against each other, the copy first."""
+    b, c, h, g, d = (options.batch, options.slots, options.kv_heads, options.groups, options.head_width)
+    n, dtype, heads = options.prompt_tokens, jnp.dtype(options.dtype), f"{options.kv_heads} x {options.groups} heads"
+    size = f"{b} rows, {c} slots, {heads}, d {d}, {dtype.name}"
+    variants = {"plain": {}, "sum of probabilities": dict(scores="sum"), "Gumbel scores": dict(noisy=True)}
+    variants |= {"rank 8": dict(rank=8), "Gumbel scores, rank 8": dict(noisy=True, rank=8)}
+    plain = decode("plain", b, h, g, c, d, dtype)
+    if "decode" in options.ops.split(","):
+        runners = [copy(plain.bytes)]
+        for label, settings in variants.items():
+            program = decode(label, b, h, g, c, d, dtype, **settings)
+            runners += [*ways(program), *(peers(program, False) if label == "plain" else ())]
+        yield f"decode_attention: {size}", runners
+    if "prefill" in options.ops.split(","):
+        runners = [copy(plain.bytes)]
+        for label, extra, settings in (
+            ("plain", (), dict(scores=False)),
+            ("column sums", (), {}),
+            ("Gumbel column sums", ("noise",), {}),
+        ):
+            program = prefill(label, 1, h, g, n, d, dtype, *extra, **settings)
+            runners += [*ways(program), *(peers(program, True) if label == "plain" else ())]
+        yield f"prefill_scores: 1 row, {n} tokens, {heads}, d {d}, {dtype.name}", runners
+    if "less" in options.ops.split(","):
+        runners = [copy(plain.bytes)]
+        for which, rows, tokens in (("phi", b, 1), ("psi", b, 1), ("psi", 1, n)):
+            program = features(which, f"rows x tokens {rows} x {tokens}", rows, h, g, tokens, d, dtype)
+            runners += ways(program)
+        yield f"less_kernels: {heads}, d {d}, {dtype.name}", runners
+
+
+def table(title: str, runners: list[Runner]) -> list[dict[str, Any]]:
+    """Print the medians, with bandwidth as a share of the copy's and ratios to the peers; return them."""
+    from rich.console import Console
+    from rich.table import Table
+
+    shown = Table(title=title)
+    for heading in ("inputs", "implementation", "ms", "GB/s", "of copy", "time / xla", f"/ {JAX}", "/ torch"):
+        shown.add_column(heading, justify="left" if heading in ("inputs", "implementation") else "right")
+    bandwidth = {r.name: r.bytes / r.median for r in runners if r.op == COPY}[COPY]
+    rows = []
+    for r in runners:
+        same = {other.name: other.median for other in runners if (other.op, other.label) == (r.op, r.label)}
+        plain = {other.name: other.median for other in runners if other.label == "plain"}
+        times = {"xla": same.get("xla"), JAX: plain.get(JAX), "torch": plain.get("torch")}
+        ratios = {name: None if seconds is None else r.median / seconds for name, seconds in times.items()}
+        row: dict[str, Any] = dict(
+            op=r.op,
+            inputs=r.label,
+            implementation=r.name,
+            milliseconds=1e3 * r.median,
+            bytes=r.bytes,
+            bytes_per_second=r.bytes / r.median,
+            share_of_copy=r.bytes / r.median / bandwidth,
+            time_over={} if r.op == COPY else {name: ratio for name, ratio in ratios.items() if ratio is not None},
+        )
+        rows.append(row)
+        cells = ["" if row["time_over"].get(name) is None else f"{row['time_over'][name]:.2f}" for name in times]
+        shown.add_row(
+            r.label, r.name, f"{1e3 * r.median:.3f}", f"{r.bytes / r.median / 1e9:,.1f}",
+            f"{row['share_of_copy']:.0%}", *cells,
+        )  # fmt: skip
+    Console(width=120).print(shown)
+    return rows
+
+
+def random_model(config: ModelConfig, dtype: str) -> Model:
+    """Random weights, drawn on the device: seven billion of them take minutes on the host."""
+
+    @functools.partial(jax.jit, static_argnums=1)
+    def draw(key, shape):
+        return jax.random.normal(key, shape, jnp.dtype(dtype)) / math.sqrt(shape[-1])
+
+    leaves, tree = jax.tree.flatten(weight_shapes(config))
+    keys = jax.random.split(jax.random.key(0), len(leaves))
+    weights = [
+        draw(key, leaf.shape) if len(leaf.shape) > 1 else jnp.ones(leaf.shape, dtype)
+        for key, leaf in zip(keys, leaves, strict=True)
+    ]
+    return Model(jax.tree.unflatten(tree, weights), config, f"{config.layers} layers of width {config.width}")
+
+
+def step(options: argparse.Namespace, device: str) -> dict[str, Any]:
+    """Decode steps of a whole model from a full cache, with LESS and without it."""
+    config = TOY if jax.default_backend() == "cpu" else LLAMA_7B
+    model, steps = random_model(config, options.dtype), 16
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(3, config.vocab_size, (options.step_batch, options.step_slots))
+    kernels = init_kernels(jax.random.key(1), config)
+    contenders = []
+    for base in ("streaming", "h2o"):
+        for name, made in ((base, policy(base)), (f"less on {base}", policy("less", base=base, kernels=kernels))):
+            contender = bench.decoder(model, made, options.step_slots, tokens, steps)
+            contenders.append(dataclasses.replace(contender, name=name))
+    bench.race(contenders, options.repeats)
+    title = (
+        f"{steps} steps: {model.name}, {options.step_batch} rows, {options.step_slots} slots, {options.dtype}; {device}"
+    )
+    return {"title": title, "rows": bench.table(contenders, options.step_batch * steps, title)}
+
+
+def run(options: argparse.Namespace) -> None:
+    """Race what the command line names, and print and write one table after another.
+
+    Raises:
+        ValueError: there is no such operation.
+    """
+    tables: list[dict[str, Any]] = []
+    for name in options.ops.split(","):
+        if name not in OPS:
+            raise ValueError(f"there is no operation {name!r} to race; choose of {', '.join(OPS)}.")
+    device = f"{jax.devices()[0].device_kind}, jax {jax.__version__}, medians of {options.repeats}"
+    if options.step:
+        tables.append(step(options, device))
+    else:
+        for title, runners in groups(options):
+            race(runners, options.repeats)
+            title = f"{title}; {device}"
+            tables.append({"title": title, "rows": table(title, runners)})
+    if options.json:
+        aside = options.json.with_name(f".{options.json.name}.partial")
+        aside.write_text(json.dumps({"tables": tables}, indent=1))
+        aside.rename(options.json)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command line; returns its exit code."""
+    sizes = SMALL if jax.default_backend() == "cpu" else LARGE
+    options = argparse.ArgumentParser(prog="kvjax bench kernels", description=__doc__, allow_abbrev=False)
+    options.add_argument("--ops", default=",".join(OPS), help="names with commas between them")
+    options.add_argument("--step", action="store_true", help="a decode step of a model with less against streaming")
+    options.add_argument("--repeats", type=int, default=5)
+    for name, value in sizes.items():
+        options.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value)
+    options.add_argument("--json", type=Path, help="also write the numbers to this file")
+    try:
+        run(options.parse_args(argv))
+    except (ValueError, OSError) as error:
+        print(f"kvjax bench kernels: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    return 0

@@ -1,0 +1,44 @@
+"""The kernels' benchmark runs unattended and says what it measured; how fast is not a test's business."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from kvjax import bench
+
+SMALL = "--repeats 1 --batch 1 --slots 64 --kv-heads 2 --groups 2 --head-width 16 --prompt-tokens 64"
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch):
+    monkeypatch.setattr("kvjax.bench_kernels.LEAST", 0.0)
+
+
+def test_it_races_every_operation(tmp_path, capsys):
+    file = tmp_path / "numbers.json"
+    assert bench.main(["kernels", *SMALL.split(), "--json", str(file)]) == 0
+    tables = json.loads(file.read_text())["tables"]
+    assert [table["title"].split(":")[0] for table in tables] == ["decode_attention", "prefill_scores", "less_kernels"]
+    for table in tables:
+        first, *rows = table["rows"]
+        assert (first["op"], first["share_of_copy"]) == ("copy", 1.0)
+        assert all(row["milliseconds"] > 0 and row["bytes_per_second"] > 0 for row in rows)
+        assert all(row["time_over"]["xla"] == 1 for row in rows if row["implementation"] == "xla")
+    assert "jax.nn" in tables[0]["rows"][1]["time_over"]
+    assert "Gumbel scores, rank 8" in capsys.readouterr().out
+
+
+def test_it_races_whole_steps_with_less_and_without(tmp_path):
+    file = tmp_path / "numbers.json"
+    words = f"kernels {SMALL} --step --step-batch 2 --step-slots 32 --json {file}"
+    assert bench.main(words.split()) == 0
+    rows = json.loads(file.read_text())["tables"][0]["rows"]
+    assert [row["policy"] for row in rows] == ["streaming", "less on streaming", "h2o", "less on h2o"]
+    assert rows[1]["time_over_streaming"] > 0
+
+
+def test_an_unknown_operation_is_one_sentence(capsys):
+    assert bench.main(["kernels", "--ops", "decode,sort"]) == 2
+    assert "there is no operation 'sort' to race; choose of decode, prefill, less" in capsys.readouterr().err
