@@ -25,7 +25,7 @@ from kvjax.models import Model, ModelConfig, Rope
 from kvjax.models.weights import weight_shapes
 from kvjax.policies import policy
 from pallas_kernels.common import Unsupported
-from pallas_kernels.programs import IMPLEMENTATIONS, Program, decode, features, prefill
+from pallas_kernels.programs import IMPLEMENTATIONS, Program, decode, eviction, features, hashes, prefill
 
 LLAMA_7B = ModelConfig(
     vocab_size=32000,
@@ -51,7 +51,7 @@ TOY = dataclasses.replace(
     rope=Rope(width=64),
 )
 
-OPS = ("decode", "prefill", "less")
+OPS = ("decode", "evict", "hamming", "prefill", "less")
 COPY, JAX = "copy", "jax.nn"
 LEAST = 0.05
 """Seconds that one measurement takes at least: calls are queued up, so that starting them costs nothing."""
@@ -110,10 +110,19 @@ def ways(program: Program) -> Iterator[Runner]:
         except Unsupported:
             continue
 
-        def start(run=run):
-            return run(**arrays)
+        yield Runner(program.op, program.label, name, program.bytes, _starter(program, run, arrays))
 
-        yield Runner(program.op, program.label, name, program.bytes, start)
+
+def _starter(program: Program, run: Callable[..., Any], arrays: dict[str, Any]) -> Callable[[], Any]:
+    # What a call takes the memory of is its own copy, and then the results of the call before.
+    own = {name: jax.tree.map(jnp.copy, arrays[name]) for name in program.donated}
+
+    def start():
+        results = run(**(arrays | own))
+        own.update(program.again(results))
+        return results
+
+    return start
 
 
 def peers(program: Program, causal: bool) -> Iterator[Runner]:
@@ -180,6 +189,10 @@ def groups(options: argparse.Namespace) -> Iterator[tuple[str, list[Runner]]]:
             program = decode(label, b, h, g, c, d, dtype, **settings)
             runners += [*ways(program), *(peers(program, False) if label == "plain" else ())]
         yield f"decode_attention: {size}", runners
+    if "evict" in options.ops.split(","):
+        yield f"evict: {size}", [copy(plain.bytes), *ways(eviction("a pair and its score", b, h, c, d, dtype))]
+    if "hamming" in options.ops.split(","):
+        yield f"hamming: {size}", [copy(plain.bytes), *ways(hashes("16 bits", b, h, g, c, 16))]
     if "prefill" in options.ops.split(","):
         runners = [copy(plain.bytes)]
         for label, extra, settings in (

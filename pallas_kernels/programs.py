@@ -13,8 +13,11 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from pallas_kernels.decode_attention import Gumbel, LowRank, decode_attention
+from pallas_kernels.evict import evict
+from pallas_kernels.hamming import hamming
 from pallas_kernels.less_kernels import phi, psi
 from pallas_kernels.prefill_scores import prefill_scores
+from pallas_kernels.ranking import Protection
 
 Shape = jax.ShapeDtypeStruct
 IMPLEMENTATIONS = ("xla", "pallas", "triton")
@@ -30,6 +33,11 @@ class Program:
     """Called with `shapes` by name, and with `implementation` and `platform`."""
     shapes: dict[str, Any]
     donated: tuple[str, ...] = ()
+    """Inputs whose memory the results take; they are gone afterwards."""
+    again: Callable[[Any], dict[str, Any]] = lambda results: {}
+    """The donated inputs of the next call, from the results of the last."""
+    traffic: int | None = None
+    """Bytes that have to be read and written; None for all inputs and results, each once."""
 
     def __str__(self) -> str:
         return f"{self.op} {self.label}"
@@ -59,15 +67,19 @@ class Program:
                 return jnp.abs(made) + 1 if name in ("tau", "weights", "low_rank") else made
             if shape.dtype == jnp.uint32:
                 return jnp.asarray(rng.integers(2**32, size=shape.shape, dtype=np.uint32))
-            if name in ("position", "key_position") or len(shape.shape) > 1:
+            if name in ("position", "key_position") or (name == "query_position" and len(shape.shape) > 1):
                 return jnp.broadcast_to(jnp.arange(shape.shape[-1], dtype=shape.dtype), shape.shape)
-            return jnp.full(shape.shape, self.shapes["position"].shape[-1], shape.dtype)
+            # Queries come after every slot; a head may use all of its slots, half of them for the newest.
+            share = {"sinks": 0, "recent": 2}.get(name, 1)
+            return jnp.full(shape.shape, share and self.shapes["position"].shape[-1] // share, shape.dtype)
 
         return {name: jax.tree.map(functools.partial(fill, name), shape) for name, shape in self.shapes.items()}
 
     @property
     def bytes(self) -> int:
-        """What has to be read and written, each once."""
+        """What has to be read and written."""
+        if self.traffic is not None:
+            return self.traffic
         results = jax.eval_shape(functools.partial(self.run, implementation="xla", platform="cpu"), **self.shapes)
         return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((self.shapes, results)))
 
@@ -154,6 +166,44 @@ def features(
     return Program("less_kernels", f"psi, {label}", psi, {"k": Shape((b, h, t, d), dtype), **shapes})
 
 
+def eviction(label: str, b: int, h: int, c: int, d: int, dtype: DTypeLike) -> Program:
+    """`evict` of one pair with its accumulated score, in place."""
+
+    def run(sinks, recent, limit, **arrays):
+        return evict(**arrays, scores=arrays["buffers"]["stats"], protection=Protection(sinks, recent, limit))
+
+    def held(*slots: int) -> dict[str, Shape]:
+        pairs = {name: Shape((b, h, *slots, d), dtype) for name in "kv"}
+        return pairs | {"stats": Shape((b, h, *slots), jnp.float32)}
+
+    shapes: dict[str, Any] = {name: Shape((b, h), jnp.int32) for name in Protection._fields}
+    shapes |= {"position": Shape((b, h, c), jnp.int32), "new_position": Shape((b,), jnp.int32)}
+    shapes |= {"buffers": held(c), "added": held()}
+    pairs = 2 * b * h * d * jnp.dtype(dtype).itemsize
+    return Program(
+        "evict",
+        label,
+        run,
+        shapes,
+        donated=("position", "buffers"),
+        again=lambda results: {"position": results[3], "buffers": results[4]},
+        traffic=8 * b * h * c + 3 * pairs,  # scores and positions; a pair that leaves, one that comes, from its input
+    )
+
+
+def hashes(label: str, b: int, h: int, g: int, c: int, bits: int) -> Program:
+    """`hamming`."""
+
+    def run(sinks, recent, limit, **arrays):
+        return hamming(**arrays, protection=Protection(sinks, recent, limit))
+
+    shapes: dict[str, Any] = {name: Shape((b, h), jnp.int32) for name in Protection._fields}
+    shapes |= {"position": Shape((b, h, c), jnp.int32), "new_position": Shape((b,), jnp.int32)}
+    words = -(-bits // 32)
+    shapes |= {"query": Shape((b, h, g, words), jnp.uint32), "codes": Shape((b, h, c, words), jnp.uint32)}
+    return Program("hamming", label, run, shapes)
+
+
 def programs() -> Iterator[Program]:
     """Every operation at sizes of real models, and at odd ones."""
     half, whole = jnp.bfloat16, jnp.float32
@@ -164,6 +214,11 @@ def programs() -> Iterator[Program]:
     yield decode("multi-query x 16, 65536 slots, d 256", 1, 1, 16, 65536, 256, half, scores="sum")
     yield decode("float32, d 64, ALiBi, window", 2, 4, 4, 1024, 64, whole, slopes=True, scores="each", window=512)
     yield decode("embedded model, 64 slots", 1, 2, 2, 64, 32, whole, scores="sum")
+    yield eviction("8 heads, 4096 slots, d 128, bfloat16", 32, 8, 4096, 128, half)
+    yield eviction("32 heads, 208 slots, d 128, bfloat16", 64, 32, 208, 128, half)
+    yield eviction("float32, 16384 slots, d 256", 1, 1, 16384, 256, whole)
+    yield hashes("8 heads x 4, 4096 slots, 16 bits", 32, 8, 4, 4096, 16)
+    yield hashes("the same, 64 bits", 32, 8, 4, 4096, 64)
     yield prefill("8 heads x 4, 8192 tokens, d 128, bfloat16", 1, 8, 4, 8192, 128, half)
     yield prefill("the same without scores", 1, 8, 4, 8192, 128, half, scores=False)
     yield prefill("the same with Gumbel scores at temperature 2", 1, 8, 4, 8192, 128, half, "noise", tau=2.0)
