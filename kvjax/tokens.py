@@ -31,7 +31,9 @@ def token_classes(tokenizer: Any, markers: Sequence[str] = MARKERS) -> TokenClas
 
     Args:
         tokenizer: fast or slow.
-        markers: texts that count as special however many tokens they take.
+        markers: texts that count as special however many tokens they take. They are found where they start a text or
+            follow a space, a line break, a letter, or the token that begins or ends a text; punctuation right before
+            one may change how it is spelled.
     """
     added = getattr(tokenizer, "added_tokens_decoder", {})
     special = {int(i) for i in tokenizer.all_special_ids} | {int(i) for i, token in added.items() if token.special}
@@ -59,9 +61,8 @@ def _text(name: str, decoded: str) -> str:
 
 def _spellings(tokenizer: Any, marker: str) -> set[tuple[int, ...]]:
     """The tokens of a marker at the start of a text, after a space, a line break, a word and a special token."""
-    before = ["", " ", "\n", "a", "a ", ".", ". ", "\n\n"]
-    if tokenizer.bos_token:
-        before += [tokenizer.bos_token, tokenizer.bos_token + " "]
+    before = ["", " ", "\n", "a", "a ", ". ", "\n\n"]
+    before += [token + space for token in (tokenizer.bos_token, tokenizer.eos_token) if token for space in ("", " ")]
     found = set()
     for text in before:
         ids = tokenizer.encode(text + marker, add_special_tokens=False)

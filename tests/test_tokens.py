@@ -1,0 +1,97 @@
+"""Special tokens and punctuation, of small tokenizers built here and of real ones where they are at hand."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+import kvjax
+from kvjax.tokens import is_punctuation, token_classes
+
+REAL = Path(os.environ.get("KVJAX_TOKENIZERS", Path(__file__).parents[2] / "shared/data/tokenizers"))
+"""A directory with one tokenizer.json in each of its folders."""
+
+
+def spelled(found, tokenizer) -> set[str]:
+    return {tokenizer.decode(list(marker)).strip() for marker in found.markers}
+
+
+def sentencepiece() -> PreTrainedTokenizerFast:
+    """Words with a marker for the space before them, like Llama's, and bytes as a last resort."""
+    pieces = ["<unk>", "<s>", "</s>", "▁", "▁a", "b", ".", "▁.", "▁,", "_.", "▁_", "...", "[", "▁[", "INST", "]", "/"]
+    pieces += ["<0x2E>", "<0x41>", "<", ">>", "\n", ".\n", "»", "$", "I", "N", "S", "T", "a", "▁b"]
+    vocab = {piece: i for i, piece in enumerate(pieces)}
+    merges = [("I", "N"), ("IN", "S"), ("INS", "T"), ("▁", "["), ("▁", "a"), ("▁", "b"), ("▁", "."), ("▁", ",")]
+    vocab |= {"IN": len(vocab), "INS": len(vocab) + 1, ",": len(vocab) + 2}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()  # type: ignore[assignment]
+    tokenizer.decoder = decoders.Metaspace()  # type: ignore[assignment]
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+
+
+def test_a_tokenizer_with_space_markers():
+    tokenizer = sentencepiece()
+    found = token_classes(tokenizer)
+    names = {name for i in found.punctuation if (name := tokenizer.convert_ids_to_tokens(i))}
+    assert names == {".", "▁.", "▁,", ",", "_.", "▁_", "...", "[", "▁[", "]", "/", "<0x2E>", "»"}
+    assert {tokenizer.convert_ids_to_tokens(i) for i in found.special} == {"<s>", "</s>", "<unk>"}
+    spellings = [tokenizer.convert_ids_to_tokens(list(marker)) for marker in found.markers]
+    assert ["▁[", "INST", "]"] in spellings and ["[", "INST", "]"] in spellings
+    assert {"[INST]", "[/INST]"} <= spelled(found, tokenizer)
+
+
+def test_the_embedded_models_byte_level_tokenizer():
+    model = kvjax.load("tiny")
+    found = model.token_classes
+    assert found is model.token_classes
+    assert set(found.special) == {
+        model.tokenizer.convert_tokens_to_ids(name) for name in model.tokenizer.all_special_tokens
+    }
+    for text in (".", ",", "?", "!", '"', ":", ";"):
+        (token,) = model.tokenizer.encode(text, add_special_tokens=False)
+        assert token in found.punctuation
+    for text in ("a", "\n", " ", "1", "$"):
+        assert not set(model.tokenizer.encode(text, add_special_tokens=False)) & set(found.punctuation)
+
+
+def test_a_marker_that_is_one_token_is_a_special_token():
+    tokenizer = sentencepiece()
+    tokenizer.add_tokens(["[INST]"])
+    found = token_classes(tokenizer)
+    assert tokenizer.convert_tokens_to_ids("[INST]") in found.special
+    assert "[INST]" not in spelled(found, tokenizer)
+
+
+PUNCTUATION = (".", " .", "▁?!", "_.", "\u201c")
+OTHER = ("", " ", "\n", ".\n", "a.", "$", "\ufffd")
+
+
+@pytest.mark.parametrize("text", PUNCTUATION + OTHER)
+def test_punctuation(text):
+    assert is_punctuation(text) is (text in PUNCTUATION)
+
+
+@pytest.mark.parametrize("name", ["llama2", "gpt2", "falcon", "gpt_neox_mpt"])
+def test_real_tokenizers(name):
+    file = REAL / name / "tokenizer.json"
+    if not file.is_file():
+        pytest.skip(f"{file} is not there")
+    ends = {"llama2": "</s>"}.get(name, "<|endoftext|>")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(file), eos_token=ends)
+    found = token_classes(tokenizer)
+    assert tokenizer.eos_token_id in found.special
+    assert not set(found.special) & set(found.punctuation)
+    punctuation = set(found.punctuation)
+    for text in (".", ":", "?", "!", ",", ";", "-", '"'):
+        assert set(tokenizer.encode("word" + text, add_special_tokens=False)[-1:]) <= punctuation, text
+    for text in ("word", "\n", "  ", "7", "$", "<s>"):
+        assert tokenizer.encode(text, add_special_tokens=False)[-1] not in punctuation, text
+    # Whatever stands before a marker, its tokens are found in the text.
+    for before in ("", ends, "Hello ", "one\n", "end. "):
+        ids = tokenizer.encode(before + "[INST] Hi! [/INST]", add_special_tokens=False)
+        matched = [m for m in found.markers if any(tuple(ids[i : i + len(m)]) == m for i in range(len(ids)))]
+        assert {tokenizer.decode(list(m)).strip() for m in matched} == {"[INST]", "[/INST]"}, (before, ids)
