@@ -144,19 +144,24 @@ class Stream:
     def __init__(self, tokenizer: Any, write: Callable[[str], Any]) -> None:
         self.tokenizer, self.write = tokenizer, write
         self.ids: list[int] = []
-        self.shown = ""
+        # Text up to `shown` has been printed; tokens from `context` are decoded with what follows, not the whole text.
+        self.context, self.shown = 0, 0
 
     def __call__(self, block: np.ndarray, belongs: np.ndarray) -> None:
         self.ids += block[0][belongs[0]].tolist()
-        text = self.tokenizer.decode(self.ids, skip_special_tokens=True)
-        if not text.endswith("\ufffd"):
-            self.flush(text)
+        if not self._decode(self.ids[self.context :]).endswith("\ufffd"):
+            self.flush()
 
-    def flush(self, text: str | None = None) -> None:
+    def flush(self) -> None:
         """Print what has not been printed of the text so far."""
-        whole: str = self.tokenizer.decode(self.ids, skip_special_tokens=True) if text is None else text
-        self.write(whole[len(self.shown) :])
-        self.shown = whole
+        if len(self.ids) == self.shown:
+            return
+        before = self._decode(self.ids[self.context : self.shown])
+        self.write(self._decode(self.ids[self.context :])[len(before) :])
+        self.context, self.shown = self.shown, len(self.ids)
+
+    def _decode(self, ids: list[int]) -> str:
+        return self.tokenizer.decode(ids, skip_special_tokens=True)
 
 
 def use_compilation_cache() -> None:
@@ -188,6 +193,7 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--top-p", type=float)
     options.add_argument("--seed", type=int, default=0)
     options.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    options.add_argument("--ignore-eos", action="store_true", help="go on past the end of a text")
     options.add_argument("--chat", action="store_true", help="wrap the prompt with the tokenizer's chat template")
     options.add_argument("--json", action="store_true", help="print one object instead of the text")
     options.add_argument("--show-cache", action="store_true", help="print the prompt, shaded by what the cache holds")
@@ -289,6 +295,7 @@ def run(options: argparse.Namespace) -> None:
         top_k=options.top_k,
         top_p=options.top_p,
         seed=options.seed,
+        stop_at_eos=not options.ignore_eos,
         on_tokens=None if options.json else stream,
     )
     text = model.tokenizer.decode(made.tokens[0], skip_special_tokens=True)

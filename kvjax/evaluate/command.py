@@ -11,6 +11,7 @@ from pathlib import Path
 
 REPORTS = {
     "less": ("kvjax.evaluate.less", "what LESS recovers of what eviction loses"),
+    "long": ("kvjax.evaluate.long", "text far beyond the trained length on a fixed cache"),
     "fastgen": ("kvjax.evaluate.fastgen", "what FastGen keeps, and what it costs"),
 }
 """Modules with `add_arguments(parser)` and `run(options)`; one that is not there is not offered."""
