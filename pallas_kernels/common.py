@@ -20,6 +20,10 @@ SIMULATED = "tpu"
 """The form of a Pallas kernel that interpreters run where there is no accelerator."""
 
 
+LANES, SUBLANES = 128, 8
+"""A TPU's registers: the last two dimensions of arrays come in tiles of this size."""
+
+
 class Unsupported(ValueError):
     """An implementation cannot run on this backend or these arguments; the message names the limit."""
 
@@ -77,6 +81,19 @@ def pallas_form(platform: str | None) -> str:
 def first_limit(*limits: tuple[bool, str]) -> str | None:
     """The text of the first limit that is exceeded, given (within, text)."""
     return next((text for within, text in limits if not within), None)
+
+
+def padded(size: int, unit: int) -> int:
+    """The next multiple of a unit."""
+    return -(-size // unit) * unit
+
+
+def slots_lie_along_lanes(c: int, d: int) -> bool:
+    """Whether XLA stores [b, h, c, d] on a TPU with c innermost: it takes the order that needs less padding.
+
+    A kernel that reads such an array as it is written would have all of it copied before every call.
+    """
+    return padded(d, SUBLANES) * padded(c, LANES) < padded(c, SUBLANES) * padded(d, LANES)
 
 
 def _obstacle(name: str, limits: Mapping[str, str | None], platform: str, interpret: Any) -> str | None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from kvjax.policies.keyformer import Keyformer
 from kvjax.types import KV, LayerCache, NewTokens
-from pallas_kernels.common import Unsupported
+from pallas_kernels.common import Unsupported, slots_lie_along_lanes
 from pallas_kernels.decode_attention import Gumbel, decode_attention, pallas, pallas_gpu
 from tests.kernel_cases.decode_attention import case
 from tests.kernels import GPU_WAYS, TPU_WAYS, XLA, check
@@ -41,9 +41,11 @@ def test_any_shape(shape, dtype, scores, features, alibi, way):
 def test_many_splits_give_what_one_gives(monkeypatch, scores, held, way):
     monkeypatch.setattr(pallas, "BLOCK_BYTES", 1)
     monkeypatch.setattr(pallas, "HELD_BYTES", held)
-    some = case(1, 2, 3, 300, 64, scores=scores, features=4)
-    assert pallas.tile(2, 300, 64, 4) == (2, 128)
-    check(some, way)
+    for width in (64, 128):  # stored slots innermost, and as written
+        some = case(1, 2, 3, 300, width, scores=scores, features=4)
+        assert pallas.tile(2, 300, width, 4) == (2, 128)
+        assert slots_lie_along_lanes(300, width) == (width == 64)
+        check(some, way)
 
 
 @pytest.mark.parametrize("scores", ["each", "gumbel"])
@@ -53,6 +55,7 @@ def test_splits_of_programs_give_what_one_gives(scores):
     check(some, GPU_WAYS[0])
 
 
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("scores", [None, "each", "gumbel"])
 def test_the_gpu_form_lowers_to_cuda(scores):
     some = case(1, 2, 4, 200, 128, dtype="bfloat16", scores=scores, features=8, alibi=True)

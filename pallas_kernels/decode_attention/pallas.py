@@ -17,10 +17,9 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
 from kvjax import noise
+from pallas_kernels.common import LANES, SUBLANES, padded, slots_lie_along_lanes
 from pallas_kernels.decode_attention.types import Decoded, Gumbel, LowRank
 
-LANES = 128
-SUBLANES = 8
 BLOCK_BYTES = 1 << 20
 """Keys of one grid step, about; values as many, and both twice while the next ones arrive."""
 HELD_BYTES = 4 << 20
@@ -46,31 +45,37 @@ def decode_attention(
     b, h, g, d = q.shape
     c = k.shape[2]
     heads, slots = tile(h, c, d, k.dtype.itemsize)
-    splits, rows = pl.cdiv(c, slots), -(-g // SUBLANES) * SUBLANES
+    splits, rows = pl.cdiv(c, slots), padded(g, SUBLANES)
     held = 4 * heads * rows * splits * slots
     keep = scores is not None and held <= HELD_BYTES
 
-    def padded(x: Array) -> Array:
+    def pad(x: Array) -> Array:
         return jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, rows - g), (0, 0)])
 
     def of_heads(*tail: int) -> pl.BlockSpec:
         return pl.BlockSpec((1, heads, *tail), lambda b, h, s: (b, h) + (0,) * len(tail))
 
-    per_slot = pl.BlockSpec((1, heads, slots, d), lambda b, h, s: (b, h, s, 0))
+    # For XLA a swap of what already lies that way; the other way it would copy the cache at every step.
+    turned = slots_lie_along_lanes(c, d)
+    if turned:
+        k, v = jnp.swapaxes(k, 2, 3), jnp.swapaxes(v, 2, 3)
+        per_slot = pl.BlockSpec((1, heads, d, slots), lambda b, h, s: (b, h, 0, s))
+    else:
+        per_slot = pl.BlockSpec((1, heads, slots, d), lambda b, h, s: (b, h, s, 0))
     scalars = pl.BlockSpec(memory_space=pltpu.SMEM)
     inputs: dict[str, tuple[Array, pl.BlockSpec]] = {
         "query_position": (query_position, scalars),
-        "q": (padded(q), of_heads(rows, d)),
+        "q": (pad(q), of_heads(rows, d)),
         "k": (k, per_slot),
         "v": (v, per_slot),
         "position": (position, pl.BlockSpec((1, heads, slots), lambda b, h, s: (b, h, s))),
     }
     if slopes is not None:
         block = pl.BlockSpec((heads, rows, 1), lambda b, h, s: (h, 0, 0))
-        inputs["slopes"] = (padded(slopes.astype(jnp.float32)[..., None]), block)
+        inputs["slopes"] = (pad(slopes.astype(jnp.float32)[..., None]), block)
     if low_rank is not None:
         features = low_rank.features.shape[-1]
-        inputs["phi"] = (padded(low_rank.features.astype(jnp.float32)), of_heads(rows, features))
+        inputs["phi"] = (pad(low_rank.features.astype(jnp.float32)), of_heads(rows, features))
         inputs["h"] = (low_rank.h.astype(jnp.float32), of_heads(features, d))
         inputs["z"] = (low_rank.z.astype(jnp.float32)[:, :, None], of_heads(1, features))
     if isinstance(scores, Gumbel):
@@ -95,7 +100,7 @@ def decode_attention(
         )
         outputs["scores_lse"] = ((b, h, rows, 1), of_heads(rows, 1))
 
-    kernel = functools.partial(_kernel, capacity=c, groups=g, window=window, scores=_static(scores))
+    kernel = functools.partial(_kernel, capacity=c, turned=turned, groups=g, window=window, scores=_static(scores))
     called = pl.pallas_call(
         kernel,
         grid=(b, pl.cdiv(h, heads), splits),
@@ -130,9 +135,10 @@ def _static(scores: str | Gumbel | None) -> Any:
     return scores._replace(seed=None, tau=None) if isinstance(scores, Gumbel) else scores  # type: ignore[arg-type]
 
 
-def _kernel(refs, outputs, scratch, *, capacity, groups, window, scores):
+def _kernel(refs, outputs, scratch, *, capacity, turned, groups, window, scores):
     row, block, split = pl.program_id(0), pl.program_id(1), pl.program_id(2)
-    heads, slots, d = refs["k"].shape[1:]
+    heads, slots = refs["position"].shape[1:]
+    along = 2 if turned else 1
     gumbel = isinstance(scores, Gumbel)
 
     @pl.when(split == 0)
@@ -152,11 +158,11 @@ def _kernel(refs, outputs, scratch, *, capacity, groups, window, scores):
         here = split * slots + jax.lax.broadcasted_iota(jnp.int32, (heads, slots), 1)
         visible &= here < capacity
         # Beyond the last slot lies anything, even NaN, which no weight of 0 would make 0.
-        here = split * slots + jax.lax.broadcasted_iota(jnp.int32, (heads, slots, d), 1)
+        here = split * slots + jax.lax.broadcasted_iota(jnp.int32, v.shape, along)
         v = jnp.where(here < capacity, v, jnp.zeros_like(v))
     visible = jnp.broadcast_to(visible[:, None, :], (heads, refs["q"].shape[2], slots))
 
-    logits = _dot(refs["q"][0], k, 2) / math.sqrt(d)
+    logits = _dot(refs["q"][0], k, 3 - along) / math.sqrt(refs["q"].shape[-1])
     if "slopes" in refs:
         logits += refs["slopes"][...] * (position - query).astype(jnp.float32)[:, None, :]
     logits = jnp.where(visible, logits, LOWEST)
@@ -164,7 +170,7 @@ def _kernel(refs, outputs, scratch, *, capacity, groups, window, scores):
     weights = jnp.exp(logits - highest)
     kept = jnp.exp(scratch["top"][...] - highest)
     scratch["total"][...] = kept * scratch["total"][...] + weights.sum(-1, keepdims=True)
-    scratch["acc"][...] = kept * scratch["acc"][...] + _dot(weights.astype(v.dtype), v, 1)
+    scratch["acc"][...] = kept * scratch["acc"][...] + _dot(weights.astype(v.dtype), v, along)
     scratch["top"][...] = highest
 
     if gumbel:

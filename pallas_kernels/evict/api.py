@@ -44,8 +44,9 @@ def evict(
         keep: slots that never leave, or None.
         shrinks: live slots may lie beyond the limit, as for policies whose budget falls.
         implementation: `auto`, `xla` or `pallas`. `xla` takes everything. `pallas` is for TPU; it takes c a multiple of
-            16 up to 16384, buffers [b h c] of 32-bit numbers and [b h c w] of float32 or bfloat16 with w up to 256, and
-            no `keep`; it compiles and has run in interpreters, never on a chip. There is no form for GPU.
+            16 up to 16384, buffers [b h c] of 32-bit numbers and [b h c w] of float32 or bfloat16 with w up to 256 (a
+            multiple of 128, or c so small that XLA stores w innermost), and no `keep`; it compiles and has run in
+            interpreters, never on a chip. There is no form for GPU.
         interpret: `True`, or `pltpu.InterpretParams()`, to run `pallas` without an accelerator.
         platform: for which the program is compiled; None for that of `jax.default_backend()`.
 
@@ -71,6 +72,7 @@ def limit(position: Array, buffers: Any, keep: Array | None, form: str) -> str |
     leaves = jax.tree.leaves(buffers)
     narrow = [leaf.dtype for leaf in leaves if leaf.ndim == 3 and leaf.dtype not in WORDS]
     wide = [leaf for leaf in leaves if leaf.ndim != 3]
+    turned = [leaf.shape[3] for leaf in wide if leaf.ndim == 4 and common.slots_lie_along_lanes(c, leaf.shape[3])]
     floats = all(leaf.ndim == 4 and leaf.dtype in (jnp.float32, jnp.bfloat16) for leaf in wide)
     return common.first_limit(
         (form == "tpu", "it is written for tpu alone"),
@@ -79,4 +81,5 @@ def limit(position: Array, buffers: Any, keep: Array | None, form: str) -> str |
         (not narrow, f"a buffer [b h c] holds {narrow and narrow[0]}, not one of {', '.join(WORDS)}"),
         (floats, "a buffer of several numbers per slot is not [b h c w] of float32 or bfloat16"),
         (all(leaf.shape[3] <= 256 for leaf in wide), "a buffer holds more than 256 numbers per slot"),
+        (not turned, f"w={turned and turned[0]} numbers in each of c={c} slots lie slots-innermost on a TPU"),
     )

@@ -15,9 +15,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.common import SUBLANES
 from pallas_kernels.ranking import Protection, victim
 
-SUBLANES = 8
 ROWS = 16
 """Slots of one aligned copy: a tile of bfloat16, two of float32."""
 VMEM_BYTES = 14 << 20

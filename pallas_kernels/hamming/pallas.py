@@ -10,9 +10,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Int, UInt32
 
+from pallas_kernels.common import SUBLANES
 from pallas_kernels.ranking import Protection, victim
 
-SUBLANES = 8
 VMEM_BYTES = 14 << 20
 
 
