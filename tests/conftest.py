@@ -19,6 +19,15 @@ hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
 
 @pytest.fixture
 def x64() -> Iterator[None]:
-    """64-bit numbers inside the test that asks for it."""
-    with jax.enable_x64(True):
-        yield
+    """64-bit numbers inside the test that asks for it, in programs that are compiled fast rather than well.
+
+    The comparisons with NumPy are about what is computed; compiling takes most of their time, and without LLVM's
+    optimisations it takes little more than half of that. All other tests run programs as users do.
+    """
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", True)
+    try:
+        with jax.enable_x64(True):
+            yield
+    finally:
+        jax.config.update("jax_disable_most_optimizations", before)

@@ -94,6 +94,8 @@ def test_equals_its_oracle(name: str, shape: str, x64: None) -> None:
     _compare(POLICIES[name], random_model(config, seed=1, dtype=jnp.float64), lengths, STEPS)
 
 
-@pytest.mark.parametrize("name", FIRST)
+@pytest.mark.parametrize(
+    "name", [name if name in FIRST else pytest.param(name, marks=pytest.mark.slow) for name in POLICIES]
+)
 def test_equals_its_oracle_on_the_embedded_model(name: str, x64: None) -> None:
     _compare(POLICIES[name], kvjax.load("tiny", dtype=jnp.float64), (57,), STEPS)
