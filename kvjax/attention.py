@@ -80,12 +80,12 @@ def causal_mask(
 
 
 def alibi_bias(
-    config: ModelConfig, query_position: Int[Array, "b t"], key_position: Int[Array, "b #h c"]
+    config: ModelConfig, query_position: Int[Array, "b #h t"], key_position: Int[Array, "b #h c"]
 ) -> Float[Array, "b h g t c"] | None:
     """Linear distance biases (Press et al., 2022) with the slopes of MPT; None for other models."""
     if config.position != "alibi":
         return None
-    distance = key_position[:, :, None, None, :] - query_position[:, None, None, :, None]
+    distance = key_position[:, :, None, None, :] - query_position[:, :, None, :, None]
     slopes = alibi_slopes(config.heads).reshape(1, config.kv_heads, config.groups, 1, 1)
     return slopes * distance
 

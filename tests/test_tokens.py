@@ -17,7 +17,7 @@ REAL = Path(os.environ.get("KVJAX_TOKENIZERS", Path(__file__).parents[2] / "shar
 
 
 def spelled(found, tokenizer) -> set[str]:
-    return {tokenizer.decode(list(marker)).strip() for marker in found.markers}
+    return {str(tokenizer.decode(list(marker))).strip() for marker in found.markers}
 
 
 def sentencepiece() -> PreTrainedTokenizerFast:
@@ -36,9 +36,9 @@ def sentencepiece() -> PreTrainedTokenizerFast:
 def test_a_tokenizer_with_space_markers():
     tokenizer = sentencepiece()
     found = token_classes(tokenizer)
-    names = {name for i in found.punctuation if (name := tokenizer.convert_ids_to_tokens(i))}
-    assert names == {".", "▁.", "▁,", ",", "_.", "▁_", "...", "[", "▁[", "]", "/", "<0x2E>", "»"}
-    assert {tokenizer.convert_ids_to_tokens(i) for i in found.special} == {"<s>", "</s>", "<unk>"}
+    names = tokenizer.convert_ids_to_tokens(list(found.punctuation))
+    assert set(names) == {".", "▁.", "▁,", ",", "_.", "▁_", "...", "[", "▁[", "]", "/", "<0x2E>", "»"}
+    assert set(tokenizer.convert_ids_to_tokens(list(found.special))) == {"<s>", "</s>", "<unk>"}
     spellings = [tokenizer.convert_ids_to_tokens(list(marker)) for marker in found.markers]
     assert ["▁[", "INST", "]"] in spellings and ["[", "INST", "]"] in spellings
     assert {"[INST]", "[/INST]"} <= spelled(found, tokenizer)
@@ -94,4 +94,4 @@ def test_real_tokenizers(name):
     for before in ("", ends, "Hello ", "one\n", "end. "):
         ids = tokenizer.encode(before + "[INST] Hi! [/INST]", add_special_tokens=False)
         matched = [m for m in found.markers if any(tuple(ids[i : i + len(m)]) == m for i in range(len(ids)))]
-        assert {tokenizer.decode(list(m)).strip() for m in matched} == {"[INST]", "[/INST]"}, (before, ids)
+        assert {str(tokenizer.decode(list(m))).strip() for m in matched} == {"[INST]", "[/INST]"}, (before, ids)

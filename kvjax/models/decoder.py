@@ -218,7 +218,7 @@ def _causal(config: ModelConfig, positions: Int[Array, "b t"], q: Queries, k: Ke
 
     def attend(q: Queries, q_positions: Int[Array, "b t"]) -> Queries:
         mask = attention.causal_mask(q_positions, positions[:, None], config.sliding_window)
-        bias = attention.alibi_bias(config, q_positions, positions[:, None])
+        bias = attention.alibi_bias(config, q_positions[:, None], positions[:, None])
         return attention.attend(q, k, v, mask, bias)[0].out.astype(q.dtype)
 
     rows, t = positions.shape

@@ -1,0 +1,265 @@
+"""FastGen's choices and memory, and heads with budgets of their own; its steps are compared in test_oracles.py."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax import decode, paged
+from kvjax.models import Rope
+from kvjax.plan import AdaKV
+from tests.cases import _ids, fastgen_case
+from tests.models import GQA, MHA, random_model, small_config
+from tests.oracles.decoder import Decoder
+from tests.oracles.fastgen import FastGen
+
+RNG = np.random.default_rng(5)
+TEXT = RNG.integers(0, 64, (8, 700))
+LENGTHS = (41, 25, 33)
+IDS = {"special": (7, 9), "punctuation": (11, 13, 20, 30)}
+PROMPTS = """\
+One day, a little girl named Lily went to the park with her dog, Max. They ran and ran! Then Max saw a cat.
+Tom had a red ball. He liked to play with it, but it was old; so he asked his mom: "Can I have a new one?"
+The sun was hot. A bird sat in a tree and sang a song. The song was long and sad, and all the animals came to
+Anna and Ben were friends. They shared a box of toys, a book, and a big cake. "Yum!" said Ben. "More!" said Anna.
+Once upon a time there was a king. He had gold. He had horses. He had a castle on a hill. But he had no friends
+It was raining, so Sue stayed home. She drew a cow, a pig, a hen and a horse. Then she drew herself, smiling at
+"Stop!" cried the farmer. "Who ate my carrots?" The rabbit looked at the sky. The fox looked at the ground. No
+Grandpa told a story about a ship, a storm and a whale as big as a house. Everybody listened. Nobody moved until
+""".splitlines()
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    return kvjax.load("tiny")
+
+
+def read(model, prompts, *, max_new_tokens=64, **settings):
+    return kvjax.prefill(model, kvjax.policy("fastgen", **settings), prompts, max_new_tokens=max_new_tokens)
+
+
+def choices(state) -> np.ndarray:
+    """[layers, b, h]"""
+    assert isinstance(state.caches, paged.Pool)
+    return np.array([np.asarray(layer.choice) for layer in state.caches.state])
+
+
+@pytest.mark.parametrize("threshold", [0.2, 0.5, 0.7, 0.8, 0.9, 0.99])
+def test_every_head_chooses_as_the_oracle_does(threshold, x64):
+    model = random_model(GQA, seed=3, dtype=jnp.float64)
+    prompts = [TEXT[row, :length].tolist() for row, length in enumerate((57, 18, 40))]
+    state, _ = kvjax.prefill(model, fastgen_case(threshold).make(), prompts, max_new_tokens=20)
+    weights = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), model.weights)
+    policy = state.policy
+    settings = {field.name: getattr(policy, field.name) for field in dataclasses.fields(policy)}
+    settings |= _ids(policy, GQA, 0, 0, 0)
+    limits = decode.slot_limits(state)
+    for row, prompt in enumerate(prompts):
+        oracles: list = [
+            FastGen(layer=i, layers=2, limit=0, kv_heads=GQA.kv_heads, groups=GQA.groups, **settings) for i in range(2)
+        ]
+        Decoder(weights, GQA, oracles, horizon=20).prompt(prompt)
+        for layer, oracle in enumerate(oracles):
+            expected = [4 if parts is None else len(parts) - 1 for parts in oracle.chosen]
+            assert choices(state)[layer, row].tolist() == expected
+            assert limits[layer][row].tolist() == oracle.slots
+
+
+@pytest.mark.parametrize("rows", [1, 8])
+@pytest.mark.parametrize("threshold", [0.6, 0.85, 0.95])
+def test_memory_is_what_the_heads_call_for(tiny, rows, threshold):
+    prompts = [tiny.tokenizer(" ".join([text] * 4))["input_ids"][: 60 + 9 * row] for row, text in enumerate(PROMPTS)]
+    new_tokens, ratio = 64, 0.3
+    state, _ = read(tiny, prompts[:rows], max_new_tokens=new_tokens, threshold=threshold)
+    classes = tiny.token_classes
+    called = 0
+    for heads in choices(state):
+        for prompt, head in zip(prompts, heads, strict=False):
+            special = sum(token in classes.special for token in prompt)
+            marks = sum(token in classes.punctuation for token in prompt)
+            end = len(prompt) + new_tokens
+            share = int(ratio * end + 1e-6)
+            marks += -(-new_tokens // 5)
+            most = [special + 4 + 1, special + 4 + marks + 1, special + 4 + marks + share + 1]
+            most += [special + 4 + marks + 2 * share, end]
+            called += sum(min(most[choice], end) for choice in head)
+    config = tiny.config
+    # Key, value, position, accumulated attention, and whether it is kept for what it is.
+    slot = 2 * config.head_width * 4 + 4 + 4 + 1
+    allocated = sum(leaf.nbytes for leaf in jax.tree.leaves(state.caches))
+    assert allocated == kvjax.cache_bytes(state)
+    page = state.caches.page_size  # type: ignore[union-attr]
+    assert called * slot <= allocated < 1.1 * called * slot + rows * config.layers * config.kv_heads * page * slot
+    assert called == sum(limit.sum() for limit in decode.slot_limits(state))
+
+
+def test_heads_differ_and_memory_falls_with_the_threshold(tiny):
+    prompts = [tiny.tokenizer(text)["input_ids"] for text in PROMPTS]
+    sizes = []
+    for threshold in (0.5, 0.8, 0.95, 1.0):
+        state, _ = read(tiny, prompts, threshold=threshold)
+        sizes.append(kvjax.cache_bytes(state))
+        kinds = np.unique(choices(state)).tolist()
+        assert (len(kinds) > 2) if threshold == 0.5 else (kinds == [4]) if threshold == 1 else True
+    assert sizes == sorted(sizes) and sizes[0] < 0.6 * sizes[-1]
+
+
+def test_a_second_prompt_of_the_bucket_compiles_nothing():
+    model, policy = random_model(GQA), fastgen_case(0.75).make()
+    # As many programs as there are sizes of pools, whatever each head of each prompt has got.
+    sizes, layouts, compiled = set(), set(), []
+    for row in range(4):
+        prompts = [TEXT[row, :330].tolist(), TEXT[row, 340 : 700 - 5 * row].tolist()]
+        for batch in (prompts, prompts[::-1]):
+            state, _ = kvjax.prefill(model, policy, batch, max_new_tokens=40)
+            decode.decode_step_in_place(jax.tree.map(jnp.copy, state), jnp.zeros(2, jnp.int32))
+            assert isinstance(state.caches, paged.Pool)
+            sizes.add(state.caches.position.shape)
+            layouts.add(np.asarray(state.caches.owner).tobytes())
+            programs: list[Any] = [decode._prefill, paged._pack, decode._step_in_place]
+            compiled.append([program._cache_size() for program in programs])
+    reads, packs, steps = (after - before for before, after in zip(compiled[0], compiled[-1], strict=True))
+    assert reads == 0 and packs == steps == len(sizes) - 1
+    assert len(layouts) > len(sizes)
+
+
+def test_a_step_needs_no_memory_beside_its_pool():
+    state, _ = read(random_model(MHA), TEXT[:2, :41], threshold=1.0, max_new_tokens=2000, **IDS)
+    compiled = decode._step_in_place.lower(*decode.split_state(state), jnp.zeros(2, jnp.int32)).compile()
+    memory = compiled.memory_analysis()
+    if memory is None:
+        pytest.skip("this backend has no memory analysis")
+    pool = state.caches
+    assert isinstance(pool, paged.Pool)
+    changing = sum(leaf.nbytes for leaf in jax.tree.leaves((pool.kv, pool.position, pool.stats)))
+    assert memory.alias_size_in_bytes >= changing
+    # The logits of all pages, of d = 8 here and of 64 and more in models, and a block of pages.
+    assert memory.temp_size_in_bytes < 3 * 4 * pool.position.size + 200_000
+
+
+def test_logits_end_where_the_slots_do():
+    state, _ = read(random_model(GQA), TEXT[:1, :20], max_new_tokens=2, threshold=0.5, **IDS)
+    for finite in (True, True, False):
+        state, logits = kvjax.decode_step(state, jnp.zeros(1, jnp.int32))
+        assert bool(np.isfinite(logits).all()) is finite
+
+
+@pytest.mark.parametrize("changes", [dict(position="alibi", rope=None), dict(sliding_window=16)])
+def test_distance_biases_and_sliding_windows_reach_pages(changes):
+    model = random_model(small_config(4, 2, **({"rope": Rope(width=8)} | changes)))
+    state, logits = read(model, TEXT[:2, :41], threshold=1.0, **IDS)
+    full, expected = kvjax.prefill(model, "full", TEXT[:2, :41], max_new_tokens=64)
+    np.testing.assert_allclose(logits, expected, atol=2e-5)
+    for step in range(20):
+        token = jnp.asarray(TEXT[:2, 50 + step])
+        (state, logits), (full, expected) = kvjax.decode_step(state, token), kvjax.decode_step(full, token)
+        np.testing.assert_allclose(logits, expected, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    "order, expected",
+    [
+        (("punctuation", "frequent", "local"), [("punctuation",), ("punctuation", "frequent")]),
+        (("special", "frequent", "local"), [("special",), ("special", "frequent")]),
+        (("special", "punctuation", "local"), [("special",), ("special", "punctuation")]),
+        (("special", "frequent", "local", "punctuation"), [("special",), ("special", "frequent")]),
+    ],
+)
+def test_choices_of_tables_4_and_5(order, expected):
+    policy: Any = kvjax.policy("fastgen", order=order)
+    assert policy.choices[:2] == tuple(expected)
+    assert policy.choices[-2:] == (order, ())
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        (dict(threshold=0), "threshold=0"),
+        (dict(local=1.5), "local=1.5"),
+        (dict(frequent=-0.1), "frequent=-0.1"),
+        (dict(order=("local", "local")), "order="),
+        (dict(order=("locals",)), "order="),
+        (dict(recent=0.5), "recent=0.5"),
+        (dict(spare_special=-1), "spare_special=-1"),
+        (dict(spare_punctuation=2.0), "spare_punctuation=2.0"),
+        (dict(positions="cache"), "positions='cache'"),
+    ],
+)
+def test_bad_settings_are_one_sentence(settings, message):
+    with pytest.raises(ValueError, match=message):
+        kvjax.policy("fastgen", **settings)
+
+
+def test_a_bound_policy_fits_one_vocabulary():
+    bound = kvjax.policy("fastgen", **IDS).bind(random_model(GQA))
+    assert bound.bind(random_model(GQA)) is bound
+    with pytest.raises(ValueError, match="vocabulary of 64"):
+        bound.bind(random_model(small_config(4, 2, vocab_size=80)))
+
+
+def dense_with_limits(model, policy, budget, limits):
+    """The same policy on dense buffers where each head may use its own share: what pages must equal."""
+    arrays, static = decode._arrange(
+        model, policy, TEXT[:3, :41], budget, LENGTHS, max_new_tokens=40, key=None, plan=None, chunk=None
+    )
+    capacities = tuple(decode.round_slots(int(limit.max())) for limit in limits)
+    arrays = (*arrays[:-1], tuple(jnp.asarray(limit, jnp.int32) for limit in limits))
+    caches, seed, logits = decode._prefill(*arrays, **(static | {"capacities": capacities}))
+    weights, bound, _, start, horizon, keys, _ = arrays
+    return decode.State(weights, bound, caches, start, start, horizon, keys, seed, model.config), logits
+
+
+@pytest.mark.parametrize("floor", [0.2, 1.0])
+@pytest.mark.parametrize("name", ["snapkv", "keyformer", "h2o", "random"])
+def test_pages_equal_dense_buffers_with_the_same_limits(name, floor):
+    model = random_model(GQA, seed=2)
+    policy = kvjax.policy(name, recent=6)
+    state, logits = kvjax.prefill(
+        model, policy, TEXT[:3, :41], 20, lengths=LENGTHS, max_new_tokens=40, plan=AdaKV(floor=floor)
+    )
+    limits = decode.slot_limits(state)
+    assert all((limit.sum(1) == 2 * 20).all() for limit in limits)
+    assert floor == 1.0 or any((limit != 20).any() for limit in limits)
+    dense, expected = dense_with_limits(model, policy, 20, limits)
+    for step in range(40):
+        np.testing.assert_allclose(logits, expected, atol=1e-5)
+        for pages, buffers in zip(decode.held_positions(state), decode.held_positions(dense), strict=True):
+            for a, b in zip(pages.reshape(-1, pages.shape[-1]), buffers.reshape(-1, buffers.shape[-1]), strict=True):
+                assert set(a.tolist()) - {-1} == set(b.tolist()) - {-1}
+        token = jnp.asarray(TEXT[:3, 50 + step])
+        (state, logits), (dense, expected) = kvjax.decode_step(state, token), kvjax.decode_step(dense, token)
+
+
+@pytest.mark.parametrize("floor", [0.0, 0.2, 0.7])
+def test_adakv_counts_where_the_best_tokens_are(floor):
+    rng = np.random.default_rng(1)
+    ranks = rng.random((3, 4, 50)).astype(np.float32) * np.array([1, 2, 4, 8])[None, :, None]
+    ranks[:, :, -3:] = np.inf  # protected
+    ranks[:, :, :10] = np.finfo(np.float32).min  # empty
+    budget = np.full((3, 4), 12)
+    given = np.asarray(AdaKV(floor).split(jnp.asarray(ranks), jnp.asarray(budget), jnp.full((3, 1), 100)))
+    assert (given.sum(1) == 48).all()
+    for row in range(3):
+        best = np.argsort(-ranks[row].reshape(-1))[:48] // 50
+        share = floor * 12 + (1 - floor) * np.bincount(best, minlength=4)
+        assert (np.abs(given[row] - share) < 1).all()
+        assert (given[row] >= 3).all()
+
+
+def test_adakv_gives_no_head_more_than_the_text():
+    ranks = jnp.concatenate([jnp.ones((1, 1, 8)), jnp.zeros((1, 1, 8))], axis=1)
+    given = AdaKV(0.0).split(ranks, jnp.full((1, 2), 10), jnp.full((1, 1), 11))
+    assert np.asarray(given).max() <= 11
+    with pytest.raises(ValueError, match="not a share"):
+        AdaKV(1.5)
+
+
+def test_a_pool_rounds_up_by_a_sixteenth_at_most():
+    for pages in (1, 7, 16, 17, 31, 100, 1000, 12345):
+        assert pages <= paged.round_pages(pages) <= 17 * pages / 16
