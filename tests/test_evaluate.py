@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,10 @@ from kvjax.evaluate.fidelity import hellinger
 from kvjax.evaluate.kernels import even_slots, open_shelf
 from kvjax.evaluate.report import Claim, Point, Store
 from kvjax.evaluate.texts import passages
-from kvjax.less import checkpoint, init_kernels, lowrank_oracle
+from kvjax.less import checkpoint, lowrank_oracle
+from kvjax.policies.less import Less
 from tests.models import GQA, random_model
-from tests.test_less import kernels_for
+from tests.test_less import HIDDEN, kernels_for
 
 TEXT = "Once upon a time there was a fox who told a story.\nThe story was long, and nobody knew its end.\n" * 40
 
@@ -88,6 +90,7 @@ def test_fidelity_gives_evicted_tokens_their_share_of_equation_3() -> None:
     """The first layer's rows of a window, whose evicted tokens are known without a cache."""
     model, tokens, budget = random_model(GQA), ids(), 16
     policy = kvjax.policy("less", base="window", kernels=kernels_for(GQA)).bind(model)
+    assert isinstance(policy, Less)
     seen = {}
 
     def top_k(q, k, v, position, keep, config):
@@ -182,38 +185,43 @@ def test_tables_and_figures(tmp_path: Path) -> None:
     assert first[:4] == b"\x89PNG" and (tmp_path / "made" / "f.png").read_bytes() == first
 
 
-def save_kernels(model: kvjax.Model, directory: Path, **changes: Any) -> str:
-    kernels = init_kernels(jax.random.key(0), model.config, features=8, hidden=8)
-    settings: dict[str, Any] = dict(policy="h2o", policy_settings={}, budget=0.05, features=8, hidden=8) | changes
-    checkpoint.save(directory, kernels, checkpoint.Settings(model.name, checkpoint.fingerprint(model), **settings))
+@pytest.fixture(scope="module")
+def saved(tiny: kvjax.Model, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("kernels") / "few"
+    settings = checkpoint.Settings(tiny.name, checkpoint.fingerprint(tiny), "h2o", {}, budget=0.05, hidden=HIDDEN)
+    checkpoint.save(directory, kernels_for(tiny.config), settings)
+    return directory
+
+
+def copied(saved: Path, directory: Path, **changes: Any) -> str:
+    """The same kernels, as if they had been made for something else."""
+    shutil.copytree(saved, directory)
+    settings = json.loads((saved / "settings.json").read_text())
+    (directory / "settings.json").write_text(json.dumps(settings | changes))
     return str(directory)
 
 
-def test_shelf_finds_the_nearest_kernels(tiny: kvjax.Model, tmp_path: Path) -> None:
-    made = [save_kernels(tiny, tmp_path / "few"), save_kernels(tiny, tmp_path / "many", budget=114)]
-    shelf = open_shelf(tiny, [f"a={made[0]}", made[1]])
+def test_shelf_finds_the_nearest_kernels(tiny: kvjax.Model, saved: Path, tmp_path: Path) -> None:
+    few, many = str(saved), copied(saved, tmp_path / "many", budget=114)
+    shelf = open_shelf(tiny, [f"a={few}", many])
     assert [(k.name, k.slots) for k in shelf.kernels] == [("a", even_slots(0.05, 1152)), ("many", 114)]
     near = {slots: shelf.nearest("tova", slots) for slots in (22, 56, 114)}
     assert [k.name for k in near.values() if k] == ["a", "a", "many"] and shelf.nearest("keyformer", 56) is None
-    other = save_kernels(tiny, tmp_path / "other", policy_settings={"recent": 0.25})
-    for wrong, message in (
-        ([made[0], made[0]], "called 'few'"),
-        ([made[0], other], "recent"),
-        (["nowhere"], "nowhere"),
-    ):
+    other = copied(saved, tmp_path / "other", policy_settings={"recent": 0.25})
+    for wrong, message in (([few, few], "called 'few'"), ([few, other], "recent"), (["nowhere"], "nowhere")):
         with pytest.raises(ValueError, match=message):
             open_shelf(tiny, wrong)
 
 
 def test_less_report_is_written_and_resumes(
-    tiny: kvjax.Model, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("matplotlib", reason="figures need the plots extra")
     monkeypatch.setenv("KVJAX_CACHE_DIR", "")
     text = tmp_path / "story.txt"
     text.write_text(TEXT)
     words = ["less", "--text", str(text), "--out", str(tmp_path / "out"), "--rows", "2", "--length", "40"]
-    words += ["--budgets", "0.012", "--checkpoints", save_kernels(tiny, tmp_path / "kernels", budget=12)]
+    words += ["--budgets", "0.012", "--checkpoints", f"kernels={saved}"]
     assert evaluate.main([*words, "--only", "performer"]) == 0
     first = capsys.readouterr().err.splitlines()
     assert first == [f"perplexity: {name}, 12 slots" for name in ("h2o", "h2o performer", "less kernels on h2o")]
@@ -225,6 +233,19 @@ def test_less_report_is_written_and_resumes(
     assert capsys.readouterr().err == "" and (tmp_path / "out" / "less.md").read_text() == written
     assert evaluate.main([*words, "--only", "performer", "--redo"]) == 0
     assert capsys.readouterr().err.splitlines() == first
+
+
+def test_quality_report(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib", reason="figures need the plots extra")
+    monkeypatch.setenv("KVJAX_CACHE_DIR", "")
+    text = tmp_path / "story.txt"
+    text.write_text(TEXT)
+    words = ["quality", "--text", str(text), "--out", str(tmp_path / "out"), "--rows", "2", "--length", "40"]
+    assert evaluate.main([*words, "--policies", "window,snapkv", "--budgets", "12"]) == 0
+    assert capsys.readouterr().out == f"{tmp_path / 'out' / 'quality.md'}\n"
+    written = (tmp_path / "out" / "quality.md").read_text()
+    assert "| window | 12 |" in written and "snapkv at 12 is left out: sinks + recent" in written
+    assert (tmp_path / "out" / "quality" / "quality.png").exists()
 
 
 @pytest.mark.parametrize(

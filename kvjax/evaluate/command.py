@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 REPORTS = {
+    "quality": ("kvjax.evaluate.quality", "perplexity and recall of policies against the bytes that they keep"),
     "less": ("kvjax.evaluate.less", "what LESS recovers of what eviction loses"),
     "long": ("kvjax.evaluate.long", "text far beyond the trained length on a fixed cache"),
     "fastgen": ("kvjax.evaluate.fastgen", "what FastGen keeps, and what it costs"),

@@ -78,9 +78,13 @@ def _share(text: str) -> float:
 def _document(less: Less, sections: list[Section], options: argparse.Namespace) -> str:
     runs, config = less.runs, less.runs.model.config
     texts = " ".join(Path(file).name for file in options.text)
-    kernels = [
-        [k.name, k.settings.policy, k.slots, k.features, k.settings.hidden, k.digest] for k in less.shelf.kernels
-    ]
+    kernels = []
+    for k in less.shelf.kernels:
+        errors = k.settings.training.get("errors", [])
+        less_by = [f"{1 - error['after'] / error['before']:.0%}" for error in errors]
+        kernels.append(
+            [k.name, k.settings.policy, k.slots, k.features, k.settings.hidden, ", ".join(less_by) or None, k.digest]
+        )
     claims = [claim for section in sections for claim in section.claims]
     counts = ", ".join(f"{sum(c.verdict == v for c in claims)} {v}" for v in dict.fromkeys(c.verdict for c in claims))
     return (
@@ -93,6 +97,7 @@ def _document(less: Less, sections: list[Section], options: argparse.Namespace) 
         + ", ".join(f"{share} = {slots} slots" for share, slots in less.budgets.items())
         + f" per KV head.\n\nOf {len(claims)} claims: {counts}. Verdicts are computed from the numbers, rules are in "
         "`kvjax/evaluate/`.\n\n## Kernels\n\n"
-        + table(["name", "trained over", "at slots", "R", "R'", "digest"], kernels)
+        + table(["name", "trained over", "at slots", "R", "R'", "error less by, each layer", "digest"], kernels)
+        + "\nThe error is that of attention after the output projection, on texts held out of the training.\n"
         + "".join(f"\n## {s.title}\n\n{claims_table(s.claims)}{s.body}" for s in sections)
     )

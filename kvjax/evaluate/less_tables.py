@@ -43,7 +43,7 @@ class Less:
     budgets: dict[str, int]
 
     def full(self) -> Run | None:
-        return self.runs.run("full", policies.policy("full"), 1)
+        return self.runs.run("full", policies.policy("full"))
 
     def baseline(self, base: str, slots: int) -> Run | None:
         return self.runs.run(base, self.shelf.base(base), slots)
@@ -110,7 +110,7 @@ def perplexities(less: Less) -> Section:
                 row += [run.nats(text), run.nats(text, slots), gap]
             rows.append(row)
         headings = [f"{h} {share}" for share in less.budgets for h in ("nats", "beyond", "gap closed")]
-        body += f"\n**{text}**\n\n" + table([f"{text}", *headings], rows)
+        body += "\n" + table([text, *headings], rows)
         claims += _shape(less, text, full)
     body += "\n" + _perplexity_figure(less, full)
     body += (
@@ -131,8 +131,10 @@ def _shape(less: Less, text: str, full: Run | None) -> list[Claim]:
             claims.append(Claim(what, None))
             continue
         f, o, p, b = (run.nats(text) for run in (full, ours, plus, base))
-        trained = "" if matches(kernels, slots) else f", trained at {kernels.slots} slots"
-        claims.append(Claim(what, f < o < p <= b, f"{f:.4f}, {o:.4f} ({kernels.name}{trained}), {p:.4f}, {b:.4f}"))
+        by = _differs(ours, plus, text)[1]
+        trained = kernels.name if matches(kernels, slots) else f"{kernels.name}, trained at {kernels.slots} slots"
+        numbers = f"{f:.4f}, {o:.4f} ({trained}), {p:.4f}, {b:.4f}; LESS {by} below baseline+"
+        claims.append(Claim(what, f < o < p <= b, numbers))
         if matches(kernels, slots):
             part = closed(o, b, f)
             claims.append(Claim(f"{text}, {share}: {wanted}", part >= GAP, f"{_percent(part)} ({kernels.name})"))
@@ -144,13 +146,14 @@ def _perplexity_figure(less: Less, full: Run | None) -> str:
         return ""
     figure, axes = new_figure(len(less.runs.texts))
     for text, axis in zip(less.runs.texts, axes, strict=True):
-        found: list[tuple[str, Run | None]] = []
+        found: list[tuple[str, int, Run | None]] = []
         for slots in less.budgets.values():
-            found += [("baseline", less.baseline("h2o", slots)), ("baseline+", less.plus("h2o", slots))]
-            found += [(f"LESS ({k.name})", less.less(k, "h2o", slots)) for k in less.shelf.of("h2o")]
-        points = [Point(label, run.share, run.nats(text)) for label, run in found if run is not None]
-        plot_quality(axis, points, full.nats(text), "nats per token")
-        axis.set_title(text)
+            more = slots + less.shelf.features // 2  # what LESS and baseline+ occupy
+            found += [("baseline", slots, less.baseline("h2o", slots)), ("baseline+", more, less.plus("h2o", slots))]
+            found += [(f"LESS ({k.name})", more, less.less(k, "h2o", slots)) for k in less.shelf.of("h2o")]
+        lost = [Point(label, x, run.nats(text) - full.nats(text)) for label, x, run in found if run is not None]
+        plot_quality(axis, lost, None, "nats per token above the full cache", "slots per head and their equivalent")
+        axis.set(title=text, yscale="log")
     return less.figure("perplexity", figure)
 
 
@@ -246,10 +249,10 @@ def features(less: Less) -> Section:
             o, p = ours.nats(text), plus.nats(text)
             claims.append(Claim(what, o < p, f"{o:.4f}, {p:.4f}"))
             rows.append([text, r, kernels.name, o, p, p - o, _percent(ours.share), _percent(plus.share)])
-            points[text] += [Point("LESS", ours.share, o), Point("baseline+", plus.share, p)]
+            points[text] += [Point("LESS", r, o), Point("baseline+", r, p)]
     headings = ["text", "R", "kernels", "LESS", "baseline+", "difference", "bytes LESS", "bytes baseline+"]
     figure, axes = new_figure(len(less.runs.texts))
     for (text, found), axis in zip(points.items(), axes, strict=True):
-        plot_quality(axis, found, None, "nats per token")
+        plot_quality(axis, found, None, "nats per token", "R, or twice the slots")
         axis.set_title(text)
     return Section(title, claims, "\n" + table(headings, rows) + less.figure("features", figure))

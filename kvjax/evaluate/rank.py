@@ -21,9 +21,27 @@ RANKS = (0, 1, 4, 8)
 
 
 @functools.partial(jax.jit, static_argnames=("config", "keep"))
+def _splits(weights: Weights, config: ModelConfig, tokens: Int[Array, "b n"], keep: int) -> tuple[Array, Array]:
+    position = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    made: list[tuple[Array, Array]] = []
+
+    def attention(q: Array, k: Array, v: Array) -> Array:
+        q = rotate(config.rope, q, position[:, None, None])
+        split = lowrank_oracle.top_k(q, rotate(config.rope, k, position[:, None]), v, position, keep, config)
+        # Only queries that see more than `keep` keys have a residual.
+        made.append((split.full[..., keep:, :], split.residual[..., keep:, :]))
+        return split.full
+
+    x = embed(weights, config, tokens, position)
+    for layer in weights.layers:
+        x = block(layer, config, x, attention)
+    outputs, residuals = zip(*made, strict=True)
+    return jnp.stack(outputs), jnp.stack(residuals)
+
+
 def singular_values(
     weights: Weights, config: ModelConfig, tokens: Int[Array, "b n"], keep: int
-) -> tuple[Float[Array, "layers d"], Float[Array, "layers d"]]:
+) -> tuple[Float[np.ndarray, "layers d"], Float[np.ndarray, "layers d"]]:
     """Relative singular values of attention outputs and of residuals of top-k, mean over texts and heads.
 
     Args:
@@ -32,22 +50,15 @@ def singular_values(
         tokens: texts without padding.
         keep: keys per query that the sparse policy keeps.
     """
-    position = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    curves: list[tuple[Array, Array]] = []
 
-    def attention(q: Array, k: Array, v: Array) -> Array:
-        q = rotate(config.rope, q, position[:, None, None])
-        split = lowrank_oracle.top_k(q, rotate(config.rope, k, position[:, None]), v, position, keep, config)
-        # Only queries that see more than `keep` keys have a residual.
-        values = [lowrank_oracle.singular_values(x[..., keep:, :]) for x in (split.full, split.residual)]
-        curves.append(tuple(x.mean((0, 1, 2)) for x in values))  # type: ignore[arg-type]
-        return split.full
+    def relative(matrix: Array) -> np.ndarray:
+        wide = np.asarray(matrix, np.float64)
+        squares = np.linalg.eigvalsh(np.swapaxes(wide, -1, -2) @ wide)[..., ::-1]
+        values = np.sqrt(np.maximum(squares, 0))
+        return (values / np.maximum(values[..., :1], np.finfo(np.float64).tiny)).mean((1, 2, 3))
 
-    x = embed(weights, config, tokens, position)
-    for layer in weights.layers:
-        x = block(layer, config, x, attention)
-    attention_curves, residual_curves = zip(*curves, strict=True)
-    return jnp.stack(attention_curves), jnp.stack(residual_curves)
+    outputs, residuals = _splits(weights, config, tokens, keep)
+    return relative(outputs), relative(residuals)
 
 
 @functools.partial(jax.jit, static_argnames=("config", "keep", "rank"))

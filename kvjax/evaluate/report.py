@@ -89,8 +89,10 @@ def claims_table(claims: Iterable[Claim]) -> str:
 
 
 def table(headings: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """A Markdown table; numbers to the right, floats to four places, None as a dash."""
+    """A Markdown table; numbers to the right, floats to four places, None as a dash; nothing if there are no rows."""
     rows = [list(row) for row in rows]
+    if not rows:
+        return ""
     numeric = [
         any(isinstance(row[i], (int, float)) for row in rows)
         and all(row[i] is None or isinstance(row[i], (int, float)) for row in rows)
@@ -149,28 +151,31 @@ class Point:
 
     Args:
         label: the policy's; points of one label are joined by a line.
-        share: bytes of the cache over those of a full one.
+        cost: bytes of the cache over those of a full one, or slots.
         quality: nats, or whatever the figure is about.
     """
 
     label: str
-    share: float
+    cost: float
     quality: float
 
 
-def plot_quality(axes: Any, points: Sequence[Point], full: float | None, ylabel: str) -> None:
-    """Quality against kept bytes, one line for each label.
+def plot_quality(
+    axes: Any, points: Sequence[Point], full: float | None, ylabel: str, xlabel: str = "cache bytes / full cache bytes"
+) -> None:
+    """Quality against cost, one line for each label.
 
     Args:
         axes: of matplotlib.
         points: in any order.
         full: quality of the full cache, a horizontal line.
         ylabel: what quality is.
+        xlabel: what cost is.
     """
     for label in dict.fromkeys(point.label for point in points):
-        line = sorted((p.share, p.quality) for p in points if p.label == label)
+        line = sorted((p.cost, p.quality) for p in points if p.label == label)
         axes.plot(*zip(*line, strict=True), marker="o", markersize=3, linewidth=1, label=label)
     if full is not None:
         axes.axhline(full, color="black", linewidth=1, linestyle=":", label="full")
-    axes.set(xlabel="cache bytes / full cache bytes", ylabel=ylabel)
+    axes.set(xlabel=xlabel, ylabel=ylabel)
     axes.legend(fontsize=7)

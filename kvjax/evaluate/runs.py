@@ -41,7 +41,7 @@ class Run:
         return float(np.mean(self.rows(text, beyond)))
 
     def per_byte(self, text: str) -> float:
-        """Nats per byte of a text."""
+        """Nats per byte of a text: those per token over the mean bytes of its tokens."""
         where, predicted = self.passages.rows[text], self.passages.tokens.shape[1] - 1
         return float(np.sum(self.result["rows"][where]) * predicted / np.sum(self.passages.bytes[where]))
 
@@ -61,6 +61,8 @@ class Runs:
         store: where runs are kept.
         beyond: budgets beyond which means are taken, too.
         directory: where figures go.
+        prefix: tokens read at once before the rest; see `perplexity`.
+        measuring: whether what is not on disk is measured.
     """
 
     model: Model
@@ -68,6 +70,7 @@ class Runs:
     store: Store
     beyond: tuple[int, ...]
     directory: Path
+    prefix: int = 1
     measuring: bool = True
 
     @property
@@ -95,23 +98,23 @@ class Runs:
             return self.store.stored(name, settings)
         return self.store.measure(name, settings, make)
 
-    def run(self, label: str, policy: Policy, slots: int, **identity: Any) -> Run | None:
+    def run(self, label: str, policy: Policy, budget: int | float = 1.0, **identity: Any) -> Run | None:
         """A policy at a budget on all passages.
 
         Args:
             label: unique among policies.
             policy: which tokens stay.
-            slots: per head; whatever for a policy that evicts nothing.
+            budget: slots per head, or a fraction of the text.
             identity: what else the run depends on, such as a digest of kernels.
         """
-        described = {"policy": describe(policy), "slots": slots, "beyond": list(self.beyond), **identity}
-        made = self.keep(
-            f"perplexity: {label}, {slots} slots", self.settings(**described), lambda: self._make(policy, slots)
-        )
+        described = {"policy": describe(policy), "budget": budget, "beyond": list(self.beyond), "prefix": self.prefix}
+        name = f"perplexity: {label}, {budget if isinstance(budget, int) else f'{100 * budget:g}%'}"
+        name += " slots" if isinstance(budget, int) else ""
+        made = self.keep(name, self.settings(**described, **identity), lambda: self._make(policy, budget))
         return None if made is None else Run(made, self.passages)
 
-    def _make(self, policy: Policy, slots: int) -> dict[str, Any]:
-        streamed = perplexity(self.model, policy, self.passages.tokens, slots)
+    def _make(self, policy: Policy, budget: int | float) -> dict[str, Any]:
+        streamed = perplexity(self.model, policy, self.passages.tokens, budget, prefix=self.prefix)
         return {
             "rows": _rounded(streamed.rows()),
             "beyond": {str(slots): _rounded(streamed.rows(slots)) for slots in self.beyond},

@@ -1,0 +1,112 @@
+"""Quality against kept bytes of any policies: `python -m kvjax.evaluate quality --policies h2o,keyformer`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from kvjax import policies
+from kvjax.evaluate.recall import recall
+from kvjax.evaluate.report import Point, Store, new_figure, plot_quality, save_figure, table, write
+from kvjax.evaluate.runs import Runs, describe
+from kvjax.evaluate.texts import passages
+from kvjax.policies.base import Policy
+from kvjax.settings import parse_budget, parse_settings
+
+Choice = tuple[str, Policy, int | float]
+"""A policy under a name, and its budget."""
+
+
+def against_bytes(runs: Runs, choices: Sequence[Choice], distances: Sequence[int] = ()) -> tuple[str, Path]:
+    """Perplexity, recall and bytes of policies and budgets.
+
+    Args:
+        runs: that make the perplexities.
+        choices: what is compared; the full cache is added.
+        distances: tokens between facts and questions, for models that answer the embedded model's questions.
+
+    Returns:
+        A Markdown table, with a line for each choice that does not fit, and the figure's file.
+
+    Raises:
+        ValueError: matplotlib is missing.
+    """
+    rows, left_out = [], []
+    points: dict[str, list[Point]] = {text: [] for text in runs.texts}
+    full: dict[str, float] = {}
+    for label, policy, budget in [("full", policies.policy("full"), 1.0), *choices]:
+        try:
+            run = runs.run(label, policy, budget)
+            recalled = [_recalled(runs, label, policy, budget, distance) for distance in distances]
+        except ValueError as error:
+            left_out.append(f"\n{label} at {budget:g} is left out: {error}\n")
+            continue
+        if run is None:
+            continue
+        nats = [f(text) for text in runs.texts for f in (run.nats, run.per_byte)]
+        rows.append([label, f"{budget:g}", f"{run.share:.1%}", *nats, *recalled])
+        for text in runs.texts:
+            if label == "full":
+                full[text] = run.nats(text)
+            else:
+                points[text].append(Point(label, run.share, run.nats(text)))
+    headings = [f"{text}, nats per {what}" for text in runs.texts for what in ("token", "byte")]
+    headings += [f"recall at {distance}" for distance in distances]
+    figure, axes = new_figure(len(runs.texts))
+    for text, axis in zip(runs.texts, axes, strict=True):
+        plot_quality(axis, points[text], full.get(text), "nats per token")
+        axis.set_title(text)
+    file = runs.directory / "quality" / "quality.png"
+    save_figure(figure, file)
+    return table(["policy", "budget", "bytes / full", *headings], rows) + "".join(left_out), file
+
+
+def _recalled(runs: Runs, label: str, policy: Policy, budget: int | float, distance: int) -> float | None:
+    text = runs.passages.tokens[: 2 + distance // runs.passages.tokens.shape[1]].reshape(-1)
+    settings = runs.settings(policy=describe(policy), budget=budget, distance=distance)
+    name = f"recall: {label}, {budget:g}, distance {distance}"
+    return runs.keep(name, settings, lambda: recall(runs.model, policy, budget, distance, text=text).mean)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command line of the report."""
+    parser.add_argument("--policies", default="streaming,h2o,tova,keyformer", help="names with commas between them")
+    parser.add_argument("--set", nargs="+", action="extend", default=[], metavar="key=value", dest="settings")
+    parser.add_argument("--budgets", default="0.05,0.1,0.25", help="slots, or fractions of the passages")
+    parser.add_argument("--prefix", type=int, default=1, help="tokens read at once before the rest, as a prompt")
+    parser.add_argument("--recall", type=int, nargs="+", default=[], metavar="DISTANCE", help="also ask for facts")
+
+
+def run(options: argparse.Namespace) -> None:
+    """Measure what is not on disk, and write `quality.md` with its figure.
+
+    Raises:
+        ValueError: a text, a policy or a budget does not fit.
+    """
+    from kvjax.models import load
+
+    settings, names = parse_settings(options.settings), options.policies.split(",")
+    made = {name: policies.policy(name, **settings) for name in names if name != "full"}
+    budgets = [parse_budget(text) for text in options.budgets.split(",")]
+    model = load(options.model, dtype="float32")
+    read = passages(model, options.text, options.rows, options.length)
+    store = Store(
+        options.out / "quality" / "measurements.json", options.redo, lambda line: print(line, file=sys.stderr)
+    )
+    runs = Runs(model, read, store, (), options.out, options.prefix)
+    # A policy that decides itself what it keeps has no budget.
+    choices = [(n, p, b) for n, p in made.items() for b in ([1.0] if p.decides_slots else budgets)]
+    shown, file = against_bytes(runs, choices, options.recall)
+    texts = " ".join(Path(text).name for text in options.text)
+    write(
+        options.out / "quality.md",
+        f"# Quality against kept bytes on {model.name}\n\nMade by `python -m kvjax.evaluate quality --policies "
+        f"{options.policies} --budgets {options.budgets} --text {texts} --rows {options.rows} --length "
+        f"{options.length} --prefix {options.prefix} --out DIR`. "
+        f"Budgets are slots or fractions of {options.length} tokens; the first "
+        f"{options.prefix} are read at once, the others through real eviction.\n\n{shown}\n"
+        f"![quality](quality/{file.name})\n",
+    )
+    print(options.out / "quality.md")
