@@ -45,6 +45,7 @@ def test_what_a_gpu_runs_lowers_to_cuda(program):
     assert "stablehlo" in program.lower("auto", "cuda").as_text()
 
 
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("program", PROGRAMS, ids=str)
 def test_gpu_kernels_lower_to_cuda_or_say_why_not(program):
     try:

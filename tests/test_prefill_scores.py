@@ -87,10 +87,14 @@ def test_a_prompt_does_not_depend_on_its_neighbours():
 @pytest.mark.parametrize(
     ("changes", "options", "reason"),
     [
-        ({}, dict(implementation="pallas", platform="gpu"), "kernel is for tpu"),
+        ({}, dict(implementation="pallas", platform="gpu"), "d=8 is not a power of two from 16"),
         ({}, dict(implementation="pallas", platform="cpu"), "compiles for tpu and gpu, not for cpu"),
         ({}, dict(implementation="triton", platform="gpu"), "no such kernel"),
-        ({"dtype": "float64"}, dict(implementation="pallas", platform="tpu"), "float32 or bfloat16, not float64"),
+        (
+            {"dtype": "float64"},
+            dict(implementation="pallas", platform="tpu"),
+            "float64 are not all float32",
+        ),
         ({"d": 12}, dict(implementation="pallas", platform="tpu"), "d=12 is not a multiple of 8"),
         ({}, dict(implementation="pallas", platform="tpu", slopes=np.ones((1, 1))), "no ALiBi slopes"),
     ],

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.common import choose, platform_of
-from pallas_kernels.prefill_scores import pallas, reference
+from pallas_kernels.common import choose, first_limit, pallas_form, platform_of
+from pallas_kernels.prefill_scores import pallas, pallas_gpu, reference
 from pallas_kernels.prefill_scores.reference import PromptAttention
 
 
@@ -38,8 +39,9 @@ def prefill_scores(
     (equation 9) with it; the output always is plain attention.
 
     Implementations: `xla` everywhere, any dtype (float64 as itself), holding the weights of a few thousand query rows,
-    so that a logit is computed once; `pallas` for TPU in two passes, the second of which computes the logits again and
-    holds nothing: float32 or bfloat16, d from 8 to 256, and `slopes` are not there. There is no GPU kernel.
+    so that a logit is computed once; `pallas` in two passes, the second of which computes the logits again and holds
+    nothing: float32 or bfloat16, d a multiple of 8 up to 256 on TPU and a power of two from 16 to 256 on GPU, no
+    `slopes`. Its TPU form compiles, its GPU form lowers to Triton; both have run in interpreters, never on a chip.
 
     Args:
         q: queries of tokens in the order of the text.
@@ -68,13 +70,29 @@ def prefill_scores(
         raise ValueError(f"tau={tau} is not a temperature above 0.")
     if window is not None and window < 1:
         raise ValueError(f"window={window} is not a number of tokens from 1.")
-    limits = {"pallas": pallas.limit(q, k, slopes, platform)}
+    form = pallas_form(platform)
+    limits = {"pallas": limit(q, k, v, slopes, form)}
     chosen = choose("prefill_scores", implementation, limits, platform=platform, interpret=interpret)
     settings: dict[str, Any] = dict(tau=tau, scores=scores, window=window)
     if chosen == "pallas":
-        return pallas.prefill_scores(
+        kernels = pallas_gpu if form == "gpu" else pallas
+        return kernels.prefill_scores(
             q, k, v, query_position, key_position, weights, noise, interpret=interpret, **settings
         )
     return reference.prefill_scores(
         q, k, v, query_position, key_position, weights, noise, slopes, platform=platform_of(platform), **settings
+    )
+
+
+def limit(q: Array, k: Array, v: Array, slopes: Array | None, form: str) -> str | None:
+    """What these arguments ask that the Pallas kernels for `tpu` or `gpu` cannot do, or None."""
+    d = q.shape[-1]
+    width = (8 <= d <= 256 and d % 8 == 0, f"d={d} is not a multiple of 8 up to 256")
+    if form == "gpu":
+        width = (16 <= d <= 256 and d & (d - 1) == 0, f"d={d} is not a power of two from 16 to 256")
+    same = q.dtype == k.dtype == v.dtype and q.dtype in (jnp.float32, jnp.bfloat16)
+    return first_limit(
+        (same, f"q, k, v of {q.dtype}, {k.dtype}, {v.dtype} are not all float32 or all bfloat16"),
+        width,
+        (slopes is None, "it adds no ALiBi slopes"),
     )

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -18,76 +17,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.common import first_limit, pallas_form
 from pallas_kernels.prefill_scores.reference import PromptAttention
+from pallas_kernels.prefill_scores.tiles import Tiles
 
 LANES = 128
 BLOCK = 512
 """Queries and keys of one grid step, at most."""
 LOWEST = float(jnp.finfo(jnp.float32).min)
-
-
-def limit(q: Array, k: Array, slopes: Array | None, platform: str | None) -> str | None:
-    """What these arguments ask that the kernels cannot do, or None."""
-    d = q.shape[-1]
-    return first_limit(
-        (pallas_form(platform) == "tpu", "its kernel is for tpu"),
-        (q.dtype == k.dtype and q.dtype in (jnp.float32, jnp.bfloat16), f"it takes float32 or bfloat16, not {q.dtype}"),
-        (8 <= d <= 256 and d % 8 == 0, f"d={d} is not a multiple of 8 from 8 to 256"),
-        (slopes is None, "it adds no ALiBi slopes"),
-    )
-
-
-@dataclass(frozen=True)
-class Tiles:
-    """How queries and keys are cut, and which blocks see each other."""
-
-    n: int
-    c: int
-    window: int | None
-
-    @property
-    def size(self) -> int:
-        """Queries of a block."""
-        return min(BLOCK, -(-self.n // LANES) * LANES)
-
-    @property
-    def width(self) -> int:
-        """Keys of a block."""
-        return min(BLOCK, -(-self.c // LANES) * LANES)
-
-    @property
-    def queries(self) -> int:
-        """Blocks of queries."""
-        return -(-self.n // self.size)
-
-    @property
-    def keys(self) -> int:
-        """Blocks of keys."""
-        return -(-self.c // self.width)
-
-    def first(self, i: Any) -> Any:
-        """The first block of keys that block i of the queries sees: a window's, unless cached keys are in no order."""
-        windowed = self.window is not None and self.c == self.n
-        return jnp.maximum(i * self.size - self.window + 1, 0) // self.width if windowed else 0
-
-    def last(self, i: Any) -> Any:
-        """The last block of keys that block i of the queries sees."""
-        return jnp.minimum((self.c - self.n + (i + 1) * self.size - 1) // self.width, self.keys - 1)
-
-    def seen(self, i: Any, j: Any) -> Any:
-        """Whether block i of the queries sees block j of the keys."""
-        return (j >= self.first(i)) & (j <= self.last(i))
-
-    # Blocks that are not used are not fetched: the index stays at a block that is.
-    def of_keys(self, i: Any, j: Any) -> Any:
-        """The block of keys to have at hand for step j of block i of the queries."""
-        return jnp.clip(j, self.first(i), self.last(i))
-
-    def of_queries(self, i: Any, j: Any) -> Any:
-        """The block of queries to have at hand for step i of block j of the keys."""
-        first = jnp.maximum(j * self.width - (self.c - self.n), 0) // self.size
-        return jnp.maximum(i, jnp.minimum(first, self.queries - 1))
 
 
 def prefill_scores(
@@ -106,28 +42,18 @@ def prefill_scores(
 ) -> PromptAttention:
     """See `pallas_kernels.prefill_scores.api`; compiled for v4 to v6e, interpreted, never run on a chip."""
     (b, h, g, n, d), c = q.shape, k.shape[2]
-    tiles = Tiles(n, c, window)
-    pad_n, pad_c = tiles.queries * tiles.size - n, tiles.keys * tiles.width - c
+    size, width = (min(BLOCK, -(-x // LANES) * LANES) for x in (n, c))
+    tiles = Tiles(n, c, size, width, window)
     noisy = scores and (noise is not None or tau != 1)
-    blocks = {
-        "q": jnp.pad(q.reshape(b, h * g, n, d), ((0, 0), (0, 0), (0, pad_n), (0, 0))),
-        "k": jnp.pad(k, ((0, 0), (0, 0), (0, pad_c), (0, 0))),
-        "v": jnp.pad(v, ((0, 0), (0, 0), (0, pad_c), (0, 0))),
-        "query": _row(query_position[:, None], pad_n, -1),
-        "key": _row(key_position, pad_c, -1),
-    }
-    if noisy and noise is not None:
-        blocks["noise"] = _row(noise.astype(jnp.float32), pad_c, 0)
+    blocks = tiles.padded(q, k, v, query_position, key_position, noise if noisy else None)
     numbers: dict[str, Any] = dict(tiles=tiles, groups=g, tau=tau, noisy=noisy, interpret=interpret)
     out, lse, noisy_lse = _attend(blocks, **numbers)
     sums = None
     if scores:
-        weights = jnp.ones((b, 1, n)) if weights is None else weights
         del blocks["v"]
-        blocks |= {"lse": noisy_lse, "weight": _row(weights.astype(jnp.float32), pad_n, 0)}
-        sums = _collect(blocks, **numbers).reshape(b, h, g, c + pad_c)[..., :c]
-    out, lse = out.reshape(b, h, g, n + pad_n, d), lse.reshape(b, h, g, n + pad_n)
-    return PromptAttention(out[..., :n, :], lse[..., :n], sums)
+        blocks |= {"lse": noisy_lse, "weight": tiles.weights(weights, b)}
+        sums = _collect(blocks, **numbers).reshape(b, h, g, -1)[..., :c]
+    return PromptAttention(out.reshape(b, h, g, -1, d)[..., :n, :], lse.reshape(b, h, g, -1)[..., :n], sums)
 
 
 def _attend(blocks: dict[str, Array], *, tiles: Tiles, groups: int, tau: float, noisy: bool, interpret: Any):
@@ -270,11 +196,6 @@ def _dot(a: Array, b: Array, over: tuple[int, int]) -> Array:
 def _column(row: Array) -> Array:
     """[1, n] to [n, 1], through a square of lanes."""
     return jnp.broadcast_to(row, (LANES, row.shape[1])).T[:, :1]
-
-
-def _row(x: Array, pad: int, fill: int) -> Array:
-    """Numbers per head and token, padded, as [b, heads, 1, n]."""
-    return jnp.pad(x, ((0, 0), (0, 0), (0, pad)), constant_values=fill)[:, :, None]
 
 
 def _safe(total: Array) -> Array:

@@ -10,7 +10,7 @@ import numpy as np
 
 from pallas_kernels.prefill_scores import prefill_scores
 from tests.kernel_cases.decode_attention import softmax
-from tests.kernels import TPU_WAYS, XLA, Case, normal
+from tests.kernels import GPU_WAYS, TPU_WAYS, XLA, Case, normal
 
 
 def oracle(inputs: dict[str, Any], *, tau: float = 1.0, window: int | None = None, scores: bool = True):
@@ -71,6 +71,7 @@ def case(label: str, *shape: int, extra: tuple[str, ...] = (), ways: tuple = (XL
     if "weights" in extra:  # none of the first half, as in SnapKV, so that whole blocks count nothing
         weights = rng.random((b, h, n)) * (np.arange(n) >= n // 2)
         made["weights"] = weights.astype(np.float32)
+    ways = (*ways, *GPU_WAYS) if shape[-1] >= 16 else ways
     if "slopes" in extra:
         made["slopes"] = 2.0 ** -rng.integers(1, 8, size=(h, g)).astype(np.float32)
         ways = (XLA,)

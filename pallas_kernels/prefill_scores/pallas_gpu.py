@@ -1,0 +1,173 @@
+"""Prompt attention and its column sums for GPU through Pallas's Triton lowering, in the two passes of the TPU form.
+
+Every program holds one block, of queries in the first pass and of keys in the second, and walks over the blocks that
+it sees.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.prefill_scores.reference import PromptAttention
+from pallas_kernels.prefill_scores.tiles import Tiles
+
+LOWEST = float(jnp.finfo(jnp.float32).min)
+
+
+def prefill_scores(
+    q: Float[Array, "b h g n d"],
+    k: Float[Array, "b h c d"],
+    v: Float[Array, "b h c d"],
+    query_position: Int[Array, "b n"],
+    key_position: Int[Array, "b #h c"],
+    weights: Float[Array, "b #h n"] | None,
+    noise: Float[Array, "b h c"] | None,
+    *,
+    tau: float,
+    scores: bool,
+    window: int | None,
+    interpret: Any,
+) -> PromptAttention:
+    """See `pallas_kernels.prefill_scores.api`; lowered to Triton, interpreted, never run on a chip."""
+    (b, h, g, n, d), c = q.shape, k.shape[2]
+    tiles = Tiles(n, c, 64, 64 if d <= 128 else 32, window)
+    noisy = scores and (noise is not None or tau != 1)
+    blocks = tiles.padded(q, k, v, query_position, key_position, noise if noisy else None)
+    numbers: dict[str, Any] = dict(tiles=tiles, tau=tau, noisy=noisy, interpret=interpret)
+    out, lse, noisy_lse = _attend(blocks, **numbers)
+    sums = None
+    if scores:
+        del blocks["v"]
+        blocks |= {"lse": noisy_lse, "weight": tiles.weights(weights, b)}
+        sums = _collect(blocks, **numbers).reshape(b, h, g, -1)[..., :c]
+    return PromptAttention(out.reshape(b, h, g, -1, d)[..., :n, :], lse.reshape(b, h, g, -1)[..., :n], sums)
+
+
+def _attend(blocks: dict[str, Array], *, tiles: Tiles, tau: float, noisy: bool, interpret: Any):
+    """Output, log-sum-exp [b, query heads, n], and that of the second softmax (or the same)."""
+    b, heads, n, d = blocks["q"].shape
+
+    def kernel(refs, outputs):
+        i = pl.program_id(0)
+        q, query = refs["q"][...], refs["query"][...]
+
+        def look(j, carry):
+            acc, running = carry
+            keys = pl.ds(j * tiles.width, tiles.width)
+            x, tempered = _logits(refs, q, query, keys, tiles.window, tau, noisy)
+            (p, shrink), first = _add(x, *running[:2])
+            v = refs["v"][keys]
+            acc = acc * shrink[:, None] + _dot(p.astype(v.dtype), v)
+            return acc, (*first, *(_add(tempered, *running[2:])[1] if noisy else ()))
+
+        nothing = jnp.zeros(tiles.size, jnp.float32)
+        running = (jnp.full(tiles.size, LOWEST / 2, jnp.float32), nothing) * (2 if noisy else 1)
+        start = (jnp.zeros((tiles.size, d), jnp.float32), running)
+        acc, running = jax.lax.fori_loop(tiles.first(i), tiles.last(i) + 1, look, start)
+        outputs["out"][...] = acc / _safe(running[1])[:, None]
+        for name, highest, total in zip(("lse", "noisy_lse"), running[::2], running[1::2], strict=False):
+            outputs[name][...] = jnp.where(total > 0, highest + jnp.log(_safe(total)), -jnp.inf)
+
+    of_rows = pl.BlockSpec((None, None, tiles.size), lambda i, m, r: (r, m, i))
+    of_queries = pl.BlockSpec((None, None, tiles.size, d), lambda i, m, r: (r, m, i, 0))
+    names = ("lse", "noisy_lse")[: 1 + noisy]
+    found = pl.pallas_call(
+        kernel,
+        grid=(tiles.queries, heads, b),
+        in_specs=[_specs(blocks, tiles, by_query=True)],
+        out_specs={"out": of_queries} | dict.fromkeys(names, of_rows),
+        out_shape={"out": jax.ShapeDtypeStruct((b, heads, n, d), jnp.float32)}
+        | dict.fromkeys(names, jax.ShapeDtypeStruct((b, heads, n), jnp.float32)),
+        compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=2),
+        interpret=interpret,
+        name="prefill_attend",
+    )(_squeezed(blocks))
+    return found["out"], found["lse"], found[names[-1]]
+
+
+def _collect(blocks: dict[str, Array], *, tiles: Tiles, tau: float, noisy: bool, interpret: Any) -> Array:
+    """Column sums [b, query heads, c]."""
+    b, heads = blocks["q"].shape[:2]
+
+    def kernel(refs, out_ref):
+        j = pl.program_id(0)
+
+        def look(i, sums):
+            queries = pl.ds(i * tiles.size, tiles.size)
+            lse = refs["lse"][queries]
+            everything = pl.ds(0, tiles.width)
+            x = _logits(refs, refs["q"][queries], refs["query"][queries], everything, tiles.window, tau, noisy)[1]
+            p = jnp.exp(x - jnp.where(lse == -jnp.inf, 0.0, lse)[:, None])
+            return sums + (p * refs["weight"][queries][:, None]).sum(0)
+
+        start = jnp.zeros(tiles.width, jnp.float32)
+        out_ref[...] = jax.lax.fori_loop(tiles.first_queries(j), tiles.queries, look, start)
+
+    return pl.pallas_call(
+        kernel,
+        grid=(tiles.keys, heads, b),
+        in_specs=[_specs(blocks, tiles, by_query=False)],
+        out_specs=pl.BlockSpec((None, None, tiles.width), lambda j, m, r: (r, m, j)),
+        out_shape=jax.ShapeDtypeStruct((b, heads, blocks["k"].shape[2]), jnp.float32),
+        compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=2),
+        interpret=interpret,
+        name="prefill_column_sums",
+    )(_squeezed(blocks))
+
+
+def _squeezed(blocks: dict[str, Array]) -> dict[str, Array]:
+    return {name: x[:, :, 0] if x.shape[2] == 1 and x.ndim == 4 else x for name, x in blocks.items()}
+
+
+def _specs(blocks: dict[str, Array], tiles: Tiles, *, by_query: bool) -> dict[str, pl.BlockSpec]:
+    # What belongs to the program's own block is cut, the other is whole and walked over.
+    heads = blocks["q"].shape[1]
+
+    def spec(name: str, array: Array) -> pl.BlockSpec:
+        of_query = name in ("q", "query", "lse", "weight")
+        length = array.shape[-1] if array.ndim == 3 else array.shape[2]
+        own = of_query == by_query
+        size = (tiles.size if of_query else tiles.width) if own else length
+        share, tail = heads // array.shape[1], array.shape[3:]
+        return pl.BlockSpec(
+            (None, None, size, *tail), lambda s, m, r: (r, m // share, s if own else 0) + (0,) * len(tail)
+        )
+
+    return {name: spec(name, array) for name, array in _squeezed(blocks).items()}
+
+
+def _logits(refs: Any, q: Array, query: Array, keys: Any, window: int | None, tau: float, noisy: bool):
+    """Masked logits [queries, keys], and with noise at temperature tau (or the same)."""
+    key = refs["key"][keys][None, :]
+    visible = (key >= 0) & (key <= query[:, None])
+    if window is not None:
+        visible &= key > query[:, None] - window
+    x = jnp.where(visible, _dot(q, refs["k"][keys].T) * (1 / math.sqrt(q.shape[-1])), LOWEST)
+    if not noisy:
+        return x, x
+    drawn = x + refs["noise"][keys][None, :] if "noise" in refs else x
+    return x, jnp.where(visible, drawn / tau, LOWEST)
+
+
+def _add(x: Array, highest: Array, total: Array) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
+    """One more block of an online softmax: its weights and by what earlier ones shrink; maximum and sum."""
+    new = jnp.maximum(highest, x.max(1))
+    p, shrink = jnp.exp(x - new[:, None]), jnp.exp(highest - new)
+    return (p, shrink), (new, total * shrink + p.sum(1))
+
+
+def _dot(a: Array, b: Array) -> Array:
+    # Float32 is not rounded to the tensor cores' ten bits.
+    precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
+    return jax.lax.dot(a, b, precision=precision, preferred_element_type=jnp.float32)
+
+
+def _safe(total: Array) -> Array:
+    return jnp.maximum(total, jnp.finfo(jnp.float32).tiny)

@@ -1,0 +1,81 @@
+"""How the kernels cut a prompt into blocks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """How queries and keys are cut, and which blocks see each other."""
+
+    n: int
+    c: int
+    size: int
+    """Queries of a block."""
+    width: int
+    """Keys of a block."""
+    window: int | None
+
+    @property
+    def queries(self) -> int:
+        """Blocks of queries."""
+        return -(-self.n // self.size)
+
+    @property
+    def keys(self) -> int:
+        """Blocks of keys."""
+        return -(-self.c // self.width)
+
+    def first(self, i: Any) -> Any:
+        """The first block of keys that block i of the queries sees: a window's, unless cached keys are in no order."""
+        windowed = self.window is not None and self.c == self.n
+        return jnp.maximum(i * self.size - self.window + 1, 0) // self.width if windowed else 0
+
+    def last(self, i: Any) -> Any:
+        """The last block of keys that block i of the queries sees."""
+        return jnp.minimum((self.c - self.n + (i + 1) * self.size - 1) // self.width, self.keys - 1)
+
+    def seen(self, i: Any, j: Any) -> Any:
+        """Whether block i of the queries sees block j of the keys."""
+        return (j >= self.first(i)) & (j <= self.last(i))
+
+    # Blocks that are not used are not fetched: the index stays at a block that is.
+    def of_keys(self, i: Any, j: Any) -> Any:
+        """The block of keys to have at hand for step j of block i of the queries."""
+        return jnp.clip(j, self.first(i), self.last(i))
+
+    def of_queries(self, i: Any, j: Any) -> Any:
+        """The block of queries to have at hand for step i of block j of the keys."""
+        return jnp.maximum(i, jnp.minimum(self.first_queries(j), self.queries - 1))
+
+    def first_queries(self, j: Any) -> Any:
+        """The first block of queries that sees block j of the keys."""
+        return jnp.maximum(j * self.width - (self.c - self.n), 0) // self.size
+
+    def padded(self, q: Array, k: Array, v: Array, query: Array, key: Array, noise: Array | None) -> dict[str, Array]:
+        """Inputs by name in whole blocks; padding is in no one's sight, and numbers per token are [b, heads, 1, n]."""
+        pad_n, pad_c = self.queries * self.size - self.n, self.keys * self.width - self.c
+        b, h, g, n, d = q.shape
+        blocks = {
+            "q": jnp.pad(q.reshape(b, h * g, n, d), ((0, 0), (0, 0), (0, pad_n), (0, 0))),
+            "k": jnp.pad(k, ((0, 0), (0, 0), (0, pad_c), (0, 0))),
+            "v": jnp.pad(v, ((0, 0), (0, 0), (0, pad_c), (0, 0))),
+            "query": row(query[:, None], pad_n, -1),
+            "key": row(key, pad_c, -1),
+        }
+        return blocks if noise is None else blocks | {"noise": row(noise.astype(jnp.float32), pad_c, 0)}
+
+    def weights(self, weights: Array | None, b: int) -> Array:
+        """How much each query counts, [b, heads or 1, 1, n] in whole blocks."""
+        weights = jnp.ones((b, 1, self.n)) if weights is None else weights
+        return row(weights.astype(jnp.float32), self.queries * self.size - self.n, 0)
+
+
+def row(x: Array, pad: int, fill: int) -> Array:
+    """Numbers per head and token, padded, as [b, heads, 1, n]."""
+    return jnp.pad(x, ((0, 0), (0, 0), (0, pad)), constant_values=fill)[:, :, None]
