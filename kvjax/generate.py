@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from kvjax import decode, policies
+from kvjax import decode, paged, policies
 from kvjax.loop import generate_tokens
 from kvjax.policies.base import Policy
 from kvjax.sampling import Sampling
@@ -101,7 +101,7 @@ def generate_ids(
     state, logits = decode.prefill(model, chosen, [list(prompt) for prompt in prompts], budget, **arguments)
     jax.block_until_ready(logits)
     prefill_seconds = time.perf_counter() - began
-    held = [np.asarray(cache.position) for cache in state.caches]
+    held = decode.held_positions(state)
     eos = model.config.eos if stop_at_eos else ()
     tokens: list[list[int]] = [[] for _ in prompts]
     seconds, timed, last, blocks = 0.0, 0, time.perf_counter(), 0
@@ -243,12 +243,26 @@ def _report(made: Generation, policy: Policy, seed: int, text: str) -> dict[str,
         "prompt_tokens": len(made.prompts[0]),
         "new_tokens": len(made.tokens[0]),
         "policy": policies.name_of(policy),
-        "budget": round(float(np.mean([np.asarray(cache.limit) for cache in made.state.caches]))),
+        "budget": round(float(np.mean(decode.slot_limits(made.state)))),
         "cache_bytes": decode.cache_bytes(made.state),
         "full_cache_bytes": decode.full_cache_bytes(made.state),
         "prefill_seconds": made.prefill_seconds,
         "decode_tokens_per_second": rate,
         "seed": seed,
+        **_choices(made),
+    }
+
+
+def _choices(made: Generation) -> dict[str, Any]:
+    """What each head of the first row was found to need, by layer, for policies that choose so."""
+    if not isinstance(made.state.policy, policies.FastGen):
+        return {}
+    bound, pool = made.state.policy, made.state.caches
+    assert isinstance(pool, paged.Pool)
+    return {
+        "choices": ["+".join(parts) or "full" for parts in bound.choices],
+        "policy_map": [np.asarray(layer.choice)[0].tolist() for layer in pool.state],
+        "slots": [limit[0].tolist() for limit in decode.slot_limits(made.state)],
     }
 
 
@@ -306,6 +320,10 @@ def run(options: argparse.Namespace) -> None:
         stream.flush()
         print(flush=True)
         print(_summary(made, report), file=sys.stderr)
+    if "policy_map" in report:
+        from kvjax import policy_map
+
+        policy_map.show(report["choices"], report["policy_map"], sys.stderr)
     if options.show_cache or options.save_cache_map:
         from kvjax import cache_map
 

@@ -20,7 +20,8 @@ def test_runs(name):
     config = read_config(name)
     if config["policy"] == "less" and config["settings"].get("kernels") != "performer":
         pytest.skip("kernels belong to one model; see test_generate.py")
-    policy = kvjax.policy(config["policy"], **config["settings"])
+    ids = {"special": (0,), "punctuation": (3, 5)} if config["policy"] == "fastgen" else {}
+    policy = kvjax.policy(config["policy"], **config["settings"], **ids)
     model = random_model(small_config(4, 2, layers=3))
     state, logits = kvjax.prefill(
         model,

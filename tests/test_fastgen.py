@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from typing import Any
 
 import jax
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax import decode, paged
+from kvjax import decode, generate, paged
 from kvjax.models import Rope
 from kvjax.plan import AdaKV
 from tests.cases import _ids, fastgen_case
@@ -263,3 +264,15 @@ def test_adakv_gives_no_head_more_than_the_text():
 def test_a_pool_rounds_up_by_a_sixteenth_at_most():
     for pages in (1, 7, 16, 17, 31, 100, 1000, 12345):
         assert pages <= paged.round_pages(pages) <= 17 * pages / 16
+
+
+def test_the_command_line_shows_what_each_head_keeps(capsys):
+    arguments = ["--policy", "fastgen", "--set", "threshold=0.7", "--prompt", PROMPTS[0], "--max-new-tokens", "4"]
+    assert generate.main([*arguments, "--json"]) == 0
+    shown = capsys.readouterr()
+    report = json.loads(shown.out)
+    assert report["choices"][-1] == "full" and np.shape(report["policy_map"]) == (4, 2) == np.shape(report["slots"])
+    letters = [[" spflF"[1 + head] for head in layer] for layer in report["policy_map"]]
+    lines = shown.err.splitlines()
+    assert [line.split()[2:] for line in lines if line.startswith("layer")] == letters
+    assert "s = special (" in lines[-1] and "F = full (" in lines[-1]

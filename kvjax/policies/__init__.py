@@ -73,4 +73,16 @@ def name_of(policy: Policy) -> str:
     return next((name for name, kind in REGISTRY.items() if kind is type(policy)), type(policy).__name__)
 
 
-__all__ = ["H2O", "REGISTRY", "Full", "Policy", "Random", "Streaming", "Window", "name_of", "policy", "settings_of"]
+__all__ = [
+    "H2O",
+    "REGISTRY",
+    "FastGen",
+    "Full",
+    "Policy",
+    "Random",
+    "Streaming",
+    "Window",
+    "name_of",
+    "policy",
+    "settings_of",
+]

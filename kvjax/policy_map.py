@@ -1,0 +1,46 @@
+"""A picture of what each head keeps: layers x heads, a letter and a colour for each choice."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TextIO
+
+COLOURS = ("cyan", "blue", "green", "yellow", "magenta", "bright_black", "bright_blue")
+FULL = "red"
+
+
+def letters(choices: Sequence[str]) -> list[str]:
+    """One letter for each choice: that of the part that it adds, and F for the full cache."""
+    names = {"special": "s", "punctuation": "p", "frequent": "f", "local": "l"}
+    return ["F" if choice == "full" else names[choice.rsplit("+", 1)[-1]] for choice in choices]
+
+
+def show(choices: Sequence[str], chosen: Sequence[Sequence[int]], file: TextIO) -> None:
+    """Print a line for each layer, with a letter for each KV head, and what the letters mean.
+
+    Args:
+        choices: what may be chosen, `special+punctuation` for instance, `full` last.
+        chosen: for each layer, for each head, which of them.
+        file: coloured if it is a terminal.
+    """
+    marks = letters(choices)
+    counts = [sum(head == i for layer in chosen for head in layer) for i in range(len(choices))]
+    legend = ", ".join(
+        f"{mark} = {choice} ({count})" for mark, choice, count in zip(marks, choices, counts, strict=True)
+    )
+    if not file.isatty():
+        for index, layer in enumerate(chosen):
+            print(f"layer {index:>3} {' '.join(marks[head] for head in layer)}", file=file)
+        print(legend, file=file)
+        return
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(file=file)
+    styles = [FULL if choice == "full" else COLOURS[i % len(COLOURS)] for i, choice in enumerate(choices)]
+    for index, layer in enumerate(chosen):
+        line = Text(f"layer {index:>3} ")
+        for head in layer:
+            line.append(f" {marks[head]} ", style=f"black on {styles[head]}")
+        console.print(line)
+    console.print(legend, highlight=False, soft_wrap=True)
