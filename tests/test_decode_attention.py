@@ -15,8 +15,12 @@ from kvjax.policies.keyformer import Keyformer
 from kvjax.types import KV, LayerCache, NewTokens
 from pallas_kernels.common import Unsupported, slots_lie_along_lanes
 from pallas_kernels.decode_attention import Gumbel, decode_attention, pallas, pallas_gpu
-from tests.kernel_cases.decode_attention import case
+from tests.kernel_cases.decode_attention import CASES, case
 from tests.kernels import GPU_WAYS, TPU_WAYS, XLA, check
+
+
+def test_every_case_has_something_to_see():
+    assert all(some.expected()["out"].any() for some in CASES if "-none" not in some.label)
 
 
 @settings(max_examples=8, phases=[Phase.generate])  # no shrinking: every example is a compilation

@@ -42,9 +42,11 @@ def decode_attention(
         low_rank: the evicted tokens' share (LESS, equation 3), or None.
         scores: probabilities of `each` query head, their `sum` over the group, or a `Gumbel` (Keyformer, equation 9,
             summed over the group); None for none.
-        implementation: `auto`, `xla` or `pallas`. `xla` takes everything. `pallas` takes float32 and bfloat16, g up to
-            16, c up to 65536, R up to 128, and d a multiple of 8 up to 256 on TPU, a power of two from 16 to 256 on
-            GPU. Its TPU form compiles, its GPU form lowers to Triton; both have run in interpreters, never on a chip.
+        implementation: `auto`, `xla`, `pallas` or `triton`. `xla` takes everything. The others take float32 and
+            bfloat16, g up to 16, c up to 65536 and R up to 128. `pallas` takes d a multiple of 8 up to 256 on TPU; on
+            GPU a power of two from 16 to 256, and less than 2^31 numbers in k. `triton` is for GPU, needs jax-triton,
+            and takes any d up to 256, but no gaussian noise. All compile for their chips and have run in interpreters,
+            none on a chip; `auto` is `pallas` on TPU where it can be, else `xla`.
         interpret: `True`, or `pltpu.InterpretParams()`, to run `pallas` without an accelerator.
         platform: for which the program is compiled; None for that of `jax.default_backend()`.
 
@@ -58,28 +60,53 @@ def decode_attention(
             raise ValueError(f"noise={scores.noise!r} is not one of {', '.join(noises)}.")
     elif scores not in (None, "each", "sum"):
         raise ValueError(f"scores={scores!r} is not None, 'each', 'sum' or a Gumbel.")
-    limits = {"pallas": limit(q, k, v, low_rank, common.pallas_form(platform))}
+    limits = {
+        "pallas": limit(q, k, v, low_rank, common.pallas_form(platform)),
+        "triton": triton_limit(q, k, v, low_rank, scores),
+    }
     chosen = common.choose("decode_attention", implementation, limits, platform=platform, interpret=interpret)
     arguments: dict[str, Any] = dict(window=window, slopes=slopes, low_rank=low_rank, scores=scores)
     if chosen == "xla":
         return reference.decode_attention(q, k, v, position, query_position, **arguments)
+    if chosen == "triton":
+        from pallas_kernels.decode_attention import triton  # jax-triton cannot be imported everywhere
+
+        return triton.decode_attention(q, k, v, position, query_position, **arguments)
     form = pallas_gpu if common.pallas_form(platform) == "gpu" else pallas
     return form.decode_attention(q, k, v, position, query_position, interpret=interpret, **arguments)
 
 
 def limit(q: Array, k: Array, v: Array, low_rank: LowRank | None, form: str) -> str | None:
     """What these arguments ask that the Pallas kernel for `tpu` or `gpu` cannot do, or None."""
-    g, d = q.shape[2:]
-    c = k.shape[2]
-    features = 1 if low_rank is None else low_rank.features.shape[-1]
-    same = k.dtype in DTYPES and q.dtype == k.dtype == v.dtype
-    width = (d <= 256 and d % 8 == 0, f"d={d} is not a multiple of 8 up to 256")
-    if form == "gpu":
-        width = (16 <= d <= 256 and d & (d - 1) == 0, f"d={d} is not a power of two from 16 to 256")
+    d = q.shape[3]
+    if form == "tpu":
+        return common.first_limit(
+            *_limits(q, k, v, low_rank), (d <= 256 and d % 8 == 0, f"d={d} is not a multiple of 8 up to 256")
+        )
     return common.first_limit(
+        *_limits(q, k, v, low_rank),
+        (16 <= d <= 256 and d & (d - 1) == 0, f"d={d} is not a power of two from 16 to 256"),
+        (k.size < 2**31, f"k holds {k.size} numbers, more than 32 bits can count"),
+    )
+
+
+def triton_limit(q: Array, k: Array, v: Array, low_rank: LowRank | None, scores: str | Gumbel | None) -> str | None:
+    """What these arguments ask that the Triton kernel cannot do, or None."""
+    gaussian = isinstance(scores, Gumbel) and scores.noise == "gaussian"
+    return common.first_limit(
+        *_limits(q, k, v, low_rank),
+        (q.shape[3] <= 256, f"d={q.shape[3]} is more than 256"),
+        (not gaussian, "it has no gaussian noise"),
+    )
+
+
+def _limits(q: Array, k: Array, v: Array, low_rank: LowRank | None) -> list[tuple[bool, str]]:
+    g, c = q.shape[2], k.shape[2]
+    same = k.dtype in DTYPES and q.dtype == k.dtype == v.dtype
+    features = 1 if low_rank is None else low_rank.features.shape[-1]
+    return [
         (same, f"q, k, v of {q.dtype}, {k.dtype}, {v.dtype} are not all float32 or all bfloat16"),
         (g <= 16, f"g={g} query heads share a KV head, more than 16"),
-        width,
         (c <= 65536, f"c={c} slots are more than 65536"),
         (features <= 128, f"R={features} features are more than 128"),
-    )
+    ]

@@ -17,13 +17,8 @@ from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Int
 
 from kvjax import noise
+from pallas_kernels.decode_attention.partials import LOWEST, ROWS, merged, tile
 from pallas_kernels.decode_attention.types import Decoded, Gumbel, LowRank
-
-ROWS = 16
-"""Rows of the smallest matrix product, of which the g queries of a group are the first."""
-PROGRAMS = 512
-"""Programs that keep a large GPU busy: short batches get more splits."""
-LOWEST = float(jnp.finfo(jnp.float32).min)
 
 
 def decode_attention(
@@ -100,31 +95,7 @@ def decode_attention(
         name="decode_attention",
     )({name: array for name, (array, _) in inputs.items()})
 
-    share, lse = _merge(found["lse"][..., :g])
-    out = jnp.einsum("bhsg,bhsgd->bhgd", share, found["out"][..., :g, :])
-    if scores is None:
-        return Decoded(out, lse, None)
-    _, of_slots = _merge(found.get("noisy_lse", found["lse"])[:, :, :splits, :g])
-    finite = jnp.where(jnp.isfinite(of_slots), of_slots, 0.0)
-    result = jnp.exp(found["logits"] - finite[..., None])
-    return Decoded(out, lse, result if scores == "each" else result.sum(2))
-
-
-def tile(heads: int, c: int, d: int) -> tuple[int, int]:
-    """Slots of one step of a program's loop, and of all its steps."""
-    block = min(max(16, pl.next_power_of_2(c)), 64 if d <= 128 else 32)
-    splits = min(max(1, PROGRAMS // heads), max(1, c // 256))
-    return block, pl.cdiv(pl.cdiv(c, splits), block) * block
-
-
-def _merge(lse):
-    # Weights of the parts, and the logarithm of their sum; LOWEST where there is nothing, so that no NaN can arise.
-    highest = lse.max(2, keepdims=True)
-    share = jnp.where(lse > LOWEST, jnp.exp(lse - highest), 0.0)
-    total = share.sum(2, keepdims=True)
-    some = total > 0
-    share = share / jnp.where(some, total, 1.0)
-    return share, jnp.where(some, highest + jnp.log(jnp.where(some, total, 1.0)), -jnp.inf)[:, :, 0]
+    return merged(found, g, splits, scores)
 
 
 def _kernel(refs, outputs, *, block, split, splits, groups, window, scores):

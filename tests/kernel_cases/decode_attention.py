@@ -96,7 +96,8 @@ def slots(rng: np.random.Generator, b: int, h: int, c: int, live: str) -> tuple[
     elif live == "ragged":
         position[np.arange(c) >= rng.integers(0, c + 1, size=(b, h, 1))] = -1
         position[rng.random(position.shape) < 0.2] = -1
-        query[-1] = -1  # a row of padding
+        if b > 1:
+            query[-1] = -1  # a row of padding
     return position, query
 
 

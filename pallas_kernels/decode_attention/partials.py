@@ -1,0 +1,55 @@
+"""How decode attention on GPUs is split over programs, and how XLA puts their parts together."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jaxtyping import Array
+
+from pallas_kernels.decode_attention.types import Decoded, Gumbel
+
+ROWS = 16
+"""Rows of the smallest matrix product, of which the g queries of a group are the first."""
+PROGRAMS = 512
+"""Programs that keep a large GPU busy: short batches get more splits."""
+LOWEST = float(jnp.finfo(jnp.float32).min)
+"""The logit of a slot that is not seen, and the log-sum-exp of none."""
+
+
+def tile(heads: int, c: int, d: int) -> tuple[int, int]:
+    """Slots of one step of a program's loop, and of all its steps."""
+    block = min(max(16, pl.next_power_of_2(c)), 64 if d <= 128 else 32)
+    splits = min(max(1, PROGRAMS // heads), max(1, c // 256))
+    return block, pl.cdiv(pl.cdiv(c, splits), block) * block
+
+
+def merged(found: dict[str, Array], g: int, splits: int, scores: str | Gumbel | None) -> Decoded:
+    """One result of all parts.
+
+    Args:
+        found: `out` [b h parts ROWS d] and `lse` [b h parts ROWS] of each part, the first of which are splits of slots;
+            with scores also their `logits` [b h g c], and `noisy_lse` if those have noise and temperature.
+        g: queries of a group.
+        splits: how many parts are splits.
+        scores: as asked for.
+    """
+    share, lse = _shares(found["lse"][..., :g])
+    out = jnp.einsum("bhsg,bhsgd->bhgd", share, found["out"][..., :g, :])
+    if scores is None:
+        return Decoded(out, lse, None)
+    _, of_slots = _shares(found.get("noisy_lse", found["lse"])[:, :, :splits, :g])
+    finite = jnp.where(jnp.isfinite(of_slots), of_slots, 0.0)
+    result = jnp.exp(found["logits"] - finite[..., None])
+    return Decoded(out, lse, result if scores == "each" else result.sum(2))
+
+
+def _shares(lse: Array) -> Any:
+    # Weights of the parts, and the logarithm of their sum; LOWEST where there is nothing, so that no NaN can arise.
+    highest = lse.max(2, keepdims=True)
+    share = jnp.where(lse > LOWEST, jnp.exp(lse - highest), 0.0)
+    total = share.sum(2, keepdims=True)
+    some = total > 0
+    share = share / jnp.where(some, total, 1.0)
+    return share, jnp.where(some, highest + jnp.log(jnp.where(some, total, 1.0)), -jnp.inf)[:, :, 0]

@@ -1,0 +1,226 @@
+"""Decode attention for GPU in Triton proper, called through jax-triton: the path that outlives Pallas's Triton dialect.
+
+The same splits as `pallas_gpu`, merged by the same lines; importing this module needs Triton.
+"""
+
+# pyright: reportMissingImports=false
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import triton
+import triton.language as tl
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.decode_attention.partials import ROWS, merged, tile
+from pallas_kernels.decode_attention.types import Decoded, Gumbel, LowRank
+
+
+def decode_attention(
+    q: Float[Array, "b h g d"],
+    k: Float[Array, "b h c d"],
+    v: Float[Array, "b h c d"],
+    position: Int[Array, "b h c"],
+    query_position: Int[Array, " b"],
+    *,
+    window: int | None,
+    slopes: Float[Array, "h g"] | None,
+    low_rank: LowRank | None,
+    scores: str | Gumbel | None,
+    **call: Any,
+) -> Decoded:
+    """See `api.decode_attention`; `call` goes to `jax_triton.triton_call`."""
+    import jax_triton  # refuses to be imported where jax is not built for GPU
+
+    b, h, g, d = q.shape
+    c = k.shape[2]
+    block, split = tile(b * h, c, d)
+    splits = -(-c // split)
+    parts = splits + (low_rank is not None)
+    gumbel = isinstance(scores, Gumbel)
+    nothing = jnp.zeros(1, jnp.float32)  # stands in for what is not asked for, and is never read
+    low = LowRank(nothing, nothing, nothing) if low_rank is None else low_rank
+    arrays = [
+        q,
+        k,
+        v,
+        position,
+        query_position,
+        nothing if slopes is None else slopes.astype(jnp.float32),
+        *(x.astype(jnp.float32) for x in low),
+        scores.seed if gumbel else jnp.zeros(1, jnp.uint32),
+        scores.tau.astype(jnp.float32) if gumbel else nothing,
+    ]
+    shapes = {"out": (b, h, parts, ROWS, d), "lse": (b, h, parts, ROWS)}
+    shapes |= {"logits": (1,) if scores is None else (b, h, g, c), "noisy_lse": shapes["lse"] if gumbel else (1,)}
+    found = jax_triton.triton_call(
+        *arrays,
+        kernel=kernel,
+        out_shape=[jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes.values()],
+        grid=(parts, h, b),
+        name="decode_attention",
+        **settings(h, g, c, d, window, slopes, low_rank, scores, block, split),
+        **{"num_warps": 4, "num_stages": 2, **call},
+    )
+    wanted = ["out", "lse"] + ["logits"] * (scores is not None) + ["noisy_lse"] * gumbel
+    named = dict(zip(shapes, found, strict=True))
+    return merged({name: named[name] for name in wanted}, g, splits, scores)
+
+
+def settings(
+    h: int,
+    g: int,
+    c: int,
+    d: int,
+    window: int | None,
+    slopes: Any,
+    low_rank: LowRank | None,
+    scores: str | Gumbel | None,
+    block: int,
+    split: int,
+) -> dict[str, Any]:
+    """What the kernel is compiled for."""
+    gumbel = isinstance(scores, Gumbel)
+    return dict(
+        HEADS=h,
+        GROUPS=g,
+        SLOTS=c,
+        D=d,
+        SPLIT=split,
+        SPLITS=triton.cdiv(c, split),
+        PARTS=triton.cdiv(c, split) + (low_rank is not None),
+        FEATURES=0 if low_rank is None else low_rank.features.shape[-1],
+        SCALE=1 / math.sqrt(d),
+        WINDOW=-1 if window is None else window,
+        LAYER=scores.layer * 0x9E3779B9 & 0xFFFFFFFF if gumbel else 0,
+        ALIBI=slopes is not None,
+        SCORES=scores is not None,
+        TEMPERED=gumbel,
+        NOISY=gumbel and scores.noise == "gumbel",
+        BLOCK=block,
+        ROWS=ROWS,
+        WIDTH=max(16, triton.next_power_of_2(d)),
+    )
+
+
+@triton.jit
+def mix(x):
+    x = (x ^ (x >> 16)) * 0x85EBCA6B
+    x = (x ^ (x >> 13)) * 0xC2B2AE35
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def log_of(top, total):
+    return tl.where(total > 0, top + tl.log(tl.where(total > 0, total, 1.0)), -3.4028234663852886e38)
+
+
+@triton.jit
+def kernel(
+    q,
+    k,
+    v,
+    position,
+    query_position,
+    slopes,
+    phi,
+    memory,
+    z,
+    seed,
+    tau,
+    out,
+    lse,
+    logits_out,
+    noisy_lse,
+    HEADS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    SLOTS: tl.constexpr,
+    D: tl.constexpr,
+    SPLIT: tl.constexpr,
+    SPLITS: tl.constexpr,
+    PARTS: tl.constexpr,
+    FEATURES: tl.constexpr,
+    SCALE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    LAYER: tl.constexpr,
+    ALIBI: tl.constexpr,
+    SCORES: tl.constexpr,
+    TEMPERED: tl.constexpr,
+    NOISY: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    part, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    LOWEST: tl.constexpr = -3.4028234663852886e38  # type: ignore[assignment]
+    # 64 bits: a large batch of long caches has more than 2^31 numbers.
+    base = (row * HEADS + head).to(tl.int64)
+    rows, columns = tl.arange(0, ROWS), tl.arange(0, WIDTH)
+    own, inside = rows < GROUPS, columns < D
+    corner = own[:, None] & inside[None, :]
+    acc = tl.zeros([ROWS, WIDTH], tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    top = tl.full([ROWS], LOWEST / 2, tl.float32)
+    noisy_total = tl.zeros([ROWS], tl.float32)
+    noisy_top = tl.full([ROWS], LOWEST / 2, tl.float32)
+    if part < SPLITS:
+        query = tl.load(query_position + row)
+        queries = tl.load(q + (base * GROUPS + rows[:, None]) * D + columns[None, :], mask=corner, other=0.0)
+        if ALIBI:
+            slope = tl.load(slopes + head * GROUPS + rows, mask=own, other=0.0)
+        if TEMPERED:
+            temperature = tl.load(tau + row)
+        if NOISY:
+            stream = mix(tl.load(seed + row).to(tl.uint32) ^ LAYER)
+            stream = mix(stream ^ (head.to(tl.uint32) * 0x7FEB352D + 1))
+        for start in range(part * SPLIT, tl.minimum(part * SPLIT + SPLIT, SLOTS), BLOCK):
+            slot = start + tl.arange(0, BLOCK)
+            real = slot < SLOTS
+            cells = (base * SLOTS + slot[:, None]) * D + columns[None, :]
+            keys = tl.load(k + cells, mask=real[:, None] & inside[None, :], other=0.0)
+            values = tl.load(v + cells, mask=real[:, None] & inside[None, :], other=0.0)
+            at = tl.load(position + base * SLOTS + slot, mask=real, other=-1)
+            visible = (at >= 0) & (at <= query)
+            if WINDOW >= 0:
+                visible = visible & (at > query - WINDOW)
+            logits = tl.dot(queries, tl.trans(keys), input_precision="ieee") * SCALE
+            if ALIBI:
+                logits += slope[:, None] * (at - query).to(tl.float32)[None, :]
+            logits = tl.where(visible[None, :], logits, LOWEST)
+            highest = tl.maximum(top, tl.max(logits, 1))
+            weights = tl.exp(logits - highest[:, None])
+            kept = tl.exp(top - highest)
+            total = kept * total + tl.sum(weights, 1)
+            acc = kept[:, None] * acc + tl.dot(weights.to(values.dtype), values, input_precision="ieee")
+            top = highest
+            if TEMPERED:
+                if NOISY:
+                    bits = mix(stream ^ (at.to(tl.uint32) * 0x846CA68B + 1))
+                    uniform = ((bits >> 9).to(tl.float32) + 0.5) / 8388608.0
+                    logits += -tl.log(-tl.log(uniform))[None, :]
+                logits = tl.where(visible[None, :], logits / temperature, LOWEST)
+                noisy_highest = tl.maximum(noisy_top, tl.max(logits, 1))
+                noisy_total = noisy_total * tl.exp(noisy_top - noisy_highest)
+                noisy_total += tl.sum(tl.exp(logits - noisy_highest[:, None]), 1)
+                noisy_top = noisy_highest
+            if SCORES:
+                target = logits_out + (base * GROUPS + rows[:, None]) * SLOTS + slot[None, :]
+                tl.store(target, logits, mask=own[:, None] & real[None, :])
+    elif FEATURES > 0:
+        # The low-rank share is one more split, of mass phi z.
+        top = tl.zeros([ROWS], tl.float32)
+        for r in range(FEATURES):
+            feature = tl.load(phi + (base * GROUPS + rows) * FEATURES + r, mask=own, other=0.0)
+            direction = tl.load(memory + (base * FEATURES + r) * D + columns, mask=inside, other=0.0)
+            acc += feature[:, None] * direction[None, :]
+            total += feature * tl.load(z + base * FEATURES + r)
+    some = total > 0
+    acc = tl.where(some[:, None], acc / tl.where(some, total, 1.0)[:, None], 0.0)
+    place = (base * PARTS + part) * ROWS + rows
+    tl.store(out + place[:, None] * D + columns[None, :], acc, mask=inside[None, :])
+    tl.store(lse + place, log_of(top, total))
+    if TEMPERED:
+        tl.store(noisy_lse + place, log_of(noisy_top, noisy_total))
