@@ -1,14 +1,6 @@
 """Train LESS kernels for a model, a policy and a budget: `python -m kvjax.train_less`.
 
-The kernels that ship with the embedded model were made by, from the checkout's root,
-
-    for run in "h2o 0.05" "h2o 0.1" "streaming 0.1" "keyformer 0.1"; do
-        set -- $run
-        python -m kvjax.train_less --model tiny --policy $1 --budget $2 --save-dtype bfloat16 \\
-            --text books_train.txt tinystories_train.txt --out runs/less/$1_$2
-    done
-
-and `settings.json` and `kernels` of each copied to kvjax/tiny/less/<policy>_<percent>.
+The commands that made the kernels of the embedded model are in kvjax/tiny/less/README.md.
 """
 
 from __future__ import annotations
@@ -68,14 +60,14 @@ def parser() -> argparse.ArgumentParser:
 
 
 def slots_of(budget: int | float, model: Model) -> int:
-    """A budget in slots; a fraction is one of the model's longest text, rounded down.
+    """A budget in slots; a fraction is one of the model's longest text, rounded down to an even number (Table 1).
 
     Raises:
         ValueError: it is not positive, or a fraction above 1.
     """
     if (isinstance(budget, float) and not 0 < budget <= 1) or budget <= 0:
         raise ValueError(f"budget={budget} is not a fraction in (0.0, 1.0], nor a whole number of slots.")
-    return budget if isinstance(budget, int) else max(1, int(budget * model.config.max_positions + 1e-6))
+    return budget if isinstance(budget, int) else max(2, 2 * int(budget * model.config.max_positions / 2 + 1e-9))
 
 
 def run(options: argparse.Namespace) -> None:
