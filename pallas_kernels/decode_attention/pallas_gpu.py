@@ -83,9 +83,11 @@ def decode_attention(
         outputs["noisy_lse"] = ((b, h, parts, ROWS), of_part(ROWS))
 
     static = scores._replace(seed=None, tau=None) if isinstance(scores, Gumbel) else scores  # type: ignore[arg-type]
-    kernel = functools.partial(_kernel, block=block, split=split, splits=splits, groups=g, window=window, scores=static)
+    compiled = functools.partial(
+        kernel, block=block, split=split, splits=splits, groups=g, window=window, scores=static
+    )
     found = pl.pallas_call(
-        kernel,
+        compiled,
         grid=(parts, h, b),
         in_specs=[{name: spec for name, (_, spec) in inputs.items()}],
         out_specs={name: spec for name, (_, spec) in outputs.items()},
@@ -98,10 +100,16 @@ def decode_attention(
     return merged(found, g, splits, scores)
 
 
-def _kernel(refs, outputs, *, block, split, splits, groups, window, scores):
+def kernel(refs, outputs, *, block, split, splits, groups, window, scores):
     part, head = pl.program_id(0), pl.program_id(1)
     capacity, d = refs["k"].shape
-    gumbel = isinstance(scores, Gumbel)
+    gumbel, paged = isinstance(scores, Gumbel), "begin" in refs
+    begin, end = 0, capacity
+    if paged:  # a head's slots are some of a pool's
+        begin, end = refs["begin"][0], refs["end"][0]
+        split = pl.cdiv(pl.cdiv(end - begin, splits), block) * block
+    first = begin + part * split
+    last = jnp.minimum(first + split, end)
 
     @pl.when(part < splits)
     def _():
@@ -111,12 +119,12 @@ def _kernel(refs, outputs, *, block, split, splits, groups, window, scores):
 
         def step(i, carry):
             acc, top, total, noisy_top, noisy_total = carry
-            start = part * split + i * block
+            start = first + i * block
             slot = start + jax.lax.broadcasted_iota(jnp.int32, (block,), 0)
-            inside = slot < capacity
+            inside = slot < last
             here = pl.ds(start, block)
             wide = jax.lax.broadcast_in_dim(inside, (block, d), (0,))
-            ragged = capacity % block != 0
+            ragged = paged or capacity % block != 0
             k = plgpu.load(refs["k"].at[here], mask=wide, other=0.0) if ragged else refs["k"][here]
             v = plgpu.load(refs["v"].at[here], mask=wide, other=0.0) if ragged else refs["v"][here]
             at = plgpu.load(refs["position"].at[here], mask=inside, other=-1) if ragged else refs["position"][here]
@@ -141,12 +149,16 @@ def _kernel(refs, outputs, *, block, split, splits, groups, window, scores):
                 noisy_top = noisy_highest
             if "logits" in outputs:
                 columns = jax.lax.broadcast_in_dim(slot, (ROWS, block), (1,))
-                real = (rows < groups) & (columns < capacity)
-                plgpu.store(outputs["logits"].at[rows, columns], logits, mask=real)
+                real = (rows < groups) & (columns < last)
+                place = (rows, columns)
+                if paged:
+                    size = jnp.full((ROWS, block), outputs["logits"].shape[2], jnp.int32)
+                    place = (jax.lax.div(columns, size), rows, jax.lax.rem(columns, size))
+                plgpu.store(outputs["logits"].at[place], logits, mask=real)
             return acc, highest, total, noisy_top, noisy_total
 
         lowest, nothing = jnp.full(ROWS, LOWEST / 2, jnp.float32), jnp.zeros(ROWS, jnp.float32)
-        blocks = jnp.minimum(split, capacity - part * split + block - 1) // block
+        blocks = jnp.maximum(last - first + block - 1, 0) // block
         start = (jnp.zeros((ROWS, d), jnp.float32), lowest, nothing, lowest, nothing)
         acc, top, total, noisy_top, noisy_total = jax.lax.fori_loop(0, blocks, step, start)
         outputs["out"][...] = acc / jnp.where(total > 0, total, 1.0)[:, None]

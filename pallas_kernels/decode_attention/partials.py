@@ -35,14 +35,19 @@ def merged(found: dict[str, Array], g: int, splits: int, scores: str | Gumbel | 
         splits: how many parts are splits.
         scores: as asked for.
     """
-    share, lse = _shares(found["lse"][..., :g])
-    out = jnp.einsum("bhsg,bhsgd->bhgd", share, found["out"][..., :g, :])
+    out, lse = combined(found, g)
     if scores is None:
         return Decoded(out, lse, None)
     _, of_slots = _shares(found.get("noisy_lse", found["lse"])[:, :, :splits, :g])
     finite = jnp.where(jnp.isfinite(of_slots), of_slots, 0.0)
     result = jnp.exp(found["logits"] - finite[..., None])
     return Decoded(out, lse, result if scores == "each" else result.sum(2))
+
+
+def combined(found: dict[str, Array], g: int) -> tuple[Array, Array]:
+    """Attention [b h g d] and log-sum-exp [b h g] of all parts."""
+    share, lse = _shares(found["lse"][..., :g])
+    return jnp.einsum("bhsg,bhsgd->bhgd", share, found["out"][..., :g, :]), lse
 
 
 def _shares(lse: Array) -> Any:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from tests.kernel_cases import decode_attention, evict, hamming, less_kernels, prefill_scores
+from tests.kernel_cases import decode_attention, evict, hamming, less_kernels, paged_attention, prefill_scores
 from tests.kernels import Case
 
 CASES: tuple[Case, ...] = (
-    decode_attention.CASES + evict.CASES + hamming.CASES + prefill_scores.CASES + less_kernels.CASES
+    *decode_attention.CASES,
+    *paged_attention.CASES,
+    *evict.CASES,
+    *hamming.CASES,
+    *prefill_scores.CASES,
+    *less_kernels.CASES,
 )

@@ -1,0 +1,18 @@
+"""What attention over pages gives back."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from jaxtyping import Array, Float
+
+
+class Paged(NamedTuple):
+    """Attention of one token per row over its heads' pages, a part that `kvjax.attention.merge` can merge further."""
+
+    out: Float[Array, "b h g d"]
+    """Zeros for a head that sees nothing. At least float32."""
+    lse: Float[Array, "b h g"]
+    """Logarithm of the sum of exponentials."""
+    logits: Float[Array, "P g s"]
+    """Of the pages that were visited, the lowest number where a slot is not seen; of other pages anything at all."""
