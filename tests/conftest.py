@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # before jax is imported, so that no accelerator is claimed
@@ -31,3 +32,26 @@ def x64() -> Iterator[None]:
             yield
     finally:
         jax.config.update("jax_disable_most_optimizations", before)
+
+
+ONE_WORKER = {"test_generate": "transformers", "test_long_text": "transformers", "test_models": "transformers"}
+"""Files whose tests run on one worker, for they share a slow import or many programs."""
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """Tests that share compiled programs run on one worker: those of a policy's contract, and `ONE_WORKER`."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Sharing(LoadScopeScheduling):
+        # Not `--dist=loadgroup`: with pytest 9.2, xdist 3.8 forgets the groups.
+        def _split_scope(self, nodeid: str) -> str:
+            file = re.sub(r".*/|\.py::.*", "", nodeid)
+            policy = re.search(r"\[(?:\d+-)?(.+)\]$", nodeid)
+            if file == "test_contract" and policy:
+                return policy[1]
+            if file == "test_less" and "algorithm_1" not in nodeid:
+                return file
+            return ONE_WORKER.get(file, nodeid)
+
+    return Sharing(config, log)

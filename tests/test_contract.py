@@ -22,14 +22,8 @@ MODEL = random_model(GQA)
 LENGTHS = (41, 25, 33)
 RNG = np.random.default_rng(3)
 TEXT = RNG.integers(0, GQA.vocab_size, (3, 120))
-
-
-def together(names):
-    """All tests of one case on one worker, where they share what has been compiled."""
-    return pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in names])
-
-
-every_case, every_policy = together(POLICIES), together(FIRST)
+every_case = pytest.mark.parametrize("name", POLICIES)
+every_policy = pytest.mark.parametrize("name", FIRST)
 
 
 def read(case: Case, budget: Any = None, *, model=MODEL, rows: Any = slice(None), changes=None, **arguments: Any):

@@ -14,7 +14,6 @@ import kvjax
 from kvjax import generate
 from kvjax.settings import config_directories, parse_value, read_config
 
-pytestmark = pytest.mark.xdist_group("transformers")  # imported once
 CONFIGS = sorted({file.stem for directory in config_directories() for file in directory.glob("*.toml")})
 STORY = "Once upon a time there was a girl named Lily. She liked to play in the garden with her dog."
 

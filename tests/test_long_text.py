@@ -11,8 +11,6 @@ import kvjax
 from kvjax import evaluate, generate
 from kvjax.evaluate.long import in_windows
 
-pytestmark = pytest.mark.xdist_group("transformers")
-
 
 def stories(model, rows, tokens) -> str:
     """Text that the model wrote with a full cache, each story within the trained length."""
