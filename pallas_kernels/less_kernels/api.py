@@ -7,8 +7,8 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from pallas_kernels.common import choose
-from pallas_kernels.less_kernels import pallas, reference
+from pallas_kernels.common import choose, first_limit, pallas_form
+from pallas_kernels.less_kernels import reference
 
 
 def phi(
@@ -81,11 +81,26 @@ def psi(
 
 
 def _run(op: str, x: Array, weights: list[Any], implementation: str, interpret: Any, platform: str | None) -> Array:
-    limits = {"pallas": pallas.limit(x, weights[0], weights[1], platform)}
+    limits = {"pallas": limit(x, weights[0], weights[1], platform)}
     chosen = choose(op, implementation, limits, platform=platform, interpret=interpret)
     if chosen == "pallas":
+        from pallas_kernels.less_kernels import pallas  # where it is used: it takes longer to import than kvjax
+
         return getattr(pallas, op)(x, *weights, interpret=interpret)
     return getattr(reference, op)(x, *weights)
+
+
+def limit(x: Array, first: Array, second: Array, platform: str | None) -> str | None:
+    """What these arguments ask that the Pallas kernels cannot do, or None."""
+    d, hidden, features = x.shape[-1], first.shape[-1], second.shape[-1]
+    return first_limit(
+        (pallas_form(platform) == "tpu", "its kernel is for tpu, as Triton has no exact GELU"),
+        (x.dtype in (jnp.float32, jnp.bfloat16), f"it takes float32 or bfloat16, not {x.dtype}"),
+        (first.dtype == jnp.float32, f"its weights are float32, not {first.dtype}"),
+        (8 <= d <= 256 and d % 8 == 0, f"d={d} is not a multiple of 8 up to 256"),
+        (hidden % 128 == 0 and hidden <= 2048, f"hidden={hidden} is not a multiple of 128 up to 2048"),
+        (features <= 128, f"features={features} are more than 128"),
+    )
 
 
 def _per_head(x: Float[Array, "b m t d"]) -> Float[Array, "m bt d"]:

@@ -15,26 +15,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
-from pallas_kernels.common import first_limit, pallas_form
-
 LANES = 128
 BLOCK = 512
 """Tokens of one grid step, at most."""
-HIDDEN = 2048
-"""The widest hidden layer: with its weights it has to fit on the chip."""
-
-
-def limit(x: Array, first: Array, second: Array, platform: str | None) -> str | None:
-    """What these arguments ask that the kernels cannot do, or None."""
-    d, hidden, features = x.shape[-1], first.shape[-1], second.shape[-1]
-    return first_limit(
-        (pallas_form(platform) == "tpu", "its kernel is for tpu, as Triton has no exact GELU"),
-        (x.dtype in (jnp.float32, jnp.bfloat16), f"it takes float32 or bfloat16, not {x.dtype}"),
-        (first.dtype == jnp.float32, f"its weights are float32, not {first.dtype}"),
-        (8 <= d <= 256 and d % 8 == 0, f"d={d} is not a multiple of 8 from 8 to 256"),
-        (hidden % LANES == 0 and hidden <= HIDDEN, f"hidden={hidden} is not a multiple of {LANES} up to {HIDDEN}"),
-        (features <= LANES, f"features={features} are more than {LANES}"),
-    )
 
 
 def phi(x: Array, first: Array, second: Array, *, interpret: Any) -> Float[Array, "m t f"]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.common import choose, first_limit, pallas_form, platform_of
-from pallas_kernels.prefill_scores import pallas, pallas_gpu, reference
+from pallas_kernels.prefill_scores import reference
 from pallas_kernels.prefill_scores.reference import PromptAttention
 
 
@@ -75,8 +76,9 @@ def prefill_scores(
     chosen = choose("prefill_scores", implementation, limits, platform=platform, interpret=interpret)
     settings: dict[str, Any] = dict(tau=tau, scores=scores, window=window)
     if chosen == "pallas":
-        kernels = pallas_gpu if form == "gpu" else pallas
-        return kernels.prefill_scores(
+        # Pallas is imported where it is used: it takes longer to import than kvjax.
+        name = "pallas_gpu" if form == "gpu" else "pallas"
+        return importlib.import_module(f"pallas_kernels.prefill_scores.{name}").prefill_scores(
             q, k, v, query_position, key_position, weights, noise, interpret=interpret, **settings
         )
     return reference.prefill_scores(
