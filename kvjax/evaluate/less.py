@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from kvjax.evaluate.kernels import even_slots, open_shelf
+from kvjax.evaluate.kernels import Kernels, Shelf, even_slots, open_shelf
 from kvjax.evaluate.less_attention import hellinger, residual_rank
 from kvjax.evaluate.less_tables import Less, Section, bases, features, performer, perplexities, transfer
 from kvjax.evaluate.report import Store, claims_table, table, write
@@ -25,10 +25,17 @@ PIECES: dict[str, Callable[[Less], Section]] = {
 }
 
 
+_RECIPE = ("sequences", "length", "epochs", "halve_every", "batch", "rate", "dropout", "seed")
+"""What is worth repeating of how kernels were trained."""
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command line of the report."""
     parser.add_argument(
         "--checkpoints", nargs="+", default=[], metavar="NAME=DIR", help="kernels; default: shipped ones"
+    )
+    parser.add_argument(
+        "--sweep", nargs="+", default=[], metavar="NAME=DIR", help="kernels of several sizes, trained alike"
     )
     parser.add_argument("--budgets", default="0.02,0.05,0.1", help="shares of the model's context")
     parser.add_argument(
@@ -53,10 +60,11 @@ def run(options: argparse.Namespace) -> None:
                 f"{share} of {context} are {slots} slots, not from 8 to half of the texts' {options.length}."
             )
     shelf = open_shelf(model, options.checkpoints)
+    sweep = open_shelf(model, options.sweep) if options.sweep else Shelf(())
     read = passages(model, options.text, options.rows, options.length)
     store = Store(options.out / "less" / "measurements.json", options.redo, lambda line: print(line, file=sys.stderr))
     beyond = tuple(sorted({*budgets.values(), 2 * max(budgets.values())}))
-    less = Less(Runs(model, read, store, beyond, options.out), shelf, budgets)
+    less = Less(Runs(model, read, store, beyond, options.out), shelf, sweep, budgets)
     sections = []
     for name, piece in PIECES.items():
         with less.runs.only_stored(options.only is not None and name not in options.only):
@@ -78,13 +86,6 @@ def _share(text: str) -> float:
 def _document(less: Less, sections: list[Section], options: argparse.Namespace) -> str:
     runs, config = less.runs, less.runs.model.config
     texts = " ".join(Path(file).name for file in options.text)
-    kernels = []
-    for k in less.shelf.kernels:
-        errors = k.settings.training.get("errors", [])
-        less_by = [f"{1 - error['after'] / error['before']:.0%}" for error in errors]
-        kernels.append(
-            [k.name, k.settings.policy, k.slots, k.features, k.settings.hidden, ", ".join(less_by) or None, k.digest]
-        )
     claims = [claim for section in sections for claim in section.claims]
     counts = ", ".join(f"{sum(c.verdict == v for c in claims)} {v}" for v in dict.fromkeys(c.verdict for c in claims))
     return (
@@ -97,7 +98,23 @@ def _document(less: Less, sections: list[Section], options: argparse.Namespace) 
         + ", ".join(f"{share} = {slots} slots" for share, slots in less.budgets.items())
         + f" per KV head.\n\nOf {len(claims)} claims: {counts}. Verdicts are computed from the numbers, rules are in "
         "`kvjax/evaluate/`.\n\n## Kernels\n\n"
-        + table(["name", "trained over", "at slots", "R", "R'", "error less by, each layer", "digest"], kernels)
-        + "\nThe error is that of attention after the output projection, on texts held out of the training.\n"
+        + _kernels((*less.shelf.kernels, *less.sweep.kernels))
         + "".join(f"\n## {s.title}\n\n{claims_table(s.claims)}{s.body}" for s in sections)
+    )
+
+
+def _kernels(every: tuple[Kernels, ...]) -> str:
+    rows, commands = [], {}
+    for k in every:
+        training = k.settings.training
+        less_by = [f"{1 - error['after'] / error['before']:.0%}" for error in training.get("errors", [])]
+        rows.append([k.name, k.settings.policy, k.slots, k.features, ", ".join(less_by) or None])
+        given = {name: training[name] for name in _RECIPE if name in training}
+        words = f"--policy {k.settings.policy} --budget {k.slots} --features {k.features} --hidden {k.settings.hidden} "
+        commands[k.name] = words + " ".join(f"--{name.replace('_', '-')} {value:g}" for name, value in given.items())
+    return (
+        table(["name", "over", "at slots", "R", "error less by, each layer"], rows)
+        + "\nThe error is that of attention after the output projection, on texts held out of the training; "
+        "`python -m kvjax.train_less --model MODEL --text FILES --out DIR` with:\n\n"
+        + "".join(f"- {name}: `{command}`\n" for name, command in commands.items())
     )

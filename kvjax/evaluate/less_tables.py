@@ -35,11 +35,13 @@ class Less:
     Args:
         runs: that make them.
         shelf: the kernels.
+        sweep: kernels of different sizes that were trained alike.
         budgets: slots of the table, by their share of the context.
     """
 
     runs: Runs
     shelf: Shelf
+    sweep: Shelf
     budgets: dict[str, int]
 
     def full(self) -> Run | None:
@@ -228,29 +230,30 @@ def bases(less: Less) -> Section:
 
 
 def features(less: Less) -> Section:
-    """Claim 6, Figure 7, at the budget at which kernels of most sizes were trained."""
-    full, of_h2o = less.full(), [k for k in less.shelf.kernels if k.settings.policy == "h2o"]
-    sizes = {k.slots: {x.features for x in of_h2o if matches(x, k.slots)} for k in of_h2o}
+    """Claim 6, Figure 7, at the budget of the table that is nearest to the one that kernels were trained at."""
     title = "6. More features against more slots (Figure 7)"
-    if full is None or not sizes or max(map(len, sizes.values())) < 2:
-        body = "\nNeeds checkpoints of other `--features` than these, trained at one budget.\n"
+    sizes = {k.features: k for k in less.sweep.kernels if k.settings.policy == "h2o"}
+    if len(sizes) < 2:
+        body = "\nNeeds kernels over h2o that were trained alike with several numbers of features; see `--sweep`.\n"
         return Section(title, [Claim("more features help more than the same bytes of slots", None)], body)
-    trained = max(sizes, key=lambda slots: (len(sizes[slots]), slots))
-    slots = min(less.budgets.values(), key=lambda s: abs(s - trained))
+    slots = min(less.budgets.values(), key=lambda s: abs(s - next(iter(sizes.values())).slots))
     claims, rows, points = [], [], {text: [] for text in less.runs.texts}
     for text in less.runs.texts:
-        for r in sorted(sizes[trained]):
-            kernels = less.shelf.nearest("h2o", trained, r)
+        for r, kernels in sorted(sizes.items()):
             ours, plus = less.less(kernels, "h2o", slots), less.plus("h2o", slots, r)
             what = f"{text}, {slots} slots: R = {r} helps more than {r // 2} slots"
-            if kernels is None or ours is None or plus is None:
+            if ours is None or plus is None:
                 claims.append(Claim(what, None))
                 continue
             o, p = ours.nats(text), plus.nats(text)
             claims.append(Claim(what, o < p, f"{o:.4f}, {p:.4f}"))
-            rows.append([text, r, kernels.name, o, p, p - o, _percent(ours.share), _percent(plus.share)])
+            rows.append([text, r, o, p, p - o, slots + r // 2])
             points[text] += [Point("LESS", r, o), Point("baseline+", r, p)]
-    headings = ["text", "R", "kernels", "LESS", "baseline+", "difference", "bytes LESS", "bytes baseline+"]
+        worst, best = (less.less(sizes[r], "h2o", slots) for r in (min(sizes), max(sizes)))
+        what = f"{text}, {slots} slots: R = {max(sizes)} is better than R = {min(sizes)}"
+        better, by = (None, "") if worst is None or best is None else _differs(best, worst, text)
+        claims.append(Claim(what, better, by))
+    headings = ["text", "R", "LESS", "baseline+", "difference", "slots of baseline+"]
     figure, axes = new_figure(len(less.runs.texts))
     for (text, found), axis in zip(points.items(), axes, strict=True):
         plot_quality(axis, found, None, "nats per token", "R, or twice the slots")
