@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from kvjax.attention import QUERY_BLOCK
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import rotate, rotate_by_rank
 from kvjax.types import LayerCache
@@ -62,12 +64,21 @@ class CachePositions:
         return rotate_by_rank(config.rope, cache.kv.k, cache.order), cache.order
 
     def query(self, config, cache, raw, position):
-        live = cache.position[:, :, None, :]
-        older = ((live >= 0) & (live < position[:, None, :, None])).sum(-1)
+        older = _older(cache.position, position)
         return rotate(config.rope, raw, older[:, :, None]), older
 
     def restore(self, config, stored, position):
         return rotate(config.rope, stored, position)
+
+
+def _older(slots: Int[Array, "b h c"], position: Int[Array, "b t"]) -> Int[Array, "b h t"]:
+    """How many live slots hold an earlier position."""
+    if position.shape[1] <= QUERY_BLOCK:
+        live = slots[:, :, None, :]
+        return ((live >= 0) & (live < position[:, None, :, None])).sum(-1)
+    # A whole prompt against all of its slots would be n x n.
+    live = jnp.sort(jnp.where(slots >= 0, slots, jnp.iinfo(slots.dtype).max), axis=-1)
+    return jnp.vectorize(jnp.searchsorted, signature="(c),(t)->(t)")(live, position[:, None])
 
 
 CODECS: dict[str, Codec] = {"original": OriginalPositions(), "cache": CachePositions()}

@@ -16,7 +16,7 @@ import kvjax
 from kvjax import decode, paged
 from tests.cases import FIRST, POLICIES, Case
 from tests.held import stored, unpacked
-from tests.models import GQA, MHA, random_model
+from tests.models import GQA, MHA, random_model, small_config
 
 MODEL = random_model(GQA)
 LENGTHS = (41, 25, 33)
@@ -227,6 +227,16 @@ def test_a_step_needs_no_memory_beside_its_cache(name):
     # With d = 8 the logits of one layer are a large share of a cache; models have d of 64 and more.
     logits = 4 * 2 * MHA.heads * 2048
     assert memory.temp_size_in_bytes < 0.05 * cache + 8 * logits
+
+
+@pytest.mark.parametrize("name", ["streaming", "h2o", "keyformer", "tova", "scissorhands", "snapkv", "lightkv"])
+def test_a_long_prompt_needs_less_than_one_matrix_of_its_length(name):
+    n = 8192
+    model = random_model(small_config(4, 2, layers=1, max_positions=n))
+    memory = decode.lower_prefill(model, name, np.zeros((1, n), int), 128).compile().memory_analysis()
+    if memory is None:
+        pytest.skip("this backend has no memory analysis")
+    assert memory.temp_size_in_bytes < 4 * n * n
 
 
 @settings(max_examples=12)
