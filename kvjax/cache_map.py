@@ -41,7 +41,7 @@ def show(tokenizer: Any, ids: list[int], share: Float[np.ndarray, " tokens"], fi
 
     shaded = Text()
     for text, part in zip(texts, share, strict=True):
-        level = round(40 + 190 * float(part))
+        level = round(100 + 155 * float(part))  # still to be seen where a terminal has eight colours
         shaded.append(text, style=f"rgb({level},{level},{level}) on rgb(20,20,{20 + round(60 * float(part))})")
     Console(file=file).print(shaded)
 
