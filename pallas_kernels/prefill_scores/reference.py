@@ -69,7 +69,11 @@ def prefill_scores(
         key_position = jnp.pad(key_position, ((0, 0), (0, 0), (0, pad_c)), constant_values=-1)
         noise = None if noise is None else jnp.pad(noise, ((0, 0), (0, 0), (0, pad_c)))
     blocks, lowest = (c + pad_c) // width, jnp.finfo(dtype).min
-    noisy = scores and (noise is not None or tau != 1)
+    tempered = scores and tau != 1
+    # At tau = 1 the noise is a factor per key, of the same exponentials: e^(x + zeta) = e^x e^zeta.
+    factor = None
+    if scores and not tempered and noise is not None:
+        factor = jnp.exp(noise.astype(dtype) - noise.astype(dtype).max(-1, keepdims=True))
     rows, shape = (b, h, g, size), (b, h, g, n + pad_n)
 
     def read(i, carry):
@@ -103,7 +107,10 @@ def prefill_scores(
                 total=seen.total * shrink + p.sum(-1),
                 out=seen.out * shrink[..., None] + share,
             )
-            if noisy:
+            if factor is not None:
+                mass = jnp.einsum("bhgts,bhs->bhgt", p, take(factor))
+                after = after._replace(noisy_total=seen.noisy_total * shrink + mass)
+            if tempered:
                 drawn = 0.0 if noise is None else take(noise).astype(dtype)[:, :, None, None]
                 y = jnp.where(visible[:, :, None], (x + drawn) / tau, lowest)
                 highest = jnp.maximum(seen.noisy_highest, y.max(-1))
@@ -124,13 +131,13 @@ def prefill_scores(
         lse = put(lse, jnp.where(seen.total > 0, seen.highest + jnp.log(_safe(seen.total)), -jnp.inf))
         if not scores:
             return out, lse, sums, held, held_highest
-        highest, total = (seen.noisy_highest, seen.noisy_total) if noisy else (seen.highest, seen.total)
+        highest = seen.noisy_highest if tempered else seen.highest
+        total = seen.noisy_total if tempered or factor is not None else seen.total
         share = weight[:, :, None] / _safe(total)
 
         def add(j, sums):
             # What was held is relative to the maximum at that time.
-            factor = jnp.exp(held_highest[j] - highest) * share
-            added = jnp.einsum("bhgts,bhgt->bhgs", held[j], factor)
+            added = jnp.einsum("bhgts,bhgt->bhgs", held[j], jnp.exp(held_highest[j] - highest) * share)
             old = jax.lax.dynamic_slice_in_dim(sums, j * width, width, axis=3)
             return jax.lax.dynamic_update_slice_in_dim(sums, old + added, j * width, axis=3)
 
@@ -145,6 +152,8 @@ def prefill_scores(
         jnp.zeros((blocks, *rows) if scores else (), dtype),
     )
     out, lse, sums, *_ = jax.lax.fori_loop(0, (n + pad_n) // size, read, empty)
+    if factor is not None:
+        sums *= factor[:, :, None]
     return PromptAttention(out[..., :n, :], lse[..., :n], sums[..., :c] if scores else None)
 
 
