@@ -89,7 +89,7 @@ def select(policy: Policy, cache: LayerCache, new: NewTokens, plan: Plan | None)
 
 def page_slots(tokens: int) -> int:
     """Slots in a page for texts of up to so many tokens: small enough that a head's last page wastes little."""
-    return 16 if tokens <= 1024 else 32 if tokens <= 4096 else 64
+    return 16 if tokens <= 256 else 32 if tokens <= 1024 else 64
 
 
 def round_pages(pages: int) -> int:

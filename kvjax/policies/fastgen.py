@@ -128,7 +128,7 @@ class FastGen(Policy):
         return FastGenState(jnp.full((rows, heads), len(self.order), jnp.int32), recovered)
 
     def stats(self, new, state):
-        """Of a prompt the attention that each token gets: of all queries, of the next r_l L, of itself."""
+        """Of a prompt the attention that each token gets: of all queries, of those it is local to, of itself."""
         nothing = jnp.zeros(new.k.shape[:3], wide(new.k.dtype))
         if new.k.shape[2] != 1:
             return nothing, nothing, nothing
@@ -136,16 +136,24 @@ class FastGen(Policy):
 
     def observe(self, cache, probs, new):
         """Accumulated attention, as in H2O; of a prompt also what falls near the diagonal."""
-        summed = probs.sum(2)
+        total = cache.stats[0] + probs.sum((2, 3))
         if len(cache.stats) == 2:
-            total, kept = cache.stats
-            return cache.replace(stats=(total + summed.sum(2), kept))
-        total, local, newest = cache.stats
-        back = new.position[:, None, :, None] - cache.position[:, :1, None, :]
-        width = self._window(new.position + 1)[:, None, :, None]
-        in_window = jnp.where(back < width, summed, 0.0).sum(2)
-        in_newest = jnp.where(back < max(1, self.recent), summed, 0.0).sum(2)
-        return cache.replace(stats=(total + summed.sum(2), local + in_window, newest + in_newest))
+            return cache.replace(stats=(total, cache.stats[1]))
+        _, local, newest = cache.stats
+        back = (new.position[:, None, :, None] - cache.position[:, :1, None, :])[:, :, None]
+        width = self._window(new.position + 1)[:, None, None, :, None]
+        local += jnp.where(back < width, probs, 0.0).sum((2, 3))
+        if self.recent > 1:
+            newest += jnp.where(back < self.recent, probs, 0.0).sum((2, 3))
+            return cache.replace(stats=(total, local, newest))
+        # What a token gives itself: in a whole prompt, slot i holds token i.
+        block = probs.shape[3]
+        first = jnp.maximum(new.position[:, 0].max(), 0)
+        itself = jax.lax.dynamic_slice_in_dim(probs, first, block, axis=4)
+        itself = jnp.where(jnp.eye(block, dtype=bool), itself, 0.0).sum((2, 3))
+        itself += jax.lax.dynamic_slice_in_dim(newest, first, block, axis=2)
+        newest = jax.lax.dynamic_update_slice_in_dim(newest, itself, first, axis=2)
+        return cache.replace(stats=(total, local, newest))
 
     def commit(self, cache, new):
         """Equation 1: the first choice whose recovered attention, a mean over the prompt's queries, reaches T."""
