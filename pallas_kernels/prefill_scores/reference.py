@@ -17,6 +17,9 @@ and on a CPU near the cores."""
 MANY_ROWS = 8192
 """The same where there is an accelerator to fill; never measured on one."""
 
+QUERY_BLOCK = 256
+"""Queries that attend at once, at most: the triangle's steps."""
+
 KEY_BLOCK = 256
 """Keys that are looked at together."""
 
@@ -57,7 +60,7 @@ def prefill_scores(
 ) -> PromptAttention:
     """See `pallas_kernels.prefill_scores.api`."""
     (b, h, g, n, d), c, dtype = q.shape, k.shape[2], jnp.promote_types(q.dtype, jnp.float32)
-    size = min(_power_below(max(16, ROWS.get(platform, MANY_ROWS) // (b * h * g))), _power_above(n))
+    size = min(_power_below(max(32, ROWS.get(platform, MANY_ROWS) // (b * h * g))), QUERY_BLOCK, _power_above(n))
     width = min(KEY_BLOCK, _power_above(c))
     pad_n, pad_c = -n % size, -c % width
     if pad_n:
