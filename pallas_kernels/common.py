@@ -14,7 +14,8 @@ VARIABLE = "KVJAX_KERNELS"
 """Environment variable that stands in for `implementation="auto"`."""
 
 AUTO = {"tpu": ("pallas", "xla"), "gpu": ("xla",)}
-"""What `auto` tries on each backend, fastest first; `xla` alone where no kernel has yet been timed on a chip."""
+"""What `auto` tries on each backend, in this order. No kernel has been timed on a chip yet: those for TPU are what its
+compiler accepts, while those for GPU depend on tile sizes that nobody has tuned, and have to be asked for."""
 
 SIMULATED = "tpu"
 """The form of a Pallas kernel that interpreters run where there is no accelerator."""
