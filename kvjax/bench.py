@@ -20,7 +20,7 @@ import numpy as np
 from kvjax import decode, policies
 from kvjax.models import Model, ModelConfig, Rope, load, random_weights
 from kvjax.policies.base import Policy
-from kvjax.settings import parse_budget
+from kvjax.settings import parse_budget, parse_settings
 
 SYNTHETIC = ModelConfig(
     vocab_size=4096,
@@ -43,6 +43,8 @@ class Contender:
     budget: str
     run: Callable[[], Any]
     cache_bytes: int | None = None
+    slots: float | None = None
+    """Slots of a head, on average over rows, layers and heads."""
     temporary_bytes: int | None = None
     seconds: list[float] = dataclasses.field(default_factory=list)
 
@@ -85,22 +87,27 @@ def decoder(model: Model, name: str | Policy, budget: int | float, tokens: np.nd
 
     fixed, moving = decode.split_state(state)
     token = jnp.argmax(logits, -1).astype(jnp.int32)
+    slots = float(np.mean(decode.slot_limits(state)))
+    shown = name if isinstance(name, str) else policies.name_of(name)
     return Contender(
-        str(name), str(budget), lambda: jax.block_until_ready(run(fixed, moving, token)), decode.cache_bytes(state)
+        shown, str(budget), lambda: jax.block_until_ready(run(fixed, moving, token)), decode.cache_bytes(state), slots
     )
 
 
-def reader(model: Model, name: str, budget: int | float, tokens: np.ndarray) -> Contender:
+def reader(model: Model, name: str | Policy, budget: int | float, tokens: np.ndarray) -> Contender:
     """Reading a prompt, with the compiler's own figure for temporary memory."""
 
     def run():
-        return jax.block_until_ready(decode.prefill(model, name, tokens, budget, max_new_tokens=64)[1])
+        state, logits = decode.prefill(model, name, tokens, budget, max_new_tokens=64)
+        return jax.block_until_ready((state.caches, logits))
 
     compiled = decode.lower_prefill(model, name, tokens, budget, max_new_tokens=64).compile()
     memory = compiled.memory_analysis()
     state, _ = decode.prefill(model, name, tokens, budget, max_new_tokens=64)
     temporary = None if memory is None else memory.temp_size_in_bytes
-    return Contender(name, str(budget), run, decode.cache_bytes(state), temporary)
+    slots = float(np.mean(decode.slot_limits(state)))
+    shown = name if isinstance(name, str) else policies.name_of(name)
+    return Contender(shown, str(budget), run, decode.cache_bytes(state), slots, temporary)
 
 
 def transformers_decoder(model: Model, tokens: np.ndarray, steps: int) -> Contender:
@@ -173,6 +180,12 @@ def table(contenders: list[Contender], tokens: int, title: str) -> list[dict[str
     return rows
 
 
+def policy_with(name: str, settings: dict[str, Any]) -> Policy:
+    """A policy with those of the settings that it has."""
+    known = policies.settings_of(name) if name in policies.REGISTRY else {}
+    return policies.policy(name, **{key: value for key, value in settings.items() if key in known})
+
+
 def run(options: argparse.Namespace) -> None:
     """Race the contenders that the command line names.
 
@@ -183,18 +196,27 @@ def run(options: argparse.Namespace) -> None:
     rng = np.random.default_rng(0)
     tokens = rng.integers(3, model.config.vocab_size, (options.batch, options.prompt_tokens))
     names = list(policies.REGISTRY) if options.policies == "all" else options.policies.split(",")
-    budgets = [parse_budget(text) for text in options.budgets.split(",")]
+    budgets = [text if text == "same" else parse_budget(text) for text in options.budgets.split(",")]
+    settings = parse_settings(options.settings)
     make = {
         "decode": lambda name, budget: decoder(model, name, budget, tokens, options.new_tokens),
         "prefill": lambda name, budget: reader(model, name, budget, tokens),
     }[options.what]
-    contenders = [make("full", 1.0)]
+    contenders, own_slots = [make("full", 1.0)], None
     for name in names:
         if name == "full":
             continue
         for budget in budgets:
             try:
-                contenders.append(make(name, budget))
+                policy = policy_with(name, settings)
+                if policy.decides_slots:
+                    contenders.append(make(policy, 1.0))
+                    own_slots = round(contenders[-1].slots or 1)
+                    contenders[-1].budget = f"own: {own_slots}"
+                    break
+                if budget == "same" and own_slots is None:
+                    raise ValueError("budget 'same' follows a policy that decides its slots; name fastgen first.")
+                contenders.append(make(policy, own_slots if budget == "same" else budget))
             except ValueError as error:
                 if options.policies != "all":
                     raise
@@ -230,7 +252,8 @@ def main(argv: list[str] | None = None) -> int:
     options.add_argument("what", choices=("decode", "prefill", "kernels"), help="kernels has settings of its own")
     options.add_argument("--model", default="synthetic", help="synthetic, tiny, a directory or a hub id")
     options.add_argument("--policies", default="streaming,h2o", help="names with commas between them, or all")
-    options.add_argument("--budgets", default="0.25", help="slots or fractions, with commas between them")
+    options.add_argument("--budgets", default="0.25", help="slots, fractions, or `same` as fastgen, with commas")
+    options.add_argument("--set", nargs="+", action="extend", default=[], metavar="key=value", dest="settings")
     options.add_argument("--batch", type=int, default=8)
     options.add_argument("--prompt-tokens", type=int, default=4096)
     options.add_argument("--new-tokens", type=int, default=16)

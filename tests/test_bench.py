@@ -20,6 +20,16 @@ def test_bench_prints_a_table_and_writes_numbers(what, tmp_path, capsys):
     assert "streaming" in capsys.readouterr().out
 
 
+def test_fastgen_races_at_the_slots_that_it_takes(tmp_path):
+    file = tmp_path / "numbers.json"
+    words = "decode --model tiny --policies fastgen,h2o --budgets same --set threshold=0.5 --prompt-tokens 40 --batch 2"
+    assert bench.main([*words.split(), "--new-tokens", "4", "--repeats", "1", "--json", str(file)]) == 0
+    _, fastgen, h2o = json.loads(file.read_text())["rows"]
+    assert fastgen["budget"] == f"own: {h2o['budget']}" and fastgen["cache_bytes"] < 1.5 * h2o["cache_bytes"]
+    words = "decode --model tiny --policies h2o,fastgen --budgets same --prompt-tokens 8 --batch 1"
+    assert bench.main([*words.split()]) == 2
+
+
 def test_an_unknown_policy_is_one_sentence(capsys):
     assert bench.main(["decode", "--model", "tiny", "--policies", "nope", "--prompt-tokens", "8"]) == 2
     assert "no policy 'nope'" in capsys.readouterr().err
