@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import functools
 import importlib.util
 import json
 import math
@@ -19,37 +18,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax import bench
-from kvjax.less.kernels import init_kernels
-from kvjax.models import Model, ModelConfig, Rope
-from kvjax.models.weights import weight_shapes
-from kvjax.policies import policy
 from pallas_kernels.common import Unsupported
 from pallas_kernels.programs import IMPLEMENTATIONS, Program, decode, eviction, features, hashes, prefill
-
-LLAMA_7B = ModelConfig(
-    vocab_size=32000,
-    width=4096,
-    layers=32,
-    heads=32,
-    kv_heads=32,
-    head_width=128,
-    mlp_width=11008,
-    max_positions=4096,
-    rope=Rope(width=128),
-)
-
-TOY = dataclasses.replace(
-    LLAMA_7B,
-    vocab_size=512,
-    width=256,
-    layers=2,
-    heads=4,
-    kv_heads=4,
-    head_width=64,
-    mlp_width=704,
-    rope=Rope(width=64),
-)
 
 OPS = ("decode", "evict", "hamming", "prefill", "less")
 COPY, JAX = "copy", "jax.nn"
@@ -73,6 +43,10 @@ class Runner:
     bytes: int
     start: Callable[[], Any]
     wait: Callable[[Any], Any] = jax.block_until_ready
+    compared: bool = False
+    """Whether the results are those of the other implementations of the operation."""
+    error: float | None = None
+    """Largest difference from the XLA reference, relative to numbers above one."""
     calls: int = 1
     seconds: list[float] = dataclasses.field(default_factory=list)
 
@@ -90,14 +64,43 @@ class Runner:
         return (time.perf_counter() - began) / self.calls
 
 
-def race(runners: list[Runner], repeats: int) -> None:
-    """Run all in turn, so that noise hits all alike, after they are compiled and their calls counted."""
+def race(runners: list[Runner], repeats: int) -> list[Runner]:
+    """Run all in turn, so that noise hits all alike, after they are compiled and their calls counted.
+
+    Who fails is named and left out: an unattended run goes on.
+    """
+    wanted, able = {}, []
     for runner in runners:
-        runner.measure()
+        try:
+            results = runner.start()
+            runner.wait(results)
+        except Exception as error:  # whatever a compiler or a driver raises
+            reason = str(error).splitlines()[0] if str(error) else repr(error)
+            print(f"{runner.op} {runner.label}, {runner.name} is left out: {reason}", file=sys.stderr)
+            continue
+        able.append(runner)
+        if runner.compared:
+            # In host memory: what is donated to the next call is gone then.
+            results = jax.tree.map(lambda x: np.asarray(x, np.float32), results)
+            wanted.setdefault((runner.op, runner.label), results)
+            runner.error = difference(results, wanted[runner.op, runner.label])
+    for runner in able:
         runner.calls = max(1, min(1000, math.ceil(LEAST / runner.measure())))
     for _ in range(repeats):
-        for runner in runners:
+        for runner in able:
             runner.seconds.append(runner.measure())
+    return able
+
+
+def difference(results: Any, wanted: Any) -> float:
+    """The largest, relative to numbers above one; equal infinities do not differ."""
+
+    def of_leaves(x: np.ndarray, y: np.ndarray) -> float:
+        with np.errstate(invalid="ignore"):
+            apart = np.where(x == y, 0.0, np.abs(x - y) / np.maximum(1.0, np.abs(y)))
+        return float(np.max(apart, initial=0.0))
+
+    return max(map(of_leaves, jax.tree.leaves(results), jax.tree.leaves(wanted)))
 
 
 def ways(program: Program) -> Iterator[Runner]:
@@ -110,7 +113,7 @@ def ways(program: Program) -> Iterator[Runner]:
         except Unsupported:
             continue
 
-        yield Runner(program.op, program.label, name, program.bytes, _starter(program, run, arrays))
+        yield Runner(program.op, program.label, name, program.bytes, _starter(program, run, arrays), compared=True)
 
 
 def _starter(program: Program, run: Callable[..., Any], arrays: dict[str, Any]) -> Callable[[], Any]:
@@ -135,11 +138,6 @@ def peers(program: Program, causal: bool) -> Iterator[Runner]:
     size = sum(x.size * x.dtype.itemsize for x in (q, q, k, v))
     for name in ("xla", "cudnn") if jax.default_backend() == "gpu" else ("xla",):
         run = jax.jit(lambda *x, name=name: jax.nn.dot_product_attention(*x, is_causal=causal, implementation=name))
-        try:
-            run.lower(q, k, v).compile()
-        except Exception as error:  # no cuDNN, or not for these shapes
-            print(f"{JAX} {name} is left out: {str(error).splitlines()[0]}", file=sys.stderr)
-            continue
         label = JAX if name == "xla" else f"{JAX} {name}"
         yield Runner(program.op, program.label, label, size, lambda run=run: run(q, k, v))
     if importlib.util.find_spec("torch") is not None and jax.default_backend() in ("gpu", "cpu"):
@@ -217,7 +215,7 @@ def table(title: str, runners: list[Runner]) -> list[dict[str, Any]]:
     from rich.table import Table
 
     shown = Table(title=title)
-    for heading in ("inputs", "implementation", "ms", "GB/s", "of copy", "time / xla", f"/ {JAX}", "/ torch"):
+    for heading in ("inputs", "implementation", "ms", "GB/s", "of copy", "time / xla", f"/ {JAX}", "/ torch", "error"):
         shown.add_column(heading, justify="left" if heading in ("inputs", "implementation") else "right")
     bandwidth = {r.name: r.bytes / r.median for r in runners if r.op == COPY}[COPY]
     rows = []
@@ -234,51 +232,17 @@ def table(title: str, runners: list[Runner]) -> list[dict[str, Any]]:
             bytes=r.bytes,
             bytes_per_second=r.bytes / r.median,
             share_of_copy=r.bytes / r.median / bandwidth,
+            error=r.error,
             time_over={} if r.op == COPY else {name: ratio for name, ratio in ratios.items() if ratio is not None},
         )
         rows.append(row)
         cells = ["" if row["time_over"].get(name) is None else f"{row['time_over'][name]:.2f}" for name in times]
         shown.add_row(
             r.label, r.name, f"{1e3 * r.median:.3f}", f"{r.bytes / r.median / 1e9:,.1f}",
-            f"{row['share_of_copy']:.0%}", *cells,
+            f"{row['share_of_copy']:.0%}", *cells, "" if r.name == "xla" or r.error is None else f"{r.error:.0e}",
         )  # fmt: skip
     Console(width=120).print(shown)
     return rows
-
-
-def random_model(config: ModelConfig, dtype: str) -> Model:
-    """Random weights, drawn on the device: seven billion of them take minutes on the host."""
-
-    @functools.partial(jax.jit, static_argnums=1)
-    def draw(key, shape):
-        return jax.random.normal(key, shape, jnp.dtype(dtype)) / math.sqrt(shape[-1])
-
-    leaves, tree = jax.tree.flatten(weight_shapes(config))
-    keys = jax.random.split(jax.random.key(0), len(leaves))
-    weights = [
-        draw(key, leaf.shape) if len(leaf.shape) > 1 else jnp.ones(leaf.shape, dtype)
-        for key, leaf in zip(keys, leaves, strict=True)
-    ]
-    return Model(jax.tree.unflatten(tree, weights), config, f"{config.layers} layers of width {config.width}")
-
-
-def step(options: argparse.Namespace, device: str) -> dict[str, Any]:
-    """Decode steps of a whole model from a full cache, with LESS and without it."""
-    config = TOY if jax.default_backend() == "cpu" else LLAMA_7B
-    model, steps = random_model(config, options.dtype), 16
-    rng = np.random.default_rng(0)
-    tokens = rng.integers(3, config.vocab_size, (options.step_batch, options.step_slots))
-    kernels = init_kernels(jax.random.key(1), config)
-    contenders = []
-    for base in ("streaming", "h2o"):
-        for name, made in ((base, policy(base)), (f"less on {base}", policy("less", base=base, kernels=kernels))):
-            contender = bench.decoder(model, made, options.step_slots, tokens, steps)
-            contenders.append(dataclasses.replace(contender, name=name))
-    bench.race(contenders, options.repeats)
-    title = (
-        f"{steps} steps: {model.name}, {options.step_batch} rows, {options.step_slots} slots, {options.dtype}; {device}"
-    )
-    return {"title": title, "rows": bench.table(contenders, options.step_batch * steps, title)}
 
 
 def run(options: argparse.Namespace) -> None:
@@ -293,12 +257,13 @@ def run(options: argparse.Namespace) -> None:
             raise ValueError(f"there is no operation {name!r} to race; choose of {', '.join(OPS)}.")
     device = f"{jax.devices()[0].device_kind}, jax {jax.__version__}, medians of {options.repeats}"
     if options.step:
+        from kvjax.bench_step import step
+
         tables.append(step(options, device))
     else:
         for title, runners in groups(options):
-            race(runners, options.repeats)
             title = f"{title}; {device}"
-            tables.append({"title": title, "rows": table(title, runners)})
+            tables.append({"title": title, "rows": table(title, race(runners, options.repeats))})
     if options.json:
         aside = options.json.with_name(f".{options.json.name}.partial")
         aside.write_text(json.dumps({"tables": tables}, indent=1))

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import pytest
 
-from kvjax import bench
+from kvjax import bench, bench_kernels
 
 SMALL = "--repeats 1 --batch 1 --slots 64 --kv-heads 2 --groups 2 --head-width 16 --prompt-tokens 64"
 
@@ -29,6 +30,20 @@ def test_it_races_every_operation(tmp_path, capsys):
         assert all(row["time_over"]["xla"] == 1 for row in rows if row["implementation"] == "xla")
     assert "jax.nn" in tables[0]["rows"][1]["time_over"]
     assert "Gumbel scores, rank 8" in capsys.readouterr().out
+
+
+def test_who_fails_is_named_and_left_out_and_who_differs_is_measured(capsys):
+    def fail():
+        raise RuntimeError("no such device\nand more")
+
+    runners = [
+        bench_kernels.Runner("op", "inputs", "xla", 8, lambda: np.array([1.0, -np.inf]), compared=True),
+        bench_kernels.Runner("op", "inputs", "pallas", 8, lambda: np.array([1.5, -np.inf]), compared=True),
+        bench_kernels.Runner("op", "inputs", "triton", 8, fail, compared=True),
+    ]
+    able = bench_kernels.race(runners, repeats=2)
+    assert [(runner.name, runner.error, len(runner.seconds)) for runner in able] == [("xla", 0, 2), ("pallas", 0.5, 2)]
+    assert "op inputs, triton is left out: no such device\n" in capsys.readouterr().err
 
 
 def test_it_races_whole_steps_with_less_and_without(tmp_path):
