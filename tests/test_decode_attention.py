@@ -59,15 +59,6 @@ def test_splits_of_programs_give_what_one_gives(scores):
     check(some, GPU_WAYS[0])
 
 
-@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
-@pytest.mark.parametrize("scores", [None, "each", "gumbel"])
-def test_the_gpu_form_lowers_to_cuda(scores):
-    some = case(1, 2, 4, 200, 128, dtype="bfloat16", scores=scores, features=8, alibi=True)
-    compiled_for = functools.partial(some.run, implementation="pallas", platform="gpu")
-    lowered = jax.jit(compiled_for).trace(*some.arrays).lower(lowering_platforms=("cuda",))
-    assert "triton" in lowered.as_text()
-
-
 def test_huge_logits_do_not_overflow():
     some = case(1, 1, 2, 40, 64, scores="sum", features=4, live="full")
     inputs = dict(some.arrays[0])
