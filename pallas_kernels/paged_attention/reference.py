@@ -54,7 +54,7 @@ def paged_attention(
         if window is not None:
             seen &= where > query - window
         x = jnp.where(seen[:, None], x, lowest)
-        logits = jax.lax.dynamic_update_slice_in_dim(logits, jnp.where(valid[:, None, None], x, cut(logits)), at, 0)
+        logits = jax.lax.dynamic_update_slice_in_dim(logits, x, at, 0)
         x = jnp.where(valid[:, None, None], x, lowest)
         members = (whose == jnp.arange(owners)[:, None]) & valid
         here = jnp.where(members[..., None], x.max(-1), lowest).max(1)
