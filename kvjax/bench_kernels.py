@@ -19,12 +19,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.common import Unsupported
-from pallas_kernels.programs import IMPLEMENTATIONS, Program, decode, eviction, features, hashes, prefill
+from pallas_kernels.programs import IMPLEMENTATIONS, Program, decode, eviction, features, hashes, paged, prefill
 
-OPS = ("decode", "evict", "hamming", "prefill", "less")
+OPS = ("decode", "paged", "evict", "hamming", "prefill", "less")
 COPY, JAX = "copy", "jax.nn"
 LEAST = 0.05
 """Seconds that one measurement takes at least: calls are queued up, so that starting them costs nothing."""
+
+PAGE = 32
+"""Slots of a page."""
 
 LARGE = dict(batch=32, slots=4096, kv_heads=8, groups=4, head_width=128, prompt_tokens=8192, dtype="bfloat16")
 SMALL = dict(batch=2, slots=1024, kv_heads=4, groups=4, head_width=64, prompt_tokens=1024, dtype="float32")
@@ -187,6 +190,10 @@ def groups(options: argparse.Namespace) -> Iterator[tuple[str, list[Runner]]]:
             program = decode(label, b, h, g, c, d, dtype, **settings)
             runners += [*ways(program), *(peers(program, False) if label == "plain" else ())]
         yield f"decode_attention: {size}", runners
+    if "paged" in options.ops.split(","):
+        pages = b * h * c // PAGE
+        program = paged(f"{pages} pages of {PAGE}", b, h, g, pages, PAGE, d, dtype)
+        yield f"paged_attention: {size}", [copy(plain.bytes), *ways(program)]
     if "evict" in options.ops.split(","):
         yield f"evict: {size}", [copy(plain.bytes), *ways(eviction("a pair and its score", b, h, c, d, dtype))]
     if "hamming" in options.ops.split(","):

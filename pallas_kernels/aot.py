@@ -114,6 +114,8 @@ def main(argv: list[str] | None = None) -> int:
             return 2
         for program in wanted:
             for implementation in parsed.implementations.split(","):
+                if implementation == "pallas" and "tpu" not in program.forms:
+                    continue
                 try:
                     rows.append(compile_for(chip, program, implementation))
                     print(f"{chip} {program}, {implementation}: {rows[-1]['temp']:,} temporary bytes", flush=True)

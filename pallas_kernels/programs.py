@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,6 +19,7 @@ from pallas_kernels.decode_attention import Gumbel, LowRank, decode_attention
 from pallas_kernels.evict import evict
 from pallas_kernels.hamming import hamming
 from pallas_kernels.less_kernels import phi, psi
+from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.prefill_scores import prefill_scores
 from pallas_kernels.ranking import Protection
 
@@ -37,6 +39,8 @@ class Program:
     run: Callable[..., Any]
     """Called with `shapes` by name, and with `implementation` and `platform`."""
     shapes: dict[str, Any]
+    forms: tuple[str, ...] = ("tpu", "gpu")
+    """For what the operation has a Pallas kernel."""
     donated: tuple[str, ...] = ()
     """Inputs whose memory the results take; they are gone afterwards."""
     again: Callable[[Any], dict[str, Any]] = lambda results: {}
@@ -73,6 +77,10 @@ class Program:
                 return jnp.abs(made) + 1 if name in ("tau", "weights", "low_rank") else made
             if shape.dtype == jnp.uint32:
                 return jnp.asarray(rng.integers(2**32, size=shape.shape, dtype=np.uint32))
+            if name in ("owner", "pages"):  # heads' pages side by side, all of them
+                pages = self.shapes["position"].shape[0]
+                heads = math.prod(self.shapes["q"].shape[:2])
+                return jnp.asarray([0, pages], jnp.int32) if name == "pages" else jnp.arange(pages) * heads // pages
             if name in ("position", "key_position") or (name == "query_position" and len(shape.shape) > 1):
                 return jnp.broadcast_to(jnp.arange(shape.shape[-1], dtype=shape.dtype), shape.shape)
             # Queries come after every slot; a head may use all of its slots, half of them for the newest.
@@ -129,6 +137,20 @@ def decode(
     return Program("decode_attention", label, run, shapes)
 
 
+def paged(label: str, b: int, h: int, g: int, pages: int, size: int, d: int, dtype: DTypeLike) -> Program:
+    """`paged_attention` over a pool of which this layer's are all pages."""
+    shapes: dict[str, Any] = {
+        "q": Shape((b, h, g, d), dtype),
+        "k": Shape((pages, size, d), dtype),
+        "v": Shape((pages, size, d), dtype),
+        "position": Shape((pages, size), jnp.int32),
+        "owner": Shape((pages,), jnp.int32),
+        "pages": Shape((2,), jnp.int32),
+        "query_position": Shape((b,), jnp.int32),
+    }
+    return Program("paged_attention", label, paged_attention, shapes, ("gpu",))
+
+
 def prefill(
     label: str, b: int, h: int, g: int, n: int, d: int, dtype: DTypeLike, *extra: str, cached: int = 0, **settings: Any
 ) -> Program:
@@ -167,9 +189,9 @@ def features(
 
     shapes = {"first": weight(d, hidden), "second": weight(hidden, rank)}
     if which == "phi":
-        return Program("less_kernels", f"phi, {label}", phi, {"q": Shape((b, h, g, t, d), dtype), **shapes})
+        return Program("less_kernels", f"phi, {label}", phi, {"q": Shape((b, h, g, t, d), dtype), **shapes}, ("tpu",))
     shapes |= {"third": weight(rank, rank), "outer_scale": weight(rank), "residual_scale": weight(rank)}
-    return Program("less_kernels", f"psi, {label}", psi, {"k": Shape((b, h, t, d), dtype), **shapes})
+    return Program("less_kernels", f"psi, {label}", psi, {"k": Shape((b, h, t, d), dtype), **shapes}, ("tpu",))
 
 
 def eviction(label: str, b: int, h: int, c: int, d: int, dtype: DTypeLike) -> Program:
@@ -191,6 +213,7 @@ def eviction(label: str, b: int, h: int, c: int, d: int, dtype: DTypeLike) -> Pr
         label,
         run,
         shapes,
+        forms=("tpu",),
         donated=("position", "buffers"),
         again=lambda results: {"position": results[3], "buffers": results[4]},
         traffic=8 * b * h * c + 3 * pairs,  # scores and positions; a pair that leaves, one that comes, from its input
@@ -207,7 +230,7 @@ def hashes(label: str, b: int, h: int, g: int, c: int, bits: int) -> Program:
     shapes |= {"position": Shape((b, h, c), jnp.int32), "new_position": Shape((b,), jnp.int32)}
     words = -(-bits // 32)
     shapes |= {"query": Shape((b, h, g, words), jnp.uint32), "codes": Shape((b, h, c, words), jnp.uint32)}
-    return Program("hamming", label, run, shapes)
+    return Program("hamming", label, run, shapes, forms=("tpu",))
 
 
 def programs() -> Iterator[Program]:
@@ -220,6 +243,8 @@ def programs() -> Iterator[Program]:
     yield decode("multi-query x 16, 65536 slots, d 256", 1, 1, 16, 65536, 256, half, scores="sum")
     yield decode("float32, d 64, ALiBi, window", 2, 4, 4, 1024, 64, whole, slopes=True, scores="each", window=512)
     yield decode("embedded model, 64 slots", 1, 2, 2, 64, 32, whole, scores="sum")
+    yield paged("8 heads x 4, 16384 pages of 32, d 128, bfloat16", 32, 8, 4, 16384, 32, 128, half)
+    yield paged("float32, d 64, 100 pages of 16", 2, 4, 2, 100, 16, 64, whole)
     yield eviction("8 heads, 4096 slots, d 128, bfloat16", 32, 8, 4096, 128, half)
     yield eviction("32 heads, 256 slots, d 128, bfloat16", 64, 32, 256, 128, half)
     yield eviction("float32, 16384 slots, d 256", 1, 1, 16384, 256, whole)
