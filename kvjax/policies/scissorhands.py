@@ -45,17 +45,34 @@ class Scissorhands(Policy):
         """Set the bits of queries that attended below average; clear those of the queries they replace."""
         # Older queries of a prompt would be overwritten anyway.
         counts = new.valid & (new.position > new.newest[:, None] - self.history)
-        place = jnp.where(counts, new.position % self.history, 0).astype(jnp.uint32)
-        bit = jnp.where(counts, jnp.uint32(1) << (place % WORD), 0)
-        words = jnp.where(place[..., None] // WORD == jnp.arange(self.history // WORD), bit[..., None], 0)
+        if probs.shape[3] == 1:
+            return self._remember(cache, probs, new.position, counts)
+        stats = jax.lax.cond(
+            counts.any(), lambda: self._remember(cache, probs, new.position, counts).stats, lambda: cache.stats
+        )
+        return cache.replace(stats=stats)
+
+    def _remember(self, cache, probs, position, counts):
+        place = jnp.where(counts, position % self.history, 0).astype(jnp.uint32)
         seen = (probs > 0).any(2)
         below = seen & (probs.mean(2) * seen.sum(-1, keepdims=True) < 1)
-        touched = jax.lax.reduce_or(words, axes=(1,))
         if probs.shape[3] == 1:
+            words = self._bits(place, counts, WORD)
             found = jnp.where(below[:, :, 0, :, None], words[:, None], jnp.uint32(0))
         else:
-            found = jnp.einsum("bhtc,btw->bhcw", below.astype(jnp.uint32), words)
+            # Every query has a bit of its own, so sums are unions; of 16 bits they are exact in the floats that a
+            # matrix product is fast in.
+            halves = self._bits(place, counts, WORD // 2)
+            sums = jnp.einsum("bhtc,btw->bhcw", below.astype(jnp.float32), halves.astype(jnp.float32))
+            low, high = jnp.moveaxis(sums.astype(jnp.uint32).reshape(*sums.shape[:-1], -1, 2), -1, 0)
+            found, words = low | (high << (WORD // 2)), self._bits(place, counts, WORD)
+        touched = jax.lax.reduce_or(words, axes=(1,))
         return cache.replace(stats=(cache.stats & ~touched[:, None, None]) | found)
+
+    def _bits(self, place, counts, size: int):
+        """The bit of each query among words of `size` bits [b t history/size]."""
+        bit = jnp.where(counts, jnp.uint32(1) << (place % size), 0)
+        return jnp.where(place[..., None] // size == jnp.arange(self.history // size), bit[..., None], 0)
 
     def score(self, cache, new):
         """Score = -(times below average)."""
