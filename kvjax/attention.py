@@ -8,7 +8,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.models.config import ModelConfig
-from kvjax.types import Partial, wide
+from kvjax.types import Partial, Weighing, wide
+from pallas_kernels.prefill_scores import prefill_scores
 
 SLOT_BLOCK = 64
 """Slots of one flash-decoding split; a capacity beyond one block is a multiple of it."""
@@ -57,6 +58,44 @@ def attend(
     lse = jnp.where(total > 0, highest + jnp.log(safe_total), -jnp.inf)[:, :, 0, :, :, 0]
     probs = jnp.moveaxis(weights / safe_total, 2, -2).reshape(b, h, g, t, c)
     return Partial(out, lse), probs
+
+
+def attend_prompt(
+    config: ModelConfig,
+    q: Float[Array, "b h g t d"],
+    k: Float[Array, "b h c d"],
+    v: Float[Array, "b h c d"],
+    query_position: Int[Array, "b t"],
+    key_position: Int[Array, "b #h c"],
+    weighing: Weighing | None,
+) -> tuple[Partial, Float[Array, "b h g c"] | None]:
+    """Causal attention of a prompt or a chunk, and what each key got of it, without any n x n matrix.
+
+    Args:
+        config: of the model: its sliding window and ALiBi.
+        q: queries, in the order of the text.
+        k: keys; the queries' own are the last ones.
+        v: values.
+        query_position: -1 for padding.
+        key_position: -1 for empty slots.
+        weighing: how attention is summed up; None if it is not.
+    """
+    slopes = alibi_slopes(config.heads).reshape(config.kv_heads, config.groups) if config.position == "alibi" else None
+    wanted = Weighing() if weighing is None else weighing
+    out, lse, sums = prefill_scores(
+        q,
+        k,
+        v,
+        query_position,
+        key_position,
+        scores=weighing is not None,
+        weights=wanted.weights,
+        noise=wanted.noise,
+        tau=wanted.tau,
+        window=config.sliding_window,
+        slopes=slopes,
+    )
+    return Partial(out, lse), sums
 
 
 def merge(a: Partial, b: Partial) -> Partial:
@@ -117,4 +156,13 @@ def join_queries(blocks: Array, axis: int) -> Array:
     return moved.reshape(*moved.shape[:axis], -1, *moved.shape[axis + 2 :])
 
 
-__all__ = ["alibi_bias", "attend", "causal_mask", "join_queries", "merge", "query_block", "split_queries"]
+__all__ = [
+    "alibi_bias",
+    "attend",
+    "attend_prompt",
+    "causal_mask",
+    "join_queries",
+    "merge",
+    "query_block",
+    "split_queries",
+]

@@ -19,6 +19,7 @@ from kvjax.attention import (
     SLOT_BLOCK,
     alibi_bias,
     attend,
+    attend_prompt,
     causal_mask,
     join_queries,
     merge,
@@ -498,7 +499,7 @@ def _read_block(weights, config: ModelConfig, policy: Policy, caches, reading: R
             stored = KV(codec.encode(config, k, new.position), v)
             cache = caches_.fetch(policy, caches[index])
             cache = caches_.append(cache, caches_.entries(policy, new, cache.state, stored))
-            cache, out = _attend_in_blocks(config, policy, cache, new, q)
+            cache, out = _attend_block(config, policy, cache, new, q)
             cache = policy.commit(cache, new)
             if plan is not None:
                 selected.append(paged.select(policy, cache, new, plan))
@@ -516,7 +517,22 @@ def _read_block(weights, config: ModelConfig, policy: Policy, caches, reading: R
     return tuple(selected or caches), x
 
 
-def _attend_in_blocks(config: ModelConfig, policy: Policy, cache: LayerCache, new: NewTokens, raw_q):
+def _attend_block(config: ModelConfig, policy: Policy, cache: LayerCache, new: NewTokens, raw_q):
+    codec = CODECS[policy.positions]
+    weighing = policy.weighing(cache, new) if policy.needs_probs else None
+    ranked = config.position == "alibi" and policy.positions == "cache"  # distances that are not those of the mask
+    if ranked or (policy.needs_probs and weighing is None):
+        return _attend_and_observe(config, policy, cache, new, raw_q)
+    keys, _ = codec.read(config, cache)
+    queries, _ = codec.query(config, cache, raw_q, new.position)
+    partial, sums = attend_prompt(config, queries, keys, cache.kv.v, new.position, cache.position, weighing)
+    share = policy.residual(cache.state, new)
+    out = partial.out if share is None else merge(partial, share).out
+    return cache if sums is None else policy.summed(cache, sums, new), out
+
+
+def _attend_and_observe(config: ModelConfig, policy: Policy, cache: LayerCache, new: NewTokens, raw_q):
+    """In blocks of queries whose probabilities the policy is shown."""
     codec = CODECS[policy.positions]
     keys, key_position = codec.read(config, cache)
     size = query_block(raw_q.shape[-2], raw_q.shape[0])

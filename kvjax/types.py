@@ -62,6 +62,17 @@ class NewTokens(struct.PyTreeNode):
         return jnp.einsum("bhgtd,bt->bhgd", self.q, newest.astype(self.q.dtype))
 
 
+class Weighing(struct.PyTreeNode):
+    """How a policy sums up the attention that each key of a prompt gets."""
+
+    weights: Float[Array, "b #h t"] | None = None
+    """How much each query counts; None for once each."""
+    noise: Float[Array, "b h c"] | None = None
+    """Added to the logits before a second softmax, the one that is summed."""
+    tau: float = setting(1.0)
+    """Temperature of that softmax."""
+
+
 class KV(struct.PyTreeNode):
     """What the cache stores of each token: key and value [b h c d]."""
 

@@ -11,7 +11,7 @@ from flax import struct
 from jaxtyping import Array, Float, Int
 
 from kvjax.plan import Plan, Uniform
-from kvjax.types import Evicted, LayerCache, NewTokens, Partial, PyTree, setting
+from kvjax.types import Evicted, LayerCache, NewTokens, Partial, PyTree, Weighing, setting
 
 if TYPE_CHECKING:
     from kvjax.models.model import Model
@@ -27,8 +27,9 @@ class Policy(abc.ABC):
     2. `stats` of the new token, stored beside its key and value,
     3. `observe`, after attention, with the probabilities if `needs_probs`.
 
-    In the prompt, `observe` is called for one block of queries after another, then `commit` once, then the
-    slots that rank highest stay. With `prefill_chunk` this happens after every chunk.
+    In the prompt, `observe` is called for one block of queries after another, or `summed` once where `weighing` says
+    what it needs to know; then `commit` once, then the slots that rank highest stay. With `prefill_chunk` this happens
+    after every chunk.
 
     Args:
         sinks: first tokens of the text that never leave.
@@ -106,6 +107,17 @@ class Policy(abc.ABC):
     def observe(self, cache: LayerCache, probs: Float[Array, "b h g t c"], new: NewTokens) -> LayerCache:
         """The cache after seeing how new tokens attended to its slots; rows of padding are all zero."""
         return cache
+
+    def weighing(self, cache: LayerCache, new: NewTokens) -> Weighing | None:
+        """Which sums over a prompt's queries are all that `observe` needs: `summed` gets them in its place.
+
+        The prompt is then read by one kernel, several times as fast. None: `observe` wants every probability.
+        """
+        return None
+
+    def summed(self, cache: LayerCache, sums: Float[Array, "b h g c"], new: NewTokens) -> LayerCache:
+        """`observe` for a whole prompt or chunk, given what each key got from all of its queries together."""
+        raise NotImplementedError(f"{type(self).__name__} has a weighing, but no `summed`.")
 
     def commit(self, cache: LayerCache, new: NewTokens) -> LayerCache:
         """The cache when a prompt (or a chunk of it) has been read, before anything of it leaves."""

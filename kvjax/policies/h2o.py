@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from kvjax.policies.base import Policy
-from kvjax.types import setting, wide
+from kvjax.types import Weighing, setting, wide
 
 
 @struct.dataclass(kw_only=True)
@@ -34,6 +34,14 @@ class H2O(Policy):
     def observe(self, cache, probs, new):
         """F_t = F_{t-1} + a_t."""
         return cache.replace(stats=cache.stats + probs.sum((2, 3)))
+
+    def weighing(self, cache, new):
+        """Every query counts."""
+        return Weighing()
+
+    def summed(self, cache, sums, new):
+        """F_t, all of the prompt at once."""
+        return cache.replace(stats=cache.stats + sums.sum(2))
 
     def score(self, cache, new):
         """Score = F_t."""

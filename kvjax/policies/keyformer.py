@@ -7,7 +7,7 @@ from flax import struct
 
 from kvjax import noise
 from kvjax.policies.base import Policy, check
-from kvjax.types import setting, wide
+from kvjax.types import Weighing, setting, wide
 
 
 @struct.dataclass(kw_only=True)
@@ -68,17 +68,30 @@ class Keyformer(Policy):
 
     def observe(self, cache, probs, new):
         """Equation 9, from probabilities: softmax((log p + zeta)/tau) = softmax((x + zeta)/tau)."""
-        weight, kept = self._damping(new)
-        added = self._added(cache, probs, new, weight.astype(probs.dtype))
-        kept = kept.astype(probs.dtype)[:, None, None]
+        weight, _ = self._damping(new)
+        return self._with(cache, self._added(cache, probs, new, weight.astype(probs.dtype)), new)
+
+    def weighing(self, cache, new):
+        """Equation 9 with one draw per token, the temperature being tau_init."""
+        if self.fresh_noise:
+            return None
+        dtype = wide(new.q.dtype)
+        weights = None if self.damping == 1 else self._damping(new)[0][:, None].astype(dtype)
+        return Weighing(weights, None if self._flat else self._drawn(cache, new, dtype), self.tau_init)
+
+    def summed(self, cache, sums, new):
+        """Equation 9, summed over the prompt's queries."""
+        return self._with(cache, sums.sum(2), new)
+
+    def _with(self, cache, added, new):
+        kept = self._damping(new)[1].astype(added.dtype)[:, None, None]
         if self.shared:
             increment, total = cache.stats
             return cache.replace(stats=(kept * increment + added, total))
         return cache.replace(stats=kept * cache.stats + added)
 
     def _added(self, cache, probs, new, weight):
-        flat = self.noise in ("none", "constant")
-        if flat and self.tau_init == self.tau_end == self.damping == 1:
+        if self._flat and self.tau_init == self.tau_end == self.damping == 1:
             return probs.sum((2, 3))
         probs, factor = self._shares(cache, probs, new)
         # p^(1/tau) e^(zeta/tau), normalised and summed, as two contractions that never exist per query and key.
@@ -93,26 +106,32 @@ class Keyformer(Policy):
 
     def gather(self, cache, shares, new):
         """Equation 9, given its fractions."""
-        weight, kept = self._damping(new)
-        added = jnp.einsum("bhgtc,bt->bhc", shares, weight.astype(shares.dtype))
-        return cache.replace(stats=kept.astype(shares.dtype)[:, None, None] * cache.stats + added)
+        weight, _ = self._damping(new)
+        return self._with(cache, jnp.einsum("bhgtc,bt->bhc", shares, weight.astype(shares.dtype)), new)
 
     def _shares(self, cache, probs, new):
         # What belongs to a query and a key, and what to a key alone: equation 9's numerators are their product.
-        flat, in_prompt = self.noise in ("none", "constant"), new.q.shape[-2] > 1
+        in_prompt = new.q.shape[-2] > 1
         tau = self.temperature(new).astype(probs.dtype)
         if not (in_prompt and self.tau_init == 1):
             probs = jnp.where(probs > 0, jnp.power(probs, 1 / tau[:, None, None, :, None]), 0.0)
         factor = jnp.ones(cache.position.shape, probs.dtype)
-        if not flat:
-            query = new.position if self.fresh_noise else None
-            uniform = noise.uniform_at(new.seed, new.layer, cache.position, query, new.head).astype(probs.dtype)
-            drawn = {"gumbel": noise.gumbel, "gaussian": noise.gaussian}[self.noise](uniform)
-            if self.fresh_noise:
-                probs = probs * jnp.exp(drawn / tau[:, None, :, None])[:, :, None]
-            else:
-                factor = jnp.exp(drawn / (self.tau_init if in_prompt else tau[:, :, None]))
-        return probs, factor
+        if self._flat:
+            return probs, factor
+        drawn = self._drawn(cache, new, probs.dtype)
+        if self.fresh_noise:
+            return probs * jnp.exp(drawn / tau[:, None, :, None])[:, :, None], factor
+        return probs, jnp.exp(drawn / (self.tau_init if in_prompt else tau[:, :, None]))
+
+    @property
+    def _flat(self):
+        return self.noise in ("none", "constant")
+
+    def _drawn(self, cache, new, dtype):
+        # zeta [b h c], or [b h t c] where each query draws anew.
+        query = new.position if self.fresh_noise else None
+        uniform = noise.uniform_at(new.seed, new.layer, cache.position, query, new.head).astype(dtype)
+        return {"gumbel": noise.gumbel, "gaussian": noise.gaussian}[self.noise](uniform)
 
     def temperature(self, new):
         """Equation 10 for each token read [b t]."""

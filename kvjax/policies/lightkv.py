@@ -8,7 +8,7 @@ from flax import struct
 
 from kvjax.plan import Arithmetic
 from kvjax.policies.base import Policy, check
-from kvjax.types import setting, wide
+from kvjax.types import Weighing, setting, wide
 
 
 @struct.dataclass(kw_only=True)
@@ -127,16 +127,32 @@ class LightKV(Policy):
         """The window that is being filled, counted in alphas from the prompt's end; none yet."""
         return jnp.full(new.k.shape[:2], -(2**30), jnp.int32)
 
-    def observe(self, cache, probs, new):
-        """Equation 4."""
+    def _windows(self, cache, new):
+        # Which window is being filled [b h], and how many windows ago each query came [b h t].
         alpha = cache.limit if self.alpha is None else jnp.full_like(cache.limit, self.alpha)
         window = (new.read - new.prompt_length)[:, None] // alpha
+        return window, window[..., None] - (new.position - new.prompt_length[:, None])[:, None] // alpha[..., None]
+
+    def weighing(self, cache, new):
+        """A whole prompt's last alpha queries; the windows of chunks are two sums."""
+        if new.q.shape[-2] < cache.capacity:
+            return None
+        back = self._windows(cache, new)[1]
+        return Weighing((new.valid[:, None] & (back == 1)).astype(cache.stats[0].dtype))
+
+    def summed(self, cache, sums, new):
+        """Equation 4 at the end of the prompt: the newer window is still empty."""
+        older, newer = cache.stats
+        return cache.replace(stats=(older + sums.sum(2), newer), state=self._windows(cache, new)[0])
+
+    def observe(self, cache, probs, new):
+        """Equation 4."""
+        window, back = self._windows(cache, new)
         turns = (window - cache.state)[..., None]
         older, newer = cache.stats
         older = jnp.where(turns == 0, older, jnp.where(turns == 1, newer, 0.0))
         newer = jnp.where(turns == 0, newer, 0.0)
         valid = new.valid[:, None]
-        back = window[..., None] - (new.position - new.prompt_length[:, None])[:, None] // alpha[..., None]
 
         def attention(queries):
             return jnp.einsum("bhgtc,bht->bhc", probs, queries.astype(probs.dtype))

@@ -11,7 +11,7 @@ from jax.lax import reduce_window
 
 from kvjax.plan import Pyramid
 from kvjax.policies.base import Policy, check
-from kvjax.types import setting, wide
+from kvjax.types import Weighing, setting, wide
 
 
 @struct.dataclass(kw_only=True)
@@ -54,14 +54,26 @@ class SnapKV(Policy):
 
     def observe(self, cache, probs, new):
         """Add up the attention of the prompt's last w queries."""
-        window = self.recent_slots(cache.limit)[..., None]
-        last = (new.position >= 0) & (new.position < new.prompt_length[:, None])
-        last = last[:, None] & (new.position[:, None] >= new.read[:, None, None] - window)
+        last = self._in_window(cache, new)
         window_sum = functools.partial(_window_sum, probs, last, self.group)
         nothing = functools.partial(jnp.zeros_like, cache.stats[0])
         # Most of a prompt's queries are in no window: only the blocks that are cost anything.
         added = jax.lax.cond(last.any(), window_sum, nothing) if probs.shape[3] > 1 else window_sum()
         return cache.replace(stats=(cache.stats[0] + added, cache.stats[1] + added))
+
+    def weighing(self, cache, new):
+        """The last w queries count; a maximum over query heads is no sum."""
+        return Weighing(self._in_window(cache, new).astype(cache.stats[0].dtype)) if self.group == "mean" else None
+
+    def summed(self, cache, sums, new):
+        """The attention of the last w queries."""
+        added = sums.mean(2)
+        return cache.replace(stats=(cache.stats[0] + added, cache.stats[1] + added))
+
+    def _in_window(self, cache, new):
+        window = self.recent_slots(cache.limit)[..., None]
+        last = (new.position >= 0) & (new.position < new.prompt_length[:, None])
+        return last[:, None] & (new.position[:, None] >= new.read[:, None, None] - window)
 
     def commit(self, cache, new):
         """Pool the scores of the tokens before the window over neighbours in position order."""

@@ -90,6 +90,12 @@ class Wrapper(Policy):
     def observe(self, cache, probs, new):
         return self._outside(cache, self.base.observe(self._inside(cache), probs, new))
 
+    def weighing(self, cache, new):
+        return self.base.weighing(self._inside(cache), new)
+
+    def summed(self, cache, sums, new):
+        return self._outside(cache, self.base.summed(self._inside(cache), sums, new))
+
     def commit(self, cache, new):
         return self._outside(cache, self.base.commit(self._inside(cache), new))
 
