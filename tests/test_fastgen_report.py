@@ -18,7 +18,18 @@ def test_the_report_has_tables_claims_and_figures(tmp_path, monkeypatch):
     file = tmp_path / "fox.txt"
     file.write_text(TEXT)
     words = ["fastgen", "--text", str(file), "--out", str(tmp_path), "--rows", "2", "--length", "80", "--prefix", "48"]
-    words += ["--thresholds", "0.7", "--ablated", "--recall", "--only", "choices", "stability", "quality", "profiling"]
+    words += [
+        "--thresholds",
+        "0.7",
+        "--ablated",
+        "0.7",
+        "--recall",
+        "--only",
+        "choices",
+        "stability",
+        "quality",
+        "profiling",
+    ]
     assert evaluate.main(words) == 0
     report = (tmp_path / "fastgen.md").read_text()
     for heading in ("Choices (Figure 3)", "Stability (Figure 4)", "Quality against bytes", "Profiling time (Table 3)"):
