@@ -7,9 +7,16 @@ from typing import Any
 import numpy as np
 
 from kvjax import paged
+from kvjax.decode import State
 from kvjax.types import LayerCache
 
 Caches = tuple[LayerCache, ...] | paged.Pool
+
+
+def layers(state: State) -> tuple[LayerCache, ...]:
+    """The caches of a state whose heads have buffers of one size."""
+    assert not isinstance(state.caches, paged.Pool)
+    return state.caches
 
 
 def stored(caches: Caches) -> Any:

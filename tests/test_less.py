@@ -21,6 +21,7 @@ from kvjax.models import ModelConfig
 from kvjax.policies.less import TOKEN_BLOCK, Less
 from kvjax.types import Evicted, NewTokens, Partial
 from tests.cases import POLICIES, Case
+from tests.held import layers
 from tests.models import GQA, MHA, MQA, random_model, small_config
 from tests.oracles import basic, less
 from tests.test_oracles import SHAPES, STEPS, _compare
@@ -82,7 +83,7 @@ def test_is_the_base_while_nothing_has_left(base: str) -> None:
     plain, _ = run(model, kvjax.policy(base), tokens[:, :80], **room)
     ours, state = run(model, kvjax.policy("less", base=base, kernels=kernels_for(GQA)), tokens[:, :80], **room)
     np.testing.assert_array_equal(ours, plain)
-    assert all(not cache.state.z.any() for cache in state.caches)
+    assert all(not cache.state.z.any() for cache in layers(state))
 
 
 @pytest.mark.parametrize("literal", [False, True])
@@ -102,14 +103,14 @@ def test_folds_what_leaves_a_prompt(chunk: int | None, x64: None) -> None:
     model, tokens = random_model(GQA, dtype=jnp.float64), text(2, n)
     kernels = kernels_for(GQA)
     _, whole = run(model, kvjax.policy("full"), tokens, 1.0, steps=1)
-    cache = whole.caches[0]
+    cache = layers(whole)[0]
     order = np.argsort(np.where(cache.position < 0, 10**6, cache.position), axis=-1)[..., :n, None]
     k, v = (np.take_along_axis(np.asarray(leaf), order, axis=2) for leaf in (cache.kv.k, cache.kv.v))
     features = np.asarray(Psi(8, HIDDEN).apply({"params": layer_params(kernels, 0)["psi"]}, jnp.asarray(k)))
     features = features[:, :, : n - budget]
     policy = kvjax.policy("less", base="window", kernels=kernels)
     _, state = run(model, policy, tokens, budget, steps=1, prefill_chunk=chunk)
-    memory = state.caches[0].state
+    memory = layers(state)[0].state
     np.testing.assert_allclose(memory.h, np.einsum("bhmr,bhmd->bhrd", features, v[:, :, : n - budget]), rtol=1e-9)
     np.testing.assert_allclose(memory.z, features.sum(2), rtol=1e-9)
 
@@ -151,7 +152,7 @@ def test_bfloat16_stays_finite_and_sums_in_float32() -> None:
     policy = kvjax.policy("less", kernels=kernels_for(GQA))
     logits, state = run(random_model(GQA, dtype=jnp.bfloat16), policy, text(2, 90))
     assert np.isfinite(logits).all()
-    assert state.caches[0].state.h.dtype == jnp.float32
+    assert layers(state)[0].state.h.dtype == jnp.float32
 
 
 def _new(q, k) -> NewTokens:
@@ -253,7 +254,9 @@ def test_baseline_plus_spends_the_memory_on_slots() -> None:
     plain, _ = run(model, kvjax.policy("h2o"), tokens, budget=24)
     plus, state = run(model, kvjax.policy("baseline_plus"), tokens, budget=20)
     np.testing.assert_array_equal(plus, plain)
-    assert int(state.caches[0].limit.max()) == 24 and int(state.policy.recent_slots(state.caches[0].limit).max()) == 12
+    assert (
+        int(layers(state)[0].limit.max()) == 24 and int(state.policy.recent_slots(layers(state)[0].limit).max()) == 12
+    )
     with pytest.raises(ValueError, match="features=3"):
         kvjax.policy("baseline_plus", features=3)
 

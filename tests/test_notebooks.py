@@ -16,11 +16,10 @@ def test_there_are_notebooks():
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_runs(file, monkeypatch):
-    for package in ("nbformat", "nbclient", "ipykernel", "matplotlib"):
+    nbformat, nbclient, *_ = (
         pytest.importorskip(package, reason="running notebooks needs the notebooks extra")
-    import nbformat
-    from nbclient import NotebookClient
-
+        for package in ("nbformat", "nbclient", "ipykernel", "matplotlib")
+    )
     notebook = nbformat.read(file, as_version=4)
     assert not any(cell.get("outputs") or cell.get("execution_count") for cell in notebook.cells), "clear the outputs"
     assert "google.colab" in notebook.cells[0].source
@@ -28,6 +27,6 @@ def test_runs(file, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))
     monkeypatch.setenv("MPLBACKEND", "agg")
     monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")  # compiling takes most of the time
-    NotebookClient(
+    nbclient.NotebookClient(
         notebook, timeout=300, kernel_name="python3", resources={"metadata": {"path": file.parent}}
     ).execute()

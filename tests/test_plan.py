@@ -8,7 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvjax
+from kvjax import decode
 from kvjax.plan import PLANS, Arithmetic, Interleaved, Pyramid, Uniform
+from tests.held import layers
 from tests.models import random_model, small_config
 
 MODEL = random_model(small_config(4, 2, layers=4))
@@ -70,12 +72,15 @@ def test_bad_plans_are_one_sentence(plan, message):
 @pytest.mark.parametrize("name", ["snapkv", "h2o", "keyformer"])
 def test_any_plan_works_under_any_score(name, plan):
     state, logits = kvjax.prefill(MODEL, kvjax.policy(name, recent=0.25), TEXT, 80, plan=plan, max_new_tokens=4)
-    slots = [(np.asarray(cache.position) >= 0).sum(-1) for cache in state.caches]
-    np.testing.assert_array_equal(slots, np.broadcast_to(PLANS[plan]().budgets(80, 4)[:, None, None], (4, 2, 2)))
+    slots = np.array([(position >= 0).sum(-1) for position in decode.held_positions(state)])
+    equal = np.broadcast_to(PLANS[plan]().budgets(80, 4)[:, None, None], (4, 2, 2))
+    if PLANS[plan].per_head:
+        slots, equal = slots.sum(-1), equal.sum(-1)
+    np.testing.assert_array_equal(slots, equal)
     assert np.isfinite(logits).all()
 
 
 def test_a_fraction_is_planned_for_each_row():
     state, _ = kvjax.prefill(MODEL, "h2o", TEXT, 0.5, lengths=[200, 100], plan="arithmetic", max_new_tokens=100)
-    limits = np.array([cache.limit for cache in state.caches])
+    limits = np.array([cache.limit for cache in layers(state)])
     np.testing.assert_array_equal(limits.sum(0), [[4 * 150] * 2, [4 * 100] * 2])

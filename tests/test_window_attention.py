@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import kvjax
+from tests.held import layers
 from tests.models import GQA, random_model
 
 MODEL = random_model(GQA)
@@ -19,7 +20,7 @@ LENGTHS = [60, 20, 41]
 
 
 def live(state, layer=0):
-    return (np.asarray(state.caches[layer].position) >= 0).sum(-1)
+    return (np.asarray(layers(state)[layer].position) >= 0).sum(-1)
 
 
 def steps(state, count):
@@ -42,7 +43,7 @@ def test_reading_in_chunks_does_not_depend_on_longer_neighbours(name, chunk):
         alone = kvjax.prefill(MODEL, policy, text, 12, lengths=[length], prefill_chunk=chunk, plan="uniform")
         np.testing.assert_allclose(logits[row], alone[1][0], atol=1e-5)
         np.testing.assert_array_equal(
-            np.sort(together.caches[1].position[row]), np.sort(alone[0].caches[1].position[0])
+            np.sort(layers(together)[1].position[row]), np.sort(layers(alone[0])[1].position[0])
         )
         np.testing.assert_allclose(following[:, row], steps(alone[0], 5)[1][:, 0], atol=1e-5)
 
@@ -55,7 +56,7 @@ def test_a_prompt_shorter_than_the_window_stays_whole():
 def test_nothing_leaves_up_to_the_context_limit_and_the_rest_at_once():
     policy = kvjax.policy("lightkv", context_limit=50)
     state, _ = kvjax.prefill(MODEL, policy, TEXT, 16, lengths=LENGTHS, max_new_tokens=40, plan="uniform")
-    assert state.caches[0].capacity >= 50
+    assert layers(state)[0].capacity >= 50
     for _ in range(35):
         length = np.asarray(state.position)[:, None]
         np.testing.assert_array_equal(live(state, 1), np.where(length <= 50, length, 16) * np.ones((1, 2)))
@@ -67,7 +68,7 @@ def test_evicted_at_the_context_limit_means_absorbed_by_less():
     state, _ = kvjax.prefill(MODEL, kvjax.policy("less", **settings), TEXT[:1, :20], 16, max_new_tokens=20)
 
     def absorbed(state):
-        leaves = jax.tree.leaves(state.caches[0].state)
+        leaves = jax.tree.leaves(layers(state)[0].state)
         return [np.asarray(leaf) for leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.floating)]
 
     full, _ = steps(state, 10)
@@ -94,7 +95,7 @@ def test_offloaded_scores_lie_in_host_memory_and_change_nothing(chunk):
     (plain, expected), (offloaded, logits) = read(), read(offload=True)
     np.testing.assert_array_equal(logits, expected)
     for step in range(20):
-        for cache in offloaded.caches:
+        for cache in layers(offloaded):
             assert {leaf.sharding.memory_kind for leaf in jax.tree.leaves(cache.stats)} == {"pinned_host"}
         token = jnp.full(3, step, jnp.int32)
         plain, expected = kvjax.decode_step(plain, token)
