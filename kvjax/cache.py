@@ -120,6 +120,18 @@ def take(cache: LayerCache, slot: Int[Array, "b h"]) -> tuple[KV, Int[Array, "b 
     return kv, jnp.take_along_axis(cache.position, slot[:, :, None], axis=2)
 
 
+def after(slot: Int[Array, "b h"], taken: PyTree) -> Int[Array, "b h"]:
+    """The same slots, known only once what they hold has been read.
+
+    XLA on CPU copies whole buffers when a read of their old content is not bound to come before a write into them, and
+    drops optimization barriers; a zero that it cannot see through binds them.
+    """
+    for leaf in jax.tree.leaves(taken):
+        bits = leaf == leaf if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf & 1
+        slot = slot + jnp.minimum(bits.astype(jnp.int32).reshape(*slot.shape, -1).sum(-1), 0)
+    return slot
+
+
 def put(cache: LayerCache, slot: Int[Array, "b h"], added: dict[str, PyTree]) -> LayerCache:
     """The cache with one new entry per head written over a slot; a slot out of bounds writes nothing."""
     rows, heads = slot.shape

@@ -18,11 +18,13 @@ from kvjax import paged
 from kvjax.attention import (
     SLOT_BLOCK,
     alibi_bias,
+    alibi_slopes,
     attend,
     attend_prompt,
     causal_mask,
     join_queries,
     merge,
+    near_sums,
     query_block,
     split_queries,
 )
@@ -33,6 +35,7 @@ from kvjax.plan import PLANS, Plan, Uniform
 from kvjax.policies import policy as policy_by_name
 from kvjax.policies.base import Policy
 from kvjax.types import KV, Evicted, LayerCache, NewTokens, Partial, setting
+from pallas_kernels.decode_attention import decode_attention
 
 if TYPE_CHECKING:
     from kvjax.models.model import Model
@@ -473,18 +476,42 @@ def _read_token(weights, config: ModelConfig, policy: Policy, caches, reading: R
             evicted, position = caches_.take(cache, jnp.minimum(slot, cache.capacity - 1))
             keys = codec.restore(config, evicted.k, position)
             leaving = Evicted(keys, evicted.v, (position >= 0) & valid[..., None], index)
-            cache = cache.replace(state=policy.absorb(cache.state, leaving))
+            state = policy.absorb(cache.state, leaving)
+            if state is not cache.state:  # the pair is read, so the write has to wait for it
+                slot = caches_.after(slot, evicted)
+            cache = cache.replace(state=state)
             stored = KV(codec.encode(config, k, new.position), v)
             cache = caches_.put(cache, slot, caches_.entries(policy, new, cache.state, stored))
-            keys, key_position = codec.read(config, cache)
-            queries, query_position = codec.query(config, cache, q, new.position)
-            mask = causal_mask(new.position, cache.position, config.sliding_window)
-            partial, probs = attend(queries, keys, cache.kv.v, mask, alibi_bias(config, query_position, key_position))
-            caches[index] = caches_.stow(policy, policy.observe(cache, probs, new))
+            partial, probs = _attend_slots(config, policy, cache, new, q)
+            observed = cache if probs is None else policy.observe(cache, probs, new)
+            caches[index] = caches_.stow(policy, observed)
             return _answer(policy, cache, partial, probs, new)
 
         x = block(layer, config, x, attention)
     return caches if isinstance(caches, paged.Pool) else policy.couple(tuple(caches)), x
+
+
+def _attend_slots(config: ModelConfig, policy: Policy, cache: LayerCache, new: NewTokens, raw_q):
+    """One token per row over its slots, and the probabilities that the policy is shown, None if it needs none."""
+    codec = CODECS[policy.positions]
+    keys, key_position = codec.read(config, cache)
+    queries, query_position = codec.query(config, cache, raw_q, new.position)
+    if config.position == "alibi" and policy.positions == "cache":  # distances that are not those of the mask
+        mask = causal_mask(new.position, cache.position, config.sliding_window)
+        return attend(queries, keys, cache.kv.v, mask, alibi_bias(config, query_position, key_position))
+    slopes = alibi_slopes(config.heads).reshape(config.kv_heads, config.groups) if config.position == "alibi" else None
+    found = decode_attention(
+        queries[:, :, :, 0],
+        keys,
+        cache.kv.v,
+        cache.position,
+        new.position[:, 0],
+        window=config.sliding_window,
+        slopes=slopes,
+        scores="each" if policy.needs_probs else None,
+    )
+    probs = None if found.scores is None else found.scores[:, :, :, None]
+    return Partial(found.out[:, :, :, None], found.lse[..., None]), probs
 
 
 def _read_block(weights, config: ModelConfig, policy: Policy, caches, reading: Reading, capacities, plan):
@@ -528,7 +555,10 @@ def _attend_block(config: ModelConfig, policy: Policy, cache: LayerCache, new: N
     partial, sums = attend_prompt(config, queries, keys, cache.kv.v, new.position, cache.position, weighing)
     share = policy.residual(cache.state, new)
     out = partial.out if share is None else merge(partial, share).out
-    return cache if sums is None else policy.summed(cache, sums, new), out
+    if sums is None:
+        return cache, out
+    near = functools.partial(near_sums, config, new.q, new.k, partial.lse, new.position)
+    return policy.near(policy.summed(cache, sums, new), near, new), out
 
 
 def _attend_and_observe(config: ModelConfig, policy: Policy, cache: LayerCache, new: NewTokens, raw_q):
@@ -582,7 +612,8 @@ def _shrink(config: ModelConfig, policy: Policy, cache: LayerCache, new: NewToke
 
 
 def _answer(policy: Policy, cache: LayerCache, partial: Partial, probs, new: NewTokens):
-    partial = policy.attended(cache, partial, probs, new)
+    if probs is not None:
+        partial = policy.attended(cache, partial, probs, new)
     share = policy.residual(cache.state, new)
     return partial.out if share is None else merge(partial, share).out
 

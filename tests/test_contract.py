@@ -22,7 +22,10 @@ MODEL = random_model(GQA)
 LENGTHS = (41, 25, 33)
 RNG = np.random.default_rng(3)
 TEXT = RNG.integers(0, GQA.vocab_size, (3, 120))
-every_case = pytest.mark.parametrize("name", POLICIES)
+compiled_fast = pytest.mark.usefixtures("compiled_fast")
+every_case = pytest.mark.parametrize(
+    "name", [name if name in FIRST else pytest.param(name, marks=compiled_fast) for name in POLICIES]
+)
 every_policy = pytest.mark.parametrize("name", FIRST)
 
 
@@ -108,6 +111,7 @@ def test_never_holds_more_than_its_limit_nor_a_position_twice(name):
 
 
 @every_policy
+@compiled_fast
 def test_protected_tokens_survive(name):
     case = POLICIES[name]
     special = int(TEXT[0, 7])
@@ -189,6 +193,7 @@ def test_a_row_does_not_know_its_neighbours(name):
 
 
 @every_policy
+@compiled_fast
 def test_bfloat16_stays_finite(name):
     state, logits = read(POLICIES[name], model=random_model(GQA, dtype=jnp.bfloat16))
     assert (state.caches if isinstance(state.caches, paged.Pool) else state.caches[0]).kv.k.dtype == jnp.bfloat16
@@ -196,6 +201,7 @@ def test_bfloat16_stays_finite(name):
 
 
 @every_policy
+@compiled_fast
 @pytest.mark.parametrize("chunk", [1, 16])
 def test_reading_in_chunks_equals_reading_whole_when_nothing_leaves(name, chunk):
     case = POLICIES[name]
@@ -213,10 +219,12 @@ def test_reading_in_chunks_equals_reading_whole_when_nothing_leaves(name, chunk)
     close(logits, full()[0])
 
 
-@pytest.mark.parametrize("name", ["window", "streaming", "h2o", "keyformer", "tova", "lsh_e", "l2", "snapkv"])
+@pytest.mark.parametrize(
+    "name", ["window", "streaming", "h2o", "keyformer", "tova", "lsh_e", "l2", "snapkv", "less-performer"]
+)
 def test_a_step_needs_no_memory_beside_its_cache(name):
     model = random_model(MHA)
-    state, _ = kvjax.prefill(model, name, TEXT[:2, :41], 2048)
+    state, _ = kvjax.prefill(model, POLICIES[name].make() if name in POLICIES else name, TEXT[:2, :41], 2048)
     compiled = decode._step_in_place.lower(*decode.split_state(state), jnp.zeros(2, jnp.int32)).compile()
     memory = compiled.memory_analysis()
     if memory is None:

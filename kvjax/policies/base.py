@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax.numpy as jnp
@@ -25,7 +26,7 @@ class Policy(abc.ABC):
 
     1. `score`, and gives the slot that ranks lowest to the new token (an empty one first, if there is any),
     2. `stats` of the new token, stored beside its key and value,
-    3. `observe`, after attention, with the probabilities if `needs_probs`.
+    3. `observe`, after attention, with its probabilities, if `needs_probs`.
 
     In the prompt, `observe` is called for one block of queries after another, or `summed` once where `weighing` says
     what it needs to know; then `commit` once, then the slots that rank highest stay. With `prefill_chunk` this happens
@@ -42,7 +43,7 @@ class Policy(abc.ABC):
     """
 
     needs_probs: ClassVar[bool] = False
-    """Whether `observe` reads attention probabilities; if not, they are never computed."""
+    """Whether `observe` and `attended` are called, with attention probabilities; if not, none are computed."""
     evicts: ClassVar[bool] = True
     """Whether tokens may leave at all; if not, the budget is the whole text."""
     prefill_chunk: ClassVar[int | None] = None
@@ -118,6 +119,16 @@ class Policy(abc.ABC):
     def summed(self, cache: LayerCache, sums: Float[Array, "b h g c"], new: NewTokens) -> LayerCache:
         """`observe` for a whole prompt or chunk, given what each key got from all of its queries together."""
         raise NotImplementedError(f"{type(self).__name__} has a weighing, but no `summed`.")
+
+    def near(self, cache: LayerCache, sums: Callable[..., Float[Array, "b h t"]], new: NewTokens) -> LayerCache:
+        """The cache after `summed`, for policies that also ask what each token got from queries near it.
+
+        Args:
+            cache: of a whole prompt.
+            sums: `kvjax.attention.near_sums`, given all but its last two arguments.
+            new: the prompt.
+        """
+        return cache
 
     def commit(self, cache: LayerCache, new: NewTokens) -> LayerCache:
         """The cache when a prompt (or a chunk of it) has been read, before anything of it leaves."""
