@@ -19,19 +19,23 @@ hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
 
 
 @pytest.fixture
-def x64() -> Iterator[None]:
-    """64-bit numbers inside the test that asks for it, in programs that are compiled fast rather than well.
+def compiled_fast() -> Iterator[None]:
+    """Programs that are compiled fast rather than well, for tests about what is computed.
 
-    The comparisons with NumPy are about what is computed; compiling takes most of their time, and without LLVM's
-    optimisations it takes little more than half of that. All other tests run programs as users do.
+    Compiling takes most of the suite's time, and without LLVM's optimisations little more than half of that. Tests of
+    memory, of ties and of rows that must not know of each other run programs as users do.
     """
     before = jax.config.read("jax_disable_most_optimizations")
     jax.config.update("jax_disable_most_optimizations", True)
-    try:
-        with jax.enable_x64(True):
-            yield
-    finally:
-        jax.config.update("jax_disable_most_optimizations", before)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
+
+
+@pytest.fixture
+def x64(compiled_fast: None) -> Iterator[None]:
+    """64-bit numbers inside the test that asks for it."""
+    with jax.enable_x64(True):
+        yield
 
 
 ONE_WORKER = {"test_generate": "transformers", "test_long_text": "transformers", "test_models": "transformers"}

@@ -11,6 +11,7 @@ from kvjax.plan import PLANS
 from kvjax.settings import config_directories, read_config
 from tests.models import random_model, small_config
 
+pytestmark = pytest.mark.usefixtures("compiled_fast")
 NAMES = sorted({file.stem for directory in config_directories() for file in directory.glob("*.toml")})
 TEXT = np.random.default_rng(0).integers(0, 64, (2, 150))
 

@@ -26,6 +26,7 @@ from tests.models import GQA, MHA, MQA, random_model, small_config
 from tests.oracles import basic, less
 from tests.test_oracles import SHAPES, STEPS, _compare
 
+pytestmark = pytest.mark.usefixtures("compiled_fast")
 HIDDEN = 16
 
 

@@ -15,6 +15,7 @@ from kvjax.models import Model, ModelConfig, Rope, Weights, load
 from kvjax.models.decoder import forward, rotate
 from tests.models import GQA, MODELS, MQA, random_checkpoint, random_model, small_config
 
+pytestmark = pytest.mark.usefixtures("compiled_fast")
 TOKENS = 300  # more than one block of queries
 LENGTHS = (TOKENS, 77, 1)
 

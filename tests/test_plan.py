@@ -13,6 +13,7 @@ from kvjax.plan import PLANS, Arithmetic, Interleaved, Pyramid, Uniform
 from tests.held import layers
 from tests.models import random_model, small_config
 
+pytestmark = pytest.mark.usefixtures("compiled_fast")
 MODEL = random_model(small_config(4, 2, layers=4))
 TEXT = np.random.default_rng(0).integers(0, 64, (2, 200))
 

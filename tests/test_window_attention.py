@@ -14,6 +14,7 @@ import kvjax
 from tests.held import layers
 from tests.models import GQA, random_model
 
+pytestmark = pytest.mark.usefixtures("compiled_fast")
 MODEL = random_model(GQA)
 TEXT = np.random.default_rng(0).integers(0, 64, (3, 60))
 LENGTHS = [60, 20, 41]
