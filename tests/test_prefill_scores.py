@@ -19,7 +19,7 @@ from kvjax.types import KV, LayerCache, NewTokens
 from pallas_kernels.common import Unsupported
 from pallas_kernels.prefill_scores import prefill_scores
 from tests.kernel_cases.prefill_scores import case, inputs
-from tests.kernels import XLA, check
+from tests.kernels import XLA, Way, check
 
 
 @settings(max_examples=8)
@@ -64,6 +64,10 @@ def test_keyformer_counts_the_same(x64):
     found = prefill_scores(**made, weights=weights, noise=zeta).scores
     assert found is not None
     np.testing.assert_allclose(found.sum(2), jnp.where(slots >= 0, wanted, 0), rtol=1e-9, atol=1e-12)
+
+
+def test_blocks_of_an_accelerator_agree_with_numpy():
+    check(case("large", 1, 1, 2, 2500, 8, extra=("noise",), ways=(XLA,)), Way("xla", platform="gpu"))
 
 
 def test_memory_is_linear_in_the_prompt():

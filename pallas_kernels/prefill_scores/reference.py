@@ -10,18 +10,23 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-ROWS = {"cpu": 2048}
-"""Query rows, over all heads, that attend at once and whose weights are held until their sums are known: linear memory,
-and on a CPU near the cores."""
 
-MANY_ROWS = 8192
-"""The same where there is an accelerator to fill; never measured on one."""
+class Blocks(NamedTuple):
+    """How a prompt is cut: whatever is on the way exists for one block of queries and one of keys at a time."""
 
-QUERY_BLOCK = 256
-"""Queries that attend at once, at most: the triangle's steps."""
+    rows: int
+    """Query rows over all heads, about; their weights are held until their sums are known: linear memory."""
+    queries: int
+    """Queries of a block, at most: the triangle's steps."""
+    keys: int
+    """Keys of a block, at most."""
 
-KEY_BLOCK = 256
-"""Keys that are looked at together."""
+
+CPU = Blocks(2048, 256, 256)
+"""What stays near the cores, measured."""
+
+ACCELERATOR = Blocks(8192, 512, 2048)
+"""Fewer and larger steps, as each costs the same time to start; never measured on a chip."""
 
 
 class PromptAttention(NamedTuple):
@@ -60,8 +65,9 @@ def prefill_scores(
 ) -> PromptAttention:
     """See `pallas_kernels.prefill_scores.api`."""
     (b, h, g, n, d), c, dtype = q.shape, k.shape[2], jnp.promote_types(q.dtype, jnp.float32)
-    size = min(_power_below(max(32, ROWS.get(platform, MANY_ROWS) // (b * h * g))), QUERY_BLOCK, _power_above(n))
-    width = min(KEY_BLOCK, _power_above(c))
+    most = CPU if platform == "cpu" else ACCELERATOR
+    size = min(_power_below(max(32, most.rows // (b * h * g))), most.queries, _power_above(n))
+    width = min(most.keys, _power_above(c))
     pad_n, pad_c = -n % size, -c % width
     if pad_n:
         q = jnp.pad(q, ((0, 0),) * 3 + ((0, pad_n), (0, 0)))
