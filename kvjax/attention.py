@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
@@ -98,6 +99,52 @@ def attend_prompt(
     return Partial(out, lse), sums
 
 
+def near_sums(
+    config: ModelConfig,
+    q: Float[Array, "b h g t d"],
+    k: Float[Array, "b h t d"],
+    lse: Float[Array, "b h g t"],
+    position: Int[Array, "b t"],
+    width: Int[Array, "b t"] | None = None,
+    most: int = 1,
+) -> Float[Array, "b h t"]:
+    """What each token of a whole prompt gets from the queries that come soon after it, in blocks along the diagonal.
+
+    Args:
+        config: of the model.
+        q: queries.
+        k: keys of the same tokens.
+        lse: of the queries, from `attend_prompt`.
+        position: of the tokens, rising by one; -1 for padding.
+        width: how many of the newest tokens count for each query, itself included; None for itself alone.
+        most: what no width exceeds.
+    """
+    b, h, _, t, d = q.shape
+    kind = lse.dtype
+    if width is None:
+        logits = jnp.einsum("bhgtd,bhtd->bhgt", q, k, preferred_element_type=kind) / math.sqrt(d)
+        return jnp.where(position[:, None, None] >= 0, jnp.exp(logits - lse), 0.0).sum(2)
+    size = query_block(t, b)
+    span = min(t, -(-most // size) * size + size)
+
+    def add(sums, queries):
+        q, lse, at, width, first = queries
+        start = jnp.maximum(first + size - span, 0)
+        keys = jax.lax.dynamic_slice_in_dim(k, start, span, axis=2)
+        where = jax.lax.dynamic_slice_in_dim(position, start, span, axis=1)
+        logits = jnp.einsum("bhgtd,bhsd->bhgts", q, keys, preferred_element_type=kind) / math.sqrt(d)
+        bias = alibi_bias(config, at[:, None], where[:, None])
+        logits = logits if bias is None else logits + bias
+        seen = causal_mask(at, where[:, None], config.sliding_window)
+        seen &= (at[:, :, None] - where[:, None] < width[..., None])[:, None]
+        added = jnp.where(seen[:, :, None], jnp.exp(logits - lse[..., None]), 0.0).sum((2, 3))
+        added += jax.lax.dynamic_slice_in_dim(sums, start, span, axis=2)
+        return jax.lax.dynamic_update_slice_in_dim(sums, added, start, axis=2), None
+
+    blocks = [split_queries(x, axis, size) for x, axis in ((q, -2), (lse, -1), (position, -1), (width, -1))]
+    return jax.lax.scan(add, jnp.zeros((b, h, t), kind), (*blocks, jnp.arange(0, t, size)))[0]
+
+
 def merge(a: Partial, b: Partial) -> Partial:
     """Attention over the union of two parts, exact and stable; a part that saw nothing has lse = -inf."""
     highest = jnp.maximum(a.lse, b.lse)
@@ -163,6 +210,7 @@ __all__ = [
     "causal_mask",
     "join_queries",
     "merge",
+    "near_sums",
     "query_block",
     "split_queries",
 ]

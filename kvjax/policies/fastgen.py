@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache import last_resort
 from kvjax.policies.base import Policy, check
-from kvjax.types import NewTokens, setting, wide
+from kvjax.types import NewTokens, Weighing, setting, wide
 
 PARTS = ("special", "punctuation", "frequent", "local")
 SPECIAL, PUNCTUATION = 1, 2
@@ -135,25 +135,24 @@ class FastGen(Policy):
         return nothing, self._kept(self.classes[new.token], state.choice)
 
     def observe(self, cache, probs, new):
-        """Accumulated attention, as in H2O; of a prompt also what falls near the diagonal."""
-        total = cache.stats[0] + probs.sum((2, 3))
-        if len(cache.stats) == 2:
-            return cache.replace(stats=(total, cache.stats[1]))
-        _, local, newest = cache.stats
-        back = (new.position[:, None, :, None] - cache.position[:, :1, None, :])[:, :, None]
-        width = self._window(new.position + 1)[:, None, None, :, None]
-        local += jnp.where(back < width, probs, 0.0).sum((2, 3))
-        if self.recent > 1:
-            newest += jnp.where(back < self.recent, probs, 0.0).sum((2, 3))
-            return cache.replace(stats=(total, local, newest))
-        # What a token gives itself: in a whole prompt, slot i holds token i.
-        block = probs.shape[3]
-        first = jnp.maximum(new.position[:, 0].max(), 0)
-        itself = jax.lax.dynamic_slice_in_dim(probs, first, block, axis=4)
-        itself = jnp.where(jnp.eye(block, dtype=bool), itself, 0.0).sum((2, 3))
-        itself += jax.lax.dynamic_slice_in_dim(newest, first, block, axis=2)
-        newest = jax.lax.dynamic_update_slice_in_dim(newest, itself, first, axis=2)
-        return cache.replace(stats=(total, local, newest))
+        """Accumulated attention, as in H2O."""
+        total, kept = cache.stats
+        return cache.replace(stats=(total + probs.sum((2, 3)), kept))
+
+    def weighing(self, cache, new):
+        """Every query counts."""
+        return Weighing()
+
+    def summed(self, cache, sums, new):
+        """Accumulated attention, all of the prompt at once."""
+        return cache.replace(stats=(sums.sum(2), *cache.stats[1:]))
+
+    def near(self, cache, sums, new):
+        """Of a prompt also what falls into the local windows, and on the newest tokens, of its queries."""
+        most = max(int(self.local * new.position.shape[1]) + 1, self.recent, 1)
+        local = sums(self._window(new.position + 1), most)
+        newest = sums(jnp.full_like(new.position, self.recent), self.recent) if self.recent > 1 else sums()
+        return cache.replace(stats=(cache.stats[0], local, newest))
 
     def commit(self, cache, new):
         """Equation 1: the first choice whose recovered attention, a mean over the prompt's queries, reaches T."""
