@@ -66,6 +66,7 @@ def random_checkpoint(name: str, directory: Path, **saving: Any) -> Any:
     import torch
     import transformers
 
+    torch.set_num_threads(1)  # on small models its threads wait for each other, a hundred times as long
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(MODELS[name](), attn_implementation="eager").eval()
     with torch.no_grad():

@@ -20,6 +20,7 @@ from tests.models import GQA, MHA, random_model, small_config
 from tests.oracles.decoder import Decoder
 from tests.oracles.fastgen import FastGen
 
+pytestmark = pytest.mark.usefixtures("compiled_fast")
 RNG = np.random.default_rng(5)
 TEXT = RNG.integers(0, 64, (8, 700))
 LENGTHS = (41, 25, 33)
