@@ -28,7 +28,10 @@ if TYPE_CHECKING:
     from kvjax.policies.base import Policy
 
 PAGE_BLOCK = 64
-"""Pages that are looked at together, at most."""
+"""Pages whose keys and values are read together, at most."""
+
+VIEW_BLOCK = 256
+"""Pages whose positions and scores are looked at together, at most: they are small."""
 
 
 class Pool(struct.PyTreeNode):
@@ -89,7 +92,7 @@ def select(policy: Policy, cache: LayerCache, new: NewTokens, plan: Plan | None)
 
 def page_slots(tokens: int) -> int:
     """Slots in a page for texts of up to so many tokens: small enough that a head's last page wastes little."""
-    return 16 if tokens <= 256 else 32 if tokens <= 1024 else 64
+    return 16 if tokens <= 256 else 32 if tokens <= 512 else 64
 
 
 def round_pages(pages: int) -> int:
@@ -158,7 +161,7 @@ def _pack_layers(selected: tuple[Selected, ...], owner, first, start, *, page_si
                 stats=jax.tree.map(fetch, cache.stats, pool.stats),
             )
 
-        pool = _over_pages(pool, index, move, pool)
+        pool = _over_pages(pool, index, move, pool, PAGE_BLOCK)
     return pool
 
 
@@ -285,7 +288,7 @@ def attend(
         jnp.zeros((owners, groups, width), kind),
         jnp.zeros((pool.position.shape[0], groups, pool.page_size), kind),
     )
-    highest, total, out, logits = _over_pages(pool, layer, look, carry)
+    highest, total, out, logits = _over_pages(pool, layer, look, carry, PAGE_BLOCK)
     safe = jnp.maximum(total, jnp.finfo(kind).tiny)
     return (out / safe[..., None]).reshape(new.q.shape), highest, safe, logits
 
@@ -340,19 +343,21 @@ def positions(pool: Pool, position: np.ndarray | None = None) -> list[np.ndarray
     return layers
 
 
-def _over_pages(pool: Pool, layer: int, look: Callable[[Any, Array, Array], Any], carry: Any) -> Any:
+def _over_pages(
+    pool: Pool, layer: int, look: Callable[[Any, Array, Array], Any], carry: Any, block: int = VIEW_BLOCK
+) -> Any:
     """Fold `look(carry, at, valid)` over a layer's pages: blocks start at page `at`, `valid` masks the new pages."""
     pages = pool.owner.shape[0]
-    size = min(PAGE_BLOCK, pages)
+    size = min(block, pages)
     start, end = pool.start[layer], pool.start[layer + 1]
 
-    def block(i, carry):
+    def look_at(i, carry):
         wanted = start + i * size
         at = jnp.minimum(wanted, pages - size)  # the last block of the pool looks back
         page = at + jnp.arange(size)
         return look(carry, at, (page >= wanted) & (page < end))
 
-    return jax.lax.fori_loop(0, (end - start + size - 1) // size, block, carry)
+    return jax.lax.fori_loop(0, (end - start + size - 1) // size, look_at, carry)
 
 
 def _cut(leaf: Array, at: Array | int, count: int) -> Array:
