@@ -117,7 +117,9 @@ def perplexities(less: Less) -> Section:
     body += "\n" + _perplexity_figure(less, full)
     body += (
         "\n`nats`: per token, mean over all predictions. `beyond`: only over those made after more tokens had been "
-        "read than there are slots. `gap closed`: share of the distance from baseline to full.\n"
+        "read than there are slots. `gap closed`: share of the distance from baseline to full. R numbers of a head's "
+        "width, float32 as the cache is here, take as many bytes as R/2 slots; beside a bfloat16 cache they take twice "
+        "that. The kernels' own weights, which all texts share, are not counted.\n"
     )
     return Section("1. Perplexity at equal budgets (Table 2)", claims, body)
 
