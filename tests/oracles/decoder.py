@@ -29,6 +29,7 @@ the new token included), `kv_heads`, `groups` and whatever the case injects (noi
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -304,11 +305,15 @@ class Decoder:
         rope = self.config.rope
         assert rope.scaling == "none" and not rope.interleaved and rope.width == len(x)
         half = len(x) // 2
-        angle = position * rope.theta ** (-np.arange(half) / half)
+        cosine, sine = _turn(position, half, rope.theta)
         first, second = x[:half], x[half:]
-        return np.concatenate(
-            [first * np.cos(angle) - second * np.sin(angle), second * np.cos(angle) + first * np.sin(angle)]
-        )
+        return np.concatenate([first * cosine - second * sine, second * cosine + first * sine])
+
+
+@functools.cache
+def _turn(position: int, half: int, theta: float) -> tuple[np.ndarray, np.ndarray]:
+    angle = position * theta ** (-np.arange(half) / half)
+    return np.cos(angle), np.sin(angle)
 
 
 def linear(layer, x: np.ndarray) -> np.ndarray:
