@@ -11,7 +11,7 @@ FILES = sorted((Path(__file__).parents[1] / "notebooks").glob("*.ipynb"))
 
 
 def test_there_are_notebooks():
-    assert {"quickstart", "write_a_policy", "memory_vs_quality"} <= {file.stem for file in FILES}
+    assert {"quickstart", "write_a_policy", "memory_vs_quality", "train_less"} <= {file.stem for file in FILES}
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
