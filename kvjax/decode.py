@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -458,14 +458,15 @@ def _prefill(weights, policy, tokens, lengths, horizon, keys, limits, *, config,
 def _read_token(weights, config: ModelConfig, policy: Policy, caches, reading: Reading):
     """One token per row through all layers: the victim is chosen before attention, for everyone."""
     x = embed(weights, config, reading.token, reading.position)
+    scratch: Any = paged.scratch(caches, config.groups) if isinstance(caches, paged.Pool) else None
     caches = caches if isinstance(caches, paged.Pool) else list(caches)
     for index, layer in enumerate(weights.layers):
 
         def attention(q, k, v, index=index):
-            nonlocal caches
+            nonlocal caches, scratch
             new = _new_tokens(config, reading, q, k, v, index)
             if isinstance(caches, paged.Pool):
-                caches, out = paged.read_token(config, policy, caches, index, new)
+                caches, out, scratch = paged.read_token(config, policy, caches, index, new, scratch)
                 return out
             cache = caches_.fetch(policy, caches[index])
             codec = CODECS[policy.positions]

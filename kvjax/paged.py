@@ -168,9 +168,14 @@ def _pack_layers(selected: tuple[Selected, ...], owner, first, start, *, page_si
 _pack = jax.jit(_pack_layers, static_argnames="page_size")
 
 
+def scratch(pool: Pool, groups: int) -> Float[Array, "P g s"]:
+    """Where a step keeps the logits of one layer after another."""
+    return jnp.zeros((pool.position.shape[0], groups, pool.page_size), wide(pool.kv.k.dtype))
+
+
 def read_token(
-    config: ModelConfig, policy: Policy, pool: Pool, layer: int, new: NewTokens
-) -> tuple[Pool, Float[Array, "b h g 1 d"]]:
+    config: ModelConfig, policy: Policy, pool: Pool, layer: int, new: NewTokens, logits: Float[Array, "P g s"]
+) -> tuple[Pool, Float[Array, "b h g 1 d"], Float[Array, "P g s"]]:
     """One decode step of one layer: the new token takes a slot of each head, attends to all, is observed.
 
     Args:
@@ -179,13 +184,17 @@ def read_token(
         pool: all caches.
         layer: which of them is read and written.
         new: one token per row; its keys are stored as they are.
+        logits: from `scratch` or from another layer.
+
+    Returns:
+        The pool, what the token reads, and the logits, to be given to the next layer.
     """
     slot = victim(policy, pool, layer, new)
     pool = put(pool, slot, caches_.entries(policy, new, pool.state[layer], KV(new.k, new.v)))
-    out, highest, total, logits = attend(config, pool, layer, new)
+    out, highest, total, logits = attend(config, pool, layer, new, logits)
     if policy.needs_probs:
         pool = observe(policy, pool, layer, new, highest, total, logits)
-    return pool, out
+    return pool, out, logits
 
 
 def victim(policy: Policy, pool: Pool, layer: int, new: NewTokens) -> Int[Array, "b h"]:
@@ -243,7 +252,7 @@ def put(pool: Pool, slot: Int[Array, "b h"], added: dict[str, PyTree]) -> Pool:
 
 
 def attend(
-    config: ModelConfig, pool: Pool, layer: int, new: NewTokens
+    config: ModelConfig, pool: Pool, layer: int, new: NewTokens, logits: Float[Array, "P g s"]
 ) -> tuple[Float[Array, "b h g 1 d"], Float[Array, "bh g"], Float[Array, "bh g"], Float[Array, "P g s"]]:
     """Softmax attention of one new token per row over its heads' pages.
 
@@ -286,7 +295,7 @@ def attend(
         jnp.full((owners, groups), lowest / 2, kind),
         jnp.zeros((owners, groups), kind),
         jnp.zeros((owners, groups, width), kind),
-        jnp.zeros((pool.position.shape[0], groups, pool.page_size), kind),
+        logits,
     )
     highest, total, out, logits = _over_pages(pool, layer, look, carry, PAGE_BLOCK)
     safe = jnp.maximum(total, jnp.finfo(kind).tiny)
@@ -305,6 +314,7 @@ def observe(policy: Policy, pool: Pool, layer: int, new: NewTokens, highest, tot
         def add(carry, at, valid):
             view, seen, owner = _view(pool, layer, new, at, len(valid))
             shares = policy.share(view, probabilities(at, len(valid), owner), seen)[:, 0, :, 0].sum(-1)
+            shares = jnp.where(valid[:, None], shares, 0.0)  # other layers' pages hold other layers' logits
             return carry + jnp.einsum("op,pg->og", _members(owner, valid, len(total)).astype(shares.dtype), shares)
 
         sums = _over_pages(pool, layer, add, jnp.zeros_like(total))
