@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import common
-from pallas_kernels.decode_attention import pallas, pallas_gpu, reference
+from pallas_kernels.decode_attention import reference
 from pallas_kernels.decode_attention.types import Decoded, Gumbel, LowRank
 
 DTYPES = (jnp.dtype("float32"), jnp.dtype("bfloat16"))
@@ -68,12 +69,12 @@ def decode_attention(
     arguments: dict[str, Any] = dict(window=window, slopes=slopes, low_rank=low_rank, scores=scores)
     if chosen == "xla":
         return reference.decode_attention(q, k, v, position, query_position, **arguments)
-    if chosen == "triton":
-        from pallas_kernels.decode_attention import triton  # jax-triton cannot be imported everywhere
-
-        return triton.decode_attention(q, k, v, position, query_position, **arguments)
-    form = pallas_gpu if common.pallas_form(platform) == "gpu" else pallas
-    return form.decode_attention(q, k, v, position, query_position, interpret=interpret, **arguments)
+    # Kernels are imported where one runs: Pallas takes long, jax-triton is not everywhere.
+    if chosen == "pallas":
+        chosen = "pallas_gpu" if common.pallas_form(platform) == "gpu" else "pallas"
+        arguments["interpret"] = interpret
+    form = importlib.import_module(f"pallas_kernels.decode_attention.{chosen}")
+    return form.decode_attention(q, k, v, position, query_position, **arguments)
 
 
 def limit(q: Array, k: Array, v: Array, low_rank: LowRank | None, form: str) -> str | None:
