@@ -549,17 +549,35 @@ def _attend_block(config: ModelConfig, policy: Policy, cache: LayerCache, new: N
     codec = CODECS[policy.positions]
     weighing = policy.weighing(cache, new) if policy.needs_probs else None
     ranked = config.position == "alibi" and policy.positions == "cache"  # distances that are not those of the mask
-    if ranked or (policy.needs_probs and weighing is None):
+    shown = policy.needs_probs and weighing is None
+    last = min(policy.last_queries or new.q.shape[-2], new.q.shape[-2])
+    if ranked or (shown and last == new.q.shape[-2]):
         return _attend_and_observe(config, policy, cache, new, raw_q)
     keys, _ = codec.read(config, cache)
     queries, _ = codec.query(config, cache, raw_q, new.position)
     partial, sums = attend_prompt(config, queries, keys, cache.kv.v, new.position, cache.position, weighing)
     share = policy.residual(cache.state, new)
     out = partial.out if share is None else merge(partial, share).out
+    if shown:
+        return _attend_and_observe(config, policy, cache, *_newest(new, raw_q, last))[0], out
     if sums is None:
         return cache, out
     near = functools.partial(near_sums, config, new.q, new.k, partial.lse, new.position)
     return policy.near(policy.summed(cache, sums, new), near, new), out
+
+
+def _newest(new: NewTokens, raw_q, count: int):
+    """The last tokens of each row, which padding follows, and their unrotated queries."""
+    index = new.valid.sum(1, dtype=jnp.int32)[:, None] - count + jnp.arange(count)
+
+    def cut(x, axis=-2):
+        shape = [1] * x.ndim
+        shape[0], shape[axis] = index.shape
+        return jnp.take_along_axis(x, jnp.maximum(index, 0).reshape(shape), axis=axis)
+
+    position = jnp.where(index >= 0, cut(new.position, -1), -1)
+    part = new.replace(q=cut(new.q), k=cut(new.k), v=cut(new.v), token=cut(new.token, -1), position=position)
+    return part, cut(raw_q)
 
 
 def _attend_and_observe(config: ModelConfig, policy: Policy, cache: LayerCache, new: NewTokens, raw_q):

@@ -44,6 +44,8 @@ class Policy(abc.ABC):
 
     needs_probs: ClassVar[bool] = False
     """Whether `observe` and `attended` are called, with attention probabilities; if not, none are computed."""
+    last_queries: ClassVar[int | None] = None
+    """How many of a prompt's newest queries `observe` reads, where `weighing` is None; None for all of them."""
     evicts: ClassVar[bool] = True
     """Whether tokens may leave at all; if not, the budget is the whole text."""
     prefill_chunk: ClassVar[int | None] = None

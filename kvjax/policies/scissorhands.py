@@ -37,13 +37,17 @@ class Scissorhands(Policy):
         whole = isinstance(self.history, int) and self.history > 0 and self.history % WORD == 0
         check(whole, "history", self.history, "a multiple of 32 queries, from 32")
 
+    @property
+    def last_queries(self):
+        """Older queries of a prompt would be overwritten anyway."""
+        return self.history
+
     def stats(self, new, state):
         """No query has looked yet: uint32 words [b h t w/32]."""
         return jnp.zeros((*new.k.shape[:3], self.history // WORD), jnp.uint32)
 
     def observe(self, cache, probs, new):
         """Set the bits of queries that attended below average; clear those of the queries they replace."""
-        # Older queries of a prompt would be overwritten anyway.
         counts = new.valid & (new.position > new.newest[:, None] - self.history)
         if probs.shape[3] == 1:
             return self._remember(cache, probs, new.position, counts)

@@ -32,6 +32,7 @@ class Wrapper(Policy):
     needs_probs: ClassVar = _of_base("needs_probs")
     evicts: ClassVar = _of_base("evicts")
     prefill_chunk: ClassVar = _of_base("prefill_chunk")
+    last_queries: ClassVar = _of_base("last_queries")
     couples_layers: ClassVar = _of_base("couples_layers")
     shrinks: ClassVar = _of_base("shrinks")
     extra_slots: ClassVar = _of_base("extra_slots")
