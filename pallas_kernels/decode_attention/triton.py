@@ -3,7 +3,7 @@
 The same splits as `pallas_gpu`, merged by the same lines; importing this module needs Triton.
 """
 
-# pyright: reportMissingImports=false
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 from __future__ import annotations
 
 import math
