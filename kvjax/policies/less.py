@@ -16,6 +16,7 @@ from kvjax.attention import merge
 from kvjax.policies.base import check
 from kvjax.policies.wrapper import Wrapper
 from kvjax.types import Partial, setting, wide
+from pallas_kernels import less_kernels
 
 TOKEN_BLOCK = 64
 """Evicted tokens of a prompt whose hidden features exist at once."""
@@ -145,16 +146,12 @@ class Less(Wrapper):
         return self._apply("psi", layer, k)
 
     def _apply(self, which: str, layer: int, x: Array) -> Any:
-        from kvjax.less.kernels import Performer, Phi, Psi, layer_params
+        from kvjax.less.kernels import Performer, layer_params
 
         params = layer_params(self.kernels, layer)[which]
         if self.kernel == "performer":
             return Performer(params["planes"].shape[-2]).apply({"params": params}, x)
-        # What the arrays say of themselves, nobody has to say again.
-        shape = {"hidden": params["first"].shape[-1], "features": params["second"].shape[-1]}
-        if which == "psi":
-            return Psi(**shape, literal="residual_scale" not in params).apply({"params": params}, x)
-        return Phi(**shape).apply({"params": params}, x)
+        return {"phi": less_kernels.phi, "psi": less_kernels.psi}[which](x, **params)
 
     def inner(self, state):
         return state.base
