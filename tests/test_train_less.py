@@ -39,6 +39,8 @@ TOKENS = np.random.default_rng(3).integers(0, 64, (2, N))
 class FullAnswers(Wrapper):
     """Evicts like its base, while the model goes on with the given attention outputs [L b h g n d]."""
 
+    needs_probs = True  # or `attended` would not be asked
+
     answers: Any = None
 
     def attended(self, cache, partial, probs, new):

@@ -101,7 +101,10 @@ def test_offloaded_scores_lie_in_host_memory_and_change_nothing(chunk):
         token = jnp.full(3, step, jnp.int32)
         plain, expected = kvjax.decode_step(plain, token)
         offloaded, logits = kvjax.decode_step_in_place(offloaded, token)
-        np.testing.assert_array_equal(logits, expected)
+        # Two programs: XLA may round differently where it fuses differently.
+        np.testing.assert_allclose(logits, expected, atol=5e-6)
+        for cache, like in zip(layers(offloaded), layers(plain), strict=True):
+            np.testing.assert_array_equal(cache.position, like.position)
 
 
 def test_offloading_without_host_memory_is_one_sentence():
