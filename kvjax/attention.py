@@ -81,7 +81,6 @@ def attend_prompt(
         key_position: -1 for empty slots.
         weighing: how attention is summed up; None if it is not.
     """
-    slopes = alibi_slopes(config.heads).reshape(config.kv_heads, config.groups) if config.position == "alibi" else None
     wanted = Weighing() if weighing is None else weighing
     out, lse, sums = prefill_scores(
         q,
@@ -94,7 +93,7 @@ def attend_prompt(
         noise=wanted.noise,
         tau=wanted.tau,
         window=config.sliding_window,
-        slopes=slopes,
+        slopes=head_slopes(config),
     )
     return Partial(out, lse), sums
 
@@ -169,11 +168,18 @@ def alibi_bias(
     config: ModelConfig, query_position: Int[Array, "b #h t"], key_position: Int[Array, "b #h c"]
 ) -> Float[Array, "b h g t c"] | None:
     """Linear distance biases (Press et al., 2022) with the slopes of MPT; None for other models."""
-    if config.position != "alibi":
+    slopes = head_slopes(config)
+    if slopes is None:
         return None
     distance = key_position[:, :, None, None, :] - query_position[:, :, None, :, None]
-    slopes = alibi_slopes(config.heads).reshape(1, config.kv_heads, config.groups, 1, 1)
-    return slopes * distance
+    return slopes[..., None, None] * distance
+
+
+def head_slopes(config: ModelConfig) -> Float[Array, "h g"] | None:
+    """The slopes of a model's query heads, by the KV head that they share; None for models without ALiBi."""
+    if config.position != "alibi":
+        return None
+    return alibi_slopes(config.heads).reshape(config.kv_heads, config.groups)
 
 
 def alibi_slopes(heads: int) -> Float[Array, " heads"]:
@@ -208,6 +214,7 @@ __all__ = [
     "attend",
     "attend_prompt",
     "causal_mask",
+    "head_slopes",
     "join_queries",
     "merge",
     "near_sums",

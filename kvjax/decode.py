@@ -18,10 +18,10 @@ from kvjax import paged
 from kvjax.attention import (
     SLOT_BLOCK,
     alibi_bias,
-    alibi_slopes,
     attend,
     attend_prompt,
     causal_mask,
+    head_slopes,
     join_queries,
     merge,
     near_sums,
@@ -500,7 +500,6 @@ def _attend_slots(config: ModelConfig, policy: Policy, cache: LayerCache, new: N
     if config.position == "alibi" and policy.positions == "cache":  # distances that are not those of the mask
         mask = causal_mask(new.position, cache.position, config.sliding_window)
         return attend(queries, keys, cache.kv.v, mask, alibi_bias(config, query_position, key_position))
-    slopes = alibi_slopes(config.heads).reshape(config.kv_heads, config.groups) if config.position == "alibi" else None
     found = decode_attention(
         queries[:, :, :, 0],
         keys,
@@ -508,7 +507,7 @@ def _attend_slots(config: ModelConfig, policy: Policy, cache: LayerCache, new: N
         cache.position,
         new.position[:, 0],
         window=config.sliding_window,
-        slopes=slopes,
+        slopes=head_slopes(config),
         scores="each" if policy.needs_probs else None,
     )
     probs = None if found.scores is None else found.scores[:, :, :, None]

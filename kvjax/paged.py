@@ -19,7 +19,7 @@ from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import cache as caches_
-from kvjax.attention import alibi_slopes
+from kvjax.attention import head_slopes
 from kvjax.models.config import ModelConfig
 from kvjax.types import KV, LayerCache, NewTokens, PyTree, wide
 
@@ -262,7 +262,7 @@ def attend(
     rows, heads, groups, _, width = new.q.shape
     owners, kind = rows * heads, wide(new.q.dtype)
     queries = new.q.reshape(owners, groups, width)
-    lowest = jnp.finfo(kind).min
+    lowest, slopes = jnp.finfo(kind).min, head_slopes(config)
 
     def look(carry, at, valid):
         highest, total, out, logits = carry
@@ -271,9 +271,8 @@ def attend(
         k, v = _cut(pool.kv.k, at, count), _cut(pool.kv.v, at, count)
         x = jnp.einsum("pgd,psd->pgs", queries[owner], k, preferred_element_type=kind) / math.sqrt(width)
         position, query = _cut(pool.position, at, count), new.position[owner // heads]
-        if config.position == "alibi":
-            slopes = alibi_slopes(config.heads).reshape(heads, groups)[owner % heads]
-            x += slopes[..., None] * (position - query)[:, None]
+        if slopes is not None:
+            x += slopes[owner % heads][..., None] * (position - query)[:, None]
         seen = (position >= 0) & (position <= query)
         if config.sliding_window is not None:
             seen &= position > query - config.sliding_window

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from kvjax import cache as caches_
 from kvjax import decode
-from kvjax.attention import alibi_bias, attend, causal_mask, join_queries, query_block, split_queries
+from kvjax.attention import alibi_bias, attend, attend_prompt, causal_mask
 from kvjax.codec import CODECS
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Weights, block, embed, rotate
@@ -158,22 +158,13 @@ def _replay(config, policy, mask, reading, index, cache, inputs):
 
 
 def _read_full(weights: Weights, config: ModelConfig, tokens: Int[Array, "b n"]) -> list[_Read]:
-    rows, n = tokens.shape
-    positions = jnp.broadcast_to(jnp.arange(n), tokens.shape)
-    size = query_block(n, rows)
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     reads: list[_Read] = []
 
     def attention(q, k, v):
         rotated = rotate(config.rope, q, positions[:, None, None])
         keys = rotate(config.rope, k, positions[:, None])
-
-        def part(queries):
-            q, position = queries
-            visible = causal_mask(position, positions[:, None], config.sliding_window)
-            return attend(q, keys, v, visible, alibi_bias(config, position, positions[:, None]))[0]
-
-        blocks = jax.lax.map(part, (split_queries(rotated, -2, size), split_queries(positions, -1, size)))
-        full = Partial(join_queries(blocks.out, -2), join_queries(blocks.lse, -1))
+        full, _ = attend_prompt(config, rotated, keys, v, positions, positions[:, None], None)
         reads.append(_Read(q, k, v, full))
         return full.out
 

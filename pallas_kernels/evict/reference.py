@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from kvjax.cache import after
 from pallas_kernels.ranking import Protection, victim
 
 
@@ -29,7 +30,7 @@ def evict(
     slot = victim(scores, position, newest, sinks, recent, limit, keep, shrinks=shrinks)[..., 0]
     row, head = jnp.arange(rows)[:, None], jnp.arange(heads)[None]
     taken = jax.tree.map(lambda leaf: leaf[row, head, slot], {"position": position, "buffers": buffers})
-    slot = jnp.where(newest[..., 0] >= 0, slot, capacity) + _zero_after(taken)
+    slot = after(jnp.where(newest[..., 0] >= 0, slot, capacity), taken)
 
     def write(leaf: Array, value: Array) -> Array:
         return leaf.at[row, head, slot].set(value.astype(leaf.dtype), unique_indices=True, mode="drop")
@@ -38,13 +39,3 @@ def evict(
     buffers = jax.tree.map(write, buffers, added)
     left = jnp.where(newest[..., 0] >= 0, taken["position"], -1)
     return slot, left, taken["buffers"], position, buffers
-
-
-def _zero_after(taken: Any) -> Array:
-    # A 0 [b h] that takes reading `taken` to know: XLA on CPU drops optimization barriers, and copies whole buffers
-    # whenever a read of their old content is not bound to come before the write.
-    zero = jnp.int32(0)
-    for leaf in jax.tree.leaves(taken):
-        bits = leaf == leaf if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf & 1
-        zero += jnp.minimum(bits.astype(jnp.int32).reshape(*leaf.shape[:2], -1).sum(-1), 0)
-    return zero

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, UInt32
 
+from kvjax.policies import lsh_e
 from pallas_kernels.ranking import Protection, victim
 
 
@@ -19,7 +19,7 @@ def hamming(
     keep: Bool[Array, "b h c"] | None,
 ) -> Int[Array, "b h"]:
     """See `api.hamming`."""
-    differing = jax.lax.population_count(query[:, :, :, None] ^ codes[:, :, None])
-    scores = -differing.sum((2, 4), dtype=jnp.int32).astype(jnp.float32)
+    differing = lsh_e.hamming(query[:, :, :, None], codes[:, :, None]).sum(2)
+    scores = -differing.astype(jnp.float32)
     sinks, recent, limit = (x[..., None] for x in protection)
     return victim(scores, position, new_position[:, None, None], sinks, recent, limit, keep)[..., 0]
