@@ -1,8 +1,9 @@
-"""The one attention function, over cached decoding and prompt blocks alike."""
+"""Attention over slots and over prompts, in parts that merge."""
 
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,9 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax.models.config import ModelConfig
 from kvjax.types import Partial, Weighing, wide
 from pallas_kernels.prefill_scores import prefill_scores
+
+if TYPE_CHECKING:
+    from pallas_kernels.decode_attention import LowRank
 
 SLOT_BLOCK = 64
 """Slots of one flash-decoding split; a capacity beyond one block is a multiple of it."""
@@ -155,6 +159,16 @@ def merge(a: Partial, b: Partial) -> Partial:
     return Partial(out, jnp.where(total > 0, finite + jnp.log(safe_total), -jnp.inf))
 
 
+def share_of_evicted(memory: LowRank) -> Partial:
+    """Attention over what LESS remembers (equation 3): phi H / phi z, of mass phi z; nothing where that is 0."""
+    phi, h, z = memory
+    mass = jnp.einsum("bhgtr,bhr->bhgt", phi, z)
+    nothing = mass <= 0
+    mass = jnp.where(nothing, 1.0, mass)
+    out = jnp.einsum("bhgtr,bhrd->bhgtd", phi, h) / mass[..., None]
+    return Partial(jnp.where(nothing[..., None], 0.0, out), jnp.where(nothing, -jnp.inf, jnp.log(mass)))
+
+
 def causal_mask(
     query_position: Int[Array, "b t"], key_position: Int[Array, "b #h c"], window: int | None
 ) -> Bool[Array, "b #h t c"]:
@@ -219,5 +233,6 @@ __all__ = [
     "merge",
     "near_sums",
     "query_block",
+    "share_of_evicted",
     "split_queries",
 ]

@@ -1,4 +1,4 @@
-"""The only place that moves slots: take, put, rank, compress; and the bytes ledger."""
+"""The only place that moves slots: rank, exchange, compress; and the bytes ledger."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.types import KV, LayerCache, NewTokens, PyTree
+from pallas_kernels import ranking
+from pallas_kernels.evict import Protection, evict
+from pallas_kernels.evict import exchange as exchange_slots
 
 if TYPE_CHECKING:
     from kvjax.policies.base import Policy
@@ -76,23 +79,23 @@ def _with_order(cache: LayerCache) -> LayerCache:
     return cache.replace(order=jnp.argsort(jnp.argsort(live, axis=-1), axis=-1).astype(jnp.int32))
 
 
+def protection(policy: Policy, cache: LayerCache, new: NewTokens) -> Protection:
+    """What may leave each head once the new tokens are read, and how many slots it may use."""
+    return Protection(
+        policy.sink_slots(cache.limit), policy.recent_slots(cache.limit), policy.allowed(cache.limit, new.read)
+    )
+
+
 def rank(policy: Policy, cache: LayerCache, new: NewTokens) -> Float[Array, "b h c"]:
-    """Order of leaving: expired (-inf) < empty < finite scores < protected (+inf); slots beyond the limit never.
+    """Order of leaving: expired (-inf) < empty < finite scores < protected (+inf).
 
     Args:
         policy: gives the scores, sinks, recent window and protected tokens.
         cache: the layer's slots.
         new: what is being read; its newest token counts in the recent window.
     """
-    scores = policy.score(cache, new)
-    position = cache.position
-    recent = policy.recent_slots(cache.limit)[..., None]
-    sinks = policy.sink_slots(cache.limit)[..., None]
-    protected = (position < sinks) | (position > new.newest[:, None, None] - recent)
-    if cache.keep is not None:
-        protected |= cache.keep
-    scores = jnp.where(protected & (scores > -jnp.inf), jnp.inf, scores)
-    return jnp.where(position < 0, jnp.finfo(scores.dtype).min, scores)
+    sinks, recent, _ = (x[..., None] for x in protection(policy, cache, new))
+    return ranking.rank(policy.score(cache, new), cache.position, new.newest[:, None, None], sinks, recent, cache.keep)
 
 
 def last_resort(dtype: Any) -> float:
@@ -100,52 +103,38 @@ def last_resort(dtype: Any) -> float:
     return float(jnp.finfo(dtype).max) / 2
 
 
-def victim(policy: Policy, cache: LayerCache, new: NewTokens) -> Int[Array, "b h"]:
-    """The slot that the next token takes: the lowest rank, the oldest of equals."""
-    allowed = policy.allowed(cache.limit, new.read)[..., None]
-    if policy.shrinks:  # what stays of a larger cache lies anywhere in the buffers
-        live = cache.position >= 0
-        usable = live | (live.sum(-1, keepdims=True) < allowed)
-    else:
-        usable = jnp.arange(cache.capacity) < allowed
-    ranks = jnp.where(usable, rank(policy, cache, new), jnp.inf)
-    lowest = ranks == ranks.min(-1, keepdims=True)
-    age = jnp.where(lowest & usable, cache.position, jnp.iinfo(jnp.int32).max)
-    return jnp.argmin(age, axis=-1).astype(jnp.int32)
+def exchange(policy: Policy, cache: LayerCache, new: NewTokens, kv: KV) -> tuple[LayerCache, KV, Int[Array, "b h 1"]]:
+    """The cache with one new token per row in the slot that ranks lowest, and what was there.
 
+    Args:
+        policy: says which slot matters least.
+        cache: the layer's slots.
+        new: one token per row; a row of padding changes nothing.
+        kv: the token's pair, as slots store it.
 
-def take(cache: LayerCache, slot: Int[Array, "b h"]) -> tuple[KV, Int[Array, "b h 1"]]:
-    """Key, value and position in one slot of each head."""
-    kv = jax.tree.map(lambda leaf: jnp.take_along_axis(leaf, slot[:, :, None, None], axis=2), cache.kv)
-    return kv, jnp.take_along_axis(cache.position, slot[:, :, None], axis=2)
-
-
-def after(slot: Int[Array, "b h"], taken: PyTree) -> Int[Array, "b h"]:
-    """The same slots, known only once what they hold has been read.
-
-    XLA on CPU copies whole buffers when a read of their old content is not bound to come before a write into them, and
-    drops optimization barriers; a zero that it cannot see through binds them.
+    Returns:
+        The cache, and the pair that left [b h 1 d] with its position, -1 where none did.
     """
-    for leaf in jax.tree.leaves(taken):
-        bits = leaf == leaf if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf & 1
-        slot = slot + jnp.minimum(bits.astype(jnp.int32).reshape(*slot.shape, -1).sum(-1), 0)
-    return slot
+    bounds = protection(policy, cache, new)
+    added = jax.tree.map(lambda leaf: leaf[:, :, 0], entries(policy, new, cache.state, kv))
+    del added["position"]
+    buffers = {name: getattr(cache, name) for name in added}
+    slot = policy.victim(cache, new, bounds)
+    slots = (cache.position, new.position[:, 0], buffers, added)
+    if slot is None:
+        scores, shrinks = policy.score(cache, new), policy.shrinks
+        found = evict(scores, *slots, protection=bounds, keep=cache.keep, shrinks=shrinks)
+    else:
+        found = exchange_slots(slot, *slots)
+    slot, left, taken, position, buffers = found
+    written = _queued(cache, cache.replace(position=position, **buffers), slot)
+    return written, jax.tree.map(lambda leaf: leaf[:, :, None], taken["kv"]), left[..., None]
 
 
-def put(cache: LayerCache, slot: Int[Array, "b h"], added: dict[str, PyTree]) -> LayerCache:
-    """The cache with one new entry per head written over a slot; a slot out of bounds writes nothing."""
-    rows, heads = slot.shape
-    row, head = jnp.arange(rows)[:, None], jnp.arange(heads)[None]
-
-    def write(leaf: Array, value: Array) -> Array:
-        value = value[:, :, 0].astype(leaf.dtype)
-        return leaf.at[row, head, slot].set(value, unique_indices=True, mode="drop")
-
-    old = {name: getattr(cache, name) for name in added}
-    written = cache.replace(**jax.tree.map(write, old, added))
+def _queued(cache: LayerCache, written: LayerCache, slot: Int[Array, "b h"]) -> LayerCache:
+    # The slot's old entry leaves the queue, those behind it move up, the new one is last.
     if cache.order is None:
         return written
-    # The slot's old entry leaves the queue, those behind it move up, the new one is last.
     replaced = cache.position >= 0
     place = jnp.where(replaced, cache.order, cache.capacity)
     place = jnp.take_along_axis(place, jnp.minimum(slot, cache.capacity - 1)[..., None], axis=2)

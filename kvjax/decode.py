@@ -26,6 +26,7 @@ from kvjax.attention import (
     merge,
     near_sums,
     query_block,
+    share_of_evicted,
     split_queries,
 )
 from kvjax.codec import CODECS
@@ -469,37 +470,42 @@ def _read_token(weights, config: ModelConfig, policy: Policy, caches, reading: R
                 caches, out, scratch = paged.read_token(config, policy, caches, index, new, scratch)
                 return out
             cache = caches_.fetch(policy, caches[index])
-            codec = CODECS[policy.positions]
             if policy.shrinks:
                 cache = _shrink(config, policy, cache, new)
-            valid = new.valid[:, :1]
-            slot = jnp.where(valid, caches_.victim(policy, cache, new), cache.capacity)
-            evicted, position = caches_.take(cache, jnp.minimum(slot, cache.capacity - 1))
-            keys = codec.restore(config, evicted.k, position)
-            leaving = Evicted(keys, evicted.v, (position >= 0) & valid[..., None], index)
-            state = policy.absorb(cache.state, leaving)
-            if state is not cache.state:  # the pair is read, so the write has to wait for it
-                slot = caches_.after(slot, evicted)
-            cache = cache.replace(state=state)
-            stored = KV(codec.encode(config, k, new.position), v)
-            cache = caches_.put(cache, slot, caches_.entries(policy, new, cache.state, stored))
-            partial, probs = _attend_slots(config, policy, cache, new, q)
-            observed = cache if probs is None else policy.observe(cache, probs, new)
-            caches[index] = caches_.stow(policy, observed)
-            return _answer(policy, cache, partial, probs, new)
+            cache, _ = exchange(config, policy, cache, new, k)
+            cache, out = _attend_slots(config, policy, cache, new, q)
+            caches[index] = caches_.stow(policy, cache)
+            return out
 
         x = block(layer, config, x, attention)
     return caches if isinstance(caches, paged.Pool) else policy.couple(tuple(caches)), x
 
 
+def exchange(
+    config: ModelConfig, policy: Policy, cache: LayerCache, new: NewTokens, raw_k: Float[Array, "b h 1 d"]
+) -> tuple[LayerCache, Int[Array, "b h 1"]]:
+    """The cache with one new token per row, and the position of the one that left each head, -1 for none."""
+    codec = CODECS[policy.positions]
+    stored = KV(codec.encode(config, raw_k, new.position), new.v)
+    cache, pair, left = caches_.exchange(policy, cache, new, stored)
+    evicted = Evicted(codec.restore(config, pair.k, left), pair.v, left >= 0, new.layer)
+    return cache.replace(state=policy.absorb(cache.state, evicted)), left
+
+
 def _attend_slots(config: ModelConfig, policy: Policy, cache: LayerCache, new: NewTokens, raw_q):
-    """One token per row over its slots, and the probabilities that the policy is shown, None if it needs none."""
+    """One token per row over its slots, and the cache after the policy has seen what it asks for."""
     codec = CODECS[policy.positions]
     keys, key_position = codec.read(config, cache)
     queries, query_position = codec.query(config, cache, raw_q, new.position)
     if config.position == "alibi" and policy.positions == "cache":  # distances that are not those of the mask
         mask = causal_mask(new.position, cache.position, config.sliding_window)
-        return attend(queries, keys, cache.kv.v, mask, alibi_bias(config, query_position, key_position))
+        partial, probs = attend(queries, keys, cache.kv.v, mask, alibi_bias(config, query_position, key_position))
+        seen = policy.observe(cache, probs, new) if policy.needs_probs else cache
+        return seen, _answer(policy, cache, partial, probs, new)
+    scores = policy.wants(new)
+    memory = None if scores == "each" else policy.memory(cache.state, new)  # else `attended` comes before it
+    if memory is not None:
+        memory = memory._replace(features=memory.features[:, :, :, 0])
     found = decode_attention(
         queries[:, :, :, 0],
         keys,
@@ -508,10 +514,16 @@ def _attend_slots(config: ModelConfig, policy: Policy, cache: LayerCache, new: N
         new.position[:, 0],
         window=config.sliding_window,
         slopes=head_slopes(config),
-        scores="each" if policy.needs_probs else None,
+        low_rank=memory,
+        scores=scores,
     )
-    probs = None if found.scores is None else found.scores[:, :, :, None]
-    return Partial(found.out[:, :, :, None], found.lse[..., None]), probs
+    partial = Partial(found.out[:, :, :, None], found.lse[..., None])
+    if found.scores is None:
+        return cache, partial.out
+    if scores == "each":
+        probs = found.scores[:, :, :, None]
+        return policy.observe(cache, probs, new), _answer(policy, cache, partial, probs, new)
+    return policy.summed(cache, found.scores[:, :, None], new), partial.out
 
 
 def _read_block(weights, config: ModelConfig, policy: Policy, caches, reading: Reading, capacities, plan):
@@ -555,8 +567,7 @@ def _attend_block(config: ModelConfig, policy: Policy, cache: LayerCache, new: N
     keys, _ = codec.read(config, cache)
     queries, _ = codec.query(config, cache, raw_q, new.position)
     partial, sums = attend_prompt(config, queries, keys, cache.kv.v, new.position, cache.position, weighing)
-    share = policy.residual(cache.state, new)
-    out = partial.out if share is None else merge(partial, share).out
+    out = _answer(policy, cache, partial, None, new)
     if shown:
         return _attend_and_observe(config, policy, cache, *_newest(new, raw_q, last))[0], out
     if sums is None:
@@ -632,8 +643,8 @@ def _shrink(config: ModelConfig, policy: Policy, cache: LayerCache, new: NewToke
 def _answer(policy: Policy, cache: LayerCache, partial: Partial, probs, new: NewTokens):
     if probs is not None:
         partial = policy.attended(cache, partial, probs, new)
-    share = policy.residual(cache.state, new)
-    return partial.out if share is None else merge(partial, share).out
+    memory = policy.memory(cache.state, new)
+    return partial.out if memory is None else merge(partial, share_of_evicted(memory)).out
 
 
 def _new_tokens(config: ModelConfig, reading: Reading, q, k, v, layer: int) -> NewTokens:

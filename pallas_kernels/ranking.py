@@ -20,6 +20,22 @@ class Protection(NamedTuple):
     """Slots that the head may use."""
 
 
+def rank(
+    scores: Float[Array, "*b c"],
+    position: Int[Array, "*b c"],
+    newest: Int[Array, "*b 1"],
+    sinks: Int[Array, "*b 1"],
+    recent: Int[Array, "*b 1"],
+    keep: Bool[Array, "*b c"] | None = None,
+) -> Float[Array, "*b c"]:
+    """Order of leaving: expired (-inf) < empty < finite scores < protected (+inf)."""
+    protected = (position < sinks) | (position > newest - recent)
+    if keep is not None:
+        protected |= keep
+    scores = jnp.where(protected & (scores > -jnp.inf), jnp.inf, scores)
+    return jnp.where(position >= 0, scores, jnp.finfo(scores.dtype).min)
+
+
 def victim(
     scores: Float[Array, "*b c"],
     position: Int[Array, "*b c"],
@@ -31,23 +47,19 @@ def victim(
     *,
     shrinks: bool = False,
 ) -> Int[Array, "*b 1"]:
-    """The slot of the lowest rank, the oldest of equals: expired < empty < finite scores < protected.
+    """The slot of the lowest rank, the oldest of equals; slots beyond the limit never.
 
-    As `kvjax.cache.victim`, from numbers instead of a policy; `shrinks` is the policy's.
+    Where a budget `shrinks`, what stays of a larger cache lies anywhere in the buffers, so live slots count as within.
     """
     slot = jax.lax.broadcasted_iota(jnp.int32, position.shape, position.ndim - 1)
-    live = position >= 0
-    protected = (position < sinks) | (position > newest - recent)
-    if keep is not None:
-        protected |= keep
-    scores = jnp.where(protected & (scores > -jnp.inf), jnp.inf, scores)
-    scores = jnp.where(live, scores, jnp.finfo(scores.dtype).min)
+    ranks = rank(scores, position, newest, sinks, recent, keep)
     if shrinks:
+        live = position >= 0
         usable = live | (jnp.where(live, 1, 0).sum(-1, keepdims=True) < limit)
     else:
         usable = slot < limit
-    scores = jnp.where(usable, scores, jnp.inf)
-    lowest = usable & (scores == scores.min(-1, keepdims=True))
+    ranks = jnp.where(usable, ranks, jnp.inf)
+    lowest = usable & (ranks == ranks.min(-1, keepdims=True))
     last = jnp.iinfo(jnp.int32).max
     age = jnp.where(lowest, position, last)
     oldest = age == age.min(-1, keepdims=True)

@@ -10,8 +10,11 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax import decode
+from kvjax import cache, decode
+from kvjax.policies import lsh_e
 from pallas_kernels.decode_attention import decode_attention
+from pallas_kernels.evict import evict
+from pallas_kernels.hamming import hamming
 from tests.kernels import GPU_WAYS, TPU_WAYS
 
 PROMPT = "The name is Tom. What is the name?"
@@ -36,16 +39,24 @@ def greedy(model, policy):
     [
         (kvjax.policy("streaming"), TPU_WAYS[0]),
         (kvjax.policy("h2o"), GPU_WAYS[0]),
+        (kvjax.policy("h2o"), TPU_WAYS[1]),
         (kvjax.policy("keyformer"), TPU_WAYS[0]),
+        (kvjax.policy("keyformer", tau_end=3.0), GPU_WAYS[0]),
+        (kvjax.policy("lsh_e", sinks=2, recent=4), TPU_WAYS[0]),
+        (kvjax.policy("tova"), TPU_WAYS[0]),
         (kvjax.policy("less", kernels="performer"), GPU_WAYS[0]),
+        (kvjax.policy("less", base="keyformer"), TPU_WAYS[0]),
     ],
-    ids=["streaming-tpu", "h2o-gpu", "keyformer-tpu", "less-gpu"],
+    ids=lambda value: str(value) if not isinstance(value, kvjax.Policy) else type(value).__name__,
 )
 def test_kernels_give_the_same_tokens(monkeypatch, policy, way):
     model = kvjax.load("tiny")
     expected = greedy(model, policy)
     jax.clear_caches()  # or the program compiled for XLA would run again
     monkeypatch.setattr(decode, "decode_attention", functools.partial(decode_attention, **way.options))
+    if way in TPU_WAYS:  # what has no form for GPU stays with XLA there
+        monkeypatch.setattr(cache, "evict", functools.partial(evict, **way.options))
+        monkeypatch.setattr(lsh_e, "hamming", functools.partial(hamming, **way.options))
     found = greedy(model, policy)
     jax.clear_caches()
     assert found[0] == expected[0]

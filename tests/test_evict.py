@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 import kvjax
 from kvjax import cache as caches
+from kvjax.policies import lsh_e
 from kvjax.policies.lsh_e import hashes, projections
 from kvjax.types import KV, LayerCache, NewTokens
 from pallas_kernels.common import Unsupported
@@ -50,33 +51,29 @@ def new_token(key, b, h, g, d, position):
 
 
 @pytest.mark.parametrize("way", [XLA, TPU_WAYS[0]], ids=str)
-def test_the_cache_evicts_the_same(way):
+def test_a_token_takes_the_slot_that_compression_would_drop(monkeypatch, way):
+    """What ranks lowest is one rule: for one token more than a head may hold, and for a whole prompt."""
+    monkeypatch.setattr(caches, "evict", functools.partial(evict, **way.options))
     b, h, c, d = 2, 2, 48, 64
-    inputs = jax.tree.map(jnp.asarray, case(b, h, c, d, live="ragged").arrays[0])
+    inputs = jax.tree.map(jnp.asarray, case(b, h, c, d, live="full").arrays[0])
     new = new_token(jax.random.key(0), b, h, 2, d, jnp.asarray([150, 120]))
-    limit = jnp.asarray([[48, 40], [33, 48]])
     policy = kvjax.policy("h2o", sinks=2, recent=5)
     k, v = inputs["buffers"]["pair"]
-    cache = LayerCache(KV(k, v), inputs["position"], None, None, inputs["scores"], None, limit)
-    slot = caches.victim(policy, cache, new)
-    kv, position = caches.take(cache, slot)
-    wanted = caches.put(cache, slot, caches.entries(policy, new, None, KV(new.k, new.v)))
-    found = evict(
-        cache.stats,
-        cache.position,
-        new.position[:, 0],
-        (cache.kv, cache.stats),
-        (KV(new.k[:, :, 0], new.v[:, :, 0]), jnp.zeros((b, h))),
-        protection=Protection(policy.sink_slots(limit), policy.recent_slots(limit), limit),
-        **way.options,
-    )
-    flat = KV(kv.k[:, :, 0], kv.v[:, :, 0]), jnp.take_along_axis(cache.stats, slot[..., None], 2)[..., 0]
-    expected = (slot, position[..., 0], flat, wanted.position, (wanted.kv, wanted.stats))
-    jax.tree.map(np.testing.assert_array_equal, found, expected)
+    cache = LayerCache(KV(k, v), inputs["position"], None, None, inputs["scores"], None, jnp.full((b, h), c))
+    written, pair, left = caches.exchange(policy, cache, new, KV(new.k, new.v))
+    joined = caches.append(cache, caches.entries(policy, new, None, KV(new.k, new.v)))
+    smaller, leaving = caches.compress(policy, joined, new, c)
+    np.testing.assert_array_equal(leaving.sum(-1), 1)
+    np.testing.assert_array_equal(left[..., 0], jnp.where(leaving, joined.position, 0).sum(-1))
+    np.testing.assert_array_equal(np.sort(written.position), np.sort(smaller.position))
+    np.testing.assert_array_equal(pair.k[:, :, 0], (joined.kv.k * leaving[..., None]).sum(2))
+    here = written.position == new.position[:, None]
+    np.testing.assert_array_equal((written.kv.v * here[..., None]).sum(2), new.v[:, :, 0])
+    np.testing.assert_array_equal(jnp.where(here, written.stats, 0), 0)
 
 
 @pytest.mark.parametrize("way", [XLA, TPU_WAYS[0]], ids=str)
-def test_hamming_finds_the_victim_of_lsh_e(way):
+def test_hamming_finds_the_victim_of_lsh_e(monkeypatch, way):
     b, h, g, c, d = 2, 2, 3, 48, 64
     inputs = case(b, h, c, d, live="full").arrays[0]
     new = new_token(jax.random.key(1), b, h, g, d, jnp.asarray([150, 120]))
@@ -85,15 +82,13 @@ def test_hamming_finds_the_victim_of_lsh_e(way):
     limit = jnp.full((b, h), c)
     k, v = inputs["buffers"]["pair"]
     cache = LayerCache(KV(k, v), inputs["position"], None, None, hashes(planes, k), planes, limit)
-    found = hamming(
-        hashes(planes, new.last_query),
-        cache.stats,
-        cache.position,
-        new.position[:, 0],
-        protection=Protection(policy.sink_slots(limit), policy.recent_slots(limit), limit),
-        **way.options,
-    )
-    np.testing.assert_array_equal(found, caches.victim(policy, cache, new))
+    monkeypatch.setattr(lsh_e, "hamming", functools.partial(hamming, **way.options))
+    found = policy.victim(cache, new, caches.protection(policy, cache, new))
+    assert found is not None
+    ranks = caches.rank(policy, cache, new)
+    lowest = ranks == ranks.min(-1, keepdims=True)
+    oldest = jnp.where(lowest, cache.position, 1000).argmin(-1)
+    np.testing.assert_array_equal(found, oldest)
 
 
 def test_donated_buffers_are_written_in_place():

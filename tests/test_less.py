@@ -15,7 +15,7 @@ import pytest
 
 import kvjax
 from kvjax import generate
-from kvjax.attention import merge
+from kvjax.attention import merge, share_of_evicted
 from kvjax.less import Psi, checkpoint, init_kernels, layer_params, lowrank_oracle, performer_kernels
 from kvjax.models import ModelConfig
 from kvjax.policies.less import TOKEN_BLOCK, Less
@@ -141,8 +141,7 @@ def test_stable_form_is_equation_3(dtype: str, tolerance: float, evicted: int, x
         jnp.asarray(np.einsum("bhgts,bhsd->bhgtd", weights / weights.sum(-1, keepdims=True), v)),
         jnp.asarray(np.log(weights.sum(-1))),
     )
-    share = policy.residual(state, new)
-    assert share is not None
+    share = share_of_evicted(policy.memory(state, new))
     phi = np.asarray(policy.phi(0, jnp.asarray(q)))
     above = np.einsum("bhgtr,bhrd->bhgtd", phi, state.h) + np.einsum("bhgts,bhsd->bhgtd", weights, v)
     below = np.einsum("bhgtr,bhr->bhgt", phi, state.z) + weights.sum(-1)

@@ -20,7 +20,7 @@ from flax import struct
 
 import kvjax
 from kvjax import decode, train_less
-from kvjax.attention import merge
+from kvjax.attention import merge, share_of_evicted
 from kvjax.less import checkpoint
 from kvjax.less.record import Features, record
 from kvjax.less.train import Recipe, memory_attention
@@ -42,6 +42,9 @@ class FullAnswers(Wrapper):
     needs_probs = True  # or `attended` would not be asked
 
     answers: Any = None
+
+    def wants(self, new):
+        return "each"
 
     def attended(self, cache, partial, probs, new):
         position = new.position[:, None, None, :, None]
@@ -146,8 +149,7 @@ def test_all_positions_at_once_equal_one_step_after_another(literal: bool, x64: 
         q, k, v, out = (at_position(x, at) for x in (seen.q, seen.k, seen.v, seen.sparse))
         leaving = jax.lax.dynamic_slice_in_dim(seen.leaving, at, 1, axis=-1) > 0
         state = less.absorb(state, Evicted(k, v, leaving))
-        share = less.residual(state, new_tokens(q, k, v))
-        assert share is not None
+        share = share_of_evicted(less.memory(state, new_tokens(q, k, v)))
         lse = jax.lax.dynamic_slice_in_dim(seen.lse, at, 1, axis=-1)
         return state, merge(Partial(out, lse), share).out
 

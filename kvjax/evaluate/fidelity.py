@@ -75,6 +75,9 @@ class Probe(Wrapper):
             jnp.zeros((rows, heads, self.length, features), dtype),
         )
 
+    def wants(self, new):
+        return "each"
+
     def observe(self, cache, probs, new):
         seen = super().observe(cache, probs, new)
         if new.q.shape[-2] != 1:

@@ -16,7 +16,7 @@ from kvjax.codec import CODECS
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Weights, block, embed, rotate
 from kvjax.policies.base import Policy
-from kvjax.types import KV, Evicted, Partial, wide
+from kvjax.types import Partial, wide
 
 
 class Features(struct.PyTreeNode):
@@ -139,12 +139,7 @@ def _replay(config, policy, mask, reading, index, cache, inputs):
     cache = caches_.fetch(policy, cache)
     codec = CODECS[policy.positions]
     new = decode._new_tokens(config, reading, q, k, v, index)
-    slot = caches_.victim(policy, cache, new)
-    gone, position = caches_.take(cache, slot)
-    keys = codec.restore(config, gone.k, position)
-    cache = cache.replace(state=policy.absorb(cache.state, Evicted(keys, gone.v, position >= 0, index)))
-    stored = KV(codec.encode(config, k, new.position), v)
-    cache = caches_.put(cache, slot, caches_.entries(policy, new, cache.state, stored))
+    cache, position = decode.exchange(config, policy, cache, new, k)
     keys, key_position = codec.read(config, cache)
     queries, query_position = codec.query(config, cache, q, new.position)
     visible = causal_mask(new.position, cache.position, config.sliding_window)

@@ -16,6 +16,8 @@ from kvjax.types import Evicted, LayerCache, NewTokens, Partial, PyTree, Weighin
 
 if TYPE_CHECKING:
     from kvjax.models.model import Model
+    from pallas_kernels.decode_attention import Gumbel, LowRank
+    from pallas_kernels.ranking import Protection
 
 
 @struct.dataclass(kw_only=True)
@@ -26,7 +28,7 @@ class Policy(abc.ABC):
 
     1. `score`, and gives the slot that ranks lowest to the new token (an empty one first, if there is any),
     2. `stats` of the new token, stored beside its key and value,
-    3. `observe`, after attention, with its probabilities, if `needs_probs`.
+    3. after attention `observe` with its probabilities, or `summed` with sums of them, if it `wants` any.
 
     In the prompt, `observe` is called for one block of queries after another, or `summed` once where `weighing` says
     what it needs to know; then `commit` once, then the slots that rank highest stay. With `prefill_chunk` this happens
@@ -99,6 +101,13 @@ class Policy(abc.ABC):
             new: what is being read: the token that wants a slot, or the prompt.
         """
 
+    def victim(self, cache: LayerCache, new: NewTokens, protection: Protection) -> Int[Array, "b h"] | None:
+        """The slot that the new token of each row takes, for policies with a kernel that finds it without scores.
+
+        None: the slot that ranks lowest by `score`. Both have to agree.
+        """
+        return None
+
     def stats(self, new: NewTokens, state: PyTree) -> PyTree:
         """What to remember of new tokens besides key and value, given the layer's state: arrays [b h t ...]."""
         return None
@@ -111,6 +120,14 @@ class Policy(abc.ABC):
         """The cache after seeing how new tokens attended to its slots; rows of padding are all zero."""
         return cache
 
+    def wants(self, new: NewTokens) -> str | Gumbel | None:
+        """What a new token's attention has to tell, as `scores` of `pallas_kernels.decode_attention`.
+
+        `each` probability goes to `observe`; what is added up over a KV head's queries, `sum` or a `Gumbel`, goes to
+        `summed` as [b h 1 c].
+        """
+        return "each" if self.needs_probs else None
+
     def weighing(self, cache: LayerCache, new: NewTokens) -> Weighing | None:
         """Which sums over a prompt's queries are all that `observe` needs: `summed` gets them in its place.
 
@@ -119,8 +136,8 @@ class Policy(abc.ABC):
         return None
 
     def summed(self, cache: LayerCache, sums: Float[Array, "b h g c"], new: NewTokens) -> LayerCache:
-        """`observe` for a whole prompt or chunk, given what each key got from all of its queries together."""
-        raise NotImplementedError(f"{type(self).__name__} has a weighing, but no `summed`.")
+        """`observe`, given what each key got from all queries of a prompt, chunk or step together."""
+        raise NotImplementedError(f"{type(self).__name__} asks for sums, but has no `summed`.")
 
     def near(self, cache: LayerCache, sums: Callable[..., Float[Array, "b h t"]], new: NewTokens) -> LayerCache:
         """The cache after `summed`, for policies that also ask what each token got from queries near it.
@@ -147,7 +164,7 @@ class Policy(abc.ABC):
         """The layer's state with evicted pairs folded in."""
         return state
 
-    def residual(self, state: PyTree, new: NewTokens) -> Partial | None:
+    def memory(self, state: PyTree, new: NewTokens) -> LowRank | None:
         """The evicted tokens' share of the attention of `new.q`, merged into that over the slots."""
         return None
 

@@ -35,12 +35,16 @@ class H2O(Policy):
         """F_t = F_{t-1} + a_t."""
         return cache.replace(stats=cache.stats + probs.sum((2, 3)))
 
+    def wants(self, new):
+        """a_t, summed over the group."""
+        return "sum"
+
     def weighing(self, cache, new):
         """Every query counts."""
         return Weighing()
 
     def summed(self, cache, sums, new):
-        """F_t, all of the prompt at once."""
+        """F_t, given the sum over queries."""
         return cache.replace(stats=cache.stats + sums.sum(2))
 
     def score(self, cache, new):

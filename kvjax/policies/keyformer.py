@@ -8,6 +8,7 @@ from flax import struct
 from kvjax import noise
 from kvjax.policies.base import Policy, check
 from kvjax.types import Weighing, setting, wide
+from pallas_kernels.decode_attention.types import Gumbel
 
 
 @struct.dataclass(kw_only=True)
@@ -71,6 +72,14 @@ class Keyformer(Policy):
         weight, _ = self._damping(new)
         return self._with(cache, self._added(cache, probs, new, weight.astype(probs.dtype)), new)
 
+    def wants(self, new):
+        """Equation 9 of one token, with one draw for each key."""
+        if self.fresh_noise:
+            return "each"
+        if self._flat and self.tau_init == self.tau_end == 1:
+            return "sum"
+        return Gumbel(new.seed, self.temperature(new)[:, 0], new.layer, "none" if self._flat else self.noise)
+
     def weighing(self, cache, new):
         """Equation 9 with one draw per token, the temperature being tau_init."""
         if self.fresh_noise:
@@ -80,7 +89,7 @@ class Keyformer(Policy):
         return Weighing(weights, None if self._flat else self._drawn(cache, new, dtype), self.tau_init)
 
     def summed(self, cache, sums, new):
-        """Equation 9, summed over the prompt's queries."""
+        """Equation 9, given the sum over queries."""
         return self._with(cache, sums.sum(2), new)
 
     def _with(self, cache, added, new):

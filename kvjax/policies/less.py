@@ -12,11 +12,11 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, Float
 
-from kvjax.attention import merge
 from kvjax.policies.base import check
 from kvjax.policies.wrapper import Wrapper
-from kvjax.types import Partial, setting, wide
+from kvjax.types import setting, wide
 from pallas_kernels import less_kernels
+from pallas_kernels.decode_attention.types import LowRank
 
 TOKEN_BLOCK = 64
 """Evicted tokens of a prompt whose hidden features exist at once."""
@@ -195,13 +195,10 @@ class Less(Wrapper):
         features = jnp.where(leaving[..., None], self.psi(layer, k), 0.0)
         return h + jnp.einsum("bhmr,bhmd->bhrd", features, v.astype(h.dtype)), z + features.sum(2)
 
-    def residual(self, state, new):
-        """The memory's share of equation 3: phi H / phi z, of mass phi z."""
-        phi = self.phi(new.layer, new.q)
-        mass = jnp.einsum("bhgtr,bhr->bhgt", phi, state.z)
-        nothing = mass <= 0
-        mass = jnp.where(nothing, 1.0, mass)
-        out = jnp.einsum("bhgtr,bhrd->bhgtd", phi, state.h) / mass[..., None]
-        share = Partial(jnp.where(nothing[..., None], 0.0, out), jnp.where(nothing, -jnp.inf, jnp.log(mass)))
-        of_base = super().residual(state, new)
-        return share if of_base is None else merge(of_base, share)
+    def memory(self, state, new):
+        """Equation 3's phi, H and z."""
+        own, of_base = LowRank(self.phi(new.layer, new.q), state.h, state.z), super().memory(state, new)
+        if of_base is None:
+            return own
+        pairs = zip(zip(own, of_base, strict=True), (-1, 2, 2), strict=True)
+        return LowRank(*(jnp.concatenate(pair, axis) for pair, axis in pairs))

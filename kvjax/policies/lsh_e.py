@@ -9,6 +9,7 @@ from jaxtyping import Array, Float, UInt32
 
 from kvjax.policies.base import Policy, check
 from kvjax.types import setting, wide
+from pallas_kernels.hamming import distances, hamming
 
 WORD = 32
 """Bits of one stored word."""
@@ -62,11 +63,16 @@ class LSHE(Policy):
         """h(k)."""
         return hashes(state, new.k)
 
+    def victim(self, cache, new, protection):
+        """The least F_t, from packed codes alone."""
+        query = hashes(cache.state, new.last_query)
+        position = new.position[:, 0]
+        return hamming(query, cache.stats, cache.position, position, protection=protection, keep=cache.keep)
+
     def score(self, cache, new):
         """F_t = -d_H(h(q_t), H), summed over the query group."""
         query = hashes(cache.state, new.last_query)
-        distance = hamming(query[..., None, :], cache.stats[:, :, None])
-        return -distance.sum(2).astype(jnp.float32)
+        return -distances(query, cache.stats).astype(jnp.float32)
 
 
 def projections(seed: int, layer: int, heads: int, bits: int, width: int) -> Float[Array, "h bits d"]:
@@ -102,8 +108,3 @@ def unpack(words: UInt32[Array, "*n words"], bits: int) -> Array:
     """The inverse of `pack`: bool [... bits]."""
     spread = words[..., None] >> jnp.arange(WORD, dtype=jnp.uint32) & 1
     return spread.reshape(*words.shape[:-1], -1)[..., :bits].astype(bool)
-
-
-def hamming(a: UInt32[Array, "*n words"], b: UInt32[Array, "*n words"]) -> UInt32[Array, "*n"]:
-    """In how many bits two packed codes differ."""
-    return jax.lax.population_count(a ^ b).sum(-1, dtype=jnp.uint32)

@@ -82,6 +82,9 @@ class Wrapper(Policy):
     def score(self, cache, new):
         return self.base.score(self._inside(cache), new)
 
+    def victim(self, cache, new, protection):
+        return self.base.victim(self._inside(cache), new, protection)
+
     def stats(self, new, state):
         return self.base.stats(new, self.inner(state))
 
@@ -90,6 +93,9 @@ class Wrapper(Policy):
 
     def observe(self, cache, probs, new):
         return self._outside(cache, self.base.observe(self._inside(cache), probs, new))
+
+    def wants(self, new):
+        return self.base.wants(new)
 
     def weighing(self, cache, new):
         return self.base.weighing(self._inside(cache), new)
@@ -107,8 +113,8 @@ class Wrapper(Policy):
     def absorb(self, state, evicted):
         return self.outer(state, self.base.absorb(self.inner(state), evicted))
 
-    def residual(self, state, new):
-        return self.base.residual(self.inner(state), new)
+    def memory(self, state, new):
+        return self.base.memory(self.inner(state), new)
 
     def attended(self, cache, partial, probs, new):
         return self.base.attended(self._inside(cache), partial, probs, new)

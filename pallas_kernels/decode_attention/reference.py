@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from kvjax import noise
-from kvjax.attention import attend, causal_mask, merge
-from kvjax.types import Partial
+from kvjax.attention import attend, causal_mask, merge, share_of_evicted
 from pallas_kernels.decode_attention.types import Decoded, Gumbel, LowRank
 
 
@@ -32,7 +32,8 @@ def decode_attention(
         bias = slopes[None, :, :, None, None] * distance
     partial, probs = attend(q[:, :, :, None], k, v, mask, bias)
     if low_rank is not None:
-        partial = merge(partial, share_of(low_rank))
+        token = low_rank._replace(features=low_rank.features[:, :, :, None])
+        partial = merge(partial, share_of_evicted(token))
     if isinstance(scores, Gumbel):
         found = increments(probs[:, :, :, 0], position, scores)
     else:  # the sum over both axes: summed over one of them, XLA takes four times as long on a CPU
@@ -40,30 +41,19 @@ def decode_attention(
     return Decoded(partial.out[:, :, :, 0], partial.lse[:, :, :, 0], found)
 
 
-def share_of(low_rank: LowRank) -> Partial:
-    """phi H / phi z, of mass phi z (LESS, equation 3); nothing where that is 0."""
-    phi, h, z = low_rank
-    mass = jnp.einsum("bhgr,bhr->bhg", phi, z)
-    nothing = mass <= 0
-    mass = jnp.where(nothing, 1.0, mass)
-    out = jnp.einsum("bhgr,bhrd->bhgd", phi, h) / mass[..., None]
-    lse = jnp.where(nothing, -jnp.inf, jnp.log(mass))
-    return Partial(jnp.where(nothing[..., None], 0.0, out)[:, :, :, None], lse[..., None])
-
-
 def increments(probs: Float[Array, "b h g c"], position: Int[Array, "b h c"], gumbel: Gumbel) -> Float[Array, "b h c"]:
     """Equation 9 from probabilities: softmax((log p + zeta)/tau) = softmax((x + zeta)/tau), summed over the group."""
     tau = gumbel.tau.astype(probs.dtype)[:, None, None]
     tempered = jnp.where(probs > 0, jnp.power(probs, 1 / tau[..., None]), 0.0)
-    factor = jnp.exp(drawn(gumbel, position).astype(probs.dtype) / tau)
+    factor = jnp.exp(drawn(gumbel, position, probs.dtype) / tau)
     total = jnp.einsum("bhgc,bhc->bhg", tempered, factor)
     share = jnp.where(total > 0, 1.0, 0.0) / jnp.where(total > 0, total, 1.0)
     return factor * jnp.einsum("bhgc,bhg->bhc", tempered, share)
 
 
-def drawn(gumbel: Gumbel, position: Int[Array, "b h c"]) -> Float[Array, "b h c"]:
+def drawn(gumbel: Gumbel, position: Int[Array, "b h c"], dtype: DTypeLike = jnp.float32) -> Float[Array, "b h c"]:
     """zeta of every slot."""
     if gumbel.noise == "none":
-        return jnp.zeros(position.shape, jnp.float32)
+        return jnp.zeros(position.shape, dtype)
     kinds = {"gumbel": noise.gumbel, "gaussian": noise.gaussian}
-    return kinds[gumbel.noise](noise.uniform_at(gumbel.seed, gumbel.layer, position))
+    return kinds[gumbel.noise](noise.uniform_at(gumbel.seed, gumbel.layer, position).astype(dtype))

@@ -10,8 +10,8 @@ from jaxtyping import Array, Float, UInt32
 class LowRank(NamedTuple):
     """Evicted tokens' share of the attention in LESS (equation 3): one more split of mass phi z."""
 
-    features: Float[Array, "b h g R"]
-    """phi(q), not negative."""
+    features: Float[Array, "b h g *t R"]
+    """phi(q), not negative; of one token per row, without t, for `decode_attention`."""
     h: Float[Array, "b h R d"]
     """Sum of psi(k)^T v."""
     z: Float[Array, "b h R"]

@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.cache import after
 from pallas_kernels.ranking import Protection, victim
 
 
@@ -24,18 +23,35 @@ def evict(
     shrinks: bool,
 ) -> tuple[Array, Array, Any, Array, Any]:
     """See `api.evict`."""
-    rows, heads, capacity = position.shape
-    newest = new_position[:, None, None]
     sinks, recent, limit = (x[..., None] for x in protection)
+    newest = new_position[:, None, None]
     slot = victim(scores, position, newest, sinks, recent, limit, keep, shrinks=shrinks)[..., 0]
+    return exchange(slot, position, new_position, buffers, added)
+
+
+def exchange(
+    slot: Int[Array, "b h"], position: Int[Array, "b h c"], new_position: Int[Array, " b"], buffers: Any, added: Any
+) -> tuple[Array, Array, Any, Array, Any]:
+    """`api.evict`, given the slot of each head."""
+    rows, heads, capacity = position.shape
     row, head = jnp.arange(rows)[:, None], jnp.arange(heads)[None]
+    writes = new_position[:, None] >= 0
     taken = jax.tree.map(lambda leaf: leaf[row, head, slot], {"position": position, "buffers": buffers})
-    slot = after(jnp.where(newest[..., 0] >= 0, slot, capacity), taken)
+    slot = _after(jnp.where(writes, slot, capacity), taken)
 
     def write(leaf: Array, value: Array) -> Array:
         return leaf.at[row, head, slot].set(value.astype(leaf.dtype), unique_indices=True, mode="drop")
 
     position = write(position, jnp.broadcast_to(new_position[:, None], slot.shape))
     buffers = jax.tree.map(write, buffers, added)
-    left = jnp.where(newest[..., 0] >= 0, taken["position"], -1)
-    return slot, left, taken["buffers"], position, buffers
+    return slot, jnp.where(writes, taken["position"], -1), taken["buffers"], position, buffers
+
+
+def _after(slot: Int[Array, "b h"], taken: Any) -> Int[Array, "b h"]:
+    # The same slots, known only once what they hold has been read. XLA on CPU copies whole buffers when a read of their
+    # old content is not bound to come before a write into them, and drops optimization barriers; a zero that it cannot
+    # see through binds them.
+    for leaf in jax.tree.leaves(taken):
+        bits = leaf == leaf if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf & 1
+        slot = slot + jnp.minimum(bits.astype(jnp.int32).reshape(*slot.shape, -1).sum(-1), 0)
+    return slot

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, UInt32
 
-from kvjax.policies import lsh_e
 from pallas_kernels.ranking import Protection, victim
 
 
@@ -19,7 +19,12 @@ def hamming(
     keep: Bool[Array, "b h c"] | None,
 ) -> Int[Array, "b h"]:
     """See `api.hamming`."""
-    differing = lsh_e.hamming(query[:, :, :, None], codes[:, :, None]).sum(2)
-    scores = -differing.astype(jnp.float32)
+    scores = -distances(query, codes).astype(jnp.float32)
     sinks, recent, limit = (x[..., None] for x in protection)
     return victim(scores, position, new_position[:, None, None], sinks, recent, limit, keep)[..., 0]
+
+
+def distances(query: UInt32[Array, "b h g w"], codes: UInt32[Array, "b h c w"]) -> UInt32[Array, "b h c"]:
+    """In how many bits packed codes differ from those of a group's queries, summed over the group."""
+    differing = query[:, :, :, None] ^ codes[:, :, None]
+    return jax.lax.population_count(differing).sum((2, 4), dtype=jnp.uint32)
