@@ -22,6 +22,8 @@ def empty(
 ) -> LayerCache:
     """A layer's cache with nothing in it and no slot allowed yet."""
     kv = KV(jnp.zeros((rows, heads, slots, width), dtype), jnp.zeros((rows, heads, slots, width), dtype))
+    slides = policy.positions == "cache" and policy.slides
+    ranked = policy.positions == "cache" and not policy.slides
     nothing = jnp.zeros((rows, heads, 0, width), dtype)
     new = NewTokens(
         q=jnp.zeros((rows, heads, groups, 0, width), dtype),
@@ -43,10 +45,11 @@ def empty(
         kv=kv,
         position=jnp.full((rows, heads, slots), -1, jnp.int32),
         keep=jnp.zeros((rows, heads, slots), bool) if policy.special else None,
-        order=jnp.zeros((rows, heads, slots), jnp.int32) if policy.positions == "cache" else None,
+        order=jnp.zeros((rows, heads, slots), jnp.int32) if ranked else None,
         stats=stats,
         state=state,
         limit=jnp.zeros((rows, heads), jnp.int32),
+        sinks=jnp.zeros((rows, heads, policy.sinks, width), dtype) if slides else None,
     )
 
 
@@ -155,7 +158,10 @@ def compress(policy: Policy, cache: LayerCache, new: NewTokens, capacity: int) -
     worth = (position >= 0) & (ranks > -jnp.inf)
     ranks = jnp.where(worth, ranks, -jnp.inf)
     slots = jnp.broadcast_to(jnp.arange(position.shape[-1], dtype=jnp.int32), position.shape)
-    _, _, best = jax.lax.sort((-ranks, -position, slots), num_keys=2)
+    # Of equal ranks the newest stay; but sinks, which all do, come first and in order.
+    sinks = protection(policy, cache, new).sinks[..., None]
+    age = jnp.where(position < sinks, position - jnp.iinfo(jnp.int32).max, -position)
+    _, _, best = jax.lax.sort((-ranks, age, slots), num_keys=2)
     if best.shape[-1] < capacity:
         missing = capacity - best.shape[-1]
         # Repeats of the last slot, never kept: they lie beyond what the sort found worth keeping.

@@ -1,8 +1,8 @@
-"""How keys stand in a slot: rotated once by original position, or stored raw and rotated on read by cache position."""
+"""How keys stand in a slot: rotated by the position in the text, or so that the model sees the place in the cache."""
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -10,7 +10,10 @@ from jaxtyping import Array, Float, Int
 from kvjax.attention import QUERY_BLOCK
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import rotate, rotate_by_rank
-from kvjax.types import LayerCache
+from kvjax.types import LayerCache, NewTokens
+
+if TYPE_CHECKING:
+    from kvjax.policies.base import Policy
 
 Keys = Float[Array, "b h c d"]
 Queries = Float[Array, "b h g t d"]
@@ -37,6 +40,10 @@ class Codec(Protocol):
         """Stored keys rotated by their original positions."""
         ...
 
+    def settle(self, config: ModelConfig, cache: LayerCache, new: NewTokens, raw: Keys) -> LayerCache:
+        """The cache as attention may read it, after new tokens with these unrotated keys have been stored."""
+        ...
+
 
 class OriginalPositions:
     """Keys rotated by the position in the text (*Org Pos* in Keyformer, Table 3)."""
@@ -52,6 +59,9 @@ class OriginalPositions:
 
     def restore(self, config, stored, position):
         return stored
+
+    def settle(self, config, cache, new, raw):
+        return cache
 
 
 class CachePositions:
@@ -70,6 +80,40 @@ class CachePositions:
     def restore(self, config, stored, position):
         return rotate(config.rope, stored, position)
 
+    def settle(self, config, cache, new, raw):
+        return cache
+
+
+class SlidingPositions(OriginalPositions):
+    """Cache positions of sinks and a window: attention sees distances, and only those to the sinks differ.
+
+    All other live tokens are as far apart as in the text. So the sinks alone are kept raw, too, and before each
+    attention rotated to where they are to be seen: right before the window, which costs a few keys instead of all.
+    """
+
+    def read(self, config, cache):
+        gap = cache.position.max(-1, keepdims=True) + 1 - (cache.position >= 0).sum(-1, keepdims=True)
+        sinks = (cache.position >= 0) & (cache.position < cache.sinks.shape[2])
+        return cache.kv.k, jnp.where(sinks, cache.position + gap, cache.position)
+
+    def settle(self, config, cache, new, raw):
+        count = cache.sinks.shape[2]
+        if count == 0:
+            return cache
+        place = jnp.arange(count)
+        index = place - new.position[:, :1]  # texts are read in order
+        arrives = (index >= 0) & (place < new.read[:, None]) & new.valid[:, :1]
+        arriving = jnp.take_along_axis(raw, jnp.clip(index, 0, raw.shape[2] - 1)[:, None, :, None], axis=2)
+        sinks = jnp.where(arrives[:, None, :, None], arriving, cache.sinks)
+        # Sinks lie first (`kvjax.cache.compress`); where they have just been read they may not, but there is no gap.
+        place = place[: cache.capacity]
+        slot = jnp.where(cache.position[:, :, : len(place)] == place, place, cache.capacity + place)
+        gap = new.read[:, None] - (cache.position >= 0).sum(-1)
+        turned = rotate(config.rope, sinks[:, :, : len(place)], place + gap[..., None])
+        row, head = jnp.arange(slot.shape[0])[:, None, None], jnp.arange(slot.shape[1])[:, None]
+        keys = cache.kv.k.at[row, head, slot].set(turned, unique_indices=True, mode="drop")
+        return cache.replace(kv=cache.kv.replace(k=keys), sinks=sinks)
+
 
 def _older(slots: Int[Array, "b h c"], position: Int[Array, "b t"]) -> Int[Array, "b h t"]:
     """How many live slots hold an earlier position."""
@@ -81,4 +125,8 @@ def _older(slots: Int[Array, "b h c"], position: Int[Array, "b t"]) -> Int[Array
     return jnp.vectorize(jnp.searchsorted, signature="(c),(t)->(t)")(live, position[:, None])
 
 
-CODECS: dict[str, Codec] = {"original": OriginalPositions(), "cache": CachePositions()}
+def codec_of(policy: Policy) -> Codec:
+    """How the keys stand in the slots of a policy."""
+    if policy.positions == "original":
+        return OriginalPositions()
+    return SlidingPositions() if policy.slides else CachePositions()

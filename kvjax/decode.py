@@ -29,7 +29,7 @@ from kvjax.attention import (
     share_of_evicted,
     split_queries,
 )
-from kvjax.codec import CODECS
+from kvjax.codec import codec_of
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Weights, block, embed, rotate, unembed
 from kvjax.plan import PLANS, Plan, Uniform
@@ -485,16 +485,17 @@ def exchange(
     config: ModelConfig, policy: Policy, cache: LayerCache, new: NewTokens, raw_k: Float[Array, "b h 1 d"]
 ) -> tuple[LayerCache, Int[Array, "b h 1"]]:
     """The cache with one new token per row, and the position of the one that left each head, -1 for none."""
-    codec = CODECS[policy.positions]
+    codec = codec_of(policy)
     stored = KV(codec.encode(config, raw_k, new.position), new.v)
     cache, pair, left = caches_.exchange(policy, cache, new, stored)
     evicted = Evicted(codec.restore(config, pair.k, left), pair.v, left >= 0, new.layer)
+    cache = codec.settle(config, cache, new, raw_k)
     return cache.replace(state=policy.absorb(cache.state, evicted)), left
 
 
 def _attend_slots(config: ModelConfig, policy: Policy, cache: LayerCache, new: NewTokens, raw_q):
     """One token per row over its slots, and the cache after the policy has seen what it asks for."""
-    codec = CODECS[policy.positions]
+    codec = codec_of(policy)
     keys, key_position = codec.read(config, cache)
     queries, query_position = codec.query(config, cache, raw_q, new.position)
     if config.position == "alibi" and policy.positions == "cache":  # distances that are not those of the mask
@@ -534,10 +535,11 @@ def _read_block(weights, config: ModelConfig, policy: Policy, caches, reading: R
 
         def attention(q, k, v, index=index):
             new = _new_tokens(config, reading, q, k, v, index)
-            codec = CODECS[policy.positions]
+            codec = codec_of(policy)
             stored = KV(codec.encode(config, k, new.position), v)
             cache = caches_.fetch(policy, caches[index])
             cache = caches_.append(cache, caches_.entries(policy, new, cache.state, stored))
+            cache = codec.settle(config, cache, new, k)
             cache, out = _attend_block(config, policy, cache, new, q)
             cache = policy.commit(cache, new)
             if plan is not None:
@@ -557,7 +559,7 @@ def _read_block(weights, config: ModelConfig, policy: Policy, caches, reading: R
 
 
 def _attend_block(config: ModelConfig, policy: Policy, cache: LayerCache, new: NewTokens, raw_q):
-    codec = CODECS[policy.positions]
+    codec = codec_of(policy)
     weighing = policy.weighing(cache, new) if policy.needs_probs else None
     ranked = config.position == "alibi" and policy.positions == "cache"  # distances that are not those of the mask
     shown = policy.needs_probs and weighing is None
@@ -592,7 +594,7 @@ def _newest(new: NewTokens, raw_q, count: int):
 
 def _attend_and_observe(config: ModelConfig, policy: Policy, cache: LayerCache, new: NewTokens, raw_q):
     """In blocks of queries whose probabilities the policy is shown."""
-    codec = CODECS[policy.positions]
+    codec = codec_of(policy)
     keys, key_position = codec.read(config, cache)
     size = query_block(raw_q.shape[-2], raw_q.shape[0])
 
@@ -616,7 +618,7 @@ def _attend_and_observe(config: ModelConfig, policy: Policy, cache: LayerCache, 
 
 def _compress(config: ModelConfig, policy: Policy, cache: LayerCache, new: NewTokens, capacity: int) -> LayerCache:
     smaller, leaving = caches_.compress(policy, cache, new, capacity)
-    keys = CODECS[policy.positions].restore(config, cache.kv.k, cache.position)
+    keys = codec_of(policy).restore(config, cache.kv.k, cache.position)
     return smaller.replace(state=policy.absorb(cache.state, Evicted(keys, cache.kv.v, leaving, new.layer)))
 
 
@@ -628,7 +630,7 @@ def _shrink(config: ModelConfig, policy: Policy, cache: LayerCache, new: NewToke
     # Only masks leave the branch: a cache that went through it would be copied at every step.
     def losing(cache: LayerCache):
         leaving = caches_.compress(policy, cache, new, cache.capacity)[1] & fewer[..., None]
-        keys = CODECS[policy.positions].restore(config, cache.kv.k, cache.position)
+        keys = codec_of(policy).restore(config, cache.kv.k, cache.position)
         state = policy.absorb(cache.state, Evicted(keys, cache.kv.v, leaving, new.layer))
         less = caches_.drop(cache, leaving)
         return less.position, less.keep, less.order, state

@@ -99,13 +99,15 @@ class LayerCache(struct.PyTreeNode):
     keep: Array | None
     """bool [b h c], tokens protected for what they are; None where the policy protects no token ids."""
     order: Int[Array, "b h c"] | None
-    """How many live slots are older, for models that see cache positions; None where they see original ones."""
+    """How many live slots are older, where keys are rotated by it; else None."""
     stats: PyTree
     """What the policy remembers of each slot: arrays [b h c ...]."""
     state: PyTree
     """What the policy remembers of the layer."""
     limit: Int[Array, "b h"]
     """Slots that each head may use, at most c."""
+    sinks: Float[Array, "b h s d"] | None = None
+    """Unrotated keys of the first tokens, where `kvjax.codec.SlidingPositions` needs them; else None."""
 
     @property
     def capacity(self) -> int:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 import kvjax
 from kvjax import decode, paged
+from kvjax.policies import REGISTRY
 from tests.cases import FIRST, POLICIES, Case
 from tests.held import stored, unpacked
 from tests.models import GQA, MHA, random_model, small_config
@@ -240,6 +241,19 @@ def test_a_step_needs_no_memory_beside_its_cache(name):
     # With d = 8 the logits of one layer are a large share of a cache; models have d of 64 and more.
     logits = 4 * 2 * MHA.heads * 2048
     assert memory.temp_size_in_bytes < 0.05 * cache + 8 * logits
+
+
+# An oracle sorts what it frees nothing of, and pages are more than their slots.
+@pytest.mark.parametrize("name", sorted(set(REGISTRY) - {"topk_oracle", "fastgen"}))
+@pytest.mark.parametrize(("rows", "slots"), [(8, 512), (1, 256)])
+def test_a_step_of_the_embedded_model_needs_a_twentieth_of_its_cache(name, rows, slots):
+    model = kvjax.load("tiny")
+    state, _ = kvjax.prefill(model, name, np.ones((rows, 40), int), slots, max_new_tokens=slots)
+    memory = decode._step_in_place.lower(*decode.split_state(state), jnp.zeros(rows, jnp.int32)).compile()
+    memory = memory.memory_analysis()
+    if memory is None:
+        pytest.skip("this backend has no memory analysis")
+    assert memory.temp_size_in_bytes < 0.05 * kvjax.cache_bytes(state)
 
 
 @pytest.mark.parametrize("name", ["streaming", "h2o", "keyformer", "tova", "scissorhands", "snapkv", "lightkv"])

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 from kvjax import cache as caches_
 from kvjax import decode
 from kvjax.attention import alibi_bias, attend, attend_prompt, causal_mask
-from kvjax.codec import CODECS
+from kvjax.codec import codec_of
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Weights, block, embed, rotate
 from kvjax.policies.base import Policy
@@ -137,7 +137,7 @@ def _replay(config, policy, mask, reading, index, cache, inputs):
     q, k, v, full_lse = inputs
     q, k, v = q[..., None, :], k[..., None, :], v[..., None, :]
     cache = caches_.fetch(policy, cache)
-    codec = CODECS[policy.positions]
+    codec = codec_of(policy)
     new = decode._new_tokens(config, reading, q, k, v, index)
     cache, position = decode.exchange(config, policy, cache, new, k)
     keys, key_position = codec.read(config, cache)

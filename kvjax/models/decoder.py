@@ -65,6 +65,9 @@ Queries = Float[Array, "b h g t d"]
 Keys = Float[Array, "b h t d"]
 Attention = Callable[[Queries, Keys, Keys], Queries]
 
+STRETCH = 4096
+"""Positions whose angles are computed as one product; those of models' usual texts are within the first."""
+
 _ACTIVATIONS = {
     "silu": jax.nn.silu,
     "gelu": lambda x: jax.nn.gelu(x, approximate=False),
@@ -116,7 +119,12 @@ def rotate_by_rank(rope: Rope | None, x: Float[Array, "*b c d"], rank: Int[Array
 
 
 def _angles(rope: Rope, positions: Int[Array, "*b"], dtype) -> tuple[Array, Array]:
-    angles = positions[..., None] * rope_frequencies(rope).astype(jnp.promote_types(dtype, jnp.float32))
+    # The product itself would lose an angle's last digits to its full turns, far out in a text.
+    kind = jnp.promote_types(dtype, jnp.float32)
+    frequencies = rope_frequencies(rope)
+    per_stretch = np.remainder(STRETCH * frequencies, 2 * math.pi).astype(kind)
+    stretch, place = jnp.divmod(positions[..., None], STRETCH)
+    angles = stretch * per_stretch + place * frequencies.astype(kind)
     return jnp.cos(angles), jnp.sin(angles)
 
 

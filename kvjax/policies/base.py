@@ -181,6 +181,9 @@ class Policy(abc.ABC):
     shrinks: ClassVar[bool] = False
     """Whether `allowed` may fall while tokens are generated."""
 
+    slides: ClassVar[bool] = False
+    """Whether what is live beyond the sinks is always the newest tokens, without a gap."""
+
     pages: ClassVar[bool] = False
     """Whether heads may have budgets of their own: `score` and `observe` then see a head's slots in parts."""
     decides_slots: ClassVar[bool] = False

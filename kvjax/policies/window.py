@@ -16,6 +16,11 @@ class Window(Policy):
     pages = True
     paper = "Beltagy et al. 2020, section 3.1"
 
+    @property
+    def slides(self):
+        """Nothing else stays, unless it is protected for what it is."""
+        return type(self).score is Window.score and not self.special
+
     def score(self, cache, new):
         """Score = position."""
         return cache.position.astype(jnp.float32)

@@ -35,6 +35,7 @@ class Wrapper(Policy):
     last_queries: ClassVar = _of_base("last_queries")
     couples_layers: ClassVar = _of_base("couples_layers")
     shrinks: ClassVar = _of_base("shrinks")
+    slides: ClassVar = _of_base("slides")
     extra_slots: ClassVar = _of_base("extra_slots")
     offloads: ClassVar = _of_base("offloads")
     decides_slots: ClassVar = _of_base("decides_slots")
