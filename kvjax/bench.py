@@ -18,6 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax import decode, policies
+from kvjax.cli import finish
+from kvjax.files import written_aside
 from kvjax.models import Model, ModelConfig, Rope, load, random_weights
 from kvjax.policies.base import Policy
 from kvjax.settings import parse_budget, parse_settings
@@ -236,9 +238,8 @@ def run(options: argparse.Namespace) -> None:
     )
     rows = table(timed, count, title)
     if options.json:
-        aside = options.json.with_name(f".{options.json.name}.partial")
-        aside.write_text(json.dumps({"title": title, "rows": rows}, indent=1))
-        aside.rename(options.json)
+        with written_aside(options.json) as file:
+            file.write_text(json.dumps({"title": title, "rows": rows}, indent=1))
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -261,14 +262,7 @@ def main(argv: list[str] | None = None) -> int:
     options.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     options.add_argument("--against", choices=("transformers",), help="race Hugging Face's decoding, too")
     options.add_argument("--json", type=Path, help="also write the numbers to this file")
-    try:
-        run(options.parse_args(words))
-    except (ValueError, OSError) as error:
-        print(f"kvjax bench: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
-    return 0
+    return finish("bench", lambda: run(options.parse_args(words)))
 
 
 if __name__ == "__main__":

@@ -18,6 +18,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kvjax.cli import finish
+from kvjax.files import written_aside
 from pallas_kernels.common import Unsupported
 from pallas_kernels.programs import IMPLEMENTATIONS, Program, decode, eviction, features, hashes, paged, prefill
 
@@ -272,9 +274,8 @@ def run(options: argparse.Namespace) -> None:
             title = f"{title}; {device}"
             tables.append({"title": title, "rows": table(title, race(runners, options.repeats))})
     if options.json:
-        aside = options.json.with_name(f".{options.json.name}.partial")
-        aside.write_text(json.dumps({"tables": tables}, indent=1))
-        aside.rename(options.json)
+        with written_aside(options.json) as file:
+            file.write_text(json.dumps({"tables": tables}, indent=1))
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -287,11 +288,4 @@ def main(argv: list[str] | None = None) -> int:
     for name, value in sizes.items():
         options.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value)
     options.add_argument("--json", type=Path, help="also write the numbers to this file")
-    try:
-        run(options.parse_args(argv))
-    except (ValueError, OSError) as error:
-        print(f"kvjax bench kernels: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
-    return 0
+    return finish("bench kernels", lambda: run(options.parse_args(argv)))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any, TextIO
 
 import numpy as np
 from jaxtyping import Float
+
+from kvjax.files import written_aside
 
 PLAIN_MARKS = " .:-=+*#"
 """From a token that no head holds to one that all of them hold."""
@@ -63,6 +64,5 @@ def save(share: Float[np.ndarray, "layers tokens"], file: Path, title: str) -> N
     image = axes.imshow(share, aspect="auto", interpolation="nearest", vmin=0, vmax=1, cmap="viridis")
     axes.set(xlabel="prompt position", ylabel="layer", yticks=range(len(share)), title=f"{title}: share of heads")
     figure.colorbar(image)
-    aside = file.with_name(f".{file.name}.{os.getpid()}")
-    figure.savefig(aside, format="png", dpi=120)
-    aside.rename(file)
+    with written_aside(file) as aside:
+        figure.savefig(aside, format="png", dpi=120)

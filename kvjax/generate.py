@@ -16,6 +16,7 @@ import jax
 import numpy as np
 
 from kvjax import decode, paged, policies
+from kvjax.cli import finish
 from kvjax.loop import generate_tokens
 from kvjax.policies.base import Policy
 from kvjax.sampling import Sampling
@@ -339,14 +340,7 @@ def main(argv: list[str] | None = None) -> int:
     options = parser().parse_args(argv)
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # tokenizers need no torch
     use_compilation_cache()
-    try:
-        run(options)
-    except (ValueError, OSError) as error:
-        print(f"kvjax generate: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
-    return 0
+    return finish("generate", lambda: run(options))
 
 
 if __name__ == "__main__":

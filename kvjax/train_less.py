@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax import policies
+from kvjax.cli import finish
 from kvjax.generate import use_compilation_cache
 from kvjax.settings import parse_budget, parse_settings
 
@@ -230,14 +231,7 @@ def main(argv: list[str] | None = None) -> int:
     options = parser().parse_args(argv)
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # tokenizers need no torch
     use_compilation_cache()
-    try:
-        run(options)
-    except (ValueError, OSError, FloatingPointError) as error:
-        print(f"kvjax train_less: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
-    return 0
+    return finish("train_less", lambda: run(options))
 
 
 if __name__ == "__main__":

@@ -6,8 +6,9 @@ import argparse
 import importlib
 import importlib.util
 import os
-import sys
 from pathlib import Path
+
+from kvjax.cli import finish
 
 REPORTS = {
     "quality": ("kvjax.evaluate.quality", "perplexity and recall of policies against the bytes that they keep"),
@@ -43,11 +44,4 @@ def main(argv: list[str] | None = None) -> int:
     options = parser().parse_args(argv)
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # tokenizers need no torch
     use_compilation_cache()
-    try:
-        importlib.import_module(REPORTS[options.report][0]).run(options)
-    except (ValueError, OSError) as error:
-        print(f"kvjax evaluate: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
-    return 0
+    return finish("evaluate", lambda: importlib.import_module(REPORTS[options.report][0]).run(options))

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from kvjax.files import written_aside
 
 SHOWS, NOT, UNKNOWN = "shows", "does not show", "not measured"
 
@@ -118,9 +119,8 @@ def paired(a: Sequence[float], b: Sequence[float]) -> tuple[float, float]:
 def write(file: Path, content: str) -> None:
     """A text file, written aside and then renamed."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    aside = file.with_name(f".{file.name}.{os.getpid()}")
-    aside.write_text(content, encoding="utf-8")
-    aside.rename(file)
+    with written_aside(file) as aside:
+        aside.write_text(content, encoding="utf-8")
 
 
 def new_figure(columns: int = 1, width: float = 5.0, height: float = 3.6) -> tuple[Any, list[Any]]:
@@ -140,9 +140,8 @@ def new_figure(columns: int = 1, width: float = 5.0, height: float = 3.6) -> tup
 def save_figure(figure: Any, file: Path) -> None:
     """A PNG, written aside and then renamed; the same numbers give the same bytes."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    aside = file.with_name(f".{file.name}.{os.getpid()}")
-    figure.savefig(aside, format="png", dpi=110, metadata={"Software": None})
-    aside.rename(file)
+    with written_aside(file) as aside:
+        figure.savefig(aside, format="png", dpi=110, metadata={"Software": None})
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kvjax.cli import finish
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Weights
 from kvjax.tiny import WEIGHTS, checkpoint, network, recall
@@ -201,18 +201,22 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--to", type=Path, default=WEIGHTS, metavar="DIR", help="default: the package's own weights")
     parser.add_argument("--cases", type=int, default=200, help="questions for each form and distance; 0: no model card")
     options = parser.parse_args(argv)
-    try:
-        config, weights, settings, step = read_run(options.run)
-        write_model(weights, config, options.data, options.to)
-        if options.cases:
-            found = measure(weights, config, options.data, settings, options.cases)
-            text = card(config, settings, step, found)
-            (options.to / "README.md").write_text(text)
-            print(text)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return finish("tiny.export", lambda: run(options))
+
+
+def run(options: argparse.Namespace) -> None:
+    """The command, given its options.
+
+    Raises:
+        ValueError: the options do not fit together, or files are missing or unfit.
+    """
+    config, weights, settings, step = read_run(options.run)
+    write_model(weights, config, options.data, options.to)
+    if options.cases:
+        found = measure(weights, config, options.data, settings, options.cases)
+        text = card(config, settings, step, found)
+        (options.to / "README.md").write_text(text)
+        print(text)
 
 
 if __name__ == "__main__":

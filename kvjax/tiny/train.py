@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kvjax.cli import finish
 from kvjax.tiny import checkpoint, network
 from kvjax.tiny.lessons import Lessons
 from kvjax.tiny.recipe import RECIPES, Recipe
@@ -210,39 +211,43 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--resume", action="store_true", help="fail unless OUT holds a run to continue")
     parser.add_argument("--require-gpu", action="store_true", help="exit at once where JAX sees no GPU")
     options = parser.parse_args(argv)
-    try:
-        if options.require_gpu and jax.default_backend() != "gpu":
-            raise ValueError(f"--require-gpu, but JAX runs on {jax.default_backend()}: install a CUDA build of JAX.")
-        recipe = RECIPES[options.recipe].scaled(options.scale)
-        if not (options.prepare or options.out):
-            raise ValueError("Nothing to do: give --out DIR to train or --prepare DIR to prepare data.")
-        if not (options.text or options.data):
-            raise ValueError("No data: give --text FILES, or --data DIR with data prepared before.")
-        data = options.data or options.prepare or options.out / "data"
-        if options.text and not (data / "data.json").exists():
-            for path in (*options.text, *options.valid):
-                if not path.is_file():
-                    raise ValueError(f"{path} is not a file: give text files.")
-            print(prepare(options.text, options.valid, data, recipe.model.vocab_size), flush=True)
-        if options.prepare:
-            return 0
-        if options.resume and not (options.out / "settings.json").exists():
-            raise ValueError(f"{options.out} holds no run to resume: leave out --resume or give its directory.")
-        train(
-            data,
-            options.out,
-            recipe,
-            options.seed,
-            options.steps,
-            options.minutes,
-            options.workers,
-            120,
-            options.anneal,
-        )
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return finish("train_tiny", lambda: run(options))
+
+
+def run(options: argparse.Namespace) -> None:
+    """The command, given its options.
+
+    Raises:
+        ValueError: the options do not fit together, or files are missing or unfit.
+    """
+    if options.require_gpu and jax.default_backend() != "gpu":
+        raise ValueError(f"--require-gpu, but JAX runs on {jax.default_backend()}: install a CUDA build of JAX.")
+    recipe = RECIPES[options.recipe].scaled(options.scale)
+    if not (options.prepare or options.out):
+        raise ValueError("Nothing to do: give --out DIR to train or --prepare DIR to prepare data.")
+    if not (options.text or options.data):
+        raise ValueError("No data: give --text FILES, or --data DIR with data prepared before.")
+    data = options.data or options.prepare or options.out / "data"
+    if options.text and not (data / "data.json").exists():
+        for path in (*options.text, *options.valid):
+            if not path.is_file():
+                raise ValueError(f"{path} is not a file: give text files.")
+        print(prepare(options.text, options.valid, data, recipe.model.vocab_size), flush=True)
+    if options.prepare:
+        return
+    if options.resume and not (options.out / "settings.json").exists():
+        raise ValueError(f"{options.out} holds no run to resume: leave out --resume or give its directory.")
+    train(
+        data,
+        options.out,
+        recipe,
+        options.seed,
+        options.steps,
+        options.minutes,
+        options.workers,
+        120,
+        options.anneal,
+    )
 
 
 if __name__ == "__main__":
