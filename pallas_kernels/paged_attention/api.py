@@ -23,6 +23,7 @@ def paged_attention(
     *,
     window: int | None = None,
     slopes: Float[Array, "h g"] | None = None,
+    logits: Float[Array, "P g s"] | None = None,
     implementation: str = "auto",
     interpret: Any = False,
     platform: str | None = None,
@@ -39,6 +40,7 @@ def paged_attention(
         query_position: of each row's token; -1 for a row of padding, which sees nothing.
         window: the model's sliding window in tokens, or None.
         slopes: ALiBi's, of distances between positions, or None.
+        logits: of another layer, which `xla` writes over instead of making its own; None if there are none.
         implementation: `auto`, `xla` or `pallas`. `xla` takes everything. `pallas` is for GPU, where it takes what
             `decode_attention` takes; it compiles and has run in the interpreter, never on a chip. There is no form for
             TPU: what a pool knows of a slot lies in rows of s numbers, and a TPU's registers want 128.
@@ -53,7 +55,7 @@ def paged_attention(
     chosen = common.choose("paged_attention", implementation, limits, platform=platform, interpret=interpret)
     arguments: dict[str, Any] = dict(window=window, slopes=slopes)
     if chosen == "xla":
-        return reference.paged_attention(q, k, v, position, owner, pages, query_position, **arguments)
+        return reference.paged_attention(q, k, v, position, owner, pages, query_position, logits=logits, **arguments)
     return pallas.paged_attention(q, k, v, position, owner, pages, query_position, interpret=interpret, **arguments)
 
 

@@ -39,7 +39,9 @@ def oracle(inputs: dict[str, Any], *, window: int | None) -> dict[str, Any]:
 
 def run(inputs: dict[str, Any], **options: Any) -> dict[str, Any]:
     """With the logits made into probabilities, as policies want them, of the layer's own pages."""
-    found = paged_attention(**inputs, **options)
+    size = inputs["position"].shape[1]
+    used = jnp.full((len(inputs["owner"]), inputs["q"].shape[2], size), jnp.nan)
+    found = paged_attention(**inputs, logits=used, **options)
     owner, pages = inputs["owner"], inputs["pages"]
     total = jnp.where(jnp.isfinite(found.lse), found.lse, 0.0).reshape(-1, found.lse.shape[-1])[owner]
     mine = (jnp.arange(len(owner)) >= pages[0]) & (jnp.arange(len(owner)) < pages[1])
