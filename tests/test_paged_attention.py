@@ -18,14 +18,16 @@ from kvjax.plan import AdaKV
 from kvjax.types import NewTokens
 from pallas_kernels.common import Unsupported
 from pallas_kernels.paged_attention import paged_attention
+from pallas_kernels.paged_attention.pages import ranges
 from pallas_kernels.programs import H100
+from pallas_kernels.programs import paged as paged_program
 from tests.cases import fastgen_case
 from tests.kernel_cases.paged_attention import case
-from tests.kernels import GPU_WAYS, XLA
+from tests.kernels import GPU_WAYS, TPU_WAYS, XLA
 from tests.models import random_model, small_config
 
-RUNNING = (XLA, *GPU_WAYS)
-WHOLE_STEPS = [(policy, way) for policy in ("fastgen", "keyformer") for way in GPU_WAYS]
+RUNNING = (XLA, *GPU_WAYS, *TPU_WAYS)
+WHOLE_STEPS = [(policy, way) for policy in ("fastgen", "keyformer") for way in RUNNING[1:]]
 
 MODEL = random_model(small_config(4, 2, head_width=16, rope=Rope(width=16)), seed=4)
 TEXT = np.random.default_rng(3).integers(0, 64, (3, 70))
@@ -33,6 +35,7 @@ LENGTHS = (41, 25, 33)
 STEPS = 12
 
 
+@functools.cache
 def state_of(name: str) -> decode.State:
     """A state whose heads have caches of their own, and of unequal sizes."""
     if name == "fastgen":
@@ -58,10 +61,15 @@ def steps(state: decode.State) -> tuple[list[np.ndarray], list[list[np.ndarray]]
     return logits, held, scores
 
 
+@functools.cache
+def expected_steps(name: str) -> tuple[list[np.ndarray], list[list[np.ndarray]], list[Any]]:
+    """What XLA makes of them."""
+    return steps(state_of(name))
+
+
 @pytest.mark.parametrize(("policy", "way"), WHOLE_STEPS, ids=str)
 def test_a_step_on_pages_is_the_same_with_every_kernel(monkeypatch, policy, way):
-    state = state_of(policy)
-    expected = steps(state)
+    state, expected = state_of(policy), expected_steps(policy)
     monkeypatch.setattr(paged, "paged_attention", functools.partial(paged_attention, **way.options))
     found = steps(state)
     np.testing.assert_allclose(found[0], expected[0], rtol=1e-4, atol=1e-4)
@@ -99,6 +107,19 @@ def test_a_row_of_padding_reads_nothing_and_leaves_scores_as_they_are(monkeypatc
         assert np.isfinite(now).all() and (np.asarray(now) != np.asarray(old))[rows > 0].any()
 
 
+@pytest.mark.parametrize("way", [way for way in RUNNING if way.implementation == "pallas"], ids=str)
+def test_what_other_heads_hold_does_not_come_through(way):
+    inputs = jax.tree.map(jnp.asarray, case(2, 2, 2, 16, 64).arrays[0])
+    (first, last), owner = inputs["pages"], inputs["owner"]
+    page = jnp.arange(len(owner))
+    mine = (owner == 3) & (page >= first) & (page < last)
+    expected = paged_attention(**inputs, **way.options)
+    others = {name: jnp.where(mine[:, None, None], inputs[name], jnp.nan) for name in "kv"}
+    found = paged_attention(**inputs | others, **way.options)
+    np.testing.assert_array_equal(found.out[1, 1], expected.out[1, 1])
+    np.testing.assert_array_equal(found.lse[1, 1], expected.lse[1, 1])
+
+
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
 def test_it_lowers_to_cuda():
     some = case(2, 2, 4, 16, 128, dtype="bfloat16", alibi=True)
@@ -109,10 +130,22 @@ def test_it_lowers_to_cuda():
 
 
 @pytest.mark.parametrize(
-    ("width", "platform", "reason"),
-    [(80, "gpu", "d=80 is not a power of two from 16 to 256"), (64, "tpu", "it is written for gpu alone")],
+    ("changes", "platform", "reason"),
+    [
+        (dict(d=80), "gpu", "d=80 is not a power of two from 16 to 256"),
+        (dict(d=84), "tpu", "d=84 is not a multiple of 8 up to 256"),
+        (dict(size=1040), "tpu", "s=1040 slots in a page are more than 1024"),
+        (dict(g=17), "tpu", "g=17 query heads share a KV head, more than 16"),
+        (dict(b=2048, h=32), "tpu", "its steps are told 264193 numbers of rows, heads and pages, more than 240000"),
+    ],
 )
-def test_limits_are_named(width, platform, reason):
-    inputs = case(1, 2, 1, 16, width).arrays[0]
+def test_limits_are_named(changes, platform, reason):
+    program = paged_program("", **(dict(b=1, h=2, g=1, pages=20, size=16, d=64, dtype="float32") | changes))
     with pytest.raises(Unsupported, match=f"paged_attention cannot run as 'pallas': {reason}"):
-        paged_attention(**inputs, implementation="pallas", interpret=True, platform=platform)
+        program.jit("pallas", platform).trace(**program.shapes)
+
+
+def test_ranges_of_owners_with_pages_and_without():
+    owner = jnp.asarray([3, 0, 0, 2, 2, 2, 0, 0])
+    begin, end = ranges(owner, jnp.asarray([1, 6]), 4)
+    assert list(zip(begin.tolist(), end.tolist(), strict=True)) == [(1, 3), (3, 3), (3, 6), (6, 6)]

@@ -10,7 +10,7 @@ import numpy as np
 
 from pallas_kernels.paged_attention import paged_attention
 from tests.kernel_cases.decode_attention import softmax
-from tests.kernels import GPU_WAYS, XLA, Case, normal
+from tests.kernels import GPU_WAYS, TPU_WAYS, XLA, Case, normal
 
 
 def oracle(inputs: dict[str, Any], *, window: int | None) -> dict[str, Any]:
@@ -78,7 +78,7 @@ def case(
         (inputs,),
         lambda inputs, **options: run(inputs, window=window, **options),
         lambda inputs: oracle(inputs, window=window),
-        ways=(XLA, *(GPU_WAYS if d & (d - 1) == 0 else ())),
+        ways=(XLA, *TPU_WAYS, *(GPU_WAYS if d & (d - 1) == 0 else ())),
         dtype=dtype,
     )
 
@@ -89,4 +89,6 @@ CASES = (
     case(2, 3, 4, 32, 64, dtype="bfloat16", alibi=True),
     case(1, 2, 3, 16, 80),
     case(1, 1, 2, 16, 64, most=100),
+    case(2, 4, 9, 32, 128, dtype="bfloat16", most=70),
+    case(2, 2, 16, 64, 256, most=20, alibi=True, window=700),
 )
