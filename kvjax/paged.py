@@ -8,7 +8,6 @@ every prompt whose pool has the same number of pages.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +21,7 @@ from kvjax import cache as caches_
 from kvjax.attention import head_slopes
 from kvjax.models.config import ModelConfig
 from kvjax.types import KV, LayerCache, NewTokens, PyTree, wide
+from pallas_kernels.paged_attention import Paged, paged_attention
 
 if TYPE_CHECKING:
     from kvjax.plan import Plan
@@ -191,10 +191,21 @@ def read_token(
     """
     slot = victim(policy, pool, layer, new)
     pool = put(pool, slot, caches_.entries(policy, new, pool.state[layer], KV(new.k, new.v)))
-    out, highest, total, logits = attend(config, pool, layer, new, logits)
+    found = paged_attention(
+        new.q[:, :, :, 0],
+        pool.kv.k,
+        pool.kv.v,
+        pool.position,
+        pool.owner,
+        pool.start[layer : layer + 2],
+        new.position[:, 0],
+        window=config.sliding_window,
+        slopes=head_slopes(config),
+        logits=logits,
+    )
     if policy.needs_probs:
-        pool = observe(policy, pool, layer, new, highest, total, logits)
-    return pool, out, logits
+        pool = observe(policy, pool, layer, new, found)
+    return pool, found.out[:, :, :, None], found.logits
 
 
 def victim(policy: Policy, pool: Pool, layer: int, new: NewTokens) -> Int[Array, "b h"]:
@@ -251,62 +262,13 @@ def put(pool: Pool, slot: Int[Array, "b h"], added: dict[str, PyTree]) -> Pool:
     return pool.replace(**jax.tree.map(write, old, added))
 
 
-def attend(
-    config: ModelConfig, pool: Pool, layer: int, new: NewTokens, logits: Float[Array, "P g s"]
-) -> tuple[Float[Array, "b h g 1 d"], Float[Array, "bh g"], Float[Array, "bh g"], Float[Array, "P g s"]]:
-    """Softmax attention of one new token per row over its heads' pages.
-
-    Returns:
-        What it reads, the highest logit and the sum of exponentials of each (row, head), and the logits, for `observe`.
-    """
-    rows, heads, groups, _, width = new.q.shape
-    owners, kind = rows * heads, wide(new.q.dtype)
-    queries = new.q.reshape(owners, groups, width)
-    lowest, slopes = jnp.finfo(kind).min, head_slopes(config)
-
-    def look(carry, at, valid):
-        highest, total, out, logits = carry
-        count = len(valid)
-        owner = _cut(pool.owner, at, count)
-        k, v = _cut(pool.kv.k, at, count), _cut(pool.kv.v, at, count)
-        x = jnp.einsum("pgd,psd->pgs", queries[owner], k, preferred_element_type=kind) / math.sqrt(width)
-        position, query = _cut(pool.position, at, count), new.position[owner // heads]
-        if slopes is not None:
-            x += slopes[owner % heads][..., None] * (position - query)[:, None]
-        seen = (position >= 0) & (position <= query)
-        if config.sliding_window is not None:
-            seen &= position > query - config.sliding_window
-        x = jnp.where(seen[:, None], x, lowest)
-        logits = jax.lax.dynamic_update_slice_in_dim(logits, x, at, 0)
-        x = jnp.where(valid[:, None, None], x, lowest)
-        members = _members(owner, valid, owners)
-        here = jnp.where(members[..., None], x.max(-1), lowest).max(1)
-        now = jnp.maximum(highest, jnp.maximum(here, lowest / 2))
-        weights = jnp.exp(x - now[owner][..., None])
-        read = jnp.einsum("pgs,psd->pgd", weights.astype(v.dtype), v, preferred_element_type=kind)
-        share = members.astype(kind)
-        kept = jnp.exp(highest - now)
-        total = kept * total + jnp.einsum("op,pg->og", share, weights.sum(-1))
-        out = kept[..., None] * out + jnp.einsum("op,pgd->ogd", share, read)
-        return now, total, out, logits
-
-    carry = (
-        jnp.full((owners, groups), lowest / 2, kind),
-        jnp.zeros((owners, groups), kind),
-        jnp.zeros((owners, groups, width), kind),
-        logits,
-    )
-    highest, total, out, logits = _over_pages(pool, layer, look, carry, PAGE_BLOCK)
-    safe = jnp.maximum(total, jnp.finfo(kind).tiny)
-    return (out / safe[..., None]).reshape(new.q.shape), highest, safe, logits
-
-
-def observe(policy: Policy, pool: Pool, layer: int, new: NewTokens, highest, total, logits) -> Pool:
+def observe(policy: Policy, pool: Pool, layer: int, new: NewTokens, found: Paged) -> Pool:
     """The pool after the policy has seen how the new token attended, a block of pages at a time."""
+    lse = found.lse.reshape(-1, found.lse.shape[-1])
+    lse = jnp.where(lse > -jnp.inf, lse, jnp.inf)  # who sees nothing gives nothing
 
     def probabilities(at, count, owner):
-        x = _cut(logits, at, count)
-        return (jnp.exp(x - highest[owner][..., None]) / total[owner][..., None])[:, None, :, None]
+        return jnp.exp(_cut(found.logits, at, count) - lse[owner][..., None])[:, None, :, None]
 
     if policy.normalises:
 
@@ -314,9 +276,9 @@ def observe(policy: Policy, pool: Pool, layer: int, new: NewTokens, highest, tot
             view, seen, owner = _view(pool, layer, new, at, len(valid))
             shares = policy.share(view, probabilities(at, len(valid), owner), seen)[:, 0, :, 0].sum(-1)
             shares = jnp.where(valid[:, None], shares, 0.0)  # other layers' pages hold other layers' logits
-            return carry + jnp.einsum("op,pg->og", _members(owner, valid, len(total)).astype(shares.dtype), shares)
+            return carry + jnp.einsum("op,pg->og", _members(owner, valid, len(lse)).astype(shares.dtype), shares)
 
-        sums = _over_pages(pool, layer, add, jnp.zeros_like(total))
+        sums = _over_pages(pool, layer, add, jnp.zeros_like(lse))
 
     def look(stats, at, valid):
         view, seen, owner = _view(pool.replace(stats=stats), layer, new, at, len(valid))

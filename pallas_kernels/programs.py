@@ -148,7 +148,7 @@ def paged(label: str, b: int, h: int, g: int, pages: int, size: int, d: int, dty
         "pages": Shape((2,), jnp.int32),
         "query_position": Shape((b,), jnp.int32),
     }
-    return Program("paged_attention", label, paged_attention, shapes, ("gpu",))
+    return Program("paged_attention", label, paged_attention, shapes)
 
 
 def prefill(

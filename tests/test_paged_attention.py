@@ -1,8 +1,9 @@
-"""Attention over pages beyond the table: as the library's own loop has it, and lowered for GPUs."""
+"""Attention over pages beyond the table: in whole decode steps, and lowered for GPUs."""
 
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,45 +11,113 @@ import numpy as np
 import pytest
 from jax.sharding import use_abstract_mesh
 
-from kvjax import paged
-from kvjax.types import KV, NewTokens
+import kvjax
+from kvjax import decode, paged
+from kvjax.models import Rope
+from kvjax.plan import AdaKV
+from kvjax.types import NewTokens
 from pallas_kernels.common import Unsupported
 from pallas_kernels.paged_attention import paged_attention
+from pallas_kernels.paged_attention.pages import ranges
 from pallas_kernels.programs import H100
+from pallas_kernels.programs import paged as paged_program
+from tests.cases import fastgen_case
 from tests.kernel_cases.paged_attention import case
-from tests.kernels import GPU_WAYS, XLA
-from tests.models import GQA
+from tests.kernels import GPU_WAYS, TPU_WAYS, XLA
+from tests.models import random_model, small_config
+
+RUNNING = (XLA, *GPU_WAYS, *TPU_WAYS)
+WHOLE_STEPS = [(policy, way) for policy in ("fastgen", "keyformer") for way in RUNNING[1:]]
+
+MODEL = random_model(small_config(4, 2, head_width=16, rope=Rope(width=16)), seed=4)
+TEXT = np.random.default_rng(3).integers(0, 64, (3, 70))
+LENGTHS = (41, 25, 33)
+STEPS = 12
 
 
-@pytest.mark.parametrize("way", [XLA, *GPU_WAYS], ids=str)
-def test_it_is_what_a_step_on_pages_computes(way):
-    b, h, g = 2, GQA.kv_heads, GQA.groups
-    inputs = jax.tree.map(jnp.asarray, case(b, h, g, 16, 64).arrays[0])
-    pages, owner = inputs["pages"], inputs["owner"]
-    nothing = jnp.zeros_like(owner)
-    pool = paged.Pool(
-        KV(inputs["k"], inputs["v"]), inputs["position"], None, None, owner, nothing, pages, (None,), (nothing,)
-    )
-    position = inputs["query_position"]
+@functools.cache
+def state_of(name: str) -> decode.State:
+    """A state whose heads have caches of their own, and of unequal sizes."""
+    if name == "fastgen":
+        policy, budget, plan = fastgen_case(0.75).make(), 1.0, None
+    else:
+        policy, budget, plan = kvjax.policy(name, recent=4), 16, AdaKV(floor=0.2)
+    prompts = TEXT[:, :41]
+    state, _ = kvjax.prefill(MODEL, policy, prompts, budget, lengths=LENGTHS, max_new_tokens=STEPS, plan=plan)
+    assert len({int(limit) for layer in decode.slot_limits(state) for limit in layer.flat}) > 2
+    return state
+
+
+def steps(state: decode.State) -> tuple[list[np.ndarray], list[list[np.ndarray]], list[Any]]:
+    """Logits, positions held and scores after each of a few steps."""
+    step = jax.jit(lambda state, token: decode.step(state, token))  # one of its own, traced with today's kernel
+    logits, held, scores = [], [], []
+    for token in TEXT[:, 50 : 50 + STEPS].T:
+        state, found = step(state, jnp.asarray(token))
+        logits.append(np.asarray(found))
+        held.append(decode.held_positions(state))
+        assert isinstance(state.caches, paged.Pool)
+        scores.append(jax.device_get(state.caches.stats))
+    return logits, held, scores
+
+
+@functools.cache
+def expected_steps(name: str) -> tuple[list[np.ndarray], list[list[np.ndarray]], list[Any]]:
+    """What XLA makes of them."""
+    return steps(state_of(name))
+
+
+@pytest.mark.parametrize(("policy", "way"), WHOLE_STEPS, ids=str)
+def test_a_step_on_pages_is_the_same_with_every_kernel(monkeypatch, policy, way):
+    state, expected = state_of(policy), expected_steps(policy)
+    monkeypatch.setattr(paged, "paged_attention", functools.partial(paged_attention, **way.options))
+    found = steps(state)
+    np.testing.assert_allclose(found[0], expected[0], rtol=1e-4, atol=1e-4)
+    jax.tree.map(np.testing.assert_array_equal, found[1], expected[1])
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4), found[2], expected[2])
+    before = decode.held_positions(state)
+    left = [set(x.flat) - set(y.flat) for x, y in zip(before, found[1][-1], strict=True)]
+    assert any(left), "nobody was evicted"
+
+
+@pytest.mark.parametrize("way", RUNNING, ids=str)
+def test_a_row_of_padding_reads_nothing_and_leaves_scores_as_they_are(monkeypatch, way):
+    monkeypatch.setattr(paged, "paged_attention", functools.partial(paged_attention, **way.options))
+    state = state_of("keyformer")
+    pool = state.caches
+    assert isinstance(pool, paged.Pool)
+    rng, b, h, g, d = np.random.default_rng(0), 3, 2, 2, 16
+    position = jnp.asarray([-1, 25, 33])[:, None]
     new = NewTokens(
-        q=inputs["q"][:, :, :, None],
-        k=inputs["q"][:, :, 0, None],
-        v=inputs["q"][:, :, 0, None],
-        position=position[:, None],
+        q=jnp.asarray(rng.normal(size=(b, h, g, 1, d)), jnp.float32),
+        k=jnp.asarray(rng.normal(size=(b, h, 1, d)), jnp.float32),
+        v=jnp.asarray(rng.normal(size=(b, h, 1, d)), jnp.float32),
+        position=position,
         token=jnp.zeros((b, 1), jnp.int32),
-        prompt_length=position,
-        read=position + 1,
-        horizon=position,
-        seed=jnp.zeros(b, jnp.uint32),
+        prompt_length=state.prompt_length,
+        read=position[:, 0] + 1,
+        horizon=state.horizon,
+        seed=state.seed,
     )
-    found = paged_attention(**inputs, **way.options)
-    out, highest, total, logits = paged.attend(GQA, pool, 0, new, jnp.zeros_like(found.logits))
-    np.testing.assert_allclose(found.out, out[:, :, :, 0], rtol=1e-5, atol=1e-5)
-    some = jnp.isfinite(found.lse).reshape(-1)
-    lse = (highest + jnp.log(total)).reshape(-1)
-    np.testing.assert_allclose(found.lse.reshape(-1)[some], lse[some], rtol=1e-5, atol=1e-5)
-    mine = slice(int(pages[0]), int(pages[1]))
-    np.testing.assert_allclose(found.logits[mine], logits[mine], rtol=1e-4, atol=1e-4)
+    after, out, _ = paged.read_token(MODEL.config, state.policy, pool, 0, new, paged.scratch(pool, g))
+    assert (np.asarray(out[0]) == 0).all() and (np.asarray(out[1:]) != 0).all()
+    rows = np.asarray(pool.owner) // h
+    for old, now in zip(jax.tree.leaves(pool.stats), jax.tree.leaves(after.stats), strict=True):
+        np.testing.assert_array_equal(now[rows == 0], old[rows == 0])
+        assert np.isfinite(now).all() and (np.asarray(now) != np.asarray(old))[rows > 0].any()
+
+
+@pytest.mark.parametrize("way", [way for way in RUNNING if way.implementation == "pallas"], ids=str)
+def test_what_other_heads_hold_does_not_come_through(way):
+    inputs = jax.tree.map(jnp.asarray, case(2, 2, 2, 16, 64).arrays[0])
+    (first, last), owner = inputs["pages"], inputs["owner"]
+    page = jnp.arange(len(owner))
+    mine = (owner == 3) & (page >= first) & (page < last)
+    expected = paged_attention(**inputs, **way.options)
+    others = {name: jnp.where(mine[:, None, None], inputs[name], jnp.nan) for name in "kv"}
+    found = paged_attention(**inputs | others, **way.options)
+    np.testing.assert_array_equal(found.out[1, 1], expected.out[1, 1])
+    np.testing.assert_array_equal(found.lse[1, 1], expected.lse[1, 1])
 
 
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
@@ -61,10 +130,22 @@ def test_it_lowers_to_cuda():
 
 
 @pytest.mark.parametrize(
-    ("width", "platform", "reason"),
-    [(80, "gpu", "d=80 is not a power of two from 16 to 256"), (64, "tpu", "it is written for gpu alone")],
+    ("changes", "platform", "reason"),
+    [
+        (dict(d=80), "gpu", "d=80 is not a power of two from 16 to 256"),
+        (dict(d=84), "tpu", "d=84 is not a multiple of 8 up to 256"),
+        (dict(size=1040), "tpu", "s=1040 slots in a page are more than 1024"),
+        (dict(g=17), "tpu", "g=17 query heads share a KV head, more than 16"),
+        (dict(b=2048, h=32), "tpu", "its steps are told 264193 numbers of rows, heads and pages, more than 240000"),
+    ],
 )
-def test_limits_are_named(width, platform, reason):
-    inputs = case(1, 2, 1, 16, width).arrays[0]
+def test_limits_are_named(changes, platform, reason):
+    program = paged_program("", **(dict(b=1, h=2, g=1, pages=20, size=16, d=64, dtype="float32") | changes))
     with pytest.raises(Unsupported, match=f"paged_attention cannot run as 'pallas': {reason}"):
-        paged_attention(**inputs, implementation="pallas", interpret=True, platform=platform)
+        program.jit("pallas", platform).trace(**program.shapes)
+
+
+def test_ranges_of_owners_with_pages_and_without():
+    owner = jnp.asarray([3, 0, 0, 2, 2, 2, 0, 0])
+    begin, end = ranges(owner, jnp.asarray([1, 6]), 4)
+    assert list(zip(begin.tolist(), end.tolist(), strict=True)) == [(1, 3), (3, 3), (3, 6), (6, 6)]

@@ -1,22 +1,27 @@
-"""Attention over pages for GPU, by the kernel of `decode_attention`: every program some of one head's pages."""
+"""Attention over pages for TPU: step after step takes some pages of one head, while those of the next arrive.
+
+How many steps there are, and where the pages of each lie, is known only at run time. They run in order, so that running
+maxima and sums stay in scratch memory.
+"""
 
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
+from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.decode_attention.pallas_gpu import kernel
-from pallas_kernels.decode_attention.partials import PROGRAMS, ROWS, combined
+from pallas_kernels.common import SUBLANES, padded
+from pallas_kernels.paged_attention.pages import most_steps, ranges, tile
 from pallas_kernels.paged_attention.types import Paged
 
-MOST_SPLITS = 8
-"""Programs that share a head: how long heads are is known only at run time, and short ones leave some idle."""
+VMEM_BYTES = 14 << 20
+LOWEST = float(jnp.finfo(jnp.float32).min)
 
 
 def paged_attention(
@@ -35,60 +40,147 @@ def paged_attention(
     """See `api.paged_attention`."""
     b, h, g, d = q.shape
     count, size = position.shape
-    splits = min(max(1, PROGRAMS // (b * h)), MOST_SPLITS, count)
-    # An owner's pages lie side by side, and owners in order: where the first one starts says where all do.
-    page = jnp.arange(count)
-    whose = jnp.where((page >= pages[0]) & (page < pages[1]), owner, b * h)
-    many = jnp.zeros(b * h, jnp.int32).at[whose].add(1, mode="drop")
-    end = (pages[0] + jnp.cumsum(many)).astype(jnp.int32)
+    block, rows = tile(count, size), padded(g, SUBLANES)
+    begin, end = ranges(owner, pages, b * h)
+    # A head without pages takes a step as well, which writes its zeros.
+    steps = jnp.maximum(1, pl.cdiv(end - begin, block))
+    last = jnp.cumsum(steps)
+    scalars = {
+        "owner": jnp.repeat(jnp.arange(b * h), steps, total_repeat_length=most_steps(b * h, count, size)),
+        "first": last - steps,
+        "begin": begin,
+        "end": end,
+        "query_position": query_position,
+    }
+    scalars = {name: x.astype(jnp.int32) for name, x in scalars.items()}
 
-    def padded(x: Array, axis: int) -> Array:
-        return jnp.pad(x, [(0, ROWS - g if i == axis else 0) for i in range(x.ndim)])
+    def pad(x: Array) -> Array:
+        return jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, rows - g), (0, 0)])
 
     def of_head(*tail: int) -> pl.BlockSpec:
-        return pl.BlockSpec((None, None, *tail), lambda s, h, b: (b, h) + (0,) * len(tail))
+        return pl.BlockSpec((1, *tail), lambda i, scalars: (scalars["owner"][i],) + (0,) * len(tail))
 
-    def of_part(*tail: int) -> pl.BlockSpec:
-        return pl.BlockSpec((None, None, None, *tail), lambda s, h, b: (b, h, s) + (0,) * len(tail))
+    def of_pages(i, scalars):
+        return _place(i, scalars, block, count)[1], 0, 0
 
-    def whole(*shape: int) -> pl.BlockSpec:
-        return pl.BlockSpec(shape, lambda s, h, b: (0,) * len(shape))
+    def per_slot(*tail: int) -> pl.BlockSpec:
+        return pl.BlockSpec(tuple(pl.Element(x) for x in (block, *tail)), of_pages)
 
     inputs: dict[str, tuple[Array, pl.BlockSpec]] = {
-        "query_position": (query_position, pl.BlockSpec((1,), lambda s, h, b: (b,))),
-        "q": (padded(q, 2), of_head(ROWS, d)),
-        "k": (k.reshape(-1, d), whole(count * size, d)),
-        "v": (v.reshape(-1, d), whole(count * size, d)),
-        "position": (position.reshape(-1), whole(count * size)),
-        "begin": (((end - many) * size).reshape(b, h, 1), of_head(1)),
-        "end": ((end * size).reshape(b, h, 1), of_head(1)),
+        "q": (pad(q).reshape(b * h, rows, d), of_head(rows, d)),
+        "k": (k, per_slot(size, d)),
+        "v": (v, per_slot(size, d)),
+        "position": (position[:, None], per_slot(1, size)),
     }
     if slopes is not None:
-        block = pl.BlockSpec((None, ROWS), lambda s, h, b: (h, 0))
-        inputs["slopes"] = (padded(slopes.astype(jnp.float32), 1), block)
+        of_group = pl.BlockSpec((1, rows, 1), lambda i, scalars: (scalars["owner"][i] % h, 0, 0))
+        inputs["slopes"] = (pad(slopes.astype(jnp.float32)[..., None]), of_group)
     outputs: dict[str, tuple[tuple[int, ...], pl.BlockSpec]] = {
-        "out": ((b, h, splits, ROWS, d), of_part(ROWS, d)),
-        "lse": ((b, h, splits, ROWS), of_part(ROWS)),
-        "logits": ((count, g, size), whole(count, g, size)),
+        "out": ((b * h, rows, d), of_head(rows, d)),
+        "lse": ((b * h, rows, 1), of_head(rows, 1)),
+        "logits": ((count, g, size), pl.BlockSpec(memory_space=pl.ANY)),
     }
-    compiled = functools.partial(
-        kernel,
-        block=64 if d <= 128 else 32,
-        split=None,
-        splits=splits,
-        groups=g,
-        window=window,
-        scores="each",
-    )
+    scratch = {
+        "acc": pltpu.VMEM((rows, d), jnp.float32),
+        "top": pltpu.VMEM((rows, 1), jnp.float32),
+        "total": pltpu.VMEM((rows, 1), jnp.float32),
+        "logits": pltpu.VMEM((block, g, size), jnp.float32),
+        "leaving": pltpu.SMEM((1,), jnp.int32),
+        "written": pltpu.SemaphoreType.DMA(()),
+    }
     found = pl.pallas_call(
-        compiled,
-        grid=(splits, h, b),
-        in_specs=[{name: spec for name, (_, spec) in inputs.items()}],
-        out_specs={name: spec for name, (_, spec) in outputs.items()},
+        functools.partial(_kernel, heads=h, pool=count, window=window),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            grid=(last[-1],),
+            in_specs=[{name: spec for name, (_, spec) in inputs.items()}],
+            out_specs={name: spec for name, (_, spec) in outputs.items()},
+            scratch_shapes=[scratch],
+        ),
         out_shape={name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, (shape, _) in outputs.items()},
-        compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=2),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",), vmem_limit_bytes=VMEM_BYTES),
         interpret=interpret,
         name="paged_attention",
-    )({name: array for name, (array, _) in inputs.items()})
-    out, lse = combined(found, g)
-    return Paged(out, lse, found["logits"])
+    )(scalars, {name: array for name, (array, _) in inputs.items()})
+    out, lse = (found[name].reshape(b, h, rows, -1)[:, :, :g] for name in ("out", "lse"))
+    return Paged(out, lse[..., 0], found["logits"])
+
+
+def _place(i, scalars, block: int, pool: int):
+    # Which page a step begins with, and where its block lies: at the pool's end it looks back.
+    owner = scalars["owner"][i]
+    page = scalars["begin"][owner] + (i - scalars["first"][owner]) * block
+    return page, jnp.minimum(page, pool - block)
+
+
+def _kernel(scalars, refs, outputs, scratch, *, heads, pool, window):
+    i = pl.program_id(0)
+    owner = scalars["owner"][i]
+    block, size, d = refs["k"].shape
+    rows, groups = refs["q"].shape[1], outputs["logits"].shape[1]
+    page, at = _place(i, scalars, block, pool)
+    mine = jnp.clip(scalars["end"][owner] - page, 0, block)
+
+    @pl.when(page == scalars["begin"][owner])
+    def _():
+        for name, value in (("acc", 0.0), ("top", LOWEST / 2), ("total", 0.0)):
+            scratch[name][...] = jnp.full(scratch[name].shape, value, jnp.float32)
+
+    position, query = refs["position"][...], scalars["query_position"][owner // heads]
+
+    def real(shape):  # a block may begin before these pages and end after them
+        which = jax.lax.broadcasted_iota(jnp.int32, shape, 0) + (at - page)
+        return (which >= 0) & (which < mine)
+
+    visible = (position >= 0) & (position <= query) & real(position.shape)
+    if window is not None:
+        visible &= position > query - window
+    visible = jnp.broadcast_to(visible, (block, rows, size))
+    k, v = refs["k"][...], refs["v"][...]
+    v = jnp.where(real(v.shape), v, jnp.zeros_like(v))  # a weight of 0 does not keep out another head's NaN
+    x = _dot(jnp.broadcast_to(refs["q"][...], (block, rows, d)), k, 2) / math.sqrt(d)
+    if "slopes" in refs:
+        x += refs["slopes"][...] * (position - query).astype(jnp.float32)
+    x = jnp.where(visible, x, LOWEST)
+    highest = jnp.maximum(scratch["top"][...], x.max(0).max(-1, keepdims=True))
+    weights = jnp.exp(x - highest)
+    kept = jnp.exp(scratch["top"][...] - highest)
+    scratch["total"][...] = kept * scratch["total"][...] + weights.sum(0).sum(-1, keepdims=True)
+    scratch["acc"][...] = kept * scratch["acc"][...] + _dot(weights.astype(v.dtype), v, 1).sum(0)
+    scratch["top"][...] = highest
+
+    def leave(pages, start: bool):
+        # A copy's size is fixed, so one for each binary digit of their number.
+        for some in (1 << digit for digit in range(block.bit_length())):
+            before = pages & -(2 * some)
+
+            @pl.when((pages & some) != 0)
+            def _(some=some, before=before):
+                here = scratch["logits"].at[pl.ds(page - at + before, some)]
+                there = outputs["logits"].at[pl.ds(page + before, some)]
+                copy = pltpu.make_async_copy(here, there, scratch["written"])
+                copy.start() if start else copy.wait()
+
+    leave(jnp.where(i == 0, 0, scratch["leaving"][0]), start=False)  # those of the step before
+    scratch["logits"][...] = x[:, :groups]
+    scratch["leaving"][0] = mine
+    leave(mine, start=True)
+
+    @pl.when(i == pl.num_programs(0) - 1)
+    def _():
+        leave(mine, start=False)
+
+    @pl.when(page + block >= scalars["end"][owner])
+    def _():
+        total = scratch["total"][...]
+        some = total > 0
+        total = jnp.where(some, total, 1.0)
+        outputs["out"][0] = scratch["acc"][...] / total
+        outputs["lse"][0] = jnp.where(some, scratch["top"][...] + jnp.log(total), -jnp.inf)
+
+
+def _dot(a, b, axis):
+    # Float32 is not rounded to bfloat16 on its way through the matrix unit.
+    precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
+    dimensions = (((2,), (axis,)), ((0,), (0,)))
+    return jax.lax.dot_general(a, b, dimensions, precision=precision, preferred_element_type=jnp.float32)

@@ -26,6 +26,7 @@ def paged_attention(
     *,
     window: int | None,
     slopes: Float[Array, "h g"] | None,
+    logits: Float[Array, "P g s"] | None,
 ) -> Paged:
     """See `api.paged_attention`."""
     b, h, g, d = q.shape
@@ -69,11 +70,11 @@ def paged_attention(
         jnp.full((owners, g), lowest / 2, kind),
         jnp.zeros((owners, g), kind),
         jnp.zeros((owners, g, d), kind),
-        jnp.zeros((count, g, size), kind),
+        jnp.zeros((count, g, size), kind) if logits is None else logits,
     )
     blocks = (pages[1] - pages[0] + block - 1) // block
-    highest, total, out, logits = jax.lax.fori_loop(0, blocks, look, carry)
+    highest, total, out, written = jax.lax.fori_loop(0, blocks, look, carry)
     some = total > 0
     total = jnp.where(some, total, 1.0)
     lse = jnp.where(some, highest + jnp.log(total), -jnp.inf)
-    return Paged((out / total[..., None]).reshape(q.shape), lse.reshape(b, h, g), logits)
+    return Paged((out / total[..., None]).reshape(q.shape), lse.reshape(b, h, g), written)

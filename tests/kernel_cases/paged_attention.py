@@ -10,7 +10,7 @@ import numpy as np
 
 from pallas_kernels.paged_attention import paged_attention
 from tests.kernel_cases.decode_attention import softmax
-from tests.kernels import GPU_WAYS, XLA, Case, normal
+from tests.kernels import GPU_WAYS, TPU_WAYS, XLA, Case, normal
 
 
 def oracle(inputs: dict[str, Any], *, window: int | None) -> dict[str, Any]:
@@ -39,7 +39,9 @@ def oracle(inputs: dict[str, Any], *, window: int | None) -> dict[str, Any]:
 
 def run(inputs: dict[str, Any], **options: Any) -> dict[str, Any]:
     """With the logits made into probabilities, as policies want them, of the layer's own pages."""
-    found = paged_attention(**inputs, **options)
+    size = inputs["position"].shape[1]
+    used = jnp.full((len(inputs["owner"]), inputs["q"].shape[2], size), jnp.nan)
+    found = paged_attention(**inputs, logits=used, **options)
     owner, pages = inputs["owner"], inputs["pages"]
     total = jnp.where(jnp.isfinite(found.lse), found.lse, 0.0).reshape(-1, found.lse.shape[-1])[owner]
     mine = (jnp.arange(len(owner)) >= pages[0]) & (jnp.arange(len(owner)) < pages[1])
@@ -76,7 +78,7 @@ def case(
         (inputs,),
         lambda inputs, **options: run(inputs, window=window, **options),
         lambda inputs: oracle(inputs, window=window),
-        ways=(XLA, *(GPU_WAYS if d & (d - 1) == 0 else ())),
+        ways=(XLA, *TPU_WAYS, *(GPU_WAYS if d & (d - 1) == 0 else ())),
         dtype=dtype,
     )
 
@@ -87,4 +89,6 @@ CASES = (
     case(2, 3, 4, 32, 64, dtype="bfloat16", alibi=True),
     case(1, 2, 3, 16, 80),
     case(1, 1, 2, 16, 64, most=100),
+    case(2, 4, 9, 32, 128, dtype="bfloat16", most=70),
+    case(2, 2, 16, 64, 256, most=20, alibi=True, window=700),
 )

@@ -1,0 +1,29 @@
+"""Where owners' pages lie, and how a TPU's grid goes through them."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from pallas_kernels.common import SUBLANES, padded
+
+SLOTS = 512
+"""Slots of one grid step, about: of every head's last step some are read in vain."""
+
+
+def ranges(owner: Int[Array, " P"], pages: Int[Array, "2"], owners: int) -> tuple[Int[Array, " o"], Int[Array, " o"]]:
+    """Each owner's first page in a layer, and the one after its last."""
+    page = jnp.arange(owner.shape[0])
+    rising = jnp.where(page < pages[0], -1, jnp.where(page < pages[1], owner, owners))
+    found = jnp.searchsorted(rising, jnp.arange(owners + 1)).astype(jnp.int32)
+    return found[:-1], found[1:]
+
+
+def tile(count: int, size: int) -> int:
+    """Pages of one grid step, in a pool of `count` with `size` slots each."""
+    return min(max(1, SLOTS // padded(size, 2 * SUBLANES)), count)
+
+
+def most_steps(owners: int, count: int, size: int) -> int:
+    """Grid steps that there can be: whoever owns no page takes one as well."""
+    return owners + count // tile(count, size)

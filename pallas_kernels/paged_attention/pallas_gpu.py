@@ -1,0 +1,91 @@
+"""Attention over pages for GPU, by the kernel of `decode_attention`: every program some of one head's pages."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.decode_attention.pallas_gpu import kernel
+from pallas_kernels.decode_attention.partials import PROGRAMS, ROWS, combined
+from pallas_kernels.paged_attention.pages import ranges
+from pallas_kernels.paged_attention.types import Paged
+
+MOST_SPLITS = 8
+"""Programs that share a head: how long heads are is known only at run time, and short ones leave some idle."""
+
+
+def paged_attention(
+    q: Float[Array, "b h g d"],
+    k: Float[Array, "P s d"],
+    v: Float[Array, "P s d"],
+    position: Int[Array, "P s"],
+    owner: Int[Array, " P"],
+    pages: Int[Array, "2"],
+    query_position: Int[Array, " b"],
+    *,
+    window: int | None,
+    slopes: Float[Array, "h g"] | None,
+    interpret: Any,
+) -> Paged:
+    """See `api.paged_attention`."""
+    b, h, g, d = q.shape
+    count, size = position.shape
+    splits = min(max(1, PROGRAMS // (b * h)), MOST_SPLITS, count)
+    begin, end = ranges(owner, pages, b * h)
+
+    def padded(x: Array, axis: int) -> Array:
+        return jnp.pad(x, [(0, ROWS - g if i == axis else 0) for i in range(x.ndim)])
+
+    def of_head(*tail: int) -> pl.BlockSpec:
+        return pl.BlockSpec((None, None, *tail), lambda s, h, b: (b, h) + (0,) * len(tail))
+
+    def of_part(*tail: int) -> pl.BlockSpec:
+        return pl.BlockSpec((None, None, None, *tail), lambda s, h, b: (b, h, s) + (0,) * len(tail))
+
+    def whole(*shape: int) -> pl.BlockSpec:
+        return pl.BlockSpec(shape, lambda s, h, b: (0,) * len(shape))
+
+    inputs: dict[str, tuple[Array, pl.BlockSpec]] = {
+        "query_position": (query_position, pl.BlockSpec((1,), lambda s, h, b: (b,))),
+        "q": (padded(q, 2), of_head(ROWS, d)),
+        "k": (k.reshape(-1, d), whole(count * size, d)),
+        "v": (v.reshape(-1, d), whole(count * size, d)),
+        "position": (position.reshape(-1), whole(count * size)),
+        "begin": ((begin * size).reshape(b, h, 1), of_head(1)),
+        "end": ((end * size).reshape(b, h, 1), of_head(1)),
+    }
+    if slopes is not None:
+        block = pl.BlockSpec((None, ROWS), lambda s, h, b: (h, 0))
+        inputs["slopes"] = (padded(slopes.astype(jnp.float32), 1), block)
+    outputs: dict[str, tuple[tuple[int, ...], pl.BlockSpec]] = {
+        "out": ((b, h, splits, ROWS, d), of_part(ROWS, d)),
+        "lse": ((b, h, splits, ROWS), of_part(ROWS)),
+        "logits": ((count, g, size), whole(count, g, size)),
+    }
+    compiled = functools.partial(
+        kernel,
+        block=64 if d <= 128 else 32,
+        split=None,
+        splits=splits,
+        groups=g,
+        window=window,
+        scores="each",
+    )
+    found = pl.pallas_call(
+        compiled,
+        grid=(splits, h, b),
+        in_specs=[{name: spec for name, (_, spec) in inputs.items()}],
+        out_specs={name: spec for name, (_, spec) in outputs.items()},
+        out_shape={name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, (shape, _) in outputs.items()},
+        compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=2),
+        interpret=interpret,
+        name="paged_attention",
+    )({name: array for name, (array, _) in inputs.items()})
+    out, lse = combined(found, g)
+    return Paged(out, lse, found["logits"])
