@@ -284,6 +284,9 @@ def main(argv: list[str] | None = None) -> int:
     options = argparse.ArgumentParser(prog="kvjax bench kernels", description=__doc__, allow_abbrev=False)
     options.add_argument("--ops", default=",".join(OPS), help="names with commas between them")
     options.add_argument("--step", action="store_true", help="a decode step of a model with less against streaming")
+    options.add_argument(
+        "--step-model", choices=("toy", "synthetic", "llama_7b"), default="toy" if sizes is SMALL else "llama_7b"
+    )
     options.add_argument("--repeats", type=int, default=5)
     for name, value in sizes.items():
         options.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value)

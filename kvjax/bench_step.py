@@ -42,6 +42,8 @@ TOY = dataclasses.replace(
     rope=Rope(width=64),
 )
 
+MODELS = {"toy": TOY, "synthetic": bench.SYNTHETIC, "llama_7b": LLAMA_7B}
+
 
 def random_model(config: ModelConfig, dtype: str) -> Model:
     """Random weights, drawn on the device: seven billion of them take minutes on the host."""
@@ -61,7 +63,7 @@ def random_model(config: ModelConfig, dtype: str) -> Model:
 
 def step(options: argparse.Namespace, device: str) -> dict[str, Any]:
     """Decode steps of a whole model from a full cache, with LESS and without it."""
-    config = TOY if jax.default_backend() == "cpu" else LLAMA_7B
+    config = MODELS[options.step_model]
     model, steps = random_model(config, options.dtype), 16
     rng = np.random.default_rng(0)
     tokens = rng.integers(3, config.vocab_size, (options.step_batch, options.step_slots))

@@ -68,8 +68,10 @@ def choose(
 
 
 def platform_of(platform: str | None) -> str:
-    """`cpu`, `gpu` or `tpu`."""
-    platform = platform or jax.default_backend()
+    """`cpu`, `gpu` or `tpu`: the one named, that of the devices in `jax.set_mesh`, or the default backend."""
+    if platform is None:
+        device = jax.sharding.get_abstract_mesh().abstract_device
+        platform = jax.default_backend() if device is None else device.platform
     return "gpu" if platform in ("cuda", "rocm") else platform
 
 

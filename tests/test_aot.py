@@ -41,6 +41,20 @@ def test_every_kernel_compiles_for_tpu(chip, tmp_path):
     assert f"| {chip} |" in (tmp_path / "table.md").read_text()
 
 
+@pytest.mark.skipif(
+    VARIABLE not in os.environ, reason=f"{VARIABLE} names no Python that has jax[tpu]; .ci/run makes one"
+)
+def test_decode_steps_on_tpu_call_the_kernels_and_copy_no_cache():
+    root = Path(__file__).parent.parent
+    command = [os.environ[VARIABLE], "-W", "ignore", "-m", "tests.tpu_steps", "v5e"]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    for name, found in json.loads(done.stdout).items():
+        assert set(found["kernels"]) == set(found["expected"]), name
+        assert found["alias"] >= found["cache"], name
+        assert found["temp"] < max(0.05 * found["cache"], 6e6), name  # a few megabytes, however small the cache
+
+
 @pytest.mark.parametrize("program", PROGRAMS, ids=str)
 def test_what_a_gpu_runs_lowers_to_cuda(program):
     assert "stablehlo" in program.lower("auto", "cuda").as_text()

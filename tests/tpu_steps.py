@@ -1,0 +1,68 @@
+"""Whole decode steps compiled for a TPU that is not there: `python -m tests.tpu_steps CHIP`, with jax[tpu].
+
+Prints for each policy the kernels that its program calls, and the compiler's bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+import kvjax
+from kvjax import decode
+from kvjax.less import init_kernels
+from kvjax.models import Rope
+from pallas_kernels import aot
+from tests.models import random_model, small_config
+
+CONFIG = small_config(32, 8, head_width=128, rope=Rope(width=128), width=256)
+ROWS, SLOTS = 8, 2048
+
+
+def cases() -> dict[str, tuple[kvjax.Policy, tuple[str, ...]]]:
+    """Policies, and the kernels that a step under each is to call."""
+    kernels = init_kernels(jax.random.key(0), CONFIG)
+    evicting = ("decode_attention", "evict")
+    return {
+        "streaming": (kvjax.policy("streaming"), evicting),
+        "h2o": (kvjax.policy("h2o"), evicting),
+        "keyformer": (kvjax.policy("keyformer"), evicting),
+        "less": (kvjax.policy("less", base="keyformer", kernels=kernels), (*evicting, "less_phi", "less_psi")),
+        "lsh_e": (kvjax.policy("lsh_e"), ("decode_attention", "hamming")),
+        "fastgen": (kvjax.policy("fastgen", special=(1,), punctuation=(2,)), ("paged_attention",)),
+    }
+
+
+def compiled(policy: kvjax.Policy, chip: str) -> dict[str, Any]:
+    """The step's kernels and bytes."""
+    model = random_model(CONFIG, dtype=jnp.bfloat16)
+    budget = 1.0 if policy.decides_slots else SLOTS
+    state, _ = kvjax.prefill(model, policy, np.ones((ROWS, 40), int), budget, max_new_tokens=SLOTS)
+    mesh = aot._mesh(chip)
+    place = NamedSharding(mesh, PartitionSpec())
+    arguments = (*decode.split_state(state), jnp.zeros(ROWS, jnp.int32))
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), arguments)
+    with jax.set_mesh(mesh):
+        step = jax.jit(decode._step_parts, donate_argnums=1).trace(*shapes).lower(lowering_platforms=("tpu",))
+        memory = step.compile().memory_analysis()
+    assert memory is not None
+    return {
+        "kernels": sorted(set(re.findall(r'kernel_name = "(\w+)"', step.as_text()))),
+        "cache": kvjax.cache_bytes(state),
+        "alias": memory.alias_size_in_bytes,
+        "temp": memory.temp_size_in_bytes,
+    }
+
+
+if __name__ == "__main__":
+    os.environ.update(aot.ENVIRONMENT)
+    found = {name: compiled(policy, sys.argv[1]) | {"expected": names} for name, (policy, names) in cases().items()}
+    print(json.dumps(found, indent=1))
