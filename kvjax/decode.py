@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -15,42 +15,16 @@ from jaxtyping import Array, Float, Int, Key
 
 from kvjax import cache as caches_
 from kvjax import paged
-from kvjax.attention import (
-    SLOT_BLOCK,
-    alibi_bias,
-    attend,
-    attend_prompt,
-    causal_mask,
-    head_slopes,
-    join_queries,
-    merge,
-    near_sums,
-    query_block,
-    share_of_evicted,
-    split_queries,
-)
-from kvjax.codec import codec_of
+from kvjax.arrange import arrange
 from kvjax.models.config import ModelConfig
-from kvjax.models.decoder import Weights, block, embed, rotate, unembed
-from kvjax.plan import PLANS, Plan, Uniform
-from kvjax.policies import policy as policy_by_name
+from kvjax.models.decoder import Weights, unembed
+from kvjax.plan import Plan
 from kvjax.policies.base import Policy
-from kvjax.types import KV, Evicted, LayerCache, NewTokens, Partial, setting
-from pallas_kernels.decode_attention import decode_attention
+from kvjax.reading import Reading, read_block, read_token
+from kvjax.types import LayerCache, setting
 
 if TYPE_CHECKING:
     from kvjax.models.model import Model
-
-
-class Reading(struct.PyTreeNode):
-    """Which tokens are being read, for all layers alike; the fields are those of `NewTokens`."""
-
-    token: Int[Array, "b t"]
-    position: Int[Array, "b t"]
-    prompt_length: Int[Array, " b"]
-    read: Int[Array, " b"]
-    horizon: Int[Array, " b"]
-    seed: Array
 
 
 class State(struct.PyTreeNode):
@@ -106,7 +80,7 @@ def prefill(
     Raises:
         ValueError: a prompt is empty or does not fit the model, or the budget does not fit the policy.
     """
-    arrays, static = _arrange(
+    arrays, static = arrange(
         model, policy, tokens, budget, lengths, max_new_tokens=max_new_tokens, key=key, plan=plan, chunk=prefill_chunk
     )
     caches, seed, logits = _prefill(*arrays, **static)
@@ -140,79 +114,10 @@ def lower_prefill(
     prefill_chunk: int | None = None,
 ) -> jax.stages.Lowered:
     """The program of `prefill` for these arguments, to compile and ask for its `memory_analysis()`."""
-    arrays, static = _arrange(
+    arrays, static = arrange(
         model, policy, tokens, budget, lengths, max_new_tokens=max_new_tokens, key=None, plan=plan, chunk=prefill_chunk
     )
     return _prefill.lower(*arrays, **static)
-
-
-def _arrange(model, policy, tokens, budget, lengths, *, max_new_tokens, key, plan, chunk):
-    # Everything that is decided on the host: checks, slots per layer, padding to a bucket.
-    policy = (policy_by_name(policy) if isinstance(policy, str) else policy).bind(model)
-    policy = policy.budgeted(budget)
-    plan = _plan_by_name(plan)
-    config = model.config
-    own = _check_pages(policy, plan, budget, chunk)
-    padded, real = _pad_rows(tokens, lengths)
-    rows, width = padded.shape
-    _check_prompts(padded, real, max_new_tokens, policy, config)
-    policy.check_prompt(int(real.min()))
-    limits, capacities = plan_slots(policy, plan, budget, real, max_new_tokens, config, width)
-    chunk = policy.prefill_chunk if chunk is None else chunk
-    if chunk is not None and chunk < 1:
-        raise ValueError(f"prefill_chunk={chunk} is not a number of tokens from 1.")
-    if chunk is not None and chunk < width and policy.couples_layers and chunk > 1:
-        raise ValueError(f"{type(policy).__name__} shares scores between layers and reads a prompt whole or by 1.")
-    size = bucket(width) if chunk is None or chunk >= width else -(-bucket(width) // chunk) * chunk
-    chunk = None if chunk is None or (chunk >= width and chunk > 1) else chunk
-    keys = jax.random.key(0) if key is None else key
-    if keys.ndim == 0:
-        keys = jnp.broadcast_to(keys, (rows,))
-    start, horizon = jnp.asarray(real, jnp.int32), jnp.full(rows, max_new_tokens, jnp.int32)
-    arrays = (
-        model.weights,
-        policy,
-        jnp.asarray(np.pad(padded, ((0, 0), (0, size - width))), jnp.int32),
-        start,
-        horizon,
-        keys,
-        tuple(jnp.asarray(limit, jnp.int32) for limit in limits),
-    )
-    if own is not None:
-        capacities = (None,) * config.layers
-    return arrays, dict(config=config, capacities=capacities, chunk=chunk, plan=own)
-
-
-def _check_pages(policy: Policy, plan: Plan | None, budget, chunk: int | None) -> Plan | None:
-    # The plan by which heads get slots of their own, or None where all heads of a layer have the same.
-    if policy.decides_slots:
-        if plan is not None or not (isinstance(budget, float) and budget == 1.0):
-            raise ValueError(
-                f"{type(policy).__name__} decides itself how many slots each head gets, so budget={budget!r} and "
-                f"plan={plan!r} mean nothing to it; leave both out and change its settings."
-            )
-        plan = Uniform()
-    elif plan is None or not plan.per_head:
-        return None
-    if not policy.pages or not policy.evicts or policy.positions != "original":
-        raise ValueError(
-            f"{type(policy).__name__} with positions={policy.positions!r} needs the same slots in every head of a "
-            "layer; choose another plan, or another policy such as h2o, snapkv or keyformer."
-        )
-    if chunk is not None or policy.prefill_chunk is not None:
-        raise ValueError(
-            f"prefill_chunk={chunk} does not go with a budget for each head, which only the whole prompt can tell; "
-            "leave it out."
-        )
-    return plan
-
-
-def _plan_by_name(plan: Plan | str | None) -> Plan | None:
-    if not isinstance(plan, str):
-        return plan
-    if plan not in PLANS:
-        raise ValueError(f"there is no plan {plan!r}; choose one of {', '.join(PLANS)}.")
-    return PLANS[plan]()
 
 
 def decode_step(state: State, token: Int[Array, " b"]) -> tuple[State, Float[Array, "b vocab"]]:
@@ -270,7 +175,7 @@ def step(state: State, token: Int[Array, " b"]) -> tuple[State, Float[Array, "b 
         horizon=state.horizon,
         seed=state.seed,
     )
-    caches, hidden = _read_token(state.weights, state.config, state.policy, state.caches, reading)
+    caches, hidden = read_token(state.weights, state.config, state.policy, state.caches, reading)
     logits = unembed(state.weights, state.config, hidden[:, 0])
     if not state.policy.evicts or state.policy.ends:
         planned = state.prompt_length + state.horizon
@@ -302,107 +207,6 @@ def slot_limits(state: State) -> list[np.ndarray]:
     if isinstance(state.caches, paged.Pool):
         return [np.asarray(limit) for limit in state.caches.limit]
     return [np.asarray(cache.limit) for cache in state.caches]
-
-
-def bucket(tokens: int) -> int:
-    """The padded length that prompts share a program at: the next power of two or halfway point, at least 16."""
-    power = 16
-    while power < tokens:
-        power *= 2
-    return power * 3 // 4 if power > 16 and power * 3 // 4 >= tokens else power
-
-
-def round_slots(slots: int) -> int:
-    """Slots in the buffers: the next multiple of 16, of the attention block beyond one block."""
-    unit = 16 if slots <= SLOT_BLOCK else SLOT_BLOCK
-    return -(-slots // unit) * unit
-
-
-def plan_slots(
-    policy: Policy,
-    plan: Plan | None,
-    budget: int | float | Sequence[int],
-    lengths: np.ndarray,
-    max_new_tokens: int,
-    config: ModelConfig,
-    width: int,
-) -> tuple[list[np.ndarray], tuple[int, ...]]:
-    """Slots that each row and head may use, int [b, h] per layer, and those of each layer's buffers.
-
-    Raises:
-        ValueError: the budget is not positive, does not match the layers or does not fit the policy's protections.
-    """
-    rows, total = len(lengths), lengths + max_new_tokens
-    one = isinstance(budget, (int, float, np.integer, np.floating))
-    per_row = _slots_per_row(budget, total) if one else total
-    if not policy.evicts:
-        limits = np.broadcast_to(total, (config.layers, rows))
-        capacity = round_slots(bucket(width) + max_new_tokens)
-        return [np.repeat(limit[:, None], config.kv_heads, 1) for limit in limits], (capacity,) * config.layers
-    if one:
-        plan = policy.default_plan() if plan is None else plan
-        limits = np.stack([plan.budgets(int(slots), config.layers) for slots in per_row], axis=1)
-    else:
-        if plan is not None:
-            raise ValueError("a budget for each layer leaves nothing to plan; give one number, or no plan.")
-        if len(budget) != config.layers or min(budget) < 1:
-            raise ValueError(
-                f"budget={list(budget)} is not a number of slots from 1 for each of {config.layers} layers."
-            )
-        limits = np.repeat(np.asarray(budget, np.int64)[:, None], rows, axis=1)
-    limits = limits + policy.extra_slots
-    policy.check_budget(int(limits.min()))
-    capacities = tuple(round_slots(policy.buffer_slots(int(limit.max()))) for limit in limits)
-    if policy.couples_layers and (limits != limits[0]).any():
-        raise ValueError(
-            f"{type(policy).__name__} with one score for all layers needs equal budgets; use plan='uniform'."
-        )
-    return [np.repeat(limit[:, None], config.kv_heads, 1) for limit in limits], capacities
-
-
-def _slots_per_row(budget: int | float, total: np.ndarray) -> np.ndarray:
-    if isinstance(budget, (int, np.integer)):
-        if budget < 1:
-            raise ValueError(f"budget={budget} is not a number of slots from 1, nor a fraction between 0.0 and 1.0.")
-        return np.full(len(total), budget)
-    if not 0 < budget <= 1:
-        raise ValueError(f"budget={budget} is not a fraction in (0.0, 1.0], nor a whole number of slots.")
-    return np.maximum(1, np.floor(budget * total + 1e-6).astype(np.int64))
-
-
-def _pad_rows(tokens, lengths) -> tuple[np.ndarray, np.ndarray]:
-    if isinstance(tokens, (list, tuple)):
-        if lengths is None:
-            lengths = [len(row) for row in tokens]
-        width = max((len(row) for row in tokens), default=0)
-        if width == 0:
-            raise ValueError("a prompt is empty; give at least one token.")
-        tokens = np.array([list(row) + [0] * (width - len(row)) for row in tokens], np.int32).reshape(-1, width)
-    tokens = np.asarray(tokens)
-    if tokens.ndim != 2:
-        raise ValueError(f"tokens of shape {tokens.shape} are not rows of prompts [b, n].")
-    lengths = np.full(len(tokens), tokens.shape[1]) if lengths is None else np.asarray(lengths)
-    return tokens, lengths.astype(np.int64)
-
-
-def _check_prompts(
-    tokens: np.ndarray, lengths: np.ndarray, max_new_tokens: int, policy: Policy, config: ModelConfig
-) -> None:
-    if len(tokens) == 0 or lengths.min() < 1:
-        raise ValueError("a prompt is empty; give at least one token.")
-    if lengths.shape != (len(tokens),) or lengths.max() > tokens.shape[1]:
-        raise ValueError(f"lengths={lengths.tolist()} do not fit tokens of shape {tokens.shape}.")
-    if max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens={max_new_tokens} is not a number of tokens from 1.")
-    outside = tokens[np.arange(tokens.shape[1]) < lengths[:, None]]
-    if outside.min() < 0 or outside.max() >= config.vocab_size:
-        bad = outside[(outside < 0) | (outside >= config.vocab_size)][0]
-        raise ValueError(f"token {bad} is not in the vocabulary of {config.vocab_size}.")
-    if lengths.max() > config.max_positions and policy.positions == "original":
-        raise ValueError(
-            f"a prompt of {lengths.max()} tokens is longer than the model's {config.max_positions} positions; "
-            "shorten it or use a policy with positions='cache'."
-        )
 
 
 @functools.partial(jax.jit, static_argnames=("config", "capacities", "chunk", "plan"))
@@ -438,9 +242,9 @@ def _prefill(weights, policy, tokens, lengths, horizon, keys, limits, *, config,
             seed=seed,
         )
         if size == 1:
-            caches, hidden = _read_token(weights, config, policy, caches, reading)
+            caches, hidden = read_token(weights, config, policy, caches, reading)
         else:
-            caches, hidden = _read_block(weights, config, policy, caches, reading, capacities, plan)
+            caches, hidden = read_block(weights, config, policy, caches, reading, capacities, plan)
         is_last = position == (lengths - 1)[:, None]
         newest = jnp.einsum("btw,bt->bw", hidden, is_last.astype(hidden.dtype))
         return caches, jnp.where(is_last.any(1)[:, None], newest, last)
@@ -454,211 +258,3 @@ def _prefill(weights, policy, tokens, lengths, horizon, keys, limits, *, config,
             0, -(-lengths.max() // size), lambda i, carry: read_chunk(i * size, carry), (caches, last)
         )
     return caches, seed, unembed(weights, config, last)
-
-
-def _read_token(weights, config: ModelConfig, policy: Policy, caches, reading: Reading):
-    """One token per row through all layers: the victim is chosen before attention, for everyone."""
-    x = embed(weights, config, reading.token, reading.position)
-    scratch: Any = paged.scratch(caches, config.groups) if isinstance(caches, paged.Pool) else None
-    caches = caches if isinstance(caches, paged.Pool) else list(caches)
-    for index, layer in enumerate(weights.layers):
-
-        def attention(q, k, v, index=index):
-            nonlocal caches, scratch
-            new = _new_tokens(config, reading, q, k, v, index)
-            if isinstance(caches, paged.Pool):
-                caches, out, scratch = paged.read_token(config, policy, caches, index, new, scratch)
-                return out
-            cache = caches_.fetch(policy, caches[index])
-            if policy.shrinks:
-                cache = _shrink(config, policy, cache, new)
-            cache, _ = exchange(config, policy, cache, new, k)
-            cache, out = _attend_slots(config, policy, cache, new, q)
-            caches[index] = caches_.stow(policy, cache)
-            return out
-
-        x = block(layer, config, x, attention)
-    return caches if isinstance(caches, paged.Pool) else policy.couple(tuple(caches)), x
-
-
-def exchange(
-    config: ModelConfig, policy: Policy, cache: LayerCache, new: NewTokens, raw_k: Float[Array, "b h 1 d"]
-) -> tuple[LayerCache, Int[Array, "b h 1"]]:
-    """The cache with one new token per row, and the position of the one that left each head, -1 for none."""
-    codec = codec_of(policy)
-    stored = KV(codec.encode(config, raw_k, new.position), new.v)
-    cache, pair, left = caches_.exchange(policy, cache, new, stored)
-    evicted = Evicted(codec.restore(config, pair.k, left), pair.v, left >= 0, new.layer)
-    cache = codec.settle(config, cache, new, raw_k)
-    return cache.replace(state=policy.absorb(cache.state, evicted)), left
-
-
-def _attend_slots(config: ModelConfig, policy: Policy, cache: LayerCache, new: NewTokens, raw_q):
-    """One token per row over its slots, and the cache after the policy has seen what it asks for."""
-    codec = codec_of(policy)
-    keys, key_position = codec.read(config, cache)
-    queries, query_position = codec.query(config, cache, raw_q, new.position)
-    if config.position == "alibi" and policy.positions == "cache":  # distances that are not those of the mask
-        mask = causal_mask(new.position, cache.position, config.sliding_window)
-        partial, probs = attend(queries, keys, cache.kv.v, mask, alibi_bias(config, query_position, key_position))
-        seen = policy.observe(cache, probs, new) if policy.needs_probs else cache
-        return seen, _answer(policy, cache, partial, probs, new)
-    scores = policy.wants(new)
-    memory = None if scores == "each" else policy.memory(cache.state, new)  # else `attended` comes before it
-    if memory is not None:
-        memory = memory._replace(features=memory.features[:, :, :, 0])
-    found = decode_attention(
-        queries[:, :, :, 0],
-        keys,
-        cache.kv.v,
-        cache.position,
-        new.position[:, 0],
-        window=config.sliding_window,
-        slopes=head_slopes(config),
-        low_rank=memory,
-        scores=scores,
-    )
-    partial = Partial(found.out[:, :, :, None], found.lse[..., None])
-    if found.scores is None:
-        return cache, partial.out
-    if scores == "each":
-        probs = found.scores[:, :, :, None]
-        return policy.observe(cache, probs, new), _answer(policy, cache, partial, probs, new)
-    return policy.summed(cache, found.scores[:, :, None], new), partial.out
-
-
-def _read_block(weights, config: ModelConfig, policy: Policy, caches, reading: Reading, capacities, plan):
-    """A prompt or a chunk of it through all layers: attend in query blocks, observe each, keep what ranks highest."""
-    x = embed(weights, config, reading.token, reading.position)
-    caches, selected, news = list(caches), [], []
-    for index, layer in enumerate(weights.layers):
-
-        def attention(q, k, v, index=index):
-            new = _new_tokens(config, reading, q, k, v, index)
-            codec = codec_of(policy)
-            stored = KV(codec.encode(config, k, new.position), v)
-            cache = caches_.fetch(policy, caches[index])
-            cache = caches_.append(cache, caches_.entries(policy, new, cache.state, stored))
-            cache = codec.settle(config, cache, new, k)
-            cache, out = _attend_block(config, policy, cache, new, q)
-            cache = policy.commit(cache, new)
-            if plan is not None:
-                selected.append(paged.select(policy, cache, new, plan))
-            elif policy.couples_layers:
-                caches[index] = cache
-                news.append(new)
-            else:
-                caches[index] = caches_.stow(policy, _compress(config, policy, cache, new, capacities[index]))
-            return out
-
-        x = block(layer, config, x, attention)
-    if policy.couples_layers:
-        coupled = policy.couple(tuple(caches))
-        caches = [_compress(config, policy, *layer) for layer in zip(coupled, news, capacities, strict=True)]
-    return tuple(selected or caches), x
-
-
-def _attend_block(config: ModelConfig, policy: Policy, cache: LayerCache, new: NewTokens, raw_q):
-    codec = codec_of(policy)
-    weighing = policy.weighing(cache, new) if policy.needs_probs else None
-    ranked = config.position == "alibi" and policy.positions == "cache"  # distances that are not those of the mask
-    shown = policy.needs_probs and weighing is None
-    last = min(policy.last_queries or new.q.shape[-2], new.q.shape[-2])
-    if ranked or (shown and last == new.q.shape[-2]):
-        return _attend_and_observe(config, policy, cache, new, raw_q)
-    keys, _ = codec.read(config, cache)
-    queries, _ = codec.query(config, cache, raw_q, new.position)
-    partial, sums = attend_prompt(config, queries, keys, cache.kv.v, new.position, cache.position, weighing)
-    out = _answer(policy, cache, partial, None, new)
-    if shown:
-        return _attend_and_observe(config, policy, cache, *_newest(new, raw_q, last))[0], out
-    if sums is None:
-        return cache, out
-    near = functools.partial(near_sums, config, new.q, new.k, partial.lse, new.position)
-    return policy.near(policy.summed(cache, sums, new), near, new), out
-
-
-def _newest(new: NewTokens, raw_q, count: int):
-    """The last tokens of each row, which padding follows, and their unrotated queries."""
-    index = new.valid.sum(1, dtype=jnp.int32)[:, None] - count + jnp.arange(count)
-
-    def cut(x, axis=-2):
-        shape = [1] * x.ndim
-        shape[0], shape[axis] = index.shape
-        return jnp.take_along_axis(x, jnp.maximum(index, 0).reshape(shape), axis=axis)
-
-    position = jnp.where(index >= 0, cut(new.position, -1), -1)
-    part = new.replace(q=cut(new.q), k=cut(new.k), v=cut(new.v), token=cut(new.token, -1), position=position)
-    return part, cut(raw_q)
-
-
-def _attend_and_observe(config: ModelConfig, policy: Policy, cache: LayerCache, new: NewTokens, raw_q):
-    """In blocks of queries whose probabilities the policy is shown."""
-    codec = codec_of(policy)
-    keys, key_position = codec.read(config, cache)
-    size = query_block(raw_q.shape[-2], raw_q.shape[0])
-
-    def read(remembered, queries):
-        raw, q, k, v, token, position = queries
-        part = new.replace(q=q, k=k, v=v, token=token, position=position)
-        seen = cache.replace(stats=remembered[0], state=remembered[1])
-        rotated, query_position = codec.query(config, cache, raw, position)
-        mask = causal_mask(position, cache.position, config.sliding_window)
-        bias = alibi_bias(config, query_position, key_position)
-        partial, probs = attend(rotated, keys, cache.kv.v, mask, bias)
-        out = _answer(policy, seen, partial, probs, part)
-        seen = policy.observe(seen, probs, part)
-        return (seen.stats, seen.state), out
-
-    sequences = ((raw_q, -2), (new.q, -2), (new.k, -2), (new.v, -2), (new.token, -1), (new.position, -1))
-    blocks = tuple(split_queries(x, axis, size) for x, axis in sequences)
-    (stats, state), out = jax.lax.scan(read, (cache.stats, cache.state), blocks)
-    return cache.replace(stats=stats, state=state), join_queries(out, -2)
-
-
-def _compress(config: ModelConfig, policy: Policy, cache: LayerCache, new: NewTokens, capacity: int) -> LayerCache:
-    smaller, leaving = caches_.compress(policy, cache, new, capacity)
-    keys = codec_of(policy).restore(config, cache.kv.k, cache.position)
-    return smaller.replace(state=policy.absorb(cache.state, Evicted(keys, cache.kv.v, leaving, new.layer)))
-
-
-def _shrink(config: ModelConfig, policy: Policy, cache: LayerCache, new: NewTokens) -> LayerCache:
-    """Rows that have just passed the length up to which they may use more slots lose what ranks lowest."""
-    fewer = policy.allowed(cache.limit, new.read) < policy.allowed(cache.limit, new.read - 1)
-    fewer &= new.valid[:, :1]
-
-    # Only masks leave the branch: a cache that went through it would be copied at every step.
-    def losing(cache: LayerCache):
-        leaving = caches_.compress(policy, cache, new, cache.capacity)[1] & fewer[..., None]
-        keys = codec_of(policy).restore(config, cache.kv.k, cache.position)
-        state = policy.absorb(cache.state, Evicted(keys, cache.kv.v, leaving, new.layer))
-        less = caches_.drop(cache, leaving)
-        return less.position, less.keep, less.order, state
-
-    def same(cache: LayerCache):
-        return cache.position, cache.keep, cache.order, cache.state
-
-    position, keep, order, state = jax.lax.cond(fewer.any(), losing, same, cache)
-    return cache.replace(position=position, keep=keep, order=order, state=state)
-
-
-def _answer(policy: Policy, cache: LayerCache, partial: Partial, probs, new: NewTokens):
-    if probs is not None:
-        partial = policy.attended(cache, partial, probs, new)
-    memory = policy.memory(cache.state, new)
-    return partial.out if memory is None else merge(partial, share_of_evicted(memory)).out
-
-
-def _new_tokens(config: ModelConfig, reading: Reading, q, k, v, layer: int) -> NewTokens:
-    return NewTokens(
-        q=rotate(config.rope, q, reading.position[:, None, None]),
-        k=rotate(config.rope, k, reading.position[:, None]),
-        v=v,
-        position=reading.position,
-        token=reading.token,
-        prompt_length=reading.prompt_length,
-        read=reading.read,
-        horizon=reading.horizon,
-        seed=reading.seed,
-        layer=layer,
-    )

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax import cache, decode
+from kvjax import cache, reading
 from kvjax.policies import lsh_e
 from pallas_kernels.decode_attention import decode_attention
 from pallas_kernels.evict import evict
@@ -53,7 +53,7 @@ def test_kernels_give_the_same_tokens(monkeypatch, policy, way):
     model = kvjax.load("tiny")
     expected = greedy(model, policy)
     jax.clear_caches()  # or the program compiled for XLA would run again
-    monkeypatch.setattr(decode, "decode_attention", functools.partial(decode_attention, **way.options))
+    monkeypatch.setattr(reading, "decode_attention", functools.partial(decode_attention, **way.options))
     if way in TPU_WAYS:  # what has no form for GPU stays with XLA there
         monkeypatch.setattr(cache, "evict", functools.partial(evict, **way.options))
         monkeypatch.setattr(lsh_e, "hamming", functools.partial(hamming, **way.options))

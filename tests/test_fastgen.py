@@ -13,6 +13,7 @@ import pytest
 
 import kvjax
 from kvjax import decode, generate, paged
+from kvjax.arrange import arrange, round_slots
 from kvjax.models import Rope
 from kvjax.plan import AdaKV
 from tests.cases import _ids, fastgen_case
@@ -207,10 +208,10 @@ def test_a_bound_policy_fits_one_vocabulary():
 
 def dense_with_limits(model, policy, budget, limits):
     """The same policy on dense buffers where each head may use its own share: what pages must equal."""
-    arrays, static = decode._arrange(
+    arrays, static = arrange(
         model, policy, TEXT[:3, :41], budget, LENGTHS, max_new_tokens=40, key=None, plan=None, chunk=None
     )
-    capacities = tuple(decode.round_slots(int(limit.max())) for limit in limits)
+    capacities = tuple(round_slots(int(limit.max())) for limit in limits)
     arrays = (*arrays[:-1], tuple(jnp.asarray(limit, jnp.int32) for limit in limits))
     caches, seed, logits = decode._prefill(*arrays, **(static | {"capacities": capacities}))
     weights, bound, _, start, horizon, keys, _ = arrays

@@ -19,7 +19,8 @@ import pytest
 from flax import struct
 
 import kvjax
-from kvjax import decode, train_less
+from kvjax import train_less
+from kvjax.arrange import plan_slots
 from kvjax.attention import merge, share_of_evicted
 from kvjax.less import checkpoint
 from kvjax.less.record import Features, record
@@ -63,7 +64,7 @@ def sharp_model(config: ModelConfig) -> Model:
 
 def replay(model, policy, mask: str = "decode") -> tuple[Features, np.ndarray]:
     seed = kvjax.prefill(model, "full", TOKENS[:, :1].tolist(), max_new_tokens=1)[0].seed
-    limits, slots = decode.plan_slots(policy, None, BUDGET, np.ones(2, int), N - 1, model.config, 1)
+    limits, slots = plan_slots(policy, None, BUDGET, np.ones(2, int), N - 1, model.config, 1)
     limits = tuple(jnp.asarray(limit, jnp.int32) for limit in limits)
     tokens = jnp.asarray(TOKENS, jnp.int32)
     features, left = record(

@@ -14,6 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax import cache as caches
 from kvjax import decode, policies
+from kvjax.arrange import plan_slots
 from kvjax.decode import Moving, State, join_state, split_state
 from kvjax.models import Model
 from kvjax.plan import PLANS, Plan
@@ -115,7 +116,7 @@ def begin(
             f"policy {policies.name_of(bound)!r} with a budget for each head decides on a prompt; give a prefix of "
             "more than one token."
         )
-    limits, capacities = decode.plan_slots(bound, plan, budget, np.ones(rows, np.int64), length - 1, config, 1)
+    limits, capacities = plan_slots(bound, plan, budget, np.ones(rows, np.int64), length - 1, config, 1)
     empty = functools.partial(caches.empty, bound, rows=rows, heads=config.kv_heads, groups=config.groups)
     keys = jax.random.split(jax.random.key(seed), rows)
     return State(

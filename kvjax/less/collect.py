@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from kvjax import decode
+from kvjax.arrange import plan_by_name, plan_slots
 from kvjax.less.record import Features, record
 from kvjax.models.model import Model
 from kvjax.plan import Plan
@@ -78,10 +78,10 @@ def collect(
     bound, config = policy.bind(model).budgeted(budget), model.config
     total, n = tokens.shape
     rows = next(size for size in range(min(rows, total), 0, -1) if total % size == 0)
-    chosen_plan = decode._plan_by_name(plan)
+    chosen_plan = plan_by_name(plan)
     if bound.decides_slots or (chosen_plan is not None and chosen_plan.per_head):
         raise ValueError("kernels cannot learn from heads with slots of their own; use another plan or policy.")
-    limits, capacities = decode.plan_slots(bound, chosen_plan, budget, np.ones(rows, np.int64), n - 1, config, 1)
+    limits, capacities = plan_slots(bound, chosen_plan, budget, np.ones(rows, np.int64), n - 1, config, 1)
     if min(int(limit.min()) for limit in limits) >= n:
         raise ValueError(f"a budget of {budget} slots holds texts of {n} tokens whole; use a smaller budget.")
     slots = tuple(jnp.asarray(limit, jnp.int32) for limit in limits)

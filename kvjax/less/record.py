@@ -10,12 +10,12 @@ from flax import struct
 from jaxtyping import Array, Float, Int
 
 from kvjax import cache as caches_
-from kvjax import decode
 from kvjax.attention import alibi_bias, attend, attend_prompt, causal_mask
 from kvjax.codec import codec_of
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Weights, block, embed, rotate
 from kvjax.policies.base import Policy
+from kvjax.reading import Reading, exchange, new_tokens
 from kvjax.types import Partial, wide
 
 
@@ -92,7 +92,7 @@ def record(
     def step(caches, inputs):
         t, token, layers = inputs
         position = jnp.broadcast_to(t, (rows, 1))
-        reading = decode.Reading(
+        reading = Reading(
             token=token[:, None],
             position=position,
             prompt_length=one,
@@ -133,13 +133,13 @@ def _time_first(read: _Read) -> tuple[Array, Array, Array, Array]:
 
 
 def _replay(config, policy, mask, reading, index, cache, inputs):
-    # One layer of `decode._read_token`, on given queries, keys and values.
+    # One layer of `kvjax.reading.read_token`, on given queries, keys and values.
     q, k, v, full_lse = inputs
     q, k, v = q[..., None, :], k[..., None, :], v[..., None, :]
     cache = caches_.fetch(policy, cache)
     codec = codec_of(policy)
-    new = decode._new_tokens(config, reading, q, k, v, index)
-    cache, position = decode.exchange(config, policy, cache, new, k)
+    new = new_tokens(config, reading, q, k, v, index)
+    cache, position = exchange(config, policy, cache, new, k)
     keys, key_position = codec.read(config, cache)
     queries, query_position = codec.query(config, cache, q, new.position)
     visible = causal_mask(new.position, cache.position, config.sliding_window)
