@@ -37,6 +37,7 @@ def parser() -> argparse.ArgumentParser:
         prog="kvjax train_less", description=(__doc__ or "").splitlines()[0], allow_abbrev=False
     )
     options.add_argument("--model", default="tiny", help="tiny (embedded), a directory, or a hub id")
+    options.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the model")
     options.add_argument("--policy", default="h2o", help="the policy that evicts (default: h2o)")
     options.add_argument("--set", nargs="+", action="extend", default=[], metavar="key=value", dest="settings")
     options.add_argument("--budget", default="0.05", help="slots per head, or a fraction of the model's longest text")
@@ -89,7 +90,7 @@ def run(options: argparse.Namespace) -> None:
     policy = policies.policy(options.policy, **parse_settings(options.settings))
     check_policy(policy, options.mask)
     split_texts(options.sequences, recipe)
-    model = load(options.model)
+    model = load(options.model, dtype=options.dtype)
     budget = parse_budget(options.budget)
     slots, length = slots_of(budget, model), options.length or min(4096, model.config.max_positions)
     work = options.out / "training"
@@ -97,6 +98,7 @@ def run(options: argparse.Namespace) -> None:
         raise ValueError(f"{options.out} holds kernels of which the run is gone; give another --out.")
     asked = {
         "model": checkpoint.fingerprint(model),
+        "dtype": options.dtype,
         "policy": options.policy,
         "policy_settings": _settings_of(policy),
         "slots": slots,

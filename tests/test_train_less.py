@@ -276,3 +276,11 @@ def test_shipped_kernels_are_those_of_the_nearest_budget(tmp_path: Path, monkeyp
     assert scale(kvjax.policy("less", checkpoint="h2o_50").bind(model).budgeted(10)) == of_fifty
     with pytest.raises(ValueError, match="h2o_10, h2o_50"):
         kvjax.policy("less", base="tova").bind(model)
+
+
+def test_a_model_in_bfloat16_teaches_much_the_same(trained: Path, text_file: Path, tmp_path: Path) -> None:
+    out = tmp_path / "half"
+    assert train_less.main(arguments(text_file, out, "--dtype", "bfloat16")) == 0
+    half, whole = (checkpoint.read_settings(directory).training["errors"] for directory in (out, trained))
+    for ours, theirs in zip(half, whole, strict=True):
+        np.testing.assert_allclose(ours["after"], theirs["after"], rtol=0.1)
