@@ -70,8 +70,8 @@ def choose(
 def platform_of(platform: str | None) -> str:
     """`cpu`, `gpu` or `tpu`: the one named, that of the devices in `jax.set_mesh`, or the default backend."""
     device = jax.sharding.get_abstract_mesh().abstract_device
-    platform = platform or getattr(device, "platform", None) or jax.default_backend()
-    return "gpu" if platform in ("cuda", "rocm") else platform
+    name = platform or getattr(device, "platform", None) or jax.default_backend()
+    return "gpu" if name in ("cuda", "rocm") else name
 
 
 def pallas_form(platform: str | None) -> str:
