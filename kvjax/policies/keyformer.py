@@ -123,7 +123,7 @@ class Keyformer(Policy):
         in_prompt = new.q.shape[-2] > 1
         tau = self.temperature(new).astype(probs.dtype)
         if not (in_prompt and self.tau_init == 1):
-            probs = jnp.where(probs > 0, jnp.power(probs, 1 / tau[:, None, None, :, None]), 0.0)
+            probs = jnp.exp(jnp.log(probs) / tau[:, None, None, :, None])
         factor = jnp.ones(cache.position.shape, probs.dtype)
         if self._flat:
             return probs, factor

