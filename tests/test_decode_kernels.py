@@ -10,11 +10,13 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax import cache, reading
+from kvjax import attention, cache, reading
 from kvjax.policies import lsh_e
+from pallas_kernels import less_kernels
 from pallas_kernels.decode_attention import decode_attention
 from pallas_kernels.evict import evict
 from pallas_kernels.hamming import hamming
+from pallas_kernels.prefill_scores import prefill_scores
 from tests.kernels import GPU_WAYS, TPU_WAYS
 
 PROMPT = "The name is Tom. What is the name?"
@@ -54,9 +56,12 @@ def test_kernels_give_the_same_tokens(monkeypatch, policy, way):
     expected = greedy(model, policy)
     jax.clear_caches()  # or the program compiled for XLA would run again
     monkeypatch.setattr(reading, "decode_attention", functools.partial(decode_attention, **way.options))
+    monkeypatch.setattr(attention, "prefill_scores", functools.partial(prefill_scores, **way.options))
     if way in TPU_WAYS:  # what has no form for GPU stays with XLA there
         monkeypatch.setattr(cache, "evict", functools.partial(evict, **way.options))
         monkeypatch.setattr(lsh_e, "hamming", functools.partial(hamming, **way.options))
+        monkeypatch.setattr(less_kernels, "phi", functools.partial(less_kernels.phi, **way.options))
+        monkeypatch.setattr(less_kernels, "psi", functools.partial(less_kernels.psi, **way.options))
     found = greedy(model, policy)
     jax.clear_caches()
     assert found[0] == expected[0]

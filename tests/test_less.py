@@ -18,7 +18,9 @@ from kvjax import generate
 from kvjax.attention import merge, share_of_evicted
 from kvjax.less import Psi, checkpoint, init_kernels, layer_params, lowrank_oracle, performer_kernels
 from kvjax.models import ModelConfig
+from kvjax.policies.base import Policy
 from kvjax.policies.less import TOKEN_BLOCK, Less
+from kvjax.policies.wrapper import Wrapper
 from kvjax.types import Evicted, NewTokens, Partial
 from tests.cases import POLICIES, Case
 from tests.held import layers
@@ -291,3 +293,10 @@ def test_command_line_takes_a_checkpoint() -> None:
     assert choice("--policy", "less", "--set", "base=streaming", "sinks=2", "--less-checkpoint", "DIR") == expected
     with pytest.raises(ValueError, match="checkpoint"):
         choice("--policy", "h2o", "--less-checkpoint", "DIR")
+
+
+def test_a_wrapper_asks_its_base_everything() -> None:
+    """But what only heads with slots of their own are asked, which wrappers do not support."""
+    of_pages = {"pages", "normalises", "share", "gather", "competing"}
+    asked = {name for name in vars(Policy) if not name.startswith("_")} - of_pages - {"paper"}
+    assert asked <= set(vars(Wrapper)), asked - set(vars(Wrapper))

@@ -68,7 +68,7 @@ class Probe(Wrapper):
     def init(self, new):
         rows, heads, groups = new.q.shape[:3]
         dtype = wide(new.k.dtype)
-        features = self.base.psi(new.layer, new.k).shape[-1] if isinstance(self.base, Less) else 0
+        features = self.base.rank(new) if isinstance(self.base, Less) else 0
         return ProbeState(
             self.base.init(new),
             jnp.zeros((rows, heads, groups, self.length), dtype),

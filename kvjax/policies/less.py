@@ -14,7 +14,7 @@ from jaxtyping import Array, Float
 
 from kvjax.policies.base import check
 from kvjax.policies.wrapper import Wrapper
-from kvjax.types import setting, wide
+from kvjax.types import NewTokens, setting, wide
 from pallas_kernels import less_kernels
 from pallas_kernels.decode_attention.types import LowRank
 
@@ -153,6 +153,11 @@ class Less(Wrapper):
             return Performer(params["planes"].shape[-2]).apply({"params": params}, x)
         return {"phi": less_kernels.phi, "psi": less_kernels.psi}[which](x, **params)
 
+    def rank(self, new: NewTokens) -> int:
+        """R."""
+        one = jax.ShapeDtypeStruct((*new.k.shape[:2], 1, new.k.shape[-1]), new.k.dtype)
+        return jax.eval_shape(lambda k: self.psi(new.layer, k), one).shape[-1]
+
     def inner(self, state):
         return state.base
 
@@ -163,7 +168,7 @@ class Less(Wrapper):
         """H_0 = 0, z_0 = 0."""
         if self.kernels is None:
             raise ValueError("LESS has no kernels yet: call bind(model), as prefill does.")
-        features = self.psi(new.layer, new.k).shape[-1]
+        features = self.rank(new)
         rows, heads, _, width = new.k.shape
         dtype = wide(new.k.dtype)
         return LessState(

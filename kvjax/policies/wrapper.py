@@ -104,6 +104,9 @@ class Wrapper(Policy):
     def summed(self, cache, sums, new):
         return self._outside(cache, self.base.summed(self._inside(cache), sums, new))
 
+    def near(self, cache, sums, new):
+        return self._outside(cache, self.base.near(self._inside(cache), sums, new))
+
     def commit(self, cache, new):
         return self._outside(cache, self.base.commit(self._inside(cache), new))
 

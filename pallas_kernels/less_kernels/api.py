@@ -95,6 +95,7 @@ def limit(x: Array, first: Array, second: Array, platform: str | None) -> str | 
     d, hidden, features = x.shape[-1], first.shape[-1], second.shape[-1]
     return first_limit(
         (pallas_form(platform) == "tpu", "its kernel is for tpu, as Triton has no exact GELU"),
+        (x.size > 0, "there are no tokens"),
         (x.dtype in (jnp.float32, jnp.bfloat16), f"it takes float32 or bfloat16, not {x.dtype}"),
         (first.dtype == jnp.float32, f"its weights are float32, not {first.dtype}"),
         (8 <= d <= 256 and d % 8 == 0, f"d={d} is not a multiple of 8 up to 256"),
