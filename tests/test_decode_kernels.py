@@ -51,7 +51,7 @@ def greedy(model, policy):
     ],
     ids=lambda value: str(value) if not isinstance(value, kvjax.Policy) else type(value).__name__,
 )
-def test_kernels_give_the_same_tokens(monkeypatch, policy, way):
+def test_kernels_give_the_same_tokens(monkeypatch, compiled_fast, policy, way):
     model = kvjax.load("tiny")
     expected = greedy(model, policy)
     jax.clear_caches()  # or the program compiled for XLA would run again
