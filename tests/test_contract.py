@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import kvjax
 from kvjax import decode, paged
-from kvjax.policies import REGISTRY
+from kvjax.policies import H2O, REGISTRY
 from tests.cases import FIRST, POLICIES, Case
 from tests.held import stored, unpacked
 from tests.models import GQA, MHA, random_model, small_config
@@ -322,3 +322,23 @@ def test_bad_prompts_are_one_sentence():
     for tokens, message in (([[]], "empty"), ([[99]], "vocabulary"), (np.zeros((1, 5000), int), "4096 positions")):
         with pytest.raises(ValueError, match=message):
             kvjax.prefill(MODEL, "h2o", tokens, 8)
+
+
+def test_an_observe_that_would_never_be_called_is_refused():
+    with pytest.raises(TypeError, match="Mine has an `observe` of its own that would never be called, as it inherits"):
+
+        class Mine(H2O):
+            def observe(self, cache, probs, new):
+                return cache
+
+    class Whole(H2O):
+        def wants(self, new):
+            return "each"
+
+        def weighing(self, cache, new):
+            return None
+
+        def observe(self, cache, probs, new):
+            return cache
+
+    assert Whole().needs_probs

@@ -26,6 +26,7 @@ from kvjax.less import checkpoint
 from kvjax.less.record import Features, record
 from kvjax.less.train import Recipe, memory_attention
 from kvjax.models import Model, ModelConfig
+from kvjax.policies.base import Policy
 from kvjax.policies.less import Less
 from kvjax.policies.wrapper import Wrapper
 from kvjax.types import Evicted, LayerCache, NewTokens, Partial
@@ -44,8 +45,7 @@ class FullAnswers(Wrapper):
 
     answers: Any = None
 
-    def wants(self, new):
-        return "each"
+    wants = Policy.wants
 
     def attended(self, cache, partial, probs, new):
         position = new.position[:, None, None, :, None]

@@ -75,8 +75,8 @@ class Probe(Wrapper):
             jnp.zeros((rows, heads, self.length, features), dtype),
         )
 
-    def wants(self, new):
-        return "each"
+    wants = Policy.wants
+    weighing = Policy.weighing
 
     def observe(self, cache, probs, new):
         seen = super().observe(cache, probs, new)

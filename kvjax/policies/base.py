@@ -65,6 +65,15 @@ class Policy(abc.ABC):
     special: tuple[int, ...] = setting(())
     positions: str = setting("original")
 
+    def __init_subclass__(cls, **arguments: Any) -> None:
+        super().__init_subclass__(**arguments)
+        for name in ("wants", "weighing") if "observe" in vars(cls) else ():
+            if name not in vars(cls) and getattr(cls, name) is not getattr(Policy, name):
+                raise TypeError(
+                    f"{cls.__name__} has an `observe` of its own that would never be called, as it inherits `{name}`, "
+                    f"which asks for sums instead; give it `{name} = kvjax.Policy.{name}`, or one of its own."
+                )
+
     def __post_init__(self) -> None:
         check(isinstance(self.sinks, int) and self.sinks >= 0, "sinks", self.sinks, "a whole number from 0")
         fraction = isinstance(self.recent, float) and 0 <= self.recent <= 1
