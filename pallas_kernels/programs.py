@@ -164,6 +164,7 @@ def prefill(
         "key_position": Shape((b, h, c), jnp.int32),
     }
     optional = {"noise": Shape((b, h, c), jnp.float32), "weights": Shape((b, 1, n), jnp.float32)}
+    optional["slopes"] = Shape((h, g), jnp.float32)
     shapes |= {name: optional[name] for name in extra}
     return Program("prefill_scores", label, functools.partial(prefill_scores, **settings), shapes)
 
@@ -255,6 +256,7 @@ def programs() -> Iterator[Program]:
     yield prefill("the same with Gumbel scores at temperature 2", 1, 8, 4, 8192, 128, half, "noise", tau=2.0)
     yield prefill("512 tokens after 1024 slots, weights", 2, 4, 1, 512, 64, half, "weights", cached=1024, window=256)
     yield prefill("float32, d 256, 1000 tokens", 1, 1, 4, 1000, 256, whole, "noise")
+    yield prefill("multi-head, ALiBi, 2048 tokens", 1, 32, 1, 2048, 128, half, "slopes")
     yield prefill("embedded model, 48 tokens", 1, 2, 2, 48, 32, whole)
     yield features("phi", "one token of 64 rows, 32 heads, d 128", 64, 32, 1, 1, 128, half)
     yield features("psi", "one token of 64 rows, 32 heads, d 128", 64, 32, 1, 1, 128, half)

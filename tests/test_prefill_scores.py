@@ -100,7 +100,6 @@ def test_a_prompt_does_not_depend_on_its_neighbours():
             "float64 are not all float32",
         ),
         ({"d": 12}, dict(implementation="pallas", platform="tpu"), "d=12 is not a multiple of 8"),
-        ({}, dict(implementation="pallas", platform="tpu", slopes=np.ones((1, 1))), "no ALiBi slopes"),
     ],
 )
 def test_what_cannot_run_is_refused_before_compilation(changes, options, reason, x64):

@@ -41,8 +41,8 @@ def prefill_scores(
 
     Implementations: `xla` everywhere, any dtype (float64 as itself), holding the weights of a few thousand query rows,
     so that a logit is computed once; `pallas` in two passes, the second of which computes the logits again and holds
-    nothing: float32 or bfloat16, d a multiple of 8 up to 256 on TPU and a power of two from 16 to 256 on GPU, no
-    `slopes`. Its TPU form compiles, its GPU form lowers to Triton; both have run in interpreters, never on a chip.
+    nothing: float32 or bfloat16, d a multiple of 8 up to 256 on TPU and a power of two from 16 to 256 on GPU. Its TPU
+    form compiles, its GPU form lowers to Triton; both have run in interpreters, never on a chip.
 
     Args:
         q: queries of tokens in the order of the text.
@@ -72,21 +72,21 @@ def prefill_scores(
     if window is not None and window < 1:
         raise ValueError(f"window={window} is not a number of tokens from 1.")
     form = pallas_form(platform)
-    limits = {"pallas": limit(q, k, v, slopes, form)}
+    limits = {"pallas": limit(q, k, v, form)}
     chosen = choose("prefill_scores", implementation, limits, platform=platform, interpret=interpret)
     settings: dict[str, Any] = dict(tau=tau, scores=scores, window=window)
     if chosen == "pallas":
         # Pallas is imported where it is used: it takes longer to import than kvjax.
         name = "pallas_gpu" if form == "gpu" else "pallas"
         return importlib.import_module(f"pallas_kernels.prefill_scores.{name}").prefill_scores(
-            q, k, v, query_position, key_position, weights, noise, interpret=interpret, **settings
+            q, k, v, query_position, key_position, weights, noise, slopes, interpret=interpret, **settings
         )
     return reference.prefill_scores(
         q, k, v, query_position, key_position, weights, noise, slopes, platform=platform_of(platform), **settings
     )
 
 
-def limit(q: Array, k: Array, v: Array, slopes: Array | None, form: str) -> str | None:
+def limit(q: Array, k: Array, v: Array, form: str) -> str | None:
     """What these arguments ask that the Pallas kernels for `tpu` or `gpu` cannot do, or None."""
     d = q.shape[-1]
     width = (8 <= d <= 256 and d % 8 == 0, f"d={d} is not a multiple of 8 up to 256")
@@ -96,5 +96,4 @@ def limit(q: Array, k: Array, v: Array, slopes: Array | None, form: str) -> str 
     return first_limit(
         (same, f"q, k, v of {q.dtype}, {k.dtype}, {v.dtype} are not all float32 or all bfloat16"),
         width,
-        (slopes is None, "it adds no ALiBi slopes"),
     )

@@ -34,6 +34,7 @@ def prefill_scores(
     key_position: Int[Array, "b #h c"],
     weights: Float[Array, "b #h n"] | None,
     noise: Float[Array, "b h c"] | None,
+    slopes: Float[Array, "h g"] | None,
     *,
     tau: float,
     scores: bool,
@@ -46,6 +47,8 @@ def prefill_scores(
     tiles = Tiles(n, c, size, width, window)
     noisy = scores and (noise is not None or tau != 1)
     blocks = tiles.padded(q, k, v, query_position, key_position, noise if noisy else None)
+    if slopes is not None:
+        blocks["slope"] = jnp.broadcast_to(slopes.astype(jnp.float32).reshape(1, -1, 1, 1), (1, h * g, 1, LANES))
     numbers: dict[str, Any] = dict(tiles=tiles, groups=g, tau=tau, noisy=noisy, interpret=interpret)
     out, lse, noisy_lse = _attend(blocks, **numbers)
     sums = None
@@ -150,6 +153,8 @@ def _specs(blocks: dict[str, Array], tiles: Tiles, groups: int, at: Callable) ->
     heads = blocks["q"].shape[1]
 
     def spec(name: str, array: Array) -> pl.BlockSpec:
+        if name == "slope":
+            return pl.BlockSpec((1, 1, 1, LANES), lambda r, m, s, t: (0, m, 0, 0))
         along = int(name not in ("q", "query", "lse", "weight"))
         length = (tiles.size, tiles.width)[along]
         share = heads // array.shape[1]  # query heads that share this array's
@@ -171,7 +176,10 @@ def _logits(ref: dict[str, Any], window: int | None, tau: float, noisy: bool) ->
     visible = (key >= 0) & (key <= query)
     if window is not None:
         visible &= key > query - window
-    x = jnp.where(visible, _dot(k, q, (1, 1)) / math.sqrt(q.shape[-1]), LOWEST)
+    x = _dot(k, q, (1, 1)) / math.sqrt(q.shape[-1])
+    if "slope" in ref:
+        x += ref["slope"][0, 0][:, :1] * (key - query).astype(jnp.float32)
+    x = jnp.where(visible, x, LOWEST)
     if not noisy:
         return x, x
     drawn = x + _column(ref["noise"][0, 0]) if "noise" in ref else x

@@ -29,6 +29,7 @@ def prefill_scores(
     key_position: Int[Array, "b #h c"],
     weights: Float[Array, "b #h n"] | None,
     noise: Float[Array, "b h c"] | None,
+    slopes: Float[Array, "h g"] | None,
     *,
     tau: float,
     scores: bool,
@@ -40,6 +41,8 @@ def prefill_scores(
     tiles = Tiles(n, c, 64, 64 if d <= 128 else 32, window)
     noisy = scores and (noise is not None or tau != 1)
     blocks = tiles.padded(q, k, v, query_position, key_position, noise if noisy else None)
+    if slopes is not None:
+        blocks["slope"] = slopes.astype(jnp.float32).reshape(1, -1, 1, 1)
     numbers: dict[str, Any] = dict(tiles=tiles, tau=tau, noisy=noisy, interpret=interpret)
     out, lse, noisy_lse = _attend(blocks, **numbers)
     sums = None
@@ -131,6 +134,8 @@ def _specs(blocks: dict[str, Array], tiles: Tiles, *, by_query: bool) -> dict[st
     heads = blocks["q"].shape[1]
 
     def spec(name: str, array: Array) -> pl.BlockSpec:
+        if name == "slope":
+            return pl.BlockSpec((None, None, 1), lambda s, m, r: (0, m, 0))
         of_query = name in ("q", "query", "lse", "weight")
         length = array.shape[-1] if array.ndim == 3 else array.shape[2]
         own = of_query == by_query
@@ -149,7 +154,10 @@ def _logits(refs: Any, q: Array, query: Array, keys: Any, window: int | None, ta
     visible = (key >= 0) & (key <= query[:, None])
     if window is not None:
         visible &= key > query[:, None] - window
-    x = jnp.where(visible, _dot(q, refs["k"][keys].T) * (1 / math.sqrt(q.shape[-1])), LOWEST)
+    x = _dot(q, refs["k"][keys].T) * (1 / math.sqrt(q.shape[-1]))
+    if "slope" in refs:
+        x += refs["slope"][0] * (key - query[:, None]).astype(jnp.float32)
+    x = jnp.where(visible, x, LOWEST)
     if not noisy:
         return x, x
     drawn = x + refs["noise"][keys][None, :] if "noise" in refs else x

@@ -74,7 +74,6 @@ def case(label: str, *shape: int, extra: tuple[str, ...] = (), ways: tuple = (XL
     ways = (*ways, *GPU_WAYS) if shape[-1] >= 16 else ways
     if "slopes" in extra:
         made["slopes"] = 2.0 ** -rng.integers(1, 8, size=(h, g)).astype(np.float32)
-        ways = (XLA,)
     dtype = options.get("dtype", "float32")
     return Case(
         "prefill_scores", label, (made,), partial(run, **settings), partial(oracle, **settings), ways=ways, dtype=dtype
