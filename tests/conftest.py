@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # before jax is imported, so that no accelerator is claimed
+os.environ["KVJAX_CACHE_DIR"] = ""  # a command under test would keep every later program of its process on disk
 
 import hypothesis
 import jax

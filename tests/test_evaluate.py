@@ -213,11 +213,8 @@ def test_shelf_finds_the_nearest_kernels(tiny: kvjax.Model, saved: Path, tmp_pat
             open_shelf(tiny, wrong)
 
 
-def test_less_report_is_written_and_resumes(
-    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_less_report_is_written_and_resumes(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib", reason="figures need the plots extra")
-    monkeypatch.setenv("KVJAX_CACHE_DIR", "")
     text = tmp_path / "story.txt"
     text.write_text(TEXT)
     words = ["less", "--text", str(text), "--out", str(tmp_path / "out"), "--rows", "2", "--length", "40"]
@@ -235,9 +232,8 @@ def test_less_report_is_written_and_resumes(
     assert capsys.readouterr().err.splitlines() == first
 
 
-def test_quality_report(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quality_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib", reason="figures need the plots extra")
-    monkeypatch.setenv("KVJAX_CACHE_DIR", "")
     text = tmp_path / "story.txt"
     text.write_text(TEXT)
     words = ["quality", "--text", str(text), "--out", str(tmp_path / "out"), "--rows", "2", "--length", "40"]
@@ -258,9 +254,8 @@ def test_quality_report(tmp_path: Path, capsys: pytest.CaptureFixture[str], monk
     ],
 )
 def test_a_mistake_is_one_sentence(
-    words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("KVJAX_CACHE_DIR", "")
     text = tmp_path / "story.txt"
     text.write_text(TEXT)
     assert evaluate.main(["less", "--text", str(text), "--out", str(tmp_path / "out"), *words]) == 2

@@ -12,9 +12,8 @@ TEXT = 'Once upon a time there was a fox. It said: "Who is there?"\nThe story wa
 
 
 @pytest.mark.slow
-def test_the_report_has_tables_claims_and_figures(tmp_path, monkeypatch):
+def test_the_report_has_tables_claims_and_figures(tmp_path):
     pytest.importorskip("matplotlib")
-    monkeypatch.setenv("KVJAX_CACHE_DIR", "")
     file = tmp_path / "fox.txt"
     file.write_text(TEXT)
     words = ["fastgen", "--text", str(file), "--out", str(tmp_path), "--rows", "2", "--length", "80", "--prefix", "48"]

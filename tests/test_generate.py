@@ -23,11 +23,6 @@ def model():
     return kvjax.load("tiny")
 
 
-@pytest.fixture(autouse=True)
-def no_cache_on_disk(monkeypatch):
-    monkeypatch.setenv("KVJAX_CACHE_DIR", "")
-
-
 def test_greedy_text_equals_the_plain_forward(model):
     made = generate.generate_ids(model, [generate.encode(model, STORY)], max_new_tokens=20, temperature=0.0)
     ids = made.prompts[0] + made.tokens[0]

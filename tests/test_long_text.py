@@ -22,8 +22,7 @@ def stories(model, rows, tokens) -> str:
     "slots, length, rows, tokens",
     [(64, 3001, 8, 420), pytest.param(256, 20_001, 21, 1100, marks=pytest.mark.slow)],
 )
-def test_perplexity_stays_as_low_as_within_the_trained_length(slots, length, rows, tokens, tmp_path, monkeypatch):
-    monkeypatch.setenv("KVJAX_CACHE_DIR", "")
+def test_perplexity_stays_as_low_as_within_the_trained_length(slots, length, rows, tokens, tmp_path):
     model = kvjax.load("tiny")
     assert length > 2 * model.config.max_positions
     (tmp_path / "stories.txt").write_text(stories(model, rows, tokens), encoding="utf-8")
@@ -37,8 +36,7 @@ def test_perplexity_stays_as_low_as_within_the_trained_length(slots, length, row
     assert "| 2,001 to 3,000 |" in (tmp_path / "long.md").read_text()
 
 
-def test_the_command_line_writes_beyond_the_trained_length(capsys, monkeypatch):
-    monkeypatch.setenv("KVJAX_CACHE_DIR", "")
+def test_the_command_line_writes_beyond_the_trained_length(capsys):
     words = ["--prompt", "Once upon a time", "--policy", "streaming", "--budget", "64", "--json"]
     assert generate.main([*words, "--ignore-eos", "--max-new-tokens", "1300"]) == 0
     report = json.loads(capsys.readouterr().out)
