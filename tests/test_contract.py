@@ -245,7 +245,7 @@ def test_a_step_needs_no_memory_beside_its_cache(name):
 
 # An oracle sorts what it frees nothing of, and pages are more than their slots.
 @pytest.mark.parametrize("name", sorted(set(REGISTRY) - {"topk_oracle", "fastgen"}))
-@pytest.mark.parametrize(("rows", "slots"), [(8, 512), (1, 256)])
+@pytest.mark.parametrize(("rows", "slots"), [(8, 512), pytest.param(1, 256, marks=pytest.mark.slow)])
 def test_a_step_of_the_embedded_model_needs_a_twentieth_of_its_cache(name, rows, slots):
     model = kvjax.load("tiny")
     state, _ = kvjax.prefill(model, name, np.ones((rows, 40), int), slots, max_new_tokens=slots)
