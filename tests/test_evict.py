@@ -20,6 +20,7 @@ from pallas_kernels.common import Unsupported
 from pallas_kernels.evict import Protection, evict
 from pallas_kernels.hamming import hamming
 from tests.kernel_cases.evict import case, run
+from tests.kernel_cases.hamming import case as hamming_case
 from tests.kernels import TPU_WAYS, XLA, Way, check
 
 
@@ -33,6 +34,16 @@ from tests.kernels import TPU_WAYS, XLA, Way, check
 )
 def test_any_shape(shape, dtype, live, shrinks, way):
     check(case(*shape, dtype=dtype, live=live, shrinks=shrinks), way)
+
+
+@settings(max_examples=6, phases=[Phase.generate])
+@given(
+    st.tuples(st.integers(1, 2), st.integers(1, 8), st.integers(1, 4), st.integers(1, 150), st.integers(1, 70)),
+    st.sampled_from(["full", "ragged"]),
+    st.sampled_from([XLA, *TPU_WAYS]),
+)
+def test_any_codes(shape, live, way):
+    check(hamming_case(*shape, live=live), way)
 
 
 def new_token(key, b, h, g, d, position):

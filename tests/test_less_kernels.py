@@ -8,10 +8,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
 
 from kvjax.less.kernels import Phi, Psi
 from pallas_kernels.common import Unsupported
 from pallas_kernels.less_kernels import phi, psi
+from tests.kernel_cases.less_kernels import WAYS, case_phi, case_psi
+from tests.kernels import check
 
 
 def test_phi_is_the_module():
@@ -21,6 +25,21 @@ def test_phi_is_the_module():
     np.testing.assert_allclose(
         phi(q, **params["params"]), cast(jax.Array, module.apply(params, q)), rtol=1e-5, atol=1e-6
     )
+
+
+@settings(max_examples=6, phases=[Phase.generate])
+@given(
+    st.tuples(st.integers(1, 3), st.integers(1, 3), st.integers(1, 4), st.integers(1, 150)),
+    st.sampled_from([8, 64, 72]),
+    st.integers(1, 40),
+    st.sampled_from(["float32", "bfloat16"]),
+    st.sampled_from([1, 2]),
+    st.sampled_from(WAYS),
+)
+def test_any_shape(shape, width, features, dtype, scales, way):
+    b, h, g, t = shape
+    check(case_phi(b, h, g, t, width, 128, features, dtype), way)
+    check(case_psi(b, h, t, width, 128, features, dtype, scales), way)
 
 
 @pytest.mark.parametrize("literal", [False, True])

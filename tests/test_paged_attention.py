@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
 from jax.sharding import use_abstract_mesh
 
 import kvjax
@@ -23,7 +25,7 @@ from pallas_kernels.programs import H100
 from pallas_kernels.programs import paged as paged_program
 from tests.cases import fastgen_case
 from tests.kernel_cases.paged_attention import case
-from tests.kernels import GPU_WAYS, TPU_WAYS, XLA
+from tests.kernels import GPU_WAYS, TPU_WAYS, XLA, check
 from tests.models import random_model, small_config
 
 RUNNING = (XLA, *GPU_WAYS, *TPU_WAYS)
@@ -65,6 +67,18 @@ def steps(state: decode.State) -> tuple[list[np.ndarray], list[list[np.ndarray]]
 def expected_steps(name: str) -> tuple[list[np.ndarray], list[list[np.ndarray]], list[Any]]:
     """What XLA makes of them."""
     return steps(state_of(name))
+
+
+@settings(max_examples=6, phases=[Phase.generate])
+@given(
+    st.tuples(st.integers(1, 2), st.integers(1, 3), st.integers(1, 5), st.sampled_from([16, 32, 64])),
+    st.sampled_from(["float32", "bfloat16"]),
+    st.integers(1, 12),
+    st.booleans(),
+    st.sampled_from(RUNNING),
+)
+def test_any_pages(shape, dtype, most, alibi, way):
+    check(case(*shape, 64, dtype=dtype, most=most, alibi=alibi), way)
 
 
 @pytest.mark.parametrize(("policy", "way"), WHOLE_STEPS, ids=str)
