@@ -78,7 +78,8 @@ def expected_steps(name: str) -> tuple[list[np.ndarray], list[list[np.ndarray]],
     st.sampled_from(RUNNING),
 )
 def test_any_pages(shape, dtype, most, alibi, way):
-    check(case(*shape, 64, dtype=dtype, most=most, alibi=alibi), way)
+    b, h, g, size = shape
+    check(case(b, h, g, size, 64, dtype=dtype, most=most, alibi=alibi), way)
 
 
 @pytest.mark.parametrize(("policy", "way"), WHOLE_STEPS, ids=str)
