@@ -40,7 +40,8 @@ def x64(compiled_fast: None) -> Iterator[None]:
 
 
 ONE_WORKER = {"test_generate": "transformers", "test_long_text": "transformers", "test_models": "transformers"}
-"""Files whose tests run on one worker, for they share a slow import or many programs."""
+ONE_WORKER["test_train_less"] = "train_less"
+"""Files whose tests run on one worker, for they share a slow import, many programs or a run."""
 
 
 @pytest.hookimpl(optionalhook=True)
