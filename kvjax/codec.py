@@ -42,10 +42,10 @@ class Codec(Protocol):
 
     def settle(self, config: ModelConfig, cache: LayerCache, new: NewTokens, raw: Keys) -> LayerCache:
         """The cache as attention may read it, after new tokens with these unrotated keys have been stored."""
-        ...
+        return cache
 
 
-class OriginalPositions:
+class OriginalPositions(Codec):
     """Keys rotated by the position in the text (*Org Pos* in Keyformer, Table 3)."""
 
     def encode(self, config, raw, position):
@@ -60,11 +60,8 @@ class OriginalPositions:
     def restore(self, config, stored, position):
         return stored
 
-    def settle(self, config, cache, new, raw):
-        return cache
 
-
-class CachePositions:
+class CachePositions(Codec):
     """Keys stored raw and rotated by their rank among the live slots (StreamingLLM; *New Pos* in Keyformer)."""
 
     def encode(self, config, raw, position):
@@ -80,9 +77,6 @@ class CachePositions:
     def restore(self, config, stored, position):
         return rotate(config.rope, stored, position)
 
-    def settle(self, config, cache, new, raw):
-        return cache
-
 
 class SlidingPositions(OriginalPositions):
     """Cache positions of sinks and a window: attention sees distances, and only those to the sinks differ.
@@ -92,7 +86,7 @@ class SlidingPositions(OriginalPositions):
     """
 
     def read(self, config, cache):
-        gap = cache.position.max(-1, keepdims=True) + 1 - (cache.position >= 0).sum(-1, keepdims=True)
+        gap = _gap(cache, cache.position.max(-1) + 1)[..., None]
         sinks = (cache.position >= 0) & (cache.position < cache.sinks.shape[2])
         return cache.kv.k, jnp.where(sinks, cache.position + gap, cache.position)
 
@@ -108,11 +102,16 @@ class SlidingPositions(OriginalPositions):
         # Sinks lie first (`kvjax.cache.compress`); where they have just been read they may not, but there is no gap.
         place = place[: cache.capacity]
         slot = jnp.where(cache.position[:, :, : len(place)] == place, place, cache.capacity + place)
-        gap = new.read[:, None] - (cache.position >= 0).sum(-1)
+        gap = _gap(cache, new.read[:, None])
         turned = rotate(config.rope, sinks[:, :, : len(place)], place + gap[..., None])
         row, head = jnp.arange(slot.shape[0])[:, None, None], jnp.arange(slot.shape[1])[:, None]
         keys = cache.kv.k.at[row, head, slot].set(turned, unique_indices=True, mode="drop")
         return cache.replace(kv=cache.kv.replace(k=keys), sinks=sinks)
+
+
+def _gap(cache: LayerCache, read: Int[Array, "b #h"]) -> Int[Array, "b h"]:
+    """How many tokens of the text read so far are not live."""
+    return read - (cache.position >= 0).sum(-1)
 
 
 def _older(slots: Int[Array, "b h c"], position: Int[Array, "b t"]) -> Int[Array, "b h t"]:

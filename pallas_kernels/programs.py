@@ -163,9 +163,8 @@ def prefill(
         "query_position": Shape((b, n), jnp.int32),
         "key_position": Shape((b, h, c), jnp.int32),
     }
-    optional = {"noise": Shape((b, h, c), jnp.float32), "weights": Shape((b, 1, n), jnp.float32)}
-    optional["slopes"] = Shape((h, g), jnp.float32)
-    shapes |= {name: optional[name] for name in extra}
+    optional = {"noise": (b, h, c), "weights": (b, 1, n), "slopes": (h, g)}
+    shapes |= {name: Shape(optional[name], jnp.float32) for name in extra}
     return Program("prefill_scores", label, functools.partial(prefill_scores, **settings), shapes)
 
 

@@ -39,8 +39,12 @@ def x64(compiled_fast: None) -> Iterator[None]:
         yield
 
 
-ONE_WORKER = {"test_generate": "transformers", "test_long_text": "transformers", "test_models": "transformers"}
-ONE_WORKER["test_train_less"] = "train_less"
+ONE_WORKER = {
+    "test_generate": "transformers",
+    "test_long_text": "transformers",
+    "test_models": "transformers",
+    "test_train_less": "train_less",
+}
 """Files whose tests run on one worker, for they share a slow import, many programs or a run."""
 
 

@@ -13,6 +13,7 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from kvjax.arrange import plan_by_name, plan_slots
+from kvjax.files import written_aside
 from kvjax.less.record import Features, record
 from kvjax.models.model import Model
 from kvjax.plan import Plan
@@ -111,9 +112,8 @@ def collect(
         made = of(first)
         for array, leaf in zip(jax.tree.leaves(arrays), jax.tree.leaves(made), strict=True):
             array[:, first : first + rows] = np.asarray(leaf)
-        aside = progress.with_suffix(".writing")
-        aside.write_text(json.dumps({"texts": first + rows}))
-        aside.rename(progress)
+        with written_aside(progress) as aside:
+            aside.write_text(json.dumps({"texts": first + rows}))
         show(first + rows)
     return arrays
 

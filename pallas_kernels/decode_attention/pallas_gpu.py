@@ -86,18 +86,30 @@ def decode_attention(
     compiled = functools.partial(
         kernel, block=block, split=split, splits=splits, groups=g, window=window, scores=static
     )
-    found = pl.pallas_call(
+    found = launch(compiled, (parts, h, b), inputs, outputs, interpret=interpret, name="decode_attention")
+    return merged(found, g, splits, scores)
+
+
+def launch(
+    compiled: Any,
+    grid: tuple[int, ...],
+    inputs: dict[str, tuple[Array, pl.BlockSpec]],
+    outputs: dict[str, tuple[tuple[int, ...], pl.BlockSpec]],
+    *,
+    interpret: Any,
+    name: str,
+) -> dict[str, Array]:
+    """Run a kernel on named arrays; its outputs are float32 of the given shapes."""
+    return pl.pallas_call(
         compiled,
-        grid=(parts, h, b),
+        grid=grid,
         in_specs=[{name: spec for name, (_, spec) in inputs.items()}],
         out_specs={name: spec for name, (_, spec) in outputs.items()},
         out_shape={name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, (shape, _) in outputs.items()},
         compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=2),
         interpret=interpret,
-        name="decode_attention",
+        name=name,
     )({name: array for name, (array, _) in inputs.items()})
-
-    return merged(found, g, splits, scores)
 
 
 def kernel(refs, outputs, *, block, split, splits, groups, window, scores):

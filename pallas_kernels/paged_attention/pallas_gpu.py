@@ -5,13 +5,11 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.decode_attention.pallas_gpu import kernel
+from pallas_kernels.decode_attention.pallas_gpu import kernel, launch
 from pallas_kernels.decode_attention.partials import PROGRAMS, ROWS, combined
 from pallas_kernels.paged_attention.pages import ranges
 from pallas_kernels.paged_attention.types import Paged
@@ -77,15 +75,6 @@ def paged_attention(
         window=window,
         scores="each",
     )
-    found = pl.pallas_call(
-        compiled,
-        grid=(splits, h, b),
-        in_specs=[{name: spec for name, (_, spec) in inputs.items()}],
-        out_specs={name: spec for name, (_, spec) in outputs.items()},
-        out_shape={name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, (shape, _) in outputs.items()},
-        compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=2),
-        interpret=interpret,
-        name="paged_attention",
-    )({name: array for name, (array, _) in inputs.items()})
+    found = launch(compiled, (splits, h, b), inputs, outputs, interpret=interpret, name="paged_attention")
     out, lse = combined(found, g)
     return Paged(out, lse, found["logits"])
