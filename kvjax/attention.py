@@ -1,68 +1,38 @@
-"""Attention over slots and over prompts, in parts that merge."""
+"""Attention over prompts, for models: what will move below and above the floors as they are built."""
 
 from __future__ import annotations
-
-import math
-from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.models.config import ModelConfig
-from kvjax.types import Partial, Weighing, wide
+from kvjax.types import Weighing
+from pallas_kernels import attention as parts
+from pallas_kernels.attention import (
+    QUERY_BLOCK,
+    SLOT_BLOCK,
+    AttentionSpec,
+    Partial,
+    alibi_slopes,
+    causal_mask,
+    join_queries,
+    merge,
+    query_block,
+    share_of_evicted,
+    split_queries,
+)
 from pallas_kernels.prefill_scores import prefill_scores
 
-if TYPE_CHECKING:
-    from pallas_kernels.decode_attention import LowRank
 
-SLOT_BLOCK = 64
-"""Slots of one flash-decoding split; a capacity beyond one block is a multiple of it."""
-
-QUERY_BLOCK = 256
-"""Queries of a prompt that attend at once, at most."""
+def spec_of(config: ModelConfig) -> AttentionSpec:
+    """How a model attends."""
+    return AttentionSpec(config.head_width**-0.5, None, config.sliding_window, head_slopes(config))
 
 
-def attend(
-    q: Float[Array, "b h g t d"],
-    k: Float[Array, "b h c d"],
-    v: Float[Array, "b h c d"],
-    mask: Bool[Array, "b #h t c"],
-    bias: Float[Array, "b h g t c"] | None = None,
-) -> tuple[Partial, Float[Array, "b h g t c"]]:
-    """Softmax attention with its log-sum-exp and, for those who ask, its probabilities.
-
-    Args:
-        q: queries; the g query heads of a group share one KV head.
-        k: keys.
-        v: values.
-        mask: True where a query may see a key; a query that sees none returns zeros.
-        bias: added to the logits (ALiBi), or None.
-
-    Returns:
-        The unmerged attention, and the probabilities (free when they are not used).
-    """
-    b, h, g, t, d = q.shape
-    c = k.shape[-2]
-    # A decode step reads the slots in blocks: XLA runs them side by side on every core.
-    n = c // SLOT_BLOCK if t == 1 and c % SLOT_BLOCK == 0 else 1
-    blocks_k, blocks_v = k.reshape(b, h, n, c // n, d), v.reshape(b, h, n, c // n, d)
-    float_type = wide(q.dtype)
-    logits = jnp.einsum("bhgtd,bhnsd->bhngts", q, blocks_k, preferred_element_type=float_type) / math.sqrt(d)
-    if bias is not None:
-        logits += jnp.moveaxis(bias.reshape(b, h, g, t, n, c // n), -2, 2)
-    visible = jnp.moveaxis(mask.reshape(b, mask.shape[1], 1, t, n, c // n), -2, 2)
-    lowest = jnp.finfo(float_type).min
-    logits = jnp.where(visible, logits, lowest)
-    highest = jnp.maximum(logits.max((2, 5), keepdims=True), lowest / 2)
-    weights = jnp.exp(logits - highest)
-    total = weights.sum((2, 5), keepdims=True)
-    safe_total = jnp.maximum(total, jnp.finfo(float_type).tiny)
-    out = jnp.einsum("bhngts,bhnsd->bhngtd", weights.astype(v.dtype), blocks_v, preferred_element_type=float_type)
-    out = out.sum(2) / safe_total[:, :, 0]
-    lse = jnp.where(total > 0, highest + jnp.log(safe_total), -jnp.inf)[:, :, 0, :, :, 0]
-    probs = jnp.moveaxis(weights / safe_total, 2, -2).reshape(b, h, g, t, c)
-    return Partial(out, lse), probs
+def attend(q, k, v, mask: Bool[Array, "b #h t c"], bias=None):
+    """`pallas_kernels.attention.attend` at the usual scale."""
+    return parts.attend(q, k, v, mask, AttentionSpec(q.shape[-1] ** -0.5), bias)
 
 
 def attend_prompt(
@@ -125,7 +95,7 @@ def near_sums(
     b, h, _, t, d = q.shape
     kind = lse.dtype
     if width is None:
-        logits = jnp.einsum("bhgtd,bhtd->bhgt", q, k, preferred_element_type=kind) / math.sqrt(d)
+        logits = jnp.einsum("bhgtd,bhtd->bhgt", q, k, preferred_element_type=kind) * d**-0.5
         return jnp.where(position[:, None, None] >= 0, jnp.exp(logits - lse), 0.0).sum(2)
     size = query_block(t, b)
     span = min(t, -(-most // size) * size + size)
@@ -135,7 +105,7 @@ def near_sums(
         start = jnp.maximum(first + size - span, 0)
         keys = jax.lax.dynamic_slice_in_dim(k, start, span, axis=2)
         where = jax.lax.dynamic_slice_in_dim(position, start, span, axis=1)
-        logits = jnp.einsum("bhgtd,bhsd->bhgts", q, keys, preferred_element_type=kind) / math.sqrt(d)
+        logits = jnp.einsum("bhgtd,bhsd->bhgts", q, keys, preferred_element_type=kind) * d**-0.5
         bias = alibi_bias(config, at[:, None], where[:, None])
         logits = logits if bias is None else logits + bias
         seen = causal_mask(at, where[:, None], config.sliding_window)
@@ -146,36 +116,6 @@ def near_sums(
 
     blocks = [split_queries(x, axis, size) for x, axis in ((q, -2), (lse, -1), (position, -1), (width, -1))]
     return jax.lax.scan(add, jnp.zeros((b, h, t), kind), (*blocks, jnp.arange(0, t, size)))[0]
-
-
-def merge(a: Partial, b: Partial) -> Partial:
-    """Attention over the union of two parts, exact and stable; a part that saw nothing has lse = -inf."""
-    highest = jnp.maximum(a.lse, b.lse)
-    finite = jnp.where(jnp.isfinite(highest), highest, 0.0)
-    share_a, share_b = jnp.exp(a.lse - finite), jnp.exp(b.lse - finite)
-    total = share_a + share_b
-    safe_total = jnp.maximum(total, jnp.finfo(total.dtype).tiny)
-    out = (share_a / safe_total)[..., None] * a.out + (share_b / safe_total)[..., None] * b.out
-    return Partial(out, jnp.where(total > 0, finite + jnp.log(safe_total), -jnp.inf))
-
-
-def share_of_evicted(memory: LowRank) -> Partial:
-    """Attention over what LESS remembers (equation 3): phi H / phi z, of mass phi z; nothing where that is 0."""
-    phi, h, z = memory
-    mass = jnp.einsum("bhgtr,bhr->bhgt", phi, z)
-    nothing = mass <= 0
-    mass = jnp.where(nothing, 1.0, mass)
-    out = jnp.einsum("bhgtr,bhrd->bhgtd", phi, h) / mass[..., None]
-    return Partial(jnp.where(nothing[..., None], 0.0, out), jnp.where(nothing, -jnp.inf, jnp.log(mass)))
-
-
-def causal_mask(
-    query_position: Int[Array, "b t"], key_position: Int[Array, "b #h c"], window: int | None
-) -> Bool[Array, "b #h t c"]:
-    """Which live keys (position >= 0) are not after a query, nor before the model's sliding window."""
-    queries, keys = query_position[:, None, :, None], key_position[:, :, None, :]
-    visible = (keys >= 0) & (keys <= queries)
-    return visible if window is None else visible & (keys > queries - window)
 
 
 def alibi_bias(
@@ -196,34 +136,9 @@ def head_slopes(config: ModelConfig) -> Float[Array, "h g"] | None:
     return alibi_slopes(config.heads).reshape(config.kv_heads, config.groups)
 
 
-def alibi_slopes(heads: int) -> Float[Array, " heads"]:
-    """Geometric slopes 2^(-8i/n) for the next power of two n, odd ones first when heads is not a power of two."""
-    power = 2 ** math.ceil(math.log2(heads))
-    slopes = 2.0 ** (-8.0 * jnp.arange(1, power + 1) / power)
-    return slopes if power == heads else jnp.concatenate([slopes[1::2], slopes[0::2]])[:heads]
-
-
-def query_block(tokens: int, rows: int) -> int:
-    """Queries that attend at once, so that a block's probabilities stay linear in the prompt."""
-    most = max(16, QUERY_BLOCK // max(1, rows // 4))
-    return math.gcd(tokens, 1 << (most.bit_length() - 1))  # a power of two, or 12 rows would share no factor with 1024
-
-
-def split_queries(x: Array, axis: int, block: int) -> Array:
-    """Queries in blocks along a new leading axis, for `jax.lax.scan`."""
-    axis %= x.ndim
-    blocks = x.reshape(*x.shape[:axis], x.shape[axis] // block, block, *x.shape[axis + 1 :])
-    return jnp.moveaxis(blocks, axis, 0)
-
-
-def join_queries(blocks: Array, axis: int) -> Array:
-    """The inverse of `split_queries`; `axis` counts in the joined array."""
-    axis %= blocks.ndim - 1
-    moved = jnp.moveaxis(blocks, 0, axis)
-    return moved.reshape(*moved.shape[:axis], -1, *moved.shape[axis + 2 :])
-
-
 __all__ = [
+    "QUERY_BLOCK",
+    "SLOT_BLOCK",
     "alibi_bias",
     "attend",
     "attend_prompt",

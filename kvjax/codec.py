@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.attention import QUERY_BLOCK
 from kvjax.models.config import ModelConfig
-from kvjax.models.decoder import rotate, rotate_by_rank
+from kvjax.rope import rotate, rotate_by_rank
 from kvjax.types import LayerCache, NewTokens
 
 if TYPE_CHECKING:

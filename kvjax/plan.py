@@ -25,7 +25,7 @@ class Plan(abc.ABC):
         """Slots per KV head of a layer, once the prompt's tokens have been ranked.
 
         Args:
-            ranks: of the prompt's slots, from `kvjax.cache.rank`; the lowest finite number is an empty slot.
+            ranks: of the prompt's slots, from `pallas_kernels.ranking.rank`; the lowest finite number is an empty slot.
             budget: slots per head on average.
             most: tokens of the whole text, more than which no head can use.
         """

@@ -27,8 +27,9 @@ from kvjax.attention import (
 )
 from kvjax.codec import codec_of
 from kvjax.models.config import ModelConfig
-from kvjax.models.decoder import block, embed, rotate
+from kvjax.models.decoder import block, embed
 from kvjax.policies.base import Policy
+from kvjax.rope import rotate
 from kvjax.types import KV, Evicted, LayerCache, NewTokens, Partial
 from pallas_kernels.decode_attention import decode_attention
 

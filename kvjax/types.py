@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float, Int, UInt32
+
+from kvjax.rope import Rope
+from pallas_kernels.attention import AttentionSpec
+from pallas_kernels.attention import Partial as Partial
+from pallas_kernels.attention import wide as wide
 
 PyTree = Any
 
@@ -16,9 +22,37 @@ def setting(default: Any) -> Any:
     return struct.field(pytree_node=False, default=default)
 
 
-def wide(dtype: Any) -> Any:
-    """The dtype in which softmax, scores and sums are computed: float32, or float64 for float64."""
-    return jnp.promote_types(dtype, jnp.float32)
+@dataclasses.dataclass(frozen=True)
+class LayerConfig:
+    """What a layer's attention is like: all that caches, policies and the engine know of a model's layers.
+
+    Args:
+        kv_heads: heads of keys and values.
+        groups: query heads that share one of them.
+        key_width: numbers of a query or a key.
+        value_width: numbers of a value.
+        rope: how queries and keys are rotated; None for not at all.
+        scale: of the products of queries and keys.
+        soft_cap: bound on the logits; None for none.
+        window: newest tokens that a query sees, itself included; None for all of them.
+        slopes: ALiBi's of each query head, by KV head [kv_heads][groups]; None for none.
+    """
+
+    kv_heads: int
+    groups: int
+    key_width: int
+    value_width: int
+    rope: Rope | None
+    scale: float
+    soft_cap: float | None = None
+    window: int | None = None
+    slopes: tuple[tuple[float, ...], ...] | None = None
+
+    @property
+    def spec(self) -> AttentionSpec:
+        """The same, as operations take it."""
+        slopes = None if self.slopes is None else jnp.asarray(self.slopes)
+        return AttentionSpec(self.scale, self.soft_cap, self.window, slopes)
 
 
 class NewTokens(struct.PyTreeNode):
@@ -113,13 +147,3 @@ class LayerCache(struct.PyTreeNode):
     def capacity(self) -> int:
         """Slots per head in the buffers."""
         return self.position.shape[-1]
-
-
-class Partial(struct.PyTreeNode):
-    """Attention over a part of the tokens: a monoid under `kvjax.attention.merge`.
-
-    `out` is normalised within the part; `lse` is the logarithm of the part's sum of exponentials.
-    """
-
-    out: Float[Array, "b h g t d"]
-    lse: Float[Array, "b h g t"]

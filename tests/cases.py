@@ -51,7 +51,7 @@ class Case:
 
 
 def hashed_uniform(config: ModelConfig, layer: int, seed: int, tokens: int, query: int | None = None) -> np.ndarray:
-    """The numbers of `kvjax.noise.uniform_at` [h, tokens], by the same integer hash in NumPy."""
+    """The numbers of `pallas_kernels.noise.uniform_at` [h, tokens], by the same integer hash in NumPy."""
 
     def mix(x):
         x = (x ^ (x >> np.uint32(16))) * np.uint32(0x85EBCA6B)

@@ -10,9 +10,8 @@ from flax import struct
 import kvjax
 from kvjax import decode
 from kvjax.codec import CachePositions, SlidingPositions, codec_of
-from kvjax.models.config import Rope
-from kvjax.models.decoder import rope_frequencies, rotate
 from kvjax.policies.window import Streaming
+from kvjax.rope import Rope, rope_frequencies, rotate
 from tests.models import GQA, random_model, small_config
 
 TEXT = np.random.default_rng(0).integers(0, GQA.vocab_size, (3, 60))

@@ -6,8 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax import noise
 from kvjax.policies import lsh_e
+from pallas_kernels import noise
 from pallas_kernels.hamming import distances
 
 POSITIONS = jnp.arange(40_000)[None, None]

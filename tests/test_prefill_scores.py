@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvjax import noise
 from kvjax.attention import attend, causal_mask
 from kvjax.policies.keyformer import Keyformer
 from kvjax.types import KV, LayerCache, NewTokens
+from pallas_kernels import noise
 from pallas_kernels.common import Unsupported
 from pallas_kernels.prefill_scores import prefill_scores
 from tests.kernel_cases.prefill_scores import case, inputs

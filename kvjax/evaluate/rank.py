@@ -15,7 +15,8 @@ from kvjax.evaluate.report import Claim, new_figure, table
 from kvjax.evaluate.runs import Runs
 from kvjax.less import lowrank_oracle
 from kvjax.models.config import ModelConfig
-from kvjax.models.decoder import Weights, block, embed, rotate
+from kvjax.models.decoder import Weights, block, embed
+from kvjax.rope import rotate
 
 RANKS = (0, 1, 4, 8)
 

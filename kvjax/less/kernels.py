@@ -12,8 +12,8 @@ from flax import linen as nn
 from jaxtyping import Array, Float, Key
 
 from kvjax.models.config import ModelConfig
-from kvjax.noise import mix
 from kvjax.types import wide
+from pallas_kernels.noise import mix
 
 _Drop = Callable[[Array], Array] | None
 

@@ -10,7 +10,8 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.attention import alibi_bias, attend, causal_mask
 from kvjax.models.config import ModelConfig
-from kvjax.models.decoder import Weights, block, embed, rotate, unembed
+from kvjax.models.decoder import Weights, block, embed, unembed
+from kvjax.rope import rotate
 
 
 class Split(NamedTuple):

@@ -13,9 +13,10 @@ from kvjax import cache as caches_
 from kvjax.attention import alibi_bias, attend, attend_prompt, causal_mask
 from kvjax.codec import codec_of
 from kvjax.models.config import ModelConfig
-from kvjax.models.decoder import Weights, block, embed, rotate
+from kvjax.models.decoder import Weights, block, embed
 from kvjax.policies.base import Policy
 from kvjax.reading import Reading, exchange, new_tokens
+from kvjax.rope import rotate
 from kvjax.types import Partial, wide
 
 

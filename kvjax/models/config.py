@@ -5,39 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
-
-@dataclasses.dataclass(frozen=True)
-class Rope:
-    """Rotary position embedding (Su et al., 2021) and its context extensions.
-
-    Args:
-        width: number of leading head dimensions that are rotated, at most the head width.
-        theta: base of the geometric series of wavelengths.
-        interleaved: rotate pairs (0, 1), (2, 3), ... (GPT-J) instead of (0, w/2), (1, w/2+1), ...
-        scaling: `none`, `linear` (all positions divided by `factor`) or `llama3` (long wavelengths only).
-        factor: how much longer the context is than the original one.
-        low_freq_factor: `llama3` only, wavelengths above original/low are divided by `factor`.
-        high_freq_factor: `llama3` only, wavelengths below original/high are left alone.
-        original_max_positions: `llama3` only, context length before the extension, in tokens.
-    """
-
-    width: int
-    theta: float = 10_000.0
-    interleaved: bool = False
-    scaling: Literal["none", "linear", "llama3"] = "none"
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_positions: int = 8192
-
-    def __post_init__(self) -> None:
-        if self.width % 2:
-            raise ValueError(f"RoPE turns pairs of dimensions, so its width must be even, not {self.width}.")
-        if self.scaling == "llama3" and self.low_freq_factor >= self.high_freq_factor:
-            raise ValueError(
-                f"llama3 RoPE needs low_freq_factor below high_freq_factor, not {self.low_freq_factor} "
-                f"and {self.high_freq_factor}."
-            )
+from kvjax.rope import Rope
 
 
 @dataclasses.dataclass(frozen=True)

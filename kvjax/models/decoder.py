@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import struct
 from jaxtyping import Array, Float, Int
 
 from kvjax import attention  # the module: it imports this package in turn
-from kvjax.models.config import ModelConfig, Rope
+from kvjax.models.config import ModelConfig
+from kvjax.rope import rotate
 
 
 @struct.dataclass
@@ -65,9 +64,6 @@ Queries = Float[Array, "b h g t d"]
 Keys = Float[Array, "b h t d"]
 Attention = Callable[[Queries, Keys, Keys], Queries]
 
-STRETCH = 4096
-"""Positions whose angles are computed as one product; those of models' usual texts are within the first."""
-
 _ACTIVATIONS = {
     "silu": jax.nn.silu,
     "gelu": lambda x: jax.nn.gelu(x, approximate=False),
@@ -84,63 +80,6 @@ def normalise(norm: Norm, x: Float[Array, "*b width"], config: ModelConfig) -> F
     wide = wide * jax.lax.rsqrt(jnp.mean(wide**2, -1, keepdims=True) + config.norm_eps)
     y = wide.astype(x.dtype) * norm.scale
     return y if norm.bias is None else y + norm.bias
-
-
-def rope_frequencies(rope: Rope) -> Float[np.ndarray, " half"]:
-    """Radians per position of each rotated pair, after `linear` or `llama3` scaling, in float64."""
-    frequencies = rope.theta ** (-np.arange(0, rope.width, 2) / rope.width)
-    if rope.scaling == "linear":
-        frequencies = frequencies / rope.factor
-    elif rope.scaling == "llama3":
-        wavelengths = 2 * math.pi / frequencies
-        smooth = (rope.original_max_positions / wavelengths - rope.low_freq_factor) / (
-            rope.high_freq_factor - rope.low_freq_factor
-        )
-        smooth = np.clip(smooth, 0.0, 1.0)
-        frequencies = (1 - smooth) * frequencies / rope.factor + smooth * frequencies
-    return frequencies
-
-
-def rotate(rope: Rope | None, x: Float[Array, "*b t d"], positions: Int[Array, "*#b t"]) -> Float[Array, "*b t d"]:
-    """Rotate queries or keys by their positions; the identity for models without RoPE."""
-    if rope is None:
-        return x
-    return _turn(rope, x, *_angles(rope, positions, x.dtype))
-
-
-def rotate_by_rank(rope: Rope | None, x: Float[Array, "*b c d"], rank: Int[Array, "*b c"]) -> Float[Array, "*b c d"]:
-    """`rotate` for positions below c: a table of c sines serves every row and head."""
-    if rope is None:
-        return x
-    # As constants: XLA would otherwise fuse the sines into the gather and compute them anew for every slot.
-    with jax.ensure_compile_time_eval():
-        cos, sin = _angles(rope, jnp.arange(x.shape[-2]), x.dtype)
-    return _turn(rope, x, cos[rank], sin[rank])
-
-
-def _angles(rope: Rope, positions: Int[Array, "*b"], dtype) -> tuple[Array, Array]:
-    # The product itself would lose an angle's last digits to its full turns, far out in a text.
-    kind = jnp.promote_types(dtype, jnp.float32)
-    frequencies = rope_frequencies(rope)
-    per_stretch = np.remainder(STRETCH * frequencies, 2 * math.pi).astype(kind)
-    stretch, place = jnp.divmod(positions[..., None], STRETCH)
-    angles = stretch * per_stretch + place * frequencies.astype(kind)
-    return jnp.cos(angles), jnp.sin(angles)
-
-
-def _turn(rope: Rope, x: Array, cos: Array, sin: Array) -> Array:
-    wide = x.astype(cos.dtype)
-    rotated, rest = wide[..., : rope.width], wide[..., rope.width :]
-    if rope.interleaved:
-        first, second = rotated[..., 0::2], rotated[..., 1::2]
-    else:
-        first, second = jnp.split(rotated, 2, axis=-1)
-    turned = (first * cos - second * sin, second * cos + first * sin)
-    if rope.interleaved:
-        rotated = jnp.stack(turned, axis=-1).reshape(rotated.shape)
-    else:
-        rotated = jnp.concatenate(turned, axis=-1)
-    return jnp.concatenate([rotated, rest], axis=-1).astype(x.dtype)
 
 
 def embed(

@@ -5,9 +5,9 @@ from __future__ import annotations
 import jax.numpy as jnp
 from flax import struct
 
-from kvjax import noise
 from kvjax.policies.base import Policy, check
 from kvjax.types import Weighing, setting, wide
+from pallas_kernels import noise
 from pallas_kernels.decode_attention.types import Gumbel
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import jax.numpy as jnp
 from flax import struct
 
-from kvjax.noise import uniform
 from kvjax.policies.base import Policy
 from kvjax.types import setting
+from pallas_kernels.noise import uniform_at
 
 
 @struct.dataclass(kw_only=True)
@@ -24,7 +25,7 @@ class Random(Policy):
 
     def stats(self, new, state):
         """One priority per layer, head and token."""
-        return uniform(new)
+        return uniform_at(new.seed, new.layer, jnp.broadcast_to(new.position[:, None], new.k.shape[:3]))
 
     def score(self, cache, new):
         """Score = priority."""

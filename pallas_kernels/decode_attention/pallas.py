@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
-from kvjax import noise
+from pallas_kernels import noise
 from pallas_kernels.common import LANES, SUBLANES, padded, slots_lie_along_lanes
 from pallas_kernels.decode_attention.types import Decoded, Gumbel, LowRank
 

@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Int
 
-from kvjax import noise
+from pallas_kernels import noise
 from pallas_kernels.decode_attention.partials import LOWEST, ROWS, merged, tile
 from pallas_kernels.decode_attention.types import Decoded, Gumbel, LowRank
 

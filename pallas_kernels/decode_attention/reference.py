@@ -6,8 +6,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from kvjax import noise
-from kvjax.attention import attend, causal_mask, merge, share_of_evicted
+from pallas_kernels import noise
+from pallas_kernels.attention import AttentionSpec, attend, causal_mask, merge, share_of_evicted
 from pallas_kernels.decode_attention.types import Decoded, Gumbel, LowRank
 
 
@@ -30,7 +30,7 @@ def decode_attention(
     if slopes is not None:
         distance = position[:, :, None, None, :] - query[:, :, None, None, None]
         bias = slopes[None, :, :, None, None] * distance
-    partial, probs = attend(q[:, :, :, None], k, v, mask, bias)
+    partial, probs = attend(q[:, :, :, None], k, v, mask, AttentionSpec(q.shape[-1] ** -0.5), bias)
     if low_rank is not None:
         token = low_rank._replace(features=low_rank.features[:, :, :, None])
         partial = merge(partial, share_of_evicted(token))

@@ -6,23 +6,14 @@ from typing import NamedTuple
 
 from jaxtyping import Array, Float, UInt32
 
-
-class LowRank(NamedTuple):
-    """Evicted tokens' share of the attention in LESS (equation 3): one more split of mass phi z."""
-
-    features: Float[Array, "b h g *t R"]
-    """phi(q), not negative; of one token per row, without t, for `decode_attention`."""
-    h: Float[Array, "b h R d"]
-    """Sum of psi(k)^T v."""
-    z: Float[Array, "b h R"]
-    """Sum of psi(k)."""
+from pallas_kernels.attention import LowRank as LowRank
 
 
 class Gumbel(NamedTuple):
     """Noise and temperature of Keyformer's score increments (equation 9)."""
 
     seed: UInt32[Array, " b"]
-    """The row's randomness, as in `kvjax.noise.uniform_at`."""
+    """The row's randomness, as in `pallas_kernels.noise.uniform_at`."""
     tau: Float[Array, " b"]
     """The row's temperature, above 0."""
     layer: int = 0
@@ -31,7 +22,7 @@ class Gumbel(NamedTuple):
 
 
 class Decoded(NamedTuple):
-    """Attention of one token per row, a part that `kvjax.attention.merge` can merge further."""
+    """Attention of one token per row, a part that `pallas_kernels.attention.merge` can merge further."""
 
     out: Float[Array, "b h g d"]
     """Over slots and low-rank share together; zeros where there is neither. At least float32."""

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvjax.types import wide
+from pallas_kernels.attention import wide
 from pallas_kernels.paged_attention.types import Paged
 
 PAGE_BLOCK = 64

@@ -8,7 +8,7 @@ from jaxtyping import Array, Float
 
 
 class Paged(NamedTuple):
-    """Attention of one token per row over its heads' pages, a part that `kvjax.attention.merge` can merge further."""
+    """Attention of one token per row over its heads' pages, a part that `pallas_kernels.attention.merge` can merge."""
 
     out: Float[Array, "b h g d"]
     """Zeros for a head that sees nothing. At least float32."""

@@ -52,7 +52,7 @@ def prefill_scores(
         key_position: of each key, for all heads or each; -1 marks an empty slot or padding, which nobody sees.
         scores: whether the sums are wanted; without them the attention alone is cheaper.
         weights: w, how much each query counts (0: its block is not summed at all); None counts them all once.
-        noise: zeta, one number per key (`kvjax.noise.gumbel`), in a head no more than 60 apart; None is none.
+        noise: zeta, one number per key (`pallas_kernels.noise.gumbel`), in a head no more than 60 apart; None is none.
         tau: temperature of the scores, above 0.
         window: how many of the newest tokens a query sees; None is all.
         slopes: ALiBi, added to the logits as slope * (key position - query position).

@@ -8,8 +8,6 @@ import jax.numpy as jnp
 from jax.lax import erf_inv
 from jaxtyping import Array, Float, Int, UInt32
 
-from kvjax.types import NewTokens
-
 GUMBEL_MEAN = 0.5772156649015329
 GUMBEL_DEVIATION = math.pi / math.sqrt(6)
 
@@ -30,14 +28,6 @@ def hashed_bits(
     return mix(bits ^ (position * jnp.uint32(0x846CA68B) + jnp.uint32(1)))
 
 
-def uniform(new: NewTokens) -> Float[Array, "b h t"]:
-    """Numbers in (0, 1), one per row, KV head and token; float32."""
-    heads = jnp.arange(new.k.shape[1], dtype=jnp.uint32)[None, :, None]
-    position = new.position[:, None, :].astype(jnp.uint32)
-    bits = hashed_bits(new.seed[:, None, None], new.layer, heads, position)
-    return _unit(bits)
-
-
 def _unit(bits: UInt32[Array, "*b"]) -> Float[Array, "*b"]:
     # 23 bits and a half: strictly between 0 and 1, exact in float32.
     return ((bits >> 9).astype(jnp.float32) + 0.5) / 2**23
@@ -50,13 +40,14 @@ def uniform_at(
     query: Int[Array, "b t"] | None = None,
     head: Int[Array, "b h"] | None = None,
 ) -> Float[Array, "b h c"] | Float[Array, "b h t c"]:
-    """The numbers of `uniform` for tokens already cached; with `query` another number for each query's position.
+    """Numbers in (0, 1), float32, one for each seed, layer, KV head and position.
 
     Args:
-        seed, layer: as in `NewTokens`.
+        seed: of each row.
+        layer: which one, from 0.
         position: of the tokens, in all KV heads or in those of `head`.
-        query: positions of the queries.
-        head: which KV heads these are.
+        query: positions of the queries, where each has numbers of its own.
+        head: which KV heads these are; None for all of them in order.
     """
     heads = jnp.arange(position.shape[1], dtype=jnp.uint32)[None] if head is None else head.astype(jnp.uint32)
     heads = heads[..., None]

@@ -1,0 +1,118 @@
+"""What keys and values may be besides arrays: codes of few bits, or keys that are turned when they are read."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["codes", "scale"], meta_fields=[])
+@dataclasses.dataclass(frozen=True)
+class Quantised:
+    """Numbers as codes of 8 or 4 bits with one scale for each slot: x = scale * code.
+
+    Args:
+        codes: int8 [... c d]; or uint8 [... c d/2], where the low four bits hold the first half of the channels and
+            the high four bits the second, each as code + 8.
+        scale: of each slot, float32 (float64 for float64).
+    """
+
+    codes: Int[Array, "*b c w"]
+    scale: Float[Array, "*b c"]
+
+    @property
+    def bits(self) -> int:
+        """Bits of a code."""
+        return 8 if self.codes.dtype == jnp.int8 else 4
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the numbers that are meant."""
+        *lead, w = self.codes.shape
+        return (*lead, w if self.bits == 8 else 2 * w)
+
+    def values(self, dtype: Any) -> Float[Array, "*b c d"]:
+        """The numbers themselves; of one block at a time, for whoever reads a cache."""
+        return unpacked(self.codes).astype(dtype) * self.scale[..., None].astype(dtype)
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["keys", "order", "cos", "sin"], meta_fields=["interleaved"]
+)
+@dataclasses.dataclass(frozen=True)
+class Turned:
+    """Unrotated keys that attention sees rotated by their place.
+
+    Args:
+        keys: [... c d].
+        order: the place of each slot, from 0; anything where it is empty.
+        cos, sin: of the angles of every place [places, w/2], the first w channels are turned.
+        interleaved: pairs (0, 1), (2, 3), ... instead of (0, w/2), (1, w/2 + 1), ...
+    """
+
+    keys: Float[Array, "*b c d"]
+    order: Int[Array, "*b c"]
+    cos: Float[Array, "m half"]
+    sin: Float[Array, "m half"]
+    interleaved: bool = False
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the keys."""
+        return self.keys.shape
+
+    def values(self, dtype: Any) -> Float[Array, "*b c d"]:
+        """The keys as attention sees them."""
+        place = jnp.clip(self.order, 0, self.cos.shape[0] - 1)
+        return turn(self.keys, self.cos[place], self.sin[place], self.interleaved).astype(dtype)
+
+
+Operand = Array | Quantised | Turned
+"""Keys or values [... c d] of attention."""
+
+
+def unpacked(codes: Int[Array, "*b c w"]) -> Int[Array, "*b c d"]:
+    """Codes as int8, one for each channel."""
+    if codes.dtype == jnp.int8:
+        return codes
+    low, high = codes & 15, codes >> 4
+    return (jnp.concatenate([low, high], axis=-1).astype(jnp.int8)) - jnp.int8(8)
+
+
+def values(operand: Operand, dtype: Any) -> Float[Array, "*b c d"]:
+    """An operand as numbers; of one block at a time, for whoever reads a cache."""
+    return operand.astype(dtype) if isinstance(operand, jax.Array) else operand.values(dtype)
+
+
+def cut(operand: Operand, at: Any, size: int, axis: int) -> Operand:
+    """Some of an operand's slots (or pages): `size` of them along `axis`, from `at` on."""
+
+    def part(leaf: Array) -> Array:
+        return jax.lax.dynamic_slice_in_dim(leaf, at, size, axis)
+
+    if isinstance(operand, Turned):
+        return dataclasses.replace(operand, keys=part(operand.keys), order=part(operand.order))
+    return jax.tree.map(part, operand)
+
+
+def turn(
+    x: Float[Array, "*b d"], cos: Float[Array, "*b half"], sin: Float[Array, "*b half"], interleaved: bool
+) -> Float[Array, "*b d"]:
+    """Rotate the first channels in pairs by angles of which cosines and sines are given."""
+    wide, width = x.astype(cos.dtype), 2 * cos.shape[-1]
+    rotated, rest = wide[..., :width], wide[..., width:]
+    if interleaved:
+        first, second = rotated[..., 0::2], rotated[..., 1::2]
+    else:
+        first, second = jnp.split(rotated, 2, axis=-1)
+    turned = (first * cos - second * sin, second * cos + first * sin)
+    if interleaved:
+        rotated = jnp.stack(turned, axis=-1).reshape(rotated.shape)
+    else:
+        rotated = jnp.concatenate(turned, axis=-1)
+    return jnp.concatenate([rotated, rest], axis=-1).astype(x.dtype)
