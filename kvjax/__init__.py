@@ -1,14 +1,27 @@
 """kvjax: language models on a KV cache that never outgrows a fixed budget."""
 
 from kvjax import policies as policies
-from kvjax.decode import State as State
-from kvjax.decode import cache_bytes as cache_bytes
-from kvjax.decode import decode_step as decode_step
-from kvjax.decode import decode_step_in_place as decode_step_in_place
-from kvjax.decode import full_cache_bytes as full_cache_bytes
-from kvjax.decode import prefill as prefill
-from kvjax.models import Model as Model
+from kvjax.asks import Near as Near
+from kvjax.asks import Noise as Noise
+from kvjax.asks import Probs as Probs
+from kvjax.asks import Sums as Sums
+from kvjax.cache.codec import Codec as Codec
+from kvjax.engine.decode import decode_step as decode_step
+from kvjax.engine.decode import decode_step_in_place as decode_step_in_place
+from kvjax.engine.extend import extend as extend
+from kvjax.engine.extend import prefill as prefill
+from kvjax.engine.state import State as State
+from kvjax.engine.state import cache_bytes as cache_bytes
+from kvjax.engine.state import full_cache_bytes as full_cache_bytes
+from kvjax.engine.state import put_rows as put_rows
+from kvjax.engine.state import take_rows as take_rows
+from kvjax.model import Model as Model
+from kvjax.model import load as load
 from kvjax.models import ModelConfig as ModelConfig
-from kvjax.models import load as load
+from kvjax.policies import Plan as Plan
+from kvjax.policies import Policy as Policy
+from kvjax.policies import Protection as Protection
+from kvjax.policies import Residual as Residual
+from kvjax.policies import Score as Score
+from kvjax.policies import Selection as Selection
 from kvjax.policies import policy as policy
-from kvjax.policies.base import Policy as Policy

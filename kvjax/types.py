@@ -3,23 +3,34 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Array, Float, Int, UInt32
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from kvjax.rope import Rope
 from pallas_kernels.attention import AttentionSpec
 from pallas_kernels.attention import Partial as Partial
 from pallas_kernels.attention import wide as wide
+from pallas_kernels.operands import Operand
 
 PyTree = Any
 
 
 def setting(default: Any) -> Any:
-    """A hyperparameter of a policy: part of the compiled program, not of the data."""
+    """A hyperparameter of a part: of the compiled program, not of the data."""
     return struct.field(pytree_node=False, default=default)
+
+
+def check(ok: bool, name: str, value: object, expected: str) -> None:
+    """Refuse a bad setting with one sentence.
+
+    Raises:
+        ValueError: `ok` is False.
+    """
+    if not ok:
+        raise ValueError(f"{name}={value!r} is not {expected}.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,33 +66,51 @@ class LayerConfig:
         return AttentionSpec(self.scale, self.soft_cap, self.window, slopes)
 
 
-class NewTokens(struct.PyTreeNode):
-    """Tokens that one layer reads: a block of the prompt, or the one token of a decode step.
+class Kernels(NamedTuple):
+    """Which implementation of every operation runs: see `pallas_kernels.common.choose`."""
+
+    implementation: str = "auto"
+    interpret: Any = False
+
+
+class New(struct.PyTreeNode):
+    """Tokens that one layer reads: a block of text, or the one token of a decode step.
 
     Queries and keys are rotated by their original positions whatever the cache stores.
     """
 
     q: Float[Array, "b h g t d"]
     k: Float[Array, "b h t d"]
-    v: Float[Array, "b h t d"]
+    v: Float[Array, "b h t e"]
+    raw_q: Float[Array, "b h g t d"]
+    """Queries before rotation."""
+    raw_k: Float[Array, "b h t d"]
+    """Keys before rotation."""
+    hidden: Float[Array, "b t width"] | None
+    """What the layer's block was given; None where there are only shapes."""
     position: Int[Array, "b t"]
-    """Position in the row's own text; -1 marks padding."""
+    """Position in the row's own text; -1 marks padding, which follows the tokens."""
     token: Int[Array, "b t"]
     prompt_length: Int[Array, " b"]
-    """Tokens of the row's prompt."""
+    """Tokens of the row's text up to the last one that was given and not written by the model."""
     read: Int[Array, " b"]
-    """Tokens of the row read once all of this call's tokens are: a chunk's end, or the prompt's."""
+    """Tokens of the row read once all of this call's tokens are."""
     horizon: Int[Array, " b"]
     """Tokens that are going to be generated."""
+    end: Int[Array, " b"]
+    """Tokens of the whole text, as planned when its prompt was read."""
     seed: UInt32[Array, " b"]
     """The row's randomness: numbers drawn from it depend on layer, head and position, on nothing else."""
-    layer: int = setting(0)
     head: Int[Array, "b h"] | None = None
     """Which KV heads these are; None for all of them in order."""
+    layer: int = setting(0)
+    given: bool = setting(True)
+    """Whether the tokens are text that was given (a prompt, a turn), not written by the model."""
+    kernels: Kernels = setting(Kernels())
 
     @property
-    def valid(self) -> Array:
-        """Which tokens are text and not padding [b t]."""
+    def valid(self) -> Bool[Array, "b t"]:
+        """Which tokens are text and not padding."""
         return self.position >= 0
 
     @property
@@ -90,60 +119,73 @@ class NewTokens(struct.PyTreeNode):
         return self.read - 1
 
     @property
+    def age(self) -> Int[Array, "b t"]:
+        """How many of these tokens came after each."""
+        return jnp.maximum(self.position.max(1, keepdims=True) - self.position, 0)
+
+    @property
     def last_query(self) -> Float[Array, "b h g d"]:
         """The newest token's query; zeros for a row that has no text here."""
         newest = self.position == self.newest[:, None]
         return jnp.einsum("bhgtd,bt->bhgd", self.q, newest.astype(self.q.dtype))
 
 
-class Weighing(struct.PyTreeNode):
-    """How a policy sums up the attention that each key of a prompt gets."""
-
-    weights: Float[Array, "b #h t"] | None = None
-    """How much each query counts; None for once each."""
-    noise: Float[Array, "b h c"] | None = None
-    """Added to the logits before a second softmax, the one that is summed."""
-    tau: float = setting(1.0)
-    """Temperature of that softmax."""
-
-
 class KV(struct.PyTreeNode):
-    """What the cache stores of each token: key and value [b h c d]."""
+    """What the cache stores of each token, as its codec has it: key and value [b h c d]."""
 
-    k: Float[Array, "b h c d"]
-    v: Float[Array, "b h c d"]
+    k: Operand
+    v: Operand
 
 
 class Evicted(struct.PyTreeNode):
     """Pairs on their way out of the cache; keys rotated by their original positions, `leaving` masks the real ones."""
 
     k: Float[Array, "b h m d"]
-    v: Float[Array, "b h m d"]
-    leaving: Array
-    """bool [b h m]"""
+    v: Float[Array, "b h m e"]
+    leaving: Bool[Array, "b h m"]
     layer: int = setting(0)
+    kernels: Kernels = setting(Kernels())
 
 
-class LayerCache(struct.PyTreeNode):
-    """The cache of one layer: fixed-shape buffers, in no order."""
+class Parts(struct.PyTreeNode):
+    """One tree for each part of a policy that remembers something; nobody writes another's."""
+
+    score: PyTree = None
+    protection: PyTree = None
+    plan: PyTree = None
+    residual: PyTree = None
+    codec: PyTree = None
+
+
+class Heads(struct.PyTreeNode):
+    """What is known of a layer's heads as wholes."""
+
+    limit: Int[Array, "b h"]
+    """Slots that each head may use."""
+    state: Parts
+    """What the parts remember of the layer: every leaf begins with rows."""
+
+
+class View(Heads):
+    """Heads and their slots, in no order: all of each head, or some (then b counts pages of slots, and h is 1)."""
 
     kv: KV
     position: Int[Array, "b h c"]
     """Original position of the token in each slot; -1 = empty."""
-    keep: Array | None
-    """bool [b h c], tokens protected for what they are; None where the policy protects no token ids."""
-    order: Int[Array, "b h c"] | None
-    """How many live slots are older, where keys are rotated by it; else None."""
-    stats: PyTree
-    """What the policy remembers of each slot: arrays [b h c ...]."""
-    state: PyTree
-    """What the policy remembers of the layer."""
-    limit: Int[Array, "b h"]
-    """Slots that each head may use, at most c."""
-    sinks: Float[Array, "b h s d"] | None = None
-    """Unrotated keys of the first tokens, where `kvjax.codec.SlidingPositions` needs them; else None."""
+    slots: Parts
+    """What the parts remember of each slot: leaves [b h c ...]."""
 
     @property
     def capacity(self) -> int:
         """Slots per head in the buffers."""
         return self.position.shape[-1]
+
+    @property
+    def live(self) -> Bool[Array, "b h c"]:
+        """Which slots hold a token."""
+        return self.position >= 0
+
+
+def nothing(new: New) -> Float[Array, "b h t"]:
+    """A zero for each new token and KV head, of the kind that sums of attention have."""
+    return jnp.zeros(new.k.shape[:3], wide(new.k.dtype))

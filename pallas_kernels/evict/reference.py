@@ -37,7 +37,7 @@ def exchange(
     row, head = jnp.arange(rows)[:, None], jnp.arange(heads)[None]
     writes = new_position[:, None] >= 0
     taken = jax.tree.map(lambda leaf: leaf[row, head, slot], {"position": position, "buffers": buffers})
-    slot = _after(jnp.where(writes, slot, capacity), taken)
+    slot = after_reading(jnp.where(writes, slot, capacity), taken)
 
     def write(leaf: Array, value: Array) -> Array:
         return leaf.at[row, head, slot].set(value.astype(leaf.dtype), unique_indices=True, mode="drop")
@@ -47,10 +47,12 @@ def exchange(
     return slot, jnp.where(writes, taken["position"], -1), taken["buffers"], position, buffers
 
 
-def _after(slot: Int[Array, "b h"], taken: Any) -> Int[Array, "b h"]:
-    # The same slots, known only once what they hold has been read. XLA on CPU copies whole buffers when a read of their
-    # old content is not bound to come before a write into them, and drops optimization barriers; a zero that it cannot
-    # see through binds them.
+def after_reading(slot: Int[Array, "b h"], taken: Any) -> Int[Array, "b h"]:
+    """The same slots, known only once what they hold has been read.
+
+    XLA on CPU copies whole buffers when a read of their old content is not bound to come before a write into them, and
+    drops optimization barriers; a zero that it cannot see through binds them.
+    """
     for leaf in jax.tree.leaves(taken):
         bits = leaf == leaf if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf & 1
         slot = slot + jnp.minimum(bits.astype(jnp.int32).reshape(*slot.shape, -1).sum(-1), 0)

@@ -1,0 +1,101 @@
+"""What a part of a policy may want to know of attention: it asks with these values and gets arrays in their places."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+from flax import struct
+from jaxtyping import Array, Float, Int
+
+from kvjax.types import setting
+
+
+class Noise(struct.PyTreeNode):
+    """Numbers added to logits: a function of row, layer, head and the key's position; `fresh`: of the query's, too.
+
+    Args:
+        kind: `gumbel`, or `gaussian` of the same mean and deviation.
+        fresh: whether each query has numbers of its own.
+    """
+
+    kind: str = setting("gumbel")
+    fresh: bool = setting(False)
+
+
+class Sums(struct.PyTreeNode):
+    r"""What each slot gets from the new queries together: answered by an array [b h c].
+
+    .. math:: s_j = \sum_t w_t \, \mathrm{group}_g \, \mathrm{softmax}_j((x_{gtj} + \zeta_j) / \tau)
+
+    Args:
+        weights: w [b #h t], how much each query counts; None for once each.
+        tau: temperature above 0, one number or [b t].
+        noise: zeta; None for none.
+        group: `sum` or `max` over the query heads of a KV head.
+        over: `group` for each KV head's own; `layer` for the mean over the layer's heads; `model` for the sum over all
+            layers, which is answered after the last one.
+    """
+
+    weights: Float[Array, "b #h t"] | None = None
+    tau: Any = 1.0
+    noise: Noise | None = None
+    group: str = setting("sum")
+    over: str = setting("group")
+
+    @property
+    def plain(self) -> bool:
+        """Whether it is the attention itself that is summed."""
+        return self.noise is None and isinstance(self.tau, float) and self.tau == 1
+
+
+class Near(struct.PyTreeNode):
+    """What each token gets from the queries that come soon after it, of a prompt read whole: [b h c].
+
+    Args:
+        width: [b t], how many of the newest tokens count for each query, itself included; None for itself alone.
+        most: what no width exceeds.
+    """
+
+    width: Int[Array, "b t"] | None = None
+    most: int = setting(1)
+
+
+class Probs(struct.PyTreeNode):
+    """Every probability of the newest queries: answered by a `Seen`.
+
+    Args:
+        newest: how many of a block's queries; a decode step has one.
+    """
+
+    newest: int = setting(1)
+
+
+class Seen(NamedTuple):
+    """The answer to `Probs`."""
+
+    probs: Float[Array, "b h g n c"]
+    position: Int[Array, "b n"]
+    """Of the queries; -1 where there is none, whose probabilities are zero."""
+    visible: Int[Array, "b h n"]
+    """How many keys of the whole head each query saw."""
+
+
+Ask = Sums | Near | Probs
+
+
+def is_ask(x: Any) -> bool:
+    """Whether a node of a tree is a question: some have no leaves, and would be lost without asking this."""
+    return isinstance(x, Ask)
+
+
+def questions(asks: Any) -> tuple[list[Ask], Any]:
+    """The questions of a tree, and its structure."""
+    return jax.tree.flatten(asks, is_leaf=is_ask)
+
+
+def of_all_layers(asks: Any) -> bool:
+    """Whether a tree of questions has one that is answered after the last layer only."""
+    return any(isinstance(ask, Sums) and ask.over == "model" for ask in questions(asks)[0])
+
+

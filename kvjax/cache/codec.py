@@ -1,0 +1,261 @@
+"""How a slot lies in memory: where its key stands in the text or in the cache, and in how many bits."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from kvjax.cache.quantise import channel_factors, quantise
+from kvjax.rope import rotate, table
+from kvjax.types import KV, Heads, LayerConfig, New, View, check, setting
+from pallas_kernels import operands
+from pallas_kernels.attention import QUERY_BLOCK, wide
+from pallas_kernels.operands import Operand, Turned
+from pallas_kernels.prefill_scores import Joined
+
+
+class Operands(NamedTuple):
+    """Queries, keys and values as attention takes them."""
+
+    q: Float[Array, "b h g t d"]
+    k: Operand | Joined
+    v: Operand | Joined
+    places: tuple[Int[Array, "b h t"], Int[Array, "b h c"]] | None = None
+    """Where the model sees queries and keys, where that is not their position."""
+
+
+class CodecState(struct.PyTreeNode):
+    """What is known of a layer's heads."""
+
+    factor: Float[Array, "b h d"] | None = None
+    """By which the channels of stored keys are divided; 0 before any is stored. None without codes."""
+    sinks: Float[Array, "b h s d"] | None = None
+    """Unrotated keys of the first tokens, where they are turned anew at every step."""
+    count: Int[Array, "b h"] | None = None
+    """Live slots, where keys are rotated by their order."""
+
+
+@struct.dataclass
+class Codec:
+    """Translates between pairs as a layer computes them and as slots hold them.
+
+    Args:
+        positions: `original`: keys stand where they stood in the text (*Org Pos* in Keyformer, Table 3). `cache`: the
+            model sees a key's place among the live slots as its position (StreamingLLM, 3.2; *New Pos*).
+        bits: of a stored number, 8 or 4; None for the model's own dtype.
+        sliding: the same as `cache` where all that is live beyond `sinks` is the newest tokens without a gap: these are
+            as far from the query as in the text, and only the sinks have to be turned, which costs a few keys.
+        sinks: first tokens that never leave, for `sliding`.
+    """
+
+    positions: str = setting("original")
+    bits: int | None = setting(None)
+    sliding: bool = setting(False)
+    sinks: int = setting(0)
+
+    def __post_init__(self) -> None:
+        check(self.positions in ("original", "cache"), "positions", self.positions, "'original' or 'cache'")
+        check(self.bits in (None, 8, 4), "bits", self.bits, "8, 4 or None")
+
+    @property
+    def ordered(self) -> bool:
+        """Whether slots have to know their order."""
+        return self.positions == "cache" and not self.sliding
+
+    def init(self, shape: New) -> CodecState | None:
+        """What is known of a layer before anything is read; `shape` holds no tokens."""
+        rows, heads, _, width = shape.k.shape
+        if self.positions == "original" and self.bits is None:
+            return None
+        return CodecState(
+            factor=None if self.bits is None else jnp.zeros((rows, heads, width), wide(shape.k.dtype)),
+            sinks=jnp.zeros((rows, heads, self.sinks, width), shape.k.dtype) if self.sliding else None,
+            count=jnp.zeros((rows, heads), jnp.int32) if self.ordered else None,
+        )
+
+    def slot(self, new: New) -> Int[Array, "b h t"] | None:
+        """Of new tokens their place in the queue, where that matters; it is known once they have a slot."""
+        return jnp.zeros(new.k.shape[:3], jnp.int32) if self.ordered else None
+
+    def begin(self, heads: Heads, new: New) -> CodecState | None:
+        """What is known once new tokens are, before they are stored."""
+        state = heads.state.codec
+        if state is None or state.factor is None:
+            return state
+        # The first text decides; one token alone says nothing of a channel.
+        found = jnp.ones_like(state.factor)
+        if new.k.shape[2] > 1:
+            keys = new.raw_k if self.ordered else new.k
+            found = channel_factors(keys, new.valid[:, None])
+        unknown = (state.factor == 0) & new.valid.any(1)[:, None, None]
+        return state.replace(factor=jnp.where(unknown, found, state.factor))
+
+    def encode(self, new: New, state: CodecState | None) -> KV:
+        """Pairs of new tokens as slots hold them."""
+        keys = new.raw_k if self.ordered else new.k
+        return KV(self._key(keys, state), self._value(new.v))
+
+    def _key(self, keys: Float[Array, "b h t d"], state: CodecState | None) -> Operand:
+        if self.bits is None:
+            return keys
+        assert state is not None and state.factor is not None
+        factor = jnp.where(state.factor > 0, state.factor, 1.0)[:, :, None]
+        return quantise(keys.astype(factor.dtype) / factor, self.bits)
+
+    def _value(self, values: Float[Array, "b h t e"]) -> Operand:
+        return values if self.bits is None else quantise(values, self.bits)
+
+    def restore(
+        self, config: LayerConfig, kv: KV, position: Int[Array, "b h m"], state: CodecState | None, dtype: DTypeLike
+    ) -> KV:
+        """Stored pairs as arrays, keys rotated by their original positions."""
+        keys, values = (operands.values(x, dtype) for x in (kv.k, kv.v))
+        if self.bits is not None:
+            assert state is not None and state.factor is not None
+            keys = (keys * state.factor[:, :, None]).astype(dtype)
+        return KV(rotate(config.rope, keys, position) if self.ordered else keys, values)
+
+    def operands(self, config: LayerConfig, view: View, new: New, places: int | None = None) -> Operands:
+        """Queries, keys and values for attention over slots that hold the new tokens already.
+
+        Args:
+            config: of the layer.
+            view: its slots; those of a block that is being read are the last ones.
+            new: the tokens whose queries these are.
+            places: more than any head has slots, where `view` is some of a head's slots; None for all of them.
+        """
+        tokens, capacity = new.k.shape[2], view.capacity
+        if tokens == capacity and places is None:  # a whole text: places are positions, and nothing has been stored yet
+            return Operands(new.q, new.k, new.v)
+        k, v, q = view.kv.k, view.kv.v, new.q
+        if self.ordered:
+            order = view.slots.codec
+            place = self._places(view, new)
+            q = rotate(config.rope, new.raw_q, place[:, :, None])
+            if config.rope is not None:
+                cos, sin = table(config.rope, places or capacity, k.dtype)
+                k = Turned(k, order, cos, sin, config.rope.interleaved)
+            return Operands(q, k, v, (place, order))
+        seen = None
+        if self.sliding and config.slopes is not None:
+            gap = _gap(view, view.position.max(-1) + 1)[..., None]
+            sinks = view.live & (view.position < self.sinks)
+            here = jnp.broadcast_to(new.position[:, None], (*view.limit.shape, tokens))
+            seen = here, jnp.where(sinks, view.position + gap, view.position)
+        if self.bits is None:
+            return Operands(q, k, v, seen)
+        factor = view.state.codec.factor
+        if tokens > 1:
+            old = capacity - tokens
+            first = jax.tree.map(lambda leaf: leaf[:, :, :old], (k, v))
+            scaled = (new.k.astype(factor.dtype) / jnp.where(factor > 0, factor, 1.0)[:, :, None]).astype(q.dtype)
+            k, v = Joined(first[0], scaled), Joined(first[1], new.v)
+        return Operands((q * factor[:, :, None, None]).astype(q.dtype), k, v, seen)
+
+    def _places(self, view: View, new: New) -> Int[Array, "b h t"]:
+        """How many live slots hold an earlier position, for each new token."""
+        if new.k.shape[2] == 1:  # the newest is the last
+            return view.state.codec.count[..., None] - 1
+        if new.k.shape[2] <= QUERY_BLOCK:
+            live = view.position[:, :, None, :]
+            return ((live >= 0) & (live < new.position[:, None, :, None])).sum(-1)
+        # A whole prompt against all of its slots would be n x n.
+        live = jnp.sort(jnp.where(view.live, view.position, jnp.iinfo(jnp.int32).max), axis=-1)
+        return jnp.vectorize(jnp.searchsorted, signature="(c),(t)->(t)")(live, new.position[:, None])
+
+    def settle(self, config: LayerConfig, view: View, new: New) -> View:
+        """A layer's slots as attention may read them, after a block has been appended or some slots have left."""
+        if self.ordered:
+            live = jnp.where(view.live, view.position, jnp.iinfo(jnp.int32).max)
+            order = jnp.argsort(jnp.argsort(live, axis=-1), axis=-1).astype(jnp.int32)
+            count = view.live.sum(-1, dtype=jnp.int32)
+            return _with(view, order, view.state.codec.replace(count=count))
+        return self._turned(config, view, new)
+
+    def exchanged(self, config: LayerConfig, view: View, new: New, place: Any, left: Int[Array, "b h"]) -> View:
+        """A layer's slots as attention may read them, after a token has taken a slot of each head.
+
+        Args:
+            config: of the layer.
+            view: its slots, the new token in them; `state` is that of before.
+            new: one token per row.
+            place: of the token that left, from `slots`.
+            left: its position; -1 where none did.
+        """
+        if self.ordered:
+            codec = view.state.codec
+            return _with(view, self.requeued(view, new, place, left), self.counted(codec, new, left))
+        return self._turned(config, view, new)
+
+    def requeued(
+        self, view: View, new: New, place: Int[Array, "b h"], left: Int[Array, "b h"]
+    ) -> Int[Array, "b h c"]:
+        """The queue without the one that left: those behind it move up, the new one is last. Slotwise."""
+        gone = jnp.where(left >= 0, place, jnp.iinfo(jnp.int32).max)[..., None]
+        order = view.slots.codec - (view.slots.codec > gone)
+        last = view.state.codec.count - (left >= 0)
+        arrived = (view.position == new.position[:, None, :1]) & view.live
+        moved = jnp.where(arrived, last[..., None], order)
+        return jnp.where(new.valid[:, None, :1], moved, view.slots.codec)
+
+    def counted(self, state: CodecState, new: New, left: Int[Array, "b h"]) -> CodecState:
+        """With the live slots counted after a token has taken one."""
+        return state.replace(count=state.count + (new.valid[:, :1] & (left < 0)))
+
+    def _turned(self, config: LayerConfig, view: View, new: New) -> View:
+        # The sinks where they are to be seen: right before the window.
+        if not self.sliding or self.sinks == 0:
+            return view
+        state: CodecState = view.state.codec
+        assert state.sinks is not None
+        place = jnp.arange(self.sinks)
+        index = place - new.position[:, :1]  # texts are read in order
+        arrives = (index >= 0) & (place < new.read[:, None]) & new.valid[:, :1]
+        raw = jnp.take_along_axis(new.raw_k, jnp.clip(index, 0, new.raw_k.shape[2] - 1)[:, None, :, None], axis=2)
+        sinks = jnp.where(arrives[:, None, :, None], raw, state.sinks)
+        # Sinks lie first (`best_first`); where they have just been read they may not, but there is no gap.
+        place = place[: view.capacity]
+        held = (view.position[:, :, : len(place)] == place) & new.valid.any(1)[:, None, None]
+        slot = jnp.where(held, place, view.capacity + place)
+        gap = _gap(view, new.read[:, None])
+        turned = self._key(rotate(config.rope, sinks[:, :, : len(place)], place + gap[..., None]), state)
+        row, head = jnp.arange(slot.shape[0])[:, None, None], jnp.arange(slot.shape[1])[:, None]
+
+        def write(leaf: Array, value: Array) -> Array:
+            return leaf.at[row, head, slot].set(value, unique_indices=True, mode="drop")
+
+        keys = jax.tree.map(write, view.kv.k, turned)
+        state = view.state.replace(codec=state.replace(sinks=sinks))
+        return view.replace(kv=view.kv.replace(k=keys), state=state)
+
+
+def _with(view: View, order: Int[Array, "b h c"], state: CodecState) -> View:
+    return view.replace(slots=view.slots.replace(codec=order), state=view.state.replace(codec=state))
+
+
+def _gap(view: View, read: Int[Array, "b #h"]) -> Int[Array, "b h"]:
+    """How many tokens of the text read so far are not live."""
+    return read - view.live.sum(-1)
+
+
+def codec(name: str, positions: str = "original") -> Codec:
+    """A codec by name.
+
+    Args:
+        name: `plain`, `int8` or `int4`.
+        positions: `original` or `cache`.
+
+    Raises:
+        ValueError: there is no such codec.
+    """
+    kinds = {"plain": None, "int8": 8, "int4": 4}
+    if name not in kinds:
+        raise ValueError(f"there is no codec {name!r}; choose one of {', '.join(kinds)}.")
+    return Codec(positions, kinds[name])
+
+

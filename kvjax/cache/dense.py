@@ -1,0 +1,292 @@
+"""Slots of one number for all heads of a layer: a buffer [b h c ...] for each thing that a slot holds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Int
+
+
+from kvjax.cache import evidence, slots
+from kvjax.cache.codec import Codec
+from kvjax.cache.slots import Attended, Rules
+from kvjax.types import Evicted, Heads, LayerConfig, New, Parts, PyTree, View
+from pallas_kernels.attention import LowRank
+from pallas_kernels.evict import evict
+from pallas_kernels.evict import exchange as exchange_slots
+from pallas_kernels.ranking import Protection
+
+
+class Dense(struct.PyTreeNode):
+    """The caches of a model, layer by layer: an immutable pytree of fixed-shape buffers."""
+
+    layers: tuple[View, ...]
+
+    def heads(self, layer: int) -> Heads:
+        """What is known of a layer's heads as wholes."""
+        return self.layers[layer]
+
+    def put_state(self, layer: int, **state: PyTree) -> Dense:
+        """With what some parts remember of a layer, by the parts' names."""
+        view = self.layers[layer]
+        return self.replace_layer(layer, view.replace(state=view.state.replace(**state)))
+
+    def replace_layer(self, layer: int, view: View) -> Dense:
+        """With other slots in a layer."""
+        return Dense((*self.layers[:layer], view, *self.layers[layer + 1 :]))
+
+    def exchange(self, rules: Rules, config: LayerConfig, layer: int, new: New) -> tuple[Dense, Evicted]:
+        """One new token per row in the slot that ranks lowest of each head, and what was there.
+
+        Args:
+            rules: says which slot matters least.
+            config: of the layer.
+            layer: which one.
+            new: one token per row; a row of padding changes nothing.
+        """
+        view = self.layers[layer]
+        view = view.replace(state=view.state.replace(codec=rules.codec.begin(view, new)))
+        scores, guard = slots.scores(rules, view, new)
+        bounds = Protection(guard.sinks, guard.recent, rules.room(view.limit, new.read))
+        added = jax.tree.map(lambda leaf: leaf[:, :, 0], _entries(rules, view, new))
+        buffers = {"kv": view.kv, "slots": view.slots}
+        held = (view.position, new.position[:, 0], buffers, added)
+        slot = rules.victim(view, new, bounds, guard.keep)
+        if slot is None:
+            found = evict(
+                scores, *held, protection=bounds, keep=guard.keep, shrinks=rules.shrinks, **new.kernels._asdict()
+            )
+        else:
+            found = exchange_slots(slot, *held)
+        _, left, taken, position, buffers = found
+        written = view.replace(position=position, **buffers)
+        written = rules.codec.exchanged(config, written, new, taken["slots"].codec, left)
+        kv = jax.tree.map(lambda leaf: leaf[:, :, None], taken["kv"])
+        pair = rules.codec.restore(config, kv, left[..., None], view.state.codec, new.k.dtype)
+        evicted = Evicted(pair.k, pair.v, (left >= 0)[..., None], new.layer, new.kernels)
+        return self.replace_layer(layer, written), evicted
+
+    def append(self, rules: Rules, config: LayerConfig, layer: int, new: New) -> Dense:
+        """New slots behind those that are there, for a block of text: nothing leaves."""
+        view = self.layers[layer]
+        view = view.replace(state=view.state.replace(codec=rules.codec.begin(view, new)))
+        position = jnp.broadcast_to(new.position[:, None], new.k.shape[:3]).astype(jnp.int32)
+        added = _entries(rules, view, new) | {"position": position}
+        held = {"kv": view.kv, "slots": view.slots, "position": view.position}
+        joined = jax.tree.map(lambda old, block: jnp.concatenate([old, block], axis=2), held, added)
+        return self.replace_layer(layer, rules.codec.settle(config, view.replace(**joined), new))
+
+    def attend(
+        self,
+        rules: Rules,
+        config: LayerConfig,
+        layer: int,
+        new: New,
+        asks: PyTree,
+        low_rank: LowRank | None,
+        selection: evidence.Selection | None,
+        *,
+        block: bool = False,
+    ) -> tuple[Dense, Attended]:
+        """Attention of new tokens, which have slots, over all slots of a layer."""
+        view = self.layers[layer]
+        given = rules.codec.operands(config, view, new)
+        attend = evidence.attend_block if block else evidence.attend_token
+        return self, Attended(*attend(config, given, view, new, asks, low_rank, selection))
+
+    def fold(self, rules: Rules, layer: int, asks: PyTree, answers: PyTree, new: New) -> Dense:
+        """After the score has heard what it asked for."""
+        view = self.layers[layer]
+        after = slots.where_read(new, rules.fold(answers, view, new), view.slots.score)
+        return self.replace_layer(layer, view.replace(slots=view.slots.replace(score=after)))
+
+    def settle(self, layer: int, after: PyTree, new: New) -> Dense:
+        """With what a score remembers of whole heads' slots at the end of a block."""
+        view = self.layers[layer]
+        after = slots.where_read(new, after, view.slots.score)
+        return self.replace_layer(layer, view.replace(slots=view.slots.replace(score=after)))
+
+    def compress(
+        self, rules: Rules, config: LayerConfig, layer: int, new: New, capacity: int
+    ) -> tuple[Dense, Bool[Array, "b h c"]]:
+        """The best slots of each head, as many as it may use, in buffers of `capacity` slots.
+
+        Rows that have read nothing keep their slots as they lie.
+
+        Returns:
+            The smaller storage, and which slots of this one leave.
+        """
+        view = self.layers[layer]
+        position = view.position
+        best, count = slots.chosen(rules, view, new)
+        idle = ~new.valid.any(1)[:, None, None]
+        best = jnp.where(idle, jnp.arange(view.capacity, dtype=jnp.int32), best)
+        count = jnp.where(idle[..., 0], view.capacity, count)
+        missing = max(0, capacity - view.capacity)
+        if missing:
+            # Repeats of the last slot, never kept: they lie beyond what there is.
+            best = jnp.concatenate([best, jnp.broadcast_to(best[..., -1:], (*best.shape[:2], missing))], axis=-1)
+        best = best[..., :capacity]
+        place = jnp.arange(capacity)
+        kept = (place < count[..., None]) & (place < capacity - missing)
+        kept &= slots.gather(position, best) >= 0
+        rows, heads = position.shape[:2]
+        staying = jnp.zeros(position.shape, bool)
+        staying = staying.at[jnp.arange(rows)[:, None, None], jnp.arange(heads)[None, :, None], best].max(kept)
+        smaller = view.replace(
+            kv=jax.tree.map(lambda leaf: slots.gather(leaf, best), view.kv),
+            slots=jax.tree.map(lambda leaf: slots.gather(leaf, best), view.slots),
+            position=jnp.where(kept, slots.gather(position, best), -1),
+        )
+        if rules.codec.ordered:
+            smaller = rules.codec.settle(config, smaller, new)
+        return self.replace_layer(layer, smaller), (position >= 0) & ~staying
+
+    def shrink(
+        self, rules: Rules, config: LayerConfig, layer: int, new: New
+    ) -> tuple[Dense, Bool[Array, "b h c"], Bool[Array, ""]]:
+        """Rows whose room has just fallen lose what ranks lowest.
+
+        Returns:
+            The storage, which slots leave, and whether any does.
+        """
+        view = self.layers[layer]
+        fewer = rules.room(view.limit, new.read) < rules.room(view.limit, new.read - 1)
+        fewer &= new.valid[:, :1]
+
+        # Only masks and the queue leave the branch: a cache that went through it would be copied at every step.
+        def losing(self: Dense) -> Any:
+            leaving = self.compress(rules, config, layer, new, view.capacity)[1] & fewer[..., None]
+            after = view.replace(position=jnp.where(leaving, -1, view.position))
+            after = rules.codec.settle(config, after, new) if rules.codec.ordered else after
+            return leaving, after.slots.codec, after.state.codec
+
+        def same(self: Dense) -> Any:
+            return jnp.zeros(view.position.shape, bool), view.slots.codec, view.state.codec
+
+        leaving, queue, known = jax.lax.cond(fewer.any(), losing, same, self)
+        smaller = view.replace(
+            position=jnp.where(leaving, -1, view.position),
+            slots=view.slots.replace(codec=queue),
+            state=view.state.replace(codec=known),
+        )
+        return self.replace_layer(layer, smaller), leaving, fewer.any()
+
+    def open(self, config: LayerConfig) -> Dense:
+        """As a step over all layers begins with it."""
+        return self
+
+    def close(self) -> Dense:
+        """As it waits for the next step."""
+        return self
+
+    def moved(self, layer: int, space: Any) -> Dense:
+        """With what the score remembers of a layer's slots in host or device memory."""
+        view = self.layers[layer]
+        score = jax.tree.map(lambda leaf: jax.device_put(leaf, space), view.slots.score)
+        return self.replace_layer(layer, view.replace(slots=view.slots.replace(score=score)))
+
+    def take(self, index: Int[np.ndarray, " m"]) -> Dense:
+        """Some rows, in any order."""
+        return jax.tree.map(lambda leaf: leaf[index], self)
+
+    def put(self, index: Int[np.ndarray, " m"], rows: Dense) -> Dense:
+        """With some rows replaced; buffers may be larger than those of `rows`.
+
+        Raises:
+            ValueError: the rows' buffers are larger than these.
+        """
+        layers = []
+        for number, (mine, theirs) in enumerate(zip(self.layers, rows.layers, strict=True)):
+            room, wanted = mine.capacity, theirs.capacity
+            if wanted > room:
+                raise ValueError(
+                    f"rows with {wanted} slots per head in layer {number} do not fit a state that has {room}; read "
+                    f"them with the budget of the state."
+                )
+
+            def fill(leaf: Array, value: Array, missing: int = room - wanted) -> Array:
+                return jnp.pad(value, [(0, 0), (0, 0), (0, missing)] + [(0, 0)] * (value.ndim - 3))
+
+            position = jnp.pad(theirs.position, [(0, 0), (0, 0), (0, room - wanted)], constant_values=-1)
+            padded = theirs.replace(
+                kv=jax.tree.map(fill, mine.kv, theirs.kv),
+                slots=jax.tree.map(fill, mine.slots, theirs.slots),
+                position=position,
+            )
+            layers.append(jax.tree.map(lambda old, row: old.at[index].set(row), mine, padded))
+        return Dense(tuple(layers))
+
+    def stored_positions(self) -> tuple[Int[Array, "b h c"], ...]:
+        """Positions as they are stored, to be collected inside of a loop."""
+        return tuple(view.position for view in self.layers)
+
+    def positions(self, stored: Any = None) -> list[np.ndarray]:
+        """For each layer the position in each slot [b h c], -1 where there is none, on the host.
+
+        Args:
+            stored: another moment's `stored_positions`; None for now.
+        """
+        return [np.asarray(layer) for layer in (self.stored_positions() if stored is None else stored)]
+
+    def limits(self) -> tuple[Int[Array, "b h"], ...]:
+        """For each layer the slots that each head may use."""
+        return tuple(view.limit for view in self.layers)
+
+    def states(self) -> tuple[Parts, ...]:
+        """For each layer what the parts remember of its heads."""
+        return tuple(view.state for view in self.layers)
+
+
+def empty(
+    rules: Any, config: LayerConfig, layer: int, *, limit: Int[Array, "b h"], slots: int, dtype: DTypeLike
+) -> View:
+    """A layer's slots with nothing in them.
+
+    Args:
+        rules: of the policy; its parts' `init` says what they remember of the layer.
+        config: of the layer.
+        layer: which one.
+        limit: slots that each head may use.
+        slots: of the buffers.
+        dtype: of keys and values.
+    """
+    rows, heads = limit.shape
+    each = jnp.zeros(rows, jnp.int32)
+    keys = jnp.zeros((rows, heads, 0, config.key_width), dtype)
+    queries = jnp.zeros((rows, heads, config.groups, 0, config.key_width), dtype)
+    shape = New(
+        q=queries,
+        k=keys,
+        v=jnp.zeros((rows, heads, 0, config.value_width), dtype),
+        raw_q=queries,
+        raw_k=keys,
+        hidden=None,
+        position=jnp.zeros((rows, 0), jnp.int32),
+        token=jnp.zeros((rows, 0), jnp.int32),
+        prompt_length=each,
+        read=each,
+        horizon=each,
+        end=each,
+        seed=each.astype(jnp.uint32),
+        layer=layer,
+    )
+    state = rules.init(shape)
+    codec: Codec = rules.codec
+    held = (codec.encode(shape, state.codec), rules.slots(shape, state))
+
+    def room(leaf: Array) -> Array:
+        return jnp.zeros((rows, heads, slots, *leaf.shape[3:]), leaf.dtype)
+
+    kv, remembered = jax.tree.map(room, held)
+    return View(limit, state, kv, jnp.full((rows, heads, slots), -1, jnp.int32), remembered)
+
+
+def _entries(rules: Rules, view: View, new: New) -> dict[str, PyTree]:
+    """What slots hold of new tokens besides their positions: leaves [b h t ...]."""
+    return {"kv": rules.codec.encode(new, view.state.codec), "slots": rules.slots(new, view.state)}

@@ -1,0 +1,409 @@
+"""Attention over a layer's slots that answers what the parts of a policy ask of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Int
+
+from kvjax.asks import Ask, Near, Noise, Probs, Seen, Sums, questions
+from kvjax.cache.codec import Operands
+from kvjax.types import LayerConfig, New, PyTree, View, wide
+from pallas_kernels import noise as hashed
+from pallas_kernels import operands
+from pallas_kernels.attention import (
+    LowRank,
+    Partial,
+    join_queries,
+    merge,
+    query_block,
+    share_of_evicted,
+    split_queries,
+)
+from pallas_kernels.decode_attention import Gumbel, decode_attention
+from pallas_kernels.operands import Operand
+from pallas_kernels.prefill_scores import Joined, prefill_scores
+
+NOISES = {"gumbel": hashed.gumbel, "gaussian": hashed.gaussian}
+
+
+class Selection(Protocol):
+    """Which of the tokens that it sees a query reads."""
+
+    def pick(self, probs: Float[Array, "b h g t c"], new: New) -> Bool[Array, "b h g t c"]:
+        """The chosen ones, from the attention of some queries."""
+        ...
+
+
+class Question(NamedTuple):
+    """What one pass of a kernel can answer: sums of one softmax, with several rows of weights."""
+
+    tau: Any
+    noise: Noise | None
+
+
+def attend_token(
+    config: LayerConfig,
+    given: Operands,
+    view: View,
+    new: New,
+    asks: PyTree,
+    low_rank: LowRank | None,
+    selection: Selection | None,
+) -> tuple[Float[Array, "b h g 1 e"], PyTree]:
+    """One token per row over its slots, and the answers to what is asked of it.
+
+    Args:
+        config: of the layer.
+        given: queries, keys and values.
+        view: the slots, the new token in one of them.
+        new: the token.
+        asks: a tree of questions.
+        low_rank: the evicted tokens' share, or None.
+        selection: which tokens the query reads; None for all.
+    """
+    leaves, tree = questions(asks)
+    if any(isinstance(ask, Near) for ask in leaves):
+        raise ValueError("what falls near a token is known of a prompt that is read whole, not of one more token.")
+    fused = {_question(ask, prompt=False) for ask in leaves} if selection is None else {None}
+    fused = fused.pop() if len(fused) == 1 else None
+    scores: str | Gumbel | None = None if not leaves and selection is None else "each"
+    if fused is not None:
+        scores = "sum" if fused == Question(1.0, None) else _gumbel(leaves[0], new)
+    found = decode_attention(
+        given.q[:, :, :, 0],
+        given.k,
+        given.v,
+        view.position,
+        new.position[:, 0],
+        config.spec,
+        places=None if given.places is None else (given.places[0][..., 0], given.places[1]),
+        low_rank=_of_token(low_rank) if selection is None else None,  # which comes after what a selection leaves
+        scores=scores,
+        **new.kernels._asdict(),
+    )
+    out = found.out[:, :, :, None]
+    if fused is not None:
+        assert found.scores is not None
+        return out, tree.unflatten(spread(ask, weighed(ask, found.scores)) for ask in leaves)
+    if not leaves and selection is None:
+        return out, asks
+    assert found.scores is not None
+    probs = found.scores[:, :, :, None]
+    if selection is not None:
+        read = _narrowed(selection, probs, given.v, new, found.lse[..., None])
+        out = read.out if low_rank is None else merge(read, share_of_evicted(low_rank)).out
+    visible = (probs > 0).any(2).sum(-1)
+    return out, tree.unflatten(
+        Seen(probs, new.position, visible)
+        if isinstance(ask, Probs)
+        else spread(ask, reduced(ask, probs, view.position, new))
+        for ask in leaves
+    )
+
+
+def _of_token(low_rank: LowRank | None) -> LowRank | None:
+    return None if low_rank is None else low_rank._replace(features=low_rank.features[:, :, :, 0])
+
+
+def attend_block(
+    config: LayerConfig,
+    given: Operands,
+    view: View,
+    new: New,
+    asks: PyTree,
+    low_rank: LowRank | None,
+    selection: Selection | None,
+) -> tuple[Float[Array, "b h g t e"], PyTree]:
+    """A block of a text over its slots, the last of which are its own; see `attend_token`."""
+    leaves, tree = questions(asks)
+    kinds = [_question(ask, prompt=True) for ask in leaves]
+    fused = next((kind for kind in kinds if kind is not None), None)
+    together = [i for i, kind in enumerate(kinds) if kind is not None and kind == fused]
+    rows, weights = _stacked([leaves[i] for i in together], new) if together else ([], None)
+    zeta = None if fused is None or fused.noise is None else drawn(fused.noise, view.position, new, wide(new.q.dtype))
+    found = prefill_scores(
+        given.q,
+        given.k,
+        given.v,
+        new.position,
+        view.position,
+        config.spec,
+        places=given.places,
+        scores=fused is not None,
+        weights=weights,
+        noise=zeta,
+        tau=1.0 if fused is None else fused.tau,
+        **new.kernels._asdict(),
+    )
+    partial = Partial(found.out, found.lse)
+    answers: dict[int, Any] = {}
+    for i, row in zip(together, rows, strict=True):
+        assert found.scores is not None
+        answers[i] = spread(leaves[i], found.scores[:, :, row])
+    rest = [i for i, ask in enumerate(leaves) if isinstance(ask, Sums) and i not in answers]
+    if rest:
+        more = _by_blocks(config, given, view, new, [leaves[i] for i in rest], partial.lse)
+        answers |= {i: spread(leaves[i], sums) for i, sums in zip(rest, more, strict=True)}
+    for i, ask in enumerate(leaves):
+        if isinstance(ask, Near):
+            if view.capacity != new.position.shape[1]:
+                raise ValueError("what falls near a token is known of a prompt that is read whole, not of a part of it.")
+            answers[i] = near_sums(config, new, partial.lse, ask.width, ask.most)
+        elif isinstance(ask, Probs):
+            answers[i] = _newest(config, given, view, new, ask, partial.lse)
+    if selection is not None:
+        partial = _select_by_blocks(config, given, view, new, selection, partial)
+    if low_rank is not None:
+        partial = merge(partial, share_of_evicted(low_rank))
+    return partial.out, tree.unflatten(answers[i] for i in range(len(leaves)))
+
+
+def _question(ask: Ask, prompt: bool) -> Question | None:
+    # What a kernel can answer, or None: it sums over a group, with one draw for each key.
+    if not isinstance(ask, Sums) or ask.group != "sum" or (ask.noise is not None and ask.noise.fresh):
+        return None
+    if prompt and not isinstance(ask.tau, float):
+        return None
+    return Question(ask.tau if isinstance(ask.tau, float) else id(ask), ask.noise)
+
+
+def _gumbel(ask: Ask, new: New) -> Gumbel:
+    assert isinstance(ask, Sums)
+    tau = jnp.asarray(ask.tau)
+    tau = tau[:, 0] if tau.ndim else jnp.full(new.seed.shape, tau)
+    return Gumbel(new.seed, tau, new.layer, "none" if ask.noise is None else ask.noise.kind)
+
+
+def weighed(ask: Ask, sums: Float[Array, "b h c"]) -> Float[Array, "b h c"]:
+    """A sum over one query, as its weight has it."""
+    assert isinstance(ask, Sums)
+    return sums if ask.weights is None else sums * ask.weights.astype(sums.dtype)
+
+
+def spread(ask: Ask, found: Float[Array, "b h c"]) -> Float[Array, "b h c"]:
+    """A sum over a KV head's queries, as the question wants it over heads."""
+    assert isinstance(ask, Sums)
+    if ask.over != "layer":
+        return found
+    return jnp.broadcast_to(found.mean(1, keepdims=True), found.shape)
+
+
+def drawn(noise: Noise, position: Int[Array, "b h c"], new: New, dtype: DTypeLike) -> Array:
+    """zeta of every slot [b h c], or of every query and slot [b h t c] where each query draws anew."""
+    query = new.position if noise.fresh else None
+    return NOISES[noise.kind](hashed.uniform_at(new.seed, new.layer, position, query, new.head).astype(dtype))
+
+
+def tempered(
+    ask: Sums, probs: Float[Array, "b h g t c"], position: Int[Array, "b h c"], new: New
+) -> Float[Array, "b h g t c"]:
+    """Numerators of softmax((log p + zeta) / tau), which is softmax((x + zeta) / tau)."""
+    tau = jnp.asarray(ask.tau, probs.dtype)
+    tau = tau[:, None, None, :, None] if tau.ndim else tau
+    x = jnp.log(probs)
+    if ask.noise is not None:
+        zeta = drawn(ask.noise, position, new, probs.dtype)
+        x = x + (zeta[:, :, None] if ask.noise.fresh else zeta[:, :, None, None])
+    return jnp.exp(x / tau)
+
+
+def normalised(shares: Float[Array, "*n c"], total: Float[Array, "*n 1"]) -> Float[Array, "*n c"]:
+    """Shares of a total, none where that is zero."""
+    return jnp.where(total > 0, shares / jnp.where(total > 0, total, 1.0), 0.0)
+
+
+def reduced(
+    ask: Sums, probs: Float[Array, "b h g t c"], position: Int[Array, "b h c"], new: New
+) -> Float[Array, "b h c"]:
+    """The answer of some queries to a question, before it is spread over heads, from their probabilities."""
+    if not ask.plain:
+        probs = tempered(ask, probs, position, new)
+        probs = normalised(probs, probs.sum(-1, keepdims=True))
+    return summed(ask, probs)
+
+
+def summed(ask: Sums, probs: Float[Array, "b h g t c"]) -> Float[Array, "b h c"]:
+    """Shares of attention summed over groups and queries."""
+    if ask.group == "max":
+        probs = probs.max(2)
+    elif ask.weights is None:
+        return probs.sum((2, 3))
+    else:
+        probs = probs.sum(2)
+    if ask.weights is None:
+        return probs.sum(2)
+    weights = jnp.broadcast_to(ask.weights, probs.shape[:3])
+    return jnp.einsum("bhtc,bht->bhc", probs, weights.astype(probs.dtype))
+
+
+def _stacked(asks: Sequence[Ask], new: New) -> tuple[list[int], Float[Array, "b #h m t"] | None]:
+    # One row of weights for each question; those that count every query once share a row.
+    if all(isinstance(ask, Sums) and ask.weights is None for ask in asks):
+        return [0] * len(asks), None
+    rows: list[int] = []
+    stack: list[Array] = []
+    everyone = None
+    for ask in asks:
+        assert isinstance(ask, Sums)
+        if ask.weights is None:
+            if everyone is None:
+                everyone = len(stack)
+                stack.append(jnp.ones((new.position.shape[0], 1, new.position.shape[1]), wide(new.q.dtype)))
+            rows.append(everyone)
+        else:
+            rows.append(len(stack))
+            stack.append(ask.weights.astype(wide(new.q.dtype)))
+    heads = max(row.shape[1] for row in stack)
+    shape = (stack[0].shape[0], heads, stack[0].shape[2])
+    return rows, jnp.stack([jnp.broadcast_to(row, shape) for row in stack], axis=2)
+
+
+def _whole(operand: Operand | Joined, dtype: DTypeLike) -> Float[Array, "b h c d"]:
+    if isinstance(operand, Joined):
+        return jnp.concatenate([operands.values(part, dtype) for part in operand], axis=2)
+    return operands.values(operand, dtype)
+
+
+def _probabilities(
+    config: LayerConfig,
+    given: Operands,
+    view: View,
+    q: Float[Array, "b h g t d"],
+    lse: Float[Array, "b h g t"],
+    position: Int[Array, "b t"],
+    place: Int[Array, "b h t"] | None,
+) -> Float[Array, "b h g t c"]:
+    spec = config.spec
+    keys = _whole(given.k, q.dtype)
+    x = spec.capped(jnp.einsum("bhgtd,bhcd->bhgtc", q, keys, preferred_element_type=lse.dtype))
+    places = (position[:, None], view.position) if place is None or given.places is None else (place, given.places[1])
+    bias = spec.bias(*places)
+    x = x if bias is None else x + bias
+    seen = spec.mask(position, view.position)[:, :, None]
+    return jnp.where(seen, jnp.exp(x - jnp.where(jnp.isfinite(lse), lse, 0.0)[..., None]), 0.0)
+
+
+def _blocks(given: Operands, new: New, lse: Float[Array, "b h g t"]) -> tuple[int, Any]:
+    # Queries in blocks: how many each, and (q, lse, position, place) of each.
+    size = query_block(new.position.shape[1], new.q.shape[0])
+    place = None if given.places is None else split_queries(given.places[0], -1, size)
+    parts = (split_queries(given.q, -2, size), split_queries(lse, -1, size), split_queries(new.position, -1, size))
+    return size, (*parts, place)
+
+
+def _by_blocks(
+    config: LayerConfig, given: Operands, view: View, new: New, asks: Sequence[Any], lse: Float[Array, "b h g t"]
+) -> list[Float[Array, "b h c"]]:
+    """Sums that no kernel gives: the logits again, a block of queries at a time."""
+    tokens = new.position.shape[1]
+    size, blocks = _blocks(given, new, lse)
+    every = jnp.ones((new.q.shape[0], 1, tokens), lse.dtype)
+    weights = [every if ask.weights is None else ask.weights for ask in asks]
+    taus = [jnp.broadcast_to(jnp.asarray(ask.tau, lse.dtype), new.position.shape) for ask in asks]
+
+    def add(sums: list[Array], block: Any) -> tuple[list[Array], None]:
+        (q, lse, position, place), weights, taus = block
+        part = new.replace(position=position)
+
+        def look() -> list[Array]:
+            probs = _probabilities(config, given, view, q, lse, position, place)
+            return [
+                total + reduced(ask.replace(weights=w, tau=1.0 if ask.plain else tau), probs, view.position, part)
+                for total, ask, w, tau in zip(sums, asks, weights, taus, strict=True)
+            ]
+
+        # Most of a prompt's queries may count for nothing: only the blocks that do cost anything.
+        counts = jnp.stack([(jnp.abs(w) > 0).any() for w in weights]).any()
+        return jax.lax.cond(counts, look, lambda: sums), None
+
+    zero = jnp.zeros(view.position.shape, lse.dtype)
+    split = [split_queries(w, -1, size) for w in weights], [split_queries(tau, -1, size) for tau in taus]
+    return jax.lax.scan(add, [zero] * len(asks), (blocks, *split))[0]
+
+
+def _newest(
+    config: LayerConfig, given: Operands, view: View, new: New, ask: Probs, lse: Float[Array, "b h g t"]
+) -> Seen:
+    count = min(ask.newest, new.position.shape[1])
+    index = new.valid.sum(1, dtype=jnp.int32)[:, None] - count + jnp.arange(count)
+    at = jnp.maximum(index, 0)
+    position = jnp.where(index >= 0, jnp.take_along_axis(new.position, at, 1), -1)
+    q = jnp.take_along_axis(given.q, at[:, None, None, :, None], 3)
+    place = None if given.places is None else jnp.take_along_axis(given.places[0], at[:, None], 2)
+    probs = _probabilities(
+        config, given, view, q, jnp.take_along_axis(lse, at[:, None, None], 3), position, place
+    )
+    return Seen(probs, position, (probs > 0).any(2).sum(-1))
+
+
+def _select_by_blocks(
+    config: LayerConfig, given: Operands, view: View, new: New, selection: Selection, partial: Partial
+) -> Partial:
+    def look(_: None, block: Any) -> tuple[None, Partial]:
+        q, lse, position, place = block
+        probs = _probabilities(config, given, view, q, lse, position, place)
+        return None, _narrowed(selection, probs, given.v, new.replace(position=position), lse)
+
+    found = jax.lax.scan(look, None, _blocks(given, new, partial.lse)[1])[1]
+    return Partial(join_queries(found.out, -2), join_queries(found.lse, -1))
+
+
+def _narrowed(
+    selection: Selection,
+    probs: Float[Array, "b h g t c"],
+    v: Operand | Joined,
+    new: New,
+    lse: Float[Array, "b h g t"],
+) -> Partial:
+    kept = jnp.where(selection.pick(probs, new), probs, 0.0)
+    mass = kept.sum(-1, keepdims=True)
+    safe = jnp.where(mass > 0, mass, 1.0)
+    out = jnp.einsum("bhgtc,bhcd->bhgtd", kept / safe, _whole(v, kept.dtype))
+    return Partial(out, lse + jnp.log(safe)[..., 0])
+
+
+def near_sums(
+    config: LayerConfig,
+    new: New,
+    lse: Float[Array, "b h g t"],
+    width: Int[Array, "b t"] | None = None,
+    most: int = 1,
+) -> Float[Array, "b h t"]:
+    """What each token of a whole prompt gets from the queries that come soon after it, in blocks along the diagonal.
+
+    Args:
+        config: of the layer.
+        new: the prompt.
+        lse: of its queries.
+        width: how many of the newest tokens count for each query, itself included; None for itself alone.
+        most: what no width exceeds.
+    """
+    (b, h, _, t, _), kind, spec = new.q.shape, lse.dtype, config.spec
+    if width is None:
+        x = spec.capped(jnp.einsum("bhgtd,bhtd->bhgt", new.q, new.k, preferred_element_type=kind))
+        return jnp.where(new.position[:, None, None] >= 0, jnp.exp(x - lse), 0.0).sum(2)
+    size = query_block(t, b)
+    span = min(t, -(-most // size) * size + size)
+
+    def add(sums: Array, queries: Any) -> tuple[Array, None]:
+        q, lse, at, width, first = queries
+        start = jnp.maximum(first + size - span, 0)
+        keys = jax.lax.dynamic_slice_in_dim(new.k, start, span, axis=2)
+        where = jax.lax.dynamic_slice_in_dim(new.position, start, span, axis=1)
+        x = spec.capped(jnp.einsum("bhgtd,bhsd->bhgts", q, keys, preferred_element_type=kind))
+        bias = spec.bias(at[:, None], where[:, None])
+        x = x if bias is None else x + bias
+        seen = spec.mask(at, where[:, None])
+        seen &= (at[:, :, None] - where[:, None] < width[..., None])[:, None]
+        added = jnp.where(seen[:, :, None], jnp.exp(x - lse[..., None]), 0.0).sum((2, 3))
+        added += jax.lax.dynamic_slice_in_dim(sums, start, span, axis=2)
+        return jax.lax.dynamic_update_slice_in_dim(sums, added, start, axis=2), None
+
+    parts = ((new.q, -2), (lse, -1), (new.position, -1), (width, -1))
+    blocks = [split_queries(x, axis, size) for x, axis in parts]
+    return jax.lax.scan(add, jnp.zeros((b, h, t), kind), (*blocks, jnp.arange(0, t, size)))[0]

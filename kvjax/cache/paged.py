@@ -1,0 +1,634 @@
+"""Heads with caches of their own sizes: one pool of pages for all layers, rows and heads.
+
+A page holds some slots of one head; the pages of a head, and those of a layer, lie side by side. Every page is one
+flash-decoding split, and what belongs to one head is merged by the page's owner, so nothing is gathered or padded. A
+layer's pages are visited in blocks, from its first to its last, both known only at run time: one program serves
+every prompt whose pool has the same number of pages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from jaxtyping import Array, Bool, Float, Int
+
+from kvjax.asks import Probs, Seen, Sums, questions
+from kvjax.cache import evidence, slots
+from kvjax.cache.dense import Dense
+from kvjax.cache.slots import Attended, Rules
+from kvjax.types import KV, Evicted, Heads, LayerConfig, New, Parts, PyTree, View, setting, wide
+from pallas_kernels.attention import LowRank, Partial, merge, share_of_evicted
+from pallas_kernels.evict.reference import after_reading
+from pallas_kernels.paged_attention import paged_attention
+
+PAGE_BLOCK = 64
+"""Pages whose keys and values are read together, at most."""
+
+VIEW_BLOCK = 256
+"""Pages whose positions and scores are looked at together, at most: they are small."""
+
+
+class Paged(struct.PyTreeNode):
+    """The caches of a whole model: P pages of s slots each."""
+
+    kv: KV
+    """k, v [P s d]"""
+    position: Int[Array, "P s"]
+    """Original position of the token in each slot; -1 = empty."""
+    slots: Parts
+    """What the parts remember of each slot: leaves [P s ...]."""
+    owner: Int[Array, " P"]
+    """Which (row, KV head) a page belongs to: row * heads + head."""
+    first: Int[Array, " P"]
+    """Which of its head's slots a page begins with."""
+    start: Int[Array, " layers_and_1"]
+    """The first page of each layer, and the end of the last."""
+    state: tuple[Parts, ...]
+    """For each layer what the parts remember of it: leaves [b h ...]."""
+    limit: tuple[Int[Array, "b h"], ...]
+    """For each layer the slots that each head may use."""
+    logits: Float[Array, "P g s"] | None = None
+    """Where a step keeps those of one layer after another; None between steps."""
+    most: int = setting(0)
+    """Slots that no head exceeds, of few different sizes, as programs depend on it."""
+
+    @property
+    def page_size(self) -> int:
+        """Slots in a page."""
+        return self.position.shape[1]
+
+    def heads(self, layer: int) -> Heads:
+        """What is known of a layer's heads as wholes."""
+        return Heads(self.limit[layer], self.state[layer])
+
+    def put_state(self, layer: int, **state: PyTree) -> Paged:
+        """With what some parts remember of a layer, by the parts' names."""
+        changed = self.state[layer].replace(**state)
+        return self.replace(state=(*self.state[:layer], changed, *self.state[layer + 1 :]))
+
+    def exchange(self, rules: Rules, config: LayerConfig, layer: int, new: New) -> tuple[Paged, Evicted]:
+        """One new token per row in the slot that ranks lowest of each head; see `Dense.exchange`."""
+        codec = rules.codec
+        heads = self.heads(layer)
+        state = heads.state.replace(codec=codec.begin(heads, new))
+        pool = self.put_state(layer, codec=state.codec)
+        slot = pool._victim(rules, layer, new)
+        added = {"kv": codec.encode(new, state.codec), "slots": rules.slots(new, state)}
+        added["position"] = jnp.broadcast_to(new.position[:, None], new.k.shape[:3]).astype(jnp.int32)
+        flat, real = slot.reshape(-1), slot < self.position.size
+
+        def take(leaf: Array) -> Array:
+            every = leaf.reshape(-1, *leaf.shape[2:])
+            return every[jnp.minimum(flat, len(every) - 1)].reshape(*slot.shape, *leaf.shape[2:])
+
+        left = jnp.where(real, take(self.position), -1)
+        kv = jax.tree.map(lambda leaf: take(leaf)[:, :, None], self.kv) if rules.keeps_evicted else None
+        place = None if self.slots.codec is None else take(self.slots.codec)
+        slot = after_reading(slot, {"kv": kv, "left": left, "place": place})
+        pool = pool._write_slots(slot, added)
+        if codec.ordered:
+            pool = pool._requeued(rules, layer, new, place, left)
+        if kv is None:
+            nothing = jnp.zeros_like(new.k), jnp.zeros_like(new.v)
+            return pool, Evicted(*nothing, jnp.zeros(new.k.shape[:3], bool), new.layer, new.kernels)
+        pair = codec.restore(config, kv, left[..., None], state.codec, new.k.dtype)
+        return pool, Evicted(pair.k, pair.v, (left >= 0)[..., None], new.layer, new.kernels)
+
+    def _requeued(self, rules: Rules, layer: int, new: New, place: Array, left: Array) -> Paged:
+        codec, known = rules.codec, self.state[layer].codec
+
+        def look(queue: Array, at: Array, valid: Array) -> Array:
+            view, seen, owner = self.replace(slots=self.slots.replace(codec=queue))._view(layer, new, at, len(valid))
+            after = codec.requeued(view, seen, place.reshape(-1, 1)[owner], left.reshape(-1, 1)[owner])
+            return _write(queue, after[:, 0], at, valid)
+
+        queue = self._over_pages(layer, look, self.slots.codec)
+        pool = self.replace(slots=self.slots.replace(codec=queue))
+        return pool.put_state(layer, codec=codec.counted(known, new, left))
+
+    def _victim(self, rules: Rules, layer: int, new: New) -> Int[Array, "b h"]:
+        """The slot, counted over the whole pool, that the next token takes in each head; beyond them for padding.
+
+        Where the tokens that compete are limited, they do so only when there are too many of them; otherwise an empty
+        slot is taken, or the oldest token kept as a last resort.
+        """
+        rows, heads = new.k.shape[:2]
+        limit = rules.room(self.limit[layer], new.read).reshape(-1)
+        most = rules.competing(self.heads(layer), new)
+        size, far = self.page_size, jnp.iinfo(jnp.int32).max
+
+        def look(carry: Any, at: Array, valid: Array) -> Any:
+            view, seen, owner = self._view(layer, new, at, len(valid))
+            ranks, position = slots.rank(rules, view, seen)[:, 0], view.position[:, 0]
+            slot = jnp.arange(size, dtype=jnp.int32)
+            usable = valid[:, None] & (_cut(self.first, at, len(valid))[:, None] + slot < limit[owner][:, None])
+            flat = (at + jnp.arange(len(valid), dtype=jnp.int32))[:, None] * size + slot
+            members = _members(owner, valid, rows * heads)
+            if most is None:
+                return (_better(carry[0], _lowest(usable, ranks, position, flat, members)),)
+            competes = usable & (position >= 0) & (ranks < slots.last_resort(ranks.dtype))
+            count = jnp.where(members, competes.sum(-1, dtype=jnp.int32), 0).sum(1, dtype=jnp.int32)
+            strong = _better(carry[1], _lowest(competes, ranks, position, flat, members))
+            rest = _better(carry[0], _lowest(usable & ~competes, ranks, position, flat, members))
+            return rest, strong, carry[2] + count
+
+        kind = jax.eval_shape(lambda: slots.rank(rules, *self._view(layer, new, 0, 1)[:2])).dtype
+        nobody = (
+            jnp.full(rows * heads, jnp.inf, kind),
+            jnp.full(rows * heads, far, jnp.int32),
+            jnp.full(rows * heads, far, jnp.int32),
+        )
+        if most is None:
+            ((_, _, chosen),) = self._over_pages(layer, look, (nobody,))
+        else:
+            rest, strong, count = self._over_pages(layer, look, (nobody, nobody, jnp.zeros(rows * heads, jnp.int32)))
+            chosen = jnp.where(count > most.reshape(-1), strong[2], rest[2])
+        return jnp.where(new.valid[:, :1], chosen.reshape(rows, heads), far)
+
+    def _write_slots(self, slot: Int[Array, "b h"], added: dict[str, PyTree]) -> Paged:
+        """With one new entry per head over a slot; a slot out of bounds writes nothing."""
+        flat = slot.reshape(-1)
+
+        def write(leaf: Array, value: Array) -> Array:
+            value = value.reshape(flat.shape[0], *leaf.shape[2:]).astype(leaf.dtype)
+            every = leaf.reshape(-1, *leaf.shape[2:])
+            return every.at[flat].set(value, unique_indices=True, mode="drop").reshape(leaf.shape)
+
+        held = {name: getattr(self, name) for name in added}
+        return self.replace(**jax.tree.map(write, held, added))
+
+    def attend(
+        self,
+        rules: Rules,
+        config: LayerConfig,
+        layer: int,
+        new: New,
+        asks: PyTree,
+        low_rank: LowRank | None,
+        selection: evidence.Selection | None,
+        *,
+        block: bool = False,
+    ) -> tuple[Paged, Attended]:
+        """Attention of one new token per row over the pages of its heads; see `Dense.attend`."""
+        assert selection is None and not block
+        known = self.heads(layer)
+        every = View(known.limit, known.state, self.kv, self.position, self.slots)
+        given = rules.codec.operands(config, every, new, places=self.most)
+        found = paged_attention(
+            given.q[:, :, :, 0],
+            given.k,
+            given.v,
+            self.position,
+            self.owner,
+            self.start[layer : layer + 2],
+            new.position[:, 0],
+            config.spec,
+            places=None if given.places is None else (given.places[0][..., 0], given.places[1]),
+            logits=self.logits,
+            **new.kernels._asdict(),
+        )
+        partial = Partial(found.out[:, :, :, None], found.lse[..., None])
+        if low_rank is not None:
+            partial = merge(partial, share_of_evicted(low_rank))
+        lse = found.lse.reshape(-1, found.lse.shape[-1])
+        lse = jnp.where(lse > -jnp.inf, lse, jnp.inf)  # who sees nothing gives nothing
+        answers = PageAnswers(found.logits, lse, self._totals(layer, new, asks, found.logits, lse), None)
+        if any(isinstance(ask, Probs) for ask in questions(asks)[0]):
+            answers = answers._replace(visible=self._visible(layer, new, found.logits, lse))
+        return self.replace(logits=found.logits), Attended(partial.out, answers)
+
+    def _totals(self, layer: int, new: New, asks: PyTree, logits: Array, lse: Array) -> tuple[Any, ...]:
+        # Softmaxes of their own are normalised over all of a head's pages: one pass more, over logits alone.
+        leaves = questions(asks)[0]
+        tempered = [isinstance(ask, Sums) and not ask.plain for ask in leaves]
+        if not any(tempered):
+            return (None,) * len(leaves)
+
+        def add(carry: Any, at: Array, valid: Array) -> Any:
+            view, seen, owner = self._view(layer, new, at, len(valid))
+            probs = _probabilities(logits, lse, at, owner, len(valid))
+            members = _members(owner, valid, len(lse)).astype(lse.dtype)
+
+            def more(total: Any, ask: Any) -> Any:
+                if total is None:
+                    return None
+                shares = evidence.tempered(_of_pages(ask, owner, new), probs, view.position, seen)[:, 0, :, 0].sum(-1)
+                # Other layers' pages hold other layers' logits.
+                return total + jnp.einsum("op,pg->og", members, jnp.where(valid[:, None], shares, 0.0))
+
+            return tuple(more(total, ask) for total, ask in zip(carry, leaves, strict=True))
+
+        return self._over_pages(layer, add, tuple(jnp.zeros_like(lse) if wanted else None for wanted in tempered))
+
+    def _visible(self, layer: int, new: New, logits: Array, lse: Array) -> Int[Array, " o"]:
+        # How many keys each head's query saw.
+        def count(carry: Array, at: Array, valid: Array) -> Array:
+            owner = _cut(self.owner, at, len(valid))
+            probs = _probabilities(logits, lse, at, owner, len(valid))
+            here = (probs > 0).any(2)[:, 0, 0].sum(-1, dtype=jnp.int32)
+            return carry + jnp.where(_members(owner, valid, len(lse)), here, 0).sum(1, dtype=jnp.int32)
+
+        return self._over_pages(layer, count, jnp.zeros(len(lse), jnp.int32))
+
+    def fold(self, rules: Rules, layer: int, asks: PyTree, answers: PageAnswers, new: New) -> Paged:
+        """After the score has heard what it asked for, a block of pages at a time."""
+        leaves, tree = questions(asks)
+
+        def look(score: PyTree, at: Array, valid: Array) -> PyTree:
+            view, seen, owner = self.replace(slots=self.slots.replace(score=score))._view(layer, new, at, len(valid))
+            probs = _probabilities(answers.logits, answers.lse, at, owner, len(valid))
+
+            def told(ask: Any, total: Any) -> Any:
+                if isinstance(ask, Probs):
+                    assert answers.visible is not None
+                    return Seen(probs, seen.position, answers.visible[owner][:, None, None])
+                ask = _of_pages(ask, owner, new)
+                shares = probs
+                if total is not None:
+                    shares = evidence.tempered(ask, probs, view.position, seen)
+                    shares = evidence.normalised(shares, total[owner][:, None, :, None, None])
+                return evidence.summed(ask, shares)
+
+            heard = tree.unflatten(told(ask, total) for ask, total in zip(leaves, answers.totals, strict=True))
+            after = rules.fold(heard, view, seen)
+            here = valid & seen.valid[:, 0]
+            return jax.tree.map(lambda room, leaf: _write(room, leaf[:, 0], at, here), score, after)
+
+        score = self._over_pages(layer, look, self.slots.score)
+        return self.replace(slots=self.slots.replace(score=score))
+
+    def open(self, config: LayerConfig) -> Paged:
+        """As a step over all layers begins with it."""
+        kind = wide(self.slots_dtype)
+        return self.replace(logits=jnp.zeros((len(self.owner), config.groups, self.page_size), kind))
+
+    @property
+    def slots_dtype(self) -> Any:
+        """Of the numbers that attention is computed from."""
+        return next(leaf.dtype for leaf in jax.tree.leaves(self.kv) if jnp.issubdtype(leaf.dtype, jnp.floating))
+
+    def close(self) -> Paged:
+        """As it waits for the next step."""
+        return self.replace(logits=None)
+
+    def unpack(self) -> Dense:
+        """All layers in buffers of `most` slots for each head."""
+        return Dense(tuple(self._layer(index) for index in range(len(self.limit))))
+
+    def _layer(self, index: int) -> View:
+        flat, real = self._flat(index)
+        rows, heads = self.limit[index].shape
+
+        def fetch(leaf: Array) -> Array:
+            found = leaf.reshape(-1, *leaf.shape[2:])[jnp.minimum(flat, self.position.size - 1)]
+            return found.reshape(rows, heads, self.most, *leaf.shape[2:])
+
+        position = jnp.where(real.reshape(rows, heads, self.most), fetch(self.position), -1)
+        kv, remembered = jax.tree.map(fetch, (self.kv, self.slots))
+        return View(self.limit[index], self.state[index], kv, position, remembered)
+
+    def pack(self, dense: Dense) -> Paged:
+        """With the slots of an `unpack`ed storage, as far as the heads' limits go."""
+        pool = self
+        for index, view in enumerate(dense.layers):
+            flat, real = self._flat(index)
+            flat = jnp.where(real, flat, self.position.size)
+
+            def write(leaf: Array, value: Array, flat: Array = flat) -> Array:
+                every = leaf.reshape(-1, *leaf.shape[2:])
+                return every.at[flat].set(value.reshape(-1, *leaf.shape[2:]), mode="drop").reshape(leaf.shape)
+
+            held = pool.kv, pool.position, pool.slots
+            kv, position, remembered = jax.tree.map(write, held, (view.kv, view.position, view.slots))
+            pool = pool.replace(kv=kv, position=position, slots=remembered)
+            state = (*pool.state[:index], view.state, *pool.state[index + 1 :])
+            pool = pool.replace(state=state)
+        return pool
+
+    def _flat(self, index: int) -> tuple[Int[Array, " n"], Bool[Array, " n"]]:
+        # Where each head's slots lie in the pool, `most` of them, and which of these there are.
+        owners = self.limit[index].size
+        page = jnp.arange(len(self.owner))
+        mine = (page >= self.start[index]) & (page < self.start[index + 1])
+        first = jnp.where((self.owner == jnp.arange(owners)[:, None]) & mine, page, len(page)).min(1)
+        slot = jnp.arange(self.most)
+        flat = (first[:, None] * self.page_size + slot).reshape(-1)
+        return flat, (slot < self.limit[index].reshape(-1)[:, None]).reshape(-1)
+
+    def take(self, index: Int[np.ndarray, " m"]) -> Paged:
+        """Some rows, in any order; which pages are theirs is read on the host."""
+        return _gathered([self], [(0, int(row)) for row in index])
+
+    def put(self, index: Int[np.ndarray, " m"], rows: Paged) -> Paged:
+        """With some rows replaced: the pool grows or shrinks with what they hold."""
+        size = min(self.page_size, rows.page_size)
+        chosen = {int(row): (1, place) for place, row in enumerate(index)}
+        count = self.limit[0].shape[0]
+        return _gathered([self._split(size), rows._split(size)], [chosen.get(row, (0, row)) for row in range(count)])
+
+    def _split(self, size: int) -> Paged:
+        # The same slots in smaller pages.
+        parts = self.page_size // size
+        if parts == 1:
+            return self
+
+        def cut(leaf: Array) -> Array:
+            return leaf.reshape(len(leaf) * parts, size, *leaf.shape[2:])
+
+        first = (self.first[:, None] + size * jnp.arange(parts, dtype=jnp.int32)).reshape(-1)
+        kv, position, remembered = jax.tree.map(cut, (self.kv, self.position, self.slots))
+        owner, start = jnp.repeat(self.owner, parts), self.start * parts
+        return self.replace(kv=kv, position=position, slots=remembered, owner=owner, first=first, start=start)
+
+    def stored_positions(self) -> Int[Array, "P s"]:
+        """Positions as they are stored, to be collected inside of a loop."""
+        return self.position
+
+    def positions(self, stored: Any = None) -> list[np.ndarray]:
+        """For each layer the position in each slot [b h c], -1 where there is none, on the host.
+
+        Args:
+            stored: another moment's `stored_positions`; None for now.
+        """
+        held = np.asarray(self.position if stored is None else stored)
+        owner, first, start = np.asarray(self.owner), np.asarray(self.first), np.asarray(self.start)
+        layers = []
+        for layer, limit in enumerate(self.limit):
+            rows, heads = limit.shape
+            count = -(-int(np.asarray(limit).max()) // self.page_size) * self.page_size
+            dense = np.full((rows * heads, count), -1, np.int32)
+            for page in range(start[layer], start[layer + 1]):
+                room = max(0, min(self.page_size, count - first[page]))
+                dense[owner[page], first[page] : first[page] + room] = held[page][:room]
+            layers.append(dense.reshape(rows, heads, count))
+        return layers
+
+    def limits(self) -> tuple[Int[Array, "b h"], ...]:
+        """For each layer the slots that each head may use."""
+        return self.limit
+
+    def states(self) -> tuple[Parts, ...]:
+        """For each layer what the parts remember of its heads."""
+        return self.state
+
+    def _over_pages(
+        self, layer: int, look: Callable[[Any, Array, Array], Any], carry: Any, block: int = VIEW_BLOCK
+    ) -> Any:
+        """Fold `look(carry, at, valid)` over a layer's pages: blocks start at page `at`, `valid` masks the new pages."""
+        pages = self.owner.shape[0]
+        size = min(block, pages)
+        start, end = self.start[layer], self.start[layer + 1]
+
+        def look_at(i: Array, carry: Any) -> Any:
+            wanted = start + i * size
+            at = jnp.minimum(wanted, pages - size)  # the last block of the pool looks back
+            page = at + jnp.arange(size)
+            return look(carry, at, (page >= wanted) & (page < end))
+
+        return jax.lax.fori_loop(0, (end - start + size - 1) // size, look_at, carry)
+
+    def _view(self, layer: int, new: New, at: Array | int, count: int) -> tuple[View, New, Int[Array, " p"]]:
+        """A block of pages as a part sees it: a layer with a page in each row and one head."""
+        heads = new.k.shape[1]
+        owner = _cut(self.owner, at, count)
+        row = owner // heads
+
+        def of_head(leaf: Array) -> Array:
+            return leaf.reshape(-1, *leaf.shape[2:])[owner][:, None]
+
+        def of_page(leaf: Array) -> Array:
+            return _cut(leaf, at, count)[:, None]
+
+        view = View(
+            limit=of_head(self.limit[layer]),
+            state=jax.tree.map(of_head, self.state[layer]),
+            kv=jax.tree.map(of_page, self.kv),
+            position=of_page(self.position),
+            slots=jax.tree.map(of_page, self.slots),
+        )
+        of_heads = {name: of_head(getattr(new, name)) for name in ("q", "k", "v", "raw_q", "raw_k")}
+        names = ("position", "token", "prompt_length", "read", "horizon", "end", "seed")
+        of_rows = {name: getattr(new, name)[row] for name in names}
+        hidden = None if new.hidden is None else new.hidden[row]
+        return view, new.replace(**of_heads, **of_rows, hidden=hidden, head=(owner % heads)[:, None]), owner
+
+
+class PageAnswers(NamedTuple):
+    """What the answers of a step on pages are made of, page by page."""
+
+    logits: Float[Array, "P g s"]
+    lse: Float[Array, "o g"]
+    totals: tuple[Any, ...]
+    """For each question the sum of its own softmax's numerators [o g], or None."""
+    visible: Int[Array, " o"] | None
+    """How many keys each head's query saw, where that was asked for."""
+
+
+class Selected(struct.PyTreeNode):
+    """A layer's prompt and what of it is going to stay."""
+
+    view: View
+    """All of the prompt; `limit` is what each head calls for."""
+    order: Int[Array, "b h c"]
+    """Slots from the most to the least important one."""
+    count: Int[Array, "b h"]
+    """How many of them stay."""
+
+
+def select(rules: Rules, view: View, new: New) -> tuple[Selected, Bool[Array, "b h c"]]:
+    """Decide what stays of a prompt, head by head, before there is a place for it.
+
+    Returns:
+        The decision, and which slots leave.
+    """
+    order, count = slots.chosen(rules, view, new)
+    leaving = view.live & (jnp.argsort(order, axis=-1) >= count[..., None])
+    return Selected(view, order, count), leaving
+
+
+def page_slots(tokens: int) -> int:
+    """Slots in a page for texts of up to so many tokens: small enough that a head's last page wastes little."""
+    return 16 if tokens <= 256 else 32 if tokens <= 512 else 64
+
+
+def round_pages(pages: int) -> int:
+    """Pages in the pool: the next multiple of a sixteenth of the next lower power of two, at most 6.25% more."""
+    unit = max(1, 1 << (max(1, pages).bit_length() - 5)) if pages >= 16 else 1
+    return -(-pages // unit) * unit
+
+
+def build(selected: Sequence[Selected], page_size: int) -> Paged:
+    """The pool that holds what was selected: sizes are read on the host, then one program moves the tokens.
+
+    Args:
+        selected: for each layer.
+        page_size: slots in a page.
+    """
+    limits = np.stack(jax.device_get([layer.view.limit for layer in selected]))
+    pages = -(-limits.reshape(len(limits), -1) // page_size)
+    start = np.concatenate([[0], np.cumsum(pages.sum(1))])
+    total = round_pages(int(start[-1]))
+    owner, first = np.zeros(total, np.int32), np.zeros(total, np.int32)
+    flat = pages.reshape(-1)
+    owner[: start[-1]] = np.repeat(np.arange(flat.size) % pages.shape[1], flat)
+    before = np.repeat(np.cumsum(flat) - flat, flat)
+    first[: start[-1]] = (np.arange(start[-1]) - before) * page_size
+    table = [jnp.asarray(x, jnp.int32) for x in (owner, first, start)]
+    return _pack(tuple(selected), *table, page_size=page_size, most=_power_above(int(limits.max())))
+
+
+def _power_above(count: int) -> int:
+    return max(16, 1 << (count - 1).bit_length())
+
+
+def _pack_layers(
+    selected: tuple[Selected, ...],
+    owner: Int[Array, " P"],
+    first: Int[Array, " P"],
+    start: Int[Array, " layers_and_1"],
+    *,
+    page_size: int,
+    most: int,
+) -> Paged:
+    def room(leaf: Array) -> Array:
+        return jnp.zeros((len(owner), page_size, *leaf.shape[3:]), leaf.dtype)
+
+    example = selected[0].view
+    pool = Paged(
+        kv=jax.tree.map(room, example.kv),
+        position=room(example.position) - 1,
+        slots=jax.tree.map(room, example.slots),
+        owner=owner,
+        first=first,
+        start=start,
+        state=tuple(layer.view.state for layer in selected),
+        limit=tuple(layer.view.limit for layer in selected),
+        most=most,
+    )
+    for index, layer in enumerate(selected):
+
+        def move(pool: Paged, at: Array, valid: Array, layer: Selected = layer) -> Paged:
+            tokens = layer.order.shape[-1]
+            order, count = layer.order.reshape(-1, tokens), layer.count.reshape(-1)
+            owner = _cut(pool.owner, at, len(valid))
+            slot = _cut(pool.first, at, len(valid))[:, None] + jnp.arange(page_size)
+            real = slot < count[owner][:, None]
+            source = order[owner[:, None], jnp.minimum(slot, tokens - 1)] + (owner * tokens)[:, None]
+
+            def fetch(leaf: Array) -> Array:
+                return leaf.reshape(-1, *leaf.shape[3:])[source]
+
+            view = layer.view
+            moved = jax.tree.map(fetch, (view.kv, view.position, view.slots))
+            moved = moved[0], jnp.where(real, moved[1], -1), moved[2]
+            held = pool.kv, pool.position, pool.slots
+            kv, position, slots = jax.tree.map(lambda room, value: _write(room, value, at, valid), held, moved)
+            return pool.replace(kv=kv, position=position, slots=slots)
+
+        pool = pool._over_pages(index, move, pool, PAGE_BLOCK)
+    return pool
+
+
+_pack = jax.jit(_pack_layers, static_argnames=("page_size", "most"))
+
+
+def _cut(leaf: Array, at: Array | int, count: int) -> Array:
+    return jax.lax.dynamic_slice_in_dim(leaf, at, count)
+
+
+def _write(room: Array, value: Array, at: Array, valid: Bool[Array, " p"]) -> Array:
+    mask = valid.reshape(-1, *(1,) * (room.ndim - 1))
+    return jax.lax.dynamic_update_slice_in_dim(room, jnp.where(mask, value, _cut(room, at, len(valid))), at, 0)
+
+
+def _members(owner: Int[Array, " p"], valid: Bool[Array, " p"], owners: int) -> Bool[Array, "o p"]:
+    return (owner == jnp.arange(owners)[:, None]) & valid
+
+
+Choice = tuple[Float[Array, " o"], Int[Array, " o"], Int[Array, " o"]]
+
+
+def _lowest(allowed: Bool[Array, "p s"], ranks: Array, position: Array, flat: Array, members: Array) -> Choice:
+    """Rank, position and slot of each owner's lowest rank, of equals the oldest."""
+    far = jnp.iinfo(jnp.int32).max
+    low = jnp.where(allowed, ranks, jnp.inf)
+    best = low.min(1)
+    tied = allowed & (low == best[:, None])
+    age = jnp.where(tied, position, far)
+    oldest = age.min(1)
+    slot = jnp.where(tied & (age == oldest[:, None]), flat, far).min(1)
+    by_owner = jnp.where(members, best, jnp.inf)
+    lowest = by_owner.min(1)
+    tied = members & (by_owner == lowest[:, None])
+    ages = jnp.where(tied, oldest, far)
+    first = ages.min(1)
+    return lowest, first, jnp.where(tied & (ages == first[:, None]), slot, far).min(1)
+
+
+def _better(a: Choice, b: Choice) -> Choice:
+    second = (b[0] < a[0]) | ((b[0] == a[0]) & (b[1] < a[1]))
+    return tuple(jnp.where(second, y, x) for x, y in zip(a, b, strict=True))  # type: ignore[return-value]
+
+
+def _gathered(pools: Sequence[Paged], rows: Sequence[tuple[int, int]]) -> Paged:
+    """The pool of some rows of pools with pages of one size; each row as (which pool, which of its rows)."""
+    heads, layers = pools[0].limit[0].shape[1], len(pools[0].limit)
+    tables = [tuple(np.asarray(x) for x in (pool.owner, pool.first, pool.start)) for pool in pools]
+    before = np.concatenate([[0], np.cumsum([len(pool.owner) for pool in pools])])
+    source, owner, start = [], [], [0]
+    for layer in range(layers):
+        for row, (which, old) in enumerate(rows):
+            theirs, _, begin = tables[which]
+            for head in range(heads):
+                pages = begin[layer] + np.flatnonzero(theirs[begin[layer] : begin[layer + 1]] == old * heads + head)
+                source.append(before[which] + pages)
+                owner += [row * heads + head] * len(pages)
+        start.append(len(owner))
+    flat = np.concatenate(source)
+    spare = round_pages(len(flat)) - len(flat)
+    index, real = np.pad(flat, (0, spare)), np.arange(len(flat) + spare) < len(flat)
+    first = np.where(real, np.concatenate([table[1] for table in tables])[index], 0)
+
+    def pages_of(*leaves: Array) -> Array:
+        return jnp.concatenate(leaves)[index] if len(leaves) > 1 else leaves[0][index]
+
+    offset = np.concatenate([[0], np.cumsum([pool.limit[0].shape[0] for pool in pools])])
+    chosen = np.array([offset[which] + row for which, row in rows])
+
+    def rows_of(*leaves: Array) -> Array:
+        return jnp.concatenate(leaves)[chosen] if len(leaves) > 1 else leaves[0][chosen]
+
+    held = [(pool.kv, pool.position, pool.slots) for pool in pools]
+    kv, position, remembered = jax.tree.map(pages_of, *held)
+    state, limit = jax.tree.map(rows_of, *((pool.state, pool.limit) for pool in pools))
+    return Paged(
+        kv=kv,
+        position=jnp.where(real[:, None], position, -1),
+        slots=remembered,
+        owner=jnp.asarray(np.pad(np.array(owner), (0, spare)), jnp.int32),
+        first=jnp.asarray(first, jnp.int32),
+        start=jnp.asarray(start, jnp.int32),
+        state=state,
+        limit=limit,
+        most=max(pool.most for pool in pools),
+    )
+
+
+def _probabilities(logits: Array, lse: Array, at: Array, owner: Array, count: int) -> Float[Array, "p 1 g 1 s"]:
+    return jnp.exp(_cut(logits, at, count) - lse[owner][..., None])[:, None, :, None]
+
+
+def _of_pages(ask: Sums, owner: Int[Array, " p"], new: New) -> Sums:
+    """A question about rows and heads as one about pages."""
+    rows, heads = new.k.shape[:2]
+    tau = ask.tau if isinstance(ask.tau, float) else ask.tau[owner // heads]
+    weights = ask.weights
+    if weights is not None:
+        whole = jnp.broadcast_to(weights, (rows, heads, new.position.shape[1]))
+        weights = whole.reshape(-1, 1, whole.shape[-1])[owner]
+    return ask.replace(tau=tau, weights=weights)

@@ -1,0 +1,183 @@
+"""What a cache asks of whoever decides, and the order in which tokens leave."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Int
+
+from kvjax.cache.codec import Codec
+from kvjax.types import Evicted, Heads, LayerConfig, New, Parts, PyTree, View
+from pallas_kernels import ranking
+from pallas_kernels.ranking import Protection
+
+TOKEN_BLOCK = 64
+"""Evicted tokens that are decoded at once."""
+
+
+class Guard(NamedTuple):
+    """What may not leave a head, or only at the end."""
+
+    sinks: Int[Array, "b h"]
+    """First positions that never leave."""
+    recent: Int[Array, "b h"]
+    """Newest tokens that never leave, the one being read included."""
+    keep: Bool[Array, "b h c"] | None = None
+    """Slots that never leave."""
+    last: Bool[Array, "b h c"] | None = None
+    """Slots that leave when no other can."""
+
+
+class Rules(Protocol):
+    """Who decides what leaves: a cache asks nothing else of a policy."""
+
+    @property
+    def codec(self) -> Codec:
+        """How a slot lies in memory."""
+        ...
+
+    @property
+    def shrinks(self) -> bool:
+        """Whether `room` may fall while tokens are generated."""
+        ...
+
+    @property
+    def keeps_evicted(self) -> bool:
+        """Whether anybody wants to know what leaves."""
+        ...
+
+    def slots(self, new: New, state: Parts) -> Parts:
+        """What is remembered of each new token besides its pair: leaves [b h t ...]."""
+        ...
+
+    def standing(self, view: View, new: New) -> tuple[Float[Array, "b h c"], Guard]:
+        """How much each slot matters, and what protects it."""
+        ...
+
+    def victim(
+        self, view: View, new: New, bounds: Protection, keep: Bool[Array, "b h c"] | None
+    ) -> Int[Array, "b h"] | None:
+        """The slot that a new token takes, where a kernel finds it without scores."""
+        ...
+
+    def room(self, limit: Int[Array, "b h"], read: Int[Array, " b"]) -> Int[Array, "b h"]:
+        """Slots that may be used when so many tokens have been read."""
+        ...
+
+    def competing(self, heads: Heads, new: New) -> Int[Array, "b h"] | None:
+        """How many tokens a head may hold for their score alone; None for no such bound."""
+        ...
+
+    def fold(self, answers: PyTree, view: View, new: New) -> PyTree:
+        """What the score remembers of each slot, after attention."""
+        ...
+
+
+class Attended(NamedTuple):
+    """What a storage tells of attention over a layer."""
+
+    out: Float[Array, "b h g t e"]
+    answers: Any
+    """As the storage has them, for its `fold`."""
+
+
+def last_resort(dtype: DTypeLike) -> float:
+    """A score above all others: the slot leaves only where no slot competes and none is empty."""
+    return float(jnp.finfo(dtype).max) / 2
+
+
+def scores(rules: Rules, view: View, new: New) -> tuple[Float[Array, "b h c"], Guard]:
+    """How much each slot matters, last resorts above all others, and what protects it."""
+    found, guard = rules.standing(view, new)
+    if guard.last is not None:
+        found = jnp.where(guard.last, last_resort(found.dtype), found)
+    return found, guard
+
+
+def rank(rules: Rules, view: View, new: New) -> Float[Array, "b h c"]:
+    """Order of leaving: expired (-inf) < empty < finite scores < protected (+inf)."""
+    found, guard = scores(rules, view, new)
+    newest, sinks, recent = new.newest[:, None, None], guard.sinks[..., None], guard.recent[..., None]
+    return ranking.rank(found, view.position, newest, sinks, recent, guard.keep)
+
+
+def best_first(
+    ranks: Float[Array, "b h c"], position: Int[Array, "b h c"], sinks: Int[Array, "b h"]
+) -> tuple[Int[Array, "b h c"], Int[Array, "b h"]]:
+    """Slots from the most to the least important one, and how many of them are worth keeping.
+
+    Expired slots leave even when there is room, empty ones are not worth a slot. Of equals the newest stay; but sinks,
+    which all do, come first and in order.
+    """
+    worth = (position >= 0) & (ranks > -jnp.inf)
+    slots = jnp.broadcast_to(jnp.arange(position.shape[-1], dtype=jnp.int32), position.shape)
+    age = jnp.where(position < sinks[..., None], position - jnp.iinfo(jnp.int32).max, -position)
+    _, _, order = jax.lax.sort((jnp.where(worth, -ranks, jnp.inf), age, slots), num_keys=2)
+    return order, worth.sum(-1, dtype=jnp.int32)
+
+
+def chosen(rules: Rules, view: View, new: New) -> tuple[Int[Array, "b h c"], Int[Array, "b h"]]:
+    """Slots from the most to the least important one, and how many of them stay."""
+    ranks = rank(rules, view, new)
+    order, count = best_first(ranks, view.position, rules.standing(view, new)[1].sinks)
+    most = rules.competing(view, new)
+    if most is not None:
+        worth = view.live & (ranks > -jnp.inf)
+        competing = (worth & (ranks < last_resort(ranks.dtype))).sum(-1, dtype=jnp.int32)
+        count += jnp.minimum(most, competing) - competing
+    return order, jnp.minimum(count, rules.room(view.limit, new.read))
+
+
+def gather(leaf: Array, slots: Int[Array, "b h m"]) -> Array:
+    """The entries of some slots of a buffer [b h c ...]."""
+    return jnp.take_along_axis(leaf, slots.reshape(*slots.shape, *(1,) * (leaf.ndim - 3)), axis=2)
+
+
+def fold_evicted(
+    absorb: Callable[[PyTree, Evicted], PyTree],
+    remembered: PyTree,
+    rules: Rules,
+    config: LayerConfig,
+    view: View,
+    new: New,
+    leaving: Bool[Array, "b h c"],
+) -> PyTree:
+    """What a residual remembers after some slots of a layer leave, decoded a block of them at a time.
+
+    Args:
+        absorb: the residual's.
+        remembered: its state.
+        rules: of the policy.
+        config: of the layer.
+        view: the slots, before they leave.
+        new: what is being read.
+        leaving: which of them do.
+    """
+    size = min(TOKEN_BLOCK, view.capacity)
+    padding = -view.capacity % size
+
+    def blocks(leaf: Array) -> Array:
+        leaf = jnp.pad(leaf, [(0, 0), (0, 0), (0, padding)] + [(0, 0)] * (leaf.ndim - 3))
+        return jnp.moveaxis(leaf.reshape(*leaf.shape[:2], -1, size, *leaf.shape[3:]), 2, 0)
+
+    def add(remembered: PyTree, block: Any) -> tuple[PyTree, None]:
+        kv, position, leaving = block
+        pair = rules.codec.restore(config, kv, position, view.state.codec, new.k.dtype)
+        return absorb(remembered, Evicted(pair.k, pair.v, leaving, new.layer, new.kernels)), None
+
+    parts = jax.tree.map(blocks, (view.kv, view.position, leaving))
+    return jax.lax.scan(add, remembered, parts)[0]
+
+
+def where_read(new: New, after: PyTree, before: PyTree) -> PyTree:
+    """What is remembered after a reading: rows that have read nothing do not change, whatever a score makes of it."""
+    reads = new.valid.any(1)
+
+    def choose(new_leaf: Array, old_leaf: Array) -> Array:
+        return jnp.where(reads.reshape(-1, *(1,) * (old_leaf.ndim - 1)), new_leaf, old_leaf)
+
+    return jax.tree.map(choose, after, before)

@@ -1,0 +1,1 @@
+"""One engine over one storage: prompts, turns and tokens through all layers."""

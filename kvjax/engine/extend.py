@@ -1,0 +1,260 @@
+"""Text that is given: prompts into an empty cache, chunks and turns on top of what it holds."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+from jaxtyping import Array, Float, Int, Key
+
+from kvjax.cache import paged
+from kvjax.cache.dense import Dense, empty
+from kvjax.cache.paged import Paged
+from kvjax.engine.layer import Reading, read_block, read_token
+from kvjax.engine.prepare import Budget, Prompts, Tokens, bucket, check_length, check_tokens, prepare
+from kvjax.engine.state import State, Storage
+from kvjax.models.config import ModelConfig
+from kvjax.models.decoder import Weights, unembed
+from kvjax.policies.plan import Plan
+from kvjax.policies.policy import Policy
+from kvjax.policies.registry import name_of
+from kvjax.types import Kernels
+
+if TYPE_CHECKING:
+    from kvjax.model import Model
+
+
+def prefill(
+    model: Model,
+    policy: Policy | str,
+    tokens: Tokens,
+    budget: Budget = 1.0,
+    *,
+    lengths: ArrayLike | Sequence[int] | None = None,
+    max_new_tokens: int = 256,
+    key: Key[Array, ""] | Key[Array, " b"] | None = None,
+    plan: Plan | str | None = None,
+    prefill_chunk: int | None = None,
+    implementation: str | Kernels = "auto",
+) -> tuple[State, Float[Array, "b vocab"]]:
+    """Read prompts into a cache that holds no more than its budget.
+
+    Args:
+        model: from `kvjax.load`.
+        policy: which tokens stay; a name or a `Policy`.
+        tokens: prompts [b, n], padded on the right; or a list of lists of unequal lengths.
+        budget: slots per KV head; or a fraction of prompt + `max_new_tokens`, per row; or slots for each layer. Left
+            out for policies that find out themselves what each head needs.
+        lengths: tokens of each prompt [b], 1 to n; None if none is padded.
+        max_new_tokens: how many tokens are going to be generated, for fractions, schedules and the full cache.
+        key: randomness of sampling and of random policies, one for all rows or one each; None is `jax.random.key(0)`.
+        plan: how the budget is spread over layers, or its heads; a name, a `Plan`, or None for the policy's own.
+        prefill_chunk: compress after every so many prompt tokens, so that memory never exceeds budget + chunk;
+            None is the policy's own way, mostly the whole prompt; 1 reads it by decode steps.
+        implementation: of every operation: `auto`, `xla`, `pallas` or `triton`, see `pallas_kernels.common.choose`.
+
+    Returns:
+        The state to decode from, and the logits for the first new token [b, vocab].
+
+    Raises:
+        ValueError: a prompt is empty or does not fit the model, or the budget does not fit the policy.
+    """
+    settings: dict[str, Any] = dict(max_new_tokens=max_new_tokens, key=key, plan=plan, chunk=prefill_chunk)
+    prompts = prepare(model, policy, tokens, budget, lengths, **settings)
+    kernels = implementation if isinstance(implementation, Kernels) else Kernels(implementation)
+    storage, seed, logits = _read_prompts(*_arguments(model, prompts), **_static(model, prompts, kernels))
+    if prompts.policy.plan.per_head:
+        storage = paged.build(storage, paged.page_slots(prompts.tokens.shape[1] + max_new_tokens))
+    start = prompts.lengths
+    state = State(
+        weights=model.weights,
+        policy=prompts.policy,
+        storage=storage,
+        position=jnp.copy(start),  # a step may reuse its memory, prompt_length must live on
+        prompt_length=start,
+        horizon=prompts.horizon,
+        end=start + prompts.horizon,
+        key=prompts.keys,
+        seed=seed,
+        active=jnp.ones(start.shape, bool),
+        config=model.config,
+        kernels=kernels,
+    )
+    return state, logits
+
+
+def lower_prefill(
+    model: Model,
+    policy: Policy | str,
+    tokens: Tokens,
+    budget: Budget = 1.0,
+    *,
+    lengths: ArrayLike | Sequence[int] | None = None,
+    max_new_tokens: int = 256,
+    plan: Plan | str | None = None,
+    prefill_chunk: int | None = None,
+) -> jax.stages.Lowered:
+    """The program of `prefill` for these arguments, to compile and ask for its `memory_analysis()`."""
+    settings: dict[str, Any] = dict(max_new_tokens=max_new_tokens, key=None, plan=plan, chunk=prefill_chunk)
+    prompts = prepare(model, policy, tokens, budget, lengths, **settings)
+    return _read_prompts.lower(*_arguments(model, prompts), **_static(model, prompts, Kernels()))
+
+
+def _arguments(model: Model, prompts: Prompts) -> tuple[Any, ...]:
+    arrays = prompts.tokens, prompts.lengths, prompts.horizon, prompts.keys, prompts.limits
+    return model.weights, prompts.policy, *arrays
+
+
+def _static(model: Model, prompts: Prompts, kernels: Kernels) -> dict[str, Any]:
+    return dict(config=model.config, capacities=prompts.capacities, chunk=prompts.chunk, kernels=kernels)
+
+
+@functools.partial(jax.jit, static_argnames=("config", "capacities", "chunk", "kernels"))
+def _read_prompts(
+    weights: Weights,
+    policy: Policy,
+    tokens: Int[Array, "b n"],
+    lengths: Int[Array, " b"],
+    horizon: Int[Array, " b"],
+    keys: Key[Array, " b"],
+    limits: tuple[Int[Array, "b h"], ...],
+    *,
+    config: ModelConfig,
+    capacities: tuple[int, ...],
+    chunk: int | None,
+    kernels: Kernels,
+) -> tuple[Any, Array, Float[Array, "b vocab"]]:
+    rows, padded = tokens.shape
+    seed = jax.vmap(lambda key: jax.random.bits(jax.random.fold_in(key, 1), dtype=jnp.uint32))(keys)
+    dtype = weights.layers[0].key.weight.dtype
+    # A prompt read whole starts from no slots at all; one read in chunks from a cache of its final size.
+    layers = enumerate(zip(config.layer_configs, limits, capacities, strict=True))
+    made = (
+        empty(policy, shape, layer, limit=limit, slots=0 if chunk is None else capacity, dtype=dtype)
+        for layer, (shape, limit, capacity) in layers
+    )
+    storage: Any = Dense(tuple(made))
+    size = padded if chunk is None else chunk
+
+    def read_chunk(start: Array | int, carry: tuple[Any, Array], *, first: bool) -> tuple[Any, Array]:
+        storage, last = carry
+        position = start + jnp.arange(size)
+        reading = Reading(
+            token=jax.lax.dynamic_slice_in_dim(tokens, start, size, axis=1),
+            position=jnp.where(position < lengths[:, None], position, -1),
+            prompt_length=lengths,
+            read=jnp.minimum(lengths, start + size),
+            horizon=horizon,
+            end=lengths + horizon,
+            seed=seed,
+            kernels=kernels,
+        )
+        if size == 1:
+            storage, hidden = read_token(weights, config, policy, storage, reading)
+        else:
+            storage, hidden = read_block(weights, config, policy, storage, reading, capacities, first=first)
+        is_last = position == (lengths - 1)[:, None]
+        newest = jnp.einsum("btw,bt->bw", hidden, is_last.astype(hidden.dtype))
+        return storage, jnp.where(is_last.any(1)[:, None], newest, last)
+
+    last = jnp.zeros((rows, config.width), dtype)
+    if chunk is None:
+        storage, last = read_chunk(0, (storage, last), first=True)
+    else:
+        if policy.score.offloads:
+            for layer in range(config.layers):
+                storage = storage.moved(layer, jax.memory.Space.Host)
+        steps = -(-lengths.max() // size)
+        storage, last = jax.lax.fori_loop(
+            0, steps, lambda i, carry: read_chunk(i * size, carry, first=False), (storage, last)
+        )
+    return storage, seed, unembed(weights, config, last)
+
+
+def extend(
+    state: State,
+    tokens: ArrayLike | Sequence[Sequence[int]],
+    lengths: ArrayLike | Sequence[int] | None = None,
+    logits: str = "last",
+) -> tuple[State, Float[Array, "b vocab"] | Float[Array, "b n vocab"]]:
+    """Read more text on top of what a cache holds: a second turn, or the next chunk of a text.
+
+    All tokens attend to what is held and to each other before anything of them leaves; memory is that of the cache and
+    of the tokens. Written tokens go through `decode_step` instead.
+
+    Args:
+        state: from `prefill`, or whatever came of it; it stays valid.
+        tokens: [b, n], padded on the right; or a list of lists, of which some may be empty.
+        lengths: tokens of each row [b], 0 to n; None if none is padded.
+        logits: `last` for those after each row's last token, `all` for those after every token.
+
+    Returns:
+        The state to decode from, and logits [b, vocab] or [b, n, vocab]; NaN where a row has read nothing.
+
+    Raises:
+        ValueError: the tokens do not fit the state or the model, or the text does not fit what the cache was planned
+            for, under policies that set slots aside for all of it.
+    """
+    if logits not in ("last", "all"):
+        raise ValueError(f"logits={logits!r} is not 'last' or 'all'.")
+    rows = len(state.position)
+    if isinstance(tokens, (list, tuple)):
+        lengths = [len(row) for row in tokens] if lengths is None else lengths
+        width = max(1, max((len(row) for row in tokens), default=0))
+        tokens = np.array([list(row) + [0] * (width - len(row)) for row in tokens], np.int32).reshape(-1, width)
+    ids = np.asarray(tokens)
+    if ids.ndim != 2 or len(ids) != rows or ids.shape[1] == 0:
+        raise ValueError(f"tokens of shape {ids.shape} are not text for each of {rows} rows [b, n].")
+    counts = np.full(rows, ids.shape[1]) if lengths is None else np.asarray(lengths)
+    check_tokens(ids, counts, state.config, least=0)
+    counts = np.where(np.asarray(state.active), counts, 0)
+    read, end = np.asarray(state.position) + counts, np.asarray(state.end)
+    check_length(int(read.max()), state.policy, state.config)
+    if state.policy.plan.ends and (read > end).any():
+        raise ValueError(
+            f"a text of {int(read.max())} tokens does not fit the {int(end[read > end].min())} that {name_of(state.policy)} "
+            "set slots aside for; give prefill more max_new_tokens."
+        )
+    size = bucket(ids.shape[1])
+    padded = jnp.asarray(np.pad(ids, ((0, 0), (0, size - ids.shape[1]))), jnp.int32)
+    storage, found = _extend(state, padded, jnp.asarray(counts, jnp.int32), every=logits == "all")
+    position = state.position + jnp.asarray(counts, jnp.int32)
+    given = jnp.where(jnp.asarray(counts) > 0, position, state.prompt_length)
+    after = state.replace(storage=storage, position=position, prompt_length=given)
+    return after, found[:, : ids.shape[1]] if logits == "all" else found
+
+
+@functools.partial(jax.jit, static_argnames="every")
+def _extend(
+    state: State, tokens: Int[Array, "b n"], lengths: Int[Array, " b"], *, every: bool
+) -> tuple[Storage, Float[Array, "b *n vocab"]]:
+    config, policy = state.config, state.policy
+    place = jnp.arange(tokens.shape[1])
+    valid = place < lengths[:, None]
+    read = state.position + lengths
+    reading = Reading(
+        token=tokens,
+        position=jnp.where(valid, state.position[:, None] + place, -1),
+        prompt_length=jnp.where(lengths > 0, read, state.prompt_length),
+        read=read,
+        horizon=state.horizon,
+        end=state.end,
+        seed=state.seed,
+        kernels=state.kernels,
+    )
+    # Pages are read as slots of one number for all heads, for as long as a block is being read.
+    dense = state.storage.unpack() if isinstance(state.storage, Paged) else state.storage
+    capacities = tuple(view.capacity for view in dense.layers)
+    read_, hidden = read_block(state.weights, config, policy, dense, reading, capacities)
+    assert isinstance(read_, Dense)
+    storage = state.storage.pack(read_) if isinstance(state.storage, Paged) else read_
+    if every:
+        logits = unembed(state.weights, config, hidden)
+        return storage, jnp.where(valid[..., None], logits, jnp.nan)
+    last = jnp.einsum("btw,bt->bw", hidden, (place == (lengths - 1)[:, None]).astype(hidden.dtype))
+    return storage, jnp.where((lengths > 0)[:, None], unembed(state.weights, config, last), jnp.nan)

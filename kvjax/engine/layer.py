@@ -1,0 +1,253 @@
+"""Tokens through all layers: one per row in a decode step, or a block of text at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+from flax import struct
+from jaxtyping import Array, Float, Int, UInt32
+
+from kvjax.asks import is_ask, of_all_layers, questions
+from kvjax.cache import slots
+from kvjax.cache.dense import Dense
+from kvjax.cache.paged import Paged, Selected, select
+from kvjax.models.config import ModelConfig
+from kvjax.models.decoder import Weights, block, embed
+from kvjax.policies.policy import Policy
+from kvjax.rope import rotate
+from kvjax.types import Kernels, LayerConfig, New, PyTree, setting
+from pallas_kernels.attention import LowRank
+
+Storage = Dense | Paged
+
+
+class Reading(struct.PyTreeNode):
+    """Which tokens are being read, for all layers alike; the fields are those of `New`."""
+
+    token: Int[Array, "b t"]
+    position: Int[Array, "b t"]
+    prompt_length: Int[Array, " b"]
+    read: Int[Array, " b"]
+    horizon: Int[Array, " b"]
+    end: Int[Array, " b"]
+    seed: UInt32[Array, " b"]
+    given: bool = setting(True)
+    kernels: Kernels = setting(Kernels())
+
+    def new(self, config: LayerConfig, layer: int, x: Array, q: Array, k: Array, v: Array) -> New:
+        """The tokens as a layer sees them, from what its block was given and its unrotated queries and keys."""
+        return New(
+            q=rotate(config.rope, q, self.position[:, None, None]),
+            k=rotate(config.rope, k, self.position[:, None]),
+            v=v,
+            raw_q=q,
+            raw_k=k,
+            hidden=x,
+            position=self.position,
+            token=self.token,
+            prompt_length=self.prompt_length,
+            read=self.read,
+            horizon=self.horizon,
+            end=self.end,
+            seed=self.seed,
+            layer=layer,
+            given=self.given,
+            kernels=self.kernels,
+        )
+
+
+class Pending(NamedTuple):
+    """A layer's answers, before the score has heard them."""
+
+    asks: PyTree
+    answers: Any
+    new: New
+
+
+def read_token(
+    weights: Weights, config: ModelConfig, policy: Policy, storage: Storage, reading: Reading
+) -> tuple[Storage, Float[Array, "b 1 width"]]:
+    """One token per row through all layers: the victim is chosen before attention, for everyone."""
+    x = embed(weights, config, reading.token, reading.position)
+    pending: list[Pending] = []
+    storage = storage.open(config.layer_configs[0])
+    for index, (layer, shape) in enumerate(zip(weights.layers, config.layer_configs, strict=True)):
+
+        def attention(
+            q: Array, k: Array, v: Array, index: int = index, shape: LayerConfig = shape, x: Array = x
+        ) -> Array:
+            nonlocal storage
+            new = reading.new(shape, index, x, q, k, v)
+            storage, out, told = _step(shape, policy, storage, index, new)
+            pending.extend(told)
+            return out
+
+        x = block(layer, config, shape, x, attention)
+    for index, told in enumerate(_over_layers(pending)):
+        storage = _heard(policy, storage, index, told.asks, told.answers, told.new)
+    return storage.close(), x
+
+
+def _step(
+    config: LayerConfig, policy: Policy, storage: Any, layer: int, new: New
+) -> tuple[Storage, Float[Array, "b h g 1 e"], list[Pending]]:
+    """One layer of a decode step, whatever the storage."""
+    if policy.score.offloads:
+        storage = storage.moved(layer, jax.memory.Space.Device)
+    if policy.shrinks:
+        storage = _shrink(config, policy, storage, layer, new)
+    storage, evicted = storage.exchange(policy, config, layer, new)
+    if policy.residual is not None:
+        remembered = storage.heads(layer).state.residual
+        storage = storage.put_state(layer, residual=policy.residual.absorb(remembered, evicted))
+    asks = policy.score.asks(storage.heads(layer), new)
+    share = _share(policy, storage, layer, new)
+    storage, found = storage.attend(policy, config, layer, new, asks, share, policy.selection)
+    if of_all_layers(asks):
+        return storage, found.out, [Pending(asks, found.answers, new)]
+    if questions(asks)[0]:
+        storage = _heard(policy, storage, layer, asks, found.answers, new)
+    if policy.score.offloads:
+        storage = storage.moved(layer, jax.memory.Space.Host)
+    return storage, found.out, []
+
+
+def _shrink(config: LayerConfig, policy: Policy, storage: Any, layer: int, new: New) -> Storage:
+    before = storage
+    storage, leaving, some = storage.shrink(policy, config, layer, new)
+    if policy.residual is None:
+        return storage
+    view = before.layers[layer]
+
+    def fold(remembered: PyTree) -> PyTree:
+        assert policy.residual is not None
+        return slots.fold_evicted(policy.residual.absorb, remembered, policy, config, view, new, leaving)
+
+    remembered = jax.lax.cond(some, fold, lambda remembered: remembered, view.state.residual)
+    return storage.put_state(layer, residual=remembered)
+
+
+def _heard(policy: Policy, storage: Any, layer: int, asks: PyTree, answers: Any, new: New) -> Storage:
+    heads = storage.heads(layer)
+    advanced = slots.where_read(new, policy.score.advance(heads, new), heads.state.score)
+    storage = storage.fold(policy, layer, asks, answers, new)
+    return storage if advanced is None else storage.put_state(layer, score=advanced)
+
+
+def _share(policy: Policy, storage: Storage, layer: int, new: New) -> LowRank | None:
+    return None if policy.residual is None else policy.residual.share(storage.heads(layer).state.residual, new)
+
+
+def _over_layers(pending: Sequence[Pending]) -> list[Pending]:
+    # What every layer waited for: sums over all of them.
+    if not pending:
+        return []
+    answers = [told.answers for told in pending]
+
+    def total(ask: Any, *found: Any) -> Any:
+        return sum(found) if of_all_layers(ask) else None
+
+    def choose(ask: Any, whole: Any, own: Any) -> Any:
+        return whole if of_all_layers(ask) else own
+
+    totals = jax.tree.map(total, pending[0].asks, *answers, is_leaf=is_ask)
+    return [
+        told._replace(answers=jax.tree.map(choose, told.asks, totals, told.answers, is_leaf=is_ask)) for told in pending
+    ]
+
+
+def read_block(
+    weights: Weights,
+    config: ModelConfig,
+    policy: Policy,
+    storage: Dense,
+    reading: Reading,
+    capacities: tuple[int, ...],
+    *,
+    first: bool = False,
+) -> tuple[Dense | tuple[Selected, ...], Float[Array, "b t width"]]:
+    """A prompt, a chunk or a turn through all layers: attend, tell the score, keep what ranks highest.
+
+    Args:
+        weights: of the model.
+        config: of the model.
+        policy: what stays.
+        storage: what is there already.
+        reading: the tokens.
+        capacities: slots of each layer's buffers afterwards.
+        first: whether this is a prompt that is read whole, so that the plan finds out what heads need.
+
+    Returns:
+        The storage, or for a plan that gives each head its own slots what is going to stay; and hidden states.
+    """
+    x = embed(weights, config, reading.token, reading.position)
+    paged = first and policy.plan.per_head
+    pending: list[Pending] = []
+    selected: list[Selected] = []
+
+    def done(index: int, shape: LayerConfig, told: Pending) -> None:
+        nonlocal storage
+        storage = _settled(policy, storage, index, told, first)
+        view = storage.layers[index]
+        if paged:
+            chosen, leaving = select(policy, view, told.new)
+        else:
+            chosen = None
+            storage, leaving = storage.compress(policy, shape, index, told.new, capacities[index])
+        if policy.residual is not None:
+            absorb, before = policy.residual.absorb, view.state.residual
+            remembered = slots.fold_evicted(absorb, before, policy, shape, view, told.new, leaving)
+            storage = storage.put_state(index, residual=remembered)
+            if chosen is not None:
+                state = view.state.replace(residual=remembered)
+                chosen = chosen.replace(view=chosen.view.replace(state=state))
+        if chosen is not None:
+            selected.append(chosen)
+        if policy.score.offloads:
+            storage = storage.moved(index, jax.memory.Space.Host)
+
+    for index, (layer, shape) in enumerate(zip(weights.layers, config.layer_configs, strict=True)):
+
+        def attention(
+            q: Array, k: Array, v: Array, index: int = index, shape: LayerConfig = shape, x: Array = x
+        ) -> Array:
+            nonlocal storage
+            new = reading.new(shape, index, x, q, k, v)
+            if policy.score.offloads:
+                storage = storage.moved(index, jax.memory.Space.Device)
+            storage = storage.append(policy, shape, index, new)
+            heads = storage.heads(index)
+            asks = {"score": policy.score.asks(heads, new), "plan": policy.plan.asks(heads, new) if first else ()}
+            share = _share(policy, storage, index, new)
+            storage, found = storage.attend(policy, shape, index, new, asks, share, policy.selection, block=True)
+            told = Pending(asks, found.answers, new)
+            if of_all_layers(asks["score"]):
+                pending.append(told)
+            else:
+                done(index, shape, told)
+            return found.out
+
+        x = block(layer, config, shape, x, attention)
+    for index, told in enumerate(_over_layers(pending)):
+        done(index, config.layer_configs[index], told)
+    return (tuple(selected) if paged else storage), x
+
+
+def _settled(policy: Policy, storage: Dense, layer: int, told: Pending, first: bool) -> Dense:
+    # The score has heard and looked across slots; the plan knows what each head needs.
+    asks, answers, new = told
+    if questions(asks["score"])[0]:
+        storage = _heard(policy, storage, layer, asks["score"], answers["score"], new)  # type: ignore[assignment]
+    view = storage.layers[layer]
+    storage = storage.settle(layer, policy.score.settle(view, new), new)
+    if not first:
+        return storage
+    view = storage.layers[layer]
+    ranks = slots.rank(policy, view, new) if policy.plan.per_head and not policy.plan.decides else None
+    limit, found = policy.plan.settle(answers["plan"], view, ranks, new)
+    storage = storage.replace_layer(layer, view.replace(limit=limit))
+    return storage if found is None else storage.put_state(layer, plan=found)
+
+

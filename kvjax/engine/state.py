@@ -1,0 +1,140 @@
+"""Everything that decoding needs and changes: an immutable pytree."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+from flax import struct
+from jax.typing import ArrayLike
+from jaxtyping import Array, Bool, Int, Key, UInt32
+
+from kvjax.cache.dense import Dense
+from kvjax.cache.ledger import allocated_bytes
+from kvjax.cache.paged import Paged
+from kvjax.models.config import ModelConfig
+from kvjax.models.decoder import Weights
+from kvjax.policies.policy import Policy
+from kvjax.types import Kernels, setting
+
+Storage = Dense | Paged
+
+ROWS = ("position", "prompt_length", "horizon", "end", "key", "seed", "active")
+"""Fields of a state that have one entry for each row."""
+
+
+class State(struct.PyTreeNode):
+    """A model, a policy and what the cache holds; branching from one is free.
+
+    Rows are independent: whatever happens to one depends on nothing but that row.
+    """
+
+    weights: Weights
+    policy: Policy
+    storage: Storage
+    position: Int[Array, " b"]
+    """Position of the next token."""
+    prompt_length: Int[Array, " b"]
+    """Tokens of the text up to the last one that was given and not written by the model."""
+    horizon: Int[Array, " b"]
+    """Tokens that the cache was planned to generate."""
+    end: Int[Array, " b"]
+    """Tokens of the whole text, as planned when the prompt was read."""
+    key: Key[Array, " b"]
+    seed: UInt32[Array, " b"]
+    """The policy's randomness."""
+    active: Bool[Array, " b"]
+    """Rows that read what they are given; the others never change, and their logits mean nothing."""
+    config: ModelConfig = setting(None)
+    kernels: Kernels = setting(Kernels())
+
+
+Moving = tuple[Storage, Int[Array, " b"]]
+
+
+def split_state(state: State) -> tuple[State, Moving]:
+    """What a step only reads, and what it changes: a jitted function copies whatever it returns unchanged."""
+    return state.replace(storage=(), position=None), (state.storage, state.position)
+
+
+def join_state(fixed: State, moving: Moving) -> State:
+    """The inverse of `split_state`."""
+    return fixed.replace(storage=moving[0], position=moving[1])
+
+
+def take_rows(state: State, index: ArrayLike | Sequence[int]) -> State:
+    """Some rows of a state, in any order, as a state of their own.
+
+    Args:
+        state: keeps all of its rows.
+        index: which rows, from 0; one may be taken several times.
+
+    Raises:
+        ValueError: there is no such row, or none is named.
+    """
+    rows = _rows(state, index)
+    fields = {name: getattr(state, name)[rows] for name in ROWS}
+    return state.replace(storage=state.storage.take(rows), **fields)
+
+
+def put_rows(state: State, index: ArrayLike | Sequence[int], rows: State) -> State:
+    """A state in which some rows are those of another one.
+
+    Args:
+        state: of the same model and policy as `rows`.
+        index: which rows of it are replaced, one for each row of `rows`.
+        rows: from `take_rows` or `prefill`.
+
+    Raises:
+        ValueError: the states differ in model, policy or storage, or the rows do not fit.
+    """
+    where = _rows(state, index)
+    count = len(rows.position)
+    if len(set(where.tolist())) != len(where) or len(where) != count:
+        raise ValueError(f"index={where.tolist()} does not name a row of its own for each of {count} rows.")
+    if state.config != rows.config:
+        raise ValueError("rows of another model's state do not fit; read them with the model of the state.")
+    mine, theirs = (jax.tree.structure((part.policy, type(part.storage).__name__)) for part in (state, rows))
+    if mine != theirs or type(state.storage) is not type(rows.storage):
+        raise ValueError(
+            f"rows under policy {rows.policy.name!r} do not fit a state under {state.policy.name!r} or with other "
+            "settings; read them with the policy of the state."
+        )
+    dtypes = [sorted({str(leaf.dtype) for leaf in jax.tree.leaves(part.storage)}) for part in (state, rows)]
+    if dtypes[0] != dtypes[1]:
+        raise ValueError(f"rows of {dtypes[1]} do not fit a state of {dtypes[0]}; use one dtype for both.")
+    fields = {name: getattr(state, name).at[where].set(getattr(rows, name)) for name in ROWS}
+    return state.replace(storage=state.storage.put(where, rows.storage), **fields)
+
+
+def _rows(state: State, index: ArrayLike | Sequence[int]) -> Int[np.ndarray, " m"]:
+    rows, count = np.atleast_1d(np.asarray(index)), len(state.position)
+    whole = rows.ndim == 1 and rows.size > 0 and np.issubdtype(rows.dtype, np.integer)
+    if not whole or rows.min() < 0 or rows.max() >= count:
+        raise ValueError(f"index={rows.tolist()} does not name rows of a state with rows 0 to {count - 1}.")
+    return rows
+
+
+def cache_bytes(state: State) -> int:
+    """Bytes that the caches occupy: keys, values, positions, scores, codes and states, empty slots included."""
+    return allocated_bytes(state.storage)
+
+
+def full_cache_bytes(state: State) -> int:
+    """Bytes of keys and values that a full cache would hold at the end, prompt and planned tokens, padding excluded."""
+    size = state.weights.layers[0].key.weight.dtype.itemsize
+    widths = sum(layer.kv_heads * (layer.key_width + layer.value_width) for layer in state.config.layer_configs)
+    return int(np.sum(np.asarray(state.end))) * widths * size
+
+
+def held_positions(state: State) -> list[np.ndarray]:
+    """For each layer the position of the token in each slot, int [b, h, c] on the host, -1 where there is none."""
+    return state.storage.positions()
+
+
+def slot_limits(state: State) -> list[np.ndarray]:
+    """For each layer the slots that each row and head may use, int [b, h] on the host."""
+    return [np.asarray(limit) for limit in state.storage.limits()]
+
+

@@ -1,0 +1,301 @@
+"""Plans: how many slots each layer and head may use, and when, whatever the score that fills them."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from jaxtyping import Array, Float, Int
+
+from kvjax.policies.part import Part
+from kvjax.policies.protection import LambdaMask, mask_width
+from kvjax.types import Heads, New, PyTree, View, check, setting
+
+
+@struct.dataclass
+class Plan(Part):
+    """Gives every layer its slots; all layers together always get exactly `layers * budget`."""
+
+    per_head: ClassVar[bool] = False
+    """Whether `settle` gives each head of a layer slots of its own."""
+    decides: ClassVar[bool] = False
+    """Whether it finds out how many slots each head needs: there is no budget then."""
+    bounded: ClassVar[bool] = True
+    """Whether tokens may leave at all; if not, the budget is the whole text."""
+    ends: ClassVar[bool] = False
+    """Whether the slots suffice for the planned text only."""
+    shrinks: ClassVar[bool] = False
+    """Whether `room` may fall while tokens are generated."""
+    extra_slots: ClassVar[int] = 0
+    """Slots per head beyond the budget that the user names, for comparisons at equal memory."""
+
+    def spread_by(self, other: Plan) -> Plan:
+        """This plan with its budget spread as another one has it."""
+        return other
+
+    def settle(
+        self, answers: PyTree, view: View, ranks: Float[Array, "b h c"] | None, new: New
+    ) -> tuple[Int[Array, "b h"], PyTree]:
+        """Slots of each head, and what the plan remembers, once a prompt has been read and ranked.
+
+        Args:
+            answers: to what it `asks`.
+            view: all slots of the prompt.
+            ranks: of these, from `kvjax.cache.slots.rank`, for plans that give each head its own; the lowest finite
+                number is an empty slot.
+            new: the prompt.
+        """
+        return view.limit, view.state.plan
+
+    def room(self, limit: Int[Array, "b h"], read: Int[Array, " b"]) -> Int[Array, "b h"]:
+        """Slots that heads with a budget of `limit` may use when `read` tokens have been read."""
+        return limit
+
+    def buffer_slots(self, limit: int) -> int:
+        """Slots that the buffers of heads with a budget of `limit` have to hold."""
+        return limit
+
+    def competing(self, heads: Heads, new: New) -> Int[Array, "b h"] | None:
+        """How many tokens a head may hold for their score alone; None for no such bound.
+
+        Tokens that a protection has leave last do not compete.
+        """
+        return None
+
+    @abc.abstractmethod
+    def shares(self, budget: int, layers: int) -> np.ndarray:
+        """Slots per layer before rounding, float [layers], for an average of `budget` slots per layer and KV head."""
+
+    def budgets(self, budget: int, layers: int) -> np.ndarray:
+        """Slots per KV head of each layer, int [layers], that sum exactly to `layers * budget`.
+
+        Raises:
+            ValueError: a layer would get no slot.
+        """
+        shares = self.shares(budget, layers)
+        whole = np.floor(shares + 1e-9).astype(np.int64)
+        # Largest remainders, so that nothing is lost to rounding; of equal ones the lower layer gets the slot.
+        order = np.argsort(-(shares - whole), kind="stable")
+        whole[order[: int(layers * budget - whole.sum())]] += 1
+        if whole.min() < 1:
+            raise ValueError(
+                f"{self!r} gives layer {int(whole.argmin())} no slot at a budget of {budget} per layer; "
+                "use a larger budget or a flatter plan."
+            )
+        return whole
+
+
+@struct.dataclass
+class Uniform(Plan):
+    """Every layer gets the same number of slots."""
+
+    def shares(self, budget: int, layers: int) -> np.ndarray:
+        return np.full(layers, float(budget))
+
+
+@struct.dataclass
+class Arithmetic(Plan):
+    r"""Budgets fall by equal steps from the first layer to the last (LightKV, equations 1 and 2).
+
+    .. math:: C_l = C_L + (C_1 - C_L) \frac{L - l}{L - 1}, \quad \sum_l C_l = C_{total}
+
+    Args:
+        ratio: C_1 / C_L, at least 1.
+    """
+
+    ratio: float = setting(3.0)
+
+    def __post_init__(self) -> None:
+        if self.ratio < 1:
+            raise ValueError(f"ratio={self.ratio!r} is not a ratio of the first layer's slots to the last's from 1.")
+
+    def shares(self, budget: int, layers: int) -> np.ndarray:
+        last = 2 * budget / (1 + self.ratio)
+        return np.linspace(self.ratio * last, last, layers) if layers > 1 else np.full(1, float(budget))
+
+
+@struct.dataclass
+class Pyramid(Plan):
+    """Budgets fall by equal steps to a small share in the last layer, on top of a window (PyramidKV, section 3.2).
+
+    Args:
+        beta: the last layer gets 1/beta of the average beyond the window, at least 1.
+        window: slots that every layer gets first.
+    """
+
+    beta: float = setting(20.0)
+    window: int = setting(0)
+
+    def __post_init__(self) -> None:
+        if self.beta < 1 or self.window < 0:
+            raise ValueError(f"beta={self.beta!r}, window={self.window!r} are not a divisor from 1 and slots from 0.")
+
+    def shares(self, budget: int, layers: int) -> np.ndarray:
+        if layers == 1:
+            return np.full(1, float(budget))
+        beyond = budget - self.window
+        if beyond < 0:
+            raise ValueError(f"a budget of {budget} slots per layer does not hold the window of {self.window} slots.")
+        last = beyond // self.beta
+        return self.window + np.linspace(2 * beyond - last, last, layers)
+
+
+@struct.dataclass
+class Interleaved(Plan):
+    """One layer in every `period`, the first of them included, gets `ratio` times the slots of the others.
+
+    Args:
+        period: layers from one rich layer to the next, at least 2.
+        ratio: slots of a rich layer over those of a poor one, at least 1.
+    """
+
+    period: int = setting(2)
+    ratio: float = setting(4.0)
+
+    def __post_init__(self) -> None:
+        if self.period < 2 or self.ratio < 1:
+            raise ValueError(f"period={self.period!r}, ratio={self.ratio!r} are not layers from 2 and a ratio from 1.")
+
+    def shares(self, budget: int, layers: int) -> np.ndarray:
+        weights = np.where(np.arange(layers) % self.period == 0, self.ratio, 1.0)
+        return weights * (budget * layers / weights.sum())
+
+
+@struct.dataclass
+class AdaKV(Uniform):
+    """Every layer gets the same, every head of it what its tokens are worth (Feng et al. 2024, Algorithm 1).
+
+    The tokens that rank highest among all heads of the layer are counted by head, and a head gets a share `floor` of
+    the average and the rest by its count. Per row and layer, heads together get what equal ones would, unless one of
+    them would get more slots than the text has tokens.
+
+    Args:
+        floor: share of the average that is safe from the others, in [0, 1]; 0.2 in the published code.
+    """
+
+    per_head: ClassVar[bool] = True
+
+    floor: float = setting(0.2)
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.floor <= 1:
+            raise ValueError(f"floor={self.floor!r} is not a share of the average budget in [0, 1].")
+
+    def settle(
+        self, answers: PyTree, view: View, ranks: Float[Array, "b h c"] | None, new: New
+    ) -> tuple[Int[Array, "b h"], PyTree]:
+        """Slots by the number of a head's tokens among the layer's best."""
+        assert ranks is not None
+        return self.split(ranks, view.limit, (new.read + new.horizon)[:, None]), view.state.plan
+
+    def split(
+        self, ranks: Float[Array, "b h c"], budget: Int[Array, "b h"], most: Int[Array, "b 1"]
+    ) -> Int[Array, "b h"]:
+        """Slots per KV head of a layer.
+
+        Args:
+            ranks: of the prompt's slots.
+            budget: slots per head on average.
+            most: tokens of the whole text, more than which no head can use.
+        """
+        rows, heads, slots = ranks.shape
+        total = budget.sum(1, keepdims=True)
+        head = jnp.broadcast_to(jnp.arange(heads)[:, None], ranks.shape).reshape(rows, -1)
+        worth = jnp.where(ranks > jnp.finfo(ranks.dtype).min, -ranks, jnp.inf).reshape(rows, -1)
+        worth, head = jax.lax.sort((worth, head), num_keys=1)
+        # Protected slots rank +inf: they come first, as they will when slots are given out.
+        best = (jnp.arange(heads * slots) < total) & (worth < jnp.inf)
+        counts = (best[:, None] & (head[:, None] == jnp.arange(heads)[:, None])).sum(-1)
+        left = total - counts.sum(1, keepdims=True)
+        shares = self.floor * budget + (1 - self.floor) * (counts + left / heads)
+        whole = jnp.floor(shares + 1e-4).astype(jnp.int32)
+        order = jnp.argsort(jnp.argsort(whole - shares, axis=-1, stable=True), axis=-1)
+        whole += order < total - whole.sum(1, keepdims=True)
+        return jnp.minimum(whole, most).astype(jnp.int32)
+
+
+@struct.dataclass
+class Unbounded(Uniform):
+    """Nothing leaves: every head has room for the prompt and all planned tokens."""
+
+    bounded: ClassVar[bool] = False
+    ends: ClassVar[bool] = True
+
+    def spread_by(self, other: Plan) -> Plan:
+        """There is nothing to spread."""
+        return other if other.per_head else self
+
+
+@struct.dataclass
+class Extra(Plan):
+    """Another plan with more slots per head, for comparisons at equal memory (Baseline+ of LESS, section 4).
+
+    Args:
+        plan: the other one.
+        extra_slots: how many more.
+    """
+
+    plan: Plan = Uniform()
+    extra_slots: int = setting(4)  # type: ignore[misc]
+
+    def shares(self, budget: int, layers: int) -> np.ndarray:
+        """Those of the other plan."""
+        return self.plan.shares(budget, layers)
+
+    def spread_by(self, other: Plan) -> Plan:
+        """As the other plan has it, and more."""
+        return dataclasses.replace(self, plan=self.plan.spread_by(other))
+
+
+@struct.dataclass
+class AfterLimit(Plan):
+    r"""LightKV's sizes of caches: nothing leaves before a context limit, then C_l slots, or fewer, are left.
+
+    .. math:: C_k = C_l - C_{sink} - C_{streaming} \quad \text{(eq. 6)}
+
+    Args:
+        plan: gives C_l (equations 1 and 2).
+        context_limit: length up to which nothing is evicted, in tokens; the buffers then hold as many. None for C_l.
+        mask: sinks and streaming tokens, where no more middle tokens than sinks are kept (the example of section 4);
+            None for all of C_l.
+    """
+
+    plan: Plan = Arithmetic()
+    context_limit: int | None = setting(None)
+    mask: LambdaMask | None = setting(None)
+
+    def __post_init__(self) -> None:
+        tokens = self.context_limit is None or (isinstance(self.context_limit, int) and self.context_limit >= 1)
+        check(tokens, "context_limit", self.context_limit, "a number of tokens from 1, or None")
+
+    @property
+    def shrinks(self) -> bool:  # type: ignore[override]
+        """Whether a cache gets smaller once the context limit is passed."""
+        return self.context_limit is not None
+
+    def shares(self, budget: int, layers: int) -> np.ndarray:
+        """Those of the other plan."""
+        return self.plan.shares(budget, layers)
+
+    def spread_by(self, other: Plan) -> Plan:
+        """C_l as the other plan has it."""
+        return other if other.per_head else dataclasses.replace(self, plan=self.plan.spread_by(other))
+
+    def room(self, limit: Int[Array, "b h"], read: Int[Array, " b"]) -> Int[Array, "b h"]:
+        """C_l, or the mask and C_sink middle tokens, beyond the context limit; everything up to it."""
+        slots = limit
+        if self.mask is not None:
+            middle = mask_width(limit, self.mask.omega)
+            slots = jnp.minimum(limit, self.mask.sink_slots(limit) + self.mask.recent_slots(limit) + middle)
+        if self.context_limit is None:
+            return slots
+        return jnp.where(read[:, None] <= self.context_limit, jnp.maximum(self.context_limit, slots), slots)
+
+    def buffer_slots(self, limit: int) -> int:
+        """Room for the context limit."""
+        return max(limit, self.context_limit or 0)

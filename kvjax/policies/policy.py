@@ -1,0 +1,119 @@
+"""A policy is a record of parts, any of which can be replaced by any other of its kind."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+from flax import struct
+from jaxtyping import Array, Bool, Float, Int
+
+from kvjax.cache.codec import Codec
+from kvjax.cache.slots import Guard
+from kvjax.policies.plan import Plan, Uniform
+from kvjax.policies.protection import Protection
+from kvjax.policies.residual import Residual
+from kvjax.policies.score import Score
+from kvjax.policies.selection import Selection
+from kvjax.types import Heads, New, Parts, PyTree, View, setting
+from pallas_kernels.ranking import Protection as Bounds
+
+if TYPE_CHECKING:
+    from kvjax.model import Model
+
+
+@struct.dataclass
+class Policy:
+    """Which tokens stay in a cache, and how.
+
+    Args:
+        score: which cached token matters least.
+        protection: which may never leave, which leave last.
+        plan: how many slots each layer and head may use, and when.
+        residual: what becomes of an evicted pair; None for nothing.
+        codec: how a slot lies in memory.
+        selection: which of the tokens that are held a query reads; None for all.
+        name: for reports; a registered one where that is how it was made.
+    """
+
+    score: Score
+    protection: Protection = Protection()
+    plan: Plan = Uniform()
+    residual: Residual | None = None
+    codec: Codec = Codec()
+    selection: Selection | None = None
+    name: str = setting("")
+
+    def bind(self, model: Model) -> Policy:
+        """The policy with whatever its parts need to know of a model; `prefill` calls it, outside of compilation.
+
+        Raises:
+            ValueError: what a part has was made for another model.
+        """
+        return self._each(lambda part: part.bind(model))
+
+    def budgeted(self, budget: Any) -> Policy:
+        """The policy with the budget that the user gave, for parts that mean something else by it than slots."""
+        return self._each(lambda part: part.budgeted(budget))
+
+    def spread(self, plan: Plan | None) -> Policy:
+        """The policy with its budget spread as a plan has it; None for its own."""
+        return self if plan is None else dataclasses.replace(self, plan=self.plan.spread_by(plan))
+
+    def _each(self, change: Any) -> Policy:
+        names = ("score", "protection", "plan", "residual", "selection")
+        parts = {name: getattr(self, name) for name in names}
+        return dataclasses.replace(self, **{name: change(part) for name, part in parts.items() if part is not None})
+
+    # What a cache asks: `kvjax.cache.slots.Rules`.
+
+    @property
+    def shrinks(self) -> bool:
+        """Whether `room` may fall while tokens are generated."""
+        return self.plan.shrinks
+
+    @property
+    def keeps_evicted(self) -> bool:
+        """Whether the residual wants to know what leaves."""
+        return self.residual is not None
+
+    def init(self, shape: New) -> Parts:
+        """What the parts remember of a layer before anything is read."""
+        return Parts(
+            score=self.score.init(shape),
+            protection=self.protection.init(shape),
+            plan=self.plan.init(shape),
+            residual=None if self.residual is None else self.residual.init(shape),
+            codec=self.codec.init(shape),
+        )
+
+    def slots(self, new: New, state: Parts) -> Parts:
+        """What the parts remember of each new token."""
+        return Parts(
+            score=self.score.slot(new, state),
+            protection=self.protection.slot(new, state),
+            plan=self.plan.slot(new, state),
+            codec=self.codec.slot(new),
+        )
+
+    def standing(self, view: View, new: New) -> tuple[Float[Array, "b h c"], Guard]:
+        """How much each slot matters, and what protects it."""
+        return self.score.score(view, new), self.protection.guard(view, new)
+
+    def victim(
+        self, view: View, new: New, bounds: Bounds, keep: Bool[Array, "b h c"] | None
+    ) -> Int[Array, "b h"] | None:
+        """The slot that a new token takes, where a kernel finds it without scores."""
+        return self.score.victim(view, new, bounds, keep)
+
+    def room(self, limit: Int[Array, "b h"], read: Int[Array, " b"]) -> Int[Array, "b h"]:
+        """Slots that may be used when so many tokens have been read."""
+        return self.plan.room(limit, read)
+
+    def competing(self, heads: Heads, new: New) -> Int[Array, "b h"] | None:
+        """How many tokens a head may hold for their score alone; None for no such bound."""
+        return self.plan.competing(heads, new)
+
+    def fold(self, answers: PyTree, view: View, new: New) -> PyTree:
+        """What the score remembers of each slot, after attention."""
+        return self.score.fold(answers, view, new)

@@ -1,0 +1,103 @@
+"""Protection: which tokens may never leave, and which leave last."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Bool, Int
+
+from kvjax.cache.slots import Guard
+from kvjax.policies.part import Part
+from kvjax.types import New, PyTree, View, check, setting
+
+
+@struct.dataclass
+class Protection(Part):
+    """The first tokens, the newest ones, and tokens for what they are.
+
+    Args:
+        sinks: first tokens of the text that never leave.
+        recent: newest tokens that never leave, the one being read included: slots, or a fraction of the budget.
+        special: token ids that never leave.
+    """
+
+    sinks: int = setting(0)
+    recent: int | float = setting(0)
+    special: tuple[int, ...] = setting(())
+
+    def __post_init__(self) -> None:
+        check(isinstance(self.sinks, int) and self.sinks >= 0, "sinks", self.sinks, "a whole number from 0")
+        fraction = isinstance(self.recent, float) and 0 <= self.recent <= 1
+        whole = isinstance(self.recent, int) and self.recent >= 0
+        check(fraction or whole, "recent", self.recent, "a number of slots from 0, or a fraction from 0.0 to 1.0")
+        check(all(isinstance(token, int) for token in self.special), "special", self.special, "a list of token ids")
+
+    def slot(self, new: New, state: PyTree) -> Bool[Array, "b h t"] | None:
+        """Which tokens are special."""
+        if not self.special:
+            return None
+        return jnp.broadcast_to(jnp.isin(new.token, jnp.asarray(self.special))[:, None], new.k.shape[:3])
+
+    def sink_slots(self, limit: Int[Array, "*b"]) -> Int[Array, "*b"]:
+        """How many first tokens stay, for heads of `limit` slots."""
+        return jnp.full_like(limit, self.sinks)
+
+    def recent_slots(self, limit: Int[Array, "*b"]) -> Int[Array, "*b"]:
+        """The recent window in slots, for heads of `limit` slots."""
+        return recent_slots(self.recent, limit)
+
+    def guard(self, view: View, new: New) -> Guard:
+        """What protects each slot of some heads."""
+        return Guard(self.sink_slots(view.limit), self.recent_slots(view.limit), view.slots.protection)
+
+    def check_budget(self, smallest: int) -> None:
+        """Refuse a budget that leaves no slot to choose, given the slots of the poorest head.
+
+        Raises:
+            ValueError: sinks and recent window do not fit in the budget.
+        """
+        sinks, recent = (int(f(jnp.asarray(smallest))) for f in (self.sink_slots, self.recent_slots))
+        if sinks + recent > smallest:
+            raise ValueError(
+                f"sinks + recent = {sinks} + {recent} slots do not fit in a budget of {smallest} slots per head; "
+                f"use a budget of at least {sinks + recent} or protect fewer tokens."
+            )
+
+
+@struct.dataclass
+class LambdaMask(Protection):
+    r"""Sinks and streaming tokens that are a share of a head's slots, as in LightKV.
+
+    .. math:: C_{sink} = C_{streaming} = \frac{C_l}{2 \omega} \quad \text{(eq. 5)}
+
+    Args:
+        omega: C_l over the width of the whole mask, at least 1.
+        sinks: the least number of sinks.
+        recent: the least recent window.
+    """
+
+    omega: float = setting(4.0)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check(self.omega >= 1, "omega", self.omega, "a number from 1")
+
+    def sink_slots(self, limit: Int[Array, "*b"]) -> Int[Array, "*b"]:
+        """C_sink, or `sinks` if that is more."""
+        return jnp.maximum(mask_width(limit, self.omega), self.sinks)
+
+    def recent_slots(self, limit: Int[Array, "*b"]) -> Int[Array, "*b"]:
+        """C_streaming, or `recent` if that is more."""
+        return jnp.maximum(mask_width(limit, self.omega), super().recent_slots(limit))
+
+
+def recent_slots(recent: int | float, limit: Int[Array, "*b"]) -> Int[Array, "*b"]:
+    """A number of slots, or a fraction of those that heads may use, in slots."""
+    if isinstance(recent, float):
+        return jnp.floor(recent * limit + 1e-6).astype(jnp.int32)
+    return jnp.full_like(limit, recent)
+
+
+def mask_width(limit: Int[Array, "*b"], omega: float) -> Int[Array, "*b"]:
+    """LightKV's equation 5, at least one slot."""
+    return jnp.maximum(1, jnp.floor(limit / (2 * omega) + 1e-6)).astype(jnp.int32)

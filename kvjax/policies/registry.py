@@ -1,0 +1,411 @@
+"""The policies by name: combinations of parts with good defaults. The only place that knows names."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from kvjax.cache.codec import Codec, codec
+from kvjax.policies.pairs import fitted
+from kvjax.policies.plan import AdaKV, AfterLimit, Arithmetic, Extra, Interleaved, Plan, Pyramid, Unbounded, Uniform
+from kvjax.policies.policy import Policy
+from kvjax.policies.profiled import PARTS, Profiled, TokenClasses
+from kvjax.policies.protection import LambdaMask, Protection
+from kvjax.policies.residual import Residual
+from kvjax.policies.residuals.less import LowRankMemory
+from kvjax.policies.score import Score
+from kvjax.policies.scores.h2o import Accumulated
+from kvjax.policies.scores.keyformer import GumbelSoftmax
+from kvjax.policies.scores.l2 import KeyNorm
+from kvjax.policies.scores.lightkv import LastQueries
+from kvjax.policies.scores.lsh_e import Hamming
+from kvjax.policies.scores.random import Random
+from kvjax.policies.scores.recency import Dilated, Recency
+from kvjax.policies.scores.scissorhands import Persistence
+from kvjax.policies.scores.snapkv import PromptWindow
+from kvjax.policies.scores.tova import LastAttention
+from kvjax.policies.selection import Selection, TopK
+from kvjax.types import check
+
+PLANS: dict[str, type[Plan]] = {
+    "uniform": Uniform,
+    "arithmetic": Arithmetic,
+    "pyramid": Pyramid,
+    "interleaved": Interleaved,
+    "adakv": AdaKV,
+}
+RESIDUALS: dict[str, type[Residual]] = {"less": LowRankMemory}
+SELECTIONS: dict[str, type[Selection]] = {"topk": TopK}
+CODECS = ("plain", "int8", "int4")
+
+
+def combine(
+    score: Score,
+    *,
+    sinks: int = 0,
+    recent: int | float = 0,
+    special: tuple[int, ...] = (),
+    positions: str = "original",
+    **parts: Any,
+) -> Policy:
+    """A policy of a score and what nearly every policy has.
+
+    Args:
+        score: which cached token matters least.
+        sinks: first tokens of the text that never leave.
+        recent: newest tokens that never leave, the one being read included: slots, or a fraction of the budget.
+        special: token ids that never leave.
+        positions: `original`, or `cache` to let the model see a key's place in the cache as its position.
+        parts: others, in place of the usual ones.
+    """
+    return Policy(score, **{"protection": Protection(sinks, recent, special), "codec": Codec(positions)} | parts)
+
+
+def full(**common: Any) -> Policy:
+    """Keep every token of the prompt and of `max_new_tokens`; beyond that, logits are NaN."""
+    return combine(Recency(), plan=Unbounded(), **common)
+
+
+def window(**common: Any) -> Policy:
+    """The most recent tokens: the oldest leaves first (Longformer's sliding window as a cache)."""
+    return combine(Recency(), **common)
+
+
+def dilated_window(*, dilation: int = 1, **common: Any) -> Policy:
+    """A window with gaps: every (dilation + 1)-th token of the recent text and the newest one."""
+    return combine(Dilated(dilation), **common)
+
+
+def streaming(*, sinks: int = 4, positions: str = "cache", **common: Any) -> Policy:
+    """The first tokens and the most recent ones, seen at their positions in the cache (StreamingLLM, 3.2)."""
+    return combine(Recency(), sinks=sinks, positions=positions, **common)
+
+
+def lambda_mask(*, sinks: int = 4, **common: Any) -> Policy:
+    """The first tokens and the most recent ones, seen at their positions in the text (LM-Infinite, 3; LESS, 4)."""
+    return combine(Recency(), sinks=sinks, **common)
+
+
+def random(**common: Any) -> Policy:
+    """A uniformly random subset of the text at every step: each token draws one priority, the lowest leaves."""
+    return combine(Random(), **common)
+
+
+def h2o(*, recent: int | float = 0.5, **common: Any) -> Policy:
+    """Heavy hitters by accumulated attention."""
+    return combine(Accumulated(), recent=recent, **common)
+
+
+def keyformer(
+    *,
+    noise: str = "gumbel",
+    tau_init: float = 1.0,
+    tau_end: float = 2.0,
+    recent: int | float = 0.25,
+    fresh_noise: bool = False,
+    shared: bool = False,
+    damping: float = 1.0,
+    **common: Any,
+) -> Policy:
+    """Key tokens by accumulated Gumbel softmax."""
+    return combine(GumbelSoftmax(noise, tau_init, tau_end, fresh_noise, shared, damping), recent=recent, **common)
+
+
+def tova(*, recent: int | float = 1, **common: Any) -> Policy:
+    """Last attention, one score for all heads of a layer."""
+    return combine(LastAttention(), recent=recent, **common)
+
+
+def scissorhands(*, history: int = 128, recent: int | float = 0.25, **common: Any) -> Policy:
+    """Persistence of importance over a history window."""
+    return combine(Persistence(history), recent=recent, **common)
+
+
+def snapkv(
+    *, recent: int | float = 32, kernel: int = 7, pooling: str = "average", group: str = "mean", **common: Any
+) -> Policy:
+    """Attention of the last `recent` prompt queries, pooled over neighbours."""
+    return combine(PromptWindow(recent, kernel, pooling, group), recent=recent, **common)
+
+
+def pyramidkv(
+    *,
+    beta: float = 20.0,
+    recent: int | float = 32,
+    kernel: int = 7,
+    pooling: str = "average",
+    group: str = "mean",
+    **common: Any,
+) -> Policy:
+    """SnapKV with budgets that fall from the first layer to the last, which gets 1/beta beyond the window."""
+    plan = Pyramid(beta, recent if isinstance(recent, int) else 0)
+    return combine(PromptWindow(recent, kernel, pooling, group), recent=recent, plan=plan, **common)
+
+
+def lightkv(
+    *,
+    omega: float = 4.0,
+    alpha: int | None = None,
+    middle: str = "rest",
+    context_limit: int | None = None,
+    ratio: float = 3.0,
+    offload: bool = False,
+    sinks: int = 0,
+    recent: int | float = 0,
+    special: tuple[int, ...] = (),
+    **common: Any,
+) -> Policy:
+    """Sinks and streaming tokens by a mask, the middle by attention of the last queries, fewer slots in higher layers.
+
+    `middle` is `rest` (eq. 6), or `mask` for as many middle tokens as there are sinks (the example of section 4).
+    """
+    check(middle in ("rest", "mask"), "middle", middle, "'rest' or 'mask'")
+    mask = LambdaMask(sinks, recent, special, omega)
+    plan = AfterLimit(Arithmetic(ratio), context_limit, mask if middle == "mask" else None)
+    return combine(LastQueries(alpha, offload), protection=mask, plan=plan, **common)
+
+
+def l2(*, skip_layers: int = 0, **common: Any) -> Policy:
+    """The norm of the key, which rotary embeddings do not change: the largest leaves first."""
+    return combine(KeyNorm(skip_layers), **common)
+
+
+def lsh_e(
+    *,
+    bits: int = 16,
+    prompt: str = "sequential",
+    seed: int = 0,
+    sinks: int = 4,
+    recent: int | float = 10,
+    **common: Any,
+) -> Policy:
+    """Hamming distance between hashes of the newest query and of the keys, at every step anew."""
+    return combine(Hamming(bits, prompt, seed), sinks=sinks, recent=recent, **common)
+
+
+def topk_oracle(*, k: int | float | None = None, **common: Any) -> Policy:
+    """The k strongest keys of every query, chosen with a full cache: it frees nothing and says so."""
+    return combine(Recency(), plan=Unbounded(), selection=TopK(k), **common)
+
+
+def fastgen(
+    *,
+    threshold: float = 0.95,
+    local: float = 0.3,
+    frequent: float = 0.3,
+    order: tuple[str, ...] = PARTS,
+    punctuation: tuple[int, ...] = (),
+    markers: tuple[tuple[int, ...], ...] = (),
+    spare_special: int = 4,
+    spare_punctuation: float = 0.2,
+    sinks: int = 0,
+    recent: int = 0,
+    special: tuple[int, ...] = (),
+    **common: Any,
+) -> Policy:
+    """A cache of its own for every head, the cheapest that recovers the prompt's attention."""
+    kept = TokenClasses(sinks, recent, special, punctuation, markers)
+    plan = Profiled(threshold, local, frequent, order, spare_special, spare_punctuation, recent)
+    return combine(Accumulated(), protection=kept, plan=plan, **common)
+
+
+def less(
+    *,
+    base: str | Policy = "h2o",
+    checkpoint: str = "",
+    kernels: Any = "learned",
+    features: int = 0,
+    kernel_seed: int = 0,
+    **settings: Any,
+) -> Policy:
+    """Any policy, whose evicted pairs stay in R x d + R numbers per KV head; further settings are the base's."""
+    chosen = _base(base, settings)
+    memory = dict(checkpoint=checkpoint, kernels=kernels, features=features, kernel_seed=kernel_seed)
+    return dataclasses.replace(chosen, residual=residual_by_name("less", base=name_of(chosen), **memory))
+
+
+def baseline_plus(*, base: str | Policy = "h2o", features: int = 8, **settings: Any) -> Policy:
+    """Any policy with R/2 more slots per head: R x d numbers are R/2 keys and as many values."""
+    even = isinstance(features, int) and features >= 2 and features % 2 == 0
+    check(even, "features", features, "an even number from 2")
+    chosen = _base(base, settings)
+    return dataclasses.replace(chosen, plan=Extra(chosen.plan, features // 2))
+
+
+def _base(base: str | Policy, settings: Mapping[str, Any]) -> Policy:
+    if isinstance(base, str):
+        return policy(base, **settings)
+    for name in settings:
+        raise ValueError(f"{name} is no setting beside a base that is made; set it on the base policy that you pass.")
+    return base
+
+
+Method = Callable[..., Policy]
+METHODS: tuple[Method, ...] = (
+    full,
+    window,
+    dilated_window,
+    streaming,
+    lambda_mask,
+    random,
+    h2o,
+    keyformer,
+    tova,
+    scissorhands,
+    snapkv,
+    pyramidkv,
+    lightkv,
+    l2,
+    lsh_e,
+    topk_oracle,
+    fastgen,
+    less,
+    baseline_plus,
+)
+REGISTRY: dict[str, Method] = {method.__name__: method for method in METHODS}
+
+
+def policy(
+    name: str,
+    *,
+    plan: str | Plan | None = None,
+    residual: str | Residual | None = None,
+    codec: str | Codec | None = None,
+    selection: str | Selection | None = None,
+    **settings: Any,
+) -> Policy:
+    """A policy by name, with any of its parts replaced.
+
+    Args:
+        name: a key of `REGISTRY`.
+        plan: how many slots each layer and head may use: a key of `PLANS`, or one that is made.
+        residual: what becomes of evicted pairs: `less`, or one that is made.
+        codec: how a slot lies in memory: `plain`, `int8`, `int4`, or one that is made.
+        selection: which of the held tokens a query reads: `topk`, or one that is made.
+        settings: the policy's own, see its function; those of the other parts by the part's name and a dot, as
+            `**{"residual.kernels": "performer"}`.
+
+    Raises:
+        ValueError: a name or a setting is unknown, a value is out of range, or parts mean nothing together.
+    """
+    if name not in REGISTRY:
+        raise ValueError(f"there is no policy {name!r}; choose one of {', '.join(REGISTRY)}.")
+    of_parts, own = _by_part(settings)
+    known = settings_of(name)
+    for setting in own:
+        if setting not in known and "base" not in known:
+            raise ValueError(f"policy {name!r} has no setting {setting!r}; it takes {', '.join(known)}.")
+    made = REGISTRY[name](**own)
+    made = made if name in ("less", "baseline_plus") else dataclasses.replace(made, name=name)
+    return replaced(made, plan, residual, codec, selection, of_parts)
+
+
+def replaced(
+    made: Policy,
+    plan: str | Plan | None = None,
+    residual: str | Residual | None = None,
+    codec: str | Codec | None = None,
+    selection: str | Selection | None = None,
+    settings: Mapping[str, Mapping[str, Any]] | None = None,
+) -> Policy:
+    """A policy with some of its parts replaced; see `policy`."""
+    of_parts = {part: dict(values) for part, values in (settings or {}).items()}
+    if residual is not None or "residual" in of_parts:
+        memory = of_parts.pop("residual", {})
+        if isinstance(residual, Residual):
+            _none_left("residual", memory)
+            chosen = residual
+        else:
+            chosen = residual_by_name(residual or "less", **({"base": name_of(made)} | memory))
+        made = dataclasses.replace(made, residual=chosen)
+    if codec is not None:
+        made = dataclasses.replace(made, codec=_codec(codec, made.codec.positions))
+    if selection is not None or "selection" in of_parts:
+        chosen_one = _made("selection", SELECTIONS, selection or "topk", of_parts.pop("selection", {}))
+        made = dataclasses.replace(made, selection=chosen_one)
+    if plan is not None or "plan" in of_parts:
+        if plan is None:
+            raise ValueError(f"plan.{next(iter(of_parts['plan']))} is a setting of a plan; name one.")
+        made = made.spread(_made("plan", PLANS, plan, of_parts.pop("plan", {})))
+    return fitted(made)
+
+
+def residual_by_name(name: str, **settings: Any) -> Residual:
+    """A residual by name; `kernels` of LESS may be arrays.
+
+    Raises:
+        ValueError: there is no such residual, or no such setting.
+    """
+    arrays = {}
+    if "kernels" in settings and not isinstance(settings["kernels"], str):
+        arrays = {"layers": settings.pop("kernels")}
+    return _made("residual", RESIDUALS, name, settings | arrays)
+
+
+def plan_by_name(plan: Plan | str | None) -> Plan | None:
+    """A plan given by name or made.
+
+    Raises:
+        ValueError: there is no such plan.
+    """
+    return None if plan is None else _made("plan", PLANS, plan, {})
+
+
+def _made(part: str, table: Mapping[str, Any], given: Any, settings: Mapping[str, Any]) -> Any:
+    if not isinstance(given, str):
+        _none_left(part, settings)
+        return given
+    if given not in table:
+        raise ValueError(f"there is no {part} {given!r}; choose one of {', '.join(table)}.")
+    known = [field.name for field in dataclasses.fields(table[given])]
+    for setting in settings:
+        if setting not in known:
+            raise ValueError(f"{part} {given!r} has no setting {setting!r}; it takes {', '.join(known)}.")
+    return table[given](**settings)
+
+
+def _none_left(part: str, settings: Mapping[str, Any]) -> None:
+    for name in settings:
+        raise ValueError(f"{part}.{name} is no setting beside a {part} that is made; set it on the {part} you pass.")
+
+
+def _codec(given: str | Codec, positions: str) -> Codec:
+    return codec(given, positions) if isinstance(given, str) else given
+
+
+def _by_part(settings: Mapping[str, Any]) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
+    # Settings with a dot by part, and the rest.
+    of_parts: dict[str, dict[str, Any]] = {}
+    own: dict[str, Any] = {}
+    for name, value in settings.items():
+        part, dot, setting = name.partition(".")
+        if not dot:
+            own[name] = value
+            continue
+        if part not in ("plan", "residual", "selection"):
+            raise ValueError(f"{name}={value!r} is no setting of a part; parts with settings are plan, residual, selection.")
+        of_parts.setdefault(part, {})[setting] = value
+    return of_parts, own
+
+
+def settings_of(name: str) -> dict[str, Any]:
+    """A policy's settings and their defaults."""
+
+    def named(function: Callable[..., Any]) -> dict[str, Any]:
+        parameters = inspect.signature(function).parameters.values()
+        return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
+
+    method = REGISTRY[name]
+    takes = inspect.signature(method).parameters
+    return named(method) | ({k: v for k, v in named(combine).items() if k not in named(method)} if "common" in takes else {})
+
+
+def name_of(policy: Policy) -> str:
+    """The registered name of a policy, or its score's class if it is somebody's own."""
+    if isinstance(policy.residual, LowRankMemory):
+        return "less"
+    if isinstance(policy.plan, Extra):
+        return "baseline_plus"
+    return policy.name or type(policy.score).__name__

@@ -1,0 +1,1 @@
+"""Residuals, one method a file."""

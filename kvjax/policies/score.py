@@ -1,0 +1,75 @@
+"""Scores: which cached token matters least, the one thing that the papers disagree on."""
+
+from __future__ import annotations
+
+import abc
+from typing import ClassVar
+
+from jaxtyping import Array, Bool, Float, Int
+
+from kvjax.policies.part import Part
+from kvjax.types import Heads, New, PyTree, View
+from pallas_kernels.ranking import Protection
+
+
+class Score(Part):
+    """How much each slot matters; everything else about eviction is shared.
+
+    Per layer and step kvjax calls `score`, and gives the slot that ranks lowest to the new token (an empty one first,
+    if there is any); `slot` of the new token, stored beside its key and value; and after attention, where the score
+    `asks` for something, `fold` and `advance`. A prompt, a turn or a chunk is read as a whole: `slot`, attention,
+    `fold`, `advance`, `settle`, then the slots that rank highest stay.
+    """
+
+    paper: ClassVar[str] = ""
+    """Where the method comes from, with its equation."""
+    aligned: bool = False
+    """Whether slots have to hold the same tokens in all heads of a layer."""
+    aligned_layers: bool = False
+    """Whether slots have to hold the same tokens in all layers."""
+    slides: ClassVar[bool] = False
+    """Whether what is live beyond sinks is always the newest tokens, without a gap."""
+    offloads: bool = False
+    """Whether what it remembers of slots waits in host memory from one token to the next."""
+    prefill_chunk: int | None = None
+    """Prompt tokens read between two compressions; None for the whole prompt, 1 for one decode step each."""
+
+    def check_prompt(self, shortest: int) -> None:
+        """Refuse prompts that are too short for the settings, given the tokens of the shortest.
+
+        Raises:
+            ValueError: a setting asks for more of the prompt than there is.
+        """
+
+    def fold(self, answers: PyTree, view: View, new: New) -> PyTree:
+        """What the score remembers of each slot, `view.slots.score`, after attention; each slot for itself.
+
+        Args:
+            answers: of the same structure as what it `asks`.
+            view: the slots, the new tokens in them.
+            new: the tokens that attended.
+        """
+        return view.slots.score
+
+    def advance(self, heads: Heads, new: New) -> PyTree:
+        """What the score remembers of whole heads, `heads.state.score`, after `fold`."""
+        return heads.state.score
+
+    def settle(self, view: View, new: New) -> PyTree:
+        """What the score remembers of each slot at the end of a block, where it may look across a head's slots."""
+        return view.slots.score
+
+    @abc.abstractmethod
+    def score(self, view: View, new: New) -> Float[Array, "b h c"]:
+        """How much each slot matters: the lowest leaves first, -inf at once, +inf never.
+
+        Args:
+            view: the slots; what an empty one scores is ignored. Of equal scores the oldest leaves.
+            new: what is being read: the token that wants a slot, or a block that has them.
+        """
+
+    def victim(
+        self, view: View, new: New, bounds: Protection, keep: Bool[Array, "b h c"] | None
+    ) -> Int[Array, "b h"] | None:
+        """The slot that a new token takes, for scores with a kernel that finds it; None: the one that ranks lowest."""
+        return None

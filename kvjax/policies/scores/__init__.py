@@ -1,0 +1,1 @@
+"""Scores, one method a file."""

@@ -1,0 +1,75 @@
+"""Keyformer: attention with Gumbel noise at a rising temperature."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Float
+
+from kvjax.asks import Noise, Sums
+from kvjax.policies.scores.h2o import Accumulated
+from kvjax.types import Heads, New, View, check, setting
+
+
+@struct.dataclass
+class GumbelSoftmax(Accumulated):
+    r"""Key tokens by accumulated Gumbel softmax.
+
+    .. math::
+        f(i) \leftarrow \alpha f(i) + \sum_g
+        \frac{e^{(x_{g,i} + \zeta_i) / \tau}}{\sum_j e^{(x_{g,j} + \zeta_j) / \tau}} \quad \text{(eq. 9)}, \qquad
+        \tau = \tau_{init} + t \, \frac{\tau_{end} - \tau_{init}}{T} \quad \text{(eq. 10)}
+
+    x are attention logits, g the query heads of the KV head, T the tokens to generate; text that is given has tau_init.
+
+    Args:
+        noise: `gumbel`, `gaussian` of the same mean and deviation, `constant` (which cancels) or `none`.
+        tau_init: temperature of the prompt, above 0.
+        tau_end: temperature of the last token to be generated, above 0; it stays there afterwards.
+        fresh_noise: a new draw for each query, as in the published code, instead of one for each token.
+        shared: one score for all layers; they need equal budgets.
+        damping: alpha, what is left of a score after each token, in (0, 1].
+    """
+
+    paper = "Keyformer, arXiv 2403.09054, equations 9 and 10, Algorithm 1"
+
+    noise: str = setting("gumbel")
+    tau_init: float = setting(1.0)
+    tau_end: float = setting(2.0)
+    fresh_noise: bool = setting(False)
+    shared: bool = setting(False)
+    damping: float = setting(1.0)
+
+    def __post_init__(self) -> None:
+        kinds = ("gumbel", "gaussian", "constant", "none")
+        check(self.noise in kinds, "noise", self.noise, f"one of {', '.join(kinds)}")
+        check(self.tau_init > 0, "tau_init", self.tau_init, "a temperature above 0")
+        check(self.tau_end > 0, "tau_end", self.tau_end, "a temperature above 0")
+        check(0 < self.damping <= 1, "damping", self.damping, "a factor in (0, 1]")
+
+    @property
+    def aligned_layers(self) -> bool:  # type: ignore[override]
+        """Layers that share a score hold the same tokens."""
+        return self.shared
+
+    def asks(self, heads: Heads, new: New) -> Sums:
+        """The fractions of equation 9; several queries count as if they had come one after another."""
+        weights = None
+        if self.damping != 1 and new.position.shape[1] > 1:
+            weights = jnp.where(new.valid, self.damping**new.age, 0.0)[:, None]
+        noise = None if self.noise in ("none", "constant") else Noise(self.noise, self.fresh_noise)
+        return Sums(weights, self.temperature(new), noise, over="model" if self.shared else "group")
+
+    def temperature(self, new: New) -> float | Float[Array, "b t"]:
+        """Equation 10."""
+        if new.given or self.tau_init == self.tau_end:
+            return float(self.tau_init)
+        step = jnp.clip(new.position - new.prompt_length[:, None] + 1, 0, new.horizon[:, None])
+        return self.tau_init + step * ((self.tau_end - self.tau_init) / new.horizon[:, None])
+
+    def fold(self, answers: Float[Array, "b h c"], view: View, new: New) -> Float[Array, "b h c"]:
+        """Equation 9."""
+        if self.damping == 1:
+            return view.slots.score + answers
+        kept = (self.damping ** new.valid.sum(1)).astype(answers.dtype)
+        return kept[:, None, None] * view.slots.score + answers

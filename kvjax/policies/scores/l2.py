@@ -1,0 +1,42 @@
+"""L2: keys of small norm tend to gather attention, so the key of the largest norm leaves first."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Float
+
+from kvjax.policies.score import Score
+from kvjax.types import New, PyTree, View, check, setting, wide
+
+
+@struct.dataclass
+class KeyNorm(Score):
+    r"""The norm of the key, which rotary embeddings do not change.
+
+    .. math:: F(i) = -\lVert k_i \rVert_2
+
+    Args:
+        skip_layers: first layers that do not trust norms and keep their most recent tokens; 2 in the paper's language
+            modelling. Every layer still obeys its budget: to leave the first layers uncompressed, as the paper
+            does, give `prefill` one budget per layer, the length of the text for these.
+    """
+
+    paper = "Devoto et al. 2024, arXiv 2406.11430, section 3"
+
+    skip_layers: int = setting(0)
+
+    def __post_init__(self) -> None:
+        whole = isinstance(self.skip_layers, int) and self.skip_layers >= 0
+        check(whole, "skip_layers", self.skip_layers, "a whole number from 0")
+
+    def slot(self, new: New, state: PyTree) -> Float[Array, "b h t"]:
+        """The norm of the key."""
+        # Fewer digits on purpose: a token read twice has equal norms, which rounding must not order by chance.
+        norm = jnp.linalg.norm(new.k.astype(wide(new.k.dtype)), axis=-1).astype(jnp.float32)
+        return jax.lax.reduce_precision(norm, exponent_bits=8, mantissa_bits=14)
+
+    def score(self, view: View, new: New) -> Float[Array, "b h c"]:
+        """Score = -norm, or the position in layers that are skipped."""
+        return view.position.astype(jnp.float32) if new.layer < self.skip_layers else -view.slots.score

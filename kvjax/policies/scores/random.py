@@ -1,0 +1,27 @@
+"""Random eviction: the control that a method has to beat."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Float
+
+from kvjax.policies.score import Score
+from kvjax.types import New, PyTree, View
+from pallas_kernels.noise import uniform_at
+
+
+@struct.dataclass
+class Random(Score):
+    """A uniformly random subset of the text at every step: each token draws one priority, the lowest leaves."""
+
+    paper = "control"
+
+    def slot(self, new: New, state: PyTree) -> Float[Array, "b h t"]:
+        """One priority per layer, head and token."""
+        position = jnp.broadcast_to(new.position[:, None], new.k.shape[:3])
+        return uniform_at(new.seed, new.layer, position, head=new.head)
+
+    def score(self, view: View, new: New) -> Float[Array, "b h c"]:
+        """Score = priority."""
+        return view.slots.score

@@ -1,0 +1,49 @@
+"""Scores that look at positions alone."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Float
+
+from kvjax.policies.score import Score
+from kvjax.types import New, View, check, setting
+
+
+@struct.dataclass
+class Recency(Score):
+    """The most recent tokens: the oldest leaves first (Longformer's sliding window as a cache)."""
+
+    paper = "Beltagy et al. 2020, section 3.1"
+    slides = True
+
+    def score(self, view: View, new: New) -> Float[Array, "b h c"]:
+        """Score = position."""
+        return view.position.astype(jnp.float32)
+
+
+@struct.dataclass
+class Dilated(Score):
+    r"""A window with gaps: every (dilation + 1)-th token of the recent text and the newest one.
+
+    .. math:: F(i) = i \ \text{if}\ i \equiv 0 \pmod{\text{dilation} + 1}, \ \text{else below all of these}
+
+    The papers' pattern moves along with the query, so that each step needs tokens that the last one did not see. A
+    cache cannot bring them back: here the pattern is fixed to the text, spans as far on the same slots, and a token in
+    a gap is seen by its own query and leaves for the next token.
+
+    Args:
+        dilation: tokens left out between two that stay, from 0, which is `Recency`; 1 in Keyformer's Figure 2.
+    """
+
+    paper = "Beltagy et al. 2020, section 3.1; Keyformer, arXiv 2403.09054, Figure 2(c)"
+
+    dilation: int = setting(1)
+
+    def __post_init__(self) -> None:
+        check(isinstance(self.dilation, int) and self.dilation >= 0, "dilation", self.dilation, "a whole number from 0")
+
+    def score(self, view: View, new: New) -> Float[Array, "b h c"]:
+        """Score = position, lowered below zero in a gap (exact in float32 for the first 16 million tokens)."""
+        position = view.position.astype(jnp.float32)
+        return jnp.where(view.position % (self.dilation + 1) == 0, position, position - 2.0**24)
