@@ -105,9 +105,10 @@ def limit(
     q: Array, k: Operand | Joined, v: Operand | Joined, form: str, *, rows: int = 1, placed: bool = False
 ) -> str | None:
     """What these arguments ask that the Pallas kernels for `tpu` or `gpu` cannot do, or None."""
-    for name, x in (("keys", k), ("values", v)):
-        if isinstance(x, Quantised | Turned | Joined):
-            return f"{name} are {type(x).__name__}, and it reads arrays only"
+    if isinstance(k, Quantised | Turned | Joined):
+        return f"keys are {type(k).__name__}, and it reads arrays only"
+    if isinstance(v, Quantised | Turned | Joined):
+        return f"values are {type(v).__name__}, and it reads arrays only"
 
     def fits(width: int) -> bool:
         if form == "gpu":

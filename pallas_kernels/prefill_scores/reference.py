@@ -120,9 +120,8 @@ def prefill_scores(
             visible = spec.mask(position, take(key_position))[:, :, None]
             if part.slots % part.width:
                 visible &= at + jnp.arange(part.width) >= j * part.width
-            if spec.slopes is not None:
-                x += spec.bias(of_queries(query_place, axis=2), take(key_place))
-            x = jnp.where(visible, x, lowest)
+            bias = spec.bias(of_queries(query_place, axis=2), take(key_place))
+            x = jnp.where(visible, x if bias is None else x + bias, lowest)
             highest = jnp.maximum(seen.highest, x.max(-1))
             p, shrink = jnp.exp(x - highest[..., None]), jnp.exp(seen.highest - highest)
             share = jnp.einsum("bhgts,bhse->bhgte", p.astype(q.dtype), block_v, preferred_element_type=dtype)

@@ -25,7 +25,7 @@ def oracle(
 ) -> dict[str, Any]:
     """The whole matrix at once."""
     q, k, v = inputs["q"], numbers(inputs["k"]), numbers(inputs["v"])
-    (b, h, g, n, d), c = q.shape, k.shape[2]
+    (b, h, _, n, d), c = q.shape, k.shape[2]
     key = np.broadcast_to(inputs["key_position"], (b, h, c))[:, :, None, None]
     query = inputs["query_position"][:, None, None, :, None]
     visible = (key >= 0) & (key <= query) & (key > query - (window or 2**30))
@@ -49,7 +49,7 @@ def oracle(
     return found
 
 
-def numbers(x: Any) -> np.ndarray:
+def numbers(x: Any) -> Any:
     """What an operand means."""
     if isinstance(x, Joined):
         return np.concatenate([numbers(x.old), numbers(x.new)], 2)
@@ -66,17 +66,22 @@ def numbers(x: Any) -> np.ndarray:
     return x
 
 
-def operand(kind: str, x: np.ndarray, seed: int = 0) -> Any:
+def operand(kind: str, x: Any) -> Any:
     """Keys or values like `x`, in another form."""
-    rng, (b, h, c, d) = np.random.default_rng(seed), x.shape
+    rng, (b, h, c, d) = np.random.default_rng(0), x.shape
+    order: Any  # NumPy, which the cases keep and a type checker would not let in
+    scale: Any
+    codes: Any
     if kind == "turned":
         order = np.broadcast_to(rng.permutation(c) - 1, (b, h, c)).astype(np.int32)
         angle = np.arange(c)[:, None] * 10000.0 ** -np.linspace(0, 1, d // 4)
         return Turned(x, order, np.cos(angle).astype(np.float32), np.sin(angle).astype(np.float32))
     scale = rng.random((b, h, c)).astype(np.float32) * (0.02 if kind == "int8" else 0.3)
     if kind == "int8":
-        return Quantised(rng.integers(-127, 128, (b, h, c, d), np.int8), scale)
-    return Quantised(rng.integers(0, 256, (b, h, c, d // 2), np.uint8), scale)
+        codes = rng.integers(-127, 128, (b, h, c, d), np.int8)
+    else:
+        codes = rng.integers(0, 256, (b, h, c, d // 2), np.uint8)
+    return Quantised(codes, scale)
 
 
 def run(inputs: dict[str, Any], *, window=None, scale=None, soft_cap=None, **options: Any) -> dict[str, Any]:
