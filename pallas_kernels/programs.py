@@ -213,19 +213,27 @@ def features(
     return Program("less_kernels", f"psi, {label}", psi, {"k": Shape((b, h, t, d), dtype), **shapes}, ("tpu",))
 
 
-def eviction(label: str, b: int, h: int, c: int, d: int, dtype: DTypeLike) -> Program:
-    """`evict` of one pair with its accumulated score, in place."""
+def eviction(
+    label: str, b: int, h: int, c: int, d: int, dtype: DTypeLike, *, words: int = 0, keep: bool = False
+) -> Program:
+    """`evict` of one pair with its accumulated score, and `words` of hashes, in place; integers come with scales."""
 
     def run(sinks, recent, limit, **arrays):
         return evict(**arrays, scores=arrays["buffers"]["stats"], protection=Protection(sinks, recent, limit))
 
     def held(*slots: int) -> dict[str, Shape]:
         pairs = {name: Shape((b, h, *slots, d), dtype) for name in "kv"}
+        if jnp.issubdtype(dtype, jnp.integer):
+            pairs |= {f"{name}_scale": Shape((b, h, *slots), jnp.float32) for name in "kv"}
+        if words:
+            pairs["hashes"] = Shape((b, h, *slots, *(words,) * (words > 1)), jnp.uint32)
         return pairs | {"stats": Shape((b, h, *slots), jnp.float32)}
 
     shapes: dict[str, Any] = {name: Shape((b, h), jnp.int32) for name in Protection._fields}
     shapes |= {"position": Shape((b, h, c), jnp.int32), "new_position": Shape((b,), jnp.int32)}
     shapes |= {"buffers": held(c), "added": held()}
+    if keep:
+        shapes["keep"] = Shape((b, h, c), jnp.bool_)
     pairs = 2 * b * h * d * jnp.dtype(dtype).itemsize
     return Program(
         "evict",
@@ -267,6 +275,9 @@ def programs() -> Iterator[Program]:
     yield eviction("8 heads, 4096 slots, d 128, bfloat16", 32, 8, 4096, 128, half)
     yield eviction("32 heads, 256 slots, d 128, bfloat16", 64, 32, 256, 128, half)
     yield eviction("float32, 16384 slots, d 256", 1, 1, 16384, 256, whole)
+    yield eviction("int8, 8 heads, 4096 slots, d 128", 32, 8, 4096, 128, jnp.int8)
+    yield eviction("int4, 8 heads, 4096 slots, d 256, hashes", 32, 8, 4096, 128, jnp.uint8, words=1, keep=True)
+    yield eviction("4 words of hashes, 8 heads, 4096 slots, d 128, bfloat16", 32, 8, 4096, 128, half, words=4)
     yield hashes("8 heads x 4, 4096 slots, 16 bits", 32, 8, 4, 4096, 16)
     yield hashes("the same, 64 bits", 32, 8, 4, 4096, 64)
     yield prefill("8 heads x 4, 8192 tokens, d 128, bfloat16", 1, 8, 4, 8192, 128, half)
