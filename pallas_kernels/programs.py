@@ -15,6 +15,7 @@ import numpy as np
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 from jax.typing import DTypeLike
 
+from pallas_kernels.attention import AttentionSpec
 from pallas_kernels.decode_attention import Gumbel, LowRank, decode_attention
 from pallas_kernels.evict import evict
 from pallas_kernels.hamming import hamming
@@ -152,20 +153,38 @@ def paged(label: str, b: int, h: int, g: int, pages: int, size: int, d: int, dty
 
 
 def prefill(
-    label: str, b: int, h: int, g: int, n: int, d: int, dtype: DTypeLike, *extra: str, cached: int = 0, **settings: Any
+    label: str,
+    b: int,
+    h: int,
+    g: int,
+    n: int,
+    d: int,
+    dtype: DTypeLike,
+    *extra: str,
+    cached: int = 0,
+    rows: int | None = None,
+    e: int | None = None,
+    soft_cap: float | None = None,
+    window: int | None = None,
+    **settings: Any,
 ) -> Program:
-    """`prefill_scores`; `extra` names optional arrays, `cached` keys come before the prompt's."""
+    """`prefill_scores`; `extra` names optional arrays, `cached` keys come before the prompt's, values are `e` wide."""
     c = cached + n
+
+    def run(slopes=None, **arrays):
+        return prefill_scores(**arrays, spec=AttentionSpec(d**-0.5, soft_cap, window, slopes), **settings)
+
     shapes = {
         "q": Shape((b, h, g, n, d), dtype),
         "k": Shape((b, h, c, d), dtype),
-        "v": Shape((b, h, c, d), dtype),
+        "v": Shape((b, h, c, e or d), dtype),
         "query_position": Shape((b, n), jnp.int32),
         "key_position": Shape((b, h, c), jnp.int32),
     }
-    optional = {"noise": (b, h, c), "weights": (b, 1, n), "slopes": (h, g)}
+    weights = (b, 1, n) if rows is None else (b, 1, rows, n)
+    optional = {"noise": (b, h, c), "weights": weights, "slopes": (h, g)}
     shapes |= {name: Shape(optional[name], jnp.float32) for name in extra}
-    return Program("prefill_scores", label, functools.partial(prefill_scores, **settings), shapes)
+    return Program("prefill_scores", label, run, shapes)
 
 
 def features(
@@ -194,19 +213,27 @@ def features(
     return Program("less_kernels", f"psi, {label}", psi, {"k": Shape((b, h, t, d), dtype), **shapes}, ("tpu",))
 
 
-def eviction(label: str, b: int, h: int, c: int, d: int, dtype: DTypeLike) -> Program:
-    """`evict` of one pair with its accumulated score, in place."""
+def eviction(
+    label: str, b: int, h: int, c: int, d: int, dtype: DTypeLike, *, words: int = 0, keep: bool = False
+) -> Program:
+    """`evict` of one pair with its accumulated score, and `words` of hashes, in place; integers come with scales."""
 
     def run(sinks, recent, limit, **arrays):
         return evict(**arrays, scores=arrays["buffers"]["stats"], protection=Protection(sinks, recent, limit))
 
     def held(*slots: int) -> dict[str, Shape]:
         pairs = {name: Shape((b, h, *slots, d), dtype) for name in "kv"}
+        if jnp.issubdtype(dtype, jnp.integer):
+            pairs |= {f"{name}_scale": Shape((b, h, *slots), jnp.float32) for name in "kv"}
+        if words:
+            pairs["hashes"] = Shape((b, h, *slots, *(words,) * (words > 1)), jnp.uint32)
         return pairs | {"stats": Shape((b, h, *slots), jnp.float32)}
 
     shapes: dict[str, Any] = {name: Shape((b, h), jnp.int32) for name in Protection._fields}
     shapes |= {"position": Shape((b, h, c), jnp.int32), "new_position": Shape((b,), jnp.int32)}
     shapes |= {"buffers": held(c), "added": held()}
+    if keep:
+        shapes["keep"] = Shape((b, h, c), jnp.bool_)
     pairs = 2 * b * h * d * jnp.dtype(dtype).itemsize
     return Program(
         "evict",
@@ -248,6 +275,9 @@ def programs() -> Iterator[Program]:
     yield eviction("8 heads, 4096 slots, d 128, bfloat16", 32, 8, 4096, 128, half)
     yield eviction("32 heads, 256 slots, d 128, bfloat16", 64, 32, 256, 128, half)
     yield eviction("float32, 16384 slots, d 256", 1, 1, 16384, 256, whole)
+    yield eviction("int8, 8 heads, 4096 slots, d 128", 32, 8, 4096, 128, jnp.int8)
+    yield eviction("int4, 8 heads, 4096 slots, d 256, hashes", 32, 8, 4096, 128, jnp.uint8, words=1, keep=True)
+    yield eviction("4 words of hashes, 8 heads, 4096 slots, d 128, bfloat16", 32, 8, 4096, 128, half, words=4)
     yield hashes("8 heads x 4, 4096 slots, 16 bits", 32, 8, 4, 4096, 16)
     yield hashes("the same, 64 bits", 32, 8, 4, 4096, 64)
     yield prefill("8 heads x 4, 8192 tokens, d 128, bfloat16", 1, 8, 4, 8192, 128, half)
@@ -256,6 +286,8 @@ def programs() -> Iterator[Program]:
     yield prefill("512 tokens after 1024 slots, weights", 2, 4, 1, 512, 64, half, "weights", cached=1024, window=256)
     yield prefill("float32, d 256, 1000 tokens", 1, 1, 4, 1000, 256, whole, "noise")
     yield prefill("multi-head, ALiBi, 2048 tokens", 1, 32, 1, 2048, 128, half, "slopes")
+    yield prefill("8 rows of weights, soft cap", 1, 8, 4, 4096, 128, half, "weights", rows=8, soft_cap=50.0)
+    yield prefill("16 rows of weights, values of 64", 1, 4, 4, 2048, 128, half, "weights", "noise", rows=16, e=64)
     yield prefill("embedded model, 48 tokens", 1, 2, 2, 48, 32, whole)
     yield features("phi", "one token of 64 rows, 32 heads, d 128", 64, 32, 1, 1, 128, half)
     yield features("psi", "one token of 64 rows, 32 heads, d 128", 64, 32, 1, 1, 128, half)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -16,10 +17,13 @@ from kvjax.attention import attend, causal_mask
 from kvjax.policies.keyformer import Keyformer
 from kvjax.types import KV, LayerCache, NewTokens
 from pallas_kernels import noise
-from pallas_kernels.common import Unsupported
-from pallas_kernels.prefill_scores import prefill_scores
-from tests.kernel_cases.prefill_scores import case, inputs
+from pallas_kernels.attention import AttentionSpec
+from pallas_kernels.common import VARIABLE, Unsupported
+from pallas_kernels.prefill_scores import Joined, prefill_scores
+from tests.kernel_cases.prefill_scores import case, inputs, operand
 from tests.kernels import XLA, Way, check
+
+SPEC = AttentionSpec(8**-0.5)
 
 
 @settings(max_examples=8)
@@ -30,10 +34,26 @@ from tests.kernels import XLA, Way, check
     n=st.integers(1, 300),
     cached=st.sampled_from([0, 1, 37]),
     window=st.sampled_from([None, 1, 50]),
-    extra=st.sets(st.sampled_from(["noise", "weights", "slopes"])),
+    extra=st.sets(st.sampled_from(["noise", "weights", "slopes", "places"])),
+    rows=st.sampled_from([None, 1, 5]),
+    e=st.sampled_from([8, 12]),
+    soft_cap=st.sampled_from([None, 2.0]),
 )
-def test_any_shape_agrees_with_numpy(b, h, g, n, cached, window, extra):
-    check(case("any", b, h, g, n, 8, cached=cached, window=window, extra=tuple(extra), ways=(XLA,)), XLA)
+def test_any_shape_agrees_with_numpy(b, h, g, n, cached, window, extra, rows, e, soft_cap):
+    options: dict[str, Any] = dict(cached=cached, window=window, rows=rows, e=e, soft_cap=soft_cap)
+    check(case("any", b, h, g, n, 8, extra=tuple(extra), ways=(XLA,), **options), XLA)
+
+
+@settings(max_examples=8)
+@given(
+    n=st.integers(1, 300),
+    cached=st.sampled_from([1, 37, 300]),
+    joined=st.booleans(),
+    kinds=st.tuples(st.sampled_from(["array", "int8", "int4", "turned"]), st.sampled_from(["array", "int8", "int4"])),
+    window=st.sampled_from([None, 50]),
+)
+def test_any_operand_agrees_with_numpy(n, cached, joined, kinds, window):
+    check(case("any", 2, 1, 2, n, 8, cached=cached, joined=joined, kinds=kinds, window=window, ways=(XLA,)), XLA)
 
 
 def test_double_precision(x64):
@@ -61,30 +81,81 @@ def test_keyformer_counts_the_same(x64):
     age = length[:, None] - 1 - position
     weights = jnp.where(position >= 0, 0.9**age, 0.0)[:, None]
     zeta = noise.gumbel(noise.uniform_at(seed, 1, slots).astype(jnp.float64))
-    found = prefill_scores(**made, weights=weights, noise=zeta).scores
+    found = prefill_scores(**made, spec=SPEC, weights=weights, noise=zeta).scores
     assert found is not None
-    np.testing.assert_allclose(found.sum(2), jnp.where(slots >= 0, wanted, 0), rtol=1e-9, atol=1e-12)
+    np.testing.assert_allclose(found[:, :, 0], jnp.where(slots >= 0, wanted, 0), rtol=1e-9, atol=1e-12)
 
 
 def test_blocks_of_an_accelerator_agree_with_numpy():
     check(case("large", 1, 1, 2, 2500, 8, extra=("noise",), ways=(XLA,)), Way("xla", platform="gpu"))
 
 
-def test_memory_is_linear_in_the_prompt():
-    def temporary(n: int) -> int:
-        made = jax.tree.map(jnp.asarray, inputs(1, 2, 2, n, 16, padding=False))
-        compiled = jax.jit(functools.partial(prefill_scores, implementation="xla")).lower(**made).compile()
-        memory = compiled.memory_analysis()
-        assert memory is not None
-        return memory.temp_size_in_bytes
+def temporary(made: dict[str, Any], **options: Any) -> int:
+    """Bytes besides arguments and results."""
+    arrays, run = jax.tree.map(jnp.asarray, made), functools.partial(prefill_scores, implementation="xla", **options)
+    memory = jax.jit(run).lower(**arrays, spec=SPEC).compile().memory_analysis()
+    assert memory is not None
+    return memory.temp_size_in_bytes
 
-    assert temporary(4096) < 2.2 * temporary(2048)
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_memory_is_linear_in_the_prompt(rows):
+    def of(n: int) -> int:
+        made = inputs(1, 2, 2, n, 16, padding=False)
+        return temporary(made | {"weights": np.ones((1, 1, rows, n), np.float32)})
+
+    assert of(4096) < 2.2 * of(2048)
+
+
+@pytest.mark.parametrize("scores", [False, True])
+@pytest.mark.parametrize("kinds", [("int8", "int8"), ("int4", "int4"), ("turned", "array"), ("array", "array")])
+def test_no_decoded_copy_of_a_cache_exists(kinds, scores):
+    made, cached = inputs(1, 4, 1, 16, 64, cached=4000, padding=False), 4000
+    decoded = made["k"][:, :, :cached].nbytes
+    alone = temporary(made | {name: made[name][:, :, cached:] for name in ("k", "v", "key_position")}, scores=scores)
+    held = 4 * 16 * cached * 4 if scores else 0
+    joined = {
+        name: Joined(made[name][:, :, :cached] if kind == "array" else operand(kind, made[name][:, :, :cached]),
+                     made[name][:, :, cached:])
+        for name, kind in zip("kv", kinds, strict=True)
+    }  # fmt: skip
+    assert temporary(made | joined, scores=scores) < alone + 1.2 * held + decoded / 4
+
+
+def test_rows_of_weights_are_answered_together():
+    rng, made = np.random.default_rng(0), inputs(2, 2, 2, 300, 8, cached=20)
+    weights = jnp.asarray(rng.random((2, 1, 3, 300)), jnp.float32).at[:, :, 1].set(0)
+    together = prefill_scores(**made, spec=SPEC, weights=weights).scores
+    assert together is not None
+    for m in range(3):
+        alone = prefill_scores(**made, spec=SPEC, weights=weights[:, :, m]).scores
+        assert alone is not None
+        np.testing.assert_allclose(together[:, :, m], alone[:, :, 0], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("way", [XLA, Way("pallas", True, "tpu")], ids=str)
+def test_what_no_query_counts_is_not_summed(way):
+    made = inputs(1, 1, 1, 300, 8)
+    found = prefill_scores(**made, spec=SPEC, weights=jnp.zeros((1, 1, 2, 300)), **way.options).scores
+    np.testing.assert_array_equal(found, np.zeros((1, 1, 2, 300)))
+
+
+def test_auto_reads_operands_with_xla_and_arrays_with_a_kernel(monkeypatch):
+    monkeypatch.delenv(VARIABLE, raising=False)
+    made = inputs(1, 1, 1, 16, 8)
+
+    def kernels(k: Any) -> int:
+        run = functools.partial(prefill_scores, spec=SPEC, platform="tpu", interpret=True)
+        return str(jax.make_jaxpr(run)(**made | {"k": k})).count("pallas_call")
+
+    assert kernels(made["k"]) == 2
+    assert kernels(operand("int8", made["k"])) == 0
 
 
 def test_a_prompt_does_not_depend_on_its_neighbours():
     made = jax.tree.map(jnp.asarray, inputs(3, 1, 2, 70, 8))
-    alone = prefill_scores(**{name: x[1:2] for name, x in made.items()})
-    together = prefill_scores(**made)
+    alone = prefill_scores(**{name: x[1:2] for name, x in made.items()}, spec=SPEC)
+    together = prefill_scores(**made, spec=SPEC)
     jax.tree.map(lambda one, all_: np.testing.assert_allclose(one[0], all_[1], rtol=2e-6, atol=1e-6), alone, together)
 
 
@@ -100,28 +171,73 @@ def test_a_prompt_does_not_depend_on_its_neighbours():
             "float64 are not all float32",
         ),
         ({"d": 12}, dict(implementation="pallas", platform="tpu"), "d=12 is not a multiple of 8"),
+        ({"e": 12}, dict(implementation="pallas", platform="tpu"), "values of e=12 are not a multiple of 8"),
+        ({"d": 16, "e": 24}, dict(implementation="pallas", platform="gpu"), "values of e=24 are not a power of two"),
+        (
+            {},
+            dict(implementation="pallas", platform="tpu", weights=np.ones((1, 1, 17, 4), np.float32)),
+            "17 rows of weights are more than 16",
+        ),
+        (
+            {},
+            dict(
+                implementation="pallas",
+                platform="tpu",
+                spec=dataclasses.replace(SPEC, slopes=np.ones((1, 1), np.float32)),
+                places=(np.zeros((1, 1, 4), int), np.zeros((1, 1, 4), int)),
+            ),
+            "ALiBi at places other than the positions",
+        ),
     ],
 )
 def test_what_cannot_run_is_refused_before_compilation(changes, options, reason, x64):
     made = inputs(**(dict(b=1, h=1, g=1, n=4, d=8) | changes))
     with pytest.raises(Unsupported, match=reason):
-        prefill_scores(**made, **options)
+        prefill_scores(**made, **dict(spec=SPEC) | options)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda k, v: {"k": operand("int8", k)}, "keys are Quantised"),
+        (lambda k, v: {"k": operand("turned", k)}, "keys are Turned"),
+        (lambda k, v: {"v": operand("int4", v)}, "values are Quantised"),
+        (lambda k, v: {"k": Joined(k, k), "v": Joined(v, v)}, "keys are Joined"),
+    ],
+)
+def test_kernels_refuse_what_is_not_an_array(change, reason):
+    made = inputs(1, 1, 1, 4, 8)
+    with pytest.raises(Unsupported, match=f"{reason}, and it reads arrays only"):
+        prefill_scores(**made | change(made["k"], made["v"]), spec=SPEC, implementation="pallas", platform="tpu")
 
 
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
         ({"tau": 0.0}, "tau=0.0 is not a temperature above 0"),
-        ({"window": 0}, "window=0 is not a number of tokens from 1"),
+        ({"spec": dataclasses.replace(SPEC, window=0)}, "window=0 is not a number of tokens from 1"),
     ],
 )
 def test_settings_out_of_range_are_named(options, reason):
     with pytest.raises(ValueError, match=reason):
-        prefill_scores(**inputs(1, 1, 1, 4, 8), **options)
+        prefill_scores(**inputs(1, 1, 1, 4, 8), **dict(spec=SPEC) | options)
 
 
 def test_fewer_keys_than_queries_are_refused():
     made = inputs(1, 1, 1, 4, 8)
     made |= {name: made[name][:, :, :3] for name in "kv"}
     with pytest.raises(ValueError, match="3 keys are fewer than the 4 queries' own"):
-        prefill_scores(**made)
+        prefill_scores(**made, spec=SPEC)
+
+
+def test_keys_and_values_joined_at_different_slots_are_refused():
+    made = inputs(1, 1, 1, 4, 8, cached=3)
+    made["k"] = Joined(made["k"][:, :, :3], made["k"][:, :, 3:])
+    with pytest.raises(ValueError, match=r"Keys are joined at slots \(3,\), values at \(\)"):
+        prefill_scores(**made, spec=SPEC)
+
+
+def test_rotated_values_are_refused():
+    made = inputs(1, 1, 1, 4, 8)
+    with pytest.raises(ValueError, match="Values are Turned, but only keys are rotated"):
+        prefill_scores(**made | {"v": operand("turned", made["v"])}, spec=SPEC)

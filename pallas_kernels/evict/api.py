@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels import common
@@ -13,6 +12,9 @@ from pallas_kernels.evict import pallas, reference
 from pallas_kernels.ranking import Protection
 
 WORDS = ("float32", "int32", "uint32")
+WIDE = ("float32", "bfloat16", "int8", "uint8")
+PLANES = 32768
+"""Numbers [w c] of a head that a kernel holds of a buffer whose slots lie along the lanes, at most."""
 
 
 def evict(
@@ -44,9 +46,10 @@ def evict(
         keep: slots that never leave, or None.
         shrinks: live slots may lie beyond the limit, as for policies whose budget falls.
         implementation: `auto`, `xla` or `pallas`. `xla` takes everything. `pallas` is for TPU; it takes c a multiple of
-            16 up to 16384, buffers [b h c] of 32-bit numbers and [b h c w] of float32 or bfloat16 with w up to 256 (a
-            multiple of 128, or c so small that XLA stores w innermost), and no `keep`; it compiles and has run in
-            interpreters, never on a chip. There is no form for GPU.
+            16 (32 with numbers of 8 bits) up to 16384; buffers [b h c] of 32-bit numbers or bool; [b h c w] with w up
+            to 256, of float32, bfloat16, int8 or uint8 where XLA stores w innermost (w a multiple of 128, or c so
+            small), else of a few 32-bit numbers for each slot. It compiles and has run in interpreters, never on a
+            chip. There is no form for GPU.
         interpret: `True`, or `pltpu.InterpretParams()`, to run `pallas` without an accelerator.
         platform: for which the program is compiled; None for that of `jax.default_backend()`.
 
@@ -58,28 +61,31 @@ def evict(
         Unsupported: the implementation asked for cannot run these arguments here.
         ValueError: there is no such implementation.
     """
-    limits = {"pallas": limit(position, buffers, keep, common.pallas_form(platform))}
+    limits = {"pallas": limit(position, buffers, common.pallas_form(platform))}
     chosen = common.choose("evict", implementation, limits, platform=platform, interpret=interpret)
-    arguments: dict[str, Any] = dict(protection=protection, shrinks=shrinks)
+    arguments: dict[str, Any] = dict(protection=protection, keep=keep, shrinks=shrinks)
     if chosen == "xla":
-        return reference.evict(scores, position, new_position, buffers, added, keep=keep, **arguments)
+        return reference.evict(scores, position, new_position, buffers, added, **arguments)
     return pallas.evict(scores, position, new_position, buffers, added, interpret=interpret, **arguments)
 
 
-def limit(position: Array, buffers: Any, keep: Array | None, form: str) -> str | None:
+def limit(position: Array, buffers: Any, form: str) -> str | None:
     """What these arguments ask that the Pallas kernel cannot do, or None."""
     c = position.shape[2]
     leaves = jax.tree.leaves(buffers)
-    narrow = [leaf.dtype for leaf in leaves if leaf.ndim == 3 and leaf.dtype not in WORDS]
-    wide = [leaf for leaf in leaves if leaf.ndim != 3]
-    turned = [leaf.shape[3] for leaf in wide if leaf.ndim == 4 and common.slots_lie_along_lanes(c, leaf.shape[3])]
-    floats = all(leaf.ndim == 4 and leaf.dtype in (jnp.float32, jnp.bfloat16) for leaf in wide)
+    narrow = [leaf.dtype for leaf in leaves if leaf.ndim == 3 and leaf.dtype not in (*WORDS, "bool")]
+    several = [leaf for leaf in leaves if leaf.ndim != 3]
+    planes = [leaf for leaf in several if leaf.ndim == 4 and pallas.in_planes(leaf)]
+    turned = [
+        leaf.shape[3] for leaf in planes if leaf.dtype not in WORDS or common.padded(leaf.shape[3], 8) * c > PLANES
+    ]
+    unit = 32 if any(leaf.dtype.itemsize == 1 for leaf in several) else 16
+    kinds = all(leaf.ndim == 4 and leaf.dtype in (*WIDE, *WORDS) for leaf in several)
     return common.first_limit(
         (form == "tpu", "it is written for tpu alone"),
-        (keep is None, "keep is given"),
-        (c % 16 == 0 and c <= 16384, f"c={c} slots are not a multiple of 16 up to 16384"),
-        (not narrow, f"a buffer [b h c] holds {narrow and narrow[0]}, not one of {', '.join(WORDS)}"),
-        (floats, "a buffer of several numbers per slot is not [b h c w] of float32 or bfloat16"),
-        (all(leaf.shape[3] <= 256 for leaf in wide), "a buffer holds more than 256 numbers per slot"),
+        (c % unit == 0 and c <= 16384, f"c={c} slots are not a multiple of {unit} up to 16384"),
+        (not narrow, f"a buffer [b h c] holds {narrow and narrow[0]}, not one of {', '.join(WORDS)}, bool"),
+        (kinds, f"a buffer of several numbers per slot is not [b h c w] of {', '.join(dict.fromkeys(WIDE + WORDS))}"),
+        (all(leaf.shape[3] <= 256 for leaf in several), "a buffer holds more than 256 numbers per slot"),
         (not turned, f"w={turned and turned[0]} numbers in each of c={c} slots lie slots-innermost on a TPU"),
     )

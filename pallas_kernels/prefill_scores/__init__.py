@@ -1,4 +1,5 @@
 """Causal attention of a prompt in blocks, with the sums of the probabilities that each key received."""
 
 from pallas_kernels.prefill_scores.api import prefill_scores as prefill_scores
-from pallas_kernels.prefill_scores.reference import PromptAttention as PromptAttention
+from pallas_kernels.prefill_scores.types import Joined as Joined
+from pallas_kernels.prefill_scores.types import PromptAttention as PromptAttention

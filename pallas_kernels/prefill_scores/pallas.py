@@ -1,13 +1,13 @@
 """Prompt attention and its column sums for TPU, in two passes: what each query sums to, then what each key received.
 
-Logits lie transposed, [keys, queries]: maxima and sums of a query's softmax then are rows along the lanes. The grid is
-(rows, query heads, blocks, blocks); the last axis runs in order, so that sums stay in scratch memory.
+Logits lie transposed, [keys, queries]: maxima and sums of a query's softmax then are rows along the lanes. The grids
+are (rows, query heads, blocks of queries, blocks of keys) and (rows, heads, blocks of keys, query heads of a group,
+blocks of queries); what comes after the first kind of blocks runs in order, so that sums stay in scratch memory.
 """
 
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -17,8 +17,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.prefill_scores.reference import PromptAttention
+from pallas_kernels.attention import AttentionSpec
 from pallas_kernels.prefill_scores.tiles import Tiles
+from pallas_kernels.prefill_scores.types import PromptAttention
 
 LANES = 128
 BLOCK = 512
@@ -29,39 +30,41 @@ LOWEST = float(jnp.finfo(jnp.float32).min)
 def prefill_scores(
     q: Float[Array, "b h g n d"],
     k: Float[Array, "b h c d"],
-    v: Float[Array, "b h c d"],
+    v: Float[Array, "b h c e"],
     query_position: Int[Array, "b n"],
     key_position: Int[Array, "b #h c"],
-    weights: Float[Array, "b #h n"] | None,
+    spec: AttentionSpec,
+    weights: Float[Array, "b #h m n"] | None,
     noise: Float[Array, "b h c"] | None,
-    slopes: Float[Array, "h g"] | None,
     *,
     tau: float,
     scores: bool,
-    window: int | None,
     interpret: Any,
 ) -> PromptAttention:
     """See `pallas_kernels.prefill_scores.api`; compiled for v4 to v6e, interpreted, never run on a chip."""
-    (b, h, g, n, d), c = q.shape, k.shape[2]
+    (b, h, g, n, _), c = q.shape, k.shape[2]
     size, width = (min(BLOCK, -(-x // LANES) * LANES) for x in (n, c))
-    tiles = Tiles(n, c, size, width, window)
+    tiles = Tiles(n, c, size, width, spec.window)
     noisy = scores and (noise is not None or tau != 1)
     blocks = tiles.padded(q, k, v, query_position, key_position, noise if noisy else None)
-    if slopes is not None:
-        blocks["slope"] = jnp.broadcast_to(slopes.astype(jnp.float32).reshape(1, -1, 1, 1), (1, h * g, 1, LANES))
-    numbers: dict[str, Any] = dict(tiles=tiles, groups=g, tau=tau, noisy=noisy, interpret=interpret)
+    if spec.slopes is not None:
+        slopes = spec.slopes.astype(jnp.float32).reshape(1, -1, 1, 1)
+        blocks["slope"] = jnp.broadcast_to(slopes, (1, h * g, 1, LANES))
+    numbers: dict[str, Any] = dict(tiles=tiles, spec=spec, tau=tau, noisy=noisy, interpret=interpret)
     out, lse, noisy_lse = _attend(blocks, **numbers)
     sums = None
     if scores:
         del blocks["v"]
         blocks |= {"lse": noisy_lse, "weight": tiles.weights(weights, b)}
-        sums = _collect(blocks, **numbers).reshape(b, h, g, -1)[..., :c]
-    return PromptAttention(out.reshape(b, h, g, -1, d)[..., :n, :], lse.reshape(b, h, g, -1)[..., :n], sums)
+        sums = _collect(blocks, **numbers)[..., :c]
+    return PromptAttention(out.reshape(b, h, g, *out.shape[2:])[..., :n, :], lse.reshape(b, h, g, -1)[..., :n], sums)
 
 
-def _attend(blocks: dict[str, Array], *, tiles: Tiles, groups: int, tau: float, noisy: bool, interpret: Any):
+def _attend(
+    blocks: dict[str, Array], *, tiles: Tiles, spec: AttentionSpec, tau: float, noisy: bool, interpret: Any
+) -> tuple[Array, Array, Array]:
     """Output, log-sum-exp [b, query heads, 1, n], and that of the second softmax (or the same)."""
-    b, heads, n, d = blocks["q"].shape
+    (b, heads, n, _), e = blocks["q"].shape, blocks["v"].shape[3]
 
     def kernel(*refs):
         ref = dict(zip(blocks, refs, strict=False))
@@ -78,7 +81,7 @@ def _attend(blocks: dict[str, Array], *, tiles: Tiles, groups: int, tau: float, 
 
         @pl.when(tiles.seen(i, j))
         def _():
-            x, tempered = _logits(ref, tiles.window, tau, noisy)
+            x, tempered = _logits(ref, spec, tau, noisy)
             p, shrink = _add(x, *running[:2])
             v = ref["v"][0, 0]
             sum_ref[...] = sum_ref[...] * shrink + _dot(v, p.astype(v.dtype), (0, 0))
@@ -92,33 +95,37 @@ def _attend(blocks: dict[str, Array], *, tiles: Tiles, groups: int, tau: float, 
                 lse = highest[...] + jnp.log(_safe(total[...]))
                 at[0, 0] = jnp.where(total[...] > 0, lse, -jnp.inf)
 
-    specs = _specs(blocks, tiles, groups, lambda i, j: (i, tiles.of_keys(i, j)))
+    specs = _specs(blocks, tiles, lambda r, m, i, j: (r, m, i, tiles.of_keys(i, j)))
     row, one_lse = pltpu.VMEM((1, tiles.size), jnp.float32), jax.ShapeDtypeStruct((b, heads, 1, n), jnp.float32)
+    out_spec = pl.BlockSpec((1, 1, tiles.size, e), lambda r, m, i, j: (r, m, i, 0))
     lse_spec = pl.BlockSpec((1, 1, 1, tiles.size), lambda r, m, i, j: (r, m, 0, i))
     out, *lse = pl.pallas_call(
         kernel,
         grid=(b, heads, tiles.queries, tiles.keys),
         in_specs=specs,
-        out_specs=[specs[0], *[lse_spec] * (1 + noisy)],
-        out_shape=[jax.ShapeDtypeStruct((b, heads, n, d), jnp.float32), *[one_lse] * (1 + noisy)],
-        scratch_shapes=[pltpu.VMEM((d, tiles.size), jnp.float32), *[row] * (4 if noisy else 2)],
-        compiler_params=_in_order(),
+        out_specs=[out_spec, *[lse_spec] * (1 + noisy)],
+        out_shape=[jax.ShapeDtypeStruct((b, heads, n, e), jnp.float32), *[one_lse] * (1 + noisy)],
+        scratch_shapes=[pltpu.VMEM((e, tiles.size), jnp.float32), *[row] * (4 if noisy else 2)],
+        compiler_params=_in_order(3, 1),
         interpret=interpret,
         name="prefill_attend",
     )(*blocks.values())
     return out, lse[0], lse[-1]
 
 
-def _collect(blocks: dict[str, Array], *, tiles: Tiles, groups: int, tau: float, noisy: bool, interpret: Any) -> Array:
-    """Column sums [b, query heads, 1, c]."""
-    b, heads = blocks["q"].shape[:2]
+def _collect(
+    blocks: dict[str, Array], *, tiles: Tiles, spec: AttentionSpec, tau: float, noisy: bool, interpret: Any
+) -> Array:
+    """Column sums [b, heads, rows of weights, c]."""
+    b, h, c, _ = blocks["k"].shape
+    g, rows = blocks["q"].shape[1] // h, blocks["weight"].shape[2]
 
     def kernel(*refs):
         ref = dict(zip(blocks, refs, strict=False))
         out_ref, sum_ref = refs[len(blocks) :]
-        j, i = pl.program_id(2), pl.program_id(3)
+        j, member, i = pl.program_id(2), pl.program_id(3), pl.program_id(4)
 
-        @pl.when(i == 0)
+        @pl.when((member == 0) & (i == 0))
         def _():
             sum_ref[...] = jnp.zeros(sum_ref.shape, jnp.float32)
 
@@ -127,56 +134,67 @@ def _collect(blocks: dict[str, Array], *, tiles: Tiles, groups: int, tau: float,
         @pl.when(tiles.seen(i, j) & (jnp.max(jnp.abs(weight)) > 0))
         def _():
             lse = ref["lse"][0, 0]
-            x = _logits(ref, tiles.window, tau, noisy)[1]
-            p = jnp.exp(x - jnp.where(lse == -jnp.inf, 0.0, lse)) * weight
-            sum_ref[...] += functools.reduce(jnp.add, [p[:, at : at + LANES] for at in range(0, tiles.size, LANES)])
+            x = _logits(ref, spec, tau, noisy)[1]
+            p = jnp.exp(x - jnp.where(lse == -jnp.inf, 0.0, lse))
+            for m in range(rows):
+                counted = p * weight[m : m + 1]
+                parts = [counted[:, at : at + LANES] for at in range(0, tiles.size, LANES)]
+                sum_ref[m] += functools.reduce(jnp.add, parts)
 
-        @pl.when(i == tiles.queries - 1)
+        @pl.when((member == g - 1) & (i == tiles.queries - 1))
         def _():
-            out_ref[0, 0] = jnp.sum(sum_ref[...].T, axis=0, keepdims=True)
+            for m in range(rows):
+                out_ref[0, 0, m : m + 1] = jnp.sum(sum_ref[m].T, axis=0, keepdims=True)
 
     return pl.pallas_call(
         kernel,
-        grid=(b, heads, tiles.keys, tiles.queries),
-        in_specs=_specs(blocks, tiles, groups, lambda j, i: (tiles.of_queries(i, j), j)),
-        out_specs=pl.BlockSpec((1, 1, 1, tiles.width), lambda r, m, j, i: (r, m, 0, j)),
-        out_shape=jax.ShapeDtypeStruct((b, heads, 1, blocks["k"].shape[2]), jnp.float32),
-        scratch_shapes=[pltpu.VMEM((tiles.width, LANES), jnp.float32)],
-        compiler_params=_in_order(),
+        grid=(b, h, tiles.keys, g, tiles.queries),
+        in_specs=_specs(blocks, tiles, lambda r, m, j, member, i: (r, m * g + member, tiles.of_queries(i, j), j)),
+        out_specs=pl.BlockSpec((1, 1, rows, tiles.width), lambda r, m, j, member, i: (r, m, 0, j)),
+        out_shape=jax.ShapeDtypeStruct((b, h, rows, c), jnp.float32),
+        scratch_shapes=[pltpu.VMEM((rows, tiles.width, LANES), jnp.float32)],
+        compiler_params=_in_order(3, 2),
         interpret=interpret,
         name="prefill_column_sums",
     )(*blocks.values())
 
 
-def _specs(blocks: dict[str, Array], tiles: Tiles, groups: int, at: Callable) -> list[pl.BlockSpec]:
-    # `at` says which block of queries and which of keys a grid step wants.
+def _specs(blocks: dict[str, Array], tiles: Tiles, at: Callable) -> list[pl.BlockSpec]:
+    # `at` says which row, query head, block of queries and block of keys a grid step wants.
     heads = blocks["q"].shape[1]
 
     def spec(name: str, array: Array) -> pl.BlockSpec:
-        if name == "slope":
-            return pl.BlockSpec((1, 1, 1, LANES), lambda r, m, s, t: (0, m, 0, 0))
-        along = int(name not in ("q", "query", "lse", "weight"))
-        length = (tiles.size, tiles.width)[along]
+        of_keys = int(name not in ("q", "query", "lse", "weight"))
+        length = (tiles.size, tiles.width)[of_keys]
         share = heads // array.shape[1]  # query heads that share this array's
-        if array.shape[2] == 1:
-            return pl.BlockSpec((1, 1, 1, length), lambda r, m, s, t: (r, m // share, 0, at(s, t)[along]))
-        return pl.BlockSpec((1, 1, length, array.shape[3]), lambda r, m, s, t: (r, m // share, at(s, t)[along], 0))
+
+        def index(*step: Any) -> tuple[Any, ...]:
+            r, m, *block = at(*step)
+            if name == "slope":
+                return 0, m, 0, 0
+            along = (block[of_keys], 0) if name in "qkv" else (0, block[of_keys])
+            return r, m // share, *along
+
+        if name == "slope":
+            return pl.BlockSpec((1, 1, 1, LANES), index)
+        shape = (length, array.shape[3]) if name in "qkv" else (array.shape[2], length)
+        return pl.BlockSpec((1, 1, *shape), index)
 
     return [spec(name, array) for name, array in blocks.items()]
 
 
-def _in_order() -> pltpu.CompilerParams:
-    return pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "parallel", "arbitrary"))
+def _in_order(parallel: int, arbitrary: int) -> pltpu.CompilerParams:
+    return pltpu.CompilerParams(dimension_semantics=("parallel",) * parallel + ("arbitrary",) * arbitrary)
 
 
-def _logits(ref: dict[str, Any], window: int | None, tau: float, noisy: bool) -> tuple[Array, Array]:
+def _logits(ref: dict[str, Any], spec: AttentionSpec, tau: float, noisy: bool) -> tuple[Array, Array]:
     """Masked logits [keys, queries], and with noise at temperature tau (or the same)."""
     q, k = ref["q"][0, 0], ref["k"][0, 0]
     query, key = ref["query"][0, 0], _column(ref["key"][0, 0])
     visible = (key >= 0) & (key <= query)
-    if window is not None:
-        visible &= key > query - window
-    x = _dot(k, q, (1, 1)) / math.sqrt(q.shape[-1])
+    if spec.window is not None:
+        visible &= key > query - spec.window
+    x = spec.capped(_dot(k, q, (1, 1)))
     if "slope" in ref:
         x += ref["slope"][0, 0][:, :1] * (key - query).astype(jnp.float32)
     x = jnp.where(visible, x, LOWEST)

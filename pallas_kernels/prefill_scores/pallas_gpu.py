@@ -6,7 +6,6 @@ it sees.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import jax
@@ -15,8 +14,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.prefill_scores.reference import PromptAttention
+from pallas_kernels.attention import AttentionSpec
 from pallas_kernels.prefill_scores.tiles import Tiles
+from pallas_kernels.prefill_scores.types import PromptAttention
 
 LOWEST = float(jnp.finfo(jnp.float32).min)
 
@@ -24,38 +24,42 @@ LOWEST = float(jnp.finfo(jnp.float32).min)
 def prefill_scores(
     q: Float[Array, "b h g n d"],
     k: Float[Array, "b h c d"],
-    v: Float[Array, "b h c d"],
+    v: Float[Array, "b h c e"],
     query_position: Int[Array, "b n"],
     key_position: Int[Array, "b #h c"],
-    weights: Float[Array, "b #h n"] | None,
+    spec: AttentionSpec,
+    weights: Float[Array, "b #h m n"] | None,
     noise: Float[Array, "b h c"] | None,
-    slopes: Float[Array, "h g"] | None,
     *,
     tau: float,
     scores: bool,
-    window: int | None,
     interpret: Any,
 ) -> PromptAttention:
     """See `pallas_kernels.prefill_scores.api`; lowered to Triton, interpreted, never run on a chip."""
     (b, h, g, n, d), c = q.shape, k.shape[2]
-    tiles = Tiles(n, c, 64, 64 if d <= 128 else 32, window)
+    tiles = Tiles(n, c, 64, 64 if max(d, v.shape[3]) <= 128 else 32, spec.window)
     noisy = scores and (noise is not None or tau != 1)
     blocks = tiles.padded(q, k, v, query_position, key_position, noise if noisy else None)
-    if slopes is not None:
-        blocks["slope"] = slopes.astype(jnp.float32).reshape(1, -1, 1, 1)
-    numbers: dict[str, Any] = dict(tiles=tiles, tau=tau, noisy=noisy, interpret=interpret)
+    if spec.slopes is not None:
+        blocks["slope"] = spec.slopes.astype(jnp.float32).reshape(1, -1, 1, 1)
+    # Numbers per token are [b, heads, n] here; only weights have rows.
+    blocks = {name: x if name in "qkv" else x[:, :, 0] for name, x in blocks.items()}
+    numbers: dict[str, Any] = dict(tiles=tiles, spec=spec, tau=tau, noisy=noisy, interpret=interpret)
     out, lse, noisy_lse = _attend(blocks, **numbers)
     sums = None
     if scores:
         del blocks["v"]
         blocks |= {"lse": noisy_lse, "weight": tiles.weights(weights, b)}
-        sums = _collect(blocks, **numbers).reshape(b, h, g, -1)[..., :c]
-    return PromptAttention(out.reshape(b, h, g, -1, d)[..., :n, :], lse.reshape(b, h, g, -1)[..., :n], sums)
+        sums = _collect(blocks, **numbers)
+        sums = sums.reshape(b, h, g, *sums.shape[2:]).sum(2)[..., :c]
+    return PromptAttention(out.reshape(b, h, g, *out.shape[2:])[..., :n, :], lse.reshape(b, h, g, -1)[..., :n], sums)
 
 
-def _attend(blocks: dict[str, Array], *, tiles: Tiles, tau: float, noisy: bool, interpret: Any):
+def _attend(
+    blocks: dict[str, Array], *, tiles: Tiles, spec: AttentionSpec, tau: float, noisy: bool, interpret: Any
+) -> tuple[Array, Array, Array]:
     """Output, log-sum-exp [b, query heads, n], and that of the second softmax (or the same)."""
-    b, heads, n, d = blocks["q"].shape
+    (b, heads, n, _), e = blocks["q"].shape, blocks["v"].shape[3]
 
     def kernel(refs, outputs):
         i = pl.program_id(0)
@@ -64,7 +68,7 @@ def _attend(blocks: dict[str, Array], *, tiles: Tiles, tau: float, noisy: bool, 
         def look(j, carry):
             acc, running = carry
             keys = pl.ds(j * tiles.width, tiles.width)
-            x, tempered = _logits(refs, q, query, keys, tiles.window, tau, noisy)
+            x, tempered = _logits(refs, q, query, keys, spec, tau, noisy)
             (p, shrink), first = _add(x, *running[:2])
             v = refs["v"][keys]
             acc = acc * shrink[:, None] + _dot(p.astype(v.dtype), v)
@@ -72,32 +76,34 @@ def _attend(blocks: dict[str, Array], *, tiles: Tiles, tau: float, noisy: bool, 
 
         nothing = jnp.zeros(tiles.size, jnp.float32)
         running = (jnp.full(tiles.size, LOWEST / 2, jnp.float32), nothing) * (2 if noisy else 1)
-        start = (jnp.zeros((tiles.size, d), jnp.float32), running)
+        start = (jnp.zeros((tiles.size, e), jnp.float32), running)
         acc, running = jax.lax.fori_loop(tiles.first(i), tiles.last(i) + 1, look, start)
         outputs["out"][...] = acc / _safe(running[1])[:, None]
         for name, highest, total in zip(("lse", "noisy_lse"), running[::2], running[1::2], strict=False):
             outputs[name][...] = jnp.where(total > 0, highest + jnp.log(_safe(total)), -jnp.inf)
 
     of_rows = pl.BlockSpec((None, None, tiles.size), lambda i, m, r: (r, m, i))
-    of_queries = pl.BlockSpec((None, None, tiles.size, d), lambda i, m, r: (r, m, i, 0))
+    of_queries = pl.BlockSpec((None, None, tiles.size, e), lambda i, m, r: (r, m, i, 0))
     names = ("lse", "noisy_lse")[: 1 + noisy]
     found = pl.pallas_call(
         kernel,
         grid=(tiles.queries, heads, b),
         in_specs=[_specs(blocks, tiles, by_query=True)],
         out_specs={"out": of_queries} | dict.fromkeys(names, of_rows),
-        out_shape={"out": jax.ShapeDtypeStruct((b, heads, n, d), jnp.float32)}
+        out_shape={"out": jax.ShapeDtypeStruct((b, heads, n, e), jnp.float32)}
         | dict.fromkeys(names, jax.ShapeDtypeStruct((b, heads, n), jnp.float32)),
         compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=2),
         interpret=interpret,
         name="prefill_attend",
-    )(_squeezed(blocks))
+    )(blocks)
     return found["out"], found["lse"], found[names[-1]]
 
 
-def _collect(blocks: dict[str, Array], *, tiles: Tiles, tau: float, noisy: bool, interpret: Any) -> Array:
-    """Column sums [b, query heads, c]."""
-    b, heads = blocks["q"].shape[:2]
+def _collect(
+    blocks: dict[str, Array], *, tiles: Tiles, spec: AttentionSpec, tau: float, noisy: bool, interpret: Any
+) -> Array:
+    """Column sums [b, query heads, rows of weights, c]."""
+    (b, heads, _, _), c, rows = blocks["q"].shape, blocks["k"].shape[2], blocks["weight"].shape[2]
 
     def kernel(refs, out_ref):
         j = pl.program_id(0)
@@ -106,27 +112,25 @@ def _collect(blocks: dict[str, Array], *, tiles: Tiles, tau: float, noisy: bool,
             queries = pl.ds(i * tiles.size, tiles.size)
             lse = refs["lse"][queries]
             everything = pl.ds(0, tiles.width)
-            x = _logits(refs, refs["q"][queries], refs["query"][queries], everything, tiles.window, tau, noisy)[1]
+            x = _logits(refs, refs["q"][queries], refs["query"][queries], everything, spec, tau, noisy)[1]
             p = jnp.exp(x - jnp.where(lse == -jnp.inf, 0.0, lse)[:, None])
-            return sums + (p * refs["weight"][queries][:, None]).sum(0)
+            return tuple(total + (p * refs["weight"][m, queries][:, None]).sum(0) for m, total in enumerate(sums))
 
-        start = jnp.zeros(tiles.width, jnp.float32)
-        out_ref[...] = jax.lax.fori_loop(tiles.first_queries(j), tiles.queries, look, start)
+        start = (jnp.zeros(tiles.width, jnp.float32),) * rows
+        sums = jax.lax.fori_loop(tiles.first_queries(j), tiles.queries, look, start)
+        for m, total in enumerate(sums):
+            out_ref[m, :] = total
 
     return pl.pallas_call(
         kernel,
         grid=(tiles.keys, heads, b),
         in_specs=[_specs(blocks, tiles, by_query=False)],
-        out_specs=pl.BlockSpec((None, None, tiles.width), lambda j, m, r: (r, m, j)),
-        out_shape=jax.ShapeDtypeStruct((b, heads, blocks["k"].shape[2]), jnp.float32),
+        out_specs=pl.BlockSpec((None, None, rows, tiles.width), lambda j, m, r: (r, m, 0, j)),
+        out_shape=jax.ShapeDtypeStruct((b, heads, rows, c), jnp.float32),
         compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=2),
         interpret=interpret,
         name="prefill_column_sums",
-    )(_squeezed(blocks))
-
-
-def _squeezed(blocks: dict[str, Array]) -> dict[str, Array]:
-    return {name: x[:, :, 0] if x.shape[2] == 1 and x.ndim == 4 else x for name, x in blocks.items()}
+    )(blocks)
 
 
 def _specs(blocks: dict[str, Array], tiles: Tiles, *, by_query: bool) -> dict[str, pl.BlockSpec]:
@@ -137,24 +141,27 @@ def _specs(blocks: dict[str, Array], tiles: Tiles, *, by_query: bool) -> dict[st
         if name == "slope":
             return pl.BlockSpec((None, None, 1), lambda s, m, r: (0, m, 0))
         of_query = name in ("q", "query", "lse", "weight")
-        length = array.shape[-1] if array.ndim == 3 else array.shape[2]
-        own = of_query == by_query
-        size = (tiles.size if of_query else tiles.width) if own else length
-        share, tail = heads // array.shape[1], array.shape[3:]
-        return pl.BlockSpec(
-            (None, None, size, *tail), lambda s, m, r: (r, m // share, s if own else 0) + (0,) * len(tail)
-        )
+        tokens = 2 if name in "qkv" else array.ndim - 1
+        own, share = of_query == by_query, heads // array.shape[1]
+        sizes = list(array.shape[2:])
+        if own:
+            sizes[tokens - 2] = tiles.size if of_query else tiles.width
 
-    return {name: spec(name, array) for name, array in _squeezed(blocks).items()}
+        def index(s: Any, m: Any, r: Any) -> tuple[Any, ...]:
+            return r, m // share, *(s if own and axis == tokens else 0 for axis in range(2, array.ndim))
+
+        return pl.BlockSpec((None, None, *sizes), index)
+
+    return {name: spec(name, array) for name, array in blocks.items()}
 
 
-def _logits(refs: Any, q: Array, query: Array, keys: Any, window: int | None, tau: float, noisy: bool):
+def _logits(refs: Any, q: Array, query: Array, keys: Any, spec: AttentionSpec, tau: float, noisy: bool):
     """Masked logits [queries, keys], and with noise at temperature tau (or the same)."""
     key = refs["key"][keys][None, :]
     visible = (key >= 0) & (key <= query[:, None])
-    if window is not None:
-        visible &= key > query[:, None] - window
-    x = _dot(q, refs["k"][keys].T) * (1 / math.sqrt(q.shape[-1]))
+    if spec.window is not None:
+        visible &= key > query[:, None] - spec.window
+    x = spec.capped(_dot(q, refs["k"][keys].T))
     if "slope" in refs:
         x += refs["slope"][0] * (key - query[:, None]).astype(jnp.float32)
     x = jnp.where(visible, x, LOWEST)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
+
+from pallas_kernels.attention import AttentionSpec, wide
+from pallas_kernels.operands import Operand, cut, values
+from pallas_kernels.prefill_scores.types import Joined, PromptAttention
 
 
 class Blocks(NamedTuple):
@@ -29,16 +33,6 @@ ACCELERATOR = Blocks(8192, 512, 2048)
 """Fewer and larger steps, as each costs the same time to start; never measured on a chip."""
 
 
-class PromptAttention(NamedTuple):
-    """Attention of a prompt's queries, and what each key received; float32, or float64 for float64."""
-
-    out: Float[Array, "b h g n d"]
-    lse: Float[Array, "b h g n"]
-    """Logarithm of each query's sum of exponentials; -inf where a query saw nothing, its output then is 0."""
-    scores: Float[Array, "b h g c"] | None
-    """Column sums of the probabilities, weighted per query; None if they were not asked for."""
-
-
 class _Running(NamedTuple):
     # Maximum and sum of the softmax so far, its unnormalised output, and the same for the second softmax.
     highest: Array
@@ -48,69 +42,89 @@ class _Running(NamedTuple):
     noisy_total: Array
 
 
+class _Part(NamedTuple):
+    # Keys and values that lie together, of which the first is slot `start`.
+    k: Operand
+    v: Operand
+    start: int
+    slots: int
+    width: int
+
+    @property
+    def blocks(self) -> int:
+        return -(-self.slots // self.width)
+
+    def begin(self, j: Any) -> Any:
+        # The last block may begin early, among slots that the one before it had: whole blocks need no padded copy.
+        return jnp.minimum(j * self.width, self.slots - self.width)
+
+    def seen(self, i: Any, size: int, before: int, window: int | None) -> tuple[Any, Any]:
+        # No query sees a key after its own, nor before its window; the `before` first slots are in no order.
+        own = i * size - (self.start - before)
+        last = jnp.clip(-(-(own + size) // self.width), 0, self.blocks)
+        first = jnp.maximum(own - window + 1, 0) // self.width if window is not None and self.start >= before else 0
+        return first, last
+
+
 def prefill_scores(
     q: Float[Array, "b h g n d"],
-    k: Float[Array, "b h c d"],
-    v: Float[Array, "b h c d"],
+    k: Operand | Joined,
+    v: Operand | Joined,
     query_position: Int[Array, "b n"],
     key_position: Int[Array, "b #h c"],
-    weights: Float[Array, "b #h n"] | None,
+    spec: AttentionSpec,
+    weights: Float[Array, "b #h m n"] | None,
     noise: Float[Array, "b h c"] | None,
-    slopes: Float[Array, "h g"] | None,
+    places: tuple[Int[Array, "b #h n"], Int[Array, "b #h c"]] | None,
     *,
     tau: float,
     scores: bool,
-    window: int | None,
     platform: str,
 ) -> PromptAttention:
     """See `pallas_kernels.prefill_scores.api`."""
-    (b, h, g, n, d), c, dtype = q.shape, k.shape[2], jnp.promote_types(q.dtype, jnp.float32)
+    (b, h, g, n, _), c, dtype = q.shape, k.shape[2], wide(q.dtype)
     most = CPU if platform == "cpu" else ACCELERATOR
     size = min(_power_below(max(32, most.rows // (b * h * g))), most.queries, _power_above(n))
-    width = min(most.keys, _power_above(c))
-    pad_n, pad_c = -n % size, -c % width
-    if pad_n:
-        q = jnp.pad(q, ((0, 0),) * 3 + ((0, pad_n), (0, 0)))
-        query_position = jnp.pad(query_position, ((0, 0), (0, pad_n)), constant_values=-1)
-        weights = None if weights is None else jnp.pad(weights, ((0, 0), (0, 0), (0, pad_n)))
-    if pad_c:
-        k, v = (jnp.pad(x, ((0, 0), (0, 0), (0, pad_c), (0, 0))) for x in (k, v))
-        key_position = jnp.pad(key_position, ((0, 0), (0, 0), (0, pad_c)), constant_values=-1)
-        noise = None if noise is None else jnp.pad(noise, ((0, 0), (0, 0), (0, pad_c)))
-    blocks, lowest = (c + pad_c) // width, jnp.finfo(dtype).min
+    pad = -n % size
+    query_place, key_place = (query_position[:, None], key_position) if places is None else places
+    if pad:
+        q = jnp.pad(q, ((0, 0),) * 3 + ((0, pad), (0, 0)))
+        query_position = jnp.pad(query_position, ((0, 0), (0, pad)), constant_values=-1)
+        query_place = jnp.pad(query_place, ((0, 0), (0, 0), (0, pad)))
+        weights = None if weights is None else jnp.pad(weights, ((0, 0),) * 3 + ((0, pad),))
+    parts, lowest = _parts(k, v, most.keys), jnp.finfo(dtype).min
+    if spec.slopes is not None:
+        spec = dataclasses.replace(spec, slopes=spec.slopes.astype(dtype))
     tempered = scores and tau != 1
     # At tau = 1 the noise is a factor per key, of the same exponentials: e^(x + zeta) = e^x e^zeta.
     factor = None
     if scores and not tempered and noise is not None:
         factor = jnp.exp(noise.astype(dtype) - noise.astype(dtype).max(-1, keepdims=True))
-    rows, shape = (b, h, g, size), (b, h, g, n + pad_n)
+    rows, shape, m = (b, h, g, size), (b, h, g, n + pad), 1 if weights is None else weights.shape[2]
 
-    def read(i, carry):
-        out, lse, sums, held, held_highest = carry
-        cut = functools.partial(jax.lax.dynamic_slice_in_dim, start_index=i * size, slice_size=size)
-        queries, position = cut(q, axis=3) * (1 / math.sqrt(d)), cut(query_position, axis=1)
-        weight = (position >= 0)[:, None].astype(dtype)
-        weight = weight if weights is None else weight * cut(weights, axis=2).astype(dtype)
+    def read(i: Any, carry: Any) -> Any:
+        out, lse, sums, held = carry
+        of_queries = functools.partial(jax.lax.dynamic_slice_in_dim, start_index=i * size, slice_size=size)
+        queries, position = of_queries(q, axis=3), of_queries(query_position, axis=1)
+        weight = (position >= 0)[:, None, None].astype(dtype)
+        weight = weight if weights is None else weight * of_queries(weights, axis=3).astype(dtype)
 
-        # A block of queries sees no key after its last one, a window none before its first; padding sees none at all.
-        last = jnp.minimum(-(-(c - n + (i + 1) * size) // width), blocks)
-        last = jnp.where((position >= 0).any(), last, 0)
-        first = jnp.maximum(i * size - window + 1, 0) // width if window is not None and c == n else 0
-
-        def look(j, carry):
-            seen, held, held_highest = carry
-            take = functools.partial(jax.lax.dynamic_slice_in_dim, start_index=j * width, slice_size=width, axis=2)
-            x = jnp.einsum("bhgtd,bhsd->bhgts", queries, take(k), preferred_element_type=dtype)
-            keys = take(key_position)[:, :, None]
-            visible = (keys >= 0) & (keys <= position[:, None, :, None])
-            if window is not None:
-                visible &= keys > position[:, None, :, None] - window
-            if slopes is not None:
-                x += slopes.astype(dtype)[:, :, None, None] * (keys - position[:, None, :, None])[:, :, None]
-            x = jnp.where(visible[:, :, None], x, lowest)
+        def look(part: _Part, j: Any, carry: Any) -> Any:
+            seen, held = carry
+            at = part.begin(j)
+            take = functools.partial(
+                jax.lax.dynamic_slice_in_dim, start_index=part.start + at, slice_size=part.width, axis=2
+            )
+            block_k, block_v = (values(cut(x, at, part.width, 2), q.dtype) for x in (part.k, part.v))
+            x = spec.capped(jnp.einsum("bhgtd,bhsd->bhgts", queries, block_k, preferred_element_type=dtype))
+            visible = spec.mask(position, take(key_position))[:, :, None]
+            if part.slots % part.width:
+                visible &= at + jnp.arange(part.width) >= j * part.width
+            bias = spec.bias(of_queries(query_place, axis=2), take(key_place))
+            x = jnp.where(visible, x if bias is None else x + bias, lowest)
             highest = jnp.maximum(seen.highest, x.max(-1))
             p, shrink = jnp.exp(x - highest[..., None]), jnp.exp(seen.highest - highest)
-            share = jnp.einsum("bhgts,bhsd->bhgtd", p.astype(v.dtype), take(v), preferred_element_type=dtype)
+            share = jnp.einsum("bhgts,bhse->bhgte", p.astype(q.dtype), block_v, preferred_element_type=dtype)
             after = seen._replace(
                 highest=highest,
                 total=seen.total * shrink + p.sum(-1),
@@ -121,49 +135,77 @@ def prefill_scores(
                 after = after._replace(noisy_total=seen.noisy_total * shrink + mass)
             if tempered:
                 drawn = 0.0 if noise is None else take(noise).astype(dtype)[:, :, None, None]
-                y = jnp.where(visible[:, :, None], (x + drawn) / tau, lowest)
+                y = jnp.where(visible, (x + drawn) / tau, lowest)
                 highest = jnp.maximum(seen.noisy_highest, y.max(-1))
                 p, shrink = jnp.exp(y - highest[..., None]), jnp.exp(seen.noisy_highest - highest)
                 after = after._replace(noisy_highest=highest, noisy_total=seen.noisy_total * shrink + p.sum(-1))
             if scores:
-                held = jax.lax.dynamic_update_index_in_dim(held, p, j, 0)
-                held_highest = jax.lax.dynamic_update_index_in_dim(held_highest, highest, j, 0)
-            return after, held, held_highest
+                held = tuple(
+                    jax.lax.dynamic_update_index_in_dim(all_, x, j, 0)
+                    for all_, x in zip(held, (p, highest), strict=True)
+                )
+            return after, held
 
         # Half of the lowest number: exp(lowest - highest) is 0 also where nothing has been seen.
         start, nothing = jnp.full(rows, lowest / 2, dtype), jnp.zeros(rows, dtype)
-        begin = _Running(start, nothing, jnp.zeros((*rows, d), dtype), start, nothing)
-        seen, held, held_highest = jax.lax.fori_loop(first, last, look, (begin, held, held_highest))
+        seen = _Running(start, nothing, jnp.zeros((*rows, v.shape[3]), dtype), start, nothing)
+        ranges = []
+        for at, part in enumerate(parts):
+            first, last = part.seen(i, size, c - n, spec.window)
+            last = jnp.where((position >= 0).any(), last, 0)
+            seen, part_held = jax.lax.fori_loop(first, last, functools.partial(look, part), (seen, held[at]))
+            held, ranges = (*held[:at], part_held, *held[at + 1 :]), [*ranges, (first, last)]
 
         put = functools.partial(jax.lax.dynamic_update_slice_in_dim, start_index=i * size, axis=3)
         out = put(out, seen.out / _safe(seen.total)[..., None])
         lse = put(lse, jnp.where(seen.total > 0, seen.highest + jnp.log(_safe(seen.total)), -jnp.inf))
         if not scores:
-            return out, lse, sums, held, held_highest
+            return out, lse, sums, held
         highest = seen.noisy_highest if tempered else seen.highest
         total = seen.noisy_total if tempered or factor is not None else seen.total
-        share = weight[:, :, None] / _safe(total)
+        share = weight[:, :, :, None] / _safe(total)[:, :, None]
 
-        def add(j, sums):
+        def add(part: _Part, held: tuple[Array, Array], j: Any, sums: Array) -> Array:
             # What was held is relative to the maximum at that time.
-            added = jnp.einsum("bhgts,bhgt->bhgs", held[j], jnp.exp(held_highest[j] - highest) * share)
-            old = jax.lax.dynamic_slice_in_dim(sums, j * width, width, axis=3)
-            return jax.lax.dynamic_update_slice_in_dim(sums, old + added, j * width, axis=3)
+            p, highest_then = (x[j] for x in held)
+            shares = share * jnp.exp(highest_then - highest)[:, :, None]
+            added = jnp.einsum("bhmgt,bhgts->bhms", shares, p)
+            at = part.start + part.begin(j)
+            old = jax.lax.dynamic_slice_in_dim(sums, at, part.width, axis=3)
+            return jax.lax.dynamic_update_slice_in_dim(sums, old + added, at, axis=3)
 
-        weighed = jnp.where((weight != 0).any(), last, first)
-        return out, lse, jax.lax.fori_loop(first, weighed, add, sums), held, held_highest
+        counted = (weight != 0).any()
+        for part, part_held, (first, last) in zip(parts, held, ranges, strict=True):
+            last = jnp.where(counted, last, first)
+            sums = jax.lax.fori_loop(first, last, functools.partial(add, part, part_held), sums)
+        return out, lse, sums, held
 
     empty = (
-        jnp.zeros((*shape, d), dtype),
+        jnp.zeros((*shape, v.shape[3]), dtype),
         jnp.full(shape, -jnp.inf, dtype),
-        jnp.zeros((b, h, g, c + pad_c) if scores else (), dtype),
-        jnp.zeros((blocks, *rows, width) if scores else (), dtype),
-        jnp.zeros((blocks, *rows) if scores else (), dtype),
+        jnp.zeros((b, h, m, c) if scores else (), dtype),
+        tuple(
+            (jnp.zeros((part.blocks, *rows, part.width), dtype), jnp.zeros((part.blocks, *rows), dtype))
+            if scores
+            else ()
+            for part in parts
+        ),
     )
-    out, lse, sums, *_ = jax.lax.fori_loop(0, (n + pad_n) // size, read, empty)
+    out, lse, sums, _ = jax.lax.fori_loop(0, (n + pad) // size, read, empty)
     if factor is not None:
         sums *= factor[:, :, None]
-    return PromptAttention(out[..., :n, :], lse[..., :n], sums[..., :c] if scores else None)
+    return PromptAttention(out[..., :n, :], lse[..., :n], sums if scores else None)
+
+
+def _parts(k: Operand | Joined, v: Operand | Joined, most: int) -> list[_Part]:
+    pairs = zip(*((x.old, x.new) if isinstance(x, Joined) else (x,) for x in (k, v)), strict=True)
+    parts, start = [], 0
+    for part_k, part_v in pairs:
+        slots = part_k.shape[2]
+        if slots:
+            parts.append(_Part(part_k, part_v, start, slots, min(most, slots)))
+        start += slots
+    return parts
 
 
 def _safe(total: Array) -> Array:

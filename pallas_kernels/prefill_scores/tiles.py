@@ -71,9 +71,10 @@ class Tiles:
         return blocks if noise is None else blocks | {"noise": row(noise.astype(jnp.float32), pad_c, 0)}
 
     def weights(self, weights: Array | None, b: int) -> Array:
-        """How much each query counts, [b, heads or 1, 1, n] in whole blocks."""
-        weights = jnp.ones((b, 1, self.n)) if weights is None else weights
-        return row(weights.astype(jnp.float32), self.queries * self.size - self.n, 0)
+        """How much each query counts, [b, heads or 1, m, n] in whole blocks."""
+        weights = jnp.ones((b, 1, 1, self.n)) if weights is None else weights
+        pad = self.queries * self.size - self.n
+        return jnp.pad(weights.astype(jnp.float32), ((0, 0), (0, 0), (0, 0), (0, pad)))
 
 
 def row(x: Array, pad: int, fill: int) -> Array:

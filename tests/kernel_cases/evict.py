@@ -81,18 +81,38 @@ def positions(rng: np.random.Generator, b: int, h: int, c: int, live: str) -> tu
 
 
 def case(
-    b: int, h: int, c: int, d: int, *, dtype: str = "float32", live: str = "full", shrinks: bool = False, keep=False
+    b: int,
+    h: int,
+    c: int,
+    d: int,
+    *,
+    dtype: str = "float32",
+    live: str = "full",
+    shrinks: bool = False,
+    keep: bool = False,
+    codes: str | None = None,
+    words: int | None = None,
 ) -> Case:
-    """Random slots with many equal scores, keys, values and two statistics."""
+    """Random slots with many equal scores, keys, values and three statistics.
+
+    Keys and values are `codes` of 8 bits with scales where these are given; `words` is the width of a fourth statistic.
+    """
     rng = np.random.default_rng(b + h + c + d)
     position, new = positions(rng, b, h, c, live)
     scores = rng.integers(0, 4, size=(b, h, c)).astype(np.float32)
     scores[rng.random(scores.shape) < 0.02] = -np.inf
 
     def tree(*slots: int) -> dict[str, Any]:
-        pair = [normal(rng, (b, h, *slots, d), dtype) for _ in range(2)]
-        words = rng.integers(2**32, size=(b, h, *slots), dtype=np.uint32)
-        return {"pair": pair, "statistic": normal(rng, (b, h, *slots), "float32"), "words": words}
+        shape = (b, h, *slots)
+        if codes is None:
+            pair = [normal(rng, (*shape, d), dtype) for _ in range(2)]
+        else:
+            low, high = np.iinfo(codes).min, np.iinfo(codes).max
+            pair = [rng.integers(low, high, (*shape, d), codes, endpoint=True) for _ in range(2)]
+            pair += [normal(rng, shape, "float32") for _ in range(2)]
+        made = {"pair": pair, "statistic": normal(rng, shape, "float32"), "flag": rng.random(shape) < 0.5}
+        made["word"] = rng.integers(2**32, size=shape, dtype=np.uint32)
+        return made if words is None else made | {"words": rng.integers(2**32, size=(*shape, words), dtype=np.uint32)}
 
     inputs: dict[str, Any] = {
         "scores": scores,
@@ -107,13 +127,15 @@ def case(
         inputs["protection"] = inputs["protection"]._replace(limit=lived)
     if keep:
         inputs["keep"] = rng.random((b, h, c)) < 0.3
+    named_settings = {"shrinks": shrinks, "keep": keep, codes: codes, f"{words}-words": words}
+    told = "".join(f"-{name}" for name, wanted in named_settings.items() if wanted)
     return Case(
         "evict",
-        f"{b}x{h}x{c}x{d}-{live}" + ("-shrinks" if shrinks else "") + ("-keep" if keep else ""),
+        f"{b}x{h}x{c}x{d}-{live}{told}",
         (inputs,),
         lambda inputs, **options: run(inputs, shrinks=shrinks, **options),
         lambda inputs: oracle(inputs, shrinks=shrinks),
-        ways=(XLA,) if keep else (XLA, *TPU_WAYS),
+        ways=(XLA, *TPU_WAYS) if c % 16 == 0 else (XLA,),
         dtype=dtype,
     )
 
@@ -125,4 +147,8 @@ CASES = (
     case(1, 2, 32, 64, live="one", dtype="bfloat16"),
     case(2, 3, 64, 64, live="ragged", shrinks=True),
     case(1, 2, 33, 64, keep=True),
+    case(2, 3, 48, 64, keep=True),
+    case(2, 2, 64, 64, codes="int8", live="ragged", keep=True),
+    case(1, 8, 32, 128, codes="uint8"),
+    case(2, 3, 48, 64, words=3, live="ragged"),
 )
