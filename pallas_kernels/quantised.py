@@ -39,7 +39,8 @@ def halves(codes: Int[Array, "*b s w"]) -> tuple[Int[Array, "*b s w"], ...]:
     """Codes as int8: of all channels, or of the first half and of the last; put together they would be a copy."""
     if codes.dtype == jnp.int8:
         return (codes,)
-    return tuple(half.astype(jnp.int8) - jnp.int8(8) for half in (codes & 15, codes >> 4))
+    wider = codes.astype(jnp.int32)  # a TPU does not compute with bytes
+    return tuple((half - 8).astype(jnp.int8) for half in (wider & 15, wider >> 4))
 
 
 def products(q: Float[Array, "*b g d"], k: Operand, platform: str) -> Float[Array, "*b g s"]:

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels import common
 from pallas_kernels.attention import AttentionSpec
 from pallas_kernels.decode_attention.api import operand_limits, width_limits
-from pallas_kernels.operands import Operand
+from pallas_kernels.operands import Operand, Quantised
 from pallas_kernels.paged_attention import reference
 from pallas_kernels.paged_attention.pages import most_steps
 from pallas_kernels.paged_attention.types import Paged, Places
@@ -50,7 +50,7 @@ def paged_attention(
             slopes only.
         logits: of another layer, which `xla` writes over instead of making its own; None if there are none.
         implementation: `auto`, `xla` or `pallas`. `xla` takes everything. `pallas` takes queries, keys, values, widths
-            and g as `decode_attention` does. On TPU s goes up to 1024, and what its steps are told (three numbers for
+            and g as `decode_attention` does. On TPU s goes up to 1024, four bits need d and e of 256, and what its steps are told (three numbers for
             each head of each row, and one for each row and for each 512 slots of the pool) up to 240,000 numbers. It
             compiles for TPU and GPU and has run in interpreters, never on a chip; `auto` is `pallas` on TPU where it
             can be, else `xla`.
@@ -78,8 +78,10 @@ def limit(q: Array, k: Operand, v: Operand, spec: AttentionSpec, places: Places 
     pages, size = k.shape[:2]
     limits = [*operand_limits(q, k, v, spec, places), *width_limits(k, v, form)]
     if form == "tpu":
+        narrow = [x for x in (k, v) if isinstance(x, Quantised) and x.bits == 4 and x.codes.shape[-1] % common.LANES]
         told = most_steps(b * h, pages, size) + 3 * b * h + b
         limits += [
+            (not narrow, "pages of four bits would be copied at every step, unless d and e are 256"),
             (size <= 1024, f"s={size} slots in a page are more than 1024"),
             (told <= MOST_TOLD, f"its steps are told {told} numbers of rows, heads and pages, more than {MOST_TOLD}"),
         ]
