@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 from typing import Any
 
 import jax.numpy as jnp
@@ -148,7 +149,7 @@ def width_limits(k: Operand, v: Operand, form: str) -> Limits:
             least = 32 if four else 16
             within = least <= width <= 256 and width & (width - 1) == 0
             found.append((within, f"{name}={width} is not a power of two from {least} to 256"))
-            numbers = (operand.codes if isinstance(operand, Quantised) else operand).size  # type: ignore[union-attr]
+            numbers = math.prod(operand.shape)
             found.append((numbers < 2**31, f"{x} holds {numbers} numbers, more than 32 bits can count"))
     return found
 

@@ -18,9 +18,18 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.attention import AttentionSpec
 from pallas_kernels.common import LANES, SUBLANES, padded, slots_lie_along_lanes
-from pallas_kernels.decode_attention.kernel_parts import LOWEST, dot, products, seen, tempered, weighted
+from pallas_kernels.decode_attention.kernel_parts import (
+    LOWEST,
+    dot,
+    multiplies_integers,
+    products,
+    seen,
+    stored,
+    tempered,
+    weighted,
+)
 from pallas_kernels.decode_attention.types import Decoded, Gumbel, LowRank
-from pallas_kernels.operands import Operand, Quantised
+from pallas_kernels.operands import Operand
 
 BLOCK_BYTES = 1 << 20
 """Keys of one grid step, about; values as many, and both twice while the next ones arrive."""
@@ -44,7 +53,7 @@ def decode_attention(
     """See `api.decode_attention`."""
     b, h, g, d = q.shape
     c, e = v.shape[2:]
-    heads, slots = tile(h, c, max(d, e), min(_itemsize(k), _itemsize(v)))
+    heads, slots = tile(h, c, max(d, e), min(stored(x)[0].dtype.itemsize for x in (k, v)))
     splits, rows = pl.cdiv(c, slots), padded(g, SUBLANES)
     held = 4 * heads * rows * splits * slots
     keep = scores is not None and held <= HELD_BYTES
@@ -64,10 +73,10 @@ def decode_attention(
     }
     turned = []  # whose blocks come as [channels, slots]
     for name, operand in (("k", k), ("v", v)):
-        if isinstance(operand, Quantised):
-            inputs[f"{name}_scale"] = (operand.scale, of_slots)
-        array = operand.codes if isinstance(operand, Quantised) else operand
-        width = array.shape[-1]  # type: ignore[union-attr]
+        array, scale = stored(operand)
+        if scale is not None:
+            inputs[f"{name}_scale"] = (scale, of_slots)
+        width = array.shape[-1]
         # For XLA a swap of what already lies that way; the other way it would copy the cache at every step.
         if slots_lie_along_lanes(c, width):
             turned.append(name)
@@ -105,9 +114,14 @@ def decode_attention(
         )
         outputs["scores_lse"] = ((b, h, rows, 1), of_heads(rows, 1))
 
-    static = dataclasses.replace(spec, slopes=None)
     kernel = functools.partial(
-        _kernel, capacity=c, turned=tuple(turned), groups=g, spec=static, scores=_static(scores)
+        _kernel,
+        capacity=c,
+        turned=tuple(turned),
+        groups=g,
+        spec=dataclasses.replace(spec, slopes=None),
+        scores=_static(scores),
+        integers=multiplies_integers(interpret),
     )
     called = pl.pallas_call(
         kernel,
@@ -141,16 +155,11 @@ def tile(h: int, c: int, d: int, itemsize: int) -> tuple[int, int]:
     return heads, min(slots, c)
 
 
-def _itemsize(operand: Operand) -> int:
-    # Codes of four bits are unpacked to bytes on the chip.
-    return 1 if isinstance(operand, Quantised) else operand.dtype.itemsize  # type: ignore[union-attr]
-
-
 def _static(scores: str | Gumbel | None) -> Any:
     return scores._replace(seed=None, tau=None) if isinstance(scores, Gumbel) else scores  # type: ignore[arg-type]
 
 
-def _kernel(refs, outputs, scratch, *, capacity, turned, groups, spec, scores):
+def _kernel(refs, outputs, scratch, *, capacity, turned, groups, spec, scores, integers):
     row, block, split = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     heads, slots = refs["position"].shape[1:]
     gumbel = isinstance(scores, Gumbel)
@@ -176,13 +185,13 @@ def _kernel(refs, outputs, scratch, *, capacity, turned, groups, spec, scores):
         visible &= split * slots + jax.lax.broadcasted_iota(jnp.int32, (heads, slots), 1) < capacity
     visible = jnp.broadcast_to(visible[:, None, :], (heads, refs["q"].shape[2], slots))
     k_scale, v_scale = (refs[name][0] if name in refs else None for name in ("k_scale", "v_scale"))
-    channels = {name: 1 if name in turned else 2 for name in "kv"}
+    k_channels, v_channels = (1 if name in turned else 2 for name in "kv")
     if v_scale is None:
-        v = live(refs["v"][0], 3 - channels["v"])
+        v = live(refs["v"][0], 3 - v_channels)
     else:
         v, v_scale = refs["v"][0], live(v_scale, 1)
 
-    logits = spec.capped(products(refs["q"][0], refs["k"][0], k_scale, channels["k"]))
+    logits = spec.capped(products(refs["q"][0], refs["k"][0], k_scale, k_channels, integers))
     if "slopes" in refs:
         logits += refs["slopes"][...] * (position - query).astype(jnp.float32)[:, None, :]
     logits = jnp.where(visible, logits, LOWEST)
@@ -190,7 +199,7 @@ def _kernel(refs, outputs, scratch, *, capacity, turned, groups, spec, scores):
     weights = jnp.exp(logits - highest)
     kept = jnp.exp(scratch["top"][...] - highest)
     scratch["total"][...] = kept * scratch["total"][...] + weights.sum(-1, keepdims=True)
-    scratch["acc"][...] = kept * scratch["acc"][...] + weighted(weights, v, v_scale, channels["v"])
+    scratch["acc"][...] = kept * scratch["acc"][...] + weighted(weights, v, v_scale, v_channels, integers)
     scratch["top"][...] = highest
 
     if gumbel:

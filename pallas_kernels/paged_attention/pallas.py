@@ -18,8 +18,8 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.attention import AttentionSpec
 from pallas_kernels.common import SUBLANES, padded
-from pallas_kernels.decode_attention.kernel_parts import LOWEST, products, seen, weighted
-from pallas_kernels.operands import Operand, Quantised
+from pallas_kernels.decode_attention.kernel_parts import LOWEST, multiplies_integers, products, seen, stored, weighted
+from pallas_kernels.operands import Operand
 from pallas_kernels.paged_attention.pages import most_steps, ranges, tile
 from pallas_kernels.paged_attention.types import Paged
 
@@ -72,10 +72,10 @@ def paged_attention(
         "position": (position[:, None], per_slot(1, size)),
     }
     for name, operand in (("k", k), ("v", v)):
-        if isinstance(operand, Quantised):
-            inputs[f"{name}_scale"] = (operand.scale[:, None], per_slot(1, size))
-        array = operand.codes if isinstance(operand, Quantised) else operand
-        inputs[name] = (array, per_slot(*array.shape[1:]))  # type: ignore[union-attr]
+        array, scale = stored(operand)
+        inputs[name] = (array, per_slot(*array.shape[1:]))
+        if scale is not None:
+            inputs[f"{name}_scale"] = (scale[:, None], per_slot(1, size))
     if spec.slopes is not None:
         of_group = pl.BlockSpec((1, rows, 1), lambda i, scalars: (scalars["owner"][i] % h, 0, 0))
         inputs["slopes"] = (pad(spec.slopes.astype(jnp.float32)[..., None]), of_group)
@@ -93,7 +93,13 @@ def paged_attention(
         "written": pltpu.SemaphoreType.DMA(()),
     }
     found = pl.pallas_call(
-        functools.partial(_kernel, heads=h, pool=count, spec=dataclasses.replace(spec, slopes=None)),
+        functools.partial(
+            _kernel,
+            heads=h,
+            pool=count,
+            spec=dataclasses.replace(spec, slopes=None),
+            integers=multiplies_integers(interpret),
+        ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=(last[-1],),
@@ -117,7 +123,7 @@ def _place(i, scalars, block: int, pool: int):
     return page, jnp.minimum(page, pool - block)
 
 
-def _kernel(scalars, refs, outputs, scratch, *, heads, pool, spec):
+def _kernel(scalars, refs, outputs, scratch, *, heads, pool, spec, integers):
     i = pl.program_id(0)
     owner = scalars["owner"][i]
     block, _, size = refs["position"].shape
@@ -144,7 +150,7 @@ def _kernel(scalars, refs, outputs, scratch, *, heads, pool, spec):
         v = jnp.where(real(v.shape), v, jnp.zeros_like(v))  # a weight of 0 does not keep out another head's NaN
     else:
         v_scale = jnp.where(real(v_scale.shape), v_scale, 0.0)
-    x = spec.capped(products(refs["q"][...], refs["k"][...], k_scale, 2))
+    x = spec.capped(products(refs["q"][...], refs["k"][...], k_scale, 2, integers))
     if "slopes" in refs:
         x += refs["slopes"][...] * (position - query).astype(jnp.float32)
     x = jnp.where(visible, x, LOWEST)
@@ -152,7 +158,7 @@ def _kernel(scalars, refs, outputs, scratch, *, heads, pool, spec):
     weights = jnp.exp(x - highest)
     kept = jnp.exp(scratch["top"][...] - highest)
     scratch["total"][...] = kept * scratch["total"][...] + weights.sum(0).sum(-1, keepdims=True)
-    scratch["acc"][...] = kept * scratch["acc"][...] + weighted(weights, v, v_scale, 2).sum(0)
+    scratch["acc"][...] = kept * scratch["acc"][...] + weighted(weights, v, v_scale, 2, integers).sum(0)
     scratch["top"][...] = highest
 
     def leave(pages, start: bool):
