@@ -66,7 +66,7 @@ class LowRank(NamedTuple):
 
     features: Float[Array, "b h g *t R"]
     """phi(q), not negative; of one token per row, without t, for `decode_attention`."""
-    h: Float[Array, "b h R d"]
+    h: Float[Array, "b h R e"]
     """Sum of psi(k)^T v."""
     z: Float[Array, "b h R"]
     """Sum of psi(k)."""

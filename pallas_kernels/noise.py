@@ -28,9 +28,9 @@ def hashed_bits(
     return mix(bits ^ (position * jnp.uint32(0x846CA68B) + jnp.uint32(1)))
 
 
-def _unit(bits: UInt32[Array, "*b"]) -> Float[Array, "*b"]:
-    # 23 bits and a half: strictly between 0 and 1, exact in float32.
-    return ((bits >> 9).astype(jnp.float32) + 0.5) / 2**23
+def uniform(bits: UInt32[Array, "*b"]) -> Float[Array, "*b"]:
+    """Numbers strictly between 0 and 1 from random bits: 23 of them and a half, exact in float32."""
+    return ((bits >> 9).astype(jnp.int32).astype(jnp.float32) + 0.5) / 2**23  # a TPU converts only signed integers
 
 
 def uniform_at(
@@ -55,7 +55,7 @@ def uniform_at(
     if query is not None:
         mixed = mix(seed[:, None] ^ mix(query.astype(jnp.uint32) + jnp.uint32(0x632BE5AB)))
         seeds, heads, positions = mixed[:, None, :, None], heads[..., None], positions[:, :, None]
-    return _unit(hashed_bits(seeds, layer, heads, positions))
+    return uniform(hashed_bits(seeds, layer, heads, positions))
 
 
 def gumbel(uniform: Float[Array, "*b"]) -> Float[Array, "*b"]:
@@ -66,3 +66,12 @@ def gumbel(uniform: Float[Array, "*b"]) -> Float[Array, "*b"]:
 def gaussian(uniform: Float[Array, "*b"]) -> Float[Array, "*b"]:
     """Gaussian noise of the Gumbel distribution's mean and deviation, from uniform numbers."""
     return GUMBEL_MEAN + GUMBEL_DEVIATION * math.sqrt(2) * erf_inv(2 * uniform - 1)
+
+
+def none(uniform: Float[Array, "*b"]) -> Float[Array, "*b"]:
+    """No noise."""
+    return jnp.zeros_like(uniform)
+
+
+KINDS = {"gumbel": gumbel, "gaussian": gaussian, "none": none}
+"""Keyformer's noise by name."""

@@ -20,6 +20,7 @@ from pallas_kernels.decode_attention import Gumbel, LowRank, decode_attention
 from pallas_kernels.evict import evict
 from pallas_kernels.hamming import hamming
 from pallas_kernels.less_kernels import phi, psi
+from pallas_kernels.operands import Quantised
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.prefill_scores import prefill_scores
 from pallas_kernels.ranking import Protection
@@ -72,6 +73,9 @@ class Program:
         rng = np.random.default_rng(0)
 
         def fill(name: str, shape: Shape) -> jax.Array:
+            if shape.dtype in (jnp.int8, jnp.uint8):
+                info = jnp.iinfo(shape.dtype)
+                return jnp.asarray(rng.integers(info.min + 1, info.max, size=shape.shape, dtype=shape.dtype))
             if jnp.issubdtype(shape.dtype, jnp.floating):
                 key = jax.random.key(int(rng.integers(2**31)))
                 made = jax.random.normal(key, shape.shape, shape.dtype)
@@ -99,6 +103,15 @@ class Program:
         return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((self.shapes, results)))
 
 
+def operand(shape: tuple[int, ...], dtype: DTypeLike, bits: int | None) -> Any:
+    """Keys or values, as codes of so many bits if any are named."""
+    if bits is None:
+        return Shape(shape, dtype)
+    *slots, width = shape
+    codes = Shape(shape, jnp.int8) if bits == 8 else Shape((*slots, width // 2), jnp.uint8)
+    return Quantised(codes, Shape(tuple(slots), jnp.float32))  # type: ignore[arg-type]
+
+
 def decode(
     label: str,
     b: int,
@@ -108,23 +121,28 @@ def decode(
     d: int,
     dtype: DTypeLike,
     *,
+    e: int | None = None,
+    bits: int | None = None,
     scores: str | None = None,
     rank: int = 0,
     noisy: bool = False,
     slopes: bool = False,
     window: int | None = None,
+    soft_cap: float | None = None,
 ) -> Program:
     """`decode_attention`; `noisy` asks for Keyformer's increments, `rank` for the low-rank share of LESS."""
+    e = d if e is None else e
 
-    def run(seed=None, tau=None, low_rank=None, **arrays):
+    def run(seed=None, tau=None, low_rank=None, slopes=None, **arrays):
         low_rank = None if low_rank is None else LowRank(*low_rank)
         wanted = scores if seed is None or tau is None else Gumbel(seed, tau)
-        return decode_attention(**arrays, low_rank=low_rank, scores=wanted, window=window)
+        spec = AttentionSpec(d**-0.5, soft_cap, window, slopes)
+        return decode_attention(**arrays, spec=spec, low_rank=low_rank, scores=wanted)
 
     shapes: dict[str, Any] = {
         "q": Shape((b, h, g, d), dtype),
-        "k": Shape((b, h, c, d), dtype),
-        "v": Shape((b, h, c, d), dtype),
+        "k": operand((b, h, c, d), dtype, bits),
+        "v": operand((b, h, c, e), dtype, bits),
         "position": Shape((b, h, c), jnp.int32),
         "query_position": Shape((b,), jnp.int32),
     }
@@ -133,23 +151,26 @@ def decode(
     if slopes:
         shapes["slopes"] = Shape((h, g), jnp.float32)
     if rank:
-        sizes = ((b, h, g, rank), (b, h, rank, d), (b, h, rank))
+        sizes = ((b, h, g, rank), (b, h, rank, e), (b, h, rank))
         shapes["low_rank"] = tuple(Shape(size, jnp.float32) for size in sizes)
     return Program("decode_attention", label, run, shapes)
 
 
-def paged(label: str, b: int, h: int, g: int, pages: int, size: int, d: int, dtype: DTypeLike) -> Program:
+def paged(
+    label: str, b: int, h: int, g: int, pages: int, size: int, d: int, dtype: DTypeLike, *, bits: int | None = None
+) -> Program:
     """`paged_attention` over a pool of which this layer's are all pages."""
     shapes: dict[str, Any] = {
         "q": Shape((b, h, g, d), dtype),
-        "k": Shape((pages, size, d), dtype),
-        "v": Shape((pages, size, d), dtype),
+        "k": operand((pages, size, d), dtype, bits),
+        "v": operand((pages, size, d), dtype, bits),
         "position": Shape((pages, size), jnp.int32),
         "owner": Shape((pages,), jnp.int32),
         "pages": Shape((2,), jnp.int32),
         "query_position": Shape((b,), jnp.int32),
     }
-    return Program("paged_attention", label, paged_attention, shapes)
+    run = functools.partial(paged_attention, spec=AttentionSpec(d**-0.5))
+    return Program("paged_attention", label, run, shapes)
 
 
 def prefill(
@@ -270,8 +291,15 @@ def programs() -> Iterator[Program]:
     yield decode("multi-query x 16, 65536 slots, d 256", 1, 1, 16, 65536, 256, half, scores="sum")
     yield decode("float32, d 64, ALiBi, window", 2, 4, 4, 1024, 64, whole, slopes=True, scores="each", window=512)
     yield decode("embedded model, 64 slots", 1, 2, 2, 64, 32, whole, scores="sum")
+    for bits in (8, 4):
+        yield decode(f"8 heads x 4, 4096 slots, d 128, {bits} bits", 32, 8, 4, 4096, 128, half, bits=bits)
+        yield decode(f"multi-head, 256 slots, {bits} bits", 64, 32, 1, 256, 128, half, bits=bits, scores="sum")
+        yield decode(f"float32, 1000 slots, d 64, {bits} bits", 2, 4, 4, 1000, 64, whole, bits=bits, noisy=True)
+    yield decode("4096 slots, d 192 and e 128, soft cap", 8, 8, 4, 4096, 192, half, e=128, soft_cap=50.0)
     yield paged("8 heads x 4, 16384 pages of 32, d 128, bfloat16", 32, 8, 4, 16384, 32, 128, half)
     yield paged("float32, d 64, 100 pages of 16", 2, 4, 2, 100, 16, 64, whole)
+    yield paged("8 heads x 4, 16384 pages of 32, d 128, 8 bits", 32, 8, 4, 16384, 32, 128, half, bits=8)
+    yield paged("8 heads x 4, 4096 pages of 32, d 256, 4 bits", 32, 8, 4, 4096, 32, 256, half, bits=4)
     yield eviction("8 heads, 4096 slots, d 128, bfloat16", 32, 8, 4096, 128, half)
     yield eviction("32 heads, 256 slots, d 128, bfloat16", 64, 32, 256, 128, half)
     yield eviction("float32, 16384 slots, d 256", 1, 1, 16384, 256, whole)

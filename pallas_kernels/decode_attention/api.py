@@ -3,27 +3,33 @@
 from __future__ import annotations
 
 import importlib
+import math
 from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import common
+from pallas_kernels import common, noise
+from pallas_kernels.attention import AttentionSpec
 from pallas_kernels.decode_attention import reference
-from pallas_kernels.decode_attention.types import Decoded, Gumbel, LowRank
+from pallas_kernels.decode_attention.types import Decoded, Gumbel, LowRank, Places
+from pallas_kernels.operands import Operand, Quantised, Turned
 
 DTYPES = (jnp.dtype("float32"), jnp.dtype("bfloat16"))
+
+Limits = list[tuple[bool, str]]
+"""Whether arguments are within a limit, and what to say where they are not."""
 
 
 def decode_attention(
     q: Float[Array, "b h g d"],
-    k: Float[Array, "b h c d"],
-    v: Float[Array, "b h c d"],
+    k: Operand,
+    v: Operand,
     position: Int[Array, "b h c"],
     query_position: Int[Array, " b"],
+    spec: AttentionSpec,
     *,
-    window: int | None = None,
-    slopes: Float[Array, "h g"] | None = None,
+    places: Places | None = None,
     low_rank: LowRank | None = None,
     scores: str | Gumbel | None = None,
     implementation: str = "auto",
@@ -34,80 +40,123 @@ def decode_attention(
 
     Args:
         q: queries of one token per row; the g of a group share one KV head.
-        k: keys, in no order.
-        v: values.
+        k: keys [b h c d], in no order: an array, codes, or keys that are rotated when they are read.
+        v: values [b h c e] of any width: an array, or codes. Codes are never decoded, except for queries of float64;
+            `xla` on CPU and TPU, and `pallas` on TPU, split queries and weights into two digits of 8 bits, which is
+            off by some 1e-4 of the largest result.
         position: the token in each slot, -1 for none; slots after the query's position are not seen either.
         query_position: of each row's token; -1 for a row of padding, which sees nothing.
-        window: the model's sliding window in tokens, or None.
-        slopes: ALiBi's, of distances between positions, or None.
+        spec: the layer's scale, soft cap, window and slopes.
+        places: where the model sees the query [b h] and the keys [b h c], if not at their positions; they matter for
+            slopes only.
         low_rank: the evicted tokens' share (LESS, equation 3), or None.
         scores: probabilities of `each` query head, their `sum` over the group, or a `Gumbel` (Keyformer, equation 9,
             summed over the group); None for none.
-        implementation: `auto`, `xla`, `pallas` or `triton`. `xla` takes everything. The others take float32 and
-            bfloat16, g up to 16, c up to 65536 and R up to 128. `pallas` takes d a multiple of 8 up to 256 on TPU; on
-            GPU a power of two from 16 to 256, and less than 2^31 numbers in k. `triton` is for GPU, needs jax-triton,
-            and takes any d up to 256, but no gaussian noise. All compile for their chips and have run in interpreters,
-            none on a chip; `auto` is `pallas` on TPU where it can be, else `xla`.
+        implementation: `auto`, `xla`, `pallas` or `triton`. `xla` takes everything. The others take queries of float32
+            and bfloat16 and arrays of the same, g up to 16, c up to 65536, R up to 128, no keys that are rotated, and
+            no places beside slopes. `pallas` takes d and e that are multiples of 8 up to 256 on TPU (of 16 with four
+            bits); on GPU powers of two from 16 to 256 (from 32 with four bits), and less than 2^31 numbers in k and in
+            v. `triton` is for GPU, needs jax-triton, and takes any d and e up to 256, but neither gaussian noise nor
+            codes of four bits. All compile for their chips and have run in interpreters, none on a chip; `auto` is
+            `pallas` on TPU where it can be, else `xla`.
         interpret: `True`, or `pltpu.InterpretParams()`, to run `pallas` without an accelerator.
         platform: for which the program is compiled; None for that of `jax.default_backend()`.
 
     Raises:
         Unsupported: the implementation asked for cannot run these arguments here.
-        ValueError: `scores` or `implementation` is unknown.
+        ValueError: `scores` or `implementation` is unknown, or values are `Turned`.
     """
-    noises = ("gumbel", "gaussian", "none")
     if isinstance(scores, Gumbel):
-        if scores.noise not in noises:
-            raise ValueError(f"noise={scores.noise!r} is not one of {', '.join(noises)}.")
+        if scores.noise not in noise.KINDS:
+            raise ValueError(f"noise={scores.noise!r} is not one of {', '.join(noise.KINDS)}.")
     elif scores not in (None, "each", "sum"):
         raise ValueError(f"scores={scores!r} is not None, 'each', 'sum' or a Gumbel.")
     limits = {
-        "pallas": limit(q, k, v, low_rank, common.pallas_form(platform)),
-        "triton": triton_limit(q, k, v, low_rank, scores),
+        "pallas": limit(q, k, v, spec, places, low_rank, common.pallas_form(platform)),
+        "triton": triton_limit(q, k, v, spec, places, low_rank, scores),
     }
     chosen = common.choose("decode_attention", implementation, limits, platform=platform, interpret=interpret)
-    arguments: dict[str, Any] = dict(window=window, slopes=slopes, low_rank=low_rank, scores=scores)
+    arguments: dict[str, Any] = dict(low_rank=low_rank, scores=scores)
     if chosen == "xla":
-        return reference.decode_attention(q, k, v, position, query_position, **arguments)
+        arguments |= dict(places=places, platform=common.platform_of(platform))
+        return reference.decode_attention(q, k, v, position, query_position, spec, **arguments)
     # Kernels are imported where one runs: Pallas takes long, jax-triton is not everywhere.
     if chosen == "pallas":
         chosen = "pallas_gpu" if common.pallas_form(platform) == "gpu" else "pallas"
         arguments["interpret"] = interpret
     form = importlib.import_module(f"pallas_kernels.decode_attention.{chosen}")
-    return form.decode_attention(q, k, v, position, query_position, **arguments)
+    return form.decode_attention(q, k, v, position, query_position, spec, **arguments)
 
 
-def limit(q: Array, k: Array, v: Array, low_rank: LowRank | None, form: str) -> str | None:
+def limit(
+    q: Array,
+    k: Operand,
+    v: Operand,
+    spec: AttentionSpec,
+    places: Places | None,
+    low_rank: LowRank | None,
+    form: str,
+) -> str | None:
     """What these arguments ask that the Pallas kernel for `tpu` or `gpu` cannot do, or None."""
-    d = q.shape[3]
-    if form == "tpu":
-        return common.first_limit(
-            *_limits(q, k, v, low_rank), (d <= 256 and d % 8 == 0, f"d={d} is not a multiple of 8 up to 256")
-        )
-    return common.first_limit(
-        *_limits(q, k, v, low_rank),
-        (16 <= d <= 256 and d & (d - 1) == 0, f"d={d} is not a power of two from 16 to 256"),
-        (k.size < 2**31, f"k holds {k.size} numbers, more than 32 bits can count"),
-    )
+    limits = [*operand_limits(q, k, v, spec, places), *_limits(k, low_rank)]
+    return common.first_limit(*limits, *width_limits(k, v, form))
 
 
-def triton_limit(q: Array, k: Array, v: Array, low_rank: LowRank | None, scores: str | Gumbel | None) -> str | None:
+def triton_limit(
+    q: Array,
+    k: Operand,
+    v: Operand,
+    spec: AttentionSpec,
+    places: Places | None,
+    low_rank: LowRank | None,
+    scores: str | Gumbel | None,
+) -> str | None:
     """What these arguments ask that the Triton kernel cannot do, or None."""
     gaussian = isinstance(scores, Gumbel) and scores.noise == "gaussian"
+    four = any(isinstance(x, Quantised) and x.bits == 4 for x in (k, v))
     return common.first_limit(
-        *_limits(q, k, v, low_rank),
-        (q.shape[3] <= 256, f"d={q.shape[3]} is more than 256"),
+        *operand_limits(q, k, v, spec, places),
+        *_limits(k, low_rank),
+        *((x.shape[-1] <= 256, f"{name}={x.shape[-1]} is more than 256") for name, x in (("d", k), ("e", v))),
+        (not four, "it has no codes of four bits"),
         (not gaussian, "it has no gaussian noise"),
     )
 
 
-def _limits(q: Array, k: Array, v: Array, low_rank: LowRank | None) -> list[tuple[bool, str]]:
-    g, c = q.shape[2], k.shape[2]
-    same = k.dtype in DTYPES and q.dtype == k.dtype == v.dtype
-    features = 1 if low_rank is None else low_rank.features.shape[-1]
+def operand_limits(q: Array, k: Operand, v: Operand, spec: AttentionSpec, places: Any) -> Limits:
+    """What no kernel takes, for slots or for pages."""
+    g, arrays = q.shape[2], [x for x in (q, k, v) if not isinstance(x, Quantised | Turned)]
+    same = q.dtype in DTYPES and all(x.dtype == q.dtype for x in arrays)
+    dtypes = ", ".join(str(x.codes.dtype if isinstance(x, Quantised) else x.dtype) for x in (q, *arrays[1:]))
     return [
-        (same, f"q, k, v of {q.dtype}, {k.dtype}, {v.dtype} are not all float32 or all bfloat16"),
+        (not isinstance(k, Turned), "keys are rotated when they are read (Turned)"),
+        (spec.slopes is None or places is None, "places that are not positions, together with slopes"),
+        (same, f"{'q, k, v'[: 3 * len(arrays) - 2]} of {dtypes} are not all float32 or all bfloat16"),
         (g <= 16, f"g={g} query heads share a KV head, more than 16"),
+    ]
+
+
+def width_limits(k: Operand, v: Operand, form: str) -> Limits:
+    """Widths of keys and values that a Pallas kernel for `tpu` or `gpu` does not take."""
+    found: Limits = []
+    for name, x, operand in (("d", "k", k), ("e", "v", v)):
+        width, four = operand.shape[-1], isinstance(operand, Quantised) and operand.bits == 4
+        if form == "tpu":
+            unit = 16 if four else 8
+            within = width <= 256 and width % unit == 0
+            found.append((within, f"{name}={width} is not a multiple of {unit} up to 256"))
+        else:
+            least = 32 if four else 16
+            within = least <= width <= 256 and width & (width - 1) == 0
+            found.append((within, f"{name}={width} is not a power of two from {least} to 256"))
+            numbers = math.prod(operand.shape)
+            found.append((numbers < 2**31, f"{x} holds {numbers} numbers, more than 32 bits can count"))
+    return found
+
+
+def _limits(k: Operand, low_rank: LowRank | None) -> Limits:
+    c, features = k.shape[2], 1 if low_rank is None else low_rank.features.shape[-1]
+    return [
         (c <= 65536, f"c={c} slots are more than 65536"),
         (features <= 128, f"R={features} features are more than 128"),
     ]

@@ -6,8 +6,8 @@ in scratch memory.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-import math
 from typing import Any
 
 import jax
@@ -16,35 +16,44 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import noise
+from pallas_kernels.attention import AttentionSpec
 from pallas_kernels.common import LANES, SUBLANES, padded, slots_lie_along_lanes
+from pallas_kernels.decode_attention.kernel_parts import (
+    LOWEST,
+    dot,
+    multiplies_integers,
+    products,
+    seen,
+    stored,
+    tempered,
+    weighted,
+)
 from pallas_kernels.decode_attention.types import Decoded, Gumbel, LowRank
+from pallas_kernels.operands import Operand
 
 BLOCK_BYTES = 1 << 20
 """Keys of one grid step, about; values as many, and both twice while the next ones arrive."""
 HELD_BYTES = 4 << 20
 """Logits that stay on the chip until their row is done; longer rows write them out and are scored by XLA."""
 VMEM_BYTES = 14 << 20
-LOWEST = float(jnp.finfo(jnp.float32).min)
 
 
 def decode_attention(
     q: Float[Array, "b h g d"],
-    k: Float[Array, "b h c d"],
-    v: Float[Array, "b h c d"],
+    k: Operand,
+    v: Operand,
     position: Int[Array, "b h c"],
     query_position: Int[Array, " b"],
+    spec: AttentionSpec,
     *,
-    window: int | None,
-    slopes: Float[Array, "h g"] | None,
     low_rank: LowRank | None,
     scores: str | Gumbel | None,
     interpret: Any,
 ) -> Decoded:
     """See `api.decode_attention`."""
     b, h, g, d = q.shape
-    c = k.shape[2]
-    heads, slots = tile(h, c, d, k.dtype.itemsize)
+    c, e = v.shape[2:]
+    heads, slots = tile(h, c, max(d, e), min(stored(x)[0].dtype.itemsize for x in (k, v)))
     splits, rows = pl.cdiv(c, slots), padded(g, SUBLANES)
     held = 4 * heads * rows * splits * slots
     keep = scores is not None and held <= HELD_BYTES
@@ -55,38 +64,43 @@ def decode_attention(
     def of_heads(*tail: int) -> pl.BlockSpec:
         return pl.BlockSpec((1, heads, *tail), lambda b, h, s: (b, h) + (0,) * len(tail))
 
-    # For XLA a swap of what already lies that way; the other way it would copy the cache at every step.
-    turned = slots_lie_along_lanes(c, d)
-    if turned:
-        k, v = jnp.swapaxes(k, 2, 3), jnp.swapaxes(v, 2, 3)
-        per_slot = pl.BlockSpec((1, heads, d, slots), lambda b, h, s: (b, h, 0, s))
-    else:
-        per_slot = pl.BlockSpec((1, heads, slots, d), lambda b, h, s: (b, h, s, 0))
     scalars = pl.BlockSpec(memory_space=pltpu.SMEM)
+    of_slots = pl.BlockSpec((1, heads, slots), lambda b, h, s: (b, h, s))
     inputs: dict[str, tuple[Array, pl.BlockSpec]] = {
         "query_position": (query_position, scalars),
         "q": (pad(q), of_heads(rows, d)),
-        "k": (k, per_slot),
-        "v": (v, per_slot),
-        "position": (position, pl.BlockSpec((1, heads, slots), lambda b, h, s: (b, h, s))),
+        "position": (position, of_slots),
     }
-    if slopes is not None:
+    turned = []  # whose blocks come as [channels, slots]
+    for name, operand in (("k", k), ("v", v)):
+        array, scale = stored(operand)
+        if scale is not None:
+            inputs[f"{name}_scale"] = (scale, of_slots)
+        width = array.shape[-1]
+        # For XLA a swap of what already lies that way; the other way it would copy the cache at every step.
+        if slots_lie_along_lanes(c, width):
+            turned.append(name)
+            block = pl.BlockSpec((1, heads, width, slots), lambda b, h, s: (b, h, 0, s))
+            inputs[name] = (jnp.swapaxes(array, 2, 3), block)
+        else:
+            inputs[name] = (array, pl.BlockSpec((1, heads, slots, width), lambda b, h, s: (b, h, s, 0)))
+    if spec.slopes is not None:
         block = pl.BlockSpec((heads, rows, 1), lambda b, h, s: (h, 0, 0))
-        inputs["slopes"] = (pad(slopes.astype(jnp.float32)[..., None]), block)
+        inputs["slopes"] = (pad(spec.slopes.astype(jnp.float32)[..., None]), block)
     if low_rank is not None:
         features = low_rank.features.shape[-1]
         inputs["phi"] = (pad(low_rank.features.astype(jnp.float32)), of_heads(rows, features))
-        inputs["h"] = (low_rank.h.astype(jnp.float32), of_heads(features, d))
+        inputs["h"] = (low_rank.h.astype(jnp.float32), of_heads(features, e))
         inputs["z"] = (low_rank.z.astype(jnp.float32)[:, :, None], of_heads(1, features))
     if isinstance(scores, Gumbel):
         inputs["seed"] = (jax.lax.bitcast_convert_type(scores.seed, jnp.int32), scalars)
         inputs["tau"] = (scores.tau.astype(jnp.float32), scalars)
 
     outputs: dict[str, tuple[tuple[int, ...], pl.BlockSpec]] = {
-        "out": ((b, h, rows, d), of_heads(rows, d)),
+        "out": ((b, h, rows, e), of_heads(rows, e)),
         "lse": ((b, h, rows, 1), of_heads(rows, 1)),
     }
-    scratch = {"acc": (heads, rows, d), "top": (heads, rows, 1), "total": (heads, rows, 1)}
+    scratch = {"acc": (heads, rows, e), "top": (heads, rows, 1), "total": (heads, rows, 1)}
     if isinstance(scores, Gumbel):
         scratch |= {"noisy_top": (heads, rows, 1), "noisy_total": (heads, rows, 1)}
     if keep:
@@ -100,7 +114,15 @@ def decode_attention(
         )
         outputs["scores_lse"] = ((b, h, rows, 1), of_heads(rows, 1))
 
-    kernel = functools.partial(_kernel, capacity=c, turned=turned, groups=g, window=window, scores=_static(scores))
+    kernel = functools.partial(
+        _kernel,
+        capacity=c,
+        turned=tuple(turned),
+        groups=g,
+        spec=dataclasses.replace(spec, slopes=None),
+        scores=_static(scores),
+        integers=multiplies_integers(interpret),
+    )
     called = pl.pallas_call(
         kernel,
         grid=(b, pl.cdiv(h, heads), splits),
@@ -125,8 +147,10 @@ def decode_attention(
 
 
 def tile(h: int, c: int, d: int, itemsize: int) -> tuple[int, int]:
-    """KV heads and slots of one grid step."""
+    """KV heads and slots of one grid step, for heads of d numbers that take so many bytes each."""
     heads = SUBLANES if h % SUBLANES == 0 else h
+    while h % (2 * heads) == 0 and 2 * heads * c * d * itemsize <= BLOCK_BYTES:
+        heads *= 2  # of short rows, lest a step be shorter than its start
     slots = max(LANES, BLOCK_BYTES // (heads * d * itemsize) // LANES * LANES)
     return heads, min(slots, c)
 
@@ -135,10 +159,9 @@ def _static(scores: str | Gumbel | None) -> Any:
     return scores._replace(seed=None, tau=None) if isinstance(scores, Gumbel) else scores  # type: ignore[arg-type]
 
 
-def _kernel(refs, outputs, scratch, *, capacity, turned, groups, window, scores):
+def _kernel(refs, outputs, scratch, *, capacity, turned, groups, spec, scores, integers):
     row, block, split = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     heads, slots = refs["position"].shape[1:]
-    along = 2 if turned else 1
     gumbel = isinstance(scores, Gumbel)
 
     @pl.when(split == 0)
@@ -149,20 +172,26 @@ def _kernel(refs, outputs, scratch, *, capacity, turned, groups, window, scores)
             scratch["noisy_top"][...] = jnp.full(scratch["top"].shape, LOWEST / 2, jnp.float32)
             scratch["noisy_total"][...] = jnp.zeros(scratch["top"].shape, jnp.float32)
 
-    position, query = refs["position"][0], refs["query_position"][row]
-    visible = (position >= 0) & (position <= query)
-    if window is not None:
-        visible &= position > query - window
-    k, v = refs["k"][0], refs["v"][0]
-    if capacity % slots:
-        here = split * slots + jax.lax.broadcasted_iota(jnp.int32, (heads, slots), 1)
-        visible &= here < capacity
+    def live(x: Array, along: int) -> Array:
         # Beyond the last slot lies anything, even NaN, which no weight of 0 would make 0.
-        here = split * slots + jax.lax.broadcasted_iota(jnp.int32, v.shape, along)
-        v = jnp.where(here < capacity, v, jnp.zeros_like(v))
-    visible = jnp.broadcast_to(visible[:, None, :], (heads, refs["q"].shape[2], slots))
+        if capacity % slots == 0:
+            return x
+        here = split * slots + jax.lax.broadcasted_iota(jnp.int32, x.shape, along)
+        return jnp.where(here < capacity, x, jnp.zeros_like(x))
 
-    logits = _dot(refs["q"][0], k, 3 - along) / math.sqrt(refs["q"].shape[-1])
+    position, query = refs["position"][0], refs["query_position"][row]
+    visible = seen(position, query, spec.window)
+    if capacity % slots:
+        visible &= split * slots + jax.lax.broadcasted_iota(jnp.int32, (heads, slots), 1) < capacity
+    visible = jnp.broadcast_to(visible[:, None, :], (heads, refs["q"].shape[2], slots))
+    k_scale, v_scale = (refs[name][0] if name in refs else None for name in ("k_scale", "v_scale"))
+    k_channels, v_channels = (1 if name in turned else 2 for name in "kv")
+    if v_scale is None:
+        v = live(refs["v"][0], 3 - v_channels)
+    else:
+        v, v_scale = refs["v"][0], live(v_scale, 1)
+
+    logits = spec.capped(products(refs["q"][0], refs["k"][0], k_scale, k_channels, integers))
     if "slopes" in refs:
         logits += refs["slopes"][...] * (position - query).astype(jnp.float32)[:, None, :]
     logits = jnp.where(visible, logits, LOWEST)
@@ -170,12 +199,14 @@ def _kernel(refs, outputs, scratch, *, capacity, turned, groups, window, scores)
     weights = jnp.exp(logits - highest)
     kept = jnp.exp(scratch["top"][...] - highest)
     scratch["total"][...] = kept * scratch["total"][...] + weights.sum(-1, keepdims=True)
-    scratch["acc"][...] = kept * scratch["acc"][...] + _dot(weights.astype(v.dtype), v, along)
+    scratch["acc"][...] = kept * scratch["acc"][...] + weighted(weights, v, v_scale, v_channels, integers)
     scratch["top"][...] = highest
 
     if gumbel:
-        zeta = _zeta(scores, refs["seed"][row], block * heads, position)
-        logits = jnp.where(visible, (logits + zeta[:, None, :]) / refs["tau"][row], LOWEST)
+        seed = jnp.full(position.shape, refs["seed"][row], jnp.int32)
+        seed = jax.lax.bitcast_convert_type(seed, jnp.uint32)
+        head = block * heads + jax.lax.broadcasted_iota(jnp.int32, position.shape, 0)
+        logits = tempered(logits, visible, scores, seed, refs["tau"][row], head.astype(jnp.uint32), position)
         highest = jnp.maximum(scratch["noisy_top"][...], logits.max(-1, keepdims=True))
         kept = jnp.exp(scratch["noisy_top"][...] - highest)
         total = jnp.exp(logits - highest).sum(-1, keepdims=True)
@@ -215,7 +246,7 @@ def _finish(refs, scratch):
         kept = jnp.exp(top - highest)
         # Of phi H only the direction counts: its mass comes in as exp(log mass - highest), which cannot overflow.
         added = jnp.where(some, jnp.exp(other - highest) / jnp.where(some, mass, 1.0), 0.0)
-        acc = kept * acc + added * _dot(phi, refs["h"][0], 1)
+        acc = kept * acc + added * dot(phi, refs["h"][0], 1)
         total = kept * total + jnp.where(some, jnp.exp(other - highest), 0.0)
         top = highest
     return acc / jnp.maximum(total, jnp.finfo(jnp.float32).tiny), _log(top, total)
@@ -224,20 +255,3 @@ def _finish(refs, scratch):
 def _log(top, total):
     some = total > 0
     return jnp.where(some, top + jnp.log(jnp.where(some, total, 1.0)), -jnp.inf)
-
-
-def _dot(a, b, axis):
-    # Float32 is not rounded to bfloat16 on its way through the matrix unit.
-    precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
-    dimensions = (((2,), (axis,)), ((0,), (0,)))
-    return jax.lax.dot_general(a, b, dimensions, precision=precision, preferred_element_type=jnp.float32)
-
-
-def _zeta(gumbel, seed, first_head, position):
-    if gumbel.noise == "none":
-        return jnp.zeros(position.shape, jnp.float32)
-    seed = jax.lax.bitcast_convert_type(jnp.full(position.shape, seed, jnp.int32), jnp.uint32)
-    head = (first_head + jax.lax.broadcasted_iota(jnp.int32, position.shape, 0)).astype(jnp.uint32)
-    bits = noise.hashed_bits(seed, gumbel.layer, head, position.astype(jnp.uint32))
-    uniform = ((bits >> 9).astype(jnp.int32).astype(jnp.float32) + 0.5) / 2**23
-    return {"gumbel": noise.gumbel, "gaussian": noise.gaussian}[gumbel.noise](uniform)

@@ -6,8 +6,8 @@ scores, elementwise.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-import math
 from typing import Any
 
 import jax
@@ -16,28 +16,30 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import noise
-from pallas_kernels.decode_attention.partials import LOWEST, ROWS, merged, tile
+from pallas_kernels.attention import AttentionSpec
+from pallas_kernels.decode_attention.kernel_parts import LOWEST, seen, stored, tempered
+from pallas_kernels.decode_attention.partials import ROWS, merged, tile
 from pallas_kernels.decode_attention.types import Decoded, Gumbel, LowRank
+from pallas_kernels.operands import Operand
+from pallas_kernels.quantised import halves
 
 
 def decode_attention(
     q: Float[Array, "b h g d"],
-    k: Float[Array, "b h c d"],
-    v: Float[Array, "b h c d"],
+    k: Operand,
+    v: Operand,
     position: Int[Array, "b h c"],
     query_position: Int[Array, " b"],
+    spec: AttentionSpec,
     *,
-    window: int | None,
-    slopes: Float[Array, "h g"] | None,
     low_rank: LowRank | None,
     scores: str | Gumbel | None,
     interpret: Any,
 ) -> Decoded:
     """See `api.decode_attention`."""
     b, h, g, d = q.shape
-    c = k.shape[2]
-    block, split = tile(b * h, c, d)
+    c, e = v.shape[2:]
+    block, split = tile(b * h, c, max(d, e))
     splits = pl.cdiv(c, split)
     parts = splits + (low_rank is not None)
 
@@ -54,27 +56,30 @@ def decode_attention(
     inputs: dict[str, tuple[Array, pl.BlockSpec]] = {
         "query_position": (query_position, of_row),
         "q": (padded(q, 2), of_head(ROWS, d)),
-        "k": (k, of_head(c, d)),
-        "v": (v, of_head(c, d)),
         "position": (position, of_head(c)),
     }
-    if slopes is not None:
+    for name, operand in (("k", k), ("v", v)):
+        array, scale = stored(operand)
+        inputs[name] = (array, of_head(*array.shape[2:]))
+        if scale is not None:
+            inputs[f"{name}_scale"] = (scale, of_head(c))
+    if spec.slopes is not None:
         inputs["slopes"] = (
-            padded(slopes.astype(jnp.float32), 1),
+            padded(spec.slopes.astype(jnp.float32), 1),
             pl.BlockSpec((None, ROWS), lambda s, h, b: (h, 0)),
         )
     if low_rank is not None:
         features = low_rank.features.shape[-1]
         phi = jnp.moveaxis(padded(low_rank.features.astype(jnp.float32), 2), -1, 2)
         inputs["phi"] = (phi, of_head(features, ROWS))
-        inputs["h"] = (low_rank.h.astype(jnp.float32), of_head(features, d))
+        inputs["h"] = (low_rank.h.astype(jnp.float32), of_head(features, e))
         inputs["z"] = (low_rank.z.astype(jnp.float32), of_head(features))
     if isinstance(scores, Gumbel):
         inputs["seed"] = (scores.seed, of_row)
         inputs["tau"] = (scores.tau.astype(jnp.float32), of_row)
 
     outputs: dict[str, tuple[tuple[int, ...], pl.BlockSpec]] = {
-        "out": ((b, h, parts, ROWS, d), of_part(ROWS, d)),
+        "out": ((b, h, parts, ROWS, e), of_part(ROWS, e)),
         "lse": ((b, h, parts, ROWS), of_part(ROWS)),
     }
     if scores is not None:
@@ -83,9 +88,8 @@ def decode_attention(
         outputs["noisy_lse"] = ((b, h, parts, ROWS), of_part(ROWS))
 
     static = scores._replace(seed=None, tau=None) if isinstance(scores, Gumbel) else scores  # type: ignore[arg-type]
-    compiled = functools.partial(
-        kernel, block=block, split=split, splits=splits, groups=g, window=window, scores=static
-    )
+    told = dataclasses.replace(spec, slopes=None)
+    compiled = functools.partial(kernel, block=block, split=split, splits=splits, groups=g, spec=told, scores=static)
     found = launch(compiled, (parts, h, b), inputs, outputs, interpret=interpret, name="decode_attention")
     return merged(found, g, splits, scores)
 
@@ -112,9 +116,10 @@ def launch(
     )({name: array for name, (array, _) in inputs.items()})
 
 
-def kernel(refs, outputs, *, block, split, splits, groups, window, scores):
+def kernel(refs, outputs, *, block, split, splits, groups, spec, scores):
     part, head = pl.program_id(0), pl.program_id(1)
-    capacity, d = refs["k"].shape
+    (capacity,), e = refs["position"].shape, outputs["out"].shape[-1]
+    four = {name: refs[name].dtype == jnp.uint8 for name in "kv"}  # codes whose two halves are products of their own
     gumbel, paged = isinstance(scores, Gumbel), "begin" in refs
     begin, end = 0, capacity
     if paged:  # a head's slots are some of a pool's
@@ -126,7 +131,7 @@ def kernel(refs, outputs, *, block, split, splits, groups, window, scores):
     @pl.when(part < splits)
     def _():
         query = refs["query_position"][0]
-        q = refs["q"][...]
+        q = _columns(refs["q"], four["k"])
         rows = jax.lax.broadcasted_iota(jnp.int32, (ROWS, block), 0)
 
         def step(i, carry):
@@ -135,26 +140,34 @@ def kernel(refs, outputs, *, block, split, splits, groups, window, scores):
             slot = start + jax.lax.broadcasted_iota(jnp.int32, (block,), 0)
             inside = slot < last
             here = pl.ds(start, block)
-            wide = jax.lax.broadcast_in_dim(inside, (block, d), (0,))
             ragged = paged or capacity % block != 0
-            k = plgpu.load(refs["k"].at[here], mask=wide, other=0.0) if ragged else refs["k"][here]
-            v = plgpu.load(refs["v"].at[here], mask=wide, other=0.0) if ragged else refs["v"][here]
-            at = plgpu.load(refs["position"].at[here], mask=inside, other=-1) if ragged else refs["position"][here]
-            visible = (at >= 0) & (at <= query)
-            if window is not None:
-                visible &= at > query - window
+
+            def read(name: str, other: float = 0.0) -> Array:
+                if not ragged:
+                    return refs[name][here]
+                mask = jax.lax.broadcast_in_dim(inside, (block, *refs[name].shape[1:]), (0,))
+                return plgpu.load(refs[name].at[here], mask=mask, other=other)
+
+            def parts_of(name: str) -> tuple[Array, ...]:
+                x = read(name)
+                return tuple(y.astype(refs["q"].dtype) for y in (halves(x) if f"{name}_scale" in refs else (x,)))
+
+            at = read("position", -1)
+            visible = seen(at, query, spec.window)
             visible = jax.lax.broadcast_in_dim(visible, (ROWS, block), (1,))
-            logits = _dot(q, k.T) * (1 / math.sqrt(d))
+            products = functools.reduce(jnp.add, map(_dot, q, (k.T for k in parts_of("k"))))
+            logits = spec.capped(products * read("k_scale")[None, :] if "k_scale" in refs else products)
             if "slopes" in refs:
                 logits += refs["slopes"][...][:, None] * (at - query).astype(jnp.float32)[None, :]
             logits = jnp.where(visible, logits, LOWEST)
             highest = jnp.maximum(top, logits.max(1))
             weights, kept = jnp.exp(logits - highest[:, None]), jnp.exp(top - highest)
             total = kept * total + weights.sum(1)
-            acc = kept[:, None] * acc + _dot(weights.astype(v.dtype), v)
+            scaled = weights * read("v_scale")[None, :] if "v_scale" in refs else weights
+            scaled = scaled.astype(refs["q"].dtype)
+            acc = tuple(kept[:, None] * some + _dot(scaled, v) for some, v in zip(acc, parts_of("v"), strict=True))
             if gumbel:
-                zeta = _zeta(scores, refs["seed"][0], head, at)
-                logits = jnp.where(visible, (logits + zeta[None, :]) / refs["tau"][0], LOWEST)
+                logits = tempered(logits, visible, scores, refs["seed"][0], refs["tau"][0], head.astype(jnp.uint32), at)
                 noisy_highest = jnp.maximum(noisy_top, logits.max(1))
                 kept = jnp.exp(noisy_top - noisy_highest)
                 noisy_total = kept * noisy_total + jnp.exp(logits - noisy_highest[:, None]).sum(1)
@@ -171,9 +184,12 @@ def kernel(refs, outputs, *, block, split, splits, groups, window, scores):
 
         lowest, nothing = jnp.full(ROWS, LOWEST / 2, jnp.float32), jnp.zeros(ROWS, jnp.float32)
         blocks = jnp.maximum(last - first + block - 1, 0) // block
-        start = (jnp.zeros((ROWS, d), jnp.float32), lowest, nothing, lowest, nothing)
+        widths = (e // 2, e // 2) if four["v"] else (e,)
+        start = (tuple(jnp.zeros((ROWS, some), jnp.float32) for some in widths), lowest, nothing, lowest, nothing)
         acc, top, total, noisy_top, noisy_total = jax.lax.fori_loop(0, blocks, step, start)
-        outputs["out"][...] = acc / jnp.where(total > 0, total, 1.0)[:, None]
+        for i, some in enumerate(acc):
+            columns = slice(i * widths[0], (i + 1) * widths[0])
+            outputs["out"][:, columns] = some / jnp.where(total > 0, total, 1.0)[:, None]
         outputs["lse"][...] = _log(top, total)
         if gumbel:
             outputs["noisy_lse"][...] = _log(noisy_top, noisy_total)
@@ -189,7 +205,7 @@ def kernel(refs, outputs, *, block, split, splits, groups, window, scores):
                 phi = refs["phi"][r]
                 return acc + phi[:, None] * refs["h"][r][None, :], mass + phi * refs["z"][r]
 
-            start = (jnp.zeros((ROWS, d), jnp.float32), jnp.zeros(ROWS, jnp.float32))
+            start = (jnp.zeros((ROWS, e), jnp.float32), jnp.zeros(ROWS, jnp.float32))
             acc, mass = jax.lax.fori_loop(0, features, add, start)
             outputs["out"][...] = jnp.where(mass > 0, 1.0, 0.0)[:, None] * acc / jnp.where(mass > 0, mass, 1.0)[:, None]
             outputs["lse"][...] = _log(jnp.zeros_like(mass), mass)
@@ -207,9 +223,9 @@ def _dot(a, b):
     return jax.lax.dot(a, b, precision=precision, preferred_element_type=jnp.float32)
 
 
-def _zeta(gumbel, seed, head, position):
-    if gumbel.noise == "none":
-        return jnp.zeros(position.shape, jnp.float32)
-    bits = noise.hashed_bits(seed, gumbel.layer, head.astype(jnp.uint32), position.astype(jnp.uint32))
-    uniform = ((bits >> 9).astype(jnp.float32) + 0.5) / 2**23
-    return {"gumbel": noise.gumbel, "gaussian": noise.gaussian}[gumbel.noise](uniform)
+def _columns(ref: Any, halved: bool) -> tuple[Array, ...]:
+    # All channels, or the first half of them and the last.
+    if not halved:
+        return (ref[...],)
+    half = ref.shape[-1] // 2
+    return ref[:, :half], ref[:, half:]

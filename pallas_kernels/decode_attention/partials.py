@@ -8,14 +8,13 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Array
 
+from pallas_kernels.decode_attention.kernel_parts import LOWEST
 from pallas_kernels.decode_attention.types import Decoded, Gumbel
 
 ROWS = 16
 """Rows of the smallest matrix product, of which the g queries of a group are the first."""
 PROGRAMS = 512
 """Programs that keep a large GPU busy: short batches get more splits."""
-LOWEST = float(jnp.finfo(jnp.float32).min)
-"""The logit of a slot that is not seen, and the log-sum-exp of none."""
 
 
 def tile(heads: int, c: int, d: int) -> tuple[int, int]:
@@ -29,7 +28,7 @@ def merged(found: dict[str, Array], g: int, splits: int, scores: str | Gumbel | 
     """One result of all parts.
 
     Args:
-        found: `out` [b h parts ROWS d] and `lse` [b h parts ROWS] of each part, the first of which are splits of slots;
+        found: `out` [b h parts ROWS e] and `lse` [b h parts ROWS] of each part, the first of which are splits of slots;
             with scores also their `logits` [b h g c], and `noisy_lse` if those have noise and temperature.
         g: queries of a group.
         splits: how many parts are splits.
@@ -45,7 +44,7 @@ def merged(found: dict[str, Array], g: int, splits: int, scores: str | Gumbel | 
 
 
 def combined(found: dict[str, Array], g: int) -> tuple[Array, Array]:
-    """Attention [b h g d] and log-sum-exp [b h g] of all parts."""
+    """Attention [b h g e] and log-sum-exp [b h g] of all parts."""
     share, lse = _shares(found["lse"][..., :g])
     return jnp.einsum("bhsg,bhsgd->bhgd", share, found["out"][..., :g, :]), lse
 

@@ -1,59 +1,118 @@
-"""Decode attention in XLA: kvjax's attention, and scores from its probabilities."""
+"""Decode attention in XLA: attention of one query, over arrays or codes, and scores from its probabilities."""
 
 from __future__ import annotations
 
+from typing import Any
+
+import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels import noise
-from pallas_kernels.attention import AttentionSpec, attend, causal_mask, merge, share_of_evicted
-from pallas_kernels.decode_attention.types import Decoded, Gumbel, LowRank
+from pallas_kernels.attention import SLOT_BLOCK, AttentionSpec, Partial, attend, merge, share_of_evicted, wide
+from pallas_kernels.decode_attention.types import Decoded, Gumbel, LowRank, Places
+from pallas_kernels.operands import Operand, Quantised, Turned, cut
+from pallas_kernels.quantised import products, weighted
+
+PACKED_BYTES = 4 << 20
+"""Codes of values that a CPU's product packs anew at once."""
 
 
 def decode_attention(
     q: Float[Array, "b h g d"],
-    k: Float[Array, "b h c d"],
-    v: Float[Array, "b h c d"],
+    k: Operand,
+    v: Operand,
     position: Int[Array, "b h c"],
     query_position: Int[Array, " b"],
+    spec: AttentionSpec,
     *,
-    window: int | None,
-    slopes: Float[Array, "h g"] | None,
+    places: Places | None,
     low_rank: LowRank | None,
     scores: str | Gumbel | None,
+    platform: str,
 ) -> Decoded:
     """See `api.decode_attention`."""
-    query = query_position[:, None]
-    mask = causal_mask(query, position, window)
-    bias = None
-    if slopes is not None:
-        distance = position[:, :, None, None, :] - query[:, :, None, None, None]
-        bias = slopes[None, :, :, None, None] * distance
-    partial, probs = attend(q[:, :, :, None], k, v, mask, AttentionSpec(q.shape[-1] ** -0.5), bias)
+    mask = spec.mask(query_position[:, None], position)
+    query_place, key_place = (query_position[:, None], position) if places is None else places
+    bias = spec.bias(query_place[:, :, None], key_place)
+    if isinstance(k, Quantised) or isinstance(v, Quantised):
+        partial, probs = attend_codes(q, k, v, mask, spec, bias, platform)
+    else:
+        keys = k.values(q.dtype) if isinstance(k, Turned) else k
+        partial, probs = attend(q[:, :, :, None], keys, v, mask, spec, bias)
+        probs = probs[:, :, :, 0]
     if low_rank is not None:
         token = low_rank._replace(features=low_rank.features[:, :, :, None])
         partial = merge(partial, share_of_evicted(token))
     if isinstance(scores, Gumbel):
-        found = increments(probs[:, :, :, 0], position, scores)
-    else:  # the sum over both axes: summed over one of them, XLA takes four times as long on a CPU
-        found = {None: None, "each": probs[:, :, :, 0], "sum": probs.sum((2, 3))}[scores]
+        found = increments(probs, position, scores)
+    else:
+        # The sum over both axes: summed over one of them, XLA takes four times as long on a CPU.
+        found = {None: None, "each": probs, "sum": probs[:, :, :, None].sum((2, 3))}[scores]
     return Decoded(partial.out[:, :, :, 0], partial.lse[:, :, :, 0], found)
+
+
+def attend_codes(
+    q: Float[Array, "b h g d"],
+    k: Operand,
+    v: Operand,
+    mask: Bool[Array, "b #h 1 c"],
+    spec: AttentionSpec,
+    bias: Float[Array, "b h g 1 c"] | None,
+    platform: str,
+) -> tuple[Partial, Float[Array, "b h g c"]]:
+    """`attention.attend` of one query where keys or values are codes, of which no decoded copy is made."""
+    (b, h, g, _), c, e = q.shape, *v.shape[2:]
+    s = next((s for s in (4 * SLOT_BLOCK, SLOT_BLOCK) if c % s == 0), c)
+    n = c // s
+
+    def blocks(x: Any) -> Any:
+        return jax.tree.map(lambda leaf: leaf.reshape(b, leaf.shape[1], n, s, *leaf.shape[3:]), x)
+
+    def at_once(operand: Operand, packed_anew: bool) -> int:
+        # Blocks whose copy is bounded: a CPU makes one of what it decodes, unpacks or packs anew for a product.
+        exact = wide(q.dtype) == jnp.float64
+        if not isinstance(operand, Quantised) or (platform != "cpu" and not exact):
+            return n
+        if exact or operand.bits == 4:
+            return 1
+        most = max(1, PACKED_BYTES // (b * h * s * e)) if packed_anew else n
+        return max(m for m in range(1, n + 1) if n % m == 0 and m <= most)
+
+    k, v = blocks(k.values(q.dtype) if isinstance(k, Turned) else k), blocks(v)
+    together = at_once(k, packed_anew=False)
+
+    def logits_of(i: Int[Array, ""]) -> Float[Array, "b h m g s"]:
+        return products(q[:, :, None], cut(k, i * together, together, 2), platform)
+
+    found = jax.lax.map(logits_of, jnp.arange(n // together)) if together < n else logits_of(jnp.int32(0))[None]
+    logits = spec.capped(jnp.moveaxis(found, 0, 2).reshape(b, h, n, g, s))
+    if bias is not None:
+        logits += jnp.moveaxis(bias.reshape(b, h, g, n, s), 3, 2)
+    lowest = jnp.finfo(logits.dtype).min
+    logits = jnp.where(blocks(mask[:, :, 0])[:, :, :, None], logits, lowest)
+    highest = jnp.maximum(logits.max((2, 4), keepdims=True), lowest / 2)
+    weights = jnp.exp(logits - highest)
+    total = weights.sum((2, 4), keepdims=True)
+    safe_total = jnp.maximum(total, jnp.finfo(total.dtype).tiny)
+    together = at_once(v, packed_anew=True)
+
+    def add(i: Int[Array, ""], out: Float[Array, "b h g e"]) -> Float[Array, "b h g e"]:
+        some, read = cut(weights, i * together, together, 2), cut(v, i * together, together, 2)
+        return out + weighted(some, read, q.dtype, platform).sum(2)
+
+    out = jax.lax.fori_loop(0, n // together, add, jnp.zeros((b, h, g, e), logits.dtype)) / safe_total[:, :, 0]
+    lse = jnp.where(total > 0, highest + jnp.log(safe_total), -jnp.inf)[:, :, 0]
+    probs = jnp.moveaxis(weights / safe_total, 2, 3).reshape(b, h, g, c)
+    return Partial(out[:, :, :, None], lse), probs
 
 
 def increments(probs: Float[Array, "b h g c"], position: Int[Array, "b h c"], gumbel: Gumbel) -> Float[Array, "b h c"]:
     """Equation 9 from probabilities: softmax((log p + zeta)/tau) = softmax((x + zeta)/tau), summed over the group."""
     tau = gumbel.tau.astype(probs.dtype)[:, None, None]
     tempered = jnp.exp(jnp.log(probs) / tau[..., None])  # a third of the time of a power on a CPU
-    factor = jnp.exp(drawn(gumbel, position, probs.dtype) / tau)
+    uniform = noise.uniform_at(gumbel.seed, gumbel.layer, position).astype(probs.dtype)
+    factor = jnp.exp(noise.KINDS[gumbel.noise](uniform) / tau)
     total = jnp.einsum("bhgc,bhc->bhg", tempered, factor)
     share = jnp.where(total > 0, 1.0, 0.0) / jnp.where(total > 0, total, 1.0)
     return factor * jnp.einsum("bhgc,bhg->bhc", tempered, share)
-
-
-def drawn(gumbel: Gumbel, position: Int[Array, "b h c"], dtype: DTypeLike = jnp.float32) -> Float[Array, "b h c"]:
-    """zeta of every slot."""
-    if gumbel.noise == "none":
-        return jnp.zeros(position.shape, dtype)
-    kinds = {"gumbel": noise.gumbel, "gaussian": noise.gaussian}
-    return kinds[gumbel.noise](noise.uniform_at(gumbel.seed, gumbel.layer, position).astype(dtype))

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from jaxtyping import Array, Float, UInt32
+from jaxtyping import Array, Float, Int, UInt32
 
 from pallas_kernels.attention import LowRank as LowRank
+
+Places = tuple[Int[Array, "b h"], Int[Array, "b h c"]]
+"""Where the model sees the query and the keys, if not at their positions."""
 
 
 class Gumbel(NamedTuple):
@@ -24,7 +27,7 @@ class Gumbel(NamedTuple):
 class Decoded(NamedTuple):
     """Attention of one token per row, a part that `pallas_kernels.attention.merge` can merge further."""
 
-    out: Float[Array, "b h g d"]
+    out: Float[Array, "b h g e"]
     """Over slots and low-rank share together; zeros where there is neither. At least float32."""
     lse: Float[Array, "b h g"]
     """Logarithm of the sum of exponentials, of the same."""

@@ -8,10 +8,12 @@ from typing import Any
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import common
-from pallas_kernels.decode_attention.api import DTYPES
+from pallas_kernels.attention import AttentionSpec
+from pallas_kernels.decode_attention.api import operand_limits, width_limits
+from pallas_kernels.operands import Operand, Quantised
 from pallas_kernels.paged_attention import reference
 from pallas_kernels.paged_attention.pages import most_steps
-from pallas_kernels.paged_attention.types import Paged
+from pallas_kernels.paged_attention.types import Paged, Places
 
 MOST_TOLD = 240_000
 """Numbers that fit in a TPU's scalar memory of a mebibyte."""
@@ -19,15 +21,15 @@ MOST_TOLD = 240_000
 
 def paged_attention(
     q: Float[Array, "b h g d"],
-    k: Float[Array, "P s d"],
-    v: Float[Array, "P s d"],
+    k: Operand,
+    v: Operand,
     position: Int[Array, "P s"],
     owner: Int[Array, " P"],
     pages: Int[Array, "2"],
     query_position: Int[Array, " b"],
+    spec: AttentionSpec,
     *,
-    window: int | None = None,
-    slopes: Float[Array, "h g"] | None = None,
+    places: Places | None = None,
     logits: Float[Array, "P g s"] | None = None,
     implementation: str = "auto",
     interpret: Any = False,
@@ -37,20 +39,21 @@ def paged_attention(
 
     Args:
         q: queries of one token per row; the g of a group share one KV head.
-        k: keys of the whole pool, P pages of s slots.
-        v: values of the whole pool.
+        k: keys of the whole pool, P pages of s slots [P s d], as `decode_attention` takes them.
+        v: values of the whole pool [P s e], of any width.
         position: the token in each slot, -1 for none; slots after the query's position are not seen either.
         owner: whose a page is, row * h + head; within the layer a head's pages lie side by side, heads in order.
         pages: the layer's first page, and the one after its last; known only at run time.
         query_position: of each row's token; -1 for a row of padding, which sees nothing.
-        window: the model's sliding window in tokens, or None.
-        slopes: ALiBi's, of distances between positions, or None.
+        spec: the layer's scale, soft cap, window and slopes.
+        places: where the model sees the query [b h] and the keys [P s], if not at their positions; they matter for
+            slopes only.
         logits: of another layer, which `xla` writes over instead of making its own; None if there are none.
-        implementation: `auto`, `xla` or `pallas`. `xla` takes everything. `pallas` takes float32 and bfloat16 and g up
-            to 16. On TPU it takes d a multiple of 8 up to 256, s up to 1024, and what its steps are told (three numbers
-            for each head of each row, and one for each row and for each 512 slots of the pool) up to 240,000 numbers;
-            on GPU d a power of two from 16 to 256, and less than 2^31 numbers in k. It compiles for both and has run
-            in interpreters, never on a chip; `auto` is `pallas` on TPU where it can be, else `xla`.
+        implementation: `auto`, `xla` or `pallas`. `xla` takes everything. `pallas` takes queries, keys, values, widths
+            and g as `decode_attention` does. On TPU s goes up to 1024, four bits need d and e of 256, and what its steps are told (three numbers for
+            each head of each row, and one for each row and for each 512 slots of the pool) up to 240,000 numbers. It
+            compiles for TPU and GPU and has run in interpreters, never on a chip; `auto` is `pallas` on TPU where it
+            can be, else `xla`.
         interpret: `True`, or on TPU `pltpu.InterpretParams()`, to run `pallas` without an accelerator.
         platform: for which the program is compiled; None for that of `jax.default_backend()`.
 
@@ -59,34 +62,27 @@ def paged_attention(
         ValueError: there is no such implementation.
     """
     form = common.pallas_form(platform)
-    limits = {"pallas": limit(q, k, v, form)}
+    limits = {"pallas": limit(q, k, v, spec, places, form)}
     chosen = common.choose("paged_attention", implementation, limits, platform=platform, interpret=interpret)
-    arguments: dict[str, Any] = dict(window=window, slopes=slopes)
+    arrays = (q, k, v, position, owner, pages, query_position, spec)
     if chosen == "xla":
-        return reference.paged_attention(q, k, v, position, owner, pages, query_position, logits=logits, **arguments)
+        platform = common.platform_of(platform)
+        return reference.paged_attention(*arrays, places=places, logits=logits, platform=platform)
     module = importlib.import_module(f"pallas_kernels.paged_attention.{'pallas_gpu' if form == 'gpu' else 'pallas'}")
-    return module.paged_attention(q, k, v, position, owner, pages, query_position, interpret=interpret, **arguments)
+    return module.paged_attention(*arrays, interpret=interpret)
 
 
-def limit(q: Array, k: Array, v: Array, form: str) -> str | None:
+def limit(q: Array, k: Operand, v: Operand, spec: AttentionSpec, places: Places | None, form: str) -> str | None:
     """What these arguments ask that the Pallas kernel cannot do, or None."""
-    b, h, g, d = q.shape
+    b, h = q.shape[:2]
     pages, size = k.shape[:2]
-    same = k.dtype in DTYPES and q.dtype == k.dtype == v.dtype
-    limits = [
-        (same, f"q, k, v of {q.dtype}, {k.dtype}, {v.dtype} are not all float32 or all bfloat16"),
-        (g <= 16, f"g={g} query heads share a KV head, more than 16"),
-    ]
+    limits = [*operand_limits(q, k, v, spec, places), *width_limits(k, v, form)]
     if form == "tpu":
+        narrow = [x for x in (k, v) if isinstance(x, Quantised) and x.bits == 4 and x.codes.shape[-1] % common.LANES]
         told = most_steps(b * h, pages, size) + 3 * b * h + b
-        return common.first_limit(
-            *limits,
-            (d <= 256 and d % 8 == 0, f"d={d} is not a multiple of 8 up to 256"),
+        limits += [
+            (not narrow, "pages of four bits would be copied at every step, unless d and e are 256"),
             (size <= 1024, f"s={size} slots in a page are more than 1024"),
             (told <= MOST_TOLD, f"its steps are told {told} numbers of rows, heads and pages, more than {MOST_TOLD}"),
-        )
-    return common.first_limit(
-        *limits,
-        (16 <= d <= 256 and d & (d - 1) == 0, f"d={d} is not a power of two from 16 to 256"),
-        (k.size < 2**31, f"the pool holds {k.size} numbers, more than 32 bits can count"),
-    )
+        ]
+    return common.first_limit(*limits)

@@ -6,8 +6,8 @@ maxima and sums stay in scratch memory.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-import math
 from typing import Any
 
 import jax
@@ -16,29 +16,30 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.attention import AttentionSpec
 from pallas_kernels.common import SUBLANES, padded
+from pallas_kernels.decode_attention.kernel_parts import LOWEST, multiplies_integers, products, seen, stored, weighted
+from pallas_kernels.operands import Operand
 from pallas_kernels.paged_attention.pages import most_steps, ranges, tile
 from pallas_kernels.paged_attention.types import Paged
 
 VMEM_BYTES = 14 << 20
-LOWEST = float(jnp.finfo(jnp.float32).min)
 
 
 def paged_attention(
     q: Float[Array, "b h g d"],
-    k: Float[Array, "P s d"],
-    v: Float[Array, "P s d"],
+    k: Operand,
+    v: Operand,
     position: Int[Array, "P s"],
     owner: Int[Array, " P"],
     pages: Int[Array, "2"],
     query_position: Int[Array, " b"],
+    spec: AttentionSpec,
     *,
-    window: int | None,
-    slopes: Float[Array, "h g"] | None,
     interpret: Any,
 ) -> Paged:
     """See `api.paged_attention`."""
-    b, h, g, d = q.shape
+    (b, h, g, d), e = q.shape, v.shape[-1]
     count, size = position.shape
     block, rows = tile(count, size), padded(g, SUBLANES)
     begin, end = ranges(owner, pages, b * h)
@@ -68,20 +69,23 @@ def paged_attention(
 
     inputs: dict[str, tuple[Array, pl.BlockSpec]] = {
         "q": (pad(q).reshape(b * h, rows, d), of_head(rows, d)),
-        "k": (k, per_slot(size, d)),
-        "v": (v, per_slot(size, d)),
         "position": (position[:, None], per_slot(1, size)),
     }
-    if slopes is not None:
+    for name, operand in (("k", k), ("v", v)):
+        array, scale = stored(operand)
+        inputs[name] = (array, per_slot(*array.shape[1:]))
+        if scale is not None:
+            inputs[f"{name}_scale"] = (scale[:, None], per_slot(1, size))
+    if spec.slopes is not None:
         of_group = pl.BlockSpec((1, rows, 1), lambda i, scalars: (scalars["owner"][i] % h, 0, 0))
-        inputs["slopes"] = (pad(slopes.astype(jnp.float32)[..., None]), of_group)
+        inputs["slopes"] = (pad(spec.slopes.astype(jnp.float32)[..., None]), of_group)
     outputs: dict[str, tuple[tuple[int, ...], pl.BlockSpec]] = {
-        "out": ((b * h, rows, d), of_head(rows, d)),
+        "out": ((b * h, rows, e), of_head(rows, e)),
         "lse": ((b * h, rows, 1), of_head(rows, 1)),
         "logits": ((count, g, size), pl.BlockSpec(memory_space=pl.ANY)),
     }
     scratch = {
-        "acc": pltpu.VMEM((rows, d), jnp.float32),
+        "acc": pltpu.VMEM((rows, e), jnp.float32),
         "top": pltpu.VMEM((rows, 1), jnp.float32),
         "total": pltpu.VMEM((rows, 1), jnp.float32),
         "logits": pltpu.VMEM((block, g, size), jnp.float32),
@@ -89,7 +93,13 @@ def paged_attention(
         "written": pltpu.SemaphoreType.DMA(()),
     }
     found = pl.pallas_call(
-        functools.partial(_kernel, heads=h, pool=count, window=window),
+        functools.partial(
+            _kernel,
+            heads=h,
+            pool=count,
+            spec=dataclasses.replace(spec, slopes=None),
+            integers=multiplies_integers(interpret),
+        ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=(last[-1],),
@@ -113,10 +123,10 @@ def _place(i, scalars, block: int, pool: int):
     return page, jnp.minimum(page, pool - block)
 
 
-def _kernel(scalars, refs, outputs, scratch, *, heads, pool, window):
+def _kernel(scalars, refs, outputs, scratch, *, heads, pool, spec, integers):
     i = pl.program_id(0)
     owner = scalars["owner"][i]
-    block, size, d = refs["k"].shape
+    block, _, size = refs["position"].shape
     rows, groups = refs["q"].shape[1], outputs["logits"].shape[1]
     page, at = _place(i, scalars, block, pool)
     mine = jnp.clip(scalars["end"][owner] - page, 0, block)
@@ -132,13 +142,15 @@ def _kernel(scalars, refs, outputs, scratch, *, heads, pool, window):
         which = jax.lax.broadcasted_iota(jnp.int32, shape, 0) + (at - page)
         return (which >= 0) & (which < mine)
 
-    visible = (position >= 0) & (position <= query) & real(position.shape)
-    if window is not None:
-        visible &= position > query - window
+    visible = seen(position, query, spec.window) & real(position.shape)
     visible = jnp.broadcast_to(visible, (block, rows, size))
-    k, v = refs["k"][...], refs["v"][...]
-    v = jnp.where(real(v.shape), v, jnp.zeros_like(v))  # a weight of 0 does not keep out another head's NaN
-    x = _dot(jnp.broadcast_to(refs["q"][...], (block, rows, d)), k, 2) / math.sqrt(d)
+    k_scale, v_scale = (refs[name][...][:, 0] if name in refs else None for name in ("k_scale", "v_scale"))
+    v = refs["v"][...]
+    if v_scale is None:
+        v = jnp.where(real(v.shape), v, jnp.zeros_like(v))  # a weight of 0 does not keep out another head's NaN
+    else:
+        v_scale = jnp.where(real(v_scale.shape), v_scale, 0.0)
+    x = spec.capped(products(refs["q"][...], refs["k"][...], k_scale, 2, integers))
     if "slopes" in refs:
         x += refs["slopes"][...] * (position - query).astype(jnp.float32)
     x = jnp.where(visible, x, LOWEST)
@@ -146,7 +158,7 @@ def _kernel(scalars, refs, outputs, scratch, *, heads, pool, window):
     weights = jnp.exp(x - highest)
     kept = jnp.exp(scratch["top"][...] - highest)
     scratch["total"][...] = kept * scratch["total"][...] + weights.sum(0).sum(-1, keepdims=True)
-    scratch["acc"][...] = kept * scratch["acc"][...] + _dot(weights.astype(v.dtype), v, 1).sum(0)
+    scratch["acc"][...] = kept * scratch["acc"][...] + weighted(weights, v, v_scale, 2, integers).sum(0)
     scratch["top"][...] = highest
 
     def leave(pages, start: bool):
@@ -177,10 +189,3 @@ def _kernel(scalars, refs, outputs, scratch, *, heads, pool, window):
         total = jnp.where(some, total, 1.0)
         outputs["out"][0] = scratch["acc"][...] / total
         outputs["lse"][0] = jnp.where(some, scratch["top"][...] + jnp.log(total), -jnp.inf)
-
-
-def _dot(a, b, axis):
-    # Float32 is not rounded to bfloat16 on its way through the matrix unit.
-    precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
-    dimensions = (((2,), (axis,)), ((0,), (0,)))
-    return jax.lax.dot_general(a, b, dimensions, precision=precision, preferred_element_type=jnp.float32)

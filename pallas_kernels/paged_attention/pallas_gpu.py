@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -9,8 +10,11 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.attention import AttentionSpec
+from pallas_kernels.decode_attention.kernel_parts import stored
 from pallas_kernels.decode_attention.pallas_gpu import kernel, launch
 from pallas_kernels.decode_attention.partials import PROGRAMS, ROWS, combined
+from pallas_kernels.operands import Operand
 from pallas_kernels.paged_attention.pages import ranges
 from pallas_kernels.paged_attention.types import Paged
 
@@ -20,19 +24,18 @@ MOST_SPLITS = 8
 
 def paged_attention(
     q: Float[Array, "b h g d"],
-    k: Float[Array, "P s d"],
-    v: Float[Array, "P s d"],
+    k: Operand,
+    v: Operand,
     position: Int[Array, "P s"],
     owner: Int[Array, " P"],
     pages: Int[Array, "2"],
     query_position: Int[Array, " b"],
+    spec: AttentionSpec,
     *,
-    window: int | None,
-    slopes: Float[Array, "h g"] | None,
     interpret: Any,
 ) -> Paged:
     """See `api.paged_attention`."""
-    b, h, g, d = q.shape
+    (b, h, g, d), e = q.shape, v.shape[-1]
     count, size = position.shape
     splits = min(max(1, PROGRAMS // (b * h)), MOST_SPLITS, count)
     begin, end = ranges(owner, pages, b * h)
@@ -52,27 +55,31 @@ def paged_attention(
     inputs: dict[str, tuple[Array, pl.BlockSpec]] = {
         "query_position": (query_position, pl.BlockSpec((1,), lambda s, h, b: (b,))),
         "q": (padded(q, 2), of_head(ROWS, d)),
-        "k": (k.reshape(-1, d), whole(count * size, d)),
-        "v": (v.reshape(-1, d), whole(count * size, d)),
         "position": (position.reshape(-1), whole(count * size)),
         "begin": ((begin * size).reshape(b, h, 1), of_head(1)),
         "end": ((end * size).reshape(b, h, 1), of_head(1)),
     }
-    if slopes is not None:
+    for name, operand in (("k", k), ("v", v)):
+        array, scale = stored(operand)
+        width = array.shape[-1]
+        inputs[name] = (array.reshape(-1, width), whole(count * size, width))
+        if scale is not None:
+            inputs[f"{name}_scale"] = (scale.reshape(-1), whole(count * size))
+    if spec.slopes is not None:
         block = pl.BlockSpec((None, ROWS), lambda s, h, b: (h, 0))
-        inputs["slopes"] = (padded(slopes.astype(jnp.float32), 1), block)
+        inputs["slopes"] = (padded(spec.slopes.astype(jnp.float32), 1), block)
     outputs: dict[str, tuple[tuple[int, ...], pl.BlockSpec]] = {
-        "out": ((b, h, splits, ROWS, d), of_part(ROWS, d)),
+        "out": ((b, h, splits, ROWS, e), of_part(ROWS, e)),
         "lse": ((b, h, splits, ROWS), of_part(ROWS)),
         "logits": ((count, g, size), whole(count, g, size)),
     }
     compiled = functools.partial(
         kernel,
-        block=64 if d <= 128 else 32,
+        block=64 if max(d, e) <= 128 else 32,
         split=None,
         splits=splits,
         groups=g,
-        window=window,
+        spec=dataclasses.replace(spec, slopes=None),
         scores="each",
     )
     found = launch(compiled, (splits, h, b), inputs, outputs, interpret=interpret, name="paged_attention")

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
+
+Places = tuple[Int[Array, "b h"], Int[Array, "P s"]]
+"""Where the model sees the query and the keys, if not at their positions."""
 
 
 class Paged(NamedTuple):
     """Attention of one token per row over its heads' pages, a part that `pallas_kernels.attention.merge` can merge."""
 
-    out: Float[Array, "b h g d"]
+    out: Float[Array, "b h g e"]
     """Zeros for a head that sees nothing. At least float32."""
     lse: Float[Array, "b h g"]
     """Logarithm of the sum of exponentials."""

@@ -9,7 +9,9 @@ import ml_dtypes
 import numpy as np
 from scipy.special import erfinv
 
+from pallas_kernels.attention import AttentionSpec
 from pallas_kernels.decode_attention import Gumbel, LowRank, decode_attention
+from pallas_kernels.operands import Quantised
 from tests.kernels import GPU_WAYS, TPU_WAYS, XLA, Case, normal
 
 LAYER = 3
@@ -46,16 +48,45 @@ def softmax(logits: np.ndarray, visible: np.ndarray) -> tuple[np.ndarray, np.nda
     return weights / np.where(total > 0, total, 1), lse[..., 0]
 
 
-def oracle(inputs: dict[str, Any], *, window: int | None, scores: str | None) -> dict[str, Any]:
+def quantised(x: np.ndarray, bits: int) -> Quantised:
+    """Symmetric codes of each slot."""
+    most = 2 ** (bits - 1) - 1
+    scale = np.abs(x.astype(np.float64)).max(-1, keepdims=True) / most
+    codes = np.round(x / scale).astype(np.int8)
+    if bits == 4:
+        low, high = np.split((codes + 8).astype(np.uint8), 2, axis=-1)
+        codes = low | (high << 4)
+    return Quantised(codes, scale[..., 0].astype(np.float32))  # type: ignore[arg-type]
+
+
+def decoded(x: Any) -> np.ndarray:
+    """What codes mean, in float64."""
+    if not isinstance(x, Quantised):
+        return x
+    codes = np.asarray(x.codes)
+    if codes.dtype == np.uint8:
+        codes = np.concatenate([codes & 15, codes >> 4], axis=-1).astype(np.int8) - 8
+    return codes * np.asarray(x.scale, np.float64)[..., None]
+
+
+def capped(logits: np.ndarray, soft_cap: float | None) -> np.ndarray:
+    """Bounded as in Gemma 2."""
+    return logits if soft_cap is None else soft_cap * np.tanh(logits / soft_cap)
+
+
+def oracle(
+    inputs: dict[str, Any], *, scale: float, soft_cap: float | None, window: int | None, scores: str | None
+) -> dict[str, Any]:
     """Equation 3 of LESS and equation 9 of Keyformer as they are printed, in float64."""
-    q, k, v = (inputs[name] for name in "qkv")
+    q, k, v = (decoded(inputs[name]) for name in "qkv")
     position, query = inputs["position"][:, :, None, :], inputs["query_position"][:, None, None, None]
     visible = (position >= 0) & (position <= query)
     if window is not None:
         visible &= position > query - window
-    logits = np.einsum("bhgd,bhcd->bhgc", q, k) / math.sqrt(q.shape[-1])
+    logits = capped(np.einsum("bhgd,bhcd->bhgc", q, k) * scale, soft_cap)
     if "slopes" in inputs:
-        logits = logits + inputs["slopes"][:, :, None] * (position - query)
+        seen_at, place = inputs.get("places", (inputs["query_position"][:, None], inputs["position"]))
+        logits = logits + inputs["slopes"][:, :, None] * (place[:, :, None] - seen_at[:, :, None, None])
     visible = np.broadcast_to(visible, logits.shape)
     probs, lse = softmax(logits, visible)
     out = np.einsum("bhgc,bhcd->bhgd", probs, v)
@@ -76,12 +107,15 @@ def oracle(inputs: dict[str, Any], *, window: int | None, scores: str | None) ->
     return found
 
 
-def run(inputs: dict[str, Any], *, window: int | None, scores: Any, **options: Any) -> dict[str, Any]:
+def run(
+    inputs: dict[str, Any], *, scale: float, soft_cap: float | None, window: int | None, scores: Any, **options: Any
+) -> dict[str, Any]:
     inputs = dict(inputs)
+    spec = AttentionSpec(scale, soft_cap, window, inputs.pop("slopes", None))
     low_rank = LowRank(*inputs.pop("low_rank")) if "low_rank" in inputs else None
     if "seed" in inputs:
         scores = Gumbel(inputs.pop("seed"), inputs.pop("tau"), LAYER, scores)
-    found = decode_attention(**inputs, window=window, low_rank=low_rank, scores=scores, **options)
+    found = decode_attention(**inputs, spec=spec, low_rank=low_rank, scores=scores, **options)
     return {name: value for name, value in found._asdict().items() if value is not None}
 
 
@@ -114,18 +148,31 @@ def case(
     window: int | None = None,
     alibi: bool = False,
     features: int = 0,
+    e: int | None = None,
+    bits: tuple[int, int] | None = None,
+    scale: float | None = None,
+    soft_cap: float | None = None,
+    moved: bool = False,
     label: str = "",
 ) -> Case:
-    """Random inputs; `scores` may name a noise, which asks for Keyformer's increments."""
+    """Random inputs.
+
+    `scores` may name a noise, which asks for Keyformer's increments; `bits` are those of keys and values, 0 for none;
+    `moved` tokens are not where their positions say.
+    """
+    e, bits = d if e is None else e, bits or (0, 0)
     rng = np.random.default_rng(b * 1000 + h * 100 + g * 10 + c + d)
     position, query = slots(rng, b, h, c, live)
-    inputs: dict[str, Any] = {name: normal(rng, (b, h, c, d), dtype) for name in "kv"}
+    inputs: dict[str, Any] = {name: normal(rng, (b, h, c, width), dtype) for name, width in (("k", d), ("v", e))}
     inputs |= {"q": normal(rng, (b, h, g, d), dtype), "position": position, "query_position": query}
     inputs["k"] *= ml_dtypes.bfloat16(2) if dtype == "bfloat16" else np.float32(2)  # peaks, not a plain mean
+    inputs |= {name: quantised(inputs[name], some) for name, some in zip("kv", bits, strict=True) if some}
     if alibi:
         inputs["slopes"] = (2.0 ** -np.arange(1, h * g + 1)).reshape(h, g).astype(np.float32)
+    if moved:
+        inputs["places"] = (rng.integers(0, c, (b, h)).astype(np.int32), rng.integers(0, c, (b, h, c)).astype(np.int32))
     if features:
-        parts = [(b, h, g, features), (b, h, features, d), (b, h, features)]
+        parts = [(b, h, g, features), (b, h, features, e), (b, h, features)]
         inputs["low_rank"] = tuple(normal(rng, shape, "float32") for shape in parts)
         phi, memory, z = inputs["low_rank"]
         z = np.abs(z)
@@ -134,15 +181,22 @@ def case(
     if scores not in (None, "each", "sum"):
         inputs["seed"] = rng.integers(2**32, size=b, dtype=np.uint32)
         inputs["tau"] = rng.uniform(1, 2, size=b).astype(np.float32)
-    label = "-".join(filter(None, [f"{b}x{h}x{g}x{c}x{d}", live, scores, label, f"R{features}" if features else ""]))
+    settings = dict(scale=1 / math.sqrt(d) if scale is None else scale, soft_cap=soft_cap, window=window, scores=scores)
+    extra = {f"R{features}": features, f"e{e}": e != d, f"bits{bits[0]},{bits[1]}": any(bits), "cap": soft_cap}
+    extra |= {"scale": scale, "alibi": alibi, "moved": moved, "window": window}
+    named = [name for name, wanted in extra.items() if wanted]
+    kernels = TPU_WAYS if 4 not in bits or (d % 16 == 0 and e % 16 == 0) else ()
+    least = 32 if 4 in bits else 16
+    kernels += GPU_WAYS if all(width >= least and width & (width - 1) == 0 for width in (d, e)) else ()
     return Case(
         "decode_attention",
-        label + ("-alibi" if alibi else "") + ("-window" if window else ""),
+        "-".join(filter(None, [f"{b}x{h}x{g}x{c}x{d}", live, scores, label, *named])),
         (inputs,),
-        lambda inputs, **options: run(inputs, window=window, scores=scores, **options),
-        lambda inputs: oracle(inputs, window=window, scores=scores),
-        ways=(XLA, *TPU_WAYS, *(GPU_WAYS if d & (d - 1) == 0 else ())),
+        lambda inputs, **options: run(inputs, **settings, **options),
+        lambda inputs: oracle(inputs, **settings),
+        ways=(XLA, *(() if moved else kernels)),
         dtype=dtype,
+        rounded=any(bits),
     )
 
 
@@ -156,4 +210,16 @@ CASES = (
     case(2, 2, 2, 16, 64, live="none", scores="each"),
     case(1, 2, 1, 16, 64, live="none", scores="gumbel", features=4),
     case(1, 2, 2, 64, 64, live="full", dtype="bfloat16"),
+    case(2, 2, 2, 40, 64, scores="sum", soft_cap=2.0, scale=0.3, alibi=True),
+    case(1, 2, 3, 130, 128, e=64, scores="gumbel", features=3, soft_cap=5.0, window=60),
+    case(2, 2, 2, 33, 64, e=80, dtype="bfloat16", scores="each"),
+    case(2, 3, 2, 40, 64, alibi=True, moved=True, window=30, scores="sum"),
+    case(2, 2, 3, 200, 64, bits=(8, 8), scores="gumbel", features=4),
+    case(1, 2, 2, 512, 128, bits=(8, 8), scores="each", dtype="bfloat16", soft_cap=5.0),
+    case(2, 2, 2, 128, 64, bits=(4, 4), scores="sum", alibi=True),
+    case(1, 2, 1, 150, 128, e=64, bits=(8, 4), scores="gaussian", dtype="bfloat16"),
+    case(1, 2, 2, 48, 64, bits=(0, 8), window=20, scores="each"),
+    case(1, 2, 2, 512, 64, bits=(4, 0), scores="sum"),
+    case(2, 2, 2, 16, 64, bits=(8, 8), live="none", scores="each"),
+    case(1, 2, 2, 320, 64, bits=(8, 8), moved=True, alibi=True),
 )

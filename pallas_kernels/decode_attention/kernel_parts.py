@@ -1,0 +1,102 @@
+"""What kernels have in common: which slots a query sees, Keyformer's logits, and products with codes on TPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, UInt32
+
+from pallas_kernels import noise
+from pallas_kernels.decode_attention.types import Gumbel
+from pallas_kernels.operands import Operand, Quantised, Turned
+from pallas_kernels.quantised import digits, halves, joined
+
+LOWEST = float(jnp.finfo(jnp.float32).min)
+"""The logit of a slot that is not seen, and on GPU the log-sum-exp of none."""
+
+
+def stored(operand: Operand) -> tuple[Array, Float[Array, "*b"] | None]:
+    """How keys or values lie in memory: numbers, or codes and the scale of each slot."""
+    if isinstance(operand, Quantised):
+        return operand.codes, operand.scale
+    assert not isinstance(operand, Turned)  # a limit of every kernel
+    return operand, None
+
+
+def seen(position: Int[Array, "*b"], query: Int[Array, ""], window: int | None) -> Bool[Array, "*b"]:
+    """Which slots the query at a position sees."""
+    visible = (position >= 0) & (position <= query)
+    return visible if window is None else visible & (position > query - window)
+
+
+def tempered(
+    logits: Float[Array, "*b g s"],
+    visible: Bool[Array, "*b g s"],
+    gumbel: Gumbel,
+    seed: UInt32[Array, "*b #s"],
+    tau: Float[Array, ""],
+    head: UInt32[Array, "*b #s"],
+    position: Int[Array, "*b s"],
+) -> Float[Array, "*b g s"]:
+    """The logits of equation 9 of Keyformer: with noise, and at a temperature."""
+    if gumbel.noise != "none":
+        bits = noise.hashed_bits(seed, gumbel.layer, head, position.astype(jnp.uint32))
+        logits += jnp.expand_dims(noise.KINDS[gumbel.noise](noise.uniform(bits)), -2)
+    return jnp.where(visible, logits / tau, LOWEST)
+
+
+def multiplies_integers(interpret: Any) -> bool:
+    """Whether the matrix unit of the TPU that is compiled for takes integers, as interpreters do."""
+    from jax.experimental.pallas import tpu as pltpu  # Triton's twin needs none of it
+
+    if interpret is not False:
+        return True
+    try:
+        return pltpu.get_tpu_info().is_matmul_supported(jnp.int8, jnp.int8)
+    except ValueError:  # a chip that jax does not know
+        return False
+
+
+def dot(a: Array, b: Array, axis: int) -> Float[Array, "n g s"]:
+    """Products of rows [n g d] with a block, over its `axis`."""
+    # Float32 is not rounded to bfloat16 on its way through the matrix unit.
+    precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
+    kept = jnp.int32 if a.dtype == jnp.int8 else jnp.float32
+    return jax.lax.dot_general(a, b, (((2,), (axis,)), ((0,), (0,))), precision=precision, preferred_element_type=kept)
+
+
+def products(
+    q: Float[Array, "#n g d"], k: Array, scale: Float[Array, "n s"] | None, channels: int, integers: bool
+) -> Float[Array, "n g s"]:
+    """Products of queries and a block of keys.
+
+    Args:
+        q: of the block, or the same for all of it.
+        k: keys, or codes.
+        scale: of codes; None for keys.
+        channels: the axis of k that is that of channels, 1 or 2.
+        integers: whether the chip multiplies them; what does not takes them as bfloat16, in which bytes are exact.
+    """
+    rows, unit = (q, None) if scale is None else digits(q.astype(jnp.float32))
+    rows = jnp.broadcast_to(rows, (k.shape[0], *rows.shape[1:]))
+    if scale is None or unit is None:
+        return dot(rows, k, channels)
+    return joined(_dot_codes(rows, k, channels, channels, integers), unit) * scale[:, None, :]
+
+
+def weighted(
+    weights: Float[Array, "n g s"], v: Array, scale: Float[Array, "n s"] | None, channels: int, integers: bool
+) -> Float[Array, "n g e"]:
+    """Sums of a block of values with weights that are not negative; arguments as those of `products`."""
+    slots = 3 - channels
+    if scale is None:
+        return dot(weights.astype(v.dtype), v, slots)
+    rows, unit = digits(weights * scale[:, None, :])
+    return joined(_dot_codes(rows, v, slots, channels, integers), unit)
+
+
+def _dot_codes(rows: Array, codes: Array, axis: int, channels: int, integers: bool) -> Array:
+    codes = jnp.concatenate(halves(codes), channels)
+    return dot(rows, codes, axis) if integers else dot(rows.astype(jnp.bfloat16), codes.astype(jnp.bfloat16), axis)
