@@ -7,8 +7,8 @@ from kvjax.decode import decode_step as decode_step
 from kvjax.decode import decode_step_in_place as decode_step_in_place
 from kvjax.decode import full_cache_bytes as full_cache_bytes
 from kvjax.decode import prefill as prefill
-from kvjax.models import Model as Model
+from kvjax.model import Model as Model
+from kvjax.model import load as load
 from kvjax.models import ModelConfig as ModelConfig
-from kvjax.models import load as load
 from kvjax.policies import policy as policy
 from kvjax.policies.base import Policy as Policy

@@ -133,7 +133,7 @@ def head_slopes(config: ModelConfig) -> Float[Array, "h g"] | None:
     """The slopes of a model's query heads, by the KV head that they share; None for models without ALiBi."""
     if config.position != "alibi":
         return None
-    return alibi_slopes(config.heads).reshape(config.kv_heads, config.groups)
+    return jnp.asarray(alibi_slopes(config.heads)).reshape(config.kv_heads, config.groups)
 
 
 __all__ = [

@@ -24,7 +24,7 @@ from kvjax.reading import Reading, read_block, read_token
 from kvjax.types import LayerCache, setting
 
 if TYPE_CHECKING:
-    from kvjax.models.model import Model
+    from kvjax.model import Model
 
 
 class State(struct.PyTreeNode):

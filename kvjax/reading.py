@@ -66,7 +66,7 @@ def read_token(weights, config: ModelConfig, policy: Policy, caches, reading: Re
             caches[index] = caches_.stow(policy, cache)
             return out
 
-        x = block(layer, config, x, attention)
+        x = block(layer, config, config.layer(index), x, attention)
     return caches if isinstance(caches, paged.Pool) else policy.couple(tuple(caches)), x
 
 
@@ -140,7 +140,7 @@ def read_block(weights, config: ModelConfig, policy: Policy, caches, reading: Re
                 caches[index] = caches_.stow(policy, _compress(config, policy, cache, new, capacities[index]))
             return out
 
-        x = block(layer, config, x, attention)
+        x = block(layer, config, config.layer(index), x, attention)
     if policy.couples_layers:
         coupled = policy.couple(tuple(caches))
         caches = [_compress(config, policy, *layer) for layer in zip(coupled, news, capacities, strict=True)]

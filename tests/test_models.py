@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 from jaxtyping import Array
 
-from kvjax.models import Model, ModelConfig, Rope, Weights, load
-from kvjax.models.decoder import forward, rotate
+from kvjax.model import Model, load
+from kvjax.models import ModelConfig, Rope, Weights
+from kvjax.models.decoder import forward
+from kvjax.rope import rotate
 from tests.models import GQA, MODELS, MQA, random_checkpoint, random_model, small_config
 
 pytestmark = pytest.mark.usefixtures("compiled_fast")

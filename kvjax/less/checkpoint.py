@@ -18,7 +18,7 @@ from kvjax.less.kernels import Params, init_kernels
 from kvjax.models.config import ModelConfig
 
 if TYPE_CHECKING:
-    from kvjax.models.model import Model
+    from kvjax.model import Model
 
 _SETTINGS, _KERNELS = "settings.json", "kernels"
 SHIPPED = Path(__file__).resolve().parents[1] / "tiny" / "less"

@@ -15,7 +15,7 @@ from kvjax.plan import Plan, Uniform
 from kvjax.types import Evicted, LayerCache, NewTokens, Partial, PyTree, Weighing, setting
 
 if TYPE_CHECKING:
-    from kvjax.models.model import Model
+    from kvjax.model import Model
     from pallas_kernels.decode_attention import Gumbel, LowRank
     from pallas_kernels.ranking import Protection
 
