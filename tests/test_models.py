@@ -61,6 +61,7 @@ VARIANTS = {
     "gqa": GQA,
     "sliding": small_config(4, 2, sliding_window=20),
     "alibi": small_config(6, 3, position="alibi", rope=None),
+    "layers that differ": small_config(4, 2, windows=(20, None), ropes=(Rope(8), None), soft_cap=2.0, value_width=6),
     "learned": small_config(4, 4, position="learned", rope=None, norm="layer", norm_bias=True, gated_mlp=False),
     "parallel": small_config(4, 1, parallel=True, shared_norm=True, rope=Rope(width=4, interleaved=True), tied=True),
 }
