@@ -11,6 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import kvjax
+from kvjax.less import checkpoint
 from kvjax.models import ModelConfig, Rope
 from kvjax.types import LayerConfig
 from tests.models import random_model, small_config
@@ -73,6 +75,17 @@ def configs(draw: st.DrawFn) -> ModelConfig:
 @given(config=configs(), seed=st.integers(0, 100))
 def test_any_settings(config: ModelConfig, seed: int) -> None:
     assert_equal_to_numpy(config, seed)
+
+
+def test_kernels_outlive_settings_that_a_model_does_not_have() -> None:
+    tiny = kvjax.load("tiny")
+    assert {checkpoint.read_settings(found).fingerprint for found in checkpoint.find("", "h2o")} == {
+        checkpoint.fingerprint(tiny)
+    }
+    weights = random_model(small_config(4, 2)).weights
+    changed = [{}, *(changes for changes in CONFIGS.values() if changes.get("value_width") is None)]
+    prints = {checkpoint.fingerprint(kvjax.Model(weights, small_config(4, 2, **changes))) for changes in changed}
+    assert len(prints) == len(changed)
 
 
 def test_layers_of_a_plain_model_are_alike() -> None:

@@ -135,7 +135,7 @@ class ModelConfig:
                 raise ValueError(f"windows[{index}] must be above 0, not {window}; None lets a layer see all tokens.")
         if (self.position == "rope") != any(rope is not None for rope in self._layer_ropes):
             given = f"rope={self.rope}" if self.ropes is None else f"ropes={self.ropes}"
-            raise ValueError(f"position={self.position!r} does not fit {given}; only position='rope' takes a RoPE.")
+            raise ValueError(f"position={self.position!r} does not fit {given}; only 'rope' takes one.")
         for rope in self._layer_ropes:
             if rope is not None and rope.width > self.head_width:
                 raise ValueError(f"RoPE of width {rope.width} does not fit heads of width {self.head_width}.")

@@ -111,8 +111,7 @@ def block(
         shape: the layer's.
         x: hidden states [b, t, width].
         attention: given unrotated queries [b, h, g, t, d], keys [b, h, t, d] and values [b, h, t, e], returns
-            [b, h, g, t, e].
-            Query head i reads KV head i // g, so the heads of one group are neighbours.
+            [b, h, g, t, e]. Query head i reads KV head i // g, so the heads of one group are neighbours.
     """
     b, t, _ = x.shape
     normed = normalise(layer.attention_norm, x, config)
