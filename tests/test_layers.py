@@ -119,10 +119,10 @@ def test_layers_made_while_tracing_hold_no_tracers() -> None:
         ({"soft_cap": -2.0}, r"soft_cap must be above 0, not -2\.0"),
         ({"logit_soft_cap": 0.0}, r"logit_soft_cap must be above 0, not 0\.0"),
         ({"value_width": 0}, "value_width must be above 0, not 0"),
-        ({"ropes": (None, None)}, r"position='rope' does not fit ropes=\(None, None\)"),
+        ({"ropes": (None, None)}, r"position='rope' does not fit ropes=\(None, None\); give a Rope"),
         (
             {"position": "alibi", "rope": None, "ropes": (None, Rope(8))},
-            r"position='alibi' does not fit ropes=\(None, Rope\(width=8",
+            r"position='alibi' does not fit ropes=\(None, Rope\(width=8.*; leave it None",
         ),
         ({"ropes": (None, Rope(10))}, "RoPE of width 10 does not fit heads of width 8"),
     ],

@@ -135,7 +135,8 @@ class ModelConfig:
                 raise ValueError(f"windows[{index}] must be above 0, not {window}; None lets a layer see all tokens.")
         if (self.position == "rope") != any(rope is not None for rope in self._layer_ropes):
             given = f"rope={self.rope}" if self.ropes is None else f"ropes={self.ropes}"
-            raise ValueError(f"position={self.position!r} does not fit {given}; only 'rope' takes one.")
+            remedy = "give a Rope" if self.position == "rope" else "leave it None"
+            raise ValueError(f"position={self.position!r} does not fit {given}; {remedy}.")
         for rope in self._layer_ropes:
             if rope is not None and rope.width > self.head_width:
                 raise ValueError(f"RoPE of width {rope.width} does not fit heads of width {self.head_width}.")
