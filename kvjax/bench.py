@@ -20,7 +20,8 @@ import numpy as np
 from kvjax import decode, policies
 from kvjax.cli import finish
 from kvjax.files import written_aside
-from kvjax.models import Model, ModelConfig, Rope, load, random_weights
+from kvjax.model import Model, load
+from kvjax.models import ModelConfig, Rope, random_weights
 from kvjax.policies.base import Policy
 from kvjax.settings import parse_budget, parse_settings
 

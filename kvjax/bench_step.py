@@ -14,7 +14,8 @@ import numpy as np
 
 from kvjax import bench
 from kvjax.less.kernels import init_kernels
-from kvjax.models import Model, ModelConfig, Rope
+from kvjax.model import Model
+from kvjax.models import ModelConfig, Rope
 from kvjax.models.weights import weight_shapes
 from kvjax.policies import policy
 

@@ -23,7 +23,7 @@ from kvjax.sampling import Sampling
 from kvjax.settings import parse_budget, parse_settings, read_config
 
 if TYPE_CHECKING:
-    from kvjax.models import Model
+    from kvjax.model import Model
 
 
 @dataclasses.dataclass
@@ -290,7 +290,7 @@ def run(options: argparse.Namespace) -> None:
     if options.policy == "list":
         print(list_policies())
         return
-    from kvjax.models import load
+    from kvjax.model import load
 
     policy, budget, plan, chunk = _choice(options)
     Sampling(options.temperature, options.top_k, options.top_p)

@@ -91,7 +91,10 @@ def table(rope: Rope, places: int, dtype: DTypeLike) -> tuple[Float[Array, "m ha
         return _angles(rope, jnp.arange(places), dtype)
 
 
-def _angles(rope: Rope, positions: Int[Array, "*b"], dtype: DTypeLike) -> tuple[Array, Array]:
+def _angles(
+    rope: Rope, positions: Int[Array, "*b"], dtype: DTypeLike
+) -> tuple[Float[Array, "*b half"], Float[Array, "*b half"]]:
+    """Cosines and sines of what each pair of channels is turned by, in at least float32."""
     # The product itself would lose an angle's last digits to its full turns, far out in a text.
     kind = jnp.promote_types(dtype, jnp.float32)
     frequencies = rope_frequencies(rope)

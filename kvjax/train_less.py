@@ -27,7 +27,7 @@ from kvjax.settings import parse_budget, parse_settings
 
 if TYPE_CHECKING:
     from kvjax.less.train import Recipe, Training
-    from kvjax.models import Model
+    from kvjax.model import Model
     from kvjax.policies.base import Policy
 
 
@@ -81,7 +81,7 @@ def run(options: argparse.Namespace) -> None:
     from kvjax.less import checkpoint
     from kvjax.less.collect import check_policy, collect, sample_texts
     from kvjax.less.train import Recipe, split_texts, train
-    from kvjax.models import load
+    from kvjax.model import load
     from kvjax.tiny import checkpoint as runs
     from kvjax.tiny.train import Progress
 

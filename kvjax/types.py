@@ -60,6 +60,11 @@ class LayerConfig:
     slopes: tuple[tuple[float, ...], ...] | None = None
 
     @property
+    def heads(self) -> int:
+        """Query heads."""
+        return self.kv_heads * self.groups
+
+    @property
     def spec(self) -> AttentionSpec:
         """The same, as operations take it."""
         slopes = None if self.slopes is None else jnp.asarray(self.slopes)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 SLOT_BLOCK = 64
@@ -156,11 +157,11 @@ def causal_mask(
     return visible if window is None else visible & (keys > queries - window)
 
 
-def alibi_slopes(heads: int) -> Float[Array, " heads"]:
+def alibi_slopes(heads: int) -> Float[np.ndarray, " heads"]:
     """Geometric slopes 2^(-8i/n) for the next power of two n, odd ones first when heads is not a power of two."""
     power = 2 ** math.ceil(math.log2(heads))
-    slopes = 2.0 ** (-8.0 * jnp.arange(1, power + 1) / power)
-    return slopes if power == heads else jnp.concatenate([slopes[1::2], slopes[0::2]])[:heads]
+    slopes = 2.0 ** (-8.0 * np.arange(1, power + 1) / power)
+    return slopes if power == heads else np.concatenate([slopes[1::2], slopes[0::2]])[:heads]
 
 
 def query_block(tokens: int, rows: int) -> int:

@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from kvjax.models import Model, ModelConfig, Rope, random_weights
+from kvjax.model import Model
+from kvjax.models import ModelConfig, Rope, random_weights
 
 
 def small_config(heads: int, kv_heads: int, **changes: Any) -> ModelConfig:

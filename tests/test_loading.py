@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from kvjax.models import FAMILIES, LoadError, Rope, load, random_weights
+from kvjax.model import load
+from kvjax.models import FAMILIES, LoadError, Rope, random_weights
 from kvjax.models.families import read_config
 from kvjax.models.weights import leaf_name
 

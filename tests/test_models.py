@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 from jaxtyping import Array
 
-from kvjax.models import Model, ModelConfig, Rope, Weights, load
-from kvjax.models.decoder import forward, rotate
+from kvjax.model import Model, load
+from kvjax.models import ModelConfig, Rope, Weights
+from kvjax.models.decoder import forward
+from kvjax.rope import rotate
 from tests.models import GQA, MODELS, MQA, random_checkpoint, random_model, small_config
 
 pytestmark = pytest.mark.usefixtures("compiled_fast")
@@ -59,6 +61,7 @@ VARIANTS = {
     "gqa": GQA,
     "sliding": small_config(4, 2, sliding_window=20),
     "alibi": small_config(6, 3, position="alibi", rope=None),
+    "layers that differ": small_config(4, 2, windows=(20, None), ropes=(Rope(8), None), soft_cap=2.0, value_width=6),
     "learned": small_config(4, 4, position="learned", rope=None, norm="layer", norm_bias=True, gated_mlp=False),
     "parallel": small_config(4, 1, parallel=True, shared_norm=True, rope=Rope(width=4, interleaved=True), tied=True),
 }

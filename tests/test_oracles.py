@@ -11,7 +11,7 @@ import pytest
 
 import kvjax
 from kvjax import decode
-from kvjax.models import Model
+from kvjax.model import Model
 from tests.cases import FIRST, POLICIES, Case
 from tests.held import stored, unpacked
 from tests.models import GQA, MHA, MQA, random_model

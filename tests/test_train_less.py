@@ -25,7 +25,8 @@ from kvjax.attention import merge, share_of_evicted
 from kvjax.less import checkpoint
 from kvjax.less.record import Features, record
 from kvjax.less.train import Recipe, memory_attention
-from kvjax.models import Model, ModelConfig
+from kvjax.model import Model
+from kvjax.models import ModelConfig
 from kvjax.policies.base import Policy
 from kvjax.policies.less import Less
 from kvjax.policies.wrapper import Wrapper

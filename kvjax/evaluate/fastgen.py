@@ -41,7 +41,7 @@ def run(options: argparse.Namespace) -> None:
     Raises:
         ValueError: a text or a setting does not fit.
     """
-    from kvjax.models import load
+    from kvjax.model import load
 
     if not 1 < options.prefix < options.length - STEPS[-1]:
         raise ValueError(f"--prefix {options.prefix} is not from 2 to --length {options.length} less {STEPS[-1] + 1}.")

@@ -16,7 +16,8 @@ from kvjax import decode, policies
 from kvjax.attention import alibi_bias, attend, causal_mask
 from kvjax.decode import State, join_state, split_state
 from kvjax.evaluate.perplexity import begin
-from kvjax.models import Model, ModelConfig
+from kvjax.model import Model
+from kvjax.models import ModelConfig
 from kvjax.plan import Plan
 from kvjax.policies.base import Policy
 from kvjax.policies.less import Less

@@ -13,7 +13,7 @@ import numpy as np
 
 from kvjax import policies
 from kvjax.less import checkpoint
-from kvjax.models import Model
+from kvjax.model import Model
 from kvjax.policies.base import Policy
 
 LENT = {"lambda_mask": "streaming", "tova": "h2o"}

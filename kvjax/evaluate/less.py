@@ -49,7 +49,7 @@ def run(options: argparse.Namespace) -> None:
     Raises:
         ValueError: a text, a checkpoint or a budget does not fit.
     """
-    from kvjax.models import load
+    from kvjax.model import load
 
     model = load(options.model, dtype="float32")
     context = model.config.max_positions

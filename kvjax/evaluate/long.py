@@ -29,7 +29,7 @@ def run(options: argparse.Namespace) -> None:
     Raises:
         ValueError: a text, a policy or a setting does not fit.
     """
-    from kvjax.models import load
+    from kvjax.model import load
 
     if options.window < 1:
         raise ValueError(f"window={options.window} is not a number of tokens from 1.")

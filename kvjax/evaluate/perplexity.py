@@ -16,7 +16,7 @@ from kvjax import cache as caches
 from kvjax import decode, policies
 from kvjax.arrange import plan_slots
 from kvjax.decode import Moving, State, join_state, split_state
-from kvjax.models import Model
+from kvjax.model import Model
 from kvjax.plan import PLANS, Plan
 from kvjax.policies.base import Policy
 from kvjax.types import wide

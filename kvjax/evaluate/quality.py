@@ -85,7 +85,7 @@ def run(options: argparse.Namespace) -> None:
     Raises:
         ValueError: a text, a policy or a budget does not fit.
     """
-    from kvjax.models import load
+    from kvjax.model import load
 
     settings, names = parse_settings(options.settings), options.policies.split(",")
     made = {name: policies.policy(name, **settings) for name in names if name != "full"}

@@ -34,8 +34,8 @@ def _splits(weights: Weights, config: ModelConfig, tokens: Int[Array, "b n"], ke
         return split.full
 
     x = embed(weights, config, tokens, position)
-    for layer in weights.layers:
-        x = block(layer, config, x, attention)
+    for layer, shape in zip(weights.layers, config.layer_configs, strict=True):
+        x = block(layer, config, shape, x, attention)
     outputs, residuals = zip(*made, strict=True)
     return jnp.stack(outputs), jnp.stack(residuals)
 

@@ -12,7 +12,7 @@ from jaxtyping import Int
 
 from kvjax import decode
 from kvjax.evaluate.perplexity import stream
-from kvjax.models import Model
+from kvjax.model import Model
 from kvjax.plan import Plan
 from kvjax.policies.base import Policy
 from kvjax.tiny.lessons import FORMS, Lessons

@@ -15,7 +15,7 @@ from kvjax.evaluate.perplexity import perplexity
 from kvjax.evaluate.report import Store
 from kvjax.evaluate.texts import Passages
 from kvjax.less.checkpoint import fingerprint
-from kvjax.models import Model
+from kvjax.model import Model
 from kvjax.policies.base import Policy
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int
 
-from kvjax.models import Model
+from kvjax.model import Model
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,11 +18,13 @@ from kvjax.less.kernels import Params, init_kernels
 from kvjax.models.config import ModelConfig
 
 if TYPE_CHECKING:
-    from kvjax.models.model import Model
+    from kvjax.model import Model
 
 _SETTINGS, _KERNELS = "settings.json", "kernels"
 SHIPPED = Path(__file__).resolve().parents[1] / "tiny" / "less"
 """Kernels of the embedded model, one directory for each base policy and budget."""
+_OPTIONAL = ("value_width", "ropes", "attention_scale", "soft_cap", "logit_soft_cap", "windows")
+"""Settings that count in a fingerprint only where a model has them: kernels may be older than the settings."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,6 +149,9 @@ def fingerprint(model: Model) -> str:
     """Sixteen hex digits of a model's shape and of some of its weights, the same in every dtype it is loaded in."""
     shape = dataclasses.asdict(model.config)
     del shape["bos"], shape["eos"]  # where a text ends changes no attention
+    for name in _OPTIONAL:
+        if shape[name] is None:
+            del shape[name]
     digest = hashlib.sha256(json.dumps(shape, sort_keys=True).encode())
     layers = model.weights.layers
     for sample in (model.weights.embedding[:64], layers[0].key.weight, layers[-1].query.weight, layers[-1].up.weight):

@@ -15,7 +15,7 @@ from jaxtyping import Array, Int
 from kvjax.arrange import plan_by_name, plan_slots
 from kvjax.files import written_aside
 from kvjax.less.record import Features, record
-from kvjax.models.model import Model
+from kvjax.model import Model
 from kvjax.plan import Plan
 from kvjax.policies import name_of
 from kvjax.policies.base import Policy

@@ -100,6 +100,6 @@ def logits(
         return split.sparse + best_rank(split.residual, rank) if rank else split.sparse
 
     x = embed(weights, config, tokens, position)
-    for layer in weights.layers:
-        x = block(layer, config, x, attention)
+    for layer, shape in zip(weights.layers, config.layer_configs, strict=True):
+        x = block(layer, config, shape, x, attention)
     return unembed(weights, config, x)

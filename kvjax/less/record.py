@@ -165,6 +165,6 @@ def _read_full(weights: Weights, config: ModelConfig, tokens: Int[Array, "b n"])
         return full.out
 
     x = embed(weights, config, tokens, positions)
-    for layer in weights.layers:
-        x = block(layer, config, x, attention)
+    for layer, shape in zip(weights.layers, config.layer_configs, strict=True):
+        x = block(layer, config, shape, x, attention)
     return reads

@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int, Key
 
 from kvjax.less.kernels import Params, Phi, Psi, init_kernels
 from kvjax.less.record import Features
-from kvjax.models.model import Model
+from kvjax.model import Model
 from kvjax.tiny import checkpoint
 
 CHUNK = 128

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Literal
 
 from kvjax.rope import Rope
+from kvjax.types import LayerConfig
+from pallas_kernels.attention import alibi_slopes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,6 +24,7 @@ class ModelConfig:
         head_width: size of one head.
         mlp_width: inner size of the MLP.
         max_positions: longest sequence the model was made for, in tokens.
+        value_width: size of one head's values, where it is not that of keys; None for `head_width`.
         norm: `rms` or `layer` normalisation.
         norm_eps: added to the variance.
         activation: of the MLP.
@@ -28,6 +32,7 @@ class ModelConfig:
         parallel: attention and MLP read the same input and are added together (GPT-J, Falcon).
         position: how positions enter: `rope`, `learned` embeddings or `alibi` biases.
         rope: settings of the rotation when `position` is `rope`.
+        ropes: each layer's own rotation, None for none, in place of `rope`; None for `rope` in all layers.
         position_offset: added to positions before the table of learned embeddings is read.
         norm_bias: whether norms add an offset.
         shared_norm: whether the MLP reads the norm of the attention (`parallel` blocks only).
@@ -36,7 +41,12 @@ class ModelConfig:
         mlp_bias: whether the MLP's projections add a bias.
         unembedding_bias: whether the logits add a bias.
         tied: whether the embedding table is also the unembedding.
+        attention_scale: of the products of queries and keys; None for 1 / sqrt(head_width).
+        soft_cap: bound on attention's logits, cap tanh(x / cap) (Gemma 2: 50); None for none.
+        logit_soft_cap: the same for the final logits (Gemma 2: 30).
         sliding_window: tokens a query sees, itself included; None for all of them (Mistral 7B v0.1: 4096).
+        windows: each layer's own window, None for all tokens, in place of `sliding_window`; None for
+            `sliding_window` in all layers.
         bos: id of the token that starts a text, if the model wants one.
         eos: ids that end a text.
     """
@@ -49,6 +59,7 @@ class ModelConfig:
     head_width: int
     mlp_width: int
     max_positions: int
+    value_width: int | None = None
     norm: Literal["rms", "layer"] = "rms"
     norm_eps: float = 1e-5
     activation: Literal["silu", "gelu", "gelu_tanh", "relu"] = "silu"
@@ -56,6 +67,7 @@ class ModelConfig:
     parallel: bool = False
     position: Literal["rope", "learned", "alibi"] = "rope"
     rope: Rope | None = None
+    ropes: tuple[Rope | None, ...] | None = None
     position_offset: int = 0
     norm_bias: bool = False
     shared_norm: bool = False
@@ -64,7 +76,11 @@ class ModelConfig:
     mlp_bias: bool = False
     unembedding_bias: bool = False
     tied: bool = False
+    attention_scale: float | None = None
+    soft_cap: float | None = None
+    logit_soft_cap: float | None = None
     sliding_window: int | None = None
+    windows: tuple[int | None, ...] | None = None
     bos: int | None = None
     eos: tuple[int, ...] = ()
 
@@ -73,11 +89,57 @@ class ModelConfig:
         """Query heads that share one key and value head."""
         return self.heads // self.kv_heads
 
+    @functools.cached_property
+    def layer_configs(self) -> tuple[LayerConfig, ...]:
+        """What each layer's attention is like."""
+        slopes = None
+        if self.position == "alibi":
+            slopes = tuple(map(tuple, alibi_slopes(self.heads).reshape(self.kv_heads, self.groups).tolist()))
+        windows = (self.sliding_window,) * self.layers if self.windows is None else self.windows
+        return tuple(
+            LayerConfig(
+                kv_heads=self.kv_heads,
+                groups=self.groups,
+                key_width=self.head_width,
+                value_width=self.head_width if self.value_width is None else self.value_width,
+                rope=rope,
+                scale=self.head_width**-0.5 if self.attention_scale is None else self.attention_scale,
+                soft_cap=self.soft_cap,
+                window=window,
+                slopes=slopes,
+            )
+            for window, rope in zip(windows, self._layer_ropes, strict=True)
+        )
+
+    def layer(self, index: int) -> LayerConfig:
+        """What the attention of one layer is like."""
+        return self.layer_configs[index]
+
+    @property
+    def _layer_ropes(self) -> tuple[Rope | None, ...]:
+        return (self.rope,) * self.layers if self.ropes is None else self.ropes
+
     def __post_init__(self) -> None:
         if self.heads % self.kv_heads:
             raise ValueError(f"{self.heads} query heads cannot share {self.kv_heads} KV heads evenly.")
-        if (self.position == "rope") != (self.rope is not None):
-            raise ValueError(f"position={self.position!r} does not fit rope={self.rope}.")
+        for name in ("windows", "ropes"):
+            given = getattr(self, name)
+            if given is not None and len(given) != self.layers:
+                raise ValueError(f"{name} has {len(given)} entries for {self.layers} layers; give one for each.")
+        for name in ("value_width", "attention_scale", "soft_cap", "logit_soft_cap", "sliding_window"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise ValueError(f"{name} must be above 0, not {value}; leave it None for models without it.")
+        for index, window in enumerate(self.windows or ()):
+            if window is not None and window <= 0:
+                raise ValueError(f"windows[{index}] must be above 0, not {window}; None lets a layer see all tokens.")
+        if (self.position == "rope") != any(rope is not None for rope in self._layer_ropes):
+            given = f"rope={self.rope}" if self.ropes is None else f"ropes={self.ropes}"
+            remedy = "give a Rope" if self.position == "rope" else "leave it None"
+            raise ValueError(f"position={self.position!r} does not fit {given}; {remedy}.")
+        for rope in self._layer_ropes:
+            if rope is not None and rope.width > self.head_width:
+                raise ValueError(f"RoPE of width {rope.width} does not fit heads of width {self.head_width}.")
         if self.shared_norm and not self.parallel:
             raise ValueError("shared_norm=True needs parallel=True: a sequential block normalises before its MLP.")
         if self.tied and self.unembedding_bias:

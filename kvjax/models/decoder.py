@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import jax
@@ -9,9 +10,10 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float, Int
 
-from kvjax import attention  # the module: it imports this package in turn
 from kvjax.models.config import ModelConfig
 from kvjax.rope import rotate
+from kvjax.types import LayerConfig
+from pallas_kernels.attention import QUERY_BLOCK, attend, join_queries, query_block, split_queries, wide
 
 
 @struct.dataclass
@@ -62,7 +64,9 @@ class Weights:
 
 Queries = Float[Array, "b h g t d"]
 Keys = Float[Array, "b h t d"]
-Attention = Callable[[Queries, Keys, Keys], Queries]
+Values = Float[Array, "b h t e"]
+Attended = Float[Array, "b h g t e"]
+Attention = Callable[[Queries, Keys, Values], Attended]
 
 _ACTIVATIONS = {
     "silu": jax.nn.silu,
@@ -74,11 +78,11 @@ _ACTIVATIONS = {
 
 def normalise(norm: Norm, x: Float[Array, "*b width"], config: ModelConfig) -> Float[Array, "*b width"]:
     """RMS or layer normalisation, computed in at least float32."""
-    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    precise = x.astype(wide(x.dtype))
     if config.norm == "layer":
-        wide = wide - wide.mean(-1, keepdims=True)
-    wide = wide * jax.lax.rsqrt(jnp.mean(wide**2, -1, keepdims=True) + config.norm_eps)
-    y = wide.astype(x.dtype) * norm.scale
+        precise = precise - precise.mean(-1, keepdims=True)
+    precise = precise * jax.lax.rsqrt(jnp.mean(precise**2, -1, keepdims=True) + config.norm_eps)
+    y = precise.astype(x.dtype) * norm.scale
     return y if norm.bias is None else y + norm.bias
 
 
@@ -93,24 +97,29 @@ def embed(
 
 
 def block(
-    layer: LayerWeights, config: ModelConfig, x: Float[Array, "b t width"], attention: Attention
+    layer: LayerWeights,
+    config: ModelConfig,
+    shape: LayerConfig,
+    x: Float[Array, "b t width"],
+    attention: Attention,
 ) -> Float[Array, "b t width"]:
     """One decoder block around any attention.
 
     Args:
         layer: the block's weights.
         config: the model's shape.
+        shape: the layer's.
         x: hidden states [b, t, width].
-        attention: given unrotated queries [b, h, g, t, d], keys and values [b, h, t, d], returns [b, h, g, t, d].
-            Query head i reads KV head i // g, so the heads of one group are neighbours.
+        attention: given unrotated queries [b, h, g, t, d], keys [b, h, t, d] and values [b, h, t, e], returns
+            [b, h, g, t, e]. Query head i reads KV head i // g, so the heads of one group are neighbours.
     """
     b, t, _ = x.shape
     normed = normalise(layer.attention_norm, x, config)
-    q = layer.query(normed).reshape(b, t, config.kv_heads, config.groups, config.head_width)
-    k = layer.key(normed).reshape(b, t, config.kv_heads, config.head_width)
-    v = layer.value(normed).reshape(b, t, config.kv_heads, config.head_width)
+    q = layer.query(normed).reshape(b, t, shape.kv_heads, shape.groups, shape.key_width)
+    k = layer.key(normed).reshape(b, t, shape.kv_heads, shape.key_width)
+    v = layer.value(normed).reshape(b, t, shape.kv_heads, shape.value_width)
     attended = attention(q.transpose(0, 2, 3, 1, 4), k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3))
-    attended = attended.astype(x.dtype).transpose(0, 3, 1, 2, 4).reshape(b, t, config.heads * config.head_width)
+    attended = attended.astype(x.dtype).transpose(0, 3, 1, 2, 4).reshape(b, t, shape.heads * shape.value_width)
     attended = layer.output(attended)
     if config.parallel:
         mlp_input = normed if layer.mlp_norm is None else normalise(layer.mlp_norm, x, config)
@@ -129,13 +138,14 @@ def mlp(layer: LayerWeights, config: ModelConfig, x: Float[Array, "b t width"]) 
 
 
 def unembed(weights: Weights, config: ModelConfig, x: Float[Array, "*b width"]) -> Float[Array, "*b vocab"]:
-    """Final norm and logits, in at least float32."""
+    """Final norm and logits, bounded where the model has a cap for them, in at least float32."""
     x = normalise(weights.norm, x, config)
     table = weights.embedding if weights.unembedding is None else weights.unembedding.weight
-    logits = jnp.einsum("...i,oi->...o", x, table, preferred_element_type=jnp.promote_types(x.dtype, jnp.float32))
+    logits = jnp.einsum("...i,oi->...o", x, table, preferred_element_type=wide(x.dtype))
     if weights.unembedding is not None and weights.unembedding.bias is not None:
         logits = logits + weights.unembedding.bias
-    return logits
+    cap = config.logit_soft_cap
+    return logits if cap is None else cap * jnp.tanh(logits / cap)
 
 
 def forward(
@@ -153,28 +163,28 @@ def forward(
     # Causality hides the padding from real tokens; ids that are out of the table must still not become NaN.
     tokens = jnp.where(positions < lengths[:, None], tokens, 0)
     x = embed(weights, config, tokens, positions)
-    for layer in weights.layers:
-        x = block(layer, config, x, lambda q, k, v: _causal(config, positions, q, k, v))
+    for layer, shape in zip(weights.layers, config.layer_configs, strict=True):
+        x = block(layer, config, shape, x, functools.partial(_causal, shape, positions))
     return unembed(weights, config, x)
 
 
-def _causal(config: ModelConfig, positions: Int[Array, "b t"], q: Queries, k: Keys, v: Keys) -> Queries:
+def _causal(shape: LayerConfig, positions: Int[Array, "b t"], q: Queries, k: Keys, v: Values) -> Attended:
     """Attention of every token to itself and those before it, in blocks of queries so that no n x n matrix exists."""
-    q = rotate(config.rope, q, positions[:, None, None])
-    k = rotate(config.rope, k, positions[:, None])
+    q = rotate(shape.rope, q, positions[:, None, None])
+    k = rotate(shape.rope, k, positions[:, None])
+    spec, key_positions = shape.spec, positions[:, None]
 
-    def attend(q: Queries, q_positions: Int[Array, "b t"]) -> Queries:
-        mask = attention.causal_mask(q_positions, positions[:, None], config.sliding_window)
-        bias = attention.alibi_bias(config, q_positions[:, None], positions[:, None])
-        return attention.attend(q, k, v, mask, bias)[0].out.astype(q.dtype)
+    def attend_block(queries: tuple[Queries, Int[Array, "b t"]]) -> Attended:
+        q, at = queries
+        bias = spec.bias(at[:, None], key_positions)
+        return attend(q, k, v, spec.mask(at, key_positions), spec, bias)[0].out.astype(q.dtype)
 
     rows, t = positions.shape
-    block = attention.query_block(attention.QUERY_BLOCK, rows)
-    if t <= block:
-        return attend(q, positions)
-    padding = -t % block
+    size = query_block(QUERY_BLOCK, rows)
+    if t <= size:
+        return attend_block((q, positions))
+    padding = -t % size
     q = jnp.pad(q, [(0, 0)] * 3 + [(0, padding), (0, 0)])
-    q_positions = jnp.pad(positions, [(0, 0), (0, padding)])
-    blocks = attention.split_queries(q, -2, block), attention.split_queries(q_positions, -1, block)
-    out = jax.lax.map(lambda block: attend(*block), blocks)
-    return attention.join_queries(out, -2)[..., :t, :]
+    at = jnp.pad(positions, [(0, 0), (0, padding)])
+    blocks = jax.lax.map(attend_block, (split_queries(q, -2, size), split_queries(at, -1, size)))
+    return join_queries(blocks, -2)[..., :t, :]

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from collections.abc import Iterable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,6 @@ from safetensors import SafetensorError, safe_open
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Weights
 from kvjax.models.families import Family, LoadError, read_config, token_ids
-from kvjax.models.model import Model
 from kvjax.models.weights import leaf_name, weight_shapes
 
 _TINY = Path(__file__).resolve().parents[1] / "tiny" / "weights"
@@ -27,17 +26,29 @@ _DTYPES = ("float32", "bfloat16", "float64")
 _STORED = ("F64", "F32", "F16", "BF16")
 
 
-def load(path_or_hub_id: str | Path, dtype: DTypeLike | None = None, revision: str | None = None) -> Model:
-    """Load a model from the package, a Hugging Face directory or the Hugging Face hub.
+@dataclasses.dataclass(frozen=True)
+class Checkpoint:
+    """What a checkpoint holds.
 
     Args:
-        path_or_hub_id: `tiny` for the embedded model, a directory with config.json and safetensors, or a hub id.
-        dtype: of the weights: float32 (if None), bfloat16, or float64 where jax_enable_x64 is on.
-        revision: branch, tag or commit on the hub; the default branch if None.
+        weights: pytree of arrays, all of one dtype.
+        config: the model's shape.
+        name: how it was asked for.
+        directory: where its files are, its tokenizer's among them.
+    """
 
-    Raises:
-        LoadError: for a checkpoint that is absent, damaged or not supported.
-        ValueError: for a dtype that is not supported.
+    weights: Weights
+    config: ModelConfig
+    name: str
+    directory: Path
+
+
+def read_checkpoint(
+    path_or_hub_id: str | Path, dtype: DTypeLike | None = None, revision: str | None = None
+) -> Checkpoint:
+    """Read a checkpoint from the package, a Hugging Face directory or the Hugging Face hub.
+
+    Arguments and errors are those of `kvjax.load`.
     """
     wanted = _dtype(dtype)
     directory = _locate(path_or_hub_id, revision)
@@ -48,9 +59,9 @@ def load(path_or_hub_id: str | Path, dtype: DTypeLike | None = None, revision: s
         raise error if str(error).startswith(str(file)) else LoadError(f"{file}: {error}") from None
     generation = directory / "generation_config.json"
     if generation.exists() and (eos := token_ids(_read_json(generation), "eos_token_id")):
-        config = replace(config, eos=eos)
+        config = dataclasses.replace(config, eos=eos)
     weights = _read_weights(directory, family, config, wanted)
-    return Model(weights, config, name=str(path_or_hub_id), directory=directory)
+    return Checkpoint(weights, config, str(path_or_hub_id), directory)
 
 
 def _dtype(dtype: DTypeLike | None) -> jnp.dtype:

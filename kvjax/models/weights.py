@@ -12,6 +12,7 @@ from jaxtyping import Array, PRNGKeyArray
 
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import LayerWeights, Linear, Norm, Weights
+from kvjax.types import LayerConfig
 
 
 def weight_shapes(config: ModelConfig, dtype: DTypeLike = jnp.float32) -> Weights:
@@ -26,15 +27,13 @@ def weight_shapes(config: ModelConfig, dtype: DTypeLike = jnp.float32) -> Weight
     def norm() -> Norm:
         return Norm(leaf(config.width), leaf(config.width) if config.norm_bias else None)
 
-    q_width, kv_width = config.heads * config.head_width, config.kv_heads * config.head_width
-
-    def layer() -> LayerWeights:
+    def layer(shape: LayerConfig) -> LayerWeights:
         return LayerWeights(
             attention_norm=norm(),
-            query=linear(q_width, config.width, config.qkv_bias),
-            key=linear(kv_width, config.width, config.qkv_bias),
-            value=linear(kv_width, config.width, config.qkv_bias),
-            output=linear(config.width, q_width, config.output_bias),
+            query=linear(shape.heads * shape.key_width, config.width, config.qkv_bias),
+            key=linear(shape.kv_heads * shape.key_width, config.width, config.qkv_bias),
+            value=linear(shape.kv_heads * shape.value_width, config.width, config.qkv_bias),
+            output=linear(config.width, shape.heads * shape.value_width, config.output_bias),
             mlp_norm=None if config.shared_norm else norm(),
             gate=linear(config.mlp_width, config.width, config.mlp_bias) if config.gated_mlp else None,
             up=linear(config.mlp_width, config.width, config.mlp_bias),
@@ -45,7 +44,7 @@ def weight_shapes(config: ModelConfig, dtype: DTypeLike = jnp.float32) -> Weight
     return Weights(
         embedding=leaf(config.vocab_size, config.width),
         positions=leaf(config.max_positions + config.position_offset, config.width) if learned else None,
-        layers=tuple(layer() for _ in range(config.layers)),
+        layers=tuple(map(layer, config.layer_configs)),
         norm=norm(),
         unembedding=None if config.tied else linear(config.vocab_size, config.width, config.unembedding_bias),
     )

@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Int
 from kvjax.models import decoder
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import LayerWeights, Linear, Norm, Weights
+from kvjax.rope import rotate
 
 Causal = Callable[..., Float[Array, "b h g t d"]]
 
@@ -88,12 +89,12 @@ def forward(
     def attention(
         q: Float[Array, "b h g t d"], k: Float[Array, "b h t d"], v: Float[Array, "b h t d"]
     ) -> Float[Array, "b h g t d"]:
-        turned = decoder.rotate(config.rope, q, positions[:, None, None])
-        return causal(turned, decoder.rotate(config.rope, k, positions[:, None]), v)
+        turned = rotate(config.rope, q, positions[:, None, None])
+        return causal(turned, rotate(config.rope, k, positions[:, None]), v)
 
     x = decoder.embed(weights, config, tokens, positions)
-    for layer in weights.layers:
-        x = decoder.block(layer, config, x, attention)
+    for layer, shape in zip(weights.layers, config.layer_configs, strict=True):
+        x = decoder.block(layer, config, shape, x, attention)
     return decoder.unembed(weights, config, x)
 
 

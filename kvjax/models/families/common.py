@@ -1,4 +1,4 @@
-"""One entry per model family: how its Hugging Face config and tensor names become ours."""
+"""What families are described with, and what those that are like Llama share."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from kvjax.models.config import ModelConfig, Rope
+from kvjax.models.config import ModelConfig
+from kvjax.rope import Rope
 
 
 class LoadError(ValueError):
@@ -60,7 +61,7 @@ class Family:
         return dataclasses.replace(source, name=source.name.format(layer=match and match[1]))
 
 
-_ACTIVATIONS = {
+ACTIVATIONS: Mapping[str, str] = {
     "silu": "silu",
     "swish": "silu",
     "gelu": "gelu",
@@ -70,7 +71,7 @@ _ACTIVATIONS = {
     "relu": "relu",
 }
 # For each type of RoPE: our name for it, and which settings it has beside theta.
-_ROPES = {
+_ROPES: Mapping[str, tuple[str, Mapping[str, str]]] = {
     "default": ("none", {}),
     "linear": ("linear", {"factor": "factor"}),
     "llama3": (
@@ -85,16 +86,25 @@ _ROPES = {
 }
 
 
-def _number(settings: Settings, key: str, kind: type[int] | type[float] = int) -> Any:
-    """A positive number, or one clear sentence."""
-    value = settings.get(key)
-    if isinstance(value, bool) or not isinstance(value, int | kind) or value <= 0:
-        what = "an integer" if kind is int else "a number"
+def integer(settings: Settings, key: str) -> int:
+    """A whole number above 0, or one clear sentence."""
+    return _above_zero(settings, key, int, "an integer")
+
+
+def number(settings: Settings, key: str) -> float:
+    """A number above 0, or one clear sentence."""
+    return _above_zero(settings, key, int | float, "a number")
+
+
+def _above_zero(settings: Settings, key: str, kind: Any, what: str) -> Any:
+    value: Any = settings.get(key)
+    if isinstance(value, bool) or not isinstance(value, kind) or value <= 0:
         raise LoadError(f"{key} must be {what} above 0, not {value!r}.")
     return value
 
 
-def _choice(settings: Settings, key: str, choices: Mapping[str, Any]) -> Any:
+def choice(settings: Settings, key: str, choices: Mapping[str, Any]) -> Any:
+    """What kvjax has for a name, or one clear sentence."""
     value = settings.get(key)
     if not isinstance(value, str) or value not in choices:
         raise LoadError(f"{key} {value!r} is not supported; supported are {', '.join(choices)}.")
@@ -123,43 +133,44 @@ def read_rope(settings: Settings, width: int) -> Rope:
     if merged.get("partial_rotary_factor", 1.0) != 1.0:
         raise LoadError(f"partial_rotary_factor {merged['partial_rotary_factor']!r} is not supported; only 1.0 is.")
     merged["rope_type"] = merged.get("rope_type", merged.get("type", "default"))
-    scaling, fields = _choice(merged, "rope_type", _ROPES)
-    extra = {field: _number(merged, key, float) for field, key in fields.items()}
-    return Rope(width=width, theta=float(_number(merged, "rope_theta", float)), scaling=scaling, **extra)
+    scaling, fields = choice(merged, "rope_type", _ROPES)
+    extra: dict[str, Any] = {field: number(merged, key) for field, key in fields.items()}
+    return Rope(width=width, theta=float(number(merged, "rope_theta")), scaling=scaling, **extra)
 
 
-def _llama_config(settings: Settings) -> ModelConfig:
-    width, heads = _number(settings, "hidden_size"), _number(settings, "num_attention_heads")
+def llama_config(settings: Settings) -> ModelConfig:
+    """The shape of a model that is Llama but for settings that its family fixes."""
+    width, heads = integer(settings, "hidden_size"), integer(settings, "num_attention_heads")
     if settings.get("head_dim") is None and width % heads:
         raise LoadError(
             f"hidden_size {width} is not a multiple of num_attention_heads {heads}, and there is no head_dim."
         )
-    head_width = width // heads if settings.get("head_dim") is None else _number(settings, "head_dim")
-    kv_heads = heads if settings.get("num_key_value_heads") is None else _number(settings, "num_key_value_heads")
+    head_width = width // heads if settings.get("head_dim") is None else integer(settings, "head_dim")
+    kv_heads = heads if settings.get("num_key_value_heads") is None else integer(settings, "num_key_value_heads")
     window = settings.get("sliding_window")
     return ModelConfig(
-        vocab_size=_number(settings, "vocab_size"),
+        vocab_size=integer(settings, "vocab_size"),
         width=width,
-        layers=_number(settings, "num_hidden_layers"),
+        layers=integer(settings, "num_hidden_layers"),
         heads=heads,
         kv_heads=kv_heads,
         head_width=head_width,
-        mlp_width=_number(settings, "intermediate_size"),
-        max_positions=_number(settings, "max_position_embeddings"),
-        norm_eps=_number(settings, "rms_norm_eps", float),
-        activation=_choice(settings, "hidden_act", _ACTIVATIONS),
+        mlp_width=integer(settings, "intermediate_size"),
+        max_positions=integer(settings, "max_position_embeddings"),
+        norm_eps=number(settings, "rms_norm_eps"),
+        activation=choice(settings, "hidden_act", ACTIVATIONS),
         rope=read_rope(settings, head_width),
         qkv_bias=bool(settings["attention_bias"]),
         output_bias=bool(settings.get("output_bias", settings["attention_bias"])),
         mlp_bias=bool(settings["mlp_bias"]),
         tied=bool(settings["tie_word_embeddings"]),
-        sliding_window=None if window is None else _number(settings, "sliding_window"),
+        sliding_window=None if window is None else integer(settings, "sliding_window"),
         bos=next(iter(token_ids(settings, "bos_token_id")), None),
         eos=token_ids(settings, "eos_token_id"),
     )
 
 
-_LLAMA_LINEARS = {
+_LLAMA_LINEARS: Mapping[str, str] = {
     "query": "self_attn.q_proj",
     "key": "self_attn.k_proj",
     "value": "self_attn.v_proj",
@@ -168,7 +179,7 @@ _LLAMA_LINEARS = {
     "up": "mlp.up_proj",
     "down": "mlp.down_proj",
 }
-_LLAMA_SOURCES = {
+LLAMA_SOURCES: Mapping[str, Source] = {
     "embedding": Source("model.embed_tokens.weight"),
     "layers.attention_norm.scale": Source("model.layers.{layer}.input_layernorm.weight"),
     "layers.mlp_norm.scale": Source("model.layers.{layer}.post_attention_layernorm.weight"),
@@ -179,7 +190,7 @@ _LLAMA_SOURCES = {
     for ours, theirs in _LLAMA_LINEARS.items()
     for part in ("weight", "bias")
 }
-_LLAMA_DEFAULTS = {
+LLAMA_DEFAULTS: Mapping[str, Any] = {
     "max_position_embeddings": 2048,
     "rms_norm_eps": 1e-6,
     "hidden_act": "silu",
@@ -187,50 +198,3 @@ _LLAMA_DEFAULTS = {
     "mlp_bias": False,
     "tie_word_embeddings": False,
 }
-
-FAMILIES: Mapping[str, Family] = {
-    "llama": Family(
-        # Llama has no sliding window, whatever its config says.
-        lambda settings: _llama_config({**settings, "sliding_window": None}),
-        _LLAMA_SOURCES,
-        _LLAMA_DEFAULTS | {"bos_token_id": 1, "eos_token_id": 2},
-    ),
-    "mistral": Family(
-        _llama_config,
-        _LLAMA_SOURCES,
-        _LLAMA_DEFAULTS
-        | {"max_position_embeddings": 131_072, "num_key_value_heads": 8, "sliding_window": 4096}
-        | {"bos_token_id": 1, "eos_token_id": 2},
-        only={"attention_bias": (False,), "mlp_bias": (False,)},
-    ),
-    "qwen2": Family(
-        lambda settings: _llama_config({**settings, "attention_bias": True, "sliding_window": None}),
-        _LLAMA_SOURCES,
-        _LLAMA_DEFAULTS | {"max_position_embeddings": 32_768, "num_key_value_heads": 32, "output_bias": False},
-        only={"use_sliding_window": (None, False), "mlp_bias": (False,)},
-    ),
-}
-
-
-def read_config(settings: Settings) -> tuple[Family, ModelConfig]:
-    """The family and the shape of the model that a Hugging Face config.json describes.
-
-    Raises:
-        LoadError: for an unknown architecture or a setting that kvjax does not support.
-    """
-    name = settings.get("model_type")
-    if not isinstance(name, str) or name not in FAMILIES:
-        raise LoadError(f"Architecture (model_type) {name!r} is not supported; supported are {', '.join(FAMILIES)}.")
-    if settings.get("quantization_config"):
-        raise LoadError("quantization_config is not supported: give the checkpoint with its weights in floating point.")
-    family = FAMILIES[name]
-    settings = {**family.defaults, **settings}
-    for key, allowed in family.only.items():
-        if settings.get(key) not in allowed:
-            raise LoadError(f"{key}={settings[key]!r} is not supported for {name}; only {allowed[-1]!r} is.")
-    try:
-        return family, family.config(settings)
-    except LoadError:
-        raise
-    except ValueError as error:
-        raise LoadError(str(error)) from None

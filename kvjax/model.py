@@ -1,4 +1,4 @@
-"""A model as users hold it: weights, config and tokenizer, with the plain forward pass."""
+"""A model as users hold it: weights, config and tokenizer, with the plain forward pass, and how to get one."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 from numpy.typing import ArrayLike
 
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Weights, forward
+from kvjax.models.loading import read_checkpoint
 from kvjax.tokens import TokenClasses, token_classes
 
 _forward = jax.jit(forward, static_argnames="config")
@@ -94,3 +96,19 @@ class Model:
         from kvjax.generate import generate_texts
 
         return generate_texts(self, prompts, **settings)
+
+
+def load(path_or_hub_id: str | Path, dtype: DTypeLike | None = None, revision: str | None = None) -> Model:
+    """Load a model from the package, a Hugging Face directory or the Hugging Face hub.
+
+    Args:
+        path_or_hub_id: `tiny` for the embedded model, a directory with config.json and safetensors, or a hub id.
+        dtype: of the weights: float32 (if None), bfloat16, or float64 where jax_enable_x64 is on.
+        revision: branch, tag or commit on the hub; the default branch if None.
+
+    Raises:
+        LoadError: for a checkpoint that is absent, damaged or not supported.
+        ValueError: for a dtype that is not supported.
+    """
+    read = read_checkpoint(path_or_hub_id, dtype, revision)
+    return Model(read.weights, read.config, read.name, read.directory)

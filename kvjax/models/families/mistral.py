@@ -1,0 +1,19 @@
+"""Mistral: Llama with a sliding window."""
+
+from __future__ import annotations
+
+from kvjax.models.families.common import LLAMA_DEFAULTS, LLAMA_SOURCES, Family, llama_config
+
+MISTRAL = Family(
+    llama_config,
+    LLAMA_SOURCES,
+    {
+        **LLAMA_DEFAULTS,
+        "max_position_embeddings": 131_072,
+        "num_key_value_heads": 8,
+        "sliding_window": 4096,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    },
+    only={"attention_bias": (False,), "mlp_bias": (False,)},
+)

@@ -1,0 +1,19 @@
+"""Qwen2: Llama whose queries, keys and values have biases."""
+
+from __future__ import annotations
+
+from kvjax.models.config import ModelConfig
+from kvjax.models.families.common import LLAMA_DEFAULTS, LLAMA_SOURCES, Family, Settings, llama_config
+
+
+def _config(settings: Settings) -> ModelConfig:
+    # Its configs name a window even where `use_sliding_window` is off.
+    return llama_config({**settings, "attention_bias": True, "sliding_window": None})
+
+
+QWEN2 = Family(
+    _config,
+    LLAMA_SOURCES,
+    {**LLAMA_DEFAULTS, "max_position_embeddings": 32_768, "num_key_value_heads": 32, "output_bias": False},
+    only={"use_sliding_window": (None, False), "mlp_bias": (False,)},
+)

@@ -1,0 +1,132 @@
+"""Models whose layers differ, against a literal forward in NumPy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import kvjax
+from kvjax.less import checkpoint
+from kvjax.models import ModelConfig, Rope
+from kvjax.types import LayerConfig
+from tests.models import random_model, small_config
+from tests.oracles.forward import forward
+
+pytestmark = pytest.mark.usefixtures("compiled_fast")
+
+OTHER = Rope(width=4, theta=100.0, interleaved=True)
+CONFIGS: dict[str, dict[str, Any]] = {
+    "window, then all": {"windows": (3, None)},
+    "windows instead of one window": {"windows": (None, 5), "sliding_window": 2},
+    "another RoPE each": {"ropes": (Rope(width=8), OTHER)},
+    "RoPE, then none, instead of one RoPE": {"ropes": (OTHER, None)},
+    "RoPEs alone": {"ropes": (None, OTHER), "rope": None},
+    "window with its own RoPE": {"windows": (4, None), "ropes": (Rope(width=8), Rope(width=8, theta=1e6))},
+    "scale": {"attention_scale": 0.7},
+    "soft cap": {"soft_cap": 0.4},
+    "soft cap of the logits": {"logit_soft_cap": 0.8, "tied": True},
+    "narrow values": {"value_width": 3},
+    "wide values": {"value_width": 20, "qkv_bias": True},
+    "alibi": {"position": "alibi", "rope": None, "windows": (None, 4), "soft_cap": 0.4},
+}
+
+
+def assert_equal_to_numpy(config: ModelConfig, seed: int = 0) -> None:
+    with jax.enable_x64(True):
+        model = random_model(config, seed, jnp.float64)
+        tokens = np.random.default_rng(seed).integers(0, config.vocab_size, 12)
+        ours = model.logits(tokens[None])[0]
+        theirs = forward(jax.tree.map(np.asarray, model.weights), config, tokens)
+        np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("changes", CONFIGS.values(), ids=CONFIGS)
+def test_every_setting(changes: dict[str, Any]) -> None:
+    assert_equal_to_numpy(small_config(4, 2, **changes))
+
+
+@st.composite
+def configs(draw: st.DrawFn) -> ModelConfig:
+    """Up to three layers that differ in everything that layers may differ in."""
+    layers, kv_heads, width = draw(st.integers(1, 3)), draw(st.integers(1, 3)), draw(st.sampled_from((2, 6, 8)))
+    ropes = st.builds(Rope, st.sampled_from((2, width)), theta=st.sampled_from((10.0, 1e4)), interleaved=st.booleans())
+    some = st.one_of(st.none(), st.floats(0.3, 3.0))
+    return small_config(
+        kv_heads * draw(st.integers(1, 3)),
+        kv_heads,
+        layers=layers,
+        head_width=width,
+        value_width=draw(st.one_of(st.none(), st.integers(1, 9))),
+        rope=None,
+        ropes=(draw(ropes), *(draw(st.one_of(st.none(), ropes)) for _ in range(layers - 1))),
+        windows=tuple(draw(st.one_of(st.none(), st.integers(1, 14))) for _ in range(layers)),
+        attention_scale=draw(some),
+        soft_cap=draw(some),
+        logit_soft_cap=draw(some),
+    )
+
+
+@given(config=configs(), seed=st.integers(0, 100))
+def test_any_settings(config: ModelConfig, seed: int) -> None:
+    assert_equal_to_numpy(config, seed)
+
+
+def test_kernels_outlive_settings_that_a_model_does_not_have() -> None:
+    tiny = kvjax.load("tiny")
+    assert {checkpoint.read_settings(found).fingerprint for found in checkpoint.find("", "h2o")} == {
+        checkpoint.fingerprint(tiny)
+    }
+    weights = random_model(small_config(4, 2)).weights
+    changed = [{}, *(changes for changes in CONFIGS.values() if changes.get("value_width") is None)]
+    prints = {checkpoint.fingerprint(kvjax.Model(weights, small_config(4, 2, **changes))) for changes in changed}
+    assert len(prints) == len(changed)
+
+
+def test_layers_of_a_plain_model_are_alike() -> None:
+    config = small_config(4, 2, sliding_window=20)
+    alike = LayerConfig(2, 2, 8, 8, Rope(width=8), 8**-0.5, None, 20, None)
+    assert config.layer_configs == (alike, alike) and config.layer(1) == alike
+
+
+def test_layers_made_while_tracing_hold_no_tracers() -> None:
+    config = small_config(6, 3, position="alibi", rope=None)
+
+    @jax.jit
+    def slopes() -> jax.Array:
+        found = config.layer(1).spec.slopes
+        assert found is not None
+        return found
+
+    np.testing.assert_allclose(slopes(), [[2**-2, 2**-4], [2**-6, 2**-8], [2**-1, 2**-3]], rtol=1e-6)
+    assert isinstance(hash(config.layer(1)), int)
+    assert all(type(slope) is float for head in config.layer(1).slopes or () for slope in head)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"windows": (3,)}, "windows has 1 entries for 2 layers; give one for each"),
+        ({"ropes": (None, Rope(8), Rope(8))}, "ropes has 3 entries for 2 layers; give one for each"),
+        ({"windows": (3, 0)}, r"windows\[1\] must be above 0, not 0; None lets a layer see all tokens"),
+        ({"sliding_window": -1}, "sliding_window must be above 0, not -1; leave it None"),
+        ({"attention_scale": 0.0}, r"attention_scale must be above 0, not 0\.0"),
+        ({"soft_cap": -2.0}, r"soft_cap must be above 0, not -2\.0"),
+        ({"logit_soft_cap": 0.0}, r"logit_soft_cap must be above 0, not 0\.0"),
+        ({"value_width": 0}, "value_width must be above 0, not 0"),
+        ({"ropes": (None, None)}, r"position='rope' does not fit ropes=\(None, None\); give a Rope"),
+        (
+            {"position": "alibi", "rope": None, "ropes": (None, Rope(8))},
+            r"position='alibi' does not fit ropes=\(None, Rope\(width=8.*; leave it None",
+        ),
+        ({"ropes": (None, Rope(10))}, "RoPE of width 10 does not fit heads of width 8"),
+    ],
+)
+def test_config_refuses(changes: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        small_config(4, 2, **changes)
