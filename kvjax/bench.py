@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax import decode, policies
-from kvjax.cli import finish
+from kvjax.commands import finish
 from kvjax.files import written_aside
 from kvjax.models import Model, ModelConfig, Rope, load, random_weights
 from kvjax.policies.base import Policy

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.cli import finish
+from kvjax.commands import finish
 from kvjax.files import written_aside
 from pallas_kernels.common import Unsupported
 from pallas_kernels.programs import IMPLEMENTATIONS, Program, decode, eviction, features, hashes, paged, prefill

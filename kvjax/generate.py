@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from kvjax import decode, paged, policies
-from kvjax.cli import finish
+from kvjax.commands import finish, use_compilation_cache
 from kvjax.loop import generate_tokens
 from kvjax.policies.base import Policy
 from kvjax.sampling import Sampling
@@ -163,15 +163,6 @@ class Stream:
 
     def _decode(self, ids: list[int]) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens=True)
-
-
-def use_compilation_cache() -> None:
-    """Keep compiled programs in the user's cache directory; `KVJAX_CACHE_DIR` names another, empty none."""
-    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    directory = os.environ.get("KVJAX_CACHE_DIR", str(Path(base) / "kvjax" / "xla"))
-    if directory:
-        jax.config.update("jax_compilation_cache_dir", directory)
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 
 
 def parser() -> argparse.ArgumentParser:

@@ -21,8 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax import policies
-from kvjax.cli import finish
-from kvjax.generate import use_compilation_cache
+from kvjax.commands import finish, use_compilation_cache
 from kvjax.settings import parse_budget, parse_settings
 
 if TYPE_CHECKING:

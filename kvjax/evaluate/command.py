@@ -8,7 +8,7 @@ import importlib.util
 import os
 from pathlib import Path
 
-from kvjax.cli import finish
+from kvjax.commands import finish, use_compilation_cache
 
 REPORTS = {
     "quality": ("kvjax.evaluate.quality", "perplexity and recall of policies against the bytes that they keep"),
@@ -39,8 +39,6 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str] | None = None) -> int:
     """The command line; returns its exit code."""
-    from kvjax.generate import use_compilation_cache
-
     options = parser().parse_args(argv)
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # tokenizers need no torch
     use_compilation_cache()

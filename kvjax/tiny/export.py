@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.cli import finish
+from kvjax.commands import finish
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Weights
 from kvjax.tiny import WEIGHTS, checkpoint, network, recall

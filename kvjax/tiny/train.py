@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.cli import finish
+from kvjax.commands import finish
 from kvjax.tiny import checkpoint, network
 from kvjax.tiny.lessons import Lessons
 from kvjax.tiny.recipe import RECIPES, Recipe
