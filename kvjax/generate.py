@@ -14,6 +14,7 @@ import numpy as np
 
 from kvjax import decode, paged, policies
 from kvjax.commands import finish, use_compilation_cache
+from kvjax.files import read_text
 from kvjax.policies.base import Policy
 from kvjax.sampling.sample import Sampling
 from kvjax.sampling.texts import Generation, Stream, encode, generate_ids
@@ -75,12 +76,7 @@ def _prompt(options: argparse.Namespace) -> str:
         return options.prompt
     if options.prompt_file is None:
         return sys.stdin.read()
-    if not options.prompt_file.is_file():
-        raise ValueError(f"{options.prompt_file} is not a file; give a text file.")
-    try:
-        return options.prompt_file.read_text(encoding="utf-8")
-    except UnicodeDecodeError:
-        raise ValueError(f"{options.prompt_file} is not UTF-8 text.") from None
+    return read_text(options.prompt_file)
 
 
 def _report(made: Generation, policy: Policy, seed: int, text: str) -> dict[str, Any]:

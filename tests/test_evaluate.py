@@ -15,12 +15,12 @@ import pytest
 import kvjax
 from kvjax import evaluate
 from kvjax.attention import causal_mask
-from kvjax.evaluate import report
+from kvjax.evaluate import lowrank_oracle, report
 from kvjax.evaluate.fidelity import hellinger
 from kvjax.evaluate.kernels import even_slots, open_shelf
 from kvjax.evaluate.report import Claim, Point, Store
 from kvjax.evaluate.texts import passages
-from kvjax.less import checkpoint, lowrank_oracle
+from kvjax.less import checkpoint
 from kvjax.policies.less import Less
 from tests.models import GQA, random_model
 from tests.test_less import HIDDEN, kernels_for

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from kvjax.evaluate import lowrank_oracle
 from kvjax.evaluate.report import Claim, new_figure, table
 from kvjax.evaluate.runs import Runs
-from kvjax.less import lowrank_oracle
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Weights, block, embed
 from kvjax.rope import rotate

@@ -14,10 +14,11 @@ import numpy as np
 from kvjax.commands import finish
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Weights
-from kvjax.tiny import WEIGHTS, checkpoint, network, recall
+from kvjax.tiny import WEIGHTS, network, recall
 from kvjax.tiny.lessons import Lessons
 from kvjax.tiny.recipe import llama, name_of
 from kvjax.tiny.tokenizer import load_tokenizer, read_prepared, write_tokenizer
+from kvjax.train import checkpoints
 
 
 def tensors(weights: Weights) -> dict[str, jax.Array]:
@@ -108,7 +109,7 @@ def read_run(run: Path) -> tuple[ModelConfig, Weights, dict[str, Any], int]:
         raise ValueError(f"{run} holds no training run: give the --out of kvjax.tiny.train.")
     settings = json.loads(file.read_text())
     config = llama(*settings["shape"])
-    training = checkpoint.restore(run, network.start(config, 0))
+    training = checkpoints.restore(run, network.start(config, 0))
     if training is None:
         raise ValueError(f"{run} holds no checkpoint yet: train longer first.")
     weights = jax.tree.map(lambda x: x.astype(jnp.bfloat16).astype(jnp.float32), training.weights)
