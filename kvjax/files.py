@@ -31,3 +31,10 @@ def read_text(file: Path) -> str:
         return file.read_text(encoding="utf-8")
     except UnicodeDecodeError:
         raise ValueError(f"{file} is not UTF-8 text.") from None
+
+
+def write_text(file: Path, content: str) -> None:
+    """A text file, written aside and then renamed."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with written_aside(file) as aside:
+        aside.write_text(content, encoding="utf-8")

@@ -11,10 +11,10 @@ from pathlib import Path
 from kvjax.commands import finish, use_compilation_cache
 
 REPORTS = {
-    "quality": ("kvjax.evaluate.quality", "perplexity and recall of policies against the bytes that they keep"),
-    "less": ("kvjax.evaluate.less", "what LESS recovers of what eviction loses"),
-    "long": ("kvjax.evaluate.long", "text far beyond the trained length on a fixed cache"),
-    "fastgen": ("kvjax.evaluate.fastgen", "what FastGen keeps, and what it costs"),
+    "quality": ("kvjax.evaluate.reports.quality", "perplexity and recall of policies against the bytes that they keep"),
+    "less": ("kvjax.evaluate.reports.less", "what LESS recovers of what eviction loses"),
+    "long": ("kvjax.evaluate.reports.long", "text far beyond the trained length on a fixed cache"),
+    "fastgen": ("kvjax.evaluate.reports.fastgen", "what FastGen keeps, and what it costs"),
 }
 """Modules with `add_arguments(parser)` and `run(options)`; one that is not there is not offered."""
 

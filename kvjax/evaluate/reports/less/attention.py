@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvjax.evaluate import rank
 from kvjax.evaluate.fidelity import fidelity
-from kvjax.evaluate.less_tables import Less, Section
-from kvjax.evaluate.report import Claim, new_figure, table
+from kvjax.evaluate.reports.claims import Claim, table
+from kvjax.evaluate.reports.figures import new_figure
+from kvjax.evaluate.reports.less.low_rank import residuals
+from kvjax.evaluate.reports.less.measurements import Less, Section
 
 MATRIX_ROWS = 4
 """Passages of each text where attention is n x n, or two models run at once."""
@@ -59,4 +60,4 @@ def hellinger(less: Less) -> Section:
 
 def residual_rank(less: Less) -> Section:
     """Claim 7, Figure 3."""
-    return Section("7. Rank of residuals (Figure 3)", *rank.section(less.runs, less.budgets, MATRIX_ROWS, less.figure))
+    return Section("7. Rank of residuals (Figure 3)", *residuals(less.runs, less.budgets, MATRIX_ROWS, less.figure))

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from kvjax import policies
-from kvjax.evaluate.fastgen_runs import Report, Section
 from kvjax.evaluate.recall import recall
-from kvjax.evaluate.report import Claim, Point, new_figure, paired, plot_quality, save_figure, table
+from kvjax.evaluate.reports.claims import Claim, paired, table
+from kvjax.evaluate.reports.fastgen.measurements import Report, Section
+from kvjax.evaluate.reports.figures import Point, new_figure, plot_quality, save_figure
 from kvjax.evaluate.runs import describe
 from kvjax.policies.fastgen import PARTS, FastGen
 

@@ -9,8 +9,10 @@ import numpy as np
 
 from kvjax import policies
 from kvjax.evaluate.perplexity import perplexity
-from kvjax.evaluate.report import Store, table, write
+from kvjax.evaluate.reports.claims import table
+from kvjax.evaluate.store import Store
 from kvjax.evaluate.texts import passages
+from kvjax.files import write_text
 from kvjax.less.checkpoint import fingerprint
 from kvjax.settings import parse_budget
 
@@ -62,7 +64,7 @@ def run(options: argparse.Namespace) -> None:
         ]
         text += [f"## {file}", table(["tokens", *(f"`{name}`" for name in names)], rows).strip()]
     report = "\n\n".join(text) + "\n"
-    write(options.out / "long.md", report)
+    write_text(options.out / "long.md", report)
     print(report)
 
 

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from kvjax import decode, paged, policies
-from kvjax.evaluate.report import Claim
+from kvjax.evaluate.reports.claims import Claim
 from kvjax.evaluate.runs import Run, Runs, describe
 from kvjax.policies.fastgen import PARTS, FastGen
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import jax
 
 from kvjax import bench, policies
-from kvjax.evaluate.fastgen_runs import Report, Section
-from kvjax.evaluate.report import Claim, table
+from kvjax.evaluate.reports.claims import Claim, table
+from kvjax.evaluate.reports.fastgen.measurements import Report, Section
 from kvjax.policies.fastgen import FastGen
 
 GENERATED = (128, 256, 512, 1024)
