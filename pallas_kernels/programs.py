@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 from jax.typing import DTypeLike
+from jaxtyping import Array
 
 from pallas_kernels.decode_attention import Gumbel, LowRank, decode_attention
 from pallas_kernels.evict import evict
@@ -115,10 +116,15 @@ def decode(
 ) -> Program:
     """`decode_attention`; `noisy` asks for Keyformer's increments, `rank` for the low-rank share of LESS."""
 
-    def run(seed=None, tau=None, low_rank=None, **arrays):
-        low_rank = None if low_rank is None else LowRank(*low_rank)
+    def run(
+        seed: Array | None = None,
+        tau: Array | None = None,
+        low_rank: tuple[Array, Array, Array] | None = None,
+        **arrays: Any,
+    ) -> Any:
+        share = None if low_rank is None else LowRank(*low_rank)
         wanted = scores if seed is None or tau is None else Gumbel(seed, tau)
-        return decode_attention(**arrays, low_rank=low_rank, scores=wanted, window=window)
+        return decode_attention(**arrays, low_rank=share, scores=wanted, window=window)
 
     shapes: dict[str, Any] = {
         "q": Shape((b, h, g, d), dtype),
@@ -197,7 +203,7 @@ def features(
 def eviction(label: str, b: int, h: int, c: int, d: int, dtype: DTypeLike) -> Program:
     """`evict` of one pair with its accumulated score, in place."""
 
-    def run(sinks, recent, limit, **arrays):
+    def run(sinks: Array, recent: Array, limit: Array, **arrays: Any) -> Any:
         return evict(**arrays, scores=arrays["buffers"]["stats"], protection=Protection(sinks, recent, limit))
 
     def held(*slots: int) -> dict[str, Shape]:
@@ -223,7 +229,7 @@ def eviction(label: str, b: int, h: int, c: int, d: int, dtype: DTypeLike) -> Pr
 def hashes(label: str, b: int, h: int, g: int, c: int, bits: int) -> Program:
     """`hamming`."""
 
-    def run(sinks, recent, limit, **arrays):
+    def run(sinks: Array, recent: Array, limit: Array, **arrays: Any) -> Array:
         return hamming(**arrays, protection=Protection(sinks, recent, limit))
 
     shapes: dict[str, Any] = {name: Shape((b, h), jnp.int32) for name in Protection._fields}

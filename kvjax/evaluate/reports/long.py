@@ -14,6 +14,7 @@ from kvjax.evaluate.store import Store
 from kvjax.evaluate.texts import passages
 from kvjax.files import write_text
 from kvjax.less.checkpoint import fingerprint
+from kvjax.policies.base import Policy
 from kvjax.settings import parse_budget
 
 
@@ -50,7 +51,7 @@ def run(options: argparse.Namespace) -> None:
     columns = {}
     for name, policy in chosen.items():
 
-        def measure(policy=policy):
+        def measure(policy: Policy = policy) -> dict[str, list[float]]:
             nats = perplexity(model, policy, read.tokens, budget).nats
             return {file: in_windows(nats[rows], options.window).tolist() for file, rows in read.rows.items()}
 

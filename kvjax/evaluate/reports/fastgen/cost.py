@@ -20,7 +20,7 @@ def profiling(report: Report) -> Section:
     tokens, steps = runs.passages.tokens[:1, : runs.prefix], 64
     settings = runs.settings(prompt=runs.prefix, threshold=0.95, steps=steps, devices=_device())
 
-    def make():
+    def make() -> dict[str, float]:
         full, ours = policies.policy("full"), FastGen(threshold=0.95)
         racing = [reader(runs.model, policy, 1.0, tokens) for policy in (full, ours)]
         racing.append(decoder(runs.model, ours, 1.0, tokens, steps))
@@ -51,7 +51,7 @@ def cost(report: Report) -> Section:
     tokens = runs.passages.tokens[:8, : runs.prefix]
     settings = runs.settings(prompt=runs.prefix, threshold=0.9, rows=len(tokens), steps=steps, device=_device())
 
-    def make():
+    def make() -> dict[str, list[float | None]]:
         full, ours = policies.policy("full"), FastGen(threshold=0.9)
         decoding = decoder(model, ours, 1.0, tokens, steps)
         slots = max(2, round(decoding.slots or 0))

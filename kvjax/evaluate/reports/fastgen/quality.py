@@ -106,7 +106,7 @@ def recalled(report: Report) -> Section:
         text = runs.passages.tokens[: 2 + distance // runs.passages.tokens.shape[1]].reshape(-1)
         settings = runs.settings(policy=describe(policy), budget=budget, distance=distance)
 
-        def make():
+        def make() -> dict[str, Any]:
             made = recall(runs.model, policy, budget, distance, text=text)
             whole = made.cache_bytes / made.full_cache_bytes
             return {"mean": made.mean, "share": made.share, "bytes": made.cache_bytes, "whole": whole}

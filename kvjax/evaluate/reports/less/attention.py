@@ -9,6 +9,7 @@ from kvjax.evaluate.reports.claims import Claim, table
 from kvjax.evaluate.reports.figures import new_figure
 from kvjax.evaluate.reports.less.low_rank import residuals
 from kvjax.evaluate.reports.less.measurements import Less, Section
+from kvjax.policies.base import Policy
 
 MATRIX_ROWS = 4
 """Passages of each text where attention is n x n, or two models run at once."""
@@ -19,7 +20,7 @@ def hellinger(less: Less) -> Section:
     runs, claims, rows, curves = less.runs, [], [], {}
     chosen = np.concatenate([runs.passages.tokens[where][:MATRIX_ROWS] for where in runs.passages.rows.values()])
 
-    def layers(label: str, policy, slots: int, **identity) -> list[float] | None:
+    def layers(label: str, policy: Policy, slots: int, **identity: str) -> list[float] | None:
         settings = runs.settings(slots=slots, rows=len(chosen), label=label, **identity)
         return runs.keep(
             f"hellinger: {label}, {slots} slots",
