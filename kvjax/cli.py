@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable
 from typing import NamedTuple
 
 
@@ -46,23 +45,6 @@ def main(argv: list[str] | None = None) -> int:
     names = ", ".join(command.name for command in commands)
     print(f"kvjax has no command {words[0]!r}: choose one of {names}.", file=sys.stderr)
     return 2
-
-
-def finish(command: str, run: Callable[[], object]) -> int:
-    """Run a command: a user's mistake is one sentence on standard error and exit code 2, an interruption is 130.
-
-    Args:
-        command: what stands after `kvjax`.
-        run: does the work.
-    """
-    try:
-        run()
-    except (ValueError, OSError, FloatingPointError) as error:
-        print(f"kvjax {command}: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
-    return 0
 
 
 def available() -> tuple[Command, ...]:

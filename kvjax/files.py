@@ -1,4 +1,4 @@
-"""Files that are whole or not there."""
+"""Files that are whole or not there, and texts that are read with a clear refusal."""
 
 from __future__ import annotations
 
@@ -17,3 +17,24 @@ def written_aside(file: Path) -> Iterator[Path]:
         aside.rename(file)
     finally:
         aside.unlink(missing_ok=True)
+
+
+def read_text(file: Path) -> str:
+    """A UTF-8 file's content.
+
+    Raises:
+        ValueError: there is none, or it is not UTF-8.
+    """
+    if not file.is_file():
+        raise ValueError(f"{file} is not a file; give a text file.")
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise ValueError(f"{file} is not UTF-8 text.") from None
+
+
+def write_text(file: Path, content: str) -> None:
+    """A text file, written aside and then renamed."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with written_aside(file) as aside:
+        aside.write_text(content, encoding="utf-8")

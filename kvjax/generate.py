@@ -3,175 +3,22 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import os
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import jax
 import numpy as np
 
 from kvjax import decode, paged, policies
-from kvjax.cli import finish
-from kvjax.loop import generate_tokens
+from kvjax.commands import finish, use_compilation_cache
+from kvjax.files import read_text
 from kvjax.policies.base import Policy
-from kvjax.sampling import Sampling
+from kvjax.sampling.sample import Sampling
+from kvjax.sampling.texts import Generation, Stream, encode, generate_ids
 from kvjax.settings import parse_budget, parse_settings, read_config
-
-if TYPE_CHECKING:
-    from kvjax.model import Model
-
-
-@dataclasses.dataclass
-class Generation:
-    """What came out of a batch of prompts, and what it cost.
-
-    Times are in seconds; `decode_seconds` leaves out the first dispatch, which may have compiled.
-    """
-
-    prompts: list[list[int]]
-    tokens: list[list[int]]
-    state: decode.State
-    cache_positions: list[np.ndarray]
-    """For each layer [b, h, c]: positions held when the prompt had been read."""
-    prefill_seconds: float
-    decode_seconds: float
-    timed_tokens: int
-
-    @property
-    def decode_tokens_per_second(self) -> float | None:
-        """Tokens of all rows per second; None if too few were made to tell."""
-        return self.timed_tokens / self.decode_seconds if self.timed_tokens else None
-
-
-def encode(model: Model, prompt: str, chat: bool = False) -> list[int]:
-    """A prompt's token ids, as the model's tokenizer starts a text; as one turn of a conversation if `chat`.
-
-    Raises:
-        ValueError: the prompt is empty, or the tokenizer has no chat template.
-    """
-    if not prompt.strip():
-        raise ValueError("the prompt is empty; give some text.")
-    if not chat:
-        return list(model.tokenizer(prompt)["input_ids"])
-    if not getattr(model.tokenizer, "chat_template", None):
-        raise ValueError(f"the tokenizer of {model.name!r} has no chat template; leave out --chat.")
-    turns = [{"role": "user", "content": prompt}]
-    text = model.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
-    return list(model.tokenizer(text, add_special_tokens=False)["input_ids"])
-
-
-def generate_ids(
-    model: Model,
-    prompts: Sequence[Sequence[int]],
-    *,
-    policy: str | Policy = "full",
-    budget: int | float | Sequence[int] = 1.0,
-    plan: Any = None,
-    prefill_chunk: int | None = None,
-    max_new_tokens: int = 128,
-    temperature: float = 0.8,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    seed: int | Sequence[int] = 0,
-    stop_at_eos: bool = True,
-    on_tokens: Callable[[np.ndarray, np.ndarray], None] | None = None,
-) -> Generation:
-    """Continue token ids; see `generate_texts` for the settings.
-
-    Args:
-        on_tokens: called with each new block of tokens [b, n] and which of them belong to their row's text.
-    """
-    chosen = policies.policy(policy) if isinstance(policy, str) else policy
-    sampling = Sampling(temperature, top_k, top_p)
-    longest, room = max((len(prompt) for prompt in prompts), default=0), model.config.max_positions
-    if longest + max_new_tokens > room and chosen.positions == "original":
-        raise ValueError(
-            f"a prompt of {longest} tokens and {max_new_tokens} new ones do not fit the model's {room} positions; "
-            "ask for fewer, or use a policy with positions='cache'."
-        )
-    keys = jax.random.key(seed) if isinstance(seed, int) else jax.numpy.stack([jax.random.key(s) for s in seed])
-    if keys.ndim and len(keys) != len(prompts):
-        raise ValueError(f"{len(keys)} seeds do not fit {len(prompts)} prompts; give one seed, or one for each.")
-    arguments: dict[str, Any] = dict(max_new_tokens=max_new_tokens, key=keys, plan=plan, prefill_chunk=prefill_chunk)
-    began = time.perf_counter()
-    state, logits = decode.prefill(model, chosen, [list(prompt) for prompt in prompts], budget, **arguments)
-    jax.block_until_ready(logits)
-    prefill_seconds = time.perf_counter() - began
-    held = decode.held_positions(state)
-    eos = model.config.eos if stop_at_eos else ()
-    tokens: list[list[int]] = [[] for _ in prompts]
-    seconds, timed, last, blocks = 0.0, 0, time.perf_counter(), 0
-    for block, belongs, after in generate_tokens(state, logits, max_new_tokens, sampling, eos):
-        now = time.perf_counter()
-        if blocks > 1:
-            seconds, timed = seconds + now - last, timed + block.size
-        state, blocks = after, blocks + 1
-        for row, ids, keep in zip(tokens, block, belongs, strict=True):
-            row += ids[keep].tolist()
-        if on_tokens is not None:
-            on_tokens(block, belongs)
-        last = time.perf_counter()
-    return Generation([list(p) for p in prompts], tokens, state, held, prefill_seconds, seconds, timed)
-
-
-def generate_texts(model: Model, prompts: str | Sequence[str], *, chat: bool = False, **settings: Any) -> list[str]:
-    """Texts that continue prompts.
-
-    Args:
-        model: from `kvjax.load`.
-        prompts: texts; one text counts as a list of one.
-        chat: wrap each prompt as a user's turn with the tokenizer's chat template.
-        settings: `policy` ("full"), `budget` (1.0), `plan`, `prefill_chunk`: see `kvjax.prefill`;
-            `max_new_tokens` (128); `temperature` (0.8, 0 is greedy), `top_k`, `top_p`: see `Sampling`;
-            `seed` (0): one number, or one for each prompt; the same seed gives a prompt the same text in any batch;
-            `stop_at_eos` (True).
-
-    Raises:
-        ValueError: a prompt is empty or too long, or a setting is out of range.
-    """
-    texts = [prompts] if isinstance(prompts, str) else list(prompts)
-    made = generate_ids(model, [encode(model, text, chat) for text in texts], **settings)
-    return [model.tokenizer.decode(ids, skip_special_tokens=True) for ids in made.tokens]
-
-
-class Stream:
-    """Prints a row's text as its tokens arrive, holding back a character whose bytes are not all there yet."""
-
-    def __init__(self, tokenizer: Any, write: Callable[[str], Any]) -> None:
-        self.tokenizer, self.write = tokenizer, write
-        self.ids: list[int] = []
-        # Text up to `shown` has been printed; tokens from `context` are decoded with what follows, not the whole text.
-        self.context, self.shown = 0, 0
-
-    def __call__(self, block: np.ndarray, belongs: np.ndarray) -> None:
-        self.ids += block[0][belongs[0]].tolist()
-        if not self._decode(self.ids[self.context :]).endswith("\ufffd"):
-            self.flush()
-
-    def flush(self) -> None:
-        """Print what has not been printed of the text so far."""
-        if len(self.ids) == self.shown:
-            return
-        before = self._decode(self.ids[self.context : self.shown])
-        self.write(self._decode(self.ids[self.context :])[len(before) :])
-        self.context, self.shown = self.shown, len(self.ids)
-
-    def _decode(self, ids: list[int]) -> str:
-        return self.tokenizer.decode(ids, skip_special_tokens=True)
-
-
-def use_compilation_cache() -> None:
-    """Keep compiled programs in the user's cache directory; `KVJAX_CACHE_DIR` names another, empty none."""
-    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    directory = os.environ.get("KVJAX_CACHE_DIR", str(Path(base) / "kvjax" / "xla"))
-    if directory:
-        jax.config.update("jax_compilation_cache_dir", directory)
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -229,12 +76,7 @@ def _prompt(options: argparse.Namespace) -> str:
         return options.prompt
     if options.prompt_file is None:
         return sys.stdin.read()
-    if not options.prompt_file.is_file():
-        raise ValueError(f"{options.prompt_file} is not a file; give a text file.")
-    try:
-        return options.prompt_file.read_text(encoding="utf-8")
-    except UnicodeDecodeError:
-        raise ValueError(f"{options.prompt_file} is not UTF-8 text.") from None
+    return read_text(options.prompt_file)
 
 
 def _report(made: Generation, policy: Policy, seed: int, text: str) -> dict[str, Any]:
@@ -322,11 +164,11 @@ def run(options: argparse.Namespace) -> None:
         print(flush=True)
         print(_summary(made, report), file=sys.stderr)
     if "policy_map" in report:
-        from kvjax import policy_map
+        from kvjax.pictures import policy_map
 
         policy_map.show(report["choices"], report["policy_map"], sys.stderr)
     if options.show_cache or options.save_cache_map:
-        from kvjax import cache_map
+        from kvjax.pictures import cache_map
 
         held = cache_map.share_held(made.cache_positions, len(ids))
         if options.show_cache:

@@ -92,8 +92,8 @@ class Model:
         return _forward(self.weights, self.config, jnp.asarray(ids, jnp.int32), jnp.asarray(real, jnp.int32))
 
     def generate(self, prompts: list[str], **settings: Any) -> list[str]:
-        """Texts that continue the prompts; the settings are those of `kvjax.generate.generate_texts`."""
-        from kvjax.generate import generate_texts
+        """Texts that continue the prompts; the settings are those of `kvjax.sampling.texts.generate_texts`."""
+        from kvjax.sampling.texts import generate_texts
 
         return generate_texts(self, prompts, **settings)
 

@@ -43,7 +43,7 @@ def compile_for(chip: str, program: Program, implementation: str) -> dict[str, A
     """
     mesh = _mesh(chip)
 
-    def placed(shape):
+    def placed(shape: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=NamedSharding(mesh, PartitionSpec()))
 
     began = time.perf_counter()

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 from jax.typing import DTypeLike
+from jaxtyping import Array
 
 from pallas_kernels.attention import AttentionSpec
 from pallas_kernels.decode_attention import Gumbel, LowRank, decode_attention
@@ -133,11 +134,17 @@ def decode(
     """`decode_attention`; `noisy` asks for Keyformer's increments, `rank` for the low-rank share of LESS."""
     e = d if e is None else e
 
-    def run(seed=None, tau=None, low_rank=None, slopes=None, **arrays):
-        low_rank = None if low_rank is None else LowRank(*low_rank)
+    def run(
+        seed: Array | None = None,
+        tau: Array | None = None,
+        low_rank: tuple[Array, Array, Array] | None = None,
+        slopes: Array | None = None,
+        **arrays: Any,
+    ) -> Any:
+        share = None if low_rank is None else LowRank(*low_rank)
         wanted = scores if seed is None or tau is None else Gumbel(seed, tau)
         spec = AttentionSpec(d**-0.5, soft_cap, window, slopes)
-        return decode_attention(**arrays, spec=spec, low_rank=low_rank, scores=wanted)
+        return decode_attention(**arrays, spec=spec, low_rank=share, scores=wanted)
 
     shapes: dict[str, Any] = {
         "q": Shape((b, h, g, d), dtype),
@@ -239,7 +246,7 @@ def eviction(
 ) -> Program:
     """`evict` of one pair with its accumulated score, and `words` of hashes, in place; integers come with scales."""
 
-    def run(sinks, recent, limit, **arrays):
+    def run(sinks: Array, recent: Array, limit: Array, **arrays: Any) -> Any:
         return evict(**arrays, scores=arrays["buffers"]["stats"], protection=Protection(sinks, recent, limit))
 
     def held(*slots: int) -> dict[str, Shape]:
@@ -271,7 +278,7 @@ def eviction(
 def hashes(label: str, b: int, h: int, g: int, c: int, bits: int) -> Program:
     """`hamming`."""
 
-    def run(sinks, recent, limit, **arrays):
+    def run(sinks: Array, recent: Array, limit: Array, **arrays: Any) -> Array:
         return hamming(**arrays, protection=Protection(sinks, recent, limit))
 
     shapes: dict[str, Any] = {name: Shape((b, h), jnp.int32) for name in Protection._fields}

@@ -7,14 +7,15 @@ import json
 import numpy as np
 import pytest
 
-from kvjax import bench, bench_kernels
+from kvjax import bench
+from kvjax.bench import kernels
 
 SMALL = "--repeats 1 --batch 1 --slots 64 --kv-heads 2 --groups 2 --head-width 16 --prompt-tokens 64"
 
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch):
-    monkeypatch.setattr("kvjax.bench_kernels.LEAST", 0.0)
+    monkeypatch.setattr("kvjax.bench.kernels.LEAST", 0.0)
 
 
 def test_it_races_every_operation(tmp_path, capsys):
@@ -37,11 +38,11 @@ def test_who_fails_is_named_and_left_out_and_who_differs_is_measured(capsys):
         raise RuntimeError("no such device\nand more")
 
     runners = [
-        bench_kernels.Runner("op", "inputs", "xla", 8, lambda: np.array([1.0, -np.inf]), compared=True),
-        bench_kernels.Runner("op", "inputs", "pallas", 8, lambda: np.array([1.5, -np.inf]), compared=True),
-        bench_kernels.Runner("op", "inputs", "triton", 8, fail, compared=True),
+        kernels.Runner("op", "inputs", "xla", 8, lambda: np.array([1.0, -np.inf]), compared=True),
+        kernels.Runner("op", "inputs", "pallas", 8, lambda: np.array([1.5, -np.inf]), compared=True),
+        kernels.Runner("op", "inputs", "triton", 8, fail, compared=True),
     ]
-    able = bench_kernels.race(runners, repeats=2)
+    able = kernels.race(runners, repeats=2)
     assert [(runner.name, runner.error, len(runner.seconds)) for runner in able] == [("xla", 0, 2), ("pallas", 0.5, 2)]
     assert "op inputs, triton is left out: no such device\n" in capsys.readouterr().err
 

@@ -15,12 +15,14 @@ import pytest
 import kvjax
 from kvjax import evaluate
 from kvjax.attention import causal_mask
-from kvjax.evaluate import report
+from kvjax.evaluate import lowrank_oracle
 from kvjax.evaluate.fidelity import hellinger
-from kvjax.evaluate.kernels import even_slots, open_shelf
-from kvjax.evaluate.report import Claim, Point, Store
+from kvjax.evaluate.reports.claims import Claim, paired, table
+from kvjax.evaluate.reports.figures import Point, new_figure, plot_quality, save_figure
+from kvjax.evaluate.reports.less.shelf import even_slots, open_shelf
+from kvjax.evaluate.store import Store
 from kvjax.evaluate.texts import passages
-from kvjax.less import checkpoint, lowrank_oracle
+from kvjax.less import checkpoint
 from kvjax.policies.less import Less
 from tests.models import GQA, random_model
 from tests.test_less import HIDDEN, kernels_for
@@ -170,18 +172,18 @@ def test_store_makes_each_measurement_once(tmp_path: Path) -> None:
 
 
 def test_tables_and_figures(tmp_path: Path) -> None:
-    assert report.table(["a", "b"], [["x|y", 1.0], ["z", None]]) == (
+    assert table(["a", "b"], [["x|y", 1.0], ["z", None]]) == (
         "| a | b |\n| --- | ---: |\n| x\\|y | 1.0000 |\n| z | – |\n"
     )
     verdicts = [Claim("c", shown).verdict for shown in (True, False, None)]
     assert verdicts == ["shows", "does not show", "not measured"]
-    assert report.paired([2.0, 3.0], [1.0, 1.0]) == (1.5, 0.5)
+    assert paired([2.0, 3.0], [1.0, 1.0]) == (1.5, 0.5)
     pytest.importorskip("matplotlib", reason="figures need the plots extra")
-    figure, (axes,) = report.new_figure()
-    report.plot_quality(axes, [Point("a", 0.1, 3.0), Point("a", 0.2, 2.0)], 1.5, "nats")
-    report.save_figure(figure, tmp_path / "made" / "f.png")
+    figure, (axes,) = new_figure()
+    plot_quality(axes, [Point("a", 0.1, 3.0), Point("a", 0.2, 2.0)], 1.5, "nats")
+    save_figure(figure, tmp_path / "made" / "f.png")
     first = (tmp_path / "made" / "f.png").read_bytes()
-    report.save_figure(figure, tmp_path / "made" / "f.png")
+    save_figure(figure, tmp_path / "made" / "f.png")
     assert first[:4] == b"\x89PNG" and (tmp_path / "made" / "f.png").read_bytes() == first
 
 

@@ -12,6 +12,7 @@ import pytest
 
 import kvjax
 from kvjax import generate
+from kvjax.sampling.texts import Stream, encode, generate_ids
 from kvjax.settings import config_directories, parse_value, read_config
 
 CONFIGS = sorted({file.stem for directory in config_directories() for file in directory.glob("*.toml")})
@@ -24,7 +25,7 @@ def model():
 
 
 def test_greedy_text_equals_the_plain_forward(model):
-    made = generate.generate_ids(model, [generate.encode(model, STORY)], max_new_tokens=20, temperature=0.0)
+    made = generate_ids(model, [encode(model, STORY)], max_new_tokens=20, temperature=0.0)
     ids = made.prompts[0] + made.tokens[0]
     best = np.argmax(np.asarray(model.logits([ids])[0]), axis=-1)
     start = len(made.prompts[0])
@@ -42,12 +43,12 @@ def test_a_text_does_not_depend_on_its_batch(model):
 
 
 def test_rows_stop_at_their_end(model):
-    made = generate.generate_ids(model, [generate.encode(model, STORY)], max_new_tokens=40, temperature=0.0)
+    made = generate_ids(model, [encode(model, STORY)], max_new_tokens=40, temperature=0.0)
     first = made.tokens[0]
     import dataclasses
 
     ending = kvjax.Model(model.weights, dataclasses.replace(model.config, eos=(first[5],)), model.name, model.directory)
-    stopped = generate.generate_ids(ending, [made.prompts[0]], max_new_tokens=40, temperature=0.0)
+    stopped = generate_ids(ending, [made.prompts[0]], max_new_tokens=40, temperature=0.0)
     assert stopped.tokens[0] == first[: first.index(first[5])]
 
 
@@ -150,7 +151,7 @@ def test_values_are_parsed_as_written(text, value):
 
 def test_a_stream_shows_whole_characters(model):
     shown: list[str] = []
-    stream = generate.Stream(model.tokenizer, shown.append)
+    stream = Stream(model.tokenizer, shown.append)
     ids = model.tokenizer("naïve café – 東")["input_ids"]
     for token in ids:
         stream(np.array([[token]]), np.array([[True]]))

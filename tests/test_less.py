@@ -16,7 +16,8 @@ import pytest
 import kvjax
 from kvjax import generate
 from kvjax.attention import merge, share_of_evicted
-from kvjax.less import Psi, checkpoint, init_kernels, layer_params, lowrank_oracle, performer_kernels
+from kvjax.evaluate import lowrank_oracle
+from kvjax.less import Psi, checkpoint, init_kernels, layer_params, performer_kernels
 from kvjax.models import ModelConfig
 from kvjax.policies.base import Policy
 from kvjax.policies.less import TOKEN_BLOCK, Less

@@ -9,7 +9,7 @@ import pytest
 
 import kvjax
 from kvjax import evaluate, generate
-from kvjax.evaluate.long import in_windows
+from kvjax.evaluate.reports.long import in_windows
 
 
 def stories(model, rows, tokens) -> str:

@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.tiny import export, recall, train
-from kvjax.tiny.lessons import FORMS, Lessons, Stage
+from kvjax.evaluate.facts import FORMS
+from kvjax.tiny import export, train
+from kvjax.tiny.lessons import Lessons, Stage
 from kvjax.tiny.network import forward, start
 from kvjax.tiny.recipe import RECIPES, Recipe
 from kvjax.tiny.tokenizer import prepare, read_prepared
@@ -61,19 +62,19 @@ def equal(a, b) -> bool:
 def test_prepared_ids_decode_to_the_text(data):
     described, arrays = read_prepared(data)
     lessons = Lessons(data, [1.0])
-    text = lessons.tokenizer.decode(arrays["valid"].tolist(), skip_special_tokens=False)
+    text = lessons.facts.tokenizer.decode(arrays["valid"].tolist(), skip_special_tokens=False)
     assert text == (data.parent / "valid.txt").read_text().strip()
     assert described["bytes"]["valid"] == len(text.encode())
-    assert [lessons.tokenizer.decode([i]) for i in lessons.encode("4921")] == ["4", "9", "2", "1"]
+    assert [lessons.facts.tokenizer.decode([i]) for i in lessons.encode("4921")] == ["4", "9", "2", "1"]
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_questions_are_tokenised_as_a_user_would_type_them(data, form):
     lessons = Lessons(data, [1.0])
     for seed in range(20):
-        for fact in lessons.fact(form, random.Random(seed), set()):
+        for fact in lessons.facts.fact(form, random.Random(seed), set()):
             for ids in (fact.plant, fact.cue + fact.answer + fact.closing):
-                text = lessons.tokenizer.decode(ids, skip_special_tokens=False)
+                text = lessons.facts.tokenizer.decode(ids, skip_special_tokens=False)
                 assert lessons.encode(text) == ids
 
 
@@ -90,7 +91,7 @@ def test_batches_depend_on_seed_and_step_alone(data):
 def test_a_case_keeps_its_distance_and_its_answer(data):
     lessons, text = Lessons(data, [1.0]), read_prepared(data)[1]["stories"]
     for form in FORMS:
-        ids, answer = recall.case(lessons, text, form, 150, random.Random(1), distractors=0)
+        ids, answer = lessons.facts.question(text, form, 150, random.Random(1), distractors=0)
         planted = " ".join(map(str, ids[: len(ids) - 100]))
         assert form in ("chat", "phrase") or " ".join(map(str, answer)) in planted
         assert len(ids) <= 150 + 60 + 60

@@ -23,13 +23,13 @@ from kvjax import train_less
 from kvjax.arrange import plan_slots
 from kvjax.attention import merge, share_of_evicted
 from kvjax.less import checkpoint
-from kvjax.less.record import Features, record
-from kvjax.less.train import Recipe, memory_attention
 from kvjax.model import Model
 from kvjax.models import ModelConfig
 from kvjax.policies.base import Policy
 from kvjax.policies.less import Less
 from kvjax.policies.wrapper import Wrapper
+from kvjax.train.less.record import Features, record
+from kvjax.train.less.train import Recipe, memory_attention
 from kvjax.types import Evicted, LayerCache, NewTokens, Partial
 from tests.models import GQA, MQA, random_model
 from tests.test_less import HIDDEN, kernels_for

@@ -8,13 +8,13 @@ import importlib.util
 import os
 from pathlib import Path
 
-from kvjax.cli import finish
+from kvjax.commands import finish, use_compilation_cache
 
 REPORTS = {
-    "quality": ("kvjax.evaluate.quality", "perplexity and recall of policies against the bytes that they keep"),
-    "less": ("kvjax.evaluate.less", "what LESS recovers of what eviction loses"),
-    "long": ("kvjax.evaluate.long", "text far beyond the trained length on a fixed cache"),
-    "fastgen": ("kvjax.evaluate.fastgen", "what FastGen keeps, and what it costs"),
+    "quality": ("kvjax.evaluate.reports.quality", "perplexity and recall of policies against the bytes that they keep"),
+    "less": ("kvjax.evaluate.reports.less", "what LESS recovers of what eviction loses"),
+    "long": ("kvjax.evaluate.reports.long", "text far beyond the trained length on a fixed cache"),
+    "fastgen": ("kvjax.evaluate.reports.fastgen", "what FastGen keeps, and what it costs"),
 }
 """Modules with `add_arguments(parser)` and `run(options)`; one that is not there is not offered."""
 
@@ -39,8 +39,6 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str] | None = None) -> int:
     """The command line; returns its exit code."""
-    from kvjax.generate import use_compilation_cache
-
     options = parser().parse_args(argv)
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # tokenizers need no torch
     use_compilation_cache()

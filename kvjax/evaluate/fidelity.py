@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from kvjax import decode, policies
 from kvjax.attention import alibi_bias, attend, causal_mask
-from kvjax.decode import State, join_state, split_state
+from kvjax.decode import Moving, State, join_state, split_state
 from kvjax.evaluate.perplexity import begin
 from kvjax.model import Model
 from kvjax.models import ModelConfig
@@ -22,7 +22,7 @@ from kvjax.plan import Plan
 from kvjax.policies.base import Policy
 from kvjax.policies.less import Less
 from kvjax.policies.wrapper import Wrapper
-from kvjax.types import Partial, setting, wide
+from kvjax.types import LayerCache, NewTokens, Partial, PyTree, setting, wide
 
 
 def hellinger(p: Float[Array, "*b n"], q: Float[Array, "*b n"]) -> Float[Array, "*b"]:
@@ -57,16 +57,16 @@ class Probe(Wrapper):
     length: int = setting(0)
     config: ModelConfig | None = setting(None)
 
-    def inner(self, state):
+    def inner(self, state: ProbeState) -> PyTree:
         return state.base
 
-    def outer(self, state, inner):
+    def outer(self, state: ProbeState, inner: PyTree) -> ProbeState:
         return state.replace(base=inner)
 
-    def bind(self, model):
+    def bind(self, model: Model) -> Probe:
         return dataclasses.replace(super().bind(model), config=model.config)
 
-    def init(self, new):
+    def init(self, new: NewTokens) -> ProbeState:
         rows, heads, groups = new.q.shape[:3]
         dtype = wide(new.k.dtype)
         features = self.base.rank(new) if isinstance(self.base, Less) else 0
@@ -79,7 +79,7 @@ class Probe(Wrapper):
     wants = Policy.wants
     weighing = Policy.weighing
 
-    def observe(self, cache, probs, new):
+    def observe(self, cache: LayerCache, probs: Float[Array, "b h g t c"], new: NewTokens) -> LayerCache:
         seen = super().observe(cache, probs, new)
         if new.q.shape[-2] != 1:
             raise ValueError("a probe reads texts token by token: prefill with prefill_chunk=1.")
@@ -97,7 +97,9 @@ class Probe(Wrapper):
             dense = self._with_evicted(cache, dense, psi, new)
         return seen.replace(state=seen.state.replace(row=dense, psi=psi))
 
-    def _with_evicted(self, cache, dense, psi, new):
+    def _with_evicted(
+        self, cache: LayerCache, dense: Float[Array, "b h g n"], psi: Float[Array, "b h n R"], new: NewTokens
+    ) -> Float[Array, "b h g n"]:
         # Each evicted token's phi(q) psi(k), over the denominator of equation 3.
         assert isinstance(self.base, Less)
         b, h = cache.position.shape[:2]
@@ -114,7 +116,7 @@ class Probe(Wrapper):
         total = slots + weights.sum(-1, keepdims=True)
         return (dense * slots + weights) / total
 
-    def _slots(self, cache, new) -> Partial:
+    def _slots(self, cache: LayerCache, new: NewTokens) -> Partial:
         # The attention that has just been computed once more, for its log-sum-exp; the compiler sees it is the same.
         assert self.config is not None
         mask = causal_mask(new.position, cache.position, self.config.sliding_window)
@@ -131,7 +133,9 @@ def _rows(state: State) -> list[Array]:
 def _distances(full: State, probed: State, tokens: Int[Array, "b n"]) -> Float[Array, "n b layers"]:
     (fixed, start), (fixed_probed, start_probed) = split_state(full), split_state(probed)
 
-    def one(moving, token):
+    def one(
+        moving: tuple[Moving, Moving], token: Int[Array, " b"]
+    ) -> tuple[tuple[Moving, Moving], Float[Array, "b layers"]]:
         first = decode.step(join_state(fixed, moving[0]), token)[0]
         second = decode.step(join_state(fixed_probed, moving[1]), token)[0]
         apart = [hellinger(p, q).mean((1, 2)) for p, q in zip(_rows(first), _rows(second), strict=True)]

@@ -64,15 +64,19 @@ class Streamed:
         return float(self.nats.sum() / np.sum(bytes_per_row))
 
 
-def _judge(logits: Float[Array, "b vocab"], token: Int[Array, " b"]) -> tuple[Array, Array]:
+def _judge(logits: Float[Array, "b vocab"], token: Int[Array, " b"]) -> tuple[Float[Array, " b"], Bool[Array, " b"]]:
     likelihood = jax.nn.log_softmax(logits.astype(wide(logits.dtype)))
     nats = -jnp.take_along_axis(likelihood, token[:, None], axis=-1)[:, 0]
     return nats, jnp.argmax(logits, axis=-1) == token
 
 
 @jax.jit
-def _read(fixed: State, moving: Moving, read: Int[Array, "b m"], following: Int[Array, "b m"]):
-    def one(moving, tokens):
+def _read(
+    fixed: State, moving: Moving, read: Int[Array, "b m"], following: Int[Array, "b m"]
+) -> tuple[Float[Array, "b m"], Bool[Array, "b m"]]:
+    def one(
+        moving: Moving, tokens: tuple[Int[Array, " b"], Int[Array, " b"]]
+    ) -> tuple[Moving, tuple[Float[Array, " b"], Bool[Array, " b"]]]:
         state, logits = decode.step(join_state(fixed, moving), tokens[0])
         return split_state(state)[1], _judge(logits, tokens[1])
 

@@ -11,13 +11,11 @@ import numpy as np
 from jaxtyping import Int
 
 from kvjax import decode
+from kvjax.evaluate.facts import FORMS, SPECIAL, Facts, load_tokenizer
 from kvjax.evaluate.perplexity import stream
 from kvjax.model import Model
 from kvjax.plan import Plan
 from kvjax.policies.base import Policy
-from kvjax.tiny.lessons import FORMS, Lessons
-from kvjax.tiny.recall import case
-from kvjax.tiny.tokenizer import SPECIAL
 
 ROWS = 20
 """Questions that are read at once."""
@@ -28,7 +26,7 @@ class Recalled:
     """Share of questions answered exactly, and what the cache took.
 
     Args:
-        share: by form, see `kvjax.tiny.lessons.FORMS`.
+        share: by form, see `kvjax.evaluate.facts.FORMS`.
         cases: questions of each form.
         cache_bytes: of all questions, as allocated.
         full_cache_bytes: of keys and values of all their tokens.
@@ -61,7 +59,7 @@ def recall(
     """Ask a model with the embedded model's tokenizer for facts planted a given distance back.
 
     Args:
-        model: the embedded one, or another trained on `kvjax.tiny.lessons`.
+        model: the embedded one, or another trained on such facts.
         policy: which tokens stay.
         budget: slots per KV head, a fraction of question and answer, or slots for each layer.
         length: tokens from the end of the planted fact to the first token of its answer.
@@ -83,10 +81,10 @@ def recall(
             raise ValueError(f"form={form!r} is not one of {', '.join(FORMS)}.")
     if length < 1 or len(text) < length + 200:
         raise ValueError(f"length={length} is not from 1 to {len(text) - 200}, what the text has room for.")
-    lessons, share, held, whole = Lessons.questions(model.directory), {}, 0, 0
+    facts, share, held, whole = Facts(load_tokenizer(model.directory)), {}, 0, 0
     for form in forms:
         rng = random.Random(f"{seed} {form} {length}")
-        asked = [case(lessons, text, form, length, rng) for _ in range(cases)]
+        asked = [facts.question(text, form, length, rng) for _ in range(cases)]
         right = 0
         for group in (asked[i : i + ROWS] for i in range(0, cases, ROWS)):
             # The question's last token is read from the compressed cache, too, or the prompt would answer for it.

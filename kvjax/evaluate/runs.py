@@ -12,7 +12,7 @@ import numpy as np
 
 from kvjax import policies
 from kvjax.evaluate.perplexity import perplexity
-from kvjax.evaluate.report import Store
+from kvjax.evaluate.store import Store
 from kvjax.evaluate.texts import Passages
 from kvjax.less.checkpoint import fingerprint
 from kvjax.model import Model

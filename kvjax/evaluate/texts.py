@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int
 
+from kvjax.files import read_text
 from kvjax.model import Model
 
 
@@ -64,20 +65,6 @@ def passages(model: Model, files: Sequence[Path], rows: int, length: int) -> Pas
             made.append(ids[:length])
             sizes.append(len(model.tokenizer.decode(ids[1:length]).encode()))
     return Passages(np.asarray(made, np.int32), np.asarray(sizes), where)
-
-
-def read_text(file: Path) -> str:
-    """A UTF-8 file's content.
-
-    Raises:
-        ValueError: there is none, or it is not UTF-8.
-    """
-    if not file.is_file():
-        raise ValueError(f"{file} is not a file; give text files.")
-    try:
-        return file.read_text(encoding="utf-8")
-    except UnicodeDecodeError:
-        raise ValueError(f"{file} is not UTF-8 text.") from None
 
 
 def _at_least(tokenizer: Any, text: str, length: int) -> list[int]:

@@ -9,39 +9,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from kvjax.cli import finish
+from kvjax.commands import finish
+from kvjax.evaluate.facts import load_tokenizer
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Weights
-from kvjax.tiny import WEIGHTS, checkpoint, network, recall
+from kvjax.models.saving import write_checkpoint
+from kvjax.tiny import WEIGHTS, network, recall
 from kvjax.tiny.lessons import Lessons
 from kvjax.tiny.recipe import llama, name_of
-from kvjax.tiny.tokenizer import load_tokenizer, read_prepared, write_tokenizer
-
-
-def tensors(weights: Weights) -> dict[str, jax.Array]:
-    """Weights under the names of transformers' Llama."""
-    named = {"model.embed_tokens.weight": weights.embedding, "model.norm.weight": weights.norm.scale}
-    if weights.unembedding is not None:
-        named["lm_head.weight"] = weights.unembedding.weight
-    for i, layer in enumerate(weights.layers):
-        assert layer.mlp_norm is not None and layer.gate is not None
-        named |= {
-            f"model.layers.{i}.{name}.weight": value
-            for name, value in {
-                "input_layernorm": layer.attention_norm.scale,
-                "self_attn.q_proj": layer.query.weight,
-                "self_attn.k_proj": layer.key.weight,
-                "self_attn.v_proj": layer.value.weight,
-                "self_attn.o_proj": layer.output.weight,
-                "post_attention_layernorm": layer.mlp_norm.scale,
-                "mlp.gate_proj": layer.gate.weight,
-                "mlp.up_proj": layer.up.weight,
-                "mlp.down_proj": layer.down.weight,
-            }.items()
-        }
-    return named
+from kvjax.tiny.tokenizer import read_prepared, write_tokenizer
+from kvjax.train import checkpoints
 
 
 def write_model(weights: Weights, config: ModelConfig, data: Path, directory: Path) -> None:
@@ -60,47 +38,6 @@ def write_model(weights: Weights, config: ModelConfig, data: Path, directory: Pa
     write_tokenizer(load_tokenizer(data), directory, config.max_positions)
 
 
-def write_checkpoint(weights: Weights, config: ModelConfig, directory: Path, dtype: str = "float32") -> None:
-    """Write a Llama's config and weights as transformers reads them.
-
-    Args:
-        weights: of the model, any float dtype.
-        config: its shape, a Llama without biases.
-        directory: where to write.
-        dtype: of the tensors on disk.
-    """
-    from safetensors.numpy import save_file
-
-    assert config.rope is not None
-    directory.mkdir(parents=True, exist_ok=True)
-    described = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.width,
-        "intermediate_size": config.mlp_width,
-        "num_hidden_layers": config.layers,
-        "num_attention_heads": config.heads,
-        "num_key_value_heads": config.kv_heads,
-        "head_dim": config.head_width,
-        "hidden_act": "silu",
-        "max_position_embeddings": config.max_positions,
-        "rms_norm_eps": config.norm_eps,
-        "rope_theta": config.rope.theta,
-        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope.theta},
-        "attention_bias": False,
-        "mlp_bias": False,
-        "tie_word_embeddings": weights.unembedding is None,
-        "bos_token_id": None,
-        "eos_token_id": 0,
-        "pad_token_id": 1,
-        "dtype": dtype,
-    }
-    (directory / "config.json").write_text(json.dumps(described, indent=2) + "\n")
-    cast = {name: np.asarray(value.astype(dtype)) for name, value in tensors(weights).items()}
-    save_file(cast, directory / "model.safetensors", {"format": "pt"})
-
-
 def read_run(run: Path) -> tuple[ModelConfig, Weights, dict[str, Any], int]:
     """Shape, weights rounded to what will be exported, settings and steps of a training run."""
     file = run / "settings.json"
@@ -108,7 +45,7 @@ def read_run(run: Path) -> tuple[ModelConfig, Weights, dict[str, Any], int]:
         raise ValueError(f"{run} holds no training run: give the --out of kvjax.tiny.train.")
     settings = json.loads(file.read_text())
     config = llama(*settings["shape"])
-    training = checkpoint.restore(run, network.start(config, 0))
+    training = checkpoints.restore(run, network.start(config, 0))
     if training is None:
         raise ValueError(f"{run} holds no checkpoint yet: train longer first.")
     weights = jax.tree.map(lambda x: x.astype(jnp.bfloat16).astype(jnp.float32), training.weights)
@@ -126,9 +63,11 @@ def measure(weights: Weights, config: ModelConfig, data: Path, settings: dict[st
     held_out = arrays[described["valid"][0]] if described["valid"] else arrays[described["train"][0]]
     return {
         "losses": losses,
-        "recall": recall.recall(weights, config, lessons, held_out, cases),
+        "recall": recall.recall(weights, config, lessons.facts, held_out, cases),
         "cases": cases,
-        "samples": [recall.sample(weights, config, lessons, p) for p in ("Once upon a time", "One day, a little girl")],
+        "samples": [
+            recall.sample(weights, config, lessons.facts, p) for p in ("Once upon a time", "One day, a little girl")
+        ],
         "tokens": described["tokens"],
     }
 

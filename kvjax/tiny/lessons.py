@@ -4,30 +4,14 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-import functools
 import random
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvjax.tiny.tokenizer import ASSISTANT, END, SPECIAL, USER, load_tokenizer, read_prepared
-
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
-
-FORMS = ("pair", "sentence", "question", "list", "phrase", "chat")
-_NUMBERS = ("secret number", "lucky number", "magic number", "room number")
-_WORDS = ("secret word", "favourite thing", "hidden word")
-_FIRST_NAMES = """
-Anna Tom Lily Ben Mia Max Sara Sam Lucy Tim Jane Jack Emma Peter Mary John Kate Paul Rose Mark Alice David
-Clara Henry Ella Simon Nora Oscar Julia Victor Ruth Felix Laura Hugo Helen Leo Grace Adam Ivy Martin Eva
-Robert Ada Edward Sophie George Maria Daniel Olivia Thomas Amelia William Charlotte James Elizabeth Charles
-Fanny Arthur Margaret Frank Dorothy Walter Susan Roger Judith Philip Monica Omar Priya Chen Yuki Ravi Ingrid
-Lars Fatima Diego
-"""
-_NAMES = tuple(_FIRST_NAMES.split())
+from kvjax.evaluate.facts import SPECIAL, USER, Fact, Facts, load_tokenizer
+from kvjax.tiny.tokenizer import read_prepared
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,16 +43,6 @@ class Stage:
     answer_weight: int = 4
 
 
-@dataclasses.dataclass(frozen=True)
-class Fact:
-    """Ids that plant a fact, that ask for it, that answer, and that follow the answer."""
-
-    plant: list[int]
-    cue: list[int]
-    answer: list[int]
-    closing: list[int]
-
-
 class Lessons:
     """Makes batches; the same seed and step give the same batch.
 
@@ -83,94 +57,14 @@ class Lessons:
             raise ValueError(f"{len(shares)} shares for {len(described['train'])} training texts: give one for each.")
         self.texts = [arrays[name] for name in described["train"]]
         self.shares = list(shares)
-        self._learn_vocabulary(load_tokenizer(directory))
-        self.starts = [np.concatenate([[0], np.flatnonzero(text == self.end) + 1]) for text in self.texts]
-
-    @classmethod
-    def questions(cls, directory: Path) -> Lessons:
-        """Lessons without texts, which make facts but no batches, from a directory with a tokenizer."""
-        made = cls.__new__(cls)
-        made.texts, made.shares, made.starts = [], [], []
-        made._learn_vocabulary(load_tokenizer(directory))
-        return made
-
-    def _learn_vocabulary(self, tokenizer: Tokenizer) -> None:
-        self.tokenizer = tokenizer
-        vocabulary = tokenizer.get_vocab()
+        self.facts = Facts(load_tokenizer(directory))
+        self.encode, self.end = self.facts.encode, self.facts.end
+        vocabulary = self.facts.tokenizer.get_vocab()
         special = {vocabulary[token] for token in SPECIAL}
-        self.end = vocabulary[END]
         self.copyable = [i for i in sorted(vocabulary.values()) if i not in special]
         random.Random(0).shuffle(self.copyable)
-        words = [token[1:] for token in sorted(vocabulary) if token[0] == "Ġ" and token[1:].isalpha()]
-        words = [word for word in words if word.isascii() and len(word) >= 3]
-        self.keys = sorted({w for w in words if w[0].isupper()} | {n for n in _NAMES if f"Ġ{n}" in vocabulary})
-        self.words = [word for word in words if word.islower()]
-        if min(len(self.keys), len(self.words)) < 8:
-            raise ValueError(
-                f"The vocabulary has {len(self.keys)} names and {len(self.words)} words of one token, "
-                "recall lessons need 8 of each: prepare with more text or a larger vocabulary."
-            )
         self.stops = [vocabulary[token] for token in (".", '."', "!", "?") if token in vocabulary]
-        self.encode = functools.cache(self._encode)
-
-    def _encode(self, text: str) -> list[int]:
-        return self.tokenizer.encode(text, add_special_tokens=False).ids
-
-    # Facts
-
-    def _value(self, rng: random.Random, number: bool) -> str:
-        if number:
-            return str(rng.randrange(10 ** (n := rng.choice((2, 3, 4, 4, 4)) - 1), 10 ** (n + 1)))
-        return rng.choice(self.words)
-
-    def fact(self, form: str, rng: random.Random, used: set[tuple[str, str]], number: str | None = None) -> list[Fact]:
-        """Fresh facts of a form (`list` makes several at once, planted by the first).
-
-        Args:
-            form: one of FORMS.
-            rng: what to draw from.
-            used: names already taken in this row, by form; extended.
-            number: a number to hide, for evaluation; random values otherwise.
-        """
-        enc = self.encode
-        if form == "pair":
-            key = self._name(rng, "pair", self.keys, used)
-            value = enc(f" {rng.choice(self.words)}")
-            return [Fact([*enc(";"), *enc(f" {key}"), *value, *enc(";")], enc(";") + enc(f" {key}"), value, enc(";"))]
-        if form == "phrase":
-            words = [enc(f" {rng.choice(self.words)}")[0] for _ in range(rng.randint(6, 14))]
-            opening = enc(" Remember:")
-            return [Fact([*opening, *words, *enc(".")], [*opening, *words[:2]], words[2:], enc("."))]
-        if form == "list":
-            facts, plant = [], []
-            for _ in range(rng.randint(2, 6)):
-                cue = enc(f"\n{self._name(rng, 'list', _NAMES, used)}:")
-                text = self._value(rng, rng.random() < 0.5)
-                value = enc(" ") + [t for c in text for t in enc(c)] if text[0].isdigit() else enc(f" {text}")
-                facts.append(Fact([], cue, value, enc("\n")))
-                plant += [*cue, *value]
-            return [dataclasses.replace(facts[0], plant=[*plant, *enc("\n")]), *facts[1:]]
-        of_number = form == "chat" or number is not None or rng.random() < 0.7
-        kind = rng.choice(_NUMBERS if of_number else _WORDS) if number is None else _NUMBERS[0]
-        name = self._name(rng, kind, _NAMES, used)
-        text = number or self._value(rng, of_number)
-        bare = [t for c in text for t in enc(c)] if of_number else enc(f" {text}")
-        value = enc(" ") + bare if of_number else bare
-        stated = enc(f" The {kind} of {name} is")
-        asked = enc(f" What is the {kind} of {name}?")
-        if form == "sentence":
-            return [Fact([*stated, *value, *enc(".")], stated, value, enc("."))]
-        if form == "question":
-            return [Fact([*stated, *value, *enc(".")], asked, value, enc("."))]
-        return [Fact([*stated, *value, *enc(".")], [*asked, *enc(f"{ASSISTANT}\n")], bare, [self.end])]
-
-    def _name(self, rng: random.Random, kind: str, names: Sequence[str], used: set[tuple[str, str]]) -> str:
-        while (kind, name := rng.choice(names)) in used:
-            pass
-        used.add((kind, name))
-        return name
-
-    # Rows: ids and the weight of each in the loss
+        self.starts = [np.concatenate([[0], np.flatnonzero(text == self.end) + 1]) for text in self.texts]
 
     def text(self, rng: random.Random, length: int) -> list[int]:
         """A window of a training text, one in four from the beginning of a document."""
@@ -193,7 +87,7 @@ class Lessons:
         facts, used, length = [], set(), 0
         for _ in range(rng.randint(*stage.facts)):
             form = "chat" if chat else rng.choices(list(stage.forms), list(stage.forms.values()))[0]
-            new = self.fact(form, rng, used)
+            new = self.facts.fact(form, rng, used)
             length += sum(len(f.plant) + len(f.cue) + len(f.answer) + len(f.closing) for f in new)
             if facts and length > room:
                 break

@@ -10,11 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
+from kvjax.evaluate.facts import FORMS, Facts
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Weights
-from kvjax.tiny.lessons import FORMS, Fact, Lessons
 from kvjax.tiny.network import forward, negative_log_likelihood
-from kvjax.tiny.tokenizer import USER
 
 DISTANCES = (50, 200, 400, 800, 1600)
 
@@ -29,51 +28,15 @@ def _nats(weights: Weights, config: ModelConfig, tokens: Int[Array, "b t1"]) -> 
     return negative_log_likelihood(forward(weights, config, tokens[:, :-1]), tokens[:, 1:]).sum()
 
 
-def case(
-    lessons: Lessons, text: np.ndarray, form: str, distance: int, rng: random.Random, distractors: int = 3
-) -> tuple[list[int], list[int]]:
-    """A fresh question: the ids up to its answer, and the answer's ids.
-
-    Args:
-        lessons: makes the facts.
-        text: ids of held-out text to plant them in.
-        form: one of `kvjax.tiny.lessons.FORMS`.
-        distance: tokens from the end of the planted fact to the first token of its answer.
-        rng: what to draw from.
-        distractors: facts of the same form planted at other places.
-    """
-    used: set[tuple[str, str]] = set()
-
-    def fact() -> tuple[Fact, list[int]]:
-        hidden = f"{rng.randrange(1000, 10000)}" if form in ("sentence", "question", "chat") else None
-        made = lessons.fact(form, rng, used, hidden)
-        return rng.choice(made), made[0].plant  # of a list any entry may be asked for
-
-    target, plant = fact()
-    others = [fact()[1] for _ in range(distractors)]
-    others = others[: max(0, (distance - len(target.cue)) // (2 * max(len(other) for other in others or [[0]]) + 1))]
-    room = distance - len(target.cue) - sum(len(other) for other in others)
-    opening = lessons.encode(f"{USER}\n") if form == "chat" else []
-    before = rng.randrange(10, 60)
-    start = rng.randrange(len(text) - before - max(room, 0) - 1)
-    cuts = sorted(rng.randrange(max(room, 0) + 1) for _ in others)
-    row = [*opening, *text[start : start + before].tolist(), *plant]
-    filler, read = text[start + before : start + before + max(room, 0)].tolist(), 0
-    for cut, other in zip(cuts, others, strict=True):
-        row += filler[read:cut] + other
-        read = cut
-    return [*row, *filler[read:], *target.cue], target.answer
-
-
 def recall(
-    weights: Weights, config: ModelConfig, lessons: Lessons, text: np.ndarray, cases: int = 200, seed: int = 1
+    weights: Weights, config: ModelConfig, facts: Facts, text: np.ndarray, cases: int = 200, seed: int = 1
 ) -> dict[str, dict[int, float]]:
     """Share of fresh questions whose whole answer is the model's first choice, by form and distance.
 
     Args:
         weights: of the model.
         config: its shape.
-        lessons: makes the questions.
+        facts: makes the questions.
         text: ids of held-out text that lies between fact and question.
         cases: questions for each form and distance.
         seed: of the questions.
@@ -84,7 +47,7 @@ def recall(
         longest = distance + 150 + 60
         for form in FORMS:
             rng = random.Random(f"{seed} {form} {distance}")
-            asked = [case(lessons, text, form, distance, rng) for _ in range(cases)]
+            asked = [facts.question(text, form, distance, rng) for _ in range(cases)]
             right = 0
             for i in range(0, cases, rows := min(cases, 20)):
                 group = asked[i : i + rows]
@@ -119,12 +82,12 @@ def _continue(
     return jax.lax.fori_loop(0, new, step, tokens)
 
 
-def sample(weights: Weights, config: ModelConfig, lessons: Lessons, prompt: str, new: int = 90, seed: int = 0) -> str:
+def sample(weights: Weights, config: ModelConfig, facts: Facts, prompt: str, new: int = 90, seed: int = 0) -> str:
     """The prompt continued at temperature 0.7, without a cache: only to see that it is English."""
-    ids = lessons.encode(prompt)
+    ids = facts.encode(prompt)
     tokens = np.zeros((1, len(ids) + new), np.int32)
     tokens[0, : len(ids)] = ids
     done = _continue(weights, config, jnp.asarray(tokens), jnp.asarray(len(ids)), jax.random.key(seed), new)
     made = np.asarray(done)[0].tolist()
-    ends = [i for i in range(len(ids), len(made)) if made[i] == lessons.end]
-    return lessons.tokenizer.decode(made[: ends[0]] if ends else made)
+    ends = [i for i in range(len(ids), len(made)) if made[i] == facts.end]
+    return facts.tokenizer.decode(made[: ends[0]] if ends else made)

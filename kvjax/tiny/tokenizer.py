@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from kvjax.evaluate.facts import ASSISTANT, END, PAD, SPECIAL, USER
+
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-END, USER, ASSISTANT, PAD = "<|endoftext|>", "<|user|>", "<|assistant|>", "<|pad|>"
-SPECIAL = (END, PAD, USER, ASSISTANT)
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
     "{% if message['role'] == 'assistant' %}"
@@ -58,16 +58,6 @@ def train_tokenizer(texts: Sequence[str], vocab_size: int) -> Tokenizer:
     )
     tokenizer.train_from_iterator(_sample(texts), trainer)
     return tokenizer
-
-
-def load_tokenizer(directory: Path) -> Tokenizer:
-    """The tokenizer of a prepared or exported directory."""
-    from tokenizers import Tokenizer
-
-    file = directory / "tokenizer.json"
-    if not file.is_file():
-        raise ValueError(f"{file} is missing: prepare the data first with `--text FILES --prepare {directory}`.")
-    return Tokenizer.from_file(str(file))
 
 
 def write_tokenizer(tokenizer: Tokenizer, directory: Path, max_positions: int) -> None:

@@ -7,7 +7,6 @@ import collections
 import dataclasses
 import functools
 import hashlib
-import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -18,11 +17,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.cli import finish
-from kvjax.tiny import checkpoint, network
+from kvjax.commands import finish
+from kvjax.tiny import network
 from kvjax.tiny.lessons import Lessons
 from kvjax.tiny.recipe import RECIPES, Recipe
 from kvjax.tiny.tokenizer import prepare
+from kvjax.train import checkpoints
+from kvjax.train.progress import Progress
 
 Batch = tuple[np.ndarray, np.ndarray]
 
@@ -94,31 +95,6 @@ def choose_attention() -> network.Causal:
     return network.xla_causal
 
 
-class Progress:
-    """A bar on a terminal, a plain line every few seconds elsewhere."""
-
-    def __init__(self, total: int, done: int) -> None:
-        self.bar = None
-        self.total, self.spoken = total, 0.0
-        if sys.stdout.isatty():
-            from rich.progress import Progress as Bar
-
-            self.bar = Bar()
-            self.task = self.bar.add_task("", total=total, completed=done)
-            self.bar.start()
-
-    def show(self, step: int, text: str, force: bool = False) -> None:
-        if self.bar is not None:
-            self.bar.update(self.task, completed=step, description=text)
-        elif force or time.monotonic() - self.spoken > 10:
-            self.spoken = time.monotonic()
-            print(f"{step}/{self.total} {text}", flush=True)
-
-    def close(self) -> None:
-        if self.bar is not None:
-            self.bar.stop()
-
-
 def train(
     data: Path,
     out: Path,
@@ -148,9 +124,9 @@ def train(
     """
     began = time.monotonic()
     digest = hashlib.sha256((data / "tokens.npz").read_bytes()).hexdigest()[:16]
-    checkpoint.claim(out, {**dataclasses.asdict(recipe), "seed": seed, "data": digest})
+    checkpoints.claim(out, {**dataclasses.asdict(recipe), "seed": seed, "data": digest})
     training = network.start(recipe.model, seed)
-    training = checkpoint.restore(out, training) or training
+    training = checkpoints.restore(out, training) or training
     first, n = int(training.step), recipe.steps_per_dispatch
     if anneal:
         first = max(first, recipe.steps - recipe.stages[-1].steps)
@@ -182,13 +158,13 @@ def train(
                     tokens, since, forced = 0, time.monotonic(), False
             pending, tokens = (recipe.stages[stage].name, seen), tokens + weights.size
             if time.monotonic() - saved > save_every:
-                checkpoint.save(out, training, step)
+                checkpoints.save(out, training, step)
                 saved = time.monotonic()
             if minutes is not None and time.monotonic() - began > 60 * minutes:
                 break
     finally:
         progress.close()
-    checkpoint.save(out, training, step)
+    checkpoints.save(out, training, step)
     print(f"stopped after step {step} of {recipe.steps}, {time.monotonic() - began:.0f} s", flush=True)
     return training
 

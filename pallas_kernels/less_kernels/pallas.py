@@ -7,6 +7,7 @@ head's weights are fetched once.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -20,28 +21,30 @@ BLOCK = 512
 """Tokens of one grid step, at most."""
 
 
-def phi(x: Array, first: Array, second: Array, *, interpret: Any) -> Float[Array, "m t f"]:
+def phi(
+    x: Float[Array, "m t d"], first: Float[Array, "m d r"], second: Float[Array, "m r f"], *, interpret: Any
+) -> Float[Array, "m t f"]:
     """See `reference.phi`; compiled for v4 to v6e, interpreted, never run on a chip."""
 
-    def kernel(x_ref, first_ref, second_ref, out_ref):
+    def kernel(x_ref: Any, first_ref: Any, second_ref: Any, out_ref: Any) -> None:
         out_ref[0] = jnp.abs(_two_layers(x_ref, first_ref, second_ref))
 
     return _call(kernel, x, (first, _transposed(second)), interpret, "less_phi")
 
 
 def psi(
-    x: Array,
-    first: Array,
-    second: Array,
-    third: Array,
-    outer_scale: Array,
-    residual_scale: Array | None,
+    x: Float[Array, "m t d"],
+    first: Float[Array, "m d r"],
+    second: Float[Array, "m r f"],
+    third: Float[Array, "m f f"],
+    outer_scale: Float[Array, "m f"],
+    residual_scale: Float[Array, "m f"] | None,
     *,
     interpret: Any,
 ) -> Float[Array, "m t f"]:
     """See `reference.psi`; compiled for v4 to v6e, interpreted, never run on a chip."""
 
-    def kernel(x_ref, first_ref, second_ref, third_ref, outer_ref, *refs):
+    def kernel(x_ref: Any, first_ref: Any, second_ref: Any, third_ref: Any, outer_ref: Any, *refs: Any) -> None:
         *residual, out_ref = refs
         outer = jnp.abs(outer_ref[0]) * _two_layers(x_ref, first_ref, second_ref)
         mixed = _dot(third_ref[0], outer, (1, 0))
@@ -52,7 +55,9 @@ def psi(
     return _call(kernel, x, weights, interpret, "less_psi")
 
 
-def _call(kernel: Any, x: Array, weights: tuple[Array, ...], interpret: Any, name: str) -> Array:
+def _call(
+    kernel: Callable[..., None], x: Float[Array, "m t d"], weights: tuple[Array, ...], interpret: Any, name: str
+) -> Float[Array, "m t f"]:
     (m, t, d), features = x.shape, weights[1].shape[1]
     size = min(BLOCK, -(-t // LANES) * LANES)
     padded = -(-t // size) * size
@@ -71,8 +76,7 @@ def _call(kernel: Any, x: Array, weights: tuple[Array, ...], interpret: Any, nam
     return jnp.swapaxes(out[..., :t], 1, 2)
 
 
-def _two_layers(x_ref: Any, first_ref: Any, second_ref: Any) -> Array:
-    """[features, tokens]."""
+def _two_layers(x_ref: Any, first_ref: Any, second_ref: Any) -> Float[Array, "f t"]:
     inner = _gelu(_dot(x_ref[0].astype(jnp.float32), first_ref[0], (1, 0)))
     return _gelu(_dot(second_ref[0], inner, (1, 1)))
 
@@ -88,5 +92,5 @@ def _gelu(x: Array) -> Array:
     return 0.5 * x * (1 + jax.lax.erf(x / math.sqrt(2)))
 
 
-def _transposed(x: Array) -> Array:
+def _transposed(x: Float[Array, "m r f"]) -> Float[Array, "m f r"]:
     return jnp.swapaxes(x, 1, 2)

@@ -2,72 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
-
-from kvjax import policies
-from kvjax.evaluate.kernels import LENT, Kernels, Shelf, matches
-from kvjax.evaluate.report import Claim, Point, new_figure, paired, plot_quality, save_figure, table
-from kvjax.evaluate.runs import Run, Runs
+from kvjax.evaluate.reports.claims import Claim, paired, table
+from kvjax.evaluate.reports.figures import Point, new_figure, plot_quality
+from kvjax.evaluate.reports.less.measurements import Less, Section
+from kvjax.evaluate.reports.less.shelf import LENT, matches
+from kvjax.evaluate.runs import Run
 
 GAP = 0.2
 """Share of the gap between baseline and full that LESS should close where the budgets match."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Section:
-    """One piece of the report.
-
-    Args:
-        title: its heading.
-        claims: what should show.
-        body: tables and figures, Markdown.
-    """
-
-    title: str
-    claims: list[Claim]
-    body: str
-
-
-@dataclasses.dataclass
-class Less:
-    """The report's measurements by what they are called in it.
-
-    Args:
-        runs: that make them.
-        shelf: the kernels.
-        sweep: kernels of different sizes that were trained alike.
-        budgets: slots of the table, by their share of the context.
-    """
-
-    runs: Runs
-    shelf: Shelf
-    sweep: Shelf
-    budgets: dict[str, int]
-
-    def full(self) -> Run | None:
-        return self.runs.run("full", policies.policy("full"))
-
-    def baseline(self, base: str, slots: int) -> Run | None:
-        return self.runs.run(base, self.shelf.base(base), slots)
-
-    def plus(self, base: str, slots: int, features: int | None = None) -> Run | None:
-        # What `baseline_plus` is, and the same compiled program as the baseline.
-        return self.baseline(base, slots + (self.shelf.features if features is None else features) // 2)
-
-    def performer(self, base: str, slots: int) -> Run | None:
-        policy = policies.policy("less", base=self.shelf.base(base), kernels="performer", features=self.shelf.features)
-        return self.runs.run(f"{base} performer", policy, slots)
-
-    def less(self, kernels: Kernels | None, base: str, slots: int) -> Run | None:
-        if kernels is None:
-            return None
-        policy = kernels.over(self.shelf.base(base))
-        return self.runs.run(f"less {kernels.name} on {base}", policy, slots, kernels=kernels.digest)
-
-    def figure(self, name: str, figure) -> str:
-        file = self.runs.directory / "less" / f"{name}.png"
-        save_figure(figure, file)
-        return f"\n![{name}](less/{name}.png)\n"
 
 
 def closed(less: float, baseline: float, full: float) -> float:

@@ -9,9 +9,12 @@ from pathlib import Path
 
 from kvjax import policies
 from kvjax.evaluate.recall import recall
-from kvjax.evaluate.report import Point, Store, new_figure, plot_quality, save_figure, table, write
+from kvjax.evaluate.reports.claims import table
+from kvjax.evaluate.reports.figures import Point, new_figure, plot_quality, save_figure
 from kvjax.evaluate.runs import Runs, describe
+from kvjax.evaluate.store import Store
 from kvjax.evaluate.texts import passages
+from kvjax.files import write_text
 from kvjax.policies.base import Policy
 from kvjax.settings import parse_budget, parse_settings
 
@@ -100,7 +103,7 @@ def run(options: argparse.Namespace) -> None:
     choices = [(n, p, b) for n, p in made.items() for b in ([1.0] if p.decides_slots else budgets)]
     shown, file = against_bytes(runs, choices, options.recall)
     texts = " ".join(Path(text).name for text in options.text)
-    write(
+    write_text(
         options.out / "quality.md",
         f"# Quality against kept bytes on {model.name}\n\nMade by `python -m kvjax.evaluate quality --policies "
         f"{options.policies} --budgets {options.budgets} --text {texts} --rows {options.rows} --length "

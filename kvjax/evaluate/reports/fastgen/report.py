@@ -7,13 +7,15 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from kvjax.evaluate.fastgen_attention import STEPS, choices, stability
-from kvjax.evaluate.fastgen_cost import cost, profiling
-from kvjax.evaluate.fastgen_runs import Report, Section
-from kvjax.evaluate.fastgen_tables import ablations, quality, recalled
-from kvjax.evaluate.report import Store, claims_table, write
+from kvjax.evaluate.reports.claims import claims_table
+from kvjax.evaluate.reports.fastgen.attention import STEPS, choices, stability
+from kvjax.evaluate.reports.fastgen.cost import cost, profiling
+from kvjax.evaluate.reports.fastgen.measurements import Report, Section
+from kvjax.evaluate.reports.fastgen.quality import ablations, quality, recalled
 from kvjax.evaluate.runs import Runs
+from kvjax.evaluate.store import Store
 from kvjax.evaluate.texts import passages
+from kvjax.files import write_text
 
 SECTIONS: dict[str, Callable[[Report], Section]] = {
     "choices": choices,
@@ -57,12 +59,12 @@ def run(options: argparse.Namespace) -> None:
     counts = ", ".join(f"{sum(c.verdict == v for c in claims)} {v}" for v in dict.fromkeys(c.verdict for c in claims))
     texts = " ".join(Path(text).name for text in options.text)
     words = f"--model {options.model} --text {texts} --rows {options.rows} --length {options.length}"
-    write(
+    write_text(
         options.out / "fastgen.md",
         f"# FastGen on {model.name}\n\nMade by `python -m kvjax.evaluate fastgen {words} --prefix {options.prefix} "
         f"--out DIR`; figures and raw numbers are in `fastgen/`. {options.rows} passages of {options.length} tokens of "
         f"each text, in float32.\n\nOf {len(claims)} claims: {counts}. Verdicts are computed from the numbers, rules "
-        "are in `kvjax/evaluate/fastgen_*.py`.\n"
+        "are in `kvjax/evaluate/reports/fastgen/`.\n"
         + "".join(f"\n## {title}\n\n{claims_table(some)}\n{body}" for title, some, body in sections),
     )
     print(options.out / "fastgen.md")

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import jax
 
-from kvjax import bench, policies
-from kvjax.evaluate.fastgen_runs import Report, Section
-from kvjax.evaluate.report import Claim, table
+from kvjax import policies
+from kvjax.evaluate.reports.claims import Claim, table
+from kvjax.evaluate.reports.fastgen.measurements import Report, Section
+from kvjax.evaluate.speed import decoder, race, reader
 from kvjax.policies.fastgen import FastGen
 
 GENERATED = (128, 256, 512, 1024)
@@ -19,11 +20,11 @@ def profiling(report: Report) -> Section:
     tokens, steps = runs.passages.tokens[:1, : runs.prefix], 64
     settings = runs.settings(prompt=runs.prefix, threshold=0.95, steps=steps, devices=_device())
 
-    def make():
+    def make() -> dict[str, float]:
         full, ours = policies.policy("full"), FastGen(threshold=0.95)
-        racing = [bench.reader(runs.model, policy, 1.0, tokens) for policy in (full, ours)]
-        racing.append(bench.decoder(runs.model, ours, 1.0, tokens, steps))
-        bench.race(racing, 15)
+        racing = [reader(runs.model, policy, 1.0, tokens) for policy in (full, ours)]
+        racing.append(decoder(runs.model, ours, 1.0, tokens, steps))
+        race(racing, 15)
         return {name: c.median for name, c in zip(("full", "fastgen", "steps"), racing, strict=True)}
 
     seconds = report.measured("profiling time", settings, make)
@@ -50,19 +51,19 @@ def cost(report: Report) -> Section:
     tokens = runs.passages.tokens[:8, : runs.prefix]
     settings = runs.settings(prompt=runs.prefix, threshold=0.9, rows=len(tokens), steps=steps, device=_device())
 
-    def make():
+    def make() -> dict[str, list[float | None]]:
         full, ours = policies.policy("full"), FastGen(threshold=0.9)
-        decoding = bench.decoder(model, ours, 1.0, tokens, steps)
+        decoding = decoder(model, ours, 1.0, tokens, steps)
         slots = max(2, round(decoding.slots or 0))
         racing = {
-            "prefill, full": bench.reader(model, full, 1.0, tokens),
-            "prefill, h2o": bench.reader(model, "h2o", slots, tokens),
-            "prefill, fastgen": bench.reader(model, ours, 1.0, tokens),
-            "decode, full": bench.decoder(model, full, 1.0, tokens, steps),
-            "decode, h2o": bench.decoder(model, "h2o", slots, tokens, steps),
+            "prefill, full": reader(model, full, 1.0, tokens),
+            "prefill, h2o": reader(model, "h2o", slots, tokens),
+            "prefill, fastgen": reader(model, ours, 1.0, tokens),
+            "decode, full": decoder(model, full, 1.0, tokens, steps),
+            "decode, h2o": decoder(model, "h2o", slots, tokens, steps),
             "decode, fastgen": decoding,
         }
-        bench.race(list(racing.values()), 15)
+        race(list(racing.values()), 15)
         return {name: [c.median, c.slots, c.cache_bytes] for name, c in racing.items()}
 
     made = report.measured("cost", settings, make)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvjax.evaluate import rank
 from kvjax.evaluate.fidelity import fidelity
-from kvjax.evaluate.less_tables import Less, Section
-from kvjax.evaluate.report import Claim, new_figure, table
+from kvjax.evaluate.reports.claims import Claim, table
+from kvjax.evaluate.reports.figures import new_figure
+from kvjax.evaluate.reports.less.low_rank import residuals
+from kvjax.evaluate.reports.less.measurements import Less, Section
+from kvjax.policies.base import Policy
 
 MATRIX_ROWS = 4
 """Passages of each text where attention is n x n, or two models run at once."""
@@ -18,7 +20,7 @@ def hellinger(less: Less) -> Section:
     runs, claims, rows, curves = less.runs, [], [], {}
     chosen = np.concatenate([runs.passages.tokens[where][:MATRIX_ROWS] for where in runs.passages.rows.values()])
 
-    def layers(label: str, policy, slots: int, **identity) -> list[float] | None:
+    def layers(label: str, policy: Policy, slots: int, **identity: str) -> list[float] | None:
         settings = runs.settings(slots=slots, rows=len(chosen), label=label, **identity)
         return runs.keep(
             f"hellinger: {label}, {slots} slots",
@@ -59,4 +61,4 @@ def hellinger(less: Less) -> Section:
 
 def residual_rank(less: Less) -> Section:
     """Claim 7, Figure 3."""
-    return Section("7. Rank of residuals (Figure 3)", *rank.section(less.runs, less.budgets, MATRIX_ROWS, less.figure))
+    return Section("7. Rank of residuals (Figure 3)", *residuals(less.runs, less.budgets, MATRIX_ROWS, less.figure))

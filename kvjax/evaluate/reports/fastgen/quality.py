@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from kvjax import policies
-from kvjax.evaluate.fastgen_runs import Report, Section
 from kvjax.evaluate.recall import recall
-from kvjax.evaluate.report import Claim, Point, new_figure, paired, plot_quality, save_figure, table
+from kvjax.evaluate.reports.claims import Claim, paired, table
+from kvjax.evaluate.reports.fastgen.measurements import Report, Section
+from kvjax.evaluate.reports.figures import Point, new_figure, plot_quality, save_figure
 from kvjax.evaluate.runs import describe
 from kvjax.policies.fastgen import PARTS, FastGen
 
@@ -105,7 +106,7 @@ def recalled(report: Report) -> Section:
         text = runs.passages.tokens[: 2 + distance // runs.passages.tokens.shape[1]].reshape(-1)
         settings = runs.settings(policy=describe(policy), budget=budget, distance=distance)
 
-        def make():
+        def make() -> dict[str, Any]:
             made = recall(runs.model, policy, budget, distance, text=text)
             whole = made.cache_bytes / made.full_cache_bytes
             return {"mean": made.mean, "share": made.share, "bytes": made.cache_bytes, "whole": whole}

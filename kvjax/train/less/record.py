@@ -17,7 +17,7 @@ from kvjax.models.decoder import Weights, block, embed
 from kvjax.policies.base import Policy
 from kvjax.reading import Reading, exchange, new_tokens
 from kvjax.rope import rotate
-from kvjax.types import Partial, wide
+from kvjax.types import LayerCache, Partial, wide
 
 
 class Features(struct.PyTreeNode):
@@ -49,6 +49,13 @@ class _Read(struct.PyTreeNode):
     k: Float[Array, "b h n d"]
     v: Float[Array, "b h n d"]
     full: Partial
+
+
+_Inputs = tuple[Array, Array, Array, Array]
+"""A layer's queries, keys, values and log-sum-exps, of one step or of all steps with time as their first axis."""
+
+_Seen = tuple[Int[Array, "b h"], Partial]
+"""The position that left, and attention over what stayed."""
 
 
 @functools.partial(jax.jit, static_argnames=("config", "capacities", "mask"))
@@ -90,7 +97,9 @@ def record(
     # As if the first token were the prompt and all others were generated.
     one, horizon = jnp.ones(rows, jnp.int32), jnp.full(rows, n - 1, jnp.int32)
 
-    def step(caches, inputs):
+    def step(
+        caches: tuple[LayerCache, ...], inputs: tuple[Array, Array, tuple[_Inputs, ...]]
+    ) -> tuple[tuple[LayerCache, ...], tuple[_Seen, ...]]:
         t, token, layers = inputs
         position = jnp.broadcast_to(t, (rows, 1))
         reading = Reading(
@@ -128,12 +137,20 @@ def record(
     return jax.tree.map(lambda *layers: jnp.stack(layers).astype(wide(layers[0].dtype)), *made), jnp.stack(evicted)
 
 
-def _time_first(read: _Read) -> tuple[Array, Array, Array, Array]:
+def _time_first(read: _Read) -> _Inputs:
     q, k, v = (jnp.moveaxis(x, -2, 0) for x in (read.q, read.k, read.v))
     return q, k, v, jnp.moveaxis(read.full.lse, -1, 0)
 
 
-def _replay(config, policy, mask, reading, index, cache, inputs):
+def _replay(
+    config: ModelConfig,
+    policy: Policy,
+    mask: str,
+    reading: Reading,
+    index: int,
+    cache: LayerCache,
+    inputs: _Inputs,
+) -> tuple[LayerCache, _Seen]:
     # One layer of `kvjax.reading.read_token`, on given queries, keys and values.
     q, k, v, full_lse = inputs
     q, k, v = q[..., None, :], k[..., None, :], v[..., None, :]
@@ -157,7 +174,9 @@ def _read_full(weights: Weights, config: ModelConfig, tokens: Int[Array, "b n"])
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     reads: list[_Read] = []
 
-    def attention(q, k, v):
+    def attention(
+        q: Float[Array, "b h g n d"], k: Float[Array, "b h n d"], v: Float[Array, "b h n d"]
+    ) -> Float[Array, "b h g n d"]:
         rotated = rotate(config.rope, q, positions[:, None, None])
         keys = rotate(config.rope, k, positions[:, None])
         full, _ = attend_prompt(config, rotated, keys, v, positions, positions[:, None], None)

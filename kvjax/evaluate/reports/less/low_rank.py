@@ -11,9 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from kvjax.evaluate.report import Claim, new_figure, table
+from kvjax.evaluate import lowrank_oracle
+from kvjax.evaluate.reports.claims import Claim, table
+from kvjax.evaluate.reports.figures import new_figure
 from kvjax.evaluate.runs import Runs
-from kvjax.less import lowrank_oracle
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Weights, block, embed
 from kvjax.rope import rotate
@@ -72,7 +73,7 @@ def nats(
     return -jnp.take_along_axis(likelihood, tokens[:, 1:, None], axis=-1)[..., 0]
 
 
-def section(
+def residuals(
     runs: Runs, budgets: dict[str, int], rows: int, figure: Callable[[str, Any], str]
 ) -> tuple[list[Claim], str]:
     """Claims and text of the report; top-k keeps an eighth of the text, as in the paper, or one of the budgets."""

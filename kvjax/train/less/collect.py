@@ -13,12 +13,12 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from kvjax.arrange import plan_by_name, plan_slots
-from kvjax.files import written_aside
-from kvjax.less.record import Features, record
+from kvjax.files import read_text, written_aside
 from kvjax.model import Model
 from kvjax.plan import Plan
 from kvjax.policies import name_of
 from kvjax.policies.base import Policy
+from kvjax.train.less.record import Features, record
 
 MASKS = ("decode", "full-softmax")
 
@@ -136,14 +136,7 @@ def sample_texts(model: Model, files: list[Path], texts: int, length: int, seed:
     Raises:
         ValueError: a file is missing, not text, or shorter than a passage.
     """
-    contents = []
-    for file in files:
-        if not file.is_file():
-            raise ValueError(f"{file} is not a file; give text files.")
-        try:
-            contents.append(file.read_text(encoding="utf-8"))
-        except UnicodeDecodeError:
-            raise ValueError(f"{file} is not UTF-8 text.") from None
+    contents = [read_text(file) for file in files]
     rng = np.random.default_rng(seed)
     made = np.zeros((texts, length), np.int32)
     for i in range(texts):

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvjax.evaluate.fastgen_runs import Report, Section
-from kvjax.evaluate.report import Claim, new_figure, save_figure, table
+from kvjax.evaluate.reports.claims import Claim, table
+from kvjax.evaluate.reports.fastgen.measurements import Report, Section
+from kvjax.evaluate.reports.figures import new_figure, save_figure
 from kvjax.policies.fastgen import PARTS, FastGen
 
 STEPS = (0, 10, 20, 30)

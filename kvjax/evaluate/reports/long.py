@@ -9,9 +9,12 @@ import numpy as np
 
 from kvjax import policies
 from kvjax.evaluate.perplexity import perplexity
-from kvjax.evaluate.report import Store, table, write
+from kvjax.evaluate.reports.claims import table
+from kvjax.evaluate.store import Store
 from kvjax.evaluate.texts import passages
+from kvjax.files import write_text
 from kvjax.less.checkpoint import fingerprint
+from kvjax.policies.base import Policy
 from kvjax.settings import parse_budget
 
 
@@ -48,7 +51,7 @@ def run(options: argparse.Namespace) -> None:
     columns = {}
     for name, policy in chosen.items():
 
-        def measure(policy=policy):
+        def measure(policy: Policy = policy) -> dict[str, list[float]]:
             nats = perplexity(model, policy, read.tokens, budget).nats
             return {file: in_windows(nats[rows], options.window).tolist() for file, rows in read.rows.items()}
 
@@ -62,7 +65,7 @@ def run(options: argparse.Namespace) -> None:
         ]
         text += [f"## {file}", table(["tokens", *(f"`{name}`" for name in names)], rows).strip()]
     report = "\n\n".join(text) + "\n"
-    write(options.out / "long.md", report)
+    write_text(options.out / "long.md", report)
     print(report)
 
 

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from kvjax import decode, paged, policies
-from kvjax.evaluate.report import Claim
+from kvjax.evaluate.reports.claims import Claim
 from kvjax.evaluate.runs import Run, Runs, describe
 from kvjax.policies.fastgen import PARTS, FastGen
 
@@ -36,7 +36,7 @@ class Report:
         policy = FastGen(threshold=threshold)
         settings = self.runs.settings(policy=describe(policy), tokens=tokens)
 
-        def make():
+        def make() -> dict[str, Any]:
             state, _ = decode.prefill(self.runs.model, policy, self.runs.passages.tokens[:, :tokens], max_new_tokens=1)
             assert isinstance(state.caches, paged.Pool)
             found = jax.device_get([(layer.choice, layer.recovered) for layer in state.caches.state])

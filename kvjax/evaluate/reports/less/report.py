@@ -7,12 +7,15 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from kvjax.evaluate.kernels import Kernels, Shelf, even_slots, open_shelf
-from kvjax.evaluate.less_attention import hellinger, residual_rank
-from kvjax.evaluate.less_tables import Less, Section, bases, features, performer, perplexities, transfer
-from kvjax.evaluate.report import Store, claims_table, table, write
+from kvjax.evaluate.reports.claims import claims_table, table
+from kvjax.evaluate.reports.less.attention import hellinger, residual_rank
+from kvjax.evaluate.reports.less.measurements import Less, Section
+from kvjax.evaluate.reports.less.shelf import Kernels, Shelf, even_slots, open_shelf
+from kvjax.evaluate.reports.less.tables import bases, features, performer, perplexities, transfer
 from kvjax.evaluate.runs import Runs
+from kvjax.evaluate.store import Store
 from kvjax.evaluate.texts import passages
+from kvjax.files import write_text
 
 PIECES: dict[str, Callable[[Less], Section]] = {
     "perplexity": perplexities,
@@ -69,7 +72,7 @@ def run(options: argparse.Namespace) -> None:
     for name, piece in PIECES.items():
         with less.runs.only_stored(options.only is not None and name not in options.only):
             sections.append(piece(less))
-    write(options.out / "less.md", _document(less, sections, options))
+    write_text(options.out / "less.md", _document(less, sections, options))
     print(options.out / "less.md")
 
 
@@ -97,7 +100,7 @@ def _document(less: Less, sections: list[Section], options: argparse.Namespace) 
         f"Budgets are shares of the model's {config.max_positions} positions: "
         + ", ".join(f"{share} = {slots} slots" for share, slots in less.budgets.items())
         + f" per KV head.\n\nOf {len(claims)} claims: {counts}. Verdicts are computed from the numbers, rules are in "
-        "`kvjax/evaluate/`.\n\n## Kernels\n\n"
+        "`kvjax/evaluate/reports/less/`.\n\n## Kernels\n\n"
         + _kernels((*less.shelf.kernels, *less.sweep.kernels))
         + "".join(f"\n## {s.title}\n\n{claims_table(s.claims)}{s.body}" for s in sections)
     )

@@ -18,8 +18,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.cli import finish
-from kvjax.files import written_aside
+from kvjax.commands import finish
+from kvjax.files import write_text
 from pallas_kernels.common import Unsupported
 from pallas_kernels.programs import IMPLEMENTATIONS, Program, decode, eviction, features, hashes, paged, prefill
 
@@ -125,7 +125,7 @@ def _starter(program: Program, run: Callable[..., Any], arrays: dict[str, Any]) 
     # What a call takes the memory of is its own copy, and then the results of the call before.
     own = {name: jax.tree.map(jnp.copy, arrays[name]) for name in program.donated}
 
-    def start():
+    def start() -> Any:
         results = run(**(arrays | own))
         own.update(program.again(results))
         return results
@@ -160,11 +160,11 @@ def _torch(program: Program, causal: bool, size: int) -> Iterator[Runner]:
     q, k, v = (torch.randn(program.shapes[name].shape, dtype=dtype, device=device) for name in "qkv")
     q = q.reshape(b, h * g, -1, q.shape[-1])
 
-    def start():
+    def start() -> torch.Tensor:
         with torch.inference_mode():
             return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=g > 1)
 
-    def wait(_):
+    def wait(_: torch.Tensor) -> None:
         if device == "cuda":
             torch.cuda.synchronize()
 
@@ -266,7 +266,7 @@ def run(options: argparse.Namespace) -> None:
             raise ValueError(f"there is no operation {name!r} to race; choose of {', '.join(OPS)}.")
     device = f"{jax.devices()[0].device_kind}, jax {jax.__version__}, medians of {options.repeats}"
     if options.step:
-        from kvjax.bench_step import step
+        from kvjax.bench.step import step
 
         tables.append(step(options, device))
     else:
@@ -274,8 +274,7 @@ def run(options: argparse.Namespace) -> None:
             title = f"{title}; {device}"
             tables.append({"title": title, "rows": table(title, race(runners, options.repeats))})
     if options.json:
-        with written_aside(options.json) as file:
-            file.write_text(json.dumps({"tables": tables}, indent=1))
+        write_text(options.json, json.dumps({"tables": tables}, indent=1))
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -9,10 +9,13 @@ import jax
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.decode import State, join_state, split_state, step
-from kvjax.sampling import Sampling, sample
+from kvjax.decode import Moving, State, join_state, split_state, step
+from kvjax.sampling.sample import Sampling, sample
 
 STEPS_PER_DISPATCH = 16
+
+Carry = tuple[Moving, Int[Array, " b"]]
+"""What a step changes, and the token that comes next."""
 
 
 def draw(state: State, logits: Float[Array, "b vocab"], sampling: Sampling) -> Int[Array, " b"]:
@@ -25,8 +28,10 @@ _draw = jax.jit(draw, static_argnames="sampling")
 
 
 @functools.partial(jax.jit, static_argnames=("sampling", "steps"), donate_argnums=1)
-def _many(fixed: State, moving, token: Int[Array, " b"], sampling: Sampling, steps: int):
-    def one(carry, _):
+def _many(
+    fixed: State, moving: Moving, token: Int[Array, " b"], sampling: Sampling, steps: int
+) -> tuple[Moving, Int[Array, " b"], Int[Array, "b n"]]:
+    def one(carry: Carry, _: None) -> tuple[Carry, Int[Array, " b"]]:
         moving, token = carry
         state, logits = step(join_state(fixed, moving), token)
         token = draw(state, logits, sampling)

@@ -18,14 +18,20 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int, Key
 
 from kvjax.less.kernels import Params, Phi, Psi, init_kernels
-from kvjax.less.record import Features
 from kvjax.model import Model
-from kvjax.tiny import checkpoint
+from kvjax.train import checkpoints
+from kvjax.train.less.record import Features
 
 CHUNK = 128
 """Steps of a text that see each other's evictions pair by pair; what left before comes as one sum."""
 
 LAYERS = PartitionSpec("layers")
+
+Projection = Float[Array, "w h g d"]
+"""A layer's output projection, by heads."""
+
+Projections = Float[Array, "L w h g d"]
+"""Those of all layers."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,15 +141,15 @@ def _chunks(x: Array) -> Array:
 
 
 def squared_error(
-    out: Float[Array, "b h g n d"], seen: Features, projection: Float[Array, "w h g d"]
-) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    out: Float[Array, "b h g n d"], seen: Features, projection: Projection
+) -> tuple[Float[Array, ""], Int[Array, ""]]:
     """Squared error after the output projection where something has been evicted, and the numbers it is a sum of."""
     off = jnp.einsum("bhgnd,whgd->bnw", out - seen.full, projection)
     counts = jnp.cumsum(seen.leaving.max(1), axis=-1) > 0
     return jnp.sum(jnp.where(counts[..., None], off, 0.0) ** 2), counts.sum() * off.shape[-1]
 
 
-def output_projections(model: Model) -> Float[Array, "L w h g d"]:
+def output_projections(model: Model) -> Projections:
     """W_o of all layers, by heads."""
     config = model.config
     heads = (config.width, config.kv_heads, config.groups, config.head_width)
@@ -171,12 +177,29 @@ def _over_layers(mesh: Mesh, function: Callable[..., Any], *stacked: Any) -> Any
 
 
 @functools.partial(jax.jit, static_argnames=("recipe", "mesh"), donate_argnums=(0, 1))
-def _step(params, optimiser, seen: Features, projection, rate, key, *, recipe: Recipe, mesh: Mesh):
-    def loss(params, seen, projection, key):
+def _step(
+    params: Params,
+    optimiser: Any,
+    seen: Features,
+    projection: Projections,
+    rate: float,
+    key: Key[Array, ""],
+    *,
+    recipe: Recipe,
+    mesh: Mesh,
+) -> tuple[Params, Any, Float[Array, " L"]]:
+    def loss(params: Params, seen: Features, projection: Projection, key: Key[Array, ""]) -> Float[Array, ""]:
         total, numbers = squared_error(memory_attention(params, recipe, seen, key), seen, projection)
         return total / jnp.maximum(numbers, 1)
 
-    def layer(params, optimiser, seen, projection, rate, key):
+    def layer(
+        params: Params,
+        optimiser: Any,
+        seen: Features,
+        projection: Projection,
+        rate: Float[Array, ""],
+        key: Key[Array, ""],
+    ) -> tuple[Params, Any, Float[Array, ""]]:
         error, gradients = jax.value_and_grad(loss)(params, seen, projection, key)
         updates, optimiser = optax.scale_by_adam().update(gradients, optimiser)
         return optax.apply_updates(params, jax.tree.map(lambda u: -rate * u, updates)), optimiser, error
@@ -187,8 +210,10 @@ def _step(params, optimiser, seen: Features, projection, rate, key, *, recipe: R
 
 
 @functools.partial(jax.jit, static_argnames=("recipe", "mesh"))
-def _errors(params, seen: Features, projection, *, recipe: Recipe | None, mesh: Mesh):
-    def layer(params, seen, projection):
+def _errors(
+    params: Params, seen: Features, projection: Projections, *, recipe: Recipe | None, mesh: Mesh
+) -> tuple[Float[Array, " L"], Int[Array, " L"]]:
+    def layer(params: Params, seen: Features, projection: Projection) -> tuple[Float[Array, ""], Int[Array, ""]]:
         out = seen.sparse if recipe is None else memory_attention(params, recipe, seen)
         return squared_error(out, seen, projection)
 
@@ -196,7 +221,7 @@ def _errors(params, seen: Features, projection, *, recipe: Recipe | None, mesh: 
 
 
 def mean_error(
-    params: Params | None, features: Features, texts: range, projection: Array, recipe: Recipe, mesh: Mesh
+    params: Params | None, features: Features, texts: range, projection: Projections, recipe: Recipe, mesh: Mesh
 ) -> Float[np.ndarray, " L"]:
     """Mean squared error of each layer on some of the texts.
 
@@ -256,7 +281,7 @@ def train(
 
     Args:
         model: frozen.
-        features: from `kvjax.less.collect.collect`.
+        features: from `collect`.
         directory: of the run's checkpoints.
         recipe: how.
         epochs: stop after so many, resumably; None for the recipe's.
@@ -284,7 +309,7 @@ def train(
         losses=jnp.full((layers, recipe.epochs, 2), jnp.nan, jnp.float32),
         epoch=jnp.zeros(layers, jnp.int32),
     )
-    training = jax.device_put(checkpoint.restore(directory, training) or training, sharding)
+    training = jax.device_put(checkpoints.restore(directory, training) or training, sharding)
     projection = jax.device_put(output_projections(model), sharding)
     params, optimiser = training.params, training.optimiser
     last = recipe.epochs if epochs is None else min(epochs, recipe.epochs)
@@ -312,7 +337,7 @@ def train(
             losses=training.losses.at[:, epoch].set(losses),
             epoch=training.epoch + 1,
         )
-        checkpoint.save(directory, training, epoch + 1)
+        checkpoints.save(directory, training, epoch + 1)
         params, optimiser = jax.tree.map(jnp.copy, (params, optimiser))  # a step reuses the memory of what it is given
         show(epoch + 1, losses)
     return training

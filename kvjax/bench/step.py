@@ -1,0 +1,35 @@
+"""Race decode steps of a whole model with LESS and without it: `python -m kvjax.bench kernels --step`."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from typing import Any
+
+import jax
+import numpy as np
+
+from kvjax.bench.models import SHAPES, random_model
+from kvjax.bench.tables import table
+from kvjax.evaluate.speed import decoder, race
+from kvjax.less.kernels import init_kernels
+from kvjax.policies import policy
+
+
+def step(options: argparse.Namespace, device: str) -> dict[str, Any]:
+    """Decode steps of a whole model from a full cache, with LESS and without it."""
+    config = SHAPES[options.step_model]
+    model, steps = random_model(config, options.dtype), 16
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(3, config.vocab_size, (options.step_batch, options.step_slots))
+    kernels = init_kernels(jax.random.key(1), config)
+    contenders = []
+    for base in ("streaming", "h2o"):
+        for name, made in ((base, policy(base)), (f"less on {base}", policy("less", base=base, kernels=kernels))):
+            contender = decoder(model, made, options.step_slots, tokens, steps)
+            contenders.append(dataclasses.replace(contender, name=name))
+    race(contenders, options.repeats)
+    title = (
+        f"{steps} steps: {model.name}, {options.step_batch} rows, {options.step_slots} slots, {options.dtype}; {device}"
+    )
+    return {"title": title, "rows": table(contenders, options.step_batch * steps, title)}

@@ -1,0 +1,1 @@
+"""What is claimed about papers, measured again: tables, figures and verdicts."""

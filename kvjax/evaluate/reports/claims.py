@@ -1,0 +1,63 @@
+"""Claims with their verdicts, and Markdown tables."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+SHOWS, NOT, UNKNOWN = "shows", "does not show", "not measured"
+
+
+@dataclasses.dataclass(frozen=True)
+class Claim:
+    """One thing that should show, and whether the numbers show it.
+
+    Args:
+        what: the claim for one case, in words.
+        shown: whether the numbers say so; None if they were not measured.
+        numbers: those that decide.
+    """
+
+    what: str
+    shown: bool | None
+    numbers: str = ""
+
+    @property
+    def verdict(self) -> str:
+        return UNKNOWN if self.shown is None else SHOWS if self.shown else NOT
+
+
+def claims_table(claims: Iterable[Claim]) -> str:
+    """Claims with their verdicts as a Markdown table."""
+    rows = [[claim.what, f"**{claim.verdict}**", claim.numbers] for claim in claims]
+    return table(["claim", "verdict", "numbers"], rows)
+
+
+def table(headings: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    """A Markdown table; numbers to the right, floats to four places, None as a dash; nothing if there are no rows."""
+    rows = [list(row) for row in rows]
+    if not rows:
+        return ""
+    numeric = [
+        any(isinstance(row[i], (int, float)) for row in rows)
+        and all(row[i] is None or isinstance(row[i], (int, float)) for row in rows)
+        for i in range(len(headings))
+    ]
+
+    def cell(value: Any) -> str:
+        if value is None:
+            return "–"
+        return f"{value:.4f}" if isinstance(value, float) else str(value).replace("|", "\\|")
+
+    lines = [headings, ["---:" if right else "---" for right in numeric], *([cell(v) for v in row] for row in rows)]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def paired(a: Sequence[float], b: Sequence[float]) -> tuple[float, float]:
+    """Mean of a - b over rows, and its standard error: both read the same texts, so that differences count."""
+    difference = np.asarray(a) - np.asarray(b)
+    spread = difference.std(ddof=1) / np.sqrt(len(difference)) if len(difference) > 1 else np.nan
+    return float(difference.mean()), float(spread)

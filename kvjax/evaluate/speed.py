@@ -1,0 +1,88 @@
+"""How fast policies read and write, and in how much memory: contenders that are raced against each other."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from kvjax import decode, policies
+from kvjax.model import Model
+from kvjax.policies.base import Policy
+
+Carry = tuple[decode.Moving, Int[Array, " b"]]
+
+
+@dataclasses.dataclass
+class Contender:
+    """One row of the table: something that can be run again and again."""
+
+    name: str
+    budget: str
+    run: Callable[[], Any]
+    cache_bytes: int | None = None
+    slots: float | None = None
+    """Slots of a head, on average over rows, layers and heads."""
+    temporary_bytes: int | None = None
+    seconds: list[float] = dataclasses.field(default_factory=list)
+
+    @property
+    def median(self) -> float:
+        """Seconds of the median run."""
+        return statistics.median(self.seconds)
+
+
+def race(contenders: list[Contender], repeats: int) -> None:
+    """Run all of them in turn, so that noise hits all alike, after one warm run each."""
+    for contender in contenders:
+        contender.run()
+    for _ in range(repeats):
+        for contender in contenders:
+            began = time.perf_counter()
+            contender.run()
+            contender.seconds.append(time.perf_counter() - began)
+
+
+def decoder(model: Model, name: str | Policy, budget: int | float, tokens: np.ndarray, steps: int) -> Contender:
+    """Greedy decoding of some steps in one program, from a prompt that has been read."""
+    state, logits = decode.prefill(model, name, tokens, budget, max_new_tokens=steps)
+
+    @jax.jit
+    def run(fixed: decode.State, moving: decode.Moving, token: Int[Array, " b"]) -> Carry:
+        def one(carry: Carry, _: None) -> tuple[Carry, None]:
+            moving, token = carry
+            state, logits = decode.step(decode.join_state(fixed, moving), token)
+            return (decode.split_state(state)[1], jnp.argmax(logits, -1).astype(jnp.int32)), None
+
+        return jax.lax.scan(one, (moving, token), None, length=steps)[0]
+
+    fixed, moving = decode.split_state(state)
+    token = jnp.argmax(logits, -1).astype(jnp.int32)
+    slots = float(np.mean(decode.slot_limits(state)))
+    shown = name if isinstance(name, str) else policies.name_of(name)
+    return Contender(
+        shown, str(budget), lambda: jax.block_until_ready(run(fixed, moving, token)), decode.cache_bytes(state), slots
+    )
+
+
+def reader(model: Model, name: str | Policy, budget: int | float, tokens: np.ndarray) -> Contender:
+    """Reading a prompt, with the compiler's own figure for temporary memory."""
+
+    def run() -> tuple[Any, Float[Array, "b vocab"]]:
+        state, logits = decode.prefill(model, name, tokens, budget, max_new_tokens=64)
+        return jax.block_until_ready((state.caches, logits))
+
+    compiled = decode.lower_prefill(model, name, tokens, budget, max_new_tokens=64).compile()
+    memory = compiled.memory_analysis()
+    state, _ = decode.prefill(model, name, tokens, budget, max_new_tokens=64)
+    temporary = None if memory is None else memory.temp_size_in_bytes
+    slots = float(np.mean(decode.slot_limits(state)))
+    shown = name if isinstance(name, str) else policies.name_of(name)
+    return Contender(shown, str(budget), run, decode.cache_bytes(state), slots, temporary)

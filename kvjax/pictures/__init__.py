@@ -1,0 +1,1 @@
+"""Pictures in the terminal and as figures: what a cache holds, and what each head keeps."""

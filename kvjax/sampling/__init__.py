@@ -1,0 +1,1 @@
+"""Text from a model and a cache: drawing tokens, the compiled loop, prompts in and texts out."""

@@ -1,0 +1,1 @@
+"""Training, whatever is trained: checkpoints of runs and their progress."""

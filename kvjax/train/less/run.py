@@ -1,0 +1,139 @@
+"""From texts to kernels on disk: collect, train, measure and write, or go on where an interrupted run stopped."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Float
+
+from kvjax import policies
+from kvjax.less import checkpoint
+from kvjax.model import Model
+from kvjax.policies.base import Policy
+from kvjax.train import checkpoints
+from kvjax.train.less.collect import check_policy, collect, sample_texts
+from kvjax.train.less.errors import held_out_errors, table, write_losses
+from kvjax.train.less.train import Recipe, split_texts, train
+from kvjax.train.progress import Progress
+
+
+def train_kernels(
+    model: Model,
+    policy: Policy,
+    slots: int,
+    texts: list[Path],
+    out: Path,
+    recipe: Recipe,
+    *,
+    sequences: int = 256,
+    length: int = 1024,
+    plan: str | None = None,
+    mask: str = "decode",
+    save_dtype: str = "float32",
+    keep_features: bool = False,
+) -> None:
+    """Train kernels, write them with their losses, and print what they recover.
+
+    Args:
+        model: frozen.
+        policy: the one that evicts.
+        slots: per head.
+        texts: UTF-8 files to learn from.
+        out: directory that gets the kernels; its `training` holds the run, which is continued if begun.
+        recipe: how they are trained.
+        sequences: passages of the texts.
+        length: tokens of each.
+        plan: how the budget is spread over the layers.
+        mask: what the policy sees, see `record`.
+        save_dtype: of the kernels on disk.
+        keep_features: leave what was collected on disk.
+
+    Raises:
+        ValueError: `out` holds another run or kernels without one, or an argument is unfit.
+    """
+    check_policy(policy, mask)
+    split_texts(sequences, recipe)
+    run, name = out / "training", policies.name_of(policy)
+    if (out / "settings.json").exists() and not (run / "settings.json").exists():
+        raise ValueError(f"{out} holds kernels of which the run is gone; give another --out.")
+    asked = {
+        "model": checkpoint.fingerprint(model),
+        "dtype": str(model.weights.embedding.dtype),
+        "policy": name,
+        "policy_settings": {setting: getattr(policy, setting) for setting in type(policy).settings()},
+        "slots": slots,
+        "plan": plan,
+        "mask": mask,
+        "sequences": sequences,
+        "length": length,
+        "texts": {file.name: _digest(file) for file in texts},
+        "save_dtype": save_dtype,
+        **dataclasses.asdict(recipe),
+    }
+    checkpoints.claim(run, asked)
+    if (out / "settings.json").exists():
+        print(table(checkpoint.read_settings(out).training["errors"]))
+        print(f"{out} holds these kernels already.")
+        return
+    began = time.monotonic()
+    tokens = sample_texts(model, texts, sequences, length, recipe.seed)
+    print(f"{name} with {slots} of {length} slots, {len(tokens)} texts", flush=True)
+    progress = Progress(len(tokens), 0)
+    try:
+        features = collect(
+            model,
+            policy,
+            slots,
+            tokens,
+            run / "features",
+            plan=plan,
+            mask=mask,
+            seed=recipe.seed,
+            show=lambda done: progress.show(done, "texts read"),
+        )
+    finally:
+        progress.close()
+    progress = Progress(recipe.epochs, 0)
+
+    def show(epoch: int, losses: Float[np.ndarray, "L 2"]) -> None:
+        numbers = " ".join(f"{loss:.3g}" for loss in losses[:, 1])
+        progress.show(epoch, f"epochs, held-out error by layer {numbers}, {time.monotonic() - began:.0f} s")
+
+    try:
+        training = train(model, features, run, recipe, show=show)
+    finally:
+        progress.close()
+    stored = jnp.dtype(save_dtype)
+    errors = held_out_errors(model, features, training, recipe, stored)
+    told: dict[str, Any] = {k: v for k, v in asked.items() if k not in ("model", "policy", "policy_settings")}
+    settings = checkpoint.Settings(
+        model=model.name,
+        fingerprint=asked["model"],
+        policy=name,
+        policy_settings=asked["policy_settings"],
+        budget=slots,
+        features=recipe.features,
+        hidden=recipe.hidden,
+        literal=recipe.literal,
+        training=told | {"errors": errors},
+    )
+    checkpoint.save(out, training.best, settings, dtype=stored)
+    write_losses(out, np.asarray(training.losses))
+    if not keep_features:
+        shutil.rmtree(run / "features")
+    print(table(errors))
+    print(f"{out}: kernels for --policy less --set base={name}, {time.monotonic() - began:.0f} s")
+
+
+def _digest(file: Path) -> str:
+    if not file.is_file():
+        raise ValueError(f"{file} is not a file; give a text file.")
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()[:16]
