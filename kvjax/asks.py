@@ -97,5 +97,3 @@ def questions(asks: Any) -> tuple[list[Ask], Any]:
 def of_all_layers(asks: Any) -> bool:
     """Whether a tree of questions has one that is answered after the last layer only."""
     return any(isinstance(ask, Sums) and ask.over == "model" for ask in questions(asks)[0])
-
-

@@ -192,9 +192,7 @@ class Codec:
             return _with(view, self.requeued(view, new, place, left), self.counted(codec, new, left))
         return self._turned(config, view, new)
 
-    def requeued(
-        self, view: View, new: New, place: Int[Array, "b h"], left: Int[Array, "b h"]
-    ) -> Int[Array, "b h c"]:
+    def requeued(self, view: View, new: New, place: Int[Array, "b h"], left: Int[Array, "b h"]) -> Int[Array, "b h c"]:
         """The queue without the one that left: those behind it move up, the new one is last. Slotwise."""
         gone = jnp.where(left >= 0, place, jnp.iinfo(jnp.int32).max)[..., None]
         order = view.slots.codec - (view.slots.codec > gone)
@@ -257,5 +255,3 @@ def codec(name: str, positions: str = "original") -> Codec:
     if name not in kinds:
         raise ValueError(f"there is no codec {name!r}; choose one of {', '.join(kinds)}.")
     return Codec(positions, kinds[name])
-
-

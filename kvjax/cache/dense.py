@@ -11,7 +11,6 @@ from flax import struct
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Int
 
-
 from kvjax.cache import evidence, slots
 from kvjax.cache.codec import Codec
 from kvjax.cache.slots import Attended, Rules

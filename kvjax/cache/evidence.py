@@ -152,7 +152,9 @@ def attend_block(
     for i, ask in enumerate(leaves):
         if isinstance(ask, Near):
             if view.capacity != new.position.shape[1]:
-                raise ValueError("what falls near a token is known of a prompt that is read whole, not of a part of it.")
+                raise ValueError(
+                    "what falls near a token is known of a prompt read whole, not of a part of it."
+                )
             answers[i] = near_sums(config, new, partial.lse, ask.width, ask.most)
         elif isinstance(ask, Probs):
             answers[i] = _newest(config, given, view, new, ask, partial.lse)
@@ -265,7 +267,7 @@ def _stacked(asks: Sequence[Ask], new: New) -> tuple[list[int], Float[Array, "b 
 
 def _whole(operand: Operand | Joined, dtype: DTypeLike) -> Float[Array, "b h c d"]:
     if isinstance(operand, Joined):
-        return jnp.concatenate([operands.values(part, dtype) for part in operand], axis=2)
+        return jnp.concatenate([operands.values(part, dtype) for part in (operand.old, operand.new)], axis=2)
     return operands.values(operand, dtype)
 
 
@@ -335,9 +337,7 @@ def _newest(
     position = jnp.where(index >= 0, jnp.take_along_axis(new.position, at, 1), -1)
     q = jnp.take_along_axis(given.q, at[:, None, None, :, None], 3)
     place = None if given.places is None else jnp.take_along_axis(given.places[0], at[:, None], 2)
-    probs = _probabilities(
-        config, given, view, q, jnp.take_along_axis(lse, at[:, None, None], 3), position, place
-    )
+    probs = _probabilities(config, given, view, q, jnp.take_along_axis(lse, at[:, None, None], 3), position, place)
     return Seen(probs, position, (probs > 0).any(2).sum(-1))
 
 

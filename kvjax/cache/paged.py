@@ -379,7 +379,7 @@ class Paged(struct.PyTreeNode):
     def _over_pages(
         self, layer: int, look: Callable[[Any, Array, Array], Any], carry: Any, block: int = VIEW_BLOCK
     ) -> Any:
-        """Fold `look(carry, at, valid)` over a layer's pages: blocks start at page `at`, `valid` masks the new pages."""
+        """Fold `look(carry, at, valid)` over a layer's pages: blocks start at page `at`, `valid` masks new pages."""
         pages = self.owner.shape[0]
         size = min(block, pages)
         start, end = self.start[layer], self.start[layer + 1]

@@ -217,8 +217,8 @@ def extend(
     check_length(int(read.max()), state.policy, state.config)
     if state.policy.plan.ends and (read > end).any():
         raise ValueError(
-            f"a text of {int(read.max())} tokens does not fit the {int(end[read > end].min())} that {name_of(state.policy)} "
-            "set slots aside for; give prefill more max_new_tokens."
+            f"a text of {int(read.max())} tokens does not fit the {int(end[read > end].min())} that "
+            f"{name_of(state.policy)} set slots aside for; give prefill more max_new_tokens."
         )
     size = bucket(ids.shape[1])
     padded = jnp.asarray(np.pad(ids, ((0, 0), (0, size - ids.shape[1]))), jnp.int32)

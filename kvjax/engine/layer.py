@@ -249,5 +249,3 @@ def _settled(policy: Policy, storage: Dense, layer: int, told: Pending, first: b
     limit, found = policy.plan.settle(answers["plan"], view, ranks, new)
     storage = storage.replace_layer(layer, view.replace(limit=limit))
     return storage if found is None else storage.put_state(layer, plan=found)
-
-

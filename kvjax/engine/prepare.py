@@ -149,9 +149,7 @@ def plan_slots(
     limits = limits + plan.extra_slots
     policy.protection.check_budget(int(limits.min()))
     if policy.score.aligned_layers and (limits != limits[0]).any():
-        raise ValueError(
-            f"{name_of(policy)} with one score for all layers needs equal budgets; use plan='uniform'."
-        )
+        raise ValueError(f"{name_of(policy)} with one score for all layers needs equal budgets; use plan='uniform'.")
     return _of_heads(limits, config), tuple(round_slots(plan.buffer_slots(int(limit.max()))) for limit in limits)
 
 

@@ -136,5 +136,3 @@ def held_positions(state: State) -> list[np.ndarray]:
 def slot_limits(state: State) -> list[np.ndarray]:
     """For each layer the slots that each row and head may use, int [b, h] on the host."""
     return [np.asarray(limit) for limit in state.storage.limits()]
-
-

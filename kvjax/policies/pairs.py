@@ -59,9 +59,11 @@ PAIRS = (
         "use positions='original', leave special out, or choose plan uniform",
     ),
     Pair(
-        lambda policy: isinstance(policy.plan, AfterLimit)
-        and policy.plan.mask is not None
-        and not isinstance(policy.protection, LambdaMask),
+        lambda policy: (
+            isinstance(policy.plan, AfterLimit)
+            and policy.plan.mask is not None
+            and not isinstance(policy.protection, LambdaMask)
+        ),
         "middle='mask' is as wide as the mask of lightkv, not as {protection}",
         "use policy lightkv, or middle='rest'",
     ),

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from kvjax.model import Model
 
 
-class Part(abc.ABC):
+class Part(abc.ABC):  # noqa: B024 - no part has to do anything
     """A part of a policy: a pytree whose hyperparameters are static and whose arrays are leaves.
 
     It sees rows and heads as arrays whose axes it must not mix: [b h ...], [b h c ...] for slots. On pages, b counts

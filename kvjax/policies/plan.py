@@ -17,9 +17,13 @@ from kvjax.policies.protection import LambdaMask, mask_width
 from kvjax.types import Heads, New, PyTree, View, check, setting
 
 
-@struct.dataclass
+@struct.dataclass(kw_only=True)
 class Plan(Part):
-    """Gives every layer its slots; all layers together always get exactly `layers * budget`."""
+    """Gives every layer its slots; all layers together always get exactly `layers * budget`.
+
+    Args:
+        extra_slots: slots per head beyond the budget that the user names, for comparisons at equal memory.
+    """
 
     per_head: ClassVar[bool] = False
     """Whether `settle` gives each head of a layer slots of its own."""
@@ -31,12 +35,12 @@ class Plan(Part):
     """Whether the slots suffice for the planned text only."""
     shrinks: ClassVar[bool] = False
     """Whether `room` may fall while tokens are generated."""
-    extra_slots: ClassVar[int] = 0
-    """Slots per head beyond the budget that the user names, for comparisons at equal memory."""
+
+    extra_slots: int = setting(0)
 
     def spread_by(self, other: Plan) -> Plan:
         """This plan with its budget spread as another one has it."""
-        return other
+        return dataclasses.replace(other, extra_slots=self.extra_slots)
 
     def settle(
         self, answers: PyTree, view: View, ranks: Float[Array, "b h c"] | None, new: New
@@ -228,28 +232,7 @@ class Unbounded(Uniform):
 
     def spread_by(self, other: Plan) -> Plan:
         """There is nothing to spread."""
-        return other if other.per_head else self
-
-
-@struct.dataclass
-class Extra(Plan):
-    """Another plan with more slots per head, for comparisons at equal memory (Baseline+ of LESS, section 4).
-
-    Args:
-        plan: the other one.
-        extra_slots: how many more.
-    """
-
-    plan: Plan = Uniform()
-    extra_slots: int = setting(4)  # type: ignore[misc]
-
-    def shares(self, budget: int, layers: int) -> np.ndarray:
-        """Those of the other plan."""
-        return self.plan.shares(budget, layers)
-
-    def spread_by(self, other: Plan) -> Plan:
-        """As the other plan has it, and more."""
-        return dataclasses.replace(self, plan=self.plan.spread_by(other))
+        return super().spread_by(other) if other.per_head else self
 
 
 @struct.dataclass
@@ -284,7 +267,7 @@ class AfterLimit(Plan):
 
     def spread_by(self, other: Plan) -> Plan:
         """C_l as the other plan has it."""
-        return other if other.per_head else dataclasses.replace(self, plan=self.plan.spread_by(other))
+        return super().spread_by(other) if other.per_head else dataclasses.replace(self, plan=other)
 
     def room(self, limit: Int[Array, "b h"], read: Int[Array, " b"]) -> Int[Array, "b h"]:
         """C_l, or the mask and C_sink middle tokens, beyond the context limit; everything up to it."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from kvjax.cache.codec import Codec, codec
 from kvjax.policies.pairs import fitted
-from kvjax.policies.plan import AdaKV, AfterLimit, Arithmetic, Extra, Interleaved, Plan, Pyramid, Unbounded, Uniform
+from kvjax.policies.plan import AdaKV, AfterLimit, Arithmetic, Interleaved, Plan, Pyramid, Unbounded, Uniform
 from kvjax.policies.policy import Policy
 from kvjax.policies.profiled import PARTS, Profiled, TokenClasses
 from kvjax.policies.protection import LambdaMask, Protection
@@ -231,7 +231,7 @@ def baseline_plus(*, base: str | Policy = "h2o", features: int = 8, **settings: 
     even = isinstance(features, int) and features >= 2 and features % 2 == 0
     check(even, "features", features, "an even number from 2")
     chosen = _base(base, settings)
-    return dataclasses.replace(chosen, plan=Extra(chosen.plan, features // 2))
+    return dataclasses.replace(chosen, plan=dataclasses.replace(chosen.plan, extra_slots=features // 2))
 
 
 def _base(base: str | Policy, settings: Mapping[str, Any]) -> Policy:
@@ -385,7 +385,9 @@ def _by_part(settings: Mapping[str, Any]) -> tuple[dict[str, dict[str, Any]], di
             own[name] = value
             continue
         if part not in ("plan", "residual", "selection"):
-            raise ValueError(f"{name}={value!r} is no setting of a part; parts with settings are plan, residual, selection.")
+            raise ValueError(
+                f"{name}={value!r} is no setting of a part; parts with settings are plan, residual, selection."
+            )
         of_parts.setdefault(part, {})[setting] = value
     return of_parts, own
 
@@ -399,13 +401,15 @@ def settings_of(name: str) -> dict[str, Any]:
 
     method = REGISTRY[name]
     takes = inspect.signature(method).parameters
-    return named(method) | ({k: v for k, v in named(combine).items() if k not in named(method)} if "common" in takes else {})
+    return named(method) | (
+        {k: v for k, v in named(combine).items() if k not in named(method)} if "common" in takes else {}
+    )
 
 
 def name_of(policy: Policy) -> str:
     """The registered name of a policy, or its score's class if it is somebody's own."""
     if isinstance(policy.residual, LowRankMemory):
         return "less"
-    if isinstance(policy.plan, Extra):
+    if policy.plan.extra_slots:
         return "baseline_plus"
     return policy.name or type(policy.score).__name__

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from kvjax.model import Model
 
 
+AUTO = Kernels()
+
+
 class Memory(NamedTuple):
     """The sum over evicted pairs of psi(k)^T v and of psi(k) (equation 6)."""
 
@@ -114,13 +117,11 @@ class LowRankMemory(Residual):
                     f"kernels for (KV heads, groups, head width) {given} do not fit {wanted} of {model!r}."
                 )
 
-    def phi(
-        self, layer: int, q: Float[Array, "b h g t d"], kernels: Kernels = Kernels()
-    ) -> Float[Array, "b h g t R"]:
+    def phi(self, layer: int, q: Float[Array, "b h g t d"], kernels: Kernels = AUTO) -> Float[Array, "b h g t R"]:
         """Features of rotated queries (equation 1)."""
         return self._features("phi", layer, q, kernels)
 
-    def psi(self, layer: int, k: Float[Array, "b h t d"], kernels: Kernels = Kernels()) -> Float[Array, "b h t R"]:
+    def psi(self, layer: int, k: Float[Array, "b h t d"], kernels: Kernels = AUTO) -> Float[Array, "b h t R"]:
         """Features of rotated keys (equation 2)."""
         return self._features("psi", layer, k, kernels)
 

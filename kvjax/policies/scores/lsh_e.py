@@ -75,9 +75,7 @@ class Hamming(Score):
         """h(k)."""
         return self._hashes(new.k, new)
 
-    def victim(
-        self, view: View, new: New, bounds: Protection, keep: Bool[Array, "b h c"] | None
-    ) -> Int[Array, "b h"]:
+    def victim(self, view: View, new: New, bounds: Protection, keep: Bool[Array, "b h c"] | None) -> Int[Array, "b h"]:
         """The least F_t, from packed codes alone."""
         query, position = self._hashes(new.last_query, new), new.position[:, 0]
         held = query, view.slots.score, view.position, position

@@ -62,9 +62,7 @@ class Persistence(Score):
         touched = jax.lax.reduce_or(words, axes=(1,))
         return (view.slots.score & ~touched[:, None, None]) | found
 
-    def _bits(
-        self, place: UInt32[Array, "b t"], counts: Bool[Array, "b t"], size: int
-    ) -> UInt32[Array, "b t words"]:
+    def _bits(self, place: UInt32[Array, "b t"], counts: Bool[Array, "b t"], size: int) -> UInt32[Array, "b t words"]:
         """The bit of each query among words of `size` bits."""
         bit = jnp.where(counts, jnp.uint32(1) << (place % size), 0)
         return jnp.where(place[..., None] // size == jnp.arange(self.history // size), bit[..., None], 0)
