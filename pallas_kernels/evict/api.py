@@ -48,10 +48,8 @@ def evict(
         implementation: `auto`, `xla` or `pallas`. `xla` takes everything. `pallas` is for TPU; it takes c a multiple of
             16 (32 with numbers of 8 bits) up to 16384; buffers [b h c] of 32-bit numbers or bool; [b h c w] with w up
             to 256, of float32, bfloat16, int8 or uint8 where XLA stores w innermost (w a multiple of 128, or c so
-            small), else of 32-bit numbers with w up to 16, in eights times
-            c up to 32768.
-            It compiles and has run in interpreters, never on a
-            chip. There is no form for GPU.
+            small), else of 32-bit numbers with w up to 16 and, in eights, w * c up to 32768. It compiles and has run
+            in interpreters, never on a chip. There is no form for GPU.
         interpret: `True`, or `pltpu.InterpretParams()`, to run `pallas` without an accelerator.
         platform: for which the program is compiled; None for that of `jax.default_backend()`.
 
