@@ -275,7 +275,7 @@ def eviction(
     )
 
 
-def hashes(label: str, b: int, h: int, g: int, c: int, bits: int) -> Program:
+def hashes(label: str, b: int, h: int, g: int, c: int, bits: int, *, keep: bool = False) -> Program:
     """`hamming`."""
 
     def run(sinks: Array, recent: Array, limit: Array, **arrays: Any) -> Array:
@@ -285,6 +285,8 @@ def hashes(label: str, b: int, h: int, g: int, c: int, bits: int) -> Program:
     shapes |= {"position": Shape((b, h, c), jnp.int32), "new_position": Shape((b,), jnp.int32)}
     words = -(-bits // 32)
     shapes |= {"query": Shape((b, h, g, words), jnp.uint32), "codes": Shape((b, h, c, words), jnp.uint32)}
+    if keep:
+        shapes["keep"] = Shape((b, h, c), jnp.bool_)
     return Program("hamming", label, run, shapes, forms=("tpu",))
 
 
@@ -314,7 +316,7 @@ def programs() -> Iterator[Program]:
     yield eviction("int4, 8 heads, 4096 slots, d 256, hashes", 32, 8, 4096, 128, jnp.uint8, words=1, keep=True)
     yield eviction("4 words of hashes, 8 heads, 4096 slots, d 128, bfloat16", 32, 8, 4096, 128, half, words=4)
     yield hashes("8 heads x 4, 4096 slots, 16 bits", 32, 8, 4, 4096, 16)
-    yield hashes("the same, 64 bits", 32, 8, 4, 4096, 64)
+    yield hashes("the same, 64 bits", 32, 8, 4, 4096, 64, keep=True)
     yield prefill("8 heads x 4, 8192 tokens, d 128, bfloat16", 1, 8, 4, 8192, 128, half)
     yield prefill("the same without scores", 1, 8, 4, 8192, 128, half, scores=False)
     yield prefill("the same with Gumbel scores at temperature 2", 1, 8, 4, 8192, 128, half, "noise", tau=2.0)

@@ -30,10 +30,22 @@ from tests.kernels import TPU_WAYS, XLA, Way, check
     st.sampled_from(["float32", "bfloat16"]),
     st.sampled_from(["full", "ragged"]),
     st.booleans(),
+    st.booleans(),
     st.sampled_from([XLA, *TPU_WAYS]),
 )
-def test_any_shape(shape, dtype, live, shrinks, way):
-    check(case(*shape, dtype=dtype, live=live, shrinks=shrinks), way)
+def test_any_shape(shape, dtype, live, shrinks, keep, way):
+    check(case(*shape, dtype=dtype, live=live, shrinks=shrinks, keep=keep), way)
+
+
+@settings(max_examples=6, phases=[Phase.generate])
+@given(
+    st.tuples(st.integers(1, 2), st.integers(1, 4), st.sampled_from([32, 64]), st.sampled_from([64, 80])),
+    st.sampled_from(["int8", "uint8"]),
+    st.sampled_from([None, 2, 5]),
+    st.sampled_from([XLA, *TPU_WAYS]),
+)
+def test_any_buffers(shape, codes, words, way):
+    check(case(*shape, codes=codes, words=words, live="ragged"), way)
 
 
 @settings(max_examples=6, phases=[Phase.generate])
@@ -119,7 +131,9 @@ def test_donated_buffers_are_written_in_place():
         (dict(c=40), "c=40 slots are not a multiple of 16 up to 16384"),
         (dict(c=32768), "c=32768 slots are not a multiple of 16 up to 16384"),
         (dict(statistic=jnp.float16), "holds float16, not one of float32, int32, uint32"),
-        (dict(key=jnp.int8), r"not \[b h c w\] of float32 or bfloat16"),
+        (dict(key=jnp.float16), r"not \[b h c w\] of float32, bfloat16, int8, uint8, int32, uint32"),
+        (dict(key=jnp.int8), "c=16 slots are not a multiple of 32 up to 16384"),
+        (dict(key=jnp.uint32, c=8192, d=5), "w=5 words, in eights, of c=8192 slots are more than 32768"),
         (dict(c=256), "w=64 numbers in each of c=256 slots lie slots-innermost"),
         (dict(d=264), "more than 256 numbers per slot"),
         (dict(platform="gpu"), "it is written for tpu alone"),

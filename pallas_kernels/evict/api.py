@@ -14,7 +14,7 @@ from pallas_kernels.ranking import Protection
 WORDS = ("float32", "int32", "uint32")
 WIDE = ("float32", "bfloat16", "int8", "uint8")
 PLANES = 32768
-"""Numbers [w c] of a head that a kernel holds of a buffer whose slots lie along the lanes, at most."""
+"""Numbers of a head that the kernel holds of a buffer [b h c w] whose slots lie along the lanes, at most."""
 
 
 def evict(
@@ -48,8 +48,8 @@ def evict(
         implementation: `auto`, `xla` or `pallas`. `xla` takes everything. `pallas` is for TPU; it takes c a multiple of
             16 (32 with numbers of 8 bits) up to 16384; buffers [b h c] of 32-bit numbers or bool; [b h c w] with w up
             to 256, of float32, bfloat16, int8 or uint8 where XLA stores w innermost (w a multiple of 128, or c so
-            small), else of a few 32-bit numbers for each slot. It compiles and has run in interpreters, never on a
-            chip. There is no form for GPU.
+            small), else of 32-bit numbers with w up to 16 and, in eights, w * c up to 32768. It compiles and has run
+            in interpreters, never on a chip. There is no form for GPU.
         interpret: `True`, or `pltpu.InterpretParams()`, to run `pallas` without an accelerator.
         platform: for which the program is compiled; None for that of `jax.default_backend()`.
 
@@ -76,9 +76,9 @@ def limit(position: Array, buffers: Any, form: str) -> str | None:
     narrow = [leaf.dtype for leaf in leaves if leaf.ndim == 3 and leaf.dtype not in (*WORDS, "bool")]
     several = [leaf for leaf in leaves if leaf.ndim != 3]
     planes = [leaf for leaf in several if leaf.ndim == 4 and pallas.in_planes(leaf)]
-    turned = [
-        leaf.shape[3] for leaf in planes if leaf.dtype not in WORDS or common.padded(leaf.shape[3], 8) * c > PLANES
-    ]
+    # Whole blocks are read and written of what lies along the lanes: too much for keys and values.
+    turned = [leaf.shape[3] for leaf in planes if leaf.dtype not in WORDS or leaf.shape[3] > 16]
+    large = [leaf.shape[3] for leaf in planes if common.padded(leaf.shape[3], common.SUBLANES) * c > PLANES]
     unit = 32 if any(leaf.dtype.itemsize == 1 for leaf in several) else 16
     kinds = all(leaf.ndim == 4 and leaf.dtype in (*WIDE, *WORDS) for leaf in several)
     return common.first_limit(
@@ -88,4 +88,5 @@ def limit(position: Array, buffers: Any, form: str) -> str | None:
         (kinds, f"a buffer of several numbers per slot is not [b h c w] of {', '.join(dict.fromkeys(WIDE + WORDS))}"),
         (all(leaf.shape[3] <= 256 for leaf in several), "a buffer holds more than 256 numbers per slot"),
         (not turned, f"w={turned and turned[0]} numbers in each of c={c} slots lie slots-innermost on a TPU"),
+        (not large, f"w={large and large[0]} words, in eights, of c={c} slots are more than {PLANES}"),
     )

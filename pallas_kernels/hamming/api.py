@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from jaxtyping import Array, Bool, Int, UInt32
@@ -35,8 +36,8 @@ def hamming(
         protection: sinks, recent window and limit of each head.
         keep: slots that never leave, or None.
         implementation: `auto`, `xla` or `pallas`. `xla` takes everything. `pallas` is for TPU; it takes c up to 16384,
-            g * w up to 64, w * c up to 32768, and no `keep`; it compiles and has run in interpreters, never on a chip.
-            There is no form for GPU.
+            g * w up to 64 and w * c up to 32768; it compiles and has run in interpreters, never on a chip. There is no
+            form for GPU.
         interpret: `True`, or `pltpu.InterpretParams()`, to run `pallas` without an accelerator.
         platform: for which the program is compiled; None for that of `jax.default_backend()`.
 
@@ -48,13 +49,11 @@ def hamming(
     limits = {
         "pallas": common.first_limit(
             (common.pallas_form(platform) == "tpu", "it is written for tpu alone"),
-            (keep is None, "keep is given"),
             (c <= 16384, f"c={c} slots are more than 16384"),
             (groups * words <= 64, f"g={groups} queries of w={words} words are more than 64 words"),
             (words * c <= 32768, f"c={c} codes of w={words} words are more than 32768 words"),
         )
     }
     chosen = common.choose("hamming", implementation, limits, platform=platform, interpret=interpret)
-    if chosen == "xla":
-        return reference.hamming(query, codes, position, new_position, protection=protection, keep=keep)
-    return pallas.hamming(query, codes, position, new_position, protection=protection, interpret=interpret)
+    form = reference.hamming if chosen == "xla" else functools.partial(pallas.hamming, interpret=interpret)
+    return form(query, codes, position, new_position, protection=protection, keep=keep)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Int, UInt32
+from jaxtyping import Array, Bool, Int, UInt32
 
 from pallas_kernels.common import SUBLANES
 from pallas_kernels.ranking import Protection, victim
@@ -23,6 +23,7 @@ def hamming(
     new_position: Int[Array, " b"],
     *,
     protection: Protection,
+    keep: Bool[Array, "b h c"] | None,
     interpret: Any,
 ) -> Int[Array, "b h"]:
     """See `api.hamming`."""
@@ -41,6 +42,8 @@ def hamming(
         "position": (position, block(c)),
         **{name: (x.astype(jnp.int32)[..., None], block(1)) for name, x in protection._asdict().items()},
     }
+    if keep is not None:
+        inputs["keep"] = (keep.astype(jnp.int32), block(c))
     found = pl.pallas_call(
         _kernel,
         grid=(b, pl.cdiv(h, heads)),
@@ -63,4 +66,5 @@ def _kernel(refs: dict[str, Any], slot: Any) -> None:
         distance += jax.lax.population_count(differing).astype(jnp.int32)
     scores = -distance.astype(jnp.float32)
     bounds = [refs[name][0] for name in Protection._fields]
-    slot[0] = victim(scores, refs["position"][0], refs["new_position"][pl.program_id(0)], *bounds)
+    keep = refs["keep"][0] != 0 if "keep" in refs else None
+    slot[0] = victim(scores, refs["position"][0], refs["new_position"][pl.program_id(0)], *bounds, keep=keep)
