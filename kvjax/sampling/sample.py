@@ -40,8 +40,8 @@ class Sampling:
 def sample(logits: Float[Array, "b vocab"], keys: Key[Array, " b"], sampling: Sampling) -> Int[Array, " b"]:
     """Draw one token per row; a row's token depends on its own logits and key alone.
 
-    The noise belongs to the token and not to its rank, so a filter that excludes nothing changes nothing, and
-    without filters the draw is `jax.random.categorical(key, logits / temperature)`.
+    The noise belongs to the token and not to its place among the likeliest, so a filter that excludes nothing changes
+    nothing, and without filters the draw is `jax.random.categorical(key, logits / temperature)`.
 
     Args:
         logits: unnormalised log-probabilities [b, vocab]; -inf excludes a token.

@@ -1,4 +1,4 @@
-"""Training state on disk: written aside, then renamed, and refused by a run with other settings."""
+"""A run's checkpoints on disk: written aside, then renamed, and refused by a run with other settings."""
 
 from __future__ import annotations
 
@@ -16,7 +16,15 @@ _SETTINGS = "settings.json"
 
 
 def claim(directory: Path, settings: dict[str, Any]) -> None:
-    """Write the settings of a new run, or make sure that they are those of the run already in the directory."""
+    """Write the settings of a new run, or make sure that they are those of the run already in the directory.
+
+    Args:
+        directory: of the run.
+        settings: everything that decides what comes out, fit for JSON.
+
+    Raises:
+        ValueError: the directory holds a run with other settings.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     file = directory / _SETTINGS
     settings = json.loads(json.dumps(settings))
@@ -38,7 +46,13 @@ def _steps(directory: Path) -> list[Path]:
 
 
 def save(directory: Path, training: Any, step: int) -> None:
-    """Save the state of a step and drop the older ones; a crash leaves the last good one in place."""
+    """Save what a run has become by a step and drop older checkpoints; a crash leaves the last good one in place.
+
+    Args:
+        directory: of the run.
+        training: pytree of arrays.
+        step: that it has reached; one that is there already is left as it is.
+    """
     import orbax.checkpoint as ocp
 
     target, aside = directory / f"step-{step}", directory / "writing"
@@ -53,7 +67,12 @@ def save(directory: Path, training: Any, step: int) -> None:
 
 
 def restore(directory: Path, like: T) -> T | None:
-    """The newest state, or None where nothing was saved."""
+    """The newest checkpoint, or None where nothing was saved.
+
+    Args:
+        directory: of the run.
+        like: what it is made like: the same structure, shapes and dtypes.
+    """
     import orbax.checkpoint as ocp
 
     steps = _steps(directory)
