@@ -22,8 +22,8 @@ from kvjax.evaluate.reports.figures import Point, new_figure, plot_quality, save
 from kvjax.evaluate.reports.less.shelf import even_slots, open_shelf
 from kvjax.evaluate.store import Store
 from kvjax.evaluate.texts import passages
-from kvjax.less import checkpoint
 from kvjax.policies.less import Less
+from kvjax.policies.residuals import checkpoint
 from tests.models import GQA, random_model
 from tests.test_less import HIDDEN, kernels_for
 

@@ -121,7 +121,7 @@ def test_configs_of_less_run(name, model):
     # The others run in test_configs.py, on a random model.
     config = read_config(name)
     if config["settings"].get("kernels") != "performer":
-        from kvjax.less import checkpoint
+        from kvjax.policies.residuals import checkpoint
 
         try:
             checkpoint.find("", config["settings"]["base"])

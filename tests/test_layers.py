@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvjax
-from kvjax.less import checkpoint
 from kvjax.models import ModelConfig, Rope
+from kvjax.policies.residuals import checkpoint
 from kvjax.types import LayerConfig
 from tests.models import random_model, small_config
 from tests.oracles.forward import forward

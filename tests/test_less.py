@@ -17,10 +17,11 @@ import kvjax
 from kvjax import generate
 from kvjax.attention import merge, share_of_evicted
 from kvjax.evaluate import lowrank_oracle
-from kvjax.less import Psi, checkpoint, init_kernels, layer_params, performer_kernels
 from kvjax.models import ModelConfig
 from kvjax.policies.base import Policy
 from kvjax.policies.less import TOKEN_BLOCK, Less
+from kvjax.policies.residuals import checkpoint
+from kvjax.policies.residuals.kernels import Psi, init_kernels, layer_params, performer_kernels
 from kvjax.policies.wrapper import Wrapper
 from kvjax.types import Evicted, NewTokens, Partial
 from tests.cases import POLICIES, Case

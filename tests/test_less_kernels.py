@@ -11,7 +11,7 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from kvjax.less.kernels import Phi, Psi
+from kvjax.policies.residuals.kernels import Phi, Psi
 from pallas_kernels.common import Unsupported
 from pallas_kernels.less_kernels import phi, psi
 from tests.kernel_cases.less_kernels import WAYS, case_phi, case_psi

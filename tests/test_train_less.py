@@ -22,11 +22,11 @@ import kvjax
 from kvjax import train_less
 from kvjax.arrange import plan_slots
 from kvjax.attention import merge, share_of_evicted
-from kvjax.less import checkpoint
 from kvjax.model import Model
 from kvjax.models import ModelConfig
 from kvjax.policies.base import Policy
 from kvjax.policies.less import Less
+from kvjax.policies.residuals import checkpoint
 from kvjax.policies.wrapper import Wrapper
 from kvjax.train.less.record import Features, record
 from kvjax.train.less.train import Recipe, memory_attention

@@ -18,8 +18,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import kvjax
 from kvjax import decode
-from kvjax.less import init_kernels
 from kvjax.models import Rope
+from kvjax.policies.residuals.kernels import init_kernels
 from pallas_kernels import aot
 from tests.models import random_model, small_config
 

@@ -152,9 +152,7 @@ def attend_block(
     for i, ask in enumerate(leaves):
         if isinstance(ask, Near):
             if view.capacity != new.position.shape[1]:
-                raise ValueError(
-                    "what falls near a token is known of a prompt read whole, not of a part of it."
-                )
+                raise ValueError("what falls near a token is known of a prompt read whole, not of a part of it.")
             answers[i] = near_sums(config, new, partial.lse, ask.width, ask.most)
         elif isinstance(ask, Probs):
             answers[i] = _newest(config, given, view, new, ask, partial.lse)

@@ -14,9 +14,9 @@ from kvjax import policies
 from kvjax.evaluate.perplexity import perplexity
 from kvjax.evaluate.store import Store
 from kvjax.evaluate.texts import Passages
-from kvjax.less.checkpoint import fingerprint
 from kvjax.model import Model
 from kvjax.policies.base import Policy
+from kvjax.policies.residuals.checkpoint import fingerprint
 
 
 @dataclasses.dataclass(frozen=True)

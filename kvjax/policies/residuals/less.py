@@ -46,7 +46,7 @@ class LowRankMemory(Residual):
     Args:
         checkpoint: directory of kernels from `python -m kvjax.train_less`, or the name of shipped ones; empty for those
             that are shipped for the base policy, trained at the budget nearest to the one in use.
-        kernels: `learned`, or `performer` for untrained random features; or arrays of `kvjax.less.init_kernels`.
+        kernels: `learned`, or `performer` for untrained random features; or arrays of `init_kernels`.
         features: R; 0 for that of the checkpoint, 8 for `performer`.
         kernel_seed: of the random features.
         base: registered name of the policy that evicts.
@@ -73,8 +73,8 @@ class LowRankMemory(Residual):
     def bind(self, model: Model) -> LowRankMemory:
         """With kernels for a model, in a tuple of layers."""
         # Linen, which the kernels are made of, is imported where they are used: it is slow to import.
-        from kvjax.less import checkpoint as checkpoints
-        from kvjax.less.kernels import performer_kernels, unstack
+        from kvjax.policies.residuals import checkpoint as checkpoints
+        from kvjax.policies.residuals.kernels import performer_kernels, unstack
 
         kernels, trained = self.layers, ()
         if kernels is None and self.kernels == "performer":
@@ -126,7 +126,7 @@ class LowRankMemory(Residual):
         return self._features("psi", layer, k, kernels)
 
     def _features(self, which: str, layer: int, x: Array, kernels: Kernels) -> Any:
-        from kvjax.less.kernels import Performer, layer_params
+        from kvjax.policies.residuals.kernels import Performer, layer_params
 
         if self.layers is None:
             raise ValueError("LESS has no kernels yet: call bind(model), as prefill does.")

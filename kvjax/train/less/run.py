@@ -14,9 +14,9 @@ import numpy as np
 from jaxtyping import Float
 
 from kvjax import policies
-from kvjax.less import checkpoint
 from kvjax.model import Model
 from kvjax.policies.base import Policy
+from kvjax.policies.residuals import checkpoint
 from kvjax.train import checkpoints
 from kvjax.train.less.collect import check_policy, collect, sample_texts
 from kvjax.train.less.errors import held_out_errors, table, write_losses

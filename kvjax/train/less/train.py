@@ -17,8 +17,8 @@ from flax import struct
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int, Key
 
-from kvjax.less.kernels import Params, Phi, Psi, init_kernels
 from kvjax.model import Model
+from kvjax.policies.residuals.kernels import Params, Phi, Psi, init_kernels
 from kvjax.train import checkpoints
 from kvjax.train.less.record import Features
 

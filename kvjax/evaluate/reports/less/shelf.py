@@ -12,9 +12,9 @@ import jax
 import numpy as np
 
 from kvjax import policies
-from kvjax.less import checkpoint
 from kvjax.model import Model
 from kvjax.policies.base import Policy
+from kvjax.policies.residuals import checkpoint
 
 LENT = {"lambda_mask": "streaming", "tova": "h2o"}
 """Whose kernels serve a base policy that has none of its own: those of one that keeps similar tokens."""

@@ -14,14 +14,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from kvjax.less.kernels import Params, init_kernels
 from kvjax.models.config import ModelConfig
+from kvjax.policies.residuals.kernels import Params, init_kernels
 
 if TYPE_CHECKING:
     from kvjax.model import Model
 
 _SETTINGS, _KERNELS = "settings.json", "kernels"
-SHIPPED = Path(__file__).resolve().parents[1] / "tiny" / "less"
+SHIPPED = Path(__file__).resolve().parents[2] / "tiny" / "less"
 """Kernels of the embedded model, one directory for each base policy and budget."""
 _OPTIONAL = ("value_width", "ropes", "attention_scale", "soft_cap", "logit_soft_cap", "windows")
 """Settings that count in a fingerprint only where a model has them: kernels may be older than the settings."""
