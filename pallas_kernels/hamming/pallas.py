@@ -57,7 +57,7 @@ def hamming(
     return found[..., 0]
 
 
-def _kernel(refs, slot):
+def _kernel(refs: Any, slot: Any) -> None:
     words = refs["codes"].shape[1]
     query = refs["query"][0]
     distance = jnp.zeros(refs["position"].shape[1:], jnp.int32)
