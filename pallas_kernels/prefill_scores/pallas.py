@@ -68,8 +68,8 @@ def _attend(
 
     def kernel(*refs: Any) -> None:
         ref = dict(zip(blocks, refs, strict=False))
-        out_ref, *refs = refs[len(blocks) :]
-        lse_refs, (sum_ref, *running) = refs[: 1 + noisy], refs[1 + noisy :]
+        out_ref, *rest = refs[len(blocks) :]
+        lse_refs, (sum_ref, *running) = rest[: 1 + noisy], rest[1 + noisy :]
         i, j = pl.program_id(2), pl.program_id(3)
 
         @pl.when(j == 0)
