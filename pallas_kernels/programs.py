@@ -199,7 +199,7 @@ def prefill(
     """`prefill_scores`; `extra` names optional arrays, `cached` keys come before the prompt's, values are `e` wide."""
     c = cached + n
 
-    def run(slopes=None, **arrays):
+    def run(slopes: Any = None, **arrays: Any) -> Any:
         return prefill_scores(**arrays, spec=AttentionSpec(d**-0.5, soft_cap, window, slopes), **settings)
 
     shapes = {
