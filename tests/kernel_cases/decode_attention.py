@@ -107,6 +107,13 @@ def oracle(
     return found
 
 
+def arguments(some: Case) -> dict[str, Any]:
+    """What `decode_attention` is called with for a plain case, without scores."""
+    inputs = dict(some.arrays[0])
+    slopes = inputs.pop("slopes", None)
+    return inputs | {"spec": AttentionSpec(inputs["q"].shape[-1] ** -0.5, slopes=slopes)}
+
+
 def run(
     inputs: dict[str, Any], *, scale: float, soft_cap: float | None, window: int | None, scores: Any, **options: Any
 ) -> dict[str, Any]:
