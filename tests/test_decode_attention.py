@@ -112,7 +112,7 @@ def test_increments_are_those_of_keyformer():
         seed=some["seed"],
         layer=3,
     )
-    asked = {name: some[name] for name in ("q", "k", "v", "position", "query_position")} | {
+    asked: dict[str, Any] = {name: some[name] for name in ("q", "k", "v", "position", "query_position")} | {
         "spec": AttentionSpec(1 / 8)
     }
     probs = jnp.asarray(decode_attention(**asked, scores="each").scores)
@@ -156,7 +156,7 @@ def test_codes_are_never_decoded_as_a_whole(bits, dtype):
     with jax.enable_x64(dtype == "float64"):
         b, h, g, c, d = 4, 4, 2, 2048, 128
         codes = jax.ShapeDtypeStruct((b, h, c, d * bits // 8), jnp.int8 if bits == 8 else jnp.uint8)
-        held = Quantised(codes, jax.ShapeDtypeStruct((b, h, c), jnp.dtype(jnp.float32)))
+        held = Quantised(codes, jax.ShapeDtypeStruct((b, h, c), jnp.dtype(jnp.float32)))  # type: ignore[arg-type]
         q = jax.ShapeDtypeStruct((b, h, g, d), jnp.dtype(dtype))
         position, query = jax.ShapeDtypeStruct((b, h, c), jnp.int32), jax.ShapeDtypeStruct((b,), jnp.int32)
         attend = functools.partial(decode_attention, spec=AttentionSpec(0.1), scores="sum", platform="cpu")
@@ -172,11 +172,11 @@ def test_keys_are_rotated_by_their_place(bits, interleaved):
     inputs = arguments(case(2, 2, 2, 40, 64, bits=(0, bits), live="full"))
     order = jnp.asarray(np.random.default_rng(0).integers(0, 40, (2, 2, 40)), jnp.int32)
     angles = jnp.arange(40)[:, None] * 0.8 ** jnp.arange(16)
-    turned = Turned(jnp.asarray(inputs["k"]), order, jnp.cos(angles), jnp.sin(angles), interleaved)
-    found = decode_attention(**inputs | {"k": turned})
-    expected = decode_attention(**inputs | {"k": turned.values(jnp.float32)})
+    turned = Turned(jnp.asarray(inputs.pop("k")), order, jnp.cos(angles), jnp.sin(angles), interleaved)
+    found = decode_attention(k=turned, **inputs)
+    expected = decode_attention(k=turned.values(jnp.float32), **inputs)
     np.testing.assert_allclose(found.out, expected.out, rtol=1e-6, atol=1e-6)
-    assert np.abs(np.asarray(found.out - decode_attention(**inputs).out)).max() > 0.1
+    assert np.abs(np.asarray(found.out - decode_attention(k=turned.keys, **inputs).out)).max() > 0.1
 
 
 def test_places_matter_for_slopes_alone():
@@ -185,14 +185,14 @@ def test_places_matter_for_slopes_alone():
     assert np.abs(np.asarray(decode_attention(**moved).out - decode_attention(**still).out)).max() > 1e-3
     plain = AttentionSpec(1.0)
     for way in (XLA, TPU_WAYS[0], GPU_WAYS[0]):
-        found = [decode_attention(**x | {"spec": plain}, **way.options).out for x in (moved, still)]
-        np.testing.assert_array_equal(*found)
+        with_places, without = (decode_attention(**x | {"spec": plain}, **way.options).out for x in (moved, still))
+        np.testing.assert_array_equal(with_places, without)
 
 
 @pytest.mark.parametrize("platform", ["tpu", "gpu"])
 def test_what_kernels_leave_to_xla_is_named(platform):
     inputs = arguments(case(1, 2, 2, 24, 64, alibi=True, moved=True))
-    options = dict(implementation="pallas", interpret=True, platform=platform)
+    options: dict[str, Any] = dict(implementation="pallas", interpret=True, platform=platform)
     with pytest.raises(Unsupported, match="places that are not positions, together with slopes"):
         decode_attention(**inputs, **options)
     angles = jnp.zeros((24, 32))

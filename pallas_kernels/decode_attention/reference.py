@@ -38,6 +38,7 @@ def decode_attention(
     if isinstance(k, Quantised) or isinstance(v, Quantised):
         partial, probs = attend_codes(q, k, v, mask, spec, bias, platform)
     else:
+        assert not isinstance(v, Turned)  # keys alone are rotated
         keys = k.values(q.dtype) if isinstance(k, Turned) else k
         partial, probs = attend(q[:, :, :, None], keys, v, mask, spec, bias)
         probs = probs[:, :, :, 0]
@@ -98,8 +99,8 @@ def attend_codes(
     together = at_once(v, packed_anew=True)
 
     def add(i: Int[Array, ""], out: Float[Array, "b h g e"]) -> Float[Array, "b h g e"]:
-        some, read = cut(weights, i * together, together, 2), cut(v, i * together, together, 2)
-        return out + weighted(some, read, q.dtype, platform).sum(2)
+        some, read = (cut(x, i * together, together, 2) for x in (weights, v))
+        return out + weighted(some, read, q.dtype, platform).sum(2)  # type: ignore[arg-type]
 
     out = jax.lax.fori_loop(0, n // together, add, jnp.zeros((b, h, g, e), logits.dtype)) / safe_total[:, :, 0]
     lse = jnp.where(total > 0, highest + jnp.log(safe_total), -jnp.inf)[:, :, 0]
