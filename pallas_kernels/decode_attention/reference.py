@@ -71,13 +71,15 @@ def attend_codes(
         return jax.tree.map(lambda leaf: leaf.reshape(b, leaf.shape[1], n, s, *leaf.shape[3:]), x)
 
     def at_once(operand: Operand, packed_anew: bool) -> int:
-        # Blocks whose copy is bounded: a CPU makes one of what it decodes, unpacks or packs anew for a product.
-        exact = wide(q.dtype) == jnp.float64
-        if not isinstance(operand, Quantised) or (platform != "cpu" and not exact):
+        # Blocks of which there may be a copy: of what is decoded or unpacked for a product, or packed anew on a CPU.
+        if not isinstance(operand, Quantised):
             return n
-        if exact or operand.bits == 4:
+        if wide(q.dtype) == jnp.float64:
             return 1
-        most = max(1, PACKED_BYTES // (b * h * s * e)) if packed_anew else n
+        if operand.bits == 4:  # a CPU is fastest block by block, others are with few steps
+            most = 1 if platform == "cpu" else max(1, n // 8)
+        else:
+            most = max(1, PACKED_BYTES // (b * h * s * e)) if packed_anew and platform == "cpu" else n
         return max(m for m in range(1, n + 1) if n % m == 0 and m <= most)
 
     k, v = blocks(k.values(q.dtype) if isinstance(k, Turned) else k), blocks(v)
