@@ -177,6 +177,9 @@ def test_keys_are_rotated_by_their_place(bits, interleaved):
     expected = decode_attention(k=turned.values(jnp.float32), **inputs)
     np.testing.assert_allclose(found.out, expected.out, rtol=1e-6, atol=1e-6)
     assert np.abs(np.asarray(found.out - decode_attention(k=turned.keys, **inputs).out)).max() > 0.1
+    inputs.pop("v")
+    with pytest.raises(ValueError, match="v is Turned, but only keys are rotated"):
+        decode_attention(k=turned, v=turned, **inputs)
 
 
 def test_places_matter_for_slopes_alone():

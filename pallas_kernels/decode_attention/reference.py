@@ -38,7 +38,7 @@ def decode_attention(
     if isinstance(k, Quantised) or isinstance(v, Quantised):
         partial, probs = attend_codes(q, k, v, mask, spec, bias, platform)
     else:
-        assert not isinstance(v, Turned)  # keys alone are rotated
+        assert not isinstance(v, Turned)  # refused before
         keys = k.values(q.dtype) if isinstance(k, Turned) else k
         partial, probs = attend(q[:, :, :, None], keys, v, mask, spec, bias)
         probs = probs[:, :, :, 0]

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels import common
 from pallas_kernels.attention import AttentionSpec
-from pallas_kernels.decode_attention.api import operand_limits, width_limits
+from pallas_kernels.decode_attention.api import operand_limits, refuse_turned, width_limits
 from pallas_kernels.operands import Operand, Quantised
 from pallas_kernels.paged_attention import reference
 from pallas_kernels.paged_attention.pages import most_steps
@@ -59,8 +59,9 @@ def paged_attention(
 
     Raises:
         Unsupported: the implementation asked for cannot run these arguments here.
-        ValueError: there is no such implementation.
+        ValueError: there is no such implementation, or values are `Turned`.
     """
+    refuse_turned(v)
     form = common.pallas_form(platform)
     limits = {"pallas": limit(q, k, v, spec, places, form)}
     chosen = common.choose("paged_attention", implementation, limits, platform=platform, interpret=interpret)
