@@ -4,29 +4,22 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import numpy as np
 
-from kvjax import paged
-from kvjax.decode import State
-from kvjax.types import LayerCache
-
-Caches = tuple[LayerCache, ...] | paged.Pool
+from kvjax.cache.dense import Dense
+from kvjax.engine.state import State, Storage
+from kvjax.types import View
 
 
-def layers(state: State) -> tuple[LayerCache, ...]:
+def layers(state: State) -> tuple[View, ...]:
     """The caches of a state whose heads have buffers of one size."""
-    assert not isinstance(state.caches, paged.Pool)
-    return state.caches
+    assert isinstance(state.storage, Dense)
+    return state.storage.layers
 
 
-def stored(caches: Caches) -> Any:
-    """Positions as the caches store them, to be collected inside a loop."""
-    return caches.position if isinstance(caches, paged.Pool) else tuple(cache.position for cache in caches)
-
-
-def unpacked(caches: Caches, steps: Any) -> list[np.ndarray]:
-    """For each layer [n, b, h, c], from what `stored` gave n times; -1 where there is no token."""
-    if not isinstance(caches, paged.Pool):
-        return [np.asarray(layer) for layer in steps]
-    by_step = [paged.positions(caches, step) for step in np.asarray(steps)]
-    return [np.stack([layers[index] for layers in by_step]) for index in range(len(caches.limit))]
+def unpacked(storage: Storage, steps: Any) -> list[np.ndarray]:
+    """For each layer [n, b, h, c], from what `stored_positions` gave n times; -1 where there is no token."""
+    count = len(jax.tree.leaves(steps)[0])
+    moments = [jax.tree.map(lambda leaf, step=step: leaf[step], steps) for step in range(count)]
+    return [np.stack(layer) for layer in zip(*map(storage.positions, moments), strict=True)]
