@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.plan import PLANS
+from kvjax.policies import PLANS
 from kvjax.settings import config_directories, read_config
 from tests.models import random_model, small_config
 
