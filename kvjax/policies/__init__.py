@@ -7,6 +7,7 @@ from kvjax.policies.registry import CODECS as CODECS
 from kvjax.policies.registry import PLANS as PLANS
 from kvjax.policies.registry import REGISTRY as REGISTRY
 from kvjax.policies.registry import RESIDUALS as RESIDUALS
+from kvjax.policies.registry import SELECTIONS as SELECTIONS
 from kvjax.policies.registry import name_of as name_of
 from kvjax.policies.registry import policy as policy
 from kvjax.policies.registry import replaced as replaced
