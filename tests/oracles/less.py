@@ -44,6 +44,7 @@ class _Less(Oracle):
         self.weights = {name: {k: np.asarray(v, np.float64) for k, v in mine[name].items()} for name in mine}
         self.h: list[np.ndarray | float] = [0.0] * self.kv_heads
         self.z: list[np.ndarray | float] = [0.0] * self.kv_heads
+
     def phi(self, h, g, q):
         if self.kernels == "performer":
             return performer(self.weights["phi"]["planes"][h], q)
