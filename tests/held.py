@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax
 import numpy as np
 
 from kvjax.cache.dense import Dense
-from kvjax.engine.state import State, Storage
+from kvjax.cache.paged import Paged
+from kvjax.engine.state import State
 from kvjax.types import View
 
 
@@ -18,8 +18,14 @@ def layers(state: State) -> tuple[View, ...]:
     return state.storage.layers
 
 
-def unpacked(storage: Storage, steps: Any) -> list[np.ndarray]:
+def unpacked(storage: Dense | Paged, steps: Any) -> list[np.ndarray]:
     """For each layer [n, b, h, c], from what `stored_positions` gave n times; -1 where there is no token."""
-    count = len(jax.tree.leaves(steps)[0])
-    moments = [jax.tree.map(lambda leaf, step=step: leaf[step], steps) for step in range(count)]
-    return [np.stack(layer) for layer in zip(*map(storage.positions, moments), strict=True)]
+    if isinstance(storage, Dense):
+        return [np.asarray(layer) for layer in steps]
+    by_step = [storage.positions(step) for step in np.asarray(steps)]
+    return [np.stack([layers[index] for layers in by_step]) for index in range(len(storage.limit))]
+
+
+def kept(state: State, row: int) -> list[list[list[int]]]:
+    """Positions that a row holds, sorted: [layer][KV head]."""
+    return [[sorted(p for p in head if p >= 0) for head in layer[row].tolist()] for layer in state.storage.positions()]
