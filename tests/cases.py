@@ -1,4 +1,4 @@
-"""The one table of policies: every contract test and every oracle test runs over it."""
+"""The tables of policies: every contract test and every oracle test runs over them."""
 
 from __future__ import annotations
 
@@ -10,9 +10,13 @@ from typing import Any
 import numpy as np
 
 import kvjax
+from kvjax.engine.state import slot_limits
 from kvjax.models import ModelConfig
 from kvjax.policies import Policy
-from kvjax.policies.lsh_e import projections
+from kvjax.policies.plan import AfterLimit
+from kvjax.policies.profiled import TokenClasses
+from kvjax.policies.scores.keyformer import GumbelSoftmax
+from kvjax.policies.scores.lsh_e import Hamming, projections
 from tests.oracles import basic, fastgen, keyformer, l2, less, lightkv, lsh_e, scissorhands, snapkv, topk_oracle, tova
 from tests.oracles.decoder import Oracle
 
@@ -49,11 +53,39 @@ class Case:
     def make(self, **changes: Any) -> Policy:
         return kvjax.policy(self.policy, **{**self.settings, **changes})
 
+    def oracles(self, state: kvjax.State, row: int, tokens: int) -> list[Oracle]:
+        """The twins of a state's layers for one of its rows, whose whole text has so many tokens."""
+        config, policy = state.config, state.policy
+        oracles = []
+        for layer, limit in enumerate(slot_limits(state)):
+            injected = {} if self.inject is None else self.inject(policy, config, layer, int(state.seed[row]), tokens)
+            shape = {"layer": layer, "layers": config.layers, "kv_heads": config.kv_heads, "groups": config.groups}
+            oracle = self.oracle(limit[row].tolist(), **(settings_of(policy) | injected | shape))
+            if self.prefill_chunk == 1:
+                oracle.sequential = True
+            oracles.append(oracle)
+        return oracles
+
+
+def settings_of(policy: Policy) -> dict[str, Any]:
+    """The settings of a policy's parts in one dictionary, by the names that oracles know."""
+
+    def fields(part: Any) -> dict[str, Any]:
+        return {} if part is None else {field.name: getattr(part, field.name) for field in dataclasses.fields(part)}
+
+    memory = fields(policy.residual)
+    known = fields(policy.plan) | fields(policy.score) | fields(policy.protection) | fields(policy.selection)
+    known |= {"positions": policy.codec.positions, "code_bits": policy.codec.bits}
+    known |= {"kernels": memory.get("kernels"), "parameters": memory.get("layers")}
+    limited = isinstance(policy.plan, AfterLimit)
+    known |= {"context_limit": policy.plan.context_limit if limited else None}
+    return known | {"middle": "mask" if limited and policy.plan.mask is not None else "rest"}
+
 
 def hashed_uniform(config: ModelConfig, layer: int, seed: int, tokens: int, query: int | None = None) -> np.ndarray:
     """The numbers of `pallas_kernels.noise.uniform_at` [h, tokens], by the same integer hash in NumPy."""
 
-    def mix(x):
+    def mix(x: np.ndarray) -> np.ndarray:
         x = (x ^ (x >> np.uint32(16))) * np.uint32(0x85EBCA6B)
         x = (x ^ (x >> np.uint32(13))) * np.uint32(0xC2B2AE35)
         return x ^ (x >> np.uint32(16))
@@ -73,26 +105,21 @@ def _uniform(policy: Policy, config: ModelConfig, layer: int, seed: int, tokens:
     return {"uniform": hashed_uniform(config, layer, seed, tokens)}
 
 
-def _theta(policy: Policy, config: ModelConfig, layer: int, seed: int, tokens: int) -> dict[str, Any]:
-    assert config.rope is not None
-    return {"theta": config.rope.theta}
-
-
 def _noise(policy: Policy, config: ModelConfig, layer: int, seed: int, tokens: int) -> dict[str, Any]:
-    fresh = getattr(policy, "fresh_noise", False)
+    fresh = isinstance(policy.score, GumbelSoftmax) and policy.score.fresh_noise
     draw = functools.cache(lambda query: hashed_uniform(config, layer, seed, tokens, query))
     return {"uniform": lambda query: draw(query if fresh else None)}
 
 
 def _planes(policy: Policy, config: ModelConfig, layer: int, seed: int, tokens: int) -> dict[str, Any]:
-    planes = projections(
-        getattr(policy, "seed", 0), layer, config.kv_heads, getattr(policy, "bits", 0), config.head_width
-    )
-    return {"planes": np.asarray(planes)}
+    assert isinstance(policy.score, Hamming)
+    score = policy.score
+    return {"planes": np.asarray(projections(score.seed, layer, config.kv_heads, score.bits, config.head_width))}
 
 
 def _ids(policy: Policy, config: ModelConfig, layer: int, seed: int, tokens: int) -> dict[str, Any]:
-    classes = np.asarray(getattr(policy, "classes", None))
+    assert isinstance(policy.protection, TokenClasses)
+    classes = np.asarray(policy.protection.classes)
     return {name: tuple(np.flatnonzero(classes & bit).tolist()) for name, bit in (("special", 1), ("punctuation", 2))}
 
 
@@ -115,8 +142,8 @@ POLICIES: dict[str, Case] = {
     "h2o-protected": Case("h2o", basic.H2O, {"recent": 3, "sinks": 2, "special": (7, 11)}),
     "h2o-cache-positions": Case("h2o", basic.H2O, {"recent": 0.25, "positions": "cache"}),
     "h2o-sequential": Case("h2o", basic.H2O, prefill_chunk=1),
-    "less-performer": Case("less", less.less(basic.H2O), {"kernels": "performer"}, inject=_theta),
-    "baseline_plus": Case("baseline_plus", less.wrapped(basic.H2O)),
+    "less-performer": Case("less", less.less(basic.H2O), {"kernels": "performer"}),
+    "baseline_plus": Case("baseline_plus", basic.H2O),
     "lambda_mask": Case("lambda_mask", basic.Window),
     "dilated_window": Case("dilated_window", basic.DilatedWindow),
     "l2": Case("l2", l2.L2),
