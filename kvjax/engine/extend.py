@@ -249,11 +249,10 @@ def _extend(
         kernels=state.kernels,
     )
     # Pages are read as slots of one number for all heads, for as long as a block is being read.
-    dense = state.storage.unpack() if isinstance(state.storage, Paged) else state.storage
+    dense = state.storage.unpack()
     capacities = tuple(view.capacity for view in dense.layers)
     read_, hidden = read_block(state.weights, config, policy, dense, reading, capacities)
-    assert isinstance(read_, Dense)
-    storage = state.storage.pack(read_) if isinstance(state.storage, Paged) else read_
+    storage = state.storage.pack(read_)
     if every:
         logits = unembed(state.weights, config, hidden)
         return storage, jnp.where(valid[..., None], logits, jnp.nan)
