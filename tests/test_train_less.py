@@ -16,21 +16,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import struct
 
 import kvjax
 from kvjax import train_less
-from kvjax.arrange import plan_slots
-from kvjax.attention import merge, share_of_evicted
+from kvjax.cache.dense import Dense
+from kvjax.engine.prepare import plan_slots, ready
 from kvjax.model import Model
 from kvjax.models import ModelConfig
-from kvjax.policies.base import Policy
-from kvjax.policies.less import Less
 from kvjax.policies.residuals import checkpoint
-from kvjax.policies.wrapper import Wrapper
+from kvjax.policies.residuals.less import LowRankMemory
 from kvjax.train.less.record import Features, record
 from kvjax.train.less.train import Recipe, memory_attention
-from kvjax.types import Evicted, LayerCache, NewTokens, Partial
+from kvjax.types import Evicted, New, Partial
+from pallas_kernels.attention import merge, share_of_evicted
 from tests.models import GQA, MQA, random_model
 from tests.test_less import HIDDEN, kernels_for
 
