@@ -72,10 +72,11 @@ class LayerConfig:
 
 
 class Kernels(NamedTuple):
-    """Which implementation of every operation runs: see `pallas_kernels.common.choose`."""
+    """Which implementation of every operation runs, and for what: see `pallas_kernels.common.choose`."""
 
     implementation: str = "auto"
     interpret: Any = False
+    platform: str | None = None
 
 
 class New(struct.PyTreeNode):

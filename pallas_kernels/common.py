@@ -41,7 +41,8 @@ def choose(
 
     Args:
         op: name of the operation, for messages.
-        implementation: `auto` (then the environment variable KVJAX_KERNELS, if set), `xla`, `pallas` or `triton`.
+        implementation: `auto` (then the environment variable KVJAX_KERNELS, if set), `xla`, `pallas` or `triton`; or
+            several of these names with commas between them, for the first that can run.
         limits: for `pallas` and `triton` what these arguments ask that it cannot do, or None; an implementation that
             is missing here does not exist.
         platform: `cpu`, `gpu` or `tpu`, for which the program is compiled; None for that of `jax.default_backend()`.
@@ -55,16 +56,19 @@ def choose(
     asked = implementation
     if implementation == "auto":
         implementation = os.environ.get(VARIABLE) or "auto"
-    if implementation not in IMPLEMENTATIONS:
+    names = implementation.split(",")
+    if implementation == "auto":
+        names = AUTO.get(platform, ("xla",))
+    elif "auto" in names or not set(names) <= set(IMPLEMENTATIONS):
         where = f"implementation={implementation!r}" if asked == implementation else f"{VARIABLE}={implementation}"
         raise ValueError(f"{where} is not one of {', '.join(IMPLEMENTATIONS)}.")
-    if implementation == "auto":
-        candidates = AUTO.get(platform, ("xla",))
-        return next(name for name in candidates if _obstacle(name, limits, platform, interpret) is None)
-    obstacle = _obstacle(implementation, limits, platform, interpret)
-    if obstacle is not None:
-        raise Unsupported(f"{op} cannot run as {implementation!r}: {obstacle}; use 'xla' or 'auto'.")
-    return implementation
+    obstacles = {}
+    for name in names:
+        obstacles[name] = _obstacle(name, limits, platform, interpret)
+        if obstacles[name] is None:
+            return name
+    reasons = "; nor as ".join(f"{name!r}: {obstacle}" for name, obstacle in obstacles.items())
+    raise Unsupported(f"{op} cannot run as {reasons}; use 'xla' or 'auto'.")
 
 
 def platform_of(platform: str | None) -> str:

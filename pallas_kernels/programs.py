@@ -199,7 +199,7 @@ def prefill(
     """`prefill_scores`; `extra` names optional arrays, `cached` keys come before the prompt's, values are `e` wide."""
     c = cached + n
 
-    def run(slopes=None, **arrays):
+    def run(slopes: Any = None, **arrays: Any) -> Any:
         return prefill_scores(**arrays, spec=AttentionSpec(d**-0.5, soft_cap, window, slopes), **settings)
 
     shapes = {
@@ -304,7 +304,7 @@ def programs() -> Iterator[Program]:
         yield decode(f"8 heads x 4, 4096 slots, d 128, {bits} bits", 32, 8, 4, 4096, 128, half, bits=bits)
         yield decode(f"multi-head, 256 slots, {bits} bits", 64, 32, 1, 256, 128, half, bits=bits, scores="sum")
         yield decode(f"float32, 1000 slots, d 64, {bits} bits", 2, 4, 4, 1000, 64, whole, bits=bits, noisy=True)
-    yield decode("4096 slots, d 192 and e 128, soft cap", 8, 8, 4, 4096, 192, half, e=128, soft_cap=50.0)
+    yield decode("4096 slots, d 256 and e 64, soft cap", 8, 8, 4, 4096, 256, half, e=64, soft_cap=50.0)
     yield paged("8 heads x 4, 16384 pages of 32, d 128, bfloat16", 32, 8, 4, 16384, 32, 128, half)
     yield paged("float32, d 64, 100 pages of 16", 2, 4, 2, 100, 16, 64, whole)
     yield paged("8 heads x 4, 16384 pages of 32, d 128, 8 bits", 32, 8, 4, 16384, 32, 128, half, bits=8)

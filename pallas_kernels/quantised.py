@@ -6,6 +6,8 @@ dtype on their way into the product. With float64, which asks for exactness, the
 
 from __future__ import annotations
 
+import functools
+
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
@@ -52,10 +54,11 @@ def products(q: Float[Array, "*b g d"], k: Operand, platform: str) -> Float[Arra
         return jnp.einsum(contraction, q, k, preferred_element_type=kind)
     rows, unit = (q, None) if platform == "gpu" else digits(q.astype(kind))
     parts = halves(k.codes)
-    found = sum(
+    shares = [
         jnp.einsum(contraction, some, part.astype(rows.dtype), preferred_element_type=_sums(rows))
         for some, part in zip(jnp.split(rows, len(parts), axis=-1), parts, strict=True)
-    )
+    ]
+    found = functools.reduce(jnp.add, shares)
     return (found if unit is None else joined(found, unit)) * k.scale[..., None, :]
 
 

@@ -1,4 +1,4 @@
-"""The one table of policies: every contract test and every oracle test runs over it."""
+"""The tables of policies: every contract test and every oracle test runs over them."""
 
 from __future__ import annotations
 
@@ -10,10 +10,27 @@ from typing import Any
 import numpy as np
 
 import kvjax
+from kvjax.engine.state import slot_limits
 from kvjax.models import ModelConfig
 from kvjax.policies import Policy
-from kvjax.policies.lsh_e import projections
-from tests.oracles import basic, fastgen, keyformer, l2, less, lightkv, lsh_e, scissorhands, snapkv, topk_oracle, tova
+from kvjax.policies.plan import AfterLimit
+from kvjax.policies.profiled import TokenClasses
+from kvjax.policies.scores.keyformer import GumbelSoftmax
+from kvjax.policies.scores.lsh_e import Hamming, projections
+from tests.oracles import (
+    basic,
+    codecs,
+    fastgen,
+    keyformer,
+    l2,
+    less,
+    lightkv,
+    lsh_e,
+    scissorhands,
+    snapkv,
+    topk_oracle,
+    tova,
+)
 from tests.oracles.decoder import Oracle
 
 Inject = Callable[[Policy, ModelConfig, int, int, int], dict[str, Any]]
@@ -49,11 +66,39 @@ class Case:
     def make(self, **changes: Any) -> Policy:
         return kvjax.policy(self.policy, **{**self.settings, **changes})
 
+    def oracles(self, state: kvjax.State, row: int, tokens: int) -> list[Oracle]:
+        """The twins of a state's layers for one of its rows, whose whole text has so many tokens."""
+        config, policy = state.config, state.policy
+        oracles = []
+        for layer, limit in enumerate(slot_limits(state)):
+            injected = {} if self.inject is None else self.inject(policy, config, layer, int(state.seed[row]), tokens)
+            shape = {"layer": layer, "layers": config.layers, "kv_heads": config.kv_heads, "groups": config.groups}
+            oracle = self.oracle(limit[row].tolist(), **(settings_of(policy) | injected | shape))
+            if self.prefill_chunk == 1:
+                oracle.sequential = True
+            oracles.append(oracle)
+        return oracles
+
+
+def settings_of(policy: Policy) -> dict[str, Any]:
+    """The settings of a policy's parts in one dictionary, by the names that oracles know."""
+
+    def fields(part: Any) -> dict[str, Any]:
+        return {} if part is None else {field.name: getattr(part, field.name) for field in dataclasses.fields(part)}
+
+    memory = fields(policy.residual)
+    known = fields(policy.plan) | fields(policy.score) | fields(policy.protection) | fields(policy.selection)
+    known |= {"positions": policy.codec.positions, "code_bits": policy.codec.bits}
+    known |= {"kernels": memory.get("kernels"), "parameters": memory.get("layers")}
+    limited = isinstance(policy.plan, AfterLimit)
+    known |= {"context_limit": policy.plan.context_limit if limited else None}
+    return known | {"middle": "mask" if limited and policy.plan.mask is not None else "rest"}
+
 
 def hashed_uniform(config: ModelConfig, layer: int, seed: int, tokens: int, query: int | None = None) -> np.ndarray:
     """The numbers of `pallas_kernels.noise.uniform_at` [h, tokens], by the same integer hash in NumPy."""
 
-    def mix(x):
+    def mix(x: np.ndarray) -> np.ndarray:
         x = (x ^ (x >> np.uint32(16))) * np.uint32(0x85EBCA6B)
         x = (x ^ (x >> np.uint32(13))) * np.uint32(0xC2B2AE35)
         return x ^ (x >> np.uint32(16))
@@ -73,26 +118,21 @@ def _uniform(policy: Policy, config: ModelConfig, layer: int, seed: int, tokens:
     return {"uniform": hashed_uniform(config, layer, seed, tokens)}
 
 
-def _theta(policy: Policy, config: ModelConfig, layer: int, seed: int, tokens: int) -> dict[str, Any]:
-    assert config.rope is not None
-    return {"theta": config.rope.theta}
-
-
 def _noise(policy: Policy, config: ModelConfig, layer: int, seed: int, tokens: int) -> dict[str, Any]:
-    fresh = getattr(policy, "fresh_noise", False)
+    fresh = isinstance(policy.score, GumbelSoftmax) and policy.score.fresh_noise
     draw = functools.cache(lambda query: hashed_uniform(config, layer, seed, tokens, query))
     return {"uniform": lambda query: draw(query if fresh else None)}
 
 
 def _planes(policy: Policy, config: ModelConfig, layer: int, seed: int, tokens: int) -> dict[str, Any]:
-    planes = projections(
-        getattr(policy, "seed", 0), layer, config.kv_heads, getattr(policy, "bits", 0), config.head_width
-    )
-    return {"planes": np.asarray(planes)}
+    assert isinstance(policy.score, Hamming)
+    score = policy.score
+    return {"planes": np.asarray(projections(score.seed, layer, config.kv_heads, score.bits, config.head_width))}
 
 
 def _ids(policy: Policy, config: ModelConfig, layer: int, seed: int, tokens: int) -> dict[str, Any]:
-    classes = np.asarray(getattr(policy, "classes", None))
+    assert isinstance(policy.protection, TokenClasses)
+    classes = np.asarray(policy.protection.classes)
     return {name: tuple(np.flatnonzero(classes & bit).tolist()) for name, bit in (("special", 1), ("punctuation", 2))}
 
 
@@ -115,8 +155,8 @@ POLICIES: dict[str, Case] = {
     "h2o-protected": Case("h2o", basic.H2O, {"recent": 3, "sinks": 2, "special": (7, 11)}),
     "h2o-cache-positions": Case("h2o", basic.H2O, {"recent": 0.25, "positions": "cache"}),
     "h2o-sequential": Case("h2o", basic.H2O, prefill_chunk=1),
-    "less-performer": Case("less", less.less(basic.H2O), {"kernels": "performer"}, inject=_theta),
-    "baseline_plus": Case("baseline_plus", less.wrapped(basic.H2O)),
+    "less-performer": Case("less", less.less(basic.H2O), {"kernels": "performer"}),
+    "baseline_plus": Case("baseline_plus", basic.H2O),
     "lambda_mask": Case("lambda_mask", basic.Window),
     "dilated_window": Case("dilated_window", basic.DilatedWindow),
     "l2": Case("l2", l2.L2),
@@ -154,3 +194,74 @@ POLICIES: dict[str, Case] = {
 
 FIRST = list({case.policy: name for name, case in reversed(POLICIES.items())}.values())
 """One case of each policy, for promises that its settings cannot touch."""
+
+
+def pair(
+    name: str, *, plan: str | None = None, less_over: bool = False, codec: str | None = None, **settings: Any
+) -> Case:
+    """A case of `POLICIES` with some of its parts replaced, and its twin likewise."""
+    case = POLICIES[name]
+    oracle, parts = case.oracle, dict(settings)
+    if less_over:
+        oracle = less.less(oracle)
+        parts |= {"residual": "less", "residual.kernels": "performer"}
+    if codec is not None:
+        oracle = codecs.coded(oracle)
+        parts |= {"codec": codec}
+    changes = {"oracle": oracle, "settings": {**case.settings, **parts}, "plan": plan or case.plan}
+    return dataclasses.replace(case, **changes, equals_full=case.equals_full and codec is None)
+
+
+PAIRS: dict[str, Case] = {
+    # A plan for each head, over every score that it means something to; keys by rank in heads of several sizes.
+    **{
+        f"{name}+adakv": pair(name, plan="adakv")
+        for name in (
+            *("h2o", "keyformer", "keyformer-fresh", "snapkv", "snapkv-max", "scissorhands", "lsh_e-one-shot"),
+            *("l2", "random", "window", "dilated_window", "lightkv", "h2o-protected"),
+            *("streaming", "h2o-cache-positions", "keyformer-cache-positions", "window-cache-positions"),
+        )
+    },
+    # LESS over every score, and over every kind of plan.
+    **{
+        f"less+{name}": pair(name, less_over=True)
+        for name in (
+            *("keyformer", "snapkv", "scissorhands", "lsh_e", "l2", "random", "window", "streaming", "tova"),
+            *("lightkv-context", "h2o-cache-positions", "pyramidkv", "fastgen-low"),
+        )
+    },
+    **{f"less+{name}+adakv": pair(name, less_over=True, plan="adakv") for name in ("h2o", "keyformer", "snapkv")},
+    "less+streaming+adakv": pair("streaming", less_over=True, plan="adakv"),
+    # Codes under everything.
+    **{
+        f"{name}+int8": pair(name, codec="int8")
+        for name in (
+            *(
+                "full",
+                "window",
+                "streaming",
+                "random",
+                "h2o",
+                "h2o-sequential",
+                "keyformer",
+                "keyformer-shared",
+                "tova",
+            ),
+            *("scissorhands", "snapkv", "pyramidkv", "lightkv-context", "l2", "lsh_e", "lsh_e-one-shot"),
+            *("topk_oracle", "fastgen-low"),
+        )
+    },
+    **{f"{name}+int4": pair(name, codec="int4") for name in ("h2o", "streaming", "snapkv", "tova", "fastgen")},
+    **{f"{name}+adakv+int8": pair(name, plan="adakv", codec="int8") for name in ("h2o", "keyformer", "snapkv", "l2")},
+    "h2o+adakv+int4": pair("h2o", plan="adakv", codec="int4"),
+    **{f"less+{name}+int8": pair(name, less_over=True, codec="int8") for name in ("h2o", "streaming", "fastgen-low")},
+    "less+h2o+int4": pair("h2o", less_over=True, codec="int4"),
+    "less+keyformer+adakv+int8": pair("keyformer", less_over=True, plan="adakv", codec="int8"),
+    # A selection reads only some of what the score keeps.
+    "h2o+topk": dataclasses.replace(
+        pair("h2o", selection="topk", **{"selection.k": 6}),
+        oracle=type("SelectingH2O", (topk_oracle.Selecting, basic.H2O), {}),
+        equals_full=False,
+    ),
+}
+"""Parts that are combined: what no paper has tried together still means what its parts mean."""

@@ -6,27 +6,26 @@ from typing import Any
 
 import numpy as np
 
-from kvjax import paged
-from kvjax.decode import State
-from kvjax.types import LayerCache
+from kvjax.cache.dense import Dense
+from kvjax.cache.paged import Paged
+from kvjax.engine.state import State
+from kvjax.types import View
 
-Caches = tuple[LayerCache, ...] | paged.Pool
 
-
-def layers(state: State) -> tuple[LayerCache, ...]:
+def layers(state: State) -> tuple[View, ...]:
     """The caches of a state whose heads have buffers of one size."""
-    assert not isinstance(state.caches, paged.Pool)
-    return state.caches
+    assert isinstance(state.storage, Dense)
+    return state.storage.layers
 
 
-def stored(caches: Caches) -> Any:
-    """Positions as the caches store them, to be collected inside a loop."""
-    return caches.position if isinstance(caches, paged.Pool) else tuple(cache.position for cache in caches)
-
-
-def unpacked(caches: Caches, steps: Any) -> list[np.ndarray]:
-    """For each layer [n, b, h, c], from what `stored` gave n times; -1 where there is no token."""
-    if not isinstance(caches, paged.Pool):
+def unpacked(storage: Dense | Paged, steps: Any) -> list[np.ndarray]:
+    """For each layer [n, b, h, c], from what `stored_positions` gave n times; -1 where there is no token."""
+    if isinstance(storage, Dense):
         return [np.asarray(layer) for layer in steps]
-    by_step = [paged.positions(caches, step) for step in np.asarray(steps)]
-    return [np.stack([layers[index] for layers in by_step]) for index in range(len(caches.limit))]
+    by_step = [storage.positions(step) for step in np.asarray(steps)]
+    return [np.stack([layers[index] for layers in by_step]) for index in range(len(storage.limit))]
+
+
+def kept(state: State, row: int) -> list[list[list[int]]]:
+    """Positions that a row holds, sorted: [layer][KV head]."""
+    return [[sorted(p for p in head if p >= 0) for head in layer[row].tolist()] for layer in state.storage.positions()]

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
+from typing import ClassVar
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import struct
 
 import kvjax
-from kvjax import decode
-from kvjax.codec import CachePositions, SlidingPositions, codec_of
-from kvjax.policies.window import Streaming
+from kvjax.cache.codec import Codec
+from kvjax.engine.state import held_positions
+from kvjax.policies.pairs import fitted
+from kvjax.policies.scores.recency import Recency
 from kvjax.rope import Rope, rope_frequencies, rotate
 from tests.models import GQA, random_model, small_config
 
@@ -18,13 +22,20 @@ TEXT = np.random.default_rng(0).integers(0, GQA.vocab_size, (3, 60))
 LENGTHS = (41, 3, 33)
 
 
-@struct.dataclass(kw_only=True)
-class Ranked(Streaming):
-    """Streaming, with all keys rotated by rank."""
+@struct.dataclass
+class Ranked(Recency):
+    """Recency that does not say that it keeps a window: all keys are rotated by rank."""
 
-    @property
-    def slides(self):
-        return False
+    slides: ClassVar[bool] = False
+
+
+def both(sinks, **parts):
+    """The same policy with only its sinks turned, and with all of its keys."""
+    sliding = kvjax.policy("streaming", sinks=sinks, **parts)
+    ranked = fitted(dataclasses.replace(sliding, score=Ranked()))
+    assert sliding.codec == Codec("cache", sliding=True, sinks=sinks)
+    assert ranked.codec == Codec("cache", sliding=False)
+    return sliding, ranked
 
 
 def follow(model, policy, budget=14, lengths=LENGTHS, **arguments):
@@ -34,7 +45,7 @@ def follow(model, policy, budget=14, lengths=LENGTHS, **arguments):
     for t in range(30):
         state, logits = kvjax.decode_step(state, jnp.asarray(TEXT[:, t], jnp.int32))
         seen.append(logits)
-    return np.stack(seen), decode.held_positions(state)
+    return np.stack(seen), held_positions(state)
 
 
 @pytest.mark.parametrize("chunk", [None, 8, 1])
@@ -42,8 +53,7 @@ def follow(model, policy, budget=14, lengths=LENGTHS, **arguments):
 @pytest.mark.parametrize("config", [GQA, small_config(4, 2, position="alibi", rope=None)], ids=["rope", "alibi"])
 def test_turning_the_sinks_is_turning_everything(config, sinks, chunk, x64):
     model = random_model(config, dtype=jnp.float64)
-    sliding, ranked = Streaming(sinks=sinks), Ranked(sinks=sinks)
-    assert isinstance(codec_of(sliding), SlidingPositions) and isinstance(codec_of(ranked), CachePositions)
+    sliding, ranked = both(sinks)
     found, held = follow(model, sliding, prefill_chunk=chunk)
     expected, kept = follow(model, ranked, prefill_chunk=chunk)
     np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-9)
@@ -53,15 +63,18 @@ def test_turning_the_sinks_is_turning_everything(config, sinks, chunk, x64):
 
 def test_a_prompt_may_be_shorter_than_the_sinks(x64):
     model = random_model(GQA, dtype=jnp.float64)
-    found, _ = follow(model, Streaming(sinks=20), 24, (5, 2, 3))
-    expected, _ = follow(model, Ranked(sinks=20), 24, (5, 2, 3))
+    sliding, ranked = both(20)
+    found, _ = follow(model, sliding, 24, (5, 2, 3))
+    expected, _ = follow(model, ranked, 24, (5, 2, 3))
     np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-9)
 
 
 def test_protected_tokens_leave_gaps_in_the_window():
-    assert isinstance(codec_of(kvjax.policy("streaming", special=(7,))), CachePositions)
-    assert isinstance(codec_of(kvjax.policy("keyformer", positions="cache")), CachePositions)
-    assert isinstance(codec_of(kvjax.policy("less", base="streaming")), SlidingPositions)
+    assert kvjax.policy("streaming", special=(7,)).codec.ordered
+    assert kvjax.policy("streaming", plan="adakv").codec.ordered
+    assert kvjax.policy("keyformer", positions="cache").codec.ordered
+    assert kvjax.policy("streaming", residual="less").codec.sliding
+    assert not kvjax.policy("lambda_mask").codec.ordered and not kvjax.policy("lambda_mask").codec.sliding
 
 
 def test_angles_stay_exact_far_out():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,10 +14,12 @@ from hypothesis import strategies as st
 
 from kvjax.policies.keyformer import Keyformer
 from kvjax.types import KV, LayerCache, NewTokens
+from pallas_kernels.attention import AttentionSpec
 from pallas_kernels.common import Unsupported, slots_lie_along_lanes
 from pallas_kernels.decode_attention import Gumbel, decode_attention, pallas, pallas_gpu
-from tests.kernel_cases.decode_attention import CASES, case
-from tests.kernels import GPU_WAYS, TPU_WAYS, XLA, check
+from pallas_kernels.operands import Quantised, Turned
+from tests.kernel_cases.decode_attention import CASES, arguments, case
+from tests.kernels import GPU_WAYS, TPU_WAYS, XLA, Case, check
 
 
 def test_every_case_has_something_to_see():
@@ -31,11 +34,16 @@ def test_every_case_has_something_to_see():
     st.sampled_from([0, 3]),
     st.booleans(),
     st.sampled_from([XLA, *TPU_WAYS, *GPU_WAYS]),
+    st.sampled_from([None, (8, 8), (4, 4), (0, 8), (8, 4)]),
+    st.sampled_from([32, 64]),
+    st.sampled_from([None, 3.0]),
 )
-def test_any_shape(shape, dtype, scores, features, alibi, way):
+def test_any_shape(shape, dtype, scores, features, alibi, way, bits, e, soft_cap):
     if way in GPU_WAYS:
         shape = (*shape[:-1], 64)
-    some = case(*shape, dtype=dtype, scores=scores, features=features, alibi=alibi)
+    if bits is not None and 4 in bits and way in TPU_WAYS:
+        shape = (*shape[:-1], 64)
+    some = case(*shape, dtype=dtype, scores=scores, features=features, alibi=alibi, bits=bits, e=e, soft_cap=soft_cap)
     check(some, way)
 
 
@@ -46,10 +54,27 @@ def test_many_splits_give_what_one_gives(monkeypatch, scores, held, way):
     monkeypatch.setattr(pallas, "BLOCK_BYTES", 1)
     monkeypatch.setattr(pallas, "HELD_BYTES", held)
     for width in (64, 128):  # stored slots innermost, and as written
-        some = case(1, 2, 3, 300, width, scores=scores, features=4)
-        assert pallas.tile(2, 300, width, 4) == (2, 128)
-        assert slots_lie_along_lanes(300, width) == (width == 64)
-        check(some, way)
+        for bits in (None, (8, 8)):
+            some = case(1, 2, 3, 300, width, scores=scores, features=4, bits=bits)
+            assert pallas.tile(2, 300, width, 4) == (2, 128)
+            assert slots_lie_along_lanes(300, width) == (width == 64)
+            check(some, way)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_a_tpu_that_multiplies_no_integers_gives_the_same(monkeypatch, bits):
+    some = case(1, 2, 3, 128, 64, bits=(bits, bits), scores="sum")
+    expected = some.run(*some.arrays, **TPU_WAYS[0].options)
+    monkeypatch.setattr(pallas, "multiplies_integers", lambda interpret: False)
+    found = some.run(*some.arrays, **TPU_WAYS[0].options)
+    for name, value in found.items():
+        np.testing.assert_allclose(value, expected[name], rtol=1e-6, atol=1e-6)
+
+
+def test_short_rows_share_a_step():
+    assert pallas.tile(32, 256, 128, 1) == (32, 256)
+    assert pallas.tile(8, 4096, 128, 1) == (8, 1024)
+    assert pallas.tile(24, 256, 128, 1) == (8, 256)
 
 
 @pytest.mark.parametrize("scores", ["each", "gumbel"])
@@ -72,7 +97,8 @@ def test_huge_logits_do_not_overflow():
 
 
 def test_increments_are_those_of_keyformer():
-    some = case(2, 2, 2, 40, 64, scores="gumbel", live="full").arrays[0]
+    plain = case(2, 2, 2, 40, 64, scores="gumbel", live="full")
+    some = plain.arrays[0]
     policy = Keyformer(tau_init=1.5, tau_end=1.5)
     new = NewTokens(
         q=some["q"][:, :, :, None],
@@ -86,15 +112,100 @@ def test_increments_are_those_of_keyformer():
         seed=some["seed"],
         layer=3,
     )
-    arguments = [some[name] for name in ("q", "k", "v", "position", "query_position")]
-    probs = jnp.asarray(decode_attention(*arguments, scores="each").scores)
+    asked: dict[str, Any] = {name: some[name] for name in ("q", "k", "v", "position", "query_position")} | {
+        "spec": AttentionSpec(1 / 8)
+    }
+    probs = jnp.asarray(decode_attention(**asked, scores="each").scores)
     kv, limit = KV(some["k"], some["v"]), jnp.full((2, 2), 40)
     cache = LayerCache(kv, some["position"], None, None, stats=jnp.zeros((2, 2, 40)), state=None, limit=limit)
     expected = policy.observe(cache, probs[:, :, :, None], new).stats
     gumbel = Gumbel(some["seed"], jnp.full(2, 1.5), layer=3)
     for way in (XLA, TPU_WAYS[0], GPU_WAYS[0]):
-        found = decode_attention(*arguments, scores=gumbel, **way.options)
+        found = decode_attention(**asked, scores=gumbel, **way.options)
         np.testing.assert_allclose(np.asarray(found.scores), expected, rtol=1e-5, atol=1e-5)
+
+
+def exactly(some: Case) -> dict[str, Any]:
+    """A case's inputs in float64, with keys and values as codes."""
+    inputs = arguments(some)
+    return (
+        inputs
+        | {name: Quantised(inputs[name].codes, inputs[name].scale.astype(np.float64)) for name in "kv"}
+        | {"q": inputs["q"].astype(np.float64)}
+    )
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("c", [320, 512, 40])
+def test_two_digits_agree_with_exact_arithmetic(x64, bits, c):
+    some = case(2, 2, 4, c, 128, bits=(bits, bits), live="full", scores="each")
+    exact = decode_attention(**exactly(some), scores="each", platform="cpu")
+    expected = some.oracle(some.arrays[0])
+    np.testing.assert_allclose(exact.out, expected["out"], rtol=1e-6, atol=1e-6)  # scales are of float32
+    assert exact.out.dtype == jnp.float64
+    for platform in ("cpu", "tpu", "gpu"):
+        found = decode_attention(**arguments(some), scores="each", implementation="xla", platform=platform)
+        for name in ("out", "scores"):
+            wanted = np.asarray(getattr(exact, name))
+            assert np.abs(np.asarray(getattr(found, name)) - wanted).max() < 2e-4 * np.abs(wanted).max()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
+@pytest.mark.parametrize("bits", [8, 4])
+def test_codes_are_never_decoded_as_a_whole(bits, dtype):
+    with jax.enable_x64(dtype == "float64"):
+        b, h, g, c, d = 4, 4, 2, 2048, 128
+        codes = jax.ShapeDtypeStruct((b, h, c, d * bits // 8), jnp.int8 if bits == 8 else jnp.uint8)
+        held = Quantised(codes, jax.ShapeDtypeStruct((b, h, c), jnp.dtype(jnp.float32)))  # type: ignore[arg-type]
+        q = jax.ShapeDtypeStruct((b, h, g, d), jnp.dtype(dtype))
+        position, query = jax.ShapeDtypeStruct((b, h, c), jnp.int32), jax.ShapeDtypeStruct((b,), jnp.int32)
+        attend = functools.partial(decode_attention, spec=AttentionSpec(0.1), scores="sum", platform="cpu")
+        memory = jax.jit(attend).lower(q, held, held, position, query).compile().memory_analysis()
+    assert memory is not None
+    decoded = b * h * c * d * q.dtype.itemsize
+    assert memory.temp_size_in_bytes < decoded / 3
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("bits", [0, 8])
+def test_keys_are_rotated_by_their_place(bits, interleaved):
+    inputs = arguments(case(2, 2, 2, 40, 64, bits=(0, bits), live="full"))
+    order = jnp.asarray(np.random.default_rng(0).integers(0, 40, (2, 2, 40)), jnp.int32)
+    angles = jnp.arange(40)[:, None] * 0.8 ** jnp.arange(16)
+    turned = Turned(jnp.asarray(inputs.pop("k")), order, jnp.cos(angles), jnp.sin(angles), interleaved)
+    found = decode_attention(k=turned, **inputs)
+    expected = decode_attention(k=turned.values(jnp.float32), **inputs)
+    np.testing.assert_allclose(found.out, expected.out, rtol=1e-6, atol=1e-6)
+    assert np.abs(np.asarray(found.out - decode_attention(k=turned.keys, **inputs).out)).max() > 0.1
+    inputs.pop("v")
+    with pytest.raises(ValueError, match="v is Turned, but only keys are rotated"):
+        decode_attention(k=turned, v=turned, **inputs)
+
+
+def test_places_matter_for_slopes_alone():
+    moved = arguments(case(1, 2, 2, 24, 64, alibi=True, moved=True))
+    still = {name: value for name, value in moved.items() if name != "places"}
+    assert np.abs(np.asarray(decode_attention(**moved).out - decode_attention(**still).out)).max() > 1e-3
+    plain = AttentionSpec(1.0)
+    for way in (XLA, TPU_WAYS[0], GPU_WAYS[0]):
+        with_places, without = (decode_attention(**x | {"spec": plain}, **way.options).out for x in (moved, still))
+        np.testing.assert_array_equal(with_places, without)
+
+
+@pytest.mark.parametrize("platform", ["tpu", "gpu"])
+def test_what_kernels_leave_to_xla_is_named(platform):
+    inputs = arguments(case(1, 2, 2, 24, 64, alibi=True, moved=True))
+    options: dict[str, Any] = dict(implementation="pallas", interpret=True, platform=platform)
+    with pytest.raises(Unsupported, match="places that are not positions, together with slopes"):
+        decode_attention(**inputs, **options)
+    angles = jnp.zeros((24, 32))
+    turned = Turned(jnp.asarray(inputs["k"]), jnp.zeros((1, 2, 24), jnp.int32), angles, angles)
+    with pytest.raises(Unsupported, match=r"keys are rotated when they are read \(Turned\)"):
+        decode_attention(**inputs | {"k": turned, "places": None}, **options)
+    narrow = arguments(case(1, 1, 1, 16, 24, bits=(8, 4)))
+    reason = "e=24 is not a multiple of 16 up to 256" if platform == "tpu" else "d=24 is not a power of two from 16 to"
+    with pytest.raises(Unsupported, match=reason):
+        decode_attention(**narrow, **options)
 
 
 @pytest.mark.parametrize(
@@ -112,11 +223,13 @@ def test_limits_are_named_before_compilation(change, reason):
     q, k = (jax.ShapeDtypeStruct((1, 1, n, d), dtype) for n in (g, c))
     position, query = jax.ShapeDtypeStruct((1, 1, c), jnp.int32), jax.ShapeDtypeStruct((1,), jnp.int32)
     with pytest.raises(Unsupported, match=f"decode_attention cannot run as 'pallas': {reason}"):
-        jax.eval_shape(functools.partial(decode_attention, **TPU_WAYS[0].options), q, k, k, position, query)
+        jax.eval_shape(
+            functools.partial(decode_attention, **TPU_WAYS[0].options), q, k, k, position, query, AttentionSpec(1.0)
+        )
 
 
 def test_unknown_scores_are_refused():
-    arrays = case(1, 1, 1, 16, 64).arrays[0]
+    arrays = arguments(case(1, 1, 1, 16, 64))
     with pytest.raises(ValueError, match="scores='most' is not None, 'each', 'sum' or a Gumbel"):
         decode_attention(**arrays, scores="most")
     with pytest.raises(ValueError, match="noise='pink' is not one of gumbel, gaussian, none"):

@@ -2,67 +2,63 @@
 
 from __future__ import annotations
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import kvjax
-from kvjax import attention, cache, reading
-from kvjax.policies import lsh_e
-from pallas_kernels import less_kernels
-from pallas_kernels.decode_attention import decode_attention
-from pallas_kernels.evict import evict
-from pallas_kernels.hamming import hamming
-from pallas_kernels.prefill_scores import prefill_scores
+from kvjax.engine.decode import step
+from kvjax.types import Kernels
 from tests.kernels import GPU_WAYS, TPU_WAYS
 
 PROMPT = "The name is Tom. What is the name?"
 STEPS = 8
+EVICTING, READING = {"decode_attention", "evict"}, {"decode_attention"}
+KERNELS = ("decode_attention", "evict", "hamming", "less_phi", "less_psi", "paged_attention")
+PERFORMER = {"residual.kernels": "performer"}
 
 
-def greedy(model, policy):
-    """Tokens and logits of a few steps, past the budget."""
+def greedy(model, policy, kernels):
+    """Tokens and logits of a few steps, past the budget, and the program of a step."""
     ids = np.asarray([model.tokenizer.encode(PROMPT)])
-    state, logits = kvjax.prefill(model, policy, ids, 16, max_new_tokens=STEPS)
+    budget = 1.0 if policy.plan.decides else 16
+    state, logits = kvjax.prefill(model, policy, ids, budget, max_new_tokens=STEPS, implementation=kernels)
     tokens, seen = [], []
     for _ in range(STEPS):
         token = logits.argmax(-1).astype(jnp.int32)
         state, logits = kvjax.decode_step(state, token)
         tokens.append(int(token[0]))
         seen.append(np.asarray(logits))
-    return tokens, np.stack(seen)
+    return tokens, np.stack(seen), str(jax.make_jaxpr(step)(state, token))
 
 
 @pytest.mark.parametrize(
-    ("policy", "way"),
+    ("policy", "way", "called"),
     [
-        (kvjax.policy("streaming"), TPU_WAYS[0]),
-        (kvjax.policy("h2o"), GPU_WAYS[0]),
-        (kvjax.policy("h2o"), TPU_WAYS[1]),
-        (kvjax.policy("keyformer"), TPU_WAYS[0]),
-        (kvjax.policy("keyformer", tau_end=3.0), GPU_WAYS[0]),
-        (kvjax.policy("lsh_e", sinks=2, recent=4), TPU_WAYS[0]),
-        (kvjax.policy("tova"), TPU_WAYS[0]),
-        (kvjax.policy("less", kernels="performer"), GPU_WAYS[0]),
-        (kvjax.policy("less", base="keyformer"), TPU_WAYS[0]),
+        (kvjax.policy("streaming"), TPU_WAYS[0], EVICTING),
+        (kvjax.policy("h2o"), GPU_WAYS[0], READING),
+        (kvjax.policy("h2o"), TPU_WAYS[1], EVICTING),
+        (kvjax.policy("h2o", codec="int8"), TPU_WAYS[0], EVICTING),
+        (kvjax.policy("h2o", codec="int4"), GPU_WAYS[0], READING),
+        (kvjax.policy("h2o", positions="cache"), TPU_WAYS[0], EVICTING),
+        (kvjax.policy("h2o", plan="adakv"), TPU_WAYS[0], {"paged_attention"}),
+        (kvjax.policy("keyformer"), TPU_WAYS[0], EVICTING),
+        (kvjax.policy("keyformer", tau_end=3.0), GPU_WAYS[0], READING),
+        (kvjax.policy("lsh_e", sinks=2, recent=4), TPU_WAYS[0], {"decode_attention", "hamming"}),
+        (kvjax.policy("tova"), TPU_WAYS[0], EVICTING),
+        (kvjax.policy("less", kernels="performer"), GPU_WAYS[0], READING),
+        (kvjax.policy("less", base="keyformer"), TPU_WAYS[0], EVICTING | {"less_phi", "less_psi"}),
+        (kvjax.policy("fastgen", threshold=0.7, **PERFORMER), GPU_WAYS[0], {"paged_attention"}),
     ],
-    ids=lambda value: str(value) if not isinstance(value, kvjax.Policy) else type(value).__name__,
+    ids=lambda value: value.name or "less" if isinstance(value, kvjax.Policy) else None,
 )
-def test_kernels_give_the_same_tokens(monkeypatch, compiled_fast, policy, way):
+def test_kernels_give_the_same_tokens(compiled_fast, policy, way, called):
     model = kvjax.load("tiny")
-    expected = greedy(model, policy)
-    jax.clear_caches()  # or the program compiled for XLA would run again
-    monkeypatch.setattr(reading, "decode_attention", functools.partial(decode_attention, **way.options))
-    monkeypatch.setattr(attention, "prefill_scores", functools.partial(prefill_scores, **way.options))
-    if way in TPU_WAYS:  # what has no form for GPU stays with XLA there
-        monkeypatch.setattr(cache, "evict", functools.partial(evict, **way.options))
-        monkeypatch.setattr(lsh_e, "hamming", functools.partial(hamming, **way.options))
-        monkeypatch.setattr(less_kernels, "phi", functools.partial(less_kernels.phi, **way.options))
-        monkeypatch.setattr(less_kernels, "psi", functools.partial(less_kernels.psi, **way.options))
-    found = greedy(model, policy)
-    jax.clear_caches()
+    expected = greedy(model, policy, Kernels("xla"))
+    # What has no form for a platform is left to XLA there.
+    found = greedy(model, policy, Kernels("pallas,xla", way.interpret, way.platform))
     assert found[0] == expected[0]
     np.testing.assert_allclose(found[1], expected[1], rtol=1e-3, atol=1e-3)
+    assert "pallas_call" not in expected[2]
+    assert {name for name in KERNELS if f"name={name}" in found[2]} == called

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax
@@ -12,16 +13,17 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 import kvjax
-from kvjax import cache as caches
-from kvjax.policies import lsh_e
-from kvjax.policies.lsh_e import hashes, projections
-from kvjax.types import KV, LayerCache, NewTokens
+from kvjax.cache import slots
+from kvjax.cache.dense import Dense
+from kvjax.policies.scores.lsh_e import Hamming, hashes, projections
+from kvjax.types import KV, Kernels, New, Parts, View
 from pallas_kernels.common import Unsupported
 from pallas_kernels.evict import Protection, evict
 from pallas_kernels.hamming import hamming
 from tests.kernel_cases.evict import case, run
 from tests.kernel_cases.hamming import case as hamming_case
 from tests.kernels import TPU_WAYS, XLA, Way, check
+from tests.models import small_config
 
 
 @settings(max_examples=6, phases=[Phase.generate])
@@ -58,59 +60,73 @@ def test_any_codes(shape, live, way):
     check(hamming_case(*shape, live=live), way)
 
 
-def new_token(key, b, h, g, d, position):
+CONFIG = small_config(4, 2, head_width=64).layer(0)
+
+
+def new_token(key, b, h, g, d, position, way):
     q, k, v = (jax.random.normal(jax.random.fold_in(key, i), (b, h, *x, 1, d)) for i, x in enumerate(([g], [], [])))
-    return NewTokens(
+    return New(
         q=q,
         k=k,
         v=v,
+        raw_q=q,
+        raw_k=k,
+        hidden=None,
         position=position[:, None],
         token=jnp.zeros((b, 1), jnp.int32),
         prompt_length=jnp.ones(b, jnp.int32),
         read=position + 1,
         horizon=jnp.ones(b, jnp.int32),
+        end=position + 1,
         seed=jnp.zeros(b, jnp.uint32),
+        kernels=Kernels(**way.options),
     )
 
 
-@pytest.mark.parametrize("way", [XLA, TPU_WAYS[0]], ids=str)
-def test_a_token_takes_the_slot_that_compression_would_drop(monkeypatch, way):
-    """What ranks lowest is one rule: for one token more than a head may hold, and for a whole prompt."""
-    monkeypatch.setattr(caches, "evict", functools.partial(evict, **way.options))
-    b, h, c, d = 2, 2, 48, 64
+def full_view(b, h, c, d, remembered):
+    """Slots of which every one holds a token, with what a score remembers of keys and scores."""
     inputs = jax.tree.map(jnp.asarray, case(b, h, c, d, live="full").arrays[0])
-    new = new_token(jax.random.key(0), b, h, 2, d, jnp.asarray([150, 120]))
-    policy = kvjax.policy("h2o", sinks=2, recent=5)
     k, v = inputs["buffers"]["pair"]
-    cache = LayerCache(KV(k, v), inputs["position"], None, None, inputs["scores"], None, jnp.full((b, h), c))
-    written, pair, left = caches.exchange(policy, cache, new, KV(new.k, new.v))
-    joined = caches.append(cache, caches.entries(policy, new, None, KV(new.k, new.v)))
-    smaller, leaving = caches.compress(policy, joined, new, c)
+    score = remembered(k, inputs["scores"])
+    return View(jnp.full((b, h), c), Parts(), KV(k, v), inputs["position"], Parts(score=score))
+
+
+@pytest.mark.parametrize("way", [XLA, TPU_WAYS[0]], ids=str)
+def test_a_token_takes_the_slot_that_compression_would_drop(way):
+    """What ranks lowest is one rule: for one token more than a head may hold, and for a whole prompt."""
+    b, h, c, d = 2, 2, 48, 64
+    new = new_token(jax.random.key(0), b, h, 2, d, jnp.asarray([150, 120]), way)
+    policy = kvjax.policy("h2o", sinks=2, recent=5)
+    dense = Dense((full_view(b, h, c, d, lambda k, scores: scores),))
+    exchanged, pair = dense.exchange(policy, CONFIG, 0, new)
+    appended = dense.append(policy, CONFIG, 0, new)
+    smaller, leaving = appended.compress(policy, CONFIG, 0, new, c)
+    (written,), (joined,) = exchanged.layers, appended.layers
+    left = jnp.where(leaving, joined.position, 0).sum(-1)
     np.testing.assert_array_equal(leaving.sum(-1), 1)
-    np.testing.assert_array_equal(left[..., 0], jnp.where(leaving, joined.position, 0).sum(-1))
-    np.testing.assert_array_equal(np.sort(written.position), np.sort(smaller.position))
+    assert pair.leaving.all() and not (written.position == left[..., None]).any()
+    np.testing.assert_array_equal(np.sort(written.position), np.sort(smaller.layers[0].position))
     np.testing.assert_array_equal(pair.k[:, :, 0], (joined.kv.k * leaving[..., None]).sum(2))
+    np.testing.assert_array_equal(pair.v[:, :, 0], (joined.kv.v * leaving[..., None]).sum(2))
     here = written.position == new.position[:, None]
     np.testing.assert_array_equal((written.kv.v * here[..., None]).sum(2), new.v[:, :, 0])
-    np.testing.assert_array_equal(jnp.where(here, written.stats, 0), 0)
+    np.testing.assert_array_equal(jnp.where(here, written.slots.score, 0), 0)
 
 
 @pytest.mark.parametrize("way", [XLA, TPU_WAYS[0]], ids=str)
-def test_hamming_finds_the_victim_of_lsh_e(monkeypatch, way):
+def test_hamming_finds_the_victim_of_lsh_e(way):
     b, h, g, c, d = 2, 2, 3, 48, 64
-    inputs = case(b, h, c, d, live="full").arrays[0]
-    new = new_token(jax.random.key(1), b, h, g, d, jnp.asarray([150, 120]))
-    policy = kvjax.policy("lsh_e", bits=40)
+    new = new_token(jax.random.key(1), b, h, g, d, jnp.asarray([150, 120]), way)
     planes = projections(0, 0, h, 40, d)
-    limit = jnp.full((b, h), c)
-    k, v = inputs["buffers"]["pair"]
-    cache = LayerCache(KV(k, v), inputs["position"], None, None, hashes(planes, k), planes, limit)
-    monkeypatch.setattr(lsh_e, "hamming", functools.partial(hamming, **way.options))
-    found = policy.victim(cache, new, caches.protection(policy, cache, new))
+    policy = kvjax.policy("lsh_e", bits=40)
+    policy = dataclasses.replace(policy, score=Hamming(bits=40, planes=(planes,)))
+    view = full_view(b, h, c, d, lambda k, scores: hashes(planes, k))
+    guard = policy.protection.guard(view, new)
+    found = policy.victim(view, new, Protection(guard.sinks, guard.recent, view.limit), guard.keep)
     assert found is not None
-    ranks = caches.rank(policy, cache, new)
+    ranks = slots.rank(policy, view, new)
     lowest = ranks == ranks.min(-1, keepdims=True)
-    oldest = jnp.where(lowest, cache.position, 1000).argmin(-1)
+    oldest = jnp.where(lowest, view.position, 1000).argmin(-1)
     np.testing.assert_array_equal(found, oldest)
 
 

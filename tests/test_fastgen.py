@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from typing import Any
 
@@ -12,14 +11,17 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax import decode, generate, paged
-from kvjax.arrange import arrange, round_slots
+from kvjax import generate
+from kvjax.cache import paged
+from kvjax.engine import decode, extend
+from kvjax.engine.prepare import prepare, round_slots
+from kvjax.engine.state import State, held_positions, slot_limits
 from kvjax.models import Rope
-from kvjax.plan import AdaKV
-from tests.cases import _ids, fastgen_case
+from kvjax.policies.plan import AdaKV
+from kvjax.types import Kernels
+from tests.cases import fastgen_case
 from tests.models import GQA, MHA, random_model, small_config
 from tests.oracles.decoder import Decoder
-from tests.oracles.fastgen import FastGen
 
 pytestmark = pytest.mark.usefixtures("compiled_fast")
 RNG = np.random.default_rng(5)
@@ -49,24 +51,24 @@ def read(model, prompts, *, max_new_tokens=64, **settings):
 
 def choices(state) -> np.ndarray:
     """[layers, b, h]"""
-    assert isinstance(state.caches, paged.Pool)
-    return np.array([np.asarray(layer.choice) for layer in state.caches.state])
+    return np.array([np.asarray(parts.plan.choice) for parts in pool(state).state])
+
+
+def pool(state) -> paged.Paged:
+    assert isinstance(state.storage, paged.Paged)
+    return state.storage
 
 
 @pytest.mark.parametrize("threshold", [0.2, 0.5, 0.7, 0.8, 0.9])
 def test_every_head_chooses_as_the_oracle_does(threshold, x64):
     model = random_model(GQA, seed=3, dtype=jnp.float64)
     prompts = [TEXT[row, :length].tolist() for row, length in enumerate((57, 18, 40))]
-    state, _ = kvjax.prefill(model, fastgen_case(threshold).make(), prompts, max_new_tokens=20)
+    case = fastgen_case(threshold)
+    state, _ = kvjax.prefill(model, case.make(), prompts, max_new_tokens=20)
     weights = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), model.weights)
-    policy = state.policy
-    settings = {field.name: getattr(policy, field.name) for field in dataclasses.fields(policy)}
-    settings |= _ids(policy, GQA, 0, 0, 0)
-    limits = decode.slot_limits(state)
+    limits = slot_limits(state)
     for row, prompt in enumerate(prompts):
-        oracles: list = [
-            FastGen(layer=i, layers=2, limit=0, kv_heads=GQA.kv_heads, groups=GQA.groups, **settings) for i in range(2)
-        ]
+        oracles: list[Any] = case.oracles(state, row, len(prompt) + 20)
         Decoder(weights, GQA, oracles, horizon=20).prompt(prompt)
         for layer, oracle in enumerate(oracles):
             expected = [4 if parts is None else len(parts) - 1 for parts in oracle.chosen]
@@ -95,11 +97,11 @@ def test_memory_is_what_the_heads_call_for(tiny, rows, threshold):
     config = tiny.config
     # Key, value, position, accumulated attention, and whether it is kept for what it is.
     slot = 2 * config.head_width * 4 + 4 + 4 + 1
-    allocated = sum(leaf.nbytes for leaf in jax.tree.leaves(state.caches))
+    allocated = sum(leaf.nbytes for leaf in jax.tree.leaves(state.storage))
     assert allocated == kvjax.cache_bytes(state)
-    page = state.caches.page_size  # type: ignore[union-attr]
+    page = pool(state).page_size
     assert called * slot <= allocated < 1.1 * called * slot + rows * config.layers * config.kv_heads * page * slot
-    assert called == sum(limit.sum() for limit in decode.slot_limits(state))
+    assert called == sum(limit.sum() for limit in slot_limits(state))
 
 
 def test_heads_differ_and_memory_falls_with_the_threshold(tiny):
@@ -122,10 +124,9 @@ def test_a_second_prompt_of_the_bucket_compiles_nothing():
         for batch in (prompts, prompts[::-1]):
             state, _ = kvjax.prefill(model, policy, batch, max_new_tokens=40)
             decode.decode_step_in_place(jax.tree.map(jnp.copy, state), jnp.zeros(2, jnp.int32))
-            assert isinstance(state.caches, paged.Pool)
-            sizes.add(state.caches.position.shape)
-            layouts.add(np.asarray(state.caches.owner).tobytes())
-            programs: list[Any] = [decode._prefill, paged._pack, decode._step_in_place]
+            sizes.add(pool(state).position.shape)
+            layouts.add(np.asarray(pool(state).owner).tobytes())
+            programs: list[Any] = [extend._read_prompts, paged._pack, decode._step_in_place]
             compiled.append([program._cache_size() for program in programs])
     reads, packs, steps = (after - before for before, after in zip(compiled[0], compiled[-1], strict=True))
     assert reads == 0 and packs == steps == len(sizes) - 1
@@ -134,16 +135,14 @@ def test_a_second_prompt_of_the_bucket_compiles_nothing():
 
 def test_a_step_needs_no_memory_beside_its_pool():
     state, _ = read(random_model(MHA), TEXT[:2, :41], threshold=1.0, max_new_tokens=2000, **IDS)
-    compiled = decode._step_in_place.lower(*decode.split_state(state), jnp.zeros(2, jnp.int32)).compile()
-    memory = compiled.memory_analysis()
+    memory = decode.lower_step(state).compile().memory_analysis()
     if memory is None:
         pytest.skip("this backend has no memory analysis")
-    pool = state.caches
-    assert isinstance(pool, paged.Pool)
-    changing = sum(leaf.nbytes for leaf in jax.tree.leaves((pool.kv, pool.position, pool.stats)))
+    pages = pool(state)
+    changing = sum(leaf.nbytes for leaf in jax.tree.leaves((pages.kv, pages.position, pages.slots)))
     assert memory.alias_size_in_bytes >= changing
     # The logits of all pages, of d = 8 here and of 64 and more in models, and a block of pages.
-    assert memory.temp_size_in_bytes < 3 * 4 * pool.position.size + 200_000
+    assert memory.temp_size_in_bytes < 3 * 4 * pages.position.size + 200_000
 
 
 def test_logits_end_where_the_slots_do():
@@ -176,8 +175,8 @@ def test_distance_biases_and_sliding_windows_reach_pages(changes):
 )
 def test_choices_of_tables_4_and_5(order, expected):
     policy: Any = kvjax.policy("fastgen", order=order)
-    assert policy.choices[:2] == tuple(expected)
-    assert policy.choices[-2:] == (order, ())
+    assert policy.plan.choices[:2] == tuple(expected)
+    assert policy.plan.choices[-2:] == (order, ())
 
 
 @pytest.mark.parametrize(
@@ -191,7 +190,6 @@ def test_choices_of_tables_4_and_5(order, expected):
         (dict(recent=0.5), "recent=0.5"),
         (dict(spare_special=-1), "spare_special=-1"),
         (dict(spare_punctuation=2.0), "spare_punctuation=2.0"),
-        (dict(positions="cache"), "positions='cache'"),
     ],
 )
 def test_bad_settings_are_one_sentence(settings, message):
@@ -201,21 +199,25 @@ def test_bad_settings_are_one_sentence(settings, message):
 
 def test_a_bound_policy_fits_one_vocabulary():
     bound = kvjax.policy("fastgen", **IDS).bind(random_model(GQA))
-    assert bound.bind(random_model(GQA)) is bound
+    assert bound.bind(random_model(GQA)).protection is bound.protection
     with pytest.raises(ValueError, match="vocabulary of 64"):
         bound.bind(random_model(small_config(4, 2, vocab_size=80)))
 
 
 def dense_with_limits(model, policy, budget, limits):
     """The same policy on dense buffers where each head may use its own share: what pages must equal."""
-    arrays, static = arrange(
-        model, policy, TEXT[:3, :41], budget, LENGTHS, max_new_tokens=40, key=None, plan=None, chunk=None
+    prompts = prepare(model, policy, TEXT[:3, :41], budget, LENGTHS, max_new_tokens=40, key=None, plan=None, chunk=None)
+    prompts = prompts._replace(
+        limits=tuple(jnp.asarray(limit, jnp.int32) for limit in limits),
+        capacities=tuple(round_slots(int(limit.max())) for limit in limits),
     )
-    capacities = tuple(round_slots(int(limit.max())) for limit in limits)
-    arrays = (*arrays[:-1], tuple(jnp.asarray(limit, jnp.int32) for limit in limits))
-    caches, seed, logits = decode._prefill(*arrays, **(static | {"capacities": capacities}))
-    weights, bound, _, start, horizon, keys, _ = arrays
-    return decode.State(weights, bound, caches, start, start, horizon, keys, seed, model.config), logits
+    arrays, static = extend._arguments(model, prompts), extend._static(model, prompts, Kernels())
+    storage, seed, logits = extend._read_prompts(*arrays, **static)
+    start, horizon = prompts.lengths, prompts.horizon
+    active = jnp.ones(start.shape, bool)
+    ends = start + horizon
+    of_rows = (start, start, horizon, ends, prompts.keys, seed, active)
+    return State(model.weights, prompts.policy, storage, *of_rows, model.config), logits
 
 
 @pytest.mark.parametrize(
@@ -228,13 +230,13 @@ def test_pages_equal_dense_buffers_with_the_same_limits(name, floor):
     state, logits = kvjax.prefill(
         model, policy, TEXT[:3, :41], 20, lengths=LENGTHS, max_new_tokens=40, plan=AdaKV(floor=floor)
     )
-    limits = decode.slot_limits(state)
+    limits = slot_limits(state)
     assert all((limit.sum(1) == 2 * 20).all() for limit in limits)
     assert floor == 1.0 or any((limit != 20).any() for limit in limits)
     dense, expected = dense_with_limits(model, policy, 20, limits)
     for step in range(40):
         np.testing.assert_allclose(logits, expected, atol=1e-5)
-        for pages, buffers in zip(decode.held_positions(state), decode.held_positions(dense), strict=True):
+        for pages, buffers in zip(held_positions(state), held_positions(dense), strict=True):
             for a, b in zip(pages.reshape(-1, pages.shape[-1]), buffers.reshape(-1, buffers.shape[-1]), strict=True):
                 assert set(a.tolist()) - {-1} == set(b.tolist()) - {-1}
         token = jnp.asarray(TEXT[:3, 50 + step])

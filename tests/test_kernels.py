@@ -37,6 +37,18 @@ def test_the_variable_overrides_auto_and_an_argument_overrides_the_variable(monk
         choose("op", "auto", {}, platform="cpu")
 
 
+def test_the_first_of_several_that_can_run_does(monkeypatch):
+    assert choose("op", "triton,pallas,xla", {"pallas": None}, platform="gpu") == "pallas"
+    assert choose("op", "pallas,xla", {"pallas": "c=7 is odd"}, platform="tpu") == "xla"
+    monkeypatch.setenv(VARIABLE, "pallas,xla")
+    assert choose("op", "auto", {}, platform="gpu") == "xla"
+    with pytest.raises(Unsupported, match="'pallas': c=7 is odd; nor as 'triton': there is no such kernel"):
+        choose("op", "pallas,triton", {"pallas": "c=7 is odd"}, platform="gpu")
+    for unknown in ("pallas,fast", "pallas,auto", ""):
+        with pytest.raises(ValueError, match="is not one of"):
+            choose("op", unknown, {}, platform="gpu")
+
+
 @pytest.mark.parametrize(
     ("implementation", "limits", "platform", "reason"),
     [

@@ -15,19 +15,19 @@ import pytest
 
 import kvjax
 from kvjax import generate
-from kvjax.attention import merge, share_of_evicted
+from kvjax.cache.slots import TOKEN_BLOCK
 from kvjax.evaluate import lowrank_oracle
 from kvjax.models import ModelConfig
-from kvjax.policies.base import Policy
-from kvjax.policies.less import TOKEN_BLOCK, Less
+from kvjax.policies.registry import REGISTRY
 from kvjax.policies.residuals import checkpoint
 from kvjax.policies.residuals.kernels import Psi, init_kernels, layer_params, performer_kernels
-from kvjax.policies.wrapper import Wrapper
-from kvjax.types import Evicted, NewTokens, Partial
-from tests.cases import POLICIES, Case
+from kvjax.policies.residuals.less import LowRankMemory
+from kvjax.types import Evicted, New, Partial
+from pallas_kernels.attention import merge, share_of_evicted
+from tests.cases import Case, fastgen_case
 from tests.held import layers
 from tests.models import GQA, MHA, MQA, random_model, small_config
-from tests.oracles import basic, less
+from tests.oracles import basic, fastgen, less
 from tests.test_oracles import SHAPES, STEPS, _compare
 
 pytestmark = pytest.mark.usefixtures("compiled_fast")
@@ -76,9 +76,18 @@ def text(rows: int, length: int) -> np.ndarray:
 def test_equals_algorithm_1(base: str, oracle: Any, literal: bool, shape: str, x64: None) -> None:
     config, lengths = SHAPES[shape]
     settings = {"base": base, "kernels": kernels_for(config, literal=literal)}
-    inject = POLICIES["less-performer"].inject
-    case = Case("less", less.less(oracle), settings, inject=inject)
+    case = Case("less", less.less(oracle), settings)
     _compare(case, random_model(config, seed=1, dtype=jnp.float64), lengths[:1], STEPS)
+
+
+@pytest.mark.parametrize("base", ["fastgen", "h2o"])
+def test_equals_algorithm_1_where_heads_have_slots_of_their_own(base: str, x64: None) -> None:
+    memory = {"residual": "less", "residual.kernels": kernels_for(GQA)}
+    cases = {
+        "fastgen": dataclasses.replace(fastgen_case(0.5, **memory), oracle=less.less(fastgen.FastGen)),
+        "h2o": Case("h2o", less.less(basic.H2O), memory, plan="adakv"),
+    }
+    _compare(cases[base], random_model(GQA, seed=1, dtype=jnp.float64), (41, 33), 60)
 
 
 @pytest.mark.parametrize("base", ["h2o", "streaming", "lsh_e"])
@@ -88,7 +97,7 @@ def test_is_the_base_while_nothing_has_left(base: str) -> None:
     plain, _ = run(model, kvjax.policy(base), tokens[:, :80], **room)
     ours, state = run(model, kvjax.policy("less", base=base, kernels=kernels_for(GQA)), tokens[:, :80], **room)
     np.testing.assert_array_equal(ours, plain)
-    assert all(not cache.state.z.any() for cache in layers(state))
+    assert all(not cache.state.residual.z.any() for cache in layers(state))
 
 
 @pytest.mark.parametrize("literal", [False, True])
@@ -115,7 +124,7 @@ def test_folds_what_leaves_a_prompt(chunk: int | None, x64: None) -> None:
     features = features[:, :, : n - budget]
     policy = kvjax.policy("less", base="window", kernels=kernels)
     _, state = run(model, policy, tokens, budget, steps=1, prefill_chunk=chunk)
-    memory = layers(state)[0].state
+    memory = layers(state)[0].state.residual
     np.testing.assert_allclose(memory.h, np.einsum("bhmr,bhmd->bhrd", features, v[:, :, : n - budget]), rtol=1e-9)
     np.testing.assert_allclose(memory.z, features.sum(2), rtol=1e-9)
 
@@ -134,7 +143,7 @@ def test_counts_its_bytes(features: int) -> None:
 def test_stable_form_is_equation_3(dtype: str, tolerance: float, evicted: int, x64: None) -> None:
     rng = np.random.default_rng(1)
     q, k, v = (rng.normal(size=shape).astype(dtype) for shape in ((2, 2, 2, 1, 8), (2, 2, 9, 8), (2, 2, 9, 8)))
-    policy = Less(base=kvjax.policy("window"), kernels=kernels_for(GQA))
+    policy = LowRankMemory(layers=kernels_for(GQA))
     new = _new(jnp.asarray(q), jnp.zeros((2, 2, 1, 8), dtype))
     old_k, old_v = (jnp.asarray(rng.normal(size=(2, 2, max(evicted, 1), 8)), dtype) for _ in range(2))
     leaving = jnp.full(old_k.shape[:3], evicted > 0)
@@ -145,7 +154,7 @@ def test_stable_form_is_equation_3(dtype: str, tolerance: float, evicted: int, x
         jnp.asarray(np.einsum("bhgts,bhsd->bhgtd", weights / weights.sum(-1, keepdims=True), v)),
         jnp.asarray(np.log(weights.sum(-1))),
     )
-    share = share_of_evicted(policy.memory(state, new))
+    share = share_of_evicted(policy.share(state, new))
     phi = np.asarray(policy.phi(0, jnp.asarray(q)))
     above = np.einsum("bhgtr,bhrd->bhgtd", phi, state.h) + np.einsum("bhgts,bhsd->bhgtd", weights, v)
     below = np.einsum("bhgtr,bhr->bhgt", phi, state.z) + weights.sum(-1)
@@ -156,13 +165,13 @@ def test_bfloat16_stays_finite_and_sums_in_float32() -> None:
     policy = kvjax.policy("less", kernels=kernels_for(GQA))
     logits, state = run(random_model(GQA, dtype=jnp.bfloat16), policy, text(2, 90))
     assert np.isfinite(logits).all()
-    assert layers(state)[0].state.h.dtype == jnp.float32
+    assert layers(state)[0].state.residual.h.dtype == jnp.float32
 
 
-def _new(q, k) -> NewTokens:
-    rows, ones = q.shape[0], jnp.ones((q.shape[0], 1), jnp.int32)
-    each = jnp.ones(rows, jnp.int32)
-    return NewTokens(q, k, k, ones, ones, each, each, each, each.astype(jnp.uint32))
+def _new(q, k) -> New:
+    ones, each = jnp.ones((q.shape[0], 1), jnp.int32), jnp.ones(q.shape[0], jnp.int32)
+    of_rows = dict(prompt_length=each, read=each, horizon=each, end=each, seed=each.astype(jnp.uint32))
+    return New(q=q, k=k, v=k, raw_q=q, raw_k=k, hidden=None, position=ones, token=ones, **of_rows)
 
 
 @pytest.fixture(scope="module")
@@ -216,11 +225,28 @@ def test_checkpoint_is_refused_where_it_does_not_fit(saved: Path) -> None:
     assert "3 layers" in refused(model, kernels=kernels_for(small_config(4, 2, layers=3)))
 
 
-def test_settings_go_to_the_wrapper_or_to_the_base() -> None:
+@pytest.mark.parametrize("base", sorted(set(REGISTRY) - {"less"}))
+def test_changes_nothing_but_the_residual(base: str) -> None:
+    made = kvjax.policy("less", base=base, kernels="performer", features=4)
+    assert made.residual == LowRankMemory(kernels="performer", features=4, base=base)
+    assert dataclasses.replace(made, residual=None) == kvjax.policy(base)
+    by_part = {"residual.kernels": "performer", "residual.features": 4}
+    assert kvjax.policy(base, **by_part) == kvjax.policy(base, residual="less", **by_part) == made
+
+
+def test_settings_go_to_the_residual_or_to_the_base() -> None:
     made = kvjax.policy("less", base="h2o", recent=0.25, sinks=2, kernels="performer", features=4)
-    assert isinstance(made, Less) and made.base == kvjax.policy("h2o", recent=0.25, sinks=2)
-    assert (made.kernel, made.features, made.sinks, made.recent) == ("performer", 4, 2, 0.25)
-    assert kvjax.policy("less", base=kvjax.policy("streaming")).positions == "cache"
+    assert made == kvjax.policy(
+        "h2o", recent=0.25, sinks=2, residual=LowRankMemory(kernels="performer", features=4, base="h2o")
+    )
+    assert (made.protection.sinks, made.protection.recent) == (2, 0.25)
+    assert kvjax.policy("less", base=kvjax.policy("streaming")).codec.positions == "cache"
+    kernels = kernels_for(GQA)
+    assert kvjax.policy("h2o", **{"residual.kernels": kernels}).residual == LowRankMemory(layers=kernels)
+    with pytest.raises(ValueError, match=r"'less' has no setting 'noise'; it takes checkpoint, kernels"):
+        kvjax.policy("h2o", **{"residual.noise": 1})
+    with pytest.raises(ValueError, match=r"residual\.features is no setting beside a residual that is made"):
+        kvjax.policy("h2o", residual=LowRankMemory(), **{"residual.features": 4})
     for wrong, name in (({"noise": 1}, "noise"), ({"kernels": "magic"}, "magic"), ({"base": "nobody"}, "nobody")):
         with pytest.raises(ValueError, match=name):
             kvjax.policy("less", **wrong)
@@ -240,13 +266,13 @@ def test_performer_estimates_the_exponential() -> None:
     kernels = performer_kernels(jax.random.key(0), config)["phi"]
     norms = jnp.einsum("lhrd,lhsd->lhrs", kernels["planes"], kernels["planes"])
     np.testing.assert_allclose(norms * (1 - jnp.eye(8)), 0, atol=1e-4)
-    policy = Less(base=kvjax.policy("window"), kernel="performer", kernels={"phi": kernels, "psi": kernels})
+    policy = LowRankMemory(kernels="performer", layers={"phi": kernels, "psi": kernels})
     q, k = 0.3 * jax.random.normal(jax.random.key(1), (2, 1, 2, 6, 8))
     q = q[:, :, None]
 
     def product(planes):
         params = {name: {"planes": planes[None]} for name in ("phi", "psi")}
-        drawn = dataclasses.replace(policy, kernels=params)
+        drawn = dataclasses.replace(policy, layers=params)
         return jnp.einsum("bhgtr,bhtr->bhgt", drawn.phi(0, q), drawn.psi(0, k))
 
     estimate = jax.vmap(product)(kernels["planes"]).mean(0)
@@ -258,9 +284,8 @@ def test_baseline_plus_spends_the_memory_on_slots() -> None:
     plain, _ = run(model, kvjax.policy("h2o"), tokens, budget=24)
     plus, state = run(model, kvjax.policy("baseline_plus"), tokens, budget=20)
     np.testing.assert_array_equal(plus, plain)
-    assert (
-        int(layers(state)[0].limit.max()) == 24 and int(state.policy.recent_slots(layers(state)[0].limit).max()) == 12
-    )
+    limit = layers(state)[0].limit
+    assert int(limit.max()) == 24 and int(state.policy.protection.recent_slots(limit).max()) == 12
     with pytest.raises(ValueError, match="features=3"):
         kvjax.policy("baseline_plus", features=3)
 
@@ -295,10 +320,3 @@ def test_command_line_takes_a_checkpoint() -> None:
     assert choice("--policy", "less", "--set", "base=streaming", "sinks=2", "--less-checkpoint", "DIR") == expected
     with pytest.raises(ValueError, match="checkpoint"):
         choice("--policy", "h2o", "--less-checkpoint", "DIR")
-
-
-def test_a_wrapper_asks_its_base_everything() -> None:
-    """But what only heads with slots of their own are asked, which wrappers do not support."""
-    of_pages = {"pages", "normalises", "share", "gather", "competing"}
-    asked = {name for name in vars(Policy) if not name.startswith("_")} - of_pages - {"paper"}
-    assert asked <= set(vars(Wrapper)), asked - set(vars(Wrapper))

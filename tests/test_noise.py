@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.policies import lsh_e
+from kvjax.policies.scores import lsh_e
 from pallas_kernels import noise
 from pallas_kernels.hamming import distances
 

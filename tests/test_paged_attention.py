@@ -18,7 +18,9 @@ from kvjax import decode, paged
 from kvjax.models import Rope
 from kvjax.plan import AdaKV
 from kvjax.types import NewTokens
+from pallas_kernels.attention import AttentionSpec
 from pallas_kernels.common import Unsupported
+from pallas_kernels.operands import Quantised, Turned
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.paged_attention.pages import ranges
 from pallas_kernels.programs import H100
@@ -76,10 +78,14 @@ def expected_steps(name: str) -> tuple[list[np.ndarray], list[list[np.ndarray]],
     st.integers(1, 12),
     st.booleans(),
     st.sampled_from(RUNNING),
+    st.sampled_from([None, (8, 8), (0, 8), (8, 0)]),
+    st.sampled_from([32, 64]),
+    st.sampled_from([None, 3.0]),
 )
-def test_any_pages(shape, dtype, most, alibi, way):
+def test_any_pages(shape, dtype, most, alibi, way, bits, e, soft_cap):
     b, h, g, size = shape
-    check(case(b, h, g, size, 64, dtype=dtype, most=most, alibi=alibi), way)
+    some = case(b, h, g, size, 64, dtype=dtype, most=most, alibi=alibi, bits=bits, e=e, soft_cap=soft_cap)
+    check(some, way)
 
 
 @pytest.mark.parametrize(("policy", "way"), WHOLE_STEPS, ids=str)
@@ -124,7 +130,7 @@ def test_a_row_of_padding_reads_nothing_and_leaves_scores_as_they_are(monkeypatc
 
 @pytest.mark.parametrize("way", [way for way in RUNNING if way.implementation == "pallas"], ids=str)
 def test_what_other_heads_hold_does_not_come_through(way):
-    inputs = jax.tree.map(jnp.asarray, case(2, 2, 2, 16, 64).arrays[0])
+    inputs = jax.tree.map(jnp.asarray, case(2, 2, 2, 16, 64).arrays[0]) | {"spec": AttentionSpec(0.125)}
     (first, last), owner = inputs["pages"], inputs["owner"]
     page = jnp.arange(len(owner))
     mine = (owner == 3) & (page >= first) & (page < last)
@@ -133,6 +139,47 @@ def test_what_other_heads_hold_does_not_come_through(way):
     found = paged_attention(**inputs | others, **way.options)
     np.testing.assert_array_equal(found.out[1, 1], expected.out[1, 1])
     np.testing.assert_array_equal(found.lse[1, 1], expected.lse[1, 1])
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_codes_of_pages_agree_with_exact_arithmetic(x64, bits):
+    some = case(2, 2, 3, 16, 128, most=30, bits=(bits, bits))
+    inputs = jax.tree.map(jnp.asarray, some.arrays[0])
+    wide = {name: Quantised(inputs[name].codes, inputs[name].scale.astype(jnp.float64)) for name in "kv"}
+    spec = AttentionSpec(128**-0.5)
+    exact = paged_attention(**inputs | wide | {"q": inputs["q"].astype(jnp.float64)}, spec=spec).out
+    np.testing.assert_allclose(exact, some.oracle(some.arrays[0])["out"], rtol=1e-6, atol=1e-6)
+    for platform in ("cpu", "tpu", "gpu"):
+        found = paged_attention(**inputs, spec=spec, implementation="xla", platform=platform).out
+        assert np.abs(np.asarray(found - exact)).max() < 2e-4 * np.abs(np.asarray(exact)).max()
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_a_pool_of_codes_is_never_decoded_as_a_whole(bits):
+    pages, size, d = 4096, 16, 128
+    codes = jax.ShapeDtypeStruct((pages, size, d * bits // 8), jnp.int8 if bits == 8 else jnp.uint8)
+    held = Quantised(codes, jax.ShapeDtypeStruct((pages, size), jnp.dtype(jnp.float32)))  # type: ignore[arg-type]
+    shapes = paged_program("", 2, 4, 2, pages, size, d, "float32").shapes | {"k": held, "v": held}
+    attend = functools.partial(paged_attention, spec=AttentionSpec(0.1), platform="cpu")
+    memory = jax.jit(attend).lower(**shapes).compile().memory_analysis()
+    assert memory is not None
+    assert memory.temp_size_in_bytes < pages * size * d * 4 / 3
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_keys_in_pages_are_rotated_by_their_place(interleaved):
+    inputs: dict[str, Any] = jax.tree.map(jnp.asarray, case(2, 2, 2, 16, 64, most=20).arrays[0])
+    inputs |= {"spec": AttentionSpec(0.125)}
+    order = jnp.asarray(np.random.default_rng(0).integers(0, 40, inputs["position"].shape), jnp.int32)
+    angles = jnp.arange(40)[:, None] * 0.8 ** jnp.arange(16)
+    turned = Turned(inputs["k"], order, jnp.cos(angles), jnp.sin(angles), interleaved)
+    keys = inputs.pop("k")
+    found = paged_attention(k=turned, **inputs)
+    expected = paged_attention(k=turned.values(jnp.float32), **inputs)
+    np.testing.assert_allclose(found.out, expected.out, rtol=1e-6, atol=1e-6)
+    assert np.abs(np.asarray(found.out - paged_attention(k=keys, **inputs).out)).max() > 0.1
+    with pytest.raises(Unsupported, match=r"keys are rotated when they are read \(Turned\)"):
+        paged_attention(k=turned, **inputs, **TPU_WAYS[0].options)
 
 
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
@@ -149,6 +196,7 @@ def test_it_lowers_to_cuda():
     [
         (dict(d=80), "gpu", "d=80 is not a power of two from 16 to 256"),
         (dict(d=84), "tpu", "d=84 is not a multiple of 8 up to 256"),
+        (dict(d=128, bits=4), "tpu", "pages of four bits would be copied at every step, unless d and e are 256"),
         (dict(size=1040), "tpu", "s=1040 slots in a page are more than 1024"),
         (dict(g=17), "tpu", "g=17 query heads share a KV head, more than 16"),
         (dict(b=2048, h=32), "tpu", "its steps are told 264193 numbers of rows, heads and pages, more than 240000"),

@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvjax
-from kvjax import decode
-from kvjax.plan import PLANS, Arithmetic, Interleaved, Pyramid, Uniform
+from kvjax.engine.state import held_positions
+from kvjax.policies import PLANS
+from kvjax.policies.plan import Arithmetic, Interleaved, Pyramid, Uniform
 from tests.held import layers
 from tests.models import random_model, small_config
 
@@ -73,7 +74,7 @@ def test_bad_plans_are_one_sentence(plan, message):
 @pytest.mark.parametrize("name", ["snapkv", "h2o", "keyformer"])
 def test_any_plan_works_under_any_score(name, plan):
     state, logits = kvjax.prefill(MODEL, kvjax.policy(name, recent=0.25), TEXT, 80, plan=plan, max_new_tokens=4)
-    slots = np.array([(position >= 0).sum(-1) for position in decode.held_positions(state)])
+    slots = np.array([(position >= 0).sum(-1) for position in held_positions(state)])
     equal = np.broadcast_to(PLANS[plan]().budgets(80, 4)[:, None, None], (4, 2, 2))
     if PLANS[plan].per_head:
         slots, equal = slots.sum(-1), equal.sum(-1)

@@ -18,17 +18,28 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels.attention import AttentionSpec
 from pallas_kernels.common import Unsupported
 from pallas_kernels.decode_attention import Gumbel, decode_attention
 from pallas_kernels.decode_attention.api import triton_limit
-from tests.kernel_cases.decode_attention import CASES, case
-from tests.kernels import BOUNDS, Case
+from pallas_kernels.operands import Quantised
+from tests.kernel_cases.decode_attention import CASES, arguments, case
+from tests.kernels import Case
+
+
+def triton_takes(some: Case) -> bool:
+    """Whether the twin has what a case needs."""
+    inputs = some.arrays[0]
+    four = any(isinstance(inputs[name], Quantised) and inputs[name].bits == 4 for name in "kv")
+    return not four and "gaussian" not in some.label and "places" not in inputs
+
 
 MORE = (
     case(1, 2, 3, 700, 64, scores="gumbel", features=4),
     case(1, 2, 3, 300, 80, scores="each", alibi=True, window=64),
+    case(1, 2, 3, 300, 80, e=48, scores="sum", bits=(8, 8), soft_cap=5.0, features=3),
 )
-RUNNABLE = [some for some in (*CASES, *MORE) if "gaussian" not in some.label]
+RUNNABLE = [some for some in (*CASES, *MORE) if triton_takes(some)]
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
@@ -51,7 +62,7 @@ def test_interpreted_it_agrees_with_numpy(monkeypatch, some: Case):
     stand_in.__spec__ = importlib.machinery.ModuleSpec("jax_triton", None)
     monkeypatch.setitem(sys.modules, "jax_triton", stand_in)
     actual = some.run(*jax.tree.map(jnp.asarray, some.arrays), implementation="triton", platform="gpu")
-    bound = BOUNDS[some.dtype]
+    bound = some.bound
     for name, wanted in some.expected().items():
         np.testing.assert_allclose(np.asarray(actual[name]), wanted, rtol=bound, atol=bound, err_msg=name)
 
@@ -73,10 +84,13 @@ def test_it_compiles_for_a_gpu(monkeypatch, some: Case, capability: int):
 @pytest.mark.skipif(importlib.util.find_spec("jax_triton") is not None, reason="jax-triton is installed")
 def test_without_jax_triton_it_says_what_to_install():
     with pytest.raises(Unsupported, match=r"needs jax-triton, which pip install 'kvjax\[gpu\]' brings"):
-        decode_attention(**case(1, 1, 1, 16, 64).arrays[0], implementation="triton", platform="gpu")
+        decode_attention(**arguments(case(1, 1, 1, 16, 64)), implementation="triton", platform="gpu")
 
 
-def test_gaussian_noise_is_refused():
-    inputs = case(1, 1, 1, 16, 64).arrays[0]
+def test_what_it_lacks_is_refused():
+    inputs = case(1, 1, 1, 16, 64, bits=(8, 4)).arrays[0]
+    q, k, v, spec = inputs["q"], inputs["k"], inputs["v"], AttentionSpec(1.0)
     noise = Gumbel(jnp.zeros(1, jnp.uint32), jnp.ones(1), noise="gaussian")
-    assert triton_limit(inputs["q"], inputs["k"], inputs["v"], None, noise) == "it has no gaussian noise"
+    assert triton_limit(q, k, k, spec, None, None, noise) == "it has no gaussian noise"
+    assert triton_limit(q, k, k, spec, None, None, None) is None
+    assert triton_limit(q, k, v, spec, None, None, None) == "it has no codes of four bits"

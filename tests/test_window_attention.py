@@ -69,8 +69,8 @@ def test_evicted_at_the_context_limit_means_absorbed_by_less():
     state, _ = kvjax.prefill(MODEL, kvjax.policy("less", **settings), TEXT[:1, :20], 16, max_new_tokens=20)
 
     def absorbed(state):
-        leaves = jax.tree.leaves(layers(state)[0].state)
-        return [np.asarray(leaf) for leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.floating)]
+        leaves = jax.tree.leaves(layers(state)[0].state.residual)
+        return [np.asarray(leaf) for leaf in leaves]
 
     full, _ = steps(state, 10)
     assert all(map(np.array_equal, absorbed(full), absorbed(state)))
@@ -82,9 +82,9 @@ def test_evicted_at_the_context_limit_means_absorbed_by_less():
 def test_widths_of_the_report():
     # Section 4: a mask of one fourth of 2048 tokens is 256 on each side; 256 of the middle are kept.
     policy, limit = kvjax.policy("lightkv", omega=4, middle="mask"), jnp.array([[2048]])
-    assert policy.sink_slots(limit) == policy.recent_slots(limit) == 256
-    assert policy.allowed(limit, jnp.array([4096])) == 3 * 256
-    assert kvjax.policy("lightkv", omega=4).allowed(limit, jnp.array([4096])) == 2048  # equation 6
+    assert policy.protection.sink_slots(limit) == policy.protection.recent_slots(limit) == 256
+    assert policy.room(limit, jnp.array([4096])) == 3 * 256
+    assert kvjax.policy("lightkv", omega=4).room(limit, jnp.array([4096])) == 2048  # equation 6
 
 
 @pytest.mark.parametrize("chunk", [None, 1])
@@ -97,7 +97,7 @@ def test_offloaded_scores_lie_in_host_memory_and_change_nothing(chunk):
     np.testing.assert_array_equal(logits, expected)
     for step in range(20):
         for cache in layers(offloaded):
-            assert {leaf.sharding.memory_kind for leaf in jax.tree.leaves(cache.stats)} == {"pinned_host"}
+            assert {leaf.sharding.memory_kind for leaf in jax.tree.leaves(cache.slots.score)} == {"pinned_host"}
         token = jnp.full(3, step, jnp.int32)
         plain, expected = kvjax.decode_step(plain, token)
         offloaded, logits = kvjax.decode_step_in_place(offloaded, token)

@@ -56,7 +56,8 @@ def prefill(
         plan: how the budget is spread over layers, or its heads; a name, a `Plan`, or None for the policy's own.
         prefill_chunk: compress after every so many prompt tokens, so that memory never exceeds budget + chunk;
             None is the policy's own way, mostly the whole prompt; 1 reads it by decode steps.
-        implementation: of every operation: `auto`, `xla`, `pallas` or `triton`, see `pallas_kernels.common.choose`.
+        implementation: of every operation: `auto`, `xla`, `pallas`, `triton`, or `pallas,xla` for the first that can
+            run, see `pallas_kernels.common.choose`.
 
     Returns:
         The state to decode from, and the logits for the first new token [b, vocab].

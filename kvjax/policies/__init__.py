@@ -10,6 +10,7 @@ from kvjax.policies.registry import RESIDUALS as RESIDUALS
 from kvjax.policies.registry import SELECTIONS as SELECTIONS
 from kvjax.policies.registry import name_of as name_of
 from kvjax.policies.registry import policy as policy
+from kvjax.policies.registry import replaced as replaced
 from kvjax.policies.registry import residual_by_name as residual_by_name
 from kvjax.policies.registry import settings_in as settings_in
 from kvjax.policies.registry import settings_of as settings_of

@@ -71,6 +71,7 @@ def decode_attention(
             raise ValueError(f"noise={scores.noise!r} is not one of {', '.join(noise.KINDS)}.")
     elif scores not in (None, "each", "sum"):
         raise ValueError(f"scores={scores!r} is not None, 'each', 'sum' or a Gumbel.")
+    refuse_turned(v)
     limits = {
         "pallas": limit(q, k, v, spec, places, low_rank, common.pallas_form(platform)),
         "triton": triton_limit(q, k, v, spec, places, low_rank, scores),
@@ -121,6 +122,12 @@ def triton_limit(
         (not four, "it has no codes of four bits"),
         (not gaussian, "it has no gaussian noise"),
     )
+
+
+def refuse_turned(v: Operand) -> None:
+    """Raise where values are `Turned`, which keys alone can be."""
+    if isinstance(v, Turned):
+        raise ValueError("v is Turned, but only keys are rotated; give an array or Quantised.")
 
 
 def operand_limits(q: Array, k: Operand, v: Operand, spec: AttentionSpec, places: Any) -> Limits:

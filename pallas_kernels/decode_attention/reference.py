@@ -38,6 +38,7 @@ def decode_attention(
     if isinstance(k, Quantised) or isinstance(v, Quantised):
         partial, probs = attend_codes(q, k, v, mask, spec, bias, platform)
     else:
+        assert not isinstance(v, Turned)  # refused before
         keys = k.values(q.dtype) if isinstance(k, Turned) else k
         partial, probs = attend(q[:, :, :, None], keys, v, mask, spec, bias)
         probs = probs[:, :, :, 0]
@@ -70,13 +71,15 @@ def attend_codes(
         return jax.tree.map(lambda leaf: leaf.reshape(b, leaf.shape[1], n, s, *leaf.shape[3:]), x)
 
     def at_once(operand: Operand, packed_anew: bool) -> int:
-        # Blocks whose copy is bounded: a CPU makes one of what it decodes, unpacks or packs anew for a product.
-        exact = wide(q.dtype) == jnp.float64
-        if not isinstance(operand, Quantised) or (platform != "cpu" and not exact):
+        # Blocks of which there may be a copy: of what is decoded or unpacked for a product, or packed anew on a CPU.
+        if not isinstance(operand, Quantised):
             return n
-        if exact or operand.bits == 4:
+        if wide(q.dtype) == jnp.float64:
             return 1
-        most = max(1, PACKED_BYTES // (b * h * s * e)) if packed_anew else n
+        if operand.bits == 4:  # a CPU is fastest block by block, others are with few steps
+            most = 1 if platform == "cpu" else max(1, n // 8)
+        else:
+            most = max(1, PACKED_BYTES // (b * h * s * e)) if packed_anew and platform == "cpu" else n
         return max(m for m in range(1, n + 1) if n % m == 0 and m <= most)
 
     k, v = blocks(k.values(q.dtype) if isinstance(k, Turned) else k), blocks(v)
@@ -98,8 +101,8 @@ def attend_codes(
     together = at_once(v, packed_anew=True)
 
     def add(i: Int[Array, ""], out: Float[Array, "b h g e"]) -> Float[Array, "b h g e"]:
-        some, read = cut(weights, i * together, together, 2), cut(v, i * together, together, 2)
-        return out + weighted(some, read, q.dtype, platform).sum(2)
+        some, read = (cut(x, i * together, together, 2) for x in (weights, v))
+        return out + weighted(some, read, q.dtype, platform).sum(2)  # type: ignore[arg-type]
 
     out = jax.lax.fori_loop(0, n // together, add, jnp.zeros((b, h, g, e), logits.dtype)) / safe_total[:, :, 0]
     lse = jnp.where(total > 0, highest + jnp.log(safe_total), -jnp.inf)[:, :, 0]

@@ -6,7 +6,6 @@ The same splits as `pallas_gpu`, merged by the same lines; importing this module
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import jax
@@ -15,19 +14,21 @@ import triton
 import triton.language as tl
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.attention import AttentionSpec
+from pallas_kernels.decode_attention.kernel_parts import stored
 from pallas_kernels.decode_attention.partials import ROWS, merged, tile
 from pallas_kernels.decode_attention.types import Decoded, Gumbel, LowRank
+from pallas_kernels.operands import Operand
 
 
 def decode_attention(
     q: Float[Array, "b h g d"],
-    k: Float[Array, "b h c d"],
-    v: Float[Array, "b h c d"],
+    k: Operand,
+    v: Operand,
     position: Int[Array, "b h c"],
     query_position: Int[Array, " b"],
+    spec: AttentionSpec,
     *,
-    window: int | None,
-    slopes: Float[Array, "h g"] | None,
     low_rank: LowRank | None,
     scores: str | Gumbel | None,
     **call: Any,
@@ -36,25 +37,28 @@ def decode_attention(
     import jax_triton  # refuses to be imported where jax is not built for GPU
 
     b, h, g, d = q.shape
-    c = k.shape[2]
-    block, split = tile(b * h, c, d)
+    c, e = v.shape[2:]
+    block, split = tile(b * h, c, max(d, e))
     splits = -(-c // split)
     parts = splits + (low_rank is not None)
     gumbel = isinstance(scores, Gumbel)
     nothing = jnp.zeros(1, jnp.float32)  # stands in for what is not asked for, and is never read
     low = LowRank(nothing, nothing, nothing) if low_rank is None else low_rank
+    (keys, k_scale), (values, v_scale) = stored(k), stored(v)
     arrays = [
         q,
-        k,
-        v,
+        keys,
+        values,
+        nothing if k_scale is None else k_scale,
+        nothing if v_scale is None else v_scale,
         position,
         query_position,
-        nothing if slopes is None else slopes.astype(jnp.float32),
+        nothing if spec.slopes is None else spec.slopes.astype(jnp.float32),
         *(x.astype(jnp.float32) for x in low),
         scores.seed if gumbel else jnp.zeros(1, jnp.uint32),
         scores.tau.astype(jnp.float32) if gumbel else nothing,
     ]
-    shapes = {"out": (b, h, parts, ROWS, d), "lse": (b, h, parts, ROWS)}
+    shapes = {"out": (b, h, parts, ROWS, e), "lse": (b, h, parts, ROWS)}
     shapes |= {"logits": (1,) if scores is None else (b, h, g, c), "noisy_lse": shapes["lse"] if gumbel else (1,)}
     found = jax_triton.triton_call(
         *arrays,
@@ -62,7 +66,7 @@ def decode_attention(
         out_shape=[jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes.values()],
         grid=(parts, h, b),
         name="decode_attention",
-        **settings(h, g, c, d, window, slopes, low_rank, scores, block, split),
+        **settings(q, k, v, spec, low_rank, scores, block, split),
         **{"num_warps": 4, "num_stages": 2, **call},
     )
     wanted = ["out", "lse"] + ["logits"] * (scores is not None) + ["noisy_lse"] * gumbel
@@ -71,38 +75,42 @@ def decode_attention(
 
 
 def settings(
-    h: int,
-    g: int,
-    c: int,
-    d: int,
-    window: int | None,
-    slopes: Any,
+    q: Float[Array, "b h g d"],
+    k: Operand,
+    v: Operand,
+    spec: AttentionSpec,
     low_rank: LowRank | None,
     scores: str | Gumbel | None,
     block: int,
     split: int,
 ) -> dict[str, Any]:
     """What the kernel is compiled for."""
+    (_, h, g, d), (c, e) = q.shape, v.shape[2:]
     gumbel = isinstance(scores, Gumbel)
     return dict(
         HEADS=h,
         GROUPS=g,
         SLOTS=c,
         D=d,
+        E=e,
         SPLIT=split,
         SPLITS=triton.cdiv(c, split),
         PARTS=triton.cdiv(c, split) + (low_rank is not None),
         FEATURES=0 if low_rank is None else low_rank.features.shape[-1],
-        SCALE=1 / math.sqrt(d),
-        WINDOW=-1 if window is None else window,
+        SCALE=spec.scale,
+        CAP=0.0 if spec.soft_cap is None else spec.soft_cap,
+        WINDOW=-1 if spec.window is None else spec.window,
         LAYER=scores.layer * 0x9E3779B9 & 0xFFFFFFFF if gumbel else 0,
-        ALIBI=slopes is not None,
+        ALIBI=spec.slopes is not None,
+        K_CODES=stored(k)[1] is not None,
+        V_CODES=stored(v)[1] is not None,
         SCORES=scores is not None,
         TEMPERED=gumbel,
         NOISY=gumbel and scores.noise == "gumbel",
         BLOCK=block,
         ROWS=ROWS,
-        WIDTH=max(16, triton.next_power_of_2(d)),
+        K_WIDTH=max(16, triton.next_power_of_2(d)),
+        V_WIDTH=max(16, triton.next_power_of_2(e)),
     )
 
 
@@ -123,6 +131,8 @@ def kernel(
     q,
     k,
     v,
+    k_scale,
+    v_scale,
     position,
     query_position,
     slopes,
@@ -139,36 +149,41 @@ def kernel(
     GROUPS: tl.constexpr,
     SLOTS: tl.constexpr,
     D: tl.constexpr,
+    E: tl.constexpr,
     SPLIT: tl.constexpr,
     SPLITS: tl.constexpr,
     PARTS: tl.constexpr,
     FEATURES: tl.constexpr,
     SCALE: tl.constexpr,
+    CAP: tl.constexpr,
     WINDOW: tl.constexpr,
     LAYER: tl.constexpr,
     ALIBI: tl.constexpr,
+    K_CODES: tl.constexpr,
+    V_CODES: tl.constexpr,
     SCORES: tl.constexpr,
     TEMPERED: tl.constexpr,
     NOISY: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
-    WIDTH: tl.constexpr,
+    K_WIDTH: tl.constexpr,
+    V_WIDTH: tl.constexpr,
 ):
     part, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     LOWEST: tl.constexpr = -3.4028234663852886e38  # type: ignore[assignment]
     # 64 bits: a large batch of long caches has more than 2^31 numbers.
     base = (row * HEADS + head).to(tl.int64)
-    rows, columns = tl.arange(0, ROWS), tl.arange(0, WIDTH)
-    own, inside = rows < GROUPS, columns < D
-    corner = own[:, None] & inside[None, :]
-    acc = tl.zeros([ROWS, WIDTH], tl.float32)
+    rows, channels, columns = tl.arange(0, ROWS), tl.arange(0, K_WIDTH), tl.arange(0, V_WIDTH)
+    own, inside = rows < GROUPS, columns < E
+    acc = tl.zeros([ROWS, V_WIDTH], tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     top = tl.full([ROWS], LOWEST / 2, tl.float32)
     noisy_total = tl.zeros([ROWS], tl.float32)
     noisy_top = tl.full([ROWS], LOWEST / 2, tl.float32)
     if part < SPLITS:
         query = tl.load(query_position + row)
-        queries = tl.load(q + (base * GROUPS + rows[:, None]) * D + columns[None, :], mask=corner, other=0.0)
+        corner = own[:, None] & (channels < D)[None, :]
+        queries = tl.load(q + (base * GROUPS + rows[:, None]) * D + channels[None, :], mask=corner, other=0.0)
         if ALIBI:
             slope = tl.load(slopes + head * GROUPS + rows, mask=own, other=0.0)
         if TEMPERED:
@@ -179,14 +194,20 @@ def kernel(
         for start in range(part * SPLIT, tl.minimum(part * SPLIT + SPLIT, SLOTS), BLOCK):
             slot = start + tl.arange(0, BLOCK)
             real = slot < SLOTS
-            cells = (base * SLOTS + slot[:, None]) * D + columns[None, :]
-            keys = tl.load(k + cells, mask=real[:, None] & inside[None, :], other=0.0)
-            values = tl.load(v + cells, mask=real[:, None] & inside[None, :], other=0.0)
-            at = tl.load(position + base * SLOTS + slot, mask=real, other=-1)
+            cells = base * SLOTS + slot
+            held = real[:, None] & (channels < D)[None, :]
+            keys = tl.load(k + cells[:, None] * D + channels[None, :], mask=held, other=0).to(queries.dtype)
+            held = real[:, None] & inside[None, :]
+            values = tl.load(v + cells[:, None] * E + columns[None, :], mask=held, other=0).to(queries.dtype)
+            at = tl.load(position + cells, mask=real, other=-1)
             visible = (at >= 0) & (at <= query)
             if WINDOW >= 0:
                 visible = visible & (at > query - WINDOW)
             logits = tl.dot(queries, tl.trans(keys), input_precision="ieee") * SCALE
+            if K_CODES:
+                logits *= tl.load(k_scale + cells, mask=real, other=0.0)[None, :]
+            if CAP > 0:
+                logits = CAP * (1 - 2 / (tl.exp(logits * (2 / CAP)) + 1))  # the hyperbolic tangent
             if ALIBI:
                 logits += slope[:, None] * (at - query).to(tl.float32)[None, :]
             logits = tl.where(visible[None, :], logits, LOWEST)
@@ -194,6 +215,8 @@ def kernel(
             weights = tl.exp(logits - highest[:, None])
             kept = tl.exp(top - highest)
             total = kept * total + tl.sum(weights, 1)
+            if V_CODES:
+                weights *= tl.load(v_scale + cells, mask=real, other=0.0)[None, :]
             acc = kept[:, None] * acc + tl.dot(weights.to(values.dtype), values, input_precision="ieee")
             top = highest
             if TEMPERED:
@@ -214,13 +237,13 @@ def kernel(
         top = tl.zeros([ROWS], tl.float32)
         for r in range(FEATURES):
             feature = tl.load(phi + (base * GROUPS + rows) * FEATURES + r, mask=own, other=0.0)
-            direction = tl.load(memory + (base * FEATURES + r) * D + columns, mask=inside, other=0.0)
+            direction = tl.load(memory + (base * FEATURES + r) * E + columns, mask=inside, other=0.0)
             acc += feature[:, None] * direction[None, :]
             total += feature * tl.load(z + base * FEATURES + r)
     some = total > 0
     acc = tl.where(some[:, None], acc / tl.where(some, total, 1.0)[:, None], 0.0)
     place = (base * PARTS + part) * ROWS + rows
-    tl.store(out + place[:, None] * D + columns[None, :], acc, mask=inside[None, :])
+    tl.store(out + place[:, None] * E + columns[None, :], acc, mask=inside[None, :])
     tl.store(lse + place, log_of(top, total))
     if TEMPERED:
         tl.store(noisy_lse + place, log_of(noisy_top, noisy_total))

@@ -135,7 +135,7 @@ def _aliases(arrays: Any, out_shape: Any) -> dict[int, int]:
     return {ins[path]: outs[path] for path in outs if path in ins}
 
 
-def _kernel(refs, outputs, tiles, semaphores, *, shrinks):
+def _kernel(refs: Any, outputs: Any, tiles: Any, semaphores: Any, *, shrinks: bool) -> None:
     row, first = pl.program_id(0), pl.program_id(1) * refs["position"].shape[1]
     heads, capacity = refs["position"].shape[1:]
     position, newest = refs["position"][0], refs["new_position"][row]

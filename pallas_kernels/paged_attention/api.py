@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels import common
 from pallas_kernels.attention import AttentionSpec
-from pallas_kernels.decode_attention.api import operand_limits, width_limits
+from pallas_kernels.decode_attention.api import operand_limits, refuse_turned, width_limits
 from pallas_kernels.operands import Operand, Quantised
 from pallas_kernels.paged_attention import reference
 from pallas_kernels.paged_attention.pages import most_steps
@@ -50,17 +50,18 @@ def paged_attention(
             slopes only.
         logits: of another layer, which `xla` writes over instead of making its own; None if there are none.
         implementation: `auto`, `xla` or `pallas`. `xla` takes everything. `pallas` takes queries, keys, values, widths
-            and g as `decode_attention` does. On TPU s goes up to 1024, four bits need d and e of 256, and what its steps are told (three numbers for
-            each head of each row, and one for each row and for each 512 slots of the pool) up to 240,000 numbers. It
-            compiles for TPU and GPU and has run in interpreters, never on a chip; `auto` is `pallas` on TPU where it
-            can be, else `xla`.
+            and g as `decode_attention` does. On TPU four bits need d and e of 256, s goes up to 1024, and what its
+            steps are told (three numbers for each head of each row, and one for each row and for each 512 slots of the
+            pool) up to 240,000 numbers. It compiles for TPU and GPU and has run in interpreters, never on a chip;
+            `auto` is `pallas` on TPU where it can be, else `xla`.
         interpret: `True`, or on TPU `pltpu.InterpretParams()`, to run `pallas` without an accelerator.
         platform: for which the program is compiled; None for that of `jax.default_backend()`.
 
     Raises:
         Unsupported: the implementation asked for cannot run these arguments here.
-        ValueError: there is no such implementation.
+        ValueError: there is no such implementation, or values are `Turned`.
     """
+    refuse_turned(v)
     form = common.pallas_form(platform)
     limits = {"pallas": limit(q, k, v, spec, places, form)}
     chosen = common.choose("paged_attention", implementation, limits, platform=platform, interpret=interpret)

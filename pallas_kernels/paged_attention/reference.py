@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -45,20 +47,23 @@ def paged_attention(
         page = at + jnp.arange(block)
         valid = (page >= wanted) & (page < pages[1])
 
-        whose, where = cut(owner, at, block, 0), cut(position, at, block, 0)
-        x = spec.capped(products(queries[whose], cut(k, at, block, 0), platform))
+        def here(x: Any) -> Any:
+            return cut(x, at, block, 0)
+
+        whose, where = here(owner), here(position)
+        x = spec.capped(products(queries[whose], here(k), platform))
         if spec.slopes is not None:
-            distance = cut(key_place, at, block, 0) - query_place.reshape(-1)[whose, None]
+            distance = here(key_place) - query_place.reshape(-1)[whose, None]
             x += spec.slopes[whose % h][..., None] * distance[:, None]
         seen = spec.mask(query_position[whose // h, None], where[:, None])[:, 0]
         x = jnp.where(seen, x, lowest)
         logits = jax.lax.dynamic_update_slice_in_dim(logits, x, at, 0)
         x = jnp.where(valid[:, None, None], x, lowest)
         members = (whose == jnp.arange(owners)[:, None]) & valid
-        here = jnp.where(members[..., None], x.max(-1), lowest).max(1)
-        now = jnp.maximum(highest, jnp.maximum(here, lowest / 2))
+        top = jnp.where(members[..., None], x.max(-1), lowest).max(1)
+        now = jnp.maximum(highest, jnp.maximum(top, lowest / 2))
         weights = jnp.exp(x - now[whose][..., None])
-        read = weighted(weights, cut(v, at, block, 0), q.dtype, platform)
+        read = weighted(weights, here(v), q.dtype, platform)
         share, kept = members.astype(kind), jnp.exp(highest - now)
         total = kept * total + jnp.einsum("op,pg->og", share, weights.sum(-1))
         return now, total, kept[..., None] * out + jnp.einsum("op,pgd->ogd", share, read), logits

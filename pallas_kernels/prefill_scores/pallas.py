@@ -66,21 +66,21 @@ def _attend(
     """Output, log-sum-exp [b, query heads, 1, n], and that of the second softmax (or the same)."""
     (b, heads, n, _), e = blocks["q"].shape, blocks["v"].shape[3]
 
-    def kernel(*refs):
+    def kernel(*refs: Any) -> None:
         ref = dict(zip(blocks, refs, strict=False))
-        out_ref, *refs = refs[len(blocks) :]
-        lse_refs, (sum_ref, *running) = refs[: 1 + noisy], refs[1 + noisy :]
+        out_ref, *rest = refs[len(blocks) :]
+        lse_refs, (sum_ref, *running) = rest[: 1 + noisy], rest[1 + noisy :]
         i, j = pl.program_id(2), pl.program_id(3)
 
         @pl.when(j == 0)
-        def _():
+        def _() -> None:
             for at in (sum_ref, *running[1::2]):
                 at[...] = jnp.zeros(at.shape, jnp.float32)
             for at in running[::2]:  # half of the lowest: exp(lowest - half) is 0 also where nothing has been seen
                 at[...] = jnp.full(at.shape, LOWEST / 2, jnp.float32)
 
         @pl.when(tiles.seen(i, j))
-        def _():
+        def _() -> None:
             x, tempered = _logits(ref, spec, tau, noisy)
             p, shrink = _add(x, *running[:2])
             v = ref["v"][0, 0]
@@ -89,7 +89,7 @@ def _attend(
                 _add(tempered, *running[2:])
 
         @pl.when(j == tiles.keys - 1)
-        def _():
+        def _() -> None:
             out_ref[0, 0] = (sum_ref[...] / _safe(running[1][...])).T
             for at, highest, total in zip(lse_refs, running[::2], running[1::2], strict=True):
                 lse = highest[...] + jnp.log(_safe(total[...]))
@@ -120,19 +120,19 @@ def _collect(
     b, h, c, _ = blocks["k"].shape
     g, rows = blocks["q"].shape[1] // h, blocks["weight"].shape[2]
 
-    def kernel(*refs):
+    def kernel(*refs: Any) -> None:
         ref = dict(zip(blocks, refs, strict=False))
         out_ref, sum_ref = refs[len(blocks) :]
         j, member, i = pl.program_id(2), pl.program_id(3), pl.program_id(4)
 
         @pl.when((member == 0) & (i == 0))
-        def _():
+        def _() -> None:
             sum_ref[...] = jnp.zeros(sum_ref.shape, jnp.float32)
 
         weight = ref["weight"][0, 0]
 
         @pl.when(tiles.seen(i, j) & (jnp.max(jnp.abs(weight)) > 0))
-        def _():
+        def _() -> None:
             lse = ref["lse"][0, 0]
             x = _logits(ref, spec, tau, noisy)[1]
             p = jnp.exp(x - jnp.where(lse == -jnp.inf, 0.0, lse))
@@ -142,7 +142,7 @@ def _collect(
                 sum_ref[m] += functools.reduce(jnp.add, parts)
 
         @pl.when((member == g - 1) & (i == tiles.queries - 1))
-        def _():
+        def _() -> None:
             for m in range(rows):
                 out_ref[0, 0, m : m + 1] = jnp.sum(sum_ref[m].T, axis=0, keepdims=True)
 

@@ -61,11 +61,11 @@ def _attend(
     """Output, log-sum-exp [b, query heads, n], and that of the second softmax (or the same)."""
     (b, heads, n, _), e = blocks["q"].shape, blocks["v"].shape[3]
 
-    def kernel(refs, outputs):
+    def kernel(refs: Any, outputs: Any) -> None:
         i = pl.program_id(0)
         q, query = refs["q"][...], refs["query"][...]
 
-        def look(j, carry):
+        def look(j: Any, carry: Any) -> Any:
             acc, running = carry
             keys = pl.ds(j * tiles.width, tiles.width)
             x, tempered = _logits(refs, q, query, keys, spec, tau, noisy)
@@ -105,10 +105,10 @@ def _collect(
     """Column sums [b, query heads, rows of weights, c]."""
     (b, heads, _, _), c, rows = blocks["q"].shape, blocks["k"].shape[2], blocks["weight"].shape[2]
 
-    def kernel(refs, out_ref):
+    def kernel(refs: Any, out_ref: Any) -> None:
         j = pl.program_id(0)
 
-        def look(i, sums):
+        def look(i: Any, sums: tuple[Array, ...]) -> tuple[Array, ...]:
             queries = pl.ds(i * tiles.size, tiles.size)
             lse = refs["lse"][queries]
             everything = pl.ds(0, tiles.width)
@@ -155,7 +155,9 @@ def _specs(blocks: dict[str, Array], tiles: Tiles, *, by_query: bool) -> dict[st
     return {name: spec(name, array) for name, array in blocks.items()}
 
 
-def _logits(refs: Any, q: Array, query: Array, keys: Any, spec: AttentionSpec, tau: float, noisy: bool):
+def _logits(
+    refs: Any, q: Array, query: Array, keys: Any, spec: AttentionSpec, tau: float, noisy: bool
+) -> tuple[Array, Array]:
     """Masked logits [queries, keys], and with noise at temperature tau (or the same)."""
     key = refs["key"][keys][None, :]
     visible = (key >= 0) & (key <= query[:, None])

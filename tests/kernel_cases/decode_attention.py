@@ -107,6 +107,13 @@ def oracle(
     return found
 
 
+def arguments(some: Case) -> dict[str, Any]:
+    """What `decode_attention` is called with for a plain case, without scores."""
+    inputs = dict(some.arrays[0])
+    slopes = inputs.pop("slopes", None)
+    return inputs | {"spec": AttentionSpec(inputs["q"].shape[-1] ** -0.5, slopes=slopes)}
+
+
 def run(
     inputs: dict[str, Any], *, scale: float, soft_cap: float | None, window: int | None, scores: Any, **options: Any
 ) -> dict[str, Any]:
@@ -181,7 +188,9 @@ def case(
     if scores not in (None, "each", "sum"):
         inputs["seed"] = rng.integers(2**32, size=b, dtype=np.uint32)
         inputs["tau"] = rng.uniform(1, 2, size=b).astype(np.float32)
-    settings = dict(scale=1 / math.sqrt(d) if scale is None else scale, soft_cap=soft_cap, window=window, scores=scores)
+    settings: dict[str, Any] = dict(
+        scale=1 / math.sqrt(d) if scale is None else scale, soft_cap=soft_cap, window=window, scores=scores
+    )
     extra = {f"R{features}": features, f"e{e}": e != d, f"bits{bits[0]},{bits[1]}": any(bits), "cap": soft_cap}
     extra |= {"scale": scale, "alibi": alibi, "moved": moved, "window": window}
     named = [name for name, wanted in extra.items() if wanted]

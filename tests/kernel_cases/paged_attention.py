@@ -101,7 +101,9 @@ def case(
     if moved:
         shapes = (b, h), (total, size)
         inputs["places"] = tuple(rng.integers(0, most * size, shape).astype(np.int32) for shape in shapes)
-    settings = dict(scale=1 / math.sqrt(d) if scale is None else scale, soft_cap=soft_cap, window=window)
+    settings: dict[str, Any] = dict(
+        scale=1 / math.sqrt(d) if scale is None else scale, soft_cap=soft_cap, window=window
+    )
     extra = {f"e{e}": e != d, f"bits{bits[0]},{bits[1]}": any(bits), "cap": soft_cap, "scale": scale}
     extra |= {"alibi": alibi, "moved": moved, "window": window}
     fits = all(width == 256 for width, some in zip((d, e), bits, strict=True) if some == 4)

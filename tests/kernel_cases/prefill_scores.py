@@ -84,7 +84,14 @@ def operand(kind: str, x: Any) -> Any:
     return Quantised(codes, scale)
 
 
-def run(inputs: dict[str, Any], *, window=None, scale=None, soft_cap=None, **options: Any) -> dict[str, Any]:
+def run(
+    inputs: dict[str, Any],
+    *,
+    window: int | None = None,
+    scale: float | None = None,
+    soft_cap: float | None = None,
+    **options: Any,
+) -> dict[str, Any]:
     arrays = dict(inputs)
     spec = AttentionSpec(scale or inputs["q"].shape[-1] ** -0.5, soft_cap, window, arrays.pop("slopes", None))
     found = prefill_scores(**arrays, spec=spec, **options)
@@ -123,6 +130,7 @@ def inputs(
 
 
 SETTINGS = ("tau", "scores", "window", "scale", "soft_cap")
+"""Of `run` and `oracle` alike."""
 
 
 def case(

@@ -15,15 +15,20 @@ Decoding one token, layer by layer (a policy with `sequential = True` reads its 
 
     before(new)          -> for each KV head the index that leaves, or None; the new token is not in the lists yet
     note(h, new)         -> the note of the new token, then appended with its key and value
+    store(h, k, v)       -> the pair as it lies in the lists; unchanged unless overridden
+    see(h, q, turn)      -> keys [n, d] and queries [g][d] as the model multiplies them; also kept in `self.saw`
     attend(h, g, q, probs)  -> [d], what query q of query head g reads from head h; the average unless overridden;
                          called for every prompt token too, whose probs are zero for later tokens
     after(new, probs)    probs[h][g] is an array over the list, the new token included: update notes
     couple(oracles)      after the last layer
 
+Whatever leaves besides what `before` and `keep` name goes through `retain(h, indices)`.
+
 Most oracles need only `scores(h, new)` (one number per cached token, lowest leaves first, -inf at once) and `note`,
 `read`, `after`: `before` and `keep` are then those below, with sinks, recent window, special tokens and the limit.
-All settings of the kvjax policy are attributes (`self.recent`), as are `layer`, `layers`, `limit` (slots per head,
-the new token included), `kv_heads`, `groups` and whatever the case injects (noise, hash matrices).
+All settings of the parts of the kvjax policy are attributes (`self.recent`, see `settings_of` in tests/cases.py), as
+are `layer`, `layers`, `limits` (slots of each head, the new token included), `kv_heads`, `groups` and whatever the case
+injects (noise, hash matrices).
 """
 
 from __future__ import annotations
@@ -31,7 +36,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -100,16 +105,19 @@ class Oracle:
     sequential = False
     layer: int
     layers: int
-    limit: int
+    limits: list[int]
     kv_heads: int
     groups: int
     sinks: int
     recent: int | float
     special: tuple[int, ...]
     positions: str
+    saw: tuple[np.ndarray, list[np.ndarray]]
+    """Keys and queries of the head that attends, as the model multiplies them."""
 
-    def __init__(self, **attributes: Any) -> None:
+    def __init__(self, limit: int | Sequence[int], **attributes: Any) -> None:
         vars(self).update(attributes)
+        self.limits = [limit] * self.kv_heads if isinstance(limit, int) else list(limit)
         self.heads = [Head() for _ in range(self.kv_heads)]
         self.start()
 
@@ -126,6 +134,22 @@ class Oracle:
     def note(self, h: int, new: New) -> Any:
         return None
 
+    def store(self, h: int, key: np.ndarray, value: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        return key, value
+
+    def see(
+        self, h: int, new: New, raw: Sequence[np.ndarray], turn: Callable[[np.ndarray, int], np.ndarray]
+    ) -> tuple[np.ndarray, list[np.ndarray]]:
+        """Keys of head h and its group's queries, given the unrotated queries and what rotates a vector to a place."""
+        head = self.heads[h]
+        if self.positions == "original":
+            return np.array(head.keys), new.queries[h]
+        last = len(head.raw_keys) - 1
+        return np.array([turn(key, i) for i, key in enumerate(head.raw_keys)]), [turn(query, last) for query in raw]
+
+    def retain(self, h: int, indices: Sequence[int]) -> None:
+        self.heads[h].retain(indices)
+
     def attend(self, h: int, g: int, query: np.ndarray, probs: np.ndarray) -> np.ndarray:
         return probs @ np.array(self.heads[h].values)
 
@@ -136,17 +160,17 @@ class Oracle:
     def couple(oracles: Sequence[Any]) -> None:
         pass
 
-    def sink_slots(self) -> int:
+    def sink_slots(self, h: int) -> int:
         return self.sinks
 
-    def recent_slots(self) -> int:
-        return self.recent if isinstance(self.recent, int) else math.floor(self.recent * self.limit + 1e-6)
+    def recent_slots(self, h: int) -> int:
+        return self.recent if isinstance(self.recent, int) else math.floor(self.recent * self.limits[h] + 1e-6)
 
     def protected(self, h: int, i: int, newest: int) -> bool:
         """Whether token i of head h may never leave while `newest` is the newest position."""
         head = self.heads[h]
-        sink = head.positions[i] < self.sink_slots()
-        recent = head.positions[i] > newest - self.recent_slots()
+        sink = head.positions[i] < self.sink_slots(h)
+        recent = head.positions[i] > newest - self.recent_slots(h)
         return sink or recent or head.tokens[i] in self.special
 
     def ranks(self, h: int, new: New | Prompt) -> list[float]:
@@ -160,7 +184,7 @@ class Oracle:
         leaving: list[int | None] = []
         for h in range(self.kv_heads):
             ranks = self.ranks(h, new)
-            if len(ranks) >= self.limit or -math.inf in ranks:
+            if len(ranks) >= self.limits[h] or -math.inf in ranks:
                 leaving.append(ranks.index(min(ranks)))  # the first, so the oldest, of equals
             else:
                 leaving.append(None)
@@ -173,7 +197,7 @@ class Oracle:
             alive = [i for i in range(len(ranks)) if ranks[i] > -math.inf]
             # Of equals the newest stay.
             best = sorted(((ranks[i], i) for i in alive), reverse=True)
-            staying.append([i for _, i in best[: self.limit]])
+            staying.append([i for _, i in best[: self.limits[h]]])
         return staying
 
 
@@ -258,15 +282,12 @@ class Decoder:
                 note = oracle.note(h, new)
                 head.positions.append(position)
                 head.tokens.append(int(token))
-                head.keys.append(k[h])
+                key, value = oracle.store(h, k[h], v[h])
+                head.keys.append(key)
                 head.raw_keys.append(raw_k[h])
-                head.values.append(v[h])
+                head.values.append(value)
                 head.notes.append(note)
-                if oracle.positions == "cache":
-                    seen = np.array([self._rotate(key, i) for i, key in enumerate(head.raw_keys)])
-                    queries = [self._rotate(query, len(head.raw_keys) - 1) for query in raw_q[h]]
-                else:
-                    seen, queries = np.array(head.keys), q[h]
+                seen, queries = oracle.saw = oracle.see(h, new, raw_q[h], self._rotate)
                 probs.append([softmax(seen @ query / math.sqrt(len(query))) for query in queries])
                 read.append([oracle.attend(h, g, q[h][g], probs[h][g]) for g in range(len(queries))])
             oracle.after(new, probs)

@@ -23,6 +23,7 @@ class FastGen(Oracle):
     spare_punctuation: float
 
     def start(self):
+        super().start()
         self.chosen: list[tuple[str, ...] | None] = [None] * self.kv_heads
         self.fixed: list[set[int]] = [set() for _ in range(self.kv_heads)]
         self.slots = [0] * self.kv_heads

@@ -12,30 +12,30 @@ class LightKV(Oracle):
     context_limit: int | None
 
     def start(self):
-        self.budget = self.limit
-        self.window = self.alpha or self.budget
+        super().start()
+        self.budgets = list(self.limits)
 
-    def mask_width(self) -> int:
-        return max(1, int(self.budget / (2 * self.omega) + 1e-6))
+    def mask_width(self, h: int) -> int:
+        return max(1, int(self.budgets[h] / (2 * self.omega) + 1e-6))
 
-    def sink_slots(self):
-        return max(self.mask_width(), self.sinks)
+    def sink_slots(self, h):
+        return max(self.mask_width(h), self.sinks)
 
-    def recent_slots(self):
-        return max(self.mask_width(), super().recent_slots())
+    def recent_slots(self, h):
+        return max(self.mask_width(h), super().recent_slots(h))
 
-    def slots(self, length: int) -> int:
+    def slots(self, h: int, length: int) -> int:
         """Slots for a text of this length."""
-        few = self.budget
+        few = self.budgets[h]
         if self.middle == "mask":
-            few = min(few, self.sink_slots() + self.recent_slots() + self.mask_width())
+            few = min(few, self.sink_slots(h) + self.recent_slots(h) + self.mask_width(h))
         if self.context_limit is not None and length <= self.context_limit:
             return max(few, self.context_limit)
         return few
 
     def read(self, prompt):
-        self.limit = self.slots(prompt.prompt_length)
         for h, head in enumerate(self.heads):
+            self.limits[h] = self.slots(h, prompt.prompt_length)
             for i in range(prompt.prompt_length):
                 head.notes[i] = []
                 for query in range(i, prompt.prompt_length):
@@ -43,12 +43,12 @@ class LightKV(Oracle):
                         head.notes[i].append((query, prompt.probs[h][g][query, i]))
 
     def before(self, new):
-        self.limit = self.slots(new.position + 1)
         for h in range(self.kv_heads):
-            if len(self.heads[h].positions) > self.limit:
+            self.limits[h] = self.slots(h, new.position + 1)
+            if len(self.heads[h].positions) > self.limits[h]:
                 ranks = self.ranks(h, new)
                 order = sorted(range(len(ranks)), key=lambda i: (ranks[i], i), reverse=True)
-                self.heads[h].retain(order[: self.limit])
+                self.retain(h, order[: self.limits[h]])
         return super().before(new)
 
     def note(self, h, new):
@@ -63,5 +63,6 @@ class LightKV(Oracle):
     def scores(self, h, new):
         # Windows of alpha queries, one of which ends with the prompt: the one being filled and the one before count.
         seen = new.position + 1 if hasattr(new, "probs") else new.position
-        first = new.prompt_length + ((seen - new.prompt_length) // self.window - 1) * self.window
+        alpha = self.alpha or self.budgets[h]
+        first = new.prompt_length + ((seen - new.prompt_length) // alpha - 1) * alpha
         return [sum(p for query, p in note if query >= first) for note in self.heads[h].notes]

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import math
+
 from tests.oracles.decoder import Oracle
 
 
 class SnapKV(Oracle):
+    window: int | float
     kernel: int
     pooling: str
     group: str
 
     def read(self, prompt):
         n = prompt.prompt_length
-        start = max(0, n - self.recent_slots())
         for h, head in enumerate(self.heads):
+            share = isinstance(self.window, float)
+            start = max(0, n - (math.floor(self.window * self.limits[h] + 1e-6) if share else int(self.window)))
             looked = [0.0] * start
             for i in range(start):
                 for query in range(start, n):
