@@ -97,11 +97,17 @@ def attend_token(
     if selection is not None:
         read = _narrowed(selection, probs, given.v, new, found.lse[..., None])
         out = read.out if low_rank is None else merge(read, share_of_evicted(low_rank)).out
+    return out, answered(asks, probs, view.position, new)
+
+
+def answered(asks: PyTree, probs: Float[Array, "b h g 1 c"], position: Int[Array, "b h c"], new: New) -> PyTree:
+    """What is asked of one token per row, from its attention."""
+    leaves, tree = questions(asks)
     visible = (probs > 0).any(2).sum(-1)
-    return out, tree.unflatten(
+    return tree.unflatten(
         Seen(probs, new.position, visible)
         if isinstance(ask, Probs)
-        else spread(ask, reduced(ask, probs, view.position, new))
+        else spread(ask, reduced(ask, probs, position, new))
         for ask in leaves
     )
 
