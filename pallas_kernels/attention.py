@@ -151,7 +151,7 @@ def share_of_evicted(memory: LowRank) -> Partial:
 def tempered(
     probs: Float[Array, "b h g *t c"], zeta: Float[Array, "b h #g *t c"] | None, tau: Array | float
 ) -> Float[Array, "b h g *t c"]:
-    """Numerators of Keyformer's equation 9 from probabilities: softmax((log p + zeta) / tau) = softmax((x + zeta) / tau).
+    """Numerators of Keyformer's equation 9 from probabilities: softmax((log p + zeta)/tau) = softmax((x + zeta)/tau).
 
     Args:
         probs: softmax of logits x.
