@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import sys
@@ -12,13 +13,15 @@ from typing import Any
 
 import numpy as np
 
-from kvjax import decode, paged, policies
+from kvjax import policies
 from kvjax.commands import finish, use_compilation_cache
+from kvjax.engine.state import cache_bytes, full_cache_bytes, slot_limits
 from kvjax.files import read_text
-from kvjax.policies.base import Policy
+from kvjax.policies.policy import Policy
+from kvjax.policies.profiled import Profiled
 from kvjax.sampling.sample import Sampling
 from kvjax.sampling.texts import Generation, Stream, encode, generate_ids
-from kvjax.settings import parse_budget, parse_settings, read_config
+from kvjax.settings import PART_KEYS, parse_budget, parse_settings, read_config
 
 
 def parser() -> argparse.ArgumentParser:
@@ -28,11 +31,22 @@ def parser() -> argparse.ArgumentParser:
     source = options.add_mutually_exclusive_group()
     source.add_argument("--prompt", help="the text to continue; standard input if neither this nor a file is given")
     source.add_argument("--prompt-file", type=Path, help="a file with the text to continue")
-    options.add_argument("--policy", help="which tokens stay in the cache; `list` shows them (default: full)")
+    options.add_argument("--policy", help="which tokens stay in the cache; `list` shows all parts (default: full)")
     options.add_argument("--budget", help="slots per head, or a fraction of prompt + new tokens (default: 1.0)")
-    options.add_argument("--plan", help="how the budget is spread over layers")
-    options.add_argument("--set", nargs="+", action="extend", default=[], metavar="key=value", dest="settings")
-    options.add_argument("--less-checkpoint", metavar="DIR", help="kernels of --policy less, from kvjax.train_less")
+    options.add_argument("--plan", help="how the budget is spread over layers or heads")
+    options.add_argument("--residual", help="what becomes of evicted pairs: less")
+    options.add_argument("--codec", help="how a slot lies in memory: plain, int8 or int4")
+    options.add_argument("--selection", help="which of the held tokens a query reads: topk")
+    options.add_argument(
+        "--set",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="key=value",
+        dest="settings",
+        help="settings of the policy, and of its parts: recent=0.3 residual.kernels=performer plan.floor=0.3",
+    )
+    options.add_argument("--less-checkpoint", metavar="DIR", help="kernels of LESS, from kvjax.train_less")
     options.add_argument("--config", help="a TOML file or the name of a shipped one; options override it")
     options.add_argument("--prefill-chunk", type=int, help="compress after every so many prompt tokens")
     options.add_argument("--max-new-tokens", type=int, default=128)
@@ -50,25 +64,44 @@ def parser() -> argparse.ArgumentParser:
 
 
 def list_policies() -> str:
-    """One line for each policy, then its settings and their defaults."""
+    """One line for each policy and each member of the other parts, then its settings and their defaults."""
+    entries = [(name, method, policies.settings_of(name)) for name, method in policies.REGISTRY.items()]
+    lines = ["policies (--policy)", *_listed(entries)]
+    for part, table in (("plan", policies.PLANS), ("residual", policies.RESIDUALS), ("selection", policies.SELECTIONS)):
+        parts = [(name, kind, _settings(kind, part)) for name, kind in table.items()]
+        lines += ["", f"{part}s (--{part})", *_listed(parts)]
+    return "\n".join([*lines, "", "codecs (--codec)", f"  {', '.join(policies.CODECS)}"])
+
+
+def _listed(entries: Sequence[tuple[str, Any, dict[str, Any]]]) -> list[str]:
     lines = []
-    for name, kind in policies.REGISTRY.items():
-        summary = (kind.__doc__ or "").strip().splitlines()[0]
-        settings = ", ".join(f"{key}={value!r}" for key, value in policies.settings_of(name).items())
-        lines.append(f"{name:<16} {summary}\n{'':<16} {settings}")
-    return "\n".join(lines)
+    for name, described, settings in entries:
+        summary = (described.__doc__ or "").strip().splitlines()[0]
+        lines.append(f"  {name:<16} {summary}")
+        lines.append(f"  {'':<16} {', '.join(f'{key}={value!r}' for key, value in settings.items())}".rstrip())
+    return lines
 
 
-def _choice(options: argparse.Namespace) -> tuple[Policy, int | float | Sequence[int], str | None, int | None]:
+def _settings(kind: type[Any], part: str) -> dict[str, Any]:
+    fields = (field for field in dataclasses.fields(kind) if not field.metadata.get("pytree_node", True))
+    return {f"{part}.{field.name}": field.default for field in fields}
+
+
+def _choice(options: argparse.Namespace) -> tuple[Policy, int | float | Sequence[int], int | None]:
     config = read_config(options.config) if options.config else {}
-    same = options.policy in (None, config.get("policy"))
-    settings = (config.get("settings", {}) if same else {}) | parse_settings(options.settings)
+    name = options.policy or config.get("policy", "full")
+    parts = {part: getattr(options, part) or config.get(part) for part in PART_KEYS}
+    # A config's settings are those of its own policy and parts.
+    chosen = {"policy": name, **parts}
+    own = {setting: setting.partition(".")[0] if "." in setting else "policy" for setting in config.get("settings", {})}
+    settings = {setting: config["settings"][setting] for setting, of in own.items() if chosen[of] == config.get(of)}
+    settings |= parse_settings(options.settings)
     if options.less_checkpoint is not None:
-        settings |= {"checkpoint": options.less_checkpoint}
-    policy = policies.policy(options.policy or config.get("policy", "full"), **settings)
+        settings["checkpoint" if name == "less" else "residual.checkpoint"] = options.less_checkpoint
+    policy = policies.policy(name, **parts, **settings)
     budget = config.get("budget", 1.0) if options.budget is None else parse_budget(options.budget)
     chunk = config.get("prefill_chunk") if options.prefill_chunk is None else options.prefill_chunk
-    return policy, budget, options.plan or config.get("plan"), chunk
+    return policy, budget, chunk
 
 
 def _prompt(options: argparse.Namespace) -> str:
@@ -86,9 +119,9 @@ def _report(made: Generation, policy: Policy, seed: int, text: str) -> dict[str,
         "prompt_tokens": len(made.prompts[0]),
         "new_tokens": len(made.tokens[0]),
         "policy": policies.name_of(policy),
-        "budget": round(float(np.mean(decode.slot_limits(made.state)))),
-        "cache_bytes": decode.cache_bytes(made.state),
-        "full_cache_bytes": decode.full_cache_bytes(made.state),
+        "budget": round(float(np.mean(slot_limits(made.state)))),
+        "cache_bytes": cache_bytes(made.state),
+        "full_cache_bytes": full_cache_bytes(made.state),
         "prefill_seconds": made.prefill_seconds,
         "decode_tokens_per_second": rate,
         "seed": seed,
@@ -98,14 +131,13 @@ def _report(made: Generation, policy: Policy, seed: int, text: str) -> dict[str,
 
 def _choices(made: Generation) -> dict[str, Any]:
     """What each head of the first row was found to need, by layer, for policies that choose so."""
-    if not isinstance(made.state.policy, policies.FastGen):
+    plan = made.state.policy.plan
+    if not isinstance(plan, Profiled):
         return {}
-    bound, pool = made.state.policy, made.state.caches
-    assert isinstance(pool, paged.Pool)
     return {
-        "choices": ["+".join(parts) or "full" for parts in bound.choices],
-        "policy_map": [np.asarray(layer.choice)[0].tolist() for layer in pool.state],
-        "slots": [limit[0].tolist() for limit in decode.slot_limits(made.state)],
+        "choices": ["+".join(parts) or "full" for parts in plan.choices],
+        "policy_map": [np.asarray(layer.plan.choice)[0].tolist() for layer in made.state.storage.states()],
+        "slots": [limit[0].tolist() for limit in slot_limits(made.state)],
     }
 
 
@@ -134,7 +166,7 @@ def run(options: argparse.Namespace) -> None:
         return
     from kvjax.model import load
 
-    policy, budget, plan, chunk = _choice(options)
+    policy, budget, chunk = _choice(options)
     Sampling(options.temperature, options.top_k, options.top_p)
     prompt = _prompt(options)
     model = load(options.model, dtype=options.dtype)
@@ -145,7 +177,6 @@ def run(options: argparse.Namespace) -> None:
         [ids],
         policy=policy,
         budget=budget,
-        plan=plan,
         prefill_chunk=chunk,
         max_new_tokens=options.max_new_tokens,
         temperature=options.temperature,

@@ -1,18 +1,23 @@
-"""What a user writes on a command line or in a config file, as settings of policies and plans."""
+"""What a user writes on a command line or in a config file, as settings of policies and their parts."""
 
 from __future__ import annotations
 
 import ast
 import importlib.resources
 import tomllib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-CONFIG_KEYS = ("policy", "budget", "plan", "prefill_chunk", "settings")
+PART_KEYS = ("plan", "residual", "codec", "selection")
+"""Parts that take the place of a policy's own, each by name."""
+CONFIG_KEYS = ("policy", *PART_KEYS, "budget", "prefill_chunk", "settings")
 
 
 def parse_settings(words: list[str]) -> dict[str, Any]:
     """`key=value` words as a dictionary; values are numbers, true, false, lists, or else text.
+
+    Settings of a part are written as `residual.kernels=performer`.
 
     Raises:
         ValueError: a word has no `=`.
@@ -56,7 +61,9 @@ def config_directories() -> list[Path]:
 
 
 def read_config(path_or_name: str) -> dict[str, Any]:
-    """A config file: policy, budget, plan, prefill_chunk and the table `settings`.
+    """A config file: policy, parts, budget, prefill_chunk and the table `settings`, whose names are those of `--set`.
+
+    TOML reads `residual.kernels = "performer"` in that table as a table inside; here it is one dotted name again.
 
     Args:
         path_or_name: a TOML file, or the name of a shipped one.
@@ -76,5 +83,15 @@ def read_config(path_or_name: str) -> dict[str, Any]:
     for key in config:
         if key not in CONFIG_KEYS:
             raise ValueError(f"{file} has an unknown key {key!r}; a config takes {', '.join(CONFIG_KEYS)}.")
-    settings = config.get("settings", {})
-    return config | {"settings": {k: tuple(v) if isinstance(v, list) else v for k, v in settings.items()}}
+    return config | {"settings": _flat(config.get("settings", {}))}
+
+
+def _flat(settings: Mapping[str, Any]) -> dict[str, Any]:
+    # Tables inside as dotted names, lists as tuples.
+    flat: dict[str, Any] = {}
+    for name, value in settings.items():
+        if isinstance(value, dict):
+            flat |= {f"{name}.{inner}": part for inner, part in _flat(value).items()}
+        else:
+            flat[name] = tuple(value) if isinstance(value, list) else value
+    return flat

@@ -17,7 +17,20 @@ from kvjax.policies.plan import AfterLimit
 from kvjax.policies.profiled import TokenClasses
 from kvjax.policies.scores.keyformer import GumbelSoftmax
 from kvjax.policies.scores.lsh_e import Hamming, projections
-from tests.oracles import basic, fastgen, keyformer, l2, less, lightkv, lsh_e, scissorhands, snapkv, topk_oracle, tova
+from tests.oracles import (
+    basic,
+    codecs,
+    fastgen,
+    keyformer,
+    l2,
+    less,
+    lightkv,
+    lsh_e,
+    scissorhands,
+    snapkv,
+    topk_oracle,
+    tova,
+)
 from tests.oracles.decoder import Oracle
 
 Inject = Callable[[Policy, ModelConfig, int, int, int], dict[str, Any]]
@@ -181,3 +194,74 @@ POLICIES: dict[str, Case] = {
 
 FIRST = list({case.policy: name for name, case in reversed(POLICIES.items())}.values())
 """One case of each policy, for promises that its settings cannot touch."""
+
+
+def pair(
+    name: str, *, plan: str | None = None, less_over: bool = False, codec: str | None = None, **settings: Any
+) -> Case:
+    """A case of `POLICIES` with some of its parts replaced, and its twin likewise."""
+    case = POLICIES[name]
+    oracle, parts = case.oracle, dict(settings)
+    if less_over:
+        oracle = less.less(oracle)
+        parts |= {"residual": "less", "residual.kernels": "performer"}
+    if codec is not None:
+        oracle = codecs.coded(oracle)
+        parts |= {"codec": codec}
+    changes = {"oracle": oracle, "settings": {**case.settings, **parts}, "plan": plan or case.plan}
+    return dataclasses.replace(case, **changes, equals_full=case.equals_full and codec is None)
+
+
+PAIRS: dict[str, Case] = {
+    # A plan for each head, over every score that it means something to; keys by rank in heads of several sizes.
+    **{
+        f"{name}+adakv": pair(name, plan="adakv")
+        for name in (
+            *("h2o", "keyformer", "keyformer-fresh", "snapkv", "snapkv-max", "scissorhands", "lsh_e-one-shot"),
+            *("l2", "random", "window", "dilated_window", "lightkv", "h2o-protected"),
+            *("streaming", "h2o-cache-positions", "keyformer-cache-positions", "window-cache-positions"),
+        )
+    },
+    # LESS over every score, and over every kind of plan.
+    **{
+        f"less+{name}": pair(name, less_over=True)
+        for name in (
+            *("keyformer", "snapkv", "scissorhands", "lsh_e", "l2", "random", "window", "streaming", "tova"),
+            *("lightkv-context", "h2o-cache-positions", "pyramidkv", "fastgen-low"),
+        )
+    },
+    **{f"less+{name}+adakv": pair(name, less_over=True, plan="adakv") for name in ("h2o", "keyformer", "snapkv")},
+    "less+streaming+adakv": pair("streaming", less_over=True, plan="adakv"),
+    # Codes under everything.
+    **{
+        f"{name}+int8": pair(name, codec="int8")
+        for name in (
+            *(
+                "full",
+                "window",
+                "streaming",
+                "random",
+                "h2o",
+                "h2o-sequential",
+                "keyformer",
+                "keyformer-shared",
+                "tova",
+            ),
+            *("scissorhands", "snapkv", "pyramidkv", "lightkv-context", "l2", "lsh_e", "lsh_e-one-shot"),
+            *("topk_oracle", "fastgen-low"),
+        )
+    },
+    **{f"{name}+int4": pair(name, codec="int4") for name in ("h2o", "streaming", "snapkv", "tova", "fastgen")},
+    **{f"{name}+adakv+int8": pair(name, plan="adakv", codec="int8") for name in ("h2o", "keyformer", "snapkv", "l2")},
+    "h2o+adakv+int4": pair("h2o", plan="adakv", codec="int4"),
+    **{f"less+{name}+int8": pair(name, less_over=True, codec="int8") for name in ("h2o", "streaming", "fastgen-low")},
+    "less+h2o+int4": pair("h2o", less_over=True, codec="int4"),
+    "less+keyformer+adakv+int8": pair("keyformer", less_over=True, plan="adakv", codec="int8"),
+    # A selection reads only some of what the score keeps.
+    "h2o+topk": dataclasses.replace(
+        pair("h2o", selection="topk", **{"selection.k": 6}),
+        oracle=type("SelectingH2O", (topk_oracle.Selecting, basic.H2O), {}),
+        equals_full=False,
+    ),
+}
+"""Parts that are combined: what no paper has tried together still means what its parts mean."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -11,12 +12,16 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jaxtyping import Array
 
 import kvjax
-from kvjax import decode, paged
-from kvjax.policies import H2O, REGISTRY
-from tests.cases import FIRST, POLICIES, Case
-from tests.held import stored, unpacked
+from kvjax.cache import paged
+from kvjax.engine import decode, extend
+from kvjax.engine.state import held_positions, slot_limits
+from kvjax.model import Model
+from kvjax.policies.registry import REGISTRY
+from tests.cases import FIRST, PAIRS, POLICIES, Case
+from tests.held import unpacked
 from tests.models import GQA, MHA, random_model, small_config
 
 MODEL = random_model(GQA)
@@ -24,91 +29,105 @@ LENGTHS = (41, 25, 33)
 RNG = np.random.default_rng(3)
 TEXT = RNG.integers(0, GQA.vocab_size, (3, 120))
 compiled_fast = pytest.mark.usefixtures("compiled_fast")
-every_case = pytest.mark.parametrize("name", POLICIES)
+CASES = POLICIES | PAIRS
+MIXED = ["streaming+adakv", "h2o+adakv+int8", "less+snapkv+adakv", "less+fastgen-low+int8", "streaming+int8"]
+"""Pairs that together go every way through the engine; what each pair computes is compared in test_oracles.py."""
+core = pytest.mark.core
+every_case = pytest.mark.parametrize("name", [*POLICIES, *MIXED])
 every_policy = pytest.mark.parametrize("name", FIRST)
+every_mixture = pytest.mark.parametrize("name", [*FIRST, *MIXED])
 
 
 @pytest.fixture(autouse=True)
-def other_cases_are_compiled_fast(request):
+def other_cases_are_compiled_fast(request: pytest.FixtureRequest) -> None:
     """A policy's first case runs as users run it."""
     if "callspec" in vars(request.node) and request.node.callspec.params.get("name", FIRST[0]) not in FIRST:
         request.getfixturevalue("compiled_fast")
 
 
-def read(case: Case, budget: Any = None, *, model=MODEL, rows: Any = slice(None), changes=None, **arguments: Any):
+def read(
+    case: Case,
+    budget: Any = None,
+    *,
+    model: Model = MODEL,
+    rows: Any = slice(None),
+    changes: Mapping[str, Any] | None = None,
+    **arguments: Any,
+) -> tuple[kvjax.State, Array]:
     """A ragged batch read by the policy of a case; tests that leave the shapes alone share its program."""
     arguments = {"plan": case.plan, "prefill_chunk": case.prefill_chunk, "max_new_tokens": 40} | arguments
     arguments = {"lengths": np.array(LENGTHS)[rows]} | arguments
     policy = case.make(**(changes or {}))
     budget = case.budget if budget is None else budget
-    if policy.decides_slots:
+    if policy.plan.decides:
         budget, arguments["plan"] = 1.0, None
     return kvjax.prefill(model, policy, TEXT[rows, :41], budget, **arguments)
 
 
-def follow(state, steps=30):
+def follow(state: kvjax.State, steps: int = 30) -> tuple[kvjax.State, tuple[np.ndarray, list[np.ndarray]]]:
     """Greedy text of some steps: the last state, logits [steps, b, vocab] and by layer positions [steps, b, h, c]."""
     token, seen = jnp.zeros(state.position.shape, jnp.int32), []
     for _ in range(steps):
         state, logits = kvjax.decode_step(state, token)
         token = jnp.asarray(np.argmax(logits, -1), jnp.int32)
-        seen.append((np.asarray(logits), *decode.held_positions(state)))
+        seen.append((np.asarray(logits), *held_positions(state)))
     logits, *positions = (np.stack(step) for step in zip(*seen, strict=True))
     return state, (logits, positions)
 
 
 @functools.partial(jax.jit, static_argnames="steps")
-def scan(state, token, steps):
+def scan(state: kvjax.State, token: Array, steps: int) -> tuple[Any, Array]:
     """`follow` compiled as a whole: the last positions and the logits of every step."""
 
-    def one(carry, _):
+    def one(carry: tuple[kvjax.State, Array], _: None) -> tuple[tuple[kvjax.State, Array], Array]:
         state, token = carry
         state, logits = decode.step(state, token)
         return (state, jnp.argmax(logits, -1).astype(jnp.int32)), logits
 
     (state, _), logits = jax.lax.scan(one, (state, token), length=steps)
-    return stored(state.caches), logits
+    return state.storage.stored_positions(), logits
 
 
 @functools.cache
-def full(lengths=LENGTHS, steps=0):
+def full(lengths: tuple[int, ...] = LENGTHS, steps: int = 0) -> tuple[Array, np.ndarray | None]:
     """Logits of the full cache: after the prompt, and of some steps."""
     state, logits = kvjax.prefill(MODEL, "full", TEXT[:, :41], lengths=lengths, max_new_tokens=40)
     return logits, follow(state, steps)[1][0] if steps else None
 
 
-def close(a, b, tolerance=2e-4):
+def close(a: Any, b: Any, tolerance: float = 2e-4) -> None:
     np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=tolerance, atol=tolerance)
 
 
 def programs() -> list[int]:
     """How many programs have been compiled to read prompts and to take steps."""
-    functions: list[Any] = [decode._prefill, decode._step, paged._pack]
+    functions: list[Any] = [extend._read_prompts, decode._step, paged._pack]
     return [function._cache_size() for function in functions]
 
 
 @every_case
-def test_equals_the_full_cache_when_there_is_room(name):
-    case = POLICIES[name]
+def test_equals_the_full_cache_when_there_is_room(name: str) -> None:
+    case = CASES[name]
     if not case.equals_full:
         pytest.skip("restricts attention whatever the room")
     # 12 + 20 tokens in 32 slots, which are as many as the usual budget's buffers have.
     lengths = (12, 9, 10)
-    room = [32] * GQA.layers if case.make().evicts else 1.0
-    state, logits = read(case, room, plan=None, lengths=lengths, changes=case.full)
+    room = [32] * GQA.layers if case.make().plan.bounded else 1.0
+    plan = case.plan if case.plan == "adakv" else None
+    state, logits = read(case, room, plan=plan, lengths=lengths, changes=case.full)
     expected, following = full(lengths, 20)
     close(logits, expected)
     close(follow(state, 20)[1][0], following)
 
 
-@every_case
-def test_never_holds_more_than_its_limit_nor_a_position_twice(name):
-    state, _ = read(POLICIES[name])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=core) if name in FIRST else name for name in POLICIES])
+def test_never_holds_more_than_its_limit_nor_a_position_twice(name: str) -> None:
+    state, _ = read(CASES[name])
     after, (_, positions) = follow(state)
-    before = decode.held_positions(state)
-    for layer, limit in enumerate(decode.slot_limits(after)):
+    before = held_positions(state)
+    for layer, limit in enumerate(slot_limits(after)):
         if state.policy.shrinks:
-            limit = np.full_like(limit, state.policy.buffer_slots(int(limit.max())))
+            limit = np.full_like(limit, state.policy.plan.buffer_slots(int(limit.max())))
         for held in (before[layer][None], positions[layer]):
             live = held >= 0
             assert (live.sum(-1) <= limit).all()
@@ -118,11 +137,11 @@ def test_never_holds_more_than_its_limit_nor_a_position_twice(name):
 
 @every_policy
 @compiled_fast
-def test_protected_tokens_survive(name):
-    case = POLICIES[name]
+def test_protected_tokens_survive(name: str) -> None:
+    case = CASES[name]
     special = int(TEXT[0, 7])
     state, _ = read(case, 24, plan="uniform", changes={"sinks": 2, "recent": 9, "special": (special,)})
-    if not state.policy.evicts:
+    if not state.policy.plan.bounded:
         pytest.skip("nothing leaves")
     _, (_, positions) = follow(state)
     for layer in positions:
@@ -135,9 +154,9 @@ def test_protected_tokens_survive(name):
 
 
 @every_policy
-def test_budgets_by_layer_equal_one_number(name):
-    case = POLICIES[name]
-    if not case.make().evicts or case.make().decides_slots:
+def test_budgets_by_layer_equal_one_number(name: str) -> None:
+    case = CASES[name]
+    if not case.make().plan.bounded or case.make().plan.decides:
         pytest.skip("has no budget")
     one, logits = read(case, 24, plan="uniform")
     each, expected = read(case, [24] * GQA.layers, plan=None)
@@ -146,15 +165,15 @@ def test_budgets_by_layer_equal_one_number(name):
 
 
 @every_policy
-def test_plain_calls_jit_scan_vmap_and_in_place_agree(name):
-    state, _ = read(POLICIES[name])
+def test_plain_calls_jit_scan_vmap_and_in_place_agree(name: str) -> None:
+    state, _ = read(CASES[name])
     token = jnp.zeros(3, jnp.int32)
     after, (plain, positions) = follow(state, 3)
     # jit, of vmap, of scan: one program tells of all three.
     branches = jax.jit(jax.vmap(lambda token: scan(state, token, 3)))
     held, scanned = branches(jnp.stack([token, token + 1]))
     close(scanned[0], plain, 1e-5)
-    for layer, cached in enumerate(unpacked(state.caches, held)):
+    for layer, cached in enumerate(unpacked(state.storage, held)):
         np.testing.assert_array_equal(cached[0], positions[layer][-1])
     branch = jax.tree.map(jnp.copy, state)
     moved, again = kvjax.decode_step_in_place(branch, token)
@@ -163,13 +182,14 @@ def test_plain_calls_jit_scan_vmap_and_in_place_agree(name):
     close(kvjax.decode_step(state, token)[1], plain[0], 0)
 
 
+@core
 @every_policy
-def test_one_compilation_serves_a_bucket_and_other_weights(name):
-    case = POLICIES[name]
+def test_one_compilation_serves_a_bucket_and_other_weights(name: str) -> None:
+    case = CASES[name]
     arguments = {"plan": case.plan, "prefill_chunk": case.prefill_chunk, "max_new_tokens": 40}
 
-    def run(model, length):
-        size = case.budget if case.make().evicts or "topk" in name else 1.0
+    def run(model: Model, length: int) -> None:
+        size = case.budget if case.make().plan.bounded or "topk" in name else 1.0
         # Which heads get how many slots must not differ either; see test_fastgen.py for those that do.
         state, _ = kvjax.prefill(model, case.make(**case.full), TEXT[:, :length], size, **arguments)
         kvjax.decode_step(state, jnp.zeros(3, jnp.int32))
@@ -181,62 +201,60 @@ def test_one_compilation_serves_a_bucket_and_other_weights(name):
     assert programs() == before
 
 
-@every_policy
-def test_permuting_the_batch_permutes_the_output(name):
+@every_mixture
+def test_permuting_the_batch_permutes_the_output(name: str) -> None:
     order = np.array([2, 0, 1])
-    state, logits = read(POLICIES[name])
-    permuted, expected = read(POLICIES[name], rows=order)
+    state, logits = read(CASES[name])
+    permuted, expected = read(CASES[name], rows=order)
     close(logits[order], expected, 1e-5)
     close(follow(state)[1][0][:, order], follow(permuted)[1][0], 1e-4)
 
 
+@core
 @every_policy
-def test_a_row_does_not_know_its_neighbours(name):
-    state, logits = read(POLICIES[name])
-    alone, expected = read(POLICIES[name], rows=[1])
+def test_a_row_does_not_know_its_neighbours(name: str) -> None:
+    state, logits = read(CASES[name])
+    alone, expected = read(CASES[name], rows=[1])
     close(logits[1:2], expected, 1e-5)
     close(follow(state)[1][0][:, 1:2], follow(alone)[1][0], 1e-4)
 
 
-@every_policy
+@every_mixture
 @compiled_fast
-def test_bfloat16_stays_finite(name):
-    state, logits = read(POLICIES[name], model=random_model(GQA, dtype=jnp.bfloat16))
-    assert (state.caches if isinstance(state.caches, paged.Pool) else state.caches[0]).kv.k.dtype == jnp.bfloat16
+def test_bfloat16_stays_finite(name: str) -> None:
+    state, logits = read(CASES[name], model=random_model(GQA, dtype=jnp.bfloat16))
+    pairs = state.storage.kv if isinstance(state.storage, paged.Paged) else state.storage.layers[0].kv
+    assert pairs.k.dtype == jnp.bfloat16
     assert np.isfinite(logits).all() and np.isfinite(follow(state)[1][0]).all()
 
 
-@every_policy
+@pytest.mark.parametrize("name", [*FIRST, "keyformer-shared", "h2o-cache-positions"])
 @compiled_fast
 @pytest.mark.parametrize("chunk", [1, 16])
-def test_reading_in_chunks_equals_reading_whole_when_nothing_leaves(name, chunk):
-    case = POLICIES[name]
+def test_reading_in_chunks_equals_reading_whole_when_nothing_leaves(name: str, chunk: int) -> None:
+    case = CASES[name]
     if not case.equals_full:
         pytest.skip("restricts attention whatever the room")
-    if case.make().couples_layers and chunk > 1:
-        with pytest.raises(ValueError, match="shares scores"):
-            read(case, 128, prefill_chunk=chunk)
-        return
-    if case.make().decides_slots:
+    if case.make().plan.per_head:
         with pytest.raises(ValueError, match="only the whole prompt can tell"):
             read(case, prefill_chunk=chunk)
         return
-    _, logits = read(case, [128] * GQA.layers if case.make().evicts else 1.0, prefill_chunk=chunk, plan=None)
+    _, logits = read(case, [128] * GQA.layers if case.make().plan.bounded else 1.0, prefill_chunk=chunk, plan=None)
     close(logits, full()[0])
 
 
 @pytest.mark.parametrize(
     "name", ["window", "streaming", "h2o", "keyformer", "tova", "lsh_e", "l2", "snapkv", "less-performer"]
 )
-def test_a_step_needs_no_memory_beside_its_cache(name):
+def test_a_step_needs_no_memory_beside_its_cache(name: str) -> None:
     model = random_model(MHA)
-    state, _ = kvjax.prefill(model, POLICIES[name].make() if name in POLICIES else name, TEXT[:2, :41], 2048)
-    compiled = decode._step_in_place.lower(*decode.split_state(state), jnp.zeros(2, jnp.int32)).compile()
+    state, _ = kvjax.prefill(model, CASES[name].make() if name in POLICIES else name, TEXT[:2, :41], 2048)
+    compiled = decode.lower_step(state).compile()
     memory = compiled.memory_analysis()
     if memory is None:
         pytest.skip("this backend has no memory analysis")
     cache = kvjax.cache_bytes(state)
-    limits = sum(limit.nbytes for limit in decode.slot_limits(state))
+    limits = sum(limit.nbytes for limit in slot_limits(state))
     assert memory.alias_size_in_bytes >= 0.95 * (cache - limits)
     # With d = 8 the logits of one layer are a large share of a cache; models have d of 64 and more.
     logits = 4 * 2 * MHA.heads * 2048
@@ -246,21 +264,20 @@ def test_a_step_needs_no_memory_beside_its_cache(name):
 # An oracle sorts what it frees nothing of, and pages are more than their slots.
 @pytest.mark.parametrize("name", sorted(set(REGISTRY) - {"topk_oracle", "fastgen"}))
 @pytest.mark.parametrize(("rows", "slots"), [(8, 512), pytest.param(1, 256, marks=pytest.mark.slow)])
-def test_a_step_of_the_embedded_model_needs_a_twentieth_of_its_cache(name, rows, slots):
+def test_a_step_of_the_embedded_model_needs_a_twentieth_of_its_cache(name: str, rows: int, slots: int) -> None:
     model = kvjax.load("tiny")
     state, _ = kvjax.prefill(model, name, np.ones((rows, 40), int), slots, max_new_tokens=slots)
-    memory = decode._step_in_place.lower(*decode.split_state(state), jnp.zeros(rows, jnp.int32)).compile()
-    memory = memory.memory_analysis()
+    memory = decode.lower_step(state).compile().memory_analysis()
     if memory is None:
         pytest.skip("this backend has no memory analysis")
     assert memory.temp_size_in_bytes < 0.05 * kvjax.cache_bytes(state)
 
 
 @pytest.mark.parametrize("name", ["streaming", "h2o", "keyformer", "tova", "scissorhands", "snapkv", "lightkv"])
-def test_a_long_prompt_needs_less_than_one_matrix_of_its_length(name):
+def test_a_long_prompt_needs_less_than_one_matrix_of_its_length(name: str) -> None:
     n = 8192
     model = random_model(small_config(4, 2, layers=1, max_positions=n))
-    memory = decode.lower_prefill(model, name, np.zeros((1, n), int), 128).compile().memory_analysis()
+    memory = extend.lower_prefill(model, name, np.zeros((1, n), int), 128).compile().memory_analysis()
     if memory is None:
         pytest.skip("this backend has no memory analysis")
     assert memory.temp_size_in_bytes < 4 * n * n
@@ -273,16 +290,18 @@ def test_a_long_prompt_needs_less_than_one_matrix_of_its_length(name):
     budget=st.sampled_from([8, 13, 16]),
     chunk=st.sampled_from([None, 8]),
 )
-def test_any_lengths_and_budgets_respect_the_limit(name, lengths, budget, chunk):
+def test_any_lengths_and_budgets_respect_the_limit(
+    name: str, lengths: list[int], budget: int, chunk: int | None
+) -> None:
     prompts = [TEXT[row, :length].tolist() for row, length in enumerate(lengths)]
     state, logits = kvjax.prefill(MODEL, name, prompts, budget, max_new_tokens=20, prefill_chunk=chunk)
     assert np.isfinite(logits).all()
-    for positions in decode.held_positions(state):
+    for positions in held_positions(state):
         held = (positions >= 0).sum(-1)
         assert (held == np.minimum(np.array(lengths), budget)[:, None]).all()
 
 
-def test_the_full_cache_says_when_it_is_full():
+def test_the_full_cache_says_when_it_is_full() -> None:
     state, _ = kvjax.prefill(MODEL, "full", TEXT[:1, :20], max_new_tokens=2)
     for finite in (True, True, False):
         state, logits = kvjax.decode_step(state, jnp.zeros(1, jnp.int32))
@@ -307,38 +326,17 @@ def test_the_full_cache_says_when_it_is_full():
         (dict(policy=kvjax.policy("fastgen", special=(7,)), budget=16), "leave both out"),
         (dict(policy=kvjax.policy("fastgen", special=(7,)), plan="pyramid"), "leave both out"),
         (dict(policy="tova", budget=16, plan="adakv"), "same slots in every head"),
-        (dict(policy="streaming", budget=16, plan="adakv"), "same slots in every head"),
-        (dict(policy="full", plan="adakv"), "same slots in every head"),
+        (dict(policy="topk_oracle", budget=16, plan="adakv"), "same slots in every head"),
         (dict(policy="h2o", budget=16, plan="adakv", prefill_chunk=8), "only the whole prompt can tell"),
     ],
 )
-def test_bad_input_is_one_sentence(arguments, message):
+def test_bad_input_is_one_sentence(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message) as raised:
         kvjax.prefill(MODEL, arguments.pop("policy"), TEXT[:1, :20], **arguments)
     assert "\n" not in str(raised.value)
 
 
-def test_bad_prompts_are_one_sentence():
+def test_bad_prompts_are_one_sentence() -> None:
     for tokens, message in (([[]], "empty"), ([[99]], "vocabulary"), (np.zeros((1, 5000), int), "4096 positions")):
         with pytest.raises(ValueError, match=message):
             kvjax.prefill(MODEL, "h2o", tokens, 8)
-
-
-def test_an_observe_that_would_never_be_called_is_refused():
-    with pytest.raises(TypeError, match="Mine has an `observe` of its own that would never be called, as it inherits"):
-
-        class Mine(H2O):
-            def observe(self, cache, probs, new):
-                return cache
-
-    class Whole(H2O):
-        def wants(self, new):
-            return "each"
-
-        def weighing(self, cache, new):
-            return None
-
-        def observe(self, cache, probs, new):
-            return cache
-
-    assert Whole().needs_probs

@@ -14,7 +14,7 @@ import kvjax
 from kvjax.engine import decode
 from kvjax.model import Model
 from kvjax.models import ModelConfig
-from tests.cases import FIRST, POLICIES, Case
+from tests.cases import FIRST, PAIRS, POLICIES, Case
 from tests.held import kept, unpacked
 from tests.models import GQA, MHA, MQA, random_model
 from tests.oracles.decoder import Decoder
@@ -83,6 +83,12 @@ def test_begins_as_its_oracle(name: str, x64: None) -> None:
 def test_equals_its_oracle(name: str, x64: None) -> None:
     config, lengths = SHAPES["gqa"]
     _compare(POLICIES[name], _random(config), lengths, STEPS if name in FIRST else 110)
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_what_is_combined_equals_its_oracle(name: str, x64: None) -> None:
+    config, lengths = SHAPES["gqa"]
+    _compare(PAIRS[name], _random(config), lengths, 60)
 
 
 @pytest.mark.parametrize("shape", ["mha", "mqa"])

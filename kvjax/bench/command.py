@@ -19,7 +19,7 @@ from kvjax.bench.tables import table
 from kvjax.commands import finish
 from kvjax.evaluate.speed import decoder, race, reader
 from kvjax.files import write_text
-from kvjax.policies.base import Policy
+from kvjax.policies.policy import Policy
 from kvjax.settings import parse_budget, parse_settings
 
 
@@ -52,7 +52,7 @@ def run(options: argparse.Namespace) -> None:
         for budget in budgets:
             try:
                 policy = policy_with(name, settings)
-                if policy.decides_slots:
+                if policy.plan.decides:
                     contenders.append(make(policy, 1.0))
                     own_slots = round(contenders[-1].slots or 1)
                     contenders[-1].budget = f"own: {own_slots}"

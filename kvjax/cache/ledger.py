@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import math
+
 import jax
 
-from kvjax.types import PyTree
+from kvjax.types import PyTree, View
 
 
 def allocated_bytes(storage: PyTree) -> int:
     """Bytes of the arrays that make up caches, whatever they store: pairs, positions, scores, codes, states."""
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(storage))
+
+
+def slot_bytes(view: View) -> int:
+    """Bytes of one slot of one head: its pair, its position and what the parts of a policy remember of it."""
+    slots = jax.tree.leaves((view.kv, view.position, view.slots))
+    return sum(math.prod(leaf.shape[3:]) * leaf.dtype.itemsize for leaf in slots)

@@ -12,6 +12,7 @@ from kvjax.commands import finish, use_compilation_cache
 
 REPORTS = {
     "quality": ("kvjax.evaluate.reports.quality", "perplexity and recall of policies against the bytes that they keep"),
+    "codecs": ("kvjax.evaluate.reports.codecs", "slots of 16, 8 and 4 bits at equal bytes"),
     "less": ("kvjax.evaluate.reports.less", "what LESS recovers of what eviction loses"),
     "long": ("kvjax.evaluate.reports.long", "text far beyond the trained length on a fixed cache"),
     "fastgen": ("kvjax.evaluate.reports.fastgen", "what FastGen keeps, and what it costs"),

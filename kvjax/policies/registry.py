@@ -394,16 +394,30 @@ def _by_part(settings: Mapping[str, Any]) -> tuple[dict[str, dict[str, Any]], di
 
 def settings_of(name: str) -> dict[str, Any]:
     """A policy's settings and their defaults."""
-
-    def named(function: Callable[..., Any]) -> dict[str, Any]:
-        parameters = inspect.signature(function).parameters.values()
-        return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
-
     method = REGISTRY[name]
     takes = inspect.signature(method).parameters
-    return named(method) | (
-        {k: v for k, v in named(combine).items() if k not in named(method)} if "common" in takes else {}
-    )
+    own = _keywords(method)
+    return own | ({k: v for k, v in _keywords(combine).items() if k not in own} if "common" in takes else {})
+
+
+def _keywords(function: Callable[..., Any]) -> dict[str, Any]:
+    parameters = inspect.signature(function).parameters.values()
+    return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
+
+
+def settings_in(made: Policy) -> dict[str, Any]:
+    """A policy's settings as its function takes them, read off its parts; those of a residual are not among them.
+
+    Settings of a part that has been replaced are left out, and somebody's own policy has those of its score.
+    """
+    own = [field.name for field in dataclasses.fields(made.score)]  # type: ignore[arg-type]
+    names = settings_of(made.name) if made.name in REGISTRY else [*own, *_keywords(combine)]
+    inner = getattr(made.plan, "plan", None)
+    parts = (made.score, made.protection, made.plan, inner, made.selection, made.codec)
+    found = {name: getattr(part, name) for name in names for part in reversed(parts) if hasattr(part, name)}
+    if made.plan.extra_slots:
+        return {"base": made.name, "features": 2 * made.plan.extra_slots} | found
+    return found
 
 
 def name_of(policy: Policy) -> str:

@@ -9,7 +9,8 @@ import jax
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.decode import Moving, State, join_state, split_state, step
+from kvjax.engine.decode import step
+from kvjax.engine.state import Moving, State, join_state, split_state
 from kvjax.sampling.sample import Sampling, sample
 
 STEPS_PER_DISPATCH = 16

@@ -10,8 +10,11 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from kvjax import decode, policies
-from kvjax.policies.base import Policy
+from kvjax.engine.extend import prefill
+from kvjax.engine.state import State, held_positions
+from kvjax.policies.plan import Plan
+from kvjax.policies.policy import Policy
+from kvjax.policies.registry import policy as policy_by_name
 from kvjax.sampling.loop import generate_tokens
 from kvjax.sampling.sample import Sampling
 
@@ -28,7 +31,7 @@ class Generation:
 
     prompts: list[list[int]]
     tokens: list[list[int]]
-    state: decode.State
+    state: State
     cache_positions: list[np.ndarray]
     """For each layer [b, h, c]: positions held when the prompt had been read."""
     prefill_seconds: float
@@ -64,7 +67,7 @@ def generate_ids(
     *,
     policy: str | Policy = "full",
     budget: int | float | Sequence[int] = 1.0,
-    plan: Any = None,
+    plan: str | Plan | None = None,
     prefill_chunk: int | None = None,
     max_new_tokens: int = 128,
     temperature: float = 0.8,
@@ -79,10 +82,10 @@ def generate_ids(
     Args:
         on_tokens: called with each new block of tokens [b, n] and which of them belong to their row's text.
     """
-    chosen = policies.policy(policy) if isinstance(policy, str) else policy
+    chosen = policy_by_name(policy) if isinstance(policy, str) else policy
     sampling = Sampling(temperature, top_k, top_p)
     longest, room = max((len(prompt) for prompt in prompts), default=0), model.config.max_positions
-    if longest + max_new_tokens > room and chosen.positions == "original":
+    if longest + max_new_tokens > room and chosen.codec.positions == "original":
         raise ValueError(
             f"a prompt of {longest} tokens and {max_new_tokens} new ones do not fit the model's {room} positions; "
             "ask for fewer, or use a policy with positions='cache'."
@@ -92,10 +95,10 @@ def generate_ids(
         raise ValueError(f"{len(keys)} seeds do not fit {len(prompts)} prompts; give one seed, or one for each.")
     arguments: dict[str, Any] = dict(max_new_tokens=max_new_tokens, key=keys, plan=plan, prefill_chunk=prefill_chunk)
     began = time.perf_counter()
-    state, logits = decode.prefill(model, chosen, [list(prompt) for prompt in prompts], budget, **arguments)
+    state, logits = prefill(model, chosen, [list(prompt) for prompt in prompts], budget, **arguments)
     jax.block_until_ready(logits)
     prefill_seconds = time.perf_counter() - began
-    held = decode.held_positions(state)
+    held = held_positions(state)
     eos = model.config.eos if stop_at_eos else ()
     tokens: list[list[int]] = [[] for _ in prompts]
     seconds, timed, last, blocks = 0.0, 0, time.perf_counter(), 0

@@ -34,13 +34,16 @@ class LightKV(Oracle):
         return few
 
     def read(self, prompt):
+        window = self.alpha or sum(self.budgets) // self.kv_heads
+        last = prompt.prompt_length - 1
         for h, head in enumerate(self.heads):
             self.limits[h] = self.slots(h, prompt.prompt_length)
             for i in range(prompt.prompt_length):
+                # What a head gets later does not change the window in which its prompt was seen: it counts as a whole.
                 head.notes[i] = []
-                for query in range(i, prompt.prompt_length):
+                for query in range(max(i, last + 1 - window), last + 1):
                     for g in range(self.groups):
-                        head.notes[i].append((query, prompt.probs[h][g][query, i]))
+                        head.notes[i].append((last, prompt.probs[h][g][query, i]))
 
     def before(self, new):
         for h in range(self.kv_heads):

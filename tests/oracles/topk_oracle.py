@@ -1,4 +1,4 @@
-"""Top-k oracle: nothing leaves, every query reads its k likeliest tokens."""
+"""Top-k oracle: nothing leaves, every query reads its k likeliest tokens, alone or over what a score keeps."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ import numpy as np
 from tests.oracles.decoder import Oracle
 
 
-class TopKOracle(Oracle):
-    k: int | float
+class Selecting(Oracle):
+    """Every query of any oracle reads its k likeliest tokens."""
 
-    def scores(self, h, new):
-        return [0.0] * len(self.heads[h].positions)
+    k: int | float
 
     def attend(self, h, g, query, probs):
         k = self.k if isinstance(self.k, int) else math.ceil(self.k * np.count_nonzero(probs))
@@ -23,3 +22,8 @@ class TopKOracle(Oracle):
         for i in strongest:
             out = out + probs[i] / mass * self.heads[h].values[i]
         return out
+
+
+class TopKOracle(Selecting):
+    def scores(self, h, new):
+        return [0.0] * len(self.heads[h].positions)

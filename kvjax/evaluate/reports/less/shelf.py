@@ -13,7 +13,7 @@ import numpy as np
 
 from kvjax import policies
 from kvjax.model import Model
-from kvjax.policies.base import Policy
+from kvjax.policies.policy import Policy
 from kvjax.policies.residuals import checkpoint
 
 LENT = {"lambda_mask": "streaming", "tova": "h2o"}

@@ -1,0 +1,131 @@
+"""Quality of slots of 16, 8 and 4 bits at equal bytes: `python -m kvjax.evaluate codecs --text FILE`."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from kvjax import policies
+from kvjax.cache.dense import empty
+from kvjax.cache.ledger import slot_bytes
+from kvjax.engine.prepare import round_slots
+from kvjax.evaluate.recall import recall
+from kvjax.evaluate.reports.claims import table
+from kvjax.evaluate.runs import Run, Runs, describe
+from kvjax.evaluate.store import Store
+from kvjax.evaluate.texts import passages
+from kvjax.files import write_text
+from kvjax.model import Model, load
+from kvjax.policies import CODECS, Policy
+from kvjax.settings import parse_settings
+
+CODES = {"plain": "16 bits", "int8": "8 bits", "int4": "4 bits"}
+
+
+class Row(NamedTuple):
+    """One policy with slots of so many bits."""
+
+    policy: str
+    codec: str
+    slots: int
+    bytes_of_slot: int
+    run: Run
+    recalled: float | None
+
+
+def bytes_of_slot(model: Model, policy: Policy) -> int:
+    """Bytes of a slot of the first layer under a policy."""
+    bound, layer = policy.bind(model), model.config.layer_configs[0]
+    limit = jnp.ones((1, layer.kv_heads), jnp.int32)
+    dtype = model.weights.embedding.dtype
+    return slot_bytes(jax.eval_shape(functools.partial(empty, bound, layer, 0, slots=1, dtype=dtype), limit=limit))
+
+
+def equal_slots(model: Model, policy: Policy, codec: str, slots: int) -> int:
+    """Slots of a codec that take the bytes of so many plain ones, in whole buffers, rounded to the nearest."""
+    plain, coded = (bytes_of_slot(model, policies.replaced(policy, codec=name)) for name in ("plain", codec))
+    wanted = slots * plain / coded
+    unit = round_slots(int(wanted)) - round_slots(int(wanted) - 1) or 16
+    return max(16, round(wanted / unit) * unit)
+
+
+def measure(runs: Runs, name: str, policy: Policy, codec: str, slots: int, distance: int | None) -> Row | None:
+    """Perplexity, and recall over a distance, of a policy on slots of a codec."""
+    coded = policies.replaced(policy, codec=codec)
+    label = f"{name}, {codec}"
+    run = runs.run(label, coded, slots, codec=codec)
+    if run is None:
+        return None
+    recalled = None
+    if distance is not None:
+        text = runs.passages.tokens[: 2 + distance // runs.passages.tokens.shape[1]].reshape(-1)
+        settings = runs.settings(policy=describe(coded), codec=codec, budget=slots, distance=distance)
+
+        def ask() -> Any:
+            return recall(runs.model, coded, slots, distance, text=text).mean
+
+        recalled = runs.keep(f"recall: {label}, {slots}, distance {distance}", settings, ask)
+    return Row(name, codec, slots, bytes_of_slot(runs.model, coded), run, recalled)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command line of the report."""
+    parser.add_argument("--policies", default="streaming,h2o,keyformer,snapkv", help="names with commas between them")
+    parser.add_argument("--set", nargs="+", action="extend", default=[], metavar="key=value", dest="settings")
+    parser.add_argument("--slots", type=int, nargs="+", default=[48, 96], help="slots of 16 bits per head")
+    parser.add_argument("--prefix", type=int, default=64, help="tokens read at once before the rest, as a prompt")
+    parser.add_argument("--recall", type=int, metavar="DISTANCE", help="also ask for facts so many tokens ago")
+
+
+def run(options: argparse.Namespace) -> None:
+    """Measure what is not on disk, and write `codecs.md`.
+
+    Raises:
+        ValueError: a text, a policy or a number of slots does not fit.
+    """
+    settings, names = parse_settings(options.settings), options.policies.split(",")
+    made = {name: policies.policy(name, **settings) for name in names}
+    model = load(options.model, dtype="bfloat16")
+    read = passages(model, options.text, options.rows, options.length)
+    file = options.out / "codecs" / "measurements.json"
+    store = Store(file, options.redo, lambda line: print(line, file=sys.stderr))
+    runs = Runs(model, read, store, (), options.out, options.prefix)
+    shown = []
+    for slots in options.slots:
+        rows = []
+        for name, policy in made.items():
+            for codec in CODECS:
+                count = equal_slots(model, policy, codec, slots)
+                row = measure(runs, name, policy, codec, count, options.recall)
+                if row is not None:
+                    rows.append(row)
+        shown.append(f"## The bytes of {slots} slots of 16 bits\n\n{_table(runs, rows, options.recall)}")
+    texts = " ".join(Path(text).name for text in options.text)
+    asked = "" if options.recall is None else f" --recall {options.recall}"
+    words = (
+        f"# Slots of 16, 8 and 4 bits on {model.name}\n\nMade by `python -m kvjax.evaluate codecs --policies "
+        f"{options.policies} --slots {' '.join(map(str, options.slots))} --text {texts} --rows {options.rows} --length "
+        f"{options.length} --prefix {options.prefix}{asked}`. The model runs in bfloat16; {options.prefix} tokens of "
+        "each passage are read at once, the others through real eviction. A slot holds key, value, position and score; "
+        "codes come with a scale for each key and each value, and keys with the prompt's factor for each channel. "
+        "Buffers come in steps of 16 or 64 slots, so that bytes are equal only nearly.\n\n"
+    )
+    write_text(options.out / "codecs.md", words + "\n".join(shown))
+    print(options.out / "codecs.md")
+
+
+def _table(runs: Runs, rows: list[Row], distance: int | None) -> str:
+    headings = ["policy", "codec", "slots", "bytes of a slot", "bytes / full", *(f"{t}, nats" for t in runs.texts)]
+    headings += [] if distance is None else [f"recall at {distance}"]
+    lines = []
+    for row in rows:
+        nats = [row.run.nats(text) for text in runs.texts]
+        line = [row.policy, CODES[row.codec], row.slots, row.bytes_of_slot, f"{row.run.share:.1%}", *nats]
+        lines.append(line if distance is None else [*line, row.recalled])
+    return table(headings, lines)

@@ -1,0 +1,64 @@
+"""The oracle of codes: what a slot holds is rounded to 8 or 4 bits and read as it was rounded."""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+from jaxtyping import Float
+
+from tests.oracles.decoder import Oracle
+
+Vector = Float[np.ndarray, " d"]
+
+
+def rounded(x: Vector, bits: int) -> Vector:
+    """The largest number is 127 or 7 steps from zero; every number goes to the nearest step."""
+    step = max(np.abs(x).max(), np.finfo(np.float32).tiny) / {8: 127, 4: 7}[bits]
+    return np.round(x / step) * step
+
+
+def channel_factors(keys: Float[np.ndarray, "n d"]) -> Vector:
+    """The power of two nearest to each channel's root mean square, none below a thousandth of the loudest channel."""
+    loudness = np.sqrt(np.mean(keys**2, axis=0))
+    return 2 ** np.round(np.log2(np.maximum(loudness, loudness.max() / 1000)))
+
+
+class _Coded(Oracle):
+    code_bits: int
+
+    def start(self):
+        super().start()
+        self.factors: list[Vector | None] = [None] * self.kv_heads
+
+    def keep(self, prompt):
+        # A prompt attends to its own pairs as they are; what it leaves behind is rounded, what is evicted, too.
+        for h, head in enumerate(self.heads):
+            self.factors[h] = channel_factors(prompt.keys[h])
+            for i in range(prompt.prompt_length):
+                head.keys[i], head.values[i] = self.store(h, head.keys[i], head.values[i])
+        return super().keep(prompt)
+
+    def store(self, h, key, value):
+        return self.key(h, key), rounded(value, self.code_bits)
+
+    def key(self, h: int, key: Vector) -> Vector:
+        factor = self.factors[h]
+        # Of a text that is read token by token nothing is known when the first one is stored.
+        return rounded(key, self.code_bits) if factor is None else rounded(key / factor, self.code_bits) * factor
+
+    def see(self, h, new, raw, turn):
+        """Under cache positions only the sinks move, to right before the window, and are rounded there."""
+        head = self.heads[h]
+        gap = new.position + 1 - len(head.positions) if self.positions == "cache" else 0
+        keys = [
+            self.key(h, turn(raw_key, position + gap)) if gap and position < self.sinks else key
+            for position, raw_key, key in zip(head.positions, head.raw_keys, head.keys, strict=True)
+        ]
+        return np.array(keys), new.queries[h]
+
+
+@functools.cache
+def coded(base: type[Oracle]) -> type[Oracle]:
+    """An oracle over codes."""
+    return type(f"Coded{base.__name__}", (_Coded, base), {})
