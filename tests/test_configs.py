@@ -8,7 +8,7 @@ import pytest
 
 import kvjax
 from kvjax.policies import PLANS
-from kvjax.settings import config_directories, read_config
+from kvjax.settings import PART_KEYS, config_directories, read_config
 from tests.models import random_model, small_config
 
 pytestmark = pytest.mark.usefixtures("compiled_fast")
@@ -22,7 +22,8 @@ def test_runs(name):
     if config["policy"] == "less" and config["settings"].get("kernels") != "performer":
         pytest.skip("kernels belong to one model; see test_generate.py")
     ids = {"special": (0,), "punctuation": (3, 5)} if config["policy"] == "fastgen" else {}
-    policy = kvjax.policy(config["policy"], **config["settings"], **ids)
+    parts = {part: config[part] for part in PART_KEYS if part in config}
+    policy = kvjax.policy(config["policy"], **parts, **config["settings"], **ids)
     model = random_model(small_config(4, 2, layers=3))
     state, logits = kvjax.prefill(
         model,
@@ -31,7 +32,6 @@ def test_runs(name):
         config.get("budget", 1.0),
         lengths=[150, 90],
         max_new_tokens=300,
-        plan=config.get("plan"),
         prefill_chunk=config.get("prefill_chunk"),
     )
     assert np.isfinite(logits).all()

@@ -14,7 +14,6 @@ import pytest
 
 import kvjax
 from kvjax import evaluate
-from kvjax.attention import causal_mask
 from kvjax.evaluate import lowrank_oracle
 from kvjax.evaluate.fidelity import hellinger
 from kvjax.evaluate.reports.claims import Claim, paired, table
@@ -22,8 +21,9 @@ from kvjax.evaluate.reports.figures import Point, new_figure, plot_quality, save
 from kvjax.evaluate.reports.less.shelf import even_slots, open_shelf
 from kvjax.evaluate.store import Store
 from kvjax.evaluate.texts import passages
-from kvjax.policies.less import Less
 from kvjax.policies.residuals import checkpoint
+from kvjax.policies.residuals.less import LowRankMemory
+from pallas_kernels.attention import causal_mask
 from tests.models import GQA, random_model
 from tests.test_less import HIDDEN, kernels_for
 
@@ -92,7 +92,8 @@ def test_fidelity_gives_evicted_tokens_their_share_of_equation_3() -> None:
     """The first layer's rows of a window, whose evicted tokens are known without a cache."""
     model, tokens, budget = random_model(GQA), ids(), 16
     policy = kvjax.policy("less", base="window", kernels=kernels_for(GQA)).bind(model)
-    assert isinstance(policy, Less)
+    less = policy.residual
+    assert isinstance(less, LowRankMemory)
     seen = {}
 
     def top_k(q, k, v, position, keep, config):
@@ -109,7 +110,7 @@ def test_fidelity_gives_evicted_tokens_their_share_of_equation_3() -> None:
     weights = jnp.exp(jnp.einsum("bhgtd,bhsd->bhgts", q, k) / np.sqrt(GQA.head_width))
     weights = jnp.where(causal_mask(position, position[:, None], None)[:, :, None], weights, 0.0)
     evicted = jnp.arange(40) <= jnp.arange(40)[:, None] - budget
-    features = jnp.einsum("bhgtr,bhsr->bhgts", policy.phi(0, q), policy.psi(0, k))
+    features = jnp.einsum("bhgtr,bhsr->bhgts", less.phi(0, q), less.psi(0, k))
     ours = jnp.where(evicted, features, weights)
     rows = [x / x.sum(-1, keepdims=True) for x in (weights, ours)]
     expected = hellinger(*rows).mean((1, 2))

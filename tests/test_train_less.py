@@ -16,21 +16,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import struct
 
 import kvjax
 from kvjax import train_less
-from kvjax.arrange import plan_slots
-from kvjax.attention import merge, share_of_evicted
+from kvjax.cache.dense import Dense
+from kvjax.engine.prepare import plan_slots, ready
+from kvjax.engine.state import held_positions
+from kvjax.evaluate.perplexity import begin
 from kvjax.model import Model
 from kvjax.models import ModelConfig
-from kvjax.policies.base import Policy
-from kvjax.policies.less import Less
 from kvjax.policies.residuals import checkpoint
-from kvjax.policies.wrapper import Wrapper
+from kvjax.policies.residuals.kernels import unstack
+from kvjax.policies.residuals.less import LowRankMemory
 from kvjax.train.less.record import Features, record
 from kvjax.train.less.train import Recipe, memory_attention
-from kvjax.types import Evicted, LayerCache, NewTokens, Partial
+from kvjax.types import Evicted, LayerConfig, New, Partial, View
+from pallas_kernels.attention import merge, share_of_evicted
+from pallas_kernels.operands import values
+from tests.held import layers
 from tests.models import GQA, MQA, random_model
 from tests.test_less import HIDDEN, kernels_for
 
@@ -38,19 +41,18 @@ N, BUDGET = 60, 12
 TOKENS = np.random.default_rng(3).integers(0, 64, (2, N))
 
 
-@struct.dataclass(kw_only=True)
-class FullAnswers(Wrapper):
-    """Evicts like its base, while the model goes on with the given attention outputs [L b h g n d]."""
-
-    needs_probs = True  # or `attended` would not be asked
+class FullAnswers(Dense):
+    """Evicts as it always does, while the model goes on with the given attention outputs [L b h g n e]."""
 
     answers: Any = None
 
-    wants = Policy.wants
+    def replace_layer(self, layer: int, view: View) -> FullAnswers:
+        return FullAnswers(super().replace_layer(layer, view).layers, self.answers)
 
-    def attended(self, cache, partial, probs, new):
-        position = new.position[:, None, None, :, None]
-        return Partial(jnp.take_along_axis(self.answers[new.layer], position, axis=3), partial.lse)
+    def attend(self, rules: Any, config: LayerConfig, layer: int, new: New, *rest: Any, **more: Any) -> Any:
+        storage, found = super().attend(rules, config, layer, new, *rest, **more)
+        out = jnp.take_along_axis(self.answers[layer], new.position[:, None, None, :, None], axis=3)
+        return storage, found._replace(out=out)
 
 
 def sharp_model(config: ModelConfig) -> Model:
@@ -65,7 +67,8 @@ def sharp_model(config: ModelConfig) -> Model:
 
 def replay(model, policy, mask: str = "decode") -> tuple[Features, np.ndarray]:
     seed = kvjax.prefill(model, "full", TOKENS[:, :1].tolist(), max_new_tokens=1)[0].seed
-    limits, slots = plan_slots(policy, None, BUDGET, np.ones(2, int), N - 1, model.config, 1)
+    policy = ready(model, policy, BUDGET, None)
+    limits, slots = plan_slots(policy, BUDGET, np.ones(2, int), N - 1, model.config, 1)
     limits = tuple(jnp.asarray(limit, jnp.int32) for limit in limits)
     tokens = jnp.asarray(TOKENS, jnp.int32)
     features, left = record(
@@ -77,25 +80,21 @@ def replay(model, policy, mask: str = "decode") -> tuple[Features, np.ndarray]:
 BASES = [("h2o", {}), ("streaming", {}), ("lambda_mask", {"recent": 3}), ("keyformer", {}), ("tova", {}), ("l2", {})]
 
 
-def layer_caches(state: kvjax.State) -> tuple[LayerCache, ...]:
-    assert isinstance(state.caches, tuple)
-    return state.caches
-
-
 @pytest.mark.parametrize(("name", "settings"), BASES)
 def test_evicts_what_decoding_evicts(name: str, settings: dict[str, Any], x64: None) -> None:
     """Decode steps over the same queries, keys and values hold exactly what the replay did not evict, in all layers."""
     model, base = sharp_model(GQA), kvjax.policy(name, **settings)
     features, left = replay(model, base)
-    policy = FullAnswers(base=base, answers=features.full)
-    state, logits = kvjax.prefill(model, policy, TOKENS[:, :1].tolist(), BUDGET, max_new_tokens=N - 1, prefill_chunk=1)
+    state = begin(model, base, 2, N, BUDGET)
+    seed = kvjax.prefill(model, "full", TOKENS[:, :1].tolist(), max_new_tokens=1)[0].seed
+    state = state.replace(storage=FullAnswers(layers(state), features.full), seed=seed)
     plain = model.logits(TOKENS)
-    for t in range(1, N):
-        np.testing.assert_allclose(logits, plain[:, t - 1], atol=1e-9)
+    for t in range(N):
         state, logits = kvjax.decode_step(state, jnp.asarray(TOKENS[:, t]))
-        for layer, cache in enumerate(layer_caches(state)):
+        np.testing.assert_allclose(logits, plain[:, t], atol=1e-9)
+        for layer, position in enumerate(held_positions(state)):
             for row, head in np.ndindex(2, GQA.kv_heads):
-                held = np.asarray(cache.position[row, head])
+                held = position[row, head]
                 gone = left[layer, row, head, : t + 1]
                 assert sorted(held[held >= 0]) == sorted({*range(t + 1)} - {*gone[gone >= 0]})
     assert (left[..., BUDGET:] >= 0).all()
@@ -126,9 +125,9 @@ def test_full_softmax_masks_accumulate_the_full_softmax(x64: None) -> None:
 
 def first_layer_keys(model) -> jax.Array:
     state, _ = kvjax.prefill(model, "full", TOKENS.tolist(), max_new_tokens=1)
-    cache = layer_caches(state)[0]
-    order = jnp.argsort(jnp.where(cache.position < 0, N, cache.position), axis=-1)[..., :N, None]
-    return jnp.take_along_axis(cache.kv.k, order, axis=2)
+    view = layers(state)[0]
+    order = jnp.argsort(jnp.where(view.position < 0, N, view.position), axis=-1)[..., :N, None]
+    return jnp.take_along_axis(values(view.kv.k, jnp.float64), order, axis=2)
 
 
 @pytest.mark.parametrize("literal", [False, True])
@@ -140,18 +139,19 @@ def test_all_positions_at_once_equal_one_step_after_another(literal: bool, x64: 
     kernels = kernels_for(MQA, 3.0, literal)
     together = memory_attention(jax.tree.map(lambda leaf: leaf[0], kernels), recipe, seen)
     assert np.abs(together - seen.sparse)[..., BUDGET:, :].max() > 1e-3
-    less = Less(base=kvjax.policy("window"), kernels=kernels)
+    less = LowRankMemory(layers=unstack(kernels))
     ones = jnp.ones((2, 1), jnp.int32)
 
-    def new_tokens(q, k, v) -> NewTokens:
-        return NewTokens(q, k, v, ones, ones, ones[0], ones[0], ones[0], ones[0].astype(jnp.uint32))
+    def new_tokens(q: jax.Array, k: jax.Array, v: jax.Array) -> New:
+        each = ones[:, 0]
+        return New(q, k, v, q, k, None, ones, ones, each, each, each, each, each.astype(jnp.uint32))
 
     @jax.jit
     def step(state, at):
         q, k, v, out = (at_position(x, at) for x in (seen.q, seen.k, seen.v, seen.sparse))
         leaving = jax.lax.dynamic_slice_in_dim(seen.leaving, at, 1, axis=-1) > 0
         state = less.absorb(state, Evicted(k, v, leaving))
-        share = share_of_evicted(less.memory(state, new_tokens(q, k, v)))
+        share = share_of_evicted(less.share(state, new_tokens(q, k, v)))
         lse = jax.lax.dynamic_slice_in_dim(seen.lse, at, 1, axis=-1)
         return state, merge(Partial(out, lse), share).out
 
@@ -259,7 +259,7 @@ def test_shipped_kernels_are_those_of_the_nearest_budget(tmp_path: Path, monkeyp
     unbound = kvjax.policy("less")
 
     def scale(policy) -> float:
-        return float(jnp.abs(policy.kernels[0]["psi"]["outer_scale"]).mean())
+        return float(jnp.abs(policy.residual.layers[0]["psi"]["outer_scale"]).mean())
 
     of_ten, of_fifty = (float(jnp.abs(kernels_for(GQA, scale=s)["psi"]["outer_scale"][0]).mean()) for s in (10, 50))
     assert scale(unbound.bind(model)) == of_ten

@@ -24,11 +24,10 @@ from pallas_kernels.attention import (
     share_of_evicted,
     split_queries,
 )
+from pallas_kernels.attention import tempered as numerators
 from pallas_kernels.decode_attention import Gumbel, decode_attention
 from pallas_kernels.operands import Operand
 from pallas_kernels.prefill_scores import Joined, prefill_scores
-
-NOISES = {"gumbel": hashed.gumbel, "gaussian": hashed.gaussian}
 
 
 class Selection(Protocol):
@@ -97,11 +96,17 @@ def attend_token(
     if selection is not None:
         read = _narrowed(selection, probs, given.v, new, found.lse[..., None])
         out = read.out if low_rank is None else merge(read, share_of_evicted(low_rank)).out
+    return out, answered(asks, probs, view.position, new)
+
+
+def answered(asks: PyTree, probs: Float[Array, "b h g 1 c"], position: Int[Array, "b h c"], new: New) -> PyTree:
+    """What is asked of one token per row, from its attention."""
+    leaves, tree = questions(asks)
     visible = (probs > 0).any(2).sum(-1)
-    return out, tree.unflatten(
+    return tree.unflatten(
         Seen(probs, new.position, visible)
         if isinstance(ask, Probs)
-        else spread(ask, reduced(ask, probs, view.position, new))
+        else spread(ask, reduced(ask, probs, position, new))
         for ask in leaves
     )
 
@@ -196,20 +201,19 @@ def spread(ask: Ask, found: Float[Array, "b h c"]) -> Float[Array, "b h c"]:
 def drawn(noise: Noise, position: Int[Array, "b h c"], new: New, dtype: DTypeLike) -> Array:
     """zeta of every slot [b h c], or of every query and slot [b h t c] where each query draws anew."""
     query = new.position if noise.fresh else None
-    return NOISES[noise.kind](hashed.uniform_at(new.seed, new.layer, position, query, new.head).astype(dtype))
+    return hashed.KINDS[noise.kind](hashed.uniform_at(new.seed, new.layer, position, query, new.head).astype(dtype))
 
 
 def tempered(
     ask: Sums, probs: Float[Array, "b h g t c"], position: Int[Array, "b h c"], new: New
 ) -> Float[Array, "b h g t c"]:
-    """Numerators of softmax((log p + zeta) / tau), which is softmax((x + zeta) / tau)."""
+    """Numerators of the softmax that a question is about."""
     tau = jnp.asarray(ask.tau, probs.dtype)
     tau = tau[:, None, None, :, None] if tau.ndim else tau
-    x = jnp.log(probs)
-    if ask.noise is not None:
-        zeta = drawn(ask.noise, position, new, probs.dtype)
-        x = x + (zeta[:, :, None] if ask.noise.fresh else zeta[:, :, None, None])
-    return jnp.exp(x / tau)
+    if ask.noise is None:
+        return numerators(probs, None, tau)
+    zeta = drawn(ask.noise, position, new, probs.dtype)
+    return numerators(probs, zeta[:, :, None] if ask.noise.fresh else zeta[:, :, None, None], tau)
 
 
 def normalised(shares: Float[Array, "*n c"], total: Float[Array, "*n 1"]) -> Float[Array, "*n c"]:
@@ -263,7 +267,8 @@ def _stacked(asks: Sequence[Ask], new: New) -> tuple[list[int], Float[Array, "b 
     return rows, jnp.stack([jnp.broadcast_to(row, shape) for row in stack], axis=2)
 
 
-def _whole(operand: Operand | Joined, dtype: DTypeLike) -> Float[Array, "b h c d"]:
+def whole(operand: Operand | Joined, dtype: DTypeLike) -> Float[Array, "b h c d"]:
+    """Keys or values of all slots as numbers."""
     if isinstance(operand, Joined):
         return jnp.concatenate([operands.values(part, dtype) for part in (operand.old, operand.new)], axis=2)
     return operands.values(operand, dtype)
@@ -279,7 +284,7 @@ def _probabilities(
     place: Int[Array, "b h t"] | None,
 ) -> Float[Array, "b h g t c"]:
     spec = config.spec
-    keys = _whole(given.k, q.dtype)
+    keys = whole(given.k, q.dtype)
     x = spec.capped(jnp.einsum("bhgtd,bhcd->bhgtc", q, keys, preferred_element_type=lse.dtype))
     places = (position[:, None], view.position) if place is None or given.places is None else (place, given.places[1])
     bias = spec.bias(*places)
@@ -361,7 +366,7 @@ def _narrowed(
     kept = jnp.where(selection.pick(probs, new), probs, 0.0)
     mass = kept.sum(-1, keepdims=True)
     safe = jnp.where(mass > 0, mass, 1.0)
-    out = jnp.einsum("bhgtc,bhcd->bhgtd", kept / safe, _whole(v, kept.dtype))
+    out = jnp.einsum("bhgtc,bhcd->bhgtd", kept / safe, whole(v, kept.dtype))
     return Partial(out, lse + jnp.log(safe)[..., 0])
 
 

@@ -85,8 +85,8 @@ def read_token(
             return out
 
         x = block(layer, config, shape, x, attention)
-    for index, told in enumerate(_over_layers(pending)):
-        storage = _heard(policy, storage, index, told.asks, told.answers, told.new)
+    for index, told in enumerate(over_layers(pending)):
+        storage = heard(policy, storage, index, told.asks, told.answers, told.new)
     return storage.close(), x
 
 
@@ -108,7 +108,7 @@ def _step(
     if of_all_layers(asks):
         return storage, found.out, [Pending(asks, found.answers, new)]
     if questions(asks)[0]:
-        storage = _heard(policy, storage, layer, asks, found.answers, new)
+        storage = heard(policy, storage, layer, asks, found.answers, new)
     if policy.score.offloads:
         storage = storage.moved(layer, jax.memory.Space.Host)
     return storage, found.out, []
@@ -129,7 +129,8 @@ def _shrink(config: LayerConfig, policy: Policy, storage: Any, layer: int, new: 
     return storage.put_state(layer, residual=remembered)
 
 
-def _heard(policy: Policy, storage: Any, layer: int, asks: PyTree, answers: Any, new: New) -> Storage:
+def heard(policy: Policy, storage: Any, layer: int, asks: PyTree, answers: Any, new: New) -> Any:
+    """A storage whose layer remembers what the score makes of its answers."""
     heads = storage.heads(layer)
     advanced = slots.where_read(new, policy.score.advance(heads, new), heads.state.score)
     storage = storage.fold(policy, layer, asks, answers, new)
@@ -140,8 +141,8 @@ def _share(policy: Policy, storage: Storage, layer: int, new: New) -> LowRank | 
     return None if policy.residual is None else policy.residual.share(storage.heads(layer).state.residual, new)
 
 
-def _over_layers(pending: Sequence[Pending]) -> list[Pending]:
-    # What every layer waited for: sums over all of them.
+def over_layers(pending: Sequence[Pending]) -> list[Pending]:
+    """What every layer waited for, in the place of its own: sums over all of them."""
     if not pending:
         return []
     answers = [told.answers for told in pending]
@@ -230,7 +231,7 @@ def read_block(
             return found.out
 
         x = block(layer, config, shape, x, attention)
-    for index, told in enumerate(_over_layers(pending)):
+    for index, told in enumerate(over_layers(pending)):
         done(index, config.layer_configs[index], told)
     return (tuple(selected) if paged else storage), x
 
@@ -239,7 +240,7 @@ def _settled(policy: Policy, storage: Dense, layer: int, told: Pending, first: b
     # The score has heard and looked across slots; the plan knows what each head needs.
     asks, answers, new = told
     if questions(asks["score"])[0]:
-        storage = _heard(policy, storage, layer, asks["score"], answers["score"], new)  # type: ignore[assignment]
+        storage = heard(policy, storage, layer, asks["score"], answers["score"], new)
     view = storage.layers[layer]
     storage = storage.settle(layer, policy.score.settle(view, new), new)
     if not first:

@@ -60,8 +60,7 @@ def prepare(
     Raises:
         ValueError: a prompt is empty or does not fit the model, or the budget does not fit the policy.
     """
-    policy = (policy_by_name(policy) if isinstance(policy, str) else policy).bind(model).budgeted(budget)
-    policy = fitted(policy.spread(plan_by_name(plan)))
+    policy = ready(model, policy, budget, plan)
     config = model.config
     if policy.plan.decides and not (isinstance(budget, float) and budget == 1.0):
         raise ValueError(
@@ -78,6 +77,7 @@ def prepare(
     rows, width = padded.shape
     _check_prompts(padded, real, max_new_tokens, policy, config)
     policy.score.check_prompt(int(real.min()))
+    policy.codec.check_widths(config.layer_configs)
     limits, capacities = plan_slots(policy, budget, real, max_new_tokens, config, width)
     if chunk is not None and chunk < 1:
         raise ValueError(f"prefill_chunk={chunk} is not a number of tokens from 1.")
@@ -94,6 +94,16 @@ def prepare(
         capacities=capacities,
         chunk=chunk,
     )
+
+
+def ready(model: Model, policy: Policy | str, budget: Budget, plan: Plan | str | None) -> Policy:
+    """A policy that knows its model, its budget and the plan that spreads it.
+
+    Raises:
+        ValueError: it was made for another model, or its parts mean nothing together.
+    """
+    chosen = policy_by_name(policy) if isinstance(policy, str) else policy
+    return fitted(chosen.bind(model).budgeted(budget).spread(plan_by_name(plan)))
 
 
 def bucket(tokens: int) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -12,17 +11,19 @@ from flax import struct
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int
 
-from kvjax import decode, policies
-from kvjax.attention import alibi_bias, attend, causal_mask
-from kvjax.decode import Moving, State, join_state, split_state
+from kvjax.cache.dense import Dense
+from kvjax.engine.decode import step
+from kvjax.engine.state import Moving, State, join_state, split_state
 from kvjax.evaluate.perplexity import begin
 from kvjax.model import Model
-from kvjax.models import ModelConfig
-from kvjax.plan import Plan
-from kvjax.policies.base import Policy
-from kvjax.policies.less import Less
-from kvjax.policies.wrapper import Wrapper
-from kvjax.types import LayerCache, NewTokens, Partial, PyTree, setting, wide
+from kvjax.policies.plan import Plan
+from kvjax.policies.policy import Policy
+from kvjax.policies.registry import name_of
+from kvjax.policies.registry import policy as policy_by_name
+from kvjax.policies.residuals.less import LowRankMemory
+from kvjax.types import LayerConfig, New, Parts, View
+from pallas_kernels.attention import attend
+from pallas_kernels.operands import values
 
 
 def hellinger(p: Float[Array, "*b n"], q: Float[Array, "*b n"]) -> Float[Array, "*b"]:
@@ -30,118 +31,98 @@ def hellinger(p: Float[Array, "*b n"], q: Float[Array, "*b n"]) -> Float[Array, 
     return jnp.sqrt(0.5 * jnp.sum((jnp.sqrt(p) - jnp.sqrt(q)) ** 2, axis=-1))
 
 
-class ProbeState(struct.PyTreeNode):
-    """What a probe remembers of a layer, beside the state of the policy that it looks at."""
+@struct.dataclass
+class Watched(Policy):
+    """Any policy, unchanged, whose slots also hold the queries of their tokens."""
 
-    base: Any
-    row: Float[Array, "b h g n"]
-    """Attention of the newest query over all positions of the text, evicted ones included."""
-    psi: Float[Array, "b h n R"]
-    """Features of every key that has been read; R = 0 where nothing remembers evicted keys."""
-
-
-@struct.dataclass(kw_only=True)
-class Probe(Wrapper):
-    """Any policy, unchanged, that keeps the last attention row of each head as a vector over the text.
-
-    Only for texts that are read token by token, and for policies at original positions.
-
-    Args:
-        base: the policy.
-        length: tokens of the text.
-        config: the model's shape.
-    """
-
-    needs_probs: ClassVar = True
-
-    length: int = setting(0)
-    config: ModelConfig | None = setting(None)
-
-    def inner(self, state: ProbeState) -> PyTree:
-        return state.base
-
-    def outer(self, state: ProbeState, inner: PyTree) -> ProbeState:
-        return state.replace(base=inner)
-
-    def bind(self, model: Model) -> Probe:
-        return dataclasses.replace(super().bind(model), config=model.config)
-
-    def init(self, new: NewTokens) -> ProbeState:
-        rows, heads, groups = new.q.shape[:3]
-        dtype = wide(new.k.dtype)
-        features = self.base.rank(new) if isinstance(self.base, Less) else 0
-        return ProbeState(
-            self.base.init(new),
-            jnp.zeros((rows, heads, groups, self.length), dtype),
-            jnp.zeros((rows, heads, self.length, features), dtype),
-        )
-
-    wants = Policy.wants
-    weighing = Policy.weighing
-
-    def observe(self, cache: LayerCache, probs: Float[Array, "b h g t c"], new: NewTokens) -> LayerCache:
-        seen = super().observe(cache, probs, new)
-        if new.q.shape[-2] != 1:
-            raise ValueError("a probe reads texts token by token: prefill with prefill_chunk=1.")
-        b, h = cache.position.shape[:2]
-        row, head = jnp.arange(b)[:, None, None], jnp.arange(h)[None, :, None]
-        place = jnp.where(cache.position < 0, self.length, cache.position)
-        of_slots = jnp.moveaxis(probs[..., 0, :], 2, 3)
-        dense = jnp.zeros((b, h, self.length, probs.shape[2]), probs.dtype)
-        dense = jnp.moveaxis(dense.at[row, head, place].set(of_slots, mode="drop"), 2, 3)
-        psi = cache.state.psi
-        if isinstance(self.base, Less):
-            newest = jnp.where(new.position < 0, self.length, new.position)
-            added = jnp.moveaxis(self.base.psi(new.layer, new.k), 2, 1)  # two axes of indices apart come first
-            psi = psi.at[jnp.arange(b)[:, None], :, newest].set(added, mode="drop")
-            dense = self._with_evicted(cache, dense, psi, new)
-        return seen.replace(state=seen.state.replace(row=dense, psi=psi))
-
-    def _with_evicted(
-        self, cache: LayerCache, dense: Float[Array, "b h g n"], psi: Float[Array, "b h n R"], new: NewTokens
-    ) -> Float[Array, "b h g n"]:
-        # Each evicted token's phi(q) psi(k), over the denominator of equation 3.
-        assert isinstance(self.base, Less)
-        b, h = cache.position.shape[:2]
-        row, head = jnp.arange(b)[:, None, None], jnp.arange(h)[None, :, None]
-        place = jnp.where(cache.position < 0, self.length, cache.position)
-        held = jnp.zeros((b, h, self.length), bool).at[row, head, place].set(True, mode="drop")
-        read = jnp.arange(self.length) <= new.newest[:, None, None]
-        weights = jnp.einsum("bhgr,bhnr->bhgn", self.base.phi(new.layer, new.q)[..., 0, :], psi)
-        weights = jnp.where((read & ~held)[:, :, None], weights, 0.0)
-        partial = self._slots(cache, new)
-        highest = jnp.maximum(partial.lse, 0.0)  # both sums relative to it
-        slots = jnp.exp(partial.lse - highest)
-        weights = weights * jnp.exp(-highest)
-        total = slots + weights.sum(-1, keepdims=True)
-        return (dense * slots + weights) / total
-
-    def _slots(self, cache: LayerCache, new: NewTokens) -> Partial:
-        # The attention that has just been computed once more, for its log-sum-exp; the compiler sees it is the same.
-        assert self.config is not None
-        mask = causal_mask(new.position, cache.position, self.config.sliding_window)
-        bias = alibi_bias(self.config, new.position[:, None], cache.position)
-        return attend(new.q, cache.kv.k, cache.kv.v, mask, bias)[0]
+    def slots(self, new: New, state: Parts) -> Parts:
+        """What the parts remember of each new token, and its query where a residual remembers nothing."""
+        return super().slots(new, state).replace(residual=jnp.moveaxis(new.q, 3, 2))
 
 
-def _rows(state: State) -> list[Array]:
-    assert isinstance(state.caches, tuple)
-    return [cache.state.row for cache in state.caches]
+def watched(policy: Policy) -> Watched:
+    """The same policy, watched."""
+    return Watched(**{field.name: getattr(policy, field.name) for field in dataclasses.fields(policy)})  # type: ignore[arg-type]
+
+
+Features = list[Float[Array, "b h n R"] | None]
+"""For each layer psi of every key that has been read, where LESS remembers those that leave."""
+
+Carry = tuple[list[Moving], list[Features]]
+"""What changes in each of the two models."""
+
+
+def _row(
+    config: LayerConfig,
+    policy: Policy,
+    layer: int,
+    view: View,
+    newest: Int[Array, " b"],
+    length: int,
+    psi: Float[Array, "b h n R"] | None,
+) -> tuple[Float[Array, "b h g n"], Float[Array, "b h n R"] | None]:
+    """The newest query's attention over all positions of a text, evicted ones included, and psi with its key."""
+    here = (view.position == newest[:, None, None]).astype(view.slots.residual.dtype)
+    q = jnp.einsum("bhcgd,bhc->bhgd", view.slots.residual, here)[:, :, :, None]
+    kv = policy.codec.restore(config, view.kv, view.position, view.state.codec, q.dtype)
+    spec, place = config.spec, newest[:, None]
+    mask, bias = spec.mask(place, view.position), spec.bias(place[:, None], view.position)
+    keys = values(kv.k, q.dtype)
+    partial, probs = attend(q, keys, values(kv.v, q.dtype), mask, spec, bias)
+    b, h = view.position.shape[:2]
+    row, head = jnp.arange(b)[:, None, None], jnp.arange(h)[:, None]
+    slot = jnp.where(view.live, view.position, length)
+    dense = jnp.zeros((b, h, length, probs.shape[2]), probs.dtype)
+    dense = dense.at[row, head, slot].set(jnp.moveaxis(probs[..., 0, :], 2, 3), mode="drop")
+    dense = jnp.moveaxis(dense, 2, 3)
+    if psi is None:
+        return dense, None
+    # Each evicted token's phi(q) psi(k), over the denominator of equation 3.
+    assert isinstance(policy.residual, LowRankMemory)
+    key = jnp.einsum("bhcd,bhc->bhd", keys, here)[:, :, None]
+    psi = jax.vmap(lambda all_, one, at: all_.at[:, at].set(one))(
+        psi, policy.residual.psi(layer, key)[:, :, 0].astype(psi.dtype), newest
+    )
+    held = jnp.zeros((b, h, length), bool).at[row, head, slot].set(True, mode="drop")
+    gone = ~held & (jnp.arange(length) <= newest[:, None, None])
+    weights = jnp.einsum("bhgr,bhnr->bhgn", policy.residual.phi(layer, q)[..., 0, :], psi)
+    weights = jnp.where(gone[:, :, None], weights, 0.0)
+    highest = jnp.maximum(partial.lse, 0.0)  # both sums relative to it
+    slots, weights = jnp.exp(partial.lse - highest), weights * jnp.exp(-highest)
+    return (dense * slots + weights) / (slots + weights.sum(-1, keepdims=True)), psi
 
 
 @jax.jit
 def _distances(full: State, probed: State, tokens: Int[Array, "b n"]) -> Float[Array, "n b layers"]:
-    (fixed, start), (fixed_probed, start_probed) = split_state(full), split_state(probed)
+    config, length = full.config, tokens.shape[1]
+    states = (full, probed)
+    fixed = [split_state(state)[0] for state in states]
 
-    def one(
-        moving: tuple[Moving, Moving], token: Int[Array, " b"]
-    ) -> tuple[tuple[Moving, Moving], Float[Array, "b layers"]]:
-        first = decode.step(join_state(fixed, moving[0]), token)[0]
-        second = decode.step(join_state(fixed_probed, moving[1]), token)[0]
-        apart = [hellinger(p, q).mean((1, 2)) for p, q in zip(_rows(first), _rows(second), strict=True)]
-        return (split_state(first)[1], split_state(second)[1]), jnp.stack(apart, axis=-1)
+    def features(state: State) -> Features:
+        if state.policy.residual is None:
+            return [None] * config.layers
+        remembered = (state.storage.heads(layer).state.residual.z for layer in range(config.layers))
+        return [jnp.zeros((*z.shape[:2], length, z.shape[-1]), z.dtype) for z in remembered]
 
-    return jax.lax.scan(one, (start, start_probed), tokens.T)[1]
+    def one(carry: Carry, token: Int[Array, " b"]) -> tuple[Carry, Float[Array, "b layers"]]:
+        moved, known, rows = [], [], []
+        for state, moving, psi in zip(fixed, *carry, strict=True):
+            before = join_state(state, moving)
+            after = step(before, token)[0]
+            assert isinstance(after.storage, Dense)
+            layers = zip(config.layer_configs, after.storage.layers, psi, strict=True)
+            looked = [
+                _row(shape, after.policy, layer, view, before.position, length, features)
+                for layer, (shape, view, features) in enumerate(layers)
+            ]
+            moved.append(split_state(after)[1])
+            rows.append([row for row, _ in looked])
+            known.append([seen for _, seen in looked])
+        apart = [hellinger(p, q).mean((1, 2)) for p, q in zip(*rows, strict=True)]
+        return (moved, known), jnp.stack(apart, axis=-1)
+
+    start = [split_state(state)[1] for state in states], [features(state) for state in states]
+    return jax.lax.scan(one, start, tokens.T)[1]
 
 
 def fidelity(
@@ -168,16 +149,23 @@ def fidelity(
         seed: of policies that draw numbers.
 
     Raises:
-        ValueError: the policy sees other positions than the full model, or needs a prompt.
+        ValueError: the policy sees other positions than the full model, reads only some tokens, or needs a prompt.
     """
     ids = np.asarray(tokens, np.int32)
-    chosen = policies.policy(policy) if isinstance(policy, str) else policy
-    if chosen.positions != "original":
+    chosen = policy_by_name(policy) if isinstance(policy, str) else policy
+    if chosen.codec.positions != "original":
         raise ValueError(
-            f"policy {policies.name_of(chosen)!r} sees positions in its cache, so that its attention rows compare with "
+            f"policy {name_of(chosen)!r} sees positions in its cache, so that its attention rows compare with "
             "nothing; set positions=original."
         )
+    if chosen.selection is not None:
+        raise ValueError(
+            f"policy {name_of(chosen)!r} reads only some of the tokens that it holds, which its attention rows would "
+            "not show; leave the selection out."
+        )
+    if not isinstance(chosen.residual, LowRankMemory | None):
+        raise ValueError(f"residual {type(chosen.residual).__name__} does not tell evicted tokens apart; use less.")
     rows, length = ids.shape
-    full = begin(model, Probe(base=policies.policy("full"), length=length), rows, length, 1.0, seed=seed)
-    probed = begin(model, Probe(base=chosen, length=length), rows, length, budget, plan=plan, seed=seed)
+    full = begin(model, watched(policy_by_name("full")), rows, length, 1.0, seed=seed)
+    probed = begin(model, watched(chosen), rows, length, budget, plan=plan, seed=seed)
     return np.moveaxis(np.asarray(_distances(full, probed, jnp.asarray(ids))), 0, 1)

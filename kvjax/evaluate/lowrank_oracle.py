@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kvjax.attention import alibi_bias, attend, causal_mask
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Weights, block, embed, unembed
 from kvjax.rope import rotate
+from kvjax.types import LayerConfig
+from pallas_kernels.attention import attend
 
 
 class Split(NamedTuple):
@@ -33,7 +35,7 @@ def top_k(
     v: Float[Array, "b h t d"],
     position: Int[Array, "b t"],
     keep: int,
-    config: ModelConfig,
+    config: LayerConfig,
 ) -> Split:
     """Attention to everything, and to the `keep` keys that each query gives most; n x n memory, for evaluation.
 
@@ -42,11 +44,11 @@ def top_k(
         v: values.
         position: of the tokens, -1 for padding.
         keep: keys per query, from 1; the top-512 policy of Figure 3.
-        config: the model's shape.
+        config: of the layer.
     """
-    mask = causal_mask(position, position[:, None], config.sliding_window)
-    bias = alibi_bias(config, position[:, None], position[:, None])
-    full, probs = attend(q, k, v, mask, bias)
+    spec, everyone = config.spec, position[:, None]
+    mask = spec.mask(position, everyone)
+    full, probs = attend(q, k, v, mask, spec, spec.bias(everyone, everyone))
     n = k.shape[2]
     if keep >= n:
         return Split(full.out, full.out)
@@ -93,13 +95,13 @@ def logits(
         raise ValueError(f"keep={keep} and rank={rank} are not at least 1 and 0.")
     position = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
 
-    def attention(q: Array, k: Array, v: Array) -> Array:
-        q = rotate(config.rope, q, position[:, None, None])
-        k = rotate(config.rope, k, position[:, None])
-        split = top_k(q, k, v, position, keep, config)
+    def attention(q: Array, k: Array, v: Array, shape: LayerConfig) -> Array:
+        q = rotate(shape.rope, q, position[:, None, None])
+        k = rotate(shape.rope, k, position[:, None])
+        split = top_k(q, k, v, position, keep, shape)
         return split.sparse + best_rank(split.residual, rank) if rank else split.sparse
 
     x = embed(weights, config, tokens, position)
     for layer, shape in zip(weights.layers, config.layer_configs, strict=True):
-        x = block(layer, config, shape, x, attention)
+        x = block(layer, config, shape, x, functools.partial(attention, shape=shape))
     return unembed(weights, config, x)

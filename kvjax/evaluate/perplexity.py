@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 
 import jax
@@ -12,13 +11,15 @@ import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax import cache as caches
-from kvjax import decode, policies
-from kvjax.arrange import plan_slots
-from kvjax.decode import Moving, State, join_state, split_state
+from kvjax.cache.dense import Dense, empty
+from kvjax.engine.decode import step
+from kvjax.engine.extend import prefill
+from kvjax.engine.prepare import plan_slots, ready
+from kvjax.engine.state import Moving, State, cache_bytes, full_cache_bytes, join_state, split_state
 from kvjax.model import Model
-from kvjax.plan import PLANS, Plan
-from kvjax.policies.base import Policy
+from kvjax.policies.plan import Plan
+from kvjax.policies.policy import Policy
+from kvjax.policies.registry import name_of
 from kvjax.types import wide
 
 
@@ -77,7 +78,7 @@ def _read(
     def one(
         moving: Moving, tokens: tuple[Int[Array, " b"], Int[Array, " b"]]
     ) -> tuple[Moving, tuple[Float[Array, " b"], Bool[Array, " b"]]]:
-        state, logits = decode.step(join_state(fixed, moving), tokens[0])
+        state, logits = step(join_state(fixed, moving), tokens[0])
         return split_state(state)[1], _judge(logits, tokens[1])
 
     nats, hits = jax.lax.scan(one, moving, (read.T, following.T))[1]
@@ -108,38 +109,37 @@ def begin(
     Raises:
         ValueError: the budget does not fit the policy, or the policy needs a prompt.
     """
-    config = model.config
-    bound = (policies.policy(policy) if isinstance(policy, str) else policy).bind(model).budgeted(budget)
-    bound.check_prompt(1)
-    if isinstance(plan, str):
-        if plan not in PLANS:
-            raise ValueError(f"there is no plan {plan!r}; choose one of {', '.join(PLANS)}.")
-        plan = PLANS[plan]()
-    if bound.decides_slots or (plan is not None and plan.per_head):
+    config, bound = model.config, ready(model, policy, budget, plan)
+    bound.score.check_prompt(1)
+    if bound.plan.per_head:
         raise ValueError(
-            f"policy {policies.name_of(bound)!r} with a budget for each head decides on a prompt; give a prefix of "
+            f"policy {name_of(bound)!r} with a budget for each head decides on a prompt; give a prefix of "
             "more than one token."
         )
-    limits, capacities = plan_slots(bound, plan, budget, np.ones(rows, np.int64), length - 1, config, 1)
-    empty = functools.partial(caches.empty, bound, rows=rows, heads=config.kv_heads, groups=config.groups)
+    limits, capacities = plan_slots(bound, budget, np.ones(rows, np.int64), length - 1, config, 1)
+    dtype = model.weights.embedding.dtype
+    layers = enumerate(zip(config.layer_configs, limits, capacities, strict=True))
+    storage = Dense(
+        tuple(
+            empty(bound, shape, layer, limit=jnp.asarray(limit, jnp.int32), slots=slots, dtype=dtype)
+            for layer, (shape, limit, slots) in layers
+        )
+    )
+    if bound.score.offloads:
+        for layer in range(config.layers):
+            storage = storage.moved(layer, jax.memory.Space.Host)
     keys = jax.random.split(jax.random.key(seed), rows)
     return State(
         weights=model.weights,
         policy=bound,
-        caches=tuple(
-            caches.stow(
-                bound,
-                empty(slots=slots, width=config.head_width, dtype=model.weights.embedding.dtype, layer=layer).replace(
-                    limit=jnp.asarray(limit, jnp.int32)
-                ),
-            )
-            for layer, (slots, limit) in enumerate(zip(capacities, limits, strict=True))
-        ),
+        storage=storage,
         position=jnp.zeros(rows, jnp.int32),
         prompt_length=jnp.ones(rows, jnp.int32),
         horizon=jnp.full(rows, length - 1, jnp.int32),
+        end=jnp.full(rows, length, jnp.int32),
         key=keys,
         seed=jax.vmap(lambda key: jax.random.bits(jax.random.fold_in(key, 1), dtype=jnp.uint32))(keys),
+        active=jnp.ones(rows, bool),
         config=config,
     )
 
@@ -200,6 +200,6 @@ def perplexity(
         nats = np.asarray(_read(*split_state(state), read[:, :-1], read[:, 1:])[0])
     else:
         keys, new = jax.random.split(jax.random.key(seed), len(ids)), ids.shape[1] - prefix
-        state, logits = decode.prefill(model, policy, ids[:, :prefix], budget, max_new_tokens=new, key=keys, plan=plan)
+        state, logits = prefill(model, policy, ids[:, :prefix], budget, max_new_tokens=new, key=keys, plan=plan)
         nats = stream(state, logits, ids[:, prefix:])[0]
-    return Streamed(nats, prefix, decode.cache_bytes(state), decode.full_cache_bytes(state))
+    return Streamed(nats, prefix, cache_bytes(state), full_cache_bytes(state))

@@ -10,12 +10,13 @@ import jax
 import numpy as np
 from jaxtyping import Int
 
-from kvjax import decode
+from kvjax.engine.extend import prefill
+from kvjax.engine.state import cache_bytes, full_cache_bytes
 from kvjax.evaluate.facts import FORMS, SPECIAL, Facts, load_tokenizer
 from kvjax.evaluate.perplexity import stream
 from kvjax.model import Model
-from kvjax.plan import Plan
-from kvjax.policies.base import Policy
+from kvjax.policies.plan import Plan
+from kvjax.policies.policy import Policy
 
 ROWS = 20
 """Questions that are read at once."""
@@ -91,7 +92,7 @@ def recall(
             longest = 1 + max(len(answer) for _, answer in group)
             asking = [ids[-1:] + answer for ids, answer in group]
             asking = np.asarray([ids + [0] * (longest - len(ids)) for ids in asking])
-            state, logits = decode.prefill(
+            state, logits = prefill(
                 model,
                 policy,
                 [ids[:-1] for ids, _ in group],
@@ -101,7 +102,7 @@ def recall(
                 prefill_chunk=prefill_chunk,
                 key=jax.random.key(seed),
             )
-            held, whole = held + decode.cache_bytes(state), whole + decode.full_cache_bytes(state)
+            held, whole = held + cache_bytes(state), whole + full_cache_bytes(state)
             hits = stream(state, logits, asking)[1]
             right += sum(bool(row[1 : 1 + len(answer)].all()) for row, (_, answer) in zip(hits, group, strict=True))
         share[form] = right / cases

@@ -15,7 +15,7 @@ from kvjax.evaluate.perplexity import perplexity
 from kvjax.evaluate.store import Store
 from kvjax.evaluate.texts import Passages
 from kvjax.model import Model
-from kvjax.policies.base import Policy
+from kvjax.policies.policy import Policy
 from kvjax.policies.residuals.checkpoint import fingerprint
 
 
@@ -124,15 +124,31 @@ class Runs:
 
 
 def describe(policy: Policy) -> dict[str, Any]:
-    """A policy's name and settings, the base's inside, fit for JSON."""
-    made: dict[str, Any] = {"name": policies.name_of(policy)}
-    for field in dataclasses.fields(policy):  # type: ignore[arg-type]
-        value = getattr(policy, field.name)
-        if isinstance(value, Policy):
-            made[field.name] = describe(value)
-        elif not field.metadata.get("pytree_node", True) and isinstance(value, (int, float, str, tuple, list)):
-            made[field.name] = list(value) if isinstance(value, tuple) else value
-    return made
+    """A policy's name and settings, fit for JSON; where a residual is at work, those of the base are inside.
+
+    Parts that are not those of the name and its settings are there, too.
+    """
+    base = dataclasses.replace(policy, residual=None)
+    name, own = policies.name_of(base), policies.settings_in(base)
+    made: dict[str, Any] = {"name": name} | _plain(own)
+    if name in policies.REGISTRY:
+        usual = policies.policy(name, **own)
+        for part in ("plan", "codec", "selection"):
+            if getattr(base, part) != getattr(usual, part):
+                made[part] = {"kind": type(getattr(base, part)).__name__} | _static(getattr(base, part))
+    if policy.residual is None:
+        return made
+    return {"name": policies.name_of(policy)} | _static(policy.residual) | {"base": made}
+
+
+def _static(part: Any) -> dict[str, Any]:
+    fields = (field.name for field in dataclasses.fields(part) if not field.metadata.get("pytree_node", True))
+    return _plain({name: getattr(part, name) for name in fields})
+
+
+def _plain(settings: dict[str, Any]) -> dict[str, Any]:
+    kept = {name: value for name, value in settings.items() if isinstance(value, (int, float, str, tuple, list))}
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in kept.items()}
 
 
 def _rounded(values: Any) -> list[float]:

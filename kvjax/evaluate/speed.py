@@ -13,11 +13,14 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from kvjax import decode, policies
+from kvjax.engine.decode import step
+from kvjax.engine.extend import lower_prefill, prefill
+from kvjax.engine.state import Moving, State, cache_bytes, join_state, slot_limits, split_state
 from kvjax.model import Model
-from kvjax.policies.base import Policy
+from kvjax.policies.policy import Policy
+from kvjax.policies.registry import name_of
 
-Carry = tuple[decode.Moving, Int[Array, " b"]]
+Carry = tuple[Moving, Int[Array, " b"]]
 
 
 @dataclasses.dataclass
@@ -52,23 +55,23 @@ def race(contenders: list[Contender], repeats: int) -> None:
 
 def decoder(model: Model, name: str | Policy, budget: int | float, tokens: np.ndarray, steps: int) -> Contender:
     """Greedy decoding of some steps in one program, from a prompt that has been read."""
-    state, logits = decode.prefill(model, name, tokens, budget, max_new_tokens=steps)
+    state, logits = prefill(model, name, tokens, budget, max_new_tokens=steps)
 
     @jax.jit
-    def run(fixed: decode.State, moving: decode.Moving, token: Int[Array, " b"]) -> Carry:
+    def run(fixed: State, moving: Moving, token: Int[Array, " b"]) -> Carry:
         def one(carry: Carry, _: None) -> tuple[Carry, None]:
             moving, token = carry
-            state, logits = decode.step(decode.join_state(fixed, moving), token)
-            return (decode.split_state(state)[1], jnp.argmax(logits, -1).astype(jnp.int32)), None
+            state, logits = step(join_state(fixed, moving), token)
+            return (split_state(state)[1], jnp.argmax(logits, -1).astype(jnp.int32)), None
 
         return jax.lax.scan(one, (moving, token), None, length=steps)[0]
 
-    fixed, moving = decode.split_state(state)
+    fixed, moving = split_state(state)
     token = jnp.argmax(logits, -1).astype(jnp.int32)
-    slots = float(np.mean(decode.slot_limits(state)))
-    shown = name if isinstance(name, str) else policies.name_of(name)
+    slots = float(np.mean(slot_limits(state)))
+    shown = name if isinstance(name, str) else name_of(name)
     return Contender(
-        shown, str(budget), lambda: jax.block_until_ready(run(fixed, moving, token)), decode.cache_bytes(state), slots
+        shown, str(budget), lambda: jax.block_until_ready(run(fixed, moving, token)), cache_bytes(state), slots
     )
 
 
@@ -76,13 +79,13 @@ def reader(model: Model, name: str | Policy, budget: int | float, tokens: np.nda
     """Reading a prompt, with the compiler's own figure for temporary memory."""
 
     def run() -> tuple[Any, Float[Array, "b vocab"]]:
-        state, logits = decode.prefill(model, name, tokens, budget, max_new_tokens=64)
-        return jax.block_until_ready((state.caches, logits))
+        state, logits = prefill(model, name, tokens, budget, max_new_tokens=64)
+        return jax.block_until_ready((state.storage, logits))
 
-    compiled = decode.lower_prefill(model, name, tokens, budget, max_new_tokens=64).compile()
+    compiled = lower_prefill(model, name, tokens, budget, max_new_tokens=64).compile()
     memory = compiled.memory_analysis()
-    state, _ = decode.prefill(model, name, tokens, budget, max_new_tokens=64)
+    state, _ = prefill(model, name, tokens, budget, max_new_tokens=64)
     temporary = None if memory is None else memory.temp_size_in_bytes
-    slots = float(np.mean(decode.slot_limits(state)))
-    shown = name if isinstance(name, str) else policies.name_of(name)
-    return Contender(shown, str(budget), run, decode.cache_bytes(state), slots, temporary)
+    slots = float(np.mean(slot_limits(state)))
+    shown = name if isinstance(name, str) else name_of(name)
+    return Contender(shown, str(budget), run, cache_bytes(state), slots, temporary)

@@ -12,6 +12,7 @@ from kvjax.policies.registry import name_of as name_of
 from kvjax.policies.registry import policy as policy
 from kvjax.policies.registry import replaced as replaced
 from kvjax.policies.registry import residual_by_name as residual_by_name
+from kvjax.policies.registry import settings_in as settings_in
 from kvjax.policies.registry import settings_of as settings_of
 from kvjax.policies.residual import Residual as Residual
 from kvjax.policies.score import Score as Score

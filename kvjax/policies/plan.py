@@ -257,6 +257,11 @@ class AfterLimit(Plan):
         check(tokens, "context_limit", self.context_limit, "a number of tokens from 1, or None")
 
     @property
+    def middle(self) -> str:
+        """`mask` for as many middle tokens as there are sinks, `rest` for all that C_l leaves."""
+        return "rest" if self.mask is None else "mask"
+
+    @property
     def shrinks(self) -> bool:  # type: ignore[override]
         """Whether a cache gets smaller once the context limit is passed."""
         return self.context_limit is not None

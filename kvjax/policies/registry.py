@@ -268,7 +268,7 @@ REGISTRY: dict[str, Method] = {method.__name__: method for method in METHODS}
 
 
 def policy(
-    name: str,
+    name: str | Policy,
     *,
     plan: str | Plan | None = None,
     residual: str | Residual | None = None,
@@ -279,7 +279,7 @@ def policy(
     """A policy by name, with any of its parts replaced.
 
     Args:
-        name: a key of `REGISTRY`.
+        name: a key of `REGISTRY`, or a policy that is made.
         plan: how many slots each layer and head may use: a key of `PLANS`, or one that is made.
         residual: what becomes of evicted pairs: `less`, or one that is made.
         codec: how a slot lies in memory: `plain`, `int8`, `int4`, or one that is made.
@@ -290,16 +290,22 @@ def policy(
     Raises:
         ValueError: a name or a setting is unknown, a value is out of range, or parts mean nothing together.
     """
+    of_parts, own = _by_part(settings)
+    made = _registered(name, own) if isinstance(name, str) else name
+    if made is name and own:
+        raise ValueError(f"{next(iter(own))} is no setting beside a policy that is made; set it on the parts you pass.")
+    return replaced(made, plan, residual, codec, selection, of_parts)
+
+
+def _registered(name: str, own: Mapping[str, Any]) -> Policy:
     if name not in REGISTRY:
         raise ValueError(f"there is no policy {name!r}; choose one of {', '.join(REGISTRY)}.")
-    of_parts, own = _by_part(settings)
     known = settings_of(name)
     for setting in own:
         if setting not in known and "base" not in known:
             raise ValueError(f"policy {name!r} has no setting {setting!r}; it takes {', '.join(known)}.")
     made = REGISTRY[name](**own)
-    made = made if name in ("less", "baseline_plus") else dataclasses.replace(made, name=name)
-    return replaced(made, plan, residual, codec, selection, of_parts)
+    return made if name in ("less", "baseline_plus") else dataclasses.replace(made, name=name)
 
 
 def replaced(
@@ -394,16 +400,30 @@ def _by_part(settings: Mapping[str, Any]) -> tuple[dict[str, dict[str, Any]], di
 
 def settings_of(name: str) -> dict[str, Any]:
     """A policy's settings and their defaults."""
-
-    def named(function: Callable[..., Any]) -> dict[str, Any]:
-        parameters = inspect.signature(function).parameters.values()
-        return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
-
     method = REGISTRY[name]
     takes = inspect.signature(method).parameters
-    return named(method) | (
-        {k: v for k, v in named(combine).items() if k not in named(method)} if "common" in takes else {}
-    )
+    own = _keywords(method)
+    return own | ({k: v for k, v in _keywords(combine).items() if k not in own} if "common" in takes else {})
+
+
+def _keywords(function: Callable[..., Any]) -> dict[str, Any]:
+    parameters = inspect.signature(function).parameters.values()
+    return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
+
+
+def settings_in(made: Policy) -> dict[str, Any]:
+    """A policy's settings as its function takes them, read off its parts; those of a residual are not among them.
+
+    Settings of a part that has been replaced are left out, and somebody's own policy has those of its score.
+    """
+    own = [field.name for field in dataclasses.fields(made.score)]  # type: ignore[arg-type]
+    names = settings_of(made.name) if made.name in REGISTRY else [*own, *_keywords(combine)]
+    inner = getattr(made.plan, "plan", None)
+    parts = (made.score, made.protection, made.plan, inner, made.selection, made.codec)
+    found = {name: getattr(part, name) for name in names for part in reversed(parts) if hasattr(part, name)}
+    if made.plan.extra_slots:
+        return {"base": made.name, "features": 2 * made.plan.extra_slots} | found
+    return found
 
 
 def name_of(policy: Policy) -> str:

@@ -13,7 +13,7 @@ from kvjax.evaluate.reports.claims import table
 from kvjax.evaluate.store import Store
 from kvjax.evaluate.texts import passages
 from kvjax.files import write_text
-from kvjax.policies.base import Policy
+from kvjax.policies.policy import Policy
 from kvjax.policies.residuals.checkpoint import fingerprint
 from kvjax.settings import parse_budget
 

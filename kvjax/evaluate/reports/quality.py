@@ -15,7 +15,7 @@ from kvjax.evaluate.runs import Runs, describe
 from kvjax.evaluate.store import Store
 from kvjax.evaluate.texts import passages
 from kvjax.files import write_text
-from kvjax.policies.base import Policy
+from kvjax.policies.policy import Policy
 from kvjax.settings import parse_budget, parse_settings
 
 Choice = tuple[str, Policy, int | float]
@@ -100,7 +100,7 @@ def run(options: argparse.Namespace) -> None:
     )
     runs = Runs(model, read, store, (), options.out, options.prefix)
     # A policy that decides itself what it keeps has no budget.
-    choices = [(n, p, b) for n, p in made.items() for b in ([1.0] if p.decides_slots else budgets)]
+    choices = [(n, p, b) for n, p in made.items() for b in ([1.0] if p.plan.decides else budgets)]
     shown, file = against_bytes(runs, choices, options.recall)
     texts = " ".join(Path(text).name for text in options.text)
     write_text(

@@ -12,12 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from kvjax.arrange import plan_by_name, plan_slots
+from kvjax.engine.prepare import plan_slots, ready
 from kvjax.files import read_text, written_aside
 from kvjax.model import Model
-from kvjax.plan import Plan
-from kvjax.policies import name_of
-from kvjax.policies.base import Policy
+from kvjax.policies.plan import Plan
+from kvjax.policies.policy import Policy
+from kvjax.policies.registry import name_of
 from kvjax.train.less.record import Features, record
 
 MASKS = ("decode", "full-softmax")
@@ -27,18 +27,21 @@ def check_policy(policy: Policy, mask: str) -> None:
     """Refuse a policy whose evictions kernels cannot learn from.
 
     Raises:
-        ValueError: it evicts nothing, several tokens per step, or does not show the mask its cache.
+        ValueError: it evicts nothing, several tokens per step, has a residual or a selection already, or does not show
+            the mask its cache.
     """
     name = name_of(policy)
     if mask not in MASKS:
         raise ValueError(f"mask={mask!r} is not one of {', '.join(MASKS)}.")
-    if not policy.evicts:
+    if not policy.plan.bounded:
         raise ValueError(f"policy {name!r} evicts nothing, so that there is nothing to learn; choose one that does.")
-    if policy.shrinks:
+    if policy.plan.shrinks:
         raise ValueError(f"policy {name!r} lets several tokens go in one step; set its slots to stay the same.")
-    if name == "less":
-        raise ValueError("policy 'less' is what the kernels are for; give the policy that it wraps, such as h2o.")
-    if mask == "full-softmax" and policy.positions != "original":
+    if policy.residual is not None:
+        raise ValueError(f"policy {name!r} is what the kernels are for; give the policy that it wraps, such as h2o.")
+    if policy.selection is not None:
+        raise ValueError(f"policy {name!r} reads only some of the tokens that it holds; leave the selection out.")
+    if mask == "full-softmax" and policy.codec.positions != "original":
         raise ValueError(
             f"mask='full-softmax' needs the logits of the full cache, policy {name!r} sees positions in its own; "
             "set positions=original or mask=decode."
@@ -76,13 +79,12 @@ def collect(
         ValueError: the policy or the budget are not fit for it.
     """
     check_policy(policy, mask)
-    bound, config = policy.bind(model).budgeted(budget), model.config
+    bound, config = ready(model, policy, budget, plan), model.config
     total, n = tokens.shape
     rows = next(size for size in range(min(rows, total), 0, -1) if total % size == 0)
-    chosen_plan = plan_by_name(plan)
-    if bound.decides_slots or (chosen_plan is not None and chosen_plan.per_head):
+    if bound.plan.per_head:
         raise ValueError("kernels cannot learn from heads with slots of their own; use another plan or policy.")
-    limits, capacities = plan_slots(bound, chosen_plan, budget, np.ones(rows, np.int64), n - 1, config, 1)
+    limits, capacities = plan_slots(bound, budget, np.ones(rows, np.int64), n - 1, config, 1)
     if min(int(limit.min()) for limit in limits) >= n:
         raise ValueError(f"a budget of {budget} slots holds texts of {n} tokens whole; use a smaller budget.")
     slots = tuple(jnp.asarray(limit, jnp.int32) for limit in limits)

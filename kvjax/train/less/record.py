@@ -9,15 +9,16 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float, Int
 
-from kvjax import cache as caches_
-from kvjax.attention import alibi_bias, attend, attend_prompt, causal_mask
-from kvjax.codec import codec_of
+from kvjax.cache import evidence
+from kvjax.cache.dense import Dense, empty
+from kvjax.engine.layer import Pending, Reading, heard, over_layers
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Weights, block, embed
-from kvjax.policies.base import Policy
-from kvjax.reading import Reading, exchange, new_tokens
+from kvjax.policies.policy import Policy
 from kvjax.rope import rotate
-from kvjax.types import LayerCache, Partial, wide
+from kvjax.types import LayerConfig, New, wide
+from pallas_kernels.attention import Partial, attend
+from pallas_kernels.prefill_scores import prefill_scores
 
 
 class Features(struct.PyTreeNode):
@@ -44,18 +45,20 @@ class Features(struct.PyTreeNode):
 
 
 class _Read(struct.PyTreeNode):
-    # One layer's attention of the frozen model; queries and keys not rotated yet.
+    # One layer's attention of the frozen model; queries and keys not rotated yet. Of all tokens, or of one at a time.
+    hidden: Float[Array, "b n width"]
     q: Float[Array, "b h g n d"]
     k: Float[Array, "b h n d"]
-    v: Float[Array, "b h n d"]
-    full: Partial
+    v: Float[Array, "b h n e"]
+    lse: Float[Array, "b h g n"]
 
 
-_Inputs = tuple[Array, Array, Array, Array]
-"""A layer's queries, keys, values and log-sum-exps, of one step or of all steps with time as their first axis."""
-
-_Seen = tuple[Int[Array, "b h"], Partial]
-"""The position that left, and attention over what stayed."""
+class _Seen(struct.PyTreeNode):
+    # What a step does to a layer: the pair that leaves and its position, and attention over what stays.
+    k: Float[Array, "b h 1 d"]
+    v: Float[Array, "b h 1 e"]
+    left: Int[Array, "b h"]
+    partial: Partial
 
 
 @functools.partial(jax.jit, static_argnames=("config", "capacities", "mask"))
@@ -86,21 +89,20 @@ def record(
     Returns:
         Features, stacked over layers, and the position that leaves at each step, -1 for none.
     """
-    reads = _read_full(weights, config, tokens)
+    reads, full = _read_full(weights, config, tokens)
     rows, n = tokens.shape
     dtype = reads[0].k.dtype
-    empty = functools.partial(caches_.empty, policy, rows=rows, heads=config.kv_heads, groups=config.groups)
-    caches = tuple(
-        empty(slots=capacity, width=config.head_width, dtype=dtype, layer=layer).replace(limit=limit)
-        for layer, (capacity, limit) in enumerate(zip(capacities, limits, strict=True))
+    layers = enumerate(zip(config.layer_configs, limits, capacities, strict=True))
+    made = (
+        empty(policy, shape, layer, limit=limit, slots=slots, dtype=dtype) for layer, (shape, limit, slots) in layers
     )
     # As if the first token were the prompt and all others were generated.
     one, horizon = jnp.ones(rows, jnp.int32), jnp.full(rows, n - 1, jnp.int32)
 
     def step(
-        caches: tuple[LayerCache, ...], inputs: tuple[Array, Array, tuple[_Inputs, ...]]
-    ) -> tuple[tuple[LayerCache, ...], tuple[_Seen, ...]]:
-        t, token, layers = inputs
+        storage: Dense, inputs: tuple[Int[Array, ""], Int[Array, " b"], list[_Read]]
+    ) -> tuple[Dense, tuple[_Seen, ...]]:
+        t, token, read = inputs
         position = jnp.broadcast_to(t, (rows, 1))
         reading = Reading(
             token=token[:, None],
@@ -108,82 +110,103 @@ def record(
             prompt_length=one,
             read=position[:, 0] + 1,
             horizon=horizon,
+            end=one + horizon,
             seed=seed,
+            given=False,
         )
-        pairs = list(zip(caches, layers, strict=True))
-        moved = [_replay(config, policy, mask, reading, index, *pair) for index, pair in enumerate(pairs)]
-        return policy.couple(tuple(cache for cache, _ in moved)), tuple(seen for _, seen in moved)
+        pending, seen = [], []
+        for layer, (shape, of) in enumerate(zip(config.layer_configs, read, strict=True)):
+            new = reading.new(shape, layer, of.hidden, of.q, of.k, of.v)
+            storage, told, found = _replay(shape, policy, mask, storage, new, of.lse)
+            pending.append(told)
+            seen.append(found)
+        for layer, told in enumerate(over_layers(pending)):
+            storage = heard(policy, storage, layer, told.asks, told.answers, told.new)
+        return storage, tuple(seen)
 
-    inputs = tuple(_time_first(read) for read in reads)
-    _, seen = jax.lax.scan(step, caches, (jnp.arange(n), tokens.T, inputs))
-    positions = jnp.arange(n)
-    made, evicted = [], []
-    for read, (left, partial) in zip(reads, seen, strict=True):
-        left = jnp.moveaxis(left, 0, -1)
-        leaving = left >= 0
-        source = jnp.maximum(left, 0)[..., None]
-        keys = rotate(config.rope, read.k, positions[None, None])
-        features = Features(
-            q=rotate(config.rope, read.q, positions[None, None, None]),
-            k=jnp.where(leaving[..., None], jnp.take_along_axis(keys, source, axis=2), 0),
-            v=jnp.where(leaving[..., None], jnp.take_along_axis(read.v, source, axis=2), 0),
-            leaving=leaving.astype(partial.lse.dtype),
-            sparse=jnp.moveaxis(partial.out, 0, -2),
-            lse=jnp.moveaxis(partial.lse, 0, -1),
-            full=read.full.out,
+    inputs = [jax.tree.map(_steps, read, _AXES) for read in reads]
+    _, seen = jax.lax.scan(step, Dense(tuple(made)), (jnp.arange(n), tokens.T, inputs))
+    features, evicted = [], []
+    for shape, read, out, found in zip(config.layer_configs, reads, full, seen, strict=True):
+        left = jnp.moveaxis(found.left, 0, -1)
+        k, v = (jnp.where(left[..., None] >= 0, _joined(x, 2), 0) for x in (found.k, found.v))
+        features.append(
+            Features(
+                q=rotate(shape.rope, read.q, jnp.arange(n)),
+                k=k,
+                v=v,
+                leaving=(left >= 0).astype(found.partial.lse.dtype),
+                sparse=_joined(found.partial.out, 3),
+                lse=_joined(found.partial.lse, 3),
+                full=out,
+            )
         )
-        made.append(features)
         evicted.append(left)
-    return jax.tree.map(lambda *layers: jnp.stack(layers).astype(wide(layers[0].dtype)), *made), jnp.stack(evicted)
+    stacked = jax.tree.map(lambda *layers: jnp.stack(layers).astype(wide(layers[0].dtype)), *features)
+    return stacked, jnp.stack(evicted)
 
 
-def _time_first(read: _Read) -> _Inputs:
-    q, k, v = (jnp.moveaxis(x, -2, 0) for x in (read.q, read.k, read.v))
-    return q, k, v, jnp.moveaxis(read.full.lse, -1, 0)
+_AXES = _Read(hidden=1, q=3, k=2, v=2, lse=3)  # type: ignore[arg-type]
+
+
+def _steps(x: Array, axis: int) -> Float[Array, "n ..."]:
+    """An array over tokens as one of steps, each with one token."""
+    return jnp.expand_dims(jnp.moveaxis(x, axis, 0), axis + 1)
+
+
+def _joined(x: Float[Array, "n ..."], axis: int) -> Array:
+    """The inverse of `_steps`."""
+    return jnp.moveaxis(jnp.squeeze(x, axis + 1), 0, axis)
 
 
 def _replay(
-    config: ModelConfig,
-    policy: Policy,
-    mask: str,
-    reading: Reading,
-    index: int,
-    cache: LayerCache,
-    inputs: _Inputs,
-) -> tuple[LayerCache, _Seen]:
-    # One layer of `kvjax.reading.read_token`, on given queries, keys and values.
-    q, k, v, full_lse = inputs
-    q, k, v = q[..., None, :], k[..., None, :], v[..., None, :]
-    cache = caches_.fetch(policy, cache)
-    codec = codec_of(policy)
-    new = new_tokens(config, reading, q, k, v, index)
-    cache, position = exchange(config, policy, cache, new, k)
-    keys, key_position = codec.read(config, cache)
-    queries, query_position = codec.query(config, cache, q, new.position)
-    visible = causal_mask(new.position, cache.position, config.sliding_window)
-    bias = alibi_bias(config, query_position, key_position)
-    partial, probs = attend(queries, keys, cache.kv.v, visible, bias)
-    answered = policy.attended(cache, partial, probs, new)
+    config: LayerConfig, policy: Policy, mask: str, storage: Dense, new: New, full_lse: Float[Array, "b h g 1"]
+) -> tuple[Dense, Pending, _Seen]:
+    """One layer of a decode step on given queries, keys and values, with its log-sum-exp."""
+    before = storage.layers[new.layer].position
+    storage, evicted = storage.exchange(policy, config, new.layer, new)
+    view = storage.layers[new.layer]
+    # One slot of each head has changed hands.
+    left = jnp.where(view.position != before, before, -1).max(-1)
+    given = policy.codec.operands(config, view, new)
+    query_place, key_place = (new.position[:, None], view.position) if given.places is None else given.places
+    partial, probs = attend(
+        given.q,
+        evidence.whole(given.k, given.q.dtype),
+        evidence.whole(given.v, given.q.dtype),
+        config.spec.mask(new.position, view.position),
+        config.spec,
+        config.spec.bias(query_place, key_place),
+    )
     if mask == "full-softmax":  # the same logits, normalised by the mass of the whole text
-        probs = probs * jnp.exp(partial.lse - full_lse[..., None])[..., None]
-    cache = caches_.stow(policy, policy.observe(cache, probs, new))
-    return cache, (position[..., 0], Partial(answered.out[..., 0, :], answered.lse[..., 0]))
+        probs = probs * jnp.exp(partial.lse - full_lse)[..., None]
+    asks = policy.score.asks(view, new)
+    told = Pending(asks, evidence.answered(asks, probs, view.position, new), new)
+    return storage, told, _Seen(evicted.k, evicted.v, left, partial)
 
 
-def _read_full(weights: Weights, config: ModelConfig, tokens: Int[Array, "b n"]) -> list[_Read]:
+def _read_full(
+    weights: Weights, config: ModelConfig, tokens: Int[Array, "b n"]
+) -> tuple[list[_Read], list[Float[Array, "b h g n e"]]]:
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     reads: list[_Read] = []
-
-    def attention(
-        q: Float[Array, "b h g n d"], k: Float[Array, "b h n d"], v: Float[Array, "b h n d"]
-    ) -> Float[Array, "b h g n d"]:
-        rotated = rotate(config.rope, q, positions[:, None, None])
-        keys = rotate(config.rope, k, positions[:, None])
-        full, _ = attend_prompt(config, rotated, keys, v, positions, positions[:, None], None)
-        reads.append(_Read(q, k, v, full))
-        return full.out
-
+    outputs: list[Array] = []
     x = embed(weights, config, tokens, positions)
     for layer, shape in zip(weights.layers, config.layer_configs, strict=True):
+
+        def attention(
+            q: Float[Array, "b h g n d"],
+            k: Float[Array, "b h n d"],
+            v: Float[Array, "b h n e"],
+            shape: LayerConfig = shape,
+            x: Array = x,
+        ) -> Float[Array, "b h g n e"]:
+            rotated, keys = (rotate(shape.rope, y, positions[0]) for y in (q, k))
+            held = jnp.broadcast_to(positions[:, None], k.shape[:3])
+            found = prefill_scores(rotated, keys, v, positions, held, shape.spec, scores=False)
+            reads.append(_Read(x, q, k, v, found.lse))
+            outputs.append(found.out)
+            return found.out
+
         x = block(layer, config, shape, x, attention)
-    return reads
+    return reads, outputs

@@ -15,7 +15,7 @@ from jaxtyping import Float
 
 from kvjax import policies
 from kvjax.model import Model
-from kvjax.policies.base import Policy
+from kvjax.policies.policy import Policy
 from kvjax.policies.residuals import checkpoint
 from kvjax.train import checkpoints
 from kvjax.train.less.collect import check_policy, collect, sample_texts
@@ -67,7 +67,7 @@ def train_kernels(
         "model": checkpoint.fingerprint(model),
         "dtype": str(model.weights.embedding.dtype),
         "policy": name,
-        "policy_settings": {setting: getattr(policy, setting) for setting in type(policy).settings()},
+        "policy_settings": policies.settings_in(policy),
         "slots": slots,
         "plan": plan,
         "mask": mask,

@@ -7,7 +7,7 @@ import numpy as np
 from kvjax.evaluate.reports.claims import Claim, table
 from kvjax.evaluate.reports.fastgen.measurements import Report, Section
 from kvjax.evaluate.reports.figures import new_figure, save_figure
-from kvjax.policies.fastgen import PARTS, FastGen
+from kvjax.policies.profiled import PARTS, Profiled
 
 STEPS = (0, 10, 20, 30)
 """Tokens after the prompt."""
@@ -15,7 +15,7 @@ STEPS = (0, 10, 20, 30)
 
 def choices(report: Report) -> Section:
     """Figure 3: the choices of each layer's heads."""
-    names = ["+".join(parts) or "full" for parts in FastGen().choices]
+    names = ["+".join(parts) or "full" for parts in Profiled().choices]
     short = ["special", "+ punctuation", "+ frequent", "+ local", "full"]
     prompt = report.runs.prefix
 

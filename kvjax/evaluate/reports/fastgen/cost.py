@@ -8,7 +8,6 @@ from kvjax import policies
 from kvjax.evaluate.reports.claims import Claim, table
 from kvjax.evaluate.reports.fastgen.measurements import Report, Section
 from kvjax.evaluate.speed import decoder, race, reader
-from kvjax.policies.fastgen import FastGen
 
 GENERATED = (128, 256, 512, 1024)
 """Tokens of the generations that the time is a share of."""
@@ -21,7 +20,7 @@ def profiling(report: Report) -> Section:
     settings = runs.settings(prompt=runs.prefix, threshold=0.95, steps=steps, devices=_device())
 
     def make() -> dict[str, float]:
-        full, ours = policies.policy("full"), FastGen(threshold=0.95)
+        full, ours = policies.policy("full"), policies.policy("fastgen", threshold=0.95)
         racing = [reader(runs.model, policy, 1.0, tokens) for policy in (full, ours)]
         racing.append(decoder(runs.model, ours, 1.0, tokens, steps))
         race(racing, 15)
@@ -52,7 +51,7 @@ def cost(report: Report) -> Section:
     settings = runs.settings(prompt=runs.prefix, threshold=0.9, rows=len(tokens), steps=steps, device=_device())
 
     def make() -> dict[str, list[float | None]]:
-        full, ours = policies.policy("full"), FastGen(threshold=0.9)
+        full, ours = policies.policy("full"), policies.policy("fastgen", threshold=0.9)
         decoding = decoder(model, ours, 1.0, tokens, steps)
         slots = max(2, round(decoding.slots or 0))
         racing = {

@@ -7,12 +7,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from kvjax import decode, paged, policies
+from kvjax import policies
+from kvjax.cache.dense import empty
+from kvjax.engine.extend import prefill
 from kvjax.evaluate.reports.claims import Claim
 from kvjax.evaluate.runs import Run, Runs, describe
-from kvjax.policies.fastgen import PARTS, FastGen
+from kvjax.policies.profiled import PARTS
 
 
 @dataclasses.dataclass
@@ -33,13 +36,12 @@ class Report:
 
     def profile(self, threshold: float, tokens: int) -> dict[str, Any]:
         """Choices [layer, row, head] and recovered attention [layer, row, head, choice] of prompts of some tokens."""
-        policy = FastGen(threshold=threshold)
+        policy = policies.policy("fastgen", threshold=threshold)
         settings = self.runs.settings(policy=describe(policy), tokens=tokens)
 
         def make() -> dict[str, Any]:
-            state, _ = decode.prefill(self.runs.model, policy, self.runs.passages.tokens[:, :tokens], max_new_tokens=1)
-            assert isinstance(state.caches, paged.Pool)
-            found = jax.device_get([(layer.choice, layer.recovered) for layer in state.caches.state])
+            state, _ = prefill(self.runs.model, policy, self.runs.passages.tokens[:, :tokens], max_new_tokens=1)
+            found = jax.device_get([(layer.plan.choice, layer.plan.recovered) for layer in state.storage.states()])
             return {
                 "choice": [choice.tolist() for choice, _ in found],
                 "recovered": [np.round(shares.astype(float), 5).tolist() for _, shares in found],
@@ -59,15 +61,22 @@ class Report:
 
     def fastgen(self, threshold: float, order: Sequence[str] = PARTS, label: str = "", recent: int = 0) -> Run:
         """FastGen on all passages."""
-        policy = FastGen(threshold=threshold, order=tuple(order), recent=recent)
+        policy = policies.policy("fastgen", threshold=threshold, order=tuple(order), recent=recent)
         return self.perplexity(f"fastgen{label} T {threshold:g}", policy)
 
     def slots(self, held: int, tokens: int, policy: policies.Policy) -> int:
         """Slots per head that a fixed policy gets for so many bytes, of so many rows."""
-        config = self.runs.model.config
-        stats = 4 if policy.needs_probs else 0
-        slot = 2 * config.head_width * self.runs.model.weights.embedding.dtype.itemsize + 4 + stats
-        return max(2, held // (tokens * config.layers * config.kv_heads * slot))
+        model = self.runs.model
+
+        def one() -> list[Any]:
+            limit = [jnp.ones((1, shape.kv_heads), jnp.int32) for shape in model.config.layer_configs]
+            layers = enumerate(zip(model.config.layer_configs, limit, strict=True))
+            dtype = model.weights.embedding.dtype
+            made = [empty(policy, shape, layer, limit=limit, slots=1, dtype=dtype) for layer, (shape, limit) in layers]
+            return [(view.kv, view.position, view.slots) for view in made]
+
+        slot = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(jax.eval_shape(one)))
+        return max(2, held // (tokens * slot))
 
 
 Section = tuple[str, list[Claim], str]

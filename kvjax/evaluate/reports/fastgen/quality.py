@@ -10,7 +10,7 @@ from kvjax.evaluate.reports.claims import Claim, paired, table
 from kvjax.evaluate.reports.fastgen.measurements import Report, Section
 from kvjax.evaluate.reports.figures import Point, new_figure, plot_quality, save_figure
 from kvjax.evaluate.runs import describe
-from kvjax.policies.fastgen import PARTS, FastGen
+from kvjax.policies.profiled import PARTS
 
 FIXED = {
     "local": policies.policy("window"),
@@ -119,7 +119,7 @@ def recalled(report: Report) -> Section:
         variants = [(t, recent) for recent in (0, NEWEST) for t in report.thresholds]
         for threshold, recent in variants:
             label = f"fastgen{f', {recent} newest' if recent else ''}, T = {threshold:g}"
-            ours = ask(label, FastGen(threshold=threshold, recent=recent), 1.0, distance)
+            ours = ask(label, policies.policy("fastgen", threshold=threshold, recent=recent), 1.0, distance)
             rows.append([distance, label, None, f"{ours['whole']:.1%}", ours["mean"]])
             if ours["whole"] >= 1:
                 continue

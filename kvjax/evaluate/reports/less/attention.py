@@ -9,7 +9,7 @@ from kvjax.evaluate.reports.claims import Claim, table
 from kvjax.evaluate.reports.figures import new_figure
 from kvjax.evaluate.reports.less.low_rank import residuals
 from kvjax.evaluate.reports.less.measurements import Less, Section
-from kvjax.policies.base import Policy
+from kvjax.policies.policy import Policy
 
 MATRIX_ROWS = 4
 """Passages of each text where attention is n x n, or two models run at once."""

@@ -18,6 +18,7 @@ from kvjax.evaluate.runs import Runs
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Weights, block, embed
 from kvjax.rope import rotate
+from kvjax.types import LayerConfig
 
 RANKS = (0, 1, 4, 8)
 
@@ -27,16 +28,16 @@ def _splits(weights: Weights, config: ModelConfig, tokens: Int[Array, "b n"], ke
     position = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     made: list[tuple[Array, Array]] = []
 
-    def attention(q: Array, k: Array, v: Array) -> Array:
-        q = rotate(config.rope, q, position[:, None, None])
-        split = lowrank_oracle.top_k(q, rotate(config.rope, k, position[:, None]), v, position, keep, config)
+    def attention(q: Array, k: Array, v: Array, shape: LayerConfig) -> Array:
+        q = rotate(shape.rope, q, position[:, None, None])
+        split = lowrank_oracle.top_k(q, rotate(shape.rope, k, position[:, None]), v, position, keep, shape)
         # Only queries that see more than `keep` keys have a residual.
         made.append((split.full[..., keep:, :], split.residual[..., keep:, :]))
         return split.full
 
     x = embed(weights, config, tokens, position)
     for layer, shape in zip(weights.layers, config.layer_configs, strict=True):
-        x = block(layer, config, shape, x, attention)
+        x = block(layer, config, shape, x, functools.partial(attention, shape=shape))
     outputs, residuals = zip(*made, strict=True)
     return jnp.stack(outputs), jnp.stack(residuals)
 
