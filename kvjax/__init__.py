@@ -13,6 +13,7 @@ from kvjax.engine.extend import prefill as prefill
 from kvjax.engine.state import State as State
 from kvjax.engine.state import cache_bytes as cache_bytes
 from kvjax.engine.state import full_cache_bytes as full_cache_bytes
+from kvjax.engine.state import held_positions as held_positions
 from kvjax.engine.state import put_rows as put_rows
 from kvjax.engine.state import take_rows as take_rows
 from kvjax.model import Model as Model

@@ -30,6 +30,19 @@ def test_fastgen_races_at_the_slots_that_it_takes(tmp_path):
     assert bench.main([*words.split()]) == 2
 
 
+def test_parts_race_with_every_policy(tmp_path):
+    file = tmp_path / "numbers.json"
+    words = "decode --model tiny --policies h2o,keyformer --budgets 8 --prompt-tokens 40 --batch 2 --new-tokens 4"
+    words += " --codec int8 --residual less --set residual.kernels=performer --repeats 1"
+    sizes = {}
+    for more in ([], ["--codec", "plain"]):
+        assert bench.main([*words.split(), *more, "--json", str(file)]) == 0
+        _, *rows = json.loads(file.read_text())["rows"]
+        assert [row["policy"] for row in rows] == ["h2o", "keyformer"]
+        sizes[bool(more)] = [row["cache_bytes"] for row in rows]
+    assert all(coded < plain for coded, plain in zip(sizes[False], sizes[True], strict=True))
+
+
 def test_an_unknown_policy_is_one_sentence(capsys):
     assert bench.main(["decode", "--model", "tiny", "--policies", "nope", "--prompt-tokens", "8"]) == 2
     assert "no policy 'nope'" in capsys.readouterr().err

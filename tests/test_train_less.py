@@ -32,6 +32,8 @@ from kvjax.train.less.record import Features, record
 from kvjax.train.less.train import Recipe, memory_attention
 from kvjax.types import Evicted, LayerConfig, New, Partial, View
 from pallas_kernels.attention import merge, share_of_evicted
+from pallas_kernels.operands import values
+from tests.held import layers
 from tests.models import GQA, MQA, random_model
 from tests.test_less import HIDDEN, kernels_for
 
@@ -85,7 +87,7 @@ def test_evicts_what_decoding_evicts(name: str, settings: dict[str, Any], x64: N
     features, left = replay(model, base)
     state = begin(model, base, 2, N, BUDGET)
     seed = kvjax.prefill(model, "full", TOKENS[:, :1].tolist(), max_new_tokens=1)[0].seed
-    state = state.replace(storage=FullAnswers(state.storage.layers, features.full), seed=seed)
+    state = state.replace(storage=FullAnswers(layers(state), features.full), seed=seed)
     plain = model.logits(TOKENS)
     for t in range(N):
         state, logits = kvjax.decode_step(state, jnp.asarray(TOKENS[:, t]))
@@ -123,9 +125,9 @@ def test_full_softmax_masks_accumulate_the_full_softmax(x64: None) -> None:
 
 def first_layer_keys(model) -> jax.Array:
     state, _ = kvjax.prefill(model, "full", TOKENS.tolist(), max_new_tokens=1)
-    view = state.storage.layers[0]
+    view = layers(state)[0]
     order = jnp.argsort(jnp.where(view.position < 0, N, view.position), axis=-1)[..., :N, None]
-    return jnp.take_along_axis(view.kv.k, order, axis=2)
+    return jnp.take_along_axis(values(view.kv.k, jnp.float64), order, axis=2)
 
 
 @pytest.mark.parametrize("literal", [False, True])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -20,13 +21,14 @@ from kvjax.commands import finish
 from kvjax.evaluate.speed import decoder, race, reader
 from kvjax.files import write_text
 from kvjax.policies.policy import Policy
-from kvjax.settings import parse_budget, parse_settings
+from kvjax.settings import PART_KEYS, parse_budget, parse_settings
 
 
-def policy_with(name: str, settings: dict[str, Any]) -> Policy:
-    """A policy with those of the settings that it has."""
+def policy_with(name: str, parts: dict[str, str | None], settings: dict[str, Any]) -> Policy:
+    """A policy with some parts by name, and with those of the settings that it has."""
     known = policies.settings_of(name) if name in policies.REGISTRY else {}
-    return policies.policy(name, **{key: value for key, value in settings.items() if key in known})
+    own: dict[str, Any] = {key: value for key, value in settings.items() if key in known or "." in key}
+    return policies.policy(name, **own | parts)
 
 
 def run(options: argparse.Namespace) -> None:
@@ -40,7 +42,7 @@ def run(options: argparse.Namespace) -> None:
     tokens = rng.integers(3, model.config.vocab_size, (options.batch, options.prompt_tokens))
     names = list(policies.REGISTRY) if options.policies == "all" else options.policies.split(",")
     budgets = [text if text == "same" else parse_budget(text) for text in options.budgets.split(",")]
-    settings = parse_settings(options.settings)
+    settings, parts = parse_settings(options.settings), {part: getattr(options, part) for part in PART_KEYS}
     make = {
         "decode": lambda name, budget: decoder(model, name, budget, tokens, options.new_tokens),
         "prefill": lambda name, budget: reader(model, name, budget, tokens),
@@ -51,15 +53,16 @@ def run(options: argparse.Namespace) -> None:
             continue
         for budget in budgets:
             try:
-                policy = policy_with(name, settings)
+                policy = policy_with(name, parts, settings)
                 if policy.plan.decides:
-                    contenders.append(make(policy, 1.0))
+                    contenders.append(dataclasses.replace(make(policy, 1.0), name=name))
                     own_slots = round(contenders[-1].slots or 1)
                     contenders[-1].budget = f"own: {own_slots}"
                     break
                 if budget == "same" and own_slots is None:
                     raise ValueError("budget 'same' follows a policy that decides its slots; name fastgen first.")
-                contenders.append(make(policy, own_slots if budget == "same" else budget))
+                made = make(policy, own_slots if budget == "same" else budget)
+                contenders.append(dataclasses.replace(made, name=name))
             except ValueError as error:
                 if options.policies != "all":
                     raise
@@ -92,6 +95,8 @@ def main(argv: list[str] | None = None) -> int:
     options.add_argument("--model", default="synthetic", help="synthetic, tiny, a directory or a hub id")
     options.add_argument("--policies", default="streaming,h2o", help="names with commas between them, or all")
     options.add_argument("--budgets", default="0.25", help="slots, fractions, or `same` as fastgen, with commas")
+    for part in PART_KEYS:
+        options.add_argument(f"--{part}", help=f"the {part} of all policies but full; see kvjax generate --policy list")
     options.add_argument("--set", nargs="+", action="extend", default=[], metavar="key=value", dest="settings")
     options.add_argument("--batch", type=int, default=8)
     options.add_argument("--prompt-tokens", type=int, default=4096)

@@ -268,7 +268,8 @@ def _stacked(asks: Sequence[Ask], new: New) -> tuple[list[int], Float[Array, "b 
     return rows, jnp.stack([jnp.broadcast_to(row, shape) for row in stack], axis=2)
 
 
-def _whole(operand: Operand | Joined, dtype: DTypeLike) -> Float[Array, "b h c d"]:
+def whole(operand: Operand | Joined, dtype: DTypeLike) -> Float[Array, "b h c d"]:
+    """Keys or values of all slots as numbers."""
     if isinstance(operand, Joined):
         return jnp.concatenate([operands.values(part, dtype) for part in (operand.old, operand.new)], axis=2)
     return operands.values(operand, dtype)
@@ -284,7 +285,7 @@ def _probabilities(
     place: Int[Array, "b h t"] | None,
 ) -> Float[Array, "b h g t c"]:
     spec = config.spec
-    keys = _whole(given.k, q.dtype)
+    keys = whole(given.k, q.dtype)
     x = spec.capped(jnp.einsum("bhgtd,bhcd->bhgtc", q, keys, preferred_element_type=lse.dtype))
     places = (position[:, None], view.position) if place is None or given.places is None else (place, given.places[1])
     bias = spec.bias(*places)
@@ -366,7 +367,7 @@ def _narrowed(
     kept = jnp.where(selection.pick(probs, new), probs, 0.0)
     mass = kept.sum(-1, keepdims=True)
     safe = jnp.where(mass > 0, mass, 1.0)
-    out = jnp.einsum("bhgtc,bhcd->bhgtd", kept / safe, _whole(v, kept.dtype))
+    out = jnp.einsum("bhgtc,bhcd->bhgtd", kept / safe, whole(v, kept.dtype))
     return Partial(out, lse + jnp.log(safe)[..., 0])
 
 

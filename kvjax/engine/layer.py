@@ -129,7 +129,7 @@ def _shrink(config: LayerConfig, policy: Policy, storage: Any, layer: int, new: 
     return storage.put_state(layer, residual=remembered)
 
 
-def heard(policy: Policy, storage: Any, layer: int, asks: PyTree, answers: Any, new: New) -> Storage:
+def heard(policy: Policy, storage: Any, layer: int, asks: PyTree, answers: Any, new: New) -> Any:
     """A storage whose layer remembers what the score makes of its answers."""
     heads = storage.heads(layer)
     advanced = slots.where_read(new, policy.score.advance(heads, new), heads.state.score)
@@ -240,7 +240,7 @@ def _settled(policy: Policy, storage: Dense, layer: int, told: Pending, first: b
     # The score has heard and looked across slots; the plan knows what each head needs.
     asks, answers, new = told
     if questions(asks["score"])[0]:
-        storage = heard(policy, storage, layer, asks["score"], answers["score"], new)  # type: ignore[assignment]
+        storage = heard(policy, storage, layer, asks["score"], answers["score"], new)
     view = storage.layers[layer]
     storage = storage.settle(layer, policy.score.settle(view, new), new)
     if not first:

@@ -11,6 +11,7 @@ from flax import struct
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int
 
+from kvjax.cache.dense import Dense
 from kvjax.engine.decode import step
 from kvjax.engine.state import Moving, State, join_state, split_state
 from kvjax.evaluate.perplexity import begin
@@ -22,6 +23,7 @@ from kvjax.policies.registry import policy as policy_by_name
 from kvjax.policies.residuals.less import LowRankMemory
 from kvjax.types import LayerConfig, New, Parts, View
 from pallas_kernels.attention import attend
+from pallas_kernels.operands import values
 
 
 def hellinger(p: Float[Array, "*b n"], q: Float[Array, "*b n"]) -> Float[Array, "*b"]:
@@ -65,7 +67,8 @@ def _row(
     kv = policy.codec.restore(config, view.kv, view.position, view.state.codec, q.dtype)
     spec, place = config.spec, newest[:, None]
     mask, bias = spec.mask(place, view.position), spec.bias(place[:, None], view.position)
-    partial, probs = attend(q, kv.k, kv.v, mask, spec, bias)
+    keys = values(kv.k, q.dtype)
+    partial, probs = attend(q, keys, values(kv.v, q.dtype), mask, spec, bias)
     b, h = view.position.shape[:2]
     row, head = jnp.arange(b)[:, None, None], jnp.arange(h)[:, None]
     slot = jnp.where(view.live, view.position, length)
@@ -76,7 +79,7 @@ def _row(
         return dense, None
     # Each evicted token's phi(q) psi(k), over the denominator of equation 3.
     assert isinstance(policy.residual, LowRankMemory)
-    key = jnp.einsum("bhcd,bhc->bhd", kv.k, here.astype(kv.k.dtype))[:, :, None]
+    key = jnp.einsum("bhcd,bhc->bhd", keys, here)[:, :, None]
     psi = jax.vmap(lambda all_, one, at: all_.at[:, at].set(one))(
         psi, policy.residual.psi(layer, key)[:, :, 0].astype(psi.dtype), newest
     )
@@ -106,13 +109,15 @@ def _distances(full: State, probed: State, tokens: Int[Array, "b n"]) -> Float[A
         for state, moving, psi in zip(fixed, *carry, strict=True):
             before = join_state(state, moving)
             after = step(before, token)[0]
+            assert isinstance(after.storage, Dense)
+            layers = zip(config.layer_configs, after.storage.layers, psi, strict=True)
             looked = [
-                _row(shape, after.policy, layer, after.storage.layers[layer], before.position, length, psi[layer])
-                for layer, shape in enumerate(config.layer_configs)
+                _row(shape, after.policy, layer, view, before.position, length, features)
+                for layer, (shape, view, features) in enumerate(layers)
             ]
             moved.append(split_state(after)[1])
             rows.append([row for row, _ in looked])
-            known.append([features for _, features in looked])
+            known.append([seen for _, seen in looked])
         apart = [hellinger(p, q).mean((1, 2)) for p, q in zip(*rows, strict=True)]
         return (moved, known), jnp.stack(apart, axis=-1)
 

@@ -269,7 +269,7 @@ REGISTRY: dict[str, Method] = {method.__name__: method for method in METHODS}
 
 
 def policy(
-    name: str,
+    name: str | Policy,
     *,
     plan: str | Plan | None = None,
     residual: str | Residual | None = None,
@@ -280,7 +280,7 @@ def policy(
     """A policy by name, with any of its parts replaced.
 
     Args:
-        name: a key of `REGISTRY`.
+        name: a key of `REGISTRY`, or a policy that is made.
         plan: how many slots each layer and head may use: a key of `PLANS`, or one that is made.
         residual: what becomes of evicted pairs: `less`, or one that is made.
         codec: how a slot lies in memory: `plain`, `int8`, `int4`, or one that is made.
@@ -291,16 +291,22 @@ def policy(
     Raises:
         ValueError: a name or a setting is unknown, a value is out of range, or parts mean nothing together.
     """
+    of_parts, own = _by_part(settings)
+    made = _registered(name, own) if isinstance(name, str) else name
+    if made is name and own:
+        raise ValueError(f"{next(iter(own))} is no setting beside a policy that is made; set it on the parts you pass.")
+    return replaced(made, plan, residual, codec, selection, of_parts)
+
+
+def _registered(name: str, own: Mapping[str, Any]) -> Policy:
     if name not in REGISTRY:
         raise ValueError(f"there is no policy {name!r}; choose one of {', '.join(REGISTRY)}.")
-    of_parts, own = _by_part(settings)
     known = settings_of(name)
     for setting in own:
         if setting not in known and "base" not in known:
             raise ValueError(f"policy {name!r} has no setting {setting!r}; it takes {', '.join(known)}.")
     made = REGISTRY[name](**own)
-    made = made if name in ("less", "baseline_plus") else dataclasses.replace(made, name=name)
-    return replaced(made, plan, residual, codec, selection, of_parts)
+    return made if name in ("less", "baseline_plus") else dataclasses.replace(made, name=name)
 
 
 def replaced(

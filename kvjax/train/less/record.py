@@ -18,7 +18,6 @@ from kvjax.policies.policy import Policy
 from kvjax.rope import rotate
 from kvjax.types import LayerConfig, New, wide
 from pallas_kernels.attention import Partial, attend
-from pallas_kernels.operands import values
 from pallas_kernels.prefill_scores import prefill_scores
 
 
@@ -173,8 +172,8 @@ def _replay(
     query_place, key_place = (new.position[:, None], view.position) if given.places is None else given.places
     partial, probs = attend(
         given.q,
-        values(given.k, given.q.dtype),
-        values(given.v, given.q.dtype),
+        evidence.whole(given.k, given.q.dtype),
+        evidence.whole(given.v, given.q.dtype),
         config.spec.mask(new.position, view.position),
         config.spec,
         config.spec.bias(query_place, key_place),

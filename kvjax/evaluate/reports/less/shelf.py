@@ -80,8 +80,9 @@ class Shelf:
     def base(self, name: str) -> Policy:
         """A base policy with the settings that its kernels were trained with."""
         found = [k.settings.policy_settings for k in self.kernels if k.settings.policy == name]
-        settings = found[0] if found else {}
-        return policies.policy(name, **{k: tuple(v) if isinstance(v, list) else v for k, v in settings.items()})
+        settings: dict[str, Any] = found[0] if found else {}
+        settings = {key: tuple(value) if isinstance(value, list) else value for key, value in settings.items()}
+        return policies.policy(name, **settings)
 
 
 def matches(kernels: Kernels, slots: int) -> bool:
