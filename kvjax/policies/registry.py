@@ -60,7 +60,8 @@ def combine(
         positions: `original`, or `cache` to let the model see a key's place in the cache as its position.
         parts: others, in place of the usual ones.
     """
-    return Policy(score, **{"protection": Protection(sinks, recent, special), "codec": Codec(positions)} | parts)
+    usual = Policy(score, Protection(sinks, recent, special), codec=Codec(positions))
+    return dataclasses.replace(usual, **parts)
 
 
 def full(**common: Any) -> Policy:
