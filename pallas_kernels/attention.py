@@ -148,6 +148,20 @@ def share_of_evicted(memory: LowRank) -> Partial:
     return Partial(jnp.where(nothing[..., None], 0.0, out), jnp.where(nothing, -jnp.inf, jnp.log(mass)))
 
 
+def tempered(
+    probs: Float[Array, "b h g *t c"], zeta: Float[Array, "b h #g *t c"] | None, tau: Array | float
+) -> Float[Array, "b h g *t c"]:
+    """Numerators of Keyformer's equation 9 from probabilities: softmax((log p + zeta)/tau) = softmax((x + zeta)/tau).
+
+    Args:
+        probs: softmax of logits x.
+        zeta: noise, or None.
+        tau: temperature above 0, that broadcasts against `probs`.
+    """
+    x = jnp.log(probs)
+    return jnp.exp((x if zeta is None else x + zeta) / tau)
+
+
 def causal_mask(
     query_position: Int[Array, "b t"], key_position: Int[Array, "b #h c"], window: int | None
 ) -> Bool[Array, "b #h t c"]:

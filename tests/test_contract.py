@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
@@ -32,7 +32,13 @@ compiled_fast = pytest.mark.usefixtures("compiled_fast")
 CASES = POLICIES | PAIRS
 MIXED = ["streaming+adakv", "h2o+adakv+int8", "less+snapkv+adakv", "less+fastgen-low+int8", "streaming+int8"]
 """Pairs that together go every way through the engine; what each pair computes is compared in test_oracles.py."""
-core = pytest.mark.core
+IN_CORE = ["h2o", "streaming", "less-performer", "fastgen"]
+
+
+def _marked(names: Iterable[str]) -> list[Any]:
+    return [pytest.param(name, marks=pytest.mark.core) if name in IN_CORE else name for name in names]
+
+
 every_case = pytest.mark.parametrize("name", [*POLICIES, *MIXED])
 every_policy = pytest.mark.parametrize("name", FIRST)
 every_mixture = pytest.mark.parametrize("name", [*FIRST, *MIXED])
@@ -120,7 +126,7 @@ def test_equals_the_full_cache_when_there_is_room(name: str) -> None:
     close(follow(state, 20)[1][0], following)
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=core) if name in FIRST else name for name in POLICIES])
+@pytest.mark.parametrize("name", _marked(POLICIES))
 def test_never_holds_more_than_its_limit_nor_a_position_twice(name: str) -> None:
     state, _ = read(CASES[name])
     after, (_, positions) = follow(state)
@@ -182,8 +188,7 @@ def test_plain_calls_jit_scan_vmap_and_in_place_agree(name: str) -> None:
     close(kvjax.decode_step(state, token)[1], plain[0], 0)
 
 
-@core
-@every_policy
+@pytest.mark.parametrize("name", _marked(FIRST))
 def test_one_compilation_serves_a_bucket_and_other_weights(name: str) -> None:
     case = CASES[name]
     arguments = {"plan": case.plan, "prefill_chunk": case.prefill_chunk, "max_new_tokens": 40}
@@ -210,8 +215,7 @@ def test_permuting_the_batch_permutes_the_output(name: str) -> None:
     close(follow(state)[1][0][:, order], follow(permuted)[1][0], 1e-4)
 
 
-@core
-@every_policy
+@pytest.mark.parametrize("name", _marked(FIRST))
 def test_a_row_does_not_know_its_neighbours(name: str) -> None:
     state, logits = read(CASES[name])
     alone, expected = read(CASES[name], rows=[1])

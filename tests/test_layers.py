@@ -8,11 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kvjax
+from kvjax.cache.paged import Paged
 from kvjax.models import ModelConfig, Rope
+from kvjax.policies.plan import AdaKV
 from kvjax.policies.residuals import checkpoint
 from kvjax.types import LayerConfig
 from tests.models import random_model, small_config
@@ -75,6 +77,64 @@ def configs(draw: st.DrawFn) -> ModelConfig:
 @given(config=configs(), seed=st.integers(0, 100))
 def test_any_settings(config: ModelConfig, seed: int) -> None:
     assert_equal_to_numpy(config, seed)
+
+
+def assert_cached_equals_plain(
+    config: ModelConfig, policy: kvjax.Policy, seed: int = 0, **settings: Any
+) -> kvjax.State:
+    """A prompt, a turn and written tokens from a cache that holds all of them, rows of unequal lengths."""
+    with jax.enable_x64(True):
+        model = random_model(config, seed, jnp.float64)
+        text = np.random.default_rng(seed).integers(0, config.vocab_size, (2, 34))
+        expected = np.asarray(model.logits(text))
+        read, turn = np.array([20, 13]), np.array([5, 9])
+        prompts = [row[:n].tolist() for row, n in zip(text, read, strict=True)]
+        state, logits = kvjax.prefill(model, policy, prompts, 40, max_new_tokens=30, **settings)
+        np.testing.assert_allclose(logits, expected[range(2), read - 1], rtol=0, atol=1e-9)
+        turns = [row[n : n + more].tolist() for row, n, more in zip(text, read, turn, strict=True)]
+        state, every = kvjax.extend(state, turns, logits="all")
+        for row in range(2):
+            wanted = expected[row, read[row] : read[row] + turn[row]]
+            np.testing.assert_allclose(every[row, : turn[row]], wanted, rtol=0, atol=1e-9)
+        for at in (read + turn + step for step in range(4)):
+            state, logits = kvjax.decode_step(state, jnp.asarray(text[range(2), at], jnp.int32))
+            np.testing.assert_allclose(logits, expected[range(2), at], rtol=0, atol=1e-9)
+        return state
+
+
+@pytest.mark.parametrize("changes", CONFIGS.values(), ids=CONFIGS)
+def test_a_full_cache_honours_every_setting(changes: dict[str, Any]) -> None:
+    assert_cached_equals_plain(small_config(4, 2, **changes), kvjax.policy("full"))
+
+
+@pytest.mark.parametrize("changes", CONFIGS.values(), ids=CONFIGS)
+def test_pages_honour_every_setting(changes: dict[str, Any]) -> None:
+    policy = kvjax.policy("h2o", plan="adakv", **{"plan.floor": 1.0})
+    state = assert_cached_equals_plain(small_config(4, 2, **changes), policy)
+    assert isinstance(state.storage, Paged)
+
+
+@pytest.mark.parametrize("chunk", [None, 8, 1])
+@pytest.mark.parametrize("policy", ["h2o", "keyformer", "scissorhands", "lsh_e"])
+def test_policies_that_hold_everything_honour_every_setting(policy: str, chunk: int | None) -> None:
+    ropes = (Rope(width=8), OTHER, None)
+    config = small_config(4, 2, layers=3, windows=(4, None, 7), ropes=ropes, soft_cap=0.4, value_width=3)
+    assert_cached_equals_plain(config, kvjax.policy(policy), prefill_chunk=chunk)
+
+
+@settings(max_examples=5)
+@given(
+    config=configs(), seed=st.integers(0, 100), paged=st.booleans(), positions=st.sampled_from(("original", "cache"))
+)
+def test_caches_honour_any_settings(config: ModelConfig, seed: int, paged: bool, positions: str) -> None:
+    plan = AdaKV(floor=1.0) if paged else None
+    assert_cached_equals_plain(config, kvjax.policy("h2o", plan=plan, positions=positions), seed)
+
+
+def test_four_bits_need_an_even_width() -> None:
+    model = random_model(small_config(4, 2, value_width=3))
+    with pytest.raises(ValueError, match="codec int4 packs numbers in pairs, but values of layer 0 have 3; use int8"):
+        kvjax.prefill(model, kvjax.policy("h2o", codec="int4"), [[1, 2, 3]], 8)
 
 
 def test_kernels_outlive_settings_that_a_model_does_not_have() -> None:

@@ -14,6 +14,7 @@ import kvjax
 from kvjax.engine import decode
 from kvjax.model import Model
 from kvjax.models import ModelConfig
+from kvjax.policies import Policy
 from tests.cases import FIRST, PAIRS, POLICIES, Case
 from tests.held import kept, unpacked
 from tests.models import GQA, MHA, MQA, random_model
@@ -34,13 +35,13 @@ def _follow(state: kvjax.State, text: Int[Array, "b steps"]) -> tuple[Float[Arra
     return jax.lax.scan(step, state, text.T)[1]
 
 
-def _compare(case: Case, model: Model, lengths: tuple[int, ...], steps: int) -> None:
+def _compare(case: Case, model: Model, lengths: tuple[int, ...], steps: int, policy: Policy | None = None) -> None:
     rng = np.random.default_rng(0)
     texts = [rng.integers(0, model.config.vocab_size, length + steps) for length in lengths]
     prompts = [text[:length].tolist() for text, length in zip(texts, lengths, strict=True)]
     state, first = kvjax.prefill(
         model,
-        case.make(),
+        policy or case.make(),
         prompts,
         case.budget,
         max_new_tokens=steps,

@@ -17,7 +17,8 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 import kvjax
-from kvjax import decode
+from kvjax.engine.decode import _step_parts
+from kvjax.engine.state import split_state
 from kvjax.models import Rope
 from kvjax.policies.residuals.kernels import init_kernels
 from pallas_kernels import aot
@@ -31,27 +32,33 @@ def cases() -> dict[str, tuple[kvjax.Policy, tuple[str, ...]]]:
     """Policies, and the kernels that a step under each is to call."""
     kernels = init_kernels(jax.random.key(0), CONFIG)
     evicting = ("decode_attention", "evict")
+    classes: dict[str, Any] = {"special": (1,), "punctuation": (2,)}
     return {
         "streaming": (kvjax.policy("streaming"), evicting),
         "h2o": (kvjax.policy("h2o"), evicting),
+        "h2o-int8": (kvjax.policy("h2o", codec="int8"), evicting),
         "keyformer": (kvjax.policy("keyformer"), evicting),
         "less": (kvjax.policy("less", base="keyformer", kernels=kernels), (*evicting, "less_phi", "less_psi")),
         "lsh_e": (kvjax.policy("lsh_e"), ("decode_attention", "hamming")),
-        "fastgen": (kvjax.policy("fastgen", special=(1,), punctuation=(2,)), ("paged_attention",)),
+        "fastgen": (kvjax.policy("fastgen", **classes), ("paged_attention",)),
+        "less-fastgen": (
+            kvjax.policy("fastgen", **classes, **{"residual.kernels": kernels}),
+            ("paged_attention", "less_phi", "less_psi"),
+        ),
     }
 
 
 def compiled(policy: kvjax.Policy, chip: str) -> dict[str, Any]:
     """The step's kernels and bytes."""
     model = random_model(CONFIG, dtype=jnp.bfloat16)
-    budget = 1.0 if policy.decides_slots else SLOTS
+    budget = 1.0 if policy.plan.decides else SLOTS
     state, _ = kvjax.prefill(model, policy, np.ones((ROWS, 40), int), budget, max_new_tokens=SLOTS)
     mesh = aot._mesh(chip)
     place = NamedSharding(mesh, PartitionSpec())
-    arguments = (*decode.split_state(state), jnp.zeros(ROWS, jnp.int32))
+    arguments = (*split_state(state), jnp.zeros(ROWS, jnp.int32))
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), arguments)
     with jax.set_mesh(mesh):
-        step = jax.jit(decode._step_parts, donate_argnums=1).trace(*shapes).lower(lowering_platforms=("tpu",))
+        step = jax.jit(_step_parts, donate_argnums=1).trace(*shapes).lower(lowering_platforms=("tpu",))
         memory = step.compile().memory_analysis()
     assert memory is not None
     return {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -66,6 +67,19 @@ class Codec:
     def ordered(self) -> bool:
         """Whether slots have to know their order."""
         return self.positions == "cache" and not self.sliding
+
+    def check_widths(self, layers: Sequence[LayerConfig]) -> None:
+        """Refuse a model whose numbers cannot be packed.
+
+        Raises:
+            ValueError: keys or values of a layer have an odd width and codes have 4 bits.
+        """
+        for index, layer in enumerate(layers if self.bits == 4 else ()):
+            for name, width in (("keys", layer.key_width), ("values", layer.value_width)):
+                if width % 2:
+                    raise ValueError(
+                        f"codec int4 packs numbers in pairs, but {name} of layer {index} have {width}; use int8."
+                    )
 
     def init(self, shape: New) -> CodecState | None:
         """What is known of a layer before anything is read; `shape` holds no tokens."""

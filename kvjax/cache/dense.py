@@ -184,6 +184,14 @@ class Dense(struct.PyTreeNode):
         """As it waits for the next step."""
         return self
 
+    def unpack(self) -> Dense:
+        """All layers in buffers of one size for all heads of a layer, as they are."""
+        return self
+
+    def pack(self, dense: Dense) -> Dense:
+        """With the slots of an `unpack`ed storage."""
+        return dense
+
     def moved(self, layer: int, space: Any) -> Dense:
         """With what the score remembers of a layer's slots in host or device memory."""
         view = self.layers[layer]

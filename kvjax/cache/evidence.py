@@ -24,11 +24,10 @@ from pallas_kernels.attention import (
     share_of_evicted,
     split_queries,
 )
+from pallas_kernels.attention import tempered as numerators
 from pallas_kernels.decode_attention import Gumbel, decode_attention
 from pallas_kernels.operands import Operand
 from pallas_kernels.prefill_scores import Joined, prefill_scores
-
-NOISES = {"gumbel": hashed.gumbel, "gaussian": hashed.gaussian}
 
 
 class Selection(Protocol):
@@ -202,20 +201,19 @@ def spread(ask: Ask, found: Float[Array, "b h c"]) -> Float[Array, "b h c"]:
 def drawn(noise: Noise, position: Int[Array, "b h c"], new: New, dtype: DTypeLike) -> Array:
     """zeta of every slot [b h c], or of every query and slot [b h t c] where each query draws anew."""
     query = new.position if noise.fresh else None
-    return NOISES[noise.kind](hashed.uniform_at(new.seed, new.layer, position, query, new.head).astype(dtype))
+    return hashed.KINDS[noise.kind](hashed.uniform_at(new.seed, new.layer, position, query, new.head).astype(dtype))
 
 
 def tempered(
     ask: Sums, probs: Float[Array, "b h g t c"], position: Int[Array, "b h c"], new: New
 ) -> Float[Array, "b h g t c"]:
-    """Numerators of softmax((log p + zeta) / tau), which is softmax((x + zeta) / tau)."""
+    """Numerators of the softmax that a question is about."""
     tau = jnp.asarray(ask.tau, probs.dtype)
     tau = tau[:, None, None, :, None] if tau.ndim else tau
-    x = jnp.log(probs)
-    if ask.noise is not None:
-        zeta = drawn(ask.noise, position, new, probs.dtype)
-        x = x + (zeta[:, :, None] if ask.noise.fresh else zeta[:, :, None, None])
-    return jnp.exp(x / tau)
+    if ask.noise is None:
+        return numerators(probs, None, tau)
+    zeta = drawn(ask.noise, position, new, probs.dtype)
+    return numerators(probs, zeta[:, :, None] if ask.noise.fresh else zeta[:, :, None, None], tau)
 
 
 def normalised(shares: Float[Array, "*n c"], total: Float[Array, "*n 1"]) -> Float[Array, "*n c"]:

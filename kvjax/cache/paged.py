@@ -440,7 +440,7 @@ class Selected(struct.PyTreeNode):
     """How many of them stay."""
 
 
-def select(rules: Rules, view: View, new: New) -> tuple[Selected, Bool[Array, "b h c"]]:
+def select(rules: Rules, config: LayerConfig, view: View, new: New) -> tuple[Selected, Bool[Array, "b h c"]]:
     """Decide what stays of a prompt, head by head, before there is a place for it.
 
     Returns:
@@ -448,6 +448,11 @@ def select(rules: Rules, view: View, new: New) -> tuple[Selected, Bool[Array, "b
     """
     order, count = slots.chosen(rules, view, new)
     leaving = view.live & (jnp.argsort(order, axis=-1) >= count[..., None])
+    if rules.codec.ordered:
+        # Those behind a token that leaves move up.
+        staying = view.replace(position=jnp.where(leaving, -1, view.position))
+        after = rules.codec.settle(config, staying, new)
+        view = after.replace(position=view.position)
     return Selected(view, order, count), leaving
 
 

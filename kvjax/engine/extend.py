@@ -14,7 +14,6 @@ from jaxtyping import Array, Float, Int, Key
 
 from kvjax.cache import paged
 from kvjax.cache.dense import Dense, empty
-from kvjax.cache.paged import Paged
 from kvjax.engine.layer import Reading, read_block, read_token
 from kvjax.engine.prepare import Budget, Prompts, Tokens, bucket, check_length, check_tokens, prepare
 from kvjax.engine.state import State, Storage
@@ -249,11 +248,10 @@ def _extend(
         kernels=state.kernels,
     )
     # Pages are read as slots of one number for all heads, for as long as a block is being read.
-    dense = state.storage.unpack() if isinstance(state.storage, Paged) else state.storage
+    dense = state.storage.unpack()
     capacities = tuple(view.capacity for view in dense.layers)
-    read_, hidden = read_block(state.weights, config, policy, dense, reading, capacities)
-    assert isinstance(read_, Dense)
-    storage = state.storage.pack(read_) if isinstance(state.storage, Paged) else read_
+    after, hidden = read_block(state.weights, config, policy, dense, reading, capacities)
+    storage = state.storage.pack(after)
     if every:
         logits = unembed(state.weights, config, hidden)
         return storage, jnp.where(valid[..., None], logits, jnp.nan)

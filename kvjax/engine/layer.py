@@ -193,7 +193,7 @@ def read_block(
         storage = _settled(policy, storage, index, told, first)
         view = storage.layers[index]
         if paged:
-            chosen, leaving = select(policy, view, told.new)
+            chosen, leaving = select(policy, shape, view, told.new)
         else:
             chosen = None
             storage, leaving = storage.compress(policy, shape, index, told.new, capacities[index])
@@ -202,7 +202,7 @@ def read_block(
             remembered = slots.fold_evicted(absorb, before, policy, shape, view, told.new, leaving)
             storage = storage.put_state(index, residual=remembered)
             if chosen is not None:
-                state = view.state.replace(residual=remembered)
+                state = chosen.view.state.replace(residual=remembered)
                 chosen = chosen.replace(view=chosen.view.replace(state=state))
         if chosen is not None:
             selected.append(chosen)

@@ -77,6 +77,7 @@ def prepare(
     rows, width = padded.shape
     _check_prompts(padded, real, max_new_tokens, policy, config)
     policy.score.check_prompt(int(real.min()))
+    policy.codec.check_widths(config.layer_configs)
     limits, capacities = plan_slots(policy, budget, real, max_new_tokens, config, width)
     if chunk is not None and chunk < 1:
         raise ValueError(f"prefill_chunk={chunk} is not a number of tokens from 1.")

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels import noise
-from pallas_kernels.attention import SLOT_BLOCK, AttentionSpec, Partial, attend, merge, share_of_evicted, wide
+from pallas_kernels.attention import SLOT_BLOCK, AttentionSpec, Partial, attend, merge, share_of_evicted, tempered, wide
 from pallas_kernels.decode_attention.types import Decoded, Gumbel, LowRank, Places
 from pallas_kernels.operands import Operand, Quantised, Turned, cut
 from pallas_kernels.quantised import products, weighted
@@ -111,11 +111,9 @@ def attend_codes(
 
 
 def increments(probs: Float[Array, "b h g c"], position: Int[Array, "b h c"], gumbel: Gumbel) -> Float[Array, "b h c"]:
-    """Equation 9 from probabilities: softmax((log p + zeta)/tau) = softmax((x + zeta)/tau), summed over the group."""
-    tau = gumbel.tau.astype(probs.dtype)[:, None, None]
-    tempered = jnp.exp(jnp.log(probs) / tau[..., None])  # a third of the time of a power on a CPU
+    """Equation 9 of Keyformer, summed over the group."""
     uniform = noise.uniform_at(gumbel.seed, gumbel.layer, position).astype(probs.dtype)
-    factor = jnp.exp(noise.KINDS[gumbel.noise](uniform) / tau)
-    total = jnp.einsum("bhgc,bhc->bhg", tempered, factor)
-    share = jnp.where(total > 0, 1.0, 0.0) / jnp.where(total > 0, total, 1.0)
-    return factor * jnp.einsum("bhgc,bhg->bhc", tempered, share)
+    zeta = noise.KINDS[gumbel.noise](uniform)[:, :, None]
+    shares = tempered(probs, zeta, gumbel.tau.astype(probs.dtype)[:, None, None, None])
+    total = shares.sum(-1)
+    return jnp.einsum("bhgc,bhg->bhc", shares, jnp.where(total > 0, 1.0, 0.0) / jnp.where(total > 0, total, 1.0))

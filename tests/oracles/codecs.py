@@ -32,14 +32,18 @@ class _Coded(Oracle):
         self.factors: list[Vector | None] = [None] * self.kv_heads
 
     def keep(self, prompt):
-        # A prompt attends to its own pairs as they are; what it leaves behind is rounded, what is evicted, too.
+        # A text attends to its own pairs as they are; then they are rounded, those that leave, too.
         for h, head in enumerate(self.heads):
-            self.factors[h] = channel_factors(prompt.keys[h])
-            for i in range(prompt.prompt_length):
-                head.keys[i], head.values[i] = self.store(h, head.keys[i], head.values[i])
+            if prompt.start == 0:
+                self.factors[h] = channel_factors(prompt.keys[h])
+            for i, position in enumerate(head.positions):
+                if position >= prompt.start:
+                    head.keys[i], head.values[i] = self.store(h, head.keys[i], head.values[i])
         return super().keep(prompt)
 
     def store(self, h, key, value):
+        if self.given:
+            return key, value
         return self.key(h, key), rounded(value, self.code_bits)
 
     def key(self, h: int, key: Vector) -> Vector:

@@ -22,6 +22,11 @@ Decoding one token, layer by layer (a policy with `sequential = True` reads its 
     after(new, probs)    probs[h][g] is an array over the list, the new token included: update notes
     couple(oracles)      after the last layer
 
+Reading a turn, more text on top of what is held: as decoding, but without `before`, and at the end
+
+    turned(turn)         -> whatever becomes of the notes
+    keep(turn)
+
 Whatever leaves besides what `before` and `keep` name goes through `retain(h, indices)`.
 
 Most oracles need only `scores(h, new)` (one number per cached token, lowest leaves first, -inf at once) and `note`,
@@ -62,7 +67,7 @@ class Head:
 
 @dataclasses.dataclass
 class Prompt:
-    """A whole prompt of n tokens as one layer sees it; queries and keys rotated by original position."""
+    """A prompt or a turn of n tokens as one layer sees it; queries and keys rotated by original position."""
 
     tokens: list[int]
     queries: list[list[np.ndarray]]
@@ -71,18 +76,27 @@ class Prompt:
     """[h], each [n, d]"""
     values: list[np.ndarray]
     probs: list[list[np.ndarray]]
-    """[h][g], each [n, n], row = query, lower triangular"""
+    """[h][g], each [n, n], row = query, lower triangular; empty for a turn"""
     horizon: int
     """Tokens that are going to be generated."""
+    start: int = 0
+    """Position of the first token."""
 
     @property
     def prompt_length(self) -> int:
-        return len(self.tokens)
+        return self.start + len(self.tokens)
 
     @property
     def position(self) -> int:
         """Position of the newest token."""
-        return len(self.tokens) - 1
+        return self.prompt_length - 1
+
+    def append(self, new: New) -> None:
+        """One more token of a turn."""
+        self.tokens.append(new.token)
+        for h, group in enumerate(new.queries):
+            for g, query in enumerate(group):
+                self.queries[h][g] = np.array([*self.queries[h][g], query])
 
 
 @dataclasses.dataclass
@@ -112,6 +126,8 @@ class Oracle:
     recent: int | float
     special: tuple[int, ...]
     positions: str
+    given = False
+    """Whether the tokens are those of a turn."""
     saw: tuple[np.ndarray, list[np.ndarray]]
     """Keys and queries of the head that attends, as the model multiplies them."""
 
@@ -129,6 +145,9 @@ class Oracle:
         raise NotImplementedError
 
     def read(self, prompt: Prompt) -> None:
+        pass
+
+    def turned(self, turn: Prompt) -> None:
         pass
 
     def note(self, h: int, new: New) -> Any:
@@ -265,6 +284,23 @@ class Decoder:
         values = [np.array(head.values) for head in oracle.heads]
         return Prompt(tokens, queries, keys, values, probs, self.horizon), read
 
+    def turn(self, tokens: Sequence[int]) -> np.ndarray:
+        """Read more text on top of what is held, of which nothing leaves before its end: logits [tokens, vocab]."""
+        start = self.next
+        self.prompt_length = start + len(tokens)
+        self.turns = []
+        for oracle in self.oracles:
+            queries = [[np.zeros((0, 0)) for _ in range(oracle.groups)] for _ in oracle.heads]
+            self.turns.append(Prompt([], queries, [], [], [], self.horizon, start))
+            oracle.given = True
+        logits = np.array([self.step(int(token)) for token in tokens])
+        for oracle, turn in zip(self.oracles, self.turns, strict=True):
+            oracle.given = False
+            oracle.turned(turn)
+            for head, staying in zip(oracle.heads, oracle.keep(turn), strict=True):
+                head.retain(staying)
+        return logits
+
     def step(self, token: int) -> np.ndarray:
         """Read one more token and return its logits [vocab]."""
         position, self.next = self.next, self.next + 1
@@ -274,7 +310,12 @@ class Decoder:
             q = [[self._rotate(query, position) for query in group] for group in raw_q]
             k = [self._rotate(key, position) for key in raw_k]
             new = New(int(token), position, q, k, v, self.prompt_length, self.horizon)
-            for head, leaving in zip(oracle.heads, oracle.before(new), strict=True):
+            leaving_each: list[int | None] = [None] * len(oracle.heads)
+            if oracle.given:
+                self.turns[oracle.layer].append(new)
+            else:
+                leaving_each = oracle.before(new)
+            for head, leaving in zip(oracle.heads, leaving_each, strict=True):
                 if leaving is not None:
                     head.retain([i for i in range(len(head.positions)) if i != leaving])
             read, probs = [], []

@@ -64,7 +64,7 @@ class _Less(Oracle):
     def keep(self, prompt):
         staying = super().keep(prompt)
         for h in range(self.kv_heads):
-            for i in range(prompt.prompt_length):
+            for i in range(len(self.heads[h].positions)):
                 if i not in staying[h]:
                     self.fold(h, i)
         return staying

@@ -14,6 +14,7 @@ class LightKV(Oracle):
     def start(self):
         super().start()
         self.budgets = list(self.limits)
+        self.anchor: int | None = None
 
     def mask_width(self, h: int) -> int:
         return max(1, int(self.budgets[h] / (2 * self.omega) + 1e-6))
@@ -34,13 +35,19 @@ class LightKV(Oracle):
         return few
 
     def read(self, prompt):
+        window = self.alpha or sum(self.budgets) // self.kv_heads
+        last = prompt.prompt_length - 1
         for h, head in enumerate(self.heads):
-            self.limits[h] = self.slots(h, prompt.prompt_length)
             for i in range(prompt.prompt_length):
+                # What a head gets later does not change the window in which its prompt was seen: it counts as a whole.
                 head.notes[i] = []
-                for query in range(i, prompt.prompt_length):
+                for query in range(max(i, last + 1 - window), last + 1):
                     for g in range(self.groups):
-                        head.notes[i].append((query, prompt.probs[h][g][query, i]))
+                        head.notes[i].append((last, prompt.probs[h][g][query, i]))
+
+    def keep(self, prompt):
+        self.limits = [self.slots(h, prompt.prompt_length) for h in range(self.kv_heads)]
+        return super().keep(prompt)
 
     def before(self, new):
         for h in range(self.kv_heads):
@@ -62,7 +69,9 @@ class LightKV(Oracle):
 
     def scores(self, h, new):
         # Windows of alpha queries, one of which ends with the prompt: the one being filled and the one before count.
+        if self.anchor is None:
+            self.anchor = new.prompt_length
         seen = new.position + 1 if hasattr(new, "probs") else new.position
         alpha = self.alpha or self.budgets[h]
-        first = new.prompt_length + ((seen - new.prompt_length) // alpha - 1) * alpha
+        first = self.anchor + ((seen - self.anchor) // alpha - 1) * alpha
         return [sum(p for query, p in note if query >= first) for note in self.heads[h].notes]

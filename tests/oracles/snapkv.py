@@ -1,10 +1,20 @@
-"""SnapKV: a prompt token's note is the attention of the window's queries, pooled over its neighbours."""
+"""SnapKV: a token's note is the attention of the windows' queries, and the same pooled over its neighbours."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from collections.abc import Sequence
 
 from tests.oracles.decoder import Oracle
+
+
+@dataclasses.dataclass
+class Note:
+    """What a token was paid by queries at the ends of given texts, and what it scores."""
+
+    looked: float = 0.0
+    score: float = 0.0
 
 
 class SnapKV(Oracle):
@@ -13,29 +23,49 @@ class SnapKV(Oracle):
     pooling: str
     group: str
 
+    def begin(self, h: int, length: int) -> int:
+        """Position from which the queries of a text that ends at `length` are in its window."""
+        share = isinstance(self.window, float)
+        return max(0, length - (math.floor(self.window * self.limits[h] + 1e-6) if share else int(self.window)))
+
+    def paid(self, row: Sequence[float]) -> float:
+        """What the query heads of a group pay together."""
+        return max(row) if self.group == "max" else sum(row) / self.groups
+
     def read(self, prompt):
         n = prompt.prompt_length
         for h, head in enumerate(self.heads):
-            share = isinstance(self.window, float)
-            start = max(0, n - (math.floor(self.window * self.limits[h] + 1e-6) if share else int(self.window)))
-            looked = [0.0] * start
-            for i in range(start):
-                for query in range(start, n):
-                    row = [prompt.probs[h][g][query, i] for g in range(self.groups)]
-                    looked[i] += max(row) if self.group == "max" else sum(row) / self.groups
-            for i in range(n):
-                if i >= start:
-                    head.notes[i] = 0.0
-                    continue
-                half = self.kernel // 2
-                neighbours = [looked[j] if j < start else 0.0 for j in range(max(0, i - half), i + half + 1) if j < n]
-                if self.pooling == "max":
-                    head.notes[i] = max(neighbours)
-                else:
-                    head.notes[i] = sum(neighbours) / self.kernel
+            head.notes = [Note() for _ in range(n)]
+            for i, note in enumerate(head.notes):
+                for query in range(max(i, self.begin(h, n)), n):
+                    note.looked += self.paid([prompt.probs[h][g][query, i] for g in range(self.groups)])
+            self.pool(h, self.begin(h, n))
+
+    def turned(self, turn):
+        for h in range(self.kv_heads):
+            self.pool(h, self.begin(h, turn.prompt_length))
+
+    def pool(self, h: int, begin: int) -> None:
+        """Score the tokens before the window by what was paid to them and to their neighbours before it."""
+        head = self.heads[h]
+        before = [i for i, position in enumerate(head.positions) if position < begin]
+        half = self.kernel // 2
+        for i, note in enumerate(head.notes):
+            note.score = 0.0
+            if i not in before:
+                continue
+            neighbours = range(max(0, i - half), min(len(head.notes), i + half + 1))
+            looked = [head.notes[j].looked if j in before else 0.0 for j in neighbours]
+            note.score = max(looked) if self.pooling == "max" else sum(looked) / self.kernel
 
     def note(self, h, new):
-        return 0.0
+        return Note()
+
+    def after(self, new, probs):
+        for h, head in enumerate(self.heads):
+            if self.given and new.position >= self.begin(h, new.prompt_length):
+                for i, note in enumerate(head.notes):
+                    note.looked += self.paid([probs[h][g][i] for g in range(self.groups)])
 
     def scores(self, h, new):
-        return self.heads[h].notes
+        return [note.score for note in self.heads[h].notes]
