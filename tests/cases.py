@@ -265,3 +265,12 @@ PAIRS: dict[str, Case] = {
     ),
 }
 """Parts that are combined: what no paper has tried together still means what its parts mean."""
+
+RARE = {
+    *("keyformer-fresh+adakv", "snapkv-max+adakv", "dilated_window+adakv", "window+adakv", "h2o-protected+adakv"),
+    *("window-cache-positions+adakv", "keyformer-cache-positions+adakv"),
+    *("less+random", "less+window", "less+l2", "less+tova"),
+    *("window+int8", "random+int8", "h2o-sequential+int8", "keyformer-shared+int8", "pyramidkv+int8", "l2+int8"),
+    *("tova+int8", "snapkv+int4", "tova+int4", "snapkv+adakv+int8", "keyformer+adakv+int8", "less+streaming+adakv"),
+}
+"""Pairs whose parts meet in others as well."""

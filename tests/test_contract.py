@@ -19,6 +19,7 @@ from kvjax.cache import paged
 from kvjax.engine import decode, extend
 from kvjax.engine.state import held_positions, slot_limits
 from kvjax.model import Model
+from kvjax.models import Rope
 from kvjax.policies.registry import REGISTRY
 from tests.cases import FIRST, PAIRS, POLICIES, Case
 from tests.held import unpacked
@@ -265,6 +266,23 @@ def test_a_step_needs_no_memory_beside_its_cache(name: str) -> None:
     assert memory.temp_size_in_bytes < 0.05 * cache + 8 * logits
 
 
+@pytest.mark.parametrize("codec", ["int8", "int4"])
+@pytest.mark.parametrize(("name", "plan"), [("h2o", None), ("streaming", None), ("snapkv", None), ("h2o", "adakv")])
+def test_a_step_over_codes_decodes_no_layer(name: str, plan: str | None, codec: str) -> None:
+    rows, slots, width = 4, 2048, 64
+    config = small_config(4, 2, width=64, head_width=width, rope=Rope(width=width), max_positions=2 * slots)
+    policy = kvjax.policy(name, codec=codec, plan=plan)
+    state, _ = kvjax.prefill(random_model(config), policy, TEXT[[0, 1, 2, 0], :40], slots, max_new_tokens=slots)
+    memory = decode.lower_step(state).compile().memory_analysis()
+    if memory is None:
+        pytest.skip("this backend has no memory analysis")
+    logits = 4 * rows * config.heads * slots
+    most = 0.05 * kvjax.cache_bytes(state) + 8 * logits
+    # Keys of one layer as floats, or both halves of 4 bits unpacked, would be more than that.
+    assert most < rows * config.kv_heads * slots * width * {"int8": 4, "int4": 2}[codec]
+    assert memory.temp_size_in_bytes < most
+
+
 # An oracle sorts what it frees nothing of, and pages are more than their slots.
 @pytest.mark.parametrize("name", sorted(set(REGISTRY) - {"topk_oracle", "fastgen"}))
 @pytest.mark.parametrize(("rows", "slots"), [(8, 512), pytest.param(1, 256, marks=pytest.mark.slow)])
@@ -327,7 +345,7 @@ def test_the_full_cache_says_when_it_is_full() -> None:
         (dict(policy="h2o", budget=8, max_new_tokens=0), "max_new_tokens=0"),
         (dict(policy=kvjax.policy("keyformer", shared=True), budget=16, plan="arithmetic"), "equal budgets"),
         (dict(policy="fastgen"), "fastgen needs special"),
-        (dict(policy=kvjax.policy("fastgen", special=(7,)), budget=16), "leave both out"),
+        (dict(policy=kvjax.policy("fastgen", special=(7,)), budget=16), "leave it out"),
         (dict(policy=kvjax.policy("fastgen", special=(7,)), plan="pyramid"), "leave both out"),
         (dict(policy="tova", budget=16, plan="adakv"), "same slots in every head"),
         (dict(policy="topk_oracle", budget=16, plan="adakv"), "same slots in every head"),

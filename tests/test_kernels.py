@@ -6,9 +6,14 @@ import pytest
 
 from pallas_kernels.common import VARIABLE, Unsupported, choose
 from tests.kernel_cases import CASES
-from tests.kernels import Case, Way, check
+from tests.kernels import XLA, Case, Way, check
 
-RUNS = [pytest.param(case, way, id=f"{case}-{way}") for case in CASES for way in case.ways]
+FIRST = list({case.op: case for case in reversed(CASES)}.values())
+RUNS = [
+    pytest.param(case, way, id=f"{case}-{way}", marks=[pytest.mark.core] if case in FIRST and way == XLA else [])
+    for case in CASES
+    for way in case.ways
+]
 
 
 @pytest.mark.parametrize(("case", "way"), RUNS)
