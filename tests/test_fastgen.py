@@ -243,7 +243,7 @@ def test_pages_equal_dense_buffers_with_the_same_limits(name, floor):
         (state, logits), (dense, expected) = kvjax.decode_step(state, token), kvjax.decode_step(dense, token)
 
 
-@pytest.mark.parametrize("name", ["h2o", "streaming", "keyformer", "lsh_e"])
+@pytest.mark.parametrize("name", ["h2o", "snapkv", "keyformer", "lsh_e"])
 def test_every_head_counts_the_places_of_its_own_tokens(name, x64):
     """Pages equal dense buffers where the model sees places in the cache, over heads with slots of their own."""
     model = random_model(GQA, seed=2, dtype=jnp.float64)

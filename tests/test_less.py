@@ -322,5 +322,5 @@ def test_command_line_takes_a_checkpoint() -> None:
 
     expected = kvjax.policy("less", base="streaming", sinks=2, checkpoint="DIR")
     assert choice("--policy", "less", "--set", "base=streaming", "sinks=2", "--less-checkpoint", "DIR") == expected
-    with pytest.raises(ValueError, match="checkpoint"):
-        choice("--policy", "h2o", "--less-checkpoint", "DIR")
+    over_h2o = kvjax.policy("h2o", residual=LowRankMemory("DIR", base="h2o"))
+    assert choice("--policy", "h2o", "--less-checkpoint", "DIR") == over_h2o
