@@ -8,11 +8,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from kvjax.cache.codec import Codec, codec
+from kvjax.policies.fastgen import PARTS, Profiled, TokenClasses
+from kvjax.policies.lightkv import AfterLimit, LambdaMask
 from kvjax.policies.pairs import fitted
-from kvjax.policies.plan import AdaKV, AfterLimit, Arithmetic, Interleaved, Plan, Pyramid, Unbounded, Uniform
+from kvjax.policies.plan import AdaKV, Arithmetic, Interleaved, Plan, Pyramid, Unbounded, Uniform
 from kvjax.policies.policy import Policy
-from kvjax.policies.profiled import PARTS, Profiled, TokenClasses
-from kvjax.policies.protection import LambdaMask, Protection
+from kvjax.policies.protection import Protection
 from kvjax.policies.residual import Residual
 from kvjax.policies.residuals.less import LowRankMemory
 from kvjax.policies.score import Score
