@@ -40,10 +40,8 @@ def _huggingface(name: str, **changes: Any) -> Any:
     return getattr(transformers, name)(**(settings | {"initializer_range": 0.2} | changes))
 
 
-_LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "original_max_position_embeddings": 64} | {
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-}
+_LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "original_max_position_embeddings": 64}
+_LLAMA3 |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 _LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
 
 MODELS: Mapping[str, Callable[[], Any]] = {

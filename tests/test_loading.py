@@ -188,9 +188,8 @@ def test_damage_is_named(damage: str, tmp_path: Path) -> None:
     refused(tmp_path, sentence)
 
 
-LLAMA3 = {"rope_type": "llama3", "factor": 8, "low_freq_factor": 1, "high_freq_factor": 4} | {
-    "original_max_position_embeddings": 64
-}
+LLAMA3 = {"rope_type": "llama3", "factor": 8, "low_freq_factor": 1, "high_freq_factor": 4}
+LLAMA3 |= {"original_max_position_embeddings": 64}
 
 
 @pytest.mark.parametrize(
