@@ -174,7 +174,7 @@ def test_recipes_fit_the_package() -> None:
     ],
 )
 def test_mistakes_are_one_sentence(
-    arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    arguments: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert train.main(arguments.format(tmp_path).split()) == 2
     error = capsys.readouterr().err
