@@ -21,6 +21,7 @@ from kvjax.engine.state import held_positions, slot_limits
 from kvjax.model import Model
 from kvjax.models import Rope
 from kvjax.policies.registry import REGISTRY
+from pallas_kernels.operands import Quantised
 from tests.cases import FIRST, PAIRS, POLICIES, Case
 from tests.held import unpacked
 from tests.models import GQA, MHA, random_model, small_config
@@ -229,7 +230,10 @@ def test_a_row_does_not_know_its_neighbours(name: str) -> None:
 def test_bfloat16_stays_finite(name: str) -> None:
     state, logits = read(CASES[name], model=random_model(GQA, dtype=jnp.bfloat16))
     pairs = state.storage.kv if isinstance(state.storage, paged.Paged) else state.storage.layers[0].kv
-    assert pairs.k.dtype == jnp.bfloat16
+    if isinstance(pairs.k, Quantised):
+        assert pairs.k.codes.dtype in (jnp.int8, jnp.uint8)
+    else:
+        assert isinstance(pairs.k, jax.Array) and pairs.k.dtype == jnp.bfloat16
     assert np.isfinite(logits).all() and np.isfinite(follow(state)[1][0]).all()
 
 

@@ -232,7 +232,7 @@ def test_bad_rows_are_one_sentence() -> None:
         (lambda: kvjax.take_rows(state, []), "does not name rows of a state with rows 0 to 2"),
         (lambda: kvjax.take_rows(state, [3]), r"index=\[3\] does not name rows"),
         (lambda: kvjax.take_rows(state, [-1]), r"index=\[-1\] does not name rows"),
-        (lambda: kvjax.take_rows(state, [0.5]), "does not name rows"),
+        (lambda: kvjax.take_rows(state, np.array([0.5])), "does not name rows"),
         (lambda: kvjax.put_rows(state, [1, 1], two), "a row of its own for each of 2 rows"),
         (lambda: kvjax.put_rows(state, [1], two), "a row of its own for each of 2 rows"),
         (lambda: kvjax.put_rows(state, [0], read("tova", [1])[0]), "policy 'tova' do not fit a state under 'h2o'"),

@@ -94,6 +94,7 @@ def residuals(
         lambda: each(lambda tokens: singular_values(model.weights, model.config, tokens, keep=eighth)),
     )
     body, claims = "", []
+    drawn, right = None, None
     what = f"top-{eighth}: singular values relative to the largest are lower in residuals than in attention outputs"
     if curves is None:
         claims.append(Claim(what, None))
@@ -138,7 +139,7 @@ def residuals(
         f"\nNats per token beyond k, {len(chosen)} passages. The best approximation of a rank is made of a whole "
         "text's residual at once, per head: a bound that no cache can reach.\n"
     )
-    if curves is not None:
+    if drawn is not None and right is not None:
         for label, values in lines:
             right.plot(RANKS, values, marker="o", markersize=3, linewidth=1, label=f"top-k at {label}")
         right.set(xlabel="rank of the residual", ylabel="nats above all keys")
