@@ -359,6 +359,7 @@ def test_bad_input_is_one_sentence(arguments: dict[str, Any], message: str) -> N
 
 
 def test_bad_prompts_are_one_sentence() -> None:
-    for tokens, message in (([[]], "empty"), ([[99]], "vocabulary"), (np.zeros((1, 5000), int), "4096 positions")):
+    long = np.zeros((1, 5000), int)
+    for tokens, message in (([[]], "empty"), ([[99]], "vocabulary"), (long, "4096 positions"), ([[0.5]], "integers")):
         with pytest.raises(ValueError, match=message):
             kvjax.prefill(MODEL, "h2o", tokens, 8)
