@@ -46,7 +46,7 @@ class Sums(struct.PyTreeNode):
     @property
     def plain(self) -> bool:
         """Whether it is the attention itself that is summed."""
-        return self.noise is None and isinstance(self.tau, float) and self.tau == 1
+        return self.noise is None and isinstance(self.tau, float) and self.tau == 1.0
 
 
 class Near(struct.PyTreeNode):

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
 
 
 @contextlib.contextmanager
-def written_aside(file: Path) -> Iterator[Path]:
+def written_aside(file: Path) -> Generator[Path]:
     """A path to write to, which takes the file's name once everything has been written."""
     aside = file.with_name(f".{file.name}.{os.getpid()}")
     try:

@@ -17,8 +17,8 @@ from kvjax import policies
 from kvjax.commands import finish, use_compilation_cache
 from kvjax.engine.state import cache_bytes, full_cache_bytes, slot_limits
 from kvjax.files import read_text
+from kvjax.policies.fastgen import Profiled
 from kvjax.policies.policy import Policy
-from kvjax.policies.profiled import Profiled
 from kvjax.sampling.sample import Sampling
 from kvjax.sampling.texts import Generation, Stream, encode, generate_ids
 from kvjax.settings import PART_KEYS, parse_budget, parse_settings, read_config

@@ -13,8 +13,8 @@ import kvjax
 from kvjax.engine.state import slot_limits
 from kvjax.models import ModelConfig
 from kvjax.policies import Policy
-from kvjax.policies.plan import AfterLimit
-from kvjax.policies.profiled import TokenClasses
+from kvjax.policies.fastgen import TokenClasses
+from kvjax.policies.lightkv import AfterLimit
 from kvjax.policies.scores.keyformer import GumbelSoftmax
 from kvjax.policies.scores.lsh_e import Hamming, projections
 from tests.oracles import (

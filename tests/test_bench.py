@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -10,7 +11,7 @@ from kvjax import bench
 
 
 @pytest.mark.parametrize("what", ["decode", "prefill"])
-def test_bench_prints_a_table_and_writes_numbers(what, tmp_path, capsys):
+def test_bench_prints_a_table_and_writes_numbers(what: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "numbers.json"
     words = f"{what} --model tiny --policies streaming,h2o --budgets 0.5 --batch 2 --prompt-tokens 40 --new-tokens 4"
     assert bench.main([*words.split(), "--repeats", "1", "--json", str(file)]) == 0
@@ -20,7 +21,7 @@ def test_bench_prints_a_table_and_writes_numbers(what, tmp_path, capsys):
     assert "streaming" in capsys.readouterr().out
 
 
-def test_fastgen_races_at_the_slots_that_it_takes(tmp_path):
+def test_fastgen_races_at_the_slots_that_it_takes(tmp_path: Path) -> None:
     file = tmp_path / "numbers.json"
     words = "decode --model tiny --policies fastgen,h2o --budgets same --set threshold=0.5 --prompt-tokens 40 --batch 2"
     assert bench.main([*words.split(), "--new-tokens", "4", "--repeats", "1", "--json", str(file)]) == 0
@@ -30,7 +31,7 @@ def test_fastgen_races_at_the_slots_that_it_takes(tmp_path):
     assert bench.main([*words.split()]) == 2
 
 
-def test_parts_race_with_every_policy(tmp_path):
+def test_parts_race_with_every_policy(tmp_path: Path) -> None:
     file = tmp_path / "numbers.json"
     words = "decode --model tiny --policies h2o,keyformer --budgets 8 --prompt-tokens 40 --batch 2 --new-tokens 4"
     words += " --codec int8 --residual less --set residual.kernels=performer --repeats 1"
@@ -43,6 +44,6 @@ def test_parts_race_with_every_policy(tmp_path):
     assert all(coded < plain for coded, plain in zip(sizes[False], sizes[True], strict=True))
 
 
-def test_an_unknown_policy_is_one_sentence(capsys):
+def test_an_unknown_policy_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
     assert bench.main(["decode", "--model", "tiny", "--policies", "nope", "--prompt-tokens", "8"]) == 2
     assert "no policy 'nope'" in capsys.readouterr().err

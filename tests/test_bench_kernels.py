@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,11 +15,11 @@ SMALL = "--repeats 1 --batch 1 --slots 64 --kv-heads 2 --groups 2 --head-width 1
 
 
 @pytest.fixture(autouse=True)
-def short(monkeypatch):
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvjax.bench.kernels.LEAST", 0.0)
 
 
-def test_it_races_every_operation(tmp_path, capsys):
+def test_it_races_every_operation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "numbers.json"
     assert bench.main(["kernels", *SMALL.split(), "--json", str(file)]) == 0
     tables = json.loads(file.read_text())["tables"]
@@ -33,8 +34,8 @@ def test_it_races_every_operation(tmp_path, capsys):
     assert "Gumbel scores, rank 8" in capsys.readouterr().out
 
 
-def test_who_fails_is_named_and_left_out_and_who_differs_is_measured(capsys):
-    def fail():
+def test_who_fails_is_named_and_left_out_and_who_differs_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    def fail() -> None:
         raise RuntimeError("no such device\nand more")
 
     runners = [
@@ -47,7 +48,7 @@ def test_who_fails_is_named_and_left_out_and_who_differs_is_measured(capsys):
     assert "op inputs, triton is left out: no such device\n" in capsys.readouterr().err
 
 
-def test_it_races_whole_steps_with_less_and_without(tmp_path):
+def test_it_races_whole_steps_with_less_and_without(tmp_path: Path) -> None:
     file = tmp_path / "numbers.json"
     words = f"kernels {SMALL} --step --step-batch 2 --step-slots 32 --json {file}"
     assert bench.main(words.split()) == 0
@@ -56,6 +57,6 @@ def test_it_races_whole_steps_with_less_and_without(tmp_path):
     assert rows[1]["time_over_streaming"] > 0
 
 
-def test_an_unknown_operation_is_one_sentence(capsys):
+def test_an_unknown_operation_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
     assert bench.main(["kernels", "--ops", "decode,sort"]) == 2
     assert "there is no operation 'sort' to race; choose of decode, paged, evict, hamming" in capsys.readouterr().err

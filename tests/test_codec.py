@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 import numpy as np
@@ -75,6 +75,15 @@ def test_protected_tokens_leave_gaps_in_the_window():
     assert kvjax.policy("keyformer", positions="cache").codec.ordered
     assert kvjax.policy("streaming", residual="less").codec.sliding
     assert not kvjax.policy("lambda_mask").codec.ordered and not kvjax.policy("lambda_mask").codec.sliding
+
+
+def test_a_codec_has_no_settings_with_dots():
+    assert kvjax.policy("h2o", codec="int8", positions="original").codec == Codec("original", 8)
+    assert kvjax.policy("streaming", codec="int4").codec == Codec("cache", 4, sliding=True, sinks=4)
+    assert kvjax.policy("h2o", codec=Codec("cache")).codec == Codec("cache")
+    settings: dict[str, Any] = {"codec.bits": 8}
+    with pytest.raises(ValueError, match=r"codec\.bits=8 is no setting of a part; parts with settings are plan"):
+        kvjax.policy("h2o", **settings)
 
 
 def test_angles_stay_exact_far_out():

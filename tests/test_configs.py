@@ -17,7 +17,7 @@ TEXT = np.random.default_rng(0).integers(0, 64, (2, 150))
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_runs(name):
+def test_runs(name: str) -> None:
     config = read_config(name)
     if config["policy"] == "less" and config["settings"].get("kernels") != "performer":
         pytest.skip("kernels belong to one model; see test_generate.py")
@@ -39,5 +39,5 @@ def test_runs(name):
     assert np.isfinite(logits).all()
 
 
-def test_every_plan_has_one():
+def test_every_plan_has_one() -> None:
     assert set(PLANS) - {"uniform"} <= {read_config(name).get("plan") for name in NAMES}

@@ -12,8 +12,9 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from kvjax.policies.keyformer import Keyformer
-from kvjax.types import KV, LayerCache, NewTokens
+from kvjax.cache import evidence
+from kvjax.policies.scores.keyformer import GumbelSoftmax
+from kvjax.types import Heads, New, Parts
 from pallas_kernels.attention import AttentionSpec
 from pallas_kernels.common import Unsupported, slots_lie_along_lanes
 from pallas_kernels.decode_attention import Gumbel, decode_attention, pallas, pallas_gpu
@@ -99,16 +100,20 @@ def test_huge_logits_do_not_overflow():
 def test_increments_are_those_of_keyformer():
     plain = case(2, 2, 2, 40, 64, scores="gumbel", live="full")
     some = plain.arrays[0]
-    policy = Keyformer(tau_init=1.5, tau_end=1.5)
-    new = NewTokens(
-        q=some["q"][:, :, :, None],
-        k=some["k"][:, :, :1],
-        v=some["v"][:, :, :1],
+    q, k, v = some["q"][:, :, :, None], some["k"][:, :, :1], some["v"][:, :, :1]
+    new = New(
+        q=q,
+        k=k,
+        v=v,
+        raw_q=q,
+        raw_k=k,
+        hidden=None,
         position=some["query_position"][:, None],
         token=jnp.zeros((2, 1), jnp.int32),
         prompt_length=jnp.ones(2, jnp.int32),
         read=some["query_position"] + 1,
         horizon=jnp.full(2, 8),
+        end=some["query_position"] + 8,
         seed=some["seed"],
         layer=3,
     )
@@ -116,9 +121,8 @@ def test_increments_are_those_of_keyformer():
         "spec": AttentionSpec(1 / 8)
     }
     probs = jnp.asarray(decode_attention(**asked, scores="each").scores)
-    kv, limit = KV(some["k"], some["v"]), jnp.full((2, 2), 40)
-    cache = LayerCache(kv, some["position"], None, None, stats=jnp.zeros((2, 2, 40)), state=None, limit=limit)
-    expected = policy.observe(cache, probs[:, :, :, None], new).stats
+    ask = GumbelSoftmax(tau_init=1.5, tau_end=1.5).asks(Heads(jnp.full((2, 2), 40), Parts()), new)
+    expected = evidence.reduced(ask, probs[:, :, :, None], some["position"], new)
     gumbel = Gumbel(some["seed"], jnp.full(2, 1.5), layer=3)
     for way in (XLA, TPU_WAYS[0], GPU_WAYS[0]):
         found = decode_attention(**asked, scores=gumbel, **way.options)

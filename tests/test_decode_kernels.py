@@ -24,13 +24,14 @@ def greedy(model, policy, kernels):
     ids = np.asarray([model.tokenizer.encode(PROMPT)])
     budget = 1.0 if policy.plan.decides else 16
     state, logits = kvjax.prefill(model, policy, ids, budget, max_new_tokens=STEPS, implementation=kernels)
-    tokens, seen = [], []
+    program = str(jax.make_jaxpr(step)(state, jnp.zeros(1, jnp.int32)))
+    tokens, seen = [], [np.asarray(logits)]
     for _ in range(STEPS):
         token = logits.argmax(-1).astype(jnp.int32)
         state, logits = kvjax.decode_step(state, token)
         tokens.append(int(token[0]))
         seen.append(np.asarray(logits))
-    return tokens, np.stack(seen), str(jax.make_jaxpr(step)(state, token))
+    return tokens, np.stack(seen), program
 
 
 @pytest.mark.parametrize(

@@ -11,18 +11,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jaxtyping import Array
 
 import kvjax
 from kvjax import evaluate
 from kvjax.evaluate import lowrank_oracle
 from kvjax.evaluate.fidelity import hellinger
+from kvjax.evaluate.lowrank_oracle import Split
 from kvjax.evaluate.reports.claims import Claim, paired, table
 from kvjax.evaluate.reports.figures import Point, new_figure, plot_quality, save_figure
 from kvjax.evaluate.reports.less.shelf import even_slots, open_shelf
+from kvjax.evaluate.runs import describe
 from kvjax.evaluate.store import Store
 from kvjax.evaluate.texts import passages
 from kvjax.policies.residuals import checkpoint
 from kvjax.policies.residuals.less import LowRankMemory
+from kvjax.types import LayerConfig
 from pallas_kernels.attention import causal_mask
 from tests.models import GQA, random_model
 from tests.test_less import HIDDEN, kernels_for
@@ -74,6 +78,43 @@ def test_perplexity_refuses_in_one_sentence(policy: str, settings: dict[str, Any
         evaluate.Streamed(np.zeros((2, 39)), 1, 0, 0).rows(39)
 
 
+SET: dict[str, dict[str, Any]] = {
+    "dilated_window": {"dilation": 2},
+    "keyformer": {"noise": "gaussian", "recent": 7, "shared": True, "special": (3,)},
+    "snapkv": {"recent": 0.25, "kernel": 3, "group": "max"},
+    "pyramidkv": {"beta": 5.0, "recent": 8},
+    "lightkv": {"middle": "mask", "ratio": 2.0, "context_limit": 64, "alpha": 3, "omega": 3.0},
+    "lsh_e": {"bits": 8, "seed": 3, "prompt": "one_shot"},
+    "topk_oracle": {"k": 0.5},
+    "fastgen": {"order": ("local", "frequent"), "punctuation": (4, 5), "recent": 3},
+    "baseline_plus": {"base": "tova", "features": 4, "sinks": 2},
+}
+
+
+@pytest.mark.parametrize("name", [name for name in kvjax.policies.REGISTRY if name != "less"])
+def test_settings_are_read_off_parts(name: str) -> None:
+    for settings in ({}, SET.get(name, {"sinks": 3, "positions": "original"})):
+        made = kvjax.policy(name, **settings)
+        found = kvjax.policies.settings_in(made)
+        assert found.items() >= settings.items() and kvjax.policy(name, **found) == made
+
+
+def test_descriptions_tell_policies_apart() -> None:
+    plain = {"name": "h2o", "recent": 0.5, "sinks": 0, "special": [], "positions": "original"}
+    assert describe(kvjax.policy("h2o")) == plain
+    less = describe(kvjax.policy("h2o", residual="less"))
+    assert less["name"] == "less" and less["base"] == plain and less["kernels"] == "learned"
+    parts: tuple[dict[str, str], ...] = (
+        {},
+        {"codec": "int8"},
+        {"codec": "int4"},
+        {"plan": "adakv"},
+        {"plan": "pyramid"},
+    )
+    made = [json.dumps(describe(kvjax.policy("h2o", **some))) for some in parts]  # type: ignore[arg-type]
+    assert len({*made}) == len(parts)
+
+
 def test_hellinger() -> None:
     p, q = np.array([[0.5, 0.5, 0.0], [1.0, 0.0, 0.0]]), np.array([[0.5, 0.5, 0.0], [0.0, 0.5, 0.5]])
     np.testing.assert_allclose(hellinger(jnp.asarray(p), jnp.asarray(q)), [0.0, 1.0], atol=1e-6)
@@ -84,8 +125,12 @@ def test_fidelity_is_zero_until_something_is_evicted() -> None:
     assert evaluate.fidelity(model, "h2o", tokens, 40).max() < 1e-3
     apart = evaluate.fidelity(model, "h2o", tokens, 16)
     assert apart.shape == (2, 40, GQA.layers) and apart[:, :16].max() < 1e-3 and apart[:, 17:].min() > 0.01
+    coded = evaluate.fidelity(model, kvjax.policy("h2o", codec="int8"), tokens, 40)
+    assert 1e-4 < coded.max() < 0.05
     with pytest.raises(ValueError, match="positions=original"):
         evaluate.fidelity(model, "streaming", tokens, 16)
+    with pytest.raises(ValueError, match="selection"):
+        evaluate.fidelity(model, "topk_oracle", tokens, 16)
 
 
 def test_fidelity_gives_evicted_tokens_their_share_of_equation_3() -> None:
@@ -96,7 +141,7 @@ def test_fidelity_gives_evicted_tokens_their_share_of_equation_3() -> None:
     assert isinstance(less, LowRankMemory)
     seen = {}
 
-    def top_k(q, k, v, position, keep, config):
+    def top_k(q: Array, k: Array, v: Array, position: Array, keep: int, config: LayerConfig) -> Split:
         seen.setdefault("qk", (q, k))
         return original(q, k, v, position, keep, config)
 

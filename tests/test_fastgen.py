@@ -243,6 +243,24 @@ def test_pages_equal_dense_buffers_with_the_same_limits(name, floor):
         (state, logits), (dense, expected) = kvjax.decode_step(state, token), kvjax.decode_step(dense, token)
 
 
+@pytest.mark.parametrize("name", ["h2o", "snapkv", "keyformer", "lsh_e"])
+def test_every_head_counts_the_places_of_its_own_tokens(name, x64):
+    """Pages equal dense buffers where the model sees places in the cache, over heads with slots of their own."""
+    model = random_model(GQA, seed=2, dtype=jnp.float64)
+    settings: dict[str, Any] = {"prompt": "one_shot"} if name == "lsh_e" else {}
+    policy = kvjax.policy(name, positions="cache", recent=4, plan=AdaKV(floor=0.2), **settings)
+    state, logits = kvjax.prefill(model, policy, TEXT[:3, :41], 20, lengths=LENGTHS, max_new_tokens=40)
+    limits = slot_limits(state)
+    assert policy.codec.ordered and any((limit != 20).any() for limit in limits)
+    uniform = kvjax.policy(name, positions="cache", recent=4, special=(GQA.vocab_size,), **settings)
+    assert uniform.codec.ordered
+    dense, expected = dense_with_limits(model, uniform, 20, limits)
+    for step in range(30):
+        np.testing.assert_allclose(logits, expected, atol=1e-9)
+        token = jnp.asarray(TEXT[:3, 50 + step])
+        (state, logits), (dense, expected) = kvjax.decode_step(state, token), kvjax.decode_step(dense, token)
+
+
 @pytest.mark.parametrize("floor", [0.0, 0.2, 0.7])
 def test_adakv_counts_where_the_best_tokens_are(floor):
     rng = np.random.default_rng(1)

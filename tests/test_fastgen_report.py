@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -12,7 +13,7 @@ TEXT = 'Once upon a time there was a fox. It said: "Who is there?"\nThe story wa
 
 
 @pytest.mark.slow
-def test_the_report_has_tables_claims_and_figures(tmp_path):
+def test_the_report_has_tables_claims_and_figures(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     file = tmp_path / "fox.txt"
     file.write_text(TEXT)
@@ -41,7 +42,7 @@ def test_the_report_has_tables_claims_and_figures(tmp_path):
     assert json.loads((tmp_path / "fastgen" / "measurements.json").read_text()) == kept
 
 
-def test_a_prefix_that_leaves_no_room_is_one_sentence(tmp_path, capsys):
+def test_a_prefix_that_leaves_no_room_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "fox.txt").write_text(TEXT)
     words = ["fastgen", "--text", str(tmp_path / "fox.txt"), "--length", "80", "--prefix", "60"]
     assert evaluate.main([*words, "--out", str(tmp_path)]) == 2

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,11 +21,11 @@ STORY = "Once upon a time there was a girl named Lily. She liked to play in the 
 
 
 @pytest.fixture(scope="module")
-def model():
+def model() -> kvjax.Model:
     return kvjax.load("tiny")
 
 
-def test_greedy_text_equals_the_plain_forward(model):
+def test_greedy_text_equals_the_plain_forward(model: kvjax.Model) -> None:
     made = generate_ids(model, [encode(model, STORY)], max_new_tokens=20, temperature=0.0)
     ids = made.prompts[0] + made.tokens[0]
     best = np.argmax(np.asarray(model.logits([ids])[0]), axis=-1)
@@ -32,7 +33,7 @@ def test_greedy_text_equals_the_plain_forward(model):
     assert made.tokens[0] == best[start - 1 : start - 1 + len(made.tokens[0])].tolist()
 
 
-def test_a_text_does_not_depend_on_its_batch(model):
+def test_a_text_does_not_depend_on_its_batch(model: kvjax.Model) -> None:
     prompts = [STORY, "The old man said that", "Tom had a red ball."]
     arguments = dict(policy="keyformer", budget=24, max_new_tokens=24, temperature=0.9, top_k=40, top_p=0.95, seed=3)
     together = model.generate(prompts, **arguments)
@@ -42,7 +43,7 @@ def test_a_text_does_not_depend_on_its_batch(model):
     assert model.generate(prompts, **{**arguments, "seed": [3, 4, 5]})[0] == together[0]
 
 
-def test_rows_stop_at_their_end(model):
+def test_rows_stop_at_their_end(model: kvjax.Model) -> None:
     made = generate_ids(model, [encode(model, STORY)], max_new_tokens=40, temperature=0.0)
     first = made.tokens[0]
     import dataclasses
@@ -57,14 +58,14 @@ def run(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, input=stdin, capture_output=True, text=True, encoding="utf-8", check=False)
 
 
-def test_command_line_prints_text_and_a_summary():
+def test_command_line_prints_text_and_a_summary() -> None:
     done = run("--policy", "h2o", "--budget", "32", "--max-new-tokens", "40", "--show-cache", stdin=STORY)
     assert done.returncode == 0, done.stderr
     assert "marks from 0% to 100% of heads" in done.stdout
     assert "cache:" in done.stderr and "full cache" in done.stderr
 
 
-def test_json_and_cache_map(tmp_path, capsys):
+def test_json_and_cache_map(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     figure = tmp_path / "map.png"
     settings = ["--config", "keyformer", "--set", "recent=4"]
     done = generate.main(["--prompt", STORY, *settings, "--json", "--save-cache-map", str(figure)])
@@ -83,6 +84,11 @@ def test_json_and_cache_map(tmp_path, capsys):
     [
         (["--policy", "nope"], "no policy 'nope'"),
         (["--policy", "h2o", "--set", "foo=1"], "no setting 'foo'"),
+        (["--policy", "h2o", "--plan", "adakv", "--set", "plan.foo=1"], "no setting 'foo'"),
+        (["--policy", "h2o", "--codec", "int7"], "no codec 'int7'"),
+        (["--policy", "h2o", "--residual", "more"], "no residual 'more'"),
+        (["--policy", "tova", "--plan", "adakv"], "needs the same slots in every head"),
+        (["--policy", "l2", "--residual", "less"], "no kernels are shipped for policy 'l2'"),
         (["--policy", "h2o", "--budget", "0"], "budget=0"),
         (["--policy", "full", "--budget", "0"], "budget=0"),
         (["--policy", "h2o", "--budget", "-3"], "budget=-3"),
@@ -97,7 +103,9 @@ def test_json_and_cache_map(tmp_path, capsys):
         (["--temperature", "-1"], "temperature"),
     ],
 )
-def test_a_mistake_is_one_sentence(arguments, message, capsys, monkeypatch):
+def test_a_mistake_is_one_sentence(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     prompt = [] if "--prompt-file" in arguments else ["--prompt", STORY]
     assert generate.main([*prompt, *arguments]) == 2
@@ -105,19 +113,64 @@ def test_a_mistake_is_one_sentence(arguments, message, capsys, monkeypatch):
     assert message in said and said.startswith("kvjax generate: ") and "\n" not in said
 
 
-def test_an_empty_prompt_is_refused(capsys):
+def chosen(*words: str) -> kvjax.Policy:
+    """The policy that the command line asks for."""
+    return generate._choice(generate.parser().parse_args(list(words)))[0]
+
+
+def test_parts_are_chosen_by_name_and_set_after_a_dot() -> None:
+    words = "--policy keyformer --residual less --codec int8 --plan adakv"
+    settings = "--set recent=8 residual.kernels=performer residual.features=4 plan.floor=0.3"
+    dotted: dict[str, Any] = {"residual.kernels": "performer", "residual.features": 4, "plan.floor": 0.3}
+    wanted = kvjax.policy("keyformer", residual="less", codec="int8", plan="adakv", recent=8, **dotted)
+    assert chosen(*words.split(), *settings.split()) == wanted
+    strongest: dict[str, Any] = {"selection.k": 8}
+    top = chosen("--policy", "h2o", "--selection", "topk", "--set", "selection.k=8")
+    assert top == kvjax.policy("h2o", selection="topk", **strongest)
+    less = chosen("--policy", "h2o", "--residual", "less", "--less-checkpoint", "h2o_5")
+    assert less == chosen("--policy", "less", "--less-checkpoint", "h2o_5")
+
+
+def test_a_config_names_parts_which_options_override() -> None:
+    config = read_config("parts")
+    assert config["settings"] == {"recent": 0.25, "plan.floor": 0.3, "residual.kernels": "performer"}
+    dotted: dict[str, Any] = {"residual.kernels": "performer", "plan.floor": 0.3}
+    parts = dict(residual="less", codec="int8", plan="adakv")
+    assert chosen("--config", "parts") == kvjax.policy("keyformer", **parts, recent=0.25, **dotted)
+    # Settings go with what they are of.
+    assert chosen("--config", "parts", "--policy", "h2o") == kvjax.policy("h2o", **parts, **dotted)
+    del dotted["plan.floor"]
+    other = kvjax.policy("keyformer", **(parts | {"plan": "pyramid"}), recent=0.25, **dotted)
+    assert chosen("--config", "parts", "--plan", "pyramid") == other
+
+
+@pytest.mark.usefixtures("compiled_fast")
+def test_parts_write_text_together(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "--policy keyformer --residual less --plan adakv --budget 24"
+    settings = "--max-new-tokens 24 --ignore-eos --json"
+    reports = []
+    for codec in ("plain", "int8"):
+        assert generate.main(["--prompt", STORY, "--codec", codec, *words.split(), *settings.split()]) == 0
+        reports.append(json.loads(capsys.readouterr().out))
+    plain, coded = reports
+    assert plain["new_tokens"] == coded["new_tokens"] == 24 and coded["cache_bytes"] < 0.7 * plain["cache_bytes"]
+
+
+def test_an_empty_prompt_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert generate.main(["--prompt", "  "]) == 2
     assert "empty" in capsys.readouterr().err
 
 
-def test_policies_are_listed(capsys):
+def test_policies_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert generate.main(["--policy", "list"]) == 0
     listed = capsys.readouterr().out
-    assert all(name in listed for name in kvjax.policies.REGISTRY) and "recent=0.5" in listed
+    tables = (kvjax.policies.REGISTRY, kvjax.policies.PLANS, kvjax.policies.RESIDUALS, kvjax.policies.SELECTIONS)
+    assert all(name in listed for table in (*tables, kvjax.policies.CODECS) for name in table)
+    assert "recent=0.5" in listed and "plan.floor=0.2" in listed and "residual.kernels='learned'" in listed
 
 
 @pytest.mark.parametrize("name", [name for name in CONFIGS if read_config(name)["policy"] == "less"])
-def test_configs_of_less_run(name, model):
+def test_configs_of_less_run(name: str, model: kvjax.Model) -> None:
     # The others run in test_configs.py, on a random model.
     config = read_config(name)
     if config["settings"].get("kernels") != "performer":
@@ -133,7 +186,7 @@ def test_configs_of_less_run(name, model):
     assert model.generate([text], policy=policy, budget=budget, plan=config.get("plan"), max_new_tokens=12)
 
 
-def test_configs_say_what_is_wrong(tmp_path):
+def test_configs_say_what_is_wrong(tmp_path: Path) -> None:
     for text, message in (("policy = ", "not TOML"), ("polisy = 'h2o'", "unknown key 'polisy'")):
         file = tmp_path / "config.toml"
         file.write_text(text)
@@ -145,11 +198,11 @@ def test_configs_say_what_is_wrong(tmp_path):
     "text, value",
     [("4", 4), ("0.5", 0.5), ("true", True), ("None", None), ("[1, 2]", (1, 2)), ("gumbel", "gumbel"), ("a b", "a b")],
 )
-def test_values_are_parsed_as_written(text, value):
+def test_values_are_parsed_as_written(text: str, value: Any) -> None:
     assert parse_value(text) == value
 
 
-def test_a_stream_shows_whole_characters(model):
+def test_a_stream_shows_whole_characters(model: kvjax.Model) -> None:
     shown: list[str] = []
     stream = Stream(model.tokenizer, shown.append)
     ids = model.tokenizer("naïve café – 東")["input_ids"]
@@ -158,6 +211,6 @@ def test_a_stream_shows_whole_characters(model):
     assert "".join(shown) == model.tokenizer.decode(ids) and not any("\ufffd" in part for part in shown)
 
 
-def test_shipped_configs_are_found():
+def test_shipped_configs_are_found() -> None:
     assert set(kvjax.policies.REGISTRY) <= {read_config(name)["policy"] for name in CONFIGS}
     assert all(isinstance(directory, Path) for directory in config_directories())

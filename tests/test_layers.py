@@ -109,7 +109,7 @@ def test_a_full_cache_honours_every_setting(changes: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("changes", CONFIGS.values(), ids=CONFIGS)
 def test_pages_honour_every_setting(changes: dict[str, Any]) -> None:
-    policy = kvjax.policy("h2o", plan="adakv", **{"plan.floor": 1.0})
+    policy = kvjax.policy("h2o", plan=AdaKV(floor=1.0))
     state = assert_cached_equals_plain(small_config(4, 2, **changes), policy)
     assert isinstance(state.storage, Paged)
 

@@ -170,7 +170,7 @@ def test_bfloat16_stays_finite_and_sums_in_float32() -> None:
 
 def _new(q, k) -> New:
     ones, each = jnp.ones((q.shape[0], 1), jnp.int32), jnp.ones(q.shape[0], jnp.int32)
-    of_rows = dict(prompt_length=each, read=each, horizon=each, end=each, seed=each.astype(jnp.uint32))
+    of_rows: dict[str, Any] = dict(prompt_length=each, read=each, horizon=each, end=each, seed=each.astype(jnp.uint32))
     return New(q=q, k=k, v=k, raw_q=q, raw_k=k, hidden=None, position=ones, token=ones, **of_rows)
 
 
@@ -234,6 +234,10 @@ def test_changes_nothing_but_the_residual(base: str) -> None:
     assert kvjax.policy(base, **by_part) == kvjax.policy(base, residual="less", **by_part) == made
 
 
+def _policy(name: str, settings: dict[str, Any]) -> kvjax.Policy:
+    return kvjax.policy(name, **settings)
+
+
 def test_settings_go_to_the_residual_or_to_the_base() -> None:
     made = kvjax.policy("less", base="h2o", recent=0.25, sinks=2, kernels="performer", features=4)
     assert made == kvjax.policy(
@@ -244,12 +248,12 @@ def test_settings_go_to_the_residual_or_to_the_base() -> None:
     kernels = kernels_for(GQA)
     assert kvjax.policy("h2o", **{"residual.kernels": kernels}).residual == LowRankMemory(layers=kernels)
     with pytest.raises(ValueError, match=r"'less' has no setting 'noise'; it takes checkpoint, kernels"):
-        kvjax.policy("h2o", **{"residual.noise": 1})
+        _policy("h2o", {"residual.noise": 1})
     with pytest.raises(ValueError, match=r"residual\.features is no setting beside a residual that is made"):
-        kvjax.policy("h2o", residual=LowRankMemory(), **{"residual.features": 4})
+        _policy("h2o", {"residual": LowRankMemory(), "residual.features": 4})
     for wrong, name in (({"noise": 1}, "noise"), ({"kernels": "magic"}, "magic"), ({"base": "nobody"}, "nobody")):
         with pytest.raises(ValueError, match=name):
-            kvjax.policy("less", **wrong)
+            _policy("less", wrong)
     with pytest.raises(ValueError, match="recent"):
         kvjax.policy("less", base=kvjax.policy("h2o"), recent=0.1)
 
@@ -318,5 +322,5 @@ def test_command_line_takes_a_checkpoint() -> None:
 
     expected = kvjax.policy("less", base="streaming", sinks=2, checkpoint="DIR")
     assert choice("--policy", "less", "--set", "base=streaming", "sinks=2", "--less-checkpoint", "DIR") == expected
-    with pytest.raises(ValueError, match="checkpoint"):
-        choice("--policy", "h2o", "--less-checkpoint", "DIR")
+    over_h2o = kvjax.policy("h2o", residual=LowRankMemory("DIR", base="h2o"))
+    assert choice("--policy", "h2o", "--less-checkpoint", "DIR") == over_h2o

@@ -10,12 +10,12 @@ import pytest
 FILES = sorted((Path(__file__).parents[1] / "notebooks").glob("*.ipynb"))
 
 
-def test_there_are_notebooks():
+def test_there_are_notebooks() -> None:
     assert {"quickstart", "write_a_policy", "memory_vs_quality", "train_less"} <= {file.stem for file in FILES}
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
-def test_runs(file, monkeypatch):
+def test_runs(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nbformat, nbclient, *_ = (
         pytest.importorskip(package, reason="running notebooks needs the notebooks extra")
         for package in ("nbformat", "nbclient", "ipykernel", "matplotlib")

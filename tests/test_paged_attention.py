@@ -14,10 +14,12 @@ from hypothesis import strategies as st
 from jax.sharding import use_abstract_mesh
 
 import kvjax
-from kvjax import decode, paged
+from kvjax.cache.paged import Paged
+from kvjax.engine import decode
+from kvjax.engine.state import State, held_positions, slot_limits
 from kvjax.models import Rope
-from kvjax.plan import AdaKV
-from kvjax.types import NewTokens
+from kvjax.policies.plan import AdaKV
+from kvjax.types import Kernels, New
 from pallas_kernels.attention import AttentionSpec
 from pallas_kernels.common import Unsupported
 from pallas_kernels.operands import Quantised, Turned
@@ -40,7 +42,7 @@ STEPS = 12
 
 
 @functools.cache
-def state_of(name: str) -> decode.State:
+def state_of(name: str) -> State:
     """A state whose heads have caches of their own, and of unequal sizes."""
     if name == "fastgen":
         policy, budget, plan = fastgen_case(0.75).make(), 1.0, None
@@ -48,20 +50,19 @@ def state_of(name: str) -> decode.State:
         policy, budget, plan = kvjax.policy(name, recent=4), 16, AdaKV(floor=0.2)
     prompts = TEXT[:, :41]
     state, _ = kvjax.prefill(MODEL, policy, prompts, budget, lengths=LENGTHS, max_new_tokens=STEPS, plan=plan)
-    assert len({int(limit) for layer in decode.slot_limits(state) for limit in layer.flat}) > 2
+    assert len({int(limit) for layer in slot_limits(state) for limit in layer.flat}) > 2
     return state
 
 
-def steps(state: decode.State) -> tuple[list[np.ndarray], list[list[np.ndarray]], list[Any]]:
+def steps(state: State) -> tuple[list[np.ndarray], list[list[np.ndarray]], list[Any]]:
     """Logits, positions held and scores after each of a few steps."""
-    step = jax.jit(lambda state, token: decode.step(state, token))  # one of its own, traced with today's kernel
     logits, held, scores = [], [], []
     for token in TEXT[:, 50 : 50 + STEPS].T:
-        state, found = step(state, jnp.asarray(token))
+        state, found = decode.decode_step(state, jnp.asarray(token))
         logits.append(np.asarray(found))
-        held.append(decode.held_positions(state))
-        assert isinstance(state.caches, paged.Pool)
-        scores.append(jax.device_get(state.caches.stats))
+        held.append(held_positions(state))
+        assert isinstance(state.storage, Paged)
+        scores.append(jax.device_get(state.storage.slots.score))
     return logits, held, scores
 
 
@@ -89,41 +90,50 @@ def test_any_pages(shape, dtype, most, alibi, way, bits, e, soft_cap):
 
 
 @pytest.mark.parametrize(("policy", "way"), WHOLE_STEPS, ids=str)
-def test_a_step_on_pages_is_the_same_with_every_kernel(monkeypatch, policy, way):
+def test_a_step_on_pages_is_the_same_with_every_kernel(policy, way):
     state, expected = state_of(policy), expected_steps(policy)
-    monkeypatch.setattr(paged, "paged_attention", functools.partial(paged_attention, **way.options))
-    found = steps(state)
+    found = steps(state.replace(kernels=Kernels(**way.options)))
     np.testing.assert_allclose(found[0], expected[0], rtol=1e-4, atol=1e-4)
     jax.tree.map(np.testing.assert_array_equal, found[1], expected[1])
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4), found[2], expected[2])
-    before = decode.held_positions(state)
+    before = held_positions(state)
     left = [set(x.flat) - set(y.flat) for x, y in zip(before, found[1][-1], strict=True)]
     assert any(left), "nobody was evicted"
 
 
 @pytest.mark.parametrize("way", RUNNING, ids=str)
-def test_a_row_of_padding_reads_nothing_and_leaves_scores_as_they_are(monkeypatch, way):
-    monkeypatch.setattr(paged, "paged_attention", functools.partial(paged_attention, **way.options))
-    state = state_of("keyformer")
-    pool = state.caches
-    assert isinstance(pool, paged.Pool)
+def test_a_row_of_padding_reads_nothing_and_leaves_scores_as_they_are(way):
+    state, config = state_of("keyformer"), MODEL.config.layer(0)
+    pool = state.storage
+    assert isinstance(pool, Paged)
     rng, b, h, g, d = np.random.default_rng(0), 3, 2, 2, 16
     position = jnp.asarray([-1, 25, 33])[:, None]
-    new = NewTokens(
-        q=jnp.asarray(rng.normal(size=(b, h, g, 1, d)), jnp.float32),
-        k=jnp.asarray(rng.normal(size=(b, h, 1, d)), jnp.float32),
-        v=jnp.asarray(rng.normal(size=(b, h, 1, d)), jnp.float32),
+    q, k, v = (jnp.asarray(rng.normal(size=(b, h, *some, 1, d)), jnp.float32) for some in ((g,), (), ()))
+    new = New(
+        q=q,
+        k=k,
+        v=v,
+        raw_q=q,
+        raw_k=k,
+        hidden=None,
         position=position,
         token=jnp.zeros((b, 1), jnp.int32),
         prompt_length=state.prompt_length,
         read=position[:, 0] + 1,
         horizon=state.horizon,
+        end=state.end,
         seed=state.seed,
+        given=False,
+        kernels=Kernels(**way.options),
     )
-    after, out, _ = paged.read_token(MODEL.config, state.policy, pool, 0, new, paged.scratch(pool, g))
-    assert (np.asarray(out[0]) == 0).all() and (np.asarray(out[1:]) != 0).all()
+    policy = state.policy
+    opened, _ = pool.open(config).exchange(policy, config, 0, new)
+    asks = policy.score.asks(opened.heads(0), new)
+    attended, found = opened.attend(policy, config, 0, new, asks, None, None)
+    after = attended.fold(policy, 0, asks, found.answers, new)
+    assert (np.asarray(found.out[0]) == 0).all() and (np.asarray(found.out[1:]) != 0).all()
     rows = np.asarray(pool.owner) // h
-    for old, now in zip(jax.tree.leaves(pool.stats), jax.tree.leaves(after.stats), strict=True):
+    for old, now in zip(jax.tree.leaves(pool.slots.score), jax.tree.leaves(after.slots.score), strict=True):
         np.testing.assert_array_equal(now[rows == 0], old[rows == 0])
         assert np.isfinite(now).all() and (np.asarray(now) != np.asarray(old))[rows > 0].any()
 

@@ -10,9 +10,9 @@ import pytest
 
 import kvjax
 from kvjax.policies import Policy
+from kvjax.policies.fastgen import Profiled
 from kvjax.policies.pairs import PAIRS, Pair, fitted
 from kvjax.policies.plan import Uniform
-from kvjax.policies.profiled import Profiled
 from tests.models import GQA, random_model
 
 EXAMPLES: tuple[tuple[Callable[[], Policy], ...], ...] = (

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -80,6 +83,19 @@ def test_any_plan_works_under_any_score(name, plan):
         slots, equal = slots.sum(-1), equal.sum(-1)
     np.testing.assert_array_equal(slots, equal)
     assert np.isfinite(logits).all()
+
+
+def test_settings_of_a_plan_come_with_a_dot():
+    settings: dict[str, Any] = {"plan.period": 3, "plan.ratio": 2.0}
+    made = kvjax.policy("h2o", plan="interleaved", **settings)
+    assert made == dataclasses.replace(kvjax.policy("h2o"), plan=Interleaved(3, 2.0))
+    assert made.plan.budgets(40, 3).tolist() == [60, 30, 30]
+    with pytest.raises(ValueError, match=r"plan\.period is a setting of a plan; name one"):
+        kvjax.policy("h2o", **settings)
+    with pytest.raises(ValueError, match="plan 'arithmetic' has no setting 'period'; it takes"):
+        kvjax.policy("h2o", plan="arithmetic", **settings)
+    with pytest.raises(ValueError, match=r"plan\.period is no setting beside a plan that is made"):
+        kvjax.policy("h2o", plan=Interleaved(), **settings)
 
 
 def test_a_fraction_is_planned_for_each_row():

@@ -13,11 +13,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvjax.attention import attend, causal_mask
-from kvjax.policies.keyformer import Keyformer
-from kvjax.types import KV, LayerCache, NewTokens
+from kvjax.cache import evidence
+from kvjax.policies.scores.keyformer import GumbelSoftmax
+from kvjax.types import Heads, New, Parts
 from pallas_kernels import noise
-from pallas_kernels.attention import AttentionSpec
+from pallas_kernels.attention import AttentionSpec, attend
 from pallas_kernels.common import VARIABLE, Unsupported
 from pallas_kernels.prefill_scores import Joined, prefill_scores
 from tests.kernel_cases.prefill_scores import case, inputs, operand
@@ -67,17 +67,14 @@ def test_keyformer_counts_the_same(x64):
     made: dict[str, Any] = {name: jnp.asarray(x) for name, x in inputs(2, 2, 2, 48, 8, dtype="float64").items()}
     q, k, v, position = (made[name] for name in ("q", "k", "v", "query_position"))
     seed, length = jnp.array([3, 4], jnp.uint32), (position >= 0).sum(1)
-    new = NewTokens(
-        q=q, k=k, v=v, position=position, token=position, prompt_length=length, read=length,
-        horizon=jnp.full(2, 8), seed=seed, layer=1,
+    new = New(
+        q=q, k=k, v=v, raw_q=q, raw_k=k, hidden=None, position=position, token=position, prompt_length=length,
+        read=length, horizon=jnp.full(2, 8), end=length + 8, seed=seed, layer=1,
     )  # fmt: skip
-    policy, slots = Keyformer(damping=0.9), jnp.broadcast_to(position[:, None], (2, 2, 48))
-    stats = jnp.zeros(slots.shape)
-    cache = LayerCache(
-        kv=KV(k, v), position=slots, keep=None, order=None, stats=stats, state=None, limit=jnp.full((2, 2), 48)
-    )
-    _, probs = attend(q, k, v, causal_mask(position, slots, None))
-    wanted = policy.observe(cache, probs, new).stats
+    slots = jnp.broadcast_to(position[:, None], (2, 2, 48))
+    _, probs = attend(q, k, v, SPEC.mask(position, slots), SPEC)
+    ask = GumbelSoftmax(damping=0.9).asks(Heads(jnp.full((2, 2), 48), Parts()), new)
+    wanted = evidence.reduced(ask, probs, slots, new)
     age = length[:, None] - 1 - position
     weights = jnp.where(position >= 0, 0.9**age, 0.0)[:, None]
     zeta = noise.gumbel(noise.uniform_at(seed, 1, slots).astype(jnp.float64))

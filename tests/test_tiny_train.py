@@ -2,6 +2,8 @@
 
 import json
 import random
+from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +36,7 @@ THINGS = [
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory):
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("text")
     rng = random.Random(0)
     for name, documents in (("stories", 60), ("valid", 12)):
@@ -55,11 +57,11 @@ COPY = Stage("copy", 32, 32, 200, {"copy": 1.0}, copy_ids=16)
 MIXED = Stage("mixed", 96, 4, 4, {"recall": 0.5, "chat": 0.3, "text": 0.2}, {f: 1.0 for f in FORMS if f != "chat"})
 
 
-def equal(a, b) -> bool:
+def equal(a: Any, b: Any) -> bool:
     return all(bool((x == y).all()) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
 
 
-def test_prepared_ids_decode_to_the_text(data):
+def test_prepared_ids_decode_to_the_text(data: Path) -> None:
     described, arrays = read_prepared(data)
     lessons = Lessons(data, [1.0])
     text = lessons.facts.tokenizer.decode(arrays["valid"].tolist(), skip_special_tokens=False)
@@ -69,7 +71,7 @@ def test_prepared_ids_decode_to_the_text(data):
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_questions_are_tokenised_as_a_user_would_type_them(data, form):
+def test_questions_are_tokenised_as_a_user_would_type_them(data: Path, form: str) -> None:
     lessons = Lessons(data, [1.0])
     for seed in range(20):
         for fact in lessons.facts.fact(form, random.Random(seed), set()):
@@ -78,7 +80,7 @@ def test_questions_are_tokenised_as_a_user_would_type_them(data, form):
                 assert lessons.encode(text) == ids
 
 
-def test_batches_depend_on_seed_and_step_alone(data):
+def test_batches_depend_on_seed_and_step_alone(data: Path) -> None:
     lessons, again = Lessons(data, [1.0]), Lessons(data, [1.0])
     lessons.batch(MIXED, 0, 0)
     for ours, theirs in zip(lessons.batch(MIXED, 3, 5), again.batch(MIXED, 3, 5), strict=True):
@@ -88,7 +90,7 @@ def test_batches_depend_on_seed_and_step_alone(data):
     assert not np.array_equal(ids, lessons.batch(MIXED, 3, 6)[0])
 
 
-def test_a_case_keeps_its_distance_and_its_answer(data):
+def test_a_case_keeps_its_distance_and_its_answer(data: Path) -> None:
     lessons, text = Lessons(data, [1.0]), read_prepared(data)[1]["stories"]
     for form in FORMS:
         ids, answer = lessons.facts.question(text, form, 150, random.Random(1), distractors=0)
@@ -97,7 +99,7 @@ def test_a_case_keeps_its_distance_and_its_answer(data):
         assert len(ids) <= 150 + 60 + 60
 
 
-def test_the_copying_lesson_is_learnt(data, tmp_path):
+def test_the_copying_lesson_is_learnt(data: Path, tmp_path: Path) -> None:
     lessons, copying = Lessons(data, [1.0]), recipe(COPY)
     weights = run(data, tmp_path, copying).weights
     ids, mask = lessons.batch(COPY, 9, 9)
@@ -105,7 +107,7 @@ def test_the_copying_lesson_is_learnt(data, tmp_path):
     assert (np.asarray(predicted) == ids[:, 1:])[mask > 0].mean() > 0.3  # the best guess without looking back: 0.1
 
 
-def test_resuming_equals_going_on(data, tmp_path):
+def test_resuming_equals_going_on(data: Path, tmp_path: Path) -> None:
     lessons = recipe(Stage("copy", 32, 4, 3, {"copy": 1.0}), MIXED)
     whole = run(data, tmp_path / "whole", lessons)
     run(data, tmp_path / "parts", lessons, steps=4)
@@ -116,21 +118,21 @@ def test_resuming_equals_going_on(data, tmp_path):
     assert not equal(run(data, tmp_path / "other", lessons, seed=1), whole)
 
 
-def test_workers_make_the_same_batches(data):
+def test_workers_make_the_same_batches(data: Path) -> None:
     lessons = recipe(MIXED)
     here = list(train.batches(data, lessons, 0, range(3), 0))
     there = list(train.batches(data, lessons, 0, range(3), 1))
     assert all(np.array_equal(a, b) for x, y in zip(here, there, strict=True) for a, b in zip(x, y, strict=True))
 
 
-def test_other_settings_are_refused(data, tmp_path):
+def test_other_settings_are_refused(data: Path, tmp_path: Path) -> None:
     lessons = recipe(Stage("copy", 16, 2, 1, {"copy": 1.0}))
     run(data, tmp_path, lessons)
     with pytest.raises(ValueError, match="seed=0, this one has 1"):
         run(data, tmp_path, lessons, seed=1)
 
 
-def test_exported_model_is_what_transformers_computes(data, tmp_path):
+def test_exported_model_is_what_transformers_computes(data: Path, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     torch = pytest.importorskip("torch")
     lessons = recipe(MIXED)
@@ -153,7 +155,7 @@ def test_exported_model_is_what_transformers_computes(data, tmp_path):
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["vocab_size"] == 400
 
 
-def test_recipes_fit_the_package():
+def test_recipes_fit_the_package() -> None:
     for chosen in RECIPES.values():
         shapes = jax.eval_shape(lambda model=chosen.model: start(model, 0).weights)
         assert 2 * sum(x.size for x in jax.tree.leaves(shapes)) < 11.5e6
@@ -171,7 +173,9 @@ def test_recipes_fit_the_package():
         ("--data {0} --out {0}/x --require-gpu", "--require-gpu"),
     ],
 )
-def test_mistakes_are_one_sentence(arguments, message, tmp_path, capsys):
+def test_mistakes_are_one_sentence(
+    arguments: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert train.main(arguments.format(tmp_path).split()) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1

@@ -27,7 +27,7 @@ from kvjax.model import Model
 from kvjax.models import ModelConfig
 from kvjax.policies.residuals import checkpoint
 from kvjax.policies.residuals.kernels import unstack
-from kvjax.policies.residuals.less import LowRankMemory
+from kvjax.policies.residuals.less import LowRankMemory, Memory
 from kvjax.train.less.record import Features, record
 from kvjax.train.less.train import Recipe, memory_attention
 from kvjax.types import Evicted, LayerConfig, New, Partial, View
@@ -65,7 +65,7 @@ def sharp_model(config: ModelConfig) -> Model:
     return Model(dataclasses.replace(model.weights, layers=layers), config)
 
 
-def replay(model, policy, mask: str = "decode") -> tuple[Features, np.ndarray]:
+def replay(model: Model, policy: kvjax.Policy, mask: str = "decode") -> tuple[Features, np.ndarray]:
     seed = kvjax.prefill(model, "full", TOKENS[:, :1].tolist(), max_new_tokens=1)[0].seed
     policy = ready(model, policy, BUDGET, None)
     limits, slots = plan_slots(policy, BUDGET, np.ones(2, int), N - 1, model.config, 1)
@@ -123,7 +123,7 @@ def test_full_softmax_masks_accumulate_the_full_softmax(x64: None) -> None:
             assert left[0, row, head, t] == gone
 
 
-def first_layer_keys(model) -> jax.Array:
+def first_layer_keys(model: Model) -> jax.Array:
     state, _ = kvjax.prefill(model, "full", TOKENS.tolist(), max_new_tokens=1)
     view = layers(state)[0]
     order = jnp.argsort(jnp.where(view.position < 0, N, view.position), axis=-1)[..., :N, None]
@@ -147,7 +147,7 @@ def test_all_positions_at_once_equal_one_step_after_another(literal: bool, x64: 
         return New(q, k, v, q, k, None, ones, ones, each, each, each, each, each.astype(jnp.uint32))
 
     @jax.jit
-    def step(state, at):
+    def step(state: Memory, at: jax.Array | int) -> tuple[Memory, jax.Array]:
         q, k, v, out = (at_position(x, at) for x in (seen.q, seen.k, seen.v, seen.sparse))
         leaving = jax.lax.dynamic_slice_in_dim(seen.leaving, at, 1, axis=-1) > 0
         state = less.absorb(state, Evicted(k, v, leaving))
@@ -161,7 +161,7 @@ def test_all_positions_at_once_equal_one_step_after_another(literal: bool, x64: 
         np.testing.assert_allclose(together[..., t : t + 1, :], answer, atol=1e-12)
 
 
-def at_position(x: jax.Array, at: jax.Array) -> jax.Array:
+def at_position(x: jax.Array, at: jax.Array | int) -> jax.Array:
     return jax.lax.dynamic_slice_in_dim(x, at, 1, axis=-2)
 
 
@@ -258,7 +258,8 @@ def test_shipped_kernels_are_those_of_the_nearest_budget(tmp_path: Path, monkeyp
         checkpoint.save(tmp_path / f"h2o_{slots}", kernels_for(GQA, scale=slots), settings)
     unbound = kvjax.policy("less")
 
-    def scale(policy) -> float:
+    def scale(policy: kvjax.Policy) -> float:
+        assert isinstance(policy.residual, LowRankMemory)
         return float(jnp.abs(policy.residual.layers[0]["psi"]["outer_scale"]).mean())
 
     of_ten, of_fifty = (float(jnp.abs(kernels_for(GQA, scale=s)["psi"]["outer_scale"][0]).mean()) for s in (10, 50))

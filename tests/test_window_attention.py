@@ -18,6 +18,7 @@ pytestmark = pytest.mark.usefixtures("compiled_fast")
 MODEL = random_model(GQA)
 TEXT = np.random.default_rng(0).integers(0, 64, (3, 60))
 LENGTHS = [60, 20, 41]
+SETTINGS: dict[str, Any] = {"snapkv": {"recent": 8}, "lightkv": {"alpha": 6}}
 
 
 def live(state, layer=0):
@@ -36,7 +37,7 @@ def steps(state, count):
 @pytest.mark.parametrize("name", ["snapkv", "lightkv"])
 @pytest.mark.parametrize("chunk", [1, 16])
 def test_reading_in_chunks_does_not_depend_on_longer_neighbours(name, chunk):
-    policy = kvjax.policy(name, **({"recent": 8} if name == "snapkv" else {"alpha": 6}))
+    policy = kvjax.policy(name, **SETTINGS[name])
     together, logits = kvjax.prefill(MODEL, policy, TEXT, 12, lengths=LENGTHS, prefill_chunk=chunk, plan="uniform")
     _, following = steps(together, 5)
     for row, length in enumerate(LENGTHS):

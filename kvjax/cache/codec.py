@@ -29,6 +29,19 @@ class Operands(NamedTuple):
     places: tuple[Int[Array, "b h t"], Int[Array, "b h c"]] | None = None
     """Where the model sees queries and keys, where that is not their position."""
 
+    @property
+    def stored(self) -> tuple[Operand, Operand]:
+        """Keys and values, all of which lie in slots, as they do for a written token."""
+        assert not isinstance(self.k, Joined) and not isinstance(self.v, Joined)
+        return self.k, self.v
+
+
+class Restored(NamedTuple):
+    """Pairs as they were before they were stored."""
+
+    k: Float[Array, "b h m d"]
+    v: Float[Array, "b h m e"]
+
 
 class CodecState(struct.PyTreeNode):
     """What is known of a layer's heads."""
@@ -126,13 +139,13 @@ class Codec:
 
     def restore(
         self, config: LayerConfig, kv: KV, position: Int[Array, "b h m"], state: CodecState | None, dtype: DTypeLike
-    ) -> KV:
+    ) -> Restored:
         """Stored pairs as arrays, keys rotated by their original positions."""
         keys, values = (operands.values(x, dtype) for x in (kv.k, kv.v))
         if self.bits is not None:
             assert state is not None and state.factor is not None
             keys = (keys * state.factor[:, :, None]).astype(dtype)
-        return KV(rotate(config.rope, keys, position) if self.ordered else keys, values)
+        return Restored(rotate(config.rope, keys, position) if self.ordered else keys, values)
 
     def operands(self, config: LayerConfig, view: View, new: New, places: int | None = None) -> Operands:
         """Queries, keys and values for attention over slots that hold the new tokens already.
@@ -152,6 +165,7 @@ class Codec:
             place = self._places(view, new)
             q = rotate(config.rope, new.raw_q, place[:, :, None])
             if config.rope is not None:
+                assert isinstance(k, jax.Array)  # codes are of keys as they are seen
                 cos, sin = table(config.rope, places or capacity, k.dtype)
                 k = Turned(k, order, cos, sin, config.rope.interleaved)
             return Operands(q, k, v, (place, order))
@@ -221,6 +235,7 @@ class Codec:
 
     def counted(self, state: CodecState, new: New, left: Int[Array, "b h"]) -> CodecState:
         """With the live slots counted after a token has taken one."""
+        assert state.count is not None
         return state.replace(count=state.count + (new.valid[:, :1] & (left < 0)))
 
     def _turned(self, config: LayerConfig, view: View, new: New) -> View:
@@ -246,8 +261,8 @@ class Codec:
             return leaf.at[row, head, slot].set(value, unique_indices=True, mode="drop")
 
         keys = jax.tree.map(write, view.kv.k, turned)
-        state = view.state.replace(codec=state.replace(sinks=sinks))
-        return view.replace(kv=view.kv.replace(k=keys), state=state)
+        known = view.state.replace(codec=state.replace(sinks=sinks))
+        return view.replace(kv=view.kv.replace(k=keys), state=known)
 
 
 def _with(view: View, order: Int[Array, "b h c"], state: CodecState) -> View:

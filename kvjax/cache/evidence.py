@@ -75,8 +75,7 @@ def attend_token(
         scores = "sum" if fused == Question(1.0, None) else _gumbel(leaves[0], new)
     found = decode_attention(
         given.q[:, :, :, 0],
-        given.k,
-        given.v,
+        *given.stored,
         view.position,
         new.position[:, 0],
         config.spec,
@@ -103,12 +102,14 @@ def answered(asks: PyTree, probs: Float[Array, "b h g 1 c"], position: Int[Array
     """What is asked of one token per row, from its attention."""
     leaves, tree = questions(asks)
     visible = (probs > 0).any(2).sum(-1)
-    return tree.unflatten(
-        Seen(probs, new.position, visible)
-        if isinstance(ask, Probs)
-        else spread(ask, reduced(ask, probs, position, new))
-        for ask in leaves
-    )
+
+    def answer(ask: Ask) -> Any:
+        if isinstance(ask, Probs):
+            return Seen(probs, new.position, visible)
+        assert isinstance(ask, Sums)
+        return spread(ask, reduced(ask, probs, position, new))
+
+    return tree.unflatten(map(answer, leaves))
 
 
 def _of_token(low_rank: LowRank | None) -> LowRank | None:

@@ -78,7 +78,7 @@ class Paged(struct.PyTreeNode):
         state = heads.state.replace(codec=codec.begin(heads, new))
         pool = self.put_state(layer, codec=state.codec)
         slot = pool._victim(rules, layer, new)
-        added = {"kv": codec.encode(new, state.codec), "slots": rules.slots(new, state)}
+        added: dict[str, PyTree] = {"kv": codec.encode(new, state.codec), "slots": rules.slots(new, state)}
         added["position"] = jnp.broadcast_to(new.position[:, None], new.k.shape[:3]).astype(jnp.int32)
         flat, real = slot.reshape(-1), slot < self.position.size
 
@@ -91,7 +91,7 @@ class Paged(struct.PyTreeNode):
         place = None if self.slots.codec is None else take(self.slots.codec)
         slot = after_reading(slot, {"kv": kv, "left": left, "place": place})
         pool = pool._write_slots(slot, added)
-        if codec.ordered:
+        if place is not None:
             pool = pool._requeued(rules, layer, new, place, left)
         if kv is None:
             nothing = jnp.zeros_like(new.k), jnp.zeros_like(new.v)
@@ -107,7 +107,7 @@ class Paged(struct.PyTreeNode):
             after = codec.requeued(view, seen, place.reshape(-1, 1)[owner], left.reshape(-1, 1)[owner])
             return _write(queue, after[:, 0], at, valid)
 
-        queue = self._over_pages(layer, look, self.slots.codec)
+        queue = self.over_pages(layer, look, self.slots.codec)
         pool = self.replace(slots=self.slots.replace(codec=queue))
         return pool.put_state(layer, codec=codec.counted(known, new, left))
 
@@ -144,9 +144,9 @@ class Paged(struct.PyTreeNode):
             jnp.full(rows * heads, far, jnp.int32),
         )
         if most is None:
-            ((_, _, chosen),) = self._over_pages(layer, look, (nobody,))
+            ((_, _, chosen),) = self.over_pages(layer, look, (nobody,))
         else:
-            rest, strong, count = self._over_pages(layer, look, (nobody, nobody, jnp.zeros(rows * heads, jnp.int32)))
+            rest, strong, count = self.over_pages(layer, look, (nobody, nobody, jnp.zeros(rows * heads, jnp.int32)))
             chosen = jnp.where(count > most.reshape(-1), strong[2], rest[2])
         return jnp.where(new.valid[:, :1], chosen.reshape(rows, heads), far)
 
@@ -181,8 +181,7 @@ class Paged(struct.PyTreeNode):
         given = rules.codec.operands(config, every, new, places=self.most)
         found = paged_attention(
             given.q[:, :, :, 0],
-            given.k,
-            given.v,
+            *given.stored,
             self.position,
             self.owner,
             self.start[layer : layer + 2],
@@ -223,7 +222,7 @@ class Paged(struct.PyTreeNode):
 
             return tuple(more(total, ask) for total, ask in zip(carry, leaves, strict=True))
 
-        return self._over_pages(layer, add, tuple(jnp.zeros_like(lse) if wanted else None for wanted in tempered))
+        return self.over_pages(layer, add, tuple(jnp.zeros_like(lse) if wanted else None for wanted in tempered))
 
     def _visible(self, layer: int, new: New, logits: Array, lse: Array) -> Int[Array, " o"]:
         # How many keys each head's query saw.
@@ -233,7 +232,7 @@ class Paged(struct.PyTreeNode):
             here = (probs > 0).any(2)[:, 0, 0].sum(-1, dtype=jnp.int32)
             return carry + jnp.where(_members(owner, valid, len(lse)), here, 0).sum(1, dtype=jnp.int32)
 
-        return self._over_pages(layer, count, jnp.zeros(len(lse), jnp.int32))
+        return self.over_pages(layer, count, jnp.zeros(len(lse), jnp.int32))
 
     def fold(self, rules: Rules, layer: int, asks: PyTree, answers: PageAnswers, new: New) -> Paged:
         """After the score has heard what it asked for, a block of pages at a time."""
@@ -259,7 +258,7 @@ class Paged(struct.PyTreeNode):
             here = valid & seen.valid[:, 0]
             return jax.tree.map(lambda room, leaf: _write(room, leaf[:, 0], at, here), score, after)
 
-        score = self._over_pages(layer, look, self.slots.score)
+        score = self.over_pages(layer, look, self.slots.score)
         return self.replace(slots=self.slots.replace(score=score))
 
     def open(self, config: LayerConfig) -> Paged:
@@ -376,7 +375,7 @@ class Paged(struct.PyTreeNode):
         """For each layer what the parts remember of its heads."""
         return self.state
 
-    def _over_pages(
+    def over_pages(
         self, layer: int, look: Callable[[Any, Array, Array], Any], carry: Any, block: int = VIEW_BLOCK
     ) -> Any:
         """Fold `look(carry, at, valid)` over a layer's pages: blocks start at page `at`, `valid` masks new pages."""
@@ -535,7 +534,7 @@ def _pack_layers(
             kv, position, slots = jax.tree.map(lambda room, value: _write(room, value, at, valid), held, moved)
             return pool.replace(kv=kv, position=position, slots=slots)
 
-        pool = pool._over_pages(index, move, pool, PAGE_BLOCK)
+        pool = pool.over_pages(index, move, pool, PAGE_BLOCK)
     return pool
 
 
@@ -600,13 +599,13 @@ def _gathered(pools: Sequence[Paged], rows: Sequence[tuple[int, int]]) -> Paged:
     first = np.where(real, np.concatenate([table[1] for table in tables])[index], 0)
 
     def pages_of(*leaves: Array) -> Array:
-        return jnp.concatenate(leaves)[index] if len(leaves) > 1 else leaves[0][index]
+        return (leaves[0] if len(pools) == 1 else jnp.concatenate(leaves))[index]
 
     offset = np.concatenate([[0], np.cumsum([pool.limit[0].shape[0] for pool in pools])])
     chosen = np.array([offset[which] + row for which, row in rows])
 
     def rows_of(*leaves: Array) -> Array:
-        return jnp.concatenate(leaves)[chosen] if len(leaves) > 1 else leaves[0][chosen]
+        return (leaves[0] if len(pools) == 1 else jnp.concatenate(leaves))[chosen]
 
     held = [(pool.kv, pool.position, pool.slots) for pool in pools]
     kv, position, remembered = jax.tree.map(pages_of, *held)

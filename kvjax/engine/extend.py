@@ -251,6 +251,7 @@ def _extend(
     dense = state.storage.unpack()
     capacities = tuple(view.capacity for view in dense.layers)
     after, hidden = read_block(state.weights, config, policy, dense, reading, capacities)
+    assert isinstance(after, Dense)
     storage = state.storage.pack(after)
     if every:
         logits = unembed(state.weights, config, hidden)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -105,7 +106,8 @@ def put_rows(state: State, index: ArrayLike | Sequence[int], rows: State) -> Sta
     if dtypes[0] != dtypes[1]:
         raise ValueError(f"rows of {dtypes[1]} do not fit a state of {dtypes[0]}; use one dtype for both.")
     fields = {name: getattr(state, name).at[where].set(getattr(rows, name)) for name in ROWS}
-    return state.replace(storage=state.storage.put(where, rows.storage), **fields)
+    storage: Any = state.storage  # of the type that the rows' has, too
+    return state.replace(storage=storage.put(where, rows.storage), **fields)
 
 
 def _rows(state: State, index: ArrayLike | Sequence[int]) -> Int[np.ndarray, " m"]:

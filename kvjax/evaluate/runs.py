@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +79,7 @@ class Runs:
         return list(self.passages.rows)
 
     @contextlib.contextmanager
-    def only_stored(self, only: bool) -> Iterator[None]:
+    def only_stored(self, only: bool) -> Generator[None]:
         """Inside, runs that are not on disk are None instead of being made, if `only`."""
         before, self.measuring = self.measuring, self.measuring and not only
         try:

@@ -185,7 +185,7 @@ def _read_weights(directory: Path, family: Family, config: ModelConfig, dtype: j
             file, shape, _ = stored[name]
             raise LoadError(f"{file}: tensor {name} of shape {list(shape)} has no place in the model of config.json.")
 
-    def read(path: tuple, _: Any) -> Array:
+    def read(path: tuple[Any, ...], _: Any) -> Array:
         source = sources[leaf_name(path)]
         # Opened anew for each tensor: a file that stays mapped keeps all that was read of it in memory.
         with _open(stored[source.name][0]) as tensors:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -50,7 +51,7 @@ def weight_shapes(config: ModelConfig, dtype: DTypeLike = jnp.float32) -> Weight
     )
 
 
-def leaf_name(path: tuple) -> str:
+def leaf_name(path: tuple[Any, ...]) -> str:
     """The dotted name of a leaf of `Weights`, such as `layers.0.query.weight`, from its tree path."""
     return jax.tree_util.keystr(path, simple=True, separator=".")
 
@@ -66,7 +67,7 @@ def random_weights(config: ModelConfig, key: PRNGKeyArray, dtype: DTypeLike = jn
     # NumPy draws normals several times faster than JAX on a CPU, and benchmarks draw a hundred million of them.
     generator = np.random.default_rng(np.asarray(jax.random.key_data(key)))
 
-    def draw(path: tuple, leaf: jax.ShapeDtypeStruct) -> Array:
+    def draw(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> Array:
         x = generator.standard_normal(leaf.shape, np.float32)
         kind = leaf_name(path).rsplit(".", 1)[-1]
         if kind == "weight":

@@ -6,10 +6,10 @@ import dataclasses
 from collections.abc import Callable
 from typing import NamedTuple
 
-from kvjax.policies.plan import AfterLimit
+from kvjax.policies.fastgen import Profiled, TokenClasses
+from kvjax.policies.lightkv import AfterLimit, LambdaMask
 from kvjax.policies.policy import Policy
-from kvjax.policies.profiled import Profiled, TokenClasses
-from kvjax.policies.protection import LambdaMask, Protection
+from kvjax.policies.protection import Protection
 
 
 class Pair(NamedTuple):

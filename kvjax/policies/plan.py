@@ -13,8 +13,7 @@ from flax import struct
 from jaxtyping import Array, Float, Int
 
 from kvjax.policies.part import Part
-from kvjax.policies.protection import LambdaMask, mask_width
-from kvjax.types import Heads, New, PyTree, View, check, setting
+from kvjax.types import Heads, New, PyTree, View, setting
 
 
 @struct.dataclass(kw_only=True)
@@ -233,57 +232,3 @@ class Unbounded(Uniform):
     def spread_by(self, other: Plan) -> Plan:
         """There is nothing to spread."""
         return super().spread_by(other) if other.per_head else self
-
-
-@struct.dataclass
-class AfterLimit(Plan):
-    r"""LightKV's sizes of caches: nothing leaves before a context limit, then C_l slots, or fewer, are left.
-
-    .. math:: C_k = C_l - C_{sink} - C_{streaming} \quad \text{(eq. 6)}
-
-    Args:
-        plan: gives C_l (equations 1 and 2).
-        context_limit: length up to which nothing is evicted, in tokens; the buffers then hold as many. None for C_l.
-        mask: sinks and streaming tokens, where no more middle tokens than sinks are kept (the example of section 4);
-            None for all of C_l.
-    """
-
-    plan: Plan = Arithmetic()
-    context_limit: int | None = setting(None)
-    mask: LambdaMask | None = setting(None)
-
-    def __post_init__(self) -> None:
-        tokens = self.context_limit is None or (isinstance(self.context_limit, int) and self.context_limit >= 1)
-        check(tokens, "context_limit", self.context_limit, "a number of tokens from 1, or None")
-
-    @property
-    def middle(self) -> str:
-        """`mask` for as many middle tokens as there are sinks, `rest` for all that C_l leaves."""
-        return "rest" if self.mask is None else "mask"
-
-    @property
-    def shrinks(self) -> bool:  # type: ignore[override]
-        """Whether a cache gets smaller once the context limit is passed."""
-        return self.context_limit is not None
-
-    def shares(self, budget: int, layers: int) -> np.ndarray:
-        """Those of the other plan."""
-        return self.plan.shares(budget, layers)
-
-    def spread_by(self, other: Plan) -> Plan:
-        """C_l as the other plan has it."""
-        return super().spread_by(other) if other.per_head else dataclasses.replace(self, plan=other)
-
-    def room(self, limit: Int[Array, "b h"], read: Int[Array, " b"]) -> Int[Array, "b h"]:
-        """C_l, or the mask and C_sink middle tokens, beyond the context limit; everything up to it."""
-        slots = limit
-        if self.mask is not None:
-            middle = mask_width(limit, self.mask.omega)
-            slots = jnp.minimum(limit, self.mask.sink_slots(limit) + self.mask.recent_slots(limit) + middle)
-        if self.context_limit is None:
-            return slots
-        return jnp.where(read[:, None] <= self.context_limit, jnp.maximum(self.context_limit, slots), slots)
-
-    def buffer_slots(self, limit: int) -> int:
-        """Room for the context limit."""
-        return max(limit, self.context_limit or 0)

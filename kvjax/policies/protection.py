@@ -64,40 +64,8 @@ class Protection(Part):
             )
 
 
-@struct.dataclass
-class LambdaMask(Protection):
-    r"""Sinks and streaming tokens that are a share of a head's slots, as in LightKV.
-
-    .. math:: C_{sink} = C_{streaming} = \frac{C_l}{2 \omega} \quad \text{(eq. 5)}
-
-    Args:
-        omega: C_l over the width of the whole mask, at least 1.
-        sinks: the least number of sinks.
-        recent: the least recent window.
-    """
-
-    omega: float = setting(4.0)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check(self.omega >= 1, "omega", self.omega, "a number from 1")
-
-    def sink_slots(self, limit: Int[Array, "*b"]) -> Int[Array, "*b"]:
-        """C_sink, or `sinks` if that is more."""
-        return jnp.maximum(mask_width(limit, self.omega), self.sinks)
-
-    def recent_slots(self, limit: Int[Array, "*b"]) -> Int[Array, "*b"]:
-        """C_streaming, or `recent` if that is more."""
-        return jnp.maximum(mask_width(limit, self.omega), super().recent_slots(limit))
-
-
 def recent_slots(recent: int | float, limit: Int[Array, "*b"]) -> Int[Array, "*b"]:
     """A number of slots, or a fraction of those that heads may use, in slots."""
     if isinstance(recent, float):
         return jnp.floor(recent * limit + 1e-6).astype(jnp.int32)
     return jnp.full_like(limit, recent)
-
-
-def mask_width(limit: Int[Array, "*b"], omega: float) -> Int[Array, "*b"]:
-    """LightKV's equation 5, at least one slot."""
-    return jnp.maximum(1, jnp.floor(limit / (2 * omega) + 1e-6)).astype(jnp.int32)

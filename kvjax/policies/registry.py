@@ -8,11 +8,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from kvjax.cache.codec import Codec, codec
+from kvjax.policies.fastgen import PARTS, Profiled, TokenClasses
+from kvjax.policies.lightkv import AfterLimit, LambdaMask
 from kvjax.policies.pairs import fitted
-from kvjax.policies.plan import AdaKV, AfterLimit, Arithmetic, Interleaved, Plan, Pyramid, Unbounded, Uniform
+from kvjax.policies.plan import AdaKV, Arithmetic, Interleaved, Plan, Pyramid, Unbounded, Uniform
 from kvjax.policies.policy import Policy
-from kvjax.policies.profiled import PARTS, Profiled, TokenClasses
-from kvjax.policies.protection import LambdaMask, Protection
+from kvjax.policies.protection import Protection
 from kvjax.policies.residual import Residual
 from kvjax.policies.residuals.less import LowRankMemory
 from kvjax.policies.score import Score
@@ -60,7 +61,8 @@ def combine(
         positions: `original`, or `cache` to let the model see a key's place in the cache as its position.
         parts: others, in place of the usual ones.
     """
-    return Policy(score, **{"protection": Protection(sinks, recent, special), "codec": Codec(positions)} | parts)
+    usual = Policy(score, Protection(sinks, recent, special), codec=Codec(positions))
+    return dataclasses.replace(usual, **parts)
 
 
 def full(**common: Any) -> Policy:

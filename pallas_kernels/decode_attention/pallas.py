@@ -159,13 +159,24 @@ def _static(scores: str | Gumbel | None) -> Any:
     return scores._replace(seed=None, tau=None) if isinstance(scores, Gumbel) else scores  # type: ignore[arg-type]
 
 
-def _kernel(refs, outputs, scratch, *, capacity, turned, groups, spec, scores, integers):
+def _kernel(
+    refs: Any,
+    outputs: Any,
+    scratch: Any,
+    *,
+    capacity: int,
+    turned: tuple[str, ...],
+    groups: int,
+    spec: AttentionSpec,
+    scores: str | Gumbel | None,
+    integers: bool,
+) -> None:
     row, block, split = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     heads, slots = refs["position"].shape[1:]
     gumbel = isinstance(scores, Gumbel)
 
     @pl.when(split == 0)
-    def _():
+    def _() -> None:
         for name, value in (("acc", 0.0), ("top", LOWEST / 2), ("total", 0.0)):
             scratch[name][...] = jnp.full(scratch[name].shape, value, jnp.float32)
         if gumbel:
@@ -219,7 +230,7 @@ def _kernel(refs, outputs, scratch, *, capacity, turned, groups, spec, scores, i
         outputs["logits"][0] = logits
 
     @pl.when(split == pl.num_programs(2) - 1)
-    def _():
+    def _() -> None:
         out, lse = _finish(refs, scratch)
         outputs["out"][0], outputs["lse"][0] = out, lse
         if scores is None:
@@ -234,7 +245,7 @@ def _kernel(refs, outputs, scratch, *, capacity, turned, groups, spec, scores, i
         outputs["scores"][0] = share if scores == "each" else share.sum(1)
 
 
-def _finish(refs, scratch):
+def _finish(refs: Any, scratch: Any) -> tuple[Array, Array]:
     # Slots, and the low-rank share as one more split.
     top, total, acc = scratch["top"][...], scratch["total"][...], scratch["acc"][...]
     if "phi" in refs:
@@ -252,6 +263,6 @@ def _finish(refs, scratch):
     return acc / jnp.maximum(total, jnp.finfo(jnp.float32).tiny), _log(top, total)
 
 
-def _log(top, total):
+def _log(top: Array, total: Array) -> Array:
     some = total > 0
     return jnp.where(some, top + jnp.log(jnp.where(some, total, 1.0)), -jnp.inf)

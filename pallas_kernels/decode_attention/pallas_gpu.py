@@ -116,7 +116,17 @@ def launch(
     )({name: array for name, (array, _) in inputs.items()})
 
 
-def kernel(refs, outputs, *, block, split, splits, groups, spec, scores):
+def kernel(
+    refs: Any,
+    outputs: Any,
+    *,
+    block: int,
+    split: Any,
+    splits: int,
+    groups: int,
+    spec: AttentionSpec,
+    scores: str | Gumbel | None,
+) -> None:
     part, head = pl.program_id(0), pl.program_id(1)
     (capacity,), e = refs["position"].shape, outputs["out"].shape[-1]
     four = {name: refs[name].dtype == jnp.uint8 for name in "kv"}  # codes whose two halves are products of their own
@@ -129,12 +139,12 @@ def kernel(refs, outputs, *, block, split, splits, groups, spec, scores):
     last = jnp.minimum(first + split, end)
 
     @pl.when(part < splits)
-    def _():
+    def _() -> None:
         query = refs["query_position"][0]
         q = _columns(refs["q"], four["k"])
         rows = jax.lax.broadcasted_iota(jnp.int32, (ROWS, block), 0)
 
-        def step(i, carry):
+        def step(i: Array, carry: Any) -> Any:
             acc, top, total, noisy_top, noisy_total = carry
             start = first + i * block
             slot = start + jax.lax.broadcasted_iota(jnp.int32, (block,), 0)
@@ -166,7 +176,7 @@ def kernel(refs, outputs, *, block, split, splits, groups, spec, scores):
             scaled = weights * read("v_scale")[None, :] if "v_scale" in refs else weights
             scaled = scaled.astype(refs["q"].dtype)
             acc = tuple(kept[:, None] * some + _dot(scaled, v) for some, v in zip(acc, parts_of("v"), strict=True))
-            if gumbel:
+            if isinstance(scores, Gumbel):
                 logits = tempered(logits, visible, scores, refs["seed"][0], refs["tau"][0], head.astype(jnp.uint32), at)
                 noisy_highest = jnp.maximum(noisy_top, logits.max(1))
                 kept = jnp.exp(noisy_top - noisy_highest)
@@ -197,10 +207,10 @@ def kernel(refs, outputs, *, block, split, splits, groups, spec, scores):
     if "phi" in refs:
 
         @pl.when(part == splits)
-        def _():
+        def _() -> None:
             features = refs["phi"].shape[0]
 
-            def add(r, carry):
+            def add(r: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
                 acc, mass = carry
                 phi = refs["phi"][r]
                 return acc + phi[:, None] * refs["h"][r][None, :], mass + phi * refs["z"][r]
@@ -213,11 +223,11 @@ def kernel(refs, outputs, *, block, split, splits, groups, spec, scores):
                 outputs["noisy_lse"][...] = jnp.full(ROWS, LOWEST, jnp.float32)
 
 
-def _log(top, total):
+def _log(top: Array, total: Array) -> Array:
     return jnp.where(total > 0, top + jnp.log(jnp.where(total > 0, total, 1.0)), LOWEST)
 
 
-def _dot(a, b):
+def _dot(a: Array, b: Array) -> Array:
     # Float32 is not rounded to the tensor cores' ten bits.
     precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
     return jax.lax.dot(a, b, precision=precision, preferred_element_type=jnp.float32)

@@ -1,3 +1,5 @@
+# Triton compiles these functions itself, and has no types for what they are given.
+# pyright: basic
 """Decode attention for GPU in Triton proper, called through jax-triton: the path that outlives Pallas's Triton dialect.
 
 The same splits as `pallas_gpu`, merged by the same lines; importing this module needs Triton.

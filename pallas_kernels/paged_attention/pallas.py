@@ -61,7 +61,7 @@ def paged_attention(
     def of_head(*tail: int) -> pl.BlockSpec:
         return pl.BlockSpec((1, *tail), lambda i, scalars: (scalars["owner"][i],) + (0,) * len(tail))
 
-    def of_pages(i, scalars):
+    def of_pages(i: Array, scalars: Any) -> tuple[Array, int, int]:
         return _place(i, scalars, block, count)[1], 0, 0
 
     def per_slot(*tail: int) -> pl.BlockSpec:
@@ -116,14 +116,24 @@ def paged_attention(
     return Paged(out, lse[..., 0], found["logits"])
 
 
-def _place(i, scalars, block: int, pool: int):
+def _place(i: Array, scalars: Any, block: int, pool: int) -> tuple[Array, Array]:
     # Which page a step begins with, and where its block lies: at the pool's end it looks back.
     owner = scalars["owner"][i]
     page = scalars["begin"][owner] + (i - scalars["first"][owner]) * block
     return page, jnp.minimum(page, pool - block)
 
 
-def _kernel(scalars, refs, outputs, scratch, *, heads, pool, spec, integers):
+def _kernel(
+    scalars: Any,
+    refs: Any,
+    outputs: Any,
+    scratch: Any,
+    *,
+    heads: int,
+    pool: int,
+    spec: AttentionSpec,
+    integers: bool,
+) -> None:
     i = pl.program_id(0)
     owner = scalars["owner"][i]
     block, _, size = refs["position"].shape
@@ -132,13 +142,13 @@ def _kernel(scalars, refs, outputs, scratch, *, heads, pool, spec, integers):
     mine = jnp.clip(scalars["end"][owner] - page, 0, block)
 
     @pl.when(page == scalars["begin"][owner])
-    def _():
+    def _() -> None:
         for name, value in (("acc", 0.0), ("top", LOWEST / 2), ("total", 0.0)):
             scratch[name][...] = jnp.full(scratch[name].shape, value, jnp.float32)
 
     position, query = refs["position"][...], scalars["query_position"][owner // heads]
 
-    def real(shape):  # a block may begin before these pages and end after them
+    def real(shape: tuple[int, ...]) -> Array:  # a block may begin before these pages and end after them
         which = jax.lax.broadcasted_iota(jnp.int32, shape, 0) + (at - page)
         return (which >= 0) & (which < mine)
 
@@ -161,13 +171,13 @@ def _kernel(scalars, refs, outputs, scratch, *, heads, pool, spec, integers):
     scratch["acc"][...] = kept * scratch["acc"][...] + weighted(weights, v, v_scale, 2, integers).sum(0)
     scratch["top"][...] = highest
 
-    def leave(pages, start: bool):
+    def leave(pages: Array, start: bool) -> None:
         # A copy's size is fixed, so one for each binary digit of their number.
         for some in (1 << digit for digit in range(block.bit_length())):
             before = pages & -(2 * some)
 
             @pl.when((pages & some) != 0)
-            def _(some=some, before=before):
+            def _(some: int = some, before: Array = before) -> None:
                 here = scratch["logits"].at[pl.ds(page - at + before, some)]
                 there = outputs["logits"].at[pl.ds(page + before, some)]
                 copy = pltpu.make_async_copy(here, there, scratch["written"])
@@ -179,11 +189,11 @@ def _kernel(scalars, refs, outputs, scratch, *, heads, pool, spec, integers):
     leave(mine, start=True)
 
     @pl.when(i == pl.num_programs(0) - 1)
-    def _():
+    def _() -> None:
         leave(mine, start=False)
 
     @pl.when(page + block >= scalars["end"][owner])
-    def _():
+    def _() -> None:
         total = scratch["total"][...]
         some = total > 0
         total = jnp.where(some, total, 1.0)

@@ -40,7 +40,7 @@ def paged_attention(
     lowest = jnp.finfo(kind).min
     block = min(PAGE_BLOCK, count)
 
-    def look(i, carry):
+    def look(i: Array, carry: Any) -> Any:
         highest, total, out, logits = carry
         wanted = pages[0] + i * block
         at = jnp.minimum(wanted, count - block)  # the last block of the pool looks back

@@ -159,7 +159,7 @@ def _collect(
     )(*blocks.values())
 
 
-def _specs(blocks: dict[str, Array], tiles: Tiles, at: Callable) -> list[pl.BlockSpec]:
+def _specs(blocks: dict[str, Array], tiles: Tiles, at: Callable[..., Any]) -> list[pl.BlockSpec]:
     # `at` says which row, query head, block of queries and block of keys a grid step wants.
     heads = blocks["q"].shape[1]
 

@@ -7,7 +7,7 @@ import numpy as np
 from kvjax.evaluate.reports.claims import Claim, table
 from kvjax.evaluate.reports.fastgen.measurements import Report, Section
 from kvjax.evaluate.reports.figures import new_figure, save_figure
-from kvjax.policies.profiled import PARTS, Profiled
+from kvjax.policies.fastgen import PARTS, Profiled
 
 STEPS = (0, 10, 20, 30)
 """Tokens after the prompt."""

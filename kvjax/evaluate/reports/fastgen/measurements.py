@@ -15,7 +15,7 @@ from kvjax.cache.dense import empty
 from kvjax.engine.extend import prefill
 from kvjax.evaluate.reports.claims import Claim
 from kvjax.evaluate.runs import Run, Runs, describe
-from kvjax.policies.profiled import PARTS
+from kvjax.policies.fastgen import PARTS
 
 
 @dataclasses.dataclass

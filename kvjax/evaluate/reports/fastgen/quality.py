@@ -10,7 +10,7 @@ from kvjax.evaluate.reports.claims import Claim, paired, table
 from kvjax.evaluate.reports.fastgen.measurements import Report, Section
 from kvjax.evaluate.reports.figures import Point, new_figure, plot_quality, save_figure
 from kvjax.evaluate.runs import describe
-from kvjax.policies.profiled import PARTS
+from kvjax.policies.fastgen import PARTS
 
 FIXED = {
     "local": policies.policy("window"),
