@@ -90,9 +90,8 @@ def settings_of(policy: Policy) -> dict[str, Any]:
     known = fields(policy.plan) | fields(policy.score) | fields(policy.protection) | fields(policy.selection)
     known |= {"positions": policy.codec.positions, "code_bits": policy.codec.bits}
     known |= {"kernels": memory.get("kernels"), "parameters": memory.get("layers")}
-    limited = isinstance(policy.plan, AfterLimit)
-    known |= {"context_limit": policy.plan.context_limit if limited else None}
-    return known | {"middle": "mask" if limited and policy.plan.mask is not None else "rest"}
+    limited = policy.plan if isinstance(policy.plan, AfterLimit) else AfterLimit()
+    return known | {"context_limit": limited.context_limit, "middle": "rest" if limited.mask is None else "mask"}
 
 
 def hashed_uniform(config: ModelConfig, layer: int, seed: int, tokens: int, query: int | None = None) -> np.ndarray:
@@ -197,11 +196,16 @@ FIRST = list({case.policy: name for name, case in reversed(POLICIES.items())}.va
 
 
 def pair(
-    name: str, *, plan: str | None = None, less_over: bool = False, codec: str | None = None, **settings: Any
+    name: str,
+    *,
+    plan: str | None = None,
+    less_over: bool = False,
+    codec: str | None = None,
+    settings: Mapping[str, Any] | None = None,
 ) -> Case:
     """A case of `POLICIES` with some of its parts replaced, and its twin likewise."""
     case = POLICIES[name]
-    oracle, parts = case.oracle, dict(settings)
+    oracle, parts = case.oracle, dict(settings or {})
     if less_over:
         oracle = less.less(oracle)
         parts |= {"residual": "less", "residual.kernels": "performer"}
@@ -259,7 +263,7 @@ PAIRS: dict[str, Case] = {
     "less+keyformer+adakv+int8": pair("keyformer", less_over=True, plan="adakv", codec="int8"),
     # A selection reads only some of what the score keeps.
     "h2o+topk": dataclasses.replace(
-        pair("h2o", selection="topk", **{"selection.k": 6}),
+        pair("h2o", settings={"selection": "topk", "selection.k": 6}),
         oracle=type("SelectingH2O", (topk_oracle.Selecting, basic.H2O), {}),
         equals_full=False,
     ),

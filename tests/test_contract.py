@@ -21,6 +21,7 @@ from kvjax.engine.state import held_positions, slot_limits
 from kvjax.model import Model
 from kvjax.models import Rope
 from kvjax.policies.registry import REGISTRY
+from pallas_kernels.operands import Quantised
 from tests.cases import FIRST, PAIRS, POLICIES, Case
 from tests.held import unpacked
 from tests.models import GQA, MHA, random_model, small_config
@@ -229,7 +230,10 @@ def test_a_row_does_not_know_its_neighbours(name: str) -> None:
 def test_bfloat16_stays_finite(name: str) -> None:
     state, logits = read(CASES[name], model=random_model(GQA, dtype=jnp.bfloat16))
     pairs = state.storage.kv if isinstance(state.storage, paged.Paged) else state.storage.layers[0].kv
-    assert pairs.k.dtype == jnp.bfloat16
+    if isinstance(pairs.k, Quantised):
+        assert pairs.k.codes.dtype == jnp.int8
+    else:
+        assert isinstance(pairs.k, jax.Array) and pairs.k.dtype == jnp.bfloat16
     assert np.isfinite(logits).all() and np.isfinite(follow(state)[1][0]).all()
 
 
@@ -359,7 +363,7 @@ def test_bad_input_is_one_sentence(arguments: dict[str, Any], message: str) -> N
 
 
 def test_bad_prompts_are_one_sentence() -> None:
-    long = np.zeros((1, 5000), int)
-    for tokens, message in (([[]], "empty"), ([[99]], "vocabulary"), (long, "4096 positions"), ([[0.5]], "integers")):
+    long, halves = np.zeros((1, 5000), int), np.full((1, 3), 0.5)
+    for tokens, message in (([[]], "empty"), ([[99]], "vocabulary"), (long, "4096 positions"), (halves, "integers")):
         with pytest.raises(ValueError, match=message):
             kvjax.prefill(MODEL, "h2o", tokens, 8)

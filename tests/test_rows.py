@@ -227,11 +227,12 @@ def test_bad_rows_are_one_sentence() -> None:
     other = kvjax.prefill(half, made("h2o"), [PROMPTS[0]], 20, max_new_tokens=60)[0]
     deeper = random_model(dataclasses.replace(GQA, layers=3))
     another = kvjax.prefill(deeper, made("h2o"), [PROMPTS[0]], 20, max_new_tokens=60)[0]
+    half_a_row: Any = [0.5]
     refused = [
         (lambda: kvjax.take_rows(state, []), "does not name rows of a state with rows 0 to 2"),
         (lambda: kvjax.take_rows(state, [3]), r"index=\[3\] does not name rows"),
         (lambda: kvjax.take_rows(state, [-1]), r"index=\[-1\] does not name rows"),
-        (lambda: kvjax.take_rows(state, [0.5]), "does not name rows"),
+        (lambda: kvjax.take_rows(state, half_a_row), "does not name rows"),
         (lambda: kvjax.put_rows(state, [1, 1], two), "a row of its own for each of 2 rows"),
         (lambda: kvjax.put_rows(state, [1], two), "a row of its own for each of 2 rows"),
         (lambda: kvjax.put_rows(state, [0], read("tova", [1])[0]), "policy 'tova' do not fit a state under 'h2o'"),
