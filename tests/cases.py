@@ -91,7 +91,7 @@ def settings_of(policy: Policy) -> dict[str, Any]:
     known |= {"positions": policy.codec.positions, "code_bits": policy.codec.bits}
     known |= {"kernels": memory.get("kernels"), "parameters": memory.get("layers")}
     limited = policy.plan if isinstance(policy.plan, AfterLimit) else AfterLimit()
-    return known | {"context_limit": limited.context_limit, "middle": "mask" if limited.mask is not None else "rest"}
+    return known | {"context_limit": limited.context_limit, "middle": "rest" if limited.mask is None else "mask"}
 
 
 def hashed_uniform(config: ModelConfig, layer: int, seed: int, tokens: int, query: int | None = None) -> np.ndarray:

@@ -208,7 +208,8 @@ def test_a_long_turn_needs_less_than_one_matrix_of_its_length(name: str) -> None
         (np.zeros((2, 3), int), {"lengths": [-1, 1]}, r"lengths=\[-1, 1\] do not fit"),
         ([[1], [2]], {"logits": "some"}, "logits='some' is not 'last' or 'all'"),
         (np.zeros((2, 4090), int), {}, "longer than the model's 4096 positions"),
-        (np.full((2, 3), 0.5), {}, "integers"),
+        (np.full((2, 3), 0.5), {}, "tokens of type float64 are no token ids; give integers"),
+        ([[0.5], [1]], {}, "tokens of type float64 are no token ids; give integers"),
     ],
 )
 def test_bad_text_is_one_sentence(tokens: Any, arguments: dict[str, Any], message: str) -> None:

@@ -159,14 +159,13 @@ def test_an_inactive_row_never_changes_and_nobody_notices(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ROWS_OF)
-@compiled_fast
-def test_rows_go_on_in_another_state_as_they_would_have(name: str) -> None:
+def test_rows_go_on_in_another_state_as_they_would_have(name: str, x64: None) -> None:
     # Another budget, another planned length: other buffers, pages of another size.
-    host, _ = write(read(name, [0, 1, 2], budget=40, tokens=60)[0], 3)
-    guest, _ = write(read(name, [3, 4], budget=20, tokens=60 if "streaming" in name else 300)[0], 5)
+    host, _ = write(read(name, [0, 1, 2], budget=40, tokens=60, dtype=jnp.float64)[0], 3)
+    guest, _ = write(read(name, [3, 4], budget=20, tokens=300, dtype=jnp.float64)[0], 5)
     if not made(name).plan.bounded:
         host, guest = guest, host
-    if isinstance(host.storage, Paged) and isinstance(guest.storage, Paged) and "streaming" not in name:
+    if isinstance(host.storage, Paged) and isinstance(guest.storage, Paged):
         assert host.storage.page_size != guest.storage.page_size
     into = [0, 1] if len(host.position) == 2 else [2, 0]
     guests = kvjax.take_rows(guest, [1, 0])
@@ -174,10 +173,10 @@ def test_rows_go_on_in_another_state_as_they_would_have(name: str) -> None:
     ends = [write(state, 12) for state in (host, guest, mixed)]
     (host, stayed), (guest, expected), (mixed, found) = ends
     for place, row in zip(into, [1, 0], strict=True):
-        np.testing.assert_allclose(found[:, place], expected[:, row], rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(found[:, place], expected[:, row], rtol=1e-8, atol=1e-9)
         assert kept(mixed, place) == kept(guest, row)
     for row in set(range(len(host.position))) - set(into):
-        np.testing.assert_allclose(found[:, row], stayed[:, row], rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(found[:, row], stayed[:, row], rtol=1e-8, atol=1e-9)
         assert kept(mixed, row) == kept(host, row)
 
 
@@ -186,7 +185,7 @@ def test_rows_go_on_in_another_state_as_they_would_have(name: str) -> None:
     name=st.sampled_from(["h2o", "streaming", "lightkv", "less-performer", "own", "own+adakv", "h2o+adakv+int8"]),
     taken=st.lists(st.integers(0, 2), min_size=1, max_size=3),
     places=st.permutations([0, 1, 2]),
-    steps=st.integers(0, 3),
+    steps=st.integers(1, 3),
 )
 @compiled_fast
 def test_any_rows_in_any_order_keep_their_text(name: str, taken: list[int], places: list[int], steps: int) -> None:
@@ -228,11 +227,12 @@ def test_bad_rows_are_one_sentence() -> None:
     other = kvjax.prefill(half, made("h2o"), [PROMPTS[0]], 20, max_new_tokens=60)[0]
     deeper = random_model(dataclasses.replace(GQA, layers=3))
     another = kvjax.prefill(deeper, made("h2o"), [PROMPTS[0]], 20, max_new_tokens=60)[0]
+    half_a_row: Any = [0.5]
     refused = [
         (lambda: kvjax.take_rows(state, []), "does not name rows of a state with rows 0 to 2"),
         (lambda: kvjax.take_rows(state, [3]), r"index=\[3\] does not name rows"),
         (lambda: kvjax.take_rows(state, [-1]), r"index=\[-1\] does not name rows"),
-        (lambda: kvjax.take_rows(state, np.array([0.5])), "does not name rows"),
+        (lambda: kvjax.take_rows(state, half_a_row), "does not name rows"),
         (lambda: kvjax.put_rows(state, [1, 1], two), "a row of its own for each of 2 rows"),
         (lambda: kvjax.put_rows(state, [1], two), "a row of its own for each of 2 rows"),
         (lambda: kvjax.put_rows(state, [0], read("tova", [1])[0]), "policy 'tova' do not fit a state under 'h2o'"),

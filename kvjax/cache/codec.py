@@ -201,8 +201,12 @@ class Codec:
         if self.ordered:
             live = jnp.where(view.live, view.position, jnp.iinfo(jnp.int32).max)
             order = jnp.argsort(jnp.argsort(live, axis=-1), axis=-1).astype(jnp.int32)
+            known = view.state.codec
             count = view.live.sum(-1, dtype=jnp.int32)
-            return _with(view, order, view.state.codec.replace(count=count))
+            # Rows that read nothing do not change, not even where their slots are empty.
+            reads = new.valid.any(1)[:, None]
+            order = jnp.where(reads[..., None], order, view.slots.codec)
+            return _with(view, order, known.replace(count=jnp.where(reads, count, known.count)))
         return self._turned(config, view, new)
 
     def exchanged(self, config: LayerConfig, view: View, new: New, place: Any, left: Int[Array, "b h"]) -> View:

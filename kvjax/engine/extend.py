@@ -206,7 +206,7 @@ def extend(
     if isinstance(tokens, (list, tuple)):
         lengths = [len(row) for row in tokens] if lengths is None else lengths
         width = max(1, max((len(row) for row in tokens), default=0))
-        tokens = np.array([list(row) + [0] * (width - len(row)) for row in tokens], np.int32).reshape(-1, width)
+        tokens = np.array([list(row) + [0] * (width - len(row)) for row in tokens]).reshape(-1, width)
     ids = np.asarray(tokens)
     if ids.ndim != 2 or len(ids) != rows or ids.shape[1] == 0:
         raise ValueError(f"tokens of shape {ids.shape} are not text for each of {rows} rows [b, n].")

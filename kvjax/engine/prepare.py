@@ -187,7 +187,7 @@ def _pad_rows(
         width = max((len(row) for row in tokens), default=0)
         if width == 0:
             raise ValueError("a prompt is empty; give at least one token.")
-        tokens = np.array([list(row) + [0] * (width - len(row)) for row in tokens], np.int32).reshape(-1, width)
+        tokens = np.array([list(row) + [0] * (width - len(row)) for row in tokens]).reshape(-1, width)
     tokens = np.asarray(tokens)
     if tokens.ndim != 2:
         raise ValueError(f"tokens of shape {tokens.shape} are not rows of prompts [b, n].")
@@ -198,11 +198,13 @@ def _pad_rows(
 def check_tokens(
     tokens: Int[np.ndarray, "b n"], lengths: Int[np.ndarray, " b"], config: ModelConfig, least: int = 1
 ) -> None:
-    """Refuse lengths that do not fit tokens, and ids that are not in the vocabulary.
+    """Refuse what are no token ids, lengths that do not fit them, and ids that are not in the vocabulary.
 
     Raises:
         ValueError: naming the value.
     """
+    if not np.issubdtype(tokens.dtype, np.integer):
+        raise ValueError(f"tokens of type {tokens.dtype} are no token ids; give integers.")
     if lengths.shape != (len(tokens),) or lengths.max() > tokens.shape[1] or lengths.min() < least:
         raise ValueError(f"lengths={lengths.tolist()} do not fit tokens of shape {tokens.shape}.")
     real = tokens[np.arange(tokens.shape[1]) < lengths[:, None]]
