@@ -48,11 +48,10 @@ def bytes_of_slot(model: Model, policy: Policy) -> int:
 
 
 def equal_slots(model: Model, policy: Policy, codec: str, slots: int) -> int:
-    """Slots of a codec that take the bytes of so many plain ones, in whole buffers, rounded to the nearest."""
+    """The most slots of a codec whose buffers take no more bytes than those of so many plain ones."""
     plain, coded = (bytes_of_slot(model, policies.replaced(policy, codec=name)) for name in ("plain", codec))
-    wanted = slots * plain / coded
-    unit = round_slots(int(wanted)) - round_slots(int(wanted) - 1) or 16
-    return max(16, round(wanted / unit) * unit)
+    room = round_slots(slots) * plain
+    return max(count for count in range(1, 1 + room // coded) if round_slots(count) * coded <= room)
 
 
 def measure(runs: Runs, name: str, policy: Policy, codec: str, slots: int, distance: int | None) -> Row | None:
@@ -78,7 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command line of the report."""
     parser.add_argument("--policies", default="streaming,h2o,keyformer,snapkv", help="names with commas between them")
     parser.add_argument("--set", nargs="+", action="extend", default=[], metavar="key=value", dest="settings")
-    parser.add_argument("--slots", type=int, nargs="+", default=[48, 96], help="slots of 16 bits per head")
+    parser.add_argument("--slots", type=int, nargs="+", default=[64, 128], help="slots of 16 bits per head")
     parser.add_argument("--prefix", type=int, default=64, help="tokens read at once before the rest, as a prompt")
     parser.add_argument("--recall", type=int, metavar="DISTANCE", help="also ask for facts so many tokens ago")
 
@@ -114,7 +113,7 @@ def run(options: argparse.Namespace) -> None:
         f"{options.length} --prefix {options.prefix}{asked}`. The model runs in bfloat16; {options.prefix} tokens of "
         "each passage are read at once, the others through real eviction. A slot holds key, value, position and score; "
         "codes come with a scale for each key and each value, and keys with the prompt's factor for each channel. "
-        "Buffers come in steps of 16 or 64 slots, so that bytes are equal only nearly.\n\n"
+        "Buffers come in steps of 16 or 64 slots: codes take at most the bytes of 16 bits, and mostly fewer.\n\n"
     )
     write_text(options.out / "codecs.md", words + "\n".join(shown))
     print(options.out / "codecs.md")
