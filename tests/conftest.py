@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 from collections.abc import Iterator
+from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # before jax is imported, so that no accelerator is claimed
 os.environ["KVJAX_CACHE_DIR"] = ""  # a command under test would keep every later program of its process on disk
@@ -38,6 +40,21 @@ def x64(compiled_fast: None) -> Iterator[None]:
     with jax.enable_x64(True):
         yield
 
+
+def pytest_runtest_teardown(item: pytest.Item) -> None:
+    """Drop programs before there are more memory mappings than Linux allows a process: XLA would crash.
+
+    Every program takes some mappings, a test up to 2000, and a process may have 65530.
+    """
+    count = item.session.stash.get(FINISHED, 0) + 1
+    item.session.stash[FINISHED] = count
+    maps = Path("/proc/self/maps")
+    if count % 8 == 0 and maps.exists() and maps.read_bytes().count(b"\n") > 40_000:
+        jax.clear_caches()
+        gc.collect()
+
+
+FINISHED = pytest.StashKey[int]()
 
 ONE_WORKER = {
     "test_generate": "transformers",
