@@ -138,7 +138,14 @@ def test_logits_are_those_of_the_forward_pass_when_there_is_room(name: str, x64:
 
 
 @pytest.mark.parametrize(
-    "name", ["h2o", "keyformer", "snapkv", "scissorhands", "l2", "less-performer", "h2o-cache-positions", "h2o+int8"]
+    "name",
+    [
+        *("h2o", "keyformer", "less-performer", "h2o+int8"),
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("snapkv", "scissorhands", "l2", "h2o-cache-positions")
+        ),
+    ],
 )
 def test_two_turns_on_pages_equal_dense_slots(name: str, x64: None) -> None:
     ends = []

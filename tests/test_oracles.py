@@ -101,8 +101,12 @@ def test_equals_its_oracle_with_more_or_fewer_heads(name: str, shape: str, x64: 
     _compare(POLICIES[name], _random(config), lengths, 40)
 
 
+EMBEDDED = ("h2o", "keyformer", "less-performer", "fastgen", "lightkv", "lsh_e")
+"""Cases that the default suite tries on a trained model, too: one for each way to ask, to evict and to remember."""
+
+
 @pytest.mark.parametrize(
-    "name", [name if name in FIRST else pytest.param(name, marks=pytest.mark.slow) for name in POLICIES]
+    "name", [name if name in EMBEDDED else pytest.param(name, marks=pytest.mark.slow) for name in POLICIES]
 )
 def test_equals_its_oracle_on_the_embedded_model(name: str, x64: None) -> None:
     _compare(POLICIES[name], kvjax.load("tiny", dtype=jnp.float64), (57,), 60)
