@@ -74,14 +74,6 @@ def rotate(rope: Rope | None, x: Float[Array, "*b t d"], positions: Int[Array, "
     return turn(x, *_angles(rope, positions, x.dtype), rope.interleaved)
 
 
-def rotate_by_rank(rope: Rope | None, x: Float[Array, "*b c d"], rank: Int[Array, "*b c"]) -> Float[Array, "*b c d"]:
-    """`rotate` for positions below c: a table of c sines serves every row and head."""
-    if rope is None:
-        return x
-    cos, sin = table(rope, x.shape[-2], x.dtype)
-    return turn(x, cos[rank], sin[rank], rope.interleaved)
-
-
 def table(rope: Rope, places: int, dtype: DTypeLike) -> tuple[Float[Array, "m half"], Float[Array, "m half"]]:
     """Cosines and sines of the angles of the first places, as constants of a program.
 

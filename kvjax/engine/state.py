@@ -11,15 +11,12 @@ from flax import struct
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Int, Key, UInt32
 
-from kvjax.cache.dense import Dense
 from kvjax.cache.ledger import allocated_bytes
-from kvjax.cache.paged import Paged
+from kvjax.engine.layer import Storage
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Weights
 from kvjax.policies.policy import Policy
 from kvjax.types import Kernels, setting
-
-Storage = Dense | Paged
 
 ROWS = ("position", "prompt_length", "horizon", "end", "key", "seed", "active")
 """Fields of a state that have one entry for each row."""

@@ -133,18 +133,6 @@ def check_fits(settings: Settings, model: Model, policy: str, where: str) -> Non
         )
 
 
-def check_shapes(params: Params, config: ModelConfig, settings: Settings, where: str) -> None:
-    """Refuse stacked kernels whose arrays are not those of a model.
-
-    Raises:
-        ValueError: naming the first array that differs, and both shapes.
-    """
-    wanted, given = _shapes(_like(config, settings)), _shapes(params)
-    for name in sorted({*wanted, *given}):
-        if wanted.get(name) != given.get(name):
-            raise ValueError(f"{name} of {where} has shape {given.get(name)}, the model needs {wanted.get(name)}.")
-
-
 def fingerprint(model: Model) -> str:
     """Sixteen hex digits of a model's shape and of some of its weights, the same in every dtype it is loaded in."""
     shape = dataclasses.asdict(model.config)
@@ -209,7 +197,3 @@ def _like(config: ModelConfig, settings: Settings) -> Params:
         ),
         jax.random.key(0),
     )
-
-
-def _shapes(params: Params) -> dict[str, tuple[int, ...]]:
-    return {f"{kernel}.{name}": tuple(leaf.shape) for kernel in params for name, leaf in params[kernel].items()}
