@@ -15,6 +15,7 @@ import numpy as np
 
 from kvjax import policies
 from kvjax.commands import finish, use_compilation_cache
+from kvjax.engine.prepare import WHOLES
 from kvjax.engine.state import cache_bytes, full_cache_bytes, slot_limits
 from kvjax.files import read_text
 from kvjax.policies.fastgen import Profiled
@@ -32,7 +33,8 @@ def parser() -> argparse.ArgumentParser:
     source.add_argument("--prompt", help="the text to continue; standard input if neither this nor a file is given")
     source.add_argument("--prompt-file", type=Path, help="a file with the text to continue")
     options.add_argument("--policy", help="which tokens stay in the cache; `list` shows all parts (default: full)")
-    options.add_argument("--budget", help="slots per head, or a fraction of prompt + new tokens (default: 1.0)")
+    options.add_argument("--budget", help="slots per head, or a fraction (default: 1.0)")
+    options.add_argument("--budget-of", choices=WHOLES, help="what a fraction is of: text is prompt + new tokens")
     options.add_argument("--plan", help="how the budget is spread over layers or heads")
     options.add_argument("--residual", help="what becomes of evicted pairs: less")
     options.add_argument("--codec", help="how a slot lies in memory: plain, int8 or int4")
@@ -87,7 +89,7 @@ def _settings(kind: type[Any], part: str) -> dict[str, Any]:
     return {f"{part}.{field.name}": field.default for field in fields}
 
 
-def _choice(options: argparse.Namespace) -> tuple[Policy, int | float | Sequence[int], int | None]:
+def _choice(options: argparse.Namespace) -> tuple[Policy, dict[str, Any]]:
     config = read_config(options.config) if options.config else {}
     name = options.policy or config.get("policy", "full")
     parts = {part: getattr(options, part) or config.get(part) for part in PART_KEYS}
@@ -101,7 +103,8 @@ def _choice(options: argparse.Namespace) -> tuple[Policy, int | float | Sequence
     policy = policies.policy(name, **parts, **settings)
     budget = config.get("budget", 1.0) if options.budget is None else parse_budget(options.budget)
     chunk = config.get("prefill_chunk") if options.prefill_chunk is None else options.prefill_chunk
-    return policy, budget, chunk
+    whole = options.budget_of or config.get("budget_of", WHOLES[0])
+    return policy, {"budget": budget, "budget_of": whole, "prefill_chunk": chunk}
 
 
 def _prompt(options: argparse.Namespace) -> str:
@@ -166,7 +169,7 @@ def run(options: argparse.Namespace) -> None:
         return
     from kvjax.model import load
 
-    policy, budget, chunk = _choice(options)
+    policy, reading = _choice(options)
     Sampling(options.temperature, options.top_k, options.top_p)
     prompt = _prompt(options)
     model = load(options.model, dtype=options.dtype)
@@ -176,8 +179,7 @@ def run(options: argparse.Namespace) -> None:
         model,
         [ids],
         policy=policy,
-        budget=budget,
-        prefill_chunk=chunk,
+        **reading,
         max_new_tokens=options.max_new_tokens,
         temperature=options.temperature,
         top_k=options.top_k,

@@ -11,7 +11,7 @@ from typing import Any
 
 PART_KEYS = ("plan", "residual", "codec", "selection")
 """Parts that take the place of a policy's own, each by name."""
-CONFIG_KEYS = ("policy", *PART_KEYS, "budget", "prefill_chunk", "settings")
+CONFIG_KEYS = ("policy", *PART_KEYS, "budget", "budget_of", "prefill_chunk", "settings")
 
 
 def parse_settings(words: list[str]) -> dict[str, Any]:
@@ -61,7 +61,7 @@ def config_directories() -> list[Path]:
 
 
 def read_config(path_or_name: str) -> dict[str, Any]:
-    """A config file: policy, parts, budget, prefill_chunk and the table `settings`, whose names are those of `--set`.
+    """A config file: policy, parts, budget and what it is of, prefill_chunk, and the table `settings` as in `--set`.
 
     TOML reads `residual.kernels = "performer"` in that table as a table inside; here it is one dotted name again.
 

@@ -39,6 +39,7 @@ def prefill(
     key: Key[Array, ""] | Key[Array, " b"] | None = None,
     plan: Plan | str | None = None,
     prefill_chunk: int | None = None,
+    budget_of: str = "text",
     implementation: str | Kernels = "auto",
 ) -> tuple[State, Float[Array, "b vocab"]]:
     """Read prompts into a cache that holds no more than its budget.
@@ -47,14 +48,17 @@ def prefill(
         model: from `kvjax.load`.
         policy: which tokens stay; a name or a `Policy`.
         tokens: prompts [b, n], padded on the right; or a list of lists of unequal lengths.
-        budget: slots per KV head; or a fraction of prompt + `max_new_tokens`, per row; or slots for each layer. Left
-            out for policies that find out themselves what each head needs.
+        budget: slots per KV head, the token being read among them (a paper that attends over budget + 1 and then
+            evicts means one slot fewer by the same number); or a fraction, per row; or slots for each layer. Left out
+            for policies that find out themselves what each head needs.
         lengths: tokens of each prompt [b], 1 to n; None if none is padded.
         max_new_tokens: how many tokens are going to be generated, for fractions, schedules and the full cache.
         key: randomness of sampling and of random policies, one for all rows or one each; None is `jax.random.key(0)`.
         plan: how the budget is spread over layers, or its heads; a name, a `Plan`, or None for the policy's own.
         prefill_chunk: compress after every so many prompt tokens, so that memory never exceeds budget + chunk;
             None is the policy's own way, mostly the whole prompt; 1 reads it by decode steps.
+        budget_of: what a fractional budget is of: `text` (prompt + `max_new_tokens`), `prompt`, or `context` (the
+            model's positions).
         implementation: of every operation: `auto`, `xla`, `pallas`, `triton`, or `pallas,xla` for the first that can
             run, see `pallas_kernels.common.choose`.
 
@@ -65,7 +69,7 @@ def prefill(
         ValueError: a prompt is empty or does not fit the model, or the budget does not fit the policy.
     """
     settings: dict[str, Any] = dict(max_new_tokens=max_new_tokens, key=key, plan=plan, chunk=prefill_chunk)
-    prompts = prepare(model, policy, tokens, budget, lengths, **settings)
+    prompts = prepare(model, policy, tokens, budget, lengths, budget_of=budget_of, **settings)
     kernels = implementation if isinstance(implementation, Kernels) else Kernels(implementation)
     storage, seed, logits = _read_prompts(*_arguments(model, prompts), **_static(model, prompts, kernels))
     if prompts.policy.plan.per_head:
@@ -98,10 +102,11 @@ def lower_prefill(
     max_new_tokens: int = 256,
     plan: Plan | str | None = None,
     prefill_chunk: int | None = None,
+    budget_of: str = "text",
 ) -> jax.stages.Lowered:
     """The program of `prefill` for these arguments, to compile and ask for its `memory_analysis()`."""
     settings: dict[str, Any] = dict(max_new_tokens=max_new_tokens, key=None, plan=plan, chunk=prefill_chunk)
-    prompts = prepare(model, policy, tokens, budget, lengths, **settings)
+    prompts = prepare(model, policy, tokens, budget, lengths, budget_of=budget_of, **settings)
     return _read_prompts.lower(*_arguments(model, prompts), **_static(model, prompts, Kernels()))
 
 

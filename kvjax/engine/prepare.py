@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 Tokens = ArrayLike | Sequence[Sequence[int]]
 Budget = int | float | Sequence[int]
+WHOLES = ("text", "prompt", "context")
+"""What a budget may be a fraction of."""
 
 
 class Prompts(NamedTuple):
@@ -53,7 +55,8 @@ def prepare(
     max_new_tokens: int,
     key: Key[Array, ""] | Key[Array, " b"] | None,
     plan: Plan | str | None,
-    chunk: int | None,
+    chunk: int | None = None,
+    budget_of: str = "text",
 ) -> Prompts:
     """What reading prompts takes, for the arguments of `kvjax.prefill`.
 
@@ -78,7 +81,7 @@ def prepare(
     _check_prompts(padded, real, max_new_tokens, policy, config)
     policy.score.check_prompt(int(real.min()))
     policy.codec.check_widths(config.layer_configs)
-    limits, capacities = plan_slots(policy, budget, real, max_new_tokens, config, width)
+    limits, capacities = plan_slots(policy, budget, real, max_new_tokens, config, width, budget_of)
     if chunk is not None and chunk < 1:
         raise ValueError(f"prefill_chunk={chunk} is not a number of tokens from 1.")
     size = bucket(width) if chunk is None or chunk >= width else -(-bucket(width) // chunk) * chunk
@@ -127,23 +130,28 @@ def plan_slots(
     max_new_tokens: int,
     config: ModelConfig,
     width: int,
+    budget_of: str = "text",
 ) -> tuple[list[Int[np.ndarray, "b h"]], tuple[int, ...]]:
     """Slots that each row and head may use, by layer, and those of each layer's buffers.
 
     Args:
         policy: with the plan that spreads the budget.
-        budget: slots per head, a fraction of the text, or slots for each layer.
+        budget: slots per head, a fraction, or slots for each layer.
         lengths: tokens of each prompt.
         max_new_tokens: that are going to be generated.
         config: of the model.
         width: tokens of the longest prompt.
+        budget_of: what a fraction is of, one of `WHOLES`.
 
     Raises:
         ValueError: the budget is not positive, does not match the layers or does not fit the policy's protections.
     """
     rows, total, plan = len(lengths), lengths + max_new_tokens, policy.plan
     one = isinstance(budget, (int, float, np.integer, np.floating))
-    per_row = _slots_per_row(budget, total) if one else total  # type: ignore[arg-type]
+    if budget_of not in WHOLES:
+        raise ValueError(f"budget_of={budget_of!r} is not one of {', '.join(WHOLES)}.")
+    wholes = {"text": total, "prompt": lengths, "context": np.full(rows, config.max_positions)}
+    per_row = _slots_per_row(budget, wholes[budget_of]) if one else total  # type: ignore[arg-type]
     if not plan.bounded or plan.decides:
         limits = np.broadcast_to(total, (config.layers, rows))
         return _of_heads(limits, config), (round_slots(bucket(width) + max_new_tokens),) * config.layers
@@ -168,14 +176,14 @@ def _of_heads(limits: Int[np.ndarray, "layers b"], config: ModelConfig) -> list[
     return [np.repeat(limit[:, None], layer.kv_heads, axis=1) for limit, layer in layers]
 
 
-def _slots_per_row(budget: int | float, total: Int[np.ndarray, " b"]) -> Int[np.ndarray, " b"]:
+def _slots_per_row(budget: int | float, whole: Int[np.ndarray, " b"]) -> Int[np.ndarray, " b"]:
     if isinstance(budget, (int, np.integer)):
         if budget < 1:
             raise ValueError(f"budget={budget} is not a number of slots from 1, nor a fraction between 0.0 and 1.0.")
-        return np.full(len(total), budget)
+        return np.full(len(whole), budget)
     if not 0 < budget <= 1:
         raise ValueError(f"budget={budget} is not a fraction in (0.0, 1.0], nor a whole number of slots.")
-    return np.maximum(1, np.floor(budget * total + 1e-6).astype(np.int64))
+    return np.maximum(1, np.floor(budget * whole + 1e-6).astype(np.int64))
 
 
 def _pad_rows(

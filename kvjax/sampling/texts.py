@@ -68,6 +68,7 @@ def generate_ids(
     policy: str | Policy = "full",
     budget: int | float | Sequence[int] = 1.0,
     plan: str | Plan | None = None,
+    budget_of: str = "text",
     prefill_chunk: int | None = None,
     max_new_tokens: int = 128,
     temperature: float = 0.8,
@@ -94,6 +95,7 @@ def generate_ids(
     if keys.ndim and len(keys) != len(prompts):
         raise ValueError(f"{len(keys)} seeds do not fit {len(prompts)} prompts; give one seed, or one for each.")
     arguments: dict[str, Any] = dict(max_new_tokens=max_new_tokens, key=keys, plan=plan, prefill_chunk=prefill_chunk)
+    arguments |= {"budget_of": budget_of}
     began = time.perf_counter()
     state, logits = prefill(model, chosen, [list(prompt) for prompt in prompts], budget, **arguments)
     jax.block_until_ready(logits)
@@ -122,7 +124,7 @@ def generate_texts(model: Model, prompts: str | Sequence[str], *, chat: bool = F
         model: from `kvjax.load`.
         prompts: texts; one text counts as a list of one.
         chat: wrap each prompt as a user's turn with the tokenizer's chat template.
-        settings: `policy` ("full"), `budget` (1.0), `plan`, `prefill_chunk`: see `kvjax.prefill`;
+        settings: `policy` ("full"), `budget` (1.0), `budget_of`, `plan`, `prefill_chunk`: see `kvjax.prefill`;
             `max_new_tokens` (128); `temperature` (0.8, 0 is greedy), `top_k`, `top_p`: see `Sampling`;
             `seed` (0): one number, or one for each prompt; the same seed gives a prompt the same text in any batch;
             `stop_at_eos` (True).
