@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
+import pytest
 
 import kvjax
 from kvjax.engine.state import slot_limits
@@ -15,6 +16,7 @@ from kvjax.models import ModelConfig
 from kvjax.policies import Policy
 from kvjax.policies.fastgen import TokenClasses
 from kvjax.policies.lightkv import AfterLimit
+from kvjax.policies.protection import Protection
 from kvjax.policies.scores.keyformer import GumbelSoftmax
 from kvjax.policies.scores.lsh_e import Hamming, projections
 from tests.oracles import (
@@ -66,14 +68,21 @@ class Case:
     def make(self, **changes: Any) -> Policy:
         return kvjax.policy(self.policy, **{**self.settings, **changes})
 
-    def oracles(self, state: kvjax.State, row: int, tokens: int) -> list[Oracle]:
-        """The twins of a state's layers for one of its rows, whose whole text has so many tokens."""
+    def oracles(self, state: kvjax.State, row: int, tokens: int, evicts_first: bool = False) -> list[Oracle]:
+        """The twins of a state's layers for one of its rows, whose whole text has so many tokens.
+
+        They follow their papers' order and count as papers do: budget k and recent window w there are k + 1 and w + 1
+        here, where the token being read has a slot. `evicts_first` is kvjax's order, with kvjax's numbers.
+        """
         config, policy = state.config, state.policy
         oracles = []
         for layer, limit in enumerate(slot_limits(state)):
             injected = {} if self.inject is None else self.inject(policy, config, layer, int(state.seed[row]), tokens)
             shape = {"layer": layer, "layers": config.layers, "kv_heads": config.kv_heads, "groups": config.groups}
-            oracle = self.oracle(limit[row].tolist(), **(settings_of(policy) | injected | shape))
+            read = 0 if evicts_first or self.oracle.evicts_first else 1
+            recents = np.maximum(np.asarray(Protection.recent_slots(policy.protection, limit[row])) - read, 0)
+            shape |= {"recents": recents.tolist(), "evicts_first": not read}
+            oracle = self.oracle((limit[row] - read).tolist(), **(settings_of(policy) | injected | shape))
             if self.prefill_chunk == 1:
                 oracle.sequential = True
             oracles.append(oracle)
@@ -92,6 +101,16 @@ def settings_of(policy: Policy) -> dict[str, Any]:
     known |= {"kernels": memory.get("kernels"), "parameters": memory.get("layers")}
     limited = policy.plan if isinstance(policy.plan, AfterLimit) else AfterLimit()
     return known | {"context_limit": limited.context_limit, "middle": "rest" if limited.mask is None else "mask"}
+
+
+def slow(*values: Any) -> Any:
+    """Values of a parameter that only `-m slow` tries."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+def core(*values: Any) -> Any:
+    """Values of a parameter that `-m core` tries, too."""
+    return pytest.param(*values, marks=pytest.mark.core)
 
 
 def hashed_uniform(config: ModelConfig, layer: int, seed: int, tokens: int, query: int | None = None) -> np.ndarray:

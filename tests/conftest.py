@@ -16,8 +16,8 @@ import jax
 import pytest
 
 # Compiling dominates an example's time, hence few examples and no deadline.
-hypothesis.settings.register_profile("local", deadline=None, max_examples=15)
-hypothesis.settings.register_profile("ci", deadline=None, max_examples=15, derandomize=True, database=None)
+hypothesis.settings.register_profile("local", deadline=None, max_examples=8)
+hypothesis.settings.register_profile("ci", deadline=None, max_examples=8, derandomize=True, database=None)
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
 
 

@@ -31,6 +31,7 @@ def test_fastgen_races_at_the_slots_that_it_takes(tmp_path: Path) -> None:
     assert bench.main([*words.split()]) == 2
 
 
+@pytest.mark.slow
 def test_parts_race_with_every_policy(tmp_path: Path) -> None:
     file = tmp_path / "numbers.json"
     words = "decode --model tiny --policies h2o,keyformer --budgets 8 --prompt-tokens 40 --batch 2 --new-tokens 4"

@@ -48,6 +48,7 @@ def test_who_fails_is_named_and_left_out_and_who_differs_is_measured(capsys: pyt
     assert "op inputs, triton is left out: no such device\n" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_it_races_whole_steps_with_less_and_without(tmp_path: Path) -> None:
     file = tmp_path / "numbers.json"
     words = f"kernels {SMALL} --step --step-batch 2 --step-slots 32 --json {file}"

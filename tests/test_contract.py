@@ -22,7 +22,7 @@ from kvjax.model import Model
 from kvjax.models import Rope
 from kvjax.policies.registry import REGISTRY
 from pallas_kernels.operands import Quantised
-from tests.cases import FIRST, PAIRS, POLICIES, Case
+from tests.cases import FIRST, PAIRS, POLICIES, Case, slow
 from tests.held import unpacked
 from tests.models import GQA, MHA, random_model, small_config
 
@@ -239,7 +239,7 @@ def test_bfloat16_stays_finite(name: str) -> None:
 
 @pytest.mark.parametrize("name", [*FIRST, "keyformer-shared", "h2o-cache-positions"])
 @compiled_fast
-@pytest.mark.parametrize("chunk", [1, 16])
+@pytest.mark.parametrize("chunk", [slow(1), 16])
 def test_reading_in_chunks_equals_reading_whole_when_nothing_leaves(name: str, chunk: int) -> None:
     case = CASES[name]
     if not case.equals_full:
@@ -288,8 +288,14 @@ def test_a_step_over_codes_decodes_no_layer(name: str, plan: str | None, codec: 
 
 
 # An oracle sorts what it frees nothing of, and pages are more than their slots.
-@pytest.mark.parametrize("name", sorted(set(REGISTRY) - {"topk_oracle", "fastgen"}))
-@pytest.mark.parametrize(("rows", "slots"), [(8, 512), pytest.param(1, 256, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in ("streaming", "h2o", "keyformer", "snapkv", "tova", "less") else slow(name)
+        for name in sorted(set(REGISTRY) - {"topk_oracle", "fastgen"})
+    ],
+)
+@pytest.mark.parametrize(("rows", "slots"), [(8, 512), slow(1, 256)])
 def test_a_step_of_the_embedded_model_needs_a_twentieth_of_its_cache(name: str, rows: int, slots: int) -> None:
     model = kvjax.load("tiny")
     state, _ = kvjax.prefill(model, name, np.ones((rows, 40), int), slots, max_new_tokens=slots)

@@ -10,6 +10,7 @@ import pytest
 import kvjax
 from kvjax.engine.decode import step
 from kvjax.types import Kernels
+from tests.cases import slow
 from tests.kernels import GPU_WAYS, TPU_WAYS
 
 PROMPT = "The name is Tom. What is the name?"
@@ -38,17 +39,17 @@ def greedy(model, policy, kernels):
     ("policy", "way", "called"),
     [
         (kvjax.policy("streaming"), TPU_WAYS[0], EVICTING),
-        (kvjax.policy("h2o"), GPU_WAYS[0], READING),
-        (kvjax.policy("h2o"), TPU_WAYS[1], EVICTING),
+        slow(kvjax.policy("h2o"), GPU_WAYS[0], READING),
+        slow(kvjax.policy("h2o"), TPU_WAYS[1], EVICTING),
         (kvjax.policy("h2o", codec="int8"), TPU_WAYS[0], READING),
-        (kvjax.policy("h2o", codec="int4"), GPU_WAYS[0], READING),
-        (kvjax.policy("h2o", positions="cache"), TPU_WAYS[0], {"evict"}),
+        slow(kvjax.policy("h2o", codec="int4"), GPU_WAYS[0], READING),
+        slow(kvjax.policy("h2o", positions="cache"), TPU_WAYS[0], {"evict"}),
         (kvjax.policy("h2o", plan="adakv"), TPU_WAYS[0], {"paged_attention"}),
-        (kvjax.policy("keyformer"), TPU_WAYS[0], EVICTING),
-        (kvjax.policy("keyformer", tau_end=3.0), GPU_WAYS[0], READING),
-        (kvjax.policy("lsh_e", sinks=2, recent=4), TPU_WAYS[0], {"decode_attention", "hamming"}),
-        (kvjax.policy("tova"), TPU_WAYS[0], EVICTING),
-        (kvjax.policy("less", kernels="performer"), GPU_WAYS[0], READING),
+        slow(kvjax.policy("keyformer"), TPU_WAYS[0], EVICTING),
+        slow(kvjax.policy("keyformer", tau_end=3.0), GPU_WAYS[0], READING),
+        slow(kvjax.policy("lsh_e", sinks=2, recent=4), TPU_WAYS[0], {"decode_attention", "hamming"}),
+        slow(kvjax.policy("tova"), TPU_WAYS[0], EVICTING),
+        slow(kvjax.policy("less", kernels="performer"), GPU_WAYS[0], READING),
         (kvjax.policy("less", base="keyformer"), TPU_WAYS[0], EVICTING | {"less_phi", "less_psi"}),
         (kvjax.policy("fastgen", threshold=0.7, **PERFORMER), GPU_WAYS[0], {"paged_attention"}),
     ],

@@ -16,7 +16,7 @@ from kvjax.cache.paged import Paged
 from kvjax.engine.state import slot_limits
 from kvjax.model import Model
 from kvjax.policies.plan import AdaKV
-from tests.cases import FIRST, PAIRS, POLICIES, Case
+from tests.cases import FIRST, PAIRS, POLICIES, Case, core, slow
 from tests.held import kept
 from tests.models import GQA, random_model, small_config
 from tests.oracles.decoder import Decoder
@@ -71,14 +71,22 @@ TURNS += ["h2o+adakv", "less+snapkv+adakv", "streaming+adakv", "lightkv+adakv", 
 TURNS += ["h2o+int8", "streaming+int8", "h2o+adakv+int8", "less+h2o+int4", "tova+int4"]
 
 
+DEFAULT = ("keyformer-fresh", "scissorhands", "snapkv-max", "less+lightkv-context", "h2o+adakv", "h2o+topk")
+"""Turns that the default suite reads: one for each way to ask, to store, to remember and to shrink."""
+
+
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.core) if name in ("h2o", "streaming") else name for name in TURNS]
+    "name",
+    [
+        core(name) if name in ("h2o", "streaming") else name if name in DEFAULT or "int8" in name else slow(name)
+        for name in TURNS
+    ],
 )
 def test_turns_equal_the_oracle(name: str, x64: None) -> None:
     case = CASES[name]
     state, _ = read(case)
     weights = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), state.weights)
-    decoders = [Decoder(weights, GQA, case.oracles(state, row, 120), horizon=60) for row in range(2)]
+    decoders = [Decoder(weights, GQA, case.oracles(state, row, 120, evicts_first=True), horizon=60) for row in range(2)]
     for row, decoder in enumerate(decoders):
         decoder.prompt(TEXT[row, : LENGTHS[row]].tolist())
     # Text that is written, a turn, text again, a turn for one row only, and text: beyond a window of LightKV.
@@ -102,7 +110,11 @@ def test_turns_equal_the_oracle(name: str, x64: None) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["h2o", "streaming", "snapkv-max", "keyformer-shared", "less-performer", "lsh_e-one-shot", "h2o+int8"]
+    "name",
+    [
+        *("h2o", "keyformer-shared", "h2o+int8"),
+        *map(slow, ("streaming", "snapkv-max", "less-performer", "lsh_e-one-shot")),
+    ],
 )
 def test_chunks_equal_turns(name: str, x64: None) -> None:
     case, lengths = CASES[name], (41, 30)

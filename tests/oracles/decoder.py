@@ -13,7 +13,6 @@ Reading a prompt, after plain causal attention over all of it:
 
 Decoding one token, layer by layer (a policy with `sequential = True` reads its prompt so, too):
 
-    before(new)          -> for each KV head the index that leaves, or None; the new token is not in the lists yet
     note(h, new)         -> the note of the new token, then appended with its key and value
     store(h, k, v)       -> the pair as it lies in the lists; unchanged unless overridden
     see(h, q, turn)      -> keys [n, d] and queries [g][d] as the model multiplies them; also kept in `self.saw`
@@ -21,18 +20,23 @@ Decoding one token, layer by layer (a policy with `sequential = True` reads its 
                          called for every prompt token too, whose probs are zero for later tokens
     after(new, probs)    probs[h][g] is an array over the list, the new token included: update notes
     couple(oracles)      after the last layer
+    leaving(new)         -> for each KV head the index that leaves, or None
 
-Reading a turn, more text on top of what is held: as decoding, but without `before`, and at the end
+That is the papers' order: append, attend over one token more than the budget, evict one. With `evicts_first`, `leaving`
+comes before `note`, as in Algorithm 1 of LSH-E and in kvjax, whose budget and recent window count the token being read;
+`Case.oracles` turns its numbers into the papers'.
+
+Reading a turn, more text on top of what is held, which no paper has: as decoding, but without `leaving`, and at the end
 
     turned(turn)         -> whatever becomes of the notes
     keep(turn)
 
-Whatever leaves besides what `before` and `keep` name goes through `retain(h, indices)`.
+Whatever leaves besides what `leaving` and `keep` name goes through `retain(h, indices)`.
 
 Most oracles need only `scores(h, new)` (one number per cached token, lowest leaves first, -inf at once) and `note`,
-`read`, `after`: `before` and `keep` are then those below, with sinks, recent window, special tokens and the limit.
+`read`, `after`: `leaving` and `keep` are then those below, with sinks, recent window, special tokens and the limit.
 All settings of the parts of the kvjax policy are attributes (`self.recent`, see `settings_of` in tests/cases.py), as
-are `layer`, `layers`, `limits` (slots of each head, the new token included), `kv_heads`, `groups` and whatever the case
+are `layer`, `layers`, `limits` (the budget of each head), `kv_heads`, `groups` and whatever the case
 injects (noise, hash matrices).
 """
 
@@ -117,6 +121,7 @@ class Oracle:
     """A policy for one layer of one row; see the module's docstring."""
 
     sequential = False
+    evicts_first = False
     layer: int
     layers: int
     limits: list[int]
@@ -124,6 +129,8 @@ class Oracle:
     groups: int
     sinks: int
     recent: int | float
+    recents: list[int]
+    """The recent window of each head."""
     special: tuple[int, ...]
     positions: str
     given = False
@@ -131,9 +138,9 @@ class Oracle:
     saw: tuple[np.ndarray, list[np.ndarray]]
     """Keys and queries of the head that attends, as the model multiplies them."""
 
-    def __init__(self, limit: int | Sequence[int], **attributes: Any) -> None:
+    def __init__(self, limits: Sequence[int], **attributes: Any) -> None:
         vars(self).update(attributes)
-        self.limits = [limit] * self.kv_heads if isinstance(limit, int) else list(limit)
+        self.limits = list(limits)
         self.heads = [Head() for _ in range(self.kv_heads)]
         self.start()
 
@@ -183,7 +190,7 @@ class Oracle:
         return self.sinks
 
     def recent_slots(self, h: int) -> int:
-        return self.recent if isinstance(self.recent, int) else math.floor(self.recent * self.limits[h] + 1e-6)
+        return self.recents[h]
 
     def protected(self, h: int, i: int, newest: int) -> bool:
         """Whether token i of head h may never leave while `newest` is the newest position."""
@@ -199,11 +206,11 @@ class Oracle:
             for i in range(len(self.heads[h].positions))
         ]
 
-    def before(self, new: New) -> list[int | None]:
+    def leaving(self, new: New) -> list[int | None]:
         leaving: list[int | None] = []
         for h in range(self.kv_heads):
             ranks = self.ranks(h, new)
-            if len(ranks) >= self.limits[h] or -math.inf in ranks:
+            if len(ranks) + self.evicts_first > self.limits[h] or -math.inf in ranks:
                 leaving.append(ranks.index(min(ranks)))  # the first, so the oldest, of equals
             else:
                 leaving.append(None)
@@ -223,6 +230,8 @@ class Oracle:
 @dataclasses.dataclass
 class Decoder:
     """A Llama-like model and the oracles of its layers, for one row.
+
+    `attended` has the positions that the newest token attended to, itself included: [layer][KV head], sorted.
 
     Args:
         weights: kvjax weights with NumPy float64 leaves.
@@ -304,20 +313,18 @@ class Decoder:
     def step(self, token: int) -> np.ndarray:
         """Read one more token and return its logits [vocab]."""
         position, self.next = self.next, self.next + 1
+        news = []
         x = self.weights.embedding[token]
         for layer, oracle in zip(self.weights.layers, self.oracles, strict=True):
             raw_q, raw_k, v = self._project(layer, x)
             q = [[self._rotate(query, position) for query in group] for group in raw_q]
             k = [self._rotate(key, position) for key in raw_k]
             new = New(int(token), position, q, k, v, self.prompt_length, self.horizon)
-            leaving_each: list[int | None] = [None] * len(oracle.heads)
+            news.append(new)
             if oracle.given:
                 self.turns[oracle.layer].append(new)
-            else:
-                leaving_each = oracle.before(new)
-            for head, leaving in zip(oracle.heads, leaving_each, strict=True):
-                if leaving is not None:
-                    head.retain([i for i in range(len(head.positions)) if i != leaving])
+            elif oracle.evicts_first:
+                self._evict(oracle, new)
             read, probs = [], []
             for h, head in enumerate(oracle.heads):
                 note = oracle.note(h, new)
@@ -334,7 +341,16 @@ class Decoder:
             oracle.after(new, probs)
             x = self._finish(layer, x, read)
         type(self.oracles[0]).couple(self.oracles)
+        self.attended = self.kept()
+        for oracle, new in zip(self.oracles, news, strict=True):
+            if not (oracle.given or oracle.evicts_first):
+                self._evict(oracle, new)
         return self._unembed(x)
+
+    def _evict(self, oracle: Oracle, new: New) -> None:
+        for head, leaving in zip(oracle.heads, oracle.leaving(new), strict=True):
+            if leaving is not None:
+                head.retain([i for i in range(len(head.positions)) if i != leaving])
 
     def kept(self) -> list[list[list[int]]]:
         """Cached positions [layer][KV head], sorted."""

@@ -10,7 +10,9 @@ from tests.oracles.decoder import Oracle
 
 
 class FastGen(Oracle):
-    """Ids are given; a token's note is all attention it ever got."""
+    """Ids are given; a token's note is all attention it ever got. The length counts the token being read."""
+
+    evicts_first = True
 
     threshold: float
     local: float
@@ -107,7 +109,7 @@ class FastGen(Oracle):
             staying.append(always + best[: self.most(n, parts)])
         return staying
 
-    def before(self, new):
+    def leaving(self, new):
         leaving: list[int | None] = []
         length = min(new.position + 1, self.end)
         for h, head in enumerate(self.heads):

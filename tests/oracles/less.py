@@ -69,8 +69,8 @@ class _Less(Oracle):
                     self.fold(h, i)
         return staying
 
-    def before(self, new):
-        leaving = super().before(new)
+    def leaving(self, new):
+        leaving = super().leaving(new)
         for h in range(self.kv_heads):
             if leaving[h] is not None:
                 self.fold(h, leaving[h])

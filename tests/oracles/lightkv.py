@@ -6,6 +6,9 @@ from tests.oracles.decoder import Oracle
 
 
 class LightKV(Oracle):
+    """Of C_l, too, the token being read takes one slot: sinks and streaming tokens are shares of all of it."""
+
+    evicts_first = True
     omega: float
     alpha: int | None
     middle: str
@@ -49,14 +52,14 @@ class LightKV(Oracle):
         self.limits = [self.slots(h, prompt.prompt_length) for h in range(self.kv_heads)]
         return super().keep(prompt)
 
-    def before(self, new):
+    def leaving(self, new):
         for h in range(self.kv_heads):
             self.limits[h] = self.slots(h, new.position + 1)
             if len(self.heads[h].positions) > self.limits[h]:
                 ranks = self.ranks(h, new)
                 order = sorted(range(len(ranks)), key=lambda i: (ranks[i], i), reverse=True)
                 self.retain(h, order[: self.limits[h]])
-        return super().before(new)
+        return super().leaving(new)
 
     def note(self, h, new):
         return []

@@ -10,6 +10,7 @@ from tests.oracles.decoder import Oracle
 class LSHE(Oracle):
     """`planes` [h, bits, d] is injected."""
 
+    evicts_first = True
     planes: np.ndarray
 
     def hash(self, h: int, x: np.ndarray) -> list[bool]:

@@ -30,6 +30,6 @@ class Scissorhands(Oracle):
             self.look(h, new.position, probs[h])
 
     def scores(self, h, new):
-        # In decoding the new token has not looked yet: the window ends with the query before it.
-        last = new.position if hasattr(new, "probs") else new.position - 1
+        # What leaves first does so before the new token has looked: the window ends with the query before it.
+        last = new.position - (self.evicts_first and not hasattr(new, "probs"))
         return [-sum(query > last - self.history for query in note) for note in self.heads[h].notes]
