@@ -183,6 +183,7 @@ POLICIES: dict[str, Case] = {
     "lsh_e-one-shot": Case("lsh_e", lsh_e.LSHE, {"prompt": "one_shot", "bits": 40, "recent": 4}, inject=_planes),
     "keyformer": Case("keyformer", keyformer.Keyformer, inject=_noise),
     "keyformer-fresh": Case("keyformer", keyformer.Keyformer, {"fresh_noise": True, "damping": 0.9}, inject=_noise),
+    "keyformer-gaussian": Case("keyformer", keyformer.Keyformer, {"noise": "gaussian", "damping": 0.97}, inject=_noise),
     "keyformer-shared": Case("keyformer", keyformer.Shared, {"shared": True, "damping": 0.95}, inject=_noise),
     "keyformer-cache-positions": Case(
         "keyformer", keyformer.Keyformer, {"positions": "cache", "tau_init": 1.5, "noise": "constant"}, inject=_noise
@@ -290,9 +291,9 @@ PAIRS: dict[str, Case] = {
 """Parts that are combined: what no paper has tried together still means what its parts mean."""
 
 RARE = {
-    *("keyformer-fresh+adakv", "snapkv-max+adakv", "dilated_window+adakv", "window+adakv", "h2o-protected+adakv"),
+    *("keyformer+adakv", "snapkv-max+adakv", "dilated_window+adakv", "window+adakv", "h2o-protected+adakv"),
     *("window-cache-positions+adakv", "keyformer-cache-positions+adakv"),
-    *("less+random", "less+window", "less+l2", "less+tova"),
+    *("less+random", "less+window", "less+l2"),
     *("window+int8", "random+int8", "h2o-sequential+int8", "keyformer-shared+int8", "pyramidkv+int8", "l2+int8"),
     *("tova+int8", "snapkv+int4", "tova+int4", "snapkv+adakv+int8", "keyformer+adakv+int8", "less+streaming+adakv"),
 }

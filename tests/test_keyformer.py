@@ -7,14 +7,23 @@ import numpy as np
 import pytest
 
 import kvjax
+from kvjax.policies.scores.keyformer import GumbelSoftmax
 from tests.held import layers
 from tests.models import GQA, random_model
 
 
-@pytest.mark.parametrize("noise", ["none", "constant"])
-def test_without_noise_at_temperature_one_it_is_h2o(noise):
+SHORT = {"tau_end": 1.0}
+"""H2O's sums, by the shortcut that temperature one allows."""
+GENERAL = {"tau_end": 1 + 1e-12, "damping": 1 - 1e-12}
+"""Equation 9 with a temperature for each query and weights, all of them one in single precision."""
+
+
+@pytest.mark.parametrize(("noise", "settings"), [("none", SHORT), ("constant", SHORT), ("none", GENERAL)])
+def test_without_noise_at_temperature_one_it_is_h2o(noise, settings):
     model, text = random_model(GQA), np.random.default_rng(0).integers(0, 64, (2, 90))
-    policies = kvjax.policy("h2o", recent=0.5), kvjax.policy("keyformer", noise=noise, tau_end=1.0, recent=0.5)
+    policies = kvjax.policy("h2o", recent=0.5), kvjax.policy("keyformer", noise=noise, recent=0.5, **settings)
+    sums = GumbelSoftmax(noise, **settings)
+    assert (sums.damping == 1 and sums.tau_init == sums.tau_end) == (settings is SHORT)
     (a, first), (b, second) = (kvjax.prefill(model, policy, text[:, :50], 24) for policy in policies)
     np.testing.assert_array_equal(first, second)
     for step in range(50, 90):

@@ -21,7 +21,7 @@ from tests.models import GQA, MHA, MQA, random_model
 from tests.oracles.decoder import Decoder
 
 STEPS = 300
-SHAPES = {"mha": (MHA, (57,)), "gqa": (GQA, (41, 9)), "mqa": (MQA, (57,))}
+SHAPES = {"mha": (MHA, (301,)), "gqa": (GQA, (41, 9)), "mqa": (MQA, (57,))}
 
 
 @jax.jit

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable
 
 import numpy as np
@@ -25,6 +26,9 @@ class Keyformer(Oracle):
         u = float(self.uniform(query)[h, position])
         if self.noise == "gumbel":
             return -math.log(-math.log(u))
+        if self.noise == "gaussian":
+            euler, variance = 0.5772156649015329, math.pi**2 / 6  # those of the Gumbel distribution (appendix)
+            return statistics.NormalDist(euler, math.sqrt(variance)).inv_cdf(u)
         return 1.0 if self.noise == "constant" else 0.0
 
     def softmax(self, h: int, probs: np.ndarray, positions: list[int], query: int, tau: float) -> list[float]:
