@@ -21,6 +21,8 @@ class GumbelSoftmax(Accumulated):
         \tau = \tau_{init} + t \, \frac{\tau_{end} - \tau_{init}}{T} \quad \text{(eq. 10)}
 
     x are attention logits, g the query heads of the KV head, T the tokens to generate; text that is given has tau_init.
+    A constant zeta cancels in equation 9, so `constant` and `none` are the same policy, although Table 4 has different
+    numbers for them.
 
     Args:
         noise: `gumbel`, `gaussian` of the same mean and deviation, `constant` (which cancels) or `none`.

@@ -32,6 +32,8 @@ class Hamming(Score):
 
     R is one matrix per layer and KV head, shared by its keys and all g query heads. Queries and keys are those with
     rotary embeddings. Equation 6 and Algorithm 1 disagree whether q_{t-1} or q_t decides; this is Algorithm 1, q_t.
+    The paper does not say which of equal distances leaves: here it is the oldest token. With 16 bits more than half of
+    all evictions are such ties, so results depend on this rule.
 
     Args:
         bits: length of a hash, from 1; the paper tries 4 to 64 (Table 9) and reports 16. A slot stores
