@@ -107,7 +107,7 @@ def attend(
     b, h, g, t, d = q.shape
     c = k.shape[-2]
     # A decode step reads the slots in blocks: XLA runs them side by side on every core.
-    n = c // SLOT_BLOCK if t == 1 and c % SLOT_BLOCK == 0 else 1
+    n = c // slot_block(c, SLOT_BLOCK, 2 * SLOT_BLOCK) if t == 1 else 1
     blocks_k, blocks_v = k.reshape(b, h, n, c // n, d), v.reshape(b, h, n, c // n, v.shape[-1])
     float_type = wide(q.dtype)
     logits = spec.capped(jnp.einsum("bhgtd,bhnsd->bhngts", q, blocks_k, preferred_element_type=float_type))
@@ -125,6 +125,12 @@ def attend(
     lse = jnp.where(total > 0, highest + jnp.log(safe_total), -jnp.inf)[:, :, 0, :, :, 0]
     probs = jnp.moveaxis(weights / safe_total, 2, -2).reshape(b, h, g, t, c)
     return Partial(out, lse), probs
+
+
+def slot_block(slots: int, least: int, most: int) -> int:
+    """The largest block of slots from `least` to `most`, a multiple of 16, that divides them; or all of them."""
+    sizes = range(most, least - 1, -16)
+    return next((size for size in sizes if slots % size == 0), slots)
 
 
 def merge(a: Partial, b: Partial) -> Partial:

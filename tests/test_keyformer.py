@@ -11,7 +11,6 @@ from kvjax.policies.scores.keyformer import GumbelSoftmax
 from tests.held import layers
 from tests.models import GQA, random_model
 
-
 SHORT = {"tau_end": 1.0}
 """H2O's sums, by the shortcut that temperature one allows."""
 GENERAL = {"tau_end": 1 + 1e-12, "damping": 1 - 1e-12}

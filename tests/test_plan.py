@@ -11,9 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvjax
+from kvjax.engine.prepare import round_slots
 from kvjax.engine.state import held_positions
 from kvjax.policies import PLANS
 from kvjax.policies.plan import Arithmetic, Interleaved, Pyramid, Uniform
+from pallas_kernels.attention import slot_block
 from tests.held import layers
 from tests.models import random_model, small_config
 
@@ -102,3 +104,24 @@ def test_a_fraction_is_planned_for_each_row():
     state, _ = kvjax.prefill(MODEL, "h2o", TEXT, 0.5, lengths=[200, 100], plan="arithmetic", max_new_tokens=100)
     limits = np.array([cache.limit for cache in layers(state)])
     np.testing.assert_array_equal(limits.sum(0), [[4 * 150] * 2, [4 * 100] * 2])
+
+
+@pytest.mark.parametrize(("slots", "rounded"), [(1, 16), (17, 32), (65, 80), (1000, 1008), (1025, 1088)])
+def test_buffers_hold_little_more_than_what_was_asked_for(slots: int, rounded: int) -> None:
+    assert round_slots(slots) == rounded
+
+
+@given(slots=st.integers(1, 20_000))
+def test_attention_finds_blocks_in_any_buffers(slots: int) -> None:
+    capacity = round_slots(slots)
+    for least, most in ((64, 128), (16, 256)):
+        block = slot_block(capacity, least, most)
+        assert capacity % block == 0 and (least <= block <= most or block == capacity)
+        assert least == 64 or block <= most
+
+
+def test_the_full_cache_is_counted_as_full_allocates_it() -> None:
+    arguments: dict[str, Any] = {"lengths": [50, 33], "max_new_tokens": 30}
+    state, _ = kvjax.prefill(MODEL, "full", TEXT[:, :50], **arguments)
+    short, _ = kvjax.prefill(MODEL, "h2o", TEXT[:, :50], 20, **arguments)
+    assert kvjax.full_cache_bytes(state) == kvjax.full_cache_bytes(short) == kvjax.cache_bytes(state)

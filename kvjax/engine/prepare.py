@@ -17,7 +17,6 @@ from kvjax.policies.plan import Plan
 from kvjax.policies.policy import Policy
 from kvjax.policies.registry import name_of, plan_by_name
 from kvjax.policies.registry import policy as policy_by_name
-from pallas_kernels.attention import SLOT_BLOCK
 
 if TYPE_CHECKING:
     from kvjax.model import Model
@@ -118,9 +117,14 @@ def bucket(tokens: int) -> int:
 
 
 def round_slots(slots: int) -> int:
-    """Slots in the buffers: the next multiple of 16, of the attention block beyond one block."""
-    unit = 16 if slots <= SLOT_BLOCK else SLOT_BLOCK
+    """Slots in the buffers: the next multiple of 16, of 64 beyond 1024, so that attention finds blocks that fit."""
+    unit = 16 if slots <= 1024 else 64
     return -(-slots // unit) * unit
+
+
+def full_slots(prompt: int, new: int) -> int:
+    """Slots of each head's buffers where nothing leaves, for the longest prompt and the tokens planned after it."""
+    return round_slots(bucket(prompt) + new)
 
 
 def plan_slots(
@@ -154,7 +158,7 @@ def plan_slots(
     per_row = _slots_per_row(budget, wholes[budget_of]) if one else total  # type: ignore[arg-type]
     if not plan.bounded or plan.decides:
         limits = np.broadcast_to(total, (config.layers, rows))
-        return _of_heads(limits, config), (round_slots(bucket(width) + max_new_tokens),) * config.layers
+        return _of_heads(limits, config), (full_slots(width, max_new_tokens),) * config.layers
     if one:
         limits = np.stack([plan.budgets(int(slots), config.layers) for slots in per_row], axis=1)
     else:

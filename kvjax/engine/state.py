@@ -13,6 +13,7 @@ from jaxtyping import Array, Bool, Int, Key, UInt32
 
 from kvjax.cache.ledger import allocated_bytes
 from kvjax.engine.layer import Storage
+from kvjax.engine.prepare import full_slots
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Weights
 from kvjax.policies.policy import Policy
@@ -121,10 +122,12 @@ def cache_bytes(state: State) -> int:
 
 
 def full_cache_bytes(state: State) -> int:
-    """Bytes of keys and values that a full cache would hold at the end, prompt and planned tokens, padding excluded."""
+    """Bytes that policy `full` would allocate for these rows: of their prompts and of all tokens that were planned."""
     size = state.weights.layers[0].key.weight.dtype.itemsize
-    widths = sum(layer.kv_heads * (layer.key_width + layer.value_width) for layer in state.config.layer_configs)
-    return int(np.sum(np.asarray(state.end))) * widths * size
+    slots = full_slots(int(np.max(state.end - state.horizon)), int(np.max(state.horizon)))
+    number = np.dtype(np.int32).itemsize  # a slot's position, a head's limit
+    widths = ((layer.kv_heads, layer.key_width + layer.value_width) for layer in state.config.layer_configs)
+    return len(state.end) * sum(heads * (slots * (width * size + number) + number) for heads, width in widths)
 
 
 def held_positions(state: State) -> list[np.ndarray]:

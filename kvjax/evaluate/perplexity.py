@@ -31,7 +31,7 @@ class Streamed:
         nats: negative log-likelihood of each predicted token [b, m].
         prefix: tokens read before the first prediction: column i is made after `prefix + i` tokens.
         cache_bytes: of all rows, as allocated.
-        full_cache_bytes: of keys and values of all tokens.
+        full_cache_bytes: what `full` allocates for them.
     """
 
     nats: Float[np.ndarray, "b m"]

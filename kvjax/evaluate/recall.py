@@ -30,7 +30,7 @@ class Recalled:
         share: by form, see `kvjax.evaluate.facts.FORMS`.
         cases: questions of each form.
         cache_bytes: of all questions, as allocated.
-        full_cache_bytes: of keys and values of all their tokens.
+        full_cache_bytes: what `full` allocates for them.
     """
 
     share: dict[str, float]

@@ -9,7 +9,17 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels import noise
-from pallas_kernels.attention import SLOT_BLOCK, AttentionSpec, Partial, attend, merge, share_of_evicted, tempered, wide
+from pallas_kernels.attention import (
+    SLOT_BLOCK,
+    AttentionSpec,
+    Partial,
+    attend,
+    merge,
+    share_of_evicted,
+    slot_block,
+    tempered,
+    wide,
+)
 from pallas_kernels.decode_attention.types import Decoded, Gumbel, LowRank, Places
 from pallas_kernels.operands import Operand, Quantised, Turned, cut
 from pallas_kernels.quantised import products, weighted
@@ -64,7 +74,7 @@ def attend_codes(
 ) -> tuple[Partial, Float[Array, "b h g c"]]:
     """`attention.attend` of one query where keys or values are codes, of which no decoded copy is made."""
     (b, h, g, _), c, e = q.shape, *v.shape[2:]
-    s = next((s for s in (4 * SLOT_BLOCK, SLOT_BLOCK) if c % s == 0), c)
+    s = slot_block(c, 16, 4 * SLOT_BLOCK)
     n = c // s
 
     def blocks(x: Any) -> Any:
