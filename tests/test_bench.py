@@ -45,6 +45,24 @@ def test_parts_race_with_every_policy(tmp_path: Path) -> None:
     assert all(coded < plain for coded, plain in zip(sizes[False], sizes[True], strict=True))
 
 
-def test_an_unknown_policy_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
-    assert bench.main(["decode", "--model", "tiny", "--policies", "nope", "--prompt-tokens", "8"]) == 2
-    assert "no policy 'nope'" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--policies nope", "no policy 'nope'"),
+        ("--policies h2o,nope", "no policy 'nope'"),
+        ("--set colour=3", "--set colour: none of the policies streaming,h2o has this setting"),
+        ("--policies h2o --set recent=much", "recent='much'"),
+        ("--codec int3", "int3"),
+        ("--budgets much", "budget='much'"),
+        ("--budgets same", "name fastgen first"),
+        ("--batch 0", "--batch 0 is not a whole number from 1"),
+        ("--prompt-tokens -1", "--prompt-tokens -1 is not"),
+        ("--repeats 0", "--repeats 0 is not"),
+    ],
+)
+def test_a_mistake_is_one_sentence_before_anything_is_loaded(
+    words: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert bench.main(["decode", "--model", "nowhere", *words.split()]) == 2
+    said = capsys.readouterr().err
+    assert message in said and said.count("\n") == 1

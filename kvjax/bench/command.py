@@ -7,7 +7,6 @@ import dataclasses
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -23,12 +22,49 @@ from kvjax.files import write_text
 from kvjax.policies.policy import Policy
 from kvjax.settings import PART_KEYS, parse_budget, parse_settings
 
+Entry = tuple[str, Policy, int | float | str]
+"""A policy under its name, and its budget, which may be `same`."""
 
-def policy_with(name: str, parts: dict[str, str | None], settings: dict[str, Any]) -> Policy:
-    """A policy with some parts by name, and with those of the settings that it has."""
-    known = policies.settings_of(name) if name in policies.REGISTRY else {}
-    own: dict[str, Any] = {key: value for key, value in settings.items() if key in known or "." in key}
-    return policies.policy(name, **own | parts)
+
+def entries(options: argparse.Namespace) -> list[Entry]:
+    """What the command line names, checked before anything is loaded; `full` is added by who races them.
+
+    Raises:
+        ValueError: there is no such policy or part, nobody has a setting, or a number is out of its range.
+    """
+    for name in ("batch", "prompt_tokens", "new_tokens", "repeats"):
+        if getattr(options, name) < 1:
+            raise ValueError(f"--{name.replace('_', '-')} {getattr(options, name)} is not a whole number from 1.")
+    everyone = options.policies == "all"
+    names = [name for name in (policies.REGISTRY if everyone else options.policies.split(",")) if name != "full"]
+    budgets = [text if text == "same" else parse_budget(text) for text in options.budgets.split(",")]
+    settings, parts = parse_settings(options.settings), {part: getattr(options, part) for part in PART_KEYS}
+    known = {name: policies.settings_of(name) if name in policies.REGISTRY else {} for name in names}
+    for setting in settings:
+        if "." not in setting and not any("base" in its or setting in its for its in known.values()):
+            raise ValueError(f"--set {setting}: none of the policies {options.policies} has this setting.")
+    made: list[Entry] = []
+    decided = False
+    for name in names:
+        own = {key: value for key, value in settings.items() if key in known[name] or "." in key}
+        try:
+            policy = policies.policy(name, **own | parts)
+        except ValueError as error:
+            if not everyone:
+                raise
+            _say(f"{name} is left out: {error}")
+            continue
+        decided |= policy.plan.decides
+        if "same" in budgets and not decided:
+            raise ValueError("budget 'same' follows a policy that decides its slots; name fastgen first.")
+        made += [(name, policy, budget) for budget in ([1.0] if policy.plan.decides else budgets)]
+    if names and not made:
+        raise ValueError("no policy is left to race; see why above.")
+    return made
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 def run(options: argparse.Namespace) -> None:
@@ -37,39 +73,33 @@ def run(options: argparse.Namespace) -> None:
     Raises:
         ValueError: there is no such policy, or a setting does not fit.
     """
+    named = entries(options)
     model = model_named(options.model, options.dtype)
     rng = np.random.default_rng(0)
     tokens = rng.integers(3, model.config.vocab_size, (options.batch, options.prompt_tokens))
-    names = list(policies.REGISTRY) if options.policies == "all" else options.policies.split(",")
-    budgets = [text if text == "same" else parse_budget(text) for text in options.budgets.split(",")]
-    settings, parts = parse_settings(options.settings), {part: getattr(options, part) for part in PART_KEYS}
     make = {
-        "decode": lambda name, budget: decoder(model, name, budget, tokens, options.new_tokens),
-        "prefill": lambda name, budget: reader(model, name, budget, tokens),
+        "decode": lambda policy, budget: decoder(model, policy, budget, tokens, options.new_tokens),
+        "prefill": lambda policy, budget: reader(model, policy, budget, tokens),
     }[options.what]
-    contenders, own_slots = [make("full", 1.0)], None
-    for name in names:
-        if name == "full":
+    _say("compiling full")
+    contenders, own_slots = [make("full", 1.0)], 1
+    for name, policy, budget in named:
+        slots = own_slots if budget == "same" else budget
+        _say(f"compiling {name}" + ("" if policy.plan.decides else f" at {slots}"))
+        try:
+            contenders.append(dataclasses.replace(make(policy, slots), name=name))
+        except ValueError as error:
+            if options.policies != "all":
+                raise
+            _say(f"{name} at {slots} is left out: {error}")
             continue
-        for budget in budgets:
-            try:
-                policy = policy_with(name, parts, settings)
-                if policy.plan.decides:
-                    contenders.append(dataclasses.replace(make(policy, 1.0), name=name))
-                    own_slots = round(contenders[-1].slots or 1)
-                    contenders[-1].budget = f"own: {own_slots}"
-                    break
-                if budget == "same" and own_slots is None:
-                    raise ValueError("budget 'same' follows a policy that decides its slots; name fastgen first.")
-                made = make(policy, own_slots if budget == "same" else budget)
-                contenders.append(dataclasses.replace(made, name=name))
-            except ValueError as error:
-                if options.policies != "all":
-                    raise
-                print(f"{name} at {budget} is left out: {error}", file=sys.stderr)
+        if policy.plan.decides:
+            own_slots = round(contenders[-1].slots or 1)
+            contenders[-1].budget = f"own: {own_slots}"
     timed = contenders
     if options.against and options.what == "decode":
         timed = [*contenders, transformers_decoder(model, tokens, options.new_tokens)]
+    _say(f"racing {len(contenders)} contenders, {options.repeats} rounds")
     race(contenders, options.repeats)
     if len(timed) > len(contenders):
         for _ in range(options.repeats + 1):

@@ -6,6 +6,9 @@ import argparse
 import importlib
 import importlib.util
 import os
+import shlex
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from kvjax.commands import finish, use_compilation_cache
@@ -30,7 +33,7 @@ def parser() -> argparse.ArgumentParser:
         report = reports.add_parser(name, help=summary, description=summary, allow_abbrev=False)
         report.add_argument("--model", default="tiny", help="tiny, a directory or a hub id")
         report.add_argument("--text", nargs="+", type=Path, required=True, metavar="FILE", help="held-out texts")
-        report.add_argument("--out", type=Path, default=Path("docs/results"), help="directory of the report")
+        report.add_argument("--out", type=Path, default=Path("results"), help="directory of the report")
         report.add_argument("--rows", type=int, default=16, help="passages of each text")
         report.add_argument("--length", type=int, default=1024, help="tokens of each passage")
         report.add_argument("--redo", action="store_true", help="measure again what is on disk")
@@ -40,7 +43,43 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str] | None = None) -> int:
     """The command line; returns its exit code."""
-    options = parser().parse_args(argv)
+    words = sys.argv[1:] if argv is None else argv
+    options = parser().parse_args(words)
+    options.command = quoted(words)
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # tokenizers need no torch
     use_compilation_cache()
-    return finish("evaluate", lambda: importlib.import_module(REPORTS[options.report][0]).run(options))
+
+    def run() -> None:
+        check(options)
+        importlib.import_module(REPORTS[options.report][0]).run(options)
+
+    return finish("evaluate", run)
+
+
+def check(options: argparse.Namespace) -> None:
+    """Refuse what all reports need and do not get, before anything is loaded.
+
+    Raises:
+        ValueError: a text is no file, or there is nothing to predict.
+    """
+    for file in options.text:
+        if not file.is_file():
+            raise ValueError(f"--text {file} is not a file; give text files.")
+    if options.rows < 1 or options.length < 2:
+        raise ValueError(
+            f"--rows {options.rows} passages of --length {options.length} tokens hold nothing to predict; give "
+            "at least 1 of 2."
+        )
+    if options.out.exists() and not options.out.is_dir():
+        raise ValueError(f"--out {options.out} is a file; name a directory.")
+
+
+def quoted(words: Sequence[str]) -> str:
+    """A command as its report shows it: all of it, with files by their names and the report's directory as DIR."""
+    shown, before = [], ""
+    for word in words:
+        name, equals, path = word.rpartition("=")
+        file = Path(path).name if os.sep in path and Path(path).exists() else path
+        shown.append("DIR" if before == "--out" else f"{name}{equals}{file}")
+        before = word
+    return shlex.join(["kvjax", "evaluate", *shown])

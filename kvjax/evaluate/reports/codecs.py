@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import functools
 import sys
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -105,13 +104,10 @@ def run(options: argparse.Namespace) -> None:
                 if row is not None:
                     rows.append(row)
         shown.append(f"## The bytes of {slots} slots of 16 bits\n\n{_table(runs, rows, options.recall)}")
-    texts = " ".join(Path(text).name for text in options.text)
-    asked = "" if options.recall is None else f" --recall {options.recall}"
     words = (
-        f"# Slots of 16, 8 and 4 bits on {model.name}\n\nMade by `python -m kvjax.evaluate codecs --policies "
-        f"{options.policies} --slots {' '.join(map(str, options.slots))} --text {texts} --rows {options.rows} --length "
-        f"{options.length} --prefix {options.prefix}{asked}`. The model runs in bfloat16; {options.prefix} tokens of "
-        "each passage are read at once, the others through real eviction. A slot holds key, value, position and score; "
+        f"# Slots of 16, 8 and 4 bits on {model.name}\n\nMade by `{options.command}`. The model runs in bfloat16; "
+        f"{options.prefix} tokens of each passage are read at once, the others through real eviction. "
+        "A slot holds key, value, position and score; "
         "codes come with a scale for each key and each value, and keys with the prompt's factor for each channel. "
         "Buffers come in steps of 16 or 64 slots: codes take at most the bytes of 16 bits, and mostly fewer.\n\n"
     )

@@ -46,7 +46,7 @@ def run(options: argparse.Namespace) -> None:
         "# Beyond the trained length",
         f"Nats per token of held-out text, read token by token on {budget} slots per head and averaged over windows of "
         f"{options.window:,} tokens. The model was trained on {model.config.max_positions:,} positions. "
-        f"Made by `python -m kvjax.evaluate long --text {' '.join(file.name for file in options.text)}`.",
+        f"Made by `{options.command}`.",
     ]
     columns = {}
     for name, policy in chosen.items():

@@ -102,12 +102,9 @@ def run(options: argparse.Namespace) -> None:
     # A policy that decides itself what it keeps has no budget.
     choices = [(n, p, b) for n, p in made.items() for b in ([1.0] if p.plan.decides else budgets)]
     shown, file = against_bytes(runs, choices, options.recall)
-    texts = " ".join(Path(text).name for text in options.text)
     write_text(
         options.out / "quality.md",
-        f"# Quality against kept bytes on {model.name}\n\nMade by `python -m kvjax.evaluate quality --policies "
-        f"{options.policies} --budgets {options.budgets} --text {texts} --rows {options.rows} --length "
-        f"{options.length} --prefix {options.prefix} --out DIR`. "
+        f"# Quality against kept bytes on {model.name}\n\nMade by `{options.command}`. "
         f"Budgets are slots or fractions of {options.length} tokens; the first "
         f"{options.prefix} are read at once, the others through real eviction.\n\n{shown}\n"
         f"![quality](quality/{file.name})\n",

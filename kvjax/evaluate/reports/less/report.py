@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
 from kvjax.evaluate.reports.claims import claims_table, table
 from kvjax.evaluate.reports.less.attention import hellinger, residual_rank
@@ -88,13 +87,11 @@ def _share(text: str) -> float:
 
 def _document(less: Less, sections: list[Section], options: argparse.Namespace) -> str:
     runs, config = less.runs, less.runs.model.config
-    texts = " ".join(Path(file).name for file in options.text)
     claims = [claim for section in sections for claim in section.claims]
     counts = ", ".join(f"{sum(c.verdict == v for c in claims)} {v}" for v in dict.fromkeys(c.verdict for c in claims))
     return (
         f"# LESS on {runs.model.name}\n\n"
-        f"Made by `python -m kvjax.evaluate less --model {options.model} --text {texts} --rows {options.rows} --length "
-        f"{options.length} --out DIR`; figures and raw numbers are in `less/`.\n\n"
+        f"Made by `{options.command}`; figures and raw numbers are in `less/`.\n\n"
         f"{options.rows} passages of {options.length} tokens of each text, streamed token by token through real "
         "eviction from the first token on, in float32. "
         f"Budgets are shares of the model's {config.max_positions} positions: "
