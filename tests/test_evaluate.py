@@ -266,7 +266,7 @@ def test_less_report_is_written_and_resumes(saved: Path, tmp_path: Path, capsys:
     text = tmp_path / "story.txt"
     text.write_text(TEXT)
     words = ["less", "--text", str(text), "--out", str(tmp_path / "out"), "--rows", "2", "--length", "40"]
-    words += ["--budgets", "0.012", "--checkpoints", f"kernels={saved}"]
+    words += ["--budgets", "0.012", "--checkpoints", f"kernels={copied(saved, tmp_path / 'kernels', budget=12)}"]
     assert evaluate.main([*words, "--only", "performer"]) == 0
     first = capsys.readouterr().err.splitlines()
     assert first == [f"perplexity: {name}, 12 slots" for name in ("h2o", "h2o performer", "less kernels on h2o")]

@@ -102,7 +102,8 @@ def residuals(
         of_attention, of_residual = (np.asarray(curve) for curve in curves)
         layers = list(zip(of_attention.mean(1), of_residual.mean(1), strict=True))
         numbers = "; ".join(f"layer {i}: {r:.3f} against {a:.3f}" for i, (a, r) in enumerate(layers))
-        claims.append(Claim(f"{what}, mean over all layers", of_residual.mean() < of_attention.mean(), numbers))
+        lower = [r < a for a, r in layers]
+        claims.append(Claim(f"{what}, in every layer", all(lower), f"in {sum(lower)} of {len(lower)}: {numbers}"))
         drawn, (left, right) = new_figure(2)
         left.plot(range(1, of_attention.shape[1] + 1), of_attention.mean(0), label="attention output")
         left.plot(range(1, of_attention.shape[1] + 1), of_residual.mean(0), label=f"residual of top-{eighth}")
