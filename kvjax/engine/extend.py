@@ -19,6 +19,7 @@ from kvjax.engine.prepare import Budget, Prompts, Tokens, bucket, check_length, 
 from kvjax.engine.state import State, Storage
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Weights, unembed
+from kvjax.policies.part import of_kvjax
 from kvjax.policies.plan import Plan
 from kvjax.policies.policy import Policy
 from kvjax.policies.registry import name_of
@@ -62,12 +63,19 @@ def prefill(
         The state to decode from, and the logits for the first new token [b, vocab].
 
     Raises:
-        ValueError: a prompt is empty or does not fit the model, or the budget does not fit the policy.
+        ValueError: a prompt is empty or does not fit the model, the budget does not fit the policy, or a score of
+            somebody's own gives NaN or not one number for each slot.
+        TypeError: there are no rows of ids, or a class stands where an instance belongs.
     """
     settings: dict[str, Any] = dict(max_new_tokens=max_new_tokens, key=key, plan=plan, chunk=prefill_chunk)
     prompts = prepare(model, policy, tokens, budget, lengths, **settings)
     kernels = implementation if isinstance(implementation, Kernels) else Kernels(implementation)
     storage, seed, logits = _read_prompts(*_arguments(model, prompts), **_static(model, prompts, kernels))
+    score = type(prompts.policy.score)
+    if not of_kvjax(score) and np.isnan(logits).any():
+        raise ValueError(
+            f"{score.__name__}.score gives NaN for tokens of a prompt; it has to give numbers, or -inf, +inf."
+        )
     if prompts.policy.plan.per_head:
         storage = paged.build(storage, paged.page_slots(prompts.tokens.shape[1] + max_new_tokens))
     start = prompts.lengths

@@ -102,7 +102,8 @@ def ready(model: Model, policy: Policy | str, budget: Budget, plan: Plan | str |
     Raises:
         ValueError: it was made for another model, or its parts mean nothing together.
     """
-    chosen = policy_by_name(policy) if isinstance(policy, str) else policy
+    chosen = policy_by_name(policy)
+    chosen.protection.check_tokens(model.config.vocab_size)
     return fitted(chosen.bind(model).budgeted(budget).spread(plan_by_name(plan)))
 
 

@@ -7,6 +7,8 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
+
 from kvjax.cache.codec import Codec, codec
 from kvjax.policies.fastgen import PARTS, Profiled, TokenClasses
 from kvjax.policies.lightkv import AfterLimit, LambdaMask
@@ -28,7 +30,7 @@ from kvjax.policies.scores.scissorhands import Persistence
 from kvjax.policies.scores.snapkv import PromptWindow
 from kvjax.policies.scores.tova import LastAttention
 from kvjax.policies.selection import Selection, TopK
-from kvjax.types import check
+from kvjax.types import check, check_kind
 
 PLANS: dict[str, type[Plan]] = {
     "uniform": Uniform,
@@ -294,6 +296,8 @@ def policy(
     """
     of_parts, own = _by_part(settings)
     made = _registered(name, own) if isinstance(name, str) else name
+    if not isinstance(made, Policy):
+        raise TypeError(f"a policy is a name or a kvjax.Policy, not {_described(made)}.")
     if made is name and own:
         raise ValueError(f"{next(iter(own))} is no setting beside a policy that is made; set it on the parts you pass.")
     return replaced(made, plan, residual, codec, selection, of_parts)
@@ -306,7 +310,7 @@ def _registered(name: str, own: Mapping[str, Any]) -> Policy:
     for setting in own:
         if setting not in known and "base" not in known:
             raise ValueError(f"policy {name!r} has no setting {setting!r}; it takes {', '.join(known)}.")
-    made = REGISTRY[name](**own)
+    made = REGISTRY[name](**_typed(own, _annotations(REGISTRY[name]) | _annotations(combine)))
     return made if name in ("less", "baseline_plus") else dataclasses.replace(made, name=name)
 
 
@@ -322,16 +326,18 @@ def replaced(
     of_parts = {part: dict(values) for part, values in (settings or {}).items()}
     if residual is not None or "residual" in of_parts:
         memory = of_parts.pop("residual", {})
-        if isinstance(residual, Residual):
-            _none_left("residual", memory)
-            chosen = residual
+        if residual is None or isinstance(residual, str):
+            named = "less" if residual is None else residual
+            chosen = residual_by_name(named, **({"base": name_of(made)} | memory))
         else:
-            chosen = residual_by_name(residual or "less", **({"base": name_of(made)} | memory))
+            chosen = _made("residual", RESIDUALS, residual, memory)
         made = dataclasses.replace(made, residual=chosen)
     if codec is not None:
         made = dataclasses.replace(made, codec=_codec(codec, made.codec.positions))
     if selection is not None or "selection" in of_parts:
-        chosen_one = _made("selection", SELECTIONS, selection or "topk", of_parts.pop("selection", {}))
+        chosen_one = _made(
+            "selection", SELECTIONS, "topk" if selection is None else selection, of_parts.pop("selection", {})
+        )
         made = dataclasses.replace(made, selection=chosen_one)
     if plan is not None or "plan" in of_parts:
         if plan is None:
@@ -364,6 +370,8 @@ def plan_by_name(plan: Plan | str | None) -> Plan | None:
 def _made(part: str, table: Mapping[str, Any], given: Any, settings: Mapping[str, Any]) -> Any:
     if not isinstance(given, str):
         _none_left(part, settings)
+        if not isinstance(given, _BASES[part]):
+            raise TypeError(f"a {part} is a name or an instance of {_BASES[part].__name__}, not {_described(given)}.")
         return given
     if given not in table:
         raise ValueError(f"there is no {part} {given!r}; choose one of {', '.join(table)}.")
@@ -371,7 +379,34 @@ def _made(part: str, table: Mapping[str, Any], given: Any, settings: Mapping[str
     for setting in settings:
         if setting not in known:
             raise ValueError(f"{part} {given!r} has no setting {setting!r}; it takes {', '.join(known)}.")
-    return table[given](**settings)
+    return table[given](**_typed(settings, {field.name: field.type for field in dataclasses.fields(table[given])}))
+
+
+def _typed(settings: Mapping[str, Any], annotations: Mapping[str, Any]) -> dict[str, Any]:
+    # Settings in the types that parts want, whether a program, a command line or a file gave them.
+    typed: dict[str, Any] = {}
+    for name, value in settings.items():
+        if value is None and annotations.get(name) == "str":
+            value = "none"  # a command line's `noise=none` is the word
+        elif isinstance(value, list):
+            value = tuple(value)
+        elif isinstance(value, np.generic):
+            value = value.item()
+        check_kind(name, value, annotations.get(name, ""))
+        typed[name] = value
+    return typed
+
+
+_BASES: dict[str, type[Any]] = {"plan": Plan, "residual": Residual, "selection": Selection}
+
+
+def _described(value: object) -> str:
+    # What stands where a part or a policy belongs, and what was meant.
+    if isinstance(value, type):
+        return f"the class {value.__name__}; give an instance, {value.__name__}()"
+    if isinstance(value, Score):
+        return f"a score; give kvjax.Policy({type(value).__name__}(...))"
+    return repr(value)
 
 
 def _none_left(part: str, settings: Mapping[str, Any]) -> None:
@@ -380,6 +415,8 @@ def _none_left(part: str, settings: Mapping[str, Any]) -> None:
 
 
 def _codec(given: str | Codec, positions: str) -> Codec:
+    if not isinstance(given, (str, Codec)):
+        raise TypeError(f"a codec is a name or an instance of Codec, not {_described(given)}.")
     return codec(given, positions) if isinstance(given, str) else given
 
 
@@ -406,6 +443,10 @@ def settings_of(name: str) -> dict[str, Any]:
     takes = inspect.signature(method).parameters
     own = _keywords(method)
     return own | ({k: v for k, v in _keywords(combine).items() if k not in own} if "common" in takes else {})
+
+
+def _annotations(function: Callable[..., Any]) -> dict[str, Any]:
+    return {p.name: p.annotation for p in inspect.signature(function).parameters.values()}
 
 
 def _keywords(function: Callable[..., Any]) -> dict[str, Any]:
