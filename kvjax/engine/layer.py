@@ -197,7 +197,7 @@ def read_block(
         storage = _settled(policy, storage, index, told, first)
         view = storage.layers[index]
         if not of_kvjax(type(policy.score)):
-            undefined.append((jnp.isnan(policy.score.score(view, told.new)) & view.live).any((1, 2)))
+            undefined.append((jnp.isnan(policy.standing(view, told.new)[0]) & view.live).any((1, 2)))
         if paged:
             chosen, leaving = select(policy, shape, view, told.new)
         else:
