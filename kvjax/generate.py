@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from kvjax import policies
-from kvjax.commands import finish, use_compilation_cache
+from kvjax.commands import finish, leave, use_compilation_cache
 from kvjax.engine.state import cache_bytes, full_cache_bytes, slot_limits
 from kvjax.files import read_text
 from kvjax.policies.fastgen import Profiled
@@ -217,4 +217,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    leave(main())
