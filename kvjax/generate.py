@@ -21,7 +21,7 @@ from kvjax.policies.fastgen import Profiled
 from kvjax.policies.policy import Policy
 from kvjax.sampling.sample import Sampling
 from kvjax.sampling.texts import Generation, Stream, encode, generate_ids
-from kvjax.settings import PART_KEYS, parse_budget, parse_settings, read_config
+from kvjax.settings import PART_KEYS, parse_budget, parse_settings, read_config, seed_number
 
 
 def parser() -> argparse.ArgumentParser:
@@ -88,9 +88,10 @@ def _settings(kind: type[Any], part: str) -> dict[str, Any]:
 
 
 def _choice(options: argparse.Namespace) -> tuple[Policy, int | float | Sequence[int], int | None]:
-    config = read_config(options.config) if options.config else {}
-    name = options.policy or config.get("policy", "full")
-    parts = {part: getattr(options, part) or config.get(part) for part in PART_KEYS}
+    config = read_config(options.config) if options.config is not None else {}
+    name = config.get("policy", "full") if options.policy is None else options.policy
+    given = {part: getattr(options, part) for part in PART_KEYS}
+    parts = {part: config.get(part) if word is None else word for part, word in given.items()}
     # A config's settings are those of its own policy and parts.
     chosen = {"policy": name, **parts}
     own = {setting: setting.partition(".")[0] if "." in setting else "policy" for setting in config.get("settings", {})}
@@ -100,6 +101,11 @@ def _choice(options: argparse.Namespace) -> tuple[Policy, int | float | Sequence
         settings["checkpoint" if name == "less" else "residual.checkpoint"] = options.less_checkpoint
     policy = policies.policy(name, **parts, **settings)
     budget = config.get("budget", 1.0) if options.budget is None else parse_budget(options.budget)
+    if options.budget is not None and not policy.plan.bounded and policy.selection is None:
+        raise ValueError(
+            f"budget={options.budget} means nothing to policy {name}, which keeps everything; leave it out, or choose "
+            "another policy."
+        )
     chunk = config.get("prefill_chunk") if options.prefill_chunk is None else options.prefill_chunk
     return policy, budget, chunk
 
@@ -107,9 +113,13 @@ def _choice(options: argparse.Namespace) -> tuple[Policy, int | float | Sequence
 def _prompt(options: argparse.Namespace) -> str:
     if options.prompt is not None:
         return options.prompt
-    if options.prompt_file is None:
-        return sys.stdin.read()
-    return read_text(options.prompt_file)
+    if options.prompt_file is not None:
+        text = read_text(options.prompt_file)
+    elif sys.stdin is None or sys.stdin.closed:
+        raise ValueError("standard input is closed; give --prompt or --prompt-file.")
+    else:
+        text = sys.stdin.read().removeprefix("\ufeff")
+    return text.removesuffix("\n")  # which editors and echo put behind a text
 
 
 def _report(made: Generation, policy: Policy, seed: int, text: str) -> dict[str, Any]:
@@ -168,6 +178,11 @@ def run(options: argparse.Namespace) -> None:
 
     policy, budget, chunk = _choice(options)
     Sampling(options.temperature, options.top_k, options.top_p)
+    seed_number(options.seed)
+    if options.save_cache_map is not None:
+        from kvjax.pictures import cache_map
+
+        cache_map.check_file(options.save_cache_map)
     prompt = _prompt(options)
     model = load(options.model, dtype=options.dtype)
     ids = encode(model, prompt, options.chat)

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int, Key
 from kvjax.cache import paged
 from kvjax.cache.dense import Dense, empty
 from kvjax.engine.layer import Reading, read_block, read_token
-from kvjax.engine.prepare import Budget, Prompts, Tokens, bucket, check_length, check_tokens, prepare
+from kvjax.engine.prepare import Budget, Prompts, Tokens, bucket, check_length, check_tokens, prepare, rows_of
 from kvjax.engine.state import State, Storage
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Weights, unembed
@@ -205,6 +205,7 @@ def extend(
         The state to decode from, and logits [b, vocab] or [b, n, vocab]; NaN where a row has read nothing.
 
     Raises:
+        TypeError: the tokens are a list of anything but rows.
         ValueError: the tokens do not fit the state or the model, or the text does not fit what the cache was planned
             for, under policies that set slots aside for all of it.
     """
@@ -212,9 +213,9 @@ def extend(
         raise ValueError(f"logits={logits!r} is not 'last' or 'all'.")
     rows = len(state.position)
     if isinstance(tokens, (list, tuple)):
-        lengths = [len(row) for row in tokens] if lengths is None else lengths
-        width = max(1, max((len(row) for row in tokens), default=0))
-        tokens = np.array([list(row) + [0] * (width - len(row)) for row in tokens]).reshape(-1, width)
+        tokens, counted = rows_of(tokens)
+        tokens = tokens if tokens.size else np.zeros((len(tokens), 1), np.int64)  # rows that all have nothing to read
+        lengths = counted if lengths is None else lengths
     ids = np.asarray(tokens)
     if ids.ndim != 2 or len(ids) != rows or ids.shape[1] == 0:
         raise ValueError(f"tokens of shape {ids.shape} are not text for each of {rows} rows [b, n].")

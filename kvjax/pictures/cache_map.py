@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 from typing import Any, TextIO
 
 import numpy as np
 from jaxtyping import Float
 
-from kvjax.files import written_aside
+from kvjax.files import check_writable, written_aside
 
 PLAIN_MARKS = " .:-=+*#"
 """From a token that no head holds to one that all of them hold."""
@@ -47,18 +48,28 @@ def show(tokenizer: Any, ids: list[int], share: Float[np.ndarray, " tokens"], fi
     Console(file=file).print(shaded)
 
 
+def check_file(file: Path) -> None:
+    """Refuse to draw where `save` could not.
+
+    Raises:
+        ValueError: matplotlib is not installed, or the file cannot be a PNG in an existing directory.
+    """
+    check_writable(file, ".png")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ValueError(
+            'drawing needs matplotlib; install it with: pip install matplotlib, or pip install -e ".[plots]".'
+        )
+
+
 def save(share: Float[np.ndarray, "layers tokens"], file: Path, title: str) -> None:
     """Draw layers x positions to a PNG file, written aside and then renamed.
 
     Raises:
         ValueError: matplotlib is not installed, or the file is not a PNG in an existing directory.
     """
-    if file.suffix != ".png" or not file.absolute().parent.is_dir():
-        raise ValueError(f"--save-cache-map {file} is not a .png file in an existing directory.")
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ValueError("drawing needs matplotlib; install it with: pip install 'kvjax[plots]'.") from None
+    check_file(file)
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(10, 0.4 * len(share) + 1.5), layout="constrained")
     axes = figure.subplots()
     image = axes.imshow(share, aspect="auto", interpolation="nearest", vmin=0, vmax=1, cmap="viridis")
