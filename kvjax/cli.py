@@ -10,7 +10,7 @@ import tomllib
 from pathlib import Path
 from typing import NamedTuple
 
-from kvjax.commands import BROKEN_PIPE, INTERRUPTED, leave
+from kvjax.commands import BROKEN_PIPE, INTERRUPTED, heed_interruptions, leave
 
 
 class Command(NamedTuple):
@@ -40,6 +40,7 @@ def main(argv: list[str] | None = None) -> int:
         The exit code: the subcommand's own, 0 for the listing, 2 for an unknown name, 130 after an interruption.
     """
     if argv is None:
+        heed_interruptions()
         leave(main(sys.argv[1:]))
 
     try:

@@ -48,6 +48,18 @@ def finish(command: str, run: Callable[[], object]) -> int:
     return 0
 
 
+def heed_interruptions() -> None:
+    """End the process by an interruption that arrives where Python cannot raise it, in a callback of its collector."""
+    usual = sys.unraisablehook
+
+    def hook(unraisable: sys.UnraisableHookArgs) -> None:
+        if issubclass(unraisable.exc_type, KeyboardInterrupt):
+            leave(INTERRUPTED)
+        usual(unraisable)
+
+    sys.unraisablehook = hook
+
+
 def leave(code: int) -> NoReturn:
     """End the process with an exit code, quietly where nobody reads its output any more."""
     with contextlib.suppress(KeyboardInterrupt):

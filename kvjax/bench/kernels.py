@@ -20,6 +20,7 @@ import numpy as np
 
 from kvjax.commands import finish
 from kvjax.files import write_text
+from kvjax.settings import whole_number
 from pallas_kernels.common import Unsupported
 from pallas_kernels.programs import IMPLEMENTATIONS, Program, decode, eviction, features, hashes, paged, prefill
 
@@ -264,6 +265,8 @@ def run(options: argparse.Namespace) -> None:
     for name in options.ops.split(","):
         if name not in OPS:
             raise ValueError(f"there is no operation {name!r} to race; choose of {', '.join(OPS)}.")
+    for name in ("repeats", *(name for name in LARGE if name != "dtype")):
+        whole_number(f"--{name.replace('_', '-')}", getattr(options, name))
     device = f"{jax.devices()[0].device_kind}, jax {jax.__version__}, medians of {options.repeats}"
     if options.step:
         from kvjax.bench.step import step
@@ -287,7 +290,9 @@ def main(argv: list[str] | None = None) -> int:
         "--step-model", choices=("toy", "synthetic", "llama_7b"), default="toy" if sizes is SMALL else "llama_7b"
     )
     options.add_argument("--repeats", type=int, default=5)
+    options.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default=sizes["dtype"])
     for name, value in sizes.items():
-        options.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value)
+        if name != "dtype":
+            options.add_argument(f"--{name.replace('_', '-')}", type=int, default=value)
     options.add_argument("--json", type=Path, help="also write the numbers to this file")
     return finish("bench kernels", lambda: run(options.parse_args(argv)))
