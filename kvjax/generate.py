@@ -274,10 +274,12 @@ def run(options: argparse.Namespace) -> None:
         from kvjax.pictures import cache_map
 
         held = cache_map.share_held(made.cache_positions, len(ids))
+        words = cache_map.words_of(model.tokenizer, ids)
         if options.show_cache:
-            cache_map.show(model.tokenizer, ids, held.mean(0), sys.stderr if options.json else sys.stdout)
+            cache_map.show(words, held.mean(0), sys.stderr if options.json else sys.stdout)
         if options.save_cache_map:
-            cache_map.save(held, options.save_cache_map, policies.name_of(policy))
+            title = f"What {model.name} holds of its prompt: {report['policy']}, {report['budget']:g} slots per head"
+            cache_map.save(held, words, options.save_cache_map, title)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -21,6 +22,7 @@ from kvjax import generate
 from kvjax.engine import extend
 from kvjax.engine.decode import checked_token
 from kvjax.engine.prepare import prepare
+from kvjax.pictures import cache_map
 from kvjax.policies import describe
 from kvjax.sampling.texts import Stream, encode, generate_ids
 from kvjax.settings import config_directories, parse_value, read_config, seed_number
@@ -84,6 +86,31 @@ def test_json_and_cache_map(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert set(wanted.split()) <= set(report)
     assert report["policy"] == "keyformer" and report["cache_bytes"] < report["full_cache_bytes"]
     assert figure.read_bytes().startswith(b"\x89PNG")
+
+
+class Terminal(io.StringIO):
+    """What a command writes to where it can be seen."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_terminal_shows_what_is_held_in_more_than_two_shades(monkeypatch: pytest.MonkeyPatch) -> None:
+    share = np.linspace(0, 1, 9)
+    for name in ("NO_COLOR", "COLORTERM", "FORCE_COLOR", "TTY_COMPATIBLE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    file = Terminal()
+    cache_map.show([f"word{i}" for i in range(9)], share, file)
+    shown, legend, _ = file.getvalue().split("\n")
+    assert len(set(re.findall(r"\x1b\[([0-9;]+)m *word", shown))) == 5
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", legend)
+    assert plain == "share of heads that hold a token:  0%  25%  50%  75%  100% "
+    monkeypatch.setenv("TERM", "dumb")
+    file = Terminal()
+    cache_map.show(["a", "b"], np.array([0.0, 1.0]), file)
+    assert file.getvalue() == "a|b\n |#\nmarks from 0% to 100% of heads: ' .:-=+*#'\n"
 
 
 @pytest.mark.parametrize(

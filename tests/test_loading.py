@@ -76,7 +76,7 @@ def refused(directory: Path, sentence: str) -> None:
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, jnp.bfloat16])
 def test_numbers_that_are_none_are_refused(tmp_path: Path, value: float, dtype: Any) -> None:
     name = "model.layers.0.mlp.up_proj.weight"
-    tensor = np.asarray(write(tmp_path)[name], dtype)
+    tensor = np.array(write(tmp_path)[name], dtype)
     assert _finite(tensor) and _finite(tensor[:0])
     tensor[1, 2] = value
     assert not _finite(tensor)
