@@ -24,7 +24,7 @@ from kvjax.policies.fastgen import Profiled
 from kvjax.policies.policy import Policy
 from kvjax.sampling.sample import Sampling
 from kvjax.sampling.texts import Generation, Stream, encode, generate_ids
-from kvjax.settings import PART_KEYS, parse_budget, parse_settings, read_config, seed_number
+from kvjax.settings import PART_KEYS, parse_budgets, parse_settings, read_config, seed_number
 
 
 def parser() -> argparse.ArgumentParser:
@@ -151,7 +151,7 @@ def _choice(options: argparse.Namespace) -> tuple[Policy, int | float | Sequence
     if options.less_checkpoint is not None:
         settings["checkpoint" if name == "less" else "residual.checkpoint"] = options.less_checkpoint
     policy = policies.policy(name, **parts, **settings)
-    budget = config.get("budget", 1.0) if options.budget is None else parse_budget(options.budget)
+    budget = config.get("budget", 1.0) if options.budget is None else parse_budgets(options.budget)
     if options.budget is not None and not policy.plan.bounded and policy.selection is None:
         raise ValueError(
             f"budget={options.budget} means nothing to policy {name}, which keeps everything; leave it out, or choose "

@@ -45,17 +45,29 @@ def parse_value(text: str) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
-def parse_budget(text: str) -> int | float | tuple[int, ...]:
-    """A budget: a whole number of slots, a fraction, or slots for each layer with commas between them.
+def parse_budget(text: str) -> int | float:
+    """A budget: a whole number of slots, or a fraction.
 
     Raises:
-        ValueError: none of these.
+        ValueError: neither.
     """
     value = parse_value(text)
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ValueError(f"budget={text!r} is not a whole number of slots, nor a fraction such as 0.25.")
+    return value
+
+
+def parse_budgets(text: str) -> int | float | tuple[int, ...]:
+    """A budget, or slots for each layer with commas between them.
+
+    Raises:
+        ValueError: neither.
+    """
+    if "," not in text:
+        return parse_budget(text)
+    value = parse_value(text)
     if not _is_budget(value):
-        raise ValueError(
-            f"budget={text!r} is not a whole number of slots, a fraction such as 0.25, nor 64,48 by layer."
-        )
+        raise ValueError(f"budget={text!r} is not a whole number of slots for each layer, such as 64,48,32,16.")
     return value
 
 

@@ -276,9 +276,10 @@ def test_a_step_takes_one_id_for_each_row(token: Any, message: str) -> None:
 
 def test_numbers_of_numpy_are_numbers(model: kvjax.Model) -> None:
     arguments: dict[str, Any] = dict(max_new_tokens=np.int64(3), key=jax.random.key(0), plan=None, chunk=None)
-    prepared = prepare(model, "topk_oracle", [np.array([1, 2])], np.int32(1), None, **arguments)
+    numbers: list[Any] = [[np.array([1, 2])], np.int32(1), np.array([9, 8, 7, 6]), [np.int64(2)]]
+    prepared = prepare(model, "topk_oracle", numbers[0], numbers[1], None, **arguments)
     assert prepared.policy.selection is not None and prepared.horizon.tolist() == [3]
-    limits = prepare(model, "h2o", [[1, 2]], np.array([9, 8, 7, 6]), [np.int64(2)], **arguments).limits
+    limits = prepare(model, "h2o", [[1, 2]], numbers[2], numbers[3], **arguments).limits
     assert [int(limit[0, 0]) for limit in limits] == [9, 8, 7, 6]
     assert seed_number(np.uint32(7)) == 7
 
@@ -361,7 +362,7 @@ def test_policies_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     listed = capsys.readouterr().out
     tables = (kvjax.policies.REGISTRY, kvjax.policies.PLANS, kvjax.policies.RESIDUALS, kvjax.policies.SELECTIONS)
     assert all(name in listed for table in (*tables, kvjax.policies.CODECS) for name in table)
-    assert set().union(*kvjax.policies.registry.PAPERS.values()) == set(kvjax.policies.REGISTRY)
+    assert set().union(*kvjax.policies.PAPERS.values()) == set(kvjax.policies.REGISTRY)
     assert "recent=0.5" in listed and "plan.floor=0.2" in listed and "residual.kernels='learned'" in listed
 
 

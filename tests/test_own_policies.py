@@ -73,19 +73,22 @@ def test_a_fold_that_changes_what_a_slot_remembers_is_refused() -> None:
         kvjax.prefill(random_model(GQA), kvjax.Policy(mine()), [[1, 2, 3, 4, 5, 6]], 4)
 
 
+UNTYPED: Any = kvjax  # type checkers refuse all of this, too
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: kvjax.Policy(Accumulated), r"score=Accumulated is a class; give an instance, Accumulated\(\)"),
-        (lambda: kvjax.Policy("h2o"), "score='h2o' is no Score; kvjax.policy takes names"),
-        (lambda: kvjax.Policy(kvjax.policies.PLANS["adakv"]()), "is no Score"),
+        (lambda: UNTYPED.Policy(Accumulated), r"score=Accumulated is a class; give an instance, Accumulated\(\)"),
+        (lambda: UNTYPED.Policy("h2o"), "score='h2o' is no Score; kvjax.policy takes names"),
+        (lambda: UNTYPED.Policy(kvjax.policies.PLANS["adakv"]()), "is no Score"),
         (
-            lambda: kvjax.policy(Accumulated()),
+            lambda: UNTYPED.policy(Accumulated()),
             r"a policy is a name or a kvjax.Policy, not a score; give kvjax.Policy\(",
         ),
-        (lambda: kvjax.policy("h2o", plan=kvjax.policies.PLANS["adakv"]), "not the class AdaKV; give an instance"),
-        (lambda: kvjax.policy("h2o", codec=5), "a codec is a name or an instance of Codec, not 5"),
-        (lambda: kvjax.prefill(random_model(GQA), None, [[1, 2]], 4), "not None"),
+        (lambda: UNTYPED.policy("h2o", plan=kvjax.policies.PLANS["adakv"]), "not the class AdaKV; give an instance"),
+        (lambda: UNTYPED.policy("h2o", codec=5), "a codec is a name or an instance of Codec, not 5"),
+        (lambda: UNTYPED.prefill(random_model(GQA), None, [[1, 2]], 4), "not None"),
     ],
 )
 def test_a_part_is_an_instance_of_its_kind(make: Callable[[], Any], message: str) -> None:

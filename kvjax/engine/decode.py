@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +15,9 @@ from kvjax.engine.state import Moving, State, join_state, split_state
 from kvjax.models.decoder import unembed
 
 
-def decode_step(state: State, token: Int[Array, " b"] | ArrayLike) -> tuple[State, Float[Array, "b vocab"]]:
+def decode_step(
+    state: State, token: Int[Array, " b"] | ArrayLike | Sequence[int]
+) -> tuple[State, Float[Array, "b vocab"]]:
     """Write one token per row into the cache and return the logits for the next.
 
     Pure, compiled, and fit for `jit`, `scan` and `vmap`. A function of your own that is jitted and returns a state
@@ -39,14 +43,16 @@ def decode_step(state: State, token: Int[Array, " b"] | ArrayLike) -> tuple[Stat
     return join_state(state, moving), logits
 
 
-def decode_step_in_place(state: State, token: Int[Array, " b"] | ArrayLike) -> tuple[State, Float[Array, "b vocab"]]:
+def decode_step_in_place(
+    state: State, token: Int[Array, " b"] | ArrayLike | Sequence[int]
+) -> tuple[State, Float[Array, "b vocab"]]:
     """`decode_step` that reuses the memory of the given state's caches, which are gone afterwards; weights stay."""
     token = checked_token(state, token)
     moving, logits = _step_in_place(*split_state(state), token)
     return join_state(state, moving), logits
 
 
-def checked_token(state: State, token: ArrayLike) -> Int[Array, " b"]:
+def checked_token(state: State, token: ArrayLike | Sequence[int]) -> Int[Array, " b"]:
     """One token for each row of a state, as an array.
 
     Raises:
