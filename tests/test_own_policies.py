@@ -80,7 +80,10 @@ UNTYPED: Any = kvjax  # type checkers refuse all of this, too
     ("make", "message"),
     [
         (lambda: UNTYPED.Policy(Accumulated), r"score=Accumulated is a class; give an instance, Accumulated\(\)"),
-        (lambda: UNTYPED.Policy("h2o"), "score='h2o' is no Score; kvjax.policy takes names"),
+        (
+            lambda: kvjax.prefill(random_model(GQA), UNTYPED.Policy("h2o"), [[1, 2]], 4),
+            "score='h2o' is no Score; kvjax.policy takes names",
+        ),
         (lambda: UNTYPED.Policy(kvjax.policies.PLANS["adakv"]()), "is no Score"),
         (
             lambda: UNTYPED.policy(Accumulated()),

@@ -103,9 +103,9 @@ def ready(model: Model, policy: Policy | str, budget: Budget, plan: Plan | str |
     Raises:
         ValueError: it was made for another model, or its parts mean nothing together.
     """
-    chosen = policy_by_name(policy)
+    chosen = policy_by_name(policy).bind(model)
     chosen.protection.check_tokens(model.config.vocab_size)
-    return fitted(chosen.bind(model).budgeted(budget).spread(plan_by_name(plan)))
+    return fitted(chosen.budgeted(budget).spread(plan_by_name(plan)))
 
 
 def checked_budget(budget: Any) -> Budget:

@@ -53,16 +53,20 @@ class Policy:
             part = getattr(self, name)
             if isinstance(part, type):
                 raise TypeError(f"{name}={part.__name__} is a class; give an instance, {part.__name__}().")
-            if isinstance(part, (str, Part, Codec)) and not isinstance(part, kind):
-                remedy = "; kvjax.policy takes names" if isinstance(part, str) else ""
-                raise TypeError(f"{name}={part!r} is no {kind.__name__}{remedy}.")
+            if isinstance(part, (Part, Codec)):
+                _check_part(name, part, kind)
 
     def bind(self, model: Model) -> Policy:
         """The policy with whatever its parts need to know of a model; `prefill` calls it, outside of compilation.
 
         Raises:
             ValueError: what a part has was made for another model.
+            TypeError: a part is none.
         """
+        for name, kind in _KINDS.items():
+            part = getattr(self, name)
+            if part is not None or name not in ("residual", "selection"):
+                _check_part(name, part, kind)
         return self._each(lambda part: part.bind(model))
 
     def budgeted(self, budget: Any) -> Policy:
@@ -161,3 +165,9 @@ _KINDS: dict[str, type[Any]] = {
     "codec": Codec,
     "selection": Selection,
 }
+
+
+def _check_part(name: str, part: object, kind: type[Any]) -> None:
+    if not isinstance(part, kind):
+        remedy = "; kvjax.policy takes names" if isinstance(part, str) else ""
+        raise TypeError(f"{name}={part!r} is no {kind.__name__}{remedy}.")
