@@ -169,7 +169,10 @@ def _prompt(options: argparse.Namespace) -> str:
     elif sys.stdin is None or sys.stdin.closed:
         raise ValueError("standard input is closed; give --prompt or --prompt-file.")
     else:
-        text = sys.stdin.read().removeprefix("\ufeff")
+        try:
+            text = sys.stdin.read().removeprefix("\ufeff")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"standard input is not {error.encoding} text.") from None
     return text.removesuffix("\n")  # which editors and echo put behind a text
 
 
