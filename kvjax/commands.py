@@ -19,7 +19,12 @@ class Help(argparse.ArgumentDefaultsHelpFormatter):
     """Shows every default that says something."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        if action.default in (None, False, []) or "(default" in (action.help or ""):
+        if (
+            action.default is None
+            or action.default is False
+            or action.default == []
+            or "(default" in (action.help or "")
+        ):
             return action.help
         return super()._get_help_string(action)
 

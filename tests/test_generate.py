@@ -378,6 +378,7 @@ def test_help_says_what_settings_mean(capsys: pytest.CaptureFixture[str]) -> Non
     assert generate.main(["--help"]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert "uniform, arithmetic, pyramid, interleaved, adakv" in said and "(default: 128)" in said
+    assert "(default: 0)" in said and "(default: False)" not in said
 
 
 @pytest.mark.parametrize("name", [name for name in CONFIGS if read_config(name)["policy"] == "less"])
