@@ -94,8 +94,8 @@ def check_class(kind: type[Part]) -> None:
         if near or isinstance(value, (FunctionType, staticmethod, classmethod)):
             meant = f"did you mean {near[0]}" if near else f"there are {', '.join(hooks)}"
             raise TypeError(
-                f"{kind.__name__}.{name} is nothing that kvjax asks a {ours[0].__name__} for ({meant}); begin the "
-                "names of your own helpers with an underscore."
+                f"kvjax never asks for {kind.__name__}.{name} ({meant}); begin the names of your own helpers with an "
+                "underscore."
             )
     if "_flax_dataclass" not in vars(kind):
         raise TypeError(f"{kind.__name__} is not a pytree; put @flax.struct.dataclass above `class {kind.__name__}`.")
