@@ -116,7 +116,7 @@ def checked_budget(budget: Any) -> Budget:
         ValueError: it is out of range.
     """
     if isinstance(budget, (list, tuple, np.ndarray)) and np.ndim(budget) > 0:
-        return tuple(whole_number("budget", slots) for slots in budget)
+        return [whole_number("budget", slots) for slots in budget]
     if isinstance(budget, (float, np.floating)):
         return float(budget)
     if isinstance(budget, (bool, np.bool_)) or not isinstance(budget, (int, np.integer)):
