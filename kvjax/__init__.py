@@ -1,28 +1,61 @@
 """kvjax: language models on a KV cache that never outgrows a fixed budget."""
 
-from kvjax import policies as policies
-from kvjax.asks import Near as Near
-from kvjax.asks import Noise as Noise
-from kvjax.asks import Probs as Probs
-from kvjax.asks import Sums as Sums
-from kvjax.cache.codec import Codec as Codec
-from kvjax.engine.decode import decode_step as decode_step
-from kvjax.engine.decode import decode_step_in_place as decode_step_in_place
-from kvjax.engine.extend import extend as extend
-from kvjax.engine.extend import prefill as prefill
-from kvjax.engine.state import State as State
-from kvjax.engine.state import cache_bytes as cache_bytes
-from kvjax.engine.state import full_cache_bytes as full_cache_bytes
-from kvjax.engine.state import held_positions as held_positions
-from kvjax.engine.state import put_rows as put_rows
-from kvjax.engine.state import take_rows as take_rows
-from kvjax.model import Model as Model
-from kvjax.model import load as load
-from kvjax.models import ModelConfig as ModelConfig
-from kvjax.policies import Plan as Plan
-from kvjax.policies import Policy as Policy
-from kvjax.policies import Protection as Protection
-from kvjax.policies import Residual as Residual
-from kvjax.policies import Score as Score
-from kvjax.policies import Selection as Selection
-from kvjax.policies import policy as policy
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvjax import policies as policies
+    from kvjax.asks import Near as Near
+    from kvjax.asks import Noise as Noise
+    from kvjax.asks import Probs as Probs
+    from kvjax.asks import Sums as Sums
+    from kvjax.cache.codec import Codec as Codec
+    from kvjax.engine.decode import decode_step as decode_step
+    from kvjax.engine.decode import decode_step_in_place as decode_step_in_place
+    from kvjax.engine.extend import extend as extend
+    from kvjax.engine.extend import prefill as prefill
+    from kvjax.engine.state import State as State
+    from kvjax.engine.state import cache_bytes as cache_bytes
+    from kvjax.engine.state import full_cache_bytes as full_cache_bytes
+    from kvjax.engine.state import held_positions as held_positions
+    from kvjax.engine.state import put_rows as put_rows
+    from kvjax.engine.state import take_rows as take_rows
+    from kvjax.model import Model as Model
+    from kvjax.model import load as load
+    from kvjax.models import ModelConfig as ModelConfig
+    from kvjax.policies import Plan as Plan
+    from kvjax.policies import Policy as Policy
+    from kvjax.policies import Protection as Protection
+    from kvjax.policies import Residual as Residual
+    from kvjax.policies import Score as Score
+    from kvjax.policies import Selection as Selection
+    from kvjax.policies import policy as policy
+
+# Where the names above are, imported when they are first used: a command line answers, and can be interrupted, at once.
+_HOMES = {
+    "kvjax.asks": ("Near", "Noise", "Probs", "Sums"),
+    "kvjax.cache.codec": ("Codec",),
+    "kvjax.engine.decode": ("decode_step", "decode_step_in_place"),
+    "kvjax.engine.extend": ("extend", "prefill"),
+    "kvjax.engine.state": ("State", "cache_bytes", "full_cache_bytes", "held_positions", "put_rows", "take_rows"),
+    "kvjax.model": ("Model", "load"),
+    "kvjax.models": ("ModelConfig",),
+    "kvjax.policies": ("Plan", "Policy", "Protection", "Residual", "Score", "Selection", "policy"),
+}
+_NAMES = {name: home for home, names in _HOMES.items() for name in names}
+__all__ = ["policies", *_NAMES]  # pyright: ignore[reportUnsupportedDunderAll]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "policies":
+        return importlib.import_module("kvjax.policies")
+    if name not in _NAMES:
+        raise AttributeError(f"kvjax has no {name!r}; it has {', '.join(sorted(__all__))}.")
+    found = globals()[name] = getattr(importlib.import_module(_NAMES[name]), name)
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import importlib.util
 import sys
+import tomllib
+from pathlib import Path
 from typing import NamedTuple
+
+from kvjax.commands import BROKEN_PIPE, INTERRUPTED, heed_interruptions, leave
 
 
 class Command(NamedTuple):
@@ -29,15 +34,30 @@ def main(argv: list[str] | None = None) -> int:
     """Run a subcommand, or list them.
 
     Args:
-        argv: the words after `kvjax`; None for those of the process.
+        argv: the words after `kvjax`; None for those of the process, which then ends.
 
     Returns:
-        The exit code: the subcommand's own, 0 for the listing, 2 for an unknown name.
+        The exit code: the subcommand's own, 0 for the listing, 2 for an unknown name, 130 after an interruption.
     """
-    words = sys.argv[1:] if argv is None else argv
+    if argv is None:
+        heed_interruptions()
+        leave(main(sys.argv[1:]))
+
+    try:
+        return _run(argv)
+    except KeyboardInterrupt:  # while a command's modules are imported
+        return INTERRUPTED
+    except BrokenPipeError:
+        return BROKEN_PIPE
+
+
+def _run(words: list[str]) -> int:
     commands = available()
     if not words or words[0] in ("-h", "--help"):
         print(listing(commands))
+        return 0
+    if words[0] == "--version":
+        print(f"kvjax {version()}")
         return 0
     for command in commands:
         if command.name == words[0]:
@@ -45,6 +65,15 @@ def main(argv: list[str] | None = None) -> int:
     names = ", ".join(command.name for command in commands)
     print(f"kvjax has no command {words[0]!r}: choose one of {names}.", file=sys.stderr)
     return 2
+
+
+def version() -> str:
+    """The installed version, or that of the checkout."""
+    try:
+        return importlib.metadata.version("kvjax")
+    except importlib.metadata.PackageNotFoundError:
+        project = Path(__file__).resolve().parents[1] / "pyproject.toml"
+        return tomllib.loads(project.read_text(encoding="utf-8"))["project"]["version"]
 
 
 def available() -> tuple[Command, ...]:
@@ -57,7 +86,13 @@ def listing(commands: tuple[Command, ...]) -> str:
     width = max((len(command.name) for command in commands), default=0)
     lines = [f"  {command.name:<{width}}  {command.summary}" for command in commands]
     return "\n".join(
-        ["usage: kvjax COMMAND ...", "", *lines, "", "kvjax COMMAND --help lists the settings of one command."]
+        [
+            "usage: kvjax COMMAND ...",
+            "",
+            *lines,
+            "",
+            "kvjax COMMAND --help lists the settings of one command, kvjax --version says which kvjax this is.",
+        ]
     )
 
 

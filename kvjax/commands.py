@@ -1,13 +1,32 @@
-"""What all commands share: how a run ends, and where compiled programs are kept."""
+"""What all commands share: how a run and its process end, how help looks, and where compiled programs are kept."""
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import os
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
-import jax
+INTERRUPTED, BROKEN_PIPE = 130, 141
+"""Exit codes of a process that a signal ended, as shells have them."""
+
+
+class Help(argparse.ArgumentDefaultsHelpFormatter):
+    """Shows every default that says something."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        if (
+            action.default is None
+            or action.default is False
+            or action.default == []
+            or "(default" in (action.help or "")
+        ):
+            return action.help
+        return super()._get_help_string(action)
 
 
 def finish(command: str, run: Callable[[], object]) -> int:
@@ -19,16 +38,54 @@ def finish(command: str, run: Callable[[], object]) -> int:
     """
     try:
         run()
-    except (ValueError, OSError, FloatingPointError) as error:
-        print(f"kvjax {command}: {error}", file=sys.stderr)
+    except BrokenPipeError:
+        return BROKEN_PIPE
+    except (ValueError, OSError, FloatingPointError, MemoryError, RuntimeError) as error:
+        said = " ".join(str(error).split())
+        if isinstance(error, RuntimeError):
+            if not said.startswith("RESOURCE_EXHAUSTED"):
+                raise
+            said = f"there is not enough memory ({said}); use a smaller budget, a shorter text or fewer rows."
+        print(f"kvjax {command}: {said or type(error).__name__}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        return 130
+        return INTERRUPTED
     return 0
+
+
+def heed_interruptions() -> None:
+    """End the process by an interruption that arrives where Python cannot raise it, in a callback of its collector."""
+    usual = sys.unraisablehook
+
+    def hook(unraisable: sys.UnraisableHookArgs) -> None:
+        if issubclass(unraisable.exc_type, KeyboardInterrupt):
+            leave(INTERRUPTED)
+        usual(unraisable)
+
+    sys.unraisablehook = hook
+
+
+def leave(code: int) -> NoReturn:
+    """End the process with an exit code, quietly where nobody reads its output any more."""
+    with contextlib.suppress(KeyboardInterrupt):
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:  # a process may have been started without
+            try:
+                stream.flush()
+            except BrokenPipeError:
+                code = BROKEN_PIPE
+                # Or the interpreter tries again at its end, and complains.
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+    if code == INTERRUPTED:
+        os._exit(code)  # a compiler's threads that still run would crash an interpreter that ends
+    sys.exit(code)
 
 
 def use_compilation_cache() -> None:
     """Keep compiled programs in the user's cache directory; `KVJAX_CACHE_DIR` names another, empty none."""
+    import jax
+
     base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     directory = os.environ.get("KVJAX_CACHE_DIR", str(Path(base) / "kvjax" / "xla"))
     if directory:

@@ -20,7 +20,7 @@ def written_aside(file: Path) -> Generator[Path]:
 
 
 def read_text(file: Path) -> str:
-    """A UTF-8 file's content.
+    """A UTF-8 file's content, without a byte order mark.
 
     Raises:
         ValueError: there is none, or it is not UTF-8.
@@ -28,9 +28,22 @@ def read_text(file: Path) -> str:
     if not file.is_file():
         raise ValueError(f"{file} is not a file; give a text file.")
     try:
-        return file.read_text(encoding="utf-8")
+        return file.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError:
         raise ValueError(f"{file} is not UTF-8 text.") from None
+
+
+def check_writable(file: Path, ending: str) -> None:
+    """Refuse a file that could not be written, before the work that it is to hold.
+
+    Raises:
+        ValueError: its name does not end so, or its directory is not there or not writable.
+    """
+    directory = file.absolute().parent
+    if file.suffix != ending or not directory.is_dir():
+        raise ValueError(f"{file} is not a {ending} file in an existing directory.")
+    if file.is_dir() or not os.access(directory, os.W_OK):
+        raise ValueError(f"{file} cannot be written; give a file in a directory that you may write to.")
 
 
 def write_text(file: Path, content: str) -> None:

@@ -3,42 +3,64 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import os
 import sys
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import numpy as np
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 from kvjax import policies
-from kvjax.commands import finish, use_compilation_cache
+from kvjax.commands import Help, finish, leave, use_compilation_cache
 from kvjax.engine.prepare import WHOLES
 from kvjax.engine.state import cache_bytes, full_cache_bytes, slot_limits
 from kvjax.files import read_text
+from kvjax.policies import describe
 from kvjax.policies.fastgen import Profiled
 from kvjax.policies.policy import Policy
 from kvjax.sampling.sample import Sampling
 from kvjax.sampling.texts import Generation, Stream, encode, generate_ids
-from kvjax.settings import PART_KEYS, parse_budget, parse_settings, read_config
+from kvjax.settings import PART_KEYS, parse_budgets, parse_settings, read_config, seed_number
 
 
 def parser() -> argparse.ArgumentParser:
     """The command line's options."""
-    options = argparse.ArgumentParser(prog="kvjax generate", description=__doc__, allow_abbrev=False)
+    options = argparse.ArgumentParser(
+        prog="kvjax generate",
+        description=__doc__,
+        epilog="kvjax generate --policy NAME --help shows the settings of one policy.",
+        allow_abbrev=False,
+        add_help=False,
+        formatter_class=Help,
+    )
+    options.add_argument("-h", "--help", action="store_true", help="show this, or with --policy NAME its settings")
     options.add_argument("--model", default="tiny", help="tiny (embedded), a directory, or a hub id")
     source = options.add_mutually_exclusive_group()
     source.add_argument("--prompt", help="the text to continue; standard input if neither this nor a file is given")
     source.add_argument("--prompt-file", type=Path, help="a file with the text to continue")
-    options.add_argument("--policy", help="which tokens stay in the cache; `list` shows all parts (default: full)")
-    options.add_argument("--budget", help="slots per head, or a fraction (default: 1.0)")
-    options.add_argument("--budget-of", choices=WHOLES, help="what a fraction is of: text is prompt + new tokens")
-    options.add_argument("--plan", help="how the budget is spread over layers or heads")
-    options.add_argument("--residual", help="what becomes of evicted pairs: less")
-    options.add_argument("--codec", help="how a slot lies in memory: plain, int8 or int4")
-    options.add_argument("--selection", help="which of the held tokens a query reads: topk")
+    options.add_argument(
+        "--policy", help="which tokens stay in the cache; `list` shows all, FILE.py:NAME is your own (default: full)"
+    )
+    options.add_argument(
+        "--budget",
+        help="slots per head, a fraction, or slots for each layer as 64,48,32,16 (default: 1.0)",
+    )
+    options.add_argument(
+        "--budget-of", choices=WHOLES, help="what a fraction is of; text is prompt + new tokens (default: text)"
+    )
+    for part, table, what in (
+        ("plan", policies.PLANS, "how the budget is spread over layers or heads"),
+        ("residual", policies.RESIDUALS, "what becomes of evicted pairs"),
+        ("codec", policies.CODECS, "how a slot lies in memory"),
+        ("selection", policies.SELECTIONS, "which of the held tokens a query reads"),
+    ):
+        options.add_argument(
+            f"--{part}", metavar="NAME", help=f"{what}: {', '.join(table)} (default: the policy's own)"
+        )
     options.add_argument(
         "--set",
         nargs="+",
@@ -48,51 +70,82 @@ def parser() -> argparse.ArgumentParser:
         dest="settings",
         help="settings of the policy, and of its parts: recent=0.3 residual.kernels=performer plan.floor=0.3",
     )
-    options.add_argument("--less-checkpoint", metavar="DIR", help="kernels of LESS, from kvjax.train_less")
+    options.add_argument("--less-checkpoint", metavar="DIR", help="kernels of LESS, from kvjax train_less")
     options.add_argument("--config", help="a TOML file or the name of a shipped one; options override it")
     options.add_argument("--prefill-chunk", type=int, help="compress after every so many prompt tokens")
-    options.add_argument("--max-new-tokens", type=int, default=128)
-    options.add_argument("--temperature", type=float, default=0.8)
-    options.add_argument("--top-k", type=int)
-    options.add_argument("--top-p", type=float)
-    options.add_argument("--seed", type=int, default=0)
-    options.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    options.add_argument("--max-new-tokens", type=int, default=128, help="tokens to write")
+    options.add_argument("--temperature", type=float, default=0.8, help="divides the logits; 0 is greedy")
+    options.add_argument("--top-k", type=int, help="draw from this many likeliest tokens (default: all)")
+    options.add_argument("--top-p", type=float, help="draw from the likeliest tokens of this share (default: 1.0)")
+    options.add_argument("--seed", type=int, default=0, help="of all randomness, from 0 to 2^32 - 1")
+    options.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of weights and cache")
     options.add_argument("--ignore-eos", action="store_true", help="go on past the end of a text")
     options.add_argument("--chat", action="store_true", help="wrap the prompt with the tokenizer's chat template")
     options.add_argument("--json", action="store_true", help="print one object instead of the text")
     options.add_argument("--show-cache", action="store_true", help="print the prompt, shaded by what the cache holds")
-    options.add_argument("--save-cache-map", type=Path, metavar="FILE.png", help="draw layers x positions held")
+    options.add_argument("--save-cache-map", type=Path, metavar="FILE.png", help="draw layers x prompt tokens held")
     return options
 
 
-def list_policies() -> str:
-    """One line for each policy and each member of the other parts, then its settings and their defaults."""
-    entries = [(name, method, policies.settings_of(name)) for name, method in policies.REGISTRY.items()]
-    lines = ["policies (--policy)", *_listed(entries)]
-    for part, table in (("plan", policies.PLANS), ("residual", policies.RESIDUALS), ("selection", policies.SELECTIONS)):
-        parts = [(name, kind, _settings(kind, part)) for name, kind in table.items()]
-        lines += ["", f"{part}s (--{part})", *_listed(parts)]
-    return "\n".join([*lines, "", "codecs (--codec)", f"  {', '.join(policies.CODECS)}"])
+def list_policies(file: TextIO) -> None:
+    """A table of the policies in groups, and of the members of the other parts, with their settings."""
+    groups = [(f"policies (--policy): {group}", entries) for group, entries in describe.policies().items()]
+    groups += [(f"{part}s (--{part})", entries) for part, entries in describe.parts().items()]
+    tables: list[Any] = []
+    for title, entries in groups:
+        table = Table(
+            title=title, title_justify="left", title_style="bold", box=None, padding=(0, 1), show_header=False
+        )
+        table.add_column(no_wrap=True, min_width=15)
+        table.add_column(ratio=1)
+        table.add_column(width=24)
+        for entry in entries:
+            settings = "  ".join(f"{setting.name}={setting.default!r}" for setting in entry.settings)
+            text = Text(entry.summary)
+            table.add_row(entry.name, text.append(f"\n{settings}", "dim") if settings else text, entry.paper)
+        tables += [table, ""]
+    console = _console(file)
+    console.print(*tables, sep="\n", highlight=False)
+    usual = ", ".join(f"{setting.name}={setting.default!r}" for setting in describe.common())
+    console.print(
+        f"codecs (--codec): {', '.join(policies.CODECS)}\n\n"
+        f"Nearly every policy also takes {usual}. --policy NAME --help says what settings mean.",
+        highlight=False,
+        markup=False,
+    )
 
 
-def _listed(entries: Sequence[tuple[str, Any, dict[str, Any]]]) -> list[str]:
-    lines = []
-    for name, described, settings in entries:
-        summary = (described.__doc__ or "").strip().splitlines()[0]
-        lines.append(f"  {name:<16} {summary}")
-        lines.append(f"  {'':<16} {', '.join(f'{key}={value!r}' for key, value in settings.items())}".rstrip())
-    return lines
+def explain_policy(name: str, file: TextIO) -> None:
+    """What a policy is, and a table of its settings, their defaults and meanings.
+
+    Raises:
+        ValueError: there is no such policy.
+    """
+    if name not in policies.REGISTRY:
+        raise ValueError(f"there is no policy {name!r}; choose one of {', '.join(policies.REGISTRY)}.")
+    entry = describe.described(name)
+    console = _console(file)
+    console.print(f"{entry.name}: {entry.summary} From: {entry.paper}.", highlight=False, markup=False)
+    table = Table(
+        title="settings (--set key=value)", title_justify="left", title_style="bold", box=None, padding=(0, 1)
+    )
+    for heading in ("setting", "default"):
+        table.add_column(heading, no_wrap=True, justify="left")
+    table.add_column("meaning", ratio=1)
+    for setting in entry.settings:
+        table.add_row(setting.name, Text(repr(setting.default)), Text(setting.meaning))
+    console.print(table)
 
 
-def _settings(kind: type[Any], part: str) -> dict[str, Any]:
-    fields = (field for field in dataclasses.fields(kind) if not field.metadata.get("pytree_node", True))
-    return {f"{part}.{field.name}": field.default for field in fields}
+def _console(file: TextIO) -> Console:
+    return Console(file=file, width=None if file.isatty() else 110)
 
 
 def _choice(options: argparse.Namespace) -> tuple[Policy, dict[str, Any]]:
-    config = read_config(options.config) if options.config else {}
-    name = options.policy or config.get("policy", "full")
-    parts = {part: getattr(options, part) or config.get(part) for part in PART_KEYS}
+    config = read_config(options.config) if options.config is not None else {}
+    name = config.get("policy", "full") if options.policy is None else options.policy
+    given = {part: getattr(options, part) for part in PART_KEYS}
+    parts = {part: config.get(part) if word is None else word for part, word in given.items()}
     # A config's settings are those of its own policy and parts.
     chosen = {"policy": name, **parts}
     own = {setting: setting.partition(".")[0] if "." in setting else "policy" for setting in config.get("settings", {})}
@@ -101,7 +154,12 @@ def _choice(options: argparse.Namespace) -> tuple[Policy, dict[str, Any]]:
     if options.less_checkpoint is not None:
         settings["checkpoint" if name == "less" else "residual.checkpoint"] = options.less_checkpoint
     policy = policies.policy(name, **parts, **settings)
-    budget = config.get("budget", 1.0) if options.budget is None else parse_budget(options.budget)
+    budget = config.get("budget", 1.0) if options.budget is None else parse_budgets(options.budget)
+    if options.budget is not None and not policy.plan.bounded and policy.selection is None:
+        raise ValueError(
+            f"budget={options.budget} means nothing to policy {name}, which keeps everything; leave it out, or choose "
+            "another policy."
+        )
     chunk = config.get("prefill_chunk") if options.prefill_chunk is None else options.prefill_chunk
     whole = options.budget_of or config.get("budget_of", WHOLES[0])
     return policy, {"budget": budget, "budget_of": whole, "prefill_chunk": chunk}
@@ -110,9 +168,16 @@ def _choice(options: argparse.Namespace) -> tuple[Policy, dict[str, Any]]:
 def _prompt(options: argparse.Namespace) -> str:
     if options.prompt is not None:
         return options.prompt
-    if options.prompt_file is None:
-        return sys.stdin.read()
-    return read_text(options.prompt_file)
+    if options.prompt_file is not None:
+        text = read_text(options.prompt_file)
+    elif sys.stdin is None or sys.stdin.closed:
+        raise ValueError("standard input is closed; give --prompt or --prompt-file.")
+    else:
+        try:
+            text = sys.stdin.read().removeprefix("\ufeff")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"standard input is not {error.encoding} text.") from None
+    return text.removesuffix("\n")  # which editors and echo put behind a text
 
 
 def _report(made: Generation, policy: Policy, seed: int, text: str) -> dict[str, Any]:
@@ -164,13 +229,24 @@ def run(options: argparse.Namespace) -> None:
     Raises:
         ValueError: it asks for something that cannot be, said in one sentence.
     """
+    if options.help and options.policy is not None:
+        explain_policy(options.policy, sys.stdout)
+        return
+    if options.help:
+        parser().print_help()
+        return
     if options.policy == "list":
-        print(list_policies())
+        list_policies(sys.stdout)
         return
     from kvjax.model import load
 
     policy, reading = _choice(options)
     Sampling(options.temperature, options.top_k, options.top_p)
+    seed_number(options.seed)
+    if options.save_cache_map is not None:
+        from kvjax.pictures import cache_map
+
+        cache_map.check_file(options.save_cache_map)
     prompt = _prompt(options)
     model = load(options.model, dtype=options.dtype)
     ids = encode(model, prompt, options.chat)
@@ -204,10 +280,12 @@ def run(options: argparse.Namespace) -> None:
         from kvjax.pictures import cache_map
 
         held = cache_map.share_held(made.cache_positions, len(ids))
+        words = cache_map.words_of(model.tokenizer, ids)
         if options.show_cache:
-            cache_map.show(model.tokenizer, ids, held.mean(0), sys.stderr if options.json else sys.stdout)
+            cache_map.show(words, held.mean(0), sys.stderr if options.json else sys.stdout)
         if options.save_cache_map:
-            cache_map.save(held, options.save_cache_map, policies.name_of(policy))
+            title = f"What {model.name} holds of its prompt: {report['policy']}, {report['budget']:g} slots per head"
+            cache_map.save(held, words, options.save_cache_map, title)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -219,4 +297,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    leave(main())

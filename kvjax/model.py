@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from numpy.typing import ArrayLike
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Weights, forward
 from kvjax.models.loading import read_checkpoint
+from kvjax.settings import check_keywords, prompt_texts
 from kvjax.tokens import TokenClasses, token_classes
 
 _forward = jax.jit(forward, static_argnames="config")
@@ -46,19 +49,36 @@ class Model:
 
     @functools.cached_property
     def tokenizer(self) -> Any:
-        """The transformers tokenizer that came with the weights; ValueError if none did."""
+        """The transformers tokenizer that came with the weights; ValueError if none did, or not one for them."""
         names = ("tokenizer.json", "tokenizer.model", "vocab.json")
         if self.directory is None or not any((self.directory / name).exists() for name in names):
             where = "it has no directory" if self.directory is None else f"{self.directory} holds none of {names}"
             raise ValueError(f"Model {self.name!r} has no tokenizer: {where}; pass token ids instead of text.")
-        settings = self.directory / "tokenizer_config.json"
+        try:
+            made = self._read_tokenizer(self.directory)
+        except Exception as error:  # transformers raises whatever a damaged file makes it stumble over
+            reason = " ".join(str(error).split()).rstrip(".")
+            raise ValueError(
+                f"the tokenizer in {self.directory} cannot be read ({type(error).__name__}: {reason}); its files are "
+                "damaged or of an unknown kind."
+            ) from error
+        if made.vocab_size > self.config.vocab_size:
+            raise ValueError(
+                f"the tokenizer in {self.directory} has {made.vocab_size} tokens, the model {self.config.vocab_size}: "
+                "they do not belong together."
+            )
+        return made
+
+    @staticmethod
+    def _read_tokenizer(directory: Path) -> Any:
+        settings = directory / "tokenizer_config.json"
         kind = json.loads(settings.read_text(encoding="utf-8")).get("tokenizer_class") if settings.exists() else None
         if kind in ("PreTrainedTokenizerFast", "TokenizersBackend"):
             # What AutoTokenizer would choose too, without the seconds of importing torch where that is installed.
             from transformers import PreTrainedTokenizerFast as Tokenizer
         else:
             from transformers import AutoTokenizer as Tokenizer
-        return Tokenizer.from_pretrained(str(self.directory), local_files_only=True)
+        return Tokenizer.from_pretrained(str(directory), local_files_only=True)
 
     @functools.cached_property
     def token_classes(self) -> TokenClasses:
@@ -91,11 +111,19 @@ class Model:
             raise ValueError(f"{width} tokens do not fit the {self.config.max_positions} positions of {self.name!r}.")
         return _forward(self.weights, self.config, jnp.asarray(ids, jnp.int32), jnp.asarray(real, jnp.int32))
 
-    def generate(self, prompts: list[str], **settings: Any) -> list[str]:
-        """Texts that continue the prompts; the settings are those of `kvjax.sampling.texts.generate_texts`."""
-        from kvjax.sampling.texts import generate_texts
+    def generate(self, prompts: str | Sequence[str], **settings: Any) -> list[str]:
+        """Texts that continue the prompts; the settings are those of `kvjax.sampling.texts.generate_texts`.
 
-        return generate_texts(self, prompts, **settings)
+        Raises:
+            TypeError: a prompt is no text, or there is no such keyword.
+            ValueError: a prompt is empty or too long, or a setting is out of range.
+        """
+        from kvjax.sampling.texts import generate_ids, generate_texts
+
+        functions = (generate_texts, generate_ids)
+        takes = [p for function in functions for p in inspect.signature(function).parameters.values()]
+        check_keywords("model.generate", settings, [p.name for p in takes if p.kind is p.KEYWORD_ONLY])
+        return generate_texts(self, prompt_texts(prompts), **settings)
 
 
 def load(path_or_hub_id: str | Path, dtype: DTypeLike | None = None, revision: str | None = None) -> Model:

@@ -1,13 +1,16 @@
-"""What a user writes on a command line or in a config file, as settings of policies and their parts."""
+"""What a user writes on a command line, in a config file or in a call, as settings and prompts."""
 
 from __future__ import annotations
 
 import ast
+import difflib
 import importlib.resources
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 PART_KEYS = ("plan", "residual", "codec", "selection")
 """Parts that take the place of a policy's own, each by name."""
@@ -54,6 +57,26 @@ def parse_budget(text: str) -> int | float:
     return value
 
 
+def parse_budgets(text: str) -> int | float | tuple[int, ...]:
+    """A budget, or slots for each layer with commas between them.
+
+    Raises:
+        ValueError: neither.
+    """
+    if "," not in text:
+        return parse_budget(text)
+    value = parse_value(text)
+    if not _is_budget(value):
+        raise ValueError(f"budget={text!r} is not a whole number of slots for each layer, such as 64,48,32,16.")
+    return value
+
+
+def _is_budget(value: Any) -> bool:
+    if isinstance(value, tuple):
+        return bool(value) and all(isinstance(slots, int) and not isinstance(slots, bool) for slots in value)
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
 def config_directories() -> list[Path]:
     """Where shipped configs are: inside an installed package, beside the package in a checkout."""
     package = Path(str(importlib.resources.files("kvjax")))
@@ -69,7 +92,7 @@ def read_config(path_or_name: str) -> dict[str, Any]:
         path_or_name: a TOML file, or the name of a shipped one.
 
     Raises:
-        ValueError: there is no such file, it is not TOML, or it has an unknown key.
+        ValueError: there is no such file, it is not TOML, it has an unknown key, or a value of the wrong type.
     """
     shipped = [directory / f"{path_or_name}.toml" for directory in config_directories()]
     file = next((path for path in (Path(path_or_name), *shipped) if path.is_file()), None)
@@ -83,7 +106,21 @@ def read_config(path_or_name: str) -> dict[str, Any]:
     for key in config:
         if key not in CONFIG_KEYS:
             raise ValueError(f"{file} has an unknown key {key!r}; a config takes {', '.join(CONFIG_KEYS)}.")
+    if isinstance(config.get("budget"), list):
+        config["budget"] = tuple(config["budget"])
+    for key, value in config.items():
+        fits, what = _CONFIG_TYPES.get(key, _TEXT)
+        if not fits(value):
+            raise ValueError(f"{file}: {key}={value!r} is not {what}.")
     return config | {"settings": _flat(config.get("settings", {}))}
+
+
+_TEXT: tuple[Callable[[Any], bool], str] = (lambda value: isinstance(value, str), "text in quotes")
+_CONFIG_TYPES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "budget": (_is_budget, "a whole number of slots, a fraction such as 0.25, nor a list of slots by layer"),
+    "prefill_chunk": (lambda value: type(value) is int, "a whole number of tokens"),
+    "settings": (lambda value: isinstance(value, dict), "a table of settings"),
+}
 
 
 def _flat(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -95,3 +132,64 @@ def _flat(settings: Mapping[str, Any]) -> dict[str, Any]:
         else:
             flat[name] = tuple(value) if isinstance(value, list) else value
     return flat
+
+
+def whole_number(name: str, value: Any, least: int = 1, most: int = 2**31 - 1) -> int:
+    """A whole number in a range, of Python or NumPy.
+
+    Raises:
+        TypeError: it is none; truth values and fractions are not.
+        ValueError: it is out of range.
+    """
+    if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)):
+        raise TypeError(f"{name}={value!r} is not a whole number.")
+    if not least <= value <= most:
+        raise ValueError(f"{name}={value} is not a whole number from {least} to {most}.")
+    return int(value)
+
+
+def seed_number(value: Any) -> int:
+    """A seed, of which 32 bits count.
+
+    Raises:
+        TypeError: it is no whole number.
+        ValueError: it has more bits.
+    """
+    return whole_number("seed", value, 0, 2**32 - 1)
+
+
+def prompt_texts(prompts: Any) -> list[str]:
+    """Prompts as texts; one text counts as a list of one.
+
+    Raises:
+        TypeError: they are token ids, messages of a conversation, or no texts at all.
+        ValueError: there is none.
+    """
+    if isinstance(prompts, str):
+        return [prompts]
+    if not isinstance(prompts, (list, tuple)):
+        raise TypeError(f"prompts={prompts!r} is not a text, nor a list of texts.")
+    for prompt in prompts:
+        if isinstance(prompt, dict):
+            raise TypeError("prompts are texts, not messages; give the text of a user's turn, and chat=True.")
+        if isinstance(prompt, (int, np.integer, list, tuple, np.ndarray)):
+            raise TypeError("prompts are texts, not token ids; for ids there is kvjax.prefill.")
+        if not isinstance(prompt, str):
+            raise TypeError(f"prompts are texts, not {prompt!r}.")
+    if not prompts:
+        raise ValueError("there is no prompt; give at least one text.")
+    return list(prompts)
+
+
+def check_keywords(function: str, given: Iterable[str], known: Iterable[str]) -> None:
+    """Refuse unknown keywords of a function, and say which one may have been meant.
+
+    Raises:
+        TypeError: naming the first of them.
+    """
+    names = list(known)
+    for name in given:
+        if name not in names:
+            near = difflib.get_close_matches(name, names, 1)
+            meant = f"did you mean {near[0]}?" if near else f"it takes {', '.join(names)}."
+            raise TypeError(f"{function} has no keyword {name!r}; {meant}")

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvjax import policies
-from kvjax.commands import finish, use_compilation_cache
+from kvjax.commands import finish, leave, use_compilation_cache
 from kvjax.settings import parse_budget, parse_settings
 
 if TYPE_CHECKING:
@@ -102,4 +102,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    leave(main())

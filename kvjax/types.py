@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -31,6 +33,44 @@ def check(ok: bool, name: str, value: object, expected: str) -> None:
     """
     if not ok:
         raise ValueError(f"{name}={value!r} is not {expected}.")
+
+
+_KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "bool": (lambda value: isinstance(value, bool), "true or false"),
+    "int": (lambda value: isinstance(value, int) and not isinstance(value, bool), "a whole number"),
+    "float": (
+        lambda value: isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value),
+        "a finite number",
+    ),
+    "str": (lambda value: isinstance(value, str), "text"),
+    "None": (lambda value: value is None, "None"),
+    "tuple[int, ...]": (
+        lambda value: isinstance(value, tuple) and all(_KINDS["int"][0](each) for each in value),
+        "a list of whole numbers such as [5]",
+    ),
+    "tuple[str, ...]": (
+        lambda value: isinstance(value, tuple) and all(isinstance(each, str) for each in value),
+        "a list of words",
+    ),
+}
+
+
+def check_kind(name: str, value: object, annotation: object) -> None:
+    """Refuse a setting of another type than its annotation's, where that is made of numbers, text, truth and lists.
+
+    Args:
+        name: of the setting.
+        value: as given.
+        annotation: of the field or parameter, a type or its text.
+
+    Raises:
+        ValueError: the value is of another type, NaN or infinite.
+    """
+    text = annotation.__name__ if isinstance(annotation, type) else str(annotation)
+    kinds = [_KINDS.get(kind) for kind in text.split(" | ")]
+    if all(kind is not None for kind in kinds):
+        known = [kind for kind in kinds if kind is not None]
+        check(any(fits(value) for fits, _ in known), name, value, " or ".join(what for _, what in known))
 
 
 @dataclasses.dataclass(frozen=True)

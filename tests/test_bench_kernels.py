@@ -61,3 +61,16 @@ def test_it_races_whole_steps_with_less_and_without(tmp_path: Path) -> None:
 def test_an_unknown_operation_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
     assert bench.main(["kernels", "--ops", "decode,sort"]) == 2
     assert "there is no operation 'sort' to race; choose of decode, paged, evict, hamming" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["--batch", "--slots", "--kv-heads", "--groups", "--head-width", "--repeats"])
+def test_sizes_are_from_one(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for size in ("0", "-3"):
+        assert kernels.main([name, size]) == 2
+        assert capsys.readouterr().err.startswith(f"kvjax bench kernels: {name}={size} is not a whole number from 1 to")
+
+
+def test_there_is_no_other_type_of_numbers(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        kernels.main(["--dtype", "float8"])
+    assert "invalid choice: 'float8'" in capsys.readouterr().err

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
-from kvjax import cli
+from kvjax import cli, commands
 
+ROOT = Path(__file__).parent.parent
 ECHO = "def main(argv=None):\n    print('echo', *argv)\n    return 7\n"
 
 
 @pytest.fixture
-def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def echo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One command that exists and three that do not."""
     (tmp_path / "echo_command.py").write_text(ECHO)
     (tmp_path / "bare_directory").mkdir()
@@ -30,7 +33,7 @@ def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("argv", [[], ["--help"], ["-h"]])
-@pytest.mark.usefixtures("commands")
+@pytest.mark.usefixtures("echo")
 def test_lists_only_commands_that_exist(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(argv) == 0
     out = capsys.readouterr().out
@@ -38,19 +41,97 @@ def test_lists_only_commands_that_exist(argv: list[str], capsys: pytest.CaptureF
     assert not any(name in out for name in ("missing", "orphan", "bare"))
 
 
-@pytest.mark.usefixtures("commands")
+@pytest.mark.usefixtures("echo")
 def test_passes_words_and_exit_code_on(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["echo", "--budget", "64"]) == 7
     assert capsys.readouterr().out == "echo --budget 64\n"
 
 
 @pytest.mark.parametrize("name", ["missing", "nonsense", "--nonsense"])
-@pytest.mark.usefixtures("commands")
+@pytest.mark.usefixtures("echo")
 def test_unknown_command_is_one_sentence(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([name]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err == f"kvjax has no command {name!r}: choose one of echo.\n"
+
+
+@pytest.mark.parametrize(
+    ("error", "code"), [("KeyboardInterrupt", 130), ("BrokenPipeError", 141), ("SystemExit(3)", 3)]
+)
+def test_an_import_that_is_interrupted_ends_without_a_word(
+    error: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / f"slow_{code}.py").write_text(f"raise {error}")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(cli, "available", lambda: (cli.Command("slow", f"slow_{code}", ""),))
+    if code == 3:
+        with pytest.raises(SystemExit):
+            cli.main(["slow"])
+    else:
+        assert cli.main(["slow"]) == code
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (ValueError("budget=0 is\n  nothing."), 2, "kvjax test: budget=0 is nothing.\n"),
+        (ValueError(), 2, "kvjax test: ValueError\n"),
+        (RuntimeError("RESOURCE_EXHAUSTED: Out of memory"), 2, "kvjax test: there is not enough memory (RESOURCE_EX"),
+        (MemoryError("Unable to allocate"), 2, "kvjax test: Unable to allocate\n"),
+        (BrokenPipeError(), 141, ""),
+        (KeyboardInterrupt(), 130, ""),
+    ],
+)
+def test_runs_end_with_a_code_and_a_sentence(
+    error: BaseException, code: int, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run() -> None:
+        raise error
+
+    assert commands.finish("test", run) == code
+    assert capsys.readouterr().err.startswith(said)
+    with pytest.raises(RuntimeError, match="a bug"):
+        commands.finish("test", lambda: (_ for _ in ()).throw(RuntimeError("a bug")))
+
+
+def test_a_process_whose_reader_has_gone_ends_quietly() -> None:
+    script = "from kvjax import commands; commands.leave(commands.finish('test', lambda: print('x')))"
+    reader, writer = os.pipe()
+    os.close(reader)
+    run = subprocess.run([sys.executable, "-c", script], stdout=writer, stderr=subprocess.PIPE, cwd=ROOT, check=False)
+    os.close(writer)
+    assert (run.returncode, run.stderr) == (141, b"")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seconds", [0.3, 1.0, 2.0, 4.0])
+def test_an_interrupted_process_ends_without_a_word(seconds: float) -> None:
+    command = [sys.executable, "-m", "kvjax", "generate", "--prompt", "Once", "--ignore-eos", "--policy", "streaming"]
+    command += ["--budget", "64", "--max-new-tokens", "20000", "--json"]
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    with subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+    ) as process:
+        time.sleep(seconds)
+        process.send_signal(signal.SIGINT)
+        assert process.communicate()[1] == b""
+    assert process.returncode == 130
+
+
+def test_says_its_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"kvjax {cli.version()}\n"
+
+
+def test_shows_public_names_alone() -> None:
+    import kvjax
+
+    assert dir(kvjax) == sorted(kvjax.__all__) and all(hasattr(kvjax, name) for name in kvjax.__all__)
+    assert not any(name.startswith("_") for name in dir(kvjax))
+    with pytest.raises(AttributeError, match="kvjax has no 'nope'; it has Codec, Model"):
+        kvjax.nope  # noqa: B018
 
 
 def test_every_listed_command_has_a_main() -> None:
@@ -64,9 +145,8 @@ def test_runs_as_a_module_and_imports_nothing_heavy() -> None:
     # flax itself imports rich.
     heavy = "{'transformers', 'torch', 'matplotlib', 'flax.nnx'}"
     script = f"import sys, kvjax, kvjax.cli; kvjax.cli.main([]); sys.exit(', '.join({heavy} & set(sys.modules)) or 0)"
-    root = Path(__file__).parent.parent
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}
     for arguments in (["-c", script], ["-m", "kvjax"]):
-        run = subprocess.run([sys.executable, *arguments], cwd=root, env=environment, capture_output=True, text=True)
+        run = subprocess.run([sys.executable, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True)
         assert run.returncode == 0, run.stderr
         assert run.stdout.startswith("usage: kvjax COMMAND")

@@ -311,3 +311,19 @@ def test_a_mistake_is_one_sentence(
     caught = capsys.readouterr()
     assert caught.out == "" and message in caught.err and caught.err.count("\n") == 1
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("high", [1.3, 4.0, 40.0, 1e5])
+def test_figures_can_be_read(high: float) -> None:
+    pytest.importorskip("matplotlib", reason="figures need the plots extra")
+    figure, (axes,) = new_figure()
+    points = [Point(f"policy {i}", cost, high ** (i / 25)) for i in range(26) for cost in (0.1, 0.5)]
+    plot_quality(axes, points, None, "nats per token", log=True)
+    styles = {(line.get_color(), line.get_marker(), line.get_linestyle()) for line in axes.get_lines()}
+    assert len(styles) == 26
+    figure.draw_without_rendering()
+    low, top = axes.get_ylim()
+    ticks = [label.get_text() for label in axes.get_yticklabels() if low <= label.get_position()[1] <= top]
+    assert 2 <= len(ticks) <= 12 and all("mathdefault" not in text for text in ticks)
+    legend = axes.get_legend()
+    assert legend is not None and legend.get_window_extent().x0 >= axes.get_window_extent().x1

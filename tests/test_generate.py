@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+import dataclasses
+import io
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import kvjax
 from kvjax import generate
+from kvjax.engine import extend
+from kvjax.engine.decode import checked_token
+from kvjax.engine.prepare import prepare
+from kvjax.pictures import cache_map
+from kvjax.policies import describe
 from kvjax.sampling.texts import Stream, encode, generate_ids
-from kvjax.settings import config_directories, parse_value, read_config
+from kvjax.settings import config_directories, parse_value, read_config, seed_number
 
 CONFIGS = sorted({file.stem for directory in config_directories() for file in directory.glob("*.toml")})
 STORY = "Once upon a time there was a girl named Lily. She liked to play in the garden with her dog."
@@ -46,8 +57,6 @@ def test_a_text_does_not_depend_on_its_batch(model: kvjax.Model) -> None:
 def test_rows_stop_at_their_end(model: kvjax.Model) -> None:
     made = generate_ids(model, [encode(model, STORY)], max_new_tokens=40, temperature=0.0)
     first = made.tokens[0]
-    import dataclasses
-
     ending = kvjax.Model(model.weights, dataclasses.replace(model.config, eos=(first[5],)), model.name, model.directory)
     stopped = generate_ids(ending, [made.prompts[0]], max_new_tokens=40, temperature=0.0)
     assert stopped.tokens[0] == first[: first.index(first[5])]
@@ -79,6 +88,31 @@ def test_json_and_cache_map(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert figure.read_bytes().startswith(b"\x89PNG")
 
 
+class Terminal(io.StringIO):
+    """What a command writes to where it can be seen."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_terminal_shows_what_is_held_in_more_than_two_shades(monkeypatch: pytest.MonkeyPatch) -> None:
+    share = np.linspace(0, 1, 9)
+    for name in ("NO_COLOR", "COLORTERM", "FORCE_COLOR", "TTY_COMPATIBLE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    file = Terminal()
+    cache_map.show([f"word{i}" for i in range(9)], share, file)
+    shown, legend, _ = file.getvalue().split("\n")
+    assert len(set(re.findall(r"\x1b\[([0-9;]+)m *word", shown))) == 5
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", legend)
+    assert plain == "share of heads that hold a token:  0%  25%  50%  75%  100% "
+    monkeypatch.setenv("TERM", "dumb")
+    file = Terminal()
+    cache_map.show(["a", "b"], np.array([0.0, 1.0]), file)
+    assert file.getvalue() == "a|b\n |#\nmarks from 0% to 100% of heads: ' .:-=+*#'\n"
+
+
 @pytest.mark.parametrize(
     "arguments, message",
     [
@@ -101,16 +135,178 @@ def test_json_and_cache_map(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         (["--model", "does/not/exist"], "does/not/exist"),
         (["--max-new-tokens", "100000"], "positions"),
         (["--temperature", "-1"], "temperature"),
+        (["--policy", ""], "no policy ''"),
+        (["--plan", "", "--policy", "h2o"], "no plan ''"),
+        (["--config", ""], "no config ''"),
+        (["--model", ""], "'' names no model"),
+        (["--seed", "99999999999999999999"], "seed=99999999999999999999 is not a whole number from 0 to 4294967295"),
+        (["--seed", "-1"], "seed=-1"),
+        (["--policy", "h2o", "--budget", "1000000000000"], "budget=1000000000000 is more slots than"),
+        (
+            ["--policy", "h2o", "--budget", "16,16,16"],
+            "budget=[16, 16, 16] is not a number of slots from 1 for each of 4",
+        ),
+        (["--policy", "h2o", "--budget", "16,0.5,16,16"], "budget='16,0.5,16,16'"),
+        (["--policy", "full", "--budget", "16"], "budget=16 means nothing to policy full"),
+        (["--policy", "h2o", "--set", "special=5"], "special=5 is not a list of whole numbers"),
+        (["--policy", "h2o", "--set", "special=[99999]"], "token 99999 of a vocabulary of 2048"),
+        (["--policy", "keyformer", "--set", "tau_init=nan"], "tau_init='nan' is not a finite number"),
+        (["--policy", "keyformer", "--set", "tau_end=1e999"], "tau_end=inf is not a finite number"),
+        (["--policy", "keyformer", "--set", "shared=maybe"], "shared='maybe' is not true or false"),
+        (["--policy", "keyformer", "--set", "noise=pink"], "noise='pink' is not one of"),
+        (["--policy", "h2o", "--set", "recent=true"], "recent=True is not a whole number or a finite number"),
+        (["--policy", "l2", "--set", "skip_layers=100"], "skip_layers=100 is not a number of the model's 4 layers"),
+        (["--policy", "scissorhands", "--set", "history=1000000"], "history=1000000 is not a multiple of 32 queries"),
+        (["--policy", "lsh_e", "--set", "bits=1000"], "bits=1000 is not a whole number from 1 to 256"),
+        (["--policy", "less", "--set", "base=5"], "base=5"),
+        (["--policy", "h2o", "--plan", "adakv", "--set", "plan.floor=low"], "floor='low' is not a finite number"),
+        (["--policy", "nowhere.py:mine"], "there is no file nowhere.py"),
+        (["--save-cache-map", "map.jpg"], "map.jpg is not a .png file in an existing directory"),
+        (["--save-cache-map", "no/such/place/map.png"], "is not a .png file in an existing directory"),
+        (["--prompt", "a\ud800b"], "character 1 is '\\ud800', half of a surrogate pair"),
+        (["--help", "--policy", "nope"], "no policy 'nope'"),
     ],
 )
 def test_a_mistake_is_one_sentence(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    prompt = [] if "--prompt-file" in arguments else ["--prompt", STORY]
+    monkeypatch.setattr(extend, "_read_prompts", None)  # whatever is refused is refused before anything is compiled
+    prompt = [] if {"--prompt-file", "--prompt"} & set(arguments) else ["--prompt", STORY]
     assert generate.main([*prompt, *arguments]) == 2
     said = capsys.readouterr().err.strip()
     assert message in said and said.startswith("kvjax generate: ") and "\n" not in said
+
+
+def test_the_text_that_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def prompt(*words: str) -> str:
+        return generate._prompt(generate.parser().parse_args(list(words)))
+
+    file = tmp_path / "story.txt"
+    file.write_bytes(b"\xef\xbb\xbfOnce upon\n\n")
+    assert prompt("--prompt-file", str(file)) == "Once upon\n"
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\ufeffOnce\n"))
+    assert prompt() == "Once" and prompt("--prompt", "Once\n") == "Once\n"
+    closed = io.StringIO()
+    closed.close()
+    for stream in (None, closed):
+        monkeypatch.setattr(sys, "stdin", stream)
+        with pytest.raises(ValueError, match="standard input is closed; give --prompt or --prompt-file"):
+            prompt()
+
+
+def test_a_tokenizer_that_does_not_fit_is_refused(tmp_path: Path, model: kvjax.Model) -> None:
+    assert model.directory is not None
+    small = kvjax.Model(model.weights, dataclasses.replace(model.config, vocab_size=100), "small", model.directory)
+    with pytest.raises(ValueError, match=r"has 2048 tokens, the model 100: they do not belong together"):
+        small.generate("Once")
+    (tmp_path / "tokenizer.json").write_text("{}")
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    with pytest.raises(ValueError, match=r"the tokenizer in .* cannot be read \(KeyError: 'added_tokens'\)"):
+        kvjax.Model(model.weights, model.config, "damaged", tmp_path).generate("Once")
+
+
+def test_a_chat_template_that_refuses_is_one_sentence(model: kvjax.Model) -> None:
+    refusing = kvjax.Model(model.weights, model.config, model.name, model.directory)
+    refusing.tokenizer.chat_template = "{{ raise_exception('no questions') }}"
+    with pytest.raises(ValueError, match="the chat template of 'tiny' refuses the prompt: no questions"):
+        refusing.generate("Once", chat=True)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "settings", "message"),
+    [
+        ([1, 2], {}, "prompts are texts, not token ids; for ids there is kvjax.prefill"),
+        ([[1, 2]], {}, "not token ids"),
+        ([{"role": "user", "content": "Hi"}], {}, "not messages; give the text of a user's turn, and chat=True"),
+        (None, {}, "prompts=None is not a text"),
+        ([], {}, "there is no prompt"),
+        ("a", {"max_tokens": 2}, r"^model\.generate has no keyword 'max_tokens'; did you mean max_new_tokens\?$"),
+        ("a", {"zzz": 2}, r"no keyword 'zzz'; it takes chat, policy,"),
+        ("a", {"max_new_tokens": True}, "max_new_tokens=True is not a whole number"),
+        ("a", {"max_new_tokens": 2.5}, "max_new_tokens=2.5 is not a whole number"),
+        ("a", {"seed": 0.5}, "seed=0.5 is not a whole number"),
+        ("a", {"budget": True}, "budget=True is not a number of slots"),
+        ("a", {"budget": None}, "budget=None is not a number of slots"),
+        ("a", {"policy": "h2o", "budget": [16, 16, 16, 0.5]}, "budget=0.5 is not a whole number"),
+        ("a", {"prefill_chunk": 1.5}, "prefill_chunk=1.5 is not a whole number"),
+    ],
+)
+def test_a_mistake_in_a_call_is_one_sentence(
+    model: kvjax.Model, prompts: Any, settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises((TypeError, ValueError), match=message) as raised:
+        model.generate(prompts, **settings)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "message"),
+    [
+        ([1, 2, 3], r"not a list of 1; give a list for each row, as \[\[5, 17, 42\]\]"),
+        (["Once"], "not a list of 'Once'; for texts there is model.generate"),
+        (None, "not NoneType"),
+        ([[True, False]], "tokens of type bool are no token ids"),
+    ],
+)
+def test_prompts_are_rows_of_ids(model: kvjax.Model, tokens: Any, message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        kvjax.prefill(model, "h2o", tokens, 8)
+
+
+@pytest.mark.parametrize(
+    ("token", "message"),
+    [
+        ([1], r"tokens of shape \[1\] are not one for each of 2 rows"),
+        (jnp.array([1]), r"tokens of shape \[1\] are not one for each of 2 rows"),
+        (5, r"tokens of shape \[\] are not one for each of 2 rows"),
+        ([1, 99], "token 99 is not in the vocabulary of 64"),
+        (np.array([-1, 1]), "token -1 is not in the vocabulary of 64"),
+        ([1.0, 2.0], "tokens of type float64 are no token ids"),
+        (jnp.array([1.0, 2.0]), "tokens of type float32 are no token ids"),
+        (None, "tokens of type object are no token ids"),
+    ],
+)
+def test_a_step_takes_one_id_for_each_row(token: Any, message: str) -> None:
+    state: Any = SimpleNamespace(active=np.ones(2, bool), config=SimpleNamespace(vocab_size=64))
+    assert checked_token(state, [1, 63]).tolist() == checked_token(state, jnp.array([1, 63])).tolist() == [1, 63]
+    with pytest.raises((TypeError, ValueError), match=message):
+        checked_token(state, token)
+
+
+def test_numbers_of_numpy_are_numbers(model: kvjax.Model) -> None:
+    arguments: dict[str, Any] = dict(max_new_tokens=np.int64(3), key=jax.random.key(0), plan=None, chunk=None)
+    numbers: list[Any] = [[np.array([1, 2])], np.int32(1), np.array([9, 8, 7, 6]), [np.int64(2)]]
+    prepared = prepare(model, "topk_oracle", numbers[0], numbers[1], None, **arguments)
+    assert prepared.policy.selection is not None and prepared.horizon.tolist() == [3]
+    limits = prepare(model, "h2o", [[1, 2]], numbers[2], numbers[3], **arguments).limits
+    assert [int(limit[0, 0]) for limit in limits] == [9, 8, 7, 6]
+    assert seed_number(np.uint32(7)) == 7
+
+
+def test_a_policy_of_ones_own_from_the_command_line(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "import kvjax\nfrom flax import struct\n@struct.dataclass\nclass Old(kvjax.Score):\n"
+        "    power: float = struct.field(pytree_node=False, default=1.0)\n"
+        "    def score(self, view, new): return -view.position.astype(float)\n"
+        "made = kvjax.policy('streaming', sinks=2)\n"
+    )
+    made = chosen("--policy", f"{file}:Old", "--set", "power=2", "--codec", "int8")
+    assert made.score.power == 2 and made.codec.bits == 8  # type: ignore[attr-defined]
+    assert chosen("--policy", f"{file}:made") == kvjax.policy("streaming", sinks=2)
+    for words, message in (
+        ((f"{file}:none",), "none in .*mine.py is no kvjax.Policy or Score"),
+        ((f"{file}:made", "--set", "sinks=3"), "sinks is no setting of made"),
+        ((f"{file}:Old", "--set", "might=3"), "Old cannot be made .*might"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            chosen("--policy", *words)
+
+
+def test_a_word_for_nothing_is_a_word_where_words_belong() -> None:
+    assert chosen("--policy", "keyformer", "--set", "noise=none") == kvjax.policy("keyformer", noise="none")
+    assert chosen("--policy", "lightkv", "--set", "alpha=none") == kvjax.policy("lightkv", alpha=None)
 
 
 def chosen(*words: str) -> kvjax.Policy:
@@ -166,7 +362,23 @@ def test_policies_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     listed = capsys.readouterr().out
     tables = (kvjax.policies.REGISTRY, kvjax.policies.PLANS, kvjax.policies.RESIDUALS, kvjax.policies.SELECTIONS)
     assert all(name in listed for table in (*tables, kvjax.policies.CODECS) for name in table)
+    assert set().union(*kvjax.policies.PAPERS.values()) == set(kvjax.policies.REGISTRY)
     assert "recent=0.5" in listed and "plan.floor=0.2" in listed and "residual.kernels='learned'" in listed
+
+
+def test_help_says_what_settings_mean(capsys: pytest.CaptureFixture[str]) -> None:
+    for name in kvjax.policies.REGISTRY:
+        assert all(setting.meaning for setting in describe.described(name).settings), name
+    assert all(
+        setting.meaning for entries in describe.parts().values() for entry in entries for setting in entry.settings
+    )
+    assert generate.main(["--policy", "keyformer", "--help"]) == 0
+    said = capsys.readouterr().out
+    assert "tau_init" in said and "temperature of the prompt, above 0" in said and "0.25" in said
+    assert generate.main(["--help"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "uniform, arithmetic, pyramid, interleaved, adakv" in said and "(default: 128)" in said
+    assert "(default: 0)" in said and "(default: False)" not in said
 
 
 @pytest.mark.parametrize("name", [name for name in CONFIGS if read_config(name)["policy"] == "less"])
@@ -187,7 +399,17 @@ def test_configs_of_less_run(name: str, model: kvjax.Model) -> None:
 
 
 def test_configs_say_what_is_wrong(tmp_path: Path) -> None:
-    for text, message in (("policy = ", "not TOML"), ("polisy = 'h2o'", "unknown key 'polisy'")):
+    for text, message in (
+        ("policy = ", "not TOML"),
+        ("polisy = 'h2o'", "unknown key 'polisy'"),
+        ("policy = 5", "policy=5 is not text in quotes"),
+        ("budget = 'much'", "budget='much' is not a whole number of slots, a fraction"),
+        ("budget = true", "budget=True is not"),
+        ("budget = [8, 0.5]", r"budget=\(8, 0.5\) is not"),
+        ("prefill_chunk = 1.5", "prefill_chunk=1.5 is not a whole number of tokens"),
+        ("settings = 3", "settings=3 is not a table"),
+        ("plan = ['adakv']", "is not text in quotes"),
+    ):
         file = tmp_path / "config.toml"
         file.write_text(text)
         with pytest.raises(ValueError, match=message):

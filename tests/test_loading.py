@@ -17,6 +17,7 @@ from safetensors.numpy import load_file, save_file
 from kvjax.model import load
 from kvjax.models import FAMILIES, LoadError, Rope, random_weights
 from kvjax.models.families import read_config
+from kvjax.models.loading import _finite
 from kvjax.models.weights import leaf_name
 
 SETTINGS = {
@@ -69,6 +70,19 @@ def refused(directory: Path, sentence: str) -> None:
     with pytest.raises(LoadError, match=sentence) as caught:
         load(directory)
     assert str(caught.value).endswith(".") and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("value", [np.nan, -np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, jnp.bfloat16])
+def test_numbers_that_are_none_are_refused(tmp_path: Path, value: float, dtype: Any) -> None:
+    name = "model.layers.0.mlp.up_proj.weight"
+    tensor = np.array(write(tmp_path)[name], dtype)
+    assert _finite(tensor) and _finite(tensor[:0])
+    tensor[1, 2] = value
+    assert not _finite(tensor)
+    if dtype == np.float32:
+        edit(tmp_path, lambda tensors: tensors.update({name: tensor}))
+        refused(tmp_path, rf"model.safetensors: tensor {name} has numbers that are NaN or infinite: it is damaged")
 
 
 def test_every_tensor_arrives_in_its_place(tmp_path: Path) -> None:

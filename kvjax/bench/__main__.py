@@ -1,6 +1,7 @@
 """`python -m kvjax.bench`."""
 
 from kvjax.bench.command import main
+from kvjax.commands import leave
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    leave(main())

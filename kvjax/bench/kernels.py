@@ -18,8 +18,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.commands import finish
+from kvjax.commands import Help, finish
 from kvjax.files import write_text
+from kvjax.settings import whole_number
 from pallas_kernels.common import Unsupported
 from pallas_kernels.programs import IMPLEMENTATIONS, Program, decode, eviction, features, hashes, paged, prefill
 
@@ -264,6 +265,8 @@ def run(options: argparse.Namespace) -> None:
     for name in options.ops.split(","):
         if name not in OPS:
             raise ValueError(f"there is no operation {name!r} to race; choose of {', '.join(OPS)}.")
+    for name in ("repeats", *(name for name in LARGE if name != "dtype")):
+        whole_number(f"--{name.replace('_', '-')}", getattr(options, name))
     device = f"{jax.devices()[0].device_kind}, jax {jax.__version__}, medians of {options.repeats}"
     if options.step:
         from kvjax.bench.step import step
@@ -280,14 +283,20 @@ def run(options: argparse.Namespace) -> None:
 def main(argv: list[str] | None = None) -> int:
     """The command line; returns its exit code."""
     sizes = SMALL if jax.default_backend() == "cpu" else LARGE
-    options = argparse.ArgumentParser(prog="kvjax bench kernels", description=__doc__, allow_abbrev=False)
+    options = argparse.ArgumentParser(
+        prog="kvjax bench kernels", description=__doc__, allow_abbrev=False, formatter_class=Help
+    )
     options.add_argument("--ops", default=",".join(OPS), help="names with commas between them")
     options.add_argument("--step", action="store_true", help="a decode step of a model with less against streaming")
     options.add_argument(
         "--step-model", choices=("toy", "synthetic", "llama_7b"), default="toy" if sizes is SMALL else "llama_7b"
     )
-    options.add_argument("--repeats", type=int, default=5)
+    options.add_argument("--repeats", type=int, default=5, help="of which the median counts")
+    options.add_argument(
+        "--dtype", choices=("float32", "bfloat16", "float16"), default=sizes["dtype"], help="of all numbers"
+    )
     for name, value in sizes.items():
-        options.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value)
+        if name != "dtype":
+            options.add_argument(f"--{name.replace('_', '-')}", type=int, default=value, help="a size, from 1")
     options.add_argument("--json", type=Path, help="also write the numbers to this file")
     return finish("bench kernels", lambda: run(options.parse_args(argv)))

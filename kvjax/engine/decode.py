@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int
 
 from kvjax.engine.layer import Reading, read_token
@@ -11,7 +15,9 @@ from kvjax.engine.state import Moving, State, join_state, split_state
 from kvjax.models.decoder import unembed
 
 
-def decode_step(state: State, token: Int[Array, " b"]) -> tuple[State, Float[Array, "b vocab"]]:
+def decode_step(
+    state: State, token: Int[Array, " b"] | ArrayLike | Sequence[int]
+) -> tuple[State, Float[Array, "b vocab"]]:
     """Write one token per row into the cache and return the logits for the next.
 
     Pure, compiled, and fit for `jit`, `scan` and `vmap`. A function of your own that is jitted and returns a state
@@ -19,20 +25,51 @@ def decode_step(state: State, token: Int[Array, " b"]) -> tuple[State, Float[Arr
 
     Args:
         state: from `prefill` or an earlier step; it stays valid, so a prompt can be continued many times.
-        token: [b]; those of rows that are not `active` are not read.
+        token: integers [b] in [0, vocab_size); those of rows that are not `active` are not read. Lists and NumPy arrays
+            are checked; of a `jax.Array` only the shape and the type, for looking into it would wait for the device.
 
     Returns:
         The next state, and logits [b, vocab]. With the full cache, logits beyond the planned length are NaN:
-        there is no slot left and nothing may leave; so it is for policies that set slots aside for that length.
+        there is no slot left and nothing may leave; so it is for policies that set slots aside for that length, and for
+        models with a table of positions beyond its end. Rotated and biased positions go on: what a model makes of more
+        than it was trained on is its own affair.
+
+    Raises:
+        TypeError: the tokens are no integers.
+        ValueError: there is not one for each row, or one is not in the vocabulary.
     """
+    token = checked_token(state, token)
     moving, logits = _step(*split_state(state), token)
     return join_state(state, moving), logits
 
 
-def decode_step_in_place(state: State, token: Int[Array, " b"]) -> tuple[State, Float[Array, "b vocab"]]:
+def decode_step_in_place(
+    state: State, token: Int[Array, " b"] | ArrayLike | Sequence[int]
+) -> tuple[State, Float[Array, "b vocab"]]:
     """`decode_step` that reuses the memory of the given state's caches, which are gone afterwards; weights stay."""
+    token = checked_token(state, token)
     moving, logits = _step_in_place(*split_state(state), token)
     return join_state(state, moving), logits
+
+
+def checked_token(state: State, token: ArrayLike | Sequence[int]) -> Int[Array, " b"]:
+    """One token for each row of a state, as an array.
+
+    Raises:
+        TypeError: they are no integers.
+        ValueError: there is not one for each row, or one that is known on the host is not in the vocabulary.
+    """
+    if not isinstance(token, jax.Array):
+        token = np.asarray(token)
+    rows, vocabulary = state.active.shape[0], state.config.vocab_size
+    if not jnp.issubdtype(token.dtype, jnp.integer):
+        raise TypeError(f"tokens of type {token.dtype} are no token ids; give integers.")
+    if token.shape != (rows,):
+        raise ValueError(f"tokens of shape {list(token.shape)} are not one for each of {rows} rows.")
+    if isinstance(token, np.ndarray) and (token.min() < 0 or token.max() >= vocabulary):
+        wrong = token[(token < 0) | (token >= vocabulary)][0]
+        raise ValueError(f"token {wrong} is not in the vocabulary of {vocabulary}.")
+    return jnp.asarray(token, jnp.int32)
 
 
 def _step_parts(fixed: State, moving: Moving, token: Int[Array, " b"]) -> tuple[Moving, Float[Array, "b vocab"]]:
@@ -67,4 +104,6 @@ def step(state: State, token: Int[Array, " b"]) -> tuple[State, Float[Array, "b 
     logits = unembed(state.weights, state.config, hidden[:, 0])
     if state.policy.plan.ends:
         logits = jnp.where((state.position < state.end)[:, None], logits, jnp.nan)
+    if state.config.position == "learned":
+        logits = jnp.where((state.position < state.config.max_positions)[:, None], logits, jnp.nan)
     return state.replace(storage=storage, position=after), logits

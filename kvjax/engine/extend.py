@@ -15,10 +15,11 @@ from jaxtyping import Array, Float, Int, Key
 from kvjax.cache import paged
 from kvjax.cache.dense import Dense, empty
 from kvjax.engine.layer import Reading, read_block, read_token
-from kvjax.engine.prepare import Budget, Prompts, Tokens, bucket, check_length, check_tokens, prepare
+from kvjax.engine.prepare import Budget, Prompts, Tokens, bucket, check_length, check_tokens, prepare, rows_of
 from kvjax.engine.state import State, Storage
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Weights, unembed
+from kvjax.policies.part import of_kvjax
 from kvjax.policies.plan import Plan
 from kvjax.policies.policy import Policy
 from kvjax.policies.registry import name_of
@@ -66,12 +67,19 @@ def prefill(
         The state to decode from, and the logits for the first new token [b, vocab].
 
     Raises:
-        ValueError: a prompt is empty or does not fit the model, or the budget does not fit the policy.
+        ValueError: a prompt is empty or does not fit the model, the budget does not fit the policy, or a score of
+            somebody's own gives NaN or not one number for each slot.
+        TypeError: there are no rows of ids, or a class stands where an instance belongs.
     """
     settings: dict[str, Any] = dict(max_new_tokens=max_new_tokens, key=key, plan=plan, chunk=prefill_chunk)
     prompts = prepare(model, policy, tokens, budget, lengths, budget_of=budget_of, **settings)
     kernels = implementation if isinstance(implementation, Kernels) else Kernels(implementation)
     storage, seed, logits = _read_prompts(*_arguments(model, prompts), **_static(model, prompts, kernels))
+    score = type(prompts.policy.score)
+    if not of_kvjax(score) and np.isnan(logits).any():
+        raise ValueError(
+            f"{score.__name__}.score gives NaN for tokens of a prompt; it has to give numbers, or -inf, +inf."
+        )
     if prompts.policy.plan.per_head:
         storage = paged.build(storage, paged.page_slots(prompts.tokens.shape[1] + max_new_tokens))
     start = prompts.lengths
@@ -202,6 +210,7 @@ def extend(
         The state to decode from, and logits [b, vocab] or [b, n, vocab]; NaN where a row has read nothing.
 
     Raises:
+        TypeError: the tokens are a list of anything but rows.
         ValueError: the tokens do not fit the state or the model, or the text does not fit what the cache was planned
             for, under policies that set slots aside for all of it.
     """
@@ -209,9 +218,9 @@ def extend(
         raise ValueError(f"logits={logits!r} is not 'last' or 'all'.")
     rows = len(state.position)
     if isinstance(tokens, (list, tuple)):
-        lengths = [len(row) for row in tokens] if lengths is None else lengths
-        width = max(1, max((len(row) for row in tokens), default=0))
-        tokens = np.array([list(row) + [0] * (width - len(row)) for row in tokens]).reshape(-1, width)
+        tokens, counted = rows_of(tokens)
+        tokens = tokens if tokens.size else np.zeros((len(tokens), 1), np.int64)  # rows that all have nothing to read
+        lengths = counted if lengths is None else lengths
     ids = np.asarray(tokens)
     if ids.ndim != 2 or len(ids) != rows or ids.shape[1] == 0:
         raise ValueError(f"tokens of shape {ids.shape} are not text for each of {rows} rows [b, n].")

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Array, Float, Int, UInt32
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from kvjax.asks import is_ask, of_all_layers, questions
 from kvjax.cache import slots
@@ -15,6 +16,7 @@ from kvjax.cache.dense import Dense
 from kvjax.cache.paged import Paged, Selected, select
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Weights, block, embed
+from kvjax.policies.part import of_kvjax
 from kvjax.policies.policy import Policy
 from kvjax.rope import rotate
 from kvjax.types import Kernels, LayerConfig, New, PyTree, setting
@@ -181,17 +183,21 @@ def read_block(
         first: whether this is a prompt that is read whole, so that the plan finds out what heads need.
 
     Returns:
-        The storage, or for a plan that gives each head its own slots what is going to stay; and hidden states.
+        The storage, or for a plan that gives each head its own slots what is going to stay; and hidden states, NaN in
+        rows where a score of somebody's own is NaN.
     """
     x = embed(weights, config, reading.token, reading.position)
     paged = first and policy.plan.per_head
     pending: list[Pending] = []
     selected: list[Selected] = []
+    undefined: list[Bool[Array, " b"]] = []
 
     def done(index: int, shape: LayerConfig, told: Pending) -> None:
         nonlocal storage
         storage = _settled(policy, storage, index, told, first)
         view = storage.layers[index]
+        if not of_kvjax(type(policy.score)):
+            undefined.append((jnp.isnan(policy.standing(view, told.new)[0]) & view.live).any((1, 2)))
         if paged:
             chosen, leaving = select(policy, shape, view, told.new)
         else:
@@ -233,6 +239,8 @@ def read_block(
         x = block(layer, config, shape, x, attention)
     for index, told in enumerate(over_layers(pending)):
         done(index, config.layer_configs[index], told)
+    for rows in undefined:  # what is kept by such scores means nothing, and neither do logits
+        x = jnp.where(rows[:, None, None], jnp.nan, x)
     return (tuple(selected) if paged else storage), x
 
 

@@ -17,6 +17,7 @@ from kvjax.policies.plan import Plan
 from kvjax.policies.policy import Policy
 from kvjax.policies.registry import name_of, plan_by_name
 from kvjax.policies.registry import policy as policy_by_name
+from kvjax.settings import whole_number
 
 if TYPE_CHECKING:
     from kvjax.model import Model
@@ -62,6 +63,8 @@ def prepare(
     Raises:
         ValueError: a prompt is empty or does not fit the model, or the budget does not fit the policy.
     """
+    budget = checked_budget(budget)
+    max_new_tokens = whole_number("max_new_tokens", max_new_tokens)
     policy = ready(model, policy, budget, plan)
     config = model.config
     if policy.plan.decides and not (isinstance(budget, float) and budget == 1.0):
@@ -69,7 +72,7 @@ def prepare(
             f"{name_of(policy)} decides itself how many slots each head gets, so budget={budget!r} means nothing to "
             "it; leave it out and change its settings."
         )
-    chunk = policy.score.prefill_chunk if chunk is None else chunk
+    chunk = policy.score.prefill_chunk if chunk is None else whole_number("prefill_chunk", chunk)
     if policy.plan.per_head and chunk is not None:
         raise ValueError(
             f"prefill_chunk={chunk} does not go with a budget for each head, which only the whole prompt can tell; "
@@ -77,12 +80,10 @@ def prepare(
         )
     padded, real = _pad_rows(tokens, lengths)
     rows, width = padded.shape
-    _check_prompts(padded, real, max_new_tokens, policy, config)
+    _check_prompts(padded, real, policy, config)
     policy.score.check_prompt(int(real.min()))
     policy.codec.check_widths(config.layer_configs)
     limits, capacities = plan_slots(policy, budget, real, max_new_tokens, config, width, budget_of)
-    if chunk is not None and chunk < 1:
-        raise ValueError(f"prefill_chunk={chunk} is not a number of tokens from 1.")
     size = bucket(width) if chunk is None or chunk >= width else -(-bucket(width) // chunk) * chunk
     chunk = None if chunk is None or (chunk >= width and chunk > 1) else chunk
     keys = jax.random.key(0) if key is None else key
@@ -104,8 +105,29 @@ def ready(model: Model, policy: Policy | str, budget: Budget, plan: Plan | str |
     Raises:
         ValueError: it was made for another model, or its parts mean nothing together.
     """
-    chosen = policy_by_name(policy) if isinstance(policy, str) else policy
-    return fitted(chosen.bind(model).budgeted(budget).spread(plan_by_name(plan)))
+    chosen = policy_by_name(policy).bind(model)
+    chosen.protection.check_tokens(model.config.vocab_size)
+    return fitted(chosen.budgeted(budget).spread(plan_by_name(plan)))
+
+
+def checked_budget(budget: Any) -> Budget:
+    """A budget in Python's own numbers.
+
+    Raises:
+        TypeError: it is neither a number nor one number of slots for each layer.
+        ValueError: it is out of range.
+    """
+    if isinstance(budget, (list, tuple, np.ndarray)) and np.ndim(budget) > 0:
+        return [whole_number("budget", slots) for slots in budget]
+    if isinstance(budget, (float, np.floating)):
+        return float(budget)
+    if isinstance(budget, (bool, np.bool_)) or not isinstance(budget, (int, np.integer)):
+        raise TypeError(
+            f"budget={budget!r} is not a number of slots, a fraction of the text, nor slots for each layer."
+        )
+    if budget >= 2**31:
+        raise ValueError(f"budget={budget} is more slots than a cache can count, 2147483647.")
+    return int(budget)
 
 
 def bucket(tokens: int) -> int:
@@ -193,18 +215,39 @@ def _slots_per_row(budget: int | float, whole: Int[np.ndarray, " b"]) -> Int[np.
 def _pad_rows(
     tokens: Any, lengths: ArrayLike | Sequence[int] | None
 ) -> tuple[Int[np.ndarray, "b n"], Int[np.ndarray, " b"]]:
-    if isinstance(tokens, (list, tuple)):
-        if lengths is None:
-            lengths = [len(row) for row in tokens]
-        width = max((len(row) for row in tokens), default=0)
-        if width == 0:
-            raise ValueError("a prompt is empty; give at least one token.")
-        tokens = np.array([list(row) + [0] * (width - len(row)) for row in tokens]).reshape(-1, width)
-    tokens = np.asarray(tokens)
-    if tokens.ndim != 2:
-        raise ValueError(f"tokens of shape {tokens.shape} are not rows of prompts [b, n].")
-    lengths = np.full(len(tokens), tokens.shape[1]) if lengths is None else np.asarray(lengths)
+    tokens, counted = rows_of(tokens)
+    if tokens.size == 0:
+        raise ValueError("a prompt is empty; give at least one token.")
+    lengths = counted if lengths is None else np.asarray(lengths)
+    if not np.issubdtype(lengths.dtype, np.integer):
+        raise TypeError(f"lengths={lengths.tolist()} are not whole numbers of tokens.")
     return tokens, lengths.astype(np.int64)
+
+
+def rows_of(tokens: Any) -> tuple[Int[np.ndarray, "b n"], Int[np.ndarray, " b"]]:
+    """Rows of token ids, padded on the right with zeros, and how many each has.
+
+    Args:
+        tokens: an array [b, n], or a list of lists of unequal lengths.
+
+    Raises:
+        TypeError: they are a list of anything but rows.
+        ValueError: they are an array of another shape.
+    """
+    if isinstance(tokens, (list, tuple)):
+        for row in tokens:
+            if isinstance(row, (str, dict)) or np.ndim(row) != 1:
+                text = isinstance(row, (str, dict))
+                remedy = "for texts there is model.generate" if text else "give a list for each row, as [[5, 17, 42]]"
+                raise TypeError(f"tokens are rows of ids [b, n], not a list of {row!r}; {remedy}.")
+        lengths = np.array([len(row) for row in tokens], np.int64)
+        width = max((len(row) for row in tokens), default=0)
+        filled = [[*row, *[0] * (width - len(row))] for row in tokens]
+        return (np.array(filled).reshape(-1, width) if width else np.zeros((len(tokens), 0), np.int64)), lengths
+    array = np.asarray(tokens)
+    if array.ndim != 2:
+        raise ValueError(f"tokens are rows of ids [b, n], not {type(tokens).__name__} of shape {list(array.shape)}.")
+    return array, np.full(len(array), array.shape[1])
 
 
 def check_tokens(
@@ -241,13 +284,10 @@ def check_length(longest: int, policy: Policy, config: ModelConfig) -> None:
 def _check_prompts(
     tokens: Int[np.ndarray, "b n"],
     lengths: Int[np.ndarray, " b"],
-    max_new_tokens: int,
     policy: Policy,
     config: ModelConfig,
 ) -> None:
     if len(tokens) == 0 or (lengths.size and lengths.min() < 1):
         raise ValueError("a prompt is empty; give at least one token.")
-    if max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens={max_new_tokens} is not a number of tokens from 1.")
     check_tokens(tokens, lengths, config)
     check_length(int(lengths.max()), policy, config)

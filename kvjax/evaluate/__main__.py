@@ -1,6 +1,7 @@
 """`python -m kvjax.evaluate`."""
 
+from kvjax.commands import leave
 from kvjax.evaluate.command import main
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    leave(main())

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array
 from safetensors import SafetensorError, safe_open
@@ -80,6 +81,8 @@ def _locate(path_or_hub_id: str | Path, revision: str | None) -> Path:
     """The directory that holds the checkpoint, downloaded if it is not on this machine."""
     if path_or_hub_id == "tiny":
         return _TINY
+    if not isinstance(path_or_hub_id, (str, Path)) or not str(path_or_hub_id).strip():
+        raise LoadError(f"{path_or_hub_id!r} names no model: give tiny, a directory with config.json, or a hub id.")
     directory = Path(path_or_hub_id).expanduser()
     if directory.is_dir():
         return directory
@@ -192,7 +195,22 @@ def _read_weights(directory: Path, family: Family, config: ModelConfig, dtype: j
             tensor = tensors.get_tensor(source.name)
         if source.read is not None:
             tensor = source.read(tensor, config)
+        tensor = tensor.astype(dtype, copy=False)
+        if not _finite(tensor):
+            file = stored[source.name][0]
+            raise LoadError(f"{file}: tensor {source.name} has numbers that are NaN or infinite: it is damaged.")
         # One at a time, or host copies pile up behind slow transfers.
-        return jax.device_put(tensor.astype(dtype, copy=False)).block_until_ready()
+        return jax.device_put(tensor).block_until_ready()
 
     return jax.tree_util.tree_map_with_path(read, shapes)
+
+
+def _finite(tensor: np.ndarray) -> bool:
+    """Whether all numbers are finite, from their bits: NumPy compares integers of any size fast, and without a copy."""
+    width = tensor.dtype.itemsize
+    infinity = np.array(np.inf, tensor.dtype).view(f"i{width}")
+    bits = tensor.reshape(-1).view(f"i{width}")
+    # The bits of positive numbers have their order, NaN above infinity; those of negative ones as unsigned numbers.
+    positive, negative = (np.max(view, initial=0) for view in (bits, bits.view(f"u{width}")))
+    sign = 1 << (8 * width - 1)
+    return bool(positive < infinity and int(negative) < sign + int(infinity))

@@ -4,6 +4,7 @@ from kvjax.policies.plan import Plan as Plan
 from kvjax.policies.policy import Policy as Policy
 from kvjax.policies.protection import Protection as Protection
 from kvjax.policies.registry import CODECS as CODECS
+from kvjax.policies.registry import PAPERS as PAPERS
 from kvjax.policies.registry import PLANS as PLANS
 from kvjax.policies.registry import REGISTRY as REGISTRY
 from kvjax.policies.registry import RESIDUALS as RESIDUALS

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import abc
+import dataclasses
+import difflib
+import functools
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
-from kvjax.types import Heads, New, PyTree
+from kvjax.types import Heads, New, PyTree, check_kind
 
 if TYPE_CHECKING:
     from typing import Self
@@ -18,7 +22,22 @@ class Part(abc.ABC):  # noqa: B024 - no part has to do anything
 
     It sees rows and heads as arrays whose axes it must not mix: [b h ...], [b h c ...] for slots. On pages, b counts
     pages and h is 1.
+
+    Raises:
+        TypeError: its class is not a `flax.struct.dataclass`, or has a public method that kvjax never calls.
+        ValueError: a setting is not of its annotation's type.
     """
+
+    def __new__(cls, *values: Any, **named: Any) -> Self:
+        """Checked before `__post_init__`, which may then compare numbers as such."""
+        check_class(cls)
+        fields: dict[str, dataclasses.Field[Any]] = getattr(cls, "__dataclass_fields__", {})
+        in_order = [name for name, field in fields.items() if field.init and not field.kw_only]
+        given = dict(zip(in_order, values, strict=False)) | named
+        for name, field in fields.items():
+            if name in given and not field.metadata.get("pytree_node", True):
+                check_kind(name, given[name], field.type)
+        return super().__new__(cls)
 
     def bind(self, model: Model) -> Self:
         """The part with whatever it needs to know of a model; `prefill` calls it first, outside of compilation.
@@ -43,3 +62,40 @@ class Part(abc.ABC):  # noqa: B024 - no part has to do anything
     def asks(self, heads: Heads, new: New) -> PyTree:
         """What the part wants to know of the attention of new tokens: a tree of `kvjax.asks`."""
         return ()
+
+
+def of_kvjax(kind: type) -> bool:
+    """Whether a class is one of kvjax's own, whose methods are the contract, and not somebody's."""
+    return kind.__module__.partition(".")[0] == "kvjax"
+
+
+@functools.cache
+def check_class(kind: type[Part]) -> None:
+    """Refuse a part of somebody's own that is not what it seems to be.
+
+    Raises:
+        TypeError: a public method is no hook of the part, so that nothing would call it; or the decorator is missing.
+    """
+    if of_kvjax(kind):
+        return
+    ours = [base for base in kind.__mro__ if of_kvjax(base)]
+    hooks = sorted({name for base in ours for name in vars(base) if not name.startswith("_")})
+    fields = getattr(kind, "__dataclass_fields__", {})
+    own = {
+        name: value
+        for base in kind.__mro__
+        if issubclass(base, Part) and base not in ours
+        for name, value in vars(base).items()
+    }
+    for name, value in own.items():
+        if name.startswith("_") or name in hooks or name in fields or name == "replace":  # which flax adds
+            continue
+        near = difflib.get_close_matches(name, hooks, 1, 0.7)
+        if near or isinstance(value, (FunctionType, staticmethod, classmethod)):
+            meant = f"did you mean {near[0]}" if near else f"there are {', '.join(hooks)}"
+            raise TypeError(
+                f"kvjax never asks for {kind.__name__}.{name} ({meant}); begin the names of your own helpers with an "
+                "underscore."
+            )
+    if "_flax_dataclass" not in vars(kind):
+        raise TypeError(f"{kind.__name__} is not a pytree; put @flax.struct.dataclass above `class {kind.__name__}`.")

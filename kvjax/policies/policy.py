@@ -5,11 +5,14 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
+import jax
+import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache.codec import Codec
 from kvjax.cache.slots import Guard
+from kvjax.policies.part import Part
 from kvjax.policies.plan import Plan, Uniform
 from kvjax.policies.protection import Protection
 from kvjax.policies.residual import Residual
@@ -44,12 +47,26 @@ class Policy:
     selection: Selection | None = None
     name: str = setting("")
 
+    def __post_init__(self) -> None:
+        # Trees of placeholders pass through here, too: only what cannot be one is refused.
+        for name, kind in _KINDS.items():
+            part = getattr(self, name)
+            if isinstance(part, type):
+                raise TypeError(f"{name}={part.__name__} is a class; give an instance, {part.__name__}().")
+            if isinstance(part, (Part, Codec)):
+                _check_part(name, part, kind)
+
     def bind(self, model: Model) -> Policy:
         """The policy with whatever its parts need to know of a model; `prefill` calls it, outside of compilation.
 
         Raises:
             ValueError: what a part has was made for another model.
+            TypeError: a part is none.
         """
+        for name, kind in _KINDS.items():
+            part = getattr(self, name)
+            if part is not None or name not in ("residual", "selection"):
+                _check_part(name, part, kind)
         return self._each(lambda part: part.bind(model))
 
     def budgeted(self, budget: Any) -> Policy:
@@ -97,8 +114,19 @@ class Policy:
         )
 
     def standing(self, view: View, new: New) -> tuple[Float[Array, "b h c"], Guard]:
-        """How much each slot matters, and what protects it."""
-        return self.score.score(view, new), self.protection.guard(view, new)
+        """How much each slot matters, and what protects it.
+
+        Raises:
+            ValueError: the scores are not one number for each slot.
+        """
+        found = self.score.score(view, new)
+        shape, kind = jnp.shape(found), jnp.result_type(found)
+        if shape != view.position.shape or not jnp.issubdtype(kind, jnp.floating):
+            raise ValueError(
+                f"{type(self.score).__name__}.score gives {kind} of shape {list(shape)}, not a floating-point number "
+                f"for each of the slots {list(view.position.shape)} [b h c]."
+            )
+        return found, self.protection.guard(view, new)
 
     def victim(
         self, view: View, new: New, bounds: Bounds, keep: Bool[Array, "b h c"] | None
@@ -115,5 +143,31 @@ class Policy:
         return self.plan.competing(heads, new)
 
     def fold(self, answers: PyTree, view: View, new: New) -> PyTree:
-        """What the score remembers of each slot, after attention."""
-        return self.score.fold(answers, view, new)
+        """What the score remembers of each slot, after attention.
+
+        Raises:
+            ValueError: that is of other shapes than before.
+        """
+        found, before = self.score.fold(answers, view, new), view.slots.score
+        shapes = [jax.tree.map(jnp.shape, tree) for tree in (found, before)]
+        if jax.tree.structure(found) != jax.tree.structure(before) or shapes[0] != shapes[1]:
+            raise ValueError(
+                f"{type(self.score).__name__}.fold gives {shapes[0]}, not what its slot began with: {shapes[1]}."
+            )
+        return found
+
+
+_KINDS: dict[str, type[Any]] = {
+    "score": Score,
+    "protection": Protection,
+    "plan": Plan,
+    "residual": Residual,
+    "codec": Codec,
+    "selection": Selection,
+}
+
+
+def _check_part(name: str, part: object, kind: type[Any]) -> None:
+    if not isinstance(part, kind):
+        remedy = "; kvjax.policy takes names" if isinstance(part, str) else ""
+        raise TypeError(f"{name}={part!r} is no {kind.__name__}{remedy}.")

@@ -50,6 +50,18 @@ class Protection(Part):
         """What protects each slot of some heads."""
         return Guard(self.sink_slots(view.limit), self.recent_slots(view.limit), view.slots.protection)
 
+    def check_tokens(self, vocabulary: int) -> None:
+        """Refuse special tokens that a model does not have.
+
+        Raises:
+            ValueError: naming the first of them.
+        """
+        for token in self.special:
+            if not 0 <= token < vocabulary:
+                raise ValueError(
+                    f"special={self.special!r} names token {token} of a vocabulary of {vocabulary} tokens."
+                )
+
     def check_budget(self, smallest: int) -> None:
         """Refuse a budget that leaves no slot to choose, given the slots of the poorest head.
 

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import inspect
+import sys
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from kvjax.cache.codec import Codec, codec
 from kvjax.policies.fastgen import PARTS, Profiled, TokenClasses
@@ -28,7 +33,7 @@ from kvjax.policies.scores.scissorhands import Persistence
 from kvjax.policies.scores.snapkv import PromptWindow
 from kvjax.policies.scores.tova import LastAttention
 from kvjax.policies.selection import Selection, TopK
-from kvjax.types import check
+from kvjax.types import check, check_kind
 
 PLANS: dict[str, type[Plan]] = {
     "uniform": Uniform,
@@ -161,7 +166,9 @@ def lightkv(
 ) -> Policy:
     """Sinks and streaming tokens by a mask, the middle by attention of the last queries, fewer slots in higher layers.
 
-    `middle` is `rest` (eq. 6), or `mask` for as many middle tokens as there are sinks (the example of section 4).
+    Args:
+        middle: `rest` (eq. 6), or `mask` for as many middle tokens as there are sinks (the example of section 4).
+        ratio: slots of the first layer over those of the last, at least 1.
     """
     check(middle in ("rest", "mask"), "middle", middle, "'rest' or 'mask'")
     mask = LambdaMask(sinks, recent, special, omega)
@@ -222,14 +229,23 @@ def less(
     kernel_seed: int = 0,
     **settings: Any,
 ) -> Policy:
-    """Any policy, whose evicted pairs stay in R x d + R numbers per KV head; further settings are the base's."""
+    """Any policy, whose evicted pairs stay in R x d + R numbers per KV head; further settings are the base's.
+
+    Args:
+        base: the policy that evicts, by name or made.
+    """
     chosen = _base(base, settings)
     memory = dict(checkpoint=checkpoint, kernels=kernels, features=features, kernel_seed=kernel_seed)
     return dataclasses.replace(chosen, residual=residual_by_name("less", base=name_of(chosen), **memory))
 
 
 def baseline_plus(*, base: str | Policy = "h2o", features: int = 8, **settings: Any) -> Policy:
-    """Any policy with R/2 more slots per head: R x d numbers are R/2 keys and as many values."""
+    """Any policy with R/2 more slots per head: R x d numbers are R/2 keys and as many values.
+
+    Args:
+        base: the policy that evicts, by name or made.
+        features: R, an even number from 2.
+    """
     even = isinstance(features, int) and features >= 2 and features % 2 == 0
     check(even, "features", features, "an even number from 2")
     chosen = _base(base, settings)
@@ -239,6 +255,7 @@ def baseline_plus(*, base: str | Policy = "h2o", features: int = 8, **settings: 
 def _base(base: str | Policy, settings: Mapping[str, Any]) -> Policy:
     if isinstance(base, str):
         return policy(base, **settings)
+    check(isinstance(base, Policy), "base", base, "the name of a policy, nor one that is made")
     for name in settings:
         raise ValueError(f"{name} is no setting beside a base that is made; set it on the base policy that you pass.")
     return base
@@ -267,6 +284,32 @@ METHODS: tuple[Method, ...] = (
     baseline_plus,
 )
 REGISTRY: dict[str, Method] = {method.__name__: method for method in METHODS}
+PAPERS: dict[str, dict[str, str]] = {
+    "everything stays": {"full": "the reference", "topk_oracle": "LESS, Figure 3"},
+    "what stays is a matter of position": {
+        "window": "Longformer, 3.1",
+        "dilated_window": "Longformer, 3.1; Keyformer, Figure 2c",
+        "streaming": "StreamingLLM, 3.2",
+        "lambda_mask": "LM-Infinite, 3",
+    },
+    "what stays is a matter of attention": {
+        "h2o": "H2O, Algorithm 1",
+        "keyformer": "Keyformer, eq. 9, 10",
+        "tova": "TOVA, 4",
+        "scissorhands": "Scissorhands, Algorithm 2",
+        "snapkv": "SnapKV, Listing 1",
+        "pyramidkv": "PyramidKV, 3.2",
+        "lightkv": "LightKV, eq. 1-6",
+        "fastgen": "FastGen, eq. 1, 2",
+    },
+    "what stays is a matter of keys, or of chance": {
+        "lsh_e": "LSH-E, eq. 2, 5, 6",
+        "l2": "Devoto et al. 2024",
+        "random": "control",
+    },
+    "over another policy": {"less": "LESS, eq. 1-5", "baseline_plus": "LESS, 4"},
+}
+"""Where the policies come from, in groups by what they choose with."""
 
 
 def policy(
@@ -281,7 +324,8 @@ def policy(
     """A policy by name, with any of its parts replaced.
 
     Args:
-        name: a key of `REGISTRY`, or a policy that is made.
+        name: a key of `REGISTRY`; `FILE.py:NAME` for a policy or a score, or a function or class that makes one, in a
+            file of your own, which is run; or a policy that is made.
         plan: how many slots each layer and head may use: a key of `PLANS`, or one that is made.
         residual: what becomes of evicted pairs: `less`, or one that is made.
         codec: how a slot lies in memory: `plain`, `int8`, `int4`, or one that is made.
@@ -294,20 +338,56 @@ def policy(
     """
     of_parts, own = _by_part(settings)
     made = _registered(name, own) if isinstance(name, str) else name
+    if not isinstance(made, Policy):
+        raise TypeError(f"a policy is a name or a kvjax.Policy, not {_described(made)}.")
     if made is name and own:
         raise ValueError(f"{next(iter(own))} is no setting beside a policy that is made; set it on the parts you pass.")
     return replaced(made, plan, residual, codec, selection, of_parts)
 
 
 def _registered(name: str, own: Mapping[str, Any]) -> Policy:
+    file, colon, attribute = name.rpartition(":")
+    if colon and file.endswith(".py"):
+        return _from_file(Path(file).expanduser(), attribute, own)
     if name not in REGISTRY:
-        raise ValueError(f"there is no policy {name!r}; choose one of {', '.join(REGISTRY)}.")
+        raise ValueError(
+            f"there is no policy {name!r}; choose one of {', '.join(REGISTRY)}, or one of your own as FILE.py:NAME."
+        )
     known = settings_of(name)
     for setting in own:
         if setting not in known and "base" not in known:
             raise ValueError(f"policy {name!r} has no setting {setting!r}; it takes {', '.join(known)}.")
-    made = REGISTRY[name](**own)
+    made = REGISTRY[name](**_typed(own, _annotations(REGISTRY[name]) | _annotations(combine)))
     return made if name in ("less", "baseline_plus") else dataclasses.replace(made, name=name)
+
+
+def _from_file(file: Path, attribute: str, own: Mapping[str, Any]) -> Policy:
+    # A policy of somebody's own: made, or whatever makes one or its score from settings.
+    if not file.is_file():
+        raise ValueError(f"there is no file {file} to take policy {attribute!r} from.")
+    name = f"own_policies_{file.stem}"
+    module = sys.modules.get(name)
+    if module is None or module.__file__ != str(file.absolute()):
+        spec = importlib.util.spec_from_file_location(name, file.absolute())
+        assert spec is not None and spec.loader is not None
+        module = sys.modules[name] = importlib.util.module_from_spec(spec)
+        try:
+            spec.loader.exec_module(module)
+        except Exception as error:
+            del sys.modules[name]
+            raise ValueError(f"{file} cannot be run ({type(error).__name__}: {error}).") from error
+    found = getattr(module, attribute, None)
+    try:
+        made = found(**own) if callable(found) else found
+    except TypeError as error:
+        raise ValueError(f"{file}: {attribute} cannot be made ({error}).") from error
+    if made is found and own:
+        raise ValueError(f"{next(iter(own))} is no setting of {attribute} in {file}, which is made already.")
+    if isinstance(made, Score):
+        made = Policy(made)
+    if not isinstance(made, Policy):
+        raise ValueError(f"{attribute} in {file} is no kvjax.Policy or Score, nor does it make one: {made!r}.")
+    return made
 
 
 def replaced(
@@ -322,16 +402,18 @@ def replaced(
     of_parts = {part: dict(values) for part, values in (settings or {}).items()}
     if residual is not None or "residual" in of_parts:
         memory = of_parts.pop("residual", {})
-        if isinstance(residual, Residual):
-            _none_left("residual", memory)
-            chosen = residual
+        if residual is None or isinstance(residual, str):
+            named = "less" if residual is None else residual
+            chosen = residual_by_name(named, **({"base": name_of(made)} | memory))
         else:
-            chosen = residual_by_name(residual or "less", **({"base": name_of(made)} | memory))
+            chosen = _made("residual", RESIDUALS, residual, memory)
         made = dataclasses.replace(made, residual=chosen)
     if codec is not None:
         made = dataclasses.replace(made, codec=_codec(codec, made.codec.positions))
     if selection is not None or "selection" in of_parts:
-        chosen_one = _made("selection", SELECTIONS, selection or "topk", of_parts.pop("selection", {}))
+        chosen_one = _made(
+            "selection", SELECTIONS, "topk" if selection is None else selection, of_parts.pop("selection", {})
+        )
         made = dataclasses.replace(made, selection=chosen_one)
     if plan is not None or "plan" in of_parts:
         if plan is None:
@@ -364,6 +446,8 @@ def plan_by_name(plan: Plan | str | None) -> Plan | None:
 def _made(part: str, table: Mapping[str, Any], given: Any, settings: Mapping[str, Any]) -> Any:
     if not isinstance(given, str):
         _none_left(part, settings)
+        if not isinstance(given, _BASES[part]):
+            raise TypeError(f"a {part} is a name or an instance of {_BASES[part].__name__}, not {_described(given)}.")
         return given
     if given not in table:
         raise ValueError(f"there is no {part} {given!r}; choose one of {', '.join(table)}.")
@@ -371,7 +455,34 @@ def _made(part: str, table: Mapping[str, Any], given: Any, settings: Mapping[str
     for setting in settings:
         if setting not in known:
             raise ValueError(f"{part} {given!r} has no setting {setting!r}; it takes {', '.join(known)}.")
-    return table[given](**settings)
+    return table[given](**_typed(settings, {field.name: field.type for field in dataclasses.fields(table[given])}))
+
+
+def _typed(settings: Mapping[str, Any], annotations: Mapping[str, Any]) -> dict[str, Any]:
+    # Settings in the types that parts want, whether a program, a command line or a file gave them.
+    typed: dict[str, Any] = {}
+    for name, value in settings.items():
+        if value is None and annotations.get(name) == "str":
+            value = "none"  # a command line's `noise=none` is the word
+        elif isinstance(value, list):
+            value = tuple(value)
+        elif isinstance(value, np.generic):
+            value = value.item()
+        check_kind(name, value, annotations.get(name, ""))
+        typed[name] = value
+    return typed
+
+
+_BASES: dict[str, type[Any]] = {"plan": Plan, "residual": Residual, "selection": Selection}
+
+
+def _described(value: object) -> str:
+    # What stands where a part or a policy belongs, and what was meant.
+    if isinstance(value, type):
+        return f"the class {value.__name__}; give an instance, {value.__name__}()"
+    if isinstance(value, Score):
+        return f"a score; give kvjax.Policy({type(value).__name__}(...))"
+    return repr(value)
 
 
 def _none_left(part: str, settings: Mapping[str, Any]) -> None:
@@ -380,6 +491,8 @@ def _none_left(part: str, settings: Mapping[str, Any]) -> None:
 
 
 def _codec(given: str | Codec, positions: str) -> Codec:
+    if not isinstance(given, (str, Codec)):
+        raise TypeError(f"a codec is a name or an instance of Codec, not {_described(given)}.")
     return codec(given, positions) if isinstance(given, str) else given
 
 
@@ -406,6 +519,10 @@ def settings_of(name: str) -> dict[str, Any]:
     takes = inspect.signature(method).parameters
     own = _keywords(method)
     return own | ({k: v for k, v in _keywords(combine).items() if k not in own} if "common" in takes else {})
+
+
+def _annotations(function: Callable[..., Any]) -> dict[str, Any]:
+    return {p.name: p.annotation for p in inspect.signature(function).parameters.values()}
 
 
 def _keywords(function: Callable[..., Any]) -> dict[str, Any]:

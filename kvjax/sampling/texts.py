@@ -17,6 +17,7 @@ from kvjax.policies.policy import Policy
 from kvjax.policies.registry import policy as policy_by_name
 from kvjax.sampling.loop import generate_tokens
 from kvjax.sampling.sample import Sampling
+from kvjax.settings import seed_number, whole_number
 
 if TYPE_CHECKING:
     from kvjax.model import Model
@@ -48,16 +49,31 @@ def encode(model: Model, prompt: str, chat: bool = False) -> list[int]:
     """A prompt's token ids, as the model's tokenizer starts a text; as one turn of a conversation if `chat`.
 
     Raises:
-        ValueError: the prompt is empty, or the tokenizer has no chat template.
+        ValueError: the prompt is empty or no text, the tokenizer has no chat template or one that refuses it, or has
+            tokens that the model does not have.
     """
     if not prompt.strip():
         raise ValueError("the prompt is empty; give some text.")
-    if not chat:
-        return list(model.tokenizer(prompt)["input_ids"])
+    lone = next((i for i, character in enumerate(prompt) if "\ud800" <= character <= "\udfff"), None)
+    if lone is not None:
+        raise ValueError(f"the prompt is no text: character {lone} is {prompt[lone]!a}, half of a surrogate pair.")
+    ids = _turn(model, prompt) if chat else list(model.tokenizer(prompt)["input_ids"])
+    if max(ids, default=0) >= model.config.vocab_size:
+        raise ValueError(
+            f"the tokenizer of {model.name!r} gives token {max(ids)}, but the model has {model.config.vocab_size}: "
+            "they do not belong together."
+        )
+    return ids
+
+
+def _turn(model: Model, prompt: str) -> list[int]:
     if not getattr(model.tokenizer, "chat_template", None):
         raise ValueError(f"the tokenizer of {model.name!r} has no chat template; leave out --chat.")
     turns = [{"role": "user", "content": prompt}]
-    text = model.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+    try:
+        text = model.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+    except Exception as error:  # whatever the template's author has it raise
+        raise ValueError(f"the chat template of {model.name!r} refuses the prompt: {error}.") from error
     return list(model.tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
@@ -83,7 +99,8 @@ def generate_ids(
     Args:
         on_tokens: called with each new block of tokens [b, n] and which of them belong to their row's text.
     """
-    chosen = policy_by_name(policy) if isinstance(policy, str) else policy
+    chosen = policy_by_name(policy)
+    max_new_tokens = whole_number("max_new_tokens", max_new_tokens)
     sampling = Sampling(temperature, top_k, top_p)
     longest, room = max((len(prompt) for prompt in prompts), default=0), model.config.max_positions
     if longest + max_new_tokens > room and chosen.codec.positions == "original":
@@ -91,7 +108,8 @@ def generate_ids(
             f"a prompt of {longest} tokens and {max_new_tokens} new ones do not fit the model's {room} positions; "
             "ask for fewer, or use a policy with positions='cache'."
         )
-    keys = jax.random.key(seed) if isinstance(seed, int) else jax.numpy.stack([jax.random.key(s) for s in seed])
+    seeds = [seed_number(each) for each in (seed if isinstance(seed, (list, tuple, np.ndarray)) else [seed])]
+    keys = jax.numpy.stack([jax.random.key(each) for each in seeds]) if np.ndim(seed) else jax.random.key(seeds[0])
     if keys.ndim and len(keys) != len(prompts):
         raise ValueError(f"{len(keys)} seeds do not fit {len(prompts)} prompts; give one seed, or one for each.")
     arguments: dict[str, Any] = dict(max_new_tokens=max_new_tokens, key=keys, plan=plan, prefill_chunk=prefill_chunk)

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from kvjax.commands import finish
+from kvjax.commands import finish, leave
 from kvjax.evaluate.facts import load_tokenizer
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Weights
@@ -159,4 +159,4 @@ def run(options: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    leave(main())

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.commands import finish
+from kvjax.commands import finish, leave
 from kvjax.tiny import network
 from kvjax.tiny.lessons import Lessons
 from kvjax.tiny.recipe import RECIPES, Recipe
@@ -227,4 +227,4 @@ def run(options: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    leave(main())

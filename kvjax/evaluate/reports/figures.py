@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,9 @@ def new_figure(columns: int = 1, width: float = 5.0, height: float = 3.6) -> tup
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise ValueError("figures need matplotlib; install it with: pip install 'kvjax[plots]'.") from None
+        raise ValueError(
+            'figures need matplotlib: pip install matplotlib, or in a clone pip install -e ".[plots]".'
+        ) from None
     figure = Figure(figsize=(width * columns, height), layout="constrained")
     return figure, list(figure.subplots(1, columns, squeeze=False)[0])
 
@@ -46,8 +49,50 @@ class Point:
     quality: float
 
 
+MARKERS, LINES = "osD^vPX*<>", ("-", "--", ":")
+"""Beside ten colours, so that thirty curves can be told apart, also where colours cannot."""
+
+
+def plot_lines(axes: Any, lines: Mapping[str, tuple[Sequence[float], Sequence[float]]]) -> None:
+    """Curves with points, each in a style of its own.
+
+    Args:
+        axes: of matplotlib.
+        lines: for each label x and y.
+    """
+    for i, (label, (x, y)) in enumerate(lines.items()):
+        style = dict(color=f"C{i % 10}", marker=MARKERS[i % len(MARKERS)], linestyle=LINES[i // 10 % len(LINES)])
+        axes.plot(x, y, **style, markersize=4, linewidth=1, label=label)
+
+
+def legend_beside(axes: Any) -> None:
+    """A legend that covers nothing."""
+    axes.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1.01, 1.0), borderaxespad=0.0)
+
+
+def log_scale(axes: Any) -> None:
+    """A logarithmic y axis with numbers as people write them, several of them however short it is."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    axes.set_yscale("log")
+    low, high = axes.get_ylim()
+    decades = math.log10(high / low)
+    between = (
+        (1.0,) if decades > 3 else (1.0, 2.0, 5.0) if decades > 1 else (1.0, 1.2, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 7.0)
+    )
+    axes.yaxis.set_major_locator(LogLocator(subs=between))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.yaxis.set_minor_formatter(NullFormatter())
+    axes.grid(axis="y", linewidth=0.3)
+
+
 def plot_quality(
-    axes: Any, points: Sequence[Point], full: float | None, ylabel: str, xlabel: str = "cache bytes / full cache bytes"
+    axes: Any,
+    points: Sequence[Point],
+    full: float | None,
+    ylabel: str,
+    xlabel: str = "cache bytes / full cache bytes",
+    log: bool = False,
 ) -> None:
     """Quality against cost, one line for each label.
 
@@ -57,11 +102,18 @@ def plot_quality(
         full: quality of the full cache, a horizontal line.
         ylabel: what quality is.
         xlabel: what cost is.
+        log: whether quality is drawn on a logarithmic scale.
     """
-    for label in dict.fromkeys(point.label for point in points):
-        line = sorted((p.cost, p.quality) for p in points if p.label == label)
-        axes.plot(*zip(*line, strict=True), marker="o", markersize=3, linewidth=1, label=label)
+    lines: dict[str, tuple[list[float], list[float]]] = {}
+    for point in sorted(points, key=lambda point: (point.cost, point.quality)):
+        x, y = lines.setdefault(point.label, ([], []))
+        x.append(point.cost)
+        y.append(point.quality)
+    order = dict.fromkeys(point.label for point in points)
+    plot_lines(axes, {label: lines[label] for label in order})
     if full is not None:
         axes.axhline(full, color="black", linewidth=1, linestyle=":", label="full")
     axes.set(xlabel=xlabel, ylabel=ylabel)
-    axes.legend(fontsize=7)
+    if log:
+        log_scale(axes)
+    legend_beside(axes)

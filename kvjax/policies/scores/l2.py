@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import jax
 import jax.numpy as jnp
 from flax import struct
@@ -9,6 +11,9 @@ from jaxtyping import Array, Float
 
 from kvjax.policies.score import Score
 from kvjax.types import New, PyTree, View, check, setting, wide
+
+if TYPE_CHECKING:
+    from kvjax.model import Model
 
 
 @struct.dataclass
@@ -30,6 +35,12 @@ class KeyNorm(Score):
     def __post_init__(self) -> None:
         whole = isinstance(self.skip_layers, int) and self.skip_layers >= 0
         check(whole, "skip_layers", self.skip_layers, "a whole number from 0")
+
+    def bind(self, model: Model) -> KeyNorm:
+        """The score itself, if the model has so many layers."""
+        layers = model.config.layers
+        check(self.skip_layers <= layers, "skip_layers", self.skip_layers, f"a number of the model's {layers} layers")
+        return self
 
     def slot(self, new: New, state: PyTree) -> Float[Array, "b h t"]:
         """The norm of the key."""

@@ -36,7 +36,7 @@ class Hamming(Score):
     all evictions are such ties, so results depend on this rule.
 
     Args:
-        bits: length of a hash, from 1; the paper tries 4 to 64 (Table 9) and reports 16. A slot stores
+        bits: length of a hash, from 1 to 256; the paper tries 4 to 64 (Table 9) and reports 16. A slot stores
             ceil(bits / 32) words of 4 bytes.
         prompt: `sequential` fills the cache with the first tokens of the prompt and then reads it by Algorithm 1,
             token by token; `one_shot` reads the prompt whole and then keeps the tokens nearest to its last query.
@@ -52,7 +52,7 @@ class Hamming(Score):
     planes: tuple[Float[Array, "h bits d"], ...] | None = None
 
     def __post_init__(self) -> None:
-        check(isinstance(self.bits, int) and self.bits >= 1, "bits", self.bits, "a whole number from 1")
+        check(isinstance(self.bits, int) and 1 <= self.bits <= 256, "bits", self.bits, "a whole number from 1 to 256")
         check(self.prompt in ("sequential", "one_shot"), "prompt", self.prompt, "'sequential' or 'one_shot'")
         check(isinstance(self.seed, int) and 0 <= self.seed < 2**32, "seed", self.seed, "a whole number below 2^32")
 

@@ -11,7 +11,7 @@ from kvjax.asks import Probs, Seen
 from kvjax.policies.score import Score
 from kvjax.types import Heads, New, PyTree, View, check, setting
 
-WORD = 32
+WORD, MOST = 32, 2**16
 
 
 @struct.dataclass
@@ -24,7 +24,7 @@ class Persistence(Score):
     query of the window, in a ring indexed by the query's position.
 
     Args:
-        history: queries that are remembered, a multiple of 32.
+        history: queries that are remembered, a multiple of 32 up to 65536: a bit of every slot for each.
     """
 
     paper = "Scissorhands, Liu et al. 2023, Algorithm 2"
@@ -32,8 +32,8 @@ class Persistence(Score):
     history: int = setting(128)
 
     def __post_init__(self) -> None:
-        whole = isinstance(self.history, int) and self.history > 0 and self.history % WORD == 0
-        check(whole, "history", self.history, "a multiple of 32 queries, from 32")
+        whole = isinstance(self.history, int) and 0 < self.history <= MOST and self.history % WORD == 0
+        check(whole, "history", self.history, f"a multiple of 32 queries from 32 to {MOST}")
 
     def slot(self, new: New, state: PyTree) -> UInt32[Array, "b h t words"]:
         """No query has looked yet."""

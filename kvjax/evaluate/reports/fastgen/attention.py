@@ -6,7 +6,7 @@ import numpy as np
 
 from kvjax.evaluate.reports.claims import Claim, table
 from kvjax.evaluate.reports.fastgen.measurements import Report, Section
-from kvjax.evaluate.reports.figures import new_figure, save_figure
+from kvjax.evaluate.reports.figures import legend_beside, new_figure, save_figure
 from kvjax.policies.fastgen import PARTS, Profiled
 
 STEPS = (0, 10, 20, 30)
@@ -44,7 +44,7 @@ def choices(report: Report) -> Section:
         axes[0].bar(range(len(shares)), shares[:, i], bottom=bottom, label=name)
         bottom += shares[:, i]
     axes[0].set(xlabel="layer", ylabel="share of heads", xticks=range(len(shares)), title="T = 0.95")
-    axes[0].legend(fontsize=7)
+    legend_beside(axes[0])
     save_figure(figure, report.runs.directory / "fastgen" / "choices.png")
     rows = [[f"T = 0.95, layer {i}", *(f"{s:.1%}" for s in layer)] for i, layer in enumerate(shares)]
     rows += [[f"T = {t:g}, all", *(f"{s:.1%}" for s in share(t).mean(0))] for t in report.thresholds]

@@ -6,7 +6,7 @@ import numpy as np
 
 from kvjax.evaluate.fidelity import fidelity
 from kvjax.evaluate.reports.claims import Claim, table
-from kvjax.evaluate.reports.figures import new_figure
+from kvjax.evaluate.reports.figures import legend_beside, new_figure, plot_lines
 from kvjax.evaluate.reports.less.low_rank import residuals
 from kvjax.evaluate.reports.less.measurements import Less, Section
 from kvjax.policies.policy import Policy
@@ -49,12 +49,9 @@ def hellinger(less: Less) -> Section:
     )
     if curves:
         figure, (axis,) = new_figure()
-        for label, values in curves.items():
-            axis.plot(
-                values, marker="o", markersize=3, linewidth=1, linestyle="-" if "LESS" in label else "--", label=label
-            )
+        plot_lines(axis, {label: (range(len(values)), values) for label, values in curves.items()})
         axis.set(xlabel="layer", ylabel="Hellinger distance", xticks=range(runs.model.config.layers))
-        axis.legend(fontsize=7)
+        legend_beside(axis)
         body += less.figure("hellinger", figure)
     return Section("5. Attention rows (eq. 7, Figure 6)", claims, body)
 

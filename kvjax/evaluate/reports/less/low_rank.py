@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.evaluate import lowrank_oracle
 from kvjax.evaluate.reports.claims import Claim, table
-from kvjax.evaluate.reports.figures import new_figure
+from kvjax.evaluate.reports.figures import legend_beside, log_scale, new_figure, plot_lines
 from kvjax.evaluate.runs import Runs
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Weights, block, embed
@@ -105,10 +105,12 @@ def residuals(
         lower = [r < a for a, r in layers]
         claims.append(Claim(f"{what}, in every layer", all(lower), f"in {sum(lower)} of {len(lower)}: {numbers}"))
         drawn, (left, right) = new_figure(2)
-        left.plot(range(1, of_attention.shape[1] + 1), of_attention.mean(0), label="attention output")
-        left.plot(range(1, of_attention.shape[1] + 1), of_residual.mean(0), label=f"residual of top-{eighth}")
-        left.set(xlabel="index", ylabel="relative singular value", yscale="log")
-        left.legend(fontsize=7)
+        curves_of = {"attention output": of_attention.mean(0), f"residual of top-{eighth}": of_residual.mean(0)}
+        for label, values in curves_of.items():
+            left.plot(range(1, len(values) + 1), values, label=label)
+        left.set(xlabel="index", ylabel="relative singular value")
+        log_scale(left)
+        legend_beside(left)
     beyond = sorted(budgets.values())
 
     def oracle(keep: int, rank: int) -> list[float] | None:
@@ -141,9 +143,8 @@ def residuals(
         "text's residual at once, per head: a bound that no cache can reach.\n"
     )
     if drawn is not None and right is not None:
-        for label, values in lines:
-            right.plot(RANKS, values, marker="o", markersize=3, linewidth=1, label=f"top-k at {label}")
+        plot_lines(right, {f"top-k at {label}": (RANKS, values) for label, values in lines})
         right.set(xlabel="rank of the residual", ylabel="nats above all keys")
-        right.legend(fontsize=7)
+        legend_beside(right)
         body += figure("rank", drawn)
     return claims, body

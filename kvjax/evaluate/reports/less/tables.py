@@ -112,8 +112,9 @@ def _perplexity_figure(less: Less, full: Run | None) -> str:
             trained = [k for k in less.shelf.of("h2o") if matches(k, slots)]
             found += [(f"LESS ({k.name})", more, less.less(k, "h2o", slots)) for k in trained]
         lost = [Point(label, x, run.nats(text) - full.nats(text)) for label, x, run in found if run is not None]
-        plot_quality(axis, lost, None, "nats per token above the full cache", "slots per head and their equivalent")
-        axis.set(title=text, yscale="log")
+        what, cost = "nats per token above the full cache", "slots per head and their equivalent"
+        plot_quality(axis, lost, None, what, cost, log=True)
+        axis.set_title(text)
     return less.figure("perplexity", figure)
 
 

@@ -1,0 +1,102 @@
+"""A policy of somebody's own that is written slightly wrong says so when it is first used."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+import pytest
+from flax import struct
+
+import kvjax
+from kvjax.policies.scores.h2o import Accumulated
+from kvjax.types import setting
+from tests.models import GQA, random_model
+
+
+def numbers(self: Any, view: Any, new: Any) -> Any:
+    return view.position.astype(jnp.float32)
+
+
+def decorated(*bases: type, **members: Any) -> Any:
+    """A class as its author writes it."""
+    return struct.dataclass(type("Mine", bases or (kvjax.Score,), members))
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: type("Mine", (kvjax.Score,), {"score": numbers}), "put @flax.struct.dataclass above `class Mine`"),
+        (
+            lambda: decorated(scores=numbers),
+            r"kvjax never asks for Mine.scores \(did you mean score\)",
+        ),
+        (lambda: decorated(score=numbers, ask=numbers), "did you mean asks"),
+        (
+            lambda: decorated(score=numbers, observe=numbers),
+            r"never asks for Mine.observe \(there are advance, aligned,",
+        ),
+        (lambda: decorated(score=numbers, alligned=True), "did you mean aligned"),
+        (lambda: decorated(Accumulated, foldd=numbers), "did you mean fold"),
+    ],
+)
+def test_a_class_that_is_not_what_it_seems_is_refused(make: Callable[[], Any], message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        make()()
+
+
+def test_helpers_and_settings_have_any_name() -> None:
+    members = {"__annotations__": {"score_scale": "int"}, "score_scale": setting(3), "_ask": numbers, "WORD": 32}
+    made = decorated(score=numbers, **members)
+    assert made(score_scale=4).score_scale == 4
+    with pytest.raises(ValueError, match=r"score_scale=0\.5 is not a whole number"):
+        made(score_scale=0.5)
+
+
+@pytest.mark.parametrize(
+    ("score", "message"),
+    [
+        (lambda self, view, new: view.position, r"Mine\.score gives int32 of shape \[1, 2, 16\]"),
+        (lambda self, view, new: view.position[..., 0].astype(float), r"shape \[1, 2\], not .* slots \[1, 2, 16\]"),
+        (lambda self, view, new: numbers(self, view, new) / 0 * 0, r"Mine\.score gives NaN for tokens of a prompt"),
+    ],
+)
+@pytest.mark.usefixtures("compiled_fast")
+def test_scores_that_are_no_scores_are_refused(score: Callable[..., Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        kvjax.prefill(random_model(GQA), kvjax.Policy(decorated(score=score)()), [[1, 2, 3, 4, 5, 6]], 4)
+
+
+@pytest.mark.usefixtures("compiled_fast")
+def test_a_fold_that_changes_what_a_slot_remembers_is_refused() -> None:
+    mine = decorated(Accumulated, fold=lambda self, answers, view, new: answers[..., None])
+    with pytest.raises(ValueError, match=r"Mine\.fold gives .*, not what its slot began with"):
+        kvjax.prefill(random_model(GQA), kvjax.Policy(mine()), [[1, 2, 3, 4, 5, 6]], 4)
+
+
+UNTYPED: Any = kvjax  # type checkers refuse all of this, too
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: UNTYPED.Policy(Accumulated), r"score=Accumulated is a class; give an instance, Accumulated\(\)"),
+        (
+            lambda: kvjax.prefill(random_model(GQA), UNTYPED.Policy("h2o"), [[1, 2]], 4),
+            "score='h2o' is no Score; kvjax.policy takes names",
+        ),
+        (lambda: UNTYPED.Policy(kvjax.policies.PLANS["adakv"]()), "is no Score"),
+        (
+            lambda: UNTYPED.policy(Accumulated()),
+            r"a policy is a name or a kvjax.Policy, not a score; give kvjax.Policy\(",
+        ),
+        (lambda: UNTYPED.policy("h2o", plan=kvjax.policies.PLANS["adakv"]), "not the class AdaKV; give an instance"),
+        (lambda: UNTYPED.policy("h2o", codec=5), "a codec is a name or an instance of Codec, not 5"),
+        (lambda: UNTYPED.prefill(random_model(GQA), None, [[1, 2]], 4), "not None"),
+    ],
+)
+def test_a_part_is_an_instance_of_its_kind(make: Callable[[], Any], message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        make()
