@@ -6,6 +6,7 @@ from kvjax.asks import Noise as Noise
 from kvjax.asks import Probs as Probs
 from kvjax.asks import Sums as Sums
 from kvjax.cache.codec import Codec as Codec
+from kvjax.compilation import enable_compilation_cache as enable_compilation_cache
 from kvjax.engine.decode import decode_step as decode_step
 from kvjax.engine.decode import decode_step_in_place as decode_step_in_place
 from kvjax.engine.extend import extend as extend

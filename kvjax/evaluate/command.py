@@ -8,7 +8,8 @@ import importlib.util
 import os
 from pathlib import Path
 
-from kvjax.commands import finish, use_compilation_cache
+from kvjax.commands import finish
+from kvjax.compilation import enable_compilation_cache
 
 REPORTS = {
     "quality": ("kvjax.evaluate.reports.quality", "perplexity and recall of policies against the bytes that they keep"),
@@ -42,5 +43,5 @@ def main(argv: list[str] | None = None) -> int:
     """The command line; returns its exit code."""
     options = parser().parse_args(argv)
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # tokenizers need no torch
-    use_compilation_cache()
+    enable_compilation_cache()
     return finish("evaluate", lambda: importlib.import_module(REPORTS[options.report][0]).run(options))
