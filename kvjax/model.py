@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from numpy.typing import ArrayLike
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Weights, forward
 from kvjax.models.loading import read_checkpoint
-from kvjax.tokens import TokenClasses, token_classes
+from kvjax.tokens import TokenClasses, read_tokenizer, token_classes
 
 _forward = jax.jit(forward, static_argnames="config")
 
@@ -51,14 +50,7 @@ class Model:
         if self.directory is None or not any((self.directory / name).exists() for name in names):
             where = "it has no directory" if self.directory is None else f"{self.directory} holds none of {names}"
             raise ValueError(f"Model {self.name!r} has no tokenizer: {where}; pass token ids instead of text.")
-        settings = self.directory / "tokenizer_config.json"
-        kind = json.loads(settings.read_text(encoding="utf-8")).get("tokenizer_class") if settings.exists() else None
-        if kind in ("PreTrainedTokenizerFast", "TokenizersBackend"):
-            # What AutoTokenizer would choose too, without the seconds of importing torch where that is installed.
-            from transformers import PreTrainedTokenizerFast as Tokenizer
-        else:
-            from transformers import AutoTokenizer as Tokenizer
-        return Tokenizer.from_pretrained(str(self.directory), local_files_only=True)
+        return read_tokenizer(self.directory)
 
     @functools.cached_property
     def token_classes(self) -> TokenClasses:

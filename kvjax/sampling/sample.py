@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, Key, Num
+from jaxtyping import Array, Bool, Float, Int, Key
 
 ALL = 2**31 - 1
 """As `top_k`: more tokens than any vocabulary has."""
@@ -103,34 +102,33 @@ def _filtered(logits: Float[Array, "b vocab"], sampling: Sampling) -> Float[Arra
     # The bits of numbers that are not negative have the order of the numbers.
     rank = jax.lax.bitcast_convert_type(jnp.abs(logits), jnp.dtype(f"int{jnp.finfo(logits.dtype).bits}"))
 
-    def top_k(logits: Float[Array, "b vocab"]) -> Float[Array, "b vocab"]:
-        return jnp.where(_first(rank, jnp.ones_like(rank), sampling.top_k), logits, -jnp.inf)
+    # One loop over top-k and top-p, of which only what is asked for runs: two copies would take longer to compile.
+    def one(filter: Array, logits: Float[Array, "b vocab"]) -> Float[Array, "b vocab"]:
+        by_share = filter == 1
+        weight = jnp.where(by_share, jax.nn.softmax(logits), 1.0)
+        return jnp.where(_first(rank, weight, jnp.where(by_share, top_p, top_k)), logits, -jnp.inf)
 
-    def top_p(logits: Float[Array, "b vocab"]) -> Float[Array, "b vocab"]:
-        return jnp.where(_first(rank, jax.nn.softmax(logits), sampling.top_p), logits, -jnp.inf)
-
-    for filtered, asked in ((top_k, sampling.top_k < logits.shape[1]), (top_p, sampling.top_p < 1)):  # type: ignore[operator]
-        logits = jax.lax.cond(asked, filtered, lambda logits: logits, logits)
-    return logits
+    top_k, top_p = sampling.tree_flatten()[0][1:]
+    begin, end = jnp.where(top_k < logits.shape[1], 0, 1), jnp.where(top_p < 1, 2, 1)
+    return jax.lax.fori_loop(begin, end, one, logits)
 
 
-def _first(rank: Int[Array, "b n"], weight: Num[Array, "b n"], total: Any) -> Bool[Array, "b n"]:
+def _first(rank: Int[Array, "b n"], weight: Float[Array, "b n"], total: Float[Array, ""]) -> Bool[Array, "b n"]:
     """The fewest tokens of the lowest ranks whose weights reach a total, of equals the first ones; or else all."""
-    # Bit by bit the last rank is found in as many passes as a number has bits, many times faster than by sorting a
-    # vocabulary on a CPU.
-    place = jax.lax.broadcasted_iota(jnp.int32, rank.shape, 1)
+    # Bit by bit the last rank, then the last place of those that have it, are found in as many passes as they have
+    # bits, many times faster than by sorting a vocabulary on a CPU.
+    place = jax.lax.broadcasted_iota(rank.dtype, rank.shape, 1)
+    bits, places = jnp.iinfo(rank.dtype).bits - 1, rank.shape[1].bit_length()
 
-    def held(mask: Bool[Array, "b n"]) -> Num[Array, "b 1"]:
-        return jnp.where(mask, weight, jnp.zeros((), weight.dtype)).sum(-1, keepdims=True)
+    def upto(last: Int[Array, "b 1"], end: Int[Array, "b 1"]) -> Bool[Array, "b n"]:
+        return (rank < last) | ((rank == last) & (place <= end))
 
-    def least(reaches: Callable[[Array], Array], bits: int, dtype: Any) -> Int[Array, "b 1"]:
-        def lower(i: Array, found: Array) -> Array:
-            less = found & ~(jnp.ones((), dtype) << (bits - 1 - i).astype(dtype))
-            return jnp.where(reaches(less), less, found)
+    def lower(i: Array, found: tuple[Array, Array]) -> tuple[Array, Array]:
+        of_rank = i < bits
+        bit = jnp.left_shift(jnp.ones((), rank.dtype), jnp.where(of_rank, bits, bits + places) - 1 - i)
+        less = jnp.where(of_rank, found[0] & ~bit, found[0]), jnp.where(of_rank, found[1], found[1] & ~bit)
+        reaches = jnp.where(upto(*less), weight, 0.0).sum(-1, keepdims=True) >= total
+        return jnp.where(reaches, less[0], found[0]), jnp.where(reaches, less[1], found[1])
 
-        return jax.lax.fori_loop(0, bits, lower, jnp.full((rank.shape[0], 1), 2**bits - 1, dtype))
-
-    last = least(lambda last: held(rank <= last) >= total, jnp.iinfo(rank.dtype).bits - 1, rank.dtype)
-    equal, left = rank == last, total - held(rank < last)
-    end = least(lambda end: held(equal & (place <= end)) >= left, rank.shape[1].bit_length(), jnp.int32)
-    return (rank < last) | (equal & (place <= end))
+    most = (jnp.full((rank.shape[0], 1), 2**size - 1, rank.dtype) for size in (bits, places))
+    return upto(*jax.lax.fori_loop(0, bits + places, lower, tuple(most)))

@@ -66,12 +66,12 @@ def encode(model: Model, prompt: str, chat: bool = False) -> list[int]:
     if not prompt.strip():
         raise ValueError("the prompt is empty; give some text.")
     if not chat:
-        return list(model.tokenizer(prompt)["input_ids"])
+        return list(model.tokenizer.encode(prompt))
     if not getattr(model.tokenizer, "chat_template", None):
         raise ValueError(f"the tokenizer of {model.name!r} has no chat template; leave out --chat.")
     turns = [{"role": "user", "content": prompt}]
     text = model.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
-    return list(model.tokenizer(text, add_special_tokens=False)["input_ids"])
+    return list(model.tokenizer.encode(text, add_special_tokens=False))
 
 
 def generate_ids(
