@@ -23,6 +23,7 @@ from kvjax.policies.policy import Policy
 from kvjax.sampling.sample import Sampling
 from kvjax.sampling.texts import Generation, Stream, encode, generate_ids
 from kvjax.settings import PART_KEYS, parse_budget, parse_settings, read_config
+from kvjax.types import setting_names
 
 
 def parser() -> argparse.ArgumentParser:
@@ -84,8 +85,8 @@ def _listed(entries: Sequence[tuple[str, Any, dict[str, Any]]]) -> list[str]:
 
 
 def _settings(kind: type[Any], part: str) -> dict[str, Any]:
-    fields = (field for field in dataclasses.fields(kind) if not field.metadata.get("pytree_node", True))
-    return {f"{part}.{field.name}": field.default for field in fields}
+    names = setting_names(kind)
+    return {f"{part}.{field.name}": field.default for field in dataclasses.fields(kind) if field.name in names}
 
 
 def _choice(options: argparse.Namespace) -> tuple[Policy, int | float | Sequence[int], int | None]:
