@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from kvjax.asks import Probs as Probs
     from kvjax.asks import Sums as Sums
     from kvjax.cache.codec import Codec as Codec
+    from kvjax.compilation import enable_compilation_cache as enable_compilation_cache
     from kvjax.engine.decode import decode_step as decode_step
     from kvjax.engine.decode import decode_step_in_place as decode_step_in_place
     from kvjax.engine.extend import extend as extend
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "kvjax.asks": ("Near", "Noise", "Probs", "Sums"),
     "kvjax.cache.codec": ("Codec",),
+    "kvjax.compilation": ("enable_compilation_cache",),
     "kvjax.engine.decode": ("decode_step", "decode_step_in_place"),
     "kvjax.engine.extend": ("extend", "prefill"),
     "kvjax.engine.state": ("State", "cache_bytes", "full_cache_bytes", "held_positions", "put_rows", "take_rows"),

@@ -1,4 +1,4 @@
-"""What all commands share: how a run and its process end, how help looks, and where compiled programs are kept."""
+"""What all commands share: how a run and its process end, and how help looks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import os
 import signal
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import NoReturn
 
 INTERRUPTED, BROKEN_PIPE = 130, 141
@@ -80,14 +79,3 @@ def leave(code: int) -> NoReturn:
     if code == INTERRUPTED:
         os._exit(code)  # a compiler's threads that still run would crash an interpreter that ends
     sys.exit(code)
-
-
-def use_compilation_cache() -> None:
-    """Keep compiled programs in the user's cache directory; `KVJAX_CACHE_DIR` names another, empty none."""
-    import jax
-
-    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    directory = os.environ.get("KVJAX_CACHE_DIR", str(Path(base) / "kvjax" / "xla"))
-    if directory:
-        jax.config.update("jax_compilation_cache_dir", directory)
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)

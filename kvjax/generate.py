@@ -15,7 +15,8 @@ from rich.table import Table
 from rich.text import Text
 
 from kvjax import policies
-from kvjax.commands import Help, finish, leave, use_compilation_cache
+from kvjax.commands import Help, finish, leave
+from kvjax.compilation import enable_compilation_cache
 from kvjax.engine.prepare import WHOLES
 from kvjax.engine.state import cache_bytes, full_cache_bytes, slot_limits
 from kvjax.files import read_text
@@ -190,6 +191,7 @@ def _report(made: Generation, policy: Policy, seed: int, text: str) -> dict[str,
         "budget": round(float(np.mean(slot_limits(made.state)))),
         "cache_bytes": cache_bytes(made.state),
         "full_cache_bytes": full_cache_bytes(made.state),
+        "compile_seconds": made.compile_seconds,
         "prefill_seconds": made.prefill_seconds,
         "decode_tokens_per_second": rate,
         "seed": seed,
@@ -213,10 +215,9 @@ def _summary(made: Generation, report: dict[str, Any]) -> str:
     kept = np.mean([(positions >= 0).sum(-1).mean() for positions in made.cache_positions])
     rate = report["decode_tokens_per_second"]
     speed = "too few to time" if rate is None else f"{rate:,.0f} tokens/s"
-    prompt_rate = report["prompt_tokens"] / report["prefill_seconds"]
     return (
-        f"prompt: {report['prompt_tokens']} tokens, {prompt_rate:,.0f} tokens/s with compilation; "
-        f"new: {report['new_tokens']} tokens, {speed}\n"
+        f"prompt: {report['prompt_tokens']} tokens in {report['prefill_seconds']:.2f} s; "
+        f"new: {report['new_tokens']} tokens, {speed}; compilation: {report['compile_seconds']:.1f} s\n"
         f"cache: {report['cache_bytes']:,} bytes, a full cache {report['full_cache_bytes']:,} bytes; "
         f"{report['policy']} kept {kept:.0f} of {report['prompt_tokens']} prompt tokens per head, "
         f"budget {report['budget']}"
@@ -292,7 +293,7 @@ def main(argv: list[str] | None = None) -> int:
     """The command line; returns its exit code."""
     options = parser().parse_args(argv)
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # tokenizers need no torch
-    use_compilation_cache()
+    enable_compilation_cache()
     return finish("generate", lambda: run(options))
 
 

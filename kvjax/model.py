@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Weights, forward
 from kvjax.models.loading import read_checkpoint
 from kvjax.settings import check_keywords, prompt_texts
-from kvjax.tokens import TokenClasses, token_classes
+from kvjax.tokens import TokenClasses, read_tokenizer, token_classes
 
 _forward = jax.jit(forward, static_argnames="config")
 
@@ -55,7 +54,7 @@ class Model:
             where = "it has no directory" if self.directory is None else f"{self.directory} holds none of {names}"
             raise ValueError(f"Model {self.name!r} has no tokenizer: {where}; pass token ids instead of text.")
         try:
-            made = self._read_tokenizer(self.directory)
+            made = read_tokenizer(self.directory)
         except Exception as error:  # transformers raises whatever a damaged file makes it stumble over
             reason = " ".join(str(error).split()).rstrip(".")
             raise ValueError(
@@ -68,17 +67,6 @@ class Model:
                 "they do not belong together."
             )
         return made
-
-    @staticmethod
-    def _read_tokenizer(directory: Path) -> Any:
-        settings = directory / "tokenizer_config.json"
-        kind = json.loads(settings.read_text(encoding="utf-8")).get("tokenizer_class") if settings.exists() else None
-        if kind in ("PreTrainedTokenizerFast", "TokenizersBackend"):
-            # What AutoTokenizer would choose too, without the seconds of importing torch where that is installed.
-            from transformers import PreTrainedTokenizerFast as Tokenizer
-        else:
-            from transformers import AutoTokenizer as Tokenizer
-        return Tokenizer.from_pretrained(str(directory), local_files_only=True)
 
     @functools.cached_property
     def token_classes(self) -> TokenClasses:

@@ -1,17 +1,105 @@
-"""Which tokens of a vocabulary are special and which are punctuation, for policies that keep them for what they are."""
+"""Tokenizers: how one is read, and which of its tokens are special or punctuation, for policies that keep them."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import json
 import re
 import unicodedata
 from collections.abc import Sequence
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 MARKERS = ("[INST]", "[/INST]", "<<SYS>>", "<</SYS>>")
 """Instruction markers that a tokenizer may spell with several tokens."""
 
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+_ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_PLAIN = ("PreTrainedTokenizerFast", "TokenizersBackend")
+"""Classes of transformers that add nothing of their own to a tokenizer.json."""
+
+
+def read_tokenizer(directory: Path) -> Any:
+    """The transformers tokenizer of a directory, which is imported once more than ids of texts and back is asked of it.
+
+    Importing transformers takes a second, and with torch installed several.
+    """
+    settings, file = directory / "tokenizer_config.json", directory / "tokenizer.json"
+    config: dict[str, Any] = json.loads(settings.read_text(encoding="utf-8")) if settings.exists() else {}
+    if config.get("tokenizer_class") not in _PLAIN:
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
+    lazy = LazyTokenizer(directory)
+    if not file.exists() or config.get("clean_up_tokenization_spaces") or "added_tokens_decoder" in config:
+        return lazy.whole
+    from tokenizers import Tokenizer
+
+    lazy.fast = Tokenizer.from_file(str(file))
+    lazy.fast.no_truncation()
+    lazy.fast.no_padding()
+    special = {token.content for token in lazy.fast.get_added_tokens_decoder().values() if token.special}
+    named = [config.get(role) for role in _ROLES] + list(config.get("additional_special_tokens") or [])
+    # Special tokens that the file does not have are added by transformers, and so are those of other forms.
+    return (
+        lazy if all(token is None or (isinstance(token, str) and token in special) for token in named) else lazy.whole
+    )
+
+
+class LazyTokenizer:
+    """A transformers tokenizer whose `encode` and `decode` need no transformers; all else is the whole one's.
+
+    Args:
+        directory: of tokenizer.json and tokenizer_config.json.
+    """
+
+    fast: Tokenizer
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    @functools.cached_property
+    def whole(self) -> Any:
+        """The transformers tokenizer."""
+        # What AutoTokenizer would choose, too, without importing torch where that is installed.
+        from transformers import PreTrainedTokenizerFast
+
+        return PreTrainedTokenizerFast.from_pretrained(str(self.directory), local_files_only=True)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True, **settings: Any) -> list[int]:
+        """Ids of a text."""
+        if settings or not isinstance(text, str):
+            return self.whole.encode(text, add_special_tokens=add_special_tokens, **settings)
+        return self.fast.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def decode(self, ids: Any, *, skip_special_tokens: bool = False, **settings: Any) -> Any:
+        """The text of ids."""
+        if settings or not isinstance(ids, list) or not all(isinstance(token, int) for token in ids):
+            return self.whole.decode(ids, skip_special_tokens=skip_special_tokens, **settings)
+        return self.fast.decode(ids, skip_special_tokens=skip_special_tokens)
+
+    def __call__(self, *texts: Any, **settings: Any) -> Any:
+        """What the whole tokenizer makes of texts."""
+        return self.whole(*texts, **settings)
+
+    def __len__(self) -> int:
+        return len(self.whole)
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens without those that were added."""
+        return self.fast.get_vocab_size(with_added_tokens=False)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "fast":
+            raise AttributeError(name)
+        return getattr(self.whole, name)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvjax import policies
-from kvjax.commands import finish, leave, use_compilation_cache
+from kvjax.commands import finish, leave
+from kvjax.compilation import enable_compilation_cache
 from kvjax.settings import parse_budget, parse_settings
 
 if TYPE_CHECKING:
@@ -97,7 +98,7 @@ def main(argv: list[str] | None = None) -> int:
     """The command line; returns its exit code."""
     options = parser().parse_args(argv)
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # tokenizers need no torch
-    use_compilation_cache()
+    enable_compilation_cache()
     return finish("train_less", lambda: run(options))
 
 

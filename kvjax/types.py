@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
@@ -22,7 +23,28 @@ PyTree = Any
 
 def setting(default: Any) -> Any:
     """A hyperparameter of a part: of the compiled program, not of the data."""
-    return struct.field(pytree_node=False, default=default)
+    return struct.field(pytree_node=False, default=default, metadata={"setting": True})
+
+
+def number(default: Any) -> Any:
+    """A hyperparameter that programs take as an argument: another number, if as whole as this one, takes the same."""
+    return struct.field(default=default, metadata={"setting": True})
+
+
+def setting_names(part: Any) -> list[str]:
+    """Names of the hyperparameters of a part or of its class."""
+    described = ((field.name, field.metadata) for field in dataclasses.fields(part))
+    return [name for name, how in described if how.get("setting", not how.get("pytree_node", True))]
+
+
+def written(*values: object) -> bool:
+    """Whether numbers are those that a user wrote, and not what stands for them in a program or another pytree."""
+    return all(value is None or isinstance(value, (int, float, str, tuple, list, np.generic)) for value in values)
+
+
+def is_share(value: Any) -> bool:
+    """Whether a number, or what stands for it in a program, is a share of something and not a count."""
+    return jnp.issubdtype(jnp.result_type(value), jnp.floating)
 
 
 def check(ok: bool, name: str, value: object, expected: str) -> None:

@@ -208,6 +208,30 @@ def test_one_compilation_serves_a_bucket_and_other_weights(name: str) -> None:
     assert programs() == before
 
 
+@pytest.mark.parametrize(
+    ("name", "sweep"),
+    [
+        ("snapkv", [dict(recent=8), dict(recent=5), dict(recent=2, sinks=3)]),
+        (
+            "h2o",
+            [{"plan": "interleaved", "plan.ratio": 2.0}, {"plan": "interleaved", "plan.ratio": 2.5, "recent": 0.2}],
+        ),
+        ("dilated_window", [dict(dilation=1), dict(dilation=2)]),
+        ("topk_oracle", [dict(k=4), dict(k=7)]),
+    ],
+)
+@compiled_fast
+def test_numbers_are_arguments_of_one_program(name: str, sweep: list[dict[str, Any]]) -> None:
+    found, compiled = [], []
+    for numbers in sweep:
+        policy, budget = kvjax.policy(name, **numbers), 1.0 if name == "topk_oracle" else 16
+        state, _ = kvjax.prefill(MODEL, policy, TEXT[:2, :30], budget, max_new_tokens=40)
+        found.append(np.asarray(kvjax.decode_step(state, jnp.zeros(2, jnp.int32))[1]))
+        compiled.append(programs())
+    assert compiled[1:] == compiled[:-1]
+    assert all((logits != found[0]).any() for logits in found[1:])
+
+
 @every_mixture
 def test_permuting_the_batch_permutes_the_output(name: str) -> None:
     order = np.array([2, 0, 1])

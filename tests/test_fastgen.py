@@ -208,12 +208,12 @@ def dense_with_limits(model, policy, budget, limits):
     """The same policy on dense buffers where each head may use its own share: what pages must equal."""
     prompts = prepare(model, policy, TEXT[:3, :41], budget, LENGTHS, max_new_tokens=40, key=None, plan=None, chunk=None)
     prompts = prompts._replace(
-        limits=tuple(jnp.asarray(limit, jnp.int32) for limit in limits),
+        limits=tuple(np.asarray(limit, np.int32) for limit in limits),
         capacities=tuple(round_slots(int(limit.max())) for limit in limits),
     )
     arrays, static = extend._arguments(model, prompts), extend._static(model, prompts, Kernels())
-    storage, seed, logits = extend._read_prompts(*arrays, **static)
-    start, horizon = prompts.lengths, prompts.horizon
+    storage, _, seed, logits = extend._read_prompts(*arrays, **static)
+    start, horizon = jnp.asarray(prompts.lengths), jnp.asarray(prompts.horizon)
     active = jnp.ones(start.shape, bool)
     ends = start + horizon
     of_rows = (start, start, horizon, ends, prompts.keys, seed, active)

@@ -24,6 +24,7 @@ from kvjax.engine.decode import checked_token
 from kvjax.engine.prepare import prepare
 from kvjax.pictures import cache_map
 from kvjax.policies import describe
+from kvjax.sampling import loop
 from kvjax.sampling.texts import Stream, encode, generate_ids
 from kvjax.settings import config_directories, parse_value, read_config, seed_number
 
@@ -60,6 +61,31 @@ def test_rows_stop_at_their_end(model: kvjax.Model) -> None:
     ending = kvjax.Model(model.weights, dataclasses.replace(model.config, eos=(first[5],)), model.name, model.directory)
     stopped = generate_ids(ending, [made.prompts[0]], max_new_tokens=40, temperature=0.0)
     assert stopped.tokens[0] == first[: first.index(first[5])]
+
+
+@pytest.mark.usefixtures("compiled_fast")
+def test_what_varies_between_calls_compiles_nothing(model: kvjax.Model) -> None:
+    ids = [encode(model, text) for text in (STORY, STORY[:70], STORY[5:], STORY[9:], STORY[20:], STORY[:60])]
+    usual: dict[str, Any] = dict(policy="less", budget=32, max_new_tokens=24)
+    first = generate_ids(model, ids, **usual)
+    assert first.compile_seconds > 0
+    programs: list[Any] = [extend._read_prompts, loop._many, loop.draw]
+    before = [program._cache_size() for program in programs]
+    changes: list[dict[str, Any]] = [
+        dict(temperature=0.0),
+        dict(temperature=1, top_k=7, seed=3),
+        dict(top_k=40, top_p=0.9, seed=[6, 5, 4, 3, 2, 1]),
+        dict(top_p=np.float32(0.5), max_new_tokens=20, budget=30),
+    ]
+    for change in changes:
+        made = generate_ids(model, ids, **usual | change)
+        assert made.compile_seconds == 0 and made.timed_tokens == 6 * (made.padded.horizon[0] - 1), change
+    five = generate_ids(model, [row[:-1] for row in ids[:5]], **usual)
+    # LESS among them: the loop is given its own results, and what is read from disk must not be bound to a device.
+    assert [program._cache_size() for program in programs] == before and five.compile_seconds == 0
+    assert five.tokens == generate_ids(model, [*(row[:-1] for row in ids[:5]), ids[5][:1]], **usual).tokens[:5]
+    assert [len(positions) for positions in five.cache_positions] == [5] * model.config.layers
+    assert len(five.state.position) == 5 and kvjax.cache_bytes(five.state) == 5 * kvjax.cache_bytes(first.state) // 6
 
 
 def run(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:

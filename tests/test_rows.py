@@ -228,6 +228,9 @@ def test_bad_rows_are_one_sentence() -> None:
     deeper = random_model(dataclasses.replace(GQA, layers=3))
     another = kvjax.prefill(deeper, made("h2o"), [PROMPTS[0]], 20, max_new_tokens=60)[0]
     half_a_row: Any = [0.5]
+    one = kvjax.take_rows(state, [1])
+    recent = one.replace(policy=dataclasses.replace(one.policy, protection=kvjax.Protection(recent=3)))
+    kvjax.put_rows(state, [0], one.replace(policy=jax.tree.map(jnp.asarray, one.policy)))
     refused = [
         (lambda: kvjax.take_rows(state, []), "does not name rows of a state with rows 0 to 2"),
         (lambda: kvjax.take_rows(state, [3]), r"index=\[3\] does not name rows"),
@@ -238,6 +241,7 @@ def test_bad_rows_are_one_sentence() -> None:
         (lambda: kvjax.put_rows(state, [0], read("tova", [1])[0]), "policy 'tova' do not fit a state under 'h2o'"),
         (lambda: kvjax.put_rows(state, [0], read("h2o+adakv", [1])[0]), "do not fit a state under 'h2o'"),
         (lambda: kvjax.put_rows(state, [0], read("h2o", [1], budget=40)[0]), "48 slots per head in layer 0 do not fit"),
+        (lambda: kvjax.put_rows(state, [0], recent), "with other settings"),
         (lambda: kvjax.put_rows(state, [0], other), "bfloat16"),
         (lambda: kvjax.put_rows(state, [0], another), "another model"),
     ]

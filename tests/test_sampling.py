@@ -19,7 +19,7 @@ DRAWS = 20_000
 def draw(sampling: Sampling, logits: jax.Array = LOGITS, draws: int = DRAWS, seed: int = 0) -> np.ndarray:
     """Tokens drawn from one distribution [draws]."""
     keys = jax.random.split(jax.random.key(seed), draws)
-    return np.asarray(jax.jit(sample, static_argnums=2)(jnp.tile(logits, (draws, 1)), keys, sampling))
+    return np.asarray(sample(jnp.tile(logits, (draws, 1)), keys, sampling))
 
 
 def expected(sampling: Sampling, probs: np.ndarray = PROBS) -> np.ndarray:
@@ -82,14 +82,13 @@ def test_without_filters_it_is_categorical() -> None:
     seed=st.integers(0, 2**31),
 )
 def test_a_row_does_not_know_its_neighbours(rows: int, settings: tuple[int | None, float | None], seed: int) -> None:
-    jitted = jax.jit(sample, static_argnums=2)
     sampling = Sampling(1.3, *settings)
     logits = jax.random.normal(jax.random.key(seed), (rows, 17))
     keys = jax.random.split(jax.random.key(seed + 1), rows)
-    together = jitted(logits, keys, sampling)
-    alone = [int(jitted(logits[i : i + 1], keys[i : i + 1], sampling)[0]) for i in range(rows)]
+    together = sample(logits, keys, sampling)
+    alone = [int(sample(logits[i : i + 1], keys[i : i + 1], sampling)[0]) for i in range(rows)]
     np.testing.assert_array_equal(together, alone)
-    np.testing.assert_array_equal(jitted(logits[::-1], keys[::-1], sampling), together[::-1])
+    np.testing.assert_array_equal(sample(logits[::-1], keys[::-1], sampling), together[::-1])
 
 
 def test_ties_and_excluded_tokens() -> None:

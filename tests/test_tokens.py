@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
@@ -10,7 +11,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 import kvjax
-from kvjax.tokens import is_punctuation, token_classes
+from kvjax.tiny import WEIGHTS
+from kvjax.tokens import is_punctuation, read_tokenizer, token_classes
 
 REAL = Path(os.environ.get("KVJAX_TOKENIZERS", Path(__file__).parents[2] / "shared/data/tokenizers"))
 """A directory with one tokenizer.json in each of its folders."""
@@ -31,6 +33,28 @@ def sentencepiece() -> PreTrainedTokenizerFast:
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()  # type: ignore[assignment]
     tokenizer.decoder = decoders.Metaspace()  # type: ignore[assignment]
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+
+
+@pytest.mark.parametrize("text", ["Once upon a time", "naïve café – 東\n\n", "<|user|>\nHi, 42!<|endoftext|>", ""])
+def test_ids_and_texts_need_no_transformers(text):
+    tokenizer = read_tokenizer(WEIGHTS)
+    ids, plain = tokenizer.encode(text), tokenizer.encode(text, add_special_tokens=False)
+    texts = tokenizer.decode(ids), tokenizer.decode(ids, skip_special_tokens=True)
+    assert "whole" not in vars(tokenizer)
+    whole = PreTrainedTokenizerFast.from_pretrained(WEIGHTS)
+    assert ids == whole(text)["input_ids"] == tokenizer(text).input_ids and plain == whole.encode(
+        text, add_special_tokens=False
+    )
+    assert texts == (whole.decode(ids), whole.decode(ids, skip_special_tokens=True))
+    assert len(tokenizer) == len(whole) and tokenizer.chat_template == whole.chat_template
+
+
+def test_a_special_token_that_only_the_settings_name(tmp_path):
+    words = Tokenizer(models.WordLevel({"<unk>": 0, "once": 1}, unk_token="<unk>"))
+    words.save(str(tmp_path / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "<unk>", "eos_token": "<end>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    assert read_tokenizer(tmp_path).encode("once<end>") == [1, 2]
 
 
 def test_a_tokenizer_with_space_markers():

@@ -74,7 +74,7 @@ def prefill(
     settings: dict[str, Any] = dict(max_new_tokens=max_new_tokens, key=key, plan=plan, chunk=prefill_chunk)
     prompts = prepare(model, policy, tokens, budget, lengths, budget_of=budget_of, **settings)
     kernels = implementation if isinstance(implementation, Kernels) else Kernels(implementation)
-    storage, seed, logits = _read_prompts(*_arguments(model, prompts), **_static(model, prompts, kernels))
+    storage, position, seed, logits = _read_prompts(*_arguments(model, prompts), **_static(model, prompts, kernels))
     score = type(prompts.policy.score)
     if not of_kvjax(score) and np.isnan(logits).any():
         raise ValueError(
@@ -82,18 +82,17 @@ def prefill(
         )
     if prompts.policy.plan.per_head:
         storage = paged.build(storage, paged.page_slots(prompts.tokens.shape[1] + max_new_tokens))
-    start = prompts.lengths
     state = State(
         weights=model.weights,
         policy=prompts.policy,
         storage=storage,
-        position=jnp.copy(start),  # a step may reuse its memory, prompt_length must live on
-        prompt_length=start,
-        horizon=prompts.horizon,
-        end=start + prompts.horizon,
+        position=position,
+        prompt_length=jnp.asarray(prompts.lengths),
+        horizon=jnp.asarray(prompts.horizon),
+        end=jnp.asarray(prompts.lengths + prompts.horizon),
         key=prompts.keys,
         seed=seed,
-        active=jnp.ones(start.shape, bool),
+        active=jnp.asarray(np.ones(prompts.lengths.shape, bool)),
         config=model.config,
         kernels=kernels,
     )
@@ -141,7 +140,7 @@ def _read_prompts(
     capacities: tuple[int, ...],
     chunk: int | None,
     kernels: Kernels,
-) -> tuple[Any, Array, Float[Array, "b vocab"]]:
+) -> tuple[Any, Int[Array, " b"], Array, Float[Array, "b vocab"]]:
     rows, padded = tokens.shape
     seed = jax.vmap(lambda key: jax.random.bits(jax.random.fold_in(key, 1), dtype=jnp.uint32))(keys)
     dtype = weights.layers[0].key.weight.dtype
@@ -186,7 +185,9 @@ def _read_prompts(
         storage, last = jax.lax.fori_loop(
             0, steps, lambda i, carry: read_chunk(i * size, carry, first=False), (storage, last)
         )
-    return storage, seed, unembed(weights, config, last)
+    # A step may reuse the memory of positions, that of lengths must live on. And they come from the program, that they
+    # are committed to devices as the storage is: a step would be compiled again for what it returns itself.
+    return storage, jnp.copy(lengths), seed, unembed(weights, config, last)
 
 
 def extend(

@@ -32,12 +32,12 @@ class Prompts(NamedTuple):
     """What the program that reads prompts is given."""
 
     policy: Policy
-    tokens: Int[Array, "b n"]
+    tokens: Int[np.ndarray, "b n"]
     """Padded to a bucket, and to whole chunks."""
-    lengths: Int[Array, " b"]
-    horizon: Int[Array, " b"]
+    lengths: Int[np.ndarray, " b"]
+    horizon: Int[np.ndarray, " b"]
     keys: Key[Array, " b"]
-    limits: tuple[Int[Array, "b h"], ...]
+    limits: tuple[Int[np.ndarray, "b h"], ...]
     """For each layer the slots that each head may use."""
     capacities: tuple[int, ...]
     """For each layer the slots of its buffers."""
@@ -89,11 +89,11 @@ def prepare(
     keys = jax.random.key(0) if key is None else key
     return Prompts(
         policy=policy,
-        tokens=jnp.asarray(np.pad(padded, ((0, 0), (0, size - width))), jnp.int32),
-        lengths=jnp.asarray(real, jnp.int32),
-        horizon=jnp.full(rows, max_new_tokens, jnp.int32),
+        tokens=np.pad(padded, ((0, 0), (0, size - width))).astype(np.int32),
+        lengths=real.astype(np.int32),
+        horizon=np.full(rows, max_new_tokens, np.int32),
         keys=jnp.broadcast_to(keys, (rows,)) if keys.ndim == 0 else keys,
-        limits=tuple(jnp.asarray(limit, jnp.int32) for limit in limits),
+        limits=tuple(limit.astype(np.int32) for limit in limits),
         capacities=capacities,
         chunk=chunk,
     )
@@ -136,6 +136,11 @@ def bucket(tokens: int) -> int:
     while power < tokens:
         power *= 2
     return power * 3 // 4 if power > 16 and power * 3 // 4 >= tokens else power
+
+
+def bucket_rows(rows: int) -> int:
+    """The rows that batches share a program at: the next power of two or halfway point."""
+    return bucket(16 * rows) // 16
 
 
 def round_slots(slots: int) -> int:

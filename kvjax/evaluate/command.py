@@ -11,7 +11,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvjax.commands import finish, use_compilation_cache
+from kvjax.commands import finish
+from kvjax.compilation import enable_compilation_cache
 
 REPORTS = {
     "quality": ("kvjax.evaluate.reports.quality", "perplexity and recall of policies against the bytes that they keep"),
@@ -47,7 +48,7 @@ def main(argv: list[str] | None = None) -> int:
     options = parser().parse_args(words)
     options.command = quoted(words)
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # tokenizers need no torch
-    use_compilation_cache()
+    enable_compilation_cache()
 
     def run() -> None:
         check(options)

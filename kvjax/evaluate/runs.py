@@ -17,6 +17,7 @@ from kvjax.evaluate.texts import Passages
 from kvjax.model import Model
 from kvjax.policies.policy import Policy
 from kvjax.policies.residuals.checkpoint import fingerprint
+from kvjax.types import setting_names
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,15 +136,14 @@ def describe(policy: Policy) -> dict[str, Any]:
         usual = policies.policy(name, **own)
         for part in ("plan", "codec", "selection"):
             if getattr(base, part) != getattr(usual, part):
-                made[part] = {"kind": type(getattr(base, part)).__name__} | _static(getattr(base, part))
+                made[part] = {"kind": type(getattr(base, part)).__name__} | _settings(getattr(base, part))
     if policy.residual is None:
         return made
-    return {"name": policies.name_of(policy)} | _static(policy.residual) | {"base": made}
+    return {"name": policies.name_of(policy)} | _settings(policy.residual) | {"base": made}
 
 
-def _static(part: Any) -> dict[str, Any]:
-    fields = (field.name for field in dataclasses.fields(part) if not field.metadata.get("pytree_node", True))
-    return _plain({name: getattr(part, name) for name in fields})
+def _settings(part: Any) -> dict[str, Any]:
+    return _plain({name: getattr(part, name) for name in setting_names(part)})
 
 
 def _plain(settings: dict[str, Any]) -> dict[str, Any]:

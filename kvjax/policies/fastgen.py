@@ -53,6 +53,8 @@ class TokenClasses(Protection):
         classes: of every token id; made by `bind`.
     """
 
+    sinks: int = setting(0)
+    recent: int | float = setting(0)
     punctuation: tuple[int, ...] = setting(())
     markers: tuple[tuple[int, ...], ...] = setting(())
     classes: UInt8[Array, " vocab"] | None = None

@@ -13,7 +13,7 @@ from flax import struct
 from jaxtyping import Array, Float, Int
 
 from kvjax.policies.part import Part
-from kvjax.types import Heads, New, PyTree, View, setting
+from kvjax.types import Heads, New, PyTree, View, number, written
 
 
 @struct.dataclass(kw_only=True)
@@ -35,7 +35,7 @@ class Plan(Part):
     shrinks: ClassVar[bool] = False
     """Whether `room` may fall while tokens are generated."""
 
-    extra_slots: int = setting(0)
+    extra_slots: int = number(0)
 
     def spread_by(self, other: Plan) -> Plan:
         """This plan with its budget spread as another one has it."""
@@ -111,10 +111,10 @@ class Arithmetic(Plan):
         ratio: C_1 / C_L, at least 1.
     """
 
-    ratio: float = setting(3.0)
+    ratio: float = number(3.0)
 
     def __post_init__(self) -> None:
-        if self.ratio < 1:
+        if written(self.ratio) and self.ratio < 1:
             raise ValueError(f"ratio={self.ratio!r} is not a ratio of the first layer's slots to the last's from 1.")
 
     def shares(self, budget: int, layers: int) -> np.ndarray:
@@ -131,11 +131,11 @@ class Pyramid(Plan):
         window: slots that every layer gets first.
     """
 
-    beta: float = setting(20.0)
-    window: int = setting(0)
+    beta: float = number(20.0)
+    window: int = number(0)
 
     def __post_init__(self) -> None:
-        if self.beta < 1 or self.window < 0:
+        if written(self.beta, self.window) and (self.beta < 1 or self.window < 0):
             raise ValueError(f"beta={self.beta!r}, window={self.window!r} are not a divisor from 1 and slots from 0.")
 
     def shares(self, budget: int, layers: int) -> np.ndarray:
@@ -157,11 +157,11 @@ class Interleaved(Plan):
         ratio: slots of a rich layer over those of a poor one, at least 1.
     """
 
-    period: int = setting(2)
-    ratio: float = setting(4.0)
+    period: int = number(2)
+    ratio: float = number(4.0)
 
     def __post_init__(self) -> None:
-        if self.period < 2 or self.ratio < 1:
+        if written(self.period, self.ratio) and (self.period < 2 or self.ratio < 1):
             raise ValueError(f"period={self.period!r}, ratio={self.ratio!r} are not layers from 2 and a ratio from 1.")
 
     def shares(self, budget: int, layers: int) -> np.ndarray:
@@ -183,10 +183,10 @@ class AdaKV(Uniform):
 
     per_head: ClassVar[bool] = True
 
-    floor: float = setting(0.2)
+    floor: float = number(0.2)
 
     def __post_init__(self) -> None:
-        if not 0 <= self.floor <= 1:
+        if written(self.floor) and not 0 <= self.floor <= 1:
             raise ValueError(f"floor={self.floor!r} is not a share of the average budget in [0, 1].")
 
     def settle(

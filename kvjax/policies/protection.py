@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 from jaxtyping import Array, Bool, Int
 
 from kvjax.cache.slots import Guard
 from kvjax.policies.part import Part
-from kvjax.types import New, PyTree, View, check, setting
+from kvjax.types import New, PyTree, View, check, is_share, number, setting, written
 
 
 @struct.dataclass
@@ -21,11 +23,13 @@ class Protection(Part):
         special: token ids that never leave.
     """
 
-    sinks: int = setting(0)
-    recent: int | float = setting(0)
+    sinks: int = number(0)
+    recent: int | float = number(0)
     special: tuple[int, ...] = setting(())
 
     def __post_init__(self) -> None:
+        if not written(self.sinks, self.recent):
+            return
         check(isinstance(self.sinks, int) and self.sinks >= 0, "sinks", self.sinks, "a whole number from 0")
         fraction = isinstance(self.recent, float) and 0 <= self.recent <= 1
         whole = isinstance(self.recent, int) and self.recent >= 0
@@ -68,7 +72,7 @@ class Protection(Part):
         Raises:
             ValueError: sinks and recent window do not fit in the budget.
         """
-        sinks, recent = (int(f(jnp.asarray(smallest))) for f in (self.sink_slots, self.recent_slots))
+        sinks, recent = map(int, _protected(self, np.int32(smallest)))
         if sinks + recent > smallest:
             raise ValueError(
                 f"sinks + recent = {sinks} + {recent} slots do not fit in a budget of {smallest} slots per head; "
@@ -76,8 +80,13 @@ class Protection(Part):
             )
 
 
+@jax.jit
+def _protected(protection: Protection, limit: Int[Array, ""]) -> tuple[Int[Array, ""], Int[Array, ""]]:
+    return protection.sink_slots(limit), protection.recent_slots(limit)
+
+
 def recent_slots(recent: int | float, limit: Int[Array, "*b"]) -> Int[Array, "*b"]:
     """A number of slots, or a fraction of those that heads may use, in slots."""
-    if isinstance(recent, float):
+    if is_share(recent):
         return jnp.floor(recent * limit + 1e-6).astype(jnp.int32)
     return jnp.full_like(limit, recent)

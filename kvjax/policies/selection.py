@@ -13,7 +13,7 @@ from flax import struct
 from jaxtyping import Array, Bool, Float
 
 from kvjax.policies.part import Part
-from kvjax.types import New, check, setting
+from kvjax.types import New, check, is_share, number, written
 
 
 class Selection(Part):
@@ -32,12 +32,13 @@ class TopK(Selection):
         k: tokens that each query reads, or a fraction of those it sees; None for the budget.
     """
 
-    k: int | float | None = setting(None)
+    k: int | float | None = number(None)
 
     def __post_init__(self) -> None:
         whole = isinstance(self.k, int) and self.k >= 1
         fraction = isinstance(self.k, float) and 0 < self.k <= 1
-        check(self.k is None or whole or fraction, "k", self.k, "a number of tokens from 1, or a fraction up to 1.0")
+        fine = self.k is None or whole or fraction or not written(self.k)
+        check(fine, "k", self.k, "a number of tokens from 1, or a fraction up to 1.0")
 
     def budgeted(self, budget: Any) -> TopK:
         """The budget is k, unless k was given."""
@@ -50,7 +51,7 @@ class TopK(Selection):
         """The largest."""
         if self.k is None:
             raise ValueError("topk_oracle has no k: give a budget, as prefill does.")
-        k = self.k if isinstance(self.k, int) else jnp.ceil(self.k * (probs > 0).sum(-1, keepdims=True))
+        k: Any = jnp.ceil(self.k * (probs > 0).sum(-1, keepdims=True)) if is_share(self.k) else self.k
         return largest(probs, k) & (probs > 0)
 
 

@@ -6,8 +6,9 @@ import functools
 from collections.abc import Iterator
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Key
 
 from kvjax.engine.decode import step
 from kvjax.engine.state import Moving, State, join_state, split_state
@@ -15,31 +16,31 @@ from kvjax.sampling.sample import Sampling, sample
 
 STEPS_PER_DISPATCH = 16
 
-Carry = tuple[Moving, Int[Array, " b"]]
-"""What a step changes, and the token that comes next."""
+Carry = tuple[Moving, Int[Array, " b"], Int[Array, "b n"]]
+"""What a step changes, the token that comes next, and those that were made."""
 
 
-def draw(state: State, logits: Float[Array, "b vocab"], sampling: Sampling) -> Int[Array, " b"]:
-    """The next token of each row; its key depends on the row's key and the token's position, on nothing else."""
-    keys = jax.vmap(jax.random.fold_in)(state.key, state.position)
-    return sample(logits, keys, sampling)
+@jax.jit
+def draw(
+    key: Key[Array, " b"], position: Int[Array, " b"], logits: Float[Array, "b vocab"], sampling: Sampling
+) -> Int[Array, " b"]:
+    """The next token of each row, whose randomness is that of the row's key and the token's position alone."""
+    return sample(logits, jax.vmap(jax.random.fold_in)(key, position), sampling)
 
 
-_draw = jax.jit(draw, static_argnames="sampling")
-
-
-@functools.partial(jax.jit, static_argnames=("sampling", "steps"), donate_argnums=1)
+@functools.partial(jax.jit, static_argnames="most", donate_argnums=1)
 def _many(
-    fixed: State, moving: Moving, token: Int[Array, " b"], sampling: Sampling, steps: int
+    fixed: State, moving: Moving, token: Int[Array, " b"], sampling: Sampling, steps: int, most: int
 ) -> tuple[Moving, Int[Array, " b"], Int[Array, "b n"]]:
-    def one(carry: Carry, _: None) -> tuple[Carry, Int[Array, " b"]]:
-        moving, token = carry
+    # As many steps as there are tokens to make, of `most` that there is room for: another number takes no new program.
+    def one(i: Array, carry: Carry) -> Carry:
+        moving, token, made = carry
         state, logits = step(join_state(fixed, moving), token)
-        token = draw(state, logits, sampling)
-        return (split_state(state)[1], token), token
+        token = draw(state.key, state.position, logits, sampling)
+        return split_state(state)[1], token, made.at[:, i].set(token)
 
-    (moving, token), tokens = jax.lax.scan(one, (moving, token), None, length=steps)
-    return moving, token, tokens.T
+    made = jnp.zeros((token.shape[0], most), token.dtype)
+    return jax.lax.fori_loop(0, steps, one, (moving, token, made))
 
 
 def generate_tokens(
@@ -56,21 +57,23 @@ def generate_tokens(
         state: from `prefill`; its caches are consumed.
         logits: for the first new token, from `prefill`.
         max_new_tokens: tokens per row, at least 1.
-        sampling: how tokens are drawn.
+        sampling: how tokens are drawn; other settings take the same program.
         eos: ids that end a row; the rest of the row is masked.
-        steps: decode steps per dispatch; the same program serves all of them.
+        steps: decode steps per dispatch, at most; the same program serves all of them.
 
     Yields:
-        Tokens, which of them belong to their row's text (an ending id does not), and the state after them.
+        Tokens, which of them belong to their row's text (an ending id does not, nor what an inactive row is given), and
+        the state after them.
     """
-    token = _draw(state, logits, sampling=sampling)
+    token = draw(state.key, state.position, logits, sampling)
     fixed, moving = split_state(state)
-    ended = np.isin(np.asarray(token), eos)
+    ended = np.isin(np.asarray(token), eos) | ~np.asarray(state.active)
     yield np.asarray(token)[:, None], ~ended[:, None], state
     made = 1
     while made < max_new_tokens and not ended.all():
-        moving, token, block = _many(fixed, moving, token, sampling, steps)
-        tokens = np.asarray(block)[:, : max_new_tokens - made]
+        count = min(steps, max_new_tokens - made)
+        moving, token, block = _many(fixed, moving, token, sampling, count, steps)
+        tokens = np.asarray(block)[:, :count]
         ended_by = np.logical_or.accumulate(np.isin(tokens, eos), axis=1) | ended[:, None]
         ended = ended_by[:, -1]
         made += tokens.shape[1]

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Key
+from jaxtyping import Array, Bool, Float, Int, Key
+
+ALL = 2**31 - 1
+"""As `top_k`: more tokens than any vocabulary has."""
 
 
+@jax.tree_util.register_pytree_node_class
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """How the next token is drawn; hashable, so it can be a static argument of `jit`.
+    """How the next token is drawn: a pytree, whose numbers a program takes as arguments, and hashable.
 
     Args:
         temperature: divides the logits, at least 0; 0 takes the likeliest token, whatever the other settings.
@@ -35,6 +40,25 @@ class Sampling:
             raise ValueError(f"top_k is {self.top_k}: give a whole number of tokens, at least 1, or None.")
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise ValueError(f"top_p is {self.top_p}: give a share of the probability above 0 and at most 1, or None.")
+        # Of one type each, or 1 and 1.0 would be arguments of two programs.
+        object.__setattr__(self, "temperature", float(self.temperature))
+        if self.top_k is not None:
+            object.__setattr__(self, "top_k", min(int(self.top_k), ALL))
+        if self.top_p is not None:
+            object.__setattr__(self, "top_p", float(self.top_p))
+
+    def tree_flatten(self) -> tuple[tuple[Any, Any, Any], None]:
+        """Numbers, of the same types whatever the settings are."""
+        top_p = 1.0 if self.top_p is None else self.top_p
+        return (self.temperature, ALL if self.top_k is None else self.top_k, top_p), None
+
+    @classmethod
+    def tree_unflatten(cls, _: None, numbers: tuple[Any, Any, Any]) -> Sampling:
+        """With whatever stands for numbers, which cannot be checked."""
+        made = object.__new__(cls)
+        for field, number in zip(dataclasses.fields(cls), numbers, strict=True):
+            object.__setattr__(made, field.name, number)
+        return made
 
 
 def sample(logits: Float[Array, "b vocab"], keys: Key[Array, " b"], sampling: Sampling) -> Int[Array, " b"]:
@@ -46,7 +70,7 @@ def sample(logits: Float[Array, "b vocab"], keys: Key[Array, " b"], sampling: Sa
     Args:
         logits: unnormalised log-probabilities [b, vocab]; -inf excludes a token.
         keys: one typed random key per row [b], as `jax.random.split` gives them; unused when greedy.
-        sampling: the settings; static under `jit`.
+        sampling: the settings; under `jit` an argument, for other settings take the same program.
 
     Returns:
         Token ids [b], int32.
@@ -54,26 +78,57 @@ def sample(logits: Float[Array, "b vocab"], keys: Key[Array, " b"], sampling: Sa
     Raises:
         ValueError: there is not one key per row.
     """
-    if sampling.temperature == 0:
-        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
     if keys.shape != logits.shape[:1]:
         raise ValueError(f"{logits.shape[0]} rows need as many random keys, not {keys.shape}: use jax.random.split.")
-    return jax.vmap(lambda row, key: jax.random.categorical(key, _filter(row, sampling)))(logits, keys).astype(
-        jnp.int32
-    )
+    return _sample(logits, keys, sampling)
 
 
-def _filter(logits: Float[Array, " vocab"], sampling: Sampling) -> Float[Array, " vocab"]:
+@jax.jit
+def _sample(logits: Float[Array, "b vocab"], keys: Key[Array, " b"], sampling: Sampling) -> Int[Array, " b"]:
+    def likeliest(_: None) -> Int[Array, " b"]:
+        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+
+    def drawn(_: None) -> Int[Array, " b"]:
+        return jax.vmap(jax.random.categorical)(keys, _filtered(logits, sampling)).astype(jnp.int32)
+
+    return jax.lax.cond(sampling.temperature > 0, drawn, likeliest, None)
+
+
+def _filtered(logits: Float[Array, "b vocab"], sampling: Sampling) -> Float[Array, "b vocab"]:
     """Logits over the temperature, -inf for the tokens that top-k and top-p exclude."""
     logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
-    logits = (logits - logits.max()) / sampling.temperature  # at most 0, so a tiny temperature cannot overflow to +inf
-    top_p = 1.0 if sampling.top_p is None else sampling.top_p
-    if sampling.top_k is None and top_p == 1:
-        return logits
-    vocab = logits.shape[0]
-    best, tokens = jax.lax.top_k(logits, vocab if sampling.top_k is None else min(sampling.top_k, vocab))
-    if top_p < 1:
-        probs = jax.nn.softmax(best)
-        before = jnp.cumsum(probs) - probs  # what the likelier tokens hold; 0 for the first, which therefore stays
-        best = jnp.where(before < top_p, best, -jnp.inf)
-    return jnp.full_like(logits, -jnp.inf).at[tokens].set(best, unique_indices=True)
+    # At most 0, so a tiny temperature cannot overflow to +inf.
+    logits = (logits - logits.max(axis=-1, keepdims=True)) / sampling.temperature
+    # The bits of numbers that are not negative have the order of the numbers.
+    rank = jax.lax.bitcast_convert_type(jnp.abs(logits), jnp.dtype(f"int{jnp.finfo(logits.dtype).bits}"))
+
+    # One loop over top-k and top-p, of which only what is asked for runs: two copies would take longer to compile.
+    def one(filter: Array, logits: Float[Array, "b vocab"]) -> Float[Array, "b vocab"]:
+        by_share = filter == 1
+        weight = jnp.where(by_share, jax.nn.softmax(logits), 1.0)
+        return jnp.where(_first(rank, weight, jnp.where(by_share, top_p, top_k)), logits, -jnp.inf)
+
+    top_k, top_p = sampling.tree_flatten()[0][1:]
+    begin, end = jnp.where(top_k < logits.shape[1], 0, 1), jnp.where(top_p < 1, 2, 1)
+    return jax.lax.fori_loop(begin, end, one, logits)
+
+
+def _first(rank: Int[Array, "b n"], weight: Float[Array, "b n"], total: Float[Array, ""]) -> Bool[Array, "b n"]:
+    """The fewest tokens of the lowest ranks whose weights reach a total, of equals the first ones; or else all."""
+    # Bit by bit the last rank, then the last place of those that have it, are found in as many passes as they have
+    # bits, many times faster than by sorting a vocabulary on a CPU.
+    place = jax.lax.broadcasted_iota(rank.dtype, rank.shape, 1)
+    bits, places = jnp.iinfo(rank.dtype).bits - 1, rank.shape[1].bit_length()
+
+    def upto(last: Int[Array, "b 1"], end: Int[Array, "b 1"]) -> Bool[Array, "b n"]:
+        return (rank < last) | ((rank == last) & (place <= end))
+
+    def lower(i: Array, found: tuple[Array, Array]) -> tuple[Array, Array]:
+        of_rank = i < bits
+        bit = jnp.left_shift(jnp.ones((), rank.dtype), jnp.where(of_rank, bits, bits + places) - 1 - i)
+        less = jnp.where(of_rank, found[0] & ~bit, found[0]), jnp.where(of_rank, found[1], found[1] & ~bit)
+        reaches = jnp.where(upto(*less), weight, 0.0).sum(-1, keepdims=True) >= total
+        return jnp.where(reaches, less[0], found[0]), jnp.where(reaches, less[1], found[1])
+
+    most = (jnp.full((rank.shape[0], 1), 2**size - 1, rank.dtype) for size in (bits, places))
+    return upto(*jax.lax.fori_loop(0, bits + places, lower, tuple(most)))

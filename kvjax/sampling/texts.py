@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Int, Key
 
+from kvjax.compilation import Compiling
 from kvjax.engine.extend import prefill
-from kvjax.engine.state import State, held_positions
+from kvjax.engine.prepare import bucket_rows, ready
+from kvjax.engine.state import State, held_positions, take_rows
 from kvjax.policies.plan import Plan
 from kvjax.policies.policy import Policy
 from kvjax.policies.registry import policy as policy_by_name
@@ -25,19 +30,27 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass
 class Generation:
-    """What came out of a batch of prompts, and what it cost.
-
-    Times are in seconds; `decode_seconds` leaves out the first dispatch, which may have compiled.
-    """
+    """What came out of a batch of prompts, and what it cost; times are in seconds and hold no compilation."""
 
     prompts: list[list[int]]
     tokens: list[list[int]]
-    state: State
+    padded: State
+    """After the last step, with rows beyond the prompts that fill the batch and are not active."""
     cache_positions: list[np.ndarray]
     """For each layer [b, h, c]: positions held when the prompt had been read."""
+    compile_seconds: float
+    """Spent on programs: tracing, lowering, compiling or fetching them; nothing where all were there."""
     prefill_seconds: float
+    """Reading the prompts."""
     decode_seconds: float
+    """Making `timed_tokens`: the tokens of all dispatches that did not wait for a program."""
     timed_tokens: int
+
+    @functools.cached_property
+    def state(self) -> State:
+        """After the last step, with the prompts' rows."""
+        rows = len(self.prompts)
+        return self.padded if len(self.padded.position) == rows else take_rows(self.padded, range(rows))
 
     @property
     def decode_tokens_per_second(self) -> float | None:
@@ -57,7 +70,7 @@ def encode(model: Model, prompt: str, chat: bool = False) -> list[int]:
     lone = next((i for i, character in enumerate(prompt) if "\ud800" <= character <= "\udfff"), None)
     if lone is not None:
         raise ValueError(f"the prompt is no text: character {lone} is {prompt[lone]!a}, half of a surrogate pair.")
-    ids = _turn(model, prompt) if chat else list(model.tokenizer(prompt)["input_ids"])
+    ids = _turn(model, prompt) if chat else list(model.tokenizer.encode(prompt))
     if max(ids, default=0) >= model.config.vocab_size:
         raise ValueError(
             f"the tokenizer of {model.name!r} gives token {max(ids)}, but the model has {model.config.vocab_size}: "
@@ -74,7 +87,7 @@ def _turn(model: Model, prompt: str) -> list[int]:
         text = model.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
     except Exception as error:  # whatever the template's author has it raise
         raise ValueError(f"the chat template of {model.name!r} refuses the prompt: {error}.") from error
-    return list(model.tokenizer(text, add_special_tokens=False)["input_ids"])
+    return list(model.tokenizer.encode(text, add_special_tokens=False))
 
 
 def generate_ids(
@@ -108,31 +121,43 @@ def generate_ids(
             f"a prompt of {longest} tokens and {max_new_tokens} new ones do not fit the model's {room} positions; "
             "ask for fewer, or use a policy with positions='cache'."
         )
-    seeds = [seed_number(each) for each in (seed if isinstance(seed, (list, tuple, np.ndarray)) else [seed])]
-    keys = jax.numpy.stack([jax.random.key(each) for each in seeds]) if np.ndim(seed) else jax.random.key(seeds[0])
-    if keys.ndim and len(keys) != len(prompts):
-        raise ValueError(f"{len(keys)} seeds do not fit {len(prompts)} prompts; give one seed, or one for each.")
-    arguments: dict[str, Any] = dict(max_new_tokens=max_new_tokens, key=keys, plan=plan, prefill_chunk=prefill_chunk)
-    arguments |= {"budget_of": budget_of}
-    began = time.perf_counter()
-    state, logits = prefill(model, chosen, [list(prompt) for prompt in prompts], budget, **arguments)
-    jax.block_until_ready(logits)
-    prefill_seconds = time.perf_counter() - began
-    held = held_positions(state)
-    eos = model.config.eos if stop_at_eos else ()
-    tokens: list[list[int]] = [[] for _ in prompts]
-    seconds, timed, last, blocks = 0.0, 0, time.perf_counter(), 0
-    for block, belongs, after in generate_tokens(state, logits, max_new_tokens, sampling, eos):
-        now = time.perf_counter()
-        if blocks > 1:
-            seconds, timed = seconds + now - last, timed + block.size
-        state, blocks = after, blocks + 1
-        for row, ids, keep in zip(tokens, block, belongs, strict=True):
-            row += ids[keep].tolist()
-        if on_tokens is not None:
-            on_tokens(block, belongs)
-        last = time.perf_counter()
-    return Generation([list(p) for p in prompts], tokens, state, held, prefill_seconds, seconds, timed)
+    given = [seed_number(each) for each in (seed if isinstance(seed, (list, tuple, np.ndarray)) else [seed])]
+    rows, seeds = len(prompts), given if np.ndim(seed) else given * len(prompts)
+    if len(seeds) != rows:
+        raise ValueError(f"{len(seeds)} seeds do not fit {rows} prompts; give one seed, or one for each.")
+    # Rows do not know of each other: copies of the shortest prompt fill the batch to a size that has a program.
+    filling = [min(range(rows), key=lambda row: len(prompts[row]))] * (bucket_rows(rows) - rows) if rows else []
+    chosen = ready(model, chosen, budget, plan)
+    arguments: dict[str, Any] = dict(max_new_tokens=max_new_tokens, prefill_chunk=prefill_chunk, budget_of=budget_of)
+    with Compiling() as compiling:
+        keys = _keys(np.asarray([seeds[row] for row in [*range(rows), *filling]], np.int64))
+        before, began = compiling.seconds, time.perf_counter()
+        batch = [list(prompts[row]) for row in [*range(rows), *filling]]
+        state, logits = prefill(model, chosen, batch, budget, key=keys, **arguments)
+        jax.block_until_ready(logits)
+        prefill_seconds = time.perf_counter() - began - (compiling.seconds - before)
+        state = state.replace(active=jnp.asarray(np.arange(len(batch)) < rows))
+        held = [positions[:rows] for positions in held_positions(state)]
+        eos = model.config.eos if stop_at_eos else ()
+        tokens: list[list[int]] = [[] for _ in prompts]
+        seconds, timed, last, compiled = 0.0, 0, time.perf_counter(), compiling.seconds
+        blocks = generate_tokens(state, logits, max_new_tokens, sampling, eos)
+        for index, (block, belongs, after) in enumerate(blocks):
+            now, state, block, belongs = time.perf_counter(), after, block[:rows], belongs[:rows]
+            if index and compiling.seconds == compiled:  # the first token took no step
+                seconds, timed = seconds + now - last, timed + block.size
+            for row, ids, keep in zip(tokens, block, belongs, strict=True):
+                row += ids[keep].tolist()
+            if on_tokens is not None:
+                on_tokens(block, belongs)
+            last, compiled = time.perf_counter(), compiling.seconds
+    made = [list(prompt) for prompt in prompts], tokens, state, held
+    return Generation(*made, compiling.seconds, prefill_seconds, seconds, timed)
+
+
+@jax.jit
+def _keys(seeds: Int[Array, " b"]) -> Key[Array, " b"]:
+    return jax.vmap(jax.random.key)(seeds)
 
 
 def generate_texts(model: Model, prompts: str | Sequence[str], *, chat: bool = False, **settings: Any) -> list[str]:
@@ -146,6 +171,9 @@ def generate_texts(model: Model, prompts: str | Sequence[str], *, chat: bool = F
             `max_new_tokens` (128); `temperature` (0.8, 0 is greedy), `top_k`, `top_p`: see `Sampling`;
             `seed` (0): one number, or one for each prompt; the same seed gives a prompt the same text in any batch;
             `stop_at_eos` (True).
+
+    A batch is filled up to 1, 2, 3, 4, 6, 8, 12, 16, ... rows, for which there is a program and memory; what compiles
+    once more is in docs/compilation.md.
 
     Raises:
         ValueError: a prompt is empty or too long, or a setting is out of range.

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 T = TypeVar("T")
 
@@ -80,5 +81,5 @@ def restore(directory: Path, like: T) -> T | None:
         return None
     with ocp.StandardCheckpointer() as checkpointer:
         leaves, structure = jax.tree.flatten(like)
-        leaves = checkpointer.restore(steps[-1].absolute(), [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves])
+        leaves = checkpointer.restore(steps[-1].absolute(), [np.empty(x.shape, x.dtype) for x in leaves])
         return jax.tree.unflatten(structure, [jnp.asarray(x) for x in leaves])

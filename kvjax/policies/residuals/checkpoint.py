@@ -103,9 +103,9 @@ def load(directory: str | Path, model: Model, policy: str) -> tuple[Params, Sett
 
     stored, settings = _read(directory), read_settings(directory)
     check_fits(settings, model, policy, where=str(directory))
-    like = _like(model.config, settings)
-    sharding = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    wanted = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, stored["dtype"], sharding=sharding), like)
+    # Read into host memory: what orbax puts on a device is committed to it, and every program that met it and arrays
+    # that are not would be compiled once more.
+    wanted = jax.tree.map(lambda leaf: np.empty(leaf.shape, stored["dtype"]), _like(model.config, settings))
     with ocp.StandardCheckpointer() as checkpointer:
         try:
             params = checkpointer.restore(Path(directory).absolute() / _KERNELS, wanted)

@@ -7,7 +7,7 @@ from flax import struct
 from jaxtyping import Array, Float
 
 from kvjax.policies.score import Score
-from kvjax.types import New, View, check, setting
+from kvjax.types import New, View, check, number, written
 
 
 @struct.dataclass
@@ -38,10 +38,11 @@ class Dilated(Score):
 
     paper = "Beltagy et al. 2020, section 3.1; Keyformer, arXiv 2403.09054, Figure 2(c)"
 
-    dilation: int = setting(1)
+    dilation: int = number(1)
 
     def __post_init__(self) -> None:
-        check(isinstance(self.dilation, int) and self.dilation >= 0, "dilation", self.dilation, "a whole number from 0")
+        whole = isinstance(self.dilation, int) and self.dilation >= 0
+        check(whole or not written(self.dilation), "dilation", self.dilation, "a whole number from 0")
 
     def score(self, view: View, new: New) -> Float[Array, "b h c"]:
         """Score = position, lowered below zero in a gap (exact in float32 for the first 16 million tokens)."""

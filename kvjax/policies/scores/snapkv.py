@@ -9,7 +9,7 @@ from jaxtyping import Array, Float
 
 from kvjax.asks import Sums
 from kvjax.policies.score import Score
-from kvjax.types import Heads, New, PyTree, View, check, nothing, setting, wide
+from kvjax.types import Heads, New, PyTree, View, check, is_share, nothing, number, setting, wide
 
 
 @struct.dataclass
@@ -31,7 +31,7 @@ class PromptWindow(Score):
 
     paper = "SnapKV, Li et al. 2024, Listing 1"
 
-    window: int | float = setting(32)
+    window: int | float = number(32)
     kernel: int = setting(7)
     pooling: str = setting("average")
     group: str = setting("mean")
@@ -48,7 +48,7 @@ class PromptWindow(Score):
 
     def _begin(self, heads: Heads, new: New) -> Float[Array, "b h 1"]:
         # The position from which queries are in the window.
-        share = isinstance(self.window, float)
+        share = is_share(self.window)
         width = jnp.floor(self.window * heads.limit + 1e-6).astype(jnp.int32) if share else self.window
         return (new.read[:, None] - jnp.broadcast_to(width, heads.limit.shape))[..., None]
 

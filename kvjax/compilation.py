@@ -1,0 +1,56 @@
+"""Compiled programs: where they are kept from one process to the next, and the time that making them takes."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Self
+
+import jax
+from jax import monitoring
+
+_MAKING = "/jax/core/compile/"
+
+
+def enable_compilation_cache(directory: str | Path | None = None) -> None:
+    """Keep compiled programs on disk, so that the next process need not compile them; call it before anything else.
+
+    Args:
+        directory: where; None for the one that the environment variable `KVJAX_CACHE_DIR` names, or else
+            `kvjax/xla` in the user's cache directory (`XDG_CACHE_HOME`, `~/.cache`). If the variable is set and empty,
+            nothing is kept.
+    """
+    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    default = os.environ.get("KVJAX_CACHE_DIR", str(Path(base) / "kvjax" / "xla"))
+    chosen = default if directory is None else str(directory)
+    if chosen:
+        jax.config.update("jax_compilation_cache_dir", chosen)
+        # Small programs, too: a start makes dozens of them, and each is read in a tenth of the time it is made in.
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+
+
+class Compiling:
+    """The seconds that go into programs inside a `with` block: tracing, lowering, and compiling or fetching them."""
+
+    def __init__(self) -> None:
+        self._spans: list[tuple[float, float]] = []
+
+    @property
+    def seconds(self) -> float:
+        """Seconds so far."""
+        return sum(end - start for start, end in self._spans)
+
+    def __enter__(self) -> Self:
+        monitoring.register_event_time_span_listener(self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        monitoring.unregister_event_time_span_listener(self._note)
+
+    def _note(self, event: str, start_time: float, end_time: float, **_: str | int) -> None:
+        if not event.startswith(_MAKING):
+            return
+        # A function that is traced inside another one is told of first, and its time is the other one's, too.
+        while self._spans and self._spans[-1][0] >= start_time:
+            self._spans.pop()
+        self._spans.append((start_time, end_time))
