@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 import importlib.util
 import sys
-import tomllib
 from pathlib import Path
 from typing import NamedTuple
 
@@ -69,6 +67,9 @@ def _run(words: list[str]) -> int:
 
 def version() -> str:
     """The installed version, or that of the checkout."""
+    import importlib.metadata  # slow to import, as is what it needs
+    import tomllib
+
     try:
         return importlib.metadata.version("kvjax")
     except importlib.metadata.PackageNotFoundError:

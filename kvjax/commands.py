@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import NoReturn
 
 INTERRUPTED, BROKEN_PIPE = 130, 141
@@ -36,6 +37,8 @@ def finish(command: str, run: Callable[[], object]) -> int:
         run: does the work.
     """
     try:
+        if signal.getsignal(signal.SIGINT) is _leave_at_once:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         run()
     except BrokenPipeError:
         return BROKEN_PIPE
@@ -53,19 +56,28 @@ def finish(command: str, run: Callable[[], object]) -> int:
 
 
 def heed_interruptions() -> None:
-    """End the process by an interruption that arrives where Python cannot raise it, in a callback of its collector."""
+    """Let an interruption end the process: at once while modules are imported, and even where Python cannot raise it.
+
+    `finish` has it raised instead, so that what a command does can clean up.
+    """
     usual = sys.unraisablehook
 
     def hook(unraisable: sys.UnraisableHookArgs) -> None:
-        if issubclass(unraisable.exc_type, KeyboardInterrupt):
+        if issubclass(unraisable.exc_type, KeyboardInterrupt):  # in a callback of the garbage collector
             leave(INTERRUPTED)
         usual(unraisable)
 
     sys.unraisablehook = hook
+    signal.signal(signal.SIGINT, _leave_at_once)
+
+
+def _leave_at_once(number: int, frame: FrameType | None) -> None:
+    leave(INTERRUPTED)
 
 
 def leave(code: int) -> NoReturn:
     """End the process with an exit code, quietly where nobody reads its output any more."""
+    interrupted = code == INTERRUPTED
     with contextlib.suppress(KeyboardInterrupt):
         signal.signal(signal.SIGINT, signal.SIG_IGN)
     for stream in (sys.stdout, sys.stderr):
@@ -76,6 +88,8 @@ def leave(code: int) -> NoReturn:
                 code = BROKEN_PIPE
                 # Or the interpreter tries again at its end, and complains.
                 os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-    if code == INTERRUPTED:
-        os._exit(code)  # a compiler's threads that still run would crash an interpreter that ends
+            except RuntimeError:  # interrupted while it was being written to
+                continue
+    if interrupted:
+        os._exit(INTERRUPTED)  # a compiler's threads that still run would crash an interpreter that ends
     sys.exit(code)
