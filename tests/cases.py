@@ -170,7 +170,8 @@ POLICIES: dict[str, Case] = {
     ),
     "fastgen": fastgen_case(0.75),
     "fastgen-low": fastgen_case(0.3, recent=3, sinks=2),
-    "fastgen-high": fastgen_case(0.85, local=0.5),
+    "fastgen-high": fastgen_case(0.85, local=0.5, frequent_among="others"),
+    "fastgen-others": fastgen_case(0.75, frequent_among="others"),
     "fastgen-order": fastgen_case(0.7, order=("special", "frequent", "local", "punctuation")),
     "fastgen-local": fastgen_case(0.55, order=("local", "frequent")),
     "tova": Case("tova", tova.Tova),
@@ -231,7 +232,7 @@ PAIRS: dict[str, Case] = {
         f"less+{name}": pair(name, less_over=True)
         for name in (
             *("keyformer", "snapkv", "scissorhands", "lsh_e", "l2", "random", "window", "streaming", "tova"),
-            *("lightkv-context", "h2o-cache-positions", "pyramidkv", "fastgen-low"),
+            *("lightkv-context", "h2o-cache-positions", "pyramidkv", "fastgen-local"),
         )
     },
     **{f"less+{name}+adakv": pair(name, less_over=True, plan="adakv") for name in ("h2o", "keyformer", "snapkv")},
@@ -259,6 +260,7 @@ PAIRS: dict[str, Case] = {
     **{f"{name}+adakv+int8": pair(name, plan="adakv", codec="int8") for name in ("h2o", "keyformer", "snapkv", "l2")},
     "h2o+adakv+int4": pair("h2o", plan="adakv", codec="int4"),
     **{f"less+{name}+int8": pair(name, less_over=True, codec="int8") for name in ("h2o", "streaming", "fastgen-low")},
+    "fastgen-local+cache": pair("fastgen-local", settings={"positions": "cache"}),
     "less+h2o+int4": pair("h2o", less_over=True, codec="int4"),
     "less+keyformer+adakv+int8": pair("keyformer", less_over=True, plan="adakv", codec="int8"),
     # A selection reads only some of what the score keeps.
@@ -275,6 +277,7 @@ RARE = {
     *("window-cache-positions+adakv", "keyformer-cache-positions+adakv"),
     *("less+random", "less+window", "less+l2", "less+tova"),
     *("window+int8", "random+int8", "h2o-sequential+int8", "keyformer-shared+int8", "pyramidkv+int8", "l2+int8"),
+    "fastgen-local+cache",
     *("tova+int8", "snapkv+int4", "tova+int4", "snapkv+adakv+int8", "keyformer+adakv+int8", "less+streaming+adakv"),
 }
 """Pairs whose parts meet in others as well."""

@@ -233,10 +233,11 @@ class Codec:
         moved = jnp.where(arrived, last[..., None], order)
         return jnp.where(new.valid[:, None, :1], moved, view.slots.codec)
 
-    def counted(self, state: CodecState, new: New, left: Int[Array, "b h"]) -> CodecState:
-        """With the live slots counted after a token has taken one."""
+    def counted(self, state: CodecState, new: New, left: Int[Array, "b h"], *, arrives: bool = True) -> CodecState:
+        """With the live slots counted after a token has left, and another one taken its slot if it `arrives`."""
         assert state.count is not None
-        return state.replace(count=state.count + (new.valid[:, :1] & (left < 0)))
+        arrived = new.valid[:, :1] & arrives
+        return state.replace(count=state.count + arrived - (left >= 0))
 
     def _turned(self, config: LayerConfig, view: View, new: New) -> View:
         # The sinks where they are to be seen: right before the window.

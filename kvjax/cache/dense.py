@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -147,12 +148,21 @@ class Dense(struct.PyTreeNode):
         return self.replace_layer(layer, smaller), (position >= 0) & ~staying
 
     def shrink(
-        self, rules: Rules, config: LayerConfig, layer: int, new: New
-    ) -> tuple[Dense, Bool[Array, "b h c"], Bool[Array, ""]]:
+        self,
+        rules: Rules,
+        config: LayerConfig,
+        layer: int,
+        new: New,
+        absorb: Callable[[PyTree, Evicted], PyTree] | None,
+    ) -> Dense:
         """Rows whose room has just fallen lose what ranks lowest.
 
-        Returns:
-            The storage, which slots leave, and whether any does.
+        Args:
+            rules: says how much room there is.
+            config: of the layer.
+            layer: which one.
+            new: one token per row, which has no slot yet.
+            absorb: what becomes of what leaves, a residual's; None for nothing.
         """
         view = self.layers[layer]
         fewer = rules.room(view.limit, new.read) < rules.room(view.limit, new.read - 1)
@@ -169,12 +179,20 @@ class Dense(struct.PyTreeNode):
             return jnp.zeros(view.position.shape, bool), view.slots.codec, view.state.codec
 
         leaving, queue, known = jax.lax.cond(fewer.any(), losing, same, self)
-        smaller = view.replace(
-            position=jnp.where(leaving, -1, view.position),
-            slots=view.slots.replace(codec=queue),
-            state=view.state.replace(codec=known),
+        state = view.state.replace(codec=known)
+        if absorb is not None:
+            state = state.replace(
+                residual=jax.lax.cond(
+                    fewer.any(),
+                    lambda kept: slots.fold_evicted(absorb, kept, rules, config, view, new, leaving),
+                    lambda kept: kept,
+                    state.residual,
+                )
+            )
+        position = jnp.where(leaving, -1, view.position)
+        return self.replace_layer(
+            layer, view.replace(position=position, slots=view.slots.replace(codec=queue), state=state)
         )
-        return self.replace_layer(layer, smaller), leaving, fewer.any()
 
     def open(self, config: LayerConfig) -> Dense:
         """As a step over all layers begins with it."""

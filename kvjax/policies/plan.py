@@ -12,6 +12,7 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, Float, Int
 
+from kvjax.cache.slots import Places
 from kvjax.policies.part import Part
 from kvjax.types import Heads, New, PyTree, View, setting
 
@@ -33,7 +34,7 @@ class Plan(Part):
     ends: ClassVar[bool] = False
     """Whether the slots suffice for the planned text only."""
     shrinks: ClassVar[bool] = False
-    """Whether `room` may fall while tokens are generated."""
+    """Whether several tokens may have to leave at one step, as where `room` falls."""
 
     extra_slots: int = setting(0)
 
@@ -63,10 +64,10 @@ class Plan(Part):
         """Slots that the buffers of heads with a budget of `limit` have to hold."""
         return limit
 
-    def competing(self, heads: Heads, new: New) -> Int[Array, "b h"] | None:
+    def competing(self, heads: Heads, new: New) -> Places | None:
         """How many tokens a head may hold for their score alone; None for no such bound.
 
-        Tokens that a protection has leave last do not compete.
+        Tokens that a protection has leave last stay without such a place.
         """
         return None
 

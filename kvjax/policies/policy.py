@@ -9,7 +9,7 @@ from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache.codec import Codec
-from kvjax.cache.slots import Guard
+from kvjax.cache.slots import Guard, Places
 from kvjax.policies.plan import Plan, Uniform
 from kvjax.policies.protection import Protection
 from kvjax.policies.residual import Residual
@@ -69,8 +69,13 @@ class Policy:
 
     @property
     def shrinks(self) -> bool:
-        """Whether `room` may fall while tokens are generated."""
+        """Whether several tokens may have to leave at one step."""
         return self.plan.shrinks
+
+    @property
+    def ends(self) -> bool:
+        """Whether slots suffice for the planned text only."""
+        return self.plan.ends
 
     @property
     def keeps_evicted(self) -> bool:
@@ -110,7 +115,7 @@ class Policy:
         """Slots that may be used when so many tokens have been read."""
         return self.plan.room(limit, read)
 
-    def competing(self, heads: Heads, new: New) -> Int[Array, "b h"] | None:
+    def competing(self, heads: Heads, new: New) -> Places | None:
         """How many tokens a head may hold for their score alone; None for no such bound."""
         return self.plan.competing(heads, new)
 

@@ -197,6 +197,7 @@ def fastgen(
     threshold: float = 0.95,
     local: float = 0.3,
     frequent: float = 0.3,
+    frequent_among: str = "all",
     order: tuple[str, ...] = PARTS,
     punctuation: tuple[int, ...] = (),
     markers: tuple[tuple[int, ...], ...] = (),
@@ -209,7 +210,7 @@ def fastgen(
 ) -> Policy:
     """A cache of its own for every head, the cheapest that recovers the prompt's attention."""
     kept = TokenClasses(sinks, recent, special, punctuation, markers)
-    plan = Profiled(threshold, local, frequent, order, spare_special, spare_punctuation, recent)
+    plan = Profiled(threshold, local, frequent, order, spare_special, spare_punctuation, recent, frequent_among)
     return combine(Accumulated(), protection=kept, plan=plan, **common)
 
 
