@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, ClassVar
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct

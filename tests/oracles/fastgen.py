@@ -115,9 +115,8 @@ class FastGen(Oracle):
                 continue
             if prompt.start > 0:
                 # What was written is given now; markers are recognised inside of a turn.
-                self.fixed[h] |= {
-                    p for p, t in zip(head.positions, head.tokens, strict=True) if t in self.wanted(parts)
-                }
+                known, wanted = zip(head.positions, head.tokens, strict=True), self.wanted(parts)
+                self.fixed[h] |= {position for position, token in known if token in wanted}
                 self.fixed[h] |= {prompt.start + i for i in self.kept_for_good(prompt.tokens, parts, prompt.start)}
             always, _, frequent = self.lists(h, n)
             if prompt.start == 0:
