@@ -16,6 +16,7 @@ from kvjax.policies import Policy
 from kvjax.policies.fastgen import TokenClasses
 from kvjax.policies.lightkv import AfterLimit
 from kvjax.policies.scores.keyformer import GumbelSoftmax
+from kvjax.policies.scores.lightkv import LastQueries
 from kvjax.policies.scores.lsh_e import Hamming, projections
 from tests.oracles import (
     basic,
@@ -91,6 +92,7 @@ def settings_of(policy: Policy) -> dict[str, Any]:
     known |= {"positions": policy.codec.positions, "code_bits": policy.codec.bits}
     known |= {"kernels": memory.get("kernels"), "parameters": memory.get("layers")}
     limited = policy.plan if isinstance(policy.plan, AfterLimit) else AfterLimit()
+    known |= {"exact": isinstance(policy.score, LastQueries)}
     return known | {"context_limit": limited.context_limit, "middle": "rest" if limited.mask is None else "mask"}
 
 
@@ -185,8 +187,9 @@ POLICIES: dict[str, Case] = {
     "lightkv-mask": Case(
         "lightkv", lightkv.LightKV, {"middle": "mask", "alpha": 5, "omega": 3}, budget=32, equals_full=False
     ),
+    "lightkv-running": Case("lightkv", lightkv.LightKV, {"window": "running", "alpha": 6}),
     "lightkv-context": Case("lightkv", lightkv.LightKV, {"context_limit": 100}),
-    "lightkv-sequential": Case("lightkv", lightkv.LightKV, {"context_limit": 30, "alpha": 7}, prefill_chunk=1),
+    "lightkv-sequential": Case("lightkv", lightkv.LightKV, {"context_limit": 33, "alpha": 7}, prefill_chunk=1),
     "lightkv-offload": Case("lightkv", lightkv.LightKV, {"offload": True, "context_limit": 70, "positions": "cache"}),
     "topk_oracle": Case("topk_oracle", topk_oracle.TopKOracle, equals_full=False),
     "topk_oracle-fraction": Case("topk_oracle", topk_oracle.TopKOracle, {"k": 0.25}, equals_full=False),
@@ -223,7 +226,7 @@ PAIRS: dict[str, Case] = {
         f"{name}+adakv": pair(name, plan="adakv")
         for name in (
             *("h2o", "keyformer", "keyformer-fresh", "snapkv", "snapkv-max", "scissorhands", "lsh_e-one-shot"),
-            *("l2", "random", "window", "dilated_window", "lightkv", "h2o-protected"),
+            *("l2", "random", "window", "dilated_window", "lightkv-running", "h2o-protected"),
             *("streaming", "h2o-cache-positions", "keyformer-cache-positions", "window-cache-positions"),
         )
     },

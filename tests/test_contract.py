@@ -136,7 +136,7 @@ def test_never_holds_more_than_its_limit_nor_a_position_twice(name: str) -> None
     before = held_positions(state)
     for layer, limit in enumerate(slot_limits(after)):
         if isinstance(state.policy.plan, AfterLimit):
-            limit = np.full_like(limit, state.policy.plan.buffer_slots(int(limit.max())))
+            limit = np.full_like(limit, state.policy.plan.buffer_slots(int(limit.max()), min(LENGTHS)))
         for held in (before[layer][None], positions[layer]):
             live = held >= 0
             assert (live.sum(-1) <= limit).all()

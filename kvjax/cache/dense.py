@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -52,7 +53,7 @@ class Dense(struct.PyTreeNode):
         view = self.layers[layer]
         view = view.replace(state=view.state.replace(codec=rules.codec.begin(view, new)))
         scores, guard = slots.scores(rules, view, new)
-        bounds = Protection(guard.sinks, guard.recent, rules.room(view.limit, new.read))
+        bounds = Protection(guard.sinks, guard.recent, rules.room(view.limit, new.length))
         added = jax.tree.map(lambda leaf: leaf[:, :, 0], _entries(rules, view, new))
         buffers = {"kv": view.kv, "slots": view.slots}
         held = (view.position, new.position[:, 0], buffers, added)
@@ -97,7 +98,10 @@ class Dense(struct.PyTreeNode):
         view = self.layers[layer]
         given = rules.codec.operands(config, view, new)
         attend = evidence.attend_block if block else evidence.attend_token
-        return self, Attended(*attend(config, given, view, new, asks, low_rank, selection))
+        own = evidence.without_again(asks)
+        out, answers = attend(config, given, view, new, own, low_rank, selection)
+        earlier = functools.partial(rules.codec.earlier, config, view, given)
+        return self, Attended(out, evidence.with_again(asks, answers, config, given, view, earlier))
 
     def fold(self, rules: Rules, layer: int, asks: PyTree, answers: PyTree, new: New) -> Dense:
         """After the score has heard what it asked for."""
@@ -165,7 +169,8 @@ class Dense(struct.PyTreeNode):
             absorb: what becomes of what leaves, a residual's; None for nothing.
         """
         view = self.layers[layer]
-        fewer = rules.room(view.limit, new.read) < rules.room(view.limit, new.read - 1)
+        before = jnp.maximum(new.read - 1, new.prompt_length)
+        fewer = rules.room(view.limit, new.length) < rules.room(view.limit, before)
         fewer &= new.valid[:, :1]
 
         # Only masks and the queue leave the branch: a cache that went through it would be copied at every step.
@@ -211,10 +216,13 @@ class Dense(struct.PyTreeNode):
         return dense
 
     def moved(self, layer: int, space: Any) -> Dense:
-        """With what the score remembers of a layer's slots in host or device memory."""
+        """With what the score remembers of a layer, and which slots are protected, in host or device memory."""
         view = self.layers[layer]
-        score = jax.tree.map(lambda leaf: jax.device_put(leaf, space), view.slots.score)
-        return self.replace_layer(layer, view.replace(slots=view.slots.replace(score=score)))
+        score, mask, known = jax.tree.map(
+            lambda leaf: jax.device_put(leaf, space), (view.slots.score, view.slots.protection, view.state.score)
+        )
+        remembered = view.slots.replace(score=score, protection=mask)
+        return self.replace_layer(layer, view.replace(slots=remembered, state=view.state.replace(score=known)))
 
     def take(self, index: Int[np.ndarray, " m"]) -> Dense:
         """Some rows, in any order."""

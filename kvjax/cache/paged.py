@@ -17,7 +17,7 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.asks import Probs, Seen, Sums, questions
+from kvjax.asks import Again, Probs, Seen, Sums, questions
 from kvjax.cache import evidence, slots
 from kvjax.cache.dense import Dense
 from kvjax.cache.slots import Attended, Rules
@@ -168,7 +168,7 @@ class Paged(struct.PyTreeNode):
 
     def _contest(self, rules: Rules, layer: int, new: New) -> Contest:
         rows, heads = new.k.shape[:2]
-        limit = rules.room(self.limit[layer], new.read).reshape(-1)
+        limit = rules.room(self.limit[layer], new.length).reshape(-1)
         places = rules.competing(self.heads(layer), new)
         size, far = self.page_size, jnp.iinfo(jnp.int32).max
 
@@ -240,7 +240,7 @@ class Paged(struct.PyTreeNode):
         block: bool = False,
     ) -> tuple[Paged, Attended]:
         """Attention of one new token per row over the pages of its heads; see `Dense.attend`."""
-        assert selection is None and not block
+        assert selection is None and not block and not any(isinstance(ask, Again) for ask in questions(asks)[0])
         known = self.heads(layer)
         every = View(known.limit, known.state, self.kv, self.position, self.slots)
         given = rules.codec.operands(config, every, new, places=self.most)

@@ -77,8 +77,8 @@ class Rules(Protocol):
         """The slot that a new token takes, where a kernel finds it without scores."""
         ...
 
-    def room(self, limit: Int[Array, "b h"], read: Int[Array, " b"]) -> Int[Array, "b h"]:
-        """Slots that may be used when so many tokens have been read."""
+    def room(self, limit: Int[Array, "b h"], length: Int[Array, " b"]) -> Int[Array, "b h"]:
+        """Slots that may be used when a text has so many tokens, all of its prompt included."""
         ...
 
     def competing(self, heads: Heads, new: New) -> Places | None:
@@ -144,7 +144,7 @@ def chosen(rules: Rules, view: View, new: New) -> tuple[Int[Array, "b h c"], Int
         competes = (worth & (ranks < last_resort(ranks.dtype))).astype(jnp.int32)
         score = jnp.where(worth if places.among_all else competes, score, -jnp.inf)
         count += sum_of_most(score, view.position, competes, places.most) - competes.sum(-1)
-    return order, jnp.minimum(count, rules.room(view.limit, new.read))
+    return order, jnp.minimum(count, rules.room(view.limit, new.length))
 
 
 def sum_of_most(

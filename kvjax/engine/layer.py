@@ -118,7 +118,9 @@ def _step(
 def heard(policy: Policy, storage: Any, layer: int, asks: PyTree, answers: Any, new: New) -> Any:
     """A storage whose layer remembers what the score makes of its answers."""
     heads = storage.heads(layer)
-    advanced = slots.where_read(new, policy.score.advance(heads, new), heads.state.score)
+    advanced = policy.score.advance(heads, new)
+    if not policy.score.spares_idle_rows:
+        advanced = slots.where_read(new, advanced, heads.state.score)
     storage = storage.fold(policy, layer, asks, answers, new)
     return storage if advanced is None else storage.put_state(layer, score=advanced)
 

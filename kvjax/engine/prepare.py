@@ -79,6 +79,7 @@ def prepare(
     policy.score.check_prompt(int(real.min()))
     policy.codec.check_widths(config.layer_configs)
     limits, capacities = plan_slots(policy, budget, real, max_new_tokens, config, width)
+    policy = sized(policy, limits)
     if chunk is not None and chunk < 1:
         raise ValueError(f"prefill_chunk={chunk} is not a number of tokens from 1.")
     size = bucket(width) if chunk is None or chunk >= width else -(-bucket(width) // chunk) * chunk
@@ -160,7 +161,13 @@ def plan_slots(
     policy.protection.check_budget(int(limits.min()))
     if policy.score.aligned_layers and (limits != limits[0]).any():
         raise ValueError(f"{name_of(policy)} with one score for all layers needs equal budgets; use plan='uniform'.")
-    return _of_heads(limits, config), tuple(round_slots(plan.buffer_slots(int(limit.max()))) for limit in limits)
+    buffers = (plan.buffer_slots(int(limit.max()), int(lengths.min())) for limit in limits)
+    return _of_heads(limits, config), tuple(map(round_slots, buffers))
+
+
+def sized(policy: Policy, limits: Sequence[Int[np.ndarray, "b h"]]) -> Policy:
+    """A policy that knows how many slots heads have, rounded as buffers are, so that programs are shared."""
+    return policy.sized(tuple(round_slots(int(limit.max())) for limit in limits))
 
 
 def _of_heads(limits: Int[np.ndarray, "layers b"], config: ModelConfig) -> list[Int[np.ndarray, "b h"]]:

@@ -117,6 +117,7 @@ def begin(
             "more than one token."
         )
     limits, capacities = plan_slots(bound, budget, np.ones(rows, np.int64), length - 1, config, 1)
+    bound = sized(bound, limits)
     dtype = model.weights.embedding.dtype
     layers = enumerate(zip(config.layer_configs, limits, capacities, strict=True))
     storage = Dense(

@@ -56,12 +56,20 @@ class Plan(Part):
         """
         return view.limit, view.state.plan
 
-    def room(self, limit: Int[Array, "b h"], read: Int[Array, " b"]) -> Int[Array, "b h"]:
-        """Slots that heads with a budget of `limit` may use when `read` tokens have been read."""
+    def room(self, limit: Int[Array, "b h"], length: Int[Array, " b"]) -> Int[Array, "b h"]:
+        """Slots that heads with a budget of `limit` may use in a text of so many tokens, all of its prompt included."""
         return limit
 
-    def buffer_slots(self, limit: int) -> int:
-        """Slots that the buffers of heads with a budget of `limit` have to hold."""
+    def buffer_slots(self, limit: int, shortest: int) -> int:
+        """Slots that the buffers of heads have to hold.
+
+        Args:
+            limit: their budget.
+            shortest: tokens of the shortest prompt.
+
+        Raises:
+            ValueError: the budget does not fit the plan's settings.
+        """
         return limit
 
     def competing(self, heads: Heads, new: New) -> Places | None:

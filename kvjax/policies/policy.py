@@ -56,6 +56,10 @@ class Policy:
         """The policy with the budget that the user gave, for parts that mean something else by it than slots."""
         return self._each(lambda part: part.budgeted(budget))
 
+    def sized(self, slots: tuple[int, ...]) -> Policy:
+        """The policy with what parts need to know of the most slots that heads of each layer may use."""
+        return self._each(lambda part: part.sized(slots))
+
     def spread(self, plan: Plan | None) -> Policy:
         """The policy with its budget spread as a plan has it; None for its own."""
         return self if plan is None else dataclasses.replace(self, plan=self.plan.spread_by(plan))
@@ -111,9 +115,9 @@ class Policy:
         """The slot that a new token takes, where a kernel finds it without scores."""
         return self.score.victim(view, new, bounds, keep)
 
-    def room(self, limit: Int[Array, "b h"], read: Int[Array, " b"]) -> Int[Array, "b h"]:
-        """Slots that may be used when so many tokens have been read."""
-        return self.plan.room(limit, read)
+    def room(self, limit: Int[Array, "b h"], length: Int[Array, " b"]) -> Int[Array, "b h"]:
+        """Slots that may be used when a text has so many tokens, all of its prompt included."""
+        return self.plan.room(limit, length)
 
     def competing(self, heads: Heads, new: New) -> Places | None:
         """How many tokens a head may hold for their score alone; None for no such bound."""

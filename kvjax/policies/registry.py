@@ -20,7 +20,7 @@ from kvjax.policies.score import Score
 from kvjax.policies.scores.h2o import Accumulated
 from kvjax.policies.scores.keyformer import GumbelSoftmax
 from kvjax.policies.scores.l2 import KeyNorm
-from kvjax.policies.scores.lightkv import LastQueries
+from kvjax.policies.scores.lightkv import LastQueries, RunningQueries
 from kvjax.policies.scores.lsh_e import Hamming
 from kvjax.policies.scores.random import Random
 from kvjax.policies.scores.recency import Dilated, Recency
@@ -40,6 +40,7 @@ PLANS: dict[str, type[Plan]] = {
 RESIDUALS: dict[str, type[Residual]] = {"less": LowRankMemory}
 SELECTIONS: dict[str, type[Selection]] = {"topk": TopK}
 CODECS = ("plain", "int8", "int4")
+WINDOWS: dict[str, type[LastQueries | RunningQueries]] = {"exact": LastQueries, "running": RunningQueries}
 
 
 def combine(
@@ -150,6 +151,7 @@ def lightkv(
     *,
     omega: float = 4.0,
     alpha: int | None = None,
+    window: str = "exact",
     middle: str = "rest",
     context_limit: int | None = None,
     ratio: float = 3.0,
@@ -161,12 +163,14 @@ def lightkv(
 ) -> Policy:
     """Sinks and streaming tokens by a mask, the middle by attention of the last queries, fewer slots in higher layers.
 
-    `middle` is `rest` (eq. 6), or `mask` for as many middle tokens as there are sinks (the example of section 4).
+    `window` is `exact` for the last alpha queries, which are kept and count anew, or `running` for two sums in place of
+    them; `middle` is `rest` (eq. 6), or `mask` for as many middle tokens as there are sinks (the example of section 4).
     """
+    check(window in WINDOWS, "window", window, "'exact' or 'running'")
     check(middle in ("rest", "mask"), "middle", middle, "'rest' or 'mask'")
     mask = LambdaMask(sinks, recent, special, omega)
     plan = AfterLimit(Arithmetic(ratio), context_limit, mask if middle == "mask" else None)
-    return combine(LastQueries(alpha, offload), protection=mask, plan=plan, **common)
+    return combine(WINDOWS[window](alpha, offload), protection=mask, plan=plan, **common)
 
 
 def l2(*, skip_layers: int = 0, **common: Any) -> Policy:
