@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax.cache.dense import Dense, empty
 from kvjax.engine.decode import step
 from kvjax.engine.extend import prefill
-from kvjax.engine.prepare import plan_slots, ready
+from kvjax.engine.prepare import plan_slots, ready, sized
 from kvjax.engine.state import Moving, State, cache_bytes, full_cache_bytes, join_state, split_state
 from kvjax.model import Model
 from kvjax.policies.plan import Plan
