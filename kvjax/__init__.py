@@ -1,6 +1,7 @@
 """kvjax: language models on a KV cache that never outgrows a fixed budget."""
 
 from kvjax import policies as policies
+from kvjax.asks import Again as Again
 from kvjax.asks import Near as Near
 from kvjax.asks import Noise as Noise
 from kvjax.asks import Probs as Probs

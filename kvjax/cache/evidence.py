@@ -367,8 +367,8 @@ def asked_again(
     """
     spec, kind = config.spec, wide(ask.raw_q.dtype)
     _, _, count, groups, width = ask.raw_q.shape
-    # Logits of an eighth of the size of the keys: of all queries at once they would be larger than the cache.
-    size = math.gcd(count, 1 << max(0, (width // (8 * groups)).bit_length() - 1))
+    # Logits of a sixteenth of the size of the keys: of all queries at once they would be larger than the cache.
+    size = math.gcd(count, 1 << max(0, (width // (16 * groups)).bit_length() - 1))
     keys = whole(given.k, ask.raw_q.dtype)
 
     def add(index: Array, sums: Array) -> Array:
@@ -382,12 +382,12 @@ def asked_again(
             x = spec.capped(jnp.einsum("bhgad,bhcd->bhgac", q, keys, preferred_element_type=kind))
             bias = spec.bias(place, view.position if given.places is None else given.places[1])
             x = x if bias is None else x + bias
-            seen = spec.mask(position, view.position)[:, :, None]
-            # Sums that fuse with what they sum: the logits are all that lies in memory.
-            highest = jnp.max(x, axis=-1, keepdims=True, where=seen, initial=jnp.finfo(kind).min)
-            shares = jnp.where(seen, jnp.exp(x - highest), 0.0)
+            # Logits are masked once, and their sums fuse with what they sum, so that little else lies in memory.
+            x = jnp.where(spec.mask(position, view.position)[:, :, None], x, jnp.finfo(kind).min)
+            highest = jnp.maximum(x.max(-1, keepdims=True), jnp.finfo(kind).min / 2)
+            shares = jnp.exp(x - highest)
             share = normalised(weights.astype(kind)[:, :, None, :, None], shares.sum(-1, keepdims=True))
-            return sums + (shares * share).sum((2, 3))
+            return sums + jnp.einsum("bhgac,bhga->bhc", shares, share[..., 0])
 
         return jax.lax.cond((weights > 0).any(), look, lambda: sums)
 
