@@ -74,7 +74,7 @@ def planned(policy, budget, lengths):
     tokens = [[0] * length for length in lengths]
     prompts = prepare(MODEL, policy, tokens, budget, None, max_new_tokens=40, key=None, plan=None, chunk=None)
     layers = enumerate(zip(GQA.layer_configs, prompts.limits, prompts.capacities, strict=True))
-    made = functools.partial(empty, prompts.policy, dtype=jnp.float32)
+    made = functools.partial(empty, prompts.policy.sized(prompts.lines), dtype=jnp.float32)
     return jax.eval_shape(lambda: tuple(made(c, i, limit=limit, slots=slots) for i, (c, limit, slots) in layers))
 
 

@@ -252,6 +252,7 @@ class Dense(struct.PyTreeNode):
                 slots=jax.tree.map(fill, mine.slots, theirs.slots),
                 position=position,
             )
+            padded = padded.replace(state=jax.tree.map(_widened, mine.state, theirs.state))
             layers.append(jax.tree.map(lambda old, row: old.at[index].set(row), mine, padded))
         return Dense(tuple(layers))
 
@@ -318,6 +319,17 @@ def empty(
 
     kv, remembered = jax.tree.map(room, held)
     return View(limit, state, kv, jnp.full((rows, heads, slots), -1, jnp.int32), remembered)
+
+
+def _widened(mine: Array, theirs: Array) -> Array:
+    # What is remembered of heads may have room for more than there is.
+    missing = [(0, room - some) for room, some in zip(mine.shape[1:], theirs.shape[1:], strict=True)]
+    if any(more < 0 for _, more in missing):
+        raise ValueError(
+            f"rows that remember {list(theirs.shape[1:])} numbers do not fit a state with room for "
+            f"{list(mine.shape[1:])}; read them with the budget of the state."
+        )
+    return jnp.pad(theirs, [(0, 0), *missing])
 
 
 def _entries(rules: Rules, view: View, new: New) -> dict[str, PyTree]:

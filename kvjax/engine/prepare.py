@@ -39,6 +39,8 @@ class Prompts(NamedTuple):
     """For each layer the slots that each head may use."""
     capacities: tuple[int, ...]
     """For each layer the slots of its buffers."""
+    lines: tuple[int, ...]
+    """For each layer the most slots that a head may use, rounded as buffers are."""
     chunk: int | None
     """Tokens read between two compressions; None for all of them."""
 
@@ -79,7 +81,6 @@ def prepare(
     policy.score.check_prompt(int(real.min()))
     policy.codec.check_widths(config.layer_configs)
     limits, capacities = plan_slots(policy, budget, real, max_new_tokens, config, width)
-    policy = sized(policy, limits)
     if chunk is not None and chunk < 1:
         raise ValueError(f"prefill_chunk={chunk} is not a number of tokens from 1.")
     size = bucket(width) if chunk is None or chunk >= width else -(-bucket(width) // chunk) * chunk
@@ -93,6 +94,7 @@ def prepare(
         keys=jnp.broadcast_to(keys, (rows,)) if keys.ndim == 0 else keys,
         limits=tuple(jnp.asarray(limit, jnp.int32) for limit in limits),
         capacities=capacities,
+        lines=lines_of(limits),
         chunk=chunk,
     )
 
@@ -165,9 +167,9 @@ def plan_slots(
     return _of_heads(limits, config), tuple(map(round_slots, buffers))
 
 
-def sized(policy: Policy, limits: Sequence[Int[np.ndarray, "b h"]]) -> Policy:
-    """A policy that knows how many slots heads have, rounded as buffers are, so that programs are shared."""
-    return policy.sized(tuple(round_slots(int(limit.max())) for limit in limits))
+def lines_of(limits: Sequence[Int[np.ndarray, "b h"]]) -> tuple[int, ...]:
+    """For each layer the most slots that a head may use, rounded as buffers are, so that programs are shared."""
+    return tuple(round_slots(int(limit.max())) for limit in limits)
 
 
 def _of_heads(limits: Int[np.ndarray, "layers b"], config: ModelConfig) -> list[Int[np.ndarray, "b h"]]:

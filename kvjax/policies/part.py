@@ -33,7 +33,7 @@ class Part(abc.ABC):  # noqa: B024 - no part has to do anything
         return self
 
     def sized(self, slots: tuple[int, ...]) -> Self:
-        """The part, for those that remember as much as a head of each layer may hold: at most so many slots."""
+        """The part whose `init` makes room for as many slots as heads of each layer may use, if it depends on them."""
         return self
 
     def init(self, shape: New) -> PyTree:

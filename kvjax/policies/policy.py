@@ -57,7 +57,7 @@ class Policy:
         return self._each(lambda part: part.budgeted(budget))
 
     def sized(self, slots: tuple[int, ...]) -> Policy:
-        """The policy with what parts need to know of the most slots that heads of each layer may use."""
+        """The policy whose parts make room for as many slots as heads of each layer may use, for its `init`."""
         return self._each(lambda part: part.sized(slots))
 
     def spread(self, plan: Plan | None) -> Policy:

@@ -91,7 +91,7 @@ class LastQueries(_Observed):
         return self if self.alpha is not None else dataclasses.replace(self, lines=slots)
 
     def init(self, shape: New) -> PyTree:
-        """Room for the last queries, before rotation: token i's is number i modulo their number."""
+        """Room for the last queries, before rotation: token i's is number i modulo alpha."""
         rows, heads, groups, _, width = shape.q.shape
         if self.alpha is None and not self.lines:
             raise ValueError("alpha=None is as many queries as a layer has slots: call `Policy.sized` first.")
@@ -105,10 +105,11 @@ class LastQueries(_Observed):
     def asks(self, heads: Heads, new: New) -> PyTree:
         """Equation 4, of the last queries, the new ones among them."""
         kept = self.advance(heads, new)
-        count, newest = kept.shape[2], new.newest[:, None]
-        position = newest - (newest - jnp.arange(count)) % count
-        counts = (position[:, None] >= 0) & (position[:, None] > newest[..., None] - self._alpha(heads)[..., None])
-        return Again(kept, jnp.maximum(position, -1), counts.astype(wide(new.q.dtype)))
+        place, alpha, newest = jnp.arange(kept.shape[2]), self._alpha(heads)[:, :1], new.newest[:, None]
+        position = newest - (newest - place) % alpha
+        position = jnp.where((place < alpha) & (position >= 0), position, -1)
+        counts = jnp.broadcast_to(position[:, None] >= 0, kept.shape[:3])
+        return Again(kept, position, counts.astype(wide(new.q.dtype)))
 
     def fold(self, answers: Any, view: View, new: New) -> PyTree:
         """s as it is now."""
@@ -117,10 +118,10 @@ class LastQueries(_Observed):
     def advance(self, heads: Heads, new: New) -> PyTree:
         """The queries with the new ones in the places of the oldest."""
         kept: Float[Array, "b h a g d"] = heads.state.score
-        rows, number, count = kept.shape[:3]
+        (rows, number, room), alpha = kept.shape[:3], self._alpha(heads)[:, :1]
         # Of a block that is longer than the window only its end: no two queries have the same place.
-        last = new.valid & (new.position > new.newest[:, None] - count)
-        place = jnp.where(last, new.position % count, count + jnp.arange(last.shape[1]))[:, None]
+        last = new.valid & (new.position > new.newest[:, None] - alpha)
+        place = jnp.where(last, new.position % alpha, room + jnp.arange(last.shape[1]))[:, None]
         row, head = jnp.arange(rows)[:, None, None], jnp.arange(number)[:, None]
         return kept.at[row, head, place].set(jnp.moveaxis(new.raw_q, 3, 2), mode="drop", unique_indices=True)
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from kvjax.engine.prepare import plan_slots, ready, sized
+from kvjax.engine.prepare import lines_of, plan_slots, ready
 from kvjax.files import read_text, written_aside
 from kvjax.model import Model
 from kvjax.policies.plan import Plan
@@ -91,7 +91,7 @@ def collect(
     if bound.plan.per_head:
         raise ValueError("kernels cannot learn from heads with slots of their own; use another plan or policy.")
     limits, capacities = plan_slots(bound, budget, np.ones(rows, np.int64), n - 1, config, 1)
-    bound = sized(bound, limits)
+    bound = bound.sized(lines_of(limits))
     if min(int(limit.min()) for limit in limits) >= n:
         raise ValueError(f"a budget of {budget} slots holds texts of {n} tokens whole; use a smaller budget.")
     slots = tuple(jnp.asarray(limit, jnp.int32) for limit in limits)
