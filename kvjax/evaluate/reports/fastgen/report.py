@@ -69,10 +69,14 @@ def run(options: argparse.Namespace) -> None:
     sections = {name: [SECTIONS[name](one) for one in reports.values()] for name in options.only}
     texts = " ".join(Path(text).name for text in options.text)
     words = f"--model {options.model} --text {texts} --rows {options.rows} --length {options.length}"
+    words += f" --prefix {options.prefix} --out DIR"
+    for name, all_of_them in (("among", READINGS), ("only", SECTIONS)):
+        some = getattr(options, name)
+        words += "" if tuple(some) == tuple(all_of_them) else f" --{name} {' '.join(some)}"
     lines = [
         f"# FastGen on {model.name}\n\n{_opening(reports[options.among[0]], list(sections.values()))}\n\n"
-        f"Made by `python -m kvjax.evaluate fastgen {words} --prefix {options.prefix} --out DIR`; figures and raw numbers "
-        f"are in `fastgen/`. {options.rows} passages of {options.length} tokens of each text, in float32.\n\n"
+        f"Made by `python -m kvjax.evaluate fastgen {words}`; figures and raw numbers are in `fastgen/`. "
+        f"{options.rows} passages of {options.length} tokens of each text, in float32.\n\n"
     ]
     for index, among in enumerate(reports):
         claims = [claim for made in sections.values() for claim in made[index][1]]
@@ -92,31 +96,28 @@ def run(options: argparse.Namespace) -> None:
 def _opening(report: Report, sections: list[list[Section]]) -> str:
     """Why so much or so little of the paper shows, as far as the numbers tell."""
     claims = [claim for made in sections for _, some, _ in made for claim in some]
-    shown = sum(claim.verdict == SHOWS for claim in claims) / max(1, len(claims))
-    runs, threshold = report.runs, 0.95
-    profile = report.profile(threshold, runs.prefix)
-    recovered = np.asarray(profile["recovered"]).mean((0, 1, 2))
-    narrow = (np.asarray(profile["choice"]) < 2).mean()
-    slots = report.slots_set_aside(threshold)
-    widest, left = slots["share"][len(PARTS) - 1], slots["held"][len(PARTS) - 1]
-    width, length = runs.model.config.head_width, runs.passages.tokens.shape[1]
+    shown, threshold = sum(claim.verdict == SHOWS for claim in claims), 0.95
+    runs, profile, slots = report.runs, report.profile(threshold, report.runs.prefix), report.slots_set_aside(threshold)
+    recovered, chosen = np.asarray(profile["recovered"]), np.asarray(profile["choice"])
+    special, marked, frequent = recovered.mean((0, 1, 2))[:3]
+    counts = np.stack([(chosen == i).mean((1, 2)) for i in range(len(PARTS) + 1)])
+    share, held = slots["share"][len(PARTS) - 1], slots["held"][len(PARTS) - 1]
+    config, length = runs.model.config, runs.passages.tokens.shape[1]
     said = [
-        f"{shown:.0%} of the claims show. The model has {runs.model.config.layers} layers of "
-        f"{runs.model.config.kv_heads} KV heads, {width} wide, and texts have {length} tokens; the paper's have 7 to 65 "
-        f"billion parameters. In the mean over heads and prompts, special tokens recover {recovered[0]:.0%} of the "
-        f"attention here, {recovered[1]:.0%} with punctuation and {recovered[2]:.0%} with frequent tokens, and at "
-        f"T = {threshold} {narrow:.0%} of the heads are content with one of the first two: few heads have a use of their "
-        "own, and choices differ by layer more than by head."
+        f"{shown} of {len(claims)} claims show. The paper's models have 7 to 65 billion parameters, this one has "
+        f"{config.layers} layers of {config.kv_heads} KV heads, and none of these attends to what FastGen is after alone: "
+        f"special tokens get {special:.0%} of the attention in the mean over heads and prompts and nowhere more than "
+        f"{recovered.mean(1)[..., 0].max():.0%}, {marked:.0%} with punctuation, {frequent:.0%} with frequent tokens. At "
+        f"T = {threshold} {(chosen < 2).mean():.0%} of the heads are content with the first two parts, and in "
+        f"{int((counts.max(0) >= 0.9).sum())} of {config.layers} layers nine heads in ten choose the same.",
     ]
-    if widest is not None:
+    if share is not None:
         said.append(
-            f"Heads that choose all four parts keep {left * length / runs.prefix:.0%} of a prompt and set aside slots "
-            f"for {widest:.0%} of the text, which leaves little to save."
+            f"Heads that choose all four parts keep {held * length / runs.prefix:.0%} of a prompt, but their shares of "
+            f"the length grow with it: they set aside slots for {share:.0%} of a text of {length} tokens."
         )
-    slot = 2 * width * 4
     said.append(
-        f"Pages hold {slots['pool']:.2f} times the slots that heads call for, and a slot's position, score and class are "
-        f"9 bytes beside {slot} of its pair: with heads this narrow and texts this short both weigh more than in a large "
-        "model."
+        f"Pages hold {slots['pool'] - 1:.1%} more slots than heads call for, and a slot's position, score and class take "
+        f"9 bytes beside the {8 * config.head_width} of its pair: full caches have no such overhead, fixed policies less."
     )
     return " ".join(said)
