@@ -105,11 +105,11 @@ def _opening(report: Report, sections: list[list[Section]]) -> str:
     config, length = runs.model.config, runs.passages.tokens.shape[1]
     said = [
         f"{shown} of {len(claims)} claims show. The paper's models have 7 to 65 billion parameters, this one has "
-        f"{config.layers} layers of {config.kv_heads} KV heads, and none of these attends to what FastGen is after alone: "
-        f"special tokens get {special:.0%} of the attention in the mean over heads and prompts and nowhere more than "
-        f"{recovered.mean(1)[..., 0].max():.0%}, {marked:.0%} with punctuation, {frequent:.0%} with frequent tokens. At "
-        f"T = {threshold} {(chosen < 2).mean():.0%} of the heads are content with the first two parts, and in "
-        f"{int((counts.max(0) >= 0.9).sum())} of {config.layers} layers nine heads in ten choose the same.",
+        f"{config.layers} layers of {config.kv_heads} KV heads. Special tokens get {special:.0%} of their attention in the "
+        f"mean over heads and prompts and nowhere more than {recovered.mean(1)[..., 0].max():.0%}; with punctuation it is "
+        f"{marked:.0%}, with frequent tokens {frequent:.0%}. At T = {threshold} {(chosen < 2).mean():.0%} of the heads are "
+        f"content with the first two parts, and in {int((counts.max(0) >= 0.9).sum())} of {config.layers} layers nine "
+        "heads in ten choose the same.",
     ]
     if share is not None:
         said.append(
@@ -117,7 +117,8 @@ def _opening(report: Report, sections: list[list[Section]]) -> str:
             f"the length grow with it: they set aside slots for {share:.0%} of a text of {length} tokens."
         )
     said.append(
-        f"Pages hold {slots['pool'] - 1:.1%} more slots than heads call for, and a slot's position, score and class take "
-        f"9 bytes beside the {8 * config.head_width} of its pair: full caches have no such overhead, fixed policies less."
+        f"Pages hold {slots['pool'] - 1:.1%} more slots than heads call for, and a slot's position, score and class "
+        f"take 9 bytes beside the {8 * config.head_width} of its pair: full caches have no such overhead, fixed policies "
+        "less."
     )
     return " ".join(said)
