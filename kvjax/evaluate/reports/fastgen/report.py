@@ -103,13 +103,14 @@ def _opening(report: Report, sections: list[list[Section]]) -> str:
     counts = np.stack([(chosen == i).mean((1, 2)) for i in range(len(PARTS) + 1)])
     share, held = slots["share"][len(PARTS) - 1], slots["held"][len(PARTS) - 1]
     config, length = runs.model.config, runs.passages.tokens.shape[1]
+    layers, heads, width = config.layers, config.kv_heads, config.head_width
+    most, alike = recovered.mean(1)[..., 0].max(), int((counts.max(0) >= 0.9).sum())
     said = [
         f"{shown} of {len(claims)} claims show. The paper's models have 7 to 65 billion parameters, this one has "
-        f"{config.layers} layers of {config.kv_heads} KV heads. Special tokens get {special:.0%} of their attention in the "
-        f"mean over heads and prompts and nowhere more than {recovered.mean(1)[..., 0].max():.0%}; with punctuation it is "
-        f"{marked:.0%}, with frequent tokens {frequent:.0%}. At T = {threshold} {(chosen < 2).mean():.0%} of the heads are "
-        f"content with the first two parts, and in {int((counts.max(0) >= 0.9).sum())} of {config.layers} layers nine "
-        "heads in ten choose the same.",
+        f"{layers} layers of {heads} KV heads. Special tokens get {special:.0%} of their attention in the mean over "
+        f"heads and prompts and nowhere more than {most:.0%}; with punctuation it is {marked:.0%}, with frequent "
+        f"tokens {frequent:.0%}. At T = {threshold} {(chosen < 2).mean():.0%} of the heads are content with the first "
+        f"two parts, and in {alike} of {layers} layers nine heads in ten choose the same.",
     ]
     if share is not None:
         said.append(
@@ -118,7 +119,6 @@ def _opening(report: Report, sections: list[list[Section]]) -> str:
         )
     said.append(
         f"Pages hold {slots['pool'] - 1:.1%} more slots than heads call for, and a slot's position, score and class "
-        f"take 9 bytes beside the {8 * config.head_width} of its pair: full caches have no such overhead, fixed policies "
-        "less."
+        f"take 9 bytes beside the {8 * width} of its pair: full caches have no such overhead, fixed policies less."
     )
     return " ".join(said)
