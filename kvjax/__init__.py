@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kvjax import policies as policies
+    from kvjax.asks import Again as Again
     from kvjax.asks import Near as Near
     from kvjax.asks import Noise as Noise
     from kvjax.asks import Probs as Probs
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 
 # Where the names above are, imported when they are first used: a command line answers, and can be interrupted, at once.
 _HOMES = {
-    "kvjax.asks": ("Near", "Noise", "Probs", "Sums"),
+    "kvjax.asks": ("Again", "Near", "Noise", "Probs", "Sums"),
     "kvjax.cache.codec": ("Codec",),
     "kvjax.compilation": ("enable_compilation_cache",),
     "kvjax.engine.decode": ("decode_step", "decode_step_in_place"),

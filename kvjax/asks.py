@@ -71,6 +71,25 @@ class Probs(struct.PyTreeNode):
     newest: int = setting(1)
 
 
+class Again(struct.PyTreeNode):
+    r"""What each slot gets from queries that have been kept, over the tokens that are held now: [b h c].
+
+    .. math:: s_j = \sum_a w_a \sum_g \mathrm{softmax}_j(x_{gaj}), \quad j \text{ held and not after } a
+
+    Tokens that have left do not count in the softmax, whenever the query was read. Of layers whose heads hold the same
+    number of slots only.
+
+    Args:
+        raw_q: the queries before rotation.
+        position: theirs; -1 where there is none.
+        weights: w, how much each counts.
+    """
+
+    raw_q: Float[Array, "b h a g d"]
+    position: Int[Array, "b a"]
+    weights: Float[Array, "b h a"]
+
+
 class Seen(NamedTuple):
     """The answer to `Probs`."""
 
@@ -81,7 +100,7 @@ class Seen(NamedTuple):
     """How many keys of the whole head each query saw."""
 
 
-Ask = Sums | Near | Probs
+Ask = Sums | Near | Probs | Again
 
 
 def is_ask(x: Any) -> bool:

@@ -182,6 +182,11 @@ class New(struct.PyTreeNode):
         return self.position >= 0
 
     @property
+    def length(self) -> Int[Array, " b"]:
+        """Tokens of the row's text so far: all that are read, and all of a prompt that is being read."""
+        return jnp.maximum(self.read, self.prompt_length)
+
+    @property
     def newest(self) -> Int[Array, " b"]:
         """Position of the row's newest token."""
         return self.read - 1

@@ -18,6 +18,7 @@ from kvjax.policies.fastgen import TokenClasses
 from kvjax.policies.lightkv import AfterLimit
 from kvjax.policies.protection import Protection
 from kvjax.policies.scores.keyformer import GumbelSoftmax
+from kvjax.policies.scores.lightkv import LastQueries
 from kvjax.policies.scores.lsh_e import Hamming, projections
 from tests.oracles import (
     basic,
@@ -100,6 +101,7 @@ def settings_of(policy: Policy) -> dict[str, Any]:
     known |= {"positions": policy.codec.positions, "code_bits": policy.codec.bits}
     known |= {"kernels": memory.get("kernels"), "parameters": memory.get("layers")}
     limited = policy.plan if isinstance(policy.plan, AfterLimit) else AfterLimit()
+    known |= {"exact": isinstance(policy.score, LastQueries)}
     return known | {"context_limit": limited.context_limit, "middle": "rest" if limited.mask is None else "mask"}
 
 
@@ -190,7 +192,8 @@ POLICIES: dict[str, Case] = {
     ),
     "fastgen": fastgen_case(0.75),
     "fastgen-low": fastgen_case(0.3, recent=3, sinks=2),
-    "fastgen-high": fastgen_case(0.85, local=0.5),
+    "fastgen-high": fastgen_case(0.85, local=0.5, frequent_among="others"),
+    "fastgen-others": fastgen_case(0.75, frequent_among="others"),
     "fastgen-order": fastgen_case(0.7, order=("special", "frequent", "local", "punctuation")),
     "fastgen-local": fastgen_case(0.55, order=("local", "frequent")),
     "tova": Case("tova", tova.Tova),
@@ -204,8 +207,9 @@ POLICIES: dict[str, Case] = {
     "lightkv-mask": Case(
         "lightkv", lightkv.LightKV, {"middle": "mask", "alpha": 5, "omega": 3}, budget=32, equals_full=False
     ),
+    "lightkv-running": Case("lightkv", lightkv.LightKV, {"window": "running", "alpha": 6}),
     "lightkv-context": Case("lightkv", lightkv.LightKV, {"context_limit": 100}),
-    "lightkv-sequential": Case("lightkv", lightkv.LightKV, {"context_limit": 30, "alpha": 7}, prefill_chunk=1),
+    "lightkv-sequential": Case("lightkv", lightkv.LightKV, {"context_limit": 33, "alpha": 7}, prefill_chunk=1),
     "lightkv-offload": Case("lightkv", lightkv.LightKV, {"offload": True, "context_limit": 70, "positions": "cache"}),
     "topk_oracle": Case("topk_oracle", topk_oracle.TopKOracle, equals_full=False),
     "topk_oracle-fraction": Case("topk_oracle", topk_oracle.TopKOracle, {"k": 0.25}, equals_full=False),
@@ -242,7 +246,7 @@ PAIRS: dict[str, Case] = {
         f"{name}+adakv": pair(name, plan="adakv")
         for name in (
             *("h2o", "keyformer", "keyformer-fresh", "snapkv", "snapkv-max", "scissorhands", "lsh_e-one-shot"),
-            *("l2", "random", "window", "dilated_window", "lightkv", "h2o-protected"),
+            *("l2", "random", "window", "dilated_window", "lightkv-running", "h2o-protected"),
             *("streaming", "h2o-cache-positions", "keyformer-cache-positions", "window-cache-positions"),
         )
     },
@@ -251,7 +255,7 @@ PAIRS: dict[str, Case] = {
         f"less+{name}": pair(name, less_over=True)
         for name in (
             *("keyformer", "snapkv", "scissorhands", "lsh_e", "l2", "random", "window", "streaming", "tova"),
-            *("lightkv-context", "h2o-cache-positions", "pyramidkv", "fastgen-low"),
+            *("lightkv-context", "h2o-cache-positions", "pyramidkv", "fastgen-local"),
         )
     },
     **{f"less+{name}+adakv": pair(name, less_over=True, plan="adakv") for name in ("h2o", "keyformer", "snapkv")},
@@ -279,6 +283,7 @@ PAIRS: dict[str, Case] = {
     **{f"{name}+adakv+int8": pair(name, plan="adakv", codec="int8") for name in ("h2o", "keyformer", "snapkv", "l2")},
     "h2o+adakv+int4": pair("h2o", plan="adakv", codec="int4"),
     **{f"less+{name}+int8": pair(name, less_over=True, codec="int8") for name in ("h2o", "streaming", "fastgen-low")},
+    "fastgen-local+cache": pair("fastgen-local", settings={"positions": "cache"}),
     "less+h2o+int4": pair("h2o", less_over=True, codec="int4"),
     "less+keyformer+adakv+int8": pair("keyformer", less_over=True, plan="adakv", codec="int8"),
     # A selection reads only some of what the score keeps.
@@ -295,6 +300,7 @@ RARE = {
     *("window-cache-positions+adakv", "keyformer-cache-positions+adakv"),
     *("less+random", "less+window", "less+l2"),
     *("window+int8", "random+int8", "h2o-sequential+int8", "keyformer-shared+int8", "pyramidkv+int8", "l2+int8"),
+    "fastgen-local+cache",
     *("tova+int8", "snapkv+int4", "tova+int4", "snapkv+adakv+int8", "keyformer+adakv+int8", "less+streaming+adakv"),
 }
 """Pairs whose parts meet in others as well."""

@@ -20,6 +20,7 @@ from kvjax.engine import decode, extend
 from kvjax.engine.state import held_positions, slot_limits
 from kvjax.model import Model
 from kvjax.models import Rope
+from kvjax.policies.lightkv import AfterLimit
 from kvjax.policies.registry import REGISTRY
 from pallas_kernels.operands import Quantised
 from tests.cases import FIRST, PAIRS, POLICIES, Case, slow
@@ -134,8 +135,8 @@ def test_never_holds_more_than_its_limit_nor_a_position_twice(name: str) -> None
     after, (_, positions) = follow(state)
     before = held_positions(state)
     for layer, limit in enumerate(slot_limits(after)):
-        if state.policy.shrinks:
-            limit = np.full_like(limit, state.policy.plan.buffer_slots(int(limit.max())))
+        if isinstance(state.policy.plan, AfterLimit):
+            limit = np.full_like(limit, state.policy.plan.buffer_slots(int(limit.max()), min(LENGTHS)))
         for held in (before[layer][None], positions[layer]):
             live = held >= 0
             assert (live.sum(-1) <= limit).all()

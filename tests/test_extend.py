@@ -67,8 +67,8 @@ def same(one: Any, other: Any) -> None:
 
 TURNS = [name for name in FIRST if POLICIES[name].policy not in ("fastgen", "topk_oracle", "baseline_plus", "full")]
 TURNS += ["keyformer-fresh", "keyformer-shared", "snapkv-max", "h2o-cache-positions", "lightkv-context", "h2o+topk"]
-TURNS += ["h2o+adakv", "less+snapkv+adakv", "streaming+adakv", "lightkv+adakv", "less+lightkv-context"]
-TURNS += ["h2o+int8", "streaming+int8", "h2o+adakv+int8", "less+h2o+int4", "tova+int4"]
+TURNS += ["h2o+adakv", "less+snapkv+adakv", "streaming+adakv", "lightkv-running+adakv", "less+lightkv-context"]
+TURNS += ["h2o+int8", "streaming+int8", "h2o+adakv+int8", "less+h2o+int4", "tova+int4", "fastgen", "fastgen-high"]
 
 
 DEFAULT = ("keyformer-fresh", "scissorhands", "snapkv-max", "less+lightkv-context", "h2o+adakv", "h2o+topk")

@@ -84,8 +84,9 @@ def test_memory_is_what_the_heads_call_for(tiny, rows, threshold):
     state, _ = read(tiny, prompts[:rows], max_new_tokens=new_tokens, threshold=threshold)
     classes = tiny.token_classes
     called = 0
-    for heads in choices(state):
-        for prompt, head in zip(prompts, heads, strict=False):
+    held = [(positions >= 0).sum(-1) for positions in held_positions(state)]
+    for heads, filled in zip(choices(state), held, strict=True):
+        for prompt, head, few in zip(prompts, heads, filled, strict=False):
             special = sum(token in classes.special for token in prompt)
             marks = sum(token in classes.punctuation for token in prompt)
             end = len(prompt) + new_tokens
@@ -93,7 +94,7 @@ def test_memory_is_what_the_heads_call_for(tiny, rows, threshold):
             marks += -(-new_tokens // 5)
             most = [special + 4 + 1, special + 4 + marks + 1, special + 4 + marks + share + 1]
             most += [special + 4 + marks + 2 * share, end]
-            called += sum(min(most[choice], end) for choice in head)
+            called += sum(min(most[choice], count + new_tokens) for choice, count in zip(head, few, strict=True))
     config = tiny.config
     # Key, value, position, accumulated attention, and whether it is kept for what it is.
     slot = 2 * config.head_width * 4 + 4 + 4 + 1
@@ -106,13 +107,19 @@ def test_memory_is_what_the_heads_call_for(tiny, rows, threshold):
 
 def test_heads_differ_and_memory_falls_with_the_threshold(tiny):
     prompts = [tiny.tokenizer(text)["input_ids"] for text in PROMPTS]
-    sizes = []
+    sizes, states = [], {}
     for threshold in (0.5, 0.8, 0.95, 1.0):
-        state, _ = read(tiny, prompts, threshold=threshold)
-        sizes.append(kvjax.cache_bytes(state))
-        kinds = np.unique(choices(state)).tolist()
+        states[threshold], _ = read(tiny, prompts, threshold=threshold)
+        sizes.append(kvjax.cache_bytes(states[threshold]))
+        kinds = np.unique(choices(states[threshold])).tolist()
         assert (len(kinds) > 2) if threshold == 0.5 else (kinds == [4]) if threshold == 1 else True
     assert sizes == sorted(sizes) and sizes[0] < 0.6 * sizes[-1]
+    # Section 3.2's union: frequent tokens share their places with those that stay anyway.
+    union, (apart, _) = states[0.8], read(tiny, prompts, threshold=0.8, frequent_among="others")
+    assert (choices(union) >= choices(apart)).all()
+    same = (choices(union) == choices(apart)) & np.isin(choices(union), [2, 3])
+    few, many = (np.array([(layer >= 0).sum(-1) for layer in held_positions(state)]) for state in (union, apart))
+    assert same.any() and (few <= many)[same].all() and (few < many)[same].any()
 
 
 def test_a_second_prompt_of_the_bucket_compiles_nothing():
@@ -190,6 +197,7 @@ def test_choices_of_tables_4_and_5(order, expected):
         (dict(recent=0.5), "recent=0.5"),
         (dict(spare_special=-1), "spare_special=-1"),
         (dict(spare_punctuation=2.0), "spare_punctuation=2.0"),
+        (dict(frequent_among="some"), "frequent_among='some' is not 'all' or 'others'"),
     ],
 )
 def test_bad_settings_are_one_sentence(settings, message):

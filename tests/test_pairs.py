@@ -26,7 +26,8 @@ EXAMPLES: tuple[tuple[Callable[[], Policy], ...], ...] = (
         lambda: kvjax.policy("h2o", selection="topk", plan="adakv"),
         lambda: kvjax.policy("fastgen", special=(7,), selection="topk"),
     ),
-    (lambda: kvjax.policy("lightkv", offload=True, plan="adakv"),),
+    (lambda: kvjax.policy("lightkv", window="running", offload=True, plan="adakv"),),
+    (lambda: kvjax.policy("lightkv", plan="adakv"),),
     (lambda: fitted(dataclasses.replace(kvjax.policy("fastgen", special=(7,)), plan=Uniform())),),
     (lambda: kvjax.policy("h2o", plan=Profiled()),),
     (

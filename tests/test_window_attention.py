@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -11,6 +12,9 @@ import numpy as np
 import pytest
 
 import kvjax
+from kvjax.cache.dense import empty
+from kvjax.cache.ledger import allocated_bytes
+from kvjax.engine.prepare import prepare
 from tests.held import layers
 from tests.models import GQA, random_model
 
@@ -65,6 +69,51 @@ def test_nothing_leaves_up_to_the_context_limit_and_the_rest_at_once():
         state, _ = kvjax.decode_step(state, jnp.zeros(3, jnp.int32))
 
 
+def planned(policy, budget, lengths):
+    """The caches of prompts of some lengths, as shapes."""
+    tokens = [[0] * length for length in lengths]
+    prompts = prepare(MODEL, policy, tokens, budget, None, max_new_tokens=40, key=None, plan=None, chunk=None)
+    layers = enumerate(zip(GQA.layer_configs, prompts.limits, prompts.capacities, strict=True))
+    made = functools.partial(empty, prompts.policy.sized(prompts.lines), dtype=jnp.float32)
+    return jax.eval_shape(lambda: tuple(made(c, i, limit=limit, slots=slots) for i, (c, limit, slots) in layers))
+
+
+def test_a_long_prompt_gets_no_more_slots_than_are_left_of_it():
+    # C_l = 48 and 16; prompts up to the limit need room for as many tokens.
+    policy = kvjax.policy("lightkv", context_limit=50)
+    for shortest, slots in ((60, [48, 16]), (51, [48, 16]), (50, [64, 64])):
+        assert [view.capacity for view in planned(policy, 32, [60, shortest])] == slots
+    # The example of section 4: of C_l = 48 three times 48 / (2 omega) are left.
+    masked = kvjax.policy("lightkv", omega=4, middle="mask")
+    assert [view.capacity for view in planned(masked, 32, [60, 20])] == [32, 16]
+    state, _ = kvjax.prefill(MODEL, policy, TEXT[:2], 32, lengths=[60, 51], max_new_tokens=40)
+    assert kvjax.cache_bytes(state) == allocated_bytes(planned(policy, 32, [60, 51]))
+    state, logits = steps(state, 3)
+    assert np.isfinite(logits).all() and (live(state, 0) == 48).all() and (live(state, 1) == 16).all()
+
+
+def test_bytes_fall_with_the_context_limit_and_the_width_of_the_mask():
+    """Figures 3 to 5, for texts of 2048 tokens: no layer holds more than the limit, so C_1 is at most the limit."""
+
+    def held(name, budget=1.0, **settings):
+        return allocated_bytes(planned(kvjax.policy(name, **settings), budget, [2048]))
+
+    limits = (256, 512, 1024)
+    running, exact = (
+        [held("lightkv", limit * 2 // 3, context_limit=limit, window=window) for limit in limits]
+        for window in ("running", "exact")
+    )
+    assert running == sorted(set(running)) and exact == sorted(set(exact))
+    assert exact[-1] < held("full")
+    for limit, bounded, more in zip(limits, running, exact, strict=True):
+        assert bounded < held("h2o", limit)
+        # The queries that are kept count: as many as there are slots, each of d numbers for each of g heads.
+        queries = 4 * GQA.kv_heads * GQA.groups * GQA.head_width * (limit + limit // 3)
+        assert more - bounded > 0.9 * queries
+    masks = [held("lightkv", 341, context_limit=512, middle="mask", omega=omega) for omega in (8, 4, 2)]
+    assert masks == sorted(set(masks)) and masks[-1] < exact[1]
+
+
 def test_evicted_at_the_context_limit_means_absorbed_by_less():
     settings = {"kernels": "performer", "features": 8, "base": "lightkv", "context_limit": 30}
     state, _ = kvjax.prefill(MODEL, kvjax.policy("less", **settings), TEXT[:1, :20], 16, max_new_tokens=20)
@@ -89,16 +138,21 @@ def test_widths_of_the_report():
 
 
 @pytest.mark.parametrize("chunk", [None, 1])
-def test_offloaded_scores_lie_in_host_memory_and_change_nothing(chunk):
+@pytest.mark.parametrize("window", ["exact", "running"])
+def test_offloaded_scores_lie_in_host_memory_and_change_nothing(window, chunk):
     def read(**settings):
-        policy = kvjax.policy("lightkv", **settings)
+        policy = kvjax.policy("lightkv", window=window, special=(7, 11), **settings)
         return kvjax.prefill(MODEL, policy, TEXT, 16, lengths=LENGTHS, prefill_chunk=chunk)
 
     (plain, expected), (offloaded, logits) = read(), read(offload=True)
     np.testing.assert_array_equal(logits, expected)
     for step in range(20):
         for cache in layers(offloaded):
-            assert {leaf.sharding.memory_kind for leaf in jax.tree.leaves(cache.slots.score)} == {"pinned_host"}
+            # Scores, masks and window queries together (section 3.4); what attention needs stays.
+            gone = jax.tree.leaves((cache.slots.score, cache.slots.protection, cache.state.score))
+            assert len(gone) >= 3 and {leaf.sharding.memory_kind for leaf in gone} == {"pinned_host"}
+            stays = jax.tree.leaves((cache.kv, cache.position))
+            assert {leaf.sharding.memory_kind for leaf in stays} != {"pinned_host"}
         token = jnp.full(3, step, jnp.int32)
         plain, expected = kvjax.decode_step(plain, token)
         offloaded, logits = kvjax.decode_step_in_place(offloaded, token)
@@ -146,6 +200,8 @@ def test_top_k_comes_closer_with_k():
         ("lightkv", {"alpha": 61}, 40, "alpha=61 queries do not fit in a prompt of 60 tokens"),
         ("lightkv", {"middle": "all"}, 40, "middle='all'"),
         ("lightkv", {"context_limit": 0}, 40, "context_limit=0"),
+        ("lightkv", {"context_limit": 59}, 40, "context_limit=59 is below the C_1 = 60 slots"),
+        ("lightkv", {"window": "last"}, 40, "window='last' is not 'exact' or 'running'"),
         ("lightkv", {"ratio": 0.5}, 40, "ratio=0.5"),
         ("lightkv", {"sinks": 39, "recent": 9}, 40, "do not fit in a budget"),
         ("topk_oracle", {"k": 0}, 40, "k=0"),

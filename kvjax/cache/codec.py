@@ -28,6 +28,8 @@ class Operands(NamedTuple):
     v: Operand | Joined
     places: tuple[Int[Array, "b h t"], Int[Array, "b h c"]] | None = None
     """Where the model sees queries and keys, where that is not their position."""
+    factor: Float[Array, "b h d"] | None = None
+    """By which the channels of queries have been multiplied, where keys are codes."""
 
     @property
     def stored(self) -> tuple[Operand, Operand]:
@@ -183,7 +185,25 @@ class Codec:
             first = jax.tree.map(lambda leaf: leaf[:, :, :old], (k, v))
             scaled = (new.k.astype(factor.dtype) / jnp.where(factor > 0, factor, 1.0)[:, :, None]).astype(q.dtype)
             k, v = Joined(first[0], scaled), Joined(first[1], new.v)
-        return Operands((q * factor[:, :, None, None]).astype(q.dtype), k, v, seen)
+        return Operands((q * factor[:, :, None, None]).astype(q.dtype), k, v, seen, factor)
+
+    def earlier(
+        self,
+        config: LayerConfig,
+        view: View,
+        given: Operands,
+        raw_q: Float[Array, "b h g a d"],
+        position: Int[Array, "b a"],
+    ) -> tuple[Float[Array, "b h g a d"], Int[Array, "b h a"]]:
+        """Unrotated queries of tokens that may have left, as attention takes them beside `given`, and their places.
+
+        Under cache positions a query stands behind the live tokens before it.
+        """
+        place = jnp.broadcast_to(position[:, None], (*view.limit.shape, position.shape[1]))
+        if self.ordered and given.places is not None:
+            place = (view.live[:, :, None] & (view.position[:, :, None] < position[:, None, :, None])).sum(-1)
+        q = rotate(config.rope, raw_q, place[:, :, None])
+        return q if given.factor is None else (q * given.factor[:, :, None, None]).astype(q.dtype), place
 
     def _places(self, view: View, new: New) -> Int[Array, "b h t"]:
         """How many live slots hold an earlier position, for each new token."""
@@ -233,10 +253,11 @@ class Codec:
         moved = jnp.where(arrived, last[..., None], order)
         return jnp.where(new.valid[:, None, :1], moved, view.slots.codec)
 
-    def counted(self, state: CodecState, new: New, left: Int[Array, "b h"]) -> CodecState:
-        """With the live slots counted after a token has taken one."""
+    def counted(self, state: CodecState, new: New, left: Int[Array, "b h"], *, arrives: bool = True) -> CodecState:
+        """With the live slots counted after a token has left, and another one taken its slot if it `arrives`."""
         assert state.count is not None
-        return state.replace(count=state.count + (new.valid[:, :1] & (left < 0)))
+        arrived = new.valid[:, :1] & arrives
+        return state.replace(count=state.count + arrived - (left >= 0))
 
     def _turned(self, config: LayerConfig, view: View, new: New) -> View:
         # The sinks where they are to be seen: right before the window.

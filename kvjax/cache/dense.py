@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -51,7 +53,7 @@ class Dense(struct.PyTreeNode):
         view = self.layers[layer]
         view = view.replace(state=view.state.replace(codec=rules.codec.begin(view, new)))
         scores, guard = slots.scores(rules, view, new)
-        bounds = Protection(guard.sinks, guard.recent, rules.room(view.limit, new.read))
+        bounds = Protection(guard.sinks, guard.recent, rules.room(view.limit, new.length))
         added = jax.tree.map(lambda leaf: leaf[:, :, 0], _entries(rules, view, new))
         buffers = {"kv": view.kv, "slots": view.slots}
         held = (view.position, new.position[:, 0], buffers, added)
@@ -96,7 +98,10 @@ class Dense(struct.PyTreeNode):
         view = self.layers[layer]
         given = rules.codec.operands(config, view, new)
         attend = evidence.attend_block if block else evidence.attend_token
-        return self, Attended(*attend(config, given, view, new, asks, low_rank, selection))
+        own = evidence.without_again(asks)
+        out, answers = attend(config, given, view, new, own, low_rank, selection)
+        earlier = functools.partial(rules.codec.earlier, config, view, given)
+        return self, Attended(out, evidence.with_again(asks, answers, config, given, view, earlier))
 
     def fold(self, rules: Rules, layer: int, asks: PyTree, answers: PyTree, new: New) -> Dense:
         """After the score has heard what it asked for."""
@@ -147,15 +152,25 @@ class Dense(struct.PyTreeNode):
         return self.replace_layer(layer, smaller), (position >= 0) & ~staying
 
     def shrink(
-        self, rules: Rules, config: LayerConfig, layer: int, new: New
-    ) -> tuple[Dense, Bool[Array, "b h c"], Bool[Array, ""]]:
+        self,
+        rules: Rules,
+        config: LayerConfig,
+        layer: int,
+        new: New,
+        absorb: Callable[[PyTree, Evicted], PyTree] | None,
+    ) -> Dense:
         """Rows whose room has just fallen lose what ranks lowest.
 
-        Returns:
-            The storage, which slots leave, and whether any does.
+        Args:
+            rules: says how much room there is.
+            config: of the layer.
+            layer: which one.
+            new: one token per row, which has no slot yet.
+            absorb: what becomes of what leaves, a residual's; None for nothing.
         """
         view = self.layers[layer]
-        fewer = rules.room(view.limit, new.read) < rules.room(view.limit, new.read - 1)
+        before = jnp.maximum(new.read - 1, new.prompt_length)
+        fewer = rules.room(view.limit, new.length) < rules.room(view.limit, before)
         fewer &= new.valid[:, :1]
 
         # Only masks and the queue leave the branch: a cache that went through it would be copied at every step.
@@ -169,12 +184,20 @@ class Dense(struct.PyTreeNode):
             return jnp.zeros(view.position.shape, bool), view.slots.codec, view.state.codec
 
         leaving, queue, known = jax.lax.cond(fewer.any(), losing, same, self)
-        smaller = view.replace(
-            position=jnp.where(leaving, -1, view.position),
-            slots=view.slots.replace(codec=queue),
-            state=view.state.replace(codec=known),
+        state = view.state.replace(codec=known)
+        if absorb is not None:
+            state = state.replace(
+                residual=jax.lax.cond(
+                    fewer.any(),
+                    lambda kept: slots.fold_evicted(absorb, kept, rules, config, view, new, leaving),
+                    lambda kept: kept,
+                    state.residual,
+                )
+            )
+        position = jnp.where(leaving, -1, view.position)
+        return self.replace_layer(
+            layer, view.replace(position=position, slots=view.slots.replace(codec=queue), state=state)
         )
-        return self.replace_layer(layer, smaller), leaving, fewer.any()
 
     def open(self, config: LayerConfig) -> Dense:
         """As a step over all layers begins with it."""
@@ -193,10 +216,13 @@ class Dense(struct.PyTreeNode):
         return dense
 
     def moved(self, layer: int, space: Any) -> Dense:
-        """With what the score remembers of a layer's slots in host or device memory."""
+        """With what the score remembers of a layer, and which slots are protected, in host or device memory."""
         view = self.layers[layer]
-        score = jax.tree.map(lambda leaf: jax.device_put(leaf, space), view.slots.score)
-        return self.replace_layer(layer, view.replace(slots=view.slots.replace(score=score)))
+        score, mask, known = jax.tree.map(
+            lambda leaf: jax.device_put(leaf, space), (view.slots.score, view.slots.protection, view.state.score)
+        )
+        remembered = view.slots.replace(score=score, protection=mask)
+        return self.replace_layer(layer, view.replace(slots=remembered, state=view.state.replace(score=known)))
 
     def take(self, index: Int[np.ndarray, " m"]) -> Dense:
         """Some rows, in any order."""
@@ -226,6 +252,7 @@ class Dense(struct.PyTreeNode):
                 slots=jax.tree.map(fill, mine.slots, theirs.slots),
                 position=position,
             )
+            padded = padded.replace(state=jax.tree.map(_widened, mine.state, theirs.state))
             layers.append(jax.tree.map(lambda old, row: old.at[index].set(row), mine, padded))
         return Dense(tuple(layers))
 
@@ -292,6 +319,17 @@ def empty(
 
     kv, remembered = jax.tree.map(room, held)
     return View(limit, state, kv, jnp.full((rows, heads, slots), -1, jnp.int32), remembered)
+
+
+def _widened(mine: Array, theirs: Array) -> Array:
+    # What is remembered of heads may have room for more than there is.
+    missing = [(0, room - some) for room, some in zip(mine.shape[1:], theirs.shape[1:], strict=True)]
+    if any(more < 0 for _, more in missing):
+        raise ValueError(
+            f"rows that remember {list(theirs.shape[1:])} numbers do not fit a state with room for "
+            f"{list(mine.shape[1:])}; read them with the budget of the state."
+        )
+    return jnp.pad(theirs, [(0, 0), *missing])
 
 
 def _entries(rules: Rules, view: View, new: New) -> dict[str, PyTree]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.asks import Ask, Near, Noise, Probs, Seen, Sums, questions
+from kvjax.asks import Again, Ask, Near, Noise, Probs, Seen, Sums, is_ask, questions
 from kvjax.cache.codec import Operands
 from kvjax.types import LayerConfig, New, PyTree, View, wide
 from pallas_kernels import noise as hashed
@@ -330,6 +331,67 @@ def _by_blocks(
     zero = jnp.zeros(view.position.shape, lse.dtype)
     split = [split_queries(w, -1, size) for w in weights], [split_queries(tau, -1, size) for tau in taus]
     return jax.lax.scan(add, [zero] * len(asks), (blocks, *split))[0]
+
+
+Earlier = Callable[[Float[Array, "b h g a d"], Int[Array, "b a"]], tuple[Array, Int[Array, "b h a"]]]
+"""Unrotated queries and their positions -> the queries as attention takes them, and where the model sees them."""
+
+
+def without_again(asks: PyTree) -> PyTree:
+    """The questions about the new tokens' own attention, with nothing in the places of the others."""
+    return jax.tree.map(lambda ask: () if isinstance(ask, Again) else ask, asks, is_leaf=is_ask)
+
+
+def with_again(
+    asks: PyTree, answers: PyTree, config: LayerConfig, given: Operands, view: View, earlier: Earlier
+) -> PyTree:
+    """The answers to `without_again`, and in their places those to the others."""
+
+    def answer(ask: Ask, found: PyTree) -> PyTree:
+        return asked_again(config, given, view, ask, earlier) if isinstance(ask, Again) else found
+
+    return jax.tree.map(answer, asks, answers, is_leaf=is_ask)
+
+
+def asked_again(
+    config: LayerConfig, given: Operands, view: View, ask: Again, earlier: Earlier
+) -> Float[Array, "b h c"]:
+    """What kept queries give to each slot, a few of them at a time.
+
+    Args:
+        config: of the layer.
+        given: keys as attention takes them.
+        view: the slots.
+        ask: the queries.
+        earlier: makes them what attention takes.
+    """
+    spec, kind = config.spec, wide(ask.raw_q.dtype)
+    _, _, count, groups, width = ask.raw_q.shape
+    # Logits of a sixteenth of the size of the keys: of all queries at once they would be larger than the cache.
+    size = math.gcd(count, 1 << max(0, (width // (16 * groups)).bit_length() - 1))
+    keys = whole(given.k, ask.raw_q.dtype)
+
+    def add(index: Array, sums: Array) -> Array:
+        def cut(leaf: Array, axis: int) -> Array:
+            return jax.lax.dynamic_slice_in_dim(leaf, index * size, size, axis)
+
+        position, weights = cut(ask.position, 1), cut(ask.weights, 2)
+
+        def look() -> Array:
+            q, place = earlier(jnp.moveaxis(cut(ask.raw_q, 2), 3, 2), position)
+            x = spec.capped(jnp.einsum("bhgad,bhcd->bhgac", q, keys, preferred_element_type=kind))
+            bias = spec.bias(place, view.position if given.places is None else given.places[1])
+            x = x if bias is None else x + bias
+            # Logits are masked once, and their sums fuse with what they sum, so that little else lies in memory.
+            x = jnp.where(spec.mask(position, view.position)[:, :, None], x, jnp.finfo(kind).min)
+            highest = jnp.maximum(x.max(-1, keepdims=True), jnp.finfo(kind).min / 2)
+            shares = jnp.exp(x - highest)
+            share = normalised(weights.astype(kind)[:, :, None, :, None], shares.sum(-1, keepdims=True))
+            return sums + jnp.einsum("bhgac,bhga->bhc", shares, share[..., 0])
+
+        return jax.lax.cond((weights > 0).any(), look, lambda: sums)
+
+    return jax.lax.fori_loop(0, count // size, add, jnp.zeros(view.position.shape, kind))
 
 
 def _newest(

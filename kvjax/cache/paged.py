@@ -17,7 +17,7 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.asks import Probs, Seen, Sums, questions
+from kvjax.asks import Again, Probs, Seen, Sums, questions
 from kvjax.cache import evidence, slots
 from kvjax.cache.dense import Dense
 from kvjax.cache.slots import Attended, Rules
@@ -80,26 +80,69 @@ class Paged(struct.PyTreeNode):
         slot = pool._victim(rules, layer, new)
         added: dict[str, PyTree] = {"kv": codec.encode(new, state.codec), "slots": rules.slots(new, state)}
         added["position"] = jnp.broadcast_to(new.position[:, None], new.k.shape[:3]).astype(jnp.int32)
+        taken = pool._taken(slot, rules.keeps_evicted)
+        pool = pool._write_slots(after_reading(slot, taken._asdict()), added)
+        if taken.place is not None:
+            pool = pool._requeued(rules, layer, new, taken)
+        return pool, taken.evicted(rules, config, state, new)
+
+    def shrink(
+        self,
+        rules: Rules,
+        config: LayerConfig,
+        layer: int,
+        new: New,
+        absorb: Callable[[PyTree, Evicted], PyTree] | None,
+    ) -> Paged:
+        """Where several tokens of a head have to leave, all but the last lose their slots; see `Dense.shrink`.
+
+        The last one's slot is the one that `exchange` gives to the new token.
+        """
+        rows, heads = new.k.shape[:2]
+        nobody = jnp.iinfo(jnp.int32).max
+
+        def leaving(pool: Paged) -> Int[Array, "b h"]:
+            found = pool._contest(rules, layer, new)
+            slot = jnp.where(found.surplus > 1, found.weakest[2], nobody).reshape(rows, heads)
+            return jnp.where(new.valid[:, :1], slot, nobody)
+
+        # Only positions, the queue and what is remembered go through the loop: a pool that did would be copied.
+        def small(pool: Paged) -> tuple[PyTree, ...]:
+            known = pool.state[layer]
+            return pool.position, pool.slots.codec, known.codec, known.residual
+
+        def whole(position: Array, queue: PyTree, codec: PyTree, residual: PyTree) -> Paged:
+            pool = self.replace(position=position, slots=self.slots.replace(codec=queue))
+            return pool.put_state(layer, codec=codec, residual=residual)
+
+        def lose(carry: tuple[tuple[PyTree, ...], Array]) -> tuple[tuple[PyTree, ...], Array]:
+            pool, slot = whole(*carry[0]), carry[1]
+            taken, known = pool._taken(slot, absorb is not None), pool.state[layer]
+            if absorb is not None:
+                evicted = taken.evicted(rules, config, known, new)
+                pool = pool.put_state(layer, residual=absorb(known.residual, evicted))
+            pool = pool._write_slots(slot, {"position": jnp.full_like(slot, -1)})
+            if taken.place is not None:
+                pool = pool._requeued(rules, layer, new, taken, arrives=False)
+            return small(pool), leaving(pool)
+
+        start = small(self), leaving(self)
+        return whole(*jax.lax.while_loop(lambda carry: (carry[1] < nobody).any(), lose, start)[0])
+
+    def _taken(self, slot: Int[Array, "b h"], pairs: bool) -> Taken:
         flat, real = slot.reshape(-1), slot < self.position.size
 
         def take(leaf: Array) -> Array:
             every = leaf.reshape(-1, *leaf.shape[2:])
             return every[jnp.minimum(flat, len(every) - 1)].reshape(*slot.shape, *leaf.shape[2:])
 
-        left = jnp.where(real, take(self.position), -1)
-        kv = jax.tree.map(lambda leaf: take(leaf)[:, :, None], self.kv) if rules.keeps_evicted else None
+        kv = jax.tree.map(lambda leaf: take(leaf)[:, :, None], self.kv) if pairs else None
         place = None if self.slots.codec is None else take(self.slots.codec)
-        slot = after_reading(slot, {"kv": kv, "left": left, "place": place})
-        pool = pool._write_slots(slot, added)
-        if place is not None:
-            pool = pool._requeued(rules, layer, new, place, left)
-        if kv is None:
-            nothing = jnp.zeros_like(new.k), jnp.zeros_like(new.v)
-            return pool, Evicted(*nothing, jnp.zeros(new.k.shape[:3], bool), new.layer, new.kernels)
-        pair = codec.restore(config, kv, left[..., None], state.codec, new.k.dtype)
-        return pool, Evicted(pair.k, pair.v, (left >= 0)[..., None], new.layer, new.kernels)
+        return Taken(kv, jnp.where(real, take(self.position), -1), place)
 
-    def _requeued(self, rules: Rules, layer: int, new: New, place: Array, left: Array) -> Paged:
+    def _requeued(self, rules: Rules, layer: int, new: New, taken: Taken, *, arrives: bool = True) -> Paged:
+        place, left = taken.place, taken.left
+        assert place is not None
         codec, known = rules.codec, self.state[layer].codec
 
         def look(queue: Array, at: Array, valid: Array) -> Array:
@@ -109,33 +152,43 @@ class Paged(struct.PyTreeNode):
 
         queue = self.over_pages(layer, look, self.slots.codec)
         pool = self.replace(slots=self.slots.replace(codec=queue))
-        return pool.put_state(layer, codec=codec.counted(known, new, left))
+        return pool.put_state(layer, codec=codec.counted(known, new, left, arrives=arrives))
 
     def _victim(self, rules: Rules, layer: int, new: New) -> Int[Array, "b h"]:
         """The slot, counted over the whole pool, that the next token takes in each head; beyond them for padding.
 
-        Where the tokens that compete are limited, they do so only when there are too many of them; otherwise an empty
-        slot is taken, or the oldest token kept as a last resort.
+        Where the places of tokens that compete are limited, the weakest leaves when it has none; otherwise an empty
+        slot is taken, or the oldest token kept as a last resort, or the weakest after all.
         """
+        rest, weakest, surplus = self._contest(rules, layer, new)
+        nobody = jnp.iinfo(jnp.int32).max
+        competes = (surplus > 0) | ((rest[0] == jnp.inf) & (weakest[2] < nobody))
+        chosen = jnp.where(competes, weakest[2], rest[2]).reshape(new.k.shape[:2])
+        return jnp.where(new.valid[:, :1], chosen, nobody)
+
+    def _contest(self, rules: Rules, layer: int, new: New) -> Contest:
         rows, heads = new.k.shape[:2]
-        limit = rules.room(self.limit[layer], new.read).reshape(-1)
-        most = rules.competing(self.heads(layer), new)
+        limit = rules.room(self.limit[layer], new.length).reshape(-1)
+        places = rules.competing(self.heads(layer), new)
         size, far = self.page_size, jnp.iinfo(jnp.int32).max
+
+        def usable(at: Array, valid: Array, owner: Array) -> Bool[Array, "p s"]:
+            slot = _cut(self.first, at, len(valid))[:, None] + jnp.arange(size, dtype=jnp.int32)
+            return valid[:, None] & (slot < limit[owner][:, None])
 
         def look(carry: Any, at: Array, valid: Array) -> Any:
             view, seen, owner = self._view(layer, new, at, len(valid))
             ranks, position = slots.rank(rules, view, seen)[:, 0], view.position[:, 0]
-            slot = jnp.arange(size, dtype=jnp.int32)
-            usable = valid[:, None] & (_cut(self.first, at, len(valid))[:, None] + slot < limit[owner][:, None])
-            flat = (at + jnp.arange(len(valid), dtype=jnp.int32))[:, None] * size + slot
+            here = usable(at, valid, owner)
+            flat = (at + jnp.arange(len(valid), dtype=jnp.int32))[:, None] * size + jnp.arange(size, dtype=jnp.int32)
             members = _members(owner, valid, rows * heads)
-            if most is None:
-                return (_better(carry[0], _lowest(usable, ranks, position, flat, members)),)
-            competes = usable & (position >= 0) & (ranks < slots.last_resort(ranks.dtype))
+            if places is None:
+                return _better(carry[0], _lowest(here, ranks, position, flat, members)), *carry[1:]
+            competes = here & (position >= 0) & (ranks < slots.last_resort(ranks.dtype))
             count = jnp.where(members, competes.sum(-1, dtype=jnp.int32), 0).sum(1, dtype=jnp.int32)
-            strong = _better(carry[1], _lowest(competes, ranks, position, flat, members))
-            rest = _better(carry[0], _lowest(usable & ~competes, ranks, position, flat, members))
-            return rest, strong, carry[2] + count
+            weakest = _better(carry[1], _lowest(competes, ranks, position, flat, members))
+            rest = _better(carry[0], _lowest(here & ~competes, ranks, position, flat, members))
+            return rest, weakest, carry[2] + count
 
         kind = jax.eval_shape(lambda: slots.rank(rules, *self._view(layer, new, 0, 1)[:2])).dtype
         nobody = (
@@ -143,12 +196,24 @@ class Paged(struct.PyTreeNode):
             jnp.full(rows * heads, far, jnp.int32),
             jnp.full(rows * heads, far, jnp.int32),
         )
-        if most is None:
-            ((_, _, chosen),) = self.over_pages(layer, look, (nobody,))
-        else:
-            rest, strong, count = self.over_pages(layer, look, (nobody, nobody, jnp.zeros(rows * heads, jnp.int32)))
-            chosen = jnp.where(count > most.reshape(-1), strong[2], rest[2])
-        return jnp.where(new.valid[:, :1], chosen.reshape(rows, heads), far)
+        none = jnp.zeros(rows * heads, jnp.int32)
+        rest, weakest, count = self.over_pages(layer, look, (nobody, nobody, none))
+        if places is None:
+            return Contest(rest, weakest, none)
+        if not places.among_all:
+            return Contest(rest, weakest, count - places.most.reshape(-1))
+
+        def ahead(count: Array, at: Array, valid: Array) -> Array:
+            view, seen, owner = self._view(layer, new, at, len(valid))
+            score, position = rules.standing(view, seen)[0][:, 0], view.position[:, 0]
+            lowest, age = weakest[0][owner][:, None], weakest[1][owner][:, None]
+            higher = (score > lowest) | ((score == lowest) & (position > age))
+            higher &= usable(at, valid, owner) & (position >= 0)
+            members = _members(owner, valid, rows * heads)
+            return count + jnp.where(members, higher.sum(-1, dtype=jnp.int32), 0).sum(1, dtype=jnp.int32)
+
+        place = self.over_pages(layer, ahead, none) + 1
+        return Contest(rest, weakest, jnp.where(weakest[2] < far, place - places.most.reshape(-1), 0))
 
     def _write_slots(self, slot: Int[Array, "b h"], added: dict[str, PyTree]) -> Paged:
         """With one new entry per head over a slot; a slot out of bounds writes nothing."""
@@ -175,7 +240,7 @@ class Paged(struct.PyTreeNode):
         block: bool = False,
     ) -> tuple[Paged, Attended]:
         """Attention of one new token per row over the pages of its heads; see `Dense.attend`."""
-        assert selection is None and not block
+        assert selection is None and not block and not any(isinstance(ask, Again) for ask in questions(asks)[0])
         known = self.heads(layer)
         every = View(known.limit, known.state, self.kv, self.position, self.slots)
         given = rules.codec.operands(config, every, new, places=self.most)
@@ -417,6 +482,39 @@ class Paged(struct.PyTreeNode):
         return view, new.replace(**of_heads, **of_rows, hidden=hidden, head=(owner % heads)[:, None]), owner
 
 
+Choice = tuple[Float[Array, " o"], Int[Array, " o"], Int[Array, " o"]]
+"""Rank, position and slot of one token of each owner."""
+
+
+class Contest(NamedTuple):
+    """Whose slot may be had in each head."""
+
+    rest: Choice
+    """The lowest of those that do not compete: an empty slot, or a token that leaves last or never."""
+    weakest: Choice
+    """The lowest of those that compete."""
+    surplus: Int[Array, " o"]
+    """The weakest one has to leave if this is above 0, and others with it only if it is above 1."""
+
+
+class Taken(NamedTuple):
+    """What lies in one slot of each head."""
+
+    kv: KV | None
+    left: Int[Array, "b h"]
+    """Position; -1 where there is none."""
+    place: Int[Array, "b h"] | None
+    """In the queue, where slots know their order."""
+
+    def evicted(self, rules: Rules, config: LayerConfig, state: Parts, new: New) -> Evicted:
+        """The pairs, as a residual takes them; none where they have not been read."""
+        if self.kv is None:
+            nothing = jnp.zeros_like(new.k), jnp.zeros_like(new.v)
+            return Evicted(*nothing, jnp.zeros(new.k.shape[:3], bool), new.layer, new.kernels)
+        pair = rules.codec.restore(config, self.kv, self.left[..., None], state.codec, new.k.dtype)
+        return Evicted(pair.k, pair.v, (self.left >= 0)[..., None], new.layer, new.kernels)
+
+
 class PageAnswers(NamedTuple):
     """What the answers of a step on pages are made of, page by page."""
 
@@ -447,6 +545,9 @@ def select(rules: Rules, config: LayerConfig, view: View, new: New) -> tuple[Sel
     """
     order, count = slots.chosen(rules, view, new)
     leaving = view.live & (jnp.argsort(order, axis=-1) >= count[..., None])
+    if rules.ends:
+        # A head gets one more token at a time: what it could never fill is not set aside.
+        view = view.replace(limit=jnp.minimum(view.limit, count + (new.end - new.read)[:, None]))
     if rules.codec.ordered:
         # Those behind a token that leaves move up.
         staying = view.replace(position=jnp.where(leaving, -1, view.position))
@@ -554,11 +655,8 @@ def _members(owner: Int[Array, " p"], valid: Bool[Array, " p"], owners: int) -> 
     return (owner == jnp.arange(owners)[:, None]) & valid
 
 
-Choice = tuple[Float[Array, " o"], Int[Array, " o"], Int[Array, " o"]]
-
-
 def _lowest(allowed: Bool[Array, "p s"], ranks: Array, position: Array, flat: Array, members: Array) -> Choice:
-    """Rank, position and slot of each owner's lowest rank, of equals the oldest."""
+    """Each owner's lowest rank, of equals the oldest."""
     far = jnp.iinfo(jnp.int32).max
     low = jnp.where(allowed, ranks, jnp.inf)
     best = low.min(1)

@@ -32,6 +32,14 @@ class Guard(NamedTuple):
     """Slots that leave when no other can."""
 
 
+class Places(NamedTuple):
+    """How many tokens a head may hold for their score alone."""
+
+    most: Int[Array, "b h"]
+    among_all: bool
+    """Whether protected tokens take such a place, too, where they score among the highest."""
+
+
 class Rules(Protocol):
     """Who decides what leaves: a cache asks nothing else of a policy."""
 
@@ -42,7 +50,12 @@ class Rules(Protocol):
 
     @property
     def shrinks(self) -> bool:
-        """Whether `room` may fall while tokens are generated."""
+        """Whether several tokens may have to leave at one step."""
+        ...
+
+    @property
+    def ends(self) -> bool:
+        """Whether slots suffice for the planned text only."""
         ...
 
     @property
@@ -64,11 +77,11 @@ class Rules(Protocol):
         """The slot that a new token takes, where a kernel finds it without scores."""
         ...
 
-    def room(self, limit: Int[Array, "b h"], read: Int[Array, " b"]) -> Int[Array, "b h"]:
-        """Slots that may be used when so many tokens have been read."""
+    def room(self, limit: Int[Array, "b h"], length: Int[Array, " b"]) -> Int[Array, "b h"]:
+        """Slots that may be used when a text has so many tokens, all of its prompt included."""
         ...
 
-    def competing(self, heads: Heads, new: New) -> Int[Array, "b h"] | None:
+    def competing(self, heads: Heads, new: New) -> Places | None:
         """How many tokens a head may hold for their score alone; None for no such bound."""
         ...
 
@@ -123,13 +136,24 @@ def best_first(
 def chosen(rules: Rules, view: View, new: New) -> tuple[Int[Array, "b h c"], Int[Array, "b h"]]:
     """Slots from the most to the least important one, and how many of them stay."""
     ranks = rank(rules, view, new)
-    order, count = best_first(ranks, view.position, rules.standing(view, new)[1].sinks)
-    most = rules.competing(view, new)
-    if most is not None:
+    score, guard = rules.standing(view, new)
+    order, count = best_first(ranks, view.position, guard.sinks)
+    places = rules.competing(view, new)
+    if places is not None:
         worth = view.live & (ranks > -jnp.inf)
-        competing = (worth & (ranks < last_resort(ranks.dtype))).sum(-1, dtype=jnp.int32)
-        count += jnp.minimum(most, competing) - competing
-    return order, jnp.minimum(count, rules.room(view.limit, new.read))
+        competes = (worth & (ranks < last_resort(ranks.dtype))).astype(jnp.int32)
+        score = jnp.where(worth if places.among_all else competes, score, -jnp.inf)
+        count += sum_of_most(score, view.position, competes, places.most) - competes.sum(-1)
+    return order, jnp.minimum(count, rules.room(view.limit, new.length))
+
+
+def sum_of_most(
+    score: Float[Array, "b h c"], position: Int[Array, "b h c"], value: Array, most: Int[Array, "b #h"]
+) -> Array:
+    """The values [b h c] of the `most` highest scores summed: [b h]; of equals the newest count, -inf never."""
+    ranked, _, value = jax.lax.sort((-score, -position, value), num_keys=2)
+    counts = (jnp.arange(score.shape[-1]) < most[..., None]) & (ranked < jnp.inf)
+    return jnp.where(counts, value, 0).sum(-1, dtype=value.dtype)
 
 
 def gather(leaf: Array, slots: Int[Array, "b h m"]) -> Array:

@@ -123,10 +123,11 @@ def _arguments(model: Model, prompts: Prompts) -> tuple[Any, ...]:
 
 
 def _static(model: Model, prompts: Prompts, kernels: Kernels) -> dict[str, Any]:
-    return dict(config=model.config, capacities=prompts.capacities, chunk=prompts.chunk, kernels=kernels)
+    sizes = dict(capacities=prompts.capacities, lines=prompts.lines, chunk=prompts.chunk)
+    return dict(config=model.config, kernels=kernels, **sizes)
 
 
-@functools.partial(jax.jit, static_argnames=("config", "capacities", "chunk", "kernels"))
+@functools.partial(jax.jit, static_argnames=("config", "capacities", "lines", "chunk", "kernels"))
 def _read_prompts(
     weights: Weights,
     policy: Policy,
@@ -138,6 +139,7 @@ def _read_prompts(
     *,
     config: ModelConfig,
     capacities: tuple[int, ...],
+    lines: tuple[int, ...],
     chunk: int | None,
     kernels: Kernels,
 ) -> tuple[Any, Int[Array, " b"], Array, Float[Array, "b vocab"]]:
@@ -146,8 +148,9 @@ def _read_prompts(
     dtype = weights.layers[0].key.weight.dtype
     # A prompt read whole starts from no slots at all; one read in chunks from a cache of its final size.
     layers = enumerate(zip(config.layer_configs, limits, capacities, strict=True))
+    roomy = policy.sized(lines)
     made = (
-        empty(policy, shape, layer, limit=limit, slots=0 if chunk is None else capacity, dtype=dtype)
+        empty(roomy, shape, layer, limit=limit, slots=0 if chunk is None else capacity, dtype=dtype)
         for layer, (shape, limit, capacity) in layers
     )
     storage: Any = Dense(tuple(made))

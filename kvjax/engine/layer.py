@@ -99,7 +99,8 @@ def _step(
     if policy.score.offloads:
         storage = storage.moved(layer, jax.memory.Space.Device)
     if policy.shrinks:
-        storage = _shrink(config, policy, storage, layer, new)
+        absorb = None if policy.residual is None else policy.residual.absorb
+        storage = storage.shrink(policy, config, layer, new, absorb)
     storage, evicted = storage.exchange(policy, config, layer, new)
     if policy.residual is not None:
         remembered = storage.heads(layer).state.residual
@@ -116,25 +117,12 @@ def _step(
     return storage, found.out, []
 
 
-def _shrink(config: LayerConfig, policy: Policy, storage: Any, layer: int, new: New) -> Storage:
-    before = storage
-    storage, leaving, some = storage.shrink(policy, config, layer, new)
-    if policy.residual is None:
-        return storage
-    view = before.layers[layer]
-
-    def fold(remembered: PyTree) -> PyTree:
-        assert policy.residual is not None
-        return slots.fold_evicted(policy.residual.absorb, remembered, policy, config, view, new, leaving)
-
-    remembered = jax.lax.cond(some, fold, lambda remembered: remembered, view.state.residual)
-    return storage.put_state(layer, residual=remembered)
-
-
 def heard(policy: Policy, storage: Any, layer: int, asks: PyTree, answers: Any, new: New) -> Any:
     """A storage whose layer remembers what the score makes of its answers."""
     heads = storage.heads(layer)
-    advanced = slots.where_read(new, policy.score.advance(heads, new), heads.state.score)
+    advanced = policy.score.advance(heads, new)
+    if not policy.score.spares_idle_rows:
+        advanced = slots.where_read(new, advanced, heads.state.score)
     storage = storage.fold(policy, layer, asks, answers, new)
     return storage if advanced is None else storage.put_state(layer, score=advanced)
 

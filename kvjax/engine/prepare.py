@@ -41,6 +41,8 @@ class Prompts(NamedTuple):
     """For each layer the slots that each head may use."""
     capacities: tuple[int, ...]
     """For each layer the slots of its buffers."""
+    lines: tuple[int, ...]
+    """For each layer the most slots that a head may use, rounded as buffers are."""
     chunk: int | None
     """Tokens read between two compressions; None for all of them."""
 
@@ -95,6 +97,7 @@ def prepare(
         keys=jnp.broadcast_to(keys, (rows,)) if keys.ndim == 0 else keys,
         limits=tuple(limit.astype(np.int32) for limit in limits),
         capacities=capacities,
+        lines=lines_of(limits),
         chunk=chunk,
     )
 
@@ -199,7 +202,13 @@ def plan_slots(
     policy.protection.check_budget(int(limits.min()))
     if policy.score.aligned_layers and (limits != limits[0]).any():
         raise ValueError(f"{name_of(policy)} with one score for all layers needs equal budgets; use plan='uniform'.")
-    return _of_heads(limits, config), tuple(round_slots(plan.buffer_slots(int(limit.max()))) for limit in limits)
+    buffers = (plan.buffer_slots(int(limit.max()), int(lengths.min())) for limit in limits)
+    return _of_heads(limits, config), tuple(map(round_slots, buffers))
+
+
+def lines_of(limits: Sequence[Int[np.ndarray, "b h"]]) -> tuple[int, ...]:
+    """For each layer the most slots that a head may use, rounded as buffers are, so that programs are shared."""
+    return tuple(round_slots(int(limit.max())) for limit in limits)
 
 
 def _of_heads(limits: Int[np.ndarray, "layers b"], config: ModelConfig) -> list[Int[np.ndarray, "b h"]]:

@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax.cache.dense import Dense, empty
 from kvjax.engine.decode import step
 from kvjax.engine.extend import prefill
-from kvjax.engine.prepare import plan_slots, ready
+from kvjax.engine.prepare import lines_of, plan_slots, ready
 from kvjax.engine.state import Moving, State, cache_bytes, full_cache_bytes, join_state, split_state
 from kvjax.model import Model
 from kvjax.policies.plan import Plan
@@ -117,11 +117,12 @@ def begin(
             "more than one token."
         )
     limits, capacities = plan_slots(bound, budget, np.ones(rows, np.int64), length - 1, config, 1)
+    roomy = bound.sized(lines_of(limits))
     dtype = model.weights.embedding.dtype
     layers = enumerate(zip(config.layer_configs, limits, capacities, strict=True))
     storage = Dense(
         tuple(
-            empty(bound, shape, layer, limit=jnp.asarray(limit, jnp.int32), slots=slots, dtype=dtype)
+            empty(roomy, shape, layer, limit=jnp.asarray(limit, jnp.int32), slots=slots, dtype=dtype)
             for layer, (shape, limit, slots) in layers
         )
     )

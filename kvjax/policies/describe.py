@@ -8,6 +8,7 @@ import re
 from typing import Any, NamedTuple
 
 from kvjax.policies.registry import PAPERS, PLANS, REGISTRY, RESIDUALS, SELECTIONS, combine, policy, settings_of
+from kvjax.types import setting_names
 
 
 class Setting(NamedTuple):
@@ -76,7 +77,7 @@ def _fields(part: str, kind: type[Any]) -> list[Setting]:
     known: dict[str, str] = {}
     for base in reversed(kind.__mro__):
         known |= _meanings(base)
-    fields = [field for field in dataclasses.fields(kind) if not field.metadata.get("pytree_node", True)]
+    fields = [field for field in dataclasses.fields(kind) if field.name in setting_names(kind)]
     return [Setting(f"{part}.{field.name}", field.default, known.get(field.name, "")) for field in fields]
 
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, ClassVar
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int, UInt8
 
 from kvjax.asks import Near, Sums
-from kvjax.cache.slots import Guard
+from kvjax.cache.slots import Guard, Places, sum_of_most
 from kvjax.policies.plan import Plan, Uniform
 from kvjax.policies.protection import Protection
 from kvjax.types import Heads, New, Parts, View, check, setting, wide
@@ -128,12 +127,16 @@ class Profiled(Uniform):
 
     - special tokens and punctuation of the prompt, always, and those that are generated,
     - its floor(local L) newest tokens,
-    - of the others those floor(frequent L) that score highest,
+    - those floor(frequent L) that score highest: of all its tokens, so that one which is there for another reason, too,
+      takes one of these places, and one that leaves the local window may stay in the place it has (section 3.2: the
+      union of what is kept). Where scores change places, several tokens leave at one step; none comes back,
     - or everything,
 
-    as far as its choice names them. The newest token is always there, in eq. 1, too. Slots are set aside for a text of
-    prompt + `max_new_tokens`; logits beyond are NaN. When generated punctuation outgrows the slots set aside for it,
-    its oldest token outside the local window leaves. Markers of several tokens are recognised in given text only.
+    as far as its choice names them. The newest token is always there, in eq. 1, too; while it is being read it has no
+    attention yet and no place among the frequent ones. Slots are set aside for a text of prompt + `max_new_tokens`;
+    logits beyond are NaN. When generated punctuation outgrows the slots set aside for it, its oldest token outside the
+    local window leaves; when a turn outgrows them, first the frequent tokens that score lowest, then the oldest ones.
+    Markers of several tokens are recognised in given text only.
 
     Args:
         threshold: T, share of the attention to recover, in (0, 1]; 1 is the full cache.
@@ -143,6 +146,8 @@ class Profiled(Uniform):
         spare_special: slots set aside for generated special tokens, in heads that keep them.
         spare_punctuation: slots set aside for generated punctuation, as a share of `max_new_tokens`.
         recent: newest tokens that every head holds, a number from 0.
+        frequent_among: `all` for section 3.2's union; `others` for floor(frequent L) tokens more than there are for
+            other reasons, which is not the paper's.
     """
 
     per_head: ClassVar[bool] = True
@@ -156,6 +161,7 @@ class Profiled(Uniform):
     spare_special: int = setting(4)
     spare_punctuation: float = setting(0.2)
     recent: int = setting(0)
+    frequent_among: str = setting("all")
 
     def __post_init__(self) -> None:
         check(0 < self.threshold <= 1, "threshold", self.threshold, "a share of attention in (0, 1]")
@@ -167,6 +173,13 @@ class Profiled(Uniform):
         check(whole, "spare_special", self.spare_special, "a number of slots from 0")
         share = 0 <= self.spare_punctuation <= 1
         check(share, "spare_punctuation", self.spare_punctuation, "a share of the new tokens in [0, 1]")
+        among = self.frequent_among in ("all", "others")
+        check(among, "frequent_among", self.frequent_among, "'all' or 'others'")
+
+    @property
+    def shrinks(self) -> bool:  # type: ignore[override]
+        """Whether several frequent tokens may be overtaken in one step."""
+        return self.frequent_among == "all" and "frequent" in self.order
 
     @property
     def choices(self) -> tuple[tuple[str, ...], ...]:
@@ -210,9 +223,12 @@ class Profiled(Uniform):
             near = local if "local" in parts else newest
             mass = jnp.where(kept, total, near).sum(-1)
             if "frequent" in parts:
-                width = self._window(new.read) if "local" in parts else jnp.full_like(new.read, max(1, self.recent))
-                free = view.live & ~kept & (position <= (new.newest - width)[:, None, None])
-                mass += _gain_of_most(jnp.where(free, total, -1.0), position, total - near, self._frequent(new.read))
+                among = view.live
+                if self.frequent_among == "others":
+                    width = self._window(new.read) if "local" in parts else jnp.full_like(new.read, max(1, self.recent))
+                    among &= ~kept & (position <= (new.newest - width)[:, None, None])
+                gain, most = jnp.where(kept, 0.0, total - near), self._frequent(new.read)[:, None]
+                mass += sum_of_most(jnp.where(among, total, -jnp.inf), position, gain, most)
             recovered.append(mass / queries)
         last = len(self.order)
         choice, shares = jnp.full(position.shape[:2], last, jnp.int32), jnp.zeros((*position.shape[:2], last))
@@ -225,12 +241,13 @@ class Profiled(Uniform):
         kept = (view.live & ((classes & wanted[..., None]) > 0)).sum(-1, dtype=jnp.int32)
         return self._slots(choice, kept, new), Profile(choice, shares.astype(total.dtype), wanted, window)
 
-    def competing(self, heads: Heads, new: New) -> Int[Array, "b h"]:
+    def competing(self, heads: Heads, new: New) -> Places:
         """The floor(r_f L) most attended; none in heads without them, all in full ones."""
         choice = heads.state.plan.choice
         frequent = self._frequent(jnp.minimum(new.read, new.end))[:, None]
         most = jnp.where(self._has("frequent", choice), frequent, 0)
-        return jnp.where(choice == len(self.order), jnp.iinfo(jnp.int32).max, most)
+        most = jnp.where(choice == len(self.order), jnp.iinfo(jnp.int32).max, most)
+        return Places(most, self.frequent_among == "all")
 
     def _window(self, length: Array) -> Array:
         return jnp.maximum(jnp.floor(self.local * length + 1e-6).astype(jnp.int32), max(1, self.recent))
@@ -254,12 +271,3 @@ class Profiled(Uniform):
 
 def _wanted(parts: tuple[str, ...]) -> int:
     return SPECIAL * ("special" in parts) + PUNCTUATION * ("punctuation" in parts)
-
-
-def _gain_of_most(
-    score: Float[Array, "b h c"], position: Int[Array, "b h c"], gain: Float[Array, "b h c"], most: Int[Array, " b"]
-) -> Float[Array, "b h"]:
-    """What the `most` highest scores gain together; of equals the newest count, negative scores never."""
-    ranked, _, gained = jax.lax.sort((-score, -position, gain), num_keys=2)
-    counts = (jnp.arange(score.shape[-1]) < most[:, None, None]) & (ranked <= 0)
-    return jnp.where(counts, gained, 0.0).sum(-1)

@@ -45,11 +45,15 @@ class LambdaMask(Protection):
 class AfterLimit(Plan):
     r"""LightKV's sizes of caches: nothing leaves before a context limit, then C_l slots, or fewer, are left.
 
+    A prompt that is longer than the limit, whose length is known before it is read, is compressed at once, and its
+    buffers have no more slots than are left. No layer ever holds more than the limit: one that is below C_1 is refused.
+
     .. math:: C_k = C_l - C_{sink} - C_{streaming} \quad \text{(eq. 6)}
 
     Args:
         plan: gives C_l (equations 1 and 2).
-        context_limit: length up to which nothing is evicted, in tokens; the buffers then hold as many. None for C_l.
+        context_limit: length up to which nothing is evicted, in tokens, at least C_1; the buffers hold as many if a
+            prompt is no longer than that. None for C_l.
         mask: sinks and streaming tokens, where no more middle tokens than sinks are kept (the example of section 4);
             None for all of C_l.
     """
@@ -80,19 +84,30 @@ class AfterLimit(Plan):
         """C_l as the other plan has it."""
         return super().spread_by(other) if other.per_head else dataclasses.replace(self, plan=other)
 
-    def room(self, limit: Int[Array, "b h"], read: Int[Array, " b"]) -> Int[Array, "b h"]:
-        """C_l, or the mask and C_sink middle tokens, beyond the context limit; everything up to it."""
-        slots = limit
-        if self.mask is not None:
-            middle = mask_width(limit, self.mask.omega)
-            slots = jnp.minimum(limit, self.mask.sink_slots(limit) + self.mask.recent_slots(limit) + middle)
-        if self.context_limit is None:
-            return slots
-        return jnp.where(read[:, None] <= self.context_limit, jnp.maximum(self.context_limit, slots), slots)
+    def _left(self, limit: Int[Array, "*b"]) -> Int[Array, "*b"]:
+        # What is left of a text beyond the context limit.
+        if self.mask is None:
+            return limit
+        middle = mask_width(limit, self.mask.omega)
+        return jnp.minimum(limit, self.mask.sink_slots(limit) + self.mask.recent_slots(limit) + middle)
 
-    def buffer_slots(self, limit: int) -> int:
-        """Room for the context limit."""
-        return max(limit, self.context_limit or 0)
+    def room(self, limit: Int[Array, "b h"], length: Int[Array, " b"]) -> Int[Array, "b h"]:
+        """C_l, or the mask and C_sink middle tokens, beyond the context limit; everything up to it."""
+        left = self._left(limit)
+        if self.context_limit is None:
+            return left
+        return jnp.where(length[:, None] <= self.context_limit, self.context_limit, left)
+
+    def buffer_slots(self, limit: int, shortest: int) -> int:
+        """What is left beyond the context limit, or the limit if a prompt is no longer than that."""
+        if self.context_limit is not None and self.context_limit < limit:
+            raise ValueError(
+                f"context_limit={self.context_limit} is below the C_1 = {limit} slots of the first layer, and no layer "
+                "may hold more than the limit; use a higher limit, a smaller budget or a smaller ratio."
+            )
+        if self.context_limit is not None and shortest <= self.context_limit:
+            return self.context_limit
+        return int(self._left(jnp.asarray(limit)))
 
 
 def mask_width(limit: Int[Array, "*b"], omega: float) -> Int[Array, "*b"]:

@@ -10,6 +10,7 @@ from kvjax.policies.fastgen import Profiled, TokenClasses
 from kvjax.policies.lightkv import AfterLimit, LambdaMask
 from kvjax.policies.policy import Policy
 from kvjax.policies.protection import Protection
+from kvjax.policies.scores.lightkv import LastQueries
 
 
 class Pair(NamedTuple):
@@ -35,6 +36,12 @@ PAIRS = (
         lambda policy: policy.plan.per_head and policy.score.offloads,
         "offload=True moves scores of the same slots in every head of a layer, which plan {plan} does not give",
         "leave offload out, or choose another plan",
+    ),
+    Pair(
+        lambda policy: policy.plan.per_head and isinstance(policy.score, LastQueries),
+        "{score} sums the attention of kept queries anew over equally many slots in every head of a layer, which plan "
+        "{plan} does not give",
+        "use window='running', or choose another plan",
     ),
     Pair(
         lambda policy: isinstance(policy.protection, TokenClasses) and not isinstance(policy.plan, Profiled),

@@ -51,6 +51,10 @@ class Part(abc.ABC):  # noqa: B024 - no part has to do anything
         """The part with the budget that the user gave, for those that mean something else by it than slots."""
         return self
 
+    def sized(self, slots: tuple[int, ...]) -> Self:
+        """The part whose `init` makes room for as many slots as heads of each layer may use, if it depends on them."""
+        return self
+
     def init(self, shape: New) -> PyTree:
         """What the part remembers of a layer before anything is read: leaves [b ...]; `shape` holds no tokens."""
         return None

@@ -12,6 +12,7 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, Float, Int
 
+from kvjax.cache.slots import Places
 from kvjax.policies.part import Part
 from kvjax.types import Heads, New, PyTree, View, number, written
 
@@ -33,7 +34,7 @@ class Plan(Part):
     ends: ClassVar[bool] = False
     """Whether the slots suffice for the planned text only."""
     shrinks: ClassVar[bool] = False
-    """Whether `room` may fall while tokens are generated."""
+    """Whether several tokens may have to leave at one step, as where `room` falls."""
 
     extra_slots: int = number(0)
 
@@ -55,18 +56,26 @@ class Plan(Part):
         """
         return view.limit, view.state.plan
 
-    def room(self, limit: Int[Array, "b h"], read: Int[Array, " b"]) -> Int[Array, "b h"]:
-        """Slots that heads with a budget of `limit` may use when `read` tokens have been read."""
+    def room(self, limit: Int[Array, "b h"], length: Int[Array, " b"]) -> Int[Array, "b h"]:
+        """Slots that heads with a budget of `limit` may use in a text of so many tokens, all of its prompt included."""
         return limit
 
-    def buffer_slots(self, limit: int) -> int:
-        """Slots that the buffers of heads with a budget of `limit` have to hold."""
+    def buffer_slots(self, limit: int, shortest: int) -> int:
+        """Slots that the buffers of heads have to hold.
+
+        Args:
+            limit: their budget.
+            shortest: tokens of the shortest prompt.
+
+        Raises:
+            ValueError: the budget does not fit the plan's settings.
+        """
         return limit
 
-    def competing(self, heads: Heads, new: New) -> Int[Array, "b h"] | None:
+    def competing(self, heads: Heads, new: New) -> Places | None:
         """How many tokens a head may hold for their score alone; None for no such bound.
 
-        Tokens that a protection has leave last do not compete.
+        Tokens that a protection has leave last stay without such a place.
         """
         return None
 

@@ -11,7 +11,7 @@ from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache.codec import Codec
-from kvjax.cache.slots import Guard
+from kvjax.cache.slots import Guard, Places
 from kvjax.policies.part import Part
 from kvjax.policies.plan import Plan, Uniform
 from kvjax.policies.protection import Protection
@@ -73,6 +73,10 @@ class Policy:
         """The policy with the budget that the user gave, for parts that mean something else by it than slots."""
         return self._each(lambda part: part.budgeted(budget))
 
+    def sized(self, slots: tuple[int, ...]) -> Policy:
+        """The policy whose parts make room for as many slots as heads of each layer may use, for its `init`."""
+        return self._each(lambda part: part.sized(slots))
+
     def spread(self, plan: Plan | None) -> Policy:
         """The policy with its budget spread as a plan has it; None for its own."""
         return self if plan is None else dataclasses.replace(self, plan=self.plan.spread_by(plan))
@@ -86,8 +90,13 @@ class Policy:
 
     @property
     def shrinks(self) -> bool:
-        """Whether `room` may fall while tokens are generated."""
+        """Whether several tokens may have to leave at one step."""
         return self.plan.shrinks
+
+    @property
+    def ends(self) -> bool:
+        """Whether slots suffice for the planned text only."""
+        return self.plan.ends
 
     @property
     def keeps_evicted(self) -> bool:
@@ -134,11 +143,11 @@ class Policy:
         """The slot that a new token takes, where a kernel finds it without scores."""
         return self.score.victim(view, new, bounds, keep)
 
-    def room(self, limit: Int[Array, "b h"], read: Int[Array, " b"]) -> Int[Array, "b h"]:
-        """Slots that may be used when so many tokens have been read."""
-        return self.plan.room(limit, read)
+    def room(self, limit: Int[Array, "b h"], length: Int[Array, " b"]) -> Int[Array, "b h"]:
+        """Slots that may be used when a text has so many tokens, all of its prompt included."""
+        return self.plan.room(limit, length)
 
-    def competing(self, heads: Heads, new: New) -> Int[Array, "b h"] | None:
+    def competing(self, heads: Heads, new: New) -> Places | None:
         """How many tokens a head may hold for their score alone; None for no such bound."""
         return self.plan.competing(heads, new)
 

@@ -25,7 +25,7 @@ from kvjax.policies.score import Score
 from kvjax.policies.scores.h2o import Accumulated
 from kvjax.policies.scores.keyformer import GumbelSoftmax
 from kvjax.policies.scores.l2 import KeyNorm
-from kvjax.policies.scores.lightkv import LastQueries
+from kvjax.policies.scores.lightkv import LastQueries, RunningQueries
 from kvjax.policies.scores.lsh_e import Hamming
 from kvjax.policies.scores.random import Random
 from kvjax.policies.scores.recency import Dilated, Recency
@@ -45,6 +45,7 @@ PLANS: dict[str, type[Plan]] = {
 RESIDUALS: dict[str, type[Residual]] = {"less": LowRankMemory}
 SELECTIONS: dict[str, type[Selection]] = {"topk": TopK}
 CODECS = ("plain", "int8", "int4")
+WINDOWS: dict[str, type[LastQueries | RunningQueries]] = {"exact": LastQueries, "running": RunningQueries}
 
 
 def combine(
@@ -155,6 +156,7 @@ def lightkv(
     *,
     omega: float = 4.0,
     alpha: int | None = None,
+    window: str = "exact",
     middle: str = "rest",
     context_limit: int | None = None,
     ratio: float = 3.0,
@@ -167,13 +169,15 @@ def lightkv(
     """Sinks and streaming tokens by a mask, the middle by attention of the last queries, fewer slots in higher layers.
 
     Args:
+        window: `exact` for the last alpha queries, which are kept and count anew; `running` for two sums instead.
         middle: `rest` (eq. 6), or `mask` for as many middle tokens as there are sinks (the example of section 4).
         ratio: slots of the first layer over those of the last, at least 1.
     """
+    check(window in WINDOWS, "window", window, "'exact' or 'running'")
     check(middle in ("rest", "mask"), "middle", middle, "'rest' or 'mask'")
     mask = LambdaMask(sinks, recent, special, omega)
     plan = AfterLimit(Arithmetic(ratio), context_limit, mask if middle == "mask" else None)
-    return combine(LastQueries(alpha, offload), protection=mask, plan=plan, **common)
+    return combine(WINDOWS[window](alpha, offload), protection=mask, plan=plan, **common)
 
 
 def l2(*, skip_layers: int = 0, **common: Any) -> Policy:
@@ -204,6 +208,7 @@ def fastgen(
     threshold: float = 0.95,
     local: float = 0.3,
     frequent: float = 0.3,
+    frequent_among: str = "all",
     order: tuple[str, ...] = PARTS,
     punctuation: tuple[int, ...] = (),
     markers: tuple[tuple[int, ...], ...] = (),
@@ -216,7 +221,7 @@ def fastgen(
 ) -> Policy:
     """A cache of its own for every head, the cheapest that recovers the prompt's attention."""
     kept = TokenClasses(sinks, recent, special, punctuation, markers)
-    plan = Profiled(threshold, local, frequent, order, spare_special, spare_punctuation, recent)
+    plan = Profiled(threshold, local, frequent, order, spare_special, spare_punctuation, recent, frequent_among)
     return combine(Accumulated(), protection=kept, plan=plan, **common)
 
 

@@ -31,6 +31,8 @@ class Score(Part):
     """Whether what is live beyond sinks is always the newest tokens, without a gap."""
     offloads: bool = False
     """Whether what it remembers of slots waits in host memory from one token to the next."""
+    spares_idle_rows: ClassVar[bool] = False
+    """Whether `advance` leaves rows that read nothing as they are; if not, each step makes a copy to put them back."""
     prefill_chunk: int | None = None
     """Prompt tokens read between two compressions; None for the whole prompt, 1 for one decode step each."""
 

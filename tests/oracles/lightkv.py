@@ -1,8 +1,15 @@
-"""LightKV: a token's note is the list of (query, attention) it got; what counts of it is decided when it is scored."""
+"""LightKV: with an exact window a token's note is what the last queries give it, each time over all that is held.
+
+With a running one it is the list of (query, attention) that it got; what counts of it is decided when it is scored.
+"""
 
 from __future__ import annotations
 
-from tests.oracles.decoder import Oracle
+import math
+
+import numpy as np
+
+from tests.oracles.decoder import Oracle, softmax
 
 
 class LightKV(Oracle):
@@ -13,11 +20,13 @@ class LightKV(Oracle):
     alpha: int | None
     middle: str
     context_limit: int | None
+    exact: bool
 
     def start(self):
         super().start()
         self.budgets = list(self.limits)
         self.anchor: int | None = None
+        self.asked: list[tuple[int, list[list[np.ndarray]]]] = []
 
     def mask_width(self, h: int) -> int:
         return max(1, int(self.budgets[h] / (2 * self.omega) + 1e-6))
@@ -37,7 +46,36 @@ class LightKV(Oracle):
             return max(few, self.context_limit)
         return few
 
+    def see(self, h, new, raw, turn):
+        self.turn = turn
+        return super().see(h, new, raw, turn)
+
+    def anew(self, h: int, length: int) -> list[float]:
+        """Equation 4 over the tokens that are held now: each of the last queries sees those not after it."""
+        head, sums = self.heads[h], [0.0] * len(self.heads[h].positions)
+        for position, queries in self.asked:
+            if position < length - (self.alpha or self.budgets[h]):
+                continue
+            seen = [i for i, p in enumerate(head.positions) if p <= position]
+            earlier = sum(1 for p in head.positions if p < position)
+            for query in queries[h]:
+                keys = [head.keys[i] for i in seen]
+                if self.positions == "cache":
+                    keys = [self.turn(head.raw_keys[i], i) for i in seen]
+                    query = self.turn(query, earlier - position)
+                if seen:
+                    for i, p in zip(seen, softmax(np.array(keys) @ query / math.sqrt(len(query))), strict=True):
+                        sums[i] += p
+        return sums
+
     def read(self, prompt):
+        if self.exact:
+            for i in range(prompt.prompt_length):
+                self.asked.append((i, [[query[i] for query in group] for group in prompt.queries]))
+            for h, head in enumerate(self.heads):
+                first = max(0, prompt.prompt_length - (self.alpha or self.budgets[h]))
+                head.notes = [float(sum(p[first:, i].sum() for p in prompt.probs[h])) for i in range(len(head.notes))]
+            return
         window = self.alpha or sum(self.budgets) // self.kv_heads
         last = prompt.prompt_length - 1
         for h, head in enumerate(self.heads):
@@ -54,7 +92,8 @@ class LightKV(Oracle):
 
     def leaving(self, new):
         for h in range(self.kv_heads):
-            self.limits[h] = self.slots(h, new.position + 1)
+            # A prompt that is read token by token is known to be long before it has been.
+            self.limits[h] = self.slots(h, max(new.position + 1, new.prompt_length))
             if len(self.heads[h].positions) > self.limits[h]:
                 ranks = self.ranks(h, new)
                 order = sorted(range(len(ranks)), key=lambda i: (ranks[i], i), reverse=True)
@@ -62,15 +101,27 @@ class LightKV(Oracle):
         return super().leaving(new)
 
     def note(self, h, new):
-        return []
+        return 0.0 if self.exact else []
+
+    def turned(self, turn):
+        if self.exact:
+            for h, head in enumerate(self.heads):
+                head.notes = self.anew(h, turn.prompt_length)
 
     def after(self, new, probs):
+        if self.exact:
+            self.asked.append((new.position, new.queries))
+            for h, head in enumerate(self.heads):
+                head.notes = head.notes if self.given else self.anew(h, new.position + 1)
+            return
         for h, head in enumerate(self.heads):
             for i, note in enumerate(head.notes):
                 for g in range(self.groups):
                     note.append((new.position, probs[h][g][i]))
 
     def scores(self, h, new):
+        if self.exact:
+            return self.heads[h].notes
         # Windows of alpha queries, one of which ends with the prompt: the one being filled and the one before count.
         if self.anchor is None:
             self.anchor = new.prompt_length

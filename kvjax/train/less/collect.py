@@ -12,12 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from kvjax.engine.prepare import plan_slots, ready
+from kvjax.engine.prepare import lines_of, plan_slots, ready
 from kvjax.files import read_text, written_aside
 from kvjax.model import Model
 from kvjax.policies.plan import Plan
 from kvjax.policies.policy import Policy
 from kvjax.policies.registry import name_of
+from kvjax.policies.scores.lightkv import LastQueries
 from kvjax.train.less.record import Features, record
 
 MASKS = ("decode", "full-softmax")
@@ -41,6 +42,11 @@ def check_policy(policy: Policy, mask: str) -> None:
         raise ValueError(f"policy {name!r} is what the kernels are for; give the policy that it wraps, such as h2o.")
     if policy.selection is not None:
         raise ValueError(f"policy {name!r} reads only some of the tokens that it holds; leave the selection out.")
+    if mask == "full-softmax" and isinstance(policy.score, LastQueries):
+        raise ValueError(
+            f"mask='full-softmax' needs attention as it was when it was paid, policy {name!r} sums it anew over what "
+            "is held; set window=running or mask=decode."
+        )
     if mask == "full-softmax" and policy.codec.positions != "original":
         raise ValueError(
             f"mask='full-softmax' needs the logits of the full cache, policy {name!r} sees positions in its own; "
@@ -85,6 +91,7 @@ def collect(
     if bound.plan.per_head:
         raise ValueError("kernels cannot learn from heads with slots of their own; use another plan or policy.")
     limits, capacities = plan_slots(bound, budget, np.ones(rows, np.int64), n - 1, config, 1)
+    bound = bound.sized(lines_of(limits))
     if min(int(limit.min()) for limit in limits) >= n:
         raise ValueError(f"a budget of {budget} slots holds texts of {n} tokens whole; use a smaller budget.")
     slots = tuple(jnp.asarray(limit, jnp.int32) for limit in limits)

@@ -181,7 +181,9 @@ def _replay(
     if mask == "full-softmax":  # the same logits, normalised by the mass of the whole text
         probs = probs * jnp.exp(partial.lse - full_lse)[..., None]
     asks = policy.score.asks(view, new)
-    told = Pending(asks, evidence.answered(asks, probs, view.position, new), new)
+    answers = evidence.answered(evidence.without_again(asks), probs, view.position, new)
+    earlier = functools.partial(policy.codec.earlier, config, view, given)
+    told = Pending(asks, evidence.with_again(asks, answers, config, given, view, earlier), new)
     return storage, told, _Seen(evicted.k, evicted.v, left, partial)
 
 

@@ -45,13 +45,13 @@ def choices(report: Report) -> Section:
         bottom += shares[:, i]
     axes[0].set(xlabel="layer", ylabel="share of heads", xticks=range(len(shares)), title="T = 0.95")
     legend_beside(axes[0])
-    save_figure(figure, report.runs.directory / "fastgen" / "choices.png")
+    save_figure(figure, report.runs.directory / "fastgen" / f"choices{report.suffix}.png")
     rows = [[f"T = 0.95, layer {i}", *(f"{s:.1%}" for s in layer)] for i, layer in enumerate(shares)]
     rows += [[f"T = {t:g}, all", *(f"{s:.1%}" for s in share(t).mean(0))] for t in report.thresholds]
     body = (
         f"Prompts of {prompt} tokens, {len(report.runs.passages.tokens)} of them.\n\n{table(['heads', *short], rows)}"
     )
-    return "Choices (Figure 3)", claims, body + "\n![choices](fastgen/choices.png)\n"
+    return "Choices (Figure 3)", claims, body + f"\n![choices](fastgen/choices{report.suffix}.png)\n"
 
 
 def stability(report: Report) -> Section:
@@ -84,7 +84,7 @@ def stability(report: Report) -> Section:
             bottom += values
         axis.set(title=f"layer {layer}, head {head}", xlabel="step")
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(parts), fontsize=7)
-    save_figure(figure, report.runs.directory / "fastgen" / "stability.png")
+    save_figure(figure, report.runs.directory / "fastgen" / f"stability{report.suffix}.png")
     rows = [
         [max(1, step), *(f"{100 * x:.2f}%" for x in made.mean((0, 1, 2))), f"{100 * moved:.2f}", f"{kept:.1%}"]
         for step, made, moved, kept in zip(STEPS, composed, change, same, strict=True)
@@ -93,6 +93,6 @@ def stability(report: Report) -> Section:
         "Attention of all queries up to a step, summed with the full cache. What falls on two parts counts for the "
         "first; a token's attention to itself counts for special tokens, whatever it is. Frequent and local tokens are "
         f"30% of the current length each.\n\n{table(['step', *parts, 'moved, points', 'same choice'], rows)}"
-        "\n![stability](fastgen/stability.png)\n"
+        f"\n![stability](fastgen/stability{report.suffix}.png)\n"
     )
     return "Stability (Figure 4)", claims, body

@@ -17,16 +17,16 @@ def profiling(report: Report) -> Section:
     """Table 3: the time that the choice takes, as a share of generation."""
     runs = report.runs
     tokens, steps = runs.passages.tokens[:1, : runs.prefix], 64
-    settings = runs.settings(prompt=runs.prefix, threshold=0.95, steps=steps, devices=_device())
+    settings = runs.settings(prompt=runs.prefix, threshold=0.95, steps=steps, devices=_device(), among=report.among)
 
     def make() -> dict[str, float]:
-        full, ours = policies.policy("full"), policies.policy("fastgen", threshold=0.95)
+        full, ours = policies.policy("full"), report.policy(0.95)
         racing = [reader(runs.model, policy, 1.0, tokens) for policy in (full, ours)]
         racing.append(decoder(runs.model, ours, 1.0, tokens, steps))
         race(racing, 15)
         return {name: c.median for name, c in zip(("full", "fastgen", "steps"), racing, strict=True)}
 
-    seconds = report.measured("profiling time", settings, make)
+    seconds = report.measured(f"profiling time{report.suffix}", settings, make)
     extra, step = max(0.0, seconds["fastgen"] - seconds["full"]), seconds["steps"] / steps
     rows = [
         [n, f"{1e3 * (seconds['fastgen'] + n * step):.1f}", f"{1e3 * extra:.2f}", f"{1e3 * step:.3f}",
@@ -49,9 +49,10 @@ def cost(report: Report) -> Section:
     runs, model, steps = report.runs, report.runs.model, 64
     tokens = runs.passages.tokens[:8, : runs.prefix]
     settings = runs.settings(prompt=runs.prefix, threshold=0.9, rows=len(tokens), steps=steps, device=_device())
+    settings |= {"among": report.among}
 
     def make() -> dict[str, list[float | None]]:
-        full, ours = policies.policy("full"), policies.policy("fastgen", threshold=0.9)
+        full, ours = policies.policy("full"), report.policy(0.9)
         decoding = decoder(model, ours, 1.0, tokens, steps)
         slots = max(2, round(decoding.slots or 0))
         racing = {
@@ -65,7 +66,7 @@ def cost(report: Report) -> Section:
         race(list(racing.values()), 15)
         return {name: [c.median, c.slots, c.cache_bytes] for name, c in racing.items()}
 
-    made = report.measured("cost", settings, make)
+    made = report.measured(f"cost{report.suffix}", settings, make)
     counts = {"prefill": runs.prefix * len(tokens), "decode": steps * len(tokens)}
     rows = [
         [name, round(slots), round(held / 1e3), f"{1e3 * seconds:.1f}", f"{counts[name.split(',')[0]] / seconds:,.0f}"]

@@ -12,6 +12,7 @@ import numpy as np
 
 from kvjax import policies
 from kvjax.cache.dense import empty
+from kvjax.cache.paged import Paged
 from kvjax.engine.extend import prefill
 from kvjax.evaluate.reports.claims import Claim
 from kvjax.evaluate.runs import Run, Runs, describe
@@ -20,23 +21,34 @@ from kvjax.policies.fastgen import PARTS
 
 @dataclasses.dataclass
 class Report:
-    """What the sections share.
+    """What the sections share, for one reading of what frequent tokens are.
 
     Args:
         runs: of perplexity.
         thresholds: T of the curves, rising.
         ablated: T of the ablations.
         distances: of questions for recall.
+        among: which tokens the frequent ones are found among: `frequent_among` of the policy.
     """
 
     runs: Runs
     thresholds: tuple[float, ...]
     ablated: tuple[float, ...]
     distances: tuple[int, ...]
+    among: str = "all"
+
+    @property
+    def suffix(self) -> str:
+        """What tells this reading's measurements and figures from those of the paper's."""
+        return "" if self.among == "all" else f"-{self.among}"
+
+    def policy(self, threshold: float, **settings: Any) -> policies.Policy:
+        """FastGen under this reading."""
+        return policies.policy("fastgen", threshold=threshold, frequent_among=self.among, **settings)
 
     def profile(self, threshold: float, tokens: int) -> dict[str, Any]:
         """Choices [layer, row, head] and recovered attention [layer, row, head, choice] of prompts of some tokens."""
-        policy = policies.policy("fastgen", threshold=threshold)
+        policy = self.policy(threshold)
         settings = self.runs.settings(policy=describe(policy), tokens=tokens)
 
         def make() -> dict[str, Any]:
@@ -47,7 +59,34 @@ class Report:
                 "recovered": [np.round(shares.astype(float), 5).tolist() for _, shares in found],
             }
 
-        return self.measured(f"profile: T {threshold:g}, {tokens} tokens", settings, make)
+        return self.measured(f"profile{self.suffix}: T {threshold:g}, {tokens} tokens", settings, make)
+
+    def slots_set_aside(self, threshold: float) -> dict[str, Any]:
+        """Slots of the passages' heads: by choice their share of the text, and those of the whole pool.
+
+        Returns:
+            `share`: by choice, mean slots of a head over the text's tokens, None where none chose it; `held`: the same
+            of what is left of the prompt; `pool`: slots in pages over those that heads call for.
+        """
+        policy, tokens = self.policy(threshold), self.runs.passages.tokens
+        settings = self.runs.settings(policy=describe(policy), prefix=self.runs.prefix)
+
+        def make() -> dict[str, Any]:
+            length, prefix = tokens.shape[1], self.runs.prefix
+            state, _ = prefill(self.runs.model, policy, tokens[:, :prefix], max_new_tokens=length - prefix)
+            assert isinstance(state.storage, Paged)
+            chosen = np.stack([np.asarray(layer.plan.choice) for layer in state.storage.states()])
+            limits = np.stack([np.asarray(limit) for limit in state.storage.limits()])
+            held = np.stack([(positions >= 0).sum(-1) for positions in state.storage.positions()])
+
+            def of_choice(counts: np.ndarray) -> list[float | None]:
+                choices = range(len(PARTS) + 1)
+                return [float(counts[chosen == i].mean() / length) if (chosen == i).any() else None for i in choices]
+
+            pool = state.storage.position.size / limits.sum()
+            return {"share": of_choice(limits), "held": of_choice(held), "pool": float(pool)}
+
+        return self.measured(f"slots{self.suffix}: T {threshold:g}", settings, make)
 
     def measured(self, name: str, settings: dict[str, Any], make: Callable[[], Any]) -> Any:
         """A measurement, from disk or made now."""
@@ -61,8 +100,8 @@ class Report:
 
     def fastgen(self, threshold: float, order: Sequence[str] = PARTS, label: str = "", recent: int = 0) -> Run:
         """FastGen on all passages."""
-        policy = policies.policy("fastgen", threshold=threshold, order=tuple(order), recent=recent)
-        return self.perplexity(f"fastgen{label} T {threshold:g}", policy)
+        policy = self.policy(threshold, order=tuple(order), recent=recent)
+        return self.perplexity(f"fastgen{self.suffix}{label} T {threshold:g}", policy)
 
     def slots(self, held: int, tokens: int, policy: policies.Policy) -> int:
         """Slots per head that a fixed policy gets for so many bytes, of so many rows."""

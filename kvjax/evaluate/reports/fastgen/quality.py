@@ -84,7 +84,7 @@ def quality(report: Report) -> Section:
     for text, axis in zip(runs.texts, axes, strict=True):
         plot_quality(axis, points[text], full.nats(text), "nats per token")
         axis.set_title(text)
-    save_figure(figure, runs.directory / "fastgen" / "quality.png")
+    save_figure(figure, runs.directory / "fastgen" / f"quality{report.suffix}.png")
     headings = ["policy", "slots", "bytes / full", *(f"{text}, nats per token" for text in runs.texts)]
     body = (
         f"The first {runs.prefix} of {length} tokens are the prompt, the others are read one by one through real "
@@ -93,7 +93,7 @@ def quality(report: Report) -> Section:
         f"as many slots in every head as the same bytes hold. *With {NEWEST} newest* is a variant that is not the "
         "paper's: heads that choose no local window hold the newest tokens (`recent`) all the same, and that counts in "
         f"equation 1, too.\n\n{table(headings, rows)}"
-        "\n![quality](fastgen/quality.png)\n"
+        f"\n![quality](fastgen/quality{report.suffix}.png)\n"
     )
     return "Quality against bytes (Figures 2 and 5)", claims, body
 
@@ -119,7 +119,7 @@ def recalled(report: Report) -> Section:
         variants = [(t, recent) for recent in (0, NEWEST) for t in report.thresholds]
         for threshold, recent in variants:
             label = f"fastgen{f', {recent} newest' if recent else ''}, T = {threshold:g}"
-            ours = ask(label, policies.policy("fastgen", threshold=threshold, recent=recent), 1.0, distance)
+            ours = ask(label + report.suffix, report.policy(threshold, recent=recent), 1.0, distance)
             rows.append([distance, label, None, f"{ours['whole']:.1%}", ours["mean"]])
             if ours["whole"] >= 1:
                 continue
