@@ -88,6 +88,12 @@ class LazyTokenizer:
         """What the whole tokenizer makes of texts."""
         return self.whole(*texts, **settings)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in ("directory", "fast"):
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self.whole, name, value)
+
     def __len__(self) -> int:
         return len(self.whole)
 

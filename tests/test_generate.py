@@ -228,7 +228,7 @@ def test_a_tokenizer_that_does_not_fit_is_refused(tmp_path: Path, model: kvjax.M
         small.generate("Once")
     (tmp_path / "tokenizer.json").write_text("{}")
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
-    with pytest.raises(ValueError, match=r"the tokenizer in .* cannot be read \(KeyError: 'added_tokens'\)"):
+    with pytest.raises(ValueError, match=r"the tokenizer in .* cannot be read \(.*Model missing"):
         kvjax.Model(model.weights, model.config, "damaged", tmp_path).generate("Once")
 
 

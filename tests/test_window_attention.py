@@ -75,7 +75,9 @@ def planned(policy, budget, lengths):
     prompts = prepare(MODEL, policy, tokens, budget, None, max_new_tokens=40, key=None, plan=None, chunk=None)
     layers = enumerate(zip(GQA.layer_configs, prompts.limits, prompts.capacities, strict=True))
     made = functools.partial(empty, prompts.policy.sized(prompts.lines), dtype=jnp.float32)
-    return jax.eval_shape(lambda: tuple(made(c, i, limit=limit, slots=slots) for i, (c, limit, slots) in layers))
+    return jax.eval_shape(
+        lambda: tuple(made(c, i, limit=jnp.asarray(limit), slots=slots) for i, (c, limit, slots) in layers)
+    )
 
 
 def test_a_long_prompt_gets_no_more_slots_than_are_left_of_it():

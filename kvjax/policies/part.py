@@ -9,7 +9,7 @@ import functools
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
-from kvjax.types import Heads, New, PyTree, check_kind
+from kvjax.types import Heads, New, PyTree, check_kind, setting_names, written
 
 if TYPE_CHECKING:
     from typing import Self
@@ -34,9 +34,10 @@ class Part(abc.ABC):  # noqa: B024 - no part has to do anything
         fields: dict[str, dataclasses.Field[Any]] = getattr(cls, "__dataclass_fields__", {})
         in_order = [name for name, field in fields.items() if field.init and not field.kw_only]
         given = dict(zip(in_order, values, strict=False)) | named
-        for name, field in fields.items():
-            if name in given and not field.metadata.get("pytree_node", True):
-                check_kind(name, given[name], field.type)
+        for name in setting_names(cls) if fields else ():
+            # In a program, or in a tree of something else, what stands for a number has no kind to check.
+            if name in given and (fields[name].metadata.get("pytree_node") is False or written(given[name])):
+                check_kind(name, given[name], fields[name].type)
         return super().__new__(cls)
 
     def bind(self, model: Model) -> Self:
