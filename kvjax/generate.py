@@ -18,7 +18,7 @@ from kvjax import policies
 from kvjax.commands import Help, finish, leave
 from kvjax.compilation import enable_compilation_cache
 from kvjax.engine.prepare import WHOLES
-from kvjax.engine.state import cache_bytes, full_cache_bytes, slot_limits
+from kvjax.engine.state import allocated_slots, cache_bytes, full_cache_bytes, slot_limits
 from kvjax.files import read_text
 from kvjax.policies import describe
 from kvjax.policies.fastgen import Profiled
@@ -189,6 +189,7 @@ def _report(made: Generation, policy: Policy, seed: int, text: str) -> dict[str,
         "new_tokens": len(made.tokens[0]),
         "policy": policies.name_of(policy),
         "budget": round(float(np.mean(slot_limits(made.state)))),
+        "allocated_slots": round(allocated_slots(made.state)),
         "cache_bytes": cache_bytes(made.state),
         "full_cache_bytes": full_cache_bytes(made.state),
         "compile_seconds": made.compile_seconds,
@@ -220,7 +221,20 @@ def _summary(made: Generation, report: dict[str, Any]) -> str:
         f"new: {report['new_tokens']} tokens, {speed}; compilation: {report['compile_seconds']:.1f} s\n"
         f"cache: {report['cache_bytes']:,} bytes, a full cache {report['full_cache_bytes']:,} bytes; "
         f"{report['policy']} kept {kept:.0f} of {report['prompt_tokens']} prompt tokens per head, "
-        f"budget {report['budget']}"
+        f"budget {report['budget']}: {report['allocated_slots']} slots{_excess(made, report)}"
+    )
+
+
+def _excess(made: Generation, report: dict[str, Any]) -> str:
+    """Why a cache is larger than the full one, if it is."""
+    if report["policy"] == "full" or report["cache_bytes"] <= report["full_cache_bytes"]:
+        return ""
+    needed = int(np.max(made.state.end))
+    if report["budget"] >= needed:
+        return f"\nThis is more than a full cache, for the whole text has no more than {needed} tokens."
+    return (
+        "\nThis is more than a full cache, for what the policy remembers beside keys and values takes more than the "
+        "slots that it saves; texts that are long for their budget save memory."
     )
 
 

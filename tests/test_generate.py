@@ -107,7 +107,7 @@ def test_json_and_cache_map(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     said = capsys.readouterr()
     assert done == 0, said.err
     report = json.loads(said.out)
-    wanted = "text prompt_tokens new_tokens policy budget cache_bytes full_cache_bytes prefill_seconds "
+    wanted = "text prompt_tokens new_tokens policy budget allocated_slots cache_bytes full_cache_bytes prefill_seconds "
     wanted += "decode_tokens_per_second seed"
     assert set(wanted.split()) <= set(report)
     assert report["policy"] == "keyformer" and report["cache_bytes"] < report["full_cache_bytes"]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import kvjax
 from kvjax.engine.prepare import round_slots
-from kvjax.engine.state import held_positions
+from kvjax.engine.state import allocated_slots, held_positions
 from kvjax.policies import PLANS
 from kvjax.policies.plan import Arithmetic, Interleaved, Pyramid, Uniform
 from pallas_kernels.attention import slot_block
@@ -125,3 +125,11 @@ def test_the_full_cache_is_counted_as_full_allocates_it() -> None:
     state, _ = kvjax.prefill(MODEL, "full", TEXT[:, :50], **arguments)
     short, _ = kvjax.prefill(MODEL, "h2o", TEXT[:, :50], 20, **arguments)
     assert kvjax.full_cache_bytes(state) == kvjax.full_cache_bytes(short) == kvjax.cache_bytes(state)
+
+
+@pytest.mark.parametrize("plan", [None, "adakv"])
+def test_slots_are_counted_as_they_are_allocated(plan: str | None) -> None:
+    state, _ = kvjax.prefill(MODEL, "h2o", TEXT[:, :50], 65, max_new_tokens=30, plan=plan)
+    of_heads = [layer.shape for layer in state.storage.positions()] if plan is None else []
+    assert all(shape[-1] == 80 for shape in of_heads) and (plan or allocated_slots(state) == 80)
+    assert 65 <= allocated_slots(state) < 97

@@ -137,6 +137,12 @@ def full_cache_bytes(state: State) -> int:
     return len(state.end) * sum(heads * (slots * (width * size + number) + number) for heads, width in widths)
 
 
+def allocated_slots(state: State) -> float:
+    """Slots of a head's buffers, empty ones included, on average over rows, layers and heads."""
+    slots = sum(leaf.size for leaf in jax.tree.leaves(state.storage.stored_positions()))
+    return slots / sum(limit.size for limit in state.storage.limits())
+
+
 def held_positions(state: State) -> list[np.ndarray]:
     """For each layer the position of the token in each slot, int [b, h, c] on the host, -1 where there is none."""
     return state.storage.positions()
