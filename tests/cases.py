@@ -296,6 +296,10 @@ PAIRS: dict[str, Case] = {
 """Parts that are combined: what no paper has tried together still means what its parts mean."""
 
 RARE = {
+    *("snapkv+adakv", "scissorhands+adakv", "l2+adakv", "random+adakv", "h2o-cache-positions+adakv"),
+    *("less+h2o+adakv", "less+keyformer+adakv", "less+lsh_e", "less+scissorhands", "less+pyramidkv"),
+    *("full+int8", "scissorhands+int8", "lsh_e+int8", "topk_oracle+int8", "h2o+adakv+int8", "l2+adakv+int8"),
+    *("less+streaming+int8", "h2o+int4"),
     *("keyformer+adakv", "snapkv-max+adakv", "dilated_window+adakv", "window+adakv", "h2o-protected+adakv"),
     *("window-cache-positions+adakv", "keyformer-cache-positions+adakv"),
     *("less+random", "less+window", "less+l2"),

@@ -21,6 +21,7 @@ def test_bench_prints_a_table_and_writes_numbers(what: str, tmp_path: Path, caps
     assert "streaming" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_fastgen_races_at_the_slots_that_it_takes(tmp_path: Path) -> None:
     file = tmp_path / "numbers.json"
     words = "decode --model tiny --policies fastgen,h2o --budgets same --set threshold=0.5 --prompt-tokens 40 --batch 2"

@@ -23,7 +23,7 @@ from kvjax.models import Rope
 from kvjax.policies.lightkv import AfterLimit
 from kvjax.policies.registry import REGISTRY
 from pallas_kernels.operands import Quantised
-from tests.cases import FIRST, PAIRS, POLICIES, Case, slow
+from tests.cases import FIRST, PAIRS, POLICIES, Case, core, slow
 from tests.held import unpacked
 from tests.models import GQA, MHA, random_model, small_config
 
@@ -39,12 +39,21 @@ IN_CORE = ["h2o", "streaming", "less-performer", "fastgen"]
 
 
 def _marked(names: Iterable[str]) -> list[Any]:
-    return [pytest.param(name, marks=pytest.mark.core) if name in IN_CORE else name for name in names]
+    return [core(name) if name in IN_CORE else name if name in FIRST else slow(name) for name in names]
 
 
-every_case = pytest.mark.parametrize("name", [*POLICIES, *MIXED])
+every_case = pytest.mark.parametrize("name", [*(name if name in FIRST else slow(name) for name in POLICIES), *MIXED])
 every_policy = pytest.mark.parametrize("name", FIRST)
-every_mixture = pytest.mark.parametrize("name", [*FIRST, *MIXED])
+WAYS = ("h2o", "snapkv", "lightkv", "fastgen", *MIXED[2:])
+"""Cases that go every way through the engine, for promises that hardly depend on the score."""
+
+
+def _by_ways(names: Iterable[str]) -> Any:
+    return pytest.mark.parametrize("name", [name if name in WAYS else slow(name) for name in names])
+
+
+every_way = _by_ways(FIRST)
+every_mixture = _by_ways([*FIRST, *MIXED])
 
 
 @pytest.fixture(autouse=True)
@@ -162,7 +171,7 @@ def test_protected_tokens_survive(name: str) -> None:
                     assert wanted <= set(head.tolist())
 
 
-@every_policy
+@every_way
 def test_budgets_by_layer_equal_one_number(name: str) -> None:
     case = CASES[name]
     if not case.make().plan.bounded or case.make().plan.decides:
@@ -173,7 +182,7 @@ def test_budgets_by_layer_equal_one_number(name: str) -> None:
     np.testing.assert_array_equal(follow(one)[1][0], follow(each)[1][0])
 
 
-@every_policy
+@every_way
 def test_plain_calls_jit_scan_vmap_and_in_place_agree(name: str) -> None:
     state, _ = read(CASES[name])
     token = jnp.zeros(3, jnp.int32)
@@ -262,7 +271,13 @@ def test_bfloat16_stays_finite(name: str) -> None:
     assert np.isfinite(logits).all() and np.isfinite(follow(state)[1][0]).all()
 
 
-@pytest.mark.parametrize("name", [*FIRST, "keyformer-shared", "h2o-cache-positions"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in ("h2o", "streaming", "keyformer-shared", "snapkv", "lightkv", "less-performer") else slow(name)
+        for name in [*FIRST, "keyformer-shared", "h2o-cache-positions"]
+    ],
+)
 @compiled_fast
 @pytest.mark.parametrize("chunk", [slow(1), 16])
 def test_reading_in_chunks_equals_reading_whole_when_nothing_leaves(name: str, chunk: int) -> None:

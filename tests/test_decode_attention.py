@@ -19,6 +19,7 @@ from pallas_kernels.attention import AttentionSpec
 from pallas_kernels.common import Unsupported, slots_lie_along_lanes
 from pallas_kernels.decode_attention import Gumbel, decode_attention, pallas, pallas_gpu
 from pallas_kernels.operands import Quantised, Turned
+from tests.cases import slow
 from tests.kernel_cases.decode_attention import CASES, arguments, case
 from tests.kernels import GPU_WAYS, TPU_WAYS, XLA, Case, check
 
@@ -50,7 +51,7 @@ def test_any_shape(shape, dtype, scores, features, alibi, way, bits, e, soft_cap
 
 @pytest.mark.parametrize("way", TPU_WAYS, ids=str)
 @pytest.mark.parametrize("held", [0, pallas.HELD_BYTES], ids=["scored_by_xla", "scored_on_chip"])
-@pytest.mark.parametrize("scores", ["each", "sum", "gumbel"])
+@pytest.mark.parametrize("scores", [slow("each"), slow("sum"), "gumbel"])
 def test_many_splits_give_what_one_gives(monkeypatch, scores, held, way):
     monkeypatch.setattr(pallas, "BLOCK_BYTES", 1)
     monkeypatch.setattr(pallas, "HELD_BYTES", held)

@@ -51,7 +51,7 @@ def greedy(model, policy, kernels):
         slow(kvjax.policy("tova"), TPU_WAYS[0], EVICTING),
         slow(kvjax.policy("less", kernels="performer"), GPU_WAYS[0], READING),
         (kvjax.policy("less", base="keyformer"), TPU_WAYS[0], EVICTING | {"less_phi", "less_psi"}),
-        (kvjax.policy("fastgen", threshold=0.7, **PERFORMER), GPU_WAYS[0], {"paged_attention"}),
+        slow(kvjax.policy("fastgen", threshold=0.7, **PERFORMER), GPU_WAYS[0], {"paged_attention"}),
     ],
     ids=lambda value: value.name or "less" if isinstance(value, kvjax.Policy) else None,
 )

@@ -27,6 +27,7 @@ from kvjax.policies import describe
 from kvjax.sampling import loop
 from kvjax.sampling.texts import Stream, encode, generate_ids
 from kvjax.settings import config_directories, parse_value, read_config, seed_number
+from tests.cases import slow
 
 CONFIGS = sorted({file.stem for directory in config_directories() for file in directory.glob("*.toml")})
 STORY = "Once upon a time there was a girl named Lily. She liked to play in the garden with her dog."
@@ -407,7 +408,9 @@ def test_help_says_what_settings_mean(capsys: pytest.CaptureFixture[str]) -> Non
     assert "(default: 0)" in said and "(default: False)" not in said
 
 
-@pytest.mark.parametrize("name", [name for name in CONFIGS if read_config(name)["policy"] == "less"])
+@pytest.mark.parametrize(
+    "name", [name if name == "less" else slow(name) for name in CONFIGS if read_config(name)["policy"] == "less"]
+)
 def test_configs_of_less_run(name: str, model: kvjax.Model) -> None:
     # The others run in test_configs.py, on a random model.
     config = read_config(name)

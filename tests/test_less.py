@@ -24,7 +24,7 @@ from kvjax.policies.residuals.kernels import Psi, init_kernels, layer_params, pe
 from kvjax.policies.residuals.less import LowRankMemory
 from kvjax.types import Evicted, New, Partial
 from pallas_kernels.attention import merge, share_of_evicted
-from tests.cases import Case, fastgen_case
+from tests.cases import Case, fastgen_case, slow
 from tests.held import layers
 from tests.models import GQA, MHA, MQA, random_model, small_config
 from tests.oracles import basic, fastgen, less
@@ -93,7 +93,7 @@ def test_equals_algorithm_1_where_heads_have_slots_of_their_own(base: str, x64: 
     _compare(cases[base], random_model(GQA, seed=1, dtype=jnp.float64), (41, 33), 60)
 
 
-@pytest.mark.parametrize("base", ["h2o", "streaming", "lsh_e"])
+@pytest.mark.parametrize("base", ["h2o", slow("streaming"), slow("lsh_e")])
 def test_is_the_base_while_nothing_has_left(base: str) -> None:
     model, tokens = random_model(GQA), text(2, 90)
     room: dict[str, Any] = dict(budget=32, steps=20, lengths=[12, 9])

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.cases import slow
+
 FILES = sorted((Path(__file__).parents[1] / "notebooks").glob("*.ipynb"))
 
 
@@ -14,7 +16,11 @@ def test_there_are_notebooks() -> None:
     assert {"quickstart", "write_a_policy", "memory_vs_quality", "train_less"} <= {file.stem for file in FILES}
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+@pytest.mark.parametrize(
+    "file",
+    [slow(file) if file.stem in ("memory_vs_quality", "train_less") else file for file in FILES],
+    ids=lambda file: file.stem,
+)
 def test_runs(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nbformat, nbclient, *_ = (
         pytest.importorskip(package, reason="running notebooks needs the notebooks extra")

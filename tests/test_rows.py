@@ -20,7 +20,7 @@ from kvjax.engine.state import ROWS
 from kvjax.policies import Policy
 from kvjax.policies.plan import AdaKV, Plan, Uniform
 from kvjax.types import Heads, New, PyTree, View, nothing
-from tests.cases import PAIRS, POLICIES
+from tests.cases import PAIRS, POLICIES, slow
 from tests.held import kept
 from tests.models import GQA, random_model
 from tests.oracles.decoder import Oracle
@@ -35,7 +35,18 @@ MIXED = ["h2o+adakv", "streaming+adakv", "less+snapkv+adakv", "h2o+adakv+int8", 
 ROWS_OF = ["own", "full", "streaming", "keyformer", "tova", "scissorhands", "lightkv", "lsh_e", "less-performer"]
 ROWS_OF += ["fastgen", "h2o+int8", "h2o-cache-positions", "own+adakv", *MIXED]
 """Whatever differs in what heads and slots remember, and where."""
+SOME = (
+    "own",
+    "streaming",
+    "scissorhands",
+    "lightkv",
+    "fastgen",
+    "h2o+int8",
+    "h2o-cache-positions",
+    "less+snapkv+adakv",
+)
 compiled_fast = pytest.mark.usefixtures("compiled_fast")
+every_kind = pytest.mark.parametrize("name", [name if name in SOME else slow(name) for name in ROWS_OF])
 
 
 @struct.dataclass
@@ -136,7 +147,7 @@ def test_a_policy_of_ones_own_equals_its_oracle(plan: str | None, x64: None) -> 
     _compare(case, model, (41, 9), 60, policy=own())
 
 
-@pytest.mark.parametrize("name", ROWS_OF)
+@every_kind
 @compiled_fast
 def test_an_inactive_row_never_changes_and_nobody_notices(name: str) -> None:
     state, _ = read(name, [0, 1, 2])
@@ -158,7 +169,7 @@ def test_an_inactive_row_never_changes_and_nobody_notices(name: str) -> None:
     assert kept(woken, 1) == kept(everyone, 1)
 
 
-@pytest.mark.parametrize("name", ROWS_OF)
+@every_kind
 def test_rows_go_on_in_another_state_as_they_would_have(name: str, x64: None) -> None:
     # Another budget, another planned length: other buffers, pages of another size.
     host, _ = write(read(name, [0, 1, 2], budget=40, tokens=60, dtype=jnp.float64)[0], 3)

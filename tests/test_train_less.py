@@ -33,6 +33,7 @@ from kvjax.train.less.train import Recipe, memory_attention
 from kvjax.types import Evicted, LayerConfig, New, Partial, View
 from pallas_kernels.attention import merge, share_of_evicted
 from pallas_kernels.operands import values
+from tests.cases import slow
 from tests.held import layers
 from tests.models import GQA, MQA, random_model
 from tests.test_less import HIDDEN, kernels_for
@@ -80,7 +81,9 @@ def replay(model: Model, policy: kvjax.Policy, mask: str = "decode") -> tuple[Fe
 BASES = [("h2o", {}), ("streaming", {}), ("lambda_mask", {"recent": 3}), ("keyformer", {}), ("tova", {}), ("l2", {})]
 
 
-@pytest.mark.parametrize(("name", "settings"), BASES)
+@pytest.mark.parametrize(
+    ("name", "settings"), [base if base[0] in ("lambda_mask", "keyformer") else slow(*base) for base in BASES]
+)
 def test_evicts_what_decoding_evicts(name: str, settings: dict[str, Any], x64: None) -> None:
     """Decode steps over the same queries, keys and values hold exactly what the replay did not evict, in all layers."""
     model, base = sharp_model(GQA), kvjax.policy(name, **settings)
