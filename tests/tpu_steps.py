@@ -32,7 +32,11 @@ def cases() -> dict[str, tuple[kvjax.Policy, tuple[str, ...]]]:
     """Policies, and the kernels that a step under each is to call."""
     kernels = init_kernels(jax.random.key(0), CONFIG)
     evicting = ("decode_attention", "evict")
-    classes: dict[str, Any] = {"special": (1,), "punctuation": (2,)}
+    classes: dict[str, Any] = {
+        "special": (1,),
+        "punctuation": (2,),
+        "threshold": 1.0,
+    }  # heads with all slots: a large pool
     return {
         "streaming": (kvjax.policy("streaming"), evicting),
         "h2o": (kvjax.policy("h2o"), evicting),
@@ -55,7 +59,7 @@ def compiled(policy: kvjax.Policy, chip: str) -> dict[str, Any]:
     state, _ = kvjax.prefill(model, policy, np.ones((ROWS, 40), int), budget, max_new_tokens=SLOTS)
     mesh = aot._mesh(chip)
     place = NamedSharding(mesh, PartitionSpec())
-    arguments = (*split_state(state), jnp.zeros(ROWS, jnp.int32))
+    arguments = jax.tree.map(jnp.asarray, (*split_state(state), jnp.zeros(ROWS, jnp.int32)))  # settings are numbers
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), arguments)
     with jax.set_mesh(mesh):
         step = jax.jit(_step_parts, donate_argnums=1).trace(*shapes).lower(lowering_platforms=("tpu",))
