@@ -52,7 +52,7 @@ def test_decode_steps_on_tpu_call_the_kernels_and_copy_no_cache():
     for name, found in json.loads(done.stdout).items():
         assert set(found["kernels"]) == set(found["expected"]), name
         assert found["alias"] >= found["cache"], name
-        # A few megabytes, however small the cache; on pages the logits and scores of all of them, less than half a layer.
+        # A few megabytes, however small the cache; on pages the logits and scores of all, less than half a layer.
         share = 0.08 if "paged_attention" in found["expected"] else 0.05
         assert found["temp"] < max(share * found["cache"], 6e6), name
 

@@ -32,11 +32,12 @@ def cases() -> dict[str, tuple[kvjax.Policy, tuple[str, ...]]]:
     """Policies, and the kernels that a step under each is to call."""
     kernels = init_kernels(jax.random.key(0), CONFIG)
     evicting = ("decode_attention", "evict")
+    # A head that keeps everything has all slots, so that the pool is large.
     classes: dict[str, Any] = {
         "special": (1,),
         "punctuation": (2,),
         "threshold": 1.0,
-    }  # heads with all slots: a large pool
+    }
     return {
         "streaming": (kvjax.policy("streaming"), evicting),
         "h2o": (kvjax.policy("h2o"), evicting),
