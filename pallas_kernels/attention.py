@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 SLOT_BLOCK = 64
-"""Slots of one flash-decoding split; a capacity beyond one block is a multiple of it."""
+"""Slots of one flash-decoding split at least, where they are cut into splits."""
 
 QUERY_BLOCK = 256
 """Queries of a prompt that attend at once, at most."""
@@ -107,7 +107,8 @@ def attend(
     b, h, g, t, d = q.shape
     c = k.shape[-2]
     # A decode step reads the slots in blocks: XLA runs them side by side on every core.
-    n = c // slot_block(c, SLOT_BLOCK, 2 * SLOT_BLOCK) if t == 1 else 1
+    most = 2 * SLOT_BLOCK if c > 4 * SLOT_BLOCK else SLOT_BLOCK
+    n = c // slot_block(c, SLOT_BLOCK, most) if t == 1 else 1
     blocks_k, blocks_v = k.reshape(b, h, n, c // n, d), v.reshape(b, h, n, c // n, v.shape[-1])
     float_type = wide(q.dtype)
     logits = spec.capped(jnp.einsum("bhgtd,bhnsd->bhngts", q, blocks_k, preferred_element_type=float_type))
