@@ -11,6 +11,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int
 
 from kvjax.engine.layer import Reading, read_token
+from kvjax.engine.prepare import check_vocabulary
 from kvjax.engine.state import Moving, State, join_state, split_state
 from kvjax.models.decoder import unembed
 
@@ -61,14 +62,13 @@ def checked_token(state: State, token: ArrayLike | Sequence[int]) -> Int[Array, 
     """
     if not isinstance(token, jax.Array):
         token = np.asarray(token)
-    rows, vocabulary = state.active.shape[0], state.config.vocab_size
+    rows = state.active.shape[0]
     if not jnp.issubdtype(token.dtype, jnp.integer):
         raise TypeError(f"tokens of type {token.dtype} are no token ids; give integers.")
     if token.shape != (rows,):
         raise ValueError(f"tokens of shape {list(token.shape)} are not one for each of {rows} rows.")
-    if isinstance(token, np.ndarray) and (token.min() < 0 or token.max() >= vocabulary):
-        wrong = token[(token < 0) | (token >= vocabulary)][0]
-        raise ValueError(f"token {wrong} is not in the vocabulary of {vocabulary}.")
+    if isinstance(token, np.ndarray):
+        check_vocabulary(token, state.config)
     return jnp.asarray(token, jnp.int32)
 
 

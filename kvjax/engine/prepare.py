@@ -277,9 +277,18 @@ def check_tokens(
     if lengths.shape != (len(tokens),) or lengths.max() > tokens.shape[1] or lengths.min() < least:
         raise ValueError(f"lengths={lengths.tolist()} do not fit tokens of shape {tokens.shape}.")
     real = tokens[np.arange(tokens.shape[1]) < lengths[:, None]]
-    if real.size and (real.min() < 0 or real.max() >= config.vocab_size):
-        bad = real[(real < 0) | (real >= config.vocab_size)][0]
-        raise ValueError(f"token {bad} is not in the vocabulary of {config.vocab_size}.")
+    check_vocabulary(real, config)
+
+
+def check_vocabulary(ids: Int[np.ndarray, " n"], config: ModelConfig) -> None:
+    """Refuse ids that a model does not have.
+
+    Raises:
+        ValueError: naming the first of them.
+    """
+    wrong = ids[(ids < 0) | (ids >= config.vocab_size)]
+    if wrong.size:
+        raise ValueError(f"token {wrong[0]} is not in the vocabulary of {config.vocab_size}.")
 
 
 def check_length(longest: int, policy: Policy, config: ModelConfig) -> None:
