@@ -13,6 +13,7 @@ from pathlib import Path
 
 from kvjax.commands import finish
 from kvjax.compilation import enable_compilation_cache
+from kvjax.evaluate.texts import check_sizes
 
 REPORTS = {
     "quality": ("kvjax.evaluate.reports.quality", "perplexity and recall of policies against the bytes that they keep"),
@@ -66,11 +67,7 @@ def check(options: argparse.Namespace) -> None:
     for file in options.text:
         if not file.is_file():
             raise ValueError(f"--text {file} is not a file; give text files.")
-    if options.rows < 1 or options.length < 2:
-        raise ValueError(
-            f"--rows {options.rows} passages of --length {options.length} tokens hold nothing to predict; give "
-            "at least 1 of 2."
-        )
+    check_sizes(len(options.text), options.rows, options.length)
     if options.out.exists() and not options.out.is_dir():
         raise ValueError(f"--out {options.out} is a file; name a directory.")
 

@@ -48,8 +48,7 @@ def passages(model: Model, files: Sequence[Path], rows: int, length: int) -> Pas
     Raises:
         ValueError: a file is missing, not text, or too short.
     """
-    if rows < 1 or length < 2 or not files:
-        raise ValueError(f"{rows} rows of {length} tokens from {len(files)} texts hold nothing to predict.")
+    check_sizes(len(files), rows, length)
     if len({file.stem for file in files}) < len(files):
         raise ValueError("two texts have the same name; rename one, the report names texts by their files.")
     made, sizes, where = [], [], {}
@@ -65,6 +64,16 @@ def passages(model: Model, files: Sequence[Path], rows: int, length: int) -> Pas
             made.append(ids[:length])
             sizes.append(len(model.tokenizer.decode(ids[1:length]).encode()))
     return Passages(np.asarray(made, np.int32), np.asarray(sizes), where)
+
+
+def check_sizes(texts: int, rows: int, length: int) -> None:
+    """Refuse passages that hold nothing to predict.
+
+    Raises:
+        ValueError: naming how many there are, and how long.
+    """
+    if rows < 1 or length < 2 or not texts:
+        raise ValueError(f"{rows} rows of {length} tokens from {texts} texts hold nothing to predict.")
 
 
 def _at_least(tokenizer: Any, text: str, length: int) -> list[int]:
