@@ -1,0 +1,245 @@
+"""Mutation testing: small changes to what evicts, ranks and attends, and whether the default suite notices them.
+
+    pip install cosmic-ray && python -m tests.mutations --sample 150
+
+changes one place at a time in a copy of the tree and runs the tests that are about it, until one fails. A run that was
+cut goes on where it stopped. What survived stands in docs/results/mutations.md, with reasons from mutations.toml here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import csv
+import math
+import os
+import random
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+from rich.progress import track
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "docs" / "results"
+FIELDS = ("file", "line", "definition", "operator", "occurrence", "before", "after", "outcome", "by")
+_ORACLES, _CONTRACT = "tests/test_oracles.py", "tests/test_contract.py"
+_CORE = "-m core"
+# For each file the tests that are about it, the quickest first. A mutant that all of them let live might still be
+# noticed elsewhere in the default suite: what is reported as killed is a lower bound.
+TESTS: dict[str, tuple[str, ...]] = {
+    "kvjax/policies/scores/h2o.py": (f"{_ORACLES} -k h2o", "tests/test_keyformer.py", f"{_CONTRACT} -k h2o"),
+    "kvjax/policies/scores/keyformer.py": (
+        f"{_ORACLES} -k keyformer",
+        "tests/test_keyformer.py tests/test_extend.py -k keyformer",
+        f"{_CONTRACT} -k keyformer",
+    ),
+    "kvjax/policies/scores/l2.py": (f"{_ORACLES} -k l2", f"{_CONTRACT} -k l2"),
+    "kvjax/policies/scores/lightkv.py": (f"{_ORACLES} -k lightkv", "tests/test_window_attention.py"),
+    "kvjax/policies/scores/lsh_e.py": (f"{_ORACLES} -k lsh_e", f"{_CONTRACT} -k lsh_e", "tests/test_codec.py"),
+    "kvjax/policies/scores/random.py": (f"{_ORACLES} -k random", f"{_CONTRACT} -k random"),
+    "kvjax/policies/scores/recency.py": (
+        f"{_ORACLES} -k 'window or streaming or lambda or full'",
+        f"{_CONTRACT} -k 'window or streaming or full'",
+    ),
+    "kvjax/policies/scores/scissorhands.py": (f"{_ORACLES} -k scissorhands", f"{_CONTRACT} -k scissorhands"),
+    "kvjax/policies/scores/snapkv.py": (f"{_ORACLES} -k 'snapkv or pyramidkv'", f"{_CONTRACT} -k 'snapkv or pyramid'"),
+    "kvjax/policies/scores/tova.py": (f"{_ORACLES} -k tova", f"{_CONTRACT} -k tova"),
+    "kvjax/policies/fastgen.py": (f"{_ORACLES} -k fastgen", "tests/test_fastgen.py", f"{_CONTRACT} -k fastgen"),
+    "kvjax/policies/lightkv.py": (f"{_ORACLES} -k lightkv", "tests/test_window_attention.py", "tests/test_plan.py"),
+    "kvjax/policies/plan.py": (
+        "tests/test_plan.py",
+        f"{_ORACLES} -k 'pyramid or interleaved or adakv'",
+        "tests/test_fastgen.py",
+    ),
+    "kvjax/policies/protection.py": (f"{_ORACLES} -k h2o", f"{_CONTRACT} -k protected", f"{_ORACLES} -m core"),
+    "kvjax/policies/residuals/less.py": (f"{_ORACLES} -k less", "tests/test_less.py", "tests/test_train_less.py"),
+    "kvjax/policies/selection.py": (f"{_ORACLES} -k topk", f"{_CONTRACT} -k topk"),
+    "kvjax/cache/codec.py": (
+        f"{_ORACLES} -k 'positions or streaming'",
+        "tests/test_codec.py",
+        f"{_ORACLES} -k 'int8 or int4'",
+        "tests/test_rows.py tests/test_extend.py",
+    ),
+    "kvjax/cache/dense.py": (_CORE, "tests/test_extend.py tests/test_rows.py", "tests/test_window_attention.py"),
+    "kvjax/cache/evidence.py": (_CORE, "tests/test_window_attention.py tests/test_layers.py", _CONTRACT),
+    "kvjax/cache/paged.py": (
+        f"{_ORACLES} -k 'fastgen or adakv'",
+        "tests/test_fastgen.py",
+        "tests/test_rows.py tests/test_extend.py",
+        "tests/test_paged_attention.py",
+    ),
+    "kvjax/cache/quantise.py": ("tests/test_codec.py", f"{_ORACLES} -k int8"),
+    "kvjax/cache/slots.py": (_CORE, "tests/test_plan.py", f"{_ORACLES} -k 'adakv or positions'", _CONTRACT),
+    "pallas_kernels/ranking.py": ("tests/test_evict.py", _CORE, f"{_CONTRACT} -k h2o"),
+    "pallas_kernels/attention.py": (
+        "tests/test_decode_attention.py",
+        _CORE,
+        "tests/test_layers.py tests/test_models.py",
+    ),
+}
+
+
+def mutants() -> Iterator[dict[str, str]]:
+    """Every change of every place in the files of `TESTS`, without annotations and sentences for people."""
+    from cosmic_ray.ast import get_ast
+    from cosmic_ray.commands.init import _all_work_items
+
+    for file in TESTS:
+        source = (ROOT / file).read_text()
+        aside = _aside(ast.parse(source))
+        assert get_ast(source) is not None
+        for item in _all_work_items([ROOT / file], {}):
+            (mutation,) = item.mutations
+            line, column = mutation.start_pos
+            if any(first <= (line, column) < last for first, last in aside):
+                continue
+            yield {
+                "file": file,
+                "line": str(line),
+                "column": str(column),
+                "definition": mutation.definition_name or "",
+                "operator": mutation.operator_name.removeprefix("core/"),
+                "occurrence": str(mutation.occurrence),
+            }
+
+
+def _aside(tree: ast.Module) -> list[tuple[tuple[int, int], tuple[int, int]]]:
+    """Where a change changes nothing that runs (annotations) or only what is said to people (what is raised)."""
+    found: list[ast.expr | ast.stmt] = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef):
+            arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+            found += [argument.annotation for argument in arguments if argument.annotation is not None]
+            found += [] if node.returns is None else [node.returns]
+        elif isinstance(node, ast.AnnAssign):
+            found.append(node.annotation)
+        elif isinstance(node, ast.Raise):
+            found.append(node)
+        elif isinstance(node, ast.Assign) and not any(isinstance(each, ast.Call) for each in ast.walk(node.value)):
+            # Unions of types have names at the top of a module.
+            found += [node] if node in tree.body and isinstance(node.value, ast.BinOp) else []
+    return [((n.lineno, n.col_offset), (n.end_lineno or n.lineno, n.end_col_offset or 0)) for n in found]
+
+
+def drawn(size: int, seed: int) -> list[dict[str, str]]:
+    """One change each of some places: places are drawn, not changes, for an operator has twelve others to become."""
+    places: dict[tuple[str, ...], list[dict[str, str]]] = {}
+    for mutant in mutants():
+        places.setdefault((mutant["file"], mutant["line"], mutant["column"]), []).append(mutant)
+    rng = random.Random(seed)
+    order = rng.sample(sorted(places), len(places))
+    print(
+        f"{sum(map(len, places.values()))} changes of {len(places)} places; {size} places are tried.", file=sys.stderr
+    )
+    return [rng.choice(places[place]) for place in order][:size]
+
+
+def tried(mutant: dict[str, str], tree: Path) -> dict[str, str]:
+    """A change with its outcome: killed, timeout or survived, and by which tests."""
+    from cosmic_ray.mutating import mutate_code
+    from cosmic_ray.plugins import get_operator
+
+    file = mutant["file"]
+    source = (ROOT / file).read_text()
+    changed = mutate_code(source, get_operator("core/" + mutant["operator"])(), int(mutant["occurrence"]))
+    before, after = _difference(source, changed)
+    found = {field: mutant[field] for field in FIELDS if field in mutant} | {"before": before, "after": after}
+    (tree / file).write_text(changed)
+    environment = os.environ | {"PYTHONPATH": str(tree), "JAX_PLATFORMS": "cpu", "CI": "1"}
+    environment.pop("PYTEST_ADDOPTS", None)
+    try:
+        for tests in TESTS[file]:
+            command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *shlex.split(tests)]
+            try:
+                code = subprocess.run(command, cwd=tree, env=environment, capture_output=True, timeout=1800).returncode
+            except subprocess.TimeoutExpired:
+                return found | {"outcome": "timeout", "by": tests}
+            if code not in (0, 5):  # 5: no test was chosen
+                return found | {"outcome": "killed", "by": tests}
+        return found | {"outcome": "survived", "by": ""}
+    finally:
+        (tree / file).write_text(source)
+
+
+def _difference(before: str, after: str) -> tuple[str, str]:
+    pairs = zip(before.splitlines(), after.splitlines(), strict=False)
+    old, new = next((pair for pair in pairs if pair[0] != pair[1]), ("", ""))
+    return old.strip(), new.strip()
+
+
+def report(rows: list[dict[str, str]], size: int, seed: int) -> str:
+    """The page: how many were killed, file by file, and what survived."""
+    reasons = tomllib.loads((Path(__file__).with_suffix(".toml")).read_text())
+    killed = sum(row["outcome"] != "survived" for row in rows)
+    low, high = _interval(killed, len(rows))
+    lines = [
+        "# Mutation testing",
+        "",
+        f"`python -m tests.mutations --sample {size} --seed {seed}` changed {len(rows)} places in the files below, one "
+        f"at a time, and the tests about the file noticed {killed}: **{killed / len(rows):.0%}** (95% interval "
+        f"{low:.0%} to {high:.0%}). Changes of annotations and of what is raised are left out. Raw rows: "
+        "mutations.csv.",
+        "",
+        "| file | tried | noticed |",
+        "|---|---|---|",
+    ]
+    for file in TESTS:
+        mine = [row for row in rows if row["file"] == file]
+        if mine:
+            lines.append(f"| {file} | {len(mine)} | {sum(row['outcome'] != 'survived' for row in mine)} |")
+    lines += ["", "## What survived", "", "| where | before | after | why |", "|---|---|---|---|"]
+    for row in rows:
+        if row["outcome"] == "survived":
+            key = f"{row['file']}:{row['operator']}:{row['occurrence']}"
+            code = (f"`{row[name]}`".replace("|", "\\|") for name in ("before", "after"))
+            where = f"{row['file']}, {row['definition']}"
+            lines.append(f"| {where} | {' | '.join(code)} | {reasons.get(key, 'not looked at')} |")
+    return "\n".join(lines) + "\n"
+
+
+def _interval(successes: int, trials: int, z: float = 1.96) -> tuple[float, float]:
+    """Wilson's interval of a share."""
+    share, spread = successes / trials, z * z / trials
+    middle = (share + spread / 2) / (1 + spread)
+    width = z * math.sqrt(share * (1 - share) / trials + spread / (4 * trials)) / (1 + spread)
+    return middle - width, middle + width
+
+
+def main() -> None:
+    """The command line."""
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("--sample", type=int, default=150, help="places to change (default: 150)")
+    options.add_argument("--seed", type=int, default=0, help="of the sample (default: 0)")
+    given = options.parse_args()
+    file = RESULTS / "mutations.csv"
+    rows = list(csv.DictReader(file.open())) if file.exists() else []
+    done = {(row["file"], row["operator"], row["occurrence"]): row for row in rows}
+    wanted = drawn(given.sample, given.seed)
+    with tempfile.TemporaryDirectory() as directory:
+        tree = Path(directory)
+        for name in subprocess.check_output(["git", "ls-files"], cwd=ROOT, text=True).splitlines():
+            (tree / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, tree / name)
+        for mutant in track(wanted, "mutants"):
+            key = (mutant["file"], mutant["operator"], mutant["occurrence"])
+            if key in done:
+                continue
+            done[key] = tried(mutant, tree)
+            aside = file.with_suffix(".part")
+            with aside.open("w", newline="") as target:
+                writer = csv.DictWriter(target, FIELDS)
+                writer.writeheader()
+                writer.writerows(done.values())
+            aside.replace(file)
+    tried_rows = [done[mutant["file"], mutant["operator"], mutant["occurrence"]] for mutant in wanted]
+    (RESULTS / "mutations.md").write_text(report(tried_rows, given.sample, given.seed))
+
+
+if __name__ == "__main__":
+    main()
