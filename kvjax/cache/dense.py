@@ -41,15 +41,26 @@ class Dense(struct.PyTreeNode):
         """With other slots in a layer."""
         return Dense((*self.layers[:layer], view, *self.layers[layer + 1 :]))
 
-    def exchange(self, rules: Rules, config: LayerConfig, layer: int, new: New) -> tuple[Dense, Evicted]:
+    def exchange(
+        self,
+        rules: Rules,
+        config: LayerConfig,
+        layer: int,
+        new: New,
+        absorb: Callable[[PyTree, Evicted], PyTree] | None,
+    ) -> tuple[Dense, Evicted]:
         """One new token per row in the slot that ranks lowest of each head, and what was there.
 
         Args:
-            rules: says which slot matters least.
+            rules: says which slot matters least, and how much room there is.
             config: of the layer.
             layer: which one.
             new: one token per row; a row of padding changes nothing.
+            absorb: what becomes of what leaves, a residual's; None for nothing. It has been told of all but what is
+                returned.
         """
+        if rules.shrinks:
+            self = self._shrunk(rules, config, layer, new, absorb)
         view = self.layers[layer]
         view = view.replace(state=view.state.replace(codec=rules.codec.begin(view, new)))
         scores, guard = slots.scores(rules, view, new)
@@ -151,7 +162,7 @@ class Dense(struct.PyTreeNode):
             smaller = rules.codec.settle(config, smaller, new)
         return self.replace_layer(layer, smaller), (position >= 0) & ~staying
 
-    def shrink(
+    def _shrunk(
         self,
         rules: Rules,
         config: LayerConfig,
@@ -159,15 +170,7 @@ class Dense(struct.PyTreeNode):
         new: New,
         absorb: Callable[[PyTree, Evicted], PyTree] | None,
     ) -> Dense:
-        """Rows whose room has just fallen lose what ranks lowest.
-
-        Args:
-            rules: says how much room there is.
-            config: of the layer.
-            layer: which one.
-            new: one token per row, which has no slot yet.
-            absorb: what becomes of what leaves, a residual's; None for nothing.
-        """
+        """Rows whose room has just fallen without what ranks lowest; the new tokens have no slot yet."""
         view = self.layers[layer]
         before = jnp.maximum(new.read - 1, new.prompt_length)
         fewer = rules.room(view.limit, new.length) < rules.room(view.limit, before)

@@ -29,6 +29,9 @@ from pallas_kernels.paged_attention import paged_attention
 PAGE_BLOCK = 64
 """Pages whose keys and values are read together, at most."""
 
+NOBODY = jnp.iinfo(jnp.int32).max
+"""The slot of who has none, beyond all others."""
+
 VIEW_BLOCK = 256
 """Pages whose positions and scores are looked at together, at most: they are small."""
 
@@ -71,40 +74,45 @@ class Paged(struct.PyTreeNode):
         changed = self.state[layer].replace(**state)
         return self.replace(state=(*self.state[:layer], changed, *self.state[layer + 1 :]))
 
-    def exchange(self, rules: Rules, config: LayerConfig, layer: int, new: New) -> tuple[Paged, Evicted]:
-        """One new token per row in the slot that ranks lowest of each head; see `Dense.exchange`."""
-        codec = rules.codec
-        heads = self.heads(layer)
-        state = heads.state.replace(codec=codec.begin(heads, new))
-        pool = self.put_state(layer, codec=state.codec)
-        slot = pool._victim(rules, layer, new)
-        added: dict[str, PyTree] = {"kv": codec.encode(new, state.codec), "slots": rules.slots(new, state)}
-        added["position"] = jnp.broadcast_to(new.position[:, None], new.k.shape[:3]).astype(jnp.int32)
-        taken = pool._taken(slot, rules.keeps_evicted)
-        pool = pool._write_slots(after_reading(slot, taken._asdict()), added)
-        if taken.place is not None:
-            pool = pool._requeued(rules, layer, new, taken)
-        return pool, taken.evicted(rules, config, state, new)
-
-    def shrink(
+    def exchange(
         self,
         rules: Rules,
         config: LayerConfig,
         layer: int,
         new: New,
         absorb: Callable[[PyTree, Evicted], PyTree] | None,
-    ) -> Paged:
-        """Where several tokens of a head have to leave, all but the last lose their slots; see `Dense.shrink`.
+    ) -> tuple[Paged, Evicted]:
+        """One new token per row in the slot that ranks lowest of each head; see `Dense.exchange`."""
+        codec = rules.codec
+        pool, contest = self._shrunk(rules, config, layer, new, absorb)
+        heads = pool.heads(layer)
+        state = heads.state.replace(codec=codec.begin(heads, new))
+        pool = pool.put_state(layer, codec=state.codec)
+        slot = _victim(contest, new)
+        added: dict[str, PyTree] = {"kv": codec.encode(new, state.codec), "slots": rules.slots(new, state)}
+        added["position"] = jnp.broadcast_to(new.position[:, None], new.k.shape[:3]).astype(jnp.int32)
+        taken = pool._taken(slot, absorb is not None)
+        pool = pool._write_slots(after_reading(slot, taken._asdict()), added)
+        if taken.place is not None:
+            pool = pool._requeued(rules, layer, new, taken)
+        return pool, taken.evicted(rules, config, state, new)
 
-        The last one's slot is the one that `exchange` gives to the new token.
-        """
-        rows, heads = new.k.shape[:2]
-        nobody = jnp.iinfo(jnp.int32).max
+    def _shrunk(
+        self,
+        rules: Rules,
+        config: LayerConfig,
+        layer: int,
+        new: New,
+        absorb: Callable[[PyTree, Evicted], PyTree] | None,
+    ) -> tuple[Paged, Contest]:
+        """Without all but the last of the tokens that have to leave a head, and whose slot the last one has."""
+        start = self._contest(rules, layer, new)
+        if not rules.shrinks:
+            return self, start
 
-        def leaving(pool: Paged) -> Int[Array, "b h"]:
-            found = pool._contest(rules, layer, new)
-            slot = jnp.where(found.surplus > 1, found.weakest[2], nobody).reshape(rows, heads)
-            return jnp.where(new.valid[:, :1], slot, nobody)
+        def leaving(contest: Contest) -> Int[Array, "b h"]:
+            slot = jnp.where(contest.surplus > 1, contest.weakest[2], NOBODY).reshape(new.k.shape[:2])
+            return jnp.where(new.valid[:, :1], slot, NOBODY)
 
         # Only positions, the queue and what is remembered go through the loop: a pool that did would be copied.
         def small(pool: Paged) -> tuple[PyTree, ...]:
@@ -115,8 +123,8 @@ class Paged(struct.PyTreeNode):
             pool = self.replace(position=position, slots=self.slots.replace(codec=queue))
             return pool.put_state(layer, codec=codec, residual=residual)
 
-        def lose(carry: tuple[tuple[PyTree, ...], Array]) -> tuple[tuple[PyTree, ...], Array]:
-            pool, slot = whole(*carry[0]), carry[1]
+        def lose(carry: tuple[tuple[PyTree, ...], Contest]) -> tuple[tuple[PyTree, ...], Contest]:
+            pool, slot = whole(*carry[0]), leaving(carry[1])
             taken, known = pool._taken(slot, absorb is not None), pool.state[layer]
             if absorb is not None:
                 evicted = taken.evicted(rules, config, known, new)
@@ -124,10 +132,12 @@ class Paged(struct.PyTreeNode):
             pool = pool._write_slots(slot, {"position": jnp.full_like(slot, -1)})
             if taken.place is not None:
                 pool = pool._requeued(rules, layer, new, taken, arrives=False)
-            return small(pool), leaving(pool)
+            return small(pool), pool._contest(rules, layer, new)
 
-        start = small(self), leaving(self)
-        return whole(*jax.lax.while_loop(lambda carry: (carry[1] < nobody).any(), lose, start)[0])
+        after, contest = jax.lax.while_loop(
+            lambda carry: (leaving(carry[1]) < NOBODY).any(), lose, (small(self), start)
+        )
+        return whole(*after), contest
 
     def _taken(self, slot: Int[Array, "b h"], pairs: bool) -> Taken:
         flat, real = slot.reshape(-1), slot < self.position.size
@@ -154,23 +164,11 @@ class Paged(struct.PyTreeNode):
         pool = self.replace(slots=self.slots.replace(codec=queue))
         return pool.put_state(layer, codec=codec.counted(known, new, left, arrives=arrives))
 
-    def _victim(self, rules: Rules, layer: int, new: New) -> Int[Array, "b h"]:
-        """The slot, counted over the whole pool, that the next token takes in each head; beyond them for padding.
-
-        Where the places of tokens that compete are limited, the weakest leaves when it has none; otherwise an empty
-        slot is taken, or the oldest token kept as a last resort, or the weakest after all.
-        """
-        rest, weakest, surplus = self._contest(rules, layer, new)
-        nobody = jnp.iinfo(jnp.int32).max
-        competes = (surplus > 0) | ((rest[0] == jnp.inf) & (weakest[2] < nobody))
-        chosen = jnp.where(competes, weakest[2], rest[2]).reshape(new.k.shape[:2])
-        return jnp.where(new.valid[:, :1], chosen, nobody)
-
     def _contest(self, rules: Rules, layer: int, new: New) -> Contest:
         rows, heads = new.k.shape[:2]
         limit = rules.room(self.limit[layer], new.length).reshape(-1)
         places = rules.competing(self.heads(layer), new)
-        size, far = self.page_size, jnp.iinfo(jnp.int32).max
+        size = self.page_size
 
         def usable(at: Array, valid: Array, owner: Array) -> Bool[Array, "p s"]:
             slot = _cut(self.first, at, len(valid))[:, None] + jnp.arange(size, dtype=jnp.int32)
@@ -193,8 +191,8 @@ class Paged(struct.PyTreeNode):
         kind = jax.eval_shape(lambda: slots.rank(rules, *self._view(layer, new, 0, 1)[:2])).dtype
         nobody = (
             jnp.full(rows * heads, jnp.inf, kind),
-            jnp.full(rows * heads, far, jnp.int32),
-            jnp.full(rows * heads, far, jnp.int32),
+            jnp.full(rows * heads, NOBODY, jnp.int32),
+            jnp.full(rows * heads, NOBODY, jnp.int32),
         )
         none = jnp.zeros(rows * heads, jnp.int32)
         rest, weakest, count = self.over_pages(layer, look, (nobody, nobody, none))
@@ -213,7 +211,7 @@ class Paged(struct.PyTreeNode):
             return count + jnp.where(members, higher.sum(-1, dtype=jnp.int32), 0).sum(1, dtype=jnp.int32)
 
         place = self.over_pages(layer, ahead, none) + 1
-        return Contest(rest, weakest, jnp.where(weakest[2] < far, place - places.most.reshape(-1), 0))
+        return Contest(rest, weakest, jnp.where(weakest[2] < NOBODY, place - places.most.reshape(-1), 0))
 
     def _write_slots(self, slot: Int[Array, "b h"], added: dict[str, PyTree]) -> Paged:
         """With one new entry per head over a slot; a slot out of bounds writes nothing."""
@@ -655,21 +653,32 @@ def _members(owner: Int[Array, " p"], valid: Bool[Array, " p"], owners: int) -> 
     return (owner == jnp.arange(owners)[:, None]) & valid
 
 
+def _victim(contest: Contest, new: New) -> Int[Array, "b h"]:
+    """The slot, counted over the whole pool, that the next token takes in each head; beyond them for padding.
+
+    Where the places of tokens that compete are limited, the weakest leaves when it has none; otherwise an empty slot is
+    taken, or the oldest token kept as a last resort, or the weakest after all.
+    """
+    rest, weakest, surplus = contest
+    competes = (surplus > 0) | ((rest[0] == jnp.inf) & (weakest[2] < NOBODY))
+    chosen = jnp.where(competes, weakest[2], rest[2]).reshape(new.k.shape[:2])
+    return jnp.where(new.valid[:, :1], chosen, NOBODY)
+
+
 def _lowest(allowed: Bool[Array, "p s"], ranks: Array, position: Array, flat: Array, members: Array) -> Choice:
     """Each owner's lowest rank, of equals the oldest."""
-    far = jnp.iinfo(jnp.int32).max
     low = jnp.where(allowed, ranks, jnp.inf)
     best = low.min(1)
     tied = allowed & (low == best[:, None])
-    age = jnp.where(tied, position, far)
+    age = jnp.where(tied, position, NOBODY)
     oldest = age.min(1)
-    slot = jnp.where(tied & (age == oldest[:, None]), flat, far).min(1)
+    slot = jnp.where(tied & (age == oldest[:, None]), flat, NOBODY).min(1)
     by_owner = jnp.where(members, best, jnp.inf)
     lowest = by_owner.min(1)
     tied = members & (by_owner == lowest[:, None])
-    ages = jnp.where(tied, oldest, far)
+    ages = jnp.where(tied, oldest, NOBODY)
     first = ages.min(1)
-    return lowest, first, jnp.where(tied & (ages == first[:, None]), slot, far).min(1)
+    return lowest, first, jnp.where(tied & (ages == first[:, None]), slot, NOBODY).min(1)
 
 
 def _better(a: Choice, b: Choice) -> Choice:

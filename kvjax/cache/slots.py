@@ -58,11 +58,6 @@ class Rules(Protocol):
         """Whether slots suffice for the planned text only."""
         ...
 
-    @property
-    def keeps_evicted(self) -> bool:
-        """Whether anybody wants to know what leaves."""
-        ...
-
     def slots(self, new: New, state: Parts) -> Parts:
         """What is remembered of each new token besides its pair: leaves [b h t ...]."""
         ...

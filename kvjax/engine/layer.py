@@ -98,13 +98,11 @@ def _step(
     """One layer of a decode step, whatever the storage."""
     if policy.score.offloads:
         storage = storage.moved(layer, jax.memory.Space.Device)
-    if policy.shrinks:
-        absorb = None if policy.residual is None else policy.residual.absorb
-        storage = storage.shrink(policy, config, layer, new, absorb)
-    storage, evicted = storage.exchange(policy, config, layer, new)
-    if policy.residual is not None:
+    absorb = None if policy.residual is None else policy.residual.absorb
+    storage, evicted = storage.exchange(policy, config, layer, new, absorb)
+    if absorb is not None:
         remembered = storage.heads(layer).state.residual
-        storage = storage.put_state(layer, residual=policy.residual.absorb(remembered, evicted))
+        storage = storage.put_state(layer, residual=absorb(remembered, evicted))
     asks = policy.score.asks(storage.heads(layer), new)
     share = _share(policy, storage, layer, new)
     storage, found = storage.attend(policy, config, layer, new, asks, share, policy.selection)

@@ -98,11 +98,6 @@ class Policy:
         """Whether slots suffice for the planned text only."""
         return self.plan.ends
 
-    @property
-    def keeps_evicted(self) -> bool:
-        """Whether the residual wants to know what leaves."""
-        return self.residual is not None
-
     def init(self, shape: New) -> Parts:
         """What the parts remember of a layer before anything is read."""
         return Parts(
