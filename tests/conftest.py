@@ -22,23 +22,25 @@ hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
 
 
 @pytest.fixture
-def compiled_fast() -> Iterator[None]:
-    """Programs that are compiled fast rather than well, for tests about what is computed.
+def x64() -> Iterator[None]:
+    """64-bit numbers inside the test that asks for it."""
+    with jax.enable_x64(True):
+        yield
+
+
+jax.config.update("jax_disable_most_optimizations", True)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Compile fast rather than well, unless a test is marked `compiled_well`.
 
     Compiling takes most of the suite's time, and without LLVM's optimisations little more than half of that. Tests of
     memory, of ties and of rows that must not know of each other run programs as users do.
     """
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
-
-
-@pytest.fixture
-def x64(compiled_fast: None) -> Iterator[None]:
-    """64-bit numbers inside the test that asks for it."""
-    with jax.enable_x64(True):
-        yield
+    fast = item.get_closest_marker("compiled_well") is None
+    if jax.config.read("jax_disable_most_optimizations") and not fast:
+        jax.clear_caches()  # which hold programs of both kinds under one name
+    jax.config.update("jax_disable_most_optimizations", fast)
 
 
 def pytest_runtest_teardown(item: pytest.Item) -> None:

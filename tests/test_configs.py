@@ -13,7 +13,6 @@ from kvjax.settings import PART_KEYS, config_directories, read_config
 from tests.held import kept
 from tests.models import random_model, small_config
 
-pytestmark = pytest.mark.usefixtures("compiled_fast")
 NAMES = sorted({file.stem for directory in config_directories() for file in directory.glob("*.toml")})
 TEXT = np.random.default_rng(0).integers(0, 64, (2, 600))
 MODEL = random_model(small_config(4, 2))

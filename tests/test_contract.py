@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -23,7 +23,7 @@ from kvjax.models import Rope
 from kvjax.policies.lightkv import AfterLimit
 from kvjax.policies.registry import REGISTRY
 from pallas_kernels.operands import Quantised
-from tests.cases import FIRST, PAIRS, POLICIES, Case, core, slow
+from tests.cases import FIRST, PAIRS, POLICIES, Case, slow
 from tests.held import unpacked
 from tests.models import GQA, MHA, random_model, small_config
 
@@ -31,36 +31,34 @@ MODEL = random_model(GQA)
 LENGTHS = (41, 25, 33)
 RNG = np.random.default_rng(3)
 TEXT = RNG.integers(0, GQA.vocab_size, (3, 120))
-compiled_fast = pytest.mark.usefixtures("compiled_fast")
 CASES = POLICIES | PAIRS
 MIXED = ["streaming+adakv", "h2o+adakv+int8", "less+snapkv+adakv", "less+fastgen-low+int8", "streaming+int8"]
 """Pairs that together go every way through the engine; what each pair computes is compared in test_oracles.py."""
-IN_CORE = ["h2o", "streaming", "less-performer", "fastgen"]
-
-
-def _marked(names: Iterable[str]) -> list[Any]:
-    return [core(name) if name in IN_CORE else name if name in FIRST else slow(name) for name in names]
-
-
-every_case = pytest.mark.parametrize("name", [*(name if name in FIRST else slow(name) for name in POLICIES), *MIXED])
-every_policy = pytest.mark.parametrize("name", FIRST)
+IN_CORE = ("h2o", "streaming", "less-performer", "fastgen")
 WAYS = ("h2o", "snapkv", "lightkv", "fastgen", *MIXED[2:])
 """Cases that go every way through the engine, for promises that hardly depend on the score."""
+AS_USERS_DO = ("h2o", "keyformer", "streaming", "less-performer", "lightkv", "fastgen")
+"""Cases whose programs are compiled as users have them: one for each way to ask, to hold and to remember."""
 
 
-def _by_ways(names: Iterable[str]) -> Any:
-    return pytest.mark.parametrize("name", [name if name in WAYS else slow(name) for name in names])
+def _cases(names: Iterable[str], usual: Iterable[str], in_core: Iterable[str] = ()) -> Any:
+    def marks(name: str) -> Iterator[pytest.MarkDecorator]:
+        if name not in usual:
+            yield pytest.mark.slow
+        if name in in_core:
+            yield pytest.mark.core
+        if name in AS_USERS_DO:
+            yield pytest.mark.compiled_well
+
+    return pytest.mark.parametrize("name", [pytest.param(name, marks=list(marks(name))) for name in names])
 
 
-every_way = _by_ways(FIRST)
-every_mixture = _by_ways([*FIRST, *MIXED])
-
-
-@pytest.fixture(autouse=True)
-def other_cases_are_compiled_fast(request: pytest.FixtureRequest) -> None:
-    """A policy's first case runs as users run it."""
-    if "callspec" in vars(request.node) and request.node.callspec.params.get("name", FIRST[0]) not in FIRST:
-        request.getfixturevalue("compiled_fast")
+every_case = _cases([*POLICIES, *MIXED], [*FIRST, *MIXED])
+every_policy = _cases(POLICIES, FIRST, IN_CORE)
+every_first = _cases(FIRST, FIRST)
+every_core_first = _cases(FIRST, FIRST, IN_CORE)
+every_way = _cases(FIRST, WAYS)
+every_mixture = _cases([*FIRST, *MIXED], WAYS)
 
 
 def read(
@@ -138,7 +136,7 @@ def test_equals_the_full_cache_when_there_is_room(name: str) -> None:
     close(follow(state, 20)[1][0], following)
 
 
-@pytest.mark.parametrize("name", _marked(POLICIES))
+@every_policy
 def test_never_holds_more_than_its_limit_nor_a_position_twice(name: str) -> None:
     state, _ = read(CASES[name])
     after, (_, positions) = follow(state)
@@ -153,8 +151,7 @@ def test_never_holds_more_than_its_limit_nor_a_position_twice(name: str) -> None
             assert (np.diff(ordered, axis=-1) > 0).all()
 
 
-@every_policy
-@compiled_fast
+@every_first
 def test_protected_tokens_survive(name: str) -> None:
     case = CASES[name]
     special = int(TEXT[0, 7])
@@ -200,7 +197,7 @@ def test_plain_calls_jit_scan_vmap_and_in_place_agree(name: str) -> None:
     close(kvjax.decode_step(state, token)[1], plain[0], 0)
 
 
-@pytest.mark.parametrize("name", _marked(FIRST))
+@every_core_first
 def test_one_compilation_serves_a_bucket_and_other_weights(name: str) -> None:
     case = CASES[name]
     arguments = {"plan": case.plan, "prefill_chunk": case.prefill_chunk, "max_new_tokens": 40}
@@ -230,7 +227,6 @@ def test_one_compilation_serves_a_bucket_and_other_weights(name: str) -> None:
         ("topk_oracle", [dict(k=4), dict(k=7)]),
     ],
 )
-@compiled_fast
 def test_numbers_are_arguments_of_one_program(name: str, sweep: list[dict[str, Any]]) -> None:
     found, compiled = [], []
     for numbers in sweep:
@@ -251,7 +247,7 @@ def test_permuting_the_batch_permutes_the_output(name: str) -> None:
     close(follow(state)[1][0][:, order], follow(permuted)[1][0], 1e-4)
 
 
-@pytest.mark.parametrize("name", _marked(FIRST))
+@every_core_first
 def test_a_row_does_not_know_its_neighbours(name: str) -> None:
     state, logits = read(CASES[name])
     alone, expected = read(CASES[name], rows=[1])
@@ -260,7 +256,6 @@ def test_a_row_does_not_know_its_neighbours(name: str) -> None:
 
 
 @every_mixture
-@compiled_fast
 def test_bfloat16_stays_finite(name: str) -> None:
     state, logits = read(CASES[name], model=random_model(GQA, dtype=jnp.bfloat16))
     pairs = state.storage.kv if isinstance(state.storage, paged.Paged) else state.storage.layers[0].kv
@@ -278,7 +273,6 @@ def test_bfloat16_stays_finite(name: str) -> None:
         for name in [*FIRST, "keyformer-shared", "h2o-cache-positions"]
     ],
 )
-@compiled_fast
 @pytest.mark.parametrize("chunk", [slow(1), 16])
 def test_reading_in_chunks_equals_reading_whole_when_nothing_leaves(name: str, chunk: int) -> None:
     case = CASES[name]
@@ -295,6 +289,7 @@ def test_reading_in_chunks_equals_reading_whole_when_nothing_leaves(name: str, c
 @pytest.mark.parametrize(
     "name", ["window", "streaming", "h2o", "keyformer", "tova", "lsh_e", "l2", "snapkv", "less-performer"]
 )
+@pytest.mark.compiled_well
 def test_a_step_needs_no_memory_beside_its_cache(name: str) -> None:
     model = random_model(MHA)
     state, _ = kvjax.prefill(model, CASES[name].make() if name in POLICIES else name, TEXT[:2, :41], 2048)
@@ -312,6 +307,7 @@ def test_a_step_needs_no_memory_beside_its_cache(name: str) -> None:
 
 @pytest.mark.parametrize("codec", ["int8", "int4"])
 @pytest.mark.parametrize(("name", "plan"), [("h2o", None), ("streaming", None), ("snapkv", None), ("h2o", "adakv")])
+@pytest.mark.compiled_well
 def test_a_step_over_codes_decodes_no_layer(name: str, plan: str | None, codec: str) -> None:
     rows, slots, width = 4, 2048, 64
     config = small_config(4, 2, width=64, head_width=width, rope=Rope(width=width), max_positions=2 * slots)
@@ -336,6 +332,7 @@ def test_a_step_over_codes_decodes_no_layer(name: str, plan: str | None, codec: 
     ],
 )
 @pytest.mark.parametrize(("rows", "slots"), [(8, 512), slow(1, 256)])
+@pytest.mark.compiled_well
 def test_a_step_of_the_embedded_model_needs_a_twentieth_of_its_cache(name: str, rows: int, slots: int) -> None:
     model = kvjax.load("tiny")
     state, _ = kvjax.prefill(model, name, np.ones((rows, 40), int), slots, max_new_tokens=slots)
@@ -346,6 +343,7 @@ def test_a_step_of_the_embedded_model_needs_a_twentieth_of_its_cache(name: str, 
 
 
 @pytest.mark.parametrize("name", ["streaming", "h2o", "keyformer", "tova", "scissorhands", "snapkv", "lightkv"])
+@pytest.mark.compiled_well
 def test_a_long_prompt_needs_less_than_one_matrix_of_its_length(name: str) -> None:
     n = 8192
     model = random_model(small_config(4, 2, layers=1, max_positions=n))

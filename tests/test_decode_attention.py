@@ -157,6 +157,7 @@ def test_two_digits_agree_with_exact_arithmetic(x64, bits, c):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
 @pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.compiled_well
 def test_codes_are_never_decoded_as_a_whole(bits, dtype):
     with jax.enable_x64(dtype == "float64"):
         b, h, g, c, d = 4, 4, 2, 2048, 128

@@ -55,7 +55,7 @@ def greedy(model, policy, kernels):
     ],
     ids=lambda value: value.name or "less" if isinstance(value, kvjax.Policy) else None,
 )
-def test_kernels_give_the_same_tokens(compiled_fast, policy, way, called):
+def test_kernels_give_the_same_tokens(policy, way, called):
     model = kvjax.load("tiny")
     expected = greedy(model, policy, Kernels("xla"))
     # What has no form for a platform is left to XLA there.

@@ -92,6 +92,7 @@ def full_view(b, h, c, d, remembered):
 
 
 @pytest.mark.parametrize("way", [XLA, TPU_WAYS[0]], ids=str)
+@pytest.mark.compiled_well
 def test_a_token_takes_the_slot_that_compression_would_drop(way):
     """What ranks lowest is one rule: for one token more than a head may hold, and for a whole prompt."""
     b, h, c, d = 2, 2, 48, 64
@@ -130,6 +131,7 @@ def test_hamming_finds_the_victim_of_lsh_e(way):
     np.testing.assert_array_equal(found, oldest)
 
 
+@pytest.mark.compiled_well
 def test_donated_buffers_are_written_in_place():
     inputs = dict(case(2, 2, 512, 64).arrays[0])
     cache = {name: inputs.pop(name) for name in ("position", "buffers")}

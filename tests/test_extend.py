@@ -203,6 +203,7 @@ def test_fastgen_reads_up_to_its_planned_end(x64: None) -> None:
 
 
 @pytest.mark.parametrize("name", ["streaming", "h2o", "keyformer", "tova", "snapkv", "scissorhands", "h2o+int8"])
+@pytest.mark.compiled_well
 def test_a_long_turn_needs_less_than_one_matrix_of_its_length(name: str) -> None:
     n = 8192
     long = random_model(small_config(4, 2, layers=1, max_positions=2 * n))

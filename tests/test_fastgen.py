@@ -24,7 +24,6 @@ from tests.cases import fastgen_case
 from tests.models import GQA, MHA, random_model, small_config
 from tests.oracles.decoder import Decoder
 
-pytestmark = pytest.mark.usefixtures("compiled_fast")
 RNG = np.random.default_rng(5)
 TEXT = RNG.integers(0, 64, (8, 700))
 LENGTHS = (41, 25, 33)
@@ -141,6 +140,7 @@ def test_a_second_prompt_of_the_bucket_compiles_nothing():
     assert len(layouts) > len(sizes)
 
 
+@pytest.mark.compiled_well
 def test_a_step_needs_no_memory_beside_its_pool():
     state, _ = read(random_model(MHA), TEXT[:2, :41], threshold=1.0, max_new_tokens=2000, **IDS)
     memory = decode.lower_step(state).compile().memory_analysis()

@@ -46,6 +46,7 @@ def test_greedy_text_equals_the_plain_forward(model: kvjax.Model) -> None:
     assert made.tokens[0] == best[start - 1 : start - 1 + len(made.tokens[0])].tolist()
 
 
+@pytest.mark.compiled_well
 def test_a_text_does_not_depend_on_its_batch(model: kvjax.Model) -> None:
     prompts = [STORY, "The old man said that", "Tom had a red ball."]
     arguments = dict(policy="keyformer", budget=24, max_new_tokens=24, temperature=0.9, top_k=40, top_p=0.95, seed=3)
@@ -64,7 +65,6 @@ def test_rows_stop_at_their_end(model: kvjax.Model) -> None:
     assert stopped.tokens[0] == first[: first.index(first[5])]
 
 
-@pytest.mark.usefixtures("compiled_fast")
 def test_what_varies_between_calls_compiles_nothing(model: kvjax.Model) -> None:
     ids = [encode(model, text) for text in (STORY, STORY[:70], STORY[5:], STORY[9:], STORY[20:], STORY[:60])]
     usual: dict[str, Any] = dict(policy="less", budget=32, max_new_tokens=24)
@@ -367,7 +367,6 @@ def test_a_config_names_parts_which_options_override() -> None:
     assert chosen("--config", "parts", "--plan", "pyramid") == other
 
 
-@pytest.mark.usefixtures("compiled_fast")
 def test_parts_write_text_together(capsys: pytest.CaptureFixture[str]) -> None:
     words = "--policy keyformer --residual less --plan adakv --budget 24"
     settings = "--max-new-tokens 24 --ignore-eos --json"

@@ -20,8 +20,6 @@ from kvjax.types import LayerConfig
 from tests.models import random_model, small_config
 from tests.oracles.forward import forward
 
-pytestmark = pytest.mark.usefixtures("compiled_fast")
-
 OTHER = Rope(width=4, theta=100.0, interleaved=True)
 CONFIGS: dict[str, dict[str, Any]] = {
     "window, then all": {"windows": (3, None)},

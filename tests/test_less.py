@@ -30,7 +30,6 @@ from tests.models import GQA, MHA, MQA, random_model, small_config
 from tests.oracles import basic, fastgen, less
 from tests.test_oracles import SHAPES, _compare
 
-pytestmark = pytest.mark.usefixtures("compiled_fast")
 HIDDEN = 16
 
 

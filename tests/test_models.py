@@ -17,7 +17,6 @@ from kvjax.models.decoder import forward
 from kvjax.rope import rotate
 from tests.models import GQA, MODELS, MQA, random_checkpoint, random_model, small_config
 
-pytestmark = pytest.mark.usefixtures("compiled_fast")
 TOKENS = 300  # more than one block of queries
 LENGTHS = (TOKENS, 77, 1)
 
@@ -68,6 +67,7 @@ VARIANTS = {
 
 
 @pytest.mark.parametrize("config", VARIANTS.values(), ids=VARIANTS)
+@pytest.mark.compiled_well
 def test_blocks_rows_and_padding_do_not_matter(config: ModelConfig) -> None:
     model = random_model(config)
     tokens = np.random.default_rng(1).integers(0, config.vocab_size, (2, 600))
@@ -81,6 +81,7 @@ def test_blocks_rows_and_padding_do_not_matter(config: ModelConfig) -> None:
     np.testing.assert_allclose(model.logits(tokens[1:])[0], long[1], atol=2e-5)
 
 
+@pytest.mark.compiled_well
 def test_no_matrix_of_all_pairs() -> None:
     model, tokens = random_model(MQA), jnp.zeros((1, 4096), jnp.int32)
     lowered = jax.jit(forward, static_argnames="config").lower(model.weights, MQA, tokens, jnp.array([4096]))

@@ -63,13 +63,11 @@ def test_helpers_and_settings_have_any_name() -> None:
         (lambda self, view, new: numbers(self, view, new) / 0 * 0, r"Mine\.score gives NaN for tokens of a prompt"),
     ],
 )
-@pytest.mark.usefixtures("compiled_fast")
 def test_scores_that_are_no_scores_are_refused(score: Callable[..., Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         kvjax.prefill(random_model(GQA), kvjax.Policy(decorated(score=score)()), [[1, 2, 3, 4, 5, 6]], 4)
 
 
-@pytest.mark.usefixtures("compiled_fast")
 def test_a_fold_that_changes_what_a_slot_remembers_is_refused() -> None:
     mine = decorated(Accumulated, fold=lambda self, answers, view, new: answers[..., None])
     with pytest.raises(ValueError, match=r"Mine\.fold gives .*, not what its slot began with"):

@@ -166,6 +166,7 @@ def test_codes_of_pages_agree_with_exact_arithmetic(x64, bits):
 
 
 @pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.compiled_well
 def test_a_pool_of_codes_is_never_decoded_as_a_whole(bits):
     pages, size, d = 4096, 16, 128
     codes = jax.ShapeDtypeStruct((pages, size, d * bits // 8), jnp.int8 if bits == 8 else jnp.uint8)

@@ -19,7 +19,6 @@ from pallas_kernels.attention import slot_block
 from tests.held import layers
 from tests.models import random_model, small_config
 
-pytestmark = pytest.mark.usefixtures("compiled_fast")
 MODEL = random_model(small_config(4, 2, layers=4))
 TEXT = np.random.default_rng(0).integers(0, 64, (2, 200))
 

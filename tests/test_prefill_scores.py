@@ -96,6 +96,7 @@ def temporary(made: dict[str, Any], **options: Any) -> int:
 
 
 @pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.compiled_well
 def test_memory_is_linear_in_the_prompt(rows):
     def of(n: int) -> int:
         made = inputs(1, 2, 2, n, 16, padding=False)
@@ -106,6 +107,7 @@ def test_memory_is_linear_in_the_prompt(rows):
 
 @pytest.mark.parametrize("scores", [False, True])
 @pytest.mark.parametrize("kinds", [("int8", "int8"), ("int4", "int4"), ("turned", "array"), ("array", "array")])
+@pytest.mark.compiled_well
 def test_no_decoded_copy_of_a_cache_exists(kinds, scores):
     made, cached = inputs(1, 4, 1, 16, 64, cached=4000, padding=False), 4000
     decoded = made["k"][:, :, :cached].nbytes
@@ -149,6 +151,7 @@ def test_auto_reads_operands_with_xla_and_arrays_with_a_kernel(monkeypatch):
     assert kernels(operand("int8", made["k"])) == 0
 
 
+@pytest.mark.compiled_well
 def test_a_prompt_does_not_depend_on_its_neighbours():
     made = jax.tree.map(jnp.asarray, inputs(3, 1, 2, 70, 8))
     alone = prefill_scores(**{name: x[1:2] for name, x in made.items()}, spec=SPEC)

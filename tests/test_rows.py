@@ -45,7 +45,6 @@ SOME = (
     "h2o-cache-positions",
     "less+snapkv+adakv",
 )
-compiled_fast = pytest.mark.usefixtures("compiled_fast")
 every_kind = pytest.mark.parametrize("name", [name if name in SOME else slow(name) for name in ROWS_OF])
 
 
@@ -148,7 +147,6 @@ def test_a_policy_of_ones_own_equals_its_oracle(plan: str | None, x64: None) -> 
 
 
 @every_kind
-@compiled_fast
 def test_an_inactive_row_never_changes_and_nobody_notices(name: str) -> None:
     state, _ = read(name, [0, 1, 2])
     state, _ = write(state, 2)
@@ -170,6 +168,7 @@ def test_an_inactive_row_never_changes_and_nobody_notices(name: str) -> None:
 
 
 @every_kind
+@pytest.mark.compiled_well
 def test_rows_go_on_in_another_state_as_they_would_have(name: str, x64: None) -> None:
     # Another budget, another planned length: other buffers, pages of another size.
     host, _ = write(read(name, [0, 1, 2], budget=40, tokens=60, dtype=jnp.float64)[0], 3)
@@ -198,7 +197,6 @@ def test_rows_go_on_in_another_state_as_they_would_have(name: str, x64: None) ->
     places=st.permutations([0, 1, 2]),
     steps=st.integers(1, 3),
 )
-@compiled_fast
 def test_any_rows_in_any_order_keep_their_text(name: str, taken: list[int], places: list[int], steps: int) -> None:
     source, _ = write(read(name, [0, 1, 2])[0], steps)
     rows = kvjax.take_rows(source, taken)
@@ -220,7 +218,6 @@ def unchanged_but_for_buffers(one: kvjax.State, other: kvjax.State) -> None:
         jax.tree.map(np.testing.assert_array_equal, layer, same)
 
 
-@compiled_fast
 def test_a_beam_is_a_row_taken_twice() -> None:
     state, _ = read("h2o+adakv", [0, 1])
     beams = kvjax.take_rows(state, [1, 1, 0])
@@ -230,7 +227,6 @@ def test_a_beam_is_a_row_taken_twice() -> None:
     np.testing.assert_allclose(logits[:, 1:], expected[:, [1, 0]], rtol=1e-5, atol=1e-5)
 
 
-@compiled_fast
 def test_bad_rows_are_one_sentence() -> None:
     state, _ = read("h2o", [0, 1, 2])
     two = kvjax.take_rows(state, [0, 1])

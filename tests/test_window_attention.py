@@ -18,7 +18,6 @@ from kvjax.engine.prepare import prepare
 from tests.held import layers
 from tests.models import GQA, random_model
 
-pytestmark = pytest.mark.usefixtures("compiled_fast")
 MODEL = random_model(GQA)
 TEXT = np.random.default_rng(0).integers(0, 64, (3, 60))
 LENGTHS = [60, 20, 41]
@@ -40,6 +39,7 @@ def steps(state, count):
 
 @pytest.mark.parametrize("name", ["snapkv", "lightkv"])
 @pytest.mark.parametrize("chunk", [1, 16])
+@pytest.mark.compiled_well
 def test_reading_in_chunks_does_not_depend_on_longer_neighbours(name, chunk):
     policy = kvjax.policy(name, **SETTINGS[name])
     together, logits = kvjax.prefill(MODEL, policy, TEXT, 12, lengths=LENGTHS, prefill_chunk=chunk, plan="uniform")
