@@ -219,6 +219,10 @@ FIRST = list({case.policy: name for name, case in reversed(POLICIES.items())}.va
 """One case of each policy, for promises that its settings cannot touch."""
 
 
+class SelectingH2O(topk_oracle.Selecting, basic.H2O):
+    """H2O of which every query reads only some."""
+
+
 def pair(
     name: str,
     *,
@@ -286,12 +290,15 @@ PAIRS: dict[str, Case] = {
     "fastgen-local+cache": pair("fastgen-local", settings={"positions": "cache"}),
     "less+h2o+int4": pair("h2o", less_over=True, codec="int4"),
     "less+keyformer+adakv+int8": pair("keyformer", less_over=True, plan="adakv", codec="int8"),
-    # A selection reads only some of what the score keeps.
-    "h2o+topk": dataclasses.replace(
-        pair("h2o", settings={"selection": "topk", "selection.k": 6}),
-        oracle=type("SelectingH2O", (topk_oracle.Selecting, basic.H2O), {}),
-        equals_full=False,
-    ),
+    # A selection reads only some of what the score keeps, and all that LESS remembers.
+    **{
+        name: dataclasses.replace(
+            pair("h2o", less_over=remembers, settings={"selection": "topk", "selection.k": 6}),
+            oracle=less.less(SelectingH2O) if remembers else SelectingH2O,
+            equals_full=False,
+        )
+        for name, remembers in (("h2o+topk", False), ("less+h2o+topk", True))
+    },
 }
 """Parts that are combined: what no paper has tried together still means what its parts mean."""
 

@@ -16,6 +16,7 @@ Decoding one token, layer by layer (a policy with `sequential = True` reads its 
     note(h, new)         -> the note of the new token, then appended with its key and value
     store(h, k, v)       -> the pair as it lies in the lists; unchanged unless overridden
     see(h, q, turn)      -> keys [n, d] and queries [g][d] as the model multiplies them; also kept in `self.saw`
+    reads(probs)         -> the indices that a query reads; all of them unless overridden
     attend(h, g, q, probs)  -> [d], what query q of query head g reads from head h; the average unless overridden;
                          called for every prompt token too, whose probs are zero for later tokens
     after(new, probs)    probs[h][g] is an array over the list, the new token included: update notes
@@ -175,6 +176,9 @@ class Oracle:
 
     def retain(self, h: int, indices: Sequence[int]) -> None:
         self.heads[h].retain(indices)
+
+    def reads(self, probs: np.ndarray) -> Sequence[int]:
+        return range(len(probs))
 
     def attend(self, h: int, g: int, query: np.ndarray, probs: np.ndarray) -> np.ndarray:
         return probs @ np.array(self.heads[h].values)

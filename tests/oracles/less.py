@@ -86,13 +86,13 @@ class _Less(Oracle):
         """Equation 3; while nothing has left, and so for a whole prompt, it is plain attention."""
         head = self.heads[h]
         if isinstance(self.z[h], float):
-            return probs @ np.array(head.values)
+            return super().attend(h, g, query, probs)
         keys, queries = self.saw
         features = self.phi(h, g, query)
         above, below = features @ self.h[h], features @ self.z[h]
-        for key, value in zip(keys, head.values, strict=True):
-            weight = math.exp(queries[g] @ key / math.sqrt(len(key)))
-            above, below = above + weight * value, below + weight
+        for i in self.reads(probs):
+            weight = math.exp(queries[g] @ keys[i] / math.sqrt(len(keys[i])))
+            above, below = above + weight * head.values[i], below + weight
         return above / below
 
 

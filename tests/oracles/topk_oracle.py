@@ -14,9 +14,12 @@ class Selecting(Oracle):
 
     k: int | float
 
-    def attend(self, h, g, query, probs):
+    def reads(self, probs):
         k = self.k if isinstance(self.k, int) else math.ceil(self.k * np.count_nonzero(probs))
-        strongest = sorted(range(len(probs)), key=lambda i: (-probs[i], i))[:k]
+        return sorted(range(len(probs)), key=lambda i: (-probs[i], i))[:k]
+
+    def attend(self, h, g, query, probs):
+        strongest = self.reads(probs)
         mass = sum(probs[i] for i in strongest)
         out = np.zeros_like(query)
         for i in strongest:
