@@ -47,7 +47,7 @@ class Dense(struct.PyTreeNode):
         config: LayerConfig,
         layer: int,
         new: New,
-        absorb: Callable[[PyTree, Evicted], PyTree] | None,
+        absorb: Callable[[PyTree, Evicted], PyTree] | None = None,
     ) -> tuple[Dense, Evicted]:
         """One new token per row in the slot that ranks lowest of each head, and what was there.
 

@@ -80,7 +80,7 @@ class Paged(struct.PyTreeNode):
         config: LayerConfig,
         layer: int,
         new: New,
-        absorb: Callable[[PyTree, Evicted], PyTree] | None,
+        absorb: Callable[[PyTree, Evicted], PyTree] | None = None,
     ) -> tuple[Paged, Evicted]:
         """One new token per row in the slot that ranks lowest of each head; see `Dense.exchange`."""
         codec = rules.codec

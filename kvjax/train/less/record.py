@@ -164,7 +164,7 @@ def _replay(
 ) -> tuple[Dense, Pending, _Seen]:
     """One layer of a decode step on given queries, keys and values, with its log-sum-exp."""
     before = storage.layers[new.layer].position
-    storage, evicted = storage.exchange(policy, config, new.layer, new, None)
+    storage, evicted = storage.exchange(policy, config, new.layer, new)
     view = storage.layers[new.layer]
     # One slot of each head has changed hands.
     left = jnp.where(view.position != before, before, -1).max(-1)
