@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import numpy as np
 
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Weights
+from kvjax.models.families import read_config
 
 
 def tensors(weights: Weights) -> dict[str, jax.Array]:
@@ -44,11 +46,13 @@ def write_checkpoint(weights: Weights, config: ModelConfig, directory: Path, dty
         config: its shape, a Llama without biases.
         directory: where to write.
         dtype: of the tensors on disk.
+
+    Raises:
+        ValueError: the config is of another architecture, which the files would not say.
     """
     from safetensors.numpy import save_file
 
-    assert config.rope is not None
-    directory.mkdir(parents=True, exist_ok=True)
+    theta = 10_000.0 if config.rope is None else config.rope.theta
     described = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -62,8 +66,8 @@ def write_checkpoint(weights: Weights, config: ModelConfig, directory: Path, dty
         "hidden_act": "silu",
         "max_position_embeddings": config.max_positions,
         "rms_norm_eps": config.norm_eps,
-        "rope_theta": config.rope.theta,
-        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope.theta},
+        "rope_theta": theta,
+        "rope_parameters": {"rope_type": "default", "rope_theta": theta},
         "attention_bias": False,
         "mlp_bias": False,
         "tie_word_embeddings": weights.unembedding is None,
@@ -72,6 +76,11 @@ def write_checkpoint(weights: Weights, config: ModelConfig, directory: Path, dty
         "pad_token_id": 1,
         "dtype": dtype,
     }
+    _, told = read_config(described)
+    for name in [field.name for field in dataclasses.fields(told) if field.name not in ("bos", "eos")]:
+        if getattr(told, name) != getattr(config, name):
+            raise ValueError(f"only a Llama without biases can be written, not {name}={getattr(config, name)!r}.")
+    directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(described, indent=2) + "\n")
     cast = {name: np.asarray(value.astype(dtype)) for name, value in tensors(weights).items()}
     save_file(cast, directory / "model.safetensors", {"format": "pt"})
