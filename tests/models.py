@@ -24,6 +24,9 @@ def small_config(heads: int, kv_heads: int, **changes: Any) -> ModelConfig:
 MHA = small_config(4, 4)
 GQA = small_config(4, 2)
 MQA = small_config(4, 1)
+PARTIAL = small_config(4, 2, rope=Rope(width=4, interleaved=True))
+SLOPED = small_config(4, 2, position="alibi", rope=None)
+LEARNED = small_config(4, 2, position="learned", rope=None)
 
 
 def random_model(config: ModelConfig, seed: int = 0, dtype: DTypeLike = jnp.float32) -> Model:
@@ -44,7 +47,8 @@ def _older(name: str, **changes: Any) -> Any:
     import transformers
 
     settings = {"vocab_size": 128, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-    return getattr(transformers, name)(**(settings | {"initializer_range": 0.2} | changes))
+    settings |= {"initializer_range": 0.2, "bos_token_id": None, "eos_token_id": None}
+    return getattr(transformers, name)(**(settings | changes))
 
 
 _LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "original_max_position_embeddings": 64}
