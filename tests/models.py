@@ -100,6 +100,7 @@ def random_checkpoint(name: str, directory: Path, **saving: Any) -> Any:
 
     torch.set_num_threads(1)  # on small models its threads wait for each other, a hundred times as long
     torch.manual_seed(0)
+    # With attn_implementation="eager" transformers adds Falcon's ALiBi twice.
     model = transformers.AutoModelForCausalLM.from_config(MODELS[name]()).eval()
     with torch.no_grad():
         for parameter in model.parameters():

@@ -93,7 +93,7 @@ def fused_by_head(name: str) -> dict[str, Source]:
 
     def read(rows: slice, tensor: Tensor, config: ModelConfig) -> Tensor:
         by_head = tensor.reshape(config.kv_heads, config.groups + 2, config.head_width, *tensor.shape[1:])
-        return by_head[:, rows].reshape(-1, *tensor.shape[1:])
+        return by_head[:, rows].reshape(-1, *tensor.shape[1:]).copy()  # a view would keep all of the tensor in memory
 
     return _fused(name, {leaf: functools.partial(read, rows) for leaf, rows in slices.items()})
 
@@ -107,7 +107,7 @@ def fused_in_turn(name: str) -> dict[str, Source]:
 
     def read(index: int, tensor: Tensor, config: ModelConfig) -> Tensor:
         heads = np.cumsum([config.heads, config.kv_heads])
-        return np.split(tensor, heads * config.head_width)[index]
+        return np.split(tensor, heads * config.head_width)[index].copy()
 
     return _fused(name, {leaf: functools.partial(read, i) for i, leaf in enumerate(("query", "key", "value"))})
 
@@ -295,6 +295,16 @@ def gpt_config(settings: Settings, names: Mapping[str, str], **others: Any) -> M
     return ModelConfig(**(fields | others))
 
 
+GPT_NAMES: Mapping[str, str] = {
+    "width": "n_embd",
+    "layers": "n_layer",
+    "heads": "n_head",
+    "max_positions": "n_positions",
+    "norm_eps": "layer_norm_epsilon",
+    "activation": "activation_function",
+    "mlp_width": "n_inner",
+}
+"""The names of GPT-2 and GPT-J, for `gpt_config`."""
 _LLAMA_LINEARS: Mapping[str, str] = {
     "query": "self_attn.q_proj",
     "key": "self_attn.k_proj",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from kvjax.models.config import ModelConfig
 from kvjax.models.families.common import (
+    GPT_NAMES,
     Family,
     Settings,
     Source,
@@ -15,23 +16,13 @@ from kvjax.models.families.common import (
     transposed,
 )
 
-_NAMES = {
-    "width": "n_embd",
-    "layers": "n_layer",
-    "heads": "n_head",
-    "max_positions": "n_positions",
-    "norm_eps": "layer_norm_epsilon",
-    "activation": "activation_function",
-    "mlp_width": "n_inner",
-}
-
 
 def _config(settings: Settings) -> ModelConfig:
     scale = head_width(settings, "n_embd", "n_head") ** -0.5 if settings["scale_attn_weights"] else 1.0
     scales = [scale / (layer + 1) for layer in range(integer(settings, "n_layer"))]
     return gpt_config(
         settings,
-        _NAMES,
+        GPT_NAMES,
         position="learned",
         qkv_bias=True,
         output_bias=True,

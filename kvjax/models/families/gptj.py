@@ -3,24 +3,14 @@
 from __future__ import annotations
 
 from kvjax.models.config import ModelConfig
-from kvjax.models.families.common import Family, Settings, Source, gpt_config, integer, layer_sources
+from kvjax.models.families.common import GPT_NAMES, Family, Settings, Source, gpt_config, integer, layer_sources
 from kvjax.rope import Rope
-
-_NAMES = {
-    "width": "n_embd",
-    "layers": "n_layer",
-    "heads": "n_head",
-    "max_positions": "n_positions",
-    "norm_eps": "layer_norm_epsilon",
-    "activation": "activation_function",
-    "mlp_width": "n_inner",
-}
 
 
 def _config(settings: Settings) -> ModelConfig:
     return gpt_config(
         settings,
-        _NAMES,
+        GPT_NAMES,
         parallel=True,
         rope=Rope(integer(settings, "rotary_dim"), interleaved=True),
         shared_norm=True,
