@@ -245,7 +245,7 @@ LLAMA3 |= {"original_max_position_embeddings": 64}
         ({"model_type": "gptj", "tie_word_embeddings": True}, "tie_word_embeddings=True is not supported for gptj"),
         ({"model_type": "gpt_neox", "rotary_pct": "all"}, "partial_rotary_factor must be a number above 0, not 'all'"),
         ({"model_type": "gpt_neox", "rope_parameters": [1]}, r"rope_parameters must be an object, not \[1\]"),
-        ({"model_type": "gpt_neox", "rope_scaling": {"type": "dynamic"}}, "rope_type 'dynamic' is not supported"),
+        ({"model_type": "gpt_neox", "rope_scaling": {"type": "odd"}}, "rope_type 'odd' is not supported"),
         ({"model_type": "falcon", "num_ln_in_parallel_attn": 2}, "num_ln_in_parallel_attn=2 are not supported with"),
         ({"model_type": "falcon", "new_decoder_architecture": True, "parallel_attn": False}, "parallel_attn=False and"),
         ({"model_type": "falcon", "activation": "swiglu"}, "activation 'swiglu' is not supported; supported are silu"),

@@ -203,16 +203,17 @@ def test_learned_positions_are_not_those_of_the_cache(policy: Any) -> None:
         generate_ids(model, [[1] * 4095], max_new_tokens=2)
 
 
-@pytest.mark.parametrize("config", VARIANTS.values(), ids=VARIANTS)
-def test_only_what_its_files_can_say_is_written(config: ModelConfig, tmp_path: Path) -> None:
-    model = random_model(config)
-    if config is not GQA:
-        with pytest.raises(ValueError, match="only a Llama without biases can be written, not"):
-            write_checkpoint(model.weights, config, tmp_path / "none")
-        assert not (tmp_path / "none").exists()
-        return
-    write_checkpoint(model.weights, config, tmp_path)
+def test_a_llama_that_is_written_is_read_again(tmp_path: Path) -> None:
+    model = random_model(GQA)
+    write_checkpoint(model.weights, GQA, tmp_path)
     jax.tree.map(np.testing.assert_array_equal, load(tmp_path).weights, model.weights)
+
+
+@pytest.mark.parametrize("name", sorted(VARIANTS.keys() - {"gqa"}))
+def test_what_is_no_llama_is_not_written_as_one(name: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="only a Llama without biases and without scaled RoPE can be written"):
+        write_checkpoint(random_model(VARIANTS[name]).weights, VARIANTS[name], tmp_path / "none")
+    assert not (tmp_path / "none").exists()
 
 
 def test_model_without_tokenizer() -> None:

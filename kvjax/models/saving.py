@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from pathlib import Path
 
@@ -11,7 +10,13 @@ import numpy as np
 
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Weights
-from kvjax.models.families import read_config
+from kvjax.rope import Rope
+
+_WRITTEN = (
+    *("vocab_size", "width", "layers", "heads", "kv_heads", "head_width", "mlp_width", "max_positions"),
+    *("norm_eps", "tied", "bos", "eos"),
+)
+"""What config.json says of a model; all else is as in Llama."""
 
 
 def tensors(weights: Weights) -> dict[str, jax.Array]:
@@ -48,11 +53,17 @@ def write_checkpoint(weights: Weights, config: ModelConfig, directory: Path, dty
         dtype: of the tensors on disk.
 
     Raises:
-        ValueError: the config is of another architecture, which the files would not say.
+        ValueError: the model is not such a Llama.
     """
     from safetensors.numpy import save_file
 
-    theta = 10_000.0 if config.rope is None else config.rope.theta
+    plain = None
+    if config.rope is not None:
+        rope = Rope(config.head_width, config.rope.theta)
+        plain = ModelConfig(**{name: getattr(config, name) for name in _WRITTEN}, rope=rope)
+    if config.rope is None or config != plain:
+        raise ValueError("only a Llama without biases and without scaled RoPE can be written; this model is another.")
+    directory.mkdir(parents=True, exist_ok=True)
     described = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -66,8 +77,8 @@ def write_checkpoint(weights: Weights, config: ModelConfig, directory: Path, dty
         "hidden_act": "silu",
         "max_position_embeddings": config.max_positions,
         "rms_norm_eps": config.norm_eps,
-        "rope_theta": theta,
-        "rope_parameters": {"rope_type": "default", "rope_theta": theta},
+        "rope_theta": config.rope.theta,
+        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope.theta},
         "attention_bias": False,
         "mlp_bias": False,
         "tie_word_embeddings": weights.unembedding is None,
@@ -76,11 +87,6 @@ def write_checkpoint(weights: Weights, config: ModelConfig, directory: Path, dty
         "pad_token_id": 1,
         "dtype": dtype,
     }
-    _, told = read_config(described)
-    for name in [field.name for field in dataclasses.fields(told) if field.name not in ("bos", "eos")]:
-        if getattr(told, name) != getattr(config, name):
-            raise ValueError(f"only a Llama without biases can be written, not {name}={getattr(config, name)!r}.")
-    directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(described, indent=2) + "\n")
     cast = {name: np.asarray(value.astype(dtype)) for name, value in tensors(weights).items()}
     save_file(cast, directory / "model.safetensors", {"format": "pt"})

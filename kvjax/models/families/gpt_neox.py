@@ -24,8 +24,7 @@ def _rope(settings: Settings) -> Rope:
         raise LoadError(f"rope_parameters must be an object, not {given!r}.")
     parts = {"partial_rotary_factor": settings["rotary_pct"], "rope_theta": settings["rotary_emb_base"], **given}
     width = head_width(settings, "hidden_size", "num_attention_heads") * number(parts, "partial_rotary_factor")
-    whole = {"rope_scaling": settings.get("rope_scaling"), "rope_parameters": parts | {"partial_rotary_factor": 1.0}}
-    return read_rope(whole, int(width))
+    return read_rope({**settings, "rope_parameters": parts | {"partial_rotary_factor": 1.0}}, int(width))
 
 
 _NAMES = {
