@@ -178,10 +178,15 @@ def causal_mask(
     return visible if window is None else visible & (keys > queries - window)
 
 
-def alibi_slopes(heads: int) -> Float[np.ndarray, " heads"]:
-    """Geometric slopes 2^(-8i/n) for the next power of two n, odd ones first when heads is not a power of two."""
+def alibi_slopes(heads: int, exponent: float = 8.0) -> Float[np.ndarray, " heads"]:
+    """Geometric slopes 2^(-8i/n) for the next power of two n, even i first when heads is not a power of two.
+
+    Args:
+        heads: query heads of a layer.
+        exponent: in place of the 8, of the last slope.
+    """
     power = 2 ** math.ceil(math.log2(heads))
-    slopes = 2.0 ** (-8.0 * np.arange(1, power + 1) / power)
+    slopes = 2.0 ** (-exponent * np.arange(1, power + 1) / power)
     return slopes if power == heads else np.concatenate([slopes[1::2], slopes[0::2]])[:heads]
 
 

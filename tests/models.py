@@ -24,6 +24,9 @@ def small_config(heads: int, kv_heads: int, **changes: Any) -> ModelConfig:
 MHA = small_config(4, 4)
 GQA = small_config(4, 2)
 MQA = small_config(4, 1)
+PARTIAL = small_config(4, 2, rope=Rope(width=4, interleaved=True))
+SLOPED = small_config(4, 2, position="alibi", rope=None)
+LEARNED = small_config(4, 2, position="learned", rope=None)
 
 
 def random_model(config: ModelConfig, seed: int = 0, dtype: DTypeLike = jnp.float32) -> Model:
@@ -38,6 +41,14 @@ def _huggingface(name: str, **changes: Any) -> Any:
     settings |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512}
     # Far above the usual 0.02, so that attention is sharp and a mistake shows.
     return getattr(transformers, name)(**(settings | {"initializer_range": 0.2} | changes))
+
+
+def _older(name: str, **changes: Any) -> Any:
+    import transformers
+
+    settings = {"vocab_size": 128, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    settings |= {"initializer_range": 0.2, "bos_token_id": None, "eos_token_id": None}
+    return getattr(transformers, name)(**(settings | changes))
 
 
 _LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "original_max_position_embeddings": 64}
@@ -58,6 +69,26 @@ MODELS: Mapping[str, Callable[[], Any]] = {
     "qwen2-tied": lambda: _huggingface("Qwen2Config", tie_word_embeddings=True),
     "mistral": lambda: _huggingface("MistralConfig", sliding_window=None),
     "mistral-sliding": lambda: _huggingface("MistralConfig", sliding_window=16, head_dim=8),
+    "gpt2": lambda: _older("GPT2Config"),
+    "gpt2-scales": lambda: _older(
+        "GPT2Config", scale_attn_by_inverse_layer_idx=True, n_inner=80, tie_word_embeddings=False
+    ),
+    "cerebras-gpt": lambda: _older("GPT2Config", activation_function="gelu", scale_attn_weights=False),
+    "gptj": lambda: _older("GPTJConfig", rotary_dim=8),
+    "gpt_neox": lambda: _older("GPTNeoXConfig", intermediate_size=96),
+    "gpt_neox-sequential": lambda: _older(
+        "GPTNeoXConfig", intermediate_size=96, use_parallel_residual=False, attention_bias=False, rotary_pct=1.0
+    ),
+    "falcon-7b": lambda: _older("FalconConfig"),
+    "falcon-40b": lambda: _older("FalconConfig", new_decoder_architecture=True, num_kv_heads=2),
+    "falcon-11b": lambda: _older(
+        "FalconConfig", new_decoder_architecture=True, num_kv_heads=2, num_ln_in_parallel_attn=1, bias=True
+    ),
+    "falcon-rw": lambda: _older("FalconConfig", alibi=True, multi_query=False, parallel_attn=False, bias=True),
+    "mpt": lambda: _older("MptConfig"),
+    "mpt-clipped": lambda: _older(
+        "MptConfig", n_heads=2, tie_word_embeddings=False, attn_config={"clip_qkv": 0.5, "softmax_scale": 0.4}
+    ),
 }
 """Hugging Face configs of every variant that kvjax reads."""
 
@@ -69,7 +100,8 @@ def random_checkpoint(name: str, directory: Path, **saving: Any) -> Any:
 
     torch.set_num_threads(1)  # on small models its threads wait for each other, a hundred times as long
     torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(MODELS[name](), attn_implementation="eager").eval()
+    # With attn_implementation="eager" transformers adds Falcon's ALiBi twice.
+    model = transformers.AutoModelForCausalLM.from_config(MODELS[name]()).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim == 1:  # biases and norm scales, which start as zeros and ones

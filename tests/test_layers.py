@@ -17,6 +17,7 @@ from kvjax.models import ModelConfig, Rope
 from kvjax.policies.plan import AdaKV
 from kvjax.policies.residuals import checkpoint
 from kvjax.types import LayerConfig
+from tests.cases import slow
 from tests.models import random_model, small_config
 from tests.oracles.forward import forward
 
@@ -34,6 +35,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "narrow values": {"value_width": 3},
     "wide values": {"value_width": 20, "qkv_bias": True},
     "alibi": {"position": "alibi", "rope": None, "windows": (None, 4), "soft_cap": 0.4},
+    "alibi of its own, scales, clipping": {
+        **{"position": "alibi", "rope": None, "slopes": (0.5, 0.1, 0.02, 0.3)},
+        **{"attention_scales": (0.3, 0.9), "qkv_clip": 0.6, "logit_scale": 0.5},
+    },
 }
 
 
@@ -100,12 +105,18 @@ def assert_cached_equals_plain(
         return state
 
 
-@pytest.mark.parametrize("changes", CONFIGS.values(), ids=CONFIGS)
+in_caches = pytest.mark.parametrize(
+    "changes", [slow(changes) if "slopes" in changes else changes for changes in CONFIGS.values()], ids=CONFIGS
+)
+"""Slopes and scales are those of layers, whoever made them."""
+
+
+@in_caches
 def test_a_full_cache_honours_every_setting(changes: dict[str, Any]) -> None:
     assert_cached_equals_plain(small_config(4, 2, **changes), kvjax.policy("full"))
 
 
-@pytest.mark.parametrize("changes", CONFIGS.values(), ids=CONFIGS)
+@in_caches
 def test_pages_honour_every_setting(changes: dict[str, Any]) -> None:
     policy = kvjax.policy("h2o", plan=AdaKV(floor=1.0))
     state = assert_cached_equals_plain(small_config(4, 2, **changes), policy)
@@ -176,6 +187,14 @@ def test_layers_made_while_tracing_hold_no_tracers() -> None:
         ({"attention_scale": 0.0}, r"attention_scale must be above 0, not 0\.0"),
         ({"soft_cap": -2.0}, r"soft_cap must be above 0, not -2\.0"),
         ({"logit_soft_cap": 0.0}, r"logit_soft_cap must be above 0, not 0\.0"),
+        ({"qkv_clip": -1.0}, r"qkv_clip must be above 0, not -1\.0; leave it None"),
+        ({"attention_scales": (1.0,)}, "attention_scales has 1 entries for 2 layers; give one for each"),
+        ({"attention_scales": (1.0, 0.0)}, r"attention_scales\[1\] must be above 0, not 0\.0"),
+        ({"slopes": (1.0,) * 4}, "4 slopes do not fit position='rope' with 4 query heads; give position='alibi'"),
+        (
+            {"position": "alibi", "rope": None, "slopes": (1.0,)},
+            "1 slopes do not fit position='alibi' with 4 query heads",
+        ),
         ({"value_width": 0}, "value_width must be above 0, not 0"),
         ({"ropes": (None, None)}, r"position='rope' does not fit ropes=\(None, None\); give a Rope"),
         (

@@ -209,7 +209,10 @@ LLAMA3 |= {"original_max_position_embeddings": 64}
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"model_type": "mamba"}, r"model_type\) 'mamba' is not supported; supported are .*llama, mistral, qwen2"),
+        (
+            {"model_type": "mamba"},
+            r"model_type\) 'mamba' is not supported; supported are llama, .*qwen2, .*falcon, .*gpt2",
+        ),
         ({"model_type": None}, r"model_type\) None is not supported"),
         (
             {"rope_scaling": {"type": "yarn", "factor": 2}},
@@ -236,6 +239,25 @@ LLAMA3 |= {"original_max_position_embeddings": 64}
         ({"quantization_config": {"bits": 4}}, "quantization_config is not supported"),
         ({"model_type": "qwen2", "use_sliding_window": True}, "use_sliding_window=True is not supported for qwen2"),
         ({"model_type": "mistral", "attention_bias": True}, "attention_bias=True is not supported for mistral"),
+        ({"model_type": "gpt2", "add_cross_attention": True}, "add_cross_attention=True is not supported for gpt2"),
+        ({"model_type": "gpt2", "n_embd": 100}, "n_embd 100 is not a multiple of n_head 12"),
+        ({"model_type": "gptj", "rotary_dim": None}, "rotary_dim must be an integer above 0, not None"),
+        ({"model_type": "gptj", "tie_word_embeddings": True}, "tie_word_embeddings=True is not supported for gptj"),
+        ({"model_type": "gpt_neox", "rotary_pct": "all"}, "partial_rotary_factor must be a number above 0, not 'all'"),
+        ({"model_type": "gpt_neox", "rope_parameters": [1]}, r"rope_parameters must be an object, not \[1\]"),
+        ({"model_type": "gpt_neox", "rope_scaling": {"type": "odd"}}, "rope_type 'odd' is not supported"),
+        ({"model_type": "falcon", "num_ln_in_parallel_attn": 2}, "num_ln_in_parallel_attn=2 are not supported with"),
+        ({"model_type": "falcon", "new_decoder_architecture": True, "parallel_attn": False}, "parallel_attn=False and"),
+        ({"model_type": "falcon", "activation": "swiglu"}, "activation 'swiglu' is not supported; supported are silu"),
+        ({"model_type": "mpt", "no_bias": False}, "no_bias=False is not supported for mpt; only True is"),
+        ({"model_type": "mpt", "norm_type": "rmsnorm"}, "norm_type='rmsnorm' is not supported for mpt"),
+        ({"model_type": "mpt", "expansion_ratio": 2}, "expansion_ratio=2 is not supported for mpt; only 4 is"),
+        ({"model_type": "mpt", "attn_config": {"qk_ln": True}}, "qk_ln=True is not supported for mpt; only False is"),
+        ({"model_type": "mpt", "attn_config": {"alibi": False}}, "alibi=False is not supported for mpt; only True is"),
+        ({"model_type": "mpt", "attn_config": {"attn_type": "multiquery_attention"}}, "attn_type='multiquery_attent"),
+        ({"model_type": "mpt", "attn_config": {"clip_qkv": -6}}, "clip_qkv must be a number above 0, not -6"),
+        ({"model_type": "mpt", "attn_config": 3}, "attn_config must be an object, not 3"),
+        ({"model_type": "mpt", "logit_scale": "sqrt"}, "logit_scale must be a number above 0, not 'sqrt'"),
         ({"model_type": "mistral", "sliding_window": 0}, "sliding_window must be an integer above 0, not 0"),
     ],
 )
@@ -269,6 +291,29 @@ def test_missing_settings_mean_what_their_family_says() -> None:
     assert windows == {"llama": None, "mistral": 4096}
     assert all(read_config(SETTINGS | {"model_type": name})[1].norm_eps == 1e-6 for name in ("llama", "qwen2"))
     assert {"llama", "mistral", "qwen2"} <= set(FAMILIES)
+
+
+def test_rope_over_a_part_of_each_head() -> None:
+    neox = {"model_type": "gpt_neox", "hidden_size": 64, "num_attention_heads": 4}
+    assert read_config(neox)[1].rope == Rope(4)
+    assert read_config(neox | {"rotary_pct": 0.5, "rotary_emb_base": 500})[1].rope == Rope(8, 500.0)
+    assert read_config(neox | {"rope_parameters": {"partial_rotary_factor": 1.0}, "rotary_pct": 0.5})[1].rope == Rope(
+        16
+    )
+    longer = {"rope_scaling": {"type": "linear", "factor": 2.0}}
+    assert read_config(neox | longer)[1].rope == Rope(4, scaling="linear", factor=2.0)
+    assert read_config({"model_type": "gptj", "rotary_dim": 32})[1].rope == Rope(32, interleaved=True)
+
+
+def test_slopes_and_scales_of_mpt_and_falcon() -> None:
+    mpt = {"model_type": "mpt", "n_heads": 4, "logit_scale": "inv_sqrt_d_model", "attn_config": {"alibi_bias_max": 16}}
+    config = read_config(mpt)[1]
+    assert config.slopes == (2**-4, 2**-8, 2**-12, 2**-16) and config.logit_scale == 2048**-0.5
+    assert read_config(mpt | {"n_heads": 2, "attn_config": {"clip_qkv": 6, "softmax_scale": 0.5}})[1].qkv_clip == 6
+    falcon = {"model_type": "falcon", "alibi": True, "hidden_size": 64, "num_attention_heads": 16}
+    slopes = read_config(falcon)[1].slopes
+    # 2^-0.5 to the eight bits of a bfloat16, over the root of the heads' width.
+    assert slopes is not None and slopes[:2] == (181 / 256 / 2, 1 / 2 / 2)
 
 
 def test_paths_that_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,11 +17,12 @@ from kvjax.models import ModelConfig
 from kvjax.policies import Policy
 from tests.cases import FIRST, PAIRS, POLICIES, RARE, Case, core, slow
 from tests.held import kept, unpacked
-from tests.models import GQA, MHA, MQA, random_model
+from tests.models import GQA, LEARNED, MHA, MQA, PARTIAL, SLOPED, random_model
 from tests.oracles.decoder import Decoder
 
 STEPS = 300
 SHAPES = {"mha": (MHA, (301,)), "gqa": (GQA, (41, 9)), "mqa": (MQA, (57,))}
+SHAPES |= {"partial": (PARTIAL, (41, 9)), "alibi": (SLOPED, (41, 9)), "learned": (LEARNED, (41, 9))}
 
 
 @jax.jit
@@ -93,6 +94,19 @@ def test_what_is_combined_equals_its_oracle(name: str, x64: None) -> None:
 @pytest.mark.parametrize("shape", ["mha", "mqa"])
 @pytest.mark.parametrize("name", FIRST)
 def test_equals_its_oracle_with_more_or_fewer_heads(name: str, shape: str, x64: None) -> None:
+    config, lengths = SHAPES[shape]
+    _compare(POLICIES[name], _random(config), lengths, 40)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        *(core("h2o", shape) for shape in ("partial", "alibi", "learned")),
+        *(("streaming", shape) for shape in ("partial", "alibi")),
+        slow("h2o-cache-positions", "alibi"),
+    ],
+)
+def test_equals_its_oracle_wherever_positions_enter(name: str, shape: str, x64: None) -> None:
     config, lengths = SHAPES[shape]
     _compare(POLICIES[name], _random(config), lengths, 40)
 

@@ -19,17 +19,18 @@ def transformers_decoder(model: Model, tokens: Int[np.ndarray, "b n"], steps: in
     """Greedy generation by transformers with the same weights, without the time it needs for the prompt.
 
     Raises:
-        ValueError: torch is not installed.
+        ValueError: torch is not installed, or a model that was not loaded from a directory is no plain Llama.
     """
     try:
         import torch
     except ImportError:
         raise ValueError("--against transformers needs torch; install it with: pip install 'kvjax[parity]'.") from None
-    from transformers import LlamaForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    with tempfile.TemporaryDirectory() as directory:
-        write_checkpoint(model.weights, model.config, Path(directory))
-        peer = LlamaForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    with tempfile.TemporaryDirectory() as written:
+        if model.directory is None:
+            write_checkpoint(model.weights, model.config, Path(written))
+        peer = AutoModelForCausalLM.from_pretrained(model.directory or written, dtype=torch.float32)
     ids = torch.tensor(tokens)
     with torch.inference_mode():
         first = peer(ids[:, :-1], use_cache=True)

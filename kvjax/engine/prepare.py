@@ -106,11 +106,21 @@ def ready(model: Model, policy: Policy | str, budget: Budget, plan: Plan | str |
     """A policy that knows its model, its budget and the plan that spreads it.
 
     Raises:
-        ValueError: it was made for another model, or its parts mean nothing together.
+        ValueError: it was made for another model, or its parts mean nothing together or to the model.
     """
     chosen = policy_by_name(policy).bind(model)
     chosen.protection.check_tokens(model.config.vocab_size)
+    if chosen.codec.positions == "cache" and model.config.position == "learned":
+        raise ValueError(
+            f"positions='cache' does not go with model {model.name!r}, which adds learned positions to embeddings "
+            "before there are keys; use positions='original'."
+        )
     return fitted(chosen.budgeted(budget).spread(plan_by_name(plan)))
+
+
+def instead(config: ModelConfig) -> str:
+    """What a text that is longer than the model's positions can have in place of them, as the end of a sentence."""
+    return "" if config.position == "learned" else ", or use a policy with positions='cache'"
 
 
 def checked_budget(budget: Any) -> Budget:
@@ -300,7 +310,7 @@ def check_length(longest: int, policy: Policy, config: ModelConfig) -> None:
     if longest > config.max_positions and policy.codec.positions == "original":
         raise ValueError(
             f"a prompt of {longest} tokens is longer than the model's {config.max_positions} positions; "
-            "shorten it or use a policy with positions='cache'."
+            f"shorten it{instead(config)}."
         )
 
 

@@ -6,6 +6,8 @@ import dataclasses
 import functools
 from typing import Literal
 
+import numpy as np
+
 from kvjax.rope import Rope
 from kvjax.types import LayerConfig
 from pallas_kernels.attention import alibi_slopes
@@ -33,6 +35,7 @@ class ModelConfig:
         position: how positions enter: `rope`, `learned` embeddings or `alibi` biases.
         rope: settings of the rotation when `position` is `rope`.
         ropes: each layer's own rotation, None for none, in place of `rope`; None for `rope` in all layers.
+        slopes: ALiBi's of each query head; None for those of Press et al. (2022).
         position_offset: added to positions before the table of learned embeddings is read.
         norm_bias: whether norms add an offset.
         shared_norm: whether the MLP reads the norm of the attention (`parallel` blocks only).
@@ -41,9 +44,12 @@ class ModelConfig:
         mlp_bias: whether the MLP's projections add a bias.
         unembedding_bias: whether the logits add a bias.
         tied: whether the embedding table is also the unembedding.
+        qkv_clip: bound on what queries, keys and values are projected to (MPT: 6); None for none.
         attention_scale: of the products of queries and keys; None for 1 / sqrt(head_width).
+        attention_scales: each layer's own, in place of `attention_scale`; None for that in all layers.
         soft_cap: bound on attention's logits, cap tanh(x / cap) (Gemma 2: 50); None for none.
         logit_soft_cap: the same for the final logits (Gemma 2: 30).
+        logit_scale: by which the final logits are multiplied before they are bounded; None for 1.
         sliding_window: tokens a query sees, itself included; None for all of them (Mistral 7B v0.1: 4096).
         windows: each layer's own window, None for all tokens, in place of `sliding_window`; None for
             `sliding_window` in all layers.
@@ -68,6 +74,7 @@ class ModelConfig:
     position: Literal["rope", "learned", "alibi"] = "rope"
     rope: Rope | None = None
     ropes: tuple[Rope | None, ...] | None = None
+    slopes: tuple[float, ...] | None = None
     position_offset: int = 0
     norm_bias: bool = False
     shared_norm: bool = False
@@ -76,9 +83,12 @@ class ModelConfig:
     mlp_bias: bool = False
     unembedding_bias: bool = False
     tied: bool = False
+    qkv_clip: float | None = None
     attention_scale: float | None = None
+    attention_scales: tuple[float, ...] | None = None
     soft_cap: float | None = None
     logit_soft_cap: float | None = None
+    logit_scale: float | None = None
     sliding_window: int | None = None
     windows: tuple[int | None, ...] | None = None
     bos: int | None = None
@@ -94,7 +104,10 @@ class ModelConfig:
         """What each layer's attention is like."""
         slopes = None
         if self.position == "alibi":
-            slopes = tuple(map(tuple, alibi_slopes(self.heads).reshape(self.kv_heads, self.groups).tolist()))
+            of_heads = alibi_slopes(self.heads) if self.slopes is None else np.array(self.slopes)
+            slopes = tuple(map(tuple, of_heads.reshape(self.kv_heads, self.groups).tolist()))
+        scale = self.head_width**-0.5 if self.attention_scale is None else self.attention_scale
+        scales = (scale,) * self.layers if self.attention_scales is None else self.attention_scales
         windows = (self.sliding_window,) * self.layers if self.windows is None else self.windows
         return tuple(
             LayerConfig(
@@ -103,12 +116,12 @@ class ModelConfig:
                 key_width=self.head_width,
                 value_width=self.head_width if self.value_width is None else self.value_width,
                 rope=rope,
-                scale=self.head_width**-0.5 if self.attention_scale is None else self.attention_scale,
+                scale=scale,
                 soft_cap=self.soft_cap,
                 window=window,
                 slopes=slopes,
             )
-            for window, rope in zip(windows, self._layer_ropes, strict=True)
+            for scale, window, rope in zip(scales, windows, self._layer_ropes, strict=True)
         )
 
     def layer(self, index: int) -> LayerConfig:
@@ -122,17 +135,26 @@ class ModelConfig:
     def __post_init__(self) -> None:
         if self.heads % self.kv_heads:
             raise ValueError(f"{self.heads} query heads cannot share {self.kv_heads} KV heads evenly.")
-        for name in ("windows", "ropes"):
+        for name in ("windows", "ropes", "attention_scales"):
             given = getattr(self, name)
             if given is not None and len(given) != self.layers:
                 raise ValueError(f"{name} has {len(given)} entries for {self.layers} layers; give one for each.")
-        for name in ("value_width", "attention_scale", "soft_cap", "logit_soft_cap", "sliding_window"):
+        positive = ("value_width", "qkv_clip", "attention_scale", "soft_cap", "logit_soft_cap", "logit_scale")
+        for name in (*positive, "sliding_window"):
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise ValueError(f"{name} must be above 0, not {value}; leave it None for models without it.")
         for index, window in enumerate(self.windows or ()):
             if window is not None and window <= 0:
                 raise ValueError(f"windows[{index}] must be above 0, not {window}; None lets a layer see all tokens.")
+        for index, scale in enumerate(self.attention_scales or ()):
+            if scale <= 0:
+                raise ValueError(f"attention_scales[{index}] must be above 0, not {scale}.")
+        if self.slopes is not None and (self.position != "alibi" or len(self.slopes) != self.heads):
+            raise ValueError(
+                f"{len(self.slopes)} slopes do not fit position={self.position!r} with {self.heads} query heads; "
+                "give position='alibi' and one for each head, or leave them None."
+            )
         if (self.position == "rope") != any(rope is not None for rope in self._layer_ropes):
             given = f"rope={self.rope}" if self.ropes is None else f"ropes={self.ropes}"
             remedy = "give a Rope" if self.position == "rope" else "leave it None"

@@ -118,6 +118,8 @@ def block(
     q = layer.query(normed).reshape(b, t, shape.kv_heads, shape.groups, shape.key_width)
     k = layer.key(normed).reshape(b, t, shape.kv_heads, shape.key_width)
     v = layer.value(normed).reshape(b, t, shape.kv_heads, shape.value_width)
+    if config.qkv_clip is not None:
+        q, k, v = (jnp.clip(x, -config.qkv_clip, config.qkv_clip) for x in (q, k, v))
     attended = attention(q.transpose(0, 2, 3, 1, 4), k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3))
     attended = attended.astype(x.dtype).transpose(0, 3, 1, 2, 4).reshape(b, t, shape.heads * shape.value_width)
     attended = layer.output(attended)
@@ -138,12 +140,14 @@ def mlp(layer: LayerWeights, config: ModelConfig, x: Float[Array, "b t width"]) 
 
 
 def unembed(weights: Weights, config: ModelConfig, x: Float[Array, "*b width"]) -> Float[Array, "*b vocab"]:
-    """Final norm and logits, bounded where the model has a cap for them, in at least float32."""
+    """Final norm and logits, scaled and bounded where the model says so, in at least float32."""
     x = normalise(weights.norm, x, config)
     table = weights.embedding if weights.unembedding is None else weights.unembedding.weight
     logits = jnp.einsum("...i,oi->...o", x, table, preferred_element_type=wide(x.dtype))
     if weights.unembedding is not None and weights.unembedding.bias is not None:
         logits = logits + weights.unembedding.bias
+    if config.logit_scale is not None:
+        logits = logits * config.logit_scale
     cap = config.logit_soft_cap
     return logits if cap is None else cap * jnp.tanh(logits / cap)
 

@@ -167,6 +167,10 @@ def _read_weights(directory: Path, family: Family, config: ModelConfig, dtype: j
     shapes = weight_shapes(config)
     place = files[0] if len(files) == 1 else directory / _INDEX
     sources = {leaf_name(path): family.source(leaf_name(path)) for path, _ in jax.tree.leaves_with_path(shapes)}
+    for leaf, source in sources.items():
+        bare = source.name.removeprefix(family.base)
+        if source.name not in stored and bare in stored:
+            sources[leaf] = dataclasses.replace(source, name=bare)
 
     for path, leaf in jax.tree.leaves_with_path(shapes):
         source = sources[leaf_name(path)]

@@ -10,6 +10,13 @@ import numpy as np
 
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Weights
+from kvjax.rope import Rope
+
+_WRITTEN = (
+    *("vocab_size", "width", "layers", "heads", "kv_heads", "head_width", "mlp_width", "max_positions"),
+    *("norm_eps", "tied", "bos", "eos"),
+)
+"""What config.json says of a model; all else is as in Llama."""
 
 
 def tensors(weights: Weights) -> dict[str, jax.Array]:
@@ -44,10 +51,18 @@ def write_checkpoint(weights: Weights, config: ModelConfig, directory: Path, dty
         config: its shape, a Llama without biases.
         directory: where to write.
         dtype: of the tensors on disk.
+
+    Raises:
+        ValueError: the model is not such a Llama.
     """
     from safetensors.numpy import save_file
 
-    assert config.rope is not None
+    plain = None
+    if config.rope is not None:
+        rope = Rope(config.head_width, config.rope.theta)
+        plain = ModelConfig(**{name: getattr(config, name) for name in _WRITTEN}, rope=rope)
+    if config.rope is None or config != plain:
+        raise ValueError("only a Llama without biases and without scaled RoPE can be written; this model is another.")
     directory.mkdir(parents=True, exist_ok=True)
     described = {
         "architectures": ["LlamaForCausalLM"],

@@ -15,7 +15,7 @@ from jaxtyping import Array, Int, Key
 
 from kvjax.compilation import Compiling
 from kvjax.engine.extend import prefill
-from kvjax.engine.prepare import bucket_rows, ready
+from kvjax.engine.prepare import bucket_rows, instead, ready
 from kvjax.engine.state import State, held_positions, take_rows
 from kvjax.policies.plan import Plan
 from kvjax.policies.policy import Policy
@@ -119,7 +119,7 @@ def generate_ids(
     if longest + max_new_tokens > room and chosen.codec.positions == "original":
         raise ValueError(
             f"a prompt of {longest} tokens and {max_new_tokens} new ones do not fit the model's {room} positions; "
-            "ask for fewer, or use a policy with positions='cache'."
+            f"ask for fewer{instead(model.config)}."
         )
     given = [seed_number(each) for each in (seed if isinstance(seed, (list, tuple, np.ndarray)) else [seed])]
     rows, seeds = len(prompts), given if np.ndim(seed) else given * len(prompts)

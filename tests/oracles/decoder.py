@@ -255,7 +255,7 @@ class Decoder:
         self.next = 0
         if self.oracles[0].sequential:
             return [self.step(token) for token in tokens][-1]
-        hidden = [self.weights.embedding[token] for token in tokens]
+        hidden = [self._embed(token, i) for i, token in enumerate(tokens)]
         prompts = []
         for layer, oracle in zip(self.weights.layers, self.oracles, strict=True):
             prompt, read = self._read_prompt(layer, oracle, [int(token) for token in tokens], hidden)
@@ -289,7 +289,8 @@ class Decoder:
                 rotated = np.array([self._rotate(projected[i][0][h][g], i) for i in range(n)])
                 matrix = np.zeros((n, n))
                 for i in range(n):
-                    matrix[i, : i + 1] = softmax(keys[: i + 1] @ rotated[i] / math.sqrt(keys.shape[1]))
+                    logits = keys[: i + 1] @ rotated[i] / math.sqrt(keys.shape[1])
+                    matrix[i, : i + 1] = softmax(logits + self._bias(h, g, head.positions[: i + 1]))
                     read[i][h].append(oracle.attend(h, g, rotated[i], matrix[i]))
                 queries[h].append(rotated)
                 probs[h].append(matrix)
@@ -318,7 +319,7 @@ class Decoder:
         """Read one more token and return its logits [vocab]."""
         position, self.next = self.next, self.next + 1
         news = []
-        x = self.weights.embedding[token]
+        x = self._embed(token, position)
         for layer, oracle in zip(self.weights.layers, self.oracles, strict=True):
             raw_q, raw_k, v = self._project(layer, x)
             q = [[self._rotate(query, position) for query in group] for group in raw_q]
@@ -340,7 +341,9 @@ class Decoder:
                 head.values.append(value)
                 head.notes.append(note)
                 seen, queries = oracle.saw = oracle.see(h, new, raw_q[h], self._rotate)
-                probs.append([softmax(seen @ query / math.sqrt(len(query))) for query in queries])
+                places = head.positions if oracle.positions == "original" else list(range(len(seen)))
+                logits = [seen @ query / math.sqrt(len(query)) for query in queries]
+                probs.append([softmax(x + self._bias(h, g, places)) for g, x in enumerate(logits)])
                 read.append([oracle.attend(h, g, q[h][g], probs[h][g]) for g in range(len(queries))])
             oracle.after(new, probs)
             x = self._finish(layer, x, read)
@@ -383,19 +386,43 @@ class Decoder:
     def _norm(self, norm, x) -> np.ndarray:
         return x / np.sqrt(np.mean(x * x) + self.config.norm_eps) * norm.scale
 
+    def _embed(self, token: int, position: int) -> np.ndarray:
+        x = self.weights.embedding[token]
+        return x + self.weights.positions[position] if self.config.position == "learned" else x
+
+    def _bias(self, h: int, g: int, places: Sequence[int]) -> np.ndarray:
+        """What the last of the places adds to the logits of all of them."""
+        if self.config.position != "alibi":
+            return np.zeros(len(places))
+        heads = self.config.heads
+        return slope(h * heads // self.config.kv_heads + g, heads) * (np.array(places) - places[-1])
+
     def _rotate(self, x: np.ndarray, position: int) -> np.ndarray:
         rope = self.config.rope
-        assert rope.scaling == "none" and not rope.interleaved and rope.width == len(x)
-        half = len(x) // 2
+        if rope is None:
+            return x
+        assert rope.scaling == "none"
+        half = rope.width // 2
         cosine, sine = _turn(position, half, rope.theta)
-        first, second = x[:half], x[half:]
-        return np.concatenate([first * cosine - second * sine, second * cosine + first * sine])
+        turned = x.copy()
+        one, other = slice(half), slice(half, rope.width)
+        if rope.interleaved:
+            one, other = slice(0, rope.width, 2), slice(1, rope.width, 2)
+        turned[one] = x[one] * cosine - x[other] * sine
+        turned[other] = x[other] * cosine + x[one] * sine
+        return turned
 
 
 @functools.cache
 def _turn(position: int, half: int, theta: float) -> tuple[np.ndarray, np.ndarray]:
     angle = position * theta ** (-np.arange(half) / half)
     return np.cos(angle), np.sin(angle)
+
+
+def slope(head: int, heads: int) -> float:
+    """ALiBi's slope of one of 1, 2, 4, ... heads."""
+    assert heads & (heads - 1) == 0
+    return 2 ** (-8 * (head + 1) / heads)
 
 
 def linear(layer, x: np.ndarray) -> np.ndarray:

@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from kvjax.models import ModelConfig, Rope
-from tests.oracles.decoder import linear, softmax
+from tests.oracles.decoder import linear, slope, softmax
 
 Vector = Float[np.ndarray, " n"]
 
@@ -31,7 +31,8 @@ def forward(weights: Any, config: ModelConfig, tokens: Int[np.ndarray, " t"]) ->
         hidden = [x + linear(layer.output, out) for x, out in zip(hidden, read, strict=True)]
         hidden = [x + _mlp(layer, _norm(layer.mlp_norm, config, x)) for x in hidden]
     table = weights.embedding if weights.unembedding is None else weights.unembedding.weight
-    return np.array([_capped(table @ _norm(weights.norm, config, x), config.logit_soft_cap) for x in hidden])
+    scale = 1.0 if config.logit_scale is None else config.logit_scale
+    return np.array([_capped(scale * (table @ _norm(weights.norm, config, x)), config.logit_soft_cap) for x in hidden])
 
 
 def _attention(layer: Any, config: ModelConfig, index: int, normed: list[Vector]) -> list[Vector]:
@@ -39,9 +40,11 @@ def _attention(layer: Any, config: ModelConfig, index: int, normed: list[Vector]
     rope = config.rope if config.ropes is None else config.ropes[index]
     window = config.sliding_window if config.windows is None else config.windows[index]
     scale = 1 / math.sqrt(config.head_width) if config.attention_scale is None else config.attention_scale
-    queries = [np.split(linear(layer.query, x), config.heads) for x in normed]
-    keys = [np.split(linear(layer.key, x), config.kv_heads) for x in normed]
-    values = [np.split(linear(layer.value, x), config.kv_heads) for x in normed]
+    scale = scale if config.attention_scales is None else config.attention_scales[index]
+    bound = math.inf if config.qkv_clip is None else config.qkv_clip
+    queries = [np.split(np.clip(linear(layer.query, x), -bound, bound), config.heads) for x in normed]
+    keys = [np.split(np.clip(linear(layer.key, x), -bound, bound), config.kv_heads) for x in normed]
+    values = [np.split(np.clip(linear(layer.value, x), -bound, bound), config.kv_heads) for x in normed]
     read = []
     for i in range(len(normed)):
         heads = []
@@ -51,7 +54,8 @@ def _attention(layer: Any, config: ModelConfig, index: int, normed: list[Vector]
             seen = [j for j in range(i + 1) if window is None or i - j < window]
             logits = [_capped(scale * (query @ _rotated(rope, keys[j][shared], j)), config.soft_cap) for j in seen]
             if config.position == "alibi":
-                logits = [x - _slope(head, config.heads) * (i - j) for x, j in zip(logits, seen, strict=True)]
+                steep = slope(head, config.heads) if config.slopes is None else config.slopes[head]
+                logits = [x - steep * (i - j) for x, j in zip(logits, seen, strict=True)]
             heads.append(softmax(np.array(logits)) @ np.array([values[j][shared] for j in seen]))
         read.append(np.concatenate(heads))
     return read
@@ -69,12 +73,6 @@ def _rotated(rope: Rope | None, x: Vector, position: int) -> Vector:
         turned[first] = x[first] * math.cos(angle) - x[second] * math.sin(angle)
         turned[second] = x[second] * math.cos(angle) + x[first] * math.sin(angle)
     return turned
-
-
-def _slope(head: int, heads: int) -> float:
-    """ALiBi's slope of one of 1, 2, 4, ... heads."""
-    assert heads & (heads - 1) == 0
-    return 2 ** (-8 * (head + 1) / heads)
 
 
 def _capped(x: np.ndarray, cap: float | None) -> np.ndarray:

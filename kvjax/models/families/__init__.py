@@ -2,18 +2,33 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 
 from kvjax.models.config import ModelConfig
 from kvjax.models.families.common import Family as Family
 from kvjax.models.families.common import LoadError as LoadError
-from kvjax.models.families.common import Settings
+from kvjax.models.families.common import Settings, check_only
 from kvjax.models.families.common import token_ids as token_ids
+from kvjax.models.families.falcon import FALCON
+from kvjax.models.families.gpt2 import GPT2
+from kvjax.models.families.gpt_neox import GPT_NEOX
+from kvjax.models.families.gptj import GPTJ
 from kvjax.models.families.llama import LLAMA
 from kvjax.models.families.mistral import MISTRAL
+from kvjax.models.families.mpt import MPT
 from kvjax.models.families.qwen2 import QWEN2
 
-FAMILIES: Mapping[str, Family] = {"llama": LLAMA, "mistral": MISTRAL, "qwen2": QWEN2}
+FAMILIES: Mapping[str, Family] = {
+    "llama": LLAMA,
+    "mistral": MISTRAL,
+    "qwen2": QWEN2,
+    "falcon": FALCON,
+    "gpt2": GPT2,
+    "gpt_neox": GPT_NEOX,
+    "gptj": GPTJ,
+    "mpt": MPT,
+}
 """The family of each `model_type`."""
 
 
@@ -33,11 +48,10 @@ def read_config(settings: Settings) -> tuple[Family, ModelConfig]:
         raise LoadError("quantization_config is not supported: give the checkpoint with its weights in floating point.")
     family = FAMILIES[name]
     settings = {**family.defaults, **settings}
-    for key, allowed in family.only.items():
-        if settings.get(key) not in allowed:
-            raise LoadError(f"{key}={settings[key]!r} is not supported for {name}; only {allowed[-1]!r} is.")
+    check_only(name, settings, family.only)
     try:
-        return family, family.config(settings)
+        config = family.config(settings)
+        return dataclasses.replace(family, sources={**family.sources, **family.variant(config)}), config
     except LoadError:
         raise
     except ValueError as error:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
+from jaxtyping import Shaped
 
 from kvjax.models.config import ModelConfig
 from kvjax.rope import Rope
@@ -19,6 +21,7 @@ class LoadError(ValueError):
 
 Settings = Mapping[str, Any]
 Shape = tuple[int, ...]
+Tensor = Shaped[np.ndarray, "out *into"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +36,7 @@ class Source:
 
     name: str
     shape: Callable[[Shape, ModelConfig], Shape] | None = None
-    read: Callable[[np.ndarray, ModelConfig], np.ndarray] | None = None
+    read: Callable[[Tensor, ModelConfig], Tensor] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +48,8 @@ class Family:
         sources: for each leaf of `Weights` (layers without their number), its tensor.
         defaults: what its config means by a setting that is not there.
         only: settings of which kvjax knows these values alone.
+        variant: sources that a model of this shape has in place of others.
+        base: how names of tensors begin, except in checkpoints of the model without its unembedding.
         ignored: patterns of tensors that some checkpoints hold and no model needs.
     """
 
@@ -52,6 +57,8 @@ class Family:
     sources: Mapping[str, Source]
     defaults: Settings
     only: Settings = dataclasses.field(default_factory=dict)
+    variant: Callable[[ModelConfig], Mapping[str, Source]] = lambda _: {}
+    base: str = ""
     ignored: tuple[str, ...] = (r".*\.rotary_emb\.inv_freq",)
 
     def source(self, leaf: str) -> Source:
@@ -59,6 +66,73 @@ class Family:
         match = re.match(r"layers\.(\d+)\.", leaf)
         source = self.sources[leaf if match is None else "layers." + leaf[match.end() :]]
         return dataclasses.replace(source, name=source.name.format(layer=match and match[1]))
+
+
+def layer_sources(prefix: str, modules: Mapping[str, str]) -> dict[str, Source]:
+    """Sources of the norms and linear maps of layers, weights and biases.
+
+    Args:
+        prefix: of the layers' names, as `transformer.h`.
+        modules: of each norm and linear map its name in a layer.
+    """
+    sources: dict[str, Source] = {}
+    for ours, theirs in modules.items():
+        scale = "scale" if ours.endswith("norm") else "weight"
+        for part, name in ((scale, "weight"), ("bias", "bias")):
+            sources[f"layers.{ours}.{part}"] = Source(f"{prefix}.{{layer}}.{theirs}.{name}")
+    return sources
+
+
+def fused_by_head(name: str) -> dict[str, Source]:
+    """Sources of queries, keys and values in one linear map: for each KV head its queries, its key, its value.
+
+    Args:
+        name: of the map, `{layer}` for the layer's number.
+    """
+    slices = {"query": slice(None, -2), "key": slice(-2, -1), "value": slice(-1, None)}
+
+    def read(rows: slice, tensor: Tensor, config: ModelConfig) -> Tensor:
+        by_head = tensor.reshape(config.kv_heads, config.groups + 2, config.head_width, *tensor.shape[1:])
+        return by_head[:, rows].reshape(-1, *tensor.shape[1:]).copy()  # a view would keep all of the tensor in memory
+
+    return _fused(name, {leaf: functools.partial(read, rows) for leaf, rows in slices.items()})
+
+
+def fused_in_turn(name: str) -> dict[str, Source]:
+    """Sources of queries, keys and values in one linear map: all queries, all keys, all values.
+
+    Args:
+        name: of the map, `{layer}` for the layer's number.
+    """
+
+    def read(index: int, tensor: Tensor, config: ModelConfig) -> Tensor:
+        heads = np.cumsum([config.heads, config.kv_heads])
+        return np.split(tensor, heads * config.head_width)[index].copy()
+
+    return _fused(name, {leaf: functools.partial(read, i) for i, leaf in enumerate(("query", "key", "value"))})
+
+
+def _fused(name: str, reads: Mapping[str, Callable[[Tensor, ModelConfig], Tensor]]) -> dict[str, Source]:
+    def shape(leaf: Shape, config: ModelConfig) -> Shape:
+        return ((config.heads + 2 * config.kv_heads) * config.head_width, *leaf[1:])
+
+    return {
+        f"layers.{leaf}.{part}": Source(f"{name}.{part}", shape, read)
+        for leaf, read in reads.items()
+        for part in ("weight", "bias")
+    }
+
+
+def transposed(source: Source) -> Source:
+    """The same, stored as [in, out]."""
+
+    def shape(leaf: Shape, config: ModelConfig) -> Shape:
+        return (leaf if source.shape is None else source.shape(leaf, config))[::-1]
+
+    def read(tensor: Tensor, config: ModelConfig) -> Tensor:
+        return tensor.T if source.read is None else source.read(tensor.T, config)
+
+    return dataclasses.replace(source, shape=shape, read=read)
 
 
 ACTIVATIONS: Mapping[str, str] = {
@@ -109,6 +183,30 @@ def choice(settings: Settings, key: str, choices: Mapping[str, Any]) -> Any:
     if not isinstance(value, str) or value not in choices:
         raise LoadError(f"{key} {value!r} is not supported; supported are {', '.join(choices)}.")
     return choices[value]
+
+
+def check_only(name: str, settings: Settings, only: Settings) -> None:
+    """Refuse values that kvjax does not know.
+
+    Args:
+        name: of the family.
+        settings: of a model.
+        only: the values that it knows, the one to name last.
+
+    Raises:
+        LoadError: naming the setting.
+    """
+    for key, allowed in only.items():
+        if settings.get(key) not in allowed:
+            raise LoadError(f"{key}={settings[key]!r} is not supported for {name}; only {allowed[-1]!r} is.")
+
+
+def head_width(settings: Settings, width: str, heads: str) -> int:
+    """The width of each of the heads that divide the hidden state, from the names of both settings."""
+    size, parts = integer(settings, width), integer(settings, heads)
+    if size % parts:
+        raise LoadError(f"{width} {size} is not a multiple of {heads} {parts}.")
+    return size // parts
 
 
 def token_ids(settings: Settings, key: str) -> tuple[int, ...]:
@@ -170,6 +268,43 @@ def llama_config(settings: Settings) -> ModelConfig:
     )
 
 
+def gpt_config(settings: Settings, names: Mapping[str, str], **others: Any) -> ModelConfig:
+    """The shape of a model with layer normalisation, an MLP without a gate, and heads that divide the hidden state.
+
+    Args:
+        settings: of the model.
+        names: of each of `width`, `layers`, `heads`, `max_positions`, `norm_eps`, `activation` and `mlp_width` (four
+            widths where it is None) what the family calls it.
+        others: further fields; `kv_heads` is `heads` if not among them, and `norm_bias` true.
+    """
+    readers = {"norm_eps": number, "activation": functools.partial(choice, choices=ACTIVATIONS)}
+    if settings[names["mlp_width"]] is None:
+        settings = {**settings, names["mlp_width"]: 4 * integer(settings, names["width"])}
+    fields = {ours: readers.get(ours, integer)(settings, theirs) for ours, theirs in names.items()}
+    fields |= {
+        "vocab_size": integer(settings, "vocab_size"),
+        "kv_heads": fields["heads"],
+        "head_width": head_width(settings, names["width"], names["heads"]),
+        "norm": "layer",
+        "norm_bias": True,
+        "gated_mlp": False,
+        "tied": bool(settings["tie_word_embeddings"]),
+        "bos": next(iter(token_ids(settings, "bos_token_id")), None),
+        "eos": token_ids(settings, "eos_token_id"),
+    }
+    return ModelConfig(**(fields | others))
+
+
+GPT_NAMES: Mapping[str, str] = {
+    "width": "n_embd",
+    "layers": "n_layer",
+    "heads": "n_head",
+    "max_positions": "n_positions",
+    "norm_eps": "layer_norm_epsilon",
+    "activation": "activation_function",
+    "mlp_width": "n_inner",
+}
+"""The names of GPT-2 and GPT-J, for `gpt_config`."""
 _LLAMA_LINEARS: Mapping[str, str] = {
     "query": "self_attn.q_proj",
     "key": "self_attn.k_proj",

@@ -24,6 +24,7 @@ _SETTINGS, _KERNELS = "settings.json", "kernels"
 SHIPPED = Path(__file__).resolve().parents[2] / "tiny" / "less"
 """Kernels of the embedded model, one directory for each base policy and budget."""
 _OPTIONAL = ("value_width", "ropes", "attention_scale", "soft_cap", "logit_soft_cap", "windows")
+_OPTIONAL += ("slopes", "qkv_clip", "attention_scales", "logit_scale")
 """Settings that count in a fingerprint only where a model has them: kernels may be older than the settings."""
 
 

@@ -1,0 +1,119 @@
+"""Falcon: 7B (one KV head), 40B and 11B (grouped, `new_decoder_architecture`), RW (ALiBi), with and without biases."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax.models.config import ModelConfig
+from kvjax.models.families.common import (
+    Family,
+    LoadError,
+    Settings,
+    Source,
+    fused_by_head,
+    gpt_config,
+    head_width,
+    integer,
+    layer_sources,
+    read_rope,
+)
+from pallas_kernels.attention import alibi_slopes
+
+_NAMES = {
+    "width": "hidden_size",
+    "layers": "num_hidden_layers",
+    "heads": "num_attention_heads",
+    "max_positions": "max_position_embeddings",
+    "norm_eps": "layer_norm_epsilon",
+    "activation": "activation",
+    "mlp_width": "ffn_hidden_size",
+}
+
+
+def _config(settings: Settings) -> ModelConfig:
+    width = head_width(settings, "hidden_size", "num_attention_heads")
+    heads = integer(settings, "num_attention_heads")
+    grouped, alibi, bias = (bool(settings[key]) for key in ("new_decoder_architecture", "alibi", "bias"))
+    parallel, norms = bool(settings["parallel_attn"]), settings["num_ln_in_parallel_attn"]
+    if norms not in ((None, 1, 2) if grouped else (None, 1)) or (grouped and not parallel):
+        raise LoadError(
+            f"parallel_attn={parallel} and num_ln_in_parallel_attn={norms!r} are not supported with "
+            f"new_decoder_architecture={grouped}; only parallel_attn=True and 1 or 2 norms are where it is True, and "
+            "1 norm where it is False."
+        )
+    kv_heads = heads
+    if grouped and settings["num_kv_heads"] is not None:
+        kv_heads = integer(settings, "num_kv_heads")
+    elif not grouped and settings["multi_query"]:
+        kv_heads = 1
+    return gpt_config(
+        settings,
+        _NAMES,
+        kv_heads=kv_heads,
+        parallel=parallel,
+        position="alibi" if alibi else "rope",
+        rope=None if alibi else read_rope(settings, width),
+        slopes=_slopes(heads, width) if alibi else None,
+        shared_norm=parallel and not (grouped and norms != 1),
+        qkv_bias=bias,
+        output_bias=bias,
+        mlp_bias=bias,
+    )
+
+
+def _slopes(heads: int, width: int) -> tuple[float, ...]:
+    # Falcon scales the sum of products and biases, and keeps slopes in bfloat16. transformers also rounds the bias of
+    # each position to bfloat16, so that it is no function of distances any more; kvjax does not.
+    return tuple((np.asarray(alibi_slopes(heads), jnp.bfloat16).astype(float) * width**-0.5).tolist())
+
+
+def _variant(config: ModelConfig) -> Mapping[str, Source]:
+    two = config.parallel and not config.shared_norm
+    return layer_sources("transformer.h", {"attention_norm": "ln_attn", "mlp_norm": "ln_mlp"}) if two else {}
+
+
+_MODULES = {
+    "attention_norm": "input_layernorm",
+    "output": "self_attention.dense",
+    "mlp_norm": "post_attention_layernorm",
+    "up": "mlp.dense_h_to_4h",
+    "down": "mlp.dense_4h_to_h",
+}
+
+FALCON = Family(
+    _config,
+    {
+        "embedding": Source("transformer.word_embeddings.weight"),
+        **layer_sources("transformer.h", _MODULES),
+        **fused_by_head("transformer.h.{layer}.self_attention.query_key_value"),
+        "norm.scale": Source("transformer.ln_f.weight"),
+        "norm.bias": Source("transformer.ln_f.bias"),
+        "unembedding.weight": Source("lm_head.weight"),
+    },
+    {
+        "vocab_size": 65024,
+        "hidden_size": 4544,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 71,
+        "num_kv_heads": None,
+        "num_ln_in_parallel_attn": None,
+        "ffn_hidden_size": None,
+        "activation": "gelu",
+        "max_position_embeddings": 2048,
+        "layer_norm_epsilon": 1e-5,
+        "alibi": False,
+        "new_decoder_architecture": False,
+        "multi_query": True,
+        "parallel_attn": True,
+        "bias": False,
+        "tie_word_embeddings": True,
+        "bos_token_id": 11,
+        "eos_token_id": 11,
+    },
+    only={"apply_residual_connection_post_layernorm": (None, False)},
+    variant=_variant,
+    base="transformer.",
+)

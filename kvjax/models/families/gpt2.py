@@ -1,0 +1,68 @@
+"""GPT-2 and Cerebras-GPT: learned positions, linear maps stored as [in, out]."""
+
+from __future__ import annotations
+
+from kvjax.models.config import ModelConfig
+from kvjax.models.families.common import (
+    GPT_NAMES,
+    Family,
+    Settings,
+    Source,
+    fused_in_turn,
+    gpt_config,
+    head_width,
+    integer,
+    layer_sources,
+    transposed,
+)
+
+
+def _config(settings: Settings) -> ModelConfig:
+    scale = head_width(settings, "n_embd", "n_head") ** -0.5 if settings["scale_attn_weights"] else 1.0
+    scales = [scale / (layer + 1) for layer in range(integer(settings, "n_layer"))]
+    return gpt_config(
+        settings,
+        GPT_NAMES,
+        position="learned",
+        qkv_bias=True,
+        output_bias=True,
+        mlp_bias=True,
+        attention_scale=scale,
+        attention_scales=tuple(scales) if settings["scale_attn_by_inverse_layer_idx"] else None,
+    )
+
+
+_LINEARS = {"output": "attn.c_proj", "up": "mlp.c_fc", "down": "mlp.c_proj"}
+_SOURCES = {
+    "embedding": Source("transformer.wte.weight"),
+    "positions": Source("transformer.wpe.weight"),
+    **layer_sources("transformer.h", {"attention_norm": "ln_1", "mlp_norm": "ln_2"}),
+    "norm.scale": Source("transformer.ln_f.weight"),
+    "norm.bias": Source("transformer.ln_f.bias"),
+    "unembedding.weight": Source("lm_head.weight"),
+}
+_TRANSPOSED = fused_in_turn("transformer.h.{layer}.attn.c_attn") | layer_sources("transformer.h", _LINEARS)
+
+GPT2 = Family(
+    _config,
+    _SOURCES | {leaf: transposed(source) for leaf, source in _TRANSPOSED.items()},
+    {
+        "vocab_size": 50257,
+        "n_positions": 1024,
+        "n_embd": 768,
+        "n_layer": 12,
+        "n_head": 12,
+        "n_inner": None,
+        "activation_function": "gelu_new",
+        "layer_norm_epsilon": 1e-5,
+        "scale_attn_weights": True,
+        "scale_attn_by_inverse_layer_idx": False,
+        "add_cross_attention": False,
+        "tie_word_embeddings": True,
+        "bos_token_id": 50256,
+        "eos_token_id": 50256,
+    },
+    only={"add_cross_attention": (False,)},
+    base="transformer.",
+    ignored=(r"(transformer\.)?h\.\d+\.attn\.(masked_)?bias",),
+)

@@ -1,0 +1,89 @@
+"""GPT-NeoX and Pythia: parallel or sequential blocks of two norms, RoPE over a part of each head."""
+
+from __future__ import annotations
+
+from kvjax.models.config import ModelConfig
+from kvjax.models.families.common import (
+    Family,
+    LoadError,
+    Settings,
+    Source,
+    fused_by_head,
+    gpt_config,
+    head_width,
+    layer_sources,
+    number,
+    read_rope,
+)
+from kvjax.rope import Rope
+
+
+def _rope(settings: Settings) -> Rope:
+    given = settings.get("rope_parameters") or {}
+    if not isinstance(given, dict):
+        raise LoadError(f"rope_parameters must be an object, not {given!r}.")
+    parts = {"partial_rotary_factor": settings["rotary_pct"], "rope_theta": settings["rotary_emb_base"], **given}
+    width = head_width(settings, "hidden_size", "num_attention_heads") * number(parts, "partial_rotary_factor")
+    return read_rope({**settings, "rope_parameters": parts | {"partial_rotary_factor": 1.0}}, int(width))
+
+
+_NAMES = {
+    "width": "hidden_size",
+    "layers": "num_hidden_layers",
+    "heads": "num_attention_heads",
+    "max_positions": "max_position_embeddings",
+    "norm_eps": "layer_norm_eps",
+    "activation": "hidden_act",
+    "mlp_width": "intermediate_size",
+}
+
+
+def _config(settings: Settings) -> ModelConfig:
+    return gpt_config(
+        settings,
+        _NAMES,
+        parallel=bool(settings["use_parallel_residual"]),
+        rope=_rope(settings),
+        qkv_bias=bool(settings["attention_bias"]),
+        output_bias=bool(settings["attention_bias"]),
+        mlp_bias=True,
+    )
+
+
+_MODULES = {
+    "attention_norm": "input_layernorm",
+    "output": "attention.dense",
+    "mlp_norm": "post_attention_layernorm",
+    "up": "mlp.dense_h_to_4h",
+    "down": "mlp.dense_4h_to_h",
+}
+
+GPT_NEOX = Family(
+    _config,
+    {
+        "embedding": Source("gpt_neox.embed_in.weight"),
+        **layer_sources("gpt_neox.layers", _MODULES),
+        **fused_by_head("gpt_neox.layers.{layer}.attention.query_key_value"),
+        "norm.scale": Source("gpt_neox.final_layer_norm.weight"),
+        "norm.bias": Source("gpt_neox.final_layer_norm.bias"),
+        "unembedding.weight": Source("embed_out.weight"),
+    },
+    {
+        "vocab_size": 50432,
+        "hidden_size": 6144,
+        "num_hidden_layers": 44,
+        "num_attention_heads": 64,
+        "intermediate_size": 24576,
+        "hidden_act": "gelu",
+        "max_position_embeddings": 2048,
+        "layer_norm_eps": 1e-5,
+        "tie_word_embeddings": False,
+        "use_parallel_residual": True,
+        "rotary_pct": 0.25,
+        "rotary_emb_base": 10_000.0,
+        "attention_bias": True,
+        "bos_token_id": 0,
+        "eos_token_id": 2,
+    },
+    ignored=(r"gpt_neox\.layers\.\d+\.attention\.((masked_)?bias|rotary_emb\.inv_freq)",),
+)

@@ -1,0 +1,58 @@
+"""GPT-J: parallel blocks of one norm, interleaved RoPE over a part of each head, an unembedding with a bias."""
+
+from __future__ import annotations
+
+from kvjax.models.config import ModelConfig
+from kvjax.models.families.common import GPT_NAMES, Family, Settings, Source, gpt_config, integer, layer_sources
+from kvjax.rope import Rope
+
+
+def _config(settings: Settings) -> ModelConfig:
+    return gpt_config(
+        settings,
+        GPT_NAMES,
+        parallel=True,
+        rope=Rope(integer(settings, "rotary_dim"), interleaved=True),
+        shared_norm=True,
+        mlp_bias=True,
+        unembedding_bias=True,
+    )
+
+
+_MODULES = {
+    "attention_norm": "ln_1",
+    "query": "attn.q_proj",
+    "key": "attn.k_proj",
+    "value": "attn.v_proj",
+    "output": "attn.out_proj",
+    "up": "mlp.fc_in",
+    "down": "mlp.fc_out",
+}
+
+GPTJ = Family(
+    _config,
+    {
+        "embedding": Source("transformer.wte.weight"),
+        **layer_sources("transformer.h", _MODULES),
+        "norm.scale": Source("transformer.ln_f.weight"),
+        "norm.bias": Source("transformer.ln_f.bias"),
+        "unembedding.weight": Source("lm_head.weight"),
+        "unembedding.bias": Source("lm_head.bias"),
+    },
+    {
+        "vocab_size": 50400,
+        "n_positions": 2048,
+        "n_embd": 4096,
+        "n_layer": 28,
+        "n_head": 16,
+        "n_inner": None,
+        "rotary_dim": 64,
+        "activation_function": "gelu_new",
+        "layer_norm_epsilon": 1e-5,
+        "tie_word_embeddings": False,
+        "bos_token_id": 50256,
+        "eos_token_id": 50256,
+    },
+    only={"tie_word_embeddings": (False,)},
+    ignored=(r"transformer\.h\.\d+\.attn\.((masked_)?bias|embed_positions)",),
+)
