@@ -204,6 +204,9 @@ def test_damage_is_named(damage: str, tmp_path: Path) -> None:
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8, "low_freq_factor": 1, "high_freq_factor": 4}
 LLAMA3 |= {"original_max_position_embeddings": 64}
+LONGROPE = {"rope_type": "longrope", "short_factor": [1, 1, 2, 2], "long_factor": [1, 2, 3, 4]}
+LONGROPE |= {"original_max_position_embeddings": 16}
+YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 
 
 @pytest.mark.parametrize(
@@ -212,10 +215,12 @@ LLAMA3 |= {"original_max_position_embeddings": 64}
         ({"model_type": "mamba"}, r"model_type\) 'mamba' is not supported; supported are .*llama, mistral, qwen2"),
         ({"model_type": None}, r"model_type\) None is not supported"),
         (
-            {"rope_scaling": {"type": "yarn", "factor": 2}},
-            "rope_type 'yarn' is not supported; supported are default, linear, llama3",
+            {"rope_scaling": {"type": "proportional", "factor": 2}},
+            "rope_type 'proportional' is not supported; supported are default, linear, dynamic, yarn, llama3, longrope",
         ),
-        ({"rope_parameters": {"rope_type": "dynamic"}}, "rope_type 'dynamic' is not supported"),
+        ({"rope_parameters": {"rope_type": "dynamic"}}, "factor must be a number above 0, not None"),
+        ({"rope_scaling": LONGROPE | {"long_factor": 2}}, "long_factor must be a list of numbers above 0, not 2"),
+        ({"rope_scaling": LONGROPE | {"short_factor": [1]}}, r"short_factors=\(1\.0,\) does not .* give 4 numbers"),
         ({"rope_parameters": {"full_attention": {}}}, r"RoPE settings per type of layer \(full_attention\) are not"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, r"partial_rotary_factor 0\.5 is not supported"),
         ({"rope_parameters": [1]}, r"rope_scaling and rope_parameters must be objects, not \{\} and \[1\]"),
@@ -234,7 +239,16 @@ LLAMA3 |= {"original_max_position_embeddings": 64}
         ({"num_key_value_heads": 3}, "4 query heads cannot share 3 KV heads evenly"),
         ({"eos_token_id": "x"}, "eos_token_id must be a token id or a list of them, not 'x'"),
         ({"quantization_config": {"bits": 4}}, "quantization_config is not supported"),
-        ({"model_type": "qwen2", "use_sliding_window": True}, "use_sliding_window=True is not supported for qwen2"),
+        (
+            {"model_type": "qwen2", "use_sliding_window": True, "layer_types": ["full"]},
+            "layer_types must be 2 of full_",
+        ),
+        ({"model_type": "gemma", "use_bidirectional_attention": True}, "use_bidirectional_attention=True is not"),
+        ({"model_type": "gemma2", "sliding_window": None}, "sliding_window must be an integer above 0, not None"),
+        ({"model_type": "gemma3_text", "attn_logit_softcapping": 5.0}, r"attn_logit_softcapping=5\.0 is not supported"),
+        ({"model_type": "gemma3_text", "rope_parameters": {"factor": 2}}, "must have an object for each of full_att"),
+        ({"model_type": "phi3", "rope_scaling": {"type": "yarn"}}, "short_factor must be a list of numbers above 0"),
+        ({"model_type": "phi3", "partial_rotary_factor": 1.5}, r"partial_rotary_factor 1\.5 is not supported; only up"),
         ({"model_type": "mistral", "attention_bias": True}, "attention_bias=True is not supported for mistral"),
         ({"model_type": "mistral", "sliding_window": 0}, "sliding_window must be an integer above 0, not 0"),
     ],
@@ -257,6 +271,15 @@ def test_config_is_refused_by_name(changes: dict, sentence: str, tmp_path: Path)
         (
             {"head_dim": 16, "rope_parameters": LLAMA3 | {"rope_theta": 2.0}},
             Rope(16, 2.0, False, "llama3", 8, 1, 4, 64),
+        ),
+        (
+            {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
+            Rope(8, scaling="dynamic", factor=2.0, original_max_positions=2048),
+        ),
+        ({"rope_scaling": YARN}, Rope(8, scaling="yarn", factor=4.0, original_max_positions=32)),
+        (
+            {"model_type": "phi3", "partial_rotary_factor": 0.5, "original_max_position_embeddings": 16},
+            Rope(4),
         ),
     ],
 )

@@ -44,9 +44,16 @@ def write_checkpoint(weights: Weights, config: ModelConfig, directory: Path, dty
         config: its shape, a Llama without biases.
         directory: where to write.
         dtype: of the tensors on disk.
+
+    Raises:
+        ValueError: the weights are not those of such a Llama.
     """
     from safetensors.numpy import save_file
 
+    named = tensors(weights)
+    plain = config.rope is not None and config.rope.scaling == "none" and config.embedding_scale is None
+    if not plain or config.norm_offset or len(named) != len(jax.tree.leaves(weights)):
+        raise ValueError("only a plain Llama without biases can be written; this model has more than that.")
     assert config.rope is not None
     directory.mkdir(parents=True, exist_ok=True)
     described = {
@@ -73,5 +80,5 @@ def write_checkpoint(weights: Weights, config: ModelConfig, directory: Path, dty
         "dtype": dtype,
     }
     (directory / "config.json").write_text(json.dumps(described, indent=2) + "\n")
-    cast = {name: np.asarray(value.astype(dtype)) for name, value in tensors(weights).items()}
+    cast = {name: np.asarray(value.astype(dtype)) for name, value in named.items()}
     save_file(cast, directory / "model.safetensors", {"format": "pt"})

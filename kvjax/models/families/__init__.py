@@ -9,11 +9,25 @@ from kvjax.models.families.common import Family as Family
 from kvjax.models.families.common import LoadError as LoadError
 from kvjax.models.families.common import Settings
 from kvjax.models.families.common import token_ids as token_ids
+from kvjax.models.families.gemma import GEMMA
+from kvjax.models.families.gemma2 import GEMMA2
+from kvjax.models.families.gemma3 import GEMMA3
 from kvjax.models.families.llama import LLAMA
 from kvjax.models.families.mistral import MISTRAL
+from kvjax.models.families.phi3 import PHI3
 from kvjax.models.families.qwen2 import QWEN2
+from kvjax.models.families.qwen3 import QWEN3
 
-FAMILIES: Mapping[str, Family] = {"llama": LLAMA, "mistral": MISTRAL, "qwen2": QWEN2}
+FAMILIES: Mapping[str, Family] = {
+    "llama": LLAMA,
+    "mistral": MISTRAL,
+    "qwen2": QWEN2,
+    "qwen3": QWEN3,
+    "phi3": PHI3,
+    "gemma": GEMMA,
+    "gemma2": GEMMA2,
+    "gemma3_text": GEMMA3,
+}
 """The family of each `model_type`."""
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -70,19 +71,20 @@ ACTIVATIONS: Mapping[str, str] = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "relu": "relu",
 }
-# For each type of RoPE: our name for it, and which settings it has beside theta.
-_ROPES: Mapping[str, tuple[str, Mapping[str, str]]] = {
-    "default": ("none", {}),
-    "linear": ("linear", {"factor": "factor"}),
-    "llama3": (
-        "llama3",
-        {
-            "factor": "factor",
-            "low_freq_factor": "low_freq_factor",
-            "high_freq_factor": "high_freq_factor",
-            "original_max_positions": "original_max_position_embeddings",
-        },
-    ),
+# For each type of RoPE which numbers it needs beside theta, by our names and theirs.
+_ORIGINAL = {"original_max_positions": "original_max_position_embeddings"}
+_ROPES: Mapping[str, Mapping[str, str]] = {
+    "default": {},
+    "linear": {"factor": "factor"},
+    "dynamic": {"factor": "factor", "original_max_positions": "max_position_embeddings"},
+    "yarn": {"factor": "factor", **_ORIGINAL},
+    "llama3": {
+        "factor": "factor",
+        "low_freq_factor": "low_freq_factor",
+        "high_freq_factor": "high_freq_factor",
+        **_ORIGINAL,
+    },
+    "longrope": _ORIGINAL,
 }
 
 
@@ -120,26 +122,96 @@ def token_ids(settings: Settings, key: str) -> tuple[int, ...]:
     return tuple(ids)
 
 
-def read_rope(settings: Settings, width: int) -> Rope:
-    """RoPE of `width` dimensions from `rope_parameters` (transformers 5) or `rope_theta`, `rope_scaling` (before)."""
+def read_rope(settings: Settings, width: int, *, partial: bool = False) -> Rope:
+    """RoPE from `rope_parameters` (transformers 5) or `rope_theta`, `rope_scaling` (before).
+
+    Args:
+        settings: of the model.
+        width: of its heads.
+        partial: whether the family rotates only a `partial_rotary_factor` of it, where that is there.
+
+    Raises:
+        LoadError: a setting is missing, of another kind, or not supported.
+    """
     parts = [settings.get(key) or {} for key in ("rope_scaling", "rope_parameters")]
     if not all(isinstance(part, dict) for part in parts):
         raise LoadError(f"rope_scaling and rope_parameters must be objects, not {parts[0]!r} and {parts[1]!r}.")
-    merged = {"rope_theta": settings.get("rope_theta", 10_000.0)} | parts[0] | parts[1]
+    merged: dict[str, Any] = {"rope_theta": settings.get("rope_theta", 10_000.0)} | parts[0] | parts[1]
     # Models that give each type of layer its own RoPE nest one object per type.
     nested = [key for key, value in merged.items() if isinstance(value, dict)]
     if nested:
         raise LoadError(f"RoPE settings per type of layer ({', '.join(nested)}) are not supported.")
-    if merged.get("partial_rotary_factor", 1.0) != 1.0:
-        raise LoadError(f"partial_rotary_factor {merged['partial_rotary_factor']!r} is not supported; only 1.0 is.")
+    share = merged.setdefault("partial_rotary_factor", settings.get("partial_rotary_factor", 1.0) if partial else 1.0)
+    if share != 1.0 and not (partial and 0 < number(merged, "partial_rotary_factor") < 1):
+        raise LoadError(f"partial_rotary_factor {share!r} is not supported; only {'up to ' if partial else ''}1.0 is.")
     merged["rope_type"] = merged.get("rope_type", merged.get("type", "default"))
-    scaling, fields = choice(merged, "rope_type", _ROPES)
+    fields = choice(merged, "rope_type", _ROPES)
+    kind, longest = merged["rope_type"], settings.get("max_position_embeddings")
+    merged["max_position_embeddings"] = longest
+    original = "original_max_position_embeddings"  # which some models have beside their RoPE
+    merged[original] = settings.get(original, merged.get(original, longest))
     extra: dict[str, Any] = {field: number(merged, key) for field, key in fields.items()}
-    return Rope(width=width, theta=float(number(merged, "rope_theta")), scaling=scaling, **extra)
+    if kind == "yarn":
+        extra |= {name: number(merged, name) for name in ("beta_fast", "beta_slow") if merged.get(name) is not None}
+        extra["truncate"] = bool(merged.get("truncate", True))
+    if kind == "longrope":
+        if merged.get("factor") is None:
+            merged["factor"] = number(merged, "max_position_embeddings") / number(merged, original)
+        factors = {ours: _numbers(merged, theirs) for ours, theirs in _LONGROPE.items()}
+        extra |= {"factor": number(merged, "factor"), **factors}
+    if kind in ("yarn", "longrope") and merged.get("attention_factor") is not None:
+        extra["attention_factor"] = float(number(merged, "attention_factor"))
+    elif kind == "yarn" and merged.get("mscale") and merged.get("mscale_all_dim"):
+        grown = math.log(max(extra["factor"], 1))
+        above, below = (1 + 0.1 * number(merged, name) * grown for name in ("mscale", "mscale_all_dim"))
+        extra["attention_factor"] = above / below
+    return Rope(
+        width=int(width * share),
+        theta=float(number(merged, "rope_theta")),
+        scaling="none" if kind == "default" else kind,
+        **extra,
+    )
 
 
-def llama_config(settings: Settings) -> ModelConfig:
-    """The shape of a model that is Llama but for settings that its family fixes."""
+_LONGROPE = {"short_factors": "short_factor", "long_factors": "long_factor"}
+
+
+def _numbers(settings: Settings, key: str) -> tuple[float, ...]:
+    value = settings.get(key)
+    if not isinstance(value, list) or not all(isinstance(x, int | float) and x > 0 for x in value):
+        raise LoadError(f"{key} must be a list of numbers above 0, not {value!r}.")
+    return tuple(map(float, value))
+
+
+def read_windows(settings: Settings, default: Sequence[str]) -> tuple[int | None, ...] | None:
+    """Each layer's window by `layer_types`, or by a family's own pattern where there are none; None if none has one.
+
+    Raises:
+        LoadError: a type is not supported, or there is not one for each layer.
+    """
+    layers, given = integer(settings, "num_hidden_layers"), settings.get("layer_types")
+    types = list(default) if given is None else given
+    if not isinstance(types, list) or len(types) != layers or not set(types) <= set(LAYER_TYPES):
+        raise LoadError(f"layer_types must be {layers} of {', '.join(LAYER_TYPES)}, not {types!r}.")
+    if "sliding_attention" not in types:
+        return None
+    window = integer(settings, "sliding_window")
+    return tuple(window if kind == "sliding_attention" else None for kind in types)
+
+
+LAYER_TYPES = ("full_attention", "sliding_attention")
+
+
+def upper_windows(settings: Settings) -> tuple[int | None, ...] | None:
+    """Qwen's: layers from `max_window_layers` on have a window, where that is used at all."""
+    if not settings["use_sliding_window"] or settings["sliding_window"] is None:
+        return None
+    layers, first = integer(settings, "num_hidden_layers"), settings["max_window_layers"]
+    return read_windows(settings, [LAYER_TYPES[index >= first] for index in range(layers)])
+
+
+def llama_config(settings: Settings, *, partial: bool = False) -> ModelConfig:
+    """The shape of a model that is Llama but for settings that its family fixes; `partial` as in `read_rope`."""
     width, heads = integer(settings, "hidden_size"), integer(settings, "num_attention_heads")
     if settings.get("head_dim") is None and width % heads:
         raise LoadError(
@@ -159,7 +231,7 @@ def llama_config(settings: Settings) -> ModelConfig:
         max_positions=integer(settings, "max_position_embeddings"),
         norm_eps=number(settings, "rms_norm_eps"),
         activation=choice(settings, "hidden_act", ACTIVATIONS),
-        rope=read_rope(settings, head_width),
+        rope=read_rope(settings, head_width, partial=partial),
         qkv_bias=bool(settings["attention_bias"]),
         output_bias=bool(settings.get("output_bias", settings["attention_bias"])),
         mlp_bias=bool(settings["mlp_bias"]),
