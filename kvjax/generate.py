@@ -188,7 +188,8 @@ def _report(made: Generation, policy: Policy, seed: int, text: str) -> dict[str,
         "prompt_tokens": len(made.prompts[0]),
         "new_tokens": len(made.tokens[0]),
         "policy": policies.name_of(policy),
-        "budget": round(float(np.mean(slot_limits(made.state)))),
+        "budget": round(float(np.mean(_budgets(made)))),
+        "local_layers": made.state.config.layers - len(_budgets(made)),
         "allocated_slots": round(allocated_slots(made.state)),
         "cache_bytes": cache_bytes(made.state),
         "full_cache_bytes": full_cache_bytes(made.state),
@@ -198,6 +199,13 @@ def _report(made: Generation, policy: Policy, seed: int, text: str) -> dict[str,
         "seed": seed,
         **_choices(made),
     }
+
+
+def _budgets(made: Generation) -> list[Int[np.ndarray, "b h"]]:
+    """The slots of heads that the budget is about: those of all layers but those that their own window bounds."""
+    end, layers = np.asarray(made.state.end), made.state.config.layer_configs
+    shapes = zip(layers, slot_limits(made.state), strict=True)
+    return [limit for layer, limit in shapes if not layer.bounds(end).all()]
 
 
 def _choices(made: Generation) -> dict[str, Any]:
@@ -221,7 +229,20 @@ def _summary(made: Generation, report: dict[str, Any]) -> str:
         f"new: {report['new_tokens']} tokens, {speed}; compilation: {report['compile_seconds']:.1f} s\n"
         f"cache: {report['cache_bytes']:,} bytes, a full cache {report['full_cache_bytes']:,} bytes; "
         f"{report['policy']} kept {kept:.0f} of {report['prompt_tokens']} prompt tokens per head, "
-        f"budget {report['budget']}: {report['allocated_slots']} slots{_excess(made, report)}"
+        f"budget {report['budget']}: {report['allocated_slots']} slots{_local(made, report)}{_excess(made, report)}"
+    )
+
+
+def _local(made: Generation, report: dict[str, Any]) -> str:
+    """What the budget is not about, if there is such a thing."""
+    local = report["local_layers"]
+    if local == 0:
+        return ""
+    widths = {layer.window for layer in made.state.config.layer_configs if layer.bounds(int(np.max(made.state.end)))}
+    windows = ", ".join(map(str, sorted(width for width in widths if width is not None)))
+    return (
+        f"\n{local} of {made.state.config.layers} layers see {windows} tokens and keep as many whatever the policy; the "
+        f"budget is that of the other{'s' if made.state.config.layers - local > 1 else ''}."
     )
 
 

@@ -11,10 +11,12 @@ import numpy as np
 import pytest
 from jaxtyping import Array
 
+from kvjax import decode_step, prefill
 from kvjax.model import Model, load
 from kvjax.models import ModelConfig, Rope, Weights
 from kvjax.models.decoder import forward
 from kvjax.rope import rotate
+from tests.cases import slow
 from tests.models import GQA, MODELS, MQA, random_checkpoint, random_model, small_config
 
 pytestmark = pytest.mark.usefixtures("compiled_fast")
@@ -39,6 +41,30 @@ def test_parity(name: str, tmp_path: Path) -> None:
     pytest.importorskip("torch")
     reference = random_checkpoint(name, tmp_path)
     assert_parity(reference, load(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["gemma3", "phi3", *(slow(name) for name in ("gemma", "gemma2", "qwen2-sliding", "qwen3", "mistral-sliding"))],
+)
+def test_greedy_text_is_that_of_transformers(name: str, tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    reference = random_checkpoint(name, tmp_path)
+    model, lengths, new = load(tmp_path), np.array([80, 69]), 64
+    text = np.random.default_rng(2).integers(3, 128, (2, 80 + new))
+    state, logits = prefill(model, "full", text[:, :80], lengths=lengths, max_new_tokens=new)
+    for step in range(new):
+        text[range(2), lengths + step] = np.argmax(logits, -1)
+        state, logits = decode_step(state, text[range(2), lengths + step])
+    # One reading of the whole text tells what every step would have written.
+    real = np.arange(80 + new) < (lengths + new)[:, None]
+    with torch.no_grad():
+        theirs = reference(torch.tensor(text), attention_mask=torch.tensor(real.astype(int))).logits
+    written = theirs.argmax(-1).numpy()
+    for row, length in enumerate(lengths):
+        np.testing.assert_array_equal(written[row, length - 1 : length + new - 1], text[row, length : length + new])
+    ours, last = jax.nn.log_softmax(logits), torch.log_softmax(theirs, -1).numpy()[range(2), lengths + new - 1]
+    np.testing.assert_allclose(ours, last, atol=1e-4)
 
 
 def test_parity_of_shards(tmp_path: Path) -> None:

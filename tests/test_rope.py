@@ -98,11 +98,11 @@ def test_keys_by_rank_have_no_frequencies_of_a_whole_text() -> None:
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
-        ({"scaling": "dynamic", "width": 2}, "dynamic RoPE needs a width from 4, not 2"),
-        ({"scaling": "longrope"}, "short_factors=None does not fit longrope RoPE of width 8; give 4 numbers"),
-        ({"long_factors": (1.0,)}, r"long_factors=\(1\.0,\) does not fit none RoPE of width 8; give none"),
+        ({"width": 2, "scaling": "dynamic"}, "dynamic RoPE needs a width from 4, not 2"),
+        ({"width": 8, "scaling": "longrope"}, "short_factors=None does not fit longrope RoPE of width 8; give 4 numbers"),
+        ({"width": 8, "long_factors": (1.0,)}, r"long_factors=\(1\.0,\) does not fit none RoPE of width 8; give none"),
     ],
 )
 def test_rope_refuses(settings: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
-        Rope(**({"width": 8} | settings))
+        Rope(**settings)
