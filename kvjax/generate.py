@@ -182,14 +182,13 @@ def _prompt(options: argparse.Namespace) -> str:
 
 
 def _report(made: Generation, policy: Policy, seed: int, text: str) -> dict[str, Any]:
-    rate = made.decode_tokens_per_second
+    rate, local = made.decode_tokens_per_second, _local_windows(made)
     return {
         "text": text,
         "prompt_tokens": len(made.prompts[0]),
         "new_tokens": len(made.tokens[0]),
         "policy": policies.name_of(policy),
-        "budget": round(float(np.mean(_budgets(made)))),
-        "local_layers": made.state.config.layers - len(_budgets(made)),
+        "budget": round(float(np.mean([limit for i, limit in enumerate(slot_limits(made.state)) if i not in local]))),
         "allocated_slots": round(allocated_slots(made.state)),
         "cache_bytes": cache_bytes(made.state),
         "full_cache_bytes": full_cache_bytes(made.state),
@@ -197,15 +196,15 @@ def _report(made: Generation, policy: Policy, seed: int, text: str) -> dict[str,
         "prefill_seconds": made.prefill_seconds,
         "decode_tokens_per_second": rate,
         "seed": seed,
+        **({"local_windows": local} if local else {}),
         **_choices(made),
     }
 
 
-def _budgets(made: Generation) -> list[Int[np.ndarray, "b h"]]:
-    """The slots of heads that the budget is about: those of all layers but those that their own window bounds."""
-    end, layers = np.asarray(made.state.end), made.state.config.layer_configs
-    shapes = zip(layers, slot_limits(made.state), strict=True)
-    return [limit for layer, limit in shapes if not layer.bounds(end).all()]
+def _local_windows(made: Generation) -> dict[int, int]:
+    """The window of each layer that it bounds, by its index: budgets are about the others."""
+    layers, end = enumerate(made.state.config.layer_configs), int(np.max(made.state.end))
+    return {index: layer.window for index, layer in layers if layer.window is not None and layer.bounds(end)}
 
 
 def _choices(made: Generation) -> dict[str, Any]:
@@ -229,20 +228,18 @@ def _summary(made: Generation, report: dict[str, Any]) -> str:
         f"new: {report['new_tokens']} tokens, {speed}; compilation: {report['compile_seconds']:.1f} s\n"
         f"cache: {report['cache_bytes']:,} bytes, a full cache {report['full_cache_bytes']:,} bytes; "
         f"{report['policy']} kept {kept:.0f} of {report['prompt_tokens']} prompt tokens per head, "
-        f"budget {report['budget']}: {report['allocated_slots']} slots{_local(made, report)}{_excess(made, report)}"
+        f"budget {report['budget']}: {report['allocated_slots']} slots{_local(made)}{_excess(made, report)}"
     )
 
 
-def _local(made: Generation, report: dict[str, Any]) -> str:
+def _local(made: Generation) -> str:
     """What the budget is not about, if there is such a thing."""
-    local = report["local_layers"]
-    if local == 0:
+    windows, layers = _local_windows(made), made.state.config.layers
+    if not windows:
         return ""
-    widths = {layer.window for layer in made.state.config.layer_configs if layer.bounds(int(np.max(made.state.end)))}
-    windows = ", ".join(map(str, sorted(width for width in widths if width is not None)))
     return (
-        f"\n{local} of {made.state.config.layers} layers see {windows} tokens and keep as many whatever the policy; the "
-        f"budget is that of the other{'s' if made.state.config.layers - local > 1 else ''}."
+        f"\n{len(windows)} of {layers} layers see {', '.join(map(str, sorted(set(windows.values()))))} tokens only and "
+        "hold so many under any policy; the budget is that of the other layers."
     )
 
 

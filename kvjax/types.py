@@ -134,7 +134,7 @@ class LayerConfig:
         slopes = None if self.slopes is None else jnp.asarray(self.slopes)
         return AttentionSpec(self.scale, self.soft_cap, self.window, slopes)
 
-    def bounds(self, end: Int[Array, "*b"] | Int[np.ndarray, "*b"]) -> Any:
+    def bounds(self, end: int | Int[Array, "*b"] | Int[np.ndarray, "*b"]) -> Any:
         """Which texts of so many tokens outgrow the layer's window: it keeps that, whatever the policy and its budget.
 
         In a model all of whose layers see equally far there are none: budgets are about all layers then.

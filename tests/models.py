@@ -24,6 +24,7 @@ def small_config(heads: int, kv_heads: int, **changes: Any) -> ModelConfig:
 MHA = small_config(4, 4)
 GQA = small_config(4, 2)
 MQA = small_config(4, 1)
+LOCAL = small_config(4, 2, windows=(12, None), ropes=(Rope(width=8, theta=100.0), Rope(width=8)))
 
 
 def random_model(config: ModelConfig, seed: int = 0, dtype: DTypeLike = jnp.float32) -> Model:

@@ -99,7 +99,10 @@ def test_keys_by_rank_have_no_frequencies_of_a_whole_text() -> None:
     ("settings", "sentence"),
     [
         ({"width": 2, "scaling": "dynamic"}, "dynamic RoPE needs a width from 4, not 2"),
-        ({"width": 8, "scaling": "longrope"}, "short_factors=None does not fit longrope RoPE of width 8; give 4 numbers"),
+        (
+            {"width": 8, "scaling": "longrope"},
+            "short_factors=None does not fit longrope RoPE of width 8; give 4",
+        ),
         ({"width": 8, "long_factors": (1.0,)}, r"long_factors=\(1\.0,\) does not fit none RoPE of width 8; give none"),
     ],
 )
