@@ -18,6 +18,7 @@ from kvjax.model import load
 from kvjax.models import FAMILIES, LoadError, Rope, random_weights
 from kvjax.models.families import read_config
 from kvjax.models.loading import _finite
+from kvjax.models.saving import write_checkpoint
 from kvjax.models.weights import leaf_name
 
 SETTINGS = {
@@ -248,6 +249,10 @@ YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
         ({"model_type": "gemma3_text", "attn_logit_softcapping": 5.0}, r"attn_logit_softcapping=5\.0 is not supported"),
         ({"model_type": "gemma3_text", "rope_parameters": {"factor": 2}}, "must have an object for each of full_att"),
         ({"model_type": "phi3", "rope_scaling": {"type": "yarn"}}, "short_factor must be a list of numbers above 0"),
+        (
+            {"model_type": "qwen3", "use_sliding_window": True, "max_window_layers": "1"},
+            "max_window_layers must be an integer from 0, not '1'",
+        ),
         ({"model_type": "phi3", "partial_rotary_factor": 1.5}, r"partial_rotary_factor 1\.5 is not supported; only up"),
         ({"model_type": "mistral", "attention_bias": True}, "attention_bias=True is not supported for mistral"),
         ({"model_type": "mistral", "sliding_window": 0}, "sliding_window must be an integer above 0, not 0"),
@@ -292,6 +297,26 @@ def test_missing_settings_mean_what_their_family_says() -> None:
     assert windows == {"llama": None, "mistral": 4096}
     assert all(read_config(SETTINGS | {"model_type": name})[1].norm_eps == 1e-6 for name in ("llama", "qwen2"))
     assert {"llama", "mistral", "qwen2"} <= set(FAMILIES)
+
+
+def test_windows_of_upper_layers() -> None:
+    qwen = {"model_type": "qwen3", "num_hidden_layers": 3, "sliding_window": 8, "max_window_layers": 1}
+    assert read_config(SETTINGS | qwen)[1].windows is None
+    assert read_config(SETTINGS | qwen | {"use_sliding_window": True})[1].windows == (None, 8, 8)
+    types = {"use_sliding_window": True, "layer_types": ["sliding_attention", "full_attention", "full_attention"]}
+    assert read_config(SETTINGS | qwen | types)[1].windows == (8, None, None)
+    gemma = {"model_type": "gemma3_text", "num_hidden_layers": 7, "rope_scaling": {"rope_type": "linear", "factor": 8}}
+    shape = read_config(SETTINGS | gemma)[1]
+    assert shape.windows == (*(4096,) * 5, None, 4096)
+    full = Rope(256, 1e6, scaling="linear", factor=8)
+    assert shape.ropes == (*(Rope(256),) * 5, full, Rope(256))
+
+
+def test_only_what_llama_has_is_written(tmp_path: Path) -> None:
+    for changes in ({"model_type": "qwen2"}, {"model_type": "gemma"}, {"rope_scaling": LLAMA3}):
+        config = read_config(SETTINGS | changes)[1]
+        with pytest.raises(ValueError, match="only a Llama without biases and without scaled RoPE can be written"):
+            write_checkpoint(random_weights(config, jax.random.key(0)), config, tmp_path)
 
 
 def test_paths_that_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

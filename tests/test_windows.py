@@ -53,6 +53,25 @@ def test_one_score_for_all_layers_needs_layers_alike() -> None:
         slots_of(LOCAL, kvjax.policy("keyformer", shared=True), 20)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["h2o+adakv", "lightkv-context", "fastgen-low", "topk_oracle"])
+def test_a_row_does_not_know_whether_its_neighbour_outgrows_a_window(name: str) -> None:
+    case, lengths = CASES[name], np.array([30, 4])
+    policy, arguments = case.make(), {"plan": case.plan, "max_new_tokens": 7}
+    budget = 1.0 if policy.plan.decides else 6
+
+    def read(rows: Any) -> tuple[np.ndarray, ...]:
+        state, logits = kvjax.prefill(MODEL, policy, TEXT[rows, :30], budget, lengths=lengths[rows], **arguments)
+        after, later = kvjax.decode_step(state, TEXT[rows, 40])
+        return np.asarray(logits), np.asarray(later), *slot_limits(after)
+
+    both = read(np.array([0, 1]))
+    for row in range(2):
+        for batch, alone in zip(both, read(np.array([row])), strict=True):
+            np.testing.assert_allclose(batch[row], alone[0], atol=2e-5)
+    assert (both[2][0] == WINDOW).all() and (both[2][1] < WINDOW).all()
+
+
 CASES = SINGLE | PAIRS
 NAMES = [
     *("streaming", "fastgen", "less+snapkv+adakv"),

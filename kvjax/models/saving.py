@@ -10,6 +10,13 @@ import numpy as np
 
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Weights
+from kvjax.rope import Rope
+
+_WRITTEN = (
+    *("vocab_size", "width", "layers", "heads", "kv_heads", "head_width", "mlp_width", "max_positions"),
+    *("norm_eps", "tied", "bos", "eos"),
+)
+"""What config.json says of a model; all else is as in Llama."""
 
 
 def tensors(weights: Weights) -> dict[str, jax.Array]:
@@ -46,15 +53,16 @@ def write_checkpoint(weights: Weights, config: ModelConfig, directory: Path, dty
         dtype: of the tensors on disk.
 
     Raises:
-        ValueError: the weights are not those of such a Llama.
+        ValueError: the model is not such a Llama.
     """
     from safetensors.numpy import save_file
 
-    named = tensors(weights)
-    plain = config.rope is not None and config.rope.scaling == "none" and config.embedding_scale is None
-    if not plain or config.norm_offset or len(named) != len(jax.tree.leaves(weights)):
-        raise ValueError("only a plain Llama without biases can be written; this model has more than that.")
-    assert config.rope is not None
+    plain = None
+    if config.rope is not None:
+        rope = Rope(config.head_width, config.rope.theta)
+        plain = ModelConfig(**{name: getattr(config, name) for name in _WRITTEN}, rope=rope)
+    if config.rope is None or config != plain:
+        raise ValueError("only a Llama without biases and without scaled RoPE can be written; this model is another.")
     directory.mkdir(parents=True, exist_ok=True)
     described = {
         "architectures": ["LlamaForCausalLM"],
@@ -80,5 +88,5 @@ def write_checkpoint(weights: Weights, config: ModelConfig, directory: Path, dty
         "dtype": dtype,
     }
     (directory / "config.json").write_text(json.dumps(described, indent=2) + "\n")
-    cast = {name: np.asarray(value.astype(dtype)) for name, value in named.items()}
+    cast = {name: np.asarray(value.astype(dtype)) for name, value in tensors(weights).items()}
     save_file(cast, directory / "model.safetensors", {"format": "pt"})

@@ -86,6 +86,8 @@ _ROPES: Mapping[str, Mapping[str, str]] = {
     },
     "longrope": _ORIGINAL,
 }
+_LONGROPE = {"short_factors": "short_factor", "long_factors": "long_factor"}
+LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
 def integer(settings: Settings, key: str) -> int:
@@ -173,9 +175,6 @@ def read_rope(settings: Settings, width: int, *, partial: bool = False) -> Rope:
     )
 
 
-_LONGROPE = {"short_factors": "short_factor", "long_factors": "long_factor"}
-
-
 def _numbers(settings: Settings, key: str) -> tuple[float, ...]:
     value = settings.get(key)
     if not isinstance(value, list) or not all(isinstance(x, int | float) and x > 0 for x in value):
@@ -191,7 +190,7 @@ def read_windows(settings: Settings, default: Sequence[str]) -> tuple[int | None
     """
     layers, given = integer(settings, "num_hidden_layers"), settings.get("layer_types")
     types = list(default) if given is None else given
-    if not isinstance(types, list) or len(types) != layers or not set(types) <= set(LAYER_TYPES):
+    if not isinstance(types, list) or len(types) != layers or any(kind not in LAYER_TYPES for kind in types):
         raise LoadError(f"layer_types must be {layers} of {', '.join(LAYER_TYPES)}, not {types!r}.")
     if "sliding_attention" not in types:
         return None
@@ -199,14 +198,13 @@ def read_windows(settings: Settings, default: Sequence[str]) -> tuple[int | None
     return tuple(window if kind == "sliding_attention" else None for kind in types)
 
 
-LAYER_TYPES = ("full_attention", "sliding_attention")
-
-
 def upper_windows(settings: Settings) -> tuple[int | None, ...] | None:
     """Qwen's: layers from `max_window_layers` on have a window, where that is used at all."""
     if not settings["use_sliding_window"] or settings["sliding_window"] is None:
         return None
     layers, first = integer(settings, "num_hidden_layers"), settings["max_window_layers"]
+    if not isinstance(first, int) or first < 0:
+        raise LoadError(f"max_window_layers must be an integer from 0, not {first!r}.")
     return read_windows(settings, [LAYER_TYPES[index >= first] for index in range(layers)])
 
 
