@@ -79,7 +79,12 @@ class Case:
         oracles = []
         for layer, limit in enumerate(slot_limits(state)):
             injected = {} if self.inject is None else self.inject(policy, config, layer, int(state.seed[row]), tokens)
-            shape = {"layer": layer, "layers": config.layers, "kv_heads": config.kv_heads, "groups": config.groups}
+            shape: dict[str, Any] = {
+                "layer": layer,
+                "layers": config.layers,
+                "kv_heads": config.kv_heads,
+                "groups": config.groups,
+            }
             read = 0 if evicts_first or self.oracle.evicts_first else 1
             recents = np.maximum(np.asarray(Protection.recent_slots(policy.protection, limit[row])) - read, 0)
             shape |= {"recents": recents.tolist(), "evicts_first": not read}

@@ -216,14 +216,12 @@ def plan_slots(
         raise ValueError(f"{name_of(policy)} with one score for all layers needs equal budgets; use plan='uniform'.")
     # More than its window is of no use to a layer.
     limits = np.where(apart, windows, np.minimum(limits, windows))
-    buffers = (
-        max(
-            plan.buffer_slots(int(limit[~bound].max()), int(lengths.min())) if not bound.all() else 0,
-            int(limit[bound].max(initial=0)),
-        )
-        for limit, bound in zip(limits, apart, strict=True)
-    )
-    return _of_heads(limits, config), tuple(map(round_slots, buffers))
+    buffers = limits.max(1, where=apart, initial=0)
+    for layer, bound in enumerate(apart):
+        if not bound.all():
+            planned = plan.buffer_slots(int(limits[layer, ~bound].max()), int(lengths.min()))
+            buffers[layer] = max(buffers[layer], planned)
+    return _of_heads(limits, config), tuple(round_slots(int(slots)) for slots in buffers)
 
 
 def lines_of(limits: Sequence[Int[np.ndarray, "b h"]]) -> tuple[int, ...]:

@@ -84,9 +84,8 @@ _ROPES: Mapping[str, Mapping[str, str]] = {
         "high_freq_factor": "high_freq_factor",
         **_ORIGINAL,
     },
-    "longrope": _ORIGINAL,
+    "longrope": {"factor": "factor", **_ORIGINAL},
 }
-_LONGROPE = {"short_factors": "short_factor", "long_factors": "long_factor"}
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
@@ -146,33 +145,38 @@ def read_rope(settings: Settings, width: int, *, partial: bool = False) -> Rope:
     share = merged.setdefault("partial_rotary_factor", settings.get("partial_rotary_factor", 1.0) if partial else 1.0)
     if share != 1.0 and not (partial and 0 < number(merged, "partial_rotary_factor") < 1):
         raise LoadError(f"partial_rotary_factor {share!r} is not supported; only {'up to ' if partial else ''}1.0 is.")
-    merged["rope_type"] = merged.get("rope_type", merged.get("type", "default"))
+    merged["rope_type"] = kind = merged.get("rope_type", merged.get("type", "default"))
     fields = choice(merged, "rope_type", _ROPES)
-    kind, longest = merged["rope_type"], settings.get("max_position_embeddings")
-    merged["max_position_embeddings"] = longest
     original = "original_max_position_embeddings"  # which some models have beside their RoPE
-    merged[original] = settings.get(original, merged.get(original, longest))
-    extra: dict[str, Any] = {field: number(merged, key) for field, key in fields.items()}
-    if kind == "yarn":
-        extra |= {name: number(merged, name) for name in ("beta_fast", "beta_slow") if merged.get(name) is not None}
-        extra["truncate"] = bool(merged.get("truncate", True))
-    if kind == "longrope":
-        if merged.get("factor") is None:
-            merged["factor"] = number(merged, "max_position_embeddings") / number(merged, original)
-        factors = {ours: _numbers(merged, theirs) for ours, theirs in _LONGROPE.items()}
-        extra |= {"factor": number(merged, "factor"), **factors}
-    if kind in ("yarn", "longrope") and merged.get("attention_factor") is not None:
-        extra["attention_factor"] = float(number(merged, "attention_factor"))
-    elif kind == "yarn" and merged.get("mscale") and merged.get("mscale_all_dim"):
-        grown = math.log(max(extra["factor"], 1))
-        above, below = (1 + 0.1 * number(merged, name) * grown for name in ("mscale", "mscale_all_dim"))
-        extra["attention_factor"] = above / below
+    longest = settings.get("max_position_embeddings")
+    merged |= {"max_position_embeddings": longest, original: settings.get(original, merged.get(original, longest))}
+    if kind == "longrope" and merged.get("factor") is None:
+        merged["factor"] = number(merged, "max_position_embeddings") / number(merged, original)
+    numbers: dict[str, Any] = {field: number(merged, key) for field, key in fields.items()}
     return Rope(
         width=int(width * share),
         theta=float(number(merged, "rope_theta")),
         scaling="none" if kind == "default" else kind,
-        **extra,
+        **numbers,
+        **_extras(kind, merged),
     )
+
+
+def _extras(kind: str, settings: Settings) -> dict[str, Any]:
+    """What `yarn` and `longrope` may have beside the numbers that they need."""
+    extras: dict[str, Any] = {}
+    if kind == "longrope":
+        extras = {f"{which}_factors": _numbers(settings, f"{which}_factor") for which in ("short", "long")}
+    if kind == "yarn":
+        extras = {key: number(settings, key) for key in ("beta_fast", "beta_slow") if settings.get(key) is not None}
+        extras["truncate"] = bool(settings.get("truncate", True))
+        if settings.get("mscale") and settings.get("mscale_all_dim"):
+            grown = math.log(max(number(settings, "factor"), 1))
+            above, below = (1 + 0.1 * number(settings, key) * grown for key in ("mscale", "mscale_all_dim"))
+            extras["attention_factor"] = above / below
+    if kind in ("yarn", "longrope") and settings.get("attention_factor") is not None:
+        extras["attention_factor"] = float(number(settings, "attention_factor"))
+    return extras
 
 
 def _numbers(settings: Settings, key: str) -> tuple[float, ...]:
