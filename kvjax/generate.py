@@ -182,13 +182,13 @@ def _prompt(options: argparse.Namespace) -> str:
 
 
 def _report(made: Generation, policy: Policy, seed: int, text: str) -> dict[str, Any]:
-    rate = made.decode_tokens_per_second
+    rate, local = made.decode_tokens_per_second, _local_windows(made)
     return {
         "text": text,
         "prompt_tokens": len(made.prompts[0]),
         "new_tokens": len(made.tokens[0]),
         "policy": policies.name_of(policy),
-        "budget": round(float(np.mean(slot_limits(made.state)))),
+        "budget": round(float(np.mean([limit for i, limit in enumerate(slot_limits(made.state)) if i not in local]))),
         "allocated_slots": round(allocated_slots(made.state)),
         "cache_bytes": cache_bytes(made.state),
         "full_cache_bytes": full_cache_bytes(made.state),
@@ -196,8 +196,15 @@ def _report(made: Generation, policy: Policy, seed: int, text: str) -> dict[str,
         "prefill_seconds": made.prefill_seconds,
         "decode_tokens_per_second": rate,
         "seed": seed,
+        **({"local_windows": local} if local else {}),
         **_choices(made),
     }
+
+
+def _local_windows(made: Generation) -> dict[int, int]:
+    """The window of each layer that it bounds, by its index: budgets are about the others."""
+    layers, end = enumerate(made.state.config.layer_configs), int(np.max(made.state.end))
+    return {index: layer.window for index, layer in layers if layer.window is not None and layer.bounds(end)}
 
 
 def _choices(made: Generation) -> dict[str, Any]:
@@ -221,7 +228,18 @@ def _summary(made: Generation, report: dict[str, Any]) -> str:
         f"new: {report['new_tokens']} tokens, {speed}; compilation: {report['compile_seconds']:.1f} s\n"
         f"cache: {report['cache_bytes']:,} bytes, a full cache {report['full_cache_bytes']:,} bytes; "
         f"{report['policy']} kept {kept:.0f} of {report['prompt_tokens']} prompt tokens per head, "
-        f"budget {report['budget']}: {report['allocated_slots']} slots{_excess(made, report)}"
+        f"budget {report['budget']}: {report['allocated_slots']} slots{_local(made)}{_excess(made, report)}"
+    )
+
+
+def _local(made: Generation) -> str:
+    """What the budget is not about, if there is such a thing."""
+    windows, layers = _local_windows(made), made.state.config.layers
+    if not windows:
+        return ""
+    return (
+        f"\n{len(windows)} of {layers} layers see {', '.join(map(str, sorted(set(windows.values()))))} tokens only and "
+        "hold so many under any policy; the budget is that of the other layers."
     )
 
 

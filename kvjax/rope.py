@@ -20,27 +20,46 @@ STRETCH = 4096
 
 @dataclasses.dataclass(frozen=True)
 class Rope:
-    """Rotary position embedding (Su et al., 2021) and its context extensions.
+    """Rotary position embedding (Su et al., 2021) and its context extensions, as transformers computes them.
+
+    The frequencies of `dynamic` and `longrope` depend on the length of a text. Keys that are stored cannot be rotated
+    anew, so a row has those of its text's planned end (prompt + `max_new_tokens`) from its first token on; without a
+    cache, those of the row's own length.
 
     Args:
         width: number of leading head dimensions that are rotated, at most the head width.
         theta: base of the geometric series of wavelengths.
         interleaved: rotate pairs (0, 1), (2, 3), ... (GPT-J) instead of (0, w/2), (1, w/2+1), ...
-        scaling: `none`, `linear` (all positions divided by `factor`) or `llama3` (long wavelengths only).
+        scaling: `none`; `linear`: all positions divided by `factor`; `dynamic`: theta grows with a text beyond
+            `original_max_positions` (NTK); `yarn`: long wavelengths divided by `factor`, by a ramp (Peng et al., 2023);
+            `llama3`: the same with another ramp; `longrope`: each wavelength by its own factor (Ding et al., 2024).
         factor: how much longer the context is than the original one.
         low_freq_factor: `llama3` only, wavelengths above original/low are divided by `factor`.
         high_freq_factor: `llama3` only, wavelengths below original/high are left alone.
-        original_max_positions: `llama3` only, context length before the extension, in tokens.
+        original_max_positions: context length before the extension, in tokens.
+        beta_fast: `yarn` only, pairs that turn more often than so in the original context are left alone.
+        beta_slow: `yarn` only, pairs that turn less often than so are divided by `factor`.
+        truncate: `yarn` only, whether the ramp begins and ends at whole pairs.
+        short_factors: `longrope` only, of each pair's wavelength in texts of up to `original_max_positions` tokens.
+        long_factors: `longrope` only, in longer texts.
+        attention_factor: `yarn` and `longrope` only, what rotated dimensions are multiplied by; None for the paper's,
+            1 + ln(factor) / 10 and sqrt(1 + ln(factor) / ln(original_max_positions)).
     """
 
     width: int
     theta: float = 10_000.0
     interleaved: bool = False
-    scaling: Literal["none", "linear", "llama3"] = "none"
+    scaling: Literal["none", "linear", "dynamic", "yarn", "llama3", "longrope"] = "none"
     factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_positions: int = 8192
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    short_factors: tuple[float, ...] | None = None
+    long_factors: tuple[float, ...] | None = None
+    attention_factor: float | None = None
 
     def __post_init__(self) -> None:
         if self.width % 2:
@@ -50,28 +69,102 @@ class Rope:
                 f"llama3 RoPE needs low_freq_factor below high_freq_factor, not {self.low_freq_factor} "
                 f"and {self.high_freq_factor}."
             )
+        if self.scaling == "dynamic" and self.width < 4:
+            raise ValueError(f"dynamic RoPE needs a width from 4, not {self.width}.")
+        for name in ("short_factors", "long_factors"):
+            given = getattr(self, name)
+            wanted = self.width // 2 if self.scaling == "longrope" else None
+            if (None if given is None else len(given)) != wanted:
+                raise ValueError(
+                    f"{name}={given!r} does not fit {self.scaling} RoPE of width {self.width}; give "
+                    f"{'none' if wanted is None else f'{wanted} numbers, one for each pair'}."
+                )
+
+    @property
+    def by_length(self) -> bool:
+        """Whether frequencies depend on the length of the text."""
+        return self.scaling in ("dynamic", "longrope")
+
+    @property
+    def magnitude(self) -> float:
+        """What rotated dimensions are multiplied by."""
+        if self.scaling not in ("yarn", "longrope"):
+            return 1.0
+        if self.attention_factor is not None:
+            return self.attention_factor
+        if self.factor <= 1:
+            return 1.0
+        if self.scaling == "yarn":
+            return 1 + 0.1 * math.log(self.factor)
+        return math.sqrt(1 + math.log(self.factor) / math.log(self.original_max_positions))
 
 
-def rope_frequencies(rope: Rope) -> Float[np.ndarray, " half"]:
-    """Radians per position of each rotated pair, after `linear` or `llama3` scaling, in float64."""
-    frequencies = rope.theta ** (-np.arange(0, rope.width, 2) / rope.width)
+Length = int | Int[Array, "*b"]
+"""Tokens of a whole text, for frequencies that depend on them."""
+
+
+def rope_frequencies(
+    rope: Rope, length: Length | None = None
+) -> Float[np.ndarray, "*b half"] | Float[Array, "*b half"]:
+    """Radians per position of each rotated pair after scaling, in float64 unless lengths are arrays.
+
+    Raises:
+        ValueError: they depend on the length of the text, and there is none.
+    """
+    exponents = np.arange(0, rope.width, 2) / rope.width
+    frequencies = rope.theta**-exponents
+    if rope.by_length and length is None:
+        raise ValueError(f"the frequencies of {rope.scaling} RoPE depend on the length of the text; give it.")
     if rope.scaling == "linear":
-        frequencies = frequencies / rope.factor
-    elif rope.scaling == "llama3":
+        return frequencies / rope.factor
+    if rope.scaling == "llama3":
         wavelengths = 2 * math.pi / frequencies
         smooth = (rope.original_max_positions / wavelengths - rope.low_freq_factor) / (
             rope.high_freq_factor - rope.low_freq_factor
         )
         smooth = np.clip(smooth, 0.0, 1.0)
-        frequencies = (1 - smooth) * frequencies / rope.factor + smooth * frequencies
+        return (1 - smooth) * frequencies / rope.factor + smooth * frequencies
+    if rope.scaling == "yarn":
+        interpolated = _yarn_ramp(rope)
+        return frequencies * (1 - interpolated) + frequencies / rope.factor * interpolated
+    if rope.by_length:
+        xp = jnp if isinstance(length, jax.Array) else np
+        beyond = xp.asarray(length)[..., None]
+        if rope.scaling == "dynamic":
+            stretch = xp.maximum(beyond / rope.original_max_positions, 1.0) * rope.factor - (rope.factor - 1)
+            return frequencies * stretch ** -(exponents * rope.width / (rope.width - 2))
+        short, long = (frequencies / np.asarray(factors) for factors in (rope.short_factors, rope.long_factors))
+        return xp.where(beyond > rope.original_max_positions, long, short)
     return frequencies
 
 
-def rotate(rope: Rope | None, x: Float[Array, "*b t d"], positions: Int[Array, "*#b t"]) -> Float[Array, "*b t d"]:
-    """Rotate queries or keys by their positions; the identity for models without RoPE."""
+def _yarn_ramp(rope: Rope) -> Float[np.ndarray, " half"]:
+    """How much of each pair is interpolated, from 0 to 1 (YaRN, section 3.2)."""
+
+    def pair(turns: float) -> float:
+        return rope.width * math.log(rope.original_max_positions / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    low, high = pair(rope.beta_fast), pair(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, rope.width - 1)
+    return np.clip((np.arange(rope.width // 2) - low) / (high - low or 0.001), 0.0, 1.0)
+
+
+def rotate(
+    rope: Rope | None, x: Float[Array, "*b t d"], positions: Int[Array, "*#b t"], length: Length | None = None
+) -> Float[Array, "*b t d"]:
+    """Rotate queries or keys by their positions; the identity for models without RoPE.
+
+    Args:
+        rope: how; None for not at all.
+        x: queries or keys.
+        positions: their places in the text.
+        length: tokens of the whole text, one number or one for each row; only looked at where frequencies depend on it.
+    """
     if rope is None:
         return x
-    return turn(x, *_angles(rope, positions, x.dtype), rope.interleaved)
+    return turn(x, *_angles(rope, positions, x.dtype, length), rope.interleaved)
 
 
 def table(rope: Rope, places: int, dtype: DTypeLike) -> tuple[Float[Array, "m half"], Float[Array, "m half"]]:
@@ -84,13 +177,16 @@ def table(rope: Rope, places: int, dtype: DTypeLike) -> tuple[Float[Array, "m ha
 
 
 def _angles(
-    rope: Rope, positions: Int[Array, "*b"], dtype: DTypeLike
+    rope: Rope, positions: Int[Array, "*b"], dtype: DTypeLike, length: Length | None = None
 ) -> tuple[Float[Array, "*b half"], Float[Array, "*b half"]]:
     """Cosines and sines of what each pair of channels is turned by, in at least float32."""
     # The product itself would lose an angle's last digits to its full turns, far out in a text.
     kind = jnp.promote_types(dtype, jnp.float32)
-    frequencies = rope_frequencies(rope)
-    per_stretch = np.remainder(STRETCH * frequencies, 2 * math.pi).astype(kind)
+    if isinstance(length, jax.Array):
+        length = length.reshape(-1, *(1,) * (positions.ndim - 1))
+    frequencies = rope_frequencies(rope, length)
+    per_stretch = (STRETCH * frequencies % (2 * math.pi)).astype(kind)
     stretch, place = jnp.divmod(positions[..., None], STRETCH)
     angles = stretch * per_stretch + place * frequencies.astype(kind)
-    return jnp.cos(angles), jnp.sin(angles)
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    return (cos, sin) if rope.magnitude == 1 else (cos * rope.magnitude, sin * rope.magnitude)

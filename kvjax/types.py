@@ -109,6 +109,7 @@ class LayerConfig:
         soft_cap: bound on the logits; None for none.
         window: newest tokens that a query sees, itself included; None for all of them.
         slopes: ALiBi's of each query head, by KV head [kv_heads][groups]; None for none.
+        local: whether another layer of the model sees further: budgets are about those that see furthest.
     """
 
     kv_heads: int
@@ -120,6 +121,7 @@ class LayerConfig:
     soft_cap: float | None = None
     window: int | None = None
     slopes: tuple[tuple[float, ...], ...] | None = None
+    local: bool = False
 
     @property
     def heads(self) -> int:
@@ -131,6 +133,13 @@ class LayerConfig:
         """The same, as operations take it."""
         slopes = None if self.slopes is None else jnp.asarray(self.slopes)
         return AttentionSpec(self.scale, self.soft_cap, self.window, slopes)
+
+    def bounds(self, end: int | Int[Array, "*b"] | Int[np.ndarray, "*b"]) -> Any:
+        """Which texts of so many tokens outgrow the layer's window: it keeps that, whatever the policy and its budget.
+
+        In a model all of whose layers see equally far there are none: budgets are about all layers then.
+        """
+        return end > (self.window if self.local and self.window is not None else np.iinfo(np.int32).max)
 
 
 class Kernels(NamedTuple):
@@ -172,6 +181,8 @@ class New(struct.PyTreeNode):
     head: Int[Array, "b h"] | None = None
     """Which KV heads these are; None for all of them in order."""
     layer: int = setting(0)
+    config: LayerConfig | None = setting(None)
+    """The layer's; None stands for one without a window."""
     given: bool = setting(True)
     """Whether the tokens are text that was given (a prompt, a turn), not written by the model."""
     kernels: Kernels = setting(Kernels())

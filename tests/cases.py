@@ -79,11 +79,21 @@ class Case:
         oracles = []
         for layer, limit in enumerate(slot_limits(state)):
             injected = {} if self.inject is None else self.inject(policy, config, layer, int(state.seed[row]), tokens)
-            shape = {"layer": layer, "layers": config.layers, "kv_heads": config.kv_heads, "groups": config.groups}
+            shape: dict[str, Any] = {
+                "layer": layer,
+                "layers": config.layers,
+                "kv_heads": config.kv_heads,
+                "groups": config.groups,
+            }
             read = 0 if evicts_first or self.oracle.evicts_first else 1
             recents = np.maximum(np.asarray(Protection.recent_slots(policy.protection, limit[row])) - read, 0)
             shape |= {"recents": recents.tolist(), "evicts_first": not read}
-            oracle = self.oracle((limit[row] - read).tolist(), **(settings_of(policy) | injected | shape))
+            kind, of_policy = self.oracle, settings_of(policy) | injected
+            if config.layer(layer).bounds(tokens):  # a window of its own, and nothing else
+                kind, of_policy = basic.Window, {"sinks": 0, "special": (), "positions": "original"}
+                of_policy["sequential"] = self.oracle.sequential
+                shape["recents"] = [0] * config.kv_heads
+            oracle = kind((limit[row] - read).tolist(), **(of_policy | shape))
             if self.prefill_chunk == 1:
                 oracle.sequential = True
             oracles.append(oracle)

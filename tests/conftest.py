@@ -62,6 +62,7 @@ ONE_WORKER = {
     "test_generate": "transformers",
     "test_long_text": "transformers",
     "test_models": "transformers",
+    "test_rope": "transformers",
     "test_train_less": "train_less",
 }
 """Files whose tests run on one worker, for they share a slow import, many programs or a run."""

@@ -27,6 +27,7 @@ MQA = small_config(4, 1)
 PARTIAL = small_config(4, 2, rope=Rope(width=4, interleaved=True))
 SLOPED = small_config(4, 2, position="alibi", rope=None)
 LEARNED = small_config(4, 2, position="learned", rope=None)
+LOCAL = small_config(4, 2, windows=(12, None), ropes=(Rope(width=8, theta=100.0), Rope(width=8)))
 
 
 def random_model(config: ModelConfig, seed: int = 0, dtype: DTypeLike = jnp.float32) -> Model:
@@ -54,6 +55,9 @@ def _older(name: str, **changes: Any) -> Any:
 _LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "original_max_position_embeddings": 64}
 _LLAMA3 |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 _LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
+_LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 64}
+_LONGROPE |= {"short_factor": [1.0] * 6, "long_factor": [1.0, 1.1, 1.3, 2.0, 4.0, 8.0]}
+_SPECIAL = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "original_max_position_embeddings": 64}
 
 MODELS: Mapping[str, Callable[[], Any]] = {
     "llama-mha": lambda: _huggingface("LlamaConfig", num_key_value_heads=4),
@@ -88,6 +92,24 @@ MODELS: Mapping[str, Callable[[], Any]] = {
     "mpt": lambda: _older("MptConfig"),
     "mpt-clipped": lambda: _older(
         "MptConfig", n_heads=2, tie_word_embeddings=False, attn_config={"clip_qkv": 0.5, "softmax_scale": 0.4}
+    ),
+    "qwen2-sliding": lambda: _huggingface(
+        "Qwen2Config", use_sliding_window=True, sliding_window=16, max_window_layers=1
+    ),
+    "qwen3": lambda: _huggingface("Qwen3Config", head_dim=24),
+    "phi3": lambda: _huggingface(
+        "Phi3Config", **_SPECIAL, sliding_window=16, rope_parameters=_LONGROPE | {"partial_rotary_factor": 0.75}
+    ),
+    "gemma": lambda: _huggingface("GemmaConfig", head_dim=24),
+    "gemma2": lambda: _huggingface("Gemma2Config", head_dim=24, query_pre_attn_scalar=10, sliding_window=16),
+    "gemma3": lambda: _huggingface(
+        "Gemma3TextConfig",
+        head_dim=24,
+        num_hidden_layers=3,
+        query_pre_attn_scalar=10,
+        sliding_window=16,
+        layer_types=["sliding_attention", "sliding_attention", "full_attention"],
+        rope_parameters={"full_attention": _LINEAR, "sliding_attention": {"rope_type": "default", "rope_theta": 1e3}},
     ),
 }
 """Hugging Face configs of every variant that kvjax reads."""

@@ -27,7 +27,7 @@ from rich.progress import track
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "docs" / "results"
-FIELDS = ("file", "line", "definition", "operator", "occurrence", "before", "after", "outcome", "by")
+FIELDS: tuple[str, ...] = ("file", "line", "definition", "operator", "occurrence", "before", "after", "outcome", "by")
 _ORACLES, _CONTRACT = "tests/test_oracles.py", "tests/test_contract.py"
 _CORE = "-m core"
 # For each file the tests that are about it, the quickest first. A mutant that all of them let live might still be
@@ -148,6 +148,7 @@ def tried(mutant: dict[str, str], tree: Path) -> dict[str, str]:
     file = mutant["file"]
     source = (ROOT / file).read_text()
     changed = mutate_code(source, get_operator("core/" + mutant["operator"])(), int(mutant["occurrence"]))
+    assert changed is not None
     before, after = _difference(source, changed)
     found = {field: mutant[field] for field in FIELDS if field in mutant} | {"before": before, "after": after}
     (tree / file).write_text(changed)

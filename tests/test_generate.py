@@ -115,6 +115,18 @@ def test_json_and_cache_map(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert figure.read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_summary_tells_of_layers_that_the_budget_is_not_about(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tiny = kvjax.load("tiny")
+    config = dataclasses.replace(tiny.config, windows=(16, None, None, 16))
+    monkeypatch.setattr("kvjax.model.load", lambda *_, **__: kvjax.Model(tiny.weights, config, "tiny", tiny.directory))
+    done = generate.main(["--prompt", STORY, "--policy", "h2o", "--budget", "24", "--max-new-tokens", "2"])
+    said = capsys.readouterr().err
+    assert done == 0 and "budget 24: 24 slots" in said
+    assert "2 of 4 layers see 16 tokens only and hold so many under any policy" in said
+
+
 class Terminal(io.StringIO):
     """What a command writes to where it can be seen."""
 

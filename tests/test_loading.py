@@ -18,6 +18,7 @@ from kvjax.model import load
 from kvjax.models import FAMILIES, LoadError, Rope, random_weights
 from kvjax.models.families import read_config
 from kvjax.models.loading import _finite
+from kvjax.models.saving import write_checkpoint
 from kvjax.models.weights import leaf_name
 
 SETTINGS = {
@@ -204,6 +205,9 @@ def test_damage_is_named(damage: str, tmp_path: Path) -> None:
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8, "low_freq_factor": 1, "high_freq_factor": 4}
 LLAMA3 |= {"original_max_position_embeddings": 64}
+LONGROPE = {"rope_type": "longrope", "short_factor": [1, 1, 2, 2], "long_factor": [1, 2, 3, 4]}
+LONGROPE |= {"original_max_position_embeddings": 16}
+YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 
 
 @pytest.mark.parametrize(
@@ -215,10 +219,12 @@ LLAMA3 |= {"original_max_position_embeddings": 64}
         ),
         ({"model_type": None}, r"model_type\) None is not supported"),
         (
-            {"rope_scaling": {"type": "yarn", "factor": 2}},
-            "rope_type 'yarn' is not supported; supported are default, linear, llama3",
+            {"rope_scaling": {"type": "proportional", "factor": 2}},
+            "rope_type 'proportional' is not supported; supported are default, linear, dynamic, yarn, llama3, longrope",
         ),
-        ({"rope_parameters": {"rope_type": "dynamic"}}, "rope_type 'dynamic' is not supported"),
+        ({"rope_parameters": {"rope_type": "dynamic"}}, "factor must be a number above 0, not None"),
+        ({"rope_scaling": LONGROPE | {"long_factor": 2}}, "long_factor must be a list of numbers above 0, not 2"),
+        ({"rope_scaling": LONGROPE | {"short_factor": [1]}}, r"short_factors=\(1\.0,\) does not .* give 4 numbers"),
         ({"rope_parameters": {"full_attention": {}}}, r"RoPE settings per type of layer \(full_attention\) are not"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, r"partial_rotary_factor 0\.5 is not supported"),
         ({"rope_parameters": [1]}, r"rope_scaling and rope_parameters must be objects, not \{\} and \[1\]"),
@@ -237,7 +243,20 @@ LLAMA3 |= {"original_max_position_embeddings": 64}
         ({"num_key_value_heads": 3}, "4 query heads cannot share 3 KV heads evenly"),
         ({"eos_token_id": "x"}, "eos_token_id must be a token id or a list of them, not 'x'"),
         ({"quantization_config": {"bits": 4}}, "quantization_config is not supported"),
-        ({"model_type": "qwen2", "use_sliding_window": True}, "use_sliding_window=True is not supported for qwen2"),
+        (
+            {"model_type": "qwen2", "use_sliding_window": True, "layer_types": ["full"]},
+            "layer_types must be 2 of full_",
+        ),
+        ({"model_type": "gemma", "use_bidirectional_attention": True}, "use_bidirectional_attention=True is not"),
+        ({"model_type": "gemma2", "sliding_window": None}, "sliding_window must be an integer above 0, not None"),
+        ({"model_type": "gemma3_text", "attn_logit_softcapping": 5.0}, r"attn_logit_softcapping=5\.0 is not supported"),
+        ({"model_type": "gemma3_text", "rope_parameters": {"factor": 2}}, "must have an object for each of full_att"),
+        ({"model_type": "phi3", "rope_scaling": {"type": "yarn"}}, "short_factor must be a list of numbers above 0"),
+        (
+            {"model_type": "qwen3", "use_sliding_window": True, "max_window_layers": "1"},
+            "max_window_layers must be an integer from 0, not '1'",
+        ),
+        ({"model_type": "phi3", "partial_rotary_factor": 1.5}, r"partial_rotary_factor 1\.5 is not supported; only up"),
         ({"model_type": "mistral", "attention_bias": True}, "attention_bias=True is not supported for mistral"),
         ({"model_type": "gpt2", "add_cross_attention": True}, "add_cross_attention=True is not supported for gpt2"),
         ({"model_type": "gpt2", "n_embd": 100}, "n_embd 100 is not a multiple of n_head 12"),
@@ -280,6 +299,15 @@ def test_config_is_refused_by_name(changes: dict, sentence: str, tmp_path: Path)
             {"head_dim": 16, "rope_parameters": LLAMA3 | {"rope_theta": 2.0}},
             Rope(16, 2.0, False, "llama3", 8, 1, 4, 64),
         ),
+        (
+            {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
+            Rope(8, scaling="dynamic", factor=2.0, original_max_positions=2048),
+        ),
+        ({"rope_scaling": YARN}, Rope(8, scaling="yarn", factor=4.0, original_max_positions=32)),
+        (
+            {"model_type": "phi3", "partial_rotary_factor": 0.5, "original_max_position_embeddings": 16},
+            Rope(4),
+        ),
     ],
 )
 def test_rope_of_old_and_new_configs(changes: dict, rope: Rope) -> None:
@@ -314,6 +342,26 @@ def test_slopes_and_scales_of_mpt_and_falcon() -> None:
     slopes = read_config(falcon)[1].slopes
     # 2^-0.5 to the eight bits of a bfloat16, over the root of the heads' width.
     assert slopes is not None and slopes[:2] == (181 / 256 / 2, 1 / 2 / 2)
+
+
+def test_windows_of_upper_layers() -> None:
+    qwen = {"model_type": "qwen3", "num_hidden_layers": 3, "sliding_window": 8, "max_window_layers": 1}
+    assert read_config(SETTINGS | qwen)[1].windows is None
+    assert read_config(SETTINGS | qwen | {"use_sliding_window": True})[1].windows == (None, 8, 8)
+    types = {"use_sliding_window": True, "layer_types": ["sliding_attention", "full_attention", "full_attention"]}
+    assert read_config(SETTINGS | qwen | types)[1].windows == (8, None, None)
+    gemma = {"model_type": "gemma3_text", "num_hidden_layers": 7, "rope_scaling": {"rope_type": "linear", "factor": 8}}
+    shape = read_config(SETTINGS | gemma)[1]
+    assert shape.windows == (*(4096,) * 5, None, 4096)
+    full = Rope(256, 1e6, scaling="linear", factor=8)
+    assert shape.ropes == (*(Rope(256),) * 5, full, Rope(256))
+
+
+def test_only_what_llama_has_is_written(tmp_path: Path) -> None:
+    for changes in ({"model_type": "qwen2"}, {"model_type": "gemma"}, {"rope_scaling": LLAMA3}):
+        config = read_config(SETTINGS | changes)[1]
+        with pytest.raises(ValueError, match="only a Llama without biases can be written, not "):
+            write_checkpoint(random_weights(config, jax.random.key(0)), config, tmp_path)
 
 
 def test_paths_that_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from kvjax.models import ModelConfig
 from kvjax.policies import Policy
 from tests.cases import FIRST, PAIRS, POLICIES, RARE, Case, core, slow
 from tests.held import kept, unpacked
-from tests.models import GQA, LEARNED, MHA, MQA, PARTIAL, SLOPED, random_model
+from tests.models import GQA, LEARNED, LOCAL, MHA, MQA, PARTIAL, SLOPED, random_model
 from tests.oracles.decoder import Decoder
 
 STEPS = 300
@@ -109,6 +109,22 @@ def test_equals_its_oracle_with_more_or_fewer_heads(name: str, shape: str, x64: 
 def test_equals_its_oracle_wherever_positions_enter(name: str, shape: str, x64: None) -> None:
     config, lengths = SHAPES[shape]
     _compare(POLICIES[name], _random(config), lengths, 40)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(core("h2o"), "streaming", "less+snapkv+adakv", "fastgen-low"),
+        *(slow(name) for name in FIRST if name not in ("h2o", "streaming")),
+        *(slow(name) for name in ("h2o-sequential", "h2o-cache-positions", "lightkv-context", "fastgen-others")),
+        *(
+            slow(name)
+            for name in ("h2o-pyramid", "less+keyformer", "less+fastgen-local", "streaming+adakv", "h2o+topk")
+        ),
+    ],
+)
+def test_layers_with_a_window_are_a_window_policy(name: str, x64: None) -> None:
+    _compare((POLICIES | PAIRS)[name], _random(LOCAL), (41, 9), 30)
 
 
 EMBEDDED = ("h2o", "keyformer", "less-performer", "fastgen", "lightkv", "lsh_e")

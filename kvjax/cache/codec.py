@@ -83,12 +83,19 @@ class Codec:
         """Whether slots have to know their order."""
         return self.positions == "cache" and not self.sliding
 
-    def check_widths(self, layers: Sequence[LayerConfig]) -> None:
-        """Refuse a model whose numbers cannot be packed.
+    def check_layers(self, layers: Sequence[LayerConfig]) -> None:
+        """Refuse a model whose numbers cannot be packed, or whose keys cannot be rotated by their rank.
 
         Raises:
-            ValueError: keys or values of a layer have an odd width and codes have 4 bits.
+            ValueError: keys or values of a layer have an odd width and codes have 4 bits; or frequencies of RoPE depend
+                on the length of the text, and positions are those in the cache.
         """
+        by_length = {layer.rope.scaling for layer in layers if layer.rope is not None and layer.rope.by_length}
+        if self.ordered and by_length:
+            raise ValueError(
+                f"positions='cache' rotates keys by their rank, but the frequencies of {min(by_length)} RoPE are those "
+                "of the whole text; use positions='original', or a policy that keeps a window, such as streaming."
+            )
         for index, layer in enumerate(layers if self.bits == 4 else ()):
             for name, width in (("keys", layer.key_width), ("values", layer.value_width)):
                 if width % 2:
@@ -173,7 +180,7 @@ class Codec:
             return Operands(q, k, v, (place, order))
         seen = None
         if self.sliding and config.slopes is not None:
-            gap = _gap(view, view.position.max(-1) + 1)[..., None]
+            gap = self._gap(view, view.position.max(-1) + 1)[..., None]
             sinks = view.live & (view.position < self.sinks)
             here = jnp.broadcast_to(new.position[:, None], (*view.limit.shape, tokens))
             seen = here, jnp.where(sinks, view.position + gap, view.position)
@@ -192,6 +199,7 @@ class Codec:
         config: LayerConfig,
         view: View,
         given: Operands,
+        new: New,
         raw_q: Float[Array, "b h g a d"],
         position: Int[Array, "b a"],
     ) -> tuple[Float[Array, "b h g a d"], Int[Array, "b h a"]]:
@@ -202,7 +210,7 @@ class Codec:
         place = jnp.broadcast_to(position[:, None], (*view.limit.shape, position.shape[1]))
         if self.ordered and given.places is not None:
             place = (view.live[:, :, None] & (view.position[:, :, None] < position[:, None, :, None])).sum(-1)
-        q = rotate(config.rope, raw_q, place[:, :, None])
+        q = rotate(config.rope, raw_q, place[:, :, None], new.end)
         return q if given.factor is None else (q * given.factor[:, :, None, None]).astype(q.dtype), place
 
     def _places(self, view: View, new: New) -> Int[Array, "b h t"]:
@@ -270,12 +278,17 @@ class Codec:
         arrives = (index >= 0) & (place < new.read[:, None]) & new.valid[:, :1]
         raw = jnp.take_along_axis(new.raw_k, jnp.clip(index, 0, new.raw_k.shape[2] - 1)[:, None, :, None], axis=2)
         sinks = jnp.where(arrives[:, None, :, None], raw, state.sinks)
-        # Sinks lie first (`best_first`); where they have just been read they may not, but there is no gap.
         place = place[: view.capacity]
-        held = (view.position[:, :, : len(place)] == place) & new.valid.any(1)[:, None, None]
-        slot = jnp.where(held, place, view.capacity + place)
-        gap = _gap(view, new.read[:, None])
-        turned = self._key(rotate(config.rope, sinks[:, :, : len(place)], place + gap[..., None]), state)
+        if config.window is None:
+            # Sinks lie first (`best_first`); where they have just been read they may not, but there is no gap.
+            held, slot = view.position[:, :, : len(place)] == place, place
+        else:  # which passes one after the other
+            found = view.position[:, :, None] == place[:, None]
+            held, slot = found.any(-1), jnp.argmax(found, axis=-1)
+        held &= new.valid.any(1)[:, None, None]
+        slot = jnp.where(held, slot, view.capacity + place)
+        gap = self._gap(view, new.read[:, None])
+        turned = self._key(rotate(config.rope, sinks[:, :, : len(place)], place + gap[..., None], new.end), state)
         row, head = jnp.arange(slot.shape[0])[:, None, None], jnp.arange(slot.shape[1])[:, None]
 
         def write(leaf: Array, value: Array) -> Array:
@@ -285,14 +298,13 @@ class Codec:
         known = view.state.replace(codec=state.replace(sinks=sinks))
         return view.replace(kv=view.kv.replace(k=keys), state=known)
 
+    def _gap(self, view: View, read: Int[Array, "b #h"]) -> Int[Array, "b h"]:
+        """How many tokens between sinks and window, of a text read so far, are not live."""
+        return jnp.maximum(read - self.sinks, 0) - (view.live & (view.position >= self.sinks)).sum(-1)
+
 
 def _with(view: View, order: Int[Array, "b h c"], state: CodecState) -> View:
     return view.replace(slots=view.slots.replace(codec=order), state=view.state.replace(codec=state))
-
-
-def _gap(view: View, read: Int[Array, "b #h"]) -> Int[Array, "b h"]:
-    """How many tokens of the text read so far are not live."""
-    return read - view.live.sum(-1)
 
 
 def codec(name: str, positions: str = "original") -> Codec:

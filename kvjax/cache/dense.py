@@ -64,11 +64,11 @@ class Dense(struct.PyTreeNode):
         view = self.layers[layer]
         view = view.replace(state=view.state.replace(codec=rules.codec.begin(view, new)))
         scores, guard = slots.scores(rules, view, new)
-        bounds = Protection(guard.sinks, guard.recent, rules.room(view.limit, new.length))
+        bounds = Protection(guard.sinks, guard.recent, slots.room(rules, view.limit, new))
         added = jax.tree.map(lambda leaf: leaf[:, :, 0], _entries(rules, view, new))
         buffers = {"kv": view.kv, "slots": view.slots}
         held = (view.position, new.position[:, 0], buffers, added)
-        slot = rules.victim(view, new, bounds, guard.keep)
+        slot = None if slots.windowed(new) else rules.victim(view, new, bounds, guard.keep)
         if slot is None:
             found = evict(
                 scores, *held, protection=bounds, keep=guard.keep, shrinks=rules.shrinks, **new.kernels._asdict()
@@ -80,7 +80,8 @@ class Dense(struct.PyTreeNode):
         written = rules.codec.exchanged(config, written, new, taken["slots"].codec, left)
         kv = jax.tree.map(lambda leaf: leaf[:, :, None], taken["kv"])
         pair = rules.codec.restore(config, kv, left[..., None], view.state.codec, new.k.dtype)
-        evicted = Evicted(pair.k, pair.v, (left >= 0)[..., None], new.layer, new.kernels)
+        remembered = (left >= 0) & slots.in_window(left, new)
+        evicted = Evicted(pair.k, pair.v, remembered[..., None], new.layer, new.kernels)
         return self.replace_layer(layer, written), evicted
 
     def append(self, rules: Rules, config: LayerConfig, layer: int, new: New) -> Dense:
@@ -111,7 +112,7 @@ class Dense(struct.PyTreeNode):
         attend = evidence.attend_block if block else evidence.attend_token
         own = evidence.without_again(asks)
         out, answers = attend(config, given, view, new, own, low_rank, selection)
-        earlier = functools.partial(rules.codec.earlier, config, view, given)
+        earlier = functools.partial(rules.codec.earlier, config, view, given, new)
         return self, Attended(out, evidence.with_again(asks, answers, config, given, view, earlier))
 
     def fold(self, rules: Rules, layer: int, asks: PyTree, answers: PyTree, new: New) -> Dense:
@@ -173,7 +174,7 @@ class Dense(struct.PyTreeNode):
         """Rows whose room has just fallen without what ranks lowest; the new tokens have no slot yet."""
         view = self.layers[layer]
         before = jnp.maximum(new.read - 1, new.prompt_length)
-        fewer = rules.room(view.limit, new.length) < rules.room(view.limit, before)
+        fewer = slots.room(rules, view.limit, new) < slots.room(rules, view.limit, new, before)
         fewer &= new.valid[:, :1]
 
         # Only masks and the queue leave the branch: a cache that went through it would be copied at every step.

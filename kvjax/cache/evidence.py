@@ -426,7 +426,10 @@ def _narrowed(
     new: New,
     lse: Float[Array, "b h g t"],
 ) -> Partial:
-    kept = jnp.where(selection.pick(probs, new), probs, 0.0)
+    picked = selection.pick(probs, new)
+    if new.config is not None and new.config.local:
+        picked |= new.config.bounds(new.end)[:, None, None, None, None]
+    kept = jnp.where(picked, probs, 0.0)
     mass = kept.sum(-1, keepdims=True)
     safe = jnp.where(mass > 0, mass, 1.0)
     out = jnp.einsum("bhgtc,bhcd->bhgtd", kept / safe, whole(v, kept.dtype))

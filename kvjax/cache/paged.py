@@ -166,7 +166,7 @@ class Paged(struct.PyTreeNode):
 
     def _contest(self, rules: Rules, layer: int, new: New) -> Contest:
         rows, heads = new.k.shape[:2]
-        limit = rules.room(self.limit[layer], new.length).reshape(-1)
+        limit = slots.room(rules, self.limit[layer], new).reshape(-1)
         places = rules.competing(self.heads(layer), new)
         size = self.page_size
 
@@ -510,7 +510,8 @@ class Taken(NamedTuple):
             nothing = jnp.zeros_like(new.k), jnp.zeros_like(new.v)
             return Evicted(*nothing, jnp.zeros(new.k.shape[:3], bool), new.layer, new.kernels)
         pair = rules.codec.restore(config, self.kv, self.left[..., None], state.codec, new.k.dtype)
-        return Evicted(pair.k, pair.v, (self.left >= 0)[..., None], new.layer, new.kernels)
+        remembered = (self.left >= 0) & slots.in_window(self.left, new)
+        return Evicted(pair.k, pair.v, remembered[..., None], new.layer, new.kernels)
 
 
 class PageAnswers(NamedTuple):

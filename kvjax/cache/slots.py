@@ -99,11 +99,38 @@ def last_resort(dtype: DTypeLike) -> float:
 
 
 def scores(rules: Rules, view: View, new: New) -> tuple[Float[Array, "b h c"], Guard]:
-    """How much each slot matters, last resorts above all others, and what protects it."""
+    """How much each slot matters, last resorts above all others, and what protects it.
+
+    What the layer's own window has passed is expired, protected or not: no later query sees it. So a layer whose heads
+    may use as many slots as its window is wide holds exactly that window, under any rules.
+    """
     found, guard = rules.standing(view, new)
     if guard.last is not None:
         found = jnp.where(guard.last, last_resort(found.dtype), found)
+    if windowed(new):
+        found = jnp.where(in_window(view.position, new), found, -jnp.inf)
     return found, guard
+
+
+def windowed(new: New) -> bool:
+    """Whether the layer has a window of its own."""
+    return new.config is not None and new.config.window is not None
+
+
+def in_window(position: Int[Array, "b h *c"], new: New) -> Bool[Array, "b h *c"]:
+    """Which positions the newest token still sees; all of them in a layer without a window."""
+    if new.config is None or new.config.window is None:
+        return jnp.ones(position.shape, bool)
+    newest = new.newest.reshape(-1, *(1,) * (position.ndim - 1))
+    return position > newest - new.config.window
+
+
+def room(rules: Rules, limit: Int[Array, "b h"], new: New, length: Int[Array, " b"] | None = None) -> Int[Array, "b h"]:
+    """Slots that may be used in a text of so many tokens, or as long as it is; all of them where a window bounds it."""
+    found = rules.room(limit, new.length if length is None else length)
+    if new.config is None or not new.config.local:
+        return found
+    return jnp.where(new.config.bounds(new.end)[:, None], limit, found)
 
 
 def rank(rules: Rules, view: View, new: New) -> Float[Array, "b h c"]:
@@ -139,7 +166,7 @@ def chosen(rules: Rules, view: View, new: New) -> tuple[Int[Array, "b h c"], Int
         competes = (worth & (ranks < last_resort(ranks.dtype))).astype(jnp.int32)
         score = jnp.where(worth if places.among_all else competes, score, -jnp.inf)
         count += sum_of_most(score, view.position, competes, places.most) - competes.sum(-1)
-    return order, jnp.minimum(count, rules.room(view.limit, new.length))
+    return order, jnp.minimum(count, room(rules, view.limit, new))
 
 
 def sum_of_most(
@@ -174,8 +201,9 @@ def fold_evicted(
         config: of the layer.
         view: the slots, before they leave.
         new: what is being read.
-        leaving: which of them do.
+        leaving: which of them do; what the layer's window has passed is not remembered.
     """
+    leaving &= in_window(view.position, new)
     size = min(TOKEN_BLOCK, view.capacity)
     padding = -view.capacity % size
 

@@ -51,7 +51,8 @@ def prefill(
         tokens: prompts [b, n], padded on the right; or a list of lists of unequal lengths.
         budget: slots per KV head, the token being read among them (a paper that attends over budget + 1 and then
             evicts means one slot fewer by the same number); or a fraction, per row; or slots for each layer. Left out
-            for policies that find out themselves what each head needs.
+            for policies that find out themselves what each head needs. Layers with a window, in a model some of whose
+            layers see further, hold that under any policy once the text is longer; budgets are those of the others.
         lengths: tokens of each prompt [b], 1 to n; None if none is padded.
         max_new_tokens: how many tokens are going to be generated, for fractions, schedules and the full cache.
         key: randomness of sampling and of random policies, one for all rows or one each; None is `jax.random.key(0)`.

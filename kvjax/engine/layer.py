@@ -41,8 +41,8 @@ class Reading(struct.PyTreeNode):
     def new(self, config: LayerConfig, layer: int, x: Array, q: Array, k: Array, v: Array) -> New:
         """The tokens as a layer sees them, from what its block was given and its unrotated queries and keys."""
         return New(
-            q=rotate(config.rope, q, self.position[:, None, None]),
-            k=rotate(config.rope, k, self.position[:, None]),
+            q=rotate(config.rope, q, self.position[:, None, None], self.end),
+            k=rotate(config.rope, k, self.position[:, None], self.end),
             v=v,
             raw_q=q,
             raw_k=k,
@@ -55,6 +55,7 @@ class Reading(struct.PyTreeNode):
             end=self.end,
             seed=self.seed,
             layer=layer,
+            config=config,
             given=self.given,
             kernels=self.kernels,
         )
@@ -242,5 +243,14 @@ def _settled(policy: Policy, storage: Dense, layer: int, told: Pending, first: b
     view = storage.layers[layer]
     ranks = slots.rank(policy, view, new) if policy.plan.per_head and not policy.plan.decides else None
     limit, found = policy.plan.settle(answers["plan"], view, ranks, new)
+    config = new.config
+    if config is not None and config.window is not None:
+        limit = jnp.minimum(limit, config.window)
+        # Rows that a local layer's window bounds keep that.
+        apart = config.bounds(new.end)
+        settled, before = (limit, found), (view.limit, view.state.plan)
+        limit, found = jax.tree.map(
+            lambda after, old: jnp.where(apart.reshape(-1, *(1,) * (old.ndim - 1)), old, after), settled, before
+        )
     storage = storage.replace_layer(layer, view.replace(limit=limit))
     return storage if found is None else storage.put_state(layer, plan=found)

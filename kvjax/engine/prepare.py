@@ -84,7 +84,7 @@ def prepare(
     rows, width = padded.shape
     _check_prompts(padded, real, policy, config)
     policy.score.check_prompt(int(real.min()))
-    policy.codec.check_widths(config.layer_configs)
+    policy.codec.check_layers(config.layer_configs)
     limits, capacities = plan_slots(policy, budget, real, max_new_tokens, config, width, budget_of)
     size = bucket(width) if chunk is None or chunk >= width else -(-bucket(width) // chunk) * chunk
     chunk = None if chunk is None or (chunk >= width and chunk > 1) else chunk
@@ -180,7 +180,8 @@ def plan_slots(
 
     Args:
         policy: with the plan that spreads the budget.
-        budget: slots per head, a fraction, or slots for each layer.
+        budget: slots per head, a fraction, or slots for each layer; of layers that their own window bounds it means
+            nothing: they get as many as that is wide, and the others share what it says.
         lengths: tokens of each prompt.
         max_new_tokens: that are going to be generated.
         config: of the model.
@@ -196,11 +197,22 @@ def plan_slots(
         raise ValueError(f"budget_of={budget_of!r} is not one of {', '.join(WHOLES)}.")
     wholes = {"text": total, "prompt": lengths, "context": np.full(rows, config.max_positions)}
     per_row = _slots_per_row(budget, wholes[budget_of]) if one else total  # type: ignore[arg-type]
+    widths = [np.iinfo(np.int32).max if layer.window is None else layer.window for layer in config.layer_configs]
+    windows = np.array(widths)[:, None]
     if not plan.bounded or plan.decides:
-        limits = np.broadcast_to(total, (config.layers, rows))
-        return _of_heads(limits, config), (full_slots(width, max_new_tokens),) * config.layers
+        slots = full_slots(width, max_new_tokens)
+        return _of_heads(np.minimum(total, windows), config), tuple(min(slots, round_slots(w)) for w in widths)
+    apart = np.stack([layer.bounds(total) for layer in config.layer_configs])
+    if apart.any() and policy.score.aligned_layers:
+        raise ValueError(
+            f"{name_of(policy)} with one score for all layers needs the same tokens in all of them, but some layers of "
+            "this model see a window of the text; use shared=False."
+        )
     if one:
-        limits = np.stack([plan.budgets(int(slots), config.layers) for slots in per_row], axis=1)
+        limits = np.zeros((config.layers, rows), np.int64)
+        for row, slots in enumerate(per_row):
+            free = ~apart[:, row]
+            limits[free, row] = plan.budgets(int(slots), int(free.sum()))
     else:
         slots = np.asarray(budget)
         if len(slots) != config.layers or slots.min() < 1:
@@ -209,11 +221,17 @@ def plan_slots(
             )
         limits = np.repeat(slots.astype(np.int64)[:, None], rows, axis=1)
     limits = limits + plan.extra_slots
-    policy.protection.check_budget(int(limits.min()))
+    policy.protection.check_budget(int(limits[~apart].min()))
     if policy.score.aligned_layers and (limits != limits[0]).any():
         raise ValueError(f"{name_of(policy)} with one score for all layers needs equal budgets; use plan='uniform'.")
-    buffers = (plan.buffer_slots(int(limit.max()), int(lengths.min())) for limit in limits)
-    return _of_heads(limits, config), tuple(map(round_slots, buffers))
+    # More than its window is of no use to a layer.
+    limits = np.where(apart, windows, np.minimum(limits, windows))
+    buffers = limits.max(1, where=apart, initial=0)
+    for layer, bound in enumerate(apart):
+        if not bound.all():
+            planned = plan.buffer_slots(int(limits[layer, ~bound].max()), int(lengths.min()))
+            buffers[layer] = max(buffers[layer], planned)
+    return _of_heads(limits, config), tuple(round_slots(int(slots)) for slots in buffers)
 
 
 def lines_of(limits: Sequence[Int[np.ndarray, "b h"]]) -> tuple[int, ...]:

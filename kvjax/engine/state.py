@@ -13,11 +13,11 @@ from jaxtyping import Array, Bool, Int, Key, UInt32
 
 from kvjax.cache.ledger import allocated_bytes
 from kvjax.engine.layer import Storage
-from kvjax.engine.prepare import full_slots
+from kvjax.engine.prepare import full_slots, round_slots
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Weights
 from kvjax.policies.policy import Policy
-from kvjax.types import Kernels, setting
+from kvjax.types import Kernels, LayerConfig, setting
 
 ROWS = ("position", "prompt_length", "horizon", "end", "key", "seed", "active")
 """Fields of a state that have one entry for each row."""
@@ -133,8 +133,12 @@ def full_cache_bytes(state: State) -> int:
     size = state.weights.layers[0].key.weight.dtype.itemsize
     slots = full_slots(int(np.max(state.end - state.horizon)), int(np.max(state.horizon)))
     number = np.dtype(np.int32).itemsize  # a slot's position, a head's limit
-    widths = ((layer.kv_heads, layer.key_width + layer.value_width) for layer in state.config.layer_configs)
-    return len(state.end) * sum(heads * (slots * (width * size + number) + number) for heads, width in widths)
+
+    def of_head(layer: LayerConfig) -> int:
+        held = slots if layer.window is None else min(slots, round_slots(layer.window))
+        return held * ((layer.key_width + layer.value_width) * size + number) + number
+
+    return len(state.end) * sum(layer.kv_heads * of_head(layer) for layer in state.config.layer_configs)
 
 
 def allocated_slots(state: State) -> float:

@@ -96,8 +96,8 @@ def logits(
     position = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
 
     def attention(q: Array, k: Array, v: Array, shape: LayerConfig) -> Array:
-        q = rotate(shape.rope, q, position[:, None, None])
-        k = rotate(shape.rope, k, position[:, None])
+        q = rotate(shape.rope, q, position[:, None, None], tokens.shape[1])
+        k = rotate(shape.rope, k, position[:, None], tokens.shape[1])
         split = top_k(q, k, v, position, keep, shape)
         return split.sparse + best_rank(split.residual, rank) if rank else split.sparse
 

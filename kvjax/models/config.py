@@ -36,8 +36,13 @@ class ModelConfig:
         rope: settings of the rotation when `position` is `rope`.
         ropes: each layer's own rotation, None for none, in place of `rope`; None for `rope` in all layers.
         slopes: ALiBi's of each query head; None for those of Press et al. (2022).
+        embedding_scale: by which token embeddings are multiplied, rounded to their dtype (Gemma: sqrt(width)); None for
+            not at all.
         position_offset: added to positions before the table of learned embeddings is read.
         norm_bias: whether norms add an offset.
+        norm_offset: whether norms multiply by 1 + scale (Gemma).
+        post_norms: whether the outputs of attention and MLP are normalised, too, before they are added (Gemma 2).
+        query_key_norms: whether each head's queries and keys are normalised before they are rotated (Qwen3).
         shared_norm: whether the MLP reads the norm of the attention (`parallel` blocks only).
         qkv_bias: whether queries, keys and values add a bias.
         output_bias: whether the attention's output projection adds a bias.
@@ -75,8 +80,12 @@ class ModelConfig:
     rope: Rope | None = None
     ropes: tuple[Rope | None, ...] | None = None
     slopes: tuple[float, ...] | None = None
+    embedding_scale: float | None = None
     position_offset: int = 0
     norm_bias: bool = False
+    norm_offset: bool = False
+    post_norms: bool = False
+    query_key_norms: bool = False
     shared_norm: bool = False
     qkv_bias: bool = False
     output_bias: bool = False
@@ -109,6 +118,8 @@ class ModelConfig:
         scale = self.head_width**-0.5 if self.attention_scale is None else self.attention_scale
         scales = (scale,) * self.layers if self.attention_scales is None else self.attention_scales
         windows = (self.sliding_window,) * self.layers if self.windows is None else self.windows
+        bounded = [window for window in windows if window is not None]
+        furthest = max(bounded) if len(bounded) == self.layers else None
         return tuple(
             LayerConfig(
                 kv_heads=self.kv_heads,
@@ -120,6 +131,7 @@ class ModelConfig:
                 soft_cap=self.soft_cap,
                 window=window,
                 slopes=slopes,
+                local=window is not None and window != furthest,
             )
             for scale, window, rope in zip(scales, windows, self._layer_ropes, strict=True)
         )
@@ -139,8 +151,8 @@ class ModelConfig:
             given = getattr(self, name)
             if given is not None and len(given) != self.layers:
                 raise ValueError(f"{name} has {len(given)} entries for {self.layers} layers; give one for each.")
-        positive = ("value_width", "qkv_clip", "attention_scale", "soft_cap", "logit_soft_cap", "logit_scale")
-        for name in (*positive, "sliding_window"):
+        positive = ("value_width", "embedding_scale", "qkv_clip", "attention_scale", "soft_cap", "logit_soft_cap")
+        for name in (*positive, "logit_scale", "sliding_window"):
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise ValueError(f"{name} must be above 0, not {value}; leave it None for models without it.")
@@ -162,6 +174,10 @@ class ModelConfig:
         for rope in self._layer_ropes:
             if rope is not None and rope.width > self.head_width:
                 raise ValueError(f"RoPE of width {rope.width} does not fit heads of width {self.head_width}.")
+        if self.norm_offset and (self.norm_bias or self.norm == "layer"):
+            raise ValueError("norm_offset=True goes with norm='rms' and norm_bias=False only.")
+        if self.post_norms and self.parallel:
+            raise ValueError("post_norms=True does not go with parallel=True, which adds attention and MLP at once.")
         if self.shared_norm and not self.parallel:
             raise ValueError("shared_norm=True needs parallel=True: a sequential block normalises before its MLP.")
         if self.tied and self.unembedding_bias:

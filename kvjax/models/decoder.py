@@ -38,7 +38,10 @@ class Norm:
 
 @struct.dataclass
 class LayerWeights:
-    """One decoder block; `mlp_norm` is None where attention and MLP share one norm, `gate` where the MLP has none."""
+    """One decoder block; `mlp_norm` is None where attention and MLP share one norm, `gate` where the MLP has none.
+
+    The last four are None in models without them.
+    """
 
     attention_norm: Norm
     query: Linear
@@ -49,6 +52,10 @@ class LayerWeights:
     gate: Linear | None
     up: Linear
     down: Linear
+    query_norm: Norm | None = None
+    key_norm: Norm | None = None
+    attention_post_norm: Norm | None = None
+    mlp_post_norm: Norm | None = None
 
 
 @struct.dataclass
@@ -82,6 +89,8 @@ def normalise(norm: Norm, x: Float[Array, "*b width"], config: ModelConfig) -> F
     if config.norm == "layer":
         precise = precise - precise.mean(-1, keepdims=True)
     precise = precise * jax.lax.rsqrt(jnp.mean(precise**2, -1, keepdims=True) + config.norm_eps)
+    if config.norm_offset:
+        return (precise * (1 + norm.scale.astype(precise.dtype))).astype(x.dtype)
     y = precise.astype(x.dtype) * norm.scale
     return y if norm.bias is None else y + norm.bias
 
@@ -89,8 +98,10 @@ def normalise(norm: Norm, x: Float[Array, "*b width"], config: ModelConfig) -> F
 def embed(
     weights: Weights, config: ModelConfig, tokens: Int[Array, "b t"], positions: Int[Array, "b t"]
 ) -> Float[Array, "b t width"]:
-    """Token embeddings, plus position embeddings where the model learned them."""
+    """Token embeddings, scaled where the model does, plus position embeddings where it learned them."""
     x = weights.embedding[tokens]
+    if config.embedding_scale is not None:
+        x = x * jnp.asarray(config.embedding_scale, x.dtype)
     if weights.positions is not None:
         x = x + weights.positions[jnp.maximum(positions, 0) + config.position_offset]
     return x
@@ -120,15 +131,20 @@ def block(
     v = layer.value(normed).reshape(b, t, shape.kv_heads, shape.value_width)
     if config.qkv_clip is not None:
         q, k, v = (jnp.clip(x, -config.qkv_clip, config.qkv_clip) for x in (q, k, v))
+    if layer.query_norm is not None and layer.key_norm is not None:
+        q, k = normalise(layer.query_norm, q, config), normalise(layer.key_norm, k, config)
     attended = attention(q.transpose(0, 2, 3, 1, 4), k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3))
     attended = attended.astype(x.dtype).transpose(0, 3, 1, 2, 4).reshape(b, t, shape.heads * shape.value_width)
     attended = layer.output(attended)
+    if layer.attention_post_norm is not None:
+        attended = normalise(layer.attention_post_norm, attended, config)
     if config.parallel:
         mlp_input = normed if layer.mlp_norm is None else normalise(layer.mlp_norm, x, config)
         return x + attended + mlp(layer, config, mlp_input)
     x = x + attended
     assert layer.mlp_norm is not None
-    return x + mlp(layer, config, normalise(layer.mlp_norm, x, config))
+    fed = mlp(layer, config, normalise(layer.mlp_norm, x, config))
+    return x + (fed if layer.mlp_post_norm is None else normalise(layer.mlp_post_norm, fed, config))
 
 
 def mlp(layer: LayerWeights, config: ModelConfig, x: Float[Array, "b t width"]) -> Float[Array, "b t width"]:
@@ -168,14 +184,16 @@ def forward(
     tokens = jnp.where(positions < lengths[:, None], tokens, 0)
     x = embed(weights, config, tokens, positions)
     for layer, shape in zip(weights.layers, config.layer_configs, strict=True):
-        x = block(layer, config, shape, x, functools.partial(_causal, shape, positions))
+        x = block(layer, config, shape, x, functools.partial(_causal, shape, positions, lengths))
     return unembed(weights, config, x)
 
 
-def _causal(shape: LayerConfig, positions: Int[Array, "b t"], q: Queries, k: Keys, v: Values) -> Attended:
+def _causal(
+    shape: LayerConfig, positions: Int[Array, "b t"], lengths: Int[Array, " b"], q: Queries, k: Keys, v: Values
+) -> Attended:
     """Attention of every token to itself and those before it, in blocks of queries so that no n x n matrix exists."""
-    q = rotate(shape.rope, q, positions[:, None, None])
-    k = rotate(shape.rope, k, positions[:, None])
+    q = rotate(shape.rope, q, positions[:, None, None], lengths)
+    k = rotate(shape.rope, k, positions[:, None], lengths)
     spec, key_positions = shape.spec, positions[:, None]
 
     def attend_block(queries: tuple[Queries, Int[Array, "b t"]]) -> Attended:

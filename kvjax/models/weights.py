@@ -25,8 +25,8 @@ def weight_shapes(config: ModelConfig, dtype: DTypeLike = jnp.float32) -> Weight
     def linear(out: int, into: int, bias: bool) -> Linear:
         return Linear(leaf(out, into), leaf(out) if bias else None)
 
-    def norm() -> Norm:
-        return Norm(leaf(config.width), leaf(config.width) if config.norm_bias else None)
+    def norm(width: int = config.width) -> Norm:
+        return Norm(leaf(width), leaf(width) if config.norm_bias else None)
 
     def layer(shape: LayerConfig) -> LayerWeights:
         return LayerWeights(
@@ -39,6 +39,10 @@ def weight_shapes(config: ModelConfig, dtype: DTypeLike = jnp.float32) -> Weight
             gate=linear(config.mlp_width, config.width, config.mlp_bias) if config.gated_mlp else None,
             up=linear(config.mlp_width, config.width, config.mlp_bias),
             down=linear(config.width, config.mlp_width, config.mlp_bias),
+            query_norm=norm(shape.key_width) if config.query_key_norms else None,
+            key_norm=norm(shape.key_width) if config.query_key_norms else None,
+            attention_post_norm=norm() if config.post_norms else None,
+            mlp_post_norm=norm() if config.post_norms else None,
         )
 
     learned = config.position == "learned"
@@ -73,7 +77,7 @@ def random_weights(config: ModelConfig, key: PRNGKeyArray, dtype: DTypeLike = jn
         if kind == "weight":
             x /= math.sqrt(leaf.shape[-1])
         elif kind == "scale":
-            x = 1 + np.float32(0.2) * x
+            x = np.float32(not config.norm_offset) + np.float32(0.2) * x
         else:
             x *= 0.2  # tables and biases
         return jnp.asarray(x, dtype)

@@ -15,7 +15,7 @@ from kvjax.types import New, PyTree, View, check, is_share, number, setting, wri
 
 @struct.dataclass
 class Protection(Part):
-    """The first tokens, the newest ones, and tokens for what they are.
+    """The first tokens, the newest ones, and tokens for what they are; in a layer with a window while it sees them.
 
     Args:
         sinks: first tokens of the text that never leave.

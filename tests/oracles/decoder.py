@@ -273,12 +273,13 @@ class Decoder:
         """Plain causal attention: the prompt as the layer sees it, and what each token reads, [token][h][g][d]."""
         n = len(tokens)
         projected = [self._project(layer, x) for x in hidden]
+        turn, window = functools.partial(self._rotate, oracle.layer), self.config.layer(oracle.layer).window
         queries, probs = [], []
         read: list[list[list[np.ndarray]]] = [[] for _ in range(n)]
         for h, head in enumerate(oracle.heads):
             head.positions, head.tokens, head.notes = list(range(n)), list(tokens), [None] * n
             head.raw_keys = [projected[i][1][h] for i in range(n)]
-            head.keys = [self._rotate(head.raw_keys[i], i) for i in range(n)]
+            head.keys = [turn(head.raw_keys[i], i) for i in range(n)]
             head.values = [projected[i][2][h] for i in range(n)]
             keys = np.array(head.keys)
             queries.append([])
@@ -286,11 +287,12 @@ class Decoder:
             for i in range(n):
                 read[i].append([])
             for g in range(oracle.groups):
-                rotated = np.array([self._rotate(projected[i][0][h][g], i) for i in range(n)])
+                rotated = np.array([turn(projected[i][0][h][g], i) for i in range(n)])
                 matrix = np.zeros((n, n))
                 for i in range(n):
-                    logits = keys[: i + 1] @ rotated[i] / math.sqrt(keys.shape[1])
-                    matrix[i, : i + 1] = softmax(logits + self._bias(h, g, head.positions[: i + 1]))
+                    seen = slice(0 if window is None else max(0, i + 1 - window), i + 1)
+                    logits = keys[seen] @ rotated[i] / math.sqrt(keys.shape[1])
+                    matrix[i, seen] = softmax(logits + self._bias(h, g, head.positions[seen]))
                     read[i][h].append(oracle.attend(h, g, rotated[i], matrix[i]))
                 queries[h].append(rotated)
                 probs[h].append(matrix)
@@ -322,8 +324,9 @@ class Decoder:
         x = self._embed(token, position)
         for layer, oracle in zip(self.weights.layers, self.oracles, strict=True):
             raw_q, raw_k, v = self._project(layer, x)
-            q = [[self._rotate(query, position) for query in group] for group in raw_q]
-            k = [self._rotate(key, position) for key in raw_k]
+            turn, window = functools.partial(self._rotate, oracle.layer), self.config.layer(oracle.layer).window
+            q = [[turn(query, position) for query in group] for group in raw_q]
+            k = [turn(key, position) for key in raw_k]
             new = New(int(token), position, q, k, v, self.prompt_length, self.horizon)
             news.append(new)
             if oracle.given:
@@ -340,9 +343,10 @@ class Decoder:
                 head.raw_keys.append(raw_k[h])
                 head.values.append(value)
                 head.notes.append(note)
-                seen, queries = oracle.saw = oracle.see(h, new, raw_q[h], self._rotate)
+                seen, queries = oracle.saw = oracle.see(h, new, raw_q[h], turn)
                 places = head.positions if oracle.positions == "original" else list(range(len(seen)))
-                logits = [seen @ query / math.sqrt(len(query)) for query in queries]
+                hidden = [window is not None and position - held >= window for held in head.positions]
+                logits = [np.where(hidden, -math.inf, seen @ query / math.sqrt(len(query))) for query in queries]
                 probs.append([softmax(x + self._bias(h, g, places)) for g, x in enumerate(logits)])
                 read.append([oracle.attend(h, g, q[h][g], probs[h][g]) for g in range(len(queries))])
             oracle.after(new, probs)
@@ -397,8 +401,8 @@ class Decoder:
         heads = self.config.heads
         return slope(h * heads // self.config.kv_heads + g, heads) * (np.array(places) - places[-1])
 
-    def _rotate(self, x: np.ndarray, position: int) -> np.ndarray:
-        rope = self.config.rope
+    def _rotate(self, layer: int, x: np.ndarray, position: int) -> np.ndarray:
+        rope = self.config.layer(layer).rope
         if rope is None:
             return x
         assert rope.scaling == "none"

@@ -11,18 +11,28 @@ from kvjax.models.families.common import LoadError as LoadError
 from kvjax.models.families.common import Settings, check_only
 from kvjax.models.families.common import token_ids as token_ids
 from kvjax.models.families.falcon import FALCON
+from kvjax.models.families.gemma import GEMMA
+from kvjax.models.families.gemma2 import GEMMA2
+from kvjax.models.families.gemma3 import GEMMA3
 from kvjax.models.families.gpt2 import GPT2
 from kvjax.models.families.gpt_neox import GPT_NEOX
 from kvjax.models.families.gptj import GPTJ
 from kvjax.models.families.llama import LLAMA
 from kvjax.models.families.mistral import MISTRAL
 from kvjax.models.families.mpt import MPT
+from kvjax.models.families.phi3 import PHI3
 from kvjax.models.families.qwen2 import QWEN2
+from kvjax.models.families.qwen3 import QWEN3
 
 FAMILIES: Mapping[str, Family] = {
     "llama": LLAMA,
     "mistral": MISTRAL,
     "qwen2": QWEN2,
+    "qwen3": QWEN3,
+    "phi3": PHI3,
+    "gemma": GEMMA,
+    "gemma2": GEMMA2,
+    "gemma3_text": GEMMA3,
     "falcon": FALCON,
     "gpt2": GPT2,
     "gpt_neox": GPT_NEOX,

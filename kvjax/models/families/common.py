@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -144,20 +145,22 @@ ACTIVATIONS: Mapping[str, str] = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "relu": "relu",
 }
-# For each type of RoPE: our name for it, and which settings it has beside theta.
-_ROPES: Mapping[str, tuple[str, Mapping[str, str]]] = {
-    "default": ("none", {}),
-    "linear": ("linear", {"factor": "factor"}),
-    "llama3": (
-        "llama3",
-        {
-            "factor": "factor",
-            "low_freq_factor": "low_freq_factor",
-            "high_freq_factor": "high_freq_factor",
-            "original_max_positions": "original_max_position_embeddings",
-        },
-    ),
+# For each type of RoPE which numbers it needs beside theta, by our names and theirs.
+_ORIGINAL = {"original_max_positions": "original_max_position_embeddings"}
+_ROPES: Mapping[str, Mapping[str, str]] = {
+    "default": {},
+    "linear": {"factor": "factor"},
+    "dynamic": {"factor": "factor", "original_max_positions": "max_position_embeddings"},
+    "yarn": {"factor": "factor", **_ORIGINAL},
+    "llama3": {
+        "factor": "factor",
+        "low_freq_factor": "low_freq_factor",
+        "high_freq_factor": "high_freq_factor",
+        **_ORIGINAL,
+    },
+    "longrope": {"factor": "factor", **_ORIGINAL},
 }
+LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
 def integer(settings: Settings, key: str) -> int:
@@ -218,26 +221,97 @@ def token_ids(settings: Settings, key: str) -> tuple[int, ...]:
     return tuple(ids)
 
 
-def read_rope(settings: Settings, width: int) -> Rope:
-    """RoPE of `width` dimensions from `rope_parameters` (transformers 5) or `rope_theta`, `rope_scaling` (before)."""
+def read_rope(settings: Settings, width: int, *, partial: bool = False) -> Rope:
+    """RoPE from `rope_parameters` (transformers 5) or `rope_theta`, `rope_scaling` (before).
+
+    Args:
+        settings: of the model.
+        width: of its heads.
+        partial: whether the family rotates only a `partial_rotary_factor` of it, where that is there.
+
+    Raises:
+        LoadError: a setting is missing, of another kind, or not supported.
+    """
     parts = [settings.get(key) or {} for key in ("rope_scaling", "rope_parameters")]
     if not all(isinstance(part, dict) for part in parts):
         raise LoadError(f"rope_scaling and rope_parameters must be objects, not {parts[0]!r} and {parts[1]!r}.")
-    merged = {"rope_theta": settings.get("rope_theta", 10_000.0)} | parts[0] | parts[1]
+    merged: dict[str, Any] = {"rope_theta": settings.get("rope_theta", 10_000.0)} | parts[0] | parts[1]
     # Models that give each type of layer its own RoPE nest one object per type.
     nested = [key for key, value in merged.items() if isinstance(value, dict)]
     if nested:
         raise LoadError(f"RoPE settings per type of layer ({', '.join(nested)}) are not supported.")
-    if merged.get("partial_rotary_factor", 1.0) != 1.0:
-        raise LoadError(f"partial_rotary_factor {merged['partial_rotary_factor']!r} is not supported; only 1.0 is.")
-    merged["rope_type"] = merged.get("rope_type", merged.get("type", "default"))
-    scaling, fields = choice(merged, "rope_type", _ROPES)
-    extra: dict[str, Any] = {field: number(merged, key) for field, key in fields.items()}
-    return Rope(width=width, theta=float(number(merged, "rope_theta")), scaling=scaling, **extra)
+    share = merged.setdefault("partial_rotary_factor", settings.get("partial_rotary_factor", 1.0) if partial else 1.0)
+    if share != 1.0 and not (partial and 0 < number(merged, "partial_rotary_factor") < 1):
+        raise LoadError(f"partial_rotary_factor {share!r} is not supported; only {'up to ' if partial else ''}1.0 is.")
+    merged["rope_type"] = kind = merged.get("rope_type", merged.get("type", "default"))
+    fields = choice(merged, "rope_type", _ROPES)
+    original = "original_max_position_embeddings"  # which some models have beside their RoPE
+    longest = settings.get("max_position_embeddings")
+    merged |= {"max_position_embeddings": longest, original: settings.get(original, merged.get(original, longest))}
+    if kind == "longrope" and merged.get("factor") is None:
+        merged["factor"] = number(merged, "max_position_embeddings") / number(merged, original)
+    numbers: dict[str, Any] = {field: number(merged, key) for field, key in fields.items()}
+    return Rope(
+        width=int(width * share),
+        theta=float(number(merged, "rope_theta")),
+        scaling="none" if kind == "default" else kind,
+        **numbers,
+        **_extras(kind, merged),
+    )
 
 
-def llama_config(settings: Settings) -> ModelConfig:
-    """The shape of a model that is Llama but for settings that its family fixes."""
+def _extras(kind: str, settings: Settings) -> dict[str, Any]:
+    """What `yarn` and `longrope` may have beside the numbers that they need."""
+    extras: dict[str, Any] = {}
+    if kind == "longrope":
+        extras = {f"{which}_factors": _numbers(settings, f"{which}_factor") for which in ("short", "long")}
+    if kind == "yarn":
+        extras = {key: number(settings, key) for key in ("beta_fast", "beta_slow") if settings.get(key) is not None}
+        extras["truncate"] = bool(settings.get("truncate", True))
+        if settings.get("mscale") and settings.get("mscale_all_dim"):
+            grown = math.log(max(number(settings, "factor"), 1))
+            above, below = (1 + 0.1 * number(settings, key) * grown for key in ("mscale", "mscale_all_dim"))
+            extras["attention_factor"] = above / below
+    if kind in ("yarn", "longrope") and settings.get("attention_factor") is not None:
+        extras["attention_factor"] = float(number(settings, "attention_factor"))
+    return extras
+
+
+def _numbers(settings: Settings, key: str) -> tuple[float, ...]:
+    value = settings.get(key)
+    if not isinstance(value, list) or not all(isinstance(x, int | float) and x > 0 for x in value):
+        raise LoadError(f"{key} must be a list of numbers above 0, not {value!r}.")
+    return tuple(map(float, value))
+
+
+def read_windows(settings: Settings, default: Sequence[str]) -> tuple[int | None, ...] | None:
+    """Each layer's window by `layer_types`, or by a family's own pattern where there are none; None if none has one.
+
+    Raises:
+        LoadError: a type is not supported, or there is not one for each layer.
+    """
+    layers, given = integer(settings, "num_hidden_layers"), settings.get("layer_types")
+    types = list(default) if given is None else given
+    if not isinstance(types, list) or len(types) != layers or any(kind not in LAYER_TYPES for kind in types):
+        raise LoadError(f"layer_types must be {layers} of {', '.join(LAYER_TYPES)}, not {types!r}.")
+    if "sliding_attention" not in types:
+        return None
+    window = integer(settings, "sliding_window")
+    return tuple(window if kind == "sliding_attention" else None for kind in types)
+
+
+def upper_windows(settings: Settings) -> tuple[int | None, ...] | None:
+    """Qwen's: layers from `max_window_layers` on have a window, where that is used at all."""
+    if not settings["use_sliding_window"] or settings["sliding_window"] is None:
+        return None
+    layers, first = integer(settings, "num_hidden_layers"), settings["max_window_layers"]
+    if not isinstance(first, int) or first < 0:
+        raise LoadError(f"max_window_layers must be an integer from 0, not {first!r}.")
+    return read_windows(settings, [LAYER_TYPES[index >= first] for index in range(layers)])
+
+
+def llama_config(settings: Settings, *, partial: bool = False) -> ModelConfig:
+    """The shape of a model that is Llama but for settings that its family fixes; `partial` as in `read_rope`."""
     width, heads = integer(settings, "hidden_size"), integer(settings, "num_attention_heads")
     if settings.get("head_dim") is None and width % heads:
         raise LoadError(
@@ -257,7 +331,7 @@ def llama_config(settings: Settings) -> ModelConfig:
         max_positions=integer(settings, "max_position_embeddings"),
         norm_eps=number(settings, "rms_norm_eps"),
         activation=choice(settings, "hidden_act", ACTIVATIONS),
-        rope=read_rope(settings, head_width),
+        rope=read_rope(settings, head_width, partial=partial),
         qkv_bias=bool(settings["attention_bias"]),
         output_bias=bool(settings.get("output_bias", settings["attention_bias"])),
         mlp_bias=bool(settings["mlp_bias"]),

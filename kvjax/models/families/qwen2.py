@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from kvjax.models.config import ModelConfig
-from kvjax.models.families.common import LLAMA_DEFAULTS, LLAMA_SOURCES, Family, Settings, llama_config
+from kvjax.models.families.common import LLAMA_DEFAULTS, LLAMA_SOURCES, Family, Settings, llama_config, upper_windows
 
 
 def _config(settings: Settings) -> ModelConfig:
     # Its configs name a window even where `use_sliding_window` is off.
-    return llama_config({**settings, "attention_bias": True, "sliding_window": None})
+    shape = llama_config({**settings, "attention_bias": True, "sliding_window": None})
+    return dataclasses.replace(shape, windows=upper_windows(settings))
 
 
 QWEN2 = Family(
     _config,
     LLAMA_SOURCES,
-    {**LLAMA_DEFAULTS, "max_position_embeddings": 32_768, "num_key_value_heads": 32, "output_bias": False},
-    only={"use_sliding_window": (None, False), "mlp_bias": (False,)},
+    {
+        **LLAMA_DEFAULTS,
+        "max_position_embeddings": 32_768,
+        "num_key_value_heads": 32,
+        "output_bias": False,
+        "use_sliding_window": False,
+        "sliding_window": 4096,
+        "max_window_layers": 28,
+    },
+    only={"mlp_bias": (False,)},
 )

@@ -16,6 +16,7 @@ from jax.typing import DTypeLike
 
 from kvjax.models.config import ModelConfig
 from kvjax.policies.residuals.kernels import Params, init_kernels
+from kvjax.rope import Rope
 
 if TYPE_CHECKING:
     from kvjax.model import Model
@@ -23,9 +24,14 @@ if TYPE_CHECKING:
 _SETTINGS, _KERNELS = "settings.json", "kernels"
 SHIPPED = Path(__file__).resolve().parents[2] / "tiny" / "less"
 """Kernels of the embedded model, one directory for each base policy and budget."""
-_OPTIONAL = ("value_width", "ropes", "attention_scale", "soft_cap", "logit_soft_cap", "windows")
-_OPTIONAL += ("slopes", "qkv_clip", "attention_scales", "logit_scale")
-"""Settings that count in a fingerprint only where a model has them: kernels may be older than the settings."""
+_OPTIONAL = {
+    *("value_width", "ropes", "attention_scale", "soft_cap", "logit_soft_cap", "windows"),
+    *("slopes", "qkv_clip", "attention_scales", "logit_scale"),
+    *("embedding_scale", "norm_offset", "post_norms", "query_key_norms"),
+    *("beta_fast", "beta_slow", "truncate", "short_factors", "long_factors", "attention_factor"),
+}
+"""Settings of models and RoPE that count in a fingerprint only where they are not the usual ones: kernels may be older
+than the settings."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,16 +142,27 @@ def check_fits(settings: Settings, model: Model, policy: str, where: str) -> Non
 
 def fingerprint(model: Model) -> str:
     """Sixteen hex digits of a model's shape and of some of its weights, the same in every dtype it is loaded in."""
-    shape = dataclasses.asdict(model.config)
+    shape = _unusual(model.config)
     del shape["bos"], shape["eos"]  # where a text ends changes no attention
-    for name in _OPTIONAL:
-        if shape[name] is None:
-            del shape[name]
     digest = hashlib.sha256(json.dumps(shape, sort_keys=True).encode())
     layers = model.weights.layers
     for sample in (model.weights.embedding[:64], layers[0].key.weight, layers[-1].query.weight, layers[-1].up.weight):
         digest.update(np.asarray(jnp.asarray(sample, jnp.bfloat16)).tobytes())
     return digest.hexdigest()[:16]
+
+
+def _unusual(described: ModelConfig | Rope) -> dict[str, Any]:
+    usual = {field.name: field.default for field in dataclasses.fields(described)}
+    settings = {name: getattr(described, name) for name in usual}
+    return {
+        name: [_plain(each) for each in value] if name == "ropes" else _plain(value)
+        for name, value in settings.items()
+        if name not in _OPTIONAL or value != usual[name]
+    }
+
+
+def _plain(value: Any) -> Any:
+    return _unusual(value) if isinstance(value, Rope) else value
 
 
 def find(checkpoint: str, policy: str) -> list[Path]:

@@ -92,7 +92,8 @@ def collect(
         raise ValueError("kernels cannot learn from heads with slots of their own; use another plan or policy.")
     limits, capacities = plan_slots(bound, budget, np.ones(rows, np.int64), n - 1, config, 1)
     bound = bound.sized(lines_of(limits))
-    if min(int(limit.min()) for limit in limits) >= n:
+    shapes = zip(config.layer_configs, limits, strict=True)
+    if min(int(limit.min()) for layer, limit in shapes if not layer.bounds(n)) >= n:
         raise ValueError(f"a budget of {budget} slots holds texts of {n} tokens whole; use a smaller budget.")
     slots = tuple(jnp.asarray(limit, jnp.int32) for limit in limits)
     seeds = text_seeds(seed, total)

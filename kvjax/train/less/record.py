@@ -132,7 +132,7 @@ def record(
         k, v = (jnp.where(left[..., None] >= 0, _joined(x, 2), 0) for x in (found.k, found.v))
         features.append(
             Features(
-                q=rotate(shape.rope, read.q, jnp.arange(n)),
+                q=rotate(shape.rope, read.q, jnp.arange(n), n),
                 k=k,
                 v=v,
                 leaving=(left >= 0).astype(found.partial.lse.dtype),
@@ -166,8 +166,9 @@ def _replay(
     before = storage.layers[new.layer].position
     storage, evicted = storage.exchange(policy, config, new.layer, new)
     view = storage.layers[new.layer]
-    # One slot of each head has changed hands.
+    # One slot of each head has changed hands; what a window has passed is nobody's to remember.
     left = jnp.where(view.position != before, before, -1).max(-1)
+    left = jnp.where(evicted.leaving[..., 0], left, -1)
     given = policy.codec.operands(config, view, new)
     query_place, key_place = (new.position[:, None], view.position) if given.places is None else given.places
     partial, probs = attend(
@@ -182,7 +183,7 @@ def _replay(
         probs = probs * jnp.exp(partial.lse - full_lse)[..., None]
     asks = policy.score.asks(view, new)
     answers = evidence.answered(evidence.without_again(asks), probs, view.position, new)
-    earlier = functools.partial(policy.codec.earlier, config, view, given)
+    earlier = functools.partial(policy.codec.earlier, config, view, given, new)
     told = Pending(asks, evidence.with_again(asks, answers, config, given, view, earlier), new)
     return storage, told, _Seen(evicted.k, evicted.v, left, partial)
 
@@ -203,7 +204,7 @@ def _read_full(
             shape: LayerConfig = shape,
             x: Array = x,
         ) -> Float[Array, "b h g n e"]:
-            rotated, keys = (rotate(shape.rope, y, positions[0]) for y in (q, k))
+            rotated, keys = (rotate(shape.rope, y, positions[0], tokens.shape[1]) for y in (q, k))
             held = jnp.broadcast_to(positions[:, None], k.shape[:3])
             found = prefill_scores(rotated, keys, v, positions, held, shape.spec, scores=False)
             reads.append(_Read(x, q, k, v, found.lse))

@@ -29,8 +29,9 @@ def _splits(weights: Weights, config: ModelConfig, tokens: Int[Array, "b n"], ke
     made: list[tuple[Array, Array]] = []
 
     def attention(q: Array, k: Array, v: Array, shape: LayerConfig) -> Array:
-        q = rotate(shape.rope, q, position[:, None, None])
-        split = lowrank_oracle.top_k(q, rotate(shape.rope, k, position[:, None]), v, position, keep, shape)
+        q = rotate(shape.rope, q, position[:, None, None], tokens.shape[1])
+        k = rotate(shape.rope, k, position[:, None], tokens.shape[1])
+        split = lowrank_oracle.top_k(q, k, v, position, keep, shape)
         # Only queries that see more than `keep` keys have a residual.
         made.append((split.full[..., keep:, :], split.residual[..., keep:, :]))
         return split.full

@@ -1,0 +1,36 @@
+"""Gemma: Llama with scaled embeddings, wider heads and norms that multiply by one more than their weight."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from kvjax.models.config import ModelConfig
+from kvjax.models.families.common import LLAMA_DEFAULTS, LLAMA_SOURCES, Family, Settings, llama_config
+
+GEMMA_DEFAULTS: Mapping[str, Any] = {
+    **LLAMA_DEFAULTS,
+    "max_position_embeddings": 8192,
+    "head_dim": 256,
+    "hidden_act": "gelu_pytorch_tanh",
+    "tie_word_embeddings": True,
+    "bos_token_id": 2,
+    "eos_token_id": 1,
+}
+GEMMA_ONLY: Settings = {"mlp_bias": (False,), "use_bidirectional_attention": (None, False)}
+
+
+def gemma_config(settings: Settings) -> ModelConfig:
+    """What all Gemmas have in common."""
+    shape = llama_config({**settings, "sliding_window": None})
+    return dataclasses.replace(shape, embedding_scale=shape.width**0.5, norm_offset=True)
+
+
+def _config(settings: Settings) -> ModelConfig:
+    # The official checkpoints say gelu and mean its approximation.
+    activation = settings["hidden_act"]
+    return gemma_config({**settings, "hidden_act": "gelu_pytorch_tanh" if activation == "gelu" else activation})
+
+
+GEMMA = Family(_config, LLAMA_SOURCES, {**GEMMA_DEFAULTS, "num_key_value_heads": 16}, GEMMA_ONLY)

@@ -1,0 +1,63 @@
+"""Gemma 2: Gemma with norms around attention and MLP, soft caps, and a window in every other layer."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from kvjax.models.config import ModelConfig
+from kvjax.models.families.common import (
+    LAYER_TYPES,
+    LLAMA_SOURCES,
+    Family,
+    Settings,
+    Source,
+    integer,
+    number,
+    read_windows,
+)
+from kvjax.models.families.gemma import GEMMA_DEFAULTS, GEMMA_ONLY, gemma_config
+
+_NORMS = {
+    "attention_post_norm": "post_attention_layernorm",
+    "mlp_norm": "pre_feedforward_layernorm",
+    "mlp_post_norm": "post_feedforward_layernorm",
+}
+_NORM_SOURCES = {
+    f"layers.{ours}.scale": Source(f"model.layers.{{layer}}.{theirs}.weight") for ours, theirs in _NORMS.items()
+}
+GEMMA2_SOURCES: Mapping[str, Source] = {**LLAMA_SOURCES, **_NORM_SOURCES}
+GEMMA2_DEFAULTS: Mapping[str, Any] = {
+    **GEMMA_DEFAULTS,
+    "num_key_value_heads": 4,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "final_logit_softcapping": 30.0,
+    "attn_logit_softcapping": 50.0,
+}
+
+
+def gemma2_config(settings: Settings, period: int) -> ModelConfig:
+    """The shape of a model whose layers have a window but for one in every `period`."""
+
+    def cap(key: str) -> float | None:
+        return None if settings[key] is None else float(number(settings, key))
+
+    layers = range(integer(settings, "num_hidden_layers"))
+    return dataclasses.replace(
+        gemma_config({**settings, "hidden_act": settings["hidden_activation"]}),
+        attention_scale=number(settings, "query_pre_attn_scalar") ** -0.5,
+        soft_cap=cap("attn_logit_softcapping"),
+        logit_soft_cap=cap("final_logit_softcapping"),
+        windows=read_windows(settings, [LAYER_TYPES[(index + 1) % period > 0] for index in layers]),
+        post_norms=True,
+    )
+
+
+def _config(settings: Settings) -> ModelConfig:
+    return gemma2_config(settings, 2)
+
+
+GEMMA2 = Family(_config, GEMMA2_SOURCES, GEMMA2_DEFAULTS, GEMMA_ONLY)

@@ -1,0 +1,46 @@
+"""Gemma 3 (text): Gemma 2 with norms of queries and keys in place of soft caps, and a RoPE for each type of layer."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from kvjax.models.config import ModelConfig
+from kvjax.models.families.common import LAYER_TYPES, Family, LoadError, Settings, integer, read_rope
+from kvjax.models.families.gemma import GEMMA_ONLY
+from kvjax.models.families.gemma2 import GEMMA2_DEFAULTS, GEMMA2_SOURCES, gemma2_config
+from kvjax.models.families.qwen3 import QUERY_KEY_NORMS
+from kvjax.rope import Rope
+
+
+def _config(settings: Settings) -> ModelConfig:
+    given = settings.get("rope_parameters") or {}
+    if not isinstance(given, dict) or not set(given) <= set(LAYER_TYPES):
+        raise LoadError(f"rope_parameters must have an object for each of {', '.join(LAYER_TYPES)}, not {given!r}.")
+
+    def rope(kind: str, theta: str, scaling: Any) -> Rope:
+        own = {"rope_theta": settings[theta], "rope_scaling": scaling, "rope_parameters": given.get(kind)}
+        return read_rope({**settings, **own}, integer(settings, "head_dim"))
+
+    full = rope("full_attention", "rope_theta", settings.get("rope_scaling"))
+    sliding = rope("sliding_attention", "rope_local_base_freq", None)
+    plain = {**settings, "rope_parameters": None, "rope_scaling": None}
+    shape = gemma2_config(plain, integer(settings, "sliding_window_pattern"))
+    ropes = tuple(full if window is None else sliding for window in shape.windows or (None,) * shape.layers)
+    return dataclasses.replace(shape, ropes=ropes, query_key_norms=True)
+
+
+GEMMA3 = Family(
+    _config,
+    {**GEMMA2_SOURCES, **QUERY_KEY_NORMS},
+    {
+        **GEMMA2_DEFAULTS,
+        "max_position_embeddings": 131_072,
+        "rope_theta": 1_000_000.0,
+        "rope_local_base_freq": 10_000.0,
+        "sliding_window_pattern": 6,
+        "final_logit_softcapping": None,
+        "attn_logit_softcapping": None,
+    },
+    {**GEMMA_ONLY, "attn_logit_softcapping": (None,)},
+)

@@ -1,0 +1,65 @@
+"""Phi-3: Llama whose queries, keys and values are one projection, as are the MLP's gate and its other input."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+
+from kvjax.models.config import ModelConfig
+from kvjax.models.families.common import LLAMA_DEFAULTS, LLAMA_SOURCES, Family, Settings, Shape, Source, llama_config
+
+
+def _config(settings: Settings) -> ModelConfig:
+    # Older checkpoints call their RoPE by other names.
+    named = {"su": "longrope", "yarn": "longrope"}
+    ropes = {key: settings.get(key) for key in ("rope_scaling", "rope_parameters")}
+    for key, rope in ropes.items():
+        if isinstance(rope, dict):
+            kind = rope.get("rope_type", rope.get("type", "default"))
+            ropes[key] = {**rope, "rope_type": named.get(kind, kind)}
+    return llama_config({**settings, **ropes}, partial=True)
+
+
+def _queries_keys_values(config: ModelConfig) -> Sequence[int]:
+    return config.heads * config.head_width, config.kv_heads * config.head_width, config.kv_heads * config.head_width
+
+
+def _gate_up(config: ModelConfig) -> Sequence[int]:
+    return config.mlp_width, config.mlp_width
+
+
+def _part(name: str, rows: Callable[[ModelConfig], Sequence[int]], index: int) -> Source:
+    """One of several maps whose outputs, `rows` of each, lie behind each other in one tensor."""
+
+    def whole(shape: Shape, config: ModelConfig) -> Shape:
+        return sum(rows(config)), *shape[1:]
+
+    def read(tensor: np.ndarray, config: ModelConfig) -> np.ndarray:
+        start = sum(rows(config)[:index])
+        return tensor[start : start + rows(config)[index]]
+
+    return Source(f"model.layers.{{layer}}.{name}.weight", whole, read)
+
+
+_FUSED: Mapping[str, Source] = {
+    f"layers.{leaf}.weight": _part(name, rows, index)
+    for name, rows, leaves in (
+        ("self_attn.qkv_proj", _queries_keys_values, ("query", "key", "value")),
+        ("mlp.gate_up_proj", _gate_up, ("gate", "up")),
+    )
+    for index, leaf in enumerate(leaves)
+}
+PHI3 = Family(
+    _config,
+    {**LLAMA_SOURCES, **_FUSED},
+    {
+        **LLAMA_DEFAULTS,
+        "max_position_embeddings": 4096,
+        "original_max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-5,
+        "bos_token_id": 1,
+        "eos_token_id": 32_000,
+    },
+    only={"attention_bias": (False,), "mlp_bias": (False,)},
+)
