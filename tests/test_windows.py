@@ -15,7 +15,6 @@ from tests.cases import PAIRS, slow
 from tests.cases import POLICIES as SINGLE
 from tests.models import LOCAL, random_model, small_config
 
-pytestmark = pytest.mark.usefixtures("compiled_fast")
 WINDOW = 12
 MODEL = random_model(LOCAL)
 TEXT = np.random.default_rng(5).integers(0, 64, (2, 90))
