@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # before jax is imported, so that no accelerator is claimed
 os.environ["KVJAX_CACHE_DIR"] = ""  # a command under test would keep every later program of its process on disk
@@ -14,6 +16,7 @@ os.environ["KVJAX_CACHE_DIR"] = ""  # a command under test would keep every late
 import hypothesis
 import jax
 import pytest
+from jax._src import compiler
 
 # Compiling dominates an example's time, hence few examples and no deadline.
 hypothesis.settings.register_profile("local", deadline=None, max_examples=8)
@@ -29,13 +32,30 @@ def x64() -> Iterator[None]:
 
 
 jax.config.update("jax_disable_most_optimizations", True)
+FAST = {"xla_cpu_use_fusion_emitters": False}
+try:
+    jax.jit(lambda x: x + 1, compiler_options=FAST)(1.0)
+except jax.errors.JaxRuntimeError:
+    FAST = {}  # which is a slower suite and nothing else
+usual_options = compiler.get_compile_options
+
+
+@functools.wraps(usual_options)
+def compile_options(*args: Any, **settings: Any) -> Any:
+    """What a program is compiled with."""
+    if jax.config.read("jax_disable_most_optimizations"):
+        settings["env_options_overrides"] = FAST | (settings.get("env_options_overrides") or {})
+    return usual_options(*args, **settings)
+
+
+compiler.get_compile_options = compile_options  # there is no setting for all programs
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Compile fast rather than well, unless a test is marked `compiled_well`.
 
-    Compiling takes most of the suite's time, and without LLVM's optimisations little more than half of that. Tests of
-    memory, of ties and of rows that must not know of each other run programs as users do.
+    Compiling takes most of the suite's time, and so a third of it. Tests of memory, of ties and of rows that must not
+    know of each other run programs as users do.
     """
     fast = item.get_closest_marker("compiled_well") is None
     if jax.config.read("jax_disable_most_optimizations") and not fast:

@@ -37,7 +37,7 @@ MIXED = ["streaming+adakv", "h2o+adakv+int8", "less+snapkv+adakv", "less+fastgen
 IN_CORE = ("h2o", "streaming", "less-performer", "fastgen")
 WAYS = ("h2o", "snapkv", "lightkv", "fastgen", *MIXED[2:])
 """Cases that go every way through the engine, for promises that hardly depend on the score."""
-AS_USERS_DO = ("h2o", "keyformer", "streaming", "less-performer", "lightkv", "fastgen")
+AS_USERS_DO = ("h2o", "keyformer", "streaming", "fastgen")
 """Cases whose programs are compiled as users have them: one for each way to ask, to hold and to remember."""
 
 
