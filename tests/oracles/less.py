@@ -90,8 +90,8 @@ class _Less(Oracle):
         keys, queries = self.saw
         features = self.phi(h, g, query)
         above, below = features @ self.h[h], features @ self.z[h]
-        for key, value in zip(keys, head.values, strict=True):
-            weight = math.exp(queries[g] @ key / math.sqrt(len(key)))
+        for key, value, bias in zip(keys, head.values, self.bias(h, g, self.places(h)), strict=True):
+            weight = math.exp(queries[g] @ key / math.sqrt(len(key)) + bias)
             above, below = above + weight * value, below + weight
         return above / below
 
