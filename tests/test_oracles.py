@@ -103,7 +103,7 @@ def test_equals_its_oracle_with_more_or_fewer_heads(name: str, shape: str, x64: 
     [
         *(core("h2o", shape) for shape in ("partial", "alibi", "learned")),
         *(("streaming", shape) for shape in ("partial", "alibi")),
-        slow("h2o-cache-positions", "alibi"),
+        *(slow(name, "alibi") for name in ("h2o-cache-positions", "lightkv", "less-performer")),
     ],
 )
 def test_equals_its_oracle_wherever_positions_enter(name: str, shape: str, x64: None) -> None:

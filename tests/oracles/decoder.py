@@ -136,6 +136,8 @@ class Oracle:
     positions: str
     given = False
     """Whether the tokens are those of a turn."""
+    alibi = False
+    """Whether logits fall with the distance of places."""
     saw: tuple[np.ndarray, list[np.ndarray]]
     """Keys and queries of the head that attends, as the model multiplies them."""
 
@@ -173,6 +175,17 @@ class Oracle:
             return np.array(head.keys), new.queries[h]
         last = len(head.raw_keys) - 1
         return np.array([turn(key, i) for i, key in enumerate(head.raw_keys)]), [turn(query, last) for query in raw]
+
+    def places(self, h: int) -> Sequence[int]:
+        """Where the model sees the tokens of head h."""
+        positions = self.heads[h].positions
+        return positions if self.positions == "original" else range(len(positions))
+
+    def bias(self, h: int, g: int, places: Sequence[int]) -> np.ndarray:
+        """What is added to the logits of places for a query at the last of them."""
+        if not self.alibi:
+            return np.zeros(len(places))
+        return slope(h * self.groups + g, self.kv_heads * self.groups) * (np.array(places) - places[-1])
 
     def retain(self, h: int, indices: Sequence[int]) -> None:
         self.heads[h].retain(indices)
@@ -249,6 +262,10 @@ class Decoder:
     oracles: list[Oracle]
     horizon: int
 
+    def __post_init__(self) -> None:
+        for oracle in self.oracles:
+            oracle.alibi = self.config.position == "alibi"
+
     def prompt(self, tokens: Sequence[int]) -> np.ndarray:
         """Read a prompt and return the logits [vocab] of its last token."""
         self.prompt_length = len(tokens)
@@ -292,7 +309,7 @@ class Decoder:
                 for i in range(n):
                     seen = slice(0 if window is None else max(0, i + 1 - window), i + 1)
                     logits = keys[seen] @ rotated[i] / math.sqrt(keys.shape[1])
-                    matrix[i, seen] = softmax(logits + self._bias(h, g, head.positions[seen]))
+                    matrix[i, seen] = softmax(logits + oracle.bias(h, g, head.positions[seen]))
                     read[i][h].append(oracle.attend(h, g, rotated[i], matrix[i]))
                 queries[h].append(rotated)
                 probs[h].append(matrix)
@@ -344,10 +361,9 @@ class Decoder:
                 head.values.append(value)
                 head.notes.append(note)
                 seen, queries = oracle.saw = oracle.see(h, new, raw_q[h], turn)
-                places = head.positions if oracle.positions == "original" else list(range(len(seen)))
                 hidden = [window is not None and position - held >= window for held in head.positions]
                 logits = [np.where(hidden, -math.inf, seen @ query / math.sqrt(len(query))) for query in queries]
-                probs.append([softmax(x + self._bias(h, g, places)) for g, x in enumerate(logits)])
+                probs.append([softmax(x + oracle.bias(h, g, oracle.places(h))) for g, x in enumerate(logits)])
                 read.append([oracle.attend(h, g, q[h][g], probs[h][g]) for g in range(len(queries))])
             oracle.after(new, probs)
             x = self._finish(layer, x, read)
@@ -393,13 +409,6 @@ class Decoder:
     def _embed(self, token: int, position: int) -> np.ndarray:
         x = self.weights.embedding[token]
         return x + self.weights.positions[position] if self.config.position == "learned" else x
-
-    def _bias(self, h: int, g: int, places: Sequence[int]) -> np.ndarray:
-        """What the last of the places adds to the logits of all of them."""
-        if self.config.position != "alibi":
-            return np.zeros(len(places))
-        heads = self.config.heads
-        return slope(h * heads // self.config.kv_heads + g, heads) * (np.array(places) - places[-1])
 
     def _rotate(self, layer: int, x: np.ndarray, position: int) -> np.ndarray:
         rope = self.config.layer(layer).rope

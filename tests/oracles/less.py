@@ -90,8 +90,9 @@ class _Less(Oracle):
         keys, queries = self.saw
         features = self.phi(h, g, query)
         above, below = features @ self.h[h], features @ self.z[h]
+        bias = self.bias(h, g, self.places(h))
         for i in self.reads(probs):
-            weight = math.exp(queries[g] @ keys[i] / math.sqrt(len(keys[i])))
+            weight = math.exp(queries[g] @ keys[i] / math.sqrt(len(keys[i])) + bias[i])
             above, below = above + weight * head.values[i], below + weight
         return above / below
 

@@ -58,13 +58,14 @@ class LightKV(Oracle):
                 continue
             seen = [i for i, p in enumerate(head.positions) if p <= position]
             earlier = sum(1 for p in head.positions if p < position)
-            for query in queries[h]:
+            for g, query in enumerate(queries[h]):
                 keys = [head.keys[i] for i in seen]
                 if self.positions == "cache":
                     keys = [self.turn(head.raw_keys[i], i) for i in seen]
                     query = self.turn(query, earlier - position)
                 if seen:
-                    for i, p in zip(seen, softmax(np.array(keys) @ query / math.sqrt(len(query))), strict=True):
+                    bias = self.bias(h, g, [self.places(h)[i] for i in seen])
+                    for i, p in zip(seen, softmax(np.array(keys) @ query / math.sqrt(len(query)) + bias), strict=True):
                         sums[i] += p
         return sums
 
