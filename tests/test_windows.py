@@ -75,7 +75,7 @@ def test_a_row_does_not_know_whether_its_neighbour_outgrows_a_window(name: str) 
 CASES = SINGLE | PAIRS
 NAMES = [
     *("streaming", "less+snapkv+adakv"),
-    *(slow(name) for name in ("full", "h2o", "lsh_e", "lightkv-context", "lightkv-mask", "lightkv-sequential")),
+    *(slow(name) for name in ("full", "h2o", "lsh_e", "lightkv-context", "lightkv-mask", "h2o-sequential")),
     *(slow(name) for name in ("less-performer", "window-cache-positions+adakv", "streaming+int8", "h2o+adakv+int8")),
     *(slow(name) for name in ("keyformer", "scissorhands", "tova", "snapkv", "l2", "fastgen", "fastgen-local")),
 ]
