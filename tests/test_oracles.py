@@ -104,6 +104,15 @@ def test_equals_its_oracle_with_more_or_fewer_heads(name: str, shape: str, x64: 
     _compare(POLICIES[name], _random(config), lengths, 40)
 
 
+EMBEDDED = ("h2o", "keyformer", "less-performer", "fastgen", "lightkv", "lsh_e")
+"""Cases that the default suite tries on a trained model, too: one for each way to ask, to evict and to remember."""
+
+
+@pytest.mark.parametrize("name", [name if name in EMBEDDED else slow(name) for name in POLICIES])
+def test_equals_its_oracle_on_the_embedded_model(name: str, x64: None) -> None:
+    _compare(POLICIES[name], kvjax.load("tiny", dtype=jnp.float64), (57,), 60)
+
+
 @pytest.mark.parametrize(
     "name",
     [
@@ -116,12 +125,3 @@ def test_equals_its_oracle_with_more_or_fewer_heads(name: str, shape: str, x64: 
 )
 def test_layers_with_a_window_are_a_window_policy(name: str, x64: None) -> None:
     _compare((POLICIES | PAIRS)[name], _random(LOCAL), (41, 9), 30)
-
-
-EMBEDDED = ("h2o", "keyformer", "less-performer", "fastgen", "lightkv", "lsh_e")
-"""Cases that the default suite tries on a trained model, too: one for each way to ask, to evict and to remember."""
-
-
-@pytest.mark.parametrize("name", [name if name in EMBEDDED else slow(name) for name in POLICIES])
-def test_equals_its_oracle_on_the_embedded_model(name: str, x64: None) -> None:
-    _compare(POLICIES[name], kvjax.load("tiny", dtype=jnp.float64), (57,), 60)
