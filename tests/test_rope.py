@@ -14,6 +14,7 @@ from kvjax.rope import Rope, rope_frequencies, rotate
 from tests.models import random_model, small_config
 from tests.test_layers import assert_cached_equals_plain
 
+pytestmark = pytest.mark.usefixtures("compiled_fast")
 _FACTORS = {"short_factor": [1.0, 1.1, 1.2, 1.5, 2.0, 3.0], "long_factor": [1.0, 2.0, 4.0, 9.0, 20.0, 30.0]}
 SCALINGS: dict[str, dict[str, Any]] = {
     "linear": {"rope_type": "linear", "factor": 4.0},
