@@ -344,26 +344,6 @@ def test_slopes_and_scales_of_mpt_and_falcon() -> None:
     assert slopes is not None and slopes[:2] == (181 / 256 / 2, 1 / 2 / 2)
 
 
-def test_windows_of_upper_layers() -> None:
-    qwen = {"model_type": "qwen3", "num_hidden_layers": 3, "sliding_window": 8, "max_window_layers": 1}
-    assert read_config(SETTINGS | qwen)[1].windows is None
-    assert read_config(SETTINGS | qwen | {"use_sliding_window": True})[1].windows == (None, 8, 8)
-    types = {"use_sliding_window": True, "layer_types": ["sliding_attention", "full_attention", "full_attention"]}
-    assert read_config(SETTINGS | qwen | types)[1].windows == (8, None, None)
-    gemma = {"model_type": "gemma3_text", "num_hidden_layers": 7, "rope_scaling": {"rope_type": "linear", "factor": 8}}
-    shape = read_config(SETTINGS | gemma)[1]
-    assert shape.windows == (*(4096,) * 5, None, 4096)
-    full = Rope(256, 1e6, scaling="linear", factor=8)
-    assert shape.ropes == (*(Rope(256),) * 5, full, Rope(256))
-
-
-def test_only_what_llama_has_is_written(tmp_path: Path) -> None:
-    for changes in ({"model_type": "qwen2"}, {"model_type": "gemma"}, {"rope_scaling": LLAMA3}):
-        config = read_config(SETTINGS | changes)[1]
-        with pytest.raises(ValueError, match="only a Llama without biases and without scaled RoPE can be written"):
-            write_checkpoint(random_weights(config, jax.random.key(0)), config, tmp_path)
-
-
 def test_paths_that_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     refused(tmp_path / "absent", "absent does not exist: give a directory with config")
     (tmp_path / "file").write_text("")
@@ -395,3 +375,23 @@ def test_tokenizer_comes_from_the_directory(tmp_path: Path) -> None:
     tokenizer = load(tmp_path).tokenizer
     assert tokenizer("once upon")["input_ids"] == [1, 2]
     assert tokenizer.decode([2, 1]) == "upon once"
+
+
+def test_windows_of_upper_layers() -> None:
+    qwen = {"model_type": "qwen3", "num_hidden_layers": 3, "sliding_window": 8, "max_window_layers": 1}
+    assert read_config(SETTINGS | qwen)[1].windows is None
+    assert read_config(SETTINGS | qwen | {"use_sliding_window": True})[1].windows == (None, 8, 8)
+    types = {"use_sliding_window": True, "layer_types": ["sliding_attention", "full_attention", "full_attention"]}
+    assert read_config(SETTINGS | qwen | types)[1].windows == (8, None, None)
+    gemma = {"model_type": "gemma3_text", "num_hidden_layers": 7, "rope_scaling": {"rope_type": "linear", "factor": 8}}
+    shape = read_config(SETTINGS | gemma)[1]
+    assert shape.windows == (*(4096,) * 5, None, 4096)
+    full = Rope(256, 1e6, scaling="linear", factor=8)
+    assert shape.ropes == (*(Rope(256),) * 5, full, Rope(256))
+
+
+def test_only_what_llama_has_is_written(tmp_path: Path) -> None:
+    for changes in ({"model_type": "qwen2"}, {"model_type": "gemma"}, {"rope_scaling": LLAMA3}):
+        config = read_config(SETTINGS | changes)[1]
+        with pytest.raises(ValueError, match="only a Llama without biases and without scaled RoPE can be written"):
+            write_checkpoint(random_weights(config, jax.random.key(0)), config, tmp_path)

@@ -12,6 +12,7 @@ import kvjax
 from kvjax.models.families.common import read_rope
 from kvjax.rope import Rope, rope_frequencies, rotate
 from tests.models import random_model, small_config
+from tests.test_layers import assert_cached_equals_plain
 
 _FACTORS = {"short_factor": [1.0, 1.1, 1.2, 1.5, 2.0, 3.0], "long_factor": [1.0, 2.0, 4.0, 9.0, 20.0, 30.0]}
 SCALINGS: dict[str, dict[str, Any]] = {
@@ -83,6 +84,14 @@ def test_a_cache_has_the_frequencies_of_its_planned_text() -> None:
         expected = np.asarray(model.logits(whole, lengths + 8))
         np.testing.assert_allclose(logits, expected[range(2), lengths + step - 1], atol=2e-5)
         state, logits = kvjax.decode_step(state, text[range(2), lengths + step])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "positions"), [("h2o", "cache"), ("streaming", "cache"), ("h2o", "original")])
+def test_scaled_keys_are_the_same_wherever_they_are_rotated(name: str, positions: str) -> None:
+    rope = Rope(8, scaling="yarn", factor=4.0, original_max_positions=16)
+    policy = kvjax.policy(name, positions=positions)
+    assert_cached_equals_plain(small_config(4, 2, rope=rope), policy)
 
 
 def test_keys_by_rank_have_no_frequencies_of_a_whole_text() -> None:

@@ -54,7 +54,8 @@ def prefill(
             for policies that find out themselves what each head needs. Layers with a window, in a model some of whose
             layers see further, hold that under any policy once the text is longer; budgets are those of the others.
         lengths: tokens of each prompt [b], 1 to n; None if none is padded.
-        max_new_tokens: how many tokens are going to be generated, for fractions, schedules and the full cache.
+        max_new_tokens: how many tokens are going to be generated, for fractions, schedules, the full cache, and RoPE
+            that depends on the length of a text.
         key: randomness of sampling and of random policies, one for all rows or one each; None is `jax.random.key(0)`.
         plan: how the budget is spread over layers, or its heads; a name, a `Plan`, or None for the policy's own.
         prefill_chunk: compress after every so many prompt tokens, so that memory never exceeds budget + chunk;
