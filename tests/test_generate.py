@@ -115,7 +115,6 @@ def test_json_and_cache_map(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert figure.read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.usefixtures("compiled_fast")
 def test_a_summary_tells_of_layers_that_the_budget_is_not_about(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
