@@ -24,7 +24,7 @@ from kvjax.models.weights import leaf_name, weight_shapes
 
 _TINY = Path(__file__).resolve().parents[1] / "tiny" / "weights"
 _DTYPES = ("float32", "bfloat16", "float64")
-_GIVE = "tiny, smollm2, a directory with config.json and safetensors, a .gguf file, or a hub id"
+_GIVE = "a directory with config.json and safetensors, a .gguf file, or a hub id"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,14 +94,14 @@ def _locate(path_or_hub_id: str | Path, revision: str | None) -> Path:
     if path_or_hub_id == "smollm2":
         return _smollm2()
     if not isinstance(path_or_hub_id, (str, Path)) or not str(path_or_hub_id).strip():
-        raise LoadError(f"{path_or_hub_id!r} names no model: give {_GIVE}.")
+        raise LoadError(f"{path_or_hub_id!r} names no model: give tiny, smollm2, {_GIVE}.")
     place = Path(path_or_hub_id).expanduser()
     if place.is_dir() or (place.is_file() and place.suffix == ".gguf"):
         return place
     # A hub id is one name or owner/name; anything else can only have been meant as a path.
     as_path = isinstance(path_or_hub_id, Path) or not re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", path_or_hub_id)
     if as_path or place.exists() or place.suffix == ".gguf":
-        what = "is a file of another kind" if place.exists() else "does not exist"
+        what = "is a file" if place.exists() else "does not exist"
         raise LoadError(f"{place} {what}: give {_GIVE}.")
     from huggingface_hub import snapshot_download
 
