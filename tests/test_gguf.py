@@ -19,9 +19,9 @@ from tokenizers import Tokenizer
 
 import kvjax
 from kvjax.gguf_tokenizer import gguf_tokenizer
-from kvjax.models import LoadError, random_weights
+from kvjax.models import FAMILIES, LoadError
 from kvjax.models.families import read_config
-from kvjax.models.weights import leaf_name
+from kvjax.models.weights import leaf_name, weight_shapes
 from kvjax.rope import Rope, rope_frequencies
 from kvjax.tiny import WEIGHTS
 
@@ -51,15 +51,39 @@ def settings(**changes: Any) -> dict[str, Any]:
 
 
 def tensors_of(described: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """Random tensors under the names of a Hugging Face checkpoint."""
+    """Random tensors under the names and in the shapes of a Hugging Face checkpoint."""
     family, config = read_config(described)
-    leaves = jax.tree.leaves_with_path(random_weights(config, jax.random.key(0)))
-    return {family.source(leaf_name(path)).name: np.asarray(leaf) for path, leaf in leaves}
+    draw, tensors = np.random.default_rng(0), {}
+    for path, leaf in jax.tree.leaves_with_path(weight_shapes(config)):
+        source = family.source(leaf_name(path))
+        shape = leaf.shape if source.shape is None else source.shape(leaf.shape, config)
+        tensors[source.name] = draw.standard_normal(shape, np.float32)
+    return tensors
 
 
 def write_safetensors(directory: Path, described: Mapping[str, Any], tensors: dict[str, np.ndarray]) -> None:
     (directory / "config.json").write_text(json.dumps(described))
     save_file(tensors, directory / "model.safetensors")
+
+
+def _by_kind(heads: int, kv_heads: int, tensor: np.ndarray) -> np.ndarray:
+    split = tensor.reshape(kv_heads, heads // kv_heads + 2, -1, *tensor.shape[1:])
+    rest = tensor.shape[1:]
+    return np.concatenate([split[:, part].reshape(-1, *rest) for part in (slice(-2), slice(-2, -1), slice(-1, None))])
+
+
+def converted(architecture: str, name: str, tensor: np.ndarray, described: Mapping[str, Any]) -> np.ndarray:
+    """A tensor as llama.cpp's converter changes it."""
+    heads, kv_heads = described["num_attention_heads"], described["num_key_value_heads"]
+    if architecture == "llama" and any(part in name for part in ("q_proj", "k_proj")):
+        count = heads if "q_proj" in name else kv_heads
+        rotated = tensor.reshape(count, 2, tensor.shape[0] // count // 2, -1)
+        return rotated.swapaxes(1, 2).reshape(tensor.shape)
+    if architecture == "gemma3" and name.endswith("norm.weight"):
+        return tensor + 1
+    if architecture in ("falcon", "gptneox") and "query_key_value" in name:
+        return _by_kind(heads, kv_heads, tensor)
+    return tensor
 
 
 def write_gguf(
@@ -70,7 +94,7 @@ def write_gguf(
     extra: Callable[[Any], Any] = lambda writer: None,
     architecture: str | None = None,
 ) -> None:
-    """A GGUF file as llama.cpp's converter lays it out.
+    """A GGUF file.
 
     Args:
         file: to write.
@@ -78,9 +102,10 @@ def write_gguf(
         tensors: in float32, under their Hugging Face names.
         packed: bytes and kind of those that are quantised.
         extra: adds whatever else the file is to hold.
-        architecture: as the file names it.
+        architecture: as the file names it, if not as it is.
     """
-    name = str(described["model_type"])
+    model_type = described["model_type"]
+    name = {"gemma3_text": "gemma3", "gpt_neox": "gptneox"}.get(model_type, model_type)
     writer = gguf.GGUFWriter(file, architecture or name)
     kind = next(kind for kind, named in gguf.MODEL_ARCH_NAMES.items() if named == name)
     names = gguf.get_tensor_name_map(kind, described["num_hidden_layers"])
@@ -91,19 +116,17 @@ def write_gguf(
     writer.add_feed_forward_length(described["intermediate_size"])
     writer.add_head_count(described["num_attention_heads"])
     writer.add_head_count_kv(described["num_key_value_heads"])
-    writer.add_layer_norm_rms_eps(described["rms_norm_eps"])
-    writer.add_rope_freq_base(described["rope_parameters"]["rope_theta"])
+    if "rms_norm_eps" in described:
+        writer.add_layer_norm_rms_eps(described["rms_norm_eps"])
+    else:
+        writer.add_layer_norm_eps(0.5)
+    writer.add_rope_freq_base(500.0)
     for theirs, tensor in tensors.items():
         ours = names.get_name(theirs, try_suffixes=(".weight", ".bias"))
-        for part, heads in (("q_proj", "num_attention_heads"), ("k_proj", "num_key_value_heads")):
-            if name == "llama" and part in theirs:
-                count = described[heads]
-                rotated = tensor.reshape(count, 2, tensor.shape[0] // count // 2, -1)
-                tensor = rotated.swapaxes(1, 2).reshape(tensor.shape)
         if theirs in packed:
             writer.add_tensor(ours, packed[theirs][0], raw_dtype=packed[theirs][1])
         else:
-            writer.add_tensor(ours, tensor)
+            writer.add_tensor(ours, converted(name, theirs, tensor, described))
     extra(writer)
     if "tokenizer.ggml.eos_token_id" not in writer.kv_data[0]:
         writer.add_bos_token_id(described["bos_token_id"])
@@ -126,19 +149,77 @@ def refused(file: Path | str, sentence: str) -> None:
     assert str(caught.value).endswith((".", ").")) and "\n" not in str(caught.value)
 
 
-VARIANTS: dict[str, dict[str, Any]] = {
-    "llama": settings(),
-    "mha": settings(num_key_value_heads=4, tie_word_embeddings=False),
-    "biases": settings(attention_bias=True, mlp_bias=True),
-    "qwen2": settings(model_type="qwen2"),
+def layer_normed(**changes: Any) -> dict[str, Any]:
+    described = {key: value for key, value in SETTINGS.items() if key not in ("rms_norm_eps", "num_key_value_heads")}
+    return described | {"layer_norm_eps": 0.5, "layer_norm_epsilon": 0.5, "num_key_value_heads": 4} | changes
+
+
+def rope(**changes: Any) -> dict[str, Any]:
+    return {"rope_type": "default", "rope_theta": 500.0} | changes
+
+
+def grouped_falcon(kv_heads: int, norms: int) -> dict[str, Any]:
+    grouped = {"new_decoder_architecture": True, "num_ln_in_parallel_attn": norms, "num_kv_heads": kv_heads}
+    return layer_normed(model_type="falcon", num_key_value_heads=kv_heads, ffn_hidden_size=256, **grouped)
+
+
+LONG = {"short_factor": [1.0] * 32, "long_factor": [float(i) for i in range(1, 33)]}
+VARIANTS: dict[str, tuple[dict[str, Any], Callable[[Any], Any]]] = {
+    "llama": (settings(), lambda w: None),
+    "mha": (settings(num_key_value_heads=4, tie_word_embeddings=False), lambda w: None),
+    "biases": (settings(attention_bias=True, mlp_bias=True), lambda w: None),
+    "linear": (
+        settings(rope_parameters=rope(rope_type="linear", factor=4.0)),
+        lambda w: (w.add_rope_scaling_type(gguf.RopeScalingType.LINEAR), w.add_rope_scaling_factor(4.0)),
+    ),
+    "head width": (settings(head_dim=32), lambda w: w.add_key_length(32)),
+    "qwen2": (settings(model_type="qwen2"), lambda w: None),
+    "qwen3": (settings(model_type="qwen3", head_dim=32), lambda w: w.add_key_length(32)),
+    "phi3": (settings(model_type="phi3", tie_word_embeddings=False), lambda w: None),
+    "phi3 longrope": (
+        settings(
+            model_type="phi3",
+            original_max_position_embeddings=64,
+            rope_parameters=rope(rope_type="longrope", factor=2.0, **LONG, original_max_position_embeddings=64),
+        ),
+        lambda w: (
+            w.add_rope_scaling_orig_ctx_len(64),
+            w.add_tensor("rope_factors_long.weight", np.array(LONG["long_factor"], np.float32)),
+            w.add_tensor("rope_factors_short.weight", np.array(LONG["short_factor"], np.float32)),
+        ),
+    ),
+    "gemma3": (
+        settings(
+            model_type="gemma3_text",
+            num_hidden_layers=6,
+            head_dim=64,
+            query_pre_attn_scalar=64,
+            sliding_window=32,
+            rope_parameters={"full_attention": rope(), "sliding_attention": rope(rope_theta=10_000.0)},
+        ),
+        lambda w: w.add_sliding_window(32),
+    ),
+    "gpt_neox": (
+        layer_normed(
+            model_type="gpt_neox", tie_word_embeddings=False, rope_parameters=rope(partial_rotary_factor=0.25)
+        ),
+        lambda w: (w.add_rope_dimension_count(16), w.add_parallel_residual(True)),
+    ),
+    "falcon": (layer_normed(model_type="falcon", num_key_value_heads=1, ffn_hidden_size=256), lambda w: None),
+    "falcon 11B": (grouped_falcon(2, 1), lambda w: None),
+    "falcon 40B": (grouped_falcon(2, 2), lambda w: None),
 }
+"""What config.json would say, and what a GGUF file says in addition to what all say."""
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize(
+    "name", [name for name, (described, _) in VARIANTS.items() if described["model_type"] in FAMILIES]
+)
 def test_a_file_is_the_directory_of_the_same_weights(name: str, tmp_path: Path) -> None:
-    tensors = tensors_of(VARIANTS[name])
-    write_safetensors(tmp_path, VARIANTS[name], tensors)
-    write_gguf(tmp_path / "model.gguf", VARIANTS[name], tensors)
+    described, extra = VARIANTS[name]
+    tensors = tensors_of(described)
+    write_safetensors(tmp_path, described, tensors)
+    write_gguf(tmp_path / "model.gguf", described, tensors, extra=extra)
     assert_same(kvjax.load(tmp_path / "model.gguf"), kvjax.load(tmp_path))
 
 
@@ -172,16 +253,21 @@ def test_halves_and_rows_that_are_dequantised_in_pieces(tmp_path: Path, monkeypa
     assert_same(kvjax.load(tmp_path / "model.gguf"), kvjax.load(tmp_path))
 
 
+def rope_freqs(writer: Any, factors: np.ndarray) -> None:
+    writer.kv_data[0].pop("llama.rope.freq_base")
+    writer.add_rope_freq_base(5e5)
+    writer.add_tensor("rope_freqs.weight", factors)
+
+
 def test_llama_3_is_known_by_what_its_rope_makes_of_frequencies(tmp_path: Path) -> None:
     llama3 = {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-    rope = {"rope_theta": 5e5, "original_max_position_embeddings": 8192, **llama3}
-    described = settings(rope_parameters=rope)
+    described = settings(rope_parameters=rope(rope_theta=5e5, original_max_position_embeddings=8192) | llama3)
     plain, scaled = Rope(64, 5e5), Rope(64, 5e5, scaling="llama3", factor=32.0)
     factors = (rope_frequencies(plain) / rope_frequencies(scaled)).astype(np.float32)
     tensors = tensors_of(described)
     for name, freqs, ok in (("model", factors, True), ("other", np.linspace(1, 9, 32, dtype=np.float32), False)):
         file = tmp_path / f"{name}.gguf"
-        write_gguf(file, described, tensors, extra=lambda writer, x=freqs: writer.add_tensor("rope_freqs.weight", x))
+        write_gguf(file, described, tensors, extra=lambda w, x=freqs: rope_freqs(w, x))
         if ok:
             assert kvjax.load(file).config.rope == scaled
         else:

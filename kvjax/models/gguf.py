@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float, Shaped
 
-from kvjax.models.families import LoadError
+from kvjax.models.families import FAMILIES, LoadError
 from kvjax.models.stored import Stored, Tensor
 from kvjax.rope import Rope, rope_frequencies
 
@@ -20,17 +20,32 @@ _AT_ONCE = 1 << 24
 """Numbers that are dequantised at once: float32 of them all would be several times what is asked for."""
 
 Settings = dict[str, Any]
-Restore = Callable[[Shaped[np.ndarray, "*shape"], Settings], Shaped[np.ndarray, "*shape"]]
+Array = Shaped[np.ndarray, "*shape"]
+Restore = Callable[[Array, Settings], Array]
 
 
-def _unpermuted(heads: str) -> Restore:
-    """Llama's queries or keys, whose rotated pairs GGUF puts side by side within each of so many heads."""
+@dataclasses.dataclass(frozen=True)
+class Header:
+    """What a file says of itself.
 
-    def restore(tensor: np.ndarray, settings: Settings) -> np.ndarray:
-        paired = tensor.reshape(settings[heads], -1, 2, *tensor.shape[1:])
-        return paired.swapaxes(1, 2).reshape(tensor.shape)
+    Args:
+        name: the architecture's.
+        metadata: all of it.
+        shapes: of each tensor, [out, in].
+        factors: the tensors that say what wavelengths of RoPE are multiplied by [half].
+    """
 
-    return restore
+    name: str
+    metadata: Mapping[str, Any]
+    shapes: Mapping[str, tuple[int, ...]]
+    factors: Mapping[str, Float[np.ndarray, " half"]]
+
+    def get(self, key: str, usual: Any = None) -> Any:
+        """The architecture's metadata of a name."""
+        value = self.metadata.get(f"{self.name}.{key}", usual)
+        if isinstance(value, list) and len(set(value)) == 1:
+            return value[0]  # one for each layer
+        return value
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,21 +54,114 @@ class Architecture:
 
     Args:
         model_type: the family's.
-        settings: of the family, which the format leaves unsaid.
-        restore: of tensors (by the stem of their name) that the format lays out anew, the way back.
+        adapt: from the settings that all architectures have and the header, those that this one has in addition.
+        restore: of tensors (by the stem of their name) that the format changes, the way back.
     """
 
     model_type: str
-    settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    adapt: Callable[[Settings, Header], Settings] = lambda settings, header: {}
     restore: Mapping[str, Restore] = dataclasses.field(default_factory=dict)
 
 
-ARCHITECTURES: Mapping[str, Architecture] = {
+def _unpermuted(heads: str) -> Restore:
+    """Llama's queries or keys, whose rotated pairs GGUF puts side by side within each of so many heads."""
+
+    def restore(tensor: Array, settings: Settings) -> Array:
+        paired = tensor.reshape(settings[heads], -1, 2, *tensor.shape[1:])
+        return paired.swapaxes(1, 2).reshape(tensor.shape)
+
+    return restore
+
+
+def _by_kv_head(tensor: Array, settings: Settings) -> Array:
+    """Queries, keys and values in one, which GGUF sorts by kind, and GPT-NeoX and Falcon by KV head."""
+    kv_heads, width = settings["num_key_value_heads"], settings["head_dim"]
+    split = np.cumsum([settings["num_attention_heads"] * width, kv_heads * width])
+    parts = [part.reshape(kv_heads, -1, *tensor.shape[1:]) for part in np.split(tensor, split)]
+    return np.concatenate(parts, 1).reshape(tensor.shape)
+
+
+def _less_one(tensor: Array, settings: Settings) -> Array:
+    """Gemma's norms, to whose weights GGUF adds the one that the model adds."""
+    return tensor - 1
+
+
+def _llama(settings: Settings, header: Header) -> Settings:
+    """The settings of Llama 3's RoPE, of which GGUF keeps only what they make of each frequency."""
+    if "rope_freqs" not in header.factors:
+        return {}
+    factors, theta = header.factors["rope_freqs"], settings["rope_parameters"]["rope_theta"]
+    rope = Rope(2 * len(factors), theta, scaling="llama3", factor=float(factors.max()))
+    expected = rope_frequencies(dataclasses.replace(rope, scaling="none")) / rope_frequencies(rope)
+    if not np.allclose(expected, factors, rtol=1e-3):
+        raise LoadError("the factors in rope_freqs.weight are not those of Llama 3, and no others are supported.")
+    llama3 = {
+        "rope_type": "llama3",
+        "factor": rope.factor,
+        "low_freq_factor": rope.low_freq_factor,
+        "high_freq_factor": rope.high_freq_factor,
+        "original_max_position_embeddings": rope.original_max_positions,
+    }
+    return {"rope_parameters": settings["rope_parameters"] | llama3}
+
+
+def _phi3(settings: Settings, header: Header) -> Settings:
+    original = header.get("rope.scaling.original_context_length", settings["max_position_embeddings"])
+    rope = {**settings["rope_parameters"], "original_max_position_embeddings": original}
+    if header.factors:
+        lists = {f"{kind}_factor": header.factors[f"rope_factors_{kind}"].tolist() for kind in ("long", "short")}
+        rope |= {"rope_type": "longrope", "factor": settings["max_position_embeddings"] / original, **lists}
+    return {"rope_parameters": rope, "original_max_position_embeddings": original}
+
+
+def _gemma3(settings: Settings, header: Header) -> Settings:
+    largest = settings["num_hidden_layers"] == 62  # the 27B, which alone scales by the width that a head would have
+    ropes = {
+        "full_attention": settings["rope_parameters"],
+        "sliding_attention": {"rope_type": "default", "rope_theta": header.get("rope.freq_base_swa", 10_000.0)},
+    }
+    return {
+        "rope_parameters": ropes,
+        "query_pre_attn_scalar": (
+            settings["hidden_size"] // settings["num_attention_heads"] if largest else settings["head_dim"]
+        ),
+        "final_logit_softcapping": header.get("final_logit_softcapping"),
+    }
+
+
+def _falcon(settings: Settings, header: Header) -> Settings:
+    heads, kv_heads = settings["num_attention_heads"], settings["num_key_value_heads"]
+    return {
+        "new_decoder_architecture": kv_heads not in (1, heads),
+        "multi_query": kv_heads == 1,
+        "num_kv_heads": kv_heads,
+        "num_ln_in_parallel_attn": 2 if "blk.0.attn_norm_2.weight" in header.shapes else 1,
+        "ffn_hidden_size": settings["intermediate_size"],
+        "layer_norm_epsilon": settings["layer_norm_eps"],
+        "bias": settings["attention_bias"],
+    }
+
+
+def _gpt_neox(settings: Settings, header: Header) -> Settings:
+    return {"use_parallel_residual": header.get("use_parallel_residual", True)}
+
+
+_GEMMA_NORMS = ("attn", "attn_q", "attn_k", "post_attention", "ffn", "post_ffw", "output")
+_TABLE: Mapping[str, Architecture] = {
     "llama": Architecture(
         "llama",
-        restore={"attn_q": _unpermuted("num_attention_heads"), "attn_k": _unpermuted("num_key_value_heads")},
+        _llama,
+        {"attn_q": _unpermuted("num_attention_heads"), "attn_k": _unpermuted("num_key_value_heads")},
     ),
     "qwen2": Architecture("qwen2"),
+    "qwen3": Architecture("qwen3"),
+    "gemma3": Architecture("gemma3_text", _gemma3, {f"{norm}_norm": _less_one for norm in _GEMMA_NORMS}),
+    "phi3": Architecture("phi3", _phi3),
+    "falcon": Architecture("falcon", _falcon, {"attn_qkv": _by_kv_head}),
+    "gptneox": Architecture("gpt_neox", _gpt_neox, {"attn_qkv": _by_kv_head}),
+}
+ARCHITECTURES: Mapping[str, Architecture] = {
+    name: architecture for name, architecture in _TABLE.items() if architecture.model_type in FAMILIES
 }
 """What each `general.architecture` is."""
 
@@ -66,7 +174,6 @@ _NEEDED: Mapping[str, str] = {
 }
 _KNOWN: Mapping[str, str] = {
     "attention.head_count_kv": "num_key_value_heads",
-    "attention.key_length": "head_dim",
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
     "attention.layer_norm_epsilon": "layer_norm_eps",
     "attention.sliding_window": "sliding_window",
@@ -117,78 +224,56 @@ def read_gguf(file: Path) -> tuple[Settings, dict[str, Any], Stored]:
     if "token_embd.weight" not in tensors:
         raise LoadError(f"{file}: tensor token_embd.weight is missing.")
     shapes = {tensor.name: tuple(int(size) for size in reversed(tensor.shape)) for tensor in reader.tensors}
-    factors = None
-    if "rope_freqs.weight" in tensors:
-        factors = np.array(tensors.pop("rope_freqs.weight").data, np.float32)
+    ropes = [name for name in tensors if name.startswith("rope_f")]
+    factors = {name.removesuffix(".weight"): np.array(tensors.pop(name).data, np.float32) for name in ropes}
     try:
-        settings = _settings(name, metadata, shapes, factors)
+        settings = _settings(Header(name, metadata, shapes, factors))
     except LoadError as error:
         raise LoadError(f"{file}: {error}") from None
     return settings, metadata, _stored(file, name, settings, tensors, shapes)
 
 
-def _settings(
-    name: str,
-    metadata: Mapping[str, Any],
-    shapes: Mapping[str, tuple[int, ...]],
-    factors: Float[np.ndarray, " half"] | None,
-) -> Settings:
+def _settings(header: Header) -> Settings:
     """What a Hugging Face config.json would say."""
-    settings: Settings = {"model_type": ARCHITECTURES[name].model_type, **ARCHITECTURES[name].settings}
+    settings: Settings = {"model_type": ARCHITECTURES[header.name].model_type}
     for key, setting in {**_NEEDED, **_KNOWN}.items():
-        value = metadata.get(f"{name}.{key}")
-        if isinstance(value, list) and len(set(value)) == 1:
-            value = value[0]  # one for each layer
+        value = header.get(key)
+        if value is None and key in _NEEDED:
+            raise LoadError(f"metadata {header.name}.{key} is missing.")
+        if isinstance(value, list):
+            raise LoadError(
+                f"metadata {header.name}.{key} differs from layer to layer ({value}), which is not supported."
+            )
         if value is not None:
             settings[setting] = value
-        elif key in _NEEDED:
-            raise LoadError(f"metadata {name}.{key} is missing.")
-    settings.setdefault("num_key_value_heads", settings["num_attention_heads"])
-    settings["vocab_size"] = shapes["token_embd.weight"][0]
-    settings["tie_word_embeddings"] = "output.weight" not in shapes
-    settings["attention_bias"] = "blk.0.attn_q.bias" in shapes
-    settings["mlp_bias"] = "blk.0.ffn_up.bias" in shapes
-    ids = {role: metadata.get(f"tokenizer.ggml.{role}_token_id") for role in ("bos", "eos", "eot", "eom")}
-    settings["bos_token_id"] = ids.pop("bos")
-    settings["eos_token_id"] = sorted({token for token in ids.values() if token is not None})
-    return settings | _rope(name, metadata, settings, factors)
-
-
-def _rope(
-    name: str, metadata: Mapping[str, Any], settings: Settings, factors: Float[np.ndarray, " half"] | None
-) -> Settings:
-    """RoPE's settings, and the width of heads, which GGUF tells only where it is not the usual one."""
-
-    def get(key: str, usual: Any) -> Any:
-        return metadata.get(f"{name}.rope.{key}", usual)
-
-    theta, width = get("freq_base", 10_000.0), get("dimension_count", None)
-    head_width = settings.get("head_dim", width)
-    kind = get("scaling.type", "none")
-    rope: Settings = {"rope_type": "default" if kind == "none" else kind, "rope_theta": theta}
-    if kind != "none":
-        rope["factor"] = get("scaling.factor", 1.0)
-        rope["original_max_position_embeddings"] = get("scaling.original_context_length", None)
-    if factors is not None:
-        rope |= _llama3(theta, factors)
-    if head_width is not None and width is not None and width != head_width:
-        rope["partial_rotary_factor"] = width / head_width
-    return {"rope_parameters": rope} | ({} if head_width is None else {"head_dim": head_width})
-
-
-def _llama3(theta: float, factors: Float[np.ndarray, " half"]) -> Settings:
-    """The settings that Llama 3's RoPE has, of which GGUF keeps only what they make of each frequency."""
-    rope = Rope(2 * len(factors), theta, scaling="llama3", factor=float(factors.max()))
-    expected = rope_frequencies(dataclasses.replace(rope, scaling="none")) / rope_frequencies(rope)
-    if not np.allclose(expected, factors, rtol=1e-3):
-        raise LoadError("the factors in rope_freqs.weight are not those of Llama 3, and no others are supported.")
-    return {
-        "rope_type": "llama3",
-        "factor": rope.factor,
-        "low_freq_factor": rope.low_freq_factor,
-        "high_freq_factor": rope.high_freq_factor,
-        "original_max_position_embeddings": rope.original_max_positions,
+    heads = settings["num_attention_heads"]
+    settings.setdefault("num_key_value_heads", heads)
+    queries = header.shapes.get("blk.0.attn_q.weight")
+    width = settings["hidden_size"] // heads if queries is None else queries[0] // heads
+    ids = {role: header.metadata.get(f"tokenizer.ggml.{role}_token_id") for role in ("bos", "eos", "eot", "eom")}
+    settings |= {
+        "vocab_size": header.shapes["token_embd.weight"][0],
+        "head_dim": width,
+        "rope_parameters": _rope(header, width),
+        "tie_word_embeddings": "output.weight" not in header.shapes,
+        "attention_bias": any(f"blk.0.{name}.bias" in header.shapes for name in ("attn_q", "attn_qkv")),
+        "mlp_bias": "blk.0.ffn_up.bias" in header.shapes,
+        "bos_token_id": ids.pop("bos"),
+        "eos_token_id": sorted({token for token in ids.values() if token is not None}),
     }
+    return settings | ARCHITECTURES[header.name].adapt(settings, header)
+
+
+def _rope(header: Header, head_width: int) -> Settings:
+    width, kind = header.get("rope.dimension_count", head_width), header.get("rope.scaling.type", "none")
+    rope: Settings = {"rope_type": "default", "rope_theta": header.get("rope.freq_base", 10_000.0)}
+    if width != head_width:
+        rope["partial_rotary_factor"] = width / head_width
+    if kind != "none":
+        original = header.get("rope.scaling.original_context_length")
+        rope |= {"rope_type": kind, "factor": header.get("rope.scaling.factor", 1.0)}
+        rope |= {} if original is None else {"original_max_position_embeddings": original}
+    return rope
 
 
 def _stored(
@@ -216,9 +301,7 @@ def _stored(
     )
 
 
-def _read(
-    file: Path, name: str, offset: int, size: int, shape: tuple[int, ...], kind: Any, dtype: np.dtype
-) -> Shaped[np.ndarray, "*shape"]:
+def _read(file: Path, name: str, offset: int, size: int, shape: tuple[int, ...], kind: Any, dtype: np.dtype) -> Array:
     """A tensor's numbers, dequantised a few rows at a time if they are not plain ones."""
     import gguf
 
