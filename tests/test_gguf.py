@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
 import os
@@ -104,7 +105,7 @@ def write_gguf(
         extra: adds whatever else the file is to hold.
         architecture: as the file names it, if not as it is.
     """
-    model_type = described["model_type"]
+    model_type = str(described["model_type"])
     name = {"gemma3_text": "gemma3", "gpt_neox": "gptneox"}.get(model_type, model_type)
     writer = gguf.GGUFWriter(file, architecture or name)
     kind = next(kind for kind, named in gguf.MODEL_ARCH_NAMES.items() if named == name)
@@ -140,7 +141,8 @@ def write_gguf(
 
 def assert_same(loaded: kvjax.Model, expected: kvjax.Model) -> None:
     assert loaded.config == expected.config
-    jax.tree.map(np.testing.assert_array_equal, loaded.weights, expected.weights)
+    # Adding one to a norm and taking it away again may cost its last bit.
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=0, atol=2e-7), loaded.weights, expected.weights)
 
 
 def refused(file: Path | str, sentence: str) -> None:

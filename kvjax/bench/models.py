@@ -53,11 +53,11 @@ TOY = dataclasses.replace(
 SHAPES = {"toy": TOY, "synthetic": SYNTHETIC, "llama_7b": LLAMA_7B}
 
 
-def model_named(name: str, dtype: str) -> Model:
+def model_named(name: str, dtype: str, revision: str | None = None) -> Model:
     """The embedded model, a checkpoint, or `synthetic`: 8 layers, width 1024, four query heads per KV head."""
     if name == "synthetic":
         return Model(random_weights(SYNTHETIC, jax.random.key(0), jnp.dtype(dtype)), SYNTHETIC, name)
-    return load(name, dtype=dtype)
+    return load(name, dtype, revision)
 
 
 def random_model(config: ModelConfig, dtype: str) -> Model:

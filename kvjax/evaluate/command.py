@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvjax.commands import finish
+from kvjax.commands import add_model_options, finish
 from kvjax.compilation import enable_compilation_cache
 from kvjax.evaluate.texts import check_sizes
 
@@ -33,7 +33,7 @@ def parser() -> argparse.ArgumentParser:
         if importlib.util.find_spec(module) is None:
             continue
         report = reports.add_parser(name, help=summary, description=summary, allow_abbrev=False)
-        report.add_argument("--model", default="tiny", help="tiny, a directory or a hub id")
+        add_model_options(report)
         report.add_argument("--text", nargs="+", type=Path, required=True, metavar="FILE", help="held-out texts")
         report.add_argument("--out", type=Path, default=Path("results"), help="directory of the report")
         report.add_argument("--rows", type=int, default=16, help="passages of each text")
