@@ -283,6 +283,54 @@ def test_paths_that_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         load("nobody/nothing", revision="v1")
 
 
+@pytest.mark.parametrize(
+    ("error", "sentence"),
+    [
+        ("GatedRepoError", r"'a/b' is gated: accept its terms on https://huggingface\.co/a/b and log in"),
+        (
+            "RepositoryNotFoundError",
+            "'a/b' is neither a directory here nor a repository on the hub: check the name, or",
+        ),
+        ("RevisionNotFoundError", "'a/b' has no revision 'v1': give a branch, tag or commit of it"),
+        (
+            "LocalEntryNotFoundError",
+            "'a/b' is no directory here and not in the hub's local cache at revision 'v1' either, and",
+        ),
+        ("HfHubHTTPError", r"'a/b' could not be downloaded from the hub at revision 'v1' \(HfHubHTTPError: "),
+    ],
+)
+def test_what_the_hub_refuses(error: str, sentence: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import errors
+
+    def refuse(*_: Any, **settings: Any) -> None:
+        assert settings["revision"] == "v1"
+        kind = getattr(errors, error)
+        raise kind.__new__(kind)  # making one takes an answer of the hub
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", refuse)
+    with pytest.raises(LoadError, match=sentence):
+        load("a/b", revision="v1")
+
+
+def test_large_checkpoints_show_how_far_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    write(tmp_path)
+    monkeypatch.setenv("FORCE_COLOR", "1")  # which makes a terminal of whatever is written to
+    load(tmp_path)
+    assert capsys.readouterr() == ("", "")
+    monkeypatch.setattr("kvjax.models.loading._LARGE", 0)
+    load(tmp_path)
+    out, err = capsys.readouterr()
+    assert out == "" and "loading model.safetensors" in err and "100%" in err
+
+
+def test_revisions_are_of_the_hub(tmp_path: Path) -> None:
+    for name in ("tiny", str(tmp_path)):
+        with pytest.raises(LoadError, match="is not from the hub and has no revision 'v1': leave it out"):
+            load(name, revision="v1")
+
+
 def test_tokenizer_of_a_directory_without_one(tmp_path: Path) -> None:
     write(tmp_path)
     with pytest.raises(ValueError, match=r"has no tokenizer: .* holds none of .*tokenizer\.json"):

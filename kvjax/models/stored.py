@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from kvjax.models.families import LoadError
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
-_KINDS = ("F64", "F32", "F16", "BF16")
+_SIZES: Mapping[str, int] = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,12 +26,14 @@ class Tensor:
     Args:
         file: that holds it.
         shape: as a Hugging Face checkpoint has it.
+        size: bytes that it takes in the file.
         read: from a dtype, the tensor: in its own dtype, or in the given one if it is quantised. LoadError if it is
             stored as something else.
     """
 
     file: Path
     shape: tuple[int, ...]
+    size: int
     read: Callable[[np.dtype], np.ndarray]
 
 
@@ -80,14 +83,15 @@ def read_safetensors(directory: Path) -> Stored:
         with _open(file) as opened:
             for name in opened.keys():  # noqa: SIM118 (it is no dictionary, and cannot be iterated)
                 header = opened.get_slice(name)
-                read = functools.partial(_read, file, name, header.get_dtype())
-                tensors[name] = Tensor(file, tuple(header.get_shape()), read)
+                shape, kind = tuple(header.get_shape()), header.get_dtype()
+                size = math.prod(shape) * _SIZES.get(kind, 1)
+                tensors[name] = Tensor(file, shape, size, functools.partial(_read, file, name, kind))
     return Stored(files[0] if len(files) == 1 else directory / _INDEX, "config.json", tensors)
 
 
 def _read(file: Path, name: str, kind: str, dtype: np.dtype) -> np.ndarray:
-    if kind not in _KINDS:
-        raise LoadError(f"{file}: tensor {name} is stored as {kind}; supported are {', '.join(_KINDS)}.")
+    if kind not in _SIZES:
+        raise LoadError(f"{file}: tensor {name} is stored as {kind}; supported are {', '.join(_SIZES)}.")
     # Opened anew for each tensor: a file that stays mapped keeps all that was read of it in memory.
     with _open(file) as opened:
         return opened.get_tensor(name)
