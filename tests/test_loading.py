@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ from kvjax.model import load
 from kvjax.models import FAMILIES, LoadError, Rope, random_weights
 from kvjax.models.families import read_config
 from kvjax.models.loading import _finite
-from kvjax.models.weights import leaf_name
+from kvjax.models.weights import leaf_name, weight_shapes
 
 SETTINGS = {
     "model_type": "llama",
@@ -323,6 +325,44 @@ def test_large_checkpoints_show_how_far_they_are(
     load(tmp_path)
     out, err = capsys.readouterr()
     assert out == "" and "loading model.safetensors" in err and "100%" in err
+
+
+PEAK = """
+import resource, sys
+import jax
+from kvjax.model import load
+def used(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+jax.device_put(1.0).block_until_ready()
+before = used()
+model = load(sys.argv[1], "bfloat16")
+print(used() - before, sum(leaf.nbytes for leaf in jax.tree.leaves(model.weights)))
+"""
+
+
+@pytest.mark.slow
+def test_loading_takes_little_more_memory_than_the_weights(tmp_path: Path) -> None:
+    settings = SETTINGS | {
+        "vocab_size": 32_000,
+        "hidden_size": 1024,
+        "intermediate_size": 4096,
+        "num_hidden_layers": 16,
+    }
+    family, config = read_config(settings)
+    shapes = jax.tree.leaves_with_path(weight_shapes(config))
+    tensors = {family.source(leaf_name(path)).name: jnp.ones(leaf.shape, jnp.bfloat16) for path, leaf in shapes}
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    names = sorted(tensors)
+    place = {name: f"model-{i // 30}.safetensors" for i, name in enumerate(names)}
+    for shard in set(place.values()):
+        save_file({name: np.asarray(tensors[name]) for name in names if place[name] == shard}, tmp_path / shard)
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": place}))
+    largest = max(shard.stat().st_size for shard in tmp_path.glob("*.safetensors"))
+    made = subprocess.run([sys.executable, "-c", PEAK, str(tmp_path)], check=True, capture_output=True, text=True)
+    peak, held = map(int, made.stdout.split())
+    for shard in tmp_path.glob("*.safetensors"):
+        shard.unlink()
+    assert largest > 5e7 and held > 4e8
+    assert peak < 1.3 * largest + held
 
 
 def test_revisions_are_of_the_hub(tmp_path: Path) -> None:
