@@ -299,7 +299,7 @@ def _stored(
         file,
         "its metadata",
         {tensor.name: stored(tensor) for tensor in tensors.values()},
-        lambda wanted: names.get_name(wanted, try_suffixes=(".weight", ".bias")) or wanted,
+        rename=lambda wanted: names.get_name(wanted, try_suffixes=(".weight", ".bias")) or wanted,
     )
 
 

@@ -19,7 +19,9 @@ from rich.progress import Progress
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Weights
 from kvjax.models.families import Family, LoadError, Settings, read_config, token_ids
+from kvjax.models.families.common import Source
 from kvjax.models.gguf import read_gguf
+from kvjax.models.orbax import read_orbax
 from kvjax.models.places import locate
 from kvjax.models.stored import Stored, read_json, read_safetensors
 from kvjax.models.weights import leaf_name, weight_shapes
@@ -37,6 +39,7 @@ class Checkpoint:
         weights: pytree of arrays, all of one dtype.
         config: the model's shape.
         name: how it was asked for.
+        settings: what its config.json says, or would say.
         place: the directory of its files, its tokenizer's among them, or the file that holds everything.
         metadata: of such a file, its tokenizer among it.
     """
@@ -44,6 +47,7 @@ class Checkpoint:
     weights: Weights
     config: ModelConfig
     name: str
+    settings: Settings
     place: Path
     metadata: Mapping[str, Any] | None = None
 
@@ -61,13 +65,15 @@ def read_checkpoint(
     if place.is_file():
         settings, metadata, stored = read_gguf(place)
         family, config = _read_config(settings, place)
-        return Checkpoint(_read_weights(stored, family, config, wanted), config, name, place, metadata)
+        return Checkpoint(_read_weights(stored, family, config, wanted), config, name, settings, place, metadata)
     file = place / "config.json"
-    family, config = _read_config(read_json(file), file)
+    settings = read_json(file)
+    family, config = _read_config(settings, file)
     generation = place / "generation_config.json"
     if generation.exists() and (eos := token_ids(read_json(generation), "eos_token_id")):
         config = dataclasses.replace(config, eos=eos)
-    return Checkpoint(_read_weights(read_safetensors(place), family, config, wanted), config, name, place)
+    stored = read_orbax(place / "weights") if (place / "weights").is_dir() else read_safetensors(place)
+    return Checkpoint(_read_weights(stored, family, config, wanted), config, name, settings, place)
 
 
 def _read_config(settings: Settings, file: Path) -> tuple[Family, ModelConfig]:
@@ -92,7 +98,8 @@ def _dtype(dtype: DTypeLike | None) -> jnp.dtype:
 def _read_weights(stored: Stored, family: Family, config: ModelConfig, dtype: jnp.dtype) -> Weights:
     """Check every name and shape, then move the tensors one by one to the device."""
     shapes = weight_shapes(config)
-    sources = {leaf_name(path): family.source(leaf_name(path)) for path, _ in jax.tree.leaves_with_path(shapes)}
+    leaves = [leaf_name(path) for path, _ in jax.tree.leaves_with_path(shapes)]
+    sources = {leaf: Source(leaf) if stored.ours else family.source(leaf) for leaf in leaves}
     tensors, names = stored.tensors, {leaf: stored.rename(source.name) for leaf, source in sources.items()}
 
     for path, leaf in jax.tree.leaves_with_path(shapes):

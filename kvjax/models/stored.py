@@ -45,12 +45,14 @@ class Stored:
         place: the file to name where a tensor is missing.
         described: where the model's shape is told.
         tensors: by their names in the files.
+        ours: whether they are leaves of `Weights` under the leaves' names.
         rename: from the name that a Hugging Face checkpoint has for a tensor, the name here.
     """
 
     place: Path
     described: str
     tensors: Mapping[str, Tensor]
+    ours: bool = False
     rename: Callable[[str], str] = str
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from kvjax.models.config import ModelConfig
 from kvjax.models.families.common import Family as Family
 from kvjax.models.families.common import LoadError as LoadError
-from kvjax.models.families.common import Settings
+from kvjax.models.families.common import Settings as Settings
 from kvjax.models.families.common import token_ids as token_ids
 from kvjax.models.families.llama import LLAMA
 from kvjax.models.families.mistral import MISTRAL
