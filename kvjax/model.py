@@ -6,7 +6,7 @@ import functools
 import inspect
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +29,7 @@ class Model:
     """Weights with what is needed to use them.
 
     Args:
-        weights: pytree of arrays, all of one dtype.
+        weights: pytree of arrays, all of one dtype but for linear maps in 8 bits.
         config: the model's shape.
         name: how it was asked for, for messages and reports.
         directory: where its tokenizer files are; None for a model without any.
@@ -124,7 +124,12 @@ class Model:
         return generate_texts(self, prompt_texts(prompts), **settings)
 
 
-def load(path_or_hub_id: str | Path, dtype: DTypeLike | None = None, revision: str | None = None) -> Model:
+def load(
+    path_or_hub_id: str | Path,
+    dtype: DTypeLike | None = None,
+    revision: str | None = None,
+    weights: Literal["int8"] | None = None,
+) -> Model:
     """Load a model from the package, a Hugging Face directory, a GGUF file or the Hugging Face hub.
 
     Args:
@@ -132,11 +137,12 @@ def load(path_or_hub_id: str | Path, dtype: DTypeLike | None = None, revision: s
             directory with config.json and safetensors, a .gguf file (which needs `kvjax[gguf]`), or a hub id.
         dtype: of the weights: float32 (if None), bfloat16, or float64 where jax_enable_x64 is on.
         revision: branch, tag or commit on the hub; the default branch if None.
+        weights: `int8` for linear maps of 8-bit integers with a scale for each output channel; None for the dtype.
 
     Raises:
         LoadError: for a checkpoint that is absent, damaged or not supported.
-        ValueError: for a dtype that is not supported.
+        ValueError: for a dtype or weights that are not supported.
     """
-    read = read_checkpoint(path_or_hub_id, dtype, revision)
+    read = read_checkpoint(path_or_hub_id, dtype, revision, weights)
     directory = read.place if read.metadata is None else None
     return Model(read.weights, read.config, read.name, directory, read.metadata)

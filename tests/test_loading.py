@@ -10,17 +10,22 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import hypothesis
+import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis.extra.numpy import arrays
 from safetensors.numpy import load_file, save_file
 
-from kvjax.model import load
+import kvjax
+from kvjax.model import Model, load
 from kvjax.models import FAMILIES, LoadError, Rope, random_weights
+from kvjax.models.decoder import Linear
 from kvjax.models.families import read_config
 from kvjax.models.loading import _finite
-from kvjax.models.weights import leaf_name, weight_shapes
+from kvjax.models.weights import leaf_name, quantised, weight_shapes
 
 SETTINGS = {
     "model_type": "llama",
@@ -105,6 +110,49 @@ def test_dtypes(stored: Any, dtype: Any, tmp_path: Path) -> None:
     weights = load(tmp_path, dtype).weights
     assert {leaf.dtype for leaf in jax.tree.leaves(weights)} == {jnp.dtype(dtype or "float32")}
     np.testing.assert_array_equal(weights.layers[1].query.weight, tensors[QUERY].astype(dtype or np.float32))
+
+
+@hypothesis.given(
+    weight=arrays(
+        np.float32,
+        st.tuples(st.integers(1, 5), st.integers(1, 7)),
+        elements=st.floats(-(2.0**99), 2.0**99, width=32, allow_subnormal=False),
+    )
+)
+def test_integers_are_within_half_a_step(weight: np.ndarray) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("kvjax.models.weights._AT_ONCE", 10)
+        codes, scale = quantised(weight)
+    error = np.abs(codes * scale[:, None].astype(float) - weight)
+    assert (error <= scale[:, None] * (0.5 + 1e-5)).all()
+    largest = np.abs(weight).max(1)
+    assert (np.abs(codes).max(1)[largest > 1e-30] == 127).all()
+
+
+@pytest.mark.usefixtures("compiled_fast")
+def test_linear_maps_in_8_bits(tmp_path: Path) -> None:
+    write(tmp_path, attention_bias=True)
+    model, whole = load(tmp_path, weights="int8"), load(tmp_path)
+    layer = model.weights.layers[1]
+    assert layer.up.weight.dtype == np.int8 and layer.up.scale is not None and layer.up.scale.dtype == np.float32
+    assert model.weights.embedding.dtype == layer.attention_norm.scale.dtype == np.float32
+    rounded = jax.tree.map(
+        lambda node: Linear(node.matrix, node.bias) if isinstance(node, Linear) else node,
+        model.weights,
+        is_leaf=lambda node: isinstance(node, Linear),
+    )
+    tokens = np.arange(24)[None]
+    _, logits = kvjax.prefill(model, kvjax.policy("full"), tokens, 1.0, max_new_tokens=1)
+    np.testing.assert_allclose(logits, Model(rounded, model.config).logits(tokens)[:, -1], atol=1e-4)
+    distance = np.abs(np.asarray(logits) - whole.logits(tokens)[:, -1]).max()
+    assert 1e-3 < distance < 0.2
+    half = load(tmp_path, "bfloat16", weights="int8").weights
+    assert half.embedding.dtype == half.layers[0].up(half.embedding[:2]).dtype == jnp.bfloat16
+
+
+def test_other_weights_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="weights='int4' is not supported: give int8, or None"):
+        load(tmp_path, weights="int4")  # type: ignore[arg-type]
 
 
 def test_float64_needs_x64(tmp_path: Path) -> None:

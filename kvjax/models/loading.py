@@ -6,7 +6,7 @@ import dataclasses
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -17,15 +17,16 @@ from rich.console import Console
 from rich.progress import Progress
 
 from kvjax.models.config import ModelConfig
-from kvjax.models.decoder import Weights
+from kvjax.models.decoder import Linear, Weights
 from kvjax.models.families import Family, LoadError, Settings, read_config, token_ids
 from kvjax.models.families.common import Source
 from kvjax.models.gguf import read_gguf
 from kvjax.models.orbax import read_orbax
 from kvjax.models.places import locate
 from kvjax.models.stored import Stored, read_json, read_safetensors
-from kvjax.models.weights import leaf_name, weight_shapes
+from kvjax.models.weights import leaf_name, quantised, weight_shapes
 
+_WEIGHT, _BIAS = jax.tree_util.GetAttrKey("weight"), jax.tree_util.GetAttrKey("bias")
 _LARGE = 1 << 30
 """Bytes of a checkpoint from which on a bar shows how far its loading is."""
 _DTYPES = ("float32", "bfloat16", "float64")
@@ -53,19 +54,25 @@ class Checkpoint:
 
 
 def read_checkpoint(
-    path_or_hub_id: str | Path, dtype: DTypeLike | None = None, revision: str | None = None
+    path_or_hub_id: str | Path,
+    dtype: DTypeLike | None = None,
+    revision: str | None = None,
+    weights: Literal["int8"] | None = None,
 ) -> Checkpoint:
     """Read a checkpoint from the package, a Hugging Face directory, a GGUF file or the Hugging Face hub.
 
     Arguments and errors are those of `kvjax.load`.
     """
     wanted = _dtype(dtype)
+    if weights not in (None, "int8"):
+        raise ValueError(f"weights={weights!r} is not supported: give int8, or None for weights in the dtype.")
     place = locate(path_or_hub_id, revision)
     name = str(path_or_hub_id)
     if place.is_file():
         settings, metadata, stored = read_gguf(place)
         family, config = _read_config(settings, place)
-        return Checkpoint(_read_weights(stored, family, config, wanted), config, name, settings, place, metadata)
+        made = _read_weights(stored, family, config, wanted, weights == "int8")
+        return Checkpoint(made, config, name, settings, place, metadata)
     file = place / "config.json"
     settings = read_json(file)
     family, config = _read_config(settings, file)
@@ -73,7 +80,8 @@ def read_checkpoint(
     if generation.exists() and (eos := token_ids(read_json(generation), "eos_token_id")):
         config = dataclasses.replace(config, eos=eos)
     stored = read_orbax(place / "weights") if (place / "weights").is_dir() else read_safetensors(place)
-    return Checkpoint(_read_weights(stored, family, config, wanted), config, name, settings, place)
+    made = _read_weights(stored, family, config, wanted, weights == "int8")
+    return Checkpoint(made, config, name, settings, place)
 
 
 def _read_config(settings: Settings, file: Path) -> tuple[Family, ModelConfig]:
@@ -95,8 +103,8 @@ def _dtype(dtype: DTypeLike | None) -> jnp.dtype:
     return wanted
 
 
-def _read_weights(stored: Stored, family: Family, config: ModelConfig, dtype: jnp.dtype) -> Weights:
-    """Check every name and shape, then move the tensors one by one to the device."""
+def _read_weights(stored: Stored, family: Family, config: ModelConfig, dtype: jnp.dtype, int8: bool) -> Weights:
+    """Check every name and shape, then move the tensors one by one to the device, those of linear maps in 8 bits."""
     shapes = weight_shapes(config)
     leaves = [leaf_name(path) for path, _ in jax.tree.leaves_with_path(shapes)]
     sources = {leaf: Source(leaf) if stored.ours else family.source(leaf) for leaf in leaves}
@@ -122,7 +130,7 @@ def _read_weights(stored: Stored, family: Family, config: ModelConfig, dtype: jn
                 f"{tensors[name].file}: tensor {name} of shape {shape} has no place in the model of {stored.described}."
             )
 
-    def read(path: tuple[Any, ...], _: Any) -> Array:
+    def read(path: tuple[Any, ...]) -> np.ndarray:
         source, name = sources[leaf_name(path)], names[leaf_name(path)]
         tensor = tensors[name].read(dtype)
         if source.read is not None:
@@ -131,13 +139,23 @@ def _read_weights(stored: Stored, family: Family, config: ModelConfig, dtype: jn
         if not _finite(tensor):
             raise LoadError(f"{tensors[name].file}: tensor {name} has numbers that are NaN or infinite: it is damaged.")
         bar.advance(task, tensors[name].size)
+        return tensor
+
+    def place(tensor: np.ndarray) -> Array:
         # One at a time, or host copies pile up behind slow transfers.
         return jax.device_put(tensor).block_until_ready()
+
+    def load(path: tuple[Any, ...], node: Any) -> Any:
+        if not isinstance(node, Linear):
+            return place(read(path))
+        weight, *scale = quantised(read((*path, _WEIGHT))) if int8 else (read((*path, _WEIGHT)),)
+        bias = None if node.bias is None else place(read((*path, _BIAS)))
+        return Linear(place(weight), bias, *map(place, scale))
 
     total = sum(tensors[name].size for name in names.values())
     with Progress(console=Console(stderr=True), transient=True, disable=total < _LARGE) as bar:
         task = bar.add_task(f"loading {stored.place.name}", total=total)
-        return jax.tree_util.tree_map_with_path(read, shapes)
+        return jax.tree_util.tree_map_with_path(load, shapes, is_leaf=lambda node: isinstance(node, Linear))
 
 
 def _finite(tensor: np.ndarray) -> bool:
