@@ -263,7 +263,7 @@ def run(options: argparse.Namespace) -> None:
 
         cache_map.check_file(options.save_cache_map)
     prompt = _prompt(options)
-    model = load(options.model, options.dtype, options.revision)
+    model = load(options.model, options.dtype, options.revision, options.weights)
     ids = encode(model, prompt, options.chat)
     stream = Stream(model.tokenizer, lambda text: print(text, end="", flush=True))
     made = generate_ids(

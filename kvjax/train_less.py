@@ -25,7 +25,7 @@ def parser() -> argparse.ArgumentParser:
     options = argparse.ArgumentParser(
         prog="kvjax train_less", description=(__doc__ or "").splitlines()[0], allow_abbrev=False
     )
-    add_model_options(options)
+    add_model_options(options, rounded=False)
     options.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the model")
     options.add_argument("--policy", default="h2o", help="the policy that evicts (default: h2o)")
     options.add_argument("--set", nargs="+", action="extend", default=[], metavar="key=value", dest="settings")

@@ -74,7 +74,7 @@ def run(options: argparse.Namespace) -> None:
         ValueError: there is no such policy, or a setting does not fit.
     """
     named = entries(options)
-    model = model_named(options.model, options.dtype, options.revision)
+    model = model_named(options.model, options.dtype, options.revision, options.weights)
     rng = np.random.default_rng(0)
     tokens = rng.integers(3, model.config.vocab_size, (options.batch, options.prompt_tokens))
     make = {
