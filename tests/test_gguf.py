@@ -455,6 +455,11 @@ def test_damage_is_named(tmp_path: Path) -> None:
     refused(file, r"architecture \(general\.architecture\) 'mamba' is not supported; supported are llama, qwen2")
     write_gguf(file, SETTINGS, tensors, extra=lambda w: w.kv_data[0].pop("llama.block_count"))
     refused(file, r"model\.gguf: metadata llama\.block_count is missing")
+    embedding = {name: x for name, x in tensors.items() if "embed" in name}
+    write_gguf(file, settings(num_attention_heads=0), embedding)
+    refused(file, r"model\.gguf: metadata llama\.attention\.head_count must be an integer above 0, not 0")
+    write_gguf(file, settings(num_key_value_heads=[2, 1]), embedding)
+    refused(file, r"llama\.attention\.head_count_kv differs from layer to layer \(\[2, 1\]\), which is not supported")
     write_gguf(file, SETTINGS, tensors, extra=lambda w: w.add_uint16("split.count", 3))
     refused(file, r"model\.gguf is one of 3 parts: merge them with llama-gguf-split --merge")
     write_gguf(file, SETTINGS, tensors, extra=lambda w: w.add_rope_scaling_type(gguf.RopeScalingType.YARN))

@@ -199,7 +199,7 @@ def read_gguf(file: Path) -> tuple[Settings, dict[str, Any], Stored]:
 
     class Reader(GGUFReader):
         def __setattr__(self, name: str, value: Any) -> None:
-            # The reader slices the file for every token, which takes a memory map three times as long as an array.
+            # The reader slices the file for every token, and a memory map takes three times as long for it as an array.
             super().__setattr__(name, np.asarray(value) if name == "data" else value)
 
     try:
@@ -244,6 +244,8 @@ def _settings(header: Header) -> Settings:
             raise LoadError(
                 f"metadata {header.name}.{key} differs from layer to layer ({value}), which is not supported."
             )
+        if key in _NEEDED and (not isinstance(value, int) or value <= 0):
+            raise LoadError(f"metadata {header.name}.{key} must be an integer above 0, not {value!r}.")
         if value is not None:
             settings[setting] = value
     heads = settings["num_attention_heads"]
