@@ -462,8 +462,8 @@ def test_damage_is_named(tmp_path: Path) -> None:
     refused(file, r"llama\.attention\.head_count_kv differs from layer to layer \(\[2, 1\]\), which is not supported")
     write_gguf(file, SETTINGS, tensors, extra=lambda w: w.add_uint16("split.count", 3))
     refused(file, r"model\.gguf is one of 3 parts: merge them with llama-gguf-split --merge")
-    write_gguf(file, SETTINGS, tensors, extra=lambda w: w.add_rope_scaling_type(gguf.RopeScalingType.YARN))
-    refused(file, r"model\.gguf: rope_type 'yarn' is not supported|original")
+    write_gguf(file, SETTINGS, tensors, extra=lambda w: w.add_string("llama.rope.scaling.type", "spiral"))
+    refused(file, r"model\.gguf: rope_type 'spiral' is not supported")
 
 
 def test_packages_that_are_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
