@@ -142,7 +142,7 @@ def write_gguf(
 def assert_same(loaded: kvjax.Model, expected: kvjax.Model) -> None:
     assert loaded.config == expected.config
     # Adding one to a norm and taking it away again may cost its last bit.
-    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=0, atol=2e-7), loaded.weights, expected.weights)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=0, atol=5e-7), loaded.weights, expected.weights)
 
 
 def refused(file: Path | str, sentence: str) -> None:
