@@ -23,6 +23,7 @@ COMMANDS = (
     Command("generate", "kvjax.generate", "continue a prompt on a fixed KV budget"),
     Command("bench", "kvjax.bench", "measure speed and memory of policies and budgets"),
     Command("evaluate", "kvjax.evaluate", "measure what a policy and a budget cost in quality"),
+    Command("convert", "kvjax.convert", "write a model as an Orbax checkpoint"),
     Command("train_less", "kvjax.train_less", "train LESS kernels for a model and a policy"),
     Command("train_tiny", "kvjax.tiny.train", "train the embedded model"),
 )

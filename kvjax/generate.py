@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvjax import policies
-from kvjax.commands import Help, finish, leave
+from kvjax.commands import Help, add_model_options, finish, leave
 from kvjax.compilation import enable_compilation_cache
 from kvjax.engine.prepare import WHOLES
 from kvjax.engine.state import allocated_slots, cache_bytes, full_cache_bytes, slot_limits
@@ -39,7 +39,7 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=Help,
     )
     options.add_argument("-h", "--help", action="store_true", help="show this, or with --policy NAME its settings")
-    options.add_argument("--model", default="tiny", help="tiny (embedded), a directory, or a hub id")
+    add_model_options(options)
     source = options.add_mutually_exclusive_group()
     source.add_argument("--prompt", help="the text to continue; standard input if neither this nor a file is given")
     source.add_argument("--prompt-file", type=Path, help="a file with the text to continue")
@@ -281,7 +281,7 @@ def run(options: argparse.Namespace) -> None:
 
         cache_map.check_file(options.save_cache_map)
     prompt = _prompt(options)
-    model = load(options.model, dtype=options.dtype)
+    model = load(options.model, options.dtype, options.revision, options.weights)
     ids = encode(model, prompt, options.chat)
     stream = Stream(model.tokenizer, lambda text: print(text, end="", flush=True))
     made = generate_ids(

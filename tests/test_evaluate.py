@@ -16,8 +16,10 @@ from jaxtyping import Array
 import kvjax
 from kvjax import evaluate
 from kvjax.evaluate import lowrank_oracle
+from kvjax.evaluate.command import main
 from kvjax.evaluate.fidelity import hellinger
 from kvjax.evaluate.lowrank_oracle import Split
+from kvjax.evaluate.reports import weights
 from kvjax.evaluate.reports.claims import Claim, paired, table
 from kvjax.evaluate.reports.figures import Point, new_figure, plot_quality, save_figure
 from kvjax.evaluate.reports.less.shelf import even_slots, open_shelf
@@ -327,3 +329,29 @@ def test_figures_can_be_read(high: float) -> None:
     assert 2 <= len(ticks) <= 12 and all("mathdefault" not in text for text in ticks)
     legend = axes.get_legend()
     assert legend is not None and legend.get_window_extent().x0 >= axes.get_window_extent().x1
+
+
+def test_rounded_weights_are_compared_by_hand() -> None:
+    draw = np.random.default_rng(0)
+    expected, logits = draw.standard_normal((2, 5, 7)).astype(np.float32)
+    tokens = draw.integers(0, 7, 5)
+    p, q = (x - np.log(np.exp(x).sum(-1, keepdims=True)) for x in (expected[:-1], logits[:-1]))
+    by_hand = (
+        -q[np.arange(4), tokens[1:]].mean(),
+        (np.exp(p) * (p - q)).sum(-1).mean(),
+        (p.argmax(-1) == q.argmax(-1)).mean(),
+    )
+    np.testing.assert_allclose(weights._row(expected, logits, tokens), by_hand, rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_rounding_weights_costs_little(tmp_path: Path) -> None:
+    text = tmp_path / "story.txt"
+    text.write_text("Once upon a time there was a little girl named Lily.\n" * 20)
+    words = ["weights", "--text", str(text), "--rows", "1", "--length", "32", "--out", str(tmp_path / "out")]
+    assert main(words) == 0
+    report = (tmp_path / "out" / "weights.md").read_text()
+    rows = [line.split(" | ") for line in report.splitlines() if line.startswith(("| float", "| bfloat", "| int8"))]
+    assert [row[0] for row in rows] == ["| float32", "| bfloat16", "| int8, float32", "| int8, bfloat16"]
+    sizes, divergences = ([float(row[column].replace(",", "")) for row in rows] for column in (1, 3))
+    assert sizes[3] < sizes[1] < sizes[0] and 0 == divergences[0] < divergences[2] < 0.01

@@ -4,22 +4,29 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import hypothesis
+import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis.extra.numpy import arrays
 from safetensors.numpy import load_file, save_file
 
-from kvjax.model import load
+import kvjax
+from kvjax.model import Model, load
 from kvjax.models import FAMILIES, LoadError, Rope, random_weights
+from kvjax.models.decoder import Linear
 from kvjax.models.families import read_config
 from kvjax.models.loading import _finite
 from kvjax.models.saving import write_checkpoint
-from kvjax.models.weights import leaf_name
+from kvjax.models.weights import leaf_name, quantised, weight_shapes
 
 SETTINGS = {
     "model_type": "llama",
@@ -104,6 +111,48 @@ def test_dtypes(stored: Any, dtype: Any, tmp_path: Path) -> None:
     weights = load(tmp_path, dtype).weights
     assert {leaf.dtype for leaf in jax.tree.leaves(weights)} == {jnp.dtype(dtype or "float32")}
     np.testing.assert_array_equal(weights.layers[1].query.weight, tensors[QUERY].astype(dtype or np.float32))
+
+
+@hypothesis.given(
+    weight=arrays(
+        np.float32,
+        st.tuples(st.integers(1, 5), st.integers(1, 7)),
+        elements=st.floats(-(2.0**99), 2.0**99, width=32, allow_subnormal=False),
+    )
+)
+def test_integers_are_within_half_a_step(weight: np.ndarray) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("kvjax.models.weights._AT_ONCE", 10)
+        codes, scale = quantised(weight)
+    error = np.abs(codes * scale[:, None].astype(float) - weight)
+    assert (error <= scale[:, None] * (0.5 + 1e-5)).all()
+    largest = np.abs(weight).max(1)
+    assert (np.abs(codes).max(1)[largest > 1e-30] == 127).all()
+
+
+def test_linear_maps_in_8_bits(tmp_path: Path) -> None:
+    write(tmp_path, attention_bias=True)
+    model, whole = load(tmp_path, weights="int8"), load(tmp_path)
+    layer = model.weights.layers[1]
+    assert layer.up.weight.dtype == np.int8 and layer.up.scale is not None and layer.up.scale.dtype == np.float32
+    assert model.weights.embedding.dtype == layer.attention_norm.scale.dtype == np.float32
+    rounded = jax.tree.map(
+        lambda node: Linear(node.matrix, node.bias) if isinstance(node, Linear) else node,
+        model.weights,
+        is_leaf=lambda node: isinstance(node, Linear),
+    )
+    tokens = np.arange(24)[None]
+    _, logits = kvjax.prefill(model, kvjax.policy("full"), tokens, 1.0, max_new_tokens=1)
+    np.testing.assert_allclose(logits, Model(rounded, model.config).logits(tokens)[:, -1], atol=1e-4)
+    distance = np.abs(np.asarray(logits) - whole.logits(tokens)[:, -1]).max()
+    assert 1e-3 < distance < 0.2
+    half = load(tmp_path, "bfloat16", weights="int8").weights
+    assert half.embedding.dtype == half.layers[0].up(half.embedding[:2]).dtype == jnp.bfloat16
+
+
+def test_other_weights_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="weights='int4' is not supported: give int8, or None"):
+        load(tmp_path, weights="int4")  # type: ignore[arg-type]
 
 
 def test_float64_needs_x64(tmp_path: Path) -> None:
@@ -354,6 +403,92 @@ def test_paths_that_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(LoadError, match=r"'nobody/nothing' is no directory here .* at revision 'v1' .*check the name"):
         load("nobody/nothing", revision="v1")
+
+
+@pytest.mark.parametrize(
+    ("error", "sentence"),
+    [
+        ("GatedRepoError", r"'a/b' is gated: accept its terms on https://huggingface\.co/a/b and log in"),
+        (
+            "RepositoryNotFoundError",
+            "'a/b' is neither a directory here nor a repository on the hub: check the name, or",
+        ),
+        ("RevisionNotFoundError", "'a/b' has no revision 'v1': give a branch, tag or commit of it"),
+        (
+            "LocalEntryNotFoundError",
+            "'a/b' is no directory here and not in the hub's local cache at revision 'v1' either, and",
+        ),
+        ("HfHubHTTPError", r"'a/b' could not be downloaded from the hub at revision 'v1' \(HfHubHTTPError: "),
+    ],
+)
+def test_what_the_hub_refuses(error: str, sentence: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import errors
+
+    def refuse(*_: Any, **settings: Any) -> None:
+        assert settings["revision"] == "v1"
+        kind = getattr(errors, error)
+        raise kind.__new__(kind)  # making one takes an answer of the hub
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", refuse)
+    with pytest.raises(LoadError, match=sentence):
+        load("a/b", revision="v1")
+
+
+def test_large_checkpoints_show_how_far_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    write(tmp_path)
+    monkeypatch.setenv("FORCE_COLOR", "1")  # which makes a terminal of whatever is written to
+    load(tmp_path)
+    assert capsys.readouterr() == ("", "")
+    monkeypatch.setattr("kvjax.models.loading._LARGE", 0)
+    load(tmp_path)
+    out, err = capsys.readouterr()
+    assert out == "" and "loading model.safetensors" in err and "100%" in err
+
+
+PEAK = """
+import resource, sys
+import jax
+from kvjax.model import load
+def used(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+jax.device_put(1.0).block_until_ready()
+before = used()
+model = load(sys.argv[1], "bfloat16")
+print(used() - before, sum(leaf.nbytes for leaf in jax.tree.leaves(model.weights)))
+"""
+
+
+@pytest.mark.slow
+def test_loading_takes_little_more_memory_than_the_weights(tmp_path: Path) -> None:
+    settings = SETTINGS | {
+        "vocab_size": 32_000,
+        "hidden_size": 1024,
+        "intermediate_size": 4096,
+        "num_hidden_layers": 16,
+    }
+    family, config = read_config(settings)
+    shapes = jax.tree.leaves_with_path(weight_shapes(config))
+    tensors = {family.source(leaf_name(path)).name: jnp.ones(leaf.shape, jnp.bfloat16) for path, leaf in shapes}
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    names = sorted(tensors)
+    place = {name: f"model-{i // 30}.safetensors" for i, name in enumerate(names)}
+    for shard in set(place.values()):
+        save_file({name: np.asarray(tensors[name]) for name in names if place[name] == shard}, tmp_path / shard)
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": place}))
+    largest = max(shard.stat().st_size for shard in tmp_path.glob("*.safetensors"))
+    made = subprocess.run([sys.executable, "-c", PEAK, str(tmp_path)], check=True, capture_output=True, text=True)
+    peak, held = map(int, made.stdout.split())
+    for shard in tmp_path.glob("*.safetensors"):
+        shard.unlink()
+    assert largest > 5e7 and held > 4e8
+    assert peak < 1.3 * largest + held
+
+
+def test_revisions_are_of_the_hub(tmp_path: Path) -> None:
+    for name in ("tiny", str(tmp_path)):
+        with pytest.raises(LoadError, match="is not from the hub and has no revision 'v1': leave it out"):
+            load(name, revision="v1")
 
 
 def test_tokenizer_of_a_directory_without_one(tmp_path: Path) -> None:

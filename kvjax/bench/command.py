@@ -16,7 +16,7 @@ from kvjax.bench import kernels
 from kvjax.bench.models import model_named
 from kvjax.bench.peers import transformers_decoder
 from kvjax.bench.tables import table
-from kvjax.commands import finish
+from kvjax.commands import add_model_options, finish
 from kvjax.evaluate.speed import decoder, race, reader
 from kvjax.files import write_text
 from kvjax.policies.policy import Policy
@@ -74,7 +74,7 @@ def run(options: argparse.Namespace) -> None:
         ValueError: there is no such policy, or a setting does not fit.
     """
     named = entries(options)
-    model = model_named(options.model, options.dtype)
+    model = model_named(options.model, options.dtype, options.revision, options.weights)
     rng = np.random.default_rng(0)
     tokens = rng.integers(3, model.config.vocab_size, (options.batch, options.prompt_tokens))
     make = {
@@ -122,7 +122,7 @@ def main(argv: list[str] | None = None) -> int:
         return kernels.main(words[1:])
     options = argparse.ArgumentParser(prog="kvjax bench", description=__doc__, allow_abbrev=False)
     options.add_argument("what", choices=("decode", "prefill", "kernels"), help="kernels has settings of its own")
-    options.add_argument("--model", default="synthetic", help="synthetic, tiny, a directory or a hub id")
+    add_model_options(options, "synthetic", "synthetic, ")
     options.add_argument("--policies", default="streaming,h2o", help="names with commas between them, or all")
     options.add_argument("--budgets", default="0.25", help="slots, fractions, or `same` as fastgen, with commas")
     for part in PART_KEYS:

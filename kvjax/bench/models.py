@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -53,11 +54,15 @@ TOY = dataclasses.replace(
 SHAPES = {"toy": TOY, "synthetic": SYNTHETIC, "llama_7b": LLAMA_7B}
 
 
-def model_named(name: str, dtype: str) -> Model:
+def model_named(name: str, dtype: str, revision: str | None = None, weights: Literal["int8"] | None = None) -> Model:
     """The embedded model, a checkpoint, or `synthetic`: 8 layers, width 1024, four query heads per KV head."""
     if name == "synthetic":
+        if revision is not None or weights is not None:
+            raise ValueError(
+                "--revision and --weights are of models that are loaded, not of synthetic; leave them out."
+            )
         return Model(random_weights(SYNTHETIC, jax.random.key(0), jnp.dtype(dtype)), SYNTHETIC, name)
-    return load(name, dtype=dtype)
+    return load(name, dtype, revision, weights)
 
 
 def random_model(config: ModelConfig, dtype: str) -> Model:

@@ -147,7 +147,7 @@ def _read_prompts(
 ) -> tuple[Any, Int[Array, " b"], Array, Float[Array, "b vocab"]]:
     rows, padded = tokens.shape
     seed = jax.vmap(lambda key: jax.random.bits(jax.random.fold_in(key, 1), dtype=jnp.uint32))(keys)
-    dtype = weights.layers[0].key.weight.dtype
+    dtype = weights.embedding.dtype
     # A prompt read whole starts from no slots at all; one read in chunks from a cache of its final size.
     layers = enumerate(zip(config.layer_configs, limits, capacities, strict=True))
     roomy = policy.sized(lines)

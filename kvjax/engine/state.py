@@ -130,7 +130,7 @@ def cache_bytes(state: State) -> int:
 
 def full_cache_bytes(state: State) -> int:
     """Bytes that policy `full` would allocate for these rows: of their prompts and of all tokens that were planned."""
-    size = state.weights.layers[0].key.weight.dtype.itemsize
+    size = state.weights.embedding.dtype.itemsize
     slots = full_slots(int(np.max(state.end - state.horizon)), int(np.max(state.horizon)))
     number = np.dtype(np.int32).itemsize  # a slot's position, a head's limit
 

@@ -11,13 +11,14 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvjax.commands import finish
+from kvjax.commands import add_model_options, finish
 from kvjax.compilation import enable_compilation_cache
 from kvjax.evaluate.texts import check_sizes
 
 REPORTS = {
     "quality": ("kvjax.evaluate.reports.quality", "perplexity and recall of policies against the bytes that they keep"),
     "codecs": ("kvjax.evaluate.reports.codecs", "slots of 16, 8 and 4 bits at equal bytes"),
+    "weights": ("kvjax.evaluate.reports.weights", "what rounding a model's weights costs"),
     "less": ("kvjax.evaluate.reports.less", "what LESS recovers of what eviction loses"),
     "long": ("kvjax.evaluate.reports.long", "text far beyond the trained length on a fixed cache"),
     "fastgen": ("kvjax.evaluate.reports.fastgen", "what FastGen keeps, and what it costs"),
@@ -33,7 +34,7 @@ def parser() -> argparse.ArgumentParser:
         if importlib.util.find_spec(module) is None:
             continue
         report = reports.add_parser(name, help=summary, description=summary, allow_abbrev=False)
-        report.add_argument("--model", default="tiny", help="tiny, a directory or a hub id")
+        add_model_options(report, rounded=False)
         report.add_argument("--text", nargs="+", type=Path, required=True, metavar="FILE", help="held-out texts")
         report.add_argument("--out", type=Path, default=Path("results"), help="directory of the report")
         report.add_argument("--rows", type=int, default=16, help="passages of each text")

@@ -8,7 +8,8 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Array, Float, Int
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int, Int8
 
 from kvjax.models.config import ModelConfig
 from kvjax.rope import rotate
@@ -18,14 +19,29 @@ from pallas_kernels.attention import QUERY_BLOCK, attend, join_queries, query_bl
 
 @struct.dataclass
 class Linear:
-    """A linear map as checkpoints store it: weight [out, in], bias [out] or None."""
+    """A linear map as checkpoints store it: weight [out, in], bias [out] or None.
 
-    weight: Float[Array, "out in"]
+    A weight of 8-bit integers has a scale [out] in float32, with which the product is multiplied.
+    """
+
+    weight: Float[Array, "out in"] | Int8[Array, "out in"]
     bias: Float[Array, " out"] | None = None
+    scale: Float[Array, " out"] | None = None
 
     def __call__(self, x: Float[Array, "*b in"]) -> Float[Array, "*b out"]:
-        y = jnp.einsum("...i,oi->...o", x, self.weight)
+        y = self.product(x, x.dtype) if self.scale is not None else jnp.einsum("...i,oi->...o", x, self.weight)
         return y if self.bias is None else y + self.bias
+
+    def product(self, x: Float[Array, "*b in"], dtype: DTypeLike) -> Float[Array, "*b out"]:
+        """The map without its bias, in a dtype, of inputs in any."""
+        kind = jnp.promote_types(dtype, wide(x.dtype))
+        y = jnp.einsum("...i,oi->...o", x, self.weight.astype(x.dtype), preferred_element_type=kind)
+        return (y if self.scale is None else y * self.scale).astype(dtype)
+
+    @property
+    def matrix(self) -> Float[Array, "out in"]:
+        """The weight in floating point."""
+        return self.weight if self.scale is None else self.weight * self.scale[:, None]
 
 
 @struct.dataclass
@@ -158,10 +174,10 @@ def mlp(layer: LayerWeights, config: ModelConfig, x: Float[Array, "b t width"]) 
 def unembed(weights: Weights, config: ModelConfig, x: Float[Array, "*b width"]) -> Float[Array, "*b vocab"]:
     """Final norm and logits, scaled and bounded where the model says so, in at least float32."""
     x = normalise(weights.norm, x, config)
-    table = weights.embedding if weights.unembedding is None else weights.unembedding.weight
-    logits = jnp.einsum("...i,oi->...o", x, table, preferred_element_type=wide(x.dtype))
-    if weights.unembedding is not None and weights.unembedding.bias is not None:
-        logits = logits + weights.unembedding.bias
+    unembedding = Linear(weights.embedding) if weights.unembedding is None else weights.unembedding
+    logits = unembedding.product(x, wide(x.dtype))
+    if unembedding.bias is not None:
+        logits = logits + unembedding.bias
     if config.logit_scale is not None:
         logits = logits * config.logit_scale
     cap = config.logit_soft_cap

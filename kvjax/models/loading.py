@@ -1,30 +1,35 @@
-"""Reading Hugging Face checkpoints straight into JAX arrays."""
+"""Reading checkpoints straight into JAX arrays: Hugging Face directories and GGUF files."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
-from collections.abc import Iterable
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array
-from safetensors import SafetensorError, safe_open
+from rich.console import Console
+from rich.progress import Progress
 
 from kvjax.models.config import ModelConfig
-from kvjax.models.decoder import Weights
-from kvjax.models.families import Family, LoadError, read_config, token_ids
-from kvjax.models.weights import leaf_name, weight_shapes
+from kvjax.models.decoder import Linear, Weights
+from kvjax.models.families import Family, LoadError, Settings, read_config, token_ids
+from kvjax.models.families.common import Source
+from kvjax.models.gguf import read_gguf
+from kvjax.models.orbax import read_orbax
+from kvjax.models.places import locate
+from kvjax.models.stored import Stored, read_json, read_safetensors
+from kvjax.models.weights import leaf_name, quantised, weight_shapes
 
-_TINY = Path(__file__).resolve().parents[1] / "tiny" / "weights"
-_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+_WEIGHT, _BIAS = jax.tree_util.GetAttrKey("weight"), jax.tree_util.GetAttrKey("bias")
+_LARGE = 1 << 30
+"""Bytes of a checkpoint from which on a bar shows how far its loading is."""
 _DTYPES = ("float32", "bfloat16", "float64")
-_STORED = ("F64", "F32", "F16", "BF16")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,34 +40,55 @@ class Checkpoint:
         weights: pytree of arrays, all of one dtype.
         config: the model's shape.
         name: how it was asked for.
-        directory: where its files are, its tokenizer's among them.
+        settings: what its config.json says, or would say.
+        place: the directory of its files, its tokenizer's among them, or the file that holds everything.
+        metadata: of such a file, its tokenizer among it.
     """
 
     weights: Weights
     config: ModelConfig
     name: str
-    directory: Path
+    settings: Settings
+    place: Path
+    metadata: Mapping[str, Any] | None = None
 
 
 def read_checkpoint(
-    path_or_hub_id: str | Path, dtype: DTypeLike | None = None, revision: str | None = None
+    path_or_hub_id: str | Path,
+    dtype: DTypeLike | None = None,
+    revision: str | None = None,
+    weights: Literal["int8"] | None = None,
 ) -> Checkpoint:
-    """Read a checkpoint from the package, a Hugging Face directory or the Hugging Face hub.
+    """Read a checkpoint from the package, a Hugging Face directory, a GGUF file or the Hugging Face hub.
 
     Arguments and errors are those of `kvjax.load`.
     """
     wanted = _dtype(dtype)
-    directory = _locate(path_or_hub_id, revision)
-    file = directory / "config.json"
-    try:
-        family, config = read_config(_read_json(file))
-    except LoadError as error:
-        raise error if str(error).startswith(str(file)) else LoadError(f"{file}: {error}") from None
-    generation = directory / "generation_config.json"
-    if generation.exists() and (eos := token_ids(_read_json(generation), "eos_token_id")):
+    if weights not in (None, "int8"):
+        raise ValueError(f"weights={weights!r} is not supported: give int8, or None for weights in the dtype.")
+    place = locate(path_or_hub_id, revision)
+    name = str(path_or_hub_id)
+    if place.is_file():
+        settings, metadata, stored = read_gguf(place)
+        family, config = _read_config(settings, place)
+        made = _read_weights(stored, family, config, wanted, weights == "int8")
+        return Checkpoint(made, config, name, settings, place, metadata)
+    file = place / "config.json"
+    settings = read_json(file)
+    family, config = _read_config(settings, file)
+    generation = place / "generation_config.json"
+    if generation.exists() and (eos := token_ids(read_json(generation), "eos_token_id")):
         config = dataclasses.replace(config, eos=eos)
-    weights = _read_weights(directory, family, config, wanted)
-    return Checkpoint(weights, config, str(path_or_hub_id), directory)
+    stored = read_orbax(place / "weights") if (place / "weights").is_dir() else read_safetensors(place)
+    made = _read_weights(stored, family, config, wanted, weights == "int8")
+    return Checkpoint(made, config, name, settings, place)
+
+
+def _read_config(settings: Settings, file: Path) -> tuple[Family, ModelConfig]:
+    try:
+        return read_config(settings)
+    except LoadError as error:
+        raise LoadError(f"{file}: {error}") from None
 
 
 def _dtype(dtype: DTypeLike | None) -> jnp.dtype:
@@ -77,136 +103,63 @@ def _dtype(dtype: DTypeLike | None) -> jnp.dtype:
     return wanted
 
 
-def _locate(path_or_hub_id: str | Path, revision: str | None) -> Path:
-    """The directory that holds the checkpoint, downloaded if it is not on this machine."""
-    if path_or_hub_id == "tiny":
-        return _TINY
-    if not isinstance(path_or_hub_id, (str, Path)) or not str(path_or_hub_id).strip():
-        raise LoadError(f"{path_or_hub_id!r} names no model: give tiny, a directory with config.json, or a hub id.")
-    directory = Path(path_or_hub_id).expanduser()
-    if directory.is_dir():
-        return directory
-    # A hub id is one name or owner/name; anything else can only have been meant as a path.
-    if isinstance(path_or_hub_id, Path) or not re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", path_or_hub_id):
-        what = "is a file" if directory.exists() else "does not exist"
-        raise LoadError(f"{directory} {what}: give a directory with config.json and safetensors, or a hub id.")
-    from huggingface_hub import snapshot_download
-
-    try:
-        found = snapshot_download(
-            path_or_hub_id,
-            revision=revision,
-            allow_patterns=["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja"],
-            ignore_patterns=["*/*", "consolidated*"],  # other formats' copies of the same weights
-        )
-    except Exception as error:  # the hub's client raises its own, its HTTP library's and the system's errors
-        reason = str(error).strip().partition("\n")[0].rstrip(".")
-        at = "" if revision is None else f" at revision {revision!r}"
-        raise LoadError(
-            f"{path_or_hub_id!r} is no directory here and could not be downloaded from the hub{at} "
-            f"({type(error).__name__}: {reason}); check the name and the network, or give a directory."
-        ) from error
-    return Path(found)
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise LoadError(f"{file} is missing: a model directory needs it.") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise LoadError(f"{file} is not valid JSON: {error}.") from None
-    if not isinstance(content, dict):
-        raise LoadError(f"{file} must hold a JSON object, not {type(content).__name__}.")
-    return content
-
-
-def _weight_files(directory: Path) -> list[Path]:
-    """The checkpoint's safetensors files: all that the index names, or the only one."""
-    index = directory / _INDEX
-    if not index.exists():
-        if not (directory / _SINGLE).exists():
-            raise LoadError(
-                f"{directory} has neither {_SINGLE} nor {_INDEX}: only safetensors checkpoints can be read."
-            )
-        return [directory / _SINGLE]
-    names = _read_json(index).get("weight_map")
-    if not isinstance(names, dict) or not names or not all(isinstance(name, str) for name in names.values()):
-        raise LoadError(f"{index} has no weight_map from tensor names to file names.")
-    shards = sorted(set(names.values()))
-    for shard in shards:
-        if Path(shard).name != shard:
-            raise LoadError(f"{index} names the shard {shard!r}, which is not a file name in its directory.")
-        if not (directory / shard).is_file():
-            raise LoadError(f"{index} names the shard {shard}, which is missing from {directory}.")
-    return [directory / shard for shard in shards]
-
-
-def _open(file: Path) -> Any:
-    try:
-        return safe_open(file, framework="numpy")
-    except (SafetensorError, OSError) as error:
-        raise LoadError(f"{file} is truncated or not a safetensors file ({error}).") from None
-
-
-def _stored(files: Iterable[Path]) -> dict[str, tuple[Path, tuple[int, ...], str]]:
-    """File, shape and type of every tensor, from the files' headers."""
-    stored = {}
-    for file in files:
-        with _open(file) as tensors:
-            for name in tensors.keys():  # noqa: SIM118 (it is no dictionary, and cannot be iterated)
-                header = tensors.get_slice(name)
-                stored[name] = (file, tuple(header.get_shape()), header.get_dtype())
-    return stored
-
-
-def _read_weights(directory: Path, family: Family, config: ModelConfig, dtype: jnp.dtype) -> Weights:
-    """Check every name and shape, then move the tensors one by one to the device."""
-    files = _weight_files(directory)
-    stored = _stored(files)
+def _read_weights(stored: Stored, family: Family, config: ModelConfig, dtype: jnp.dtype, int8: bool) -> Weights:
+    """Check every name and shape, then move the tensors one by one to the device, those of linear maps in 8 bits."""
     shapes = weight_shapes(config)
-    place = files[0] if len(files) == 1 else directory / _INDEX
-    sources = {leaf_name(path): family.source(leaf_name(path)) for path, _ in jax.tree.leaves_with_path(shapes)}
-    for leaf, source in sources.items():
-        bare = source.name.removeprefix(family.base)
-        if source.name not in stored and bare in stored:
-            sources[leaf] = dataclasses.replace(source, name=bare)
+    leaves = [leaf_name(path) for path, _ in jax.tree.leaves_with_path(shapes)]
+    sources = {leaf: Source(leaf) if stored.ours else family.source(leaf) for leaf in leaves}
+    tensors, names = stored.tensors, {leaf: stored.rename(source.name) for leaf, source in sources.items()}
+    for leaf, name in names.items():
+        bare = name.removeprefix(family.base)
+        if name not in tensors and bare in tensors:
+            names[leaf] = bare
 
     for path, leaf in jax.tree.leaves_with_path(shapes):
-        source = sources[leaf_name(path)]
+        source, name = sources[leaf_name(path)], names[leaf_name(path)]
         expected = leaf.shape if source.shape is None else source.shape(leaf.shape, config)
-        if source.name not in stored:
-            raise LoadError(f"{place}: tensor {source.name} of shape {list(expected)} is missing.")
-        file, shape, kind = stored[source.name]
-        if shape != expected:
+        if name not in tensors:
+            raise LoadError(f"{stored.place}: tensor {name} of shape {list(expected)} is missing.")
+        if tensors[name].shape != expected:
             raise LoadError(
-                f"{file}: tensor {source.name} has shape {list(shape)}, but config.json asks for {list(expected)}."
+                f"{tensors[name].file}: tensor {name} has shape {list(tensors[name].shape)}, "
+                f"but {stored.described} asks for {list(expected)}."
             )
-        if kind not in _STORED:
-            raise LoadError(f"{file}: tensor {source.name} is stored as {kind}; supported are {', '.join(_STORED)}.")
-    known = {source.name for source in sources.values()}
-    if config.tied:
-        known.add(family.sources["unembedding.weight"].name)  # some checkpoints store the tied table twice
-    for name in sorted(stored.keys() - known):
+    known = set(names.values())
+    if config.tied:  # some checkpoints store the tied table twice
+        known.add(stored.rename(family.sources["unembedding.weight"].name))
+    for name in sorted(tensors.keys() - known):
         if not any(re.fullmatch(pattern, name) for pattern in family.ignored):
-            file, shape, _ = stored[name]
-            raise LoadError(f"{file}: tensor {name} of shape {list(shape)} has no place in the model of config.json.")
+            shape = list(tensors[name].shape)
+            raise LoadError(
+                f"{tensors[name].file}: tensor {name} of shape {shape} has no place in the model of {stored.described}."
+            )
 
-    def read(path: tuple[Any, ...], _: Any) -> Array:
-        source = sources[leaf_name(path)]
-        # Opened anew for each tensor: a file that stays mapped keeps all that was read of it in memory.
-        with _open(stored[source.name][0]) as tensors:
-            tensor = tensors.get_tensor(source.name)
+    def read(path: tuple[Any, ...]) -> np.ndarray:
+        source, name = sources[leaf_name(path)], names[leaf_name(path)]
+        tensor = tensors[name].read(dtype)
         if source.read is not None:
             tensor = source.read(tensor, config)
         tensor = tensor.astype(dtype, copy=False)
         if not _finite(tensor):
-            file = stored[source.name][0]
-            raise LoadError(f"{file}: tensor {source.name} has numbers that are NaN or infinite: it is damaged.")
+            raise LoadError(f"{tensors[name].file}: tensor {name} has numbers that are NaN or infinite: it is damaged.")
+        bar.advance(task, tensors[name].size)
+        return tensor
+
+    def place(tensor: np.ndarray) -> Array:
         # One at a time, or host copies pile up behind slow transfers.
         return jax.device_put(tensor).block_until_ready()
 
-    return jax.tree_util.tree_map_with_path(read, shapes)
+    def load(path: tuple[Any, ...], node: Any) -> Any:
+        if not isinstance(node, Linear):
+            return place(read(path))
+        weight, *scale = quantised(read((*path, _WEIGHT))) if int8 else (read((*path, _WEIGHT)),)
+        bias = None if node.bias is None else place(read((*path, _BIAS)))
+        return Linear(place(weight), bias, *map(place, scale))
+
+    total = sum(tensors[name].size for name in names.values())
+    with Progress(console=Console(stderr=True), transient=True, disable=total < _LARGE) as bar:
+        task = bar.add_task(f"loading {stored.place.name}", total=total)
+        return jax.tree_util.tree_map_with_path(load, shapes, is_leaf=lambda node: isinstance(node, Linear))
 
 
 def _finite(tensor: np.ndarray) -> bool:

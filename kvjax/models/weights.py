@@ -9,11 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
-from jaxtyping import Array, PRNGKeyArray
+from jaxtyping import Array, Float, Int8, PRNGKeyArray
 
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import LayerWeights, Linear, Norm, Weights
 from kvjax.types import LayerConfig
+
+_AT_ONCE = 1 << 24
+"""Numbers that are rounded at once: copies of them all in float32 would be several times what comes out."""
 
 
 def weight_shapes(config: ModelConfig, dtype: DTypeLike = jnp.float32) -> Weights:
@@ -83,3 +86,19 @@ def random_weights(config: ModelConfig, key: PRNGKeyArray, dtype: DTypeLike = jn
         return jnp.asarray(x, dtype)
 
     return jax.tree_util.tree_map_with_path(draw, weight_shapes(config))
+
+
+def quantised(weight: Float[np.ndarray, "out in"]) -> tuple[Int8[np.ndarray, "out in"], Float[np.ndarray, " out"]]:
+    """The weight of a linear map as 8-bit integers, and the scale of each output channel in float32.
+
+    Args:
+        weight: finite numbers of any float dtype; its largest number in each row becomes 127 or -127.
+    """
+    numbers, scale = np.empty(weight.shape, np.int8), np.empty(len(weight), np.float32)
+    step = max(1, _AT_ONCE // weight.shape[1])
+    for start in range(0, len(weight), step):
+        rows = slice(start, start + step)
+        wide = weight[rows].astype(np.float32)
+        scale[rows] = np.maximum(np.abs(wide).max(1) / 127, np.finfo(np.float32).tiny)
+        numbers[rows] = np.rint(wide / scale[rows, None])
+    return numbers, scale

@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from kvjax.models.config import ModelConfig
 from kvjax.models.families.common import Family as Family
 from kvjax.models.families.common import LoadError as LoadError
-from kvjax.models.families.common import Settings, check_only
+from kvjax.models.families.common import Settings as Settings
+from kvjax.models.families.common import check_only
 from kvjax.models.families.common import token_ids as token_ids
 from kvjax.models.families.falcon import FALCON
 from kvjax.models.families.gemma import GEMMA

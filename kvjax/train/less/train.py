@@ -153,7 +153,7 @@ def output_projections(model: Model) -> Projections:
     """W_o of all layers, by heads."""
     config = model.config
     heads = (config.width, config.kv_heads, config.groups, config.head_width)
-    stacked = jnp.stack([layer.output.weight for layer in model.weights.layers])
+    stacked = jnp.stack([layer.output.matrix for layer in model.weights.layers])
     return stacked.reshape(-1, *heads).astype(jnp.promote_types(stacked.dtype, jnp.float32))
 
 

@@ -58,7 +58,7 @@ def run(options: argparse.Namespace) -> None:
 
     if not 1 < options.prefix < options.length - STEPS[-1]:
         raise ValueError(f"--prefix {options.prefix} is not from 2 to --length {options.length} less {STEPS[-1] + 1}.")
-    model = load(options.model, dtype="float32")
+    model = load(options.model, "float32", options.revision)
     read = passages(model, options.text, options.rows, options.length)
     store = Store(
         options.out / "fastgen" / "measurements.json", options.redo, lambda line: print(line, file=sys.stderr)

@@ -1,0 +1,186 @@
+"""Tokenizers that GGUF files carry in their metadata: byte-level BPE, and SentencePiece's BPE with scores."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from tokenizers import AddedToken, Tokenizer
+
+_KEY = "tokenizer.ggml."
+_CONTROL, _UNKNOWN, _USER_DEFINED = 3, 2, 4
+"""Kinds of tokens, of those that the format tells apart, that a text may hold as such."""
+_ROLES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding", "sep": "seperator", "mask": "mask"}
+"""What transformers calls a special token, and what GGUF does, misspelling included."""
+
+_WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+
+
+def _cased(digits: str) -> str:
+    return (
+        rf"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{digits}|"
+        r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    )
+
+
+class _Split(NamedTuple):
+    """How a text is split before BPE.
+
+    Args:
+        patterns: whose matches are split off, one after the other.
+        composed: whether characters are composed (NFC) before.
+        whole: whether words that are tokens are not merged.
+        begins: whether texts begin with the bos token where the file does not say.
+    """
+
+    patterns: tuple[str, ...]
+    composed: bool = False
+    whole: bool = False
+    begins: bool = False
+
+
+_GPT2, _GPT_NEOX = _Split((_WORDS,)), _Split((_WORDS,), composed=True)
+_LLAMA3 = _Split((_cased(r"\p{N}{1,3}"),), whole=True, begins=True)
+_QWEN2 = _Split((_cased(r"\p{N}"),), composed=True)
+_DIGITS = _Split((r"\p{N}", _WORDS))
+_SPLITS: Mapping[str, _Split] = {
+    "default": _Split((r"[\p{P}$+<=>^~|]+", _WORDS, r"\p{N}+", "[0-9][0-9][0-9]")),
+    "gpt-2": _GPT2,
+    "phi-2": _GPT2,
+    "mpt": _GPT_NEOX,
+    "olmo": _GPT_NEOX,
+    "falcon": _Split((r"[\p{P}$+<=>^~|`]+", _WORDS, "[0-9][0-9][0-9]")),
+    "llama3": _LLAMA3,
+    "llama-v3": _LLAMA3,
+    "llama-bpe": _LLAMA3,
+    "falcon3": _LLAMA3,
+    "qwen2": _QWEN2,
+    "deepseek-r1-qwen": _QWEN2,
+    "smollm": _DIGITS,
+    "starcoder": _DIGITS,
+}
+"""The splits that `tokenizer.ggml.pre` names."""
+
+
+def gguf_tokenizer(metadata: Mapping[str, Any]) -> tuple[Tokenizer, dict[str, Any]]:
+    """The tokenizer of a GGUF file.
+
+    Args:
+        metadata: of the file.
+
+    Returns:
+        The tokenizer, and what transformers' PreTrainedTokenizerFast wants to be told of it: special tokens and the
+        chat template.
+
+    Raises:
+        ValueError: it has none, or one of a kind that is not supported.
+    """
+    kind, tokens = str(metadata.get(_KEY + "model")), metadata.get(_KEY + "tokens")
+    if kind not in _MODELS or not isinstance(tokens, list):
+        raise ValueError(f"tokenizer.ggml.model is {kind!r}; supported are {', '.join(_MODELS)}, with a list of tokens")
+    tokenizer, begins = _MODELS[kind](metadata, tokens)
+    roles = {ours: _token(metadata, tokens, f"{theirs}_token_id") for ours, theirs in _ROLES.items()}
+    special, others = _added(metadata, tokens, {content for content in roles.values() if content is not None})
+    tokenizer.add_special_tokens(special)
+    tokenizer.add_tokens(others)
+    _add_ends(tokenizer, metadata, roles, begins)
+    settings: dict[str, Any] = {f"{role}_token": content for role, content in roles.items() if content is not None}
+    if isinstance(template := metadata.get("tokenizer.chat_template"), str):
+        settings["chat_template"] = template
+    return tokenizer, settings
+
+
+def _token(metadata: Mapping[str, Any], tokens: list[str], key: str) -> str | None:
+    token = metadata.get(_KEY + key)
+    if token is None:
+        return None
+    if not 0 <= token < len(tokens):
+        raise ValueError(f"{_KEY}{key} is {token}, and there are {len(tokens)} tokens")
+    return tokens[token]
+
+
+def _byte_level(metadata: Mapping[str, Any], tokens: list[str]) -> tuple[Tokenizer, bool]:
+    """BPE over bytes, as GPT-2 has it (Radford et al., 2019), with its own rules for splitting texts into words."""
+    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+    name = metadata.get(_KEY + "pre", "default")
+    if name not in _SPLITS:
+        raise ValueError(f"tokenizer.ggml.pre is {name!r}; supported are {', '.join(_SPLITS)}")
+    split = _SPLITS[name]
+    merges = [tuple(merge.split(" ", 1)) for merge in metadata.get(_KEY + "merges", [])]
+    vocabulary = {token: i for i, token in enumerate(tokens)}
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=split.whole))
+    if split.composed:
+        tokenizer.normalizer = normalizers.NFC()  # type: ignore[assignment]
+    pieces = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in split.patterns]
+    words = pre_tokenizers.Sequence([*pieces, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    tokenizer.pre_tokenizer = words  # type: ignore[assignment]
+    tokenizer.decoder = decoders.ByteLevel()  # type: ignore[assignment]
+    return tokenizer, split.begins
+
+
+def _sentencepiece(metadata: Mapping[str, Any], tokens: list[str]) -> tuple[Tokenizer, bool]:
+    """BPE over characters, bytes as a last resort, that merges to the piece of the highest score (SentencePiece)."""
+    from tokenizers import Tokenizer, decoders, models, normalizers
+
+    scores = metadata.get(_KEY + "scores")
+    if not isinstance(scores, list) or len(scores) != len(tokens):
+        raise ValueError(f"tokenizer.ggml.scores must have a score for each of the {len(tokens)} tokens")
+    vocabulary = {token: i for i, token in enumerate(tokens)}
+    merges = [
+        (-scores[i], vocabulary[left], vocabulary[right], left, right)
+        for token, i in vocabulary.items()
+        for left, right in ((token[:cut], token[cut:]) for cut in range(1, len(token)))
+        if left in vocabulary and right in vocabulary
+    ]
+    pairs = [(left, right) for *_, left, right in sorted(merges)]
+    unknown = _token(metadata, tokens, "unknown_token_id")
+    tokenizer = Tokenizer(models.BPE(vocabulary, pairs, unk_token=unknown, fuse_unk=True, byte_fallback=True))
+    prefix = metadata.get(_KEY + "add_space_prefix", True)
+    spaces = normalizers.Replace(" ", "▁")
+    written = normalizers.Sequence([normalizers.Prepend("▁"), spaces]) if prefix else spaces
+    tokenizer.normalizer = written  # type: ignore[assignment]
+    read: list[Any] = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.decoder = decoders.Sequence(read + [decoders.Strip(" ", 1, 0)] * prefix)  # type: ignore[assignment]
+    return tokenizer, True
+
+
+_MODELS: Mapping[str, Callable[[Mapping[str, Any], list[str]], tuple[Tokenizer, bool]]] = {
+    "gpt2": _byte_level,
+    "llama": _sentencepiece,
+}
+
+
+def _added(
+    metadata: Mapping[str, Any], tokens: list[str], named: set[str]
+) -> tuple[list[AddedToken], list[AddedToken]]:
+    """Tokens that are found in a text before it is split, special ones and others."""
+    from tokenizers import AddedToken
+
+    kinds = metadata.get(_KEY + "token_type") or [1] * len(tokens)
+    special, others = [], []
+    for token, kind in zip(tokens, kinds, strict=True):
+        if kind in (_CONTROL, _UNKNOWN) or token in named:
+            special.append(AddedToken(token, normalized=False, special=True))
+        elif kind == _USER_DEFINED:
+            others.append(AddedToken(token, normalized=False))
+    return special, others
+
+
+def _add_ends(tokenizer: Tokenizer, metadata: Mapping[str, Any], roles: Mapping[str, str | None], begins: bool) -> None:
+    """Let texts begin and end with the tokens that the model was trained with."""
+    from tokenizers import processors
+
+    ends = {
+        "bos": metadata.get(_KEY + "add_bos_token", begins),
+        "eos": metadata.get(_KEY + "add_eos_token", False),
+    }
+    added = {role: token for role, wanted in ends.items() if wanted and (token := roles[role]) is not None}
+    if added:
+        parts = [added.get("bos"), "$A", added.get("eos")]
+        template = processors.TemplateProcessing(
+            single=[part for part in parts if part is not None],
+            special_tokens=[(token, tokenizer.token_to_id(token)) for token in added.values()],
+        )
+        tokenizer.post_processor = template  # type: ignore[assignment]

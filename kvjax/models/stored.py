@@ -1,0 +1,127 @@
+"""Tensors as they lie in files, and those of safetensors."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from kvjax.models.families import LoadError
+
+_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+_SIZES: Mapping[str, int] = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+
+
+@dataclasses.dataclass(frozen=True)
+class Tensor:
+    """A tensor that lies in a file.
+
+    Args:
+        file: that holds it.
+        shape: as a Hugging Face checkpoint has it.
+        size: bytes that it takes in the file.
+        read: from a dtype, the tensor: in its own dtype, or in the given one if it is quantised. LoadError if it is
+            stored as something else.
+    """
+
+    file: Path
+    shape: tuple[int, ...]
+    size: int
+    read: Callable[[np.dtype], np.ndarray]
+
+
+@dataclasses.dataclass(frozen=True)
+class Stored:
+    """All tensors of a checkpoint, of which only the headers have been read.
+
+    Args:
+        place: the file to name where a tensor is missing.
+        described: where the model's shape is told.
+        tensors: by their names in the files.
+        ours: whether they are leaves of `Weights` under the leaves' names.
+        rename: from the name that a Hugging Face checkpoint has for a tensor, the name here.
+    """
+
+    place: Path
+    described: str
+    tensors: Mapping[str, Tensor]
+    ours: bool = False
+    rename: Callable[[str], str] = str
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """The object in a JSON file.
+
+    Raises:
+        LoadError: there is none.
+    """
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise LoadError(f"{file} is missing: a model directory needs it.") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise LoadError(f"{file} is not valid JSON: {error}.") from None
+    if not isinstance(content, dict):
+        raise LoadError(f"{file} must hold a JSON object, not {type(content).__name__}.")
+    return content
+
+
+def read_safetensors(directory: Path) -> Stored:
+    """The tensors of a Hugging Face directory.
+
+    Raises:
+        LoadError: files are missing or damaged.
+    """
+    files = _weight_files(directory)
+    tensors: dict[str, Tensor] = {}
+    for file in files:
+        with _open(file) as opened:
+            for name in opened.keys():  # noqa: SIM118 (it is no dictionary, and cannot be iterated)
+                header = opened.get_slice(name)
+                shape, kind = tuple(header.get_shape()), header.get_dtype()
+                size = math.prod(shape) * _SIZES.get(kind, 1)
+                tensors[name] = Tensor(file, shape, size, functools.partial(_read, file, name, kind))
+    return Stored(files[0] if len(files) == 1 else directory / _INDEX, "config.json", tensors)
+
+
+def _read(file: Path, name: str, kind: str, dtype: np.dtype) -> np.ndarray:
+    if kind not in _SIZES:
+        raise LoadError(f"{file}: tensor {name} is stored as {kind}; supported are {', '.join(_SIZES)}.")
+    # Opened anew for each tensor: a file that stays mapped keeps all that was read of it in memory.
+    with _open(file) as opened:
+        return opened.get_tensor(name)
+
+
+def _open(file: Path) -> Any:
+    try:
+        return safe_open(file, framework="numpy")
+    except (SafetensorError, OSError) as error:
+        raise LoadError(f"{file} is truncated or not a safetensors file ({error}).") from None
+
+
+def _weight_files(directory: Path) -> list[Path]:
+    """The checkpoint's safetensors files: all that the index names, or the only one."""
+    index = directory / _INDEX
+    if not index.exists():
+        if not (directory / _SINGLE).exists():
+            raise LoadError(
+                f"{directory} has neither {_SINGLE} nor {_INDEX}: only safetensors checkpoints can be read."
+            )
+        return [directory / _SINGLE]
+    names = read_json(index).get("weight_map")
+    if not isinstance(names, dict) or not names or not all(isinstance(name, str) for name in names.values()):
+        raise LoadError(f"{index} has no weight_map from tensor names to file names.")
+    shards = sorted(set(names.values()))
+    for shard in shards:
+        if Path(shard).name != shard:
+            raise LoadError(f"{index} names the shard {shard!r}, which is not a file name in its directory.")
+        if not (directory / shard).is_file():
+            raise LoadError(f"{index} names the shard {shard}, which is missing from {directory}.")
+    return [directory / shard for shard in shards]

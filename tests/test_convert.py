@@ -1,0 +1,64 @@
+"""Checkpoints that `kvjax convert` writes are the models that it was given."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax.cli import main
+from kvjax.models import LoadError
+from kvjax.models.loading import read_checkpoint
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("convert") / "new" / "tiny"
+    assert main(["convert", "--model", "tiny", "--out", str(out), "--dtype", "float32"]) == 0
+    return out
+
+
+def test_a_converted_model_is_the_same(tiny: Path) -> None:
+    before, after = kvjax.load("tiny"), kvjax.load(tiny)
+    assert after.config == before.config
+    jax.tree.map(np.testing.assert_array_equal, after.weights, before.weights)
+    text = "<|user|>\nOnce upon 12 times"
+    assert after.tokenizer.encode(text) == before.tokenizer.encode(text)
+    assert after.tokenizer.chat_template == before.tokenizer.chat_template
+    assert not list(tiny.parent.glob(".*")) and not list(tiny.glob("*.safetensors"))
+    assert kvjax.load(tiny, "bfloat16").weights.embedding.dtype == "bfloat16"
+
+
+def test_a_file_is_converted_with_its_tokenizer(tmp_path: Path) -> None:
+    pytest.importorskip("gguf")
+    from tests.test_gguf import VARIANTS, add, pieces, tensors_of, write_gguf
+
+    described, _ = VARIANTS["llama"]
+    write_gguf(tmp_path / "m.gguf", described, tensors_of(described), extra=lambda writer: add(writer, pieces()))
+    assert main(["convert", "--model", str(tmp_path / "m.gguf"), "--out", str(tmp_path / "out")]) == 0
+    before, after = kvjax.load(tmp_path / "m.gguf", "bfloat16"), kvjax.load(tmp_path / "out", "bfloat16")
+    assert after.config == before.config
+    jax.tree.map(np.testing.assert_array_equal, after.weights, before.weights)
+    for text in ("ab ab", "b<mark></s>A"):
+        assert after.tokenizer.encode(text) == before.tokenizer.encode(text)
+
+
+def test_what_is_there_is_left_alone(tiny: Path, capsys: pytest.CaptureFixture) -> None:
+    assert main(["convert", "--model", "tiny", "--out", str(tiny)]) == 2
+    assert "tiny is there already; give a directory that is not." in capsys.readouterr().err
+
+
+def test_damage_is_named(tiny: Path) -> None:
+    metadata = tiny / "weights" / "_METADATA"
+    content = metadata.read_bytes()
+    metadata.write_bytes(content[: len(content) // 2])
+    with pytest.raises(LoadError, match="weights is damaged or not an Orbax checkpoint"):
+        read_checkpoint(tiny)
+    metadata.write_bytes(content)
+    data = max((file for file in (tiny / "weights").rglob("*") if file.is_file()), key=lambda file: file.stat().st_size)
+    data.write_bytes(data.read_bytes()[:1000])
+    with pytest.raises(LoadError, match="weights is damaged or not an Orbax checkpoint"):
+        read_checkpoint(tiny)
