@@ -163,12 +163,16 @@ Messages = list[dict[str, str]]
 """A conversation: turns with a `role` (system, user, assistant) and their `content`."""
 
 
-def conversation(messages: Any) -> Messages:
-    """A conversation that waits for an answer.
+def conversation(messages: Any, waits: bool = True) -> Messages:
+    """A conversation, checked.
+
+    Args:
+        messages: as given.
+        waits: whether an answer is to follow at once.
 
     Raises:
         TypeError: it is no list of messages.
-        ValueError: a message has other keys, there is none, or the last one is an answer.
+        ValueError: a message has other keys, there is none, or the last one is an answer and another one is to follow.
     """
     if not isinstance(messages, (list, tuple)):
         raise TypeError(f"messages={messages!r} are no list of messages with role and content.")
@@ -178,7 +182,7 @@ def conversation(messages: Any) -> Messages:
             raise ValueError(f'message {number} is {message!r}; give {{"role": "user", "content": "..."}}, both texts.')
     if not messages:
         raise ValueError("there is no message; give at least a user's turn.")
-    if messages[-1]["role"] == "assistant":
+    if waits and messages[-1]["role"] == "assistant":
         raise ValueError("the last message is an answer already; end with a user's turn.")
     return [dict(message) for message in messages]
 
@@ -203,8 +207,7 @@ def prompt_texts(prompts: Any, chat: bool = False) -> list[str | Messages]:
             continue
         if isinstance(prompt, dict):
             raise TypeError(
-                "prompts are texts, not messages; give the text of a user's turn, and chat=True, or with chat=True lists "
-                "of messages."
+                "prompts are texts, not messages; give the text of a user's turn, and chat=True, or with it messages."
             )
         if isinstance(prompt, (int, np.integer, list, tuple, np.ndarray)):
             raise TypeError("prompts are texts, not token ids; for ids there is kvjax.prefill.")

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax import generate
+from kvjax import generate, options
 from kvjax.engine import extend
 from kvjax.engine.decode import checked_token
 from kvjax.engine.prepare import prepare
@@ -206,7 +206,7 @@ def test_a_mistake_is_one_sentence(
 
 
 def test_the_text_that_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def prompt(*words: str) -> str:
+    def prompt(*words: str) -> Any:
         return generate._prompt(generate.parser().parse_args(list(words)))
 
     file = tmp_path / "story.txt"
@@ -249,7 +249,7 @@ def test_a_chat_template_that_refuses_is_one_sentence(model: kvjax.Model) -> Non
         (None, {}, "prompts=None is not a text"),
         ([], {}, "there is no prompt"),
         ("a", {"max_tokens": 2}, r"^model\.generate has no keyword 'max_tokens'; did you mean max_new_tokens\?$"),
-        ("a", {"zzz": 2}, r"no keyword 'zzz'; it takes chat, policy,"),
+        ("a", {"zzz": 2}, r"no keyword 'zzz'; it takes chat, system, policy,"),
         ("a", {"max_new_tokens": True}, "max_new_tokens=True is not a whole number"),
         ("a", {"max_new_tokens": 2.5}, "max_new_tokens=2.5 is not a whole number"),
         ("a", {"seed": 0.5}, "seed=0.5 is not a whole number"),
@@ -338,7 +338,7 @@ def test_a_word_for_nothing_is_a_word_where_words_belong() -> None:
 
 def chosen(*words: str) -> kvjax.Policy:
     """The policy that the command line asks for."""
-    return generate._choice(generate.parser().parse_args(list(words)))[0]
+    return options.chosen(generate.parser().parse_args(list(words)))[0]
 
 
 def test_parts_are_chosen_by_name_and_set_after_a_dot() -> None:

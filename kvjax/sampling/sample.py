@@ -47,7 +47,9 @@ class Sampling:
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise ValueError(f"top_p is {self.top_p}: give a share of the probability above 0 and at most 1, or None.")
         if self.min_p is not None and not 0 <= self.min_p <= 1:
-            raise ValueError(f"min_p is {self.min_p}: give a share of the likeliest token's probability, 0 to 1, or None.")
+            raise ValueError(
+                f"min_p is {self.min_p}: give a share of the likeliest token's probability, 0 to 1, or None."
+            )
         penalty = self.repetition_penalty
         if penalty is not None and not (math.isfinite(penalty) and penalty > 0):
             raise ValueError(f"repetition_penalty is {penalty}: give a positive number, 1 for no penalty, or None.")

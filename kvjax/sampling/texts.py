@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -207,12 +208,37 @@ def generate_ids(
         on_tokens: called with each new block of tokens [b, n] and which of them belong to their row's text.
         settings: those of `begin`.
     """
-    beams = whole_number("beams", beams)
-    if beams > 1:
-        return _search(model, prompts, beams, length_penalty, on_tokens, settings)
-    if length_penalty != 1.0:
+    check_beams(beams, length_penalty, settings)
+    if beams > 1 and on_tokens is not None:
+        raise ValueError("beams are known only at their end: nothing can be streamed; leave on_tokens out.")
+    return go_on(begin(model, prompts, **settings), beams, length_penalty, on_tokens)
+
+
+def check_beams(beams: int, length_penalty: float, settings: Mapping[str, Any]) -> None:
+    """Refuse what means nothing to a search, and a search's settings without one.
+
+    Raises:
+        ValueError: naming the setting.
+    """
+    if whole_number("beams", beams) == 1 and length_penalty != 1:
         raise ValueError(f"length_penalty={length_penalty} means nothing without beams; give beams, too.")
-    begun = begin(model, prompts, **settings)
+    if not math.isfinite(length_penalty):
+        raise ValueError(f"length_penalty={length_penalty} is not a finite number.")
+    usual = dict(temperature=0, top_k=None, top_p=None, min_p=None, repetition_penalty=None, logprobs=None)
+    for name, nothing in (usual | {"num_samples": 1}).items() if beams > 1 else ():
+        if settings.get(name) not in (None, nothing):
+            raise ValueError(f"{name}={settings[name]} means nothing to beams, which are not drawn; leave it out.")
+
+
+def go_on(
+    begun: Begun,
+    beams: int = 1,
+    length_penalty: float = 1.0,
+    on_tokens: Callable[[np.ndarray, np.ndarray], None] | None = None,
+) -> Generation:
+    """Continue what has been read, whose caches are consumed; see `generate_ids`."""
+    if beams > 1:
+        return _search(begun, beams, length_penalty)
     with Compiling() as compiling:
         tokens: list[list[int]] = [[] for _ in begun.prompts]
         known: list[list[Logprob]] = [[] for _ in begun.prompts]
@@ -243,22 +269,7 @@ def _logprob(drawn: Any, row: int, place: int) -> Logprob:
     return Logprob(int(drawn.token[row, place]), float(drawn.logprob[row, place]), likeliest)
 
 
-def _search(
-    model: Model,
-    prompts: Sequence[Sequence[int]],
-    beams: int,
-    length_penalty: float,
-    on_tokens: Callable[[np.ndarray, np.ndarray], None] | None,
-    settings: dict[str, Any],
-) -> Generation:
-    for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "logprobs", "num_samples"):
-        if settings.get(name) not in (None, 0 if name == "temperature" else 1):
-            raise ValueError(f"{name}={settings[name]} means nothing to beams, which are not drawn; leave it out.")
-    if on_tokens is not None:
-        raise ValueError("beams are known only at their end: nothing can be streamed; leave on_tokens out.")
-    if not np.isfinite(length_penalty):
-        raise ValueError(f"length_penalty={length_penalty} is not a finite number.")
-    begun = begin(model, prompts, **settings)
+def _search(begun: Begun, beams: int, length_penalty: float) -> Generation:
     with Compiling() as compiling:
         began, wanted = time.perf_counter(), (beams, begun.max_new_tokens, begun.eos, length_penalty)
         found = beam_search(begun.state, begun.logits, *wanted)
