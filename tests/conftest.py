@@ -60,6 +60,7 @@ ONE_WORKER = {
     "test_generate": "transformers",
     "test_long_text": "transformers",
     "test_models": "transformers",
+    "test_prompting": "prompting",
     "test_train_less": "train_less",
 }
 """Files whose tests run on one worker, for they share a slow import, many programs or a run."""

@@ -77,6 +77,7 @@ def test_what_varies_between_calls_compiles_nothing(model: kvjax.Model) -> None:
         dict(temperature=1, top_k=7, seed=3),
         dict(top_k=40, top_p=0.9, seed=[6, 5, 4, 3, 2, 1]),
         dict(top_p=np.float32(0.5), max_new_tokens=20, budget=30),
+        dict(min_p=0.1, repetition_penalty=1.2, stop="qqq"),
     ]
     for change in changes:
         made = generate_ids(model, ids, **usual | change)
