@@ -60,6 +60,7 @@ ONE_WORKER = {
     "test_generate": "transformers",
     "test_long_text": "transformers",
     "test_models": "transformers",
+    "test_chat": "prompting",
     "test_prompting": "prompting",
     "test_train_less": "train_less",
 }

@@ -16,8 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.engine.extend import extend
-from kvjax.engine.prepare import check_length
-from kvjax.engine.state import State, cache_bytes, held_positions
+from kvjax.engine.state import State, cache_bytes, described, held_positions, slot_limits
 from kvjax.sampling.pieces import Pieces
 from kvjax.sampling.prompts import render, token_ids, with_system
 from kvjax.sampling.texts import Begun, begin
@@ -38,6 +37,8 @@ class CacheUse:
     """Tokens read so far."""
     slots: float
     """Of each head, that hold a token, on average over layers and heads."""
+    limit: float
+    """Slots that each head may use, on average."""
     bytes: int
     """Of the buffers, which stay as they are."""
 
@@ -61,15 +62,15 @@ class Conversation:
             earlier turns otherwise when another one follows, so that no cache could go on.
     """
 
-    def __init__(
-        self, model: Model, *, system: str | None = None, context: int | None = None, **settings: Any
-    ) -> None:
+    def __init__(self, model: Model, *, system: str | None = None, context: int | None = None, **settings: Any) -> None:
         self.model, self.system, self.settings = model, system, settings
         self.max_new_tokens = whole_number("max_new_tokens", settings.get("max_new_tokens", 128))
         self.context = model.config.max_positions if context is None else whole_number("context", context, 2)
         self.templated = bool(getattr(model.tokenizer, "chat_template", None))
         if system is not None and not self.templated:
-            raise ValueError(f"the tokenizer of {model.name!r} has no chat template, so no system's turn; leave it out.")
+            raise ValueError(
+                f"the tokenizer of {model.name!r} has no chat template, so no system's turn; leave it out."
+            )
         self.begun: Begun | None = None
         """What has been read, to go on from; None before the first turn."""
         self.text: list[int] = []
@@ -119,24 +120,38 @@ class Conversation:
     def _read(self, ids: list[int]) -> Begun:
         text = self.text + ids
         if self.begun is None:
-            planned = max(self.context - len(ids), self.max_new_tokens)
-            begun = begin(self.model, [ids], **self.settings | {"max_new_tokens": planned})
+            self._answer_room(len(text), self.context)
+            begun = begin(self.model, [ids], **self.settings | {"max_new_tokens": self.context - len(ids)})
+            room = self._answer_room(len(text), self.context if begun.state.policy.plan.ends else math.inf)
         else:
             begun, read = self.begun, int(self.begun.state.position[0])
-            check_length(len(text) + self.max_new_tokens, begun.state.policy, self.model.config)
+            ends, policy = begun.state.policy.plan.ends, begun.state.policy
+            positions = self.model.config.max_positions if policy.codec.positions == "original" else math.inf
+            room = self._answer_room(len(text), min(positions, int(begun.state.end[0]) if ends else math.inf))
             # The last token of an answer that was cut has not been read yet.
             state, logits = extend(begun.state, [text[read:]])
             begun = dataclasses.replace(begun, state=state, logits=logits)
-        self.text = text
-        begun = dataclasses.replace(begun, prompts=[text], max_new_tokens=self.max_new_tokens)
-        self.begun = begun
-        return begun
+        self.begun, self.text = dataclasses.replace(begun, prompts=[text], max_new_tokens=room), text
+        return self.begun
+
+    def _answer_room(self, read: int, room: float) -> int:
+        if read >= room:
+            raise ValueError(
+                f"a conversation of {read} tokens leaves no room for an answer in the {room} that are planned; begin a "
+                "new one, plan for more, or use a policy with positions='cache'."
+            )
+        return int(min(self.max_new_tokens, room - read))
+
+    def forget(self) -> None:
+        """Begin anew."""
+        self.begun, self.text = None, []
 
     def use(self) -> CacheUse:
         """What the cache holds; ValueError before the first turn."""
         state = self._state()
         held = np.mean([(positions >= 0).sum(-1).mean() for positions in held_positions(state)])
-        return CacheUse(int(state.position[0]), float(held), cache_bytes(state))
+        limit = np.mean([limits.mean() for limits in slot_limits(state)])
+        return CacheUse(int(state.position[0]), float(held), float(limit), cache_bytes(state))
 
     def _state(self) -> State:
         if self.begun is None:
@@ -191,22 +206,26 @@ class Conversation:
         if not (directory / SAVED).is_file():
             raise ValueError(f"{directory} has no saved conversation.")
         told = json.loads((directory / SAVED).read_text(encoding="utf-8"))
-        like = begin(self.model, [[0]], **self.settings | {"max_new_tokens": self.context - 1})
+        first = told["text"][:64]  # enough for every policy that could read its first turn
+        like = begin(self.model, [first], **self.settings | {"max_new_tokens": max(self.context - len(first), 1)})
         if told["fits"] != self._fits(like.state):
-            raise ValueError(f"{directory} has a conversation of another model or policy; start with those.")
+            raise ValueError(f"{directory} has a conversation of another model, policy or dtype; start with those.")
         shapes = [jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for shape, dtype in told["leaves"]]
         with ocp.StandardCheckpointer() as checkpointer:
             leaves = checkpointer.restore(directory / "state", [np.empty(each.shape, each.dtype) for each in shapes])
         found = jax.tree.unflatten(jax.tree.structure(_stored(like.state)), map(jnp.asarray, leaves))
-        state = found.replace(weights=self.model.weights, key=jax.random.wrap_key_data(found.key))
+        key = jax.random.wrap_key_data(found.key)
+        state = found.replace(weights=self.model.weights, policy=like.state.policy, key=key)
         self.begun, self.text = dataclasses.replace(like, state=state), told["text"]
 
     def _fits(self, state: State) -> str:
         """What model and policy a state is of: all of it but arrays."""
-        known = str(jax.tree.structure(_stored(state))), self.model.name, str(self.model.weights.embedding.dtype)
-        return hashlib.sha256("\n".join(known).encode()).hexdigest()
+        structure = jax.tree.structure(_stored(state)), *described(state.policy)
+        known = hashlib.sha256("\n".join(map(str, structure)).encode())
+        known.update(np.asarray(self.model.weights.embedding[0]).tobytes())
+        return known.hexdigest()
 
 
 def _stored(state: State) -> State:
-    """A state as it is kept: without weights, and random keys as their data."""
-    return state.replace(weights=None, key=jax.random.key_data(state.key))
+    """A state as it is kept: without weights and what the policy has learned, and random keys as their data."""
+    return state.replace(weights=None, policy=None, key=jax.random.key_data(state.key))
