@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -64,7 +65,7 @@ class _Help(Help, argparse.RawDescriptionHelpFormatter):
 
 
 @contextlib.contextmanager
-def _interruptions() -> Iterator[Callable[[], bool]]:
+def _interruptions() -> Generator[Callable[[], bool]]:
     """Whether there has been an interruption, which only the second one raises: half a step would lose the cache."""
     noted: list[int] = []
 
@@ -149,7 +150,7 @@ def _lines() -> Iterator[str]:
     typed = sys.stdin.isatty()
     if typed:
         with contextlib.suppress(ImportError):
-            import readline  # noqa: F401  # lines can be edited
+            importlib.import_module("readline")  # with which lines can be edited
     try:
         while True:
             yield input("> ") if typed else next(sys.stdin).removesuffix("\n").removeprefix("\ufeff")

@@ -325,7 +325,7 @@ def _continue_lines(options: argparse.Namespace, settings: dict[str, Any]) -> No
     results = Results(options.out, _run_of(options, file), len(lines))
     model, chat = _load(options), options.chat or options.system is not None
     names = "budget", "budget_of", "max_new_tokens"
-    reading = {name: settings[name] for name in names} | {"lengths": None, "key": None, "plan": None}
+    reading: dict[str, Any] = {name: settings[name] for name in names} | {"lengths": None, "key": None, "plan": None}
 
     def ids_of(line: Line) -> list[int]:
         prompt, policy = encode(model, line.prompt, chat, options.system), settings["policy"]

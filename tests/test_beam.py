@@ -97,5 +97,6 @@ def test_caches_follow_their_beams(name: str, x64: None) -> None:
     ],
 )
 def test_what_means_nothing_to_beams_is_refused(settings: dict[str, Any], message: str) -> None:
+    given: dict[str, Any] = {"beams": 2} | settings
     with pytest.raises(ValueError, match=message):
-        generate_ids(random_model(GQA), [[1, 2]], **({"beams": 2} | settings))
+        generate_ids(random_model(GQA), [[1, 2]], **given)

@@ -31,6 +31,7 @@ def model() -> kvjax.Model:
 def test_answers_are_those_to_all_of_the_text(model: kvjax.Model) -> None:
     talk = Conversation(model, policy="full", max_new_tokens=20, temperature=0.0, context=96)
     written: list[range] = []
+    text = ""
     for turn in TURNS:
         answer = "".join(talk.reply(turn))
         text = model.tokenizer.decode(talk.text)
@@ -63,7 +64,8 @@ def test_a_conversation_is_kept_and_never_grows(model: kvjax.Model, tmp_path: Pa
     assert "".join(again.reply(TURNS[1])) == answer and again.text == talk.text
     talk.forget()
     assert talk.text == [] and "".join(talk.reply(TURNS[0]))
-    other = Conversation(model, **SMALL | {"policy": kvjax.policy("h2o", sinks=2)})
+    changed: dict[str, Any] = SMALL | {"policy": kvjax.policy("h2o", sinks=2)}
+    other = Conversation(model, **changed)
     for directory, message in ((kept, "of another model, policy or dtype"), (tmp_path, "has no saved conversation")):
         with pytest.raises(ValueError, match=message):
             other.load(directory)
@@ -93,7 +95,8 @@ def test_what_cannot_be_talked_with_is_refused(model: kvjax.Model) -> None:
         Conversation(templated("{% for m in messages %}{{ m['content'] if loop.last else '...' }}{% endfor %}"))
     with pytest.raises(ValueError, match="has no chat template, so no system's turn"):
         Conversation(templated(None), system="Be kind.")
-    plain = Conversation(templated(None), **SMALL | {"max_new_tokens": 2})
+    short: dict[str, Any] = SMALL | {"max_new_tokens": 2}
+    plain = Conversation(templated(None), **short)
     "".join(plain.reply("Once upon"))
     assert plain.text[:2] == model.tokenizer.encode("Once upon")
     talk = Conversation(model, **SMALL)

@@ -136,7 +136,8 @@ def test_questions_in_a_chat_follow_the_prompt(model: kvjax.Model) -> None:
         before, questions = encode_questions(model, prompt, ["Who?", "What?"], chat, "Be kind.")
         for text, ids in zip(("Who?", "What?"), questions, strict=True):
             last = {"role": "user", "content": f"A text.\n\n{text}" if chat else text}
-            assert before + ids == encode(model, [*([] if chat else prompt), last], system="Be kind.")
+            turns = [last] if isinstance(prompt, str) else [*prompt, last]
+            assert before + ids == encode(model, turns, system="Be kind.")
     upper = kvjax.Model(model.weights, model.config, model.name, model.directory)
     upper.tokenizer.chat_template = "{{ messages[0]['content'] | upper }}"
     with pytest.raises(ValueError, match="does not leave a prompt as it is"):

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from kvjax.cache.dense import Dense
 from kvjax.cache.paged import Paged
 from kvjax.engine.decode import step
 from kvjax.engine.prepare import bucket
@@ -127,9 +128,10 @@ def _search(
         beams, parent = _select(beams, logits, ends, most, length_penalty, candidates)
         rows, width = parent.shape
         index = (parent + width * jnp.arange(rows)[:, None]).reshape(-1)
-        state = join_state(fixed, moving)
+        state, storage = join_state(fixed, moving), moving[0]
+        assert isinstance(storage, Dense)
         token = jnp.take(beams.text, beams.length - 1, axis=2).reshape(-1)
-        state, logits = step(state.replace(storage=state.storage.take(index)), token)
+        state, logits = step(state.replace(storage=storage.take(index)), token)
         return split_state(state)[1], logits, beams
 
     return jax.lax.while_loop(more, one, (moving, logits, beams))

@@ -121,7 +121,8 @@ class Conversation:
         text = self.text + ids
         if self.begun is None:
             self._answer_room(len(text), self.context)
-            begun = begin(self.model, [ids], **self.settings | {"max_new_tokens": self.context - len(ids)})
+            planned: dict[str, Any] = self.settings | {"max_new_tokens": self.context - len(ids)}
+            begun = begin(self.model, [ids], **planned)
             room = self._answer_room(len(text), self.context if begun.state.policy.plan.ends else math.inf)
         else:
             begun, read = self.begun, int(self.begun.state.position[0])
@@ -207,7 +208,8 @@ class Conversation:
             raise ValueError(f"{directory} has no saved conversation.")
         told = json.loads((directory / SAVED).read_text(encoding="utf-8"))
         first = told["text"][:64]  # enough for every policy that could read its first turn
-        like = begin(self.model, [first], **self.settings | {"max_new_tokens": max(self.context - len(first), 1)})
+        planned: dict[str, Any] = self.settings | {"max_new_tokens": max(self.context - len(first), 1)}
+        like = begin(self.model, [first], **planned)
         if told["fits"] != self._fits(like.state):
             raise ValueError(f"{directory} has a conversation of another model, policy or dtype; start with those.")
         shapes = [jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for shape, dtype in told["leaves"]]

@@ -98,7 +98,8 @@ def answer(
     new = whole_number("max_new_tokens", settings.get("max_new_tokens", 128))
     longest = max(map(len, questions))
     longest = min(bucket(longest), max(longest, model.config.max_positions - len(prompt) - new))
-    begun = begin(model, [prompt], **settings | {"max_new_tokens": longest + new})
+    planned: dict[str, Any] = settings | {"max_new_tokens": longest + new}
+    begun = begin(model, [prompt], **planned)
     samples = len(begun.prompts)
     for start in range(0, len(questions), batch_size):
         asked = [question for question in questions[start : start + batch_size] for _ in range(samples)]

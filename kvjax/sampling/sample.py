@@ -100,7 +100,7 @@ def sample(
         ValueError: there is not one key per row, or a penalty and not what it is on.
     """
     penalty = sampling.repetition_penalty
-    if seen is None and isinstance(penalty, float) and penalty != 1:
+    if seen is None and isinstance(penalty, float) and penalty != 1.0:
         raise ValueError(f"repetition_penalty={penalty} is on tokens that the text has: give them as `seen`.")
     if keys.shape != logits.shape[:1]:
         raise ValueError(f"{logits.shape[0]} rows need as many random keys, not {keys.shape}: use jax.random.split.")

@@ -252,7 +252,7 @@ def go_on(
                 row += ids[keep].tolist()
             if drawn.logprob is not None:
                 for row, (found, keep) in enumerate(zip(known, belongs, strict=True)):
-                    found += [_logprob(drawn, row, place) for place in np.flatnonzero(keep)]
+                    found += [_logprob(drawn, row, place) for place in np.flatnonzero(keep).tolist()]
             if on_tokens is not None:
                 on_tokens(block, belongs)
             last, compiled = time.perf_counter(), compiling.seconds
