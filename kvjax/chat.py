@@ -151,13 +151,19 @@ def _lines() -> Iterator[str]:
     if typed:
         with contextlib.suppress(ImportError):
             importlib.import_module("readline")  # with which lines can be edited
-    try:
-        while True:
-            yield input("> ") if typed else next(sys.stdin).removesuffix("\n").removeprefix("\ufeff")
-    except (EOFError, StopIteration):
-        return
-    except UnicodeDecodeError as error:
-        raise ValueError(f"standard input is not {error.encoding} text.") from None
+    while True:
+        try:
+            line = input("> ") if typed else next(sys.stdin).removesuffix("\n").removeprefix("\ufeff")
+        except (EOFError, StopIteration):
+            return
+        except KeyboardInterrupt:
+            if not typed:
+                raise
+            print("\n(/quit leaves)", file=sys.stderr)  # it may have come right after an answer
+            continue
+        except UnicodeDecodeError as error:
+            raise ValueError(f"standard input is not {error.encoding} text.") from None
+        yield line
 
 
 def run(options: argparse.Namespace) -> None:
