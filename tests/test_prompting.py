@@ -112,15 +112,10 @@ def test_a_stream_refuses_at_once(model: kvjax.Model) -> None:
 
 
 def test_questions_know_nothing_of_each_other(model: kvjax.Model) -> None:
-    planted = " The secret number of Anna is 4921. The secret number of Tom is 1734. They went home."
-    asked = [" What is the secret number of Anna?", " Then Tom was"]
-    prompt, questions = encode_questions(model, planted, asked)
-    arguments = GREEDY | {"budget": 40, "max_new_tokens": 8}
-    together = [
-        tokens for made in answer(model, prompt, questions, batch_size=2, **arguments) for tokens in made.tokens
-    ]
+    prompt, questions = encode_questions(model, STORY, [" Who is Lily?", " Then Tom was"])
+    together = [tokens for made in answer(model, prompt, questions, batch_size=2, **GREEDY) for tokens in made.tokens]
     # One after the other, from the state that the prompt left: each consumes its own.
-    state, _ = kvjax.prefill(model, "h2o", [prompt], 40, max_new_tokens=24)
+    state, _ = kvjax.prefill(model, "h2o", [prompt], 16, max_new_tokens=36)
     for question, tokens in zip(questions, together, strict=True):
         after, logits = kvjax.extend(state, [question])
         alone: list[int] = []
@@ -155,8 +150,9 @@ def test_a_file_of_prompts_goes_on_where_it_was_cut(
     tmp_path: Path, model: kvjax.Model, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
-    prompts = [STORY, "Tom had a red ball.", STORY[:60], "The old man said that"]
-    given: list[Any] = [{"prompt": prompt, "id": i} for i, prompt in enumerate(prompts)] + [{"messages": TURNS}]
+    prompts = [STORY, STORY[5:], STORY[9:]]
+    asked = [{"role": "user", "content": STORY[20:]}]
+    given: list[Any] = [{"prompt": prompt, "id": i} for i, prompt in enumerate(prompts)] + [{"messages": asked}]
     file.write_text("\n\n".join(map(json.dumps, given)))
     words = ["--prompt-file", str(file), *WORDS, "--batch-size", "2", "--out", str(out)]
     made, cut = generate_ids, []
@@ -175,12 +171,12 @@ def test_a_file_of_prompts_goes_on_where_it_was_cut(
     assert "has the beginning of a run with other prompts or settings" in capsys.readouterr().err
     monkeypatch.setattr(generate, "generate_ids", made)
     assert generate.main(words) == 0
-    assert "2 of 5 lines were done before" in capsys.readouterr().err
+    assert "2 of 4 lines were done before" in capsys.readouterr().err
     found = lines(out)
-    assert [each["line"] for each in found] == [1, 3, 5, 7, 9]
-    assert [each.get("id") for each in found] == [0, 1, 2, 3, None]
-    wanted = model.generate(prompts, **GREEDY) + model.generate(TURNS, chat=True, **GREEDY)
-    assert [each["text"] for each in found] == wanted
+    assert [each["line"] for each in found] == [1, 3, 5, 7]
+    assert [each.get("id") for each in found] == [0, 1, 2, None]
+    wanted = [model.generate(prompt, **GREEDY)[0] for prompt in prompts]
+    assert [each["text"] for each in found] == [*wanted, *model.generate(asked, chat=True, **GREEDY)]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "out.jsonl"]
 
 
