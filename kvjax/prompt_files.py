@@ -1,20 +1,29 @@
-"""Files of prompts and of questions, and the JSON lines of what came of them."""
+"""Files of prompts and of questions, and the lines of JSON of what comes of them."""
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from kvjax.engine.prepare import prepare
 from kvjax.files import check_writable, read_text, write_text
+from kvjax.results import samples, told
+from kvjax.sampling.prompts import encode
+from kvjax.sampling.questions import answer, encode_questions
+from kvjax.sampling.texts import check_room, generate_ids
 from kvjax.settings import Messages, conversation
+
+if TYPE_CHECKING:
+    from kvjax.model import Model
 
 JSON_LINES = ".jsonl"
 
@@ -155,6 +164,99 @@ class Results:
 
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
         self._bar.stop()
-        if self.file is not None and error is None:
+        if self.file is None:
+            return
+        if error is None:
             write_text(self.file, "".join(f"{self.done[number]}\n" for number in sorted(self.done)))
+        if error is None or not self.done:
             self._aside.unlink()
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """What is to be done with the lines of a file.
+
+    Args:
+        load: gives the model, once all that can be wrong without it has been looked for.
+        file: of prompts or of questions.
+        out: gets lines of JSON; None for standard output.
+        batch_size: lines at once.
+        chat: whether texts are users' turns.
+        system: the turn before them; None for what the template has there.
+        settings: those of `kvjax.sampling.texts.begin`.
+        search: `beams` and `length_penalty`.
+        run: what else decides what comes out, fit for JSON.
+    """
+
+    load: Callable[[], Model]
+    file: Path
+    out: Path | None
+    batch_size: int
+    chat: bool
+    system: str | None
+    settings: dict[str, Any]
+    search: dict[str, Any]
+    run: dict[str, Any]
+
+    def results(self, total: int, prompt: Any = None) -> Results:
+        """Where results go; they go on where the same run was cut."""
+        content = hashlib.sha256(self.file.read_bytes()).hexdigest()
+        return Results(self.out, {"content": content, "prompt": prompt, "run": self.run}, total)
+
+
+def continue_lines(work: Work) -> None:
+    """Continue each prompt of a file, those of about one length together.
+
+    Raises:
+        ValueError: a line cannot be continued, said with its number before any is.
+    """
+    lines, settings = read_prompts(work.file), work.settings
+    results, model = work.results(len(lines)), work.load()
+    names = "budget", "budget_of", "max_new_tokens"
+    reading: dict[str, Any] = {name: settings[name] for name in names} | {"lengths": None, "key": None, "plan": None}
+
+    def ids_of(line: Line) -> list[int]:
+        prompt, policy = encode(model, line.prompt, work.chat, work.system), settings["policy"]
+        check_room(len(prompt), settings["max_new_tokens"], policy, model)
+        prepare(model, policy, [prompt], chunk=settings["prefill_chunk"], **reading)
+        return prompt
+
+    encoded = [(line, of_line(work.file, line.number, lambda line=line: ids_of(line))) for line in lines]
+    left = sorted((pair for pair in encoded if pair[0].number not in results.done), key=lambda pair: len(pair[1]))
+    with results:
+        for start in range(0, len(left), work.batch_size):
+            batch = left[start : start + work.batch_size]
+            made = generate_ids(model, [ids for _, ids in batch], **settings, **work.search)
+            texts, each = told(model, made, settings["stop"]), settings["num_samples"]
+            for row, (line, _) in enumerate(batch):
+                results.write(line.number, line.given | samples(texts[row * each : (row + 1) * each]))
+
+
+def answer_lines(work: Work, prompt: str | Messages, in_json: bool) -> None:
+    """Answer each question of a file about one prompt, which is read once.
+
+    Raises:
+        ValueError: a question or the prompt is wrong, or they do not fit together.
+    """
+    lines, settings = read_questions(work.file), work.settings
+    results, model = work.results(len(lines), prompt), work.load()
+    before, asked = encode_questions(model, prompt, [str(line.prompt) for line in lines], work.chat, work.system)
+    left = [(line, ids) for line, ids in zip(lines, asked, strict=True) if line.number not in results.done]
+    longest = max(map(len, asked))
+
+    def answers() -> Iterator[dict[str, Any]]:
+        questions, search = [ids for _, ids in left], work.search | {"batch_size": work.batch_size}
+        for made in answer(model, before, questions, longest=longest, **settings, **search) if left else ():
+            texts, each = told(model, made, settings["stop"]), settings["num_samples"]
+            for start in range(0, len(texts), each):
+                yield samples(texts[start : start + each])
+
+    if in_json:
+        with results:
+            for (line, _), found in zip(left, answers(), strict=True):
+                results.write(line.number, line.given | found)
+        return
+    for (line, _), found in zip(left, answers(), strict=True):
+        print(f"--- {str(line.prompt).strip()}")
+        for each in found.get("samples", [found]):
+            print(each["text"], flush=True)

@@ -163,13 +163,13 @@ def test_a_file_of_prompts_goes_on_where_it_was_cut(
         cut.append(arguments)
         return made(*arguments, **settings)
 
-    monkeypatch.setattr(generate, "generate_ids", interrupted)
+    monkeypatch.setattr(prompt_files, "generate_ids", interrupted)
     assert generate.main(words) == 130 and not out.exists()
     with (tmp_path / ".out.jsonl.begun").open("a") as begun:
         begun.write('{"line": 1, "te')
     assert generate.main([*words, "--seed", "5"]) == 2
     assert "has the beginning of a run with other prompts or settings" in capsys.readouterr().err
-    monkeypatch.setattr(generate, "generate_ids", made)
+    monkeypatch.setattr(prompt_files, "generate_ids", made)
     assert generate.main(words) == 0
     assert "2 of 4 lines were done before" in capsys.readouterr().err
     found = lines(out)

@@ -65,6 +65,7 @@ def answer(
     questions: Sequence[Sequence[int]],
     *,
     batch_size: int = 8,
+    longest: int = 0,
     beams: int = 1,
     length_penalty: float = 1.0,
     **settings: Any,
@@ -80,6 +81,7 @@ def answer(
         prompt: ids.
         questions: ids of each, at least one.
         batch_size: questions that are answered at once.
+        longest: tokens of the longest question there is, where these are not all of them.
         beams: see `generate_ids`.
         length_penalty: see `generate_ids`.
         settings: those of `begin`.
@@ -96,7 +98,7 @@ def answer(
     if not questions or not all(questions):
         raise ValueError("a question is empty; give at least one token.")
     new = whole_number("max_new_tokens", settings.get("max_new_tokens", 128))
-    longest = max(map(len, questions))
+    longest = max(longest, *map(len, questions))
     longest = min(bucket(longest), max(longest, model.config.max_positions - len(prompt) - new))
     planned: dict[str, Any] = settings | {"max_new_tokens": longest + new}
     begun = begin(model, [prompt], **planned)
