@@ -99,6 +99,8 @@ def test_what_cannot_be_talked_with_is_refused(model: kvjax.Model) -> None:
     plain = Conversation(templated(None), **short)
     "".join(plain.reply("Once upon"))
     assert plain.text[:2] == model.tokenizer.encode("Once upon")
+    with pytest.raises(TypeError, match="Conversation has no keyword 'num_samples'"):
+        Conversation(model, num_samples=2)
     talk = Conversation(model, **SMALL)
     for turn, message in ((" ", "the turn is empty"), ("a\ud800", "no text"), ("a " * 1200, "leaves no room")):
         with pytest.raises(ValueError, match=message):
@@ -135,6 +137,8 @@ def test_an_interruption_stops_the_answer_alone(
         (["--context", "1"], "", "context=1 is not a whole number from 2"),
         (["--max-new-tokens", "0"], "", "max_new_tokens=0"),
         (["--top-k", "0"], "", "top_k is 0"),
+        (["--budget", "0"], "", "budget=0"),
+        (["--context", "5000"], "", "do not fit the model's 1152 positions"),
         (["--load", "nowhere"], "", "nowhere has no saved conversation"),
         ([], "/nothing", "there is no command /nothing; /help shows those that there are"),
         ([], "/save", "/save needs a name"),

@@ -16,11 +16,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.engine.extend import extend
+from kvjax.engine.prepare import prepare
 from kvjax.engine.state import State, cache_bytes, described, held_positions, slot_limits
+from kvjax.policies.registry import policy as policy_by_name
 from kvjax.sampling.pieces import Pieces
 from kvjax.sampling.prompts import render, token_ids, with_system
-from kvjax.sampling.texts import Begun, begin
-from kvjax.settings import whole_number
+from kvjax.sampling.texts import Begun, begin, check_room
+from kvjax.settings import check_keywords, keywords, whole_number
 
 if TYPE_CHECKING:
     from kvjax.model import Model
@@ -67,6 +69,8 @@ class Conversation:
         self.max_new_tokens = whole_number("max_new_tokens", settings.get("max_new_tokens", 128))
         self.context = model.config.max_positions if context is None else whole_number("context", context, 2)
         self.templated = bool(getattr(model.tokenizer, "chat_template", None))
+        check_keywords("Conversation", settings, [name for name in keywords(begin) if name != "num_samples"])
+        self._check()
         if system is not None and not self.templated:
             raise ValueError(
                 f"the tokenizer of {model.name!r} has no chat template, so no system's turn; leave it out."
@@ -76,6 +80,16 @@ class Conversation:
         self.text: list[int] = []
         """Ids of the conversation, in order; the cache may have to read the last one still."""
         self._first, self._between = self._affixes() if self.templated else (("", ""), ("", ""))
+
+    def _check(self) -> None:
+        # Whatever would be refused of every first turn.
+        tokens, given = min(64, self.context - 1), self.settings
+        policy, budget = policy_by_name(given.get("policy", "full")), given.get("budget", 1.0)
+        names = {"plan": "plan", "prefill_chunk": "chunk", "budget_of": "budget_of"}
+        reading: dict[str, Any] = {"plan": None} | {names[name]: given[name] for name in names if name in given}
+        planned = self.context - tokens
+        check_room(tokens, planned, policy, self.model)
+        prepare(self.model, policy, [[0] * tokens], budget, None, max_new_tokens=planned, key=None, **reading)
 
     def _affixes(self) -> tuple[tuple[str, str], tuple[str, str]]:
         """What the template puts around the first turn, and around those after an answer, from the answer's end on."""
