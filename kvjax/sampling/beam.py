@@ -64,7 +64,7 @@ def beam_search(
     At every step the likeliest continuations of all beams go on, each with the cache that its beam has: evictions
     differ from beam to beam. A prompt's search ends where no beam that goes on can become better than the worst text
     that has ended (`early_stopping=False` there), or after `max_new_tokens`. Heads with budgets of their own get
-    buffers of the largest one's size.
+    buffers of the largest one's size. A step gathers all caches anew, so that there are two of each while it does.
 
     Args:
         state: from `prefill`; it stays valid.

@@ -152,7 +152,7 @@ def generate_tokens(
         yield Block(tokens, belongs, after, found)
         if made >= max_new_tokens or ended.all():
             return
-        count = min(steps, max_new_tokens - made)
+        count = min(steps, STEPS_PER_DISPATCH, max_new_tokens - made)
         arguments = token, held, jnp.asarray(ended), jnp.asarray(ends), sampling, count, STEPS_PER_DISPATCH, logprobs
         done, moving, held, drawn = _many(fixed, moving, *arguments)
         found = jax.tree.map(lambda leaf, done=int(done): np.asarray(leaf)[:, :done], drawn)

@@ -311,7 +311,7 @@ def generate_texts(
             see `Sampling`; `stop`: texts that end a text before them; `stop_at_eos` (True);
             `seed` (0): one number, or one for each prompt; the same seed gives a prompt the same text in any batch;
             `num_samples` (1): texts of each prompt, which is read once, one after the other in what is returned; the
-            i-th is drawn as with seed + i;
+            i-th is drawn as with seed + i, while the policy's own randomness is that of the prompt;
             `beams` (1), `length_penalty` (1.0): the likeliest text that a search finds, see `beam_search`;
             `logprobs`, `on_tokens`: see `generate_ids`.
 
