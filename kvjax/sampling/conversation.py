@@ -137,17 +137,20 @@ class Conversation:
             self._answer_room(len(text), self.context)
             planned: dict[str, Any] = self.settings | {"max_new_tokens": self.context - len(ids)}
             begun = begin(self.model, [ids], **planned)
-            room = self._answer_room(len(text), self.context if begun.state.policy.plan.ends else math.inf)
+            room = self._answer_room(len(text), self._end(begun.state))
         else:
             begun, read = self.begun, int(self.begun.state.position[0])
-            ends, policy = begun.state.policy.plan.ends, begun.state.policy
-            positions = self.model.config.max_positions if policy.codec.positions == "original" else math.inf
-            room = self._answer_room(len(text), min(positions, int(begun.state.end[0]) if ends else math.inf))
+            room = self._answer_room(len(text), self._end(begun.state))
             # The last token of an answer that was cut has not been read yet.
             state, logits = extend(begun.state, [text[read:]])
             begun = dataclasses.replace(begun, state=state, logits=logits)
-        self.begun, self.text = dataclasses.replace(begun, prompts=[text], max_new_tokens=room), text
+        self.begun, self.text = dataclasses.replace(begun, prompts=[text], max_new_tokens=room), list(text)
         return self.begun
+
+    def _end(self, state: State) -> float:
+        """Tokens that a conversation may come to."""
+        positions = state.config.max_positions if state.policy.codec.positions == "original" else math.inf
+        return min(positions, int(state.end[0]) if state.policy.plan.ends else math.inf)
 
     def _answer_room(self, read: int, room: float) -> int:
         if read >= room:
