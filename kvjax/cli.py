@@ -21,6 +21,7 @@ class Command(NamedTuple):
 
 COMMANDS = (
     Command("generate", "kvjax.generate", "continue a prompt on a fixed KV budget"),
+    Command("chat", "kvjax.chat", "talk, with a cache that never grows"),
     Command("bench", "kvjax.bench", "measure speed and memory of policies and budgets"),
     Command("evaluate", "kvjax.evaluate", "measure what a policy and a budget cost in quality"),
     Command("convert", "kvjax.convert", "write a model as an Orbax checkpoint"),

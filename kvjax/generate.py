@@ -6,26 +6,30 @@ import argparse
 import json
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
-
-from kvjax import policies
 from kvjax.commands import Help, add_model_options, finish, leave
 from kvjax.compilation import enable_compilation_cache
 from kvjax.engine.prepare import WHOLES
-from kvjax.engine.state import allocated_slots, cache_bytes, full_cache_bytes, slot_limits
 from kvjax.files import read_text
-from kvjax.policies import describe
-from kvjax.policies.fastgen import Profiled
-from kvjax.policies.policy import Policy
-from kvjax.sampling.sample import Sampling
-from kvjax.sampling.texts import Generation, Stream, encode, generate_ids
-from kvjax.settings import PART_KEYS, parse_budgets, parse_settings, read_config, seed_number
+from kvjax.options import (
+    add_policy_options,
+    add_sampling_options,
+    chosen,
+    explain_policy,
+    list_policies,
+    sampling_settings,
+)
+from kvjax.prompt_files import JSON_LINES, Work, answer_lines, continue_lines
+from kvjax.results import report, samples, summary, told
+from kvjax.sampling.prompts import encode
+from kvjax.sampling.texts import Stream, check_beams, generate_ids
+from kvjax.settings import Messages, conversation, whole_number
+
+if TYPE_CHECKING:
+    from kvjax.model import Model
 
 
 def parser() -> argparse.ArgumentParser:
@@ -41,134 +45,94 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("-h", "--help", action="store_true", help="show this, or with --policy NAME its settings")
     add_model_options(options)
     source = options.add_mutually_exclusive_group()
-    source.add_argument("--prompt", help="the text to continue; standard input if neither this nor a file is given")
-    source.add_argument("--prompt-file", type=Path, help="a file with the text to continue")
-    options.add_argument(
-        "--policy", help="which tokens stay in the cache; `list` shows all, FILE.py:NAME is your own (default: full)"
+    source.add_argument("--prompt", help="the text to continue; standard input if no other source is given")
+    source.add_argument(
+        "--prompt-file",
+        type=Path,
+        metavar="FILE",
+        help='a file with the text to continue; if FILE.jsonl, a line of JSON for each prompt, {"prompt": "..."} or '
+        '{"messages": [...]}, and lines of JSON come out',
     )
-    options.add_argument(
-        "--budget",
-        help="slots per head, a fraction, or slots for each layer as 64,48,32,16 (default: 1.0)",
+    source.add_argument(
+        "--messages", type=Path, metavar="FILE", help="a conversation to answer: a JSON list of role and content"
     )
+    options.add_argument("--chat", action="store_true", help="wrap the prompt with the tokenizer's chat template")
+    options.add_argument("--system", metavar="TEXT", help="the system's turn before a chat")
     options.add_argument(
-        "--budget-of", choices=WHOLES, help="what a fraction is of; text is prompt + new tokens (default: text)"
+        "--questions",
+        type=Path,
+        metavar="FILE",
+        help='answer each line (or {"question": "..."} in FILE.jsonl) about the prompt, which is read once',
     )
-    for part, table, what in (
-        ("plan", policies.PLANS, "how the budget is spread over layers or heads"),
-        ("residual", policies.RESIDUALS, "what becomes of evicted pairs"),
-        ("codec", policies.CODECS, "how a slot lies in memory"),
-        ("selection", policies.SELECTIONS, "which of the held tokens a query reads"),
-    ):
-        options.add_argument(
-            f"--{part}", metavar="NAME", help=f"{what}: {', '.join(table)} (default: the policy's own)"
-        )
-    options.add_argument(
-        "--set",
-        nargs="+",
-        action="extend",
-        default=[],
-        metavar="key=value",
-        dest="settings",
-        help="settings of the policy, and of its parts: recent=0.3 residual.kernels=performer plan.floor=0.3",
-    )
-    options.add_argument("--less-checkpoint", metavar="DIR", help="kernels of LESS, from kvjax train_less")
-    options.add_argument("--config", help="a TOML file or the name of a shipped one; options override it")
-    options.add_argument("--prefill-chunk", type=int, help="compress after every so many prompt tokens")
+    add_policy_options(options, "full", 1.0, WHOLES[0])
     options.add_argument("--max-new-tokens", type=int, default=128, help="tokens to write")
-    options.add_argument("--temperature", type=float, default=0.8, help="divides the logits; 0 is greedy")
-    options.add_argument("--top-k", type=int, help="draw from this many likeliest tokens (default: all)")
-    options.add_argument("--top-p", type=float, help="draw from the likeliest tokens of this share (default: 1.0)")
-    options.add_argument("--seed", type=int, default=0, help="of all randomness, from 0 to 2^32 - 1")
+    add_sampling_options(options)
+    options.add_argument("--num-samples", type=int, default=1, help="texts from one prompt, which is read once")
+    options.add_argument("--beams", type=int, default=1, help="search for the likeliest text with so many beams")
+    options.add_argument(
+        "--length-penalty", type=float, default=1.0, help="of the search: above 0 favours long texts, below short ones"
+    )
     options.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of weights and cache")
     options.add_argument("--ignore-eos", action="store_true", help="go on past the end of a text")
-    options.add_argument("--chat", action="store_true", help="wrap the prompt with the tokenizer's chat template")
     options.add_argument("--json", action="store_true", help="print one object instead of the text")
+    options.add_argument(
+        "--logprobs",
+        type=int,
+        nargs="?",
+        const=0,
+        metavar="N",
+        help="tell the log-probability of each token in JSON, and with N those of the N likeliest ones",
+    )
+    options.add_argument("--out", type=Path, metavar="FILE.jsonl", help="gets the lines of JSON; a cut run goes on")
+    options.add_argument("--batch-size", type=int, help="prompts or questions of a file at once (default: 8)")
     options.add_argument("--show-cache", action="store_true", help="print the prompt, shaded by what the cache holds")
     options.add_argument("--save-cache-map", type=Path, metavar="FILE.png", help="draw layers x prompt tokens held")
     return options
 
 
-def list_policies(file: TextIO) -> None:
-    """A table of the policies in groups, and of the members of the other parts, with their settings."""
-    groups = [(f"policies (--policy): {group}", entries) for group, entries in describe.policies().items()]
-    groups += [(f"{part}s (--{part})", entries) for part, entries in describe.parts().items()]
-    tables: list[Any] = []
-    for title, entries in groups:
-        table = Table(
-            title=title, title_justify="left", title_style="bold", box=None, padding=(0, 1), show_header=False
-        )
-        table.add_column(no_wrap=True, min_width=15)
-        table.add_column(ratio=1)
-        table.add_column(width=24)
-        for entry in entries:
-            settings = "  ".join(f"{setting.name}={setting.default!r}" for setting in entry.settings)
-            text = Text(entry.summary)
-            table.add_row(entry.name, text.append(f"\n{settings}", "dim") if settings else text, entry.paper)
-        tables += [table, ""]
-    console = _console(file)
-    console.print(*tables, sep="\n", highlight=False)
-    usual = ", ".join(f"{setting.name}={setting.default!r}" for setting in describe.common())
-    console.print(
-        f"codecs (--codec): {', '.join(policies.CODECS)}\n\n"
-        f"Nearly every policy also takes {usual}. --policy NAME --help says what settings mean.",
-        highlight=False,
-        markup=False,
-    )
+def _of_lines(options: argparse.Namespace) -> bool:
+    return options.prompt_file is not None and options.prompt_file.suffix == JSON_LINES
 
 
-def explain_policy(name: str, file: TextIO) -> None:
-    """What a policy is, and a table of its settings, their defaults and meanings.
+def _check(options: argparse.Namespace, settings: Mapping[str, Any]) -> None:
+    """Refuse options that mean nothing together, before anything is read."""
+    check_beams(options.beams, options.length_penalty, settings)
+    for name in ("num_samples", "max_new_tokens"):
+        whole_number(name, getattr(options, name))
+    if options.logprobs is not None:
+        whole_number("logprobs", options.logprobs, 0)
+    several = _of_lines(options) or options.questions is not None
+    pictures = options.show_cache or options.save_cache_map is not None
+    for given, ok, sentence in (
+        (options.out, several, "--out takes what comes of --prompt-file FILE.jsonl or --questions; leave it out"),
+        (options.batch_size, several, "--batch-size is of --prompt-file FILE.jsonl and --questions; leave it out"),
+        (several and pictures, False, "--show-cache and --save-cache-map draw one prompt; leave them out"),
+        (_of_lines(options) and options.questions, False, "--questions are about one prompt, not about a file of them"),
+        (
+            options.num_samples > 1 and pictures,
+            False,
+            "--show-cache and --save-cache-map draw one text; leave them out",
+        ),
+        (options.logprobs is not None, options.json or several, "--logprobs is told in JSON; give --json, too"),
+    ):
+        if given and not ok:
+            raise ValueError(f"{sentence}.")
+    if options.batch_size is not None:
+        whole_number("batch_size", options.batch_size)
+    if options.save_cache_map is not None:
+        from kvjax.pictures import cache_map
 
-    Raises:
-        ValueError: there is no such policy.
-    """
-    if name not in policies.REGISTRY:
-        raise ValueError(f"there is no policy {name!r}; choose one of {', '.join(policies.REGISTRY)}.")
-    entry = describe.described(name)
-    console = _console(file)
-    console.print(f"{entry.name}: {entry.summary} From: {entry.paper}.", highlight=False, markup=False)
-    table = Table(
-        title="settings (--set key=value)", title_justify="left", title_style="bold", box=None, padding=(0, 1)
-    )
-    for heading in ("setting", "default"):
-        table.add_column(heading, no_wrap=True, justify="left")
-    table.add_column("meaning", ratio=1)
-    for setting in entry.settings:
-        table.add_row(setting.name, Text(repr(setting.default)), Text(setting.meaning))
-    console.print(table)
-
-
-def _console(file: TextIO) -> Console:
-    return Console(file=file, width=None if file.isatty() else 110)
-
-
-def _choice(options: argparse.Namespace) -> tuple[Policy, dict[str, Any]]:
-    config = read_config(options.config) if options.config is not None else {}
-    name = config.get("policy", "full") if options.policy is None else options.policy
-    given = {part: getattr(options, part) for part in PART_KEYS}
-    parts = {part: config.get(part) if word is None else word for part, word in given.items()}
-    # A config's settings are those of its own policy and parts.
-    chosen = {"policy": name, **parts}
-    own = {setting: setting.partition(".")[0] if "." in setting else "policy" for setting in config.get("settings", {})}
-    settings = {setting: config["settings"][setting] for setting, of in own.items() if chosen[of] == config.get(of)}
-    settings |= parse_settings(options.settings)
-    if options.less_checkpoint is not None:
-        settings["checkpoint" if name == "less" else "residual.checkpoint"] = options.less_checkpoint
-    policy = policies.policy(name, **parts, **settings)
-    budget = config.get("budget", 1.0) if options.budget is None else parse_budgets(options.budget)
-    if options.budget is not None and not policy.plan.bounded and policy.selection is None:
-        raise ValueError(
-            f"budget={options.budget} means nothing to policy {name}, which keeps everything; leave it out, or choose "
-            "another policy."
-        )
-    chunk = config.get("prefill_chunk") if options.prefill_chunk is None else options.prefill_chunk
-    whole = options.budget_of or config.get("budget_of", WHOLES[0])
-    return policy, {"budget": budget, "budget_of": whole, "prefill_chunk": chunk}
+        cache_map.check_file(options.save_cache_map)
 
 
-def _prompt(options: argparse.Namespace) -> str:
+def _prompt(options: argparse.Namespace) -> str | Messages:
     if options.prompt is not None:
         return options.prompt
+    if options.messages is not None:
+        try:
+            return conversation(json.loads(read_text(options.messages)), waits=options.questions is None)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{options.messages} is not JSON: {error}.") from None
     if options.prompt_file is not None:
         text = read_text(options.prompt_file)
     elif sys.stdin is None or sys.stdin.closed:
@@ -179,81 +143,6 @@ def _prompt(options: argparse.Namespace) -> str:
         except UnicodeDecodeError as error:
             raise ValueError(f"standard input is not {error.encoding} text.") from None
     return text.removesuffix("\n")  # which editors and echo put behind a text
-
-
-def _report(made: Generation, policy: Policy, seed: int, text: str) -> dict[str, Any]:
-    rate, local = made.decode_tokens_per_second, _local_windows(made)
-    return {
-        "text": text,
-        "prompt_tokens": len(made.prompts[0]),
-        "new_tokens": len(made.tokens[0]),
-        "policy": policies.name_of(policy),
-        "budget": round(float(np.mean([limit for i, limit in enumerate(slot_limits(made.state)) if i not in local]))),
-        "allocated_slots": round(allocated_slots(made.state)),
-        "cache_bytes": cache_bytes(made.state),
-        "full_cache_bytes": full_cache_bytes(made.state),
-        "compile_seconds": made.compile_seconds,
-        "prefill_seconds": made.prefill_seconds,
-        "decode_tokens_per_second": rate,
-        "seed": seed,
-        **({"local_windows": local} if local else {}),
-        **_choices(made),
-    }
-
-
-def _local_windows(made: Generation) -> dict[int, int]:
-    """The window of each layer that it bounds, by its index: budgets are about the others."""
-    layers, end = enumerate(made.state.config.layer_configs), int(np.max(made.state.end))
-    return {index: layer.window for index, layer in layers if layer.window is not None and layer.bounds(end)}
-
-
-def _choices(made: Generation) -> dict[str, Any]:
-    """What each head of the first row was found to need, by layer, for policies that choose so."""
-    plan = made.state.policy.plan
-    if not isinstance(plan, Profiled):
-        return {}
-    return {
-        "choices": ["+".join(parts) or "full" for parts in plan.choices],
-        "policy_map": [np.asarray(layer.plan.choice)[0].tolist() for layer in made.state.storage.states()],
-        "slots": [limit[0].tolist() for limit in slot_limits(made.state)],
-    }
-
-
-def _summary(made: Generation, report: dict[str, Any]) -> str:
-    kept = np.mean([(positions >= 0).sum(-1).mean() for positions in made.cache_positions])
-    rate = report["decode_tokens_per_second"]
-    speed = "too few to time" if rate is None else f"{rate:,.0f} tokens/s"
-    return (
-        f"prompt: {report['prompt_tokens']} tokens in {report['prefill_seconds']:.2f} s; "
-        f"new: {report['new_tokens']} tokens, {speed}; compilation: {report['compile_seconds']:.1f} s\n"
-        f"cache: {report['cache_bytes']:,} bytes, a full cache {report['full_cache_bytes']:,} bytes; "
-        f"{report['policy']} kept {kept:.0f} of {report['prompt_tokens']} prompt tokens per head, "
-        f"budget {report['budget']}: {report['allocated_slots']} slots{_local(made)}{_excess(made, report)}"
-    )
-
-
-def _local(made: Generation) -> str:
-    """What the budget is not about, if there is such a thing."""
-    windows, layers = _local_windows(made), made.state.config.layers
-    if not windows:
-        return ""
-    return (
-        f"\n{len(windows)} of {layers} layers see {', '.join(map(str, sorted(set(windows.values()))))} tokens only and "
-        "hold so many under any policy; the budget is that of the other layers."
-    )
-
-
-def _excess(made: Generation, report: dict[str, Any]) -> str:
-    """Why a cache is larger than the full one, if it is."""
-    if report["policy"] == "full" or report["cache_bytes"] <= report["full_cache_bytes"]:
-        return ""
-    needed = int(np.max(made.state.end))
-    if report["budget"] >= needed:
-        return f"\nThis is more than a full cache, for the whole text has no more than {needed} tokens."
-    return (
-        "\nThis is more than a full cache, for what the policy remembers beside keys and values takes more than the "
-        "slots that it saves; texts that are long for their budget save memory."
-    )
 
 
 def run(options: argparse.Namespace) -> None:
@@ -271,44 +160,69 @@ def run(options: argparse.Namespace) -> None:
     if options.policy == "list":
         list_policies(sys.stdout)
         return
-    from kvjax.model import load
-
-    policy, reading = _choice(options)
-    Sampling(options.temperature, options.top_k, options.top_p)
-    seed_number(options.seed)
-    if options.save_cache_map is not None:
-        from kvjax.pictures import cache_map
-
-        cache_map.check_file(options.save_cache_map)
-    prompt = _prompt(options)
-    model = load(options.model, options.dtype, options.revision, options.weights)
-    ids = encode(model, prompt, options.chat)
-    stream = Stream(model.tokenizer, lambda text: print(text, end="", flush=True))
-    made = generate_ids(
-        model,
-        [ids],
+    policy, reading = chosen(options)
+    settings: dict[str, Any] = dict(
         policy=policy,
         **reading,
+        **sampling_settings(options),
         max_new_tokens=options.max_new_tokens,
-        temperature=options.temperature,
-        top_k=options.top_k,
-        top_p=options.top_p,
-        seed=options.seed,
+        num_samples=options.num_samples,
+        logprobs=options.logprobs,
         stop_at_eos=not options.ignore_eos,
-        on_tokens=None if options.json else stream,
     )
-    text = model.tokenizer.decode(made.tokens[0], skip_special_tokens=True)
-    report = _report(made, policy, options.seed, text)
-    if options.json:
-        print(json.dumps(report))
+    _check(options, settings)
+    chat = options.chat or options.system is not None
+    source = options.prompt_file if _of_lines(options) else options.questions
+    if source is None:
+        _continue_one(options, settings, chat)
+        return
+    work = Work(
+        load=lambda: _load(options),
+        file=source,
+        out=options.out,
+        batch_size=options.batch_size or 8,
+        chat=chat,
+        system=options.system,
+        settings=settings,
+        search=dict(beams=options.beams, length_penalty=options.length_penalty),
+        run={name: value for name, value in vars(options).items() if name not in ("out", "batch_size", "json")},
+    )
+    if _of_lines(options):
+        continue_lines(work)
     else:
-        stream.flush()
-        print(flush=True)
-        print(_summary(made, report), file=sys.stderr)
-    if "policy_map" in report:
+        answer_lines(work, _prompt(options), in_json=options.json or options.out is not None)
+
+
+def _load(options: argparse.Namespace) -> Model:
+    from kvjax.model import load
+
+    return load(options.model, options.dtype, options.revision, options.weights)
+
+
+def _continue_one(options: argparse.Namespace, settings: dict[str, Any], chat: bool) -> None:
+    prompt, policy, stop = _prompt(options), settings["policy"], settings["stop"]
+    model = _load(options)
+    ids = encode(model, prompt, chat, options.system)
+    streams = not options.json and options.num_samples == options.beams == 1
+    stream = Stream(model.tokenizer, lambda text: print(text, end="", flush=True), stop)
+    search = dict(beams=options.beams, length_penalty=options.length_penalty)
+    made = generate_ids(model, [ids], **settings, **search, on_tokens=stream if streams else None)
+    texts = told(model, made, stop)
+    facts = report(made, policy, options.seed, samples(texts))
+    if options.json:
+        print(json.dumps(facts))
+    else:
+        if streams:
+            stream.flush()
+            print(flush=True)
+        for number, each in enumerate([] if streams else texts, 1):
+            heading = f"--- {number} of {len(texts)}\n" if len(texts) > 1 else ""
+            print(f"{heading}{each['text']}", flush=True)
+        print(summary(made, facts), file=sys.stderr)
+    if "policy_map" in facts:
         from kvjax.pictures import policy_map
 
-        policy_map.show(report["choices"], report["policy_map"], sys.stderr)
+        policy_map.show(facts["choices"], facts["policy_map"], sys.stderr)
     if options.show_cache or options.save_cache_map:
         from kvjax.pictures import cache_map
 
@@ -317,7 +231,7 @@ def run(options: argparse.Namespace) -> None:
         if options.show_cache:
             cache_map.show(words, held.mean(0), sys.stderr if options.json else sys.stdout)
         if options.save_cache_map:
-            title = f"What {model.name} holds of its prompt: {report['policy']}, {report['budget']:g} slots per head"
+            title = f"What {model.name} holds of its prompt: {facts['policy']}, {facts['budget']:g} slots per head"
             cache_map.save(held, words, options.save_cache_map, title)
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,7 +18,7 @@ from kvjax.gguf_tokenizer import gguf_tokenizer
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Weights, forward
 from kvjax.models.loading import read_checkpoint
-from kvjax.settings import check_keywords, prompt_texts
+from kvjax.settings import check_keywords, keywords, prompt_texts
 from kvjax.tokens import TokenClasses, lazy_tokenizer, read_tokenizer, token_classes
 
 _forward = jax.jit(forward, static_argnames="config")
@@ -109,19 +108,32 @@ class Model:
             raise ValueError(f"{width} tokens do not fit the {self.config.max_positions} positions of {self.name!r}.")
         return _forward(self.weights, self.config, jnp.asarray(ids, jnp.int32), jnp.asarray(real, jnp.int32))
 
-    def generate(self, prompts: str | Sequence[str], **settings: Any) -> list[str]:
+    def generate(self, prompts: str | Sequence[Any], **settings: Any) -> list[str]:
         """Texts that continue the prompts; the settings are those of `kvjax.sampling.texts.generate_texts`.
 
         Raises:
             TypeError: a prompt is no text, or there is no such keyword.
             ValueError: a prompt is empty or too long, or a setting is out of range.
         """
-        from kvjax.sampling.texts import generate_ids, generate_texts
+        from kvjax.sampling.texts import begin, generate_ids, generate_texts
 
-        functions = (generate_texts, generate_ids)
-        takes = [p for function in functions for p in inspect.signature(function).parameters.values()]
-        check_keywords("model.generate", settings, [p.name for p in takes if p.kind is p.KEYWORD_ONLY])
-        return generate_texts(self, prompt_texts(prompts), **settings)
+        check_keywords("model.generate", settings, keywords(generate_texts, begin, generate_ids))
+        return generate_texts(self, prompt_texts(prompts, settings.get("chat", False)), **settings)
+
+    def stream(self, prompt: str | Sequence[Any], **settings: Any) -> Iterator[str]:
+        """The text that continues one prompt, in pieces as they come: see `kvjax.sampling.texts.stream_text`.
+
+        Raises:
+            TypeError: the prompt is no text, or there is no such keyword.
+            ValueError: there are several prompts, one is empty or too long, or a setting is out of range.
+        """
+        from kvjax.sampling.texts import begin, stream_text
+
+        check_keywords("model.stream", settings, keywords(stream_text, begin))
+        given = prompt_texts(prompt, settings.get("chat", False))
+        if len(given) != 1:
+            raise ValueError(f"{len(given)} prompts cannot be streamed at once; give one, or use model.generate.")
+        return stream_text(self, given[0], **settings)
 
 
 def load(

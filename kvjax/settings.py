@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import difflib
 import importlib.resources
+import inspect
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -158,27 +159,70 @@ def seed_number(value: Any) -> int:
     return whole_number("seed", value, 0, 2**32 - 1)
 
 
-def prompt_texts(prompts: Any) -> list[str]:
-    """Prompts as texts; one text counts as a list of one.
+Messages = list[dict[str, str]]
+"""A conversation: turns with a `role` (system, user, assistant) and their `content`."""
+
+
+def conversation(messages: Any, waits: bool = True) -> Messages:
+    """A conversation, checked.
+
+    Args:
+        messages: as given.
+        waits: whether an answer is to follow at once.
 
     Raises:
-        TypeError: they are token ids, messages of a conversation, or no texts at all.
+        TypeError: it is no list of messages.
+        ValueError: a message has other keys, there is none, or the last one is an answer and another one is to follow.
+    """
+    if not isinstance(messages, (list, tuple)):
+        raise TypeError(f"messages={messages!r} are no list of messages with role and content.")
+    for number, message in enumerate(messages, 1):
+        keys = set(message) if isinstance(message, dict) else None
+        if keys != {"role", "content"} or not all(isinstance(value, str) for value in message.values()):
+            raise ValueError(f'message {number} is {message!r}; give {{"role": "user", "content": "..."}}, both texts.')
+    if not messages:
+        raise ValueError("there is no message; give at least a user's turn.")
+    if waits and messages[-1]["role"] == "assistant":
+        raise ValueError("the last message is an answer already; end with a user's turn.")
+    return [dict(message) for message in messages]
+
+
+def prompt_texts(prompts: Any, chat: bool = False) -> list[str | Messages]:
+    """Prompts as texts, or if `chat` also as conversations; one text or conversation counts as a list of one.
+
+    Raises:
+        TypeError: they are token ids, messages outside of a chat, or no texts at all.
         ValueError: there is none.
     """
     if isinstance(prompts, str):
         return [prompts]
     if not isinstance(prompts, (list, tuple)):
         raise TypeError(f"prompts={prompts!r} is not a text, nor a list of texts.")
+    if chat and prompts and isinstance(prompts[0], dict):
+        return [conversation(prompts)]
+    found: list[str | Messages] = []
     for prompt in prompts:
+        if chat and isinstance(prompt, (list, tuple)) and prompt and isinstance(prompt[0], dict):
+            found.append(conversation(prompt))
+            continue
         if isinstance(prompt, dict):
-            raise TypeError("prompts are texts, not messages; give the text of a user's turn, and chat=True.")
+            raise TypeError(
+                "prompts are texts, not messages; give the text of a user's turn, and chat=True, or with it messages."
+            )
         if isinstance(prompt, (int, np.integer, list, tuple, np.ndarray)):
             raise TypeError("prompts are texts, not token ids; for ids there is kvjax.prefill.")
         if not isinstance(prompt, str):
             raise TypeError(f"prompts are texts, not {prompt!r}.")
-    if not prompts:
+        found.append(prompt)
+    if not found:
         raise ValueError("there is no prompt; give at least one text.")
-    return list(prompts)
+    return found
+
+
+def keywords(*functions: Callable[..., Any]) -> list[str]:
+    """Names of the arguments that functions take by name alone."""
+    takes = (each for function in functions for each in inspect.signature(function).parameters.values())
+    return [each.name for each in takes if each.kind is each.KEYWORD_ONLY]
 
 
 def check_keywords(function: str, given: Iterable[str], known: Iterable[str]) -> None:

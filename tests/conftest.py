@@ -83,6 +83,8 @@ ONE_WORKER = {
     "test_long_text": "transformers",
     "test_models": "transformers",
     "test_rope": "transformers",
+    "test_chat": "prompting",
+    "test_prompting": "prompting",
     "test_train_less": "train_less",
 }
 """Files whose tests run on one worker, for they share a slow import, many programs or a run."""

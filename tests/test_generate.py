@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax import generate
+from kvjax import generate, options
 from kvjax.engine import extend
 from kvjax.engine.decode import checked_token
 from kvjax.engine.prepare import prepare
@@ -77,6 +77,7 @@ def test_what_varies_between_calls_compiles_nothing(model: kvjax.Model) -> None:
         dict(temperature=1, top_k=7, seed=3),
         dict(top_k=40, top_p=0.9, seed=[6, 5, 4, 3, 2, 1]),
         dict(top_p=np.float32(0.5), max_new_tokens=20, budget=30),
+        dict(min_p=0.1, repetition_penalty=1.2, stop="qqq"),
     ]
     for change in changes:
         made = generate_ids(model, ids, **usual | change)
@@ -218,7 +219,7 @@ def test_a_mistake_is_one_sentence(
 
 
 def test_the_text_that_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def prompt(*words: str) -> str:
+    def prompt(*words: str) -> Any:
         return generate._prompt(generate.parser().parse_args(list(words)))
 
     file = tmp_path / "story.txt"
@@ -261,7 +262,7 @@ def test_a_chat_template_that_refuses_is_one_sentence(model: kvjax.Model) -> Non
         (None, {}, "prompts=None is not a text"),
         ([], {}, "there is no prompt"),
         ("a", {"max_tokens": 2}, r"^model\.generate has no keyword 'max_tokens'; did you mean max_new_tokens\?$"),
-        ("a", {"zzz": 2}, r"no keyword 'zzz'; it takes chat, policy,"),
+        ("a", {"zzz": 2}, r"no keyword 'zzz'; it takes chat, system, policy,"),
         ("a", {"max_new_tokens": True}, "max_new_tokens=True is not a whole number"),
         ("a", {"max_new_tokens": 2.5}, "max_new_tokens=2.5 is not a whole number"),
         ("a", {"seed": 0.5}, "seed=0.5 is not a whole number"),
@@ -350,7 +351,7 @@ def test_a_word_for_nothing_is_a_word_where_words_belong() -> None:
 
 def chosen(*words: str) -> kvjax.Policy:
     """The policy that the command line asks for."""
-    return generate._choice(generate.parser().parse_args(list(words)))[0]
+    return options.chosen(generate.parser().parse_args(list(words)))[0]
 
 
 def test_parts_are_chosen_by_name_and_set_after_a_dot() -> None:

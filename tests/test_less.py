@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax import generate
+from kvjax import generate, options
 from kvjax.cache.slots import TOKEN_BLOCK
 from kvjax.evaluate import lowrank_oracle
 from kvjax.models import ModelConfig
@@ -320,7 +320,7 @@ def test_best_rank_is_the_nearest_matrix() -> None:
 
 def test_command_line_takes_a_checkpoint() -> None:
     def choice(*words: str):
-        return generate._choice(generate.parser().parse_args(words))[0]
+        return options.chosen(generate.parser().parse_args(words))[0]
 
     expected = kvjax.policy("less", base="streaming", sinks=2, checkpoint="DIR")
     assert choice("--policy", "less", "--set", "base=streaming", "sinks=2", "--less-checkpoint", "DIR") == expected

@@ -29,6 +29,8 @@ def expected(sampling: Sampling, probs: np.ndarray = PROBS) -> np.ndarray:
     share = probs[order] / probs[order].sum()
     if sampling.top_p is not None:
         order = order[: np.searchsorted(np.cumsum(share), sampling.top_p) + 1]
+    if sampling.min_p is not None:
+        order = order[probs[order] >= sampling.min_p * probs.max()]
     kept = np.zeros_like(probs)
     kept[order] = probs[order]
     return kept / kept.sum()
@@ -48,6 +50,9 @@ def expected(sampling: Sampling, probs: np.ndarray = PROBS) -> np.ndarray:
         Sampling(0.7, top_p=0.9),
         Sampling(1.5, top_k=4, top_p=0.8),
         Sampling(1.0, top_k=2, top_p=0.5),
+        Sampling(1.0, min_p=0.3),
+        Sampling(2.0, min_p=0.4, top_k=5),
+        Sampling(1.0, min_p=1.0),
     ],
     ids=str,
 )
@@ -106,6 +111,17 @@ def test_low_precision_logits_are_sampled_in_float32() -> None:
         np.testing.assert_array_equal(draw(sampling, logits, 2000), draw(sampling, logits.astype(jnp.float32), 2000))
 
 
+def test_tokens_of_the_text_are_penalised() -> None:
+    logits = jnp.array([[2.0, -1.0, 1.9, -0.5], [2.0, -1.0, 1.9, -0.5]])
+    seen = jnp.array([[True, True, False, False], [False] * 4])
+    keys = jax.random.split(jax.random.key(0), 2)
+    assert sample(logits, keys, Sampling(0.0, repetition_penalty=1.5), seen).tolist() == [2, 0]
+    assert sample(-logits, keys, Sampling(0.0, repetition_penalty=3.0), seen).tolist() == [3, 1]
+    np.testing.assert_array_equal(sample(logits, keys, Sampling(), seen), sample(logits, keys, Sampling()))
+    with pytest.raises(ValueError, match=r"repetition_penalty=1.5 is on tokens that the text has: give them as `seen`"):
+        sample(logits, keys, Sampling(repetition_penalty=1.5))
+
+
 @pytest.mark.usefixtures("x64")
 def test_double_precision_stays() -> None:
     logits = jnp.asarray(np.log(PROBS))
@@ -125,6 +141,10 @@ def test_double_precision_stays() -> None:
         ({"top_p": 0.0}, r"^top_p is 0\.0: give a share of the probability above 0 and at most 1, or None\.$"),
         ({"top_p": 1.1}, r"^top_p is 1\.1"),
         ({"top_p": float("nan")}, r"^top_p is nan"),
+        ({"min_p": 1.5}, r"^min_p is 1\.5: give a share of the likeliest token's probability, 0 to 1, or None\.$"),
+        ({"min_p": float("nan")}, r"^min_p is nan"),
+        ({"repetition_penalty": 0}, r"^repetition_penalty is 0: give a positive number, 1 for no penalty, or None\.$"),
+        ({"repetition_penalty": float("inf")}, r"^repetition_penalty is inf"),
     ],
 )
 def test_bad_settings_are_refused_in_one_sentence(settings: dict, sentence: str) -> None:

@@ -228,7 +228,7 @@ class Dense(struct.PyTreeNode):
         remembered = view.slots.replace(score=score, protection=mask)
         return self.replace_layer(layer, view.replace(slots=remembered, state=view.state.replace(score=known)))
 
-    def take(self, index: Int[np.ndarray, " m"]) -> Dense:
+    def take(self, index: Int[np.ndarray, " m"] | Int[Array, " m"]) -> Dense:
         """Some rows, in any order."""
         return jax.tree.map(lambda leaf: leaf[index], self)
 

@@ -94,7 +94,7 @@ def put_rows(state: State, index: ArrayLike | Sequence[int], rows: State) -> Sta
         raise ValueError(f"index={where.tolist()} does not name a row of its own for each of {count} rows.")
     if state.config != rows.config:
         raise ValueError("rows of another model's state do not fit; read them with the model of the state.")
-    mine, theirs = (_described(part.policy) for part in (state, rows))
+    mine, theirs = (described(part.policy) for part in (state, rows))
     if mine != theirs or type(state.storage) is not type(rows.storage):
         raise ValueError(
             f"rows under policy {rows.policy.name!r} do not fit a state under {state.policy.name!r} or with other "
@@ -108,8 +108,8 @@ def put_rows(state: State, index: ArrayLike | Sequence[int], rows: State) -> Sta
     return state.replace(storage=storage.put(where, rows.storage), **fields)
 
 
-def _described(policy: Policy) -> tuple[Any, list[tuple[str, float]]]:
-    # What policies of other parts or settings differ in: numbers are leaves, and so are arrays that parts have learned.
+def described(policy: Policy) -> tuple[Any, list[tuple[str, float]]]:
+    """What policies of other parts or settings differ in: numbers are leaves, and so are arrays that parts learned."""
     leaves, structure = jax.tree.flatten(policy)
     numbers = (np.asarray(leaf) for leaf in leaves if np.ndim(leaf) == 0)
     return structure, [(number.dtype.kind, float(number.astype(np.float32))) for number in numbers]

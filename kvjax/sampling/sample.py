@@ -1,4 +1,4 @@
-"""Choosing the next token: greedy, temperature, top-k and top-p, one random key per row."""
+"""Choosing the next token: greedy, temperature, top-k, top-p, min-p and a penalty on repetition, one key per row."""
 
 from __future__ import annotations
 
@@ -20,10 +20,14 @@ class Sampling:
     """How the next token is drawn: a pytree, whose numbers a program takes as arguments, and hashable.
 
     Args:
-        temperature: divides the logits, at least 0; 0 takes the likeliest token, whatever the other settings.
+        temperature: divides the logits, at least 0; 0 takes the likeliest token, whatever the filters.
         top_k: draw from this many likeliest tokens, at least 1; None for all of them.
         top_p: draw from the fewest likeliest tokens that hold this share of the probability left by `top_k`,
             in (0, 1]; None or 1 for all of them (nucleus sampling, Holtzman et al., 2020, equations 2 and 3).
+        min_p: draw from the tokens that are at least this share as likely as the likeliest one, in [0, 1]; None or 0
+            for all of them (Nguyen et al., 2024, equations 1 and 2).
+        repetition_penalty: divides the positive logits of tokens that the text has, and multiplies the negative ones,
+            before anything else, above 0; None or 1 for nothing (CTRL, Keskar et al., 2019, section 4.1).
 
     Raises:
         ValueError: a setting is out of its range.
@@ -32,6 +36,8 @@ class Sampling:
     temperature: float = 0.8
     top_k: int | None = None
     top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
@@ -40,20 +46,29 @@ class Sampling:
             raise ValueError(f"top_k is {self.top_k}: give a whole number of tokens, at least 1, or None.")
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise ValueError(f"top_p is {self.top_p}: give a share of the probability above 0 and at most 1, or None.")
+        if self.min_p is not None and not 0 <= self.min_p <= 1:
+            raise ValueError(
+                f"min_p is {self.min_p}: give a share of the likeliest token's probability, 0 to 1, or None."
+            )
+        penalty = self.repetition_penalty
+        if penalty is not None and not (math.isfinite(penalty) and penalty > 0):
+            raise ValueError(f"repetition_penalty is {penalty}: give a positive number, 1 for no penalty, or None.")
         # Of one type each, or 1 and 1.0 would be arguments of two programs.
         object.__setattr__(self, "temperature", float(self.temperature))
         if self.top_k is not None:
             object.__setattr__(self, "top_k", min(int(self.top_k), ALL))
-        if self.top_p is not None:
-            object.__setattr__(self, "top_p", float(self.top_p))
+        for name in ("top_p", "min_p", "repetition_penalty"):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, float(getattr(self, name)))
 
-    def tree_flatten(self) -> tuple[tuple[Any, Any, Any], None]:
+    def tree_flatten(self) -> tuple[tuple[Any, ...], None]:
         """Numbers, of the same types whatever the settings are."""
-        top_p = 1.0 if self.top_p is None else self.top_p
-        return (self.temperature, ALL if self.top_k is None else self.top_k, top_p), None
+        settings = self.temperature, self.top_k, self.top_p, self.min_p, self.repetition_penalty
+        usual = 0.0, ALL, 1.0, 0.0, 1.0
+        return tuple(no if number is None else number for number, no in zip(settings, usual, strict=True)), None
 
     @classmethod
-    def tree_unflatten(cls, _: None, numbers: tuple[Any, Any, Any]) -> Sampling:
+    def tree_unflatten(cls, _: None, numbers: tuple[Any, ...]) -> Sampling:
         """With whatever stands for numbers, which cannot be checked."""
         made = object.__new__(cls)
         for field, number in zip(dataclasses.fields(cls), numbers, strict=True):
@@ -61,7 +76,12 @@ class Sampling:
         return made
 
 
-def sample(logits: Float[Array, "b vocab"], keys: Key[Array, " b"], sampling: Sampling) -> Int[Array, " b"]:
+def sample(
+    logits: Float[Array, "b vocab"],
+    keys: Key[Array, " b"],
+    sampling: Sampling,
+    seen: Bool[Array, "b vocab"] | None = None,
+) -> Int[Array, " b"]:
     """Draw one token per row; a row's token depends on its own logits and key alone.
 
     The noise belongs to the token and not to its place among the likeliest, so a filter that excludes nothing changes
@@ -71,20 +91,30 @@ def sample(logits: Float[Array, "b vocab"], keys: Key[Array, " b"], sampling: Sa
         logits: unnormalised log-probabilities [b, vocab]; -inf excludes a token.
         keys: one typed random key per row [b], as `jax.random.split` gives them; unused when greedy.
         sampling: the settings; under `jit` an argument, for other settings take the same program.
+        seen: which tokens each row's text has, for the penalty on repetition.
 
     Returns:
         Token ids [b], int32.
 
     Raises:
-        ValueError: there is not one key per row.
+        ValueError: there is not one key per row, or a penalty and not what it is on.
     """
+    penalty = sampling.repetition_penalty
+    if seen is None and isinstance(penalty, float) and penalty != 1.0:
+        raise ValueError(f"repetition_penalty={penalty} is on tokens that the text has: give them as `seen`.")
     if keys.shape != logits.shape[:1]:
         raise ValueError(f"{logits.shape[0]} rows need as many random keys, not {keys.shape}: use jax.random.split.")
-    return _sample(logits, keys, sampling)
+    return _sample(logits, keys, sampling, seen)
 
 
 @jax.jit
-def _sample(logits: Float[Array, "b vocab"], keys: Key[Array, " b"], sampling: Sampling) -> Int[Array, " b"]:
+def _sample(
+    logits: Float[Array, "b vocab"], keys: Key[Array, " b"], sampling: Sampling, seen: Bool[Array, "b vocab"] | None
+) -> Int[Array, " b"]:
+    if seen is not None:
+        penalty = jnp.asarray(sampling.tree_flatten()[0][4], logits.dtype)
+        logits = jnp.where(seen, jnp.where(logits > 0, logits / penalty, logits * penalty), logits)
+
     def likeliest(_: None) -> Int[Array, " b"]:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
@@ -95,7 +125,7 @@ def _sample(logits: Float[Array, "b vocab"], keys: Key[Array, " b"], sampling: S
 
 
 def _filtered(logits: Float[Array, "b vocab"], sampling: Sampling) -> Float[Array, "b vocab"]:
-    """Logits over the temperature, -inf for the tokens that top-k and top-p exclude."""
+    """Logits over the temperature, -inf for the tokens that top-k, top-p and min-p exclude."""
     logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
     # At most 0, so a tiny temperature cannot overflow to +inf.
     logits = (logits - logits.max(axis=-1, keepdims=True)) / sampling.temperature
@@ -108,9 +138,10 @@ def _filtered(logits: Float[Array, "b vocab"], sampling: Sampling) -> Float[Arra
         weight = jnp.where(by_share, jax.nn.softmax(logits), 1.0)
         return jnp.where(_first(rank, weight, jnp.where(by_share, top_p, top_k)), logits, -jnp.inf)
 
-    top_k, top_p = sampling.tree_flatten()[0][1:]
+    _, top_k, top_p, min_p, _ = sampling.tree_flatten()[0]
     begin, end = jnp.where(top_k < logits.shape[1], 0, 1), jnp.where(top_p < 1, 2, 1)
-    return jax.lax.fori_loop(begin, end, one, logits)
+    kept = jax.lax.fori_loop(begin, end, one, logits)
+    return jnp.where(kept >= jnp.log(min_p), kept, -jnp.inf)  # the likeliest token's logit is 0
 
 
 def _first(rank: Int[Array, "b n"], weight: Float[Array, "b n"], total: Float[Array, ""]) -> Bool[Array, "b n"]:

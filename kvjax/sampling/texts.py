@@ -1,17 +1,18 @@
-"""Prompts in, texts out: encoding, generation with what it cost, and text that appears as it is made."""
+"""Prompts in, texts out: generation with what it cost, and text that appears as it is made."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import time
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int, Key
+from jaxtyping import Array, Float, Int, Key
 
 from kvjax.compilation import Compiling
 from kvjax.engine.extend import prefill
@@ -20,12 +21,26 @@ from kvjax.engine.state import State, held_positions, take_rows
 from kvjax.policies.plan import Plan
 from kvjax.policies.policy import Policy
 from kvjax.policies.registry import policy as policy_by_name
-from kvjax.sampling.loop import generate_tokens
+from kvjax.sampling.beam import beam_search
+from kvjax.sampling.loop import STEPS_PER_DISPATCH, Block, generate_tokens
+from kvjax.sampling.pieces import Pieces, Stops, before_stop, stop_strings
+from kvjax.sampling.pieces import Stream as Stream
+from kvjax.sampling.prompts import encode, encode_all
 from kvjax.sampling.sample import Sampling
-from kvjax.settings import seed_number, whole_number
+from kvjax.settings import Messages, seed_number, whole_number
 
 if TYPE_CHECKING:
     from kvjax.model import Model
+
+
+class Logprob(NamedTuple):
+    """What the model thought of a token that was written, before anything was filtered or penalised."""
+
+    token: int
+    logprob: float
+    """Logarithm of its probability."""
+    likeliest: tuple[tuple[int, float], ...]
+    """The likeliest tokens in its place with theirs, the likeliest first."""
 
 
 @dataclasses.dataclass
@@ -33,11 +48,13 @@ class Generation:
     """What came out of a batch of prompts, and what it cost; times are in seconds and hold no compilation."""
 
     prompts: list[list[int]]
+    """Of each text: a prompt of several samples stands there as often."""
     tokens: list[list[int]]
+    """Of each text, up to the one that completes a stop string."""
     padded: State
-    """After the last step, with rows beyond the prompts that fill the batch and are not active."""
+    """After the last step, with rows beyond the texts' that fill the batch and are not active."""
     cache_positions: list[np.ndarray]
-    """For each layer [b, h, c]: positions held when the prompt had been read."""
+    """For each layer [b, h, c]: positions held when the prompts had been read."""
     compile_seconds: float
     """Spent on programs: tracing, lowering, compiling or fetching them; nothing where all were there."""
     prefill_seconds: float
@@ -45,11 +62,15 @@ class Generation:
     decode_seconds: float
     """Making `timed_tokens`: the tokens of all dispatches that did not wait for a program."""
     timed_tokens: int
+    logprobs: list[list[Logprob]] | None = None
+    """Of each token of each text, if asked for."""
+    beams: int = 1
+    """Rows of the state for each text."""
 
     @functools.cached_property
     def state(self) -> State:
-        """After the last step, with the prompts' rows."""
-        rows = len(self.prompts)
+        """After the last step, with the texts' rows."""
+        rows = len(self.prompts) * self.beams
         return self.padded if len(self.padded.position) == rows else take_rows(self.padded, range(rows))
 
     @property
@@ -58,39 +79,50 @@ class Generation:
         return self.timed_tokens / self.decode_seconds if self.timed_tokens else None
 
 
-def encode(model: Model, prompt: str, chat: bool = False) -> list[int]:
-    """A prompt's token ids, as the model's tokenizer starts a text; as one turn of a conversation if `chat`.
+@dataclasses.dataclass
+class Begun:
+    """Prompts that have been read, and how they are to go on."""
+
+    model: Model
+    prompts: list[list[int]]
+    """Of each row that is active."""
+    state: State
+    logits: Float[Array, "b vocab"]
+    held: list[np.ndarray]
+    max_new_tokens: int
+    sampling: Sampling
+    eos: tuple[int, ...]
+    stop: tuple[str, ...]
+    logprobs: int | None
+    compile_seconds: float
+    seconds: float
+    """Spent on reading them, without compilation."""
+
+    def blocks(self, steps: int = STEPS_PER_DISPATCH) -> Iterator[Block]:
+        """Their continuations, for once: the caches are consumed."""
+        rows = len(self.prompts)
+        narrow = Stops(self.model.tokenizer, self.stop, rows) if self.stop else None
+        arguments = self.state, self.logits, self.max_new_tokens, self.sampling, self.eos, steps
+        for block in generate_tokens(*arguments, texts=self.prompts, logprobs=self.logprobs, narrow=narrow):
+            drawn = jax.tree.map(lambda leaf: leaf[:rows], block.drawn)
+            yield Block(block.tokens[:rows], block.belongs[:rows], block.state, drawn)
+
+
+def check_room(longest: int, max_new_tokens: int, policy: Policy, model: Model) -> None:
+    """Refuse a text that would outgrow a model's positions, unless it sees those of the cache.
 
     Raises:
-        ValueError: the prompt is empty or no text, the tokenizer has no chat template or one that refuses it, or has
-            tokens that the model does not have.
+        ValueError: naming all three.
     """
-    if not prompt.strip():
-        raise ValueError("the prompt is empty; give some text.")
-    lone = next((i for i, character in enumerate(prompt) if "\ud800" <= character <= "\udfff"), None)
-    if lone is not None:
-        raise ValueError(f"the prompt is no text: character {lone} is {prompt[lone]!a}, half of a surrogate pair.")
-    ids = _turn(model, prompt) if chat else list(model.tokenizer.encode(prompt))
-    if max(ids, default=0) >= model.config.vocab_size:
+    room = model.config.max_positions
+    if longest + max_new_tokens > room and policy.codec.positions == "original":
         raise ValueError(
-            f"the tokenizer of {model.name!r} gives token {max(ids)}, but the model has {model.config.vocab_size}: "
-            "they do not belong together."
+            f"a prompt of {longest} tokens and {max_new_tokens} new ones do not fit the model's {room} positions; "
+            f"ask for fewer{instead(model.config)}."
         )
-    return ids
 
 
-def _turn(model: Model, prompt: str) -> list[int]:
-    if not getattr(model.tokenizer, "chat_template", None):
-        raise ValueError(f"the tokenizer of {model.name!r} has no chat template; leave out --chat.")
-    turns = [{"role": "user", "content": prompt}]
-    try:
-        text = model.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
-    except Exception as error:  # whatever the template's author has it raise
-        raise ValueError(f"the chat template of {model.name!r} refuses the prompt: {error}.") from error
-    return list(model.tokenizer.encode(text, add_special_tokens=False))
-
-
-def generate_ids(
+def begin(
     model: Model,
     prompts: Sequence[Sequence[int]],
     *,
@@ -103,24 +135,22 @@ def generate_ids(
     temperature: float = 0.8,
     top_k: int | None = None,
     top_p: float | None = None,
+    min_p: float | None = None,
+    repetition_penalty: float | None = None,
     seed: int | Sequence[int] = 0,
+    num_samples: int = 1,
+    stop: str | Sequence[str] = (),
     stop_at_eos: bool = True,
-    on_tokens: Callable[[np.ndarray, np.ndarray], None] | None = None,
-) -> Generation:
-    """Continue token ids; see `generate_texts` for the settings.
-
-    Args:
-        on_tokens: called with each new block of tokens [b, n] and which of them belong to their row's text.
-    """
+    logprobs: int | None = None,
+) -> Begun:
+    """Read prompts that are going to be continued; see `generate_texts` for the settings."""
     chosen = policy_by_name(policy)
     max_new_tokens = whole_number("max_new_tokens", max_new_tokens)
-    sampling = Sampling(temperature, top_k, top_p)
-    longest, room = max((len(prompt) for prompt in prompts), default=0), model.config.max_positions
-    if longest + max_new_tokens > room and chosen.codec.positions == "original":
-        raise ValueError(
-            f"a prompt of {longest} tokens and {max_new_tokens} new ones do not fit the model's {room} positions; "
-            f"ask for fewer{instead(model.config)}."
-        )
+    num_samples = whole_number("num_samples", num_samples)
+    logprobs = None if logprobs is None else whole_number("logprobs", logprobs, 0, model.config.vocab_size)
+    sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty)
+    stop = stop_strings(stop)
+    check_room(max((len(prompt) for prompt in prompts), default=0), max_new_tokens, chosen, model)
     given = [seed_number(each) for each in (seed if isinstance(seed, (list, tuple, np.ndarray)) else [seed])]
     rows, seeds = len(prompts), given if np.ndim(seed) else given * len(prompts)
     if len(seeds) != rows:
@@ -135,24 +165,118 @@ def generate_ids(
         batch = [list(prompts[row]) for row in [*range(rows), *filling]]
         state, logits = prefill(model, chosen, batch, budget, key=keys, **arguments)
         jax.block_until_ready(logits)
-        prefill_seconds = time.perf_counter() - began - (compiling.seconds - before)
-        state = state.replace(active=jnp.asarray(np.arange(len(batch)) < rows))
-        held = [positions[:rows] for positions in held_positions(state)]
-        eos = model.config.eos if stop_at_eos else ()
-        tokens: list[list[int]] = [[] for _ in prompts]
+        seconds = time.perf_counter() - began - (compiling.seconds - before)
+    if num_samples > 1:
+        # Prompts are read once, and every sample goes on from the same cache as another seed does.
+        texts = rows * num_samples
+        index = np.r_[np.repeat(np.arange(rows), num_samples), np.zeros(bucket_rows(texts) - texts, np.int64)]
+        drawn = np.asarray([(seeds[row] + i % num_samples) % 2**32 for i, row in enumerate(index)], np.int64)
+        state, logits, rows = take_rows(state, index).replace(key=_keys(drawn)), logits[index], texts
+    state = state.replace(active=jnp.asarray(np.arange(len(state.position)) < rows))
+    return Begun(
+        model=model,
+        prompts=[list(prompt) for prompt in prompts for _ in range(num_samples)],
+        state=state,
+        logits=logits,
+        held=[positions[:rows] for positions in held_positions(state)],
+        max_new_tokens=max_new_tokens,
+        sampling=sampling,
+        eos=model.config.eos if stop_at_eos else (),
+        stop=stop,
+        logprobs=logprobs,
+        compile_seconds=compiling.seconds,
+        seconds=seconds,
+    )
+
+
+def generate_ids(
+    model: Model,
+    prompts: Sequence[Sequence[int]],
+    *,
+    beams: int = 1,
+    length_penalty: float = 1.0,
+    on_tokens: Callable[[np.ndarray, np.ndarray], None] | None = None,
+    **settings: Any,
+) -> Generation:
+    """Continue token ids; see `generate_texts` for the settings.
+
+    Args:
+        model: from `kvjax.load`.
+        prompts: ids of each.
+        beams: of the search for the likeliest text; 1 for no search.
+        length_penalty: of the search.
+        on_tokens: called with each new block of tokens [b, n] and which of them belong to their row's text.
+        settings: those of `begin`.
+    """
+    check_beams(beams, length_penalty, settings)
+    if beams > 1 and on_tokens is not None:
+        raise ValueError("beams are known only at their end: nothing can be streamed; leave on_tokens out.")
+    return go_on(begin(model, prompts, **settings), beams, length_penalty, on_tokens)
+
+
+def check_beams(beams: int, length_penalty: float, settings: Mapping[str, Any]) -> None:
+    """Refuse what means nothing to a search, and a search's settings without one.
+
+    Raises:
+        ValueError: naming the setting.
+    """
+    if whole_number("beams", beams) == 1 and length_penalty != 1:
+        raise ValueError(f"length_penalty={length_penalty} means nothing without beams; give beams, too.")
+    if not math.isfinite(length_penalty):
+        raise ValueError(f"length_penalty={length_penalty} is not a finite number.")
+    usual = dict(temperature=0, top_k=None, top_p=None, min_p=None, repetition_penalty=None, logprobs=None)
+    for name, nothing in (usual | {"num_samples": 1}).items() if beams > 1 else ():
+        if settings.get(name) not in (None, nothing):
+            raise ValueError(f"{name}={settings[name]} means nothing to beams, which are not drawn; leave it out.")
+
+
+def go_on(
+    begun: Begun,
+    beams: int = 1,
+    length_penalty: float = 1.0,
+    on_tokens: Callable[[np.ndarray, np.ndarray], None] | None = None,
+) -> Generation:
+    """Continue what has been read, whose caches are consumed; see `generate_ids`."""
+    if beams > 1:
+        return _search(begun, beams, length_penalty)
+    with Compiling() as compiling:
+        tokens: list[list[int]] = [[] for _ in begun.prompts]
+        known: list[list[Logprob]] = [[] for _ in begun.prompts]
+        state = begun.state
         seconds, timed, last, compiled = 0.0, 0, time.perf_counter(), compiling.seconds
-        blocks = generate_tokens(state, logits, max_new_tokens, sampling, eos)
-        for index, (block, belongs, after) in enumerate(blocks):
-            now, state, block, belongs = time.perf_counter(), after, block[:rows], belongs[:rows]
+        for index, (block, belongs, after, drawn) in enumerate(begun.blocks()):
+            now, state = time.perf_counter(), after
             if index and compiling.seconds == compiled:  # the first token took no step
                 seconds, timed = seconds + now - last, timed + block.size
             for row, ids, keep in zip(tokens, block, belongs, strict=True):
                 row += ids[keep].tolist()
+            if drawn.logprob is not None:
+                for row, (found, keep) in enumerate(zip(known, belongs, strict=True)):
+                    found += [_logprob(drawn, row, place) for place in np.flatnonzero(keep).tolist()]
             if on_tokens is not None:
                 on_tokens(block, belongs)
             last, compiled = time.perf_counter(), compiling.seconds
-    made = [list(prompt) for prompt in prompts], tokens, state, held
-    return Generation(*made, compiling.seconds, prefill_seconds, seconds, timed)
+    made = begun.prompts, tokens, state, begun.held
+    times = begun.compile_seconds + compiling.seconds, begun.seconds, seconds, timed
+    return Generation(*made, *times, known if begun.logprobs is not None else None)
+
+
+def _logprob(drawn: Any, row: int, place: int) -> Logprob:
+    likeliest: tuple[tuple[int, float], ...] = ()
+    if drawn.likeliest is not None:
+        pairs = drawn.likeliest[row, place].tolist(), drawn.likeliest_logprob[row, place].tolist()
+        likeliest = tuple(zip(*pairs, strict=True))
+    return Logprob(int(drawn.token[row, place]), float(drawn.logprob[row, place]), likeliest)
+
+
+def _search(begun: Begun, beams: int, length_penalty: float) -> Generation:
+    with Compiling() as compiling:
+        began, wanted = time.perf_counter(), (beams, begun.max_new_tokens, begun.eos, length_penalty)
+        found = beam_search(begun.state, begun.logits, *wanted)
+        seconds = time.perf_counter() - began - compiling.seconds
+    made = begun.prompts, found.tokens[: len(begun.prompts)], found.state, begun.held
+    times = begun.compile_seconds + compiling.seconds, begun.seconds, seconds, found.steps * len(begun.prompts)
+    return Generation(*made, *times, beams=beams)
 
 
 @jax.jit
@@ -160,17 +284,36 @@ def _keys(seeds: Int[Array, " b"]) -> Key[Array, " b"]:
     return jax.vmap(jax.random.key)(seeds)
 
 
-def generate_texts(model: Model, prompts: str | Sequence[str], *, chat: bool = False, **settings: Any) -> list[str]:
+def texts_of(model: Model, made: Generation, stop: str | Sequence[str] = ()) -> list[str]:
+    """The texts of a generation, each up to its first stop string."""
+    decode = functools.partial(model.tokenizer.decode, skip_special_tokens=True)
+    return [before_stop(decode(ids), stop_strings(stop)) for ids in made.tokens]
+
+
+def generate_texts(
+    model: Model,
+    prompts: str | Sequence[str | Messages],
+    *,
+    chat: bool = False,
+    system: str | None = None,
+    **settings: Any,
+) -> list[str]:
     """Texts that continue prompts.
 
     Args:
         model: from `kvjax.load`.
-        prompts: texts; one text counts as a list of one.
-        chat: wrap each prompt as a user's turn with the tokenizer's chat template.
+        prompts: texts, or with `chat` conversations, lists of messages with `role` and `content`; one text counts as a
+            list of one.
+        chat: wrap each text as a user's turn with the tokenizer's chat template.
+        system: the turn before all others of a chat.
         settings: `policy` ("full"), `budget` (1.0), `budget_of`, `plan`, `prefill_chunk`: see `kvjax.prefill`;
-            `max_new_tokens` (128); `temperature` (0.8, 0 is greedy), `top_k`, `top_p`: see `Sampling`;
+            `max_new_tokens` (128); `temperature` (0.8, 0 is greedy), `top_k`, `top_p`, `min_p`, `repetition_penalty`:
+            see `Sampling`; `stop`: texts that end a text before them; `stop_at_eos` (True);
             `seed` (0): one number, or one for each prompt; the same seed gives a prompt the same text in any batch;
-            `stop_at_eos` (True).
+            `num_samples` (1): texts of each prompt, which is read once, one after the other in what is returned; the
+            i-th is drawn as with seed + i, while the policy's own randomness is that of the prompt;
+            `beams` (1), `length_penalty` (1.0): the likeliest text that a search finds, see `beam_search`;
+            `logprobs`, `on_tokens`: see `generate_ids`.
 
     A batch is filled up to 1, 2, 3, 4, 6, 8, 12, 16, ... rows, for which there is a program and memory; what compiles
     once more is in docs/compilation.md.
@@ -179,31 +322,37 @@ def generate_texts(model: Model, prompts: str | Sequence[str], *, chat: bool = F
         ValueError: a prompt is empty or too long, or a setting is out of range.
     """
     texts = [prompts] if isinstance(prompts, str) else list(prompts)
-    made = generate_ids(model, [encode(model, text, chat) for text in texts], **settings)
-    return [model.tokenizer.decode(ids, skip_special_tokens=True) for ids in made.tokens]
+    made = generate_ids(model, encode_all(model, texts, chat, system), **settings)
+    return texts_of(model, made, settings.get("stop", ()))
 
 
-class Stream:
-    """Prints a row's text as its tokens arrive, holding back a character whose bytes are not all there yet."""
+def stream_text(
+    model: Model, prompt: str | Messages, *, chat: bool = False, system: str | None = None, **settings: Any
+) -> Iterator[str]:
+    """The text that continues one prompt, in pieces as they come.
 
-    def __init__(self, tokenizer: Any, write: Callable[[str], Any]) -> None:
-        self.tokenizer, self.write = tokenizer, write
-        self.ids: list[int] = []
-        # Text up to `shown` has been printed; tokens from `context` are decoded with what follows, not the whole text.
-        self.context, self.shown = 0, 0
+    Half a character and what may be the beginning of a stop string are held back until more is known.
 
-    def __call__(self, block: np.ndarray, belongs: np.ndarray) -> None:
-        self.ids += block[0][belongs[0]].tolist()
-        if not self._decode(self.ids[self.context :]).endswith("\ufffd"):
-            self.flush()
+    Args:
+        model: from `kvjax.load`.
+        prompt: a text, or with `chat` a conversation.
+        chat: wrap a text as a user's turn.
+        system: the turn before all others of a chat.
+        settings: those of `begin`; several samples cannot be streamed.
 
-    def flush(self) -> None:
-        """Print what has not been printed of the text so far."""
-        if len(self.ids) == self.shown:
-            return
-        before = self._decode(self.ids[self.context : self.shown])
-        self.write(self._decode(self.ids[self.context :])[len(before) :])
-        self.context, self.shown = self.shown, len(self.ids)
+    Raises:
+        ValueError: the prompt is empty or too long, or a setting is out of range; before the first piece is asked for.
+    """
+    if settings.get("num_samples", 1) != 1:
+        raise ValueError(f"num_samples={settings['num_samples']}: one text can be streamed; use model.generate.")
+    begun = begin(model, [encode(model, prompt, chat, system)], **settings)
 
-    def _decode(self, ids: list[int]) -> str:
-        return self.tokenizer.decode(ids, skip_special_tokens=True)
+    def pieces() -> Iterator[str]:
+        text = Pieces(model.tokenizer, begun.stop)
+        for block in begun.blocks(steps=1):
+            if piece := text.add(block.tokens[0][block.belongs[0]].tolist()):
+                yield piece
+        if piece := text.finish():
+            yield piece
+
+    return pieces()

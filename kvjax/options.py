@@ -1,0 +1,175 @@
+"""What commands that write text share: options, the policy that these choose, and tables of policies and settings."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any, TextIO
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from kvjax import policies
+from kvjax.engine.prepare import WHOLES
+from kvjax.policies import describe
+from kvjax.policies.policy import Policy
+from kvjax.sampling.pieces import stop_strings
+from kvjax.sampling.sample import Sampling
+from kvjax.settings import PART_KEYS, parse_budgets, parse_settings, read_config, seed_number
+
+
+def add_policy_options(options: argparse.ArgumentParser, policy: str, budget: float, whole: str) -> None:
+    """Give a command the options of a policy; the defaults are for its help."""
+    options.add_argument(
+        "--policy",
+        help=f"which tokens stay in the cache; `list` shows all, FILE.py:NAME is your own (default: {policy})",
+    )
+    options.add_argument(
+        "--budget", help=f"slots per head, a fraction, or slots for each layer as 64,48,32,16 (default: {budget})"
+    )
+    options.add_argument(
+        "--budget-of", choices=WHOLES, help=f"what a fraction is of; text is prompt + new tokens (default: {whole})"
+    )
+    for part, table, what in (
+        ("plan", policies.PLANS, "how the budget is spread over layers or heads"),
+        ("residual", policies.RESIDUALS, "what becomes of evicted pairs"),
+        ("codec", policies.CODECS, "how a slot lies in memory"),
+        ("selection", policies.SELECTIONS, "which of the held tokens a query reads"),
+    ):
+        options.add_argument(
+            f"--{part}", metavar="NAME", help=f"{what}: {', '.join(table)} (default: the policy's own)"
+        )
+    options.add_argument(
+        "--set",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="key=value",
+        dest="settings",
+        help="settings of the policy, and of its parts: recent=0.3 residual.kernels=performer plan.floor=0.3",
+    )
+    options.add_argument("--less-checkpoint", metavar="DIR", help="kernels of LESS, from kvjax train_less")
+    options.add_argument("--config", help="a TOML file or the name of a shipped one; options override it")
+    options.add_argument("--prefill-chunk", type=int, help="compress after every so many prompt tokens")
+
+
+def add_sampling_options(options: argparse.ArgumentParser) -> None:
+    """Give a command the options of how tokens are drawn and where texts end."""
+    options.add_argument("--temperature", type=float, help="divides the logits; 0 is greedy (default: 0.8)")
+    options.add_argument("--top-k", type=int, help="draw from this many likeliest tokens (default: all)")
+    options.add_argument("--top-p", type=float, help="draw from the likeliest tokens of this share (default: 1.0)")
+    options.add_argument(
+        "--min-p", type=float, help="draw from tokens at least this share as likely as the likeliest (default: 0.0)"
+    )
+    options.add_argument(
+        "--repetition-penalty", type=float, help="divides positive logits of tokens the text has (default: 1.0)"
+    )
+    options.add_argument(
+        "--stop", nargs="+", action="extend", default=[], metavar="TEXT", help="texts that end a text before them"
+    )
+    options.add_argument("--seed", type=int, default=0, help="of all randomness, from 0 to 2^32 - 1")
+
+
+def sampling_settings(options: argparse.Namespace) -> dict[str, Any]:
+    """What a command line says of drawing tokens and ending texts, as `kvjax.sampling.texts.begin` has it.
+
+    Raises:
+        ValueError: a setting is out of its range.
+    """
+    names = "temperature", "top_k", "top_p", "min_p", "repetition_penalty"
+    given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
+    Sampling(**given)
+    return given | {"stop": stop_strings(options.stop), "seed": seed_number(options.seed)}
+
+
+def list_policies(file: TextIO) -> None:
+    """A table of the policies in groups, and of the members of the other parts, with their settings."""
+    groups = [(f"policies (--policy): {group}", entries) for group, entries in describe.policies().items()]
+    groups += [(f"{part}s (--{part})", entries) for part, entries in describe.parts().items()]
+    tables: list[Any] = []
+    for title, entries in groups:
+        table = Table(
+            title=title, title_justify="left", title_style="bold", box=None, padding=(0, 1), show_header=False
+        )
+        table.add_column(no_wrap=True, min_width=15)
+        table.add_column(ratio=1)
+        table.add_column(width=24)
+        for entry in entries:
+            settings = "  ".join(f"{setting.name}={setting.default!r}" for setting in entry.settings)
+            text = Text(entry.summary)
+            table.add_row(entry.name, text.append(f"\n{settings}", "dim") if settings else text, entry.paper)
+        tables += [table, ""]
+    console = _console(file)
+    console.print(*tables, sep="\n", highlight=False)
+    usual = ", ".join(f"{setting.name}={setting.default!r}" for setting in describe.common())
+    console.print(
+        f"codecs (--codec): {', '.join(policies.CODECS)}\n\n"
+        f"Nearly every policy also takes {usual}. --policy NAME --help says what settings mean.",
+        highlight=False,
+        markup=False,
+    )
+
+
+def explain_policy(name: str, file: TextIO) -> None:
+    """What a policy is, and a table of its settings, their defaults and meanings.
+
+    Raises:
+        ValueError: there is no such policy.
+    """
+    if name not in policies.REGISTRY:
+        raise ValueError(f"there is no policy {name!r}; choose one of {', '.join(policies.REGISTRY)}.")
+    entry = describe.described(name)
+    console = _console(file)
+    console.print(f"{entry.name}: {entry.summary} From: {entry.paper}.", highlight=False, markup=False)
+    table = Table(
+        title="settings (--set key=value)", title_justify="left", title_style="bold", box=None, padding=(0, 1)
+    )
+    for heading in ("setting", "default"):
+        table.add_column(heading, no_wrap=True, justify="left")
+    table.add_column("meaning", ratio=1)
+    for setting in entry.settings:
+        table.add_row(setting.name, Text(repr(setting.default)), Text(setting.meaning))
+    console.print(table)
+
+
+def _console(file: TextIO) -> Console:
+    return Console(file=file, width=None if file.isatty() else 110)
+
+
+def chosen(
+    options: argparse.Namespace, usual: str = "full", slots: float = 1.0, whole: str = WHOLES[0]
+) -> tuple[Policy, dict[str, Any]]:
+    """The policy that a command line asks for, and the budget and the reading of prompts, as `kvjax.prefill` has them.
+
+    Args:
+        options: of `add_policy_options`.
+        usual: the policy where none is named.
+        slots: the budget where none is named, of policies that have one.
+        whole: what a fraction is of where that is not said.
+
+    Raises:
+        ValueError: there is no such policy, part, setting or budget.
+    """
+    config = read_config(options.config) if options.config is not None else {}
+    name = config.get("policy", usual) if options.policy is None else options.policy
+    given = {part: getattr(options, part) for part in PART_KEYS}
+    parts = {part: config.get(part) if word is None else word for part, word in given.items()}
+    # A config's settings are those of its own policy and parts.
+    chosen = {"policy": name, **parts}
+    own = {setting: setting.partition(".")[0] if "." in setting else "policy" for setting in config.get("settings", {})}
+    settings = {setting: config["settings"][setting] for setting, of in own.items() if chosen[of] == config.get(of)}
+    settings |= parse_settings(options.settings)
+    if options.less_checkpoint is not None:
+        settings["checkpoint" if name == "less" else "residual.checkpoint"] = options.less_checkpoint
+    policy = policies.policy(name, **parts, **settings)
+    bounded = policy.plan.bounded and not policy.plan.decides
+    slots = config.get("budget", slots if bounded else 1.0)
+    budget = slots if options.budget is None else parse_budgets(options.budget)
+    if options.budget is not None and not policy.plan.bounded and policy.selection is None:
+        raise ValueError(
+            f"budget={options.budget} means nothing to policy {name}, which keeps everything; leave it out, or choose "
+            "another policy."
+        )
+    chunk = config.get("prefill_chunk") if options.prefill_chunk is None else options.prefill_chunk
+    whole = options.budget_of or config.get("budget_of", whole)
+    return policy, {"budget": budget, "budget_of": whole, "prefill_chunk": chunk}

@@ -1,0 +1,262 @@
+"""Files of prompts and of questions, and the lines of JSON of what comes of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from kvjax.engine.prepare import prepare
+from kvjax.files import check_writable, read_text, write_text
+from kvjax.results import samples, told
+from kvjax.sampling.prompts import encode
+from kvjax.sampling.questions import answer, encode_questions
+from kvjax.sampling.texts import check_room, generate_ids
+from kvjax.settings import Messages, conversation
+
+if TYPE_CHECKING:
+    from kvjax.model import Model
+
+JSON_LINES = ".jsonl"
+
+
+class Line(NamedTuple):
+    """A line of a file that has something to be continued."""
+
+    number: int
+    """From 1."""
+    prompt: str | Messages
+    given: dict[str, Any]
+    """What the result repeats: an `id`, if there is one, or the question."""
+
+
+def read_prompts(file: Path) -> list[Line]:
+    """Lines of JSON with a `prompt` or with `messages`, and perhaps an `id`; empty lines are none.
+
+    Raises:
+        ValueError: a line is something else, said with its number.
+    """
+
+    def prompt(value: Any) -> tuple[str | Messages, dict[str, Any]]:
+        keys = set(value) if isinstance(value, dict) else set[str]()
+        if keys - {"id"} not in ({"prompt"}, {"messages"}) or not isinstance(value.get("prompt", ""), str):
+            raise ValueError('it is not of the form {"prompt": "..."} or {"messages": [...]}, with an "id" or without.')
+        told = {"id": value["id"]} if "id" in keys else {}
+        return value["prompt"] if "prompt" in keys else conversation(value["messages"]), told
+
+    return _lines(file, lambda text: prompt(_parsed(text)))
+
+
+def read_questions(file: Path) -> list[Line]:
+    """Questions, a line each; or if the file is of JSON lines, as {"question": "..."}; empty lines are none.
+
+    Raises:
+        ValueError: a line is something else, said with its number.
+    """
+
+    def question(text: str) -> tuple[str, dict[str, Any]]:
+        value = _parsed(text) if file.suffix == JSON_LINES else {"question": text}
+        asked = value.get("question") if isinstance(value, dict) and set(value) == {"question"} else None
+        if not isinstance(asked, str) or not asked.strip():
+            raise ValueError('it is not of the form {"question": "..."}.')
+        return asked, {"question": asked}
+
+    return _lines(file, question)
+
+
+def _parsed(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"it is not JSON: {error.msg} at column {error.colno}.") from None
+
+
+def _lines(file: Path, read: Callable[[str], tuple[str | Messages, dict[str, Any]]]) -> list[Line]:
+    found = []
+    for number, text in enumerate(read_text(file).split("\n"), 1):
+        if text.strip():
+            found.append(Line(number, *of_line(file, number, lambda text=text: read(text.removesuffix("\r")))))
+    if not found:
+        raise ValueError(f"{file} has no line; give at least one.")
+    return found
+
+
+def of_line(file: Path, number: int, do: Callable[[], Any]) -> Any:
+    """What a function makes of a line of a file.
+
+    Raises:
+        ValueError: what it raises, with the line's number.
+    """
+    try:
+        return do()
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{file}, line {number}: {error}") from error
+
+
+class Results:
+    """What came of each line, as lines of JSON on standard output, or in a file that is whole or not there.
+
+    Until all lines are done, those that are stand in a hidden file beside it, from which the same run goes on.
+
+    Args:
+        file: None for standard output.
+        run: whatever decides what comes out, fit for `json.dumps`.
+        total: lines.
+
+    Raises:
+        ValueError: the file cannot be written, or another run has begun it.
+    """
+
+    def __init__(self, file: Path | None, run: Any, total: int) -> None:
+        self.file, self.total = file, total
+        self.done: dict[int, str] = {}
+        """Lines that are done, by their numbers."""
+        if file is None:
+            return
+        check_writable(file, JSON_LINES)
+        self._run = hashlib.sha256(json.dumps(run, sort_keys=True, default=str).encode()).hexdigest()
+        self._aside = file.with_name(f".{file.name}.begun")
+        if self._aside.exists():
+            self._resume()
+
+    def _resume(self) -> None:
+        run, *lines = self._aside.read_text(encoding="utf-8").split("\n")[:-1] or [""]  # the last is cut, or nothing
+        if run != json.dumps({"run": self._run}):
+            raise ValueError(
+                f"{self._aside} has the beginning of a run with other prompts or settings; go on with those, or delete "
+                "it to begin anew."
+            )
+        self.done = {json.loads(line)["line"]: line for line in lines}
+        print(f"{self.file}: {len(self.done)} of {self.total} lines were done before.", file=sys.stderr)
+
+    def __enter__(self) -> Results:
+        if self.file is not None:
+            # Anew, for the last line may have been cut.
+            write_text(self._aside, "".join(f"{line}\n" for line in self._begun()))
+        columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+        self._bar = Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty(), transient=True)
+        self._task = self._bar.add_task("lines", total=self.total, completed=len(self.done))
+        self._bar.start()
+        return self
+
+    def _begun(self) -> list[str]:
+        return [json.dumps({"run": self._run}), *self.done.values()]
+
+    def write(self, number: int, result: dict[str, Any]) -> None:
+        """What came of a line."""
+        text = self.done[number] = json.dumps({"line": number} | result)
+        if self.file is None:
+            print(text, flush=True)
+        else:
+            with self._aside.open("a", encoding="utf-8") as aside:
+                aside.write(f"{text}\n")
+                aside.flush()
+                os.fsync(aside.fileno())
+        self._bar.advance(self._task)
+
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        self._bar.stop()
+        if self.file is None:
+            return
+        if error is None:
+            write_text(self.file, "".join(f"{self.done[number]}\n" for number in sorted(self.done)))
+        if error is None or not self.done:
+            self._aside.unlink()
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """What is to be done with the lines of a file.
+
+    Args:
+        load: gives the model, once all that can be wrong without it has been looked for.
+        file: of prompts or of questions.
+        out: gets lines of JSON; None for standard output.
+        batch_size: lines at once.
+        chat: whether texts are users' turns.
+        system: the turn before them; None for what the template has there.
+        settings: those of `kvjax.sampling.texts.begin`.
+        search: `beams` and `length_penalty`.
+        run: what else decides what comes out, fit for JSON.
+    """
+
+    load: Callable[[], Model]
+    file: Path
+    out: Path | None
+    batch_size: int
+    chat: bool
+    system: str | None
+    settings: dict[str, Any]
+    search: dict[str, Any]
+    run: dict[str, Any]
+
+    def results(self, total: int, prompt: Any = None) -> Results:
+        """Where results go; they go on where the same run was cut."""
+        content = hashlib.sha256(self.file.read_bytes()).hexdigest()
+        return Results(self.out, {"content": content, "prompt": prompt, "run": self.run}, total)
+
+
+def continue_lines(work: Work) -> None:
+    """Continue each prompt of a file, those of about one length together.
+
+    Raises:
+        ValueError: a line cannot be continued, said with its number before any is.
+    """
+    lines, settings = read_prompts(work.file), work.settings
+    results, model = work.results(len(lines)), work.load()
+    names = "budget", "budget_of", "max_new_tokens"
+    reading: dict[str, Any] = {name: settings[name] for name in names} | {"lengths": None, "key": None, "plan": None}
+
+    def ids_of(line: Line) -> list[int]:
+        prompt, policy = encode(model, line.prompt, work.chat, work.system), settings["policy"]
+        check_room(len(prompt), settings["max_new_tokens"], policy, model)
+        prepare(model, policy, [prompt], chunk=settings["prefill_chunk"], **reading)
+        return prompt
+
+    encoded = [(line, of_line(work.file, line.number, lambda line=line: ids_of(line))) for line in lines]
+    left = sorted((pair for pair in encoded if pair[0].number not in results.done), key=lambda pair: len(pair[1]))
+    with results:
+        for start in range(0, len(left), work.batch_size):
+            batch = left[start : start + work.batch_size]
+            made = generate_ids(model, [ids for _, ids in batch], **settings, **work.search)
+            texts, each = told(model, made, settings["stop"]), settings["num_samples"]
+            for row, (line, _) in enumerate(batch):
+                results.write(line.number, line.given | samples(texts[row * each : (row + 1) * each]))
+
+
+def answer_lines(work: Work, prompt: str | Messages, in_json: bool) -> None:
+    """Answer each question of a file about one prompt, which is read once.
+
+    Raises:
+        ValueError: a question or the prompt is wrong, or they do not fit together.
+    """
+    lines, settings = read_questions(work.file), work.settings
+    results, model = work.results(len(lines), prompt), work.load()
+    before, asked = encode_questions(model, prompt, [str(line.prompt) for line in lines], work.chat, work.system)
+    left = [(line, ids) for line, ids in zip(lines, asked, strict=True) if line.number not in results.done]
+    longest = max(map(len, asked))
+
+    def answers() -> Iterator[dict[str, Any]]:
+        questions, search = [ids for _, ids in left], work.search | {"batch_size": work.batch_size}
+        for made in answer(model, before, questions, longest=longest, **settings, **search) if left else ():
+            texts, each = told(model, made, settings["stop"]), settings["num_samples"]
+            for start in range(0, len(texts), each):
+                yield samples(texts[start : start + each])
+
+    if in_json:
+        with results:
+            for (line, _), found in zip(left, answers(), strict=True):
+                results.write(line.number, line.given | found)
+        return
+    for (line, _), found in zip(left, answers(), strict=True):
+        print(f"--- {str(line.prompt).strip()}")
+        for each in found.get("samples", [found]):
+            print(each["text"], flush=True)

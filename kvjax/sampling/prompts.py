@@ -1,0 +1,93 @@
+"""Texts and conversations as token ids."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from kvjax.settings import Messages
+
+if TYPE_CHECKING:
+    from kvjax.model import Model
+
+
+def encode(model: Model, prompt: str | Messages, chat: bool = False, system: str | None = None) -> list[int]:
+    """A prompt's token ids, as the model's tokenizer starts a text; as a conversation if it is one or `chat`.
+
+    Args:
+        model: whose tokenizer it is.
+        prompt: a text, or a conversation that waits for an answer.
+        chat: whether a text is a user's turn.
+        system: the turn before all others; None for what the template has there.
+
+    Raises:
+        ValueError: the prompt is empty or no text, the tokenizer has no chat template or one that refuses it, or has
+            tokens that the model does not have.
+    """
+    if not isinstance(prompt, str):
+        return token_ids(model, render(model, with_system(prompt, system)), begins=False)
+    if not prompt.strip():
+        raise ValueError("the prompt is empty; give some text.")
+    if chat:
+        return encode(model, [{"role": "user", "content": prompt}], system=system)
+    if system is not None:
+        raise ValueError(f"system={system!r} is a turn of a conversation; give chat=True, too.")
+    return token_ids(model, prompt)
+
+
+def token_ids(model: Model, text: str, begins: bool = True) -> list[int]:
+    """Ids of a text, with what a tokenizer puts before all texts if it `begins` one.
+
+    Raises:
+        ValueError: it is no text, or tokenizer and model do not belong together.
+    """
+    lone = next((i for i, character in enumerate(text) if "\ud800" <= character <= "\udfff"), None)
+    if lone is not None:
+        raise ValueError(f"the prompt is no text: character {lone} is {text[lone]!a}, half of a surrogate pair.")
+    encoded = model.tokenizer.encode(text) if begins else model.tokenizer.encode(text, add_special_tokens=False)
+    ids = list(encoded)
+    if max(ids, default=0) >= model.config.vocab_size:
+        raise ValueError(
+            f"the tokenizer of {model.name!r} gives token {max(ids)}, but the model has {model.config.vocab_size}: "
+            "they do not belong together."
+        )
+    return ids
+
+
+def with_system(messages: Messages, system: str | None) -> Messages:
+    """A conversation with a system's turn before all others.
+
+    Raises:
+        ValueError: it has one.
+    """
+    if system is None:
+        return messages
+    if messages and messages[0]["role"] == "system":
+        raise ValueError("the messages begin with a system's turn; leave out the other one.")
+    return [{"role": "system", "content": system}, *messages]
+
+
+def render(model: Model, messages: Messages, answers: bool = True) -> str:
+    """A conversation as the text that the model's chat template makes of it, up to where an answer begins.
+
+    Args:
+        model: whose tokenizer has the template.
+        messages: the turns.
+        answers: whether an answer is to follow.
+
+    Raises:
+        ValueError: there is no template, or it refuses the turns.
+    """
+    if not getattr(model.tokenizer, "chat_template", None):
+        raise ValueError(f"the tokenizer of {model.name!r} has no chat template; leave out --chat.")
+    try:
+        return model.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=answers)
+    except Exception as error:  # whatever the template's author has it raise
+        raise ValueError(f"the chat template of {model.name!r} refuses the prompt: {error}.") from error
+
+
+def encode_all(
+    model: Model, prompts: Sequence[str | Messages], chat: bool = False, system: str | None = None
+) -> list[list[int]]:
+    """Ids of several prompts; see `encode`."""
+    return [encode(model, prompt, chat, system) for prompt in prompts]
