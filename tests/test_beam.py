@@ -23,7 +23,6 @@ RNG = np.random.default_rng(3)
 PROMPTS = [RNG.integers(3, 128, length).tolist() for length in (5, 9, 14)]
 
 
-@pytest.mark.usefixtures("compiled_fast")
 def test_finds_what_transformers_finds(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     theirs = random_checkpoint("llama-gqa", tmp_path)

@@ -17,7 +17,6 @@ import kvjax
 from kvjax import chat
 from kvjax.sampling.conversation import Conversation
 
-pytestmark = pytest.mark.usefixtures("compiled_fast")
 SMALL: dict[str, Any] = dict(policy="h2o", budget=16, max_new_tokens=20, temperature=0.0)
 WORDS = ["--budget", "16", "--max-new-tokens", "20", "--temperature", "0"]
 TURNS = ("My name is Tom. I like red balls.", "What is my name?")

@@ -269,7 +269,7 @@ def test_llama_3_is_known_by_what_its_rope_makes_of_frequencies(tmp_path: Path) 
     tensors = tensors_of(described)
     for name, freqs, ok in (("model", factors, True), ("other", np.linspace(1, 9, 32, dtype=np.float32), False)):
         file = tmp_path / f"{name}.gguf"
-        write_gguf(file, described, tensors, extra=lambda w, x=np.asarray(freqs): rope_freqs(w, x))
+        write_gguf(file, described, tensors, extra=lambda w, x=freqs: rope_freqs(w, np.asarray(x)))
         if ok:
             assert kvjax.load(file).config.rope == scaled
         else:

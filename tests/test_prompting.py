@@ -17,7 +17,6 @@ from kvjax.sampling.prompts import encode
 from kvjax.sampling.questions import answer, encode_questions
 from kvjax.sampling.texts import generate_ids, texts_of
 
-pytestmark = pytest.mark.usefixtures("compiled_fast")
 STORY = "Once upon a time there was a girl named Lily. She liked to play in the garden with her dog."
 GREEDY: dict[str, Any] = dict(policy="h2o", budget=16, max_new_tokens=20, temperature=0.0)
 
