@@ -13,6 +13,7 @@ import ast
 import csv
 import math
 import os
+import queue
 import random
 import shlex
 import shutil
@@ -21,6 +22,7 @@ import sys
 import tempfile
 import tomllib
 from collections.abc import Iterator
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 
 from rich.progress import track
@@ -212,33 +214,52 @@ def _interval(successes: int, trials: int, z: float = 1.96) -> tuple[float, floa
     return middle - width, middle + width
 
 
+def _key(mutant: dict[str, str]) -> tuple[str, ...]:
+    return mutant["file"], mutant["operator"], mutant["occurrence"]
+
+
+def _copied(tree: Path) -> Path:
+    """A copy of what git knows of this tree."""
+    for name in subprocess.check_output(["git", "ls-files"], cwd=ROOT, text=True).splitlines():
+        (tree / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, tree / name)
+    return tree
+
+
 def main() -> None:
     """The command line."""
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--sample", type=int, default=150, help="places to change (default: 150)")
     options.add_argument("--seed", type=int, default=0, help="of the sample (default: 0)")
+    options.add_argument("--jobs", type=int, default=1, help="places that are changed at a time, each in its own copy")
     given = options.parse_args()
     file = RESULTS / "mutations.csv"
     rows = list(csv.DictReader(file.open())) if file.exists() else []
-    done = {(row["file"], row["operator"], row["occurrence"]): row for row in rows}
+    done = {_key(row): row for row in rows}
     wanted = drawn(given.sample, given.seed)
     with tempfile.TemporaryDirectory() as directory:
-        tree = Path(directory)
-        for name in subprocess.check_output(["git", "ls-files"], cwd=ROOT, text=True).splitlines():
-            (tree / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(ROOT / name, tree / name)
-        for mutant in track(wanted, "mutants"):
-            key = (mutant["file"], mutant["operator"], mutant["occurrence"])
-            if key in done:
-                continue
-            done[key] = tried(mutant, tree)
-            aside = file.with_suffix(".part")
-            with aside.open("w", newline="") as target:
-                writer = csv.DictWriter(target, FIELDS)
-                writer.writeheader()
-                writer.writerows(done.values())
-            aside.replace(file)
-    tried_rows = [done[mutant["file"], mutant["operator"], mutant["occurrence"]] for mutant in wanted]
+        trees: queue.Queue[Path] = queue.Queue()
+        for job in range(given.jobs):
+            trees.put(_copied(Path(directory) / str(job)))
+
+        def one(mutant: dict[str, str]) -> dict[str, str]:
+            tree = trees.get()
+            try:
+                return tried(mutant, tree)
+            finally:
+                trees.put(tree)
+
+        missing = [mutant for mutant in wanted if _key(mutant) not in done]
+        with ThreadPool(given.jobs) as pool:
+            for row in track(pool.imap_unordered(one, missing), "mutants", total=len(missing)):
+                done[_key(row)] = row
+                aside = file.with_suffix(".part")
+                with aside.open("w", newline="") as target:
+                    writer = csv.DictWriter(target, FIELDS)
+                    writer.writeheader()
+                    writer.writerows(done.values())
+                aside.replace(file)
+    tried_rows = [done[_key(mutant)] for mutant in wanted]
     (RESULTS / "mutations.md").write_text(report(tried_rows, given.sample, given.seed))
 
 
