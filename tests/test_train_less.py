@@ -229,6 +229,7 @@ def test_other_settings_are_refused(
     assert "holds texts of 64 tokens" in message(*arguments(text_file, new, "--budget", "64"))
 
 
+@pytest.mark.compiled_well  # as in the process that is killed
 def test_a_killed_run_ends_with_the_same_kernels(trained: Path, text_file: Path, tmp_path: Path) -> None:
     out = tmp_path / "killed"
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
