@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from pathlib import Path
 from typing import Self
@@ -10,6 +11,8 @@ import jax
 from jax import monitoring
 
 _MAKING = "/jax/core/compile/"
+_MANY_MAPPINGS = 40_000
+"""Of the 65530 memory mappings that Linux allows a process; without one XLA ends it."""
 
 
 def enable_compilation_cache(directory: str | Path | None = None) -> None:
@@ -27,6 +30,17 @@ def enable_compilation_cache(directory: str | Path | None = None) -> None:
         jax.config.update("jax_compilation_cache_dir", chosen)
         # Small programs, too: a start makes dozens of them, and each is read in a tenth of the time it is made in.
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+
+
+def drop_programs() -> None:
+    """Forget all compiled programs if there are so many that the process would soon be out of memory mappings.
+
+    Each takes some; for what runs long and compiles much, such as grids of measurements.
+    """
+    maps = Path("/proc/self/maps")
+    if maps.exists() and maps.read_bytes().count(b"\n") > _MANY_MAPPINGS:
+        jax.clear_caches()
+        gc.collect()
 
 
 class Compiling:

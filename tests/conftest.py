@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import functools
-import gc
 import os
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # before jax is imported, so that no accelerator is claimed
@@ -17,6 +15,8 @@ import hypothesis
 import jax
 import pytest
 from jax._src import compiler
+
+from kvjax.compilation import drop_programs
 
 # Compiling dominates an example's time, hence few examples and no deadline.
 hypothesis.settings.register_profile("local", deadline=None, max_examples=8)
@@ -64,16 +64,11 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def pytest_runtest_teardown(item: pytest.Item) -> None:
-    """Drop programs before there are more memory mappings than Linux allows a process: XLA would crash.
-
-    Every program takes some mappings, a test up to 2000, and a process may have 65530.
-    """
+    """Drop programs, of which a test may make hundreds."""
     count = item.session.stash.get(FINISHED, 0) + 1
     item.session.stash[FINISHED] = count
-    maps = Path("/proc/self/maps")
-    if count % 8 == 0 and maps.exists() and maps.read_bytes().count(b"\n") > 40_000:
-        jax.clear_caches()
-        gc.collect()
+    if count % 8 == 0:
+        drop_programs()
 
 
 FINISHED = pytest.StashKey[int]()

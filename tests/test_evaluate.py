@@ -14,7 +14,7 @@ import pytest
 from jaxtyping import Array
 
 import kvjax
-from kvjax import evaluate
+from kvjax import compilation, evaluate
 from kvjax.evaluate import lowrank_oracle
 from kvjax.evaluate.command import main
 from kvjax.evaluate.fidelity import hellinger
@@ -217,6 +217,17 @@ def test_store_makes_each_measurement_once(tmp_path: Path) -> None:
     (tmp_path / "m.json").write_text("{")
     with pytest.raises(ValueError, match="delete it"):
         Store(tmp_path / "m.json")
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="tells of its memory mappings on Linux only")
+def test_programs_are_dropped_before_there_are_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    program: Any = jax.jit(lambda x: x + 1)
+    program(1.0)
+    compilation.drop_programs()
+    assert program._cache_size() == 1
+    monkeypatch.setattr(compilation, "_MANY_MAPPINGS", 0)
+    compilation.drop_programs()
+    assert program._cache_size() == 0
 
 
 def test_tables_and_figures(tmp_path: Path) -> None:

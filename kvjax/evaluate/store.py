@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from kvjax.compilation import drop_programs
 from kvjax.files import write_text
 
 
@@ -49,6 +50,7 @@ class Store:
         if found is not None and not (self.redo and name not in self._fresh):
             return found
         self.show(name)
+        drop_programs()
         self._kept[name] = {"settings": _plain(settings), "result": _plain(make())}
         self._fresh.add(name)
         write_text(self.file, json.dumps(dict(sorted(self._kept.items())), indent=1) + "\n")
