@@ -15,8 +15,8 @@ from kvjax.cache.paged import Paged
 from kvjax.engine.decode import step
 from kvjax.engine.prepare import bucket
 from kvjax.engine.state import Moving, State, join_state, split_state, take_rows
+from kvjax.sampling.loop import STEPS_PER_DISPATCH
 
-STEPS_PER_DISPATCH = 16
 NEVER = -1e9
 """Added to what may not be chosen, as in transformers, whose order of candidates this is."""
 
