@@ -12,7 +12,6 @@ from kvjax.models.families.common import (
     gpt_config,
     head_width,
     layer_sources,
-    number,
     read_rope,
 )
 from kvjax.rope import Rope
@@ -23,8 +22,8 @@ def _rope(settings: Settings) -> Rope:
     if not isinstance(given, dict):
         raise LoadError(f"rope_parameters must be an object, not {given!r}.")
     parts = {"partial_rotary_factor": settings["rotary_pct"], "rope_theta": settings["rotary_emb_base"], **given}
-    width = head_width(settings, "hidden_size", "num_attention_heads") * number(parts, "partial_rotary_factor")
-    return read_rope({**settings, "rope_parameters": parts | {"partial_rotary_factor": 1.0}}, int(width))
+    width = head_width(settings, "hidden_size", "num_attention_heads")
+    return read_rope({**settings, "rope_parameters": parts}, width, partial=True)
 
 
 _NAMES = {
