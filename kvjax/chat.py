@@ -19,9 +19,8 @@ from kvjax.options import (
     add_policy_options,
     add_sampling_options,
     chosen,
-    explain_policy,
-    list_policies,
     sampling_settings,
+    tells_of_policies,
 )
 from kvjax.sampling.conversation import Conversation
 from kvjax.settings import whole_number
@@ -172,14 +171,7 @@ def run(options: argparse.Namespace) -> None:
     Raises:
         ValueError: it asks for something that cannot be, or a line that nobody typed does, said in one sentence.
     """
-    if options.help and options.policy is not None:
-        explain_policy(options.policy, sys.stdout)
-        return
-    if options.help:
-        parser().print_help()
-        return
-    if options.policy == "list":
-        list_policies(sys.stdout)
+    if tells_of_policies(options, parser):
         return
     from kvjax.model import load
 

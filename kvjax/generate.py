@@ -18,9 +18,8 @@ from kvjax.options import (
     add_policy_options,
     add_sampling_options,
     chosen,
-    explain_policy,
-    list_policies,
     sampling_settings,
+    tells_of_policies,
 )
 from kvjax.prompt_files import JSON_LINES, Work, answer_lines, continue_lines
 from kvjax.results import report, samples, summary, told
@@ -151,14 +150,7 @@ def run(options: argparse.Namespace) -> None:
     Raises:
         ValueError: it asks for something that cannot be, said in one sentence.
     """
-    if options.help and options.policy is not None:
-        explain_policy(options.policy, sys.stdout)
-        return
-    if options.help:
-        parser().print_help()
-        return
-    if options.policy == "list":
-        list_policies(sys.stdout)
+    if tells_of_policies(options, parser):
         return
     policy, reading = chosen(options)
     settings: dict[str, Any] = dict(

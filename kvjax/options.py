@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import sys
+from collections.abc import Callable
 from typing import Any, TextIO
 
 from rich.console import Console
@@ -80,6 +82,27 @@ def sampling_settings(options: argparse.Namespace) -> dict[str, Any]:
     given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
     Sampling(**given)
     return given | {"stop": stop_strings(options.stop), "seed": seed_number(options.seed)}
+
+
+def tells_of_policies(options: argparse.Namespace, parser: Callable[[], argparse.ArgumentParser]) -> bool:
+    """Whether a command line asks only what there is, which is then told on standard output.
+
+    Args:
+        options: what it asks, among it `help` and `policy`.
+        parser: makes the command's own help.
+
+    Raises:
+        ValueError: help is asked for a policy that is not there.
+    """
+    if options.help and options.policy is not None:
+        explain_policy(options.policy, sys.stdout)
+    elif options.help:
+        parser().print_help()
+    elif options.policy == "list":
+        list_policies(sys.stdout)
+    else:
+        return False
+    return True
 
 
 def list_policies(file: TextIO) -> None:
