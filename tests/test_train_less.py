@@ -182,10 +182,18 @@ def arguments(text: Path, out: Path, *more: str) -> list[str]:
     return [*shape.split(), "--text", str(text), "--out", str(out), *more]
 
 
+def start(*words: str) -> subprocess.Popen[bytes]:
+    """A run in a process of its own: those that are compared to the last bit are compiled as users' runs are."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    return subprocess.Popen(
+        [sys.executable, "-m", "kvjax.train_less", *words], env=environment, stdout=subprocess.DEVNULL
+    )
+
+
 @pytest.fixture(scope="module")
 def trained(text_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("run") / "kernels"
-    assert train_less.main(arguments(text_file, out)) == 0
+    assert start(*arguments(text_file, out)).wait() == 0
     return out
 
 
@@ -229,15 +237,9 @@ def test_other_settings_are_refused(
     assert "holds texts of 64 tokens" in message(*arguments(text_file, new, "--budget", "64"))
 
 
-@pytest.mark.compiled_well  # as in the process that is killed
 def test_a_killed_run_ends_with_the_same_kernels(trained: Path, text_file: Path, tmp_path: Path) -> None:
     out = tmp_path / "killed"
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    child = subprocess.Popen(
-        [sys.executable, "-m", "kvjax.train_less", *arguments(text_file, out)],
-        env=environment,
-        stdout=subprocess.DEVNULL,
-    )
+    child = start(*arguments(text_file, out))
     try:
         deadline = time.monotonic() + 240
         while not any((out / "training").glob("step-*")):
@@ -247,7 +249,7 @@ def test_a_killed_run_ends_with_the_same_kernels(trained: Path, text_file: Path,
         child.send_signal(signal.SIGKILL)
         child.wait()
     assert not (out / "settings.json").exists()
-    assert train_less.main(arguments(text_file, out)) == 0
+    assert start(*arguments(text_file, out)).wait() == 0
     model = kvjax.load("tiny")
     kernels, whole = (checkpoint.load(directory, model, "h2o")[0] for directory in (out, trained))
     jax.tree.map(np.testing.assert_array_equal, kernels, whole)
