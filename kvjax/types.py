@@ -180,7 +180,8 @@ class New(struct.PyTreeNode):
     """The row's randomness: numbers drawn from it depend on layer, head and position, on nothing else."""
     head: Int[Array, "b h"] | None = None
     """Which KV heads these are; None for all of them in order."""
-    layer: int = setting(0)
+    layer: int | Int[Array, ""] = 0
+    """Which of the model's; an array where layers share a program, see `Part.numbers_layers`."""
     config: LayerConfig | None = setting(None)
     """The layer's; None stands for one without a window."""
     given: bool = setting(True)
@@ -227,7 +228,7 @@ class Evicted(struct.PyTreeNode):
     k: Float[Array, "b h m d"]
     v: Float[Array, "b h m e"]
     leaving: Bool[Array, "b h m"]
-    layer: int = setting(0)
+    layer: int | Int[Array, ""] = 0
     kernels: Kernels = setting(Kernels())
 
 

@@ -20,10 +20,13 @@ def mix(x: UInt32[Array, "*b"]) -> UInt32[Array, "*b"]:
 
 
 def hashed_bits(
-    seed: UInt32[Array, "*b"], layer: int, head: UInt32[Array, "*b"], position: UInt32[Array, "*b"]
+    seed: UInt32[Array, "*b"],
+    layer: int | Int[Array, ""],
+    head: UInt32[Array, "*b"],
+    position: UInt32[Array, "*b"],
 ) -> UInt32[Array, "*b"]:
     """32 random bits for each seed, layer, head and position."""
-    bits = mix(seed ^ jnp.uint32(layer * 0x9E3779B9 & 0xFFFFFFFF))
+    bits = mix(seed ^ jnp.uint32(layer) * jnp.uint32(0x9E3779B9))
     bits = mix(bits ^ (head * jnp.uint32(0x7FEB352D) + jnp.uint32(1)))
     return mix(bits ^ (position * jnp.uint32(0x846CA68B) + jnp.uint32(1)))
 
@@ -35,7 +38,7 @@ def uniform(bits: UInt32[Array, "*b"]) -> Float[Array, "*b"]:
 
 def uniform_at(
     seed: UInt32[Array, " b"],
-    layer: int,
+    layer: int | Int[Array, ""],
     position: Int[Array, "b h c"],
     query: Int[Array, "b t"] | None = None,
     head: Int[Array, "b h"] | None = None,

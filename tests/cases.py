@@ -7,6 +7,7 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
@@ -112,7 +113,12 @@ def settings_of(policy: Policy) -> dict[str, Any]:
     known |= {"kernels": memory.get("kernels"), "parameters": memory.get("layers")}
     limited = policy.plan if isinstance(policy.plan, AfterLimit) else AfterLimit()
     known |= {"exact": isinstance(policy.score, LastQueries)}
-    return known | {"context_limit": limited.context_limit, "middle": "rest" if limited.mask is None else "mask"}
+    known |= {"context_limit": limited.context_limit, "middle": "rest" if limited.mask is None else "mask"}
+    # What a state holds as arrays.
+    return {
+        name: value.item() if isinstance(value, jax.Array) and value.ndim == 0 else value
+        for name, value in known.items()
+    }
 
 
 def slow(*values: Any) -> Any:

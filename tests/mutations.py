@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import ast
 import csv
+import functools
 import math
 import os
 import queue
@@ -152,20 +153,41 @@ def tried(mutant: dict[str, str], tree: Path) -> dict[str, str]:
     before, after = _difference(source, changed)
     found = {field: mutant[field] for field in FIELDS if field in mutant} | {"before": before, "after": after}
     (tree / file).write_text(changed)
-    environment = os.environ | {"PYTHONPATH": str(tree), "JAX_PLATFORMS": "cpu", "CI": "1"}
-    environment.pop("PYTEST_ADDOPTS", None)
     try:
         for tests in TESTS[file]:
-            command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *shlex.split(tests)]
-            try:
-                code = subprocess.run(command, cwd=tree, env=environment, capture_output=True, timeout=1800).returncode
-            except subprocess.TimeoutExpired:
-                return found | {"outcome": "timeout", "by": tests}
-            if code not in (0, 5):  # 5: no test was chosen
-                return found | {"outcome": "killed", "by": tests}
+            outcome = _outcome(tests, tree)
+            if outcome:
+                (tree / file).write_text(source)
+                _check_sound(tests, tree)
+                return found | {"outcome": outcome, "by": tests}
         return found | {"outcome": "survived", "by": ""}
     finally:
         (tree / file).write_text(source)
+
+
+def _outcome(tests: str, tree: Path) -> str:
+    """What tests say of a tree: killed, timeout, or nothing."""
+    # Most programs are those of the change before.
+    kept = {
+        "JAX_COMPILATION_CACHE_DIR": str(tree.parent / "programs"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    }
+    environment = os.environ | kept | {"PYTHONPATH": str(tree), "JAX_PLATFORMS": "cpu", "CI": "1"}
+    environment.pop("PYTEST_ADDOPTS", None)
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *shlex.split(tests)]
+    try:
+        code = subprocess.run(command, cwd=tree, env=environment, capture_output=True, timeout=900).returncode
+    except subprocess.TimeoutExpired:
+        return "timeout"
+    return "" if code in (0, 5) else "killed"  # 5: no test was chosen
+
+
+@functools.cache
+def _check_sound(tests: str, tree: Path) -> None:
+    """That tests which noticed a change pass without it."""
+    if _outcome(tests, tree):
+        raise RuntimeError(f"pytest {tests} fails in a tree that nothing was changed in.")
 
 
 def _difference(before: str, after: str) -> tuple[str, str]:

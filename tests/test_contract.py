@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -16,7 +17,8 @@ from jaxtyping import Array
 
 import kvjax
 from kvjax.cache import paged
-from kvjax.engine import decode, extend
+from kvjax.engine import decode, read_prompts
+from kvjax.engine.extend import lower_prefill
 from kvjax.engine.state import held_positions, slot_limits
 from kvjax.model import Model
 from kvjax.models import Rope
@@ -117,7 +119,7 @@ def close(a: Any, b: Any, tolerance: float = 2e-4) -> None:
 
 def programs() -> list[int]:
     """How many programs have been compiled to read prompts and to take steps."""
-    functions: list[Any] = [extend._read_prompts, decode._step, paged._pack]
+    functions: list[Any] = [read_prompts._read_prompts, decode._step, paged._pack]
     return [function._cache_size() for function in functions]
 
 
@@ -134,6 +136,26 @@ def test_equals_the_full_cache_when_there_is_room(name: str) -> None:
     expected, following = full(lengths, 20)
     close(logits, expected)
     close(follow(state, 20)[1][0], following)
+
+
+@every_mixture
+def test_layers_that_share_a_program_read_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In deep models each layer reads a whole prompt by a program that equal ones share."""
+    case = CASES[name]
+    state, logits = read(case)
+    monkeypatch.setattr(read_prompts, "DEEP", GQA.layers)
+    layer: Any = read_prompts._read_layer
+    before = layer._cache_size()
+    alone, found = read(case)
+    policy, chunk = alone.policy, case.prefill_chunk or alone.policy.score.prefill_chunk
+    parts = [getattr(policy, field.name) for field in dataclasses.fields(policy)]
+    numbered = any(getattr(part, "numbers_layers", False) for part in parts)
+    together = policy.score.aligned_layers or policy.score.offloads
+    sizes = len({view.shape for view in state.storage.positions()})
+    expected = 0 if chunk or numbered or together else 1 if policy.plan.per_head else sizes
+    assert layer._cache_size() - before == expected
+    close(logits, found)
+    jax.tree.map(close, state.storage, alone.storage)
 
 
 @every_policy
@@ -347,7 +369,7 @@ def test_a_step_of_the_embedded_model_needs_a_twentieth_of_its_cache(name: str, 
 def test_a_long_prompt_needs_less_than_one_matrix_of_its_length(name: str) -> None:
     n = 8192
     model = random_model(small_config(4, 2, layers=1, max_positions=n))
-    memory = extend.lower_prefill(model, name, np.zeros((1, n), int), 128).compile().memory_analysis()
+    memory = lower_prefill(model, name, np.zeros((1, n), int), 128).compile().memory_analysis()
     if memory is None:
         pytest.skip("this backend has no memory analysis")
     assert memory.temp_size_in_bytes < 4 * n * n

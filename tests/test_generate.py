@@ -19,7 +19,7 @@ import pytest
 
 import kvjax
 from kvjax import generate, options
-from kvjax.engine import extend
+from kvjax.engine import read_prompts
 from kvjax.engine.decode import checked_token
 from kvjax.engine.prepare import prepare
 from kvjax.pictures import cache_map
@@ -70,7 +70,7 @@ def test_what_varies_between_calls_compiles_nothing(model: kvjax.Model) -> None:
     usual: dict[str, Any] = dict(policy="less", budget=32, max_new_tokens=24)
     first = generate_ids(model, ids, **usual)
     assert first.compile_seconds > 0
-    programs: list[Any] = [extend._read_prompts, loop._many, loop.draw]
+    programs: list[Any] = [read_prompts._read_prompts, loop._many, loop.draw]
     before = [program._cache_size() for program in programs]
     changes: list[dict[str, Any]] = [
         dict(temperature=0.0),
@@ -211,7 +211,9 @@ def test_a_mistake_is_one_sentence(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setattr(extend, "_read_prompts", None)  # whatever is refused is refused before anything is compiled
+    monkeypatch.setattr(
+        read_prompts, "_read_prompts", None
+    )  # whatever is refused is refused before anything is compiled
     prompt = [] if {"--prompt-file", "--prompt"} & set(arguments) else ["--prompt", STORY]
     assert generate.main([*prompt, *arguments]) == 2
     said = capsys.readouterr().err.strip()

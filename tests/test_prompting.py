@@ -12,7 +12,7 @@ import pytest
 
 import kvjax
 from kvjax import generate, prompt_files
-from kvjax.engine import extend
+from kvjax.engine import read_prompts
 from kvjax.sampling.prompts import encode
 from kvjax.sampling.questions import answer, encode_questions
 from kvjax.sampling.texts import generate_ids, texts_of
@@ -209,7 +209,7 @@ def test_questions_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureF
 def test_a_wrong_line_is_one_sentence_before_anything_runs(
     text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(extend, "_read_prompts", None)
+    monkeypatch.setattr(read_prompts, "_read_prompts", None)
     file = tmp_path / "in.jsonl"
     file.write_text(text)
     assert generate.main(["--prompt-file", str(file)]) == 2
@@ -242,7 +242,7 @@ def test_a_wrong_line_is_one_sentence_before_anything_runs(
 def test_a_mistake_is_one_sentence(
     words: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(extend, "_read_prompts", None)
+    monkeypatch.setattr(read_prompts, "_read_prompts", None)
     questions, wrong = tmp_path / "questions.txt", tmp_path / "WRONG.jsonl"
     questions.write_text("Who?\n")
     wrong.write_text('[{"prompt": ""}]')

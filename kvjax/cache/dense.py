@@ -282,7 +282,13 @@ class Dense(struct.PyTreeNode):
 
 
 def empty(
-    rules: Any, config: LayerConfig, layer: int, *, limit: Int[Array, "b h"], slots: int, dtype: DTypeLike
+    rules: Any,
+    config: LayerConfig,
+    layer: int | Int[Array, ""],
+    *,
+    limit: Int[Array, "b h"],
+    slots: int,
+    dtype: DTypeLike,
 ) -> View:
     """A layer's slots with nothing in them.
 

@@ -183,7 +183,7 @@ def _gumbel(ask: Ask, new: New) -> Gumbel:
     assert isinstance(ask, Sums)
     tau = jnp.asarray(ask.tau)
     tau = tau[:, 0] if tau.ndim else jnp.full(new.seed.shape, tau)
-    return Gumbel(new.seed, tau, new.layer, "none" if ask.noise is None else ask.noise.kind)
+    return Gumbel(new.seed, tau, *((0, "none") if ask.noise is None else (int(new.layer), ask.noise.kind)))
 
 
 def weighed(ask: Ask, sums: Float[Array, "b h c"]) -> Float[Array, "b h c"]:

@@ -13,12 +13,12 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int, Key
 
 from kvjax.cache import paged
-from kvjax.cache.dense import Dense, empty
-from kvjax.engine.layer import Reading, read_block, read_token
-from kvjax.engine.prepare import Budget, Prompts, Tokens, bucket, check_length, check_tokens, prepare, rows_of
+from kvjax.cache.dense import Dense
+from kvjax.engine.layer import Reading, read_block
+from kvjax.engine.prepare import Budget, Tokens, bucket, check_length, check_tokens, prepare, rows_of
+from kvjax.engine.read_prompts import lower_prompts, read_prompts
 from kvjax.engine.state import State, Storage
-from kvjax.models.config import ModelConfig
-from kvjax.models.decoder import Weights, unembed
+from kvjax.models.decoder import unembed
 from kvjax.policies.part import of_kvjax
 from kvjax.policies.plan import Plan
 from kvjax.policies.policy import Policy
@@ -76,7 +76,7 @@ def prefill(
     settings: dict[str, Any] = dict(max_new_tokens=max_new_tokens, key=key, plan=plan, chunk=prefill_chunk)
     prompts = prepare(model, policy, tokens, budget, lengths, budget_of=budget_of, **settings)
     kernels = implementation if isinstance(implementation, Kernels) else Kernels(implementation)
-    storage, position, seed, logits = _read_prompts(*_arguments(model, prompts), **_static(model, prompts, kernels))
+    storage, position, seed, logits = read_prompts(model, prompts, kernels)
     score = type(prompts.policy.score)
     if not of_kvjax(score) and np.isnan(logits).any():
         raise ValueError(
@@ -86,7 +86,7 @@ def prefill(
         storage = paged.build(storage, paged.page_slots(prompts.tokens.shape[1] + max_new_tokens))
     state = State(
         weights=model.weights,
-        policy=prompts.policy,
+        policy=jax.tree.map(jnp.asarray, prompts.policy),  # numbers would travel to the device anew at every step
         storage=storage,
         position=position,
         prompt_length=jnp.asarray(prompts.lengths),
@@ -116,83 +116,7 @@ def lower_prefill(
     """The program of `prefill` for these arguments, to compile and ask for its `memory_analysis()`."""
     settings: dict[str, Any] = dict(max_new_tokens=max_new_tokens, key=None, plan=plan, chunk=prefill_chunk)
     prompts = prepare(model, policy, tokens, budget, lengths, budget_of=budget_of, **settings)
-    return _read_prompts.lower(*_arguments(model, prompts), **_static(model, prompts, Kernels()))
-
-
-def _arguments(model: Model, prompts: Prompts) -> tuple[Any, ...]:
-    arrays = prompts.tokens, prompts.lengths, prompts.horizon, prompts.keys, prompts.limits
-    return model.weights, prompts.policy, *arrays
-
-
-def _static(model: Model, prompts: Prompts, kernels: Kernels) -> dict[str, Any]:
-    sizes = dict(capacities=prompts.capacities, lines=prompts.lines, chunk=prompts.chunk)
-    return dict(config=model.config, kernels=kernels, **sizes)
-
-
-@functools.partial(jax.jit, static_argnames=("config", "capacities", "lines", "chunk", "kernels"))
-def _read_prompts(
-    weights: Weights,
-    policy: Policy,
-    tokens: Int[Array, "b n"],
-    lengths: Int[Array, " b"],
-    horizon: Int[Array, " b"],
-    keys: Key[Array, " b"],
-    limits: tuple[Int[Array, "b h"], ...],
-    *,
-    config: ModelConfig,
-    capacities: tuple[int, ...],
-    lines: tuple[int, ...],
-    chunk: int | None,
-    kernels: Kernels,
-) -> tuple[Any, Int[Array, " b"], Array, Float[Array, "b vocab"]]:
-    rows, padded = tokens.shape
-    seed = jax.vmap(lambda key: jax.random.bits(jax.random.fold_in(key, 1), dtype=jnp.uint32))(keys)
-    dtype = weights.embedding.dtype
-    # A prompt read whole starts from no slots at all; one read in chunks from a cache of its final size.
-    layers = enumerate(zip(config.layer_configs, limits, capacities, strict=True))
-    roomy = policy.sized(lines)
-    made = (
-        empty(roomy, shape, layer, limit=limit, slots=0 if chunk is None else capacity, dtype=dtype)
-        for layer, (shape, limit, capacity) in layers
-    )
-    storage: Any = Dense(tuple(made))
-    size = padded if chunk is None else chunk
-
-    def read_chunk(start: Array | int, carry: tuple[Any, Array], *, first: bool) -> tuple[Any, Array]:
-        storage, last = carry
-        position = start + jnp.arange(size)
-        reading = Reading(
-            token=jax.lax.dynamic_slice_in_dim(tokens, start, size, axis=1),
-            position=jnp.where(position < lengths[:, None], position, -1),
-            prompt_length=lengths,
-            read=jnp.minimum(lengths, start + size),
-            horizon=horizon,
-            end=lengths + horizon,
-            seed=seed,
-            kernels=kernels,
-        )
-        if size == 1:
-            storage, hidden = read_token(weights, config, policy, storage, reading)
-        else:
-            storage, hidden = read_block(weights, config, policy, storage, reading, capacities, first=first)
-        is_last = position == (lengths - 1)[:, None]
-        newest = jnp.einsum("btw,bt->bw", hidden, is_last.astype(hidden.dtype))
-        return storage, jnp.where(is_last.any(1)[:, None], newest, last)
-
-    last = jnp.zeros((rows, config.width), dtype)
-    if chunk is None:
-        storage, last = read_chunk(0, (storage, last), first=True)
-    else:
-        if policy.score.offloads:
-            for layer in range(config.layers):
-                storage = storage.moved(layer, jax.memory.Space.Host)
-        steps = -(-lengths.max() // size)
-        storage, last = jax.lax.fori_loop(
-            0, steps, lambda i, carry: read_chunk(i * size, carry, first=False), (storage, last)
-        )
-    # A step may reuse the memory of positions, that of lengths must live on. And they come from the program, that they
-    # are committed to devices as the storage is: a step would be compiled again for what it returns itself.
-    return storage, jnp.copy(lengths), seed, unembed(weights, config, last)
+    return lower_prompts(model, prompts)
 
 
 def extend(

@@ -15,7 +15,7 @@ from kvjax.cache import slots
 from kvjax.cache.dense import Dense
 from kvjax.cache.paged import Paged, Selected, select
 from kvjax.models.config import ModelConfig
-from kvjax.models.decoder import Weights, block, embed
+from kvjax.models.decoder import LayerWeights, Weights, block, embed
 from kvjax.policies.part import of_kvjax
 from kvjax.policies.policy import Policy
 from kvjax.rope import rotate
@@ -38,7 +38,7 @@ class Reading(struct.PyTreeNode):
     given: bool = setting(True)
     kernels: Kernels = setting(Kernels())
 
-    def new(self, config: LayerConfig, layer: int, x: Array, q: Array, k: Array, v: Array) -> New:
+    def new(self, config: LayerConfig, layer: int | Int[Array, ""], x: Array, q: Array, k: Array, v: Array) -> New:
         """The tokens as a layer sees them, from what its block was given and its unrotated queries and keys."""
         return New(
             q=rotate(config.rope, q, self.position[:, None, None], self.end),
@@ -174,6 +174,38 @@ def read_block(
         rows where a score of somebody's own is NaN.
     """
     x = embed(weights, config, reading.token, reading.position)
+    numbers = range(config.layers)
+    shapes = config.layer_configs
+    return read_layers(weights.layers, numbers, shapes, config, policy, storage, reading, capacities, x, first=first)
+
+
+def read_layers(
+    layers: Sequence[LayerWeights],
+    numbers: Sequence[int] | Sequence[Int[Array, ""]],
+    shapes: Sequence[LayerConfig],
+    config: ModelConfig,
+    policy: Policy,
+    storage: Dense,
+    reading: Reading,
+    capacities: tuple[int, ...],
+    x: Float[Array, "b t width"],
+    *,
+    first: bool = False,
+) -> tuple[Dense | tuple[Selected, ...], Float[Array, "b t width"]]:
+    """`read_block` through some layers of a model, of which `storage` holds only those.
+
+    Args:
+        layers: their weights.
+        numbers: which of the model's they are.
+        shapes: of each.
+        config: of the model.
+        policy: what stays.
+        storage: what is there already.
+        reading: the tokens.
+        capacities: slots of each layer's buffers afterwards.
+        x: hidden states.
+        first: whether this is a prompt that is read whole.
+    """
     paged = first and policy.plan.per_head
     pending: list[Pending] = []
     selected: list[Selected] = []
@@ -202,13 +234,13 @@ def read_block(
         if policy.score.offloads:
             storage = storage.moved(index, jax.memory.Space.Host)
 
-    for index, (layer, shape) in enumerate(zip(weights.layers, config.layer_configs, strict=True)):
+    for index, (layer, shape) in enumerate(zip(layers, shapes, strict=True)):
 
         def attention(
             q: Array, k: Array, v: Array, index: int = index, shape: LayerConfig = shape, x: Array = x
         ) -> Array:
             nonlocal storage
-            new = reading.new(shape, index, x, q, k, v)
+            new = reading.new(shape, numbers[index], x, q, k, v)
             if policy.score.offloads:
                 storage = storage.moved(index, jax.memory.Space.Device)
             storage = storage.append(policy, shape, index, new)
@@ -225,7 +257,7 @@ def read_block(
 
         x = block(layer, config, shape, x, attention)
     for index, told in enumerate(over_layers(pending)):
-        done(index, config.layer_configs[index], told)
+        done(index, shapes[index], told)
     for rows in undefined:  # what is kept by such scores means nothing, and neither do logits
         x = jnp.where(rows[:, None, None], jnp.nan, x)
     return (tuple(selected) if paged else storage), x

@@ -132,7 +132,7 @@ def begin(
     keys = jax.random.split(jax.random.key(seed), rows)
     return State(
         weights=model.weights,
-        policy=bound,
+        policy=jax.tree.map(jnp.asarray, bound),
         storage=storage,
         position=jnp.zeros(rows, jnp.int32),
         prompt_length=jnp.ones(rows, jnp.int32),

@@ -28,6 +28,12 @@ class Part(abc.ABC):  # noqa: B024 - no part has to do anything
         ValueError: a setting is not of its annotation's type.
     """
 
+    numbers_layers: bool = False
+    """Whether what it does to a layer is another program for each, since it looks something up by the layer's number.
+
+    Layers of a deep model share one where no part does. Those of somebody's own parts do not.
+    """
+
     def __new__(cls, *values: Any, **named: Any) -> Self:
         """Checked before `__post_init__`, which may then compare numbers as such."""
         check_class(cls)

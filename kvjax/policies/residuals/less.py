@@ -55,6 +55,8 @@ class LowRankMemory(Residual):
             chooses.
     """
 
+    numbers_layers = True
+
     checkpoint: str = setting("")
     kernels: str = setting("learned")
     features: int = setting(0)
@@ -140,7 +142,7 @@ class LowRankMemory(Residual):
         """H_0 = 0, z_0 = 0."""
         rows, heads, _, width = shape.k.shape
         one = jax.ShapeDtypeStruct((rows, heads, 1, width), shape.k.dtype)
-        features = jax.eval_shape(lambda k: self.psi(shape.layer, k), one).shape[-1]
+        features = jax.eval_shape(lambda k: self.psi(int(shape.layer), k), one).shape[-1]
         dtype = wide(shape.k.dtype)
         return Memory(
             jnp.zeros((rows, heads, features, shape.v.shape[-1]), dtype), jnp.zeros((rows, heads, features), dtype)
@@ -148,11 +150,11 @@ class LowRankMemory(Residual):
 
     def absorb(self, state: Memory, evicted: Evicted) -> Memory:
         """Equations 4 and 5."""
-        features = self.psi(evicted.layer, evicted.k, evicted.kernels)
+        features = self.psi(int(evicted.layer), evicted.k, evicted.kernels)
         features = jnp.where(evicted.leaving[..., None], features, 0.0)
         added = jnp.einsum("bhmr,bhmd->bhrd", features, evicted.v.astype(state.h.dtype))
         return Memory(state.h + added, state.z + features.sum(2))
 
     def share(self, state: Memory, new: New) -> LowRank:
         """Equation 3's phi, H and z."""
-        return LowRank(self.phi(new.layer, new.q, new.kernels), *state)
+        return LowRank(self.phi(int(new.layer), new.q, new.kernels), *state)

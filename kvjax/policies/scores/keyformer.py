@@ -62,6 +62,11 @@ class GumbelSoftmax(Accumulated):
         noise = None if self.noise in ("none", "constant") else Noise(self.noise, self.fresh_noise)
         return Sums(weights, self.temperature(new), noise, over="model" if self.shared else "group")
 
+    @property
+    def numbers_layers(self) -> bool:  # type: ignore[override]
+        """Kernels have the layer's number in what they draw."""
+        return self.noise not in ("none", "constant")
+
     def temperature(self, new: New) -> float | Float[Array, "b t"]:
         """Equation 10."""
         if new.given or self.tau_init == self.tau_end:

@@ -36,6 +36,11 @@ class KeyNorm(Score):
         whole = isinstance(self.skip_layers, int) and self.skip_layers >= 0
         check(whole, "skip_layers", self.skip_layers, "a whole number from 0")
 
+    @property
+    def numbers_layers(self) -> bool:  # type: ignore[override]
+        """Where the first layers differ from the others."""
+        return self.skip_layers > 0
+
     def bind(self, model: Model) -> KeyNorm:
         """The score itself, if the model has so many layers."""
         layers = model.config.layers
@@ -50,4 +55,5 @@ class KeyNorm(Score):
 
     def score(self, view: View, new: New) -> Float[Array, "b h c"]:
         """Score = -norm, or the position in layers that are skipped."""
-        return view.position.astype(jnp.float32) if new.layer < self.skip_layers else -view.slots.score
+        skipped = self.skip_layers and new.layer < self.skip_layers
+        return view.position.astype(jnp.float32) if skipped else -view.slots.score

@@ -83,6 +83,7 @@ class LastQueries(_Observed):
 
     spares_idle_rows: ClassVar[bool] = True
     window: ClassVar[str] = "exact"
+    numbers_layers = True
 
     lines: tuple[int, ...] = setting(())
 

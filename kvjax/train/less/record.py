@@ -163,9 +163,9 @@ def _replay(
     config: LayerConfig, policy: Policy, mask: str, storage: Dense, new: New, full_lse: Float[Array, "b h g 1"]
 ) -> tuple[Dense, Pending, _Seen]:
     """One layer of a decode step on given queries, keys and values, with its log-sum-exp."""
-    before = storage.layers[new.layer].position
-    storage, evicted = storage.exchange(policy, config, new.layer, new)
-    view = storage.layers[new.layer]
+    before = storage.layers[int(new.layer)].position
+    storage, evicted = storage.exchange(policy, config, int(new.layer), new)
+    view = storage.layers[int(new.layer)]
     # One slot of each head has changed hands; what a window has passed is nobody's to remember.
     left = jnp.where(view.position != before, before, -1).max(-1)
     left = jnp.where(evicted.leaving[..., 0], left, -1)

@@ -1,0 +1,209 @@
+"""Prompts into an empty cache: in one program, or layer by layer where many layers are alike."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, Key, UInt32
+
+from kvjax.cache.dense import Dense, empty
+from kvjax.cache.paged import Selected
+from kvjax.engine.layer import Reading, read_block, read_layers, read_token
+from kvjax.engine.prepare import Prompts
+from kvjax.models.config import ModelConfig
+from kvjax.models.decoder import LayerWeights, Weights, embed, unembed
+from kvjax.policies.part import Part, of_kvjax
+from kvjax.policies.policy import Policy
+from kvjax.types import Kernels, LayerConfig
+
+if TYPE_CHECKING:
+    from kvjax.model import Model
+
+DEEP = 12
+"""Layers from which on a prompt is read layer by layer: a program for all of them takes so long to compile."""
+
+Read = tuple[Any, Int[Array, " b"], UInt32[Array, " b"], Float[Array, "b vocab"]]
+"""The storage (or what is going to stay, for plans with slots for each head), positions, seeds and logits."""
+
+
+def read_prompts(model: Model, prompts: Prompts, kernels: Kernels) -> Read:
+    """What a cache holds after prompts, and what comes next."""
+    if _shared(model.config, prompts):
+        return _read_layer_by_layer(model, prompts, kernels)
+    return _read_prompts(*_arguments(model, prompts), **_static(model, prompts, kernels))
+
+
+def lower_prompts(model: Model, prompts: Prompts) -> jax.stages.Lowered:
+    """The program that reads prompts through all layers, to compile and ask for its `memory_analysis()`."""
+    return _read_prompts.lower(*_arguments(model, prompts), **_static(model, prompts, Kernels()))
+
+
+def _arguments(model: Model, prompts: Prompts) -> tuple[Any, ...]:
+    return model.weights, prompts.policy, *_texts(prompts), prompts.limits
+
+
+def _texts(prompts: Prompts) -> tuple[Any, ...]:
+    return prompts.tokens, prompts.lengths, prompts.horizon, prompts.keys
+
+
+def _static(model: Model, prompts: Prompts, kernels: Kernels) -> dict[str, Any]:
+    sizes = dict(capacities=prompts.capacities, lines=prompts.lines, chunk=prompts.chunk)
+    return dict(config=model.config, kernels=kernels, **sizes)
+
+
+def _shared(config: ModelConfig, prompts: Prompts) -> bool:
+    """Whether layers read prompts one after another, by programs that they share."""
+    policy = prompts.policy
+    parts = [getattr(policy, field.name) for field in dataclasses.fields(policy)]
+    alone = any(isinstance(part, Part) and (part.numbers_layers or not of_kvjax(type(part))) for part in parts)
+    together = policy.score.aligned_layers or policy.score.offloads
+    return config.layers >= DEEP and prompts.chunk is None and not alone and not together
+
+
+def _read_layer_by_layer(model: Model, prompts: Prompts, kernels: Kernels) -> Read:
+    weights, config = model.weights, model.config
+    around = dataclasses.replace(weights, layers=())
+    reading, x = _begin(around, *_texts(prompts), config=config, kernels=kernels)
+    found: list[Dense | tuple[Selected, ...]] = []
+    of_layers = zip(weights.layers, config.layer_configs, prompts.limits, prompts.capacities, strict=True)
+    for number, (layer, shape, limit, capacity) in enumerate(of_layers):
+        storage, x = _read_layer(
+            layer, prompts.policy, limit, jnp.asarray(number), reading, x, config=config, shape=shape, capacity=capacity
+        )
+        found.append(storage)
+    position, logits = _end(around, reading, x, config=config)
+    selected = [each for storage in found if not isinstance(storage, Dense) for each in storage]
+    views = [view for storage in found if isinstance(storage, Dense) for view in storage.layers]
+    return (Dense(tuple(views)) if views else tuple(selected)), position, reading.seed, logits
+
+
+@functools.partial(jax.jit, static_argnames=("config", "kernels"))
+def _begin(
+    weights: Weights,
+    tokens: Int[Array, "b n"],
+    lengths: Int[Array, " b"],
+    horizon: Int[Array, " b"],
+    keys: Key[Array, " b"],
+    *,
+    config: ModelConfig,
+    kernels: Kernels,
+) -> tuple[Reading, Float[Array, "b n width"]]:
+    reading = _reading(tokens, lengths, horizon, keys, kernels)
+    return reading, embed(weights, config, reading.token, reading.position)
+
+
+@functools.partial(jax.jit, static_argnames=("config", "shape", "capacity"), donate_argnames="x")
+def _read_layer(
+    layer: LayerWeights,
+    policy: Policy,
+    limit: Int[Array, "b h"],
+    number: Int[Array, ""],
+    reading: Reading,
+    x: Float[Array, "b n width"],
+    *,
+    config: ModelConfig,
+    shape: LayerConfig,
+    capacity: int,
+) -> tuple[Dense | tuple[Selected, ...], Float[Array, "b n width"]]:
+    storage = Dense((empty(policy, shape, number, limit=limit, slots=0, dtype=x.dtype),))
+    alone = (layer,), (number,), (shape,)
+    return read_layers(*alone, config, policy, storage, reading, (capacity,), x, first=True)
+
+
+@functools.partial(jax.jit, static_argnames="config")
+def _end(
+    weights: Weights, reading: Reading, x: Float[Array, "b n width"], *, config: ModelConfig
+) -> tuple[Int[Array, " b"], Float[Array, "b vocab"]]:
+    return jnp.copy(reading.prompt_length), unembed(weights, config, _at_last(x, reading, x[:, 0]))
+
+
+@functools.partial(jax.jit, static_argnames=("config", "capacities", "lines", "chunk", "kernels"))
+def _read_prompts(
+    weights: Weights,
+    policy: Policy,
+    tokens: Int[Array, "b n"],
+    lengths: Int[Array, " b"],
+    horizon: Int[Array, " b"],
+    keys: Key[Array, " b"],
+    limits: tuple[Int[Array, "b h"], ...],
+    *,
+    config: ModelConfig,
+    capacities: tuple[int, ...],
+    lines: tuple[int, ...],
+    chunk: int | None,
+    kernels: Kernels,
+) -> Read:
+    rows, padded = tokens.shape
+    dtype = weights.embedding.dtype
+    # A prompt read whole starts from no slots at all; one read in chunks from a cache of its final size.
+    layers = enumerate(zip(config.layer_configs, limits, capacities, strict=True))
+    roomy = policy.sized(lines)
+    made = (
+        empty(roomy, shape, layer, limit=limit, slots=0 if chunk is None else capacity, dtype=dtype)
+        for layer, (shape, limit, capacity) in layers
+    )
+    storage: Any = Dense(tuple(made))
+    whole = _reading(tokens, lengths, horizon, keys, kernels)
+    size = padded if chunk is None else chunk
+
+    def read_chunk(start: Array | int, carry: tuple[Any, Array], *, first: bool) -> tuple[Any, Array]:
+        storage, last = carry
+        reading = whole.replace(
+            token=jax.lax.dynamic_slice_in_dim(whole.token, start, size, axis=1),
+            position=jax.lax.dynamic_slice_in_dim(whole.position, start, size, axis=1),
+            read=jnp.minimum(lengths, start + size),
+        )
+        if size == 1:
+            storage, hidden = read_token(weights, config, policy, storage, reading)
+        else:
+            storage, hidden = read_block(weights, config, policy, storage, reading, capacities, first=first)
+        return storage, _at_last(hidden, reading, otherwise=last)
+
+    last = jnp.zeros((rows, config.width), dtype)
+    if chunk is None:
+        storage, last = read_chunk(0, (storage, last), first=True)
+    else:
+        if policy.score.offloads:
+            for layer in range(config.layers):
+                storage = storage.moved(layer, jax.memory.Space.Host)
+        steps = -(-lengths.max() // size)
+        storage, last = jax.lax.fori_loop(
+            0, steps, lambda i, carry: read_chunk(i * size, carry, first=False), (storage, last)
+        )
+    # A step may reuse the memory of positions, that of lengths must live on. And they come from the program, that they
+    # are committed to devices as the storage is: a step would be compiled again for what it returns itself.
+    return storage, jnp.copy(lengths), whole.seed, unembed(weights, config, last)
+
+
+def _reading(
+    tokens: Int[Array, "b n"],
+    lengths: Int[Array, " b"],
+    horizon: Int[Array, " b"],
+    keys: Key[Array, " b"],
+    kernels: Kernels,
+) -> Reading:
+    """All of some prompts."""
+    place = jnp.arange(tokens.shape[1])
+    return Reading(
+        token=tokens,
+        position=jnp.where(place < lengths[:, None], place, -1),
+        prompt_length=lengths,
+        read=lengths,
+        horizon=horizon,
+        end=lengths + horizon,
+        seed=jax.vmap(lambda key: jax.random.bits(jax.random.fold_in(key, 1), dtype=jnp.uint32))(keys),
+        kernels=kernels,
+    )
+
+
+def _at_last(
+    hidden: Float[Array, "b n width"], reading: Reading, otherwise: Float[Array, "b width"]
+) -> Float[Array, "b width"]:
+    """Hidden states of each row's last token, where that is among those being read."""
+    is_last = reading.position == (reading.prompt_length - 1)[:, None]
+    newest = jnp.einsum("btw,bt->bw", hidden, is_last.astype(hidden.dtype))
+    return jnp.where(is_last.any(1)[:, None], newest, otherwise)
