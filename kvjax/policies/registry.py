@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from kvjax.cache.codec import Codec, codec
-from kvjax.policies.fastgen import PARTS, Profiled, TokenClasses
+from kvjax.policies.fastgen import Profiled, TokenClasses
 from kvjax.policies.lightkv import AfterLimit, LambdaMask
 from kvjax.policies.pairs import fitted
 from kvjax.policies.plan import AdaKV, Arithmetic, Interleaved, Plan, Pyramid, Unbounded, Uniform
@@ -81,7 +81,7 @@ def window(**common: Any) -> Policy:
     return combine(Recency(), **common)
 
 
-def dilated_window(*, dilation: int = 1, **common: Any) -> Policy:
+def dilated_window(*, dilation: int = Dilated.dilation, **common: Any) -> Policy:
     """A window with gaps: every (dilation + 1)-th token of the recent text and the newest one."""
     return combine(Dilated(dilation), **common)
 
@@ -108,13 +108,13 @@ def h2o(*, recent: int | float = 0.5, **common: Any) -> Policy:
 
 def keyformer(
     *,
-    noise: str = "gumbel",
-    tau_init: float = 1.0,
-    tau_end: float = 2.0,
+    noise: str = GumbelSoftmax.noise,
+    tau_init: float = GumbelSoftmax.tau_init,
+    tau_end: float = GumbelSoftmax.tau_end,
     recent: int | float = 0.25,
-    fresh_noise: bool = False,
-    shared: bool = False,
-    damping: float = 1.0,
+    fresh_noise: bool = GumbelSoftmax.fresh_noise,
+    shared: bool = GumbelSoftmax.shared,
+    damping: float = GumbelSoftmax.damping,
     **common: Any,
 ) -> Policy:
     """Key tokens by accumulated Gumbel softmax."""
@@ -126,13 +126,18 @@ def tova(*, recent: int | float = 1, **common: Any) -> Policy:
     return combine(LastAttention(), recent=recent, **common)
 
 
-def scissorhands(*, history: int = 128, recent: int | float = 0.25, **common: Any) -> Policy:
+def scissorhands(*, history: int = Persistence.history, recent: int | float = 0.25, **common: Any) -> Policy:
     """Persistence of importance over a history window."""
     return combine(Persistence(history), recent=recent, **common)
 
 
 def snapkv(
-    *, recent: int | float = 32, kernel: int = 7, pooling: str = "average", group: str = "mean", **common: Any
+    *,
+    recent: int | float = PromptWindow.window,
+    kernel: int = PromptWindow.kernel,
+    pooling: str = PromptWindow.pooling,
+    group: str = PromptWindow.group,
+    **common: Any,
 ) -> Policy:
     """Attention of the last `recent` prompt queries, pooled over neighbours."""
     return combine(PromptWindow(recent, kernel, pooling, group), recent=recent, **common)
@@ -140,11 +145,11 @@ def snapkv(
 
 def pyramidkv(
     *,
-    beta: float = 20.0,
-    recent: int | float = 32,
-    kernel: int = 7,
-    pooling: str = "average",
-    group: str = "mean",
+    beta: float = Pyramid.beta,
+    recent: int | float = PromptWindow.window,
+    kernel: int = PromptWindow.kernel,
+    pooling: str = PromptWindow.pooling,
+    group: str = PromptWindow.group,
     **common: Any,
 ) -> Policy:
     """SnapKV with budgets that fall from the first layer to the last, which gets 1/beta beyond the window."""
@@ -154,13 +159,13 @@ def pyramidkv(
 
 def lightkv(
     *,
-    omega: float = 4.0,
-    alpha: int | None = None,
+    omega: float = LambdaMask.omega,
+    alpha: int | None = LastQueries.alpha,
     window: str = "exact",
     middle: str = "rest",
-    context_limit: int | None = None,
-    ratio: float = 3.0,
-    offload: bool = False,
+    context_limit: int | None = AfterLimit.context_limit,
+    ratio: float = Arithmetic.ratio,
+    offload: bool = LastQueries.offload,
     sinks: int = 0,
     recent: int | float = 0,
     special: tuple[int, ...] = (),
@@ -180,16 +185,16 @@ def lightkv(
     return combine(WINDOWS[window](alpha, offload), protection=mask, plan=plan, **common)
 
 
-def l2(*, skip_layers: int = 0, **common: Any) -> Policy:
+def l2(*, skip_layers: int = KeyNorm.skip_layers, **common: Any) -> Policy:
     """The norm of the key, which rotary embeddings do not change: the largest leaves first."""
     return combine(KeyNorm(skip_layers), **common)
 
 
 def lsh_e(
     *,
-    bits: int = 16,
-    prompt: str = "sequential",
-    seed: int = 0,
+    bits: int = Hamming.bits,
+    prompt: str = Hamming.prompt,
+    seed: int = Hamming.seed,
     sinks: int = 4,
     recent: int | float = 10,
     **common: Any,
@@ -198,22 +203,22 @@ def lsh_e(
     return combine(Hamming(bits, prompt, seed), sinks=sinks, recent=recent, **common)
 
 
-def topk_oracle(*, k: int | float | None = None, **common: Any) -> Policy:
+def topk_oracle(*, k: int | float | None = TopK.k, **common: Any) -> Policy:
     """The k strongest keys of every query, chosen with a full cache: it frees nothing and says so."""
     return combine(Recency(), plan=Unbounded(), selection=TopK(k), **common)
 
 
 def fastgen(
     *,
-    threshold: float = 0.95,
-    local: float = 0.3,
-    frequent: float = 0.3,
-    frequent_among: str = "all",
-    order: tuple[str, ...] = PARTS,
-    punctuation: tuple[int, ...] = (),
-    markers: tuple[tuple[int, ...], ...] = (),
-    spare_special: int = 4,
-    spare_punctuation: float = 0.2,
+    threshold: float = Profiled.threshold,
+    local: float = Profiled.local,
+    frequent: float = Profiled.frequent,
+    frequent_among: str = Profiled.frequent_among,
+    order: tuple[str, ...] = Profiled.order,
+    punctuation: tuple[int, ...] = TokenClasses.punctuation,
+    markers: tuple[tuple[int, ...], ...] = TokenClasses.markers,
+    spare_special: int = Profiled.spare_special,
+    spare_punctuation: float = Profiled.spare_punctuation,
     sinks: int = 0,
     recent: int = 0,
     special: tuple[int, ...] = (),
@@ -228,10 +233,10 @@ def fastgen(
 def less(
     *,
     base: str | Policy = "h2o",
-    checkpoint: str = "",
-    kernels: Any = "learned",
-    features: int = 0,
-    kernel_seed: int = 0,
+    checkpoint: str = LowRankMemory.checkpoint,
+    kernels: Any = LowRankMemory.kernels,
+    features: int = LowRankMemory.features,
+    kernel_seed: int = LowRankMemory.kernel_seed,
     **settings: Any,
 ) -> Policy:
     """Any policy, whose evicted pairs stay in R x d + R numbers per KV head; further settings are the base's.

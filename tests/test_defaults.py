@@ -1,0 +1,71 @@
+"""What policies are when nothing is said: their papers' numbers, where papers have some."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+import kvjax
+from kvjax.policies.registry import CODECS, PLANS, REGISTRY, RESIDUALS, SELECTIONS, settings_in, settings_of
+
+COMMON: dict[str, Any] = {"sinks": 0, "recent": 0, "special": (), "positions": "original"}
+OBSERVED: dict[str, Any] = COMMON | {"recent": 32, "kernel": 7, "pooling": "average", "group": "mean"}
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "full": COMMON,
+    "window": COMMON,
+    "dilated_window": COMMON | {"dilation": 1},
+    "streaming": COMMON | {"sinks": 4, "positions": "cache"},
+    "lambda_mask": COMMON | {"sinks": 4},
+    "random": COMMON,
+    "h2o": COMMON | {"recent": 0.5},
+    "keyformer": COMMON
+    | {"noise": "gumbel", "tau_init": 1.0, "tau_end": 2.0, "recent": 0.25}
+    | {"fresh_noise": False, "shared": False, "damping": 1.0},
+    "tova": COMMON | {"recent": 1},
+    "scissorhands": COMMON | {"history": 128, "recent": 0.25},
+    "snapkv": OBSERVED,
+    "pyramidkv": OBSERVED | {"beta": 20.0},
+    "lightkv": COMMON
+    | {"omega": 4.0, "alpha": None, "window": "exact", "middle": "rest"}
+    | {"context_limit": None, "ratio": 3.0, "offload": False},
+    "l2": COMMON | {"skip_layers": 0},
+    "lsh_e": COMMON | {"bits": 16, "prompt": "sequential", "seed": 0, "sinks": 4, "recent": 10},
+    "topk_oracle": COMMON | {"k": None},
+    "fastgen": COMMON
+    | {"threshold": 0.95, "local": 0.3, "frequent": 0.3, "frequent_among": "all"}
+    | {"order": ("special", "punctuation", "frequent", "local"), "punctuation": (), "markers": ()}
+    | {"spare_special": 4, "spare_punctuation": 0.2},
+    "less": {"base": "h2o", "checkpoint": "", "kernels": "learned", "features": 0, "kernel_seed": 0},
+    "baseline_plus": {"base": "h2o", "features": 8},
+}
+PARTS: dict[str, dict[str, Any]] = {
+    "uniform": {"extra_slots": 0},
+    "arithmetic": {"extra_slots": 0, "ratio": 3.0},
+    "pyramid": {"extra_slots": 0, "beta": 20.0, "window": 0},
+    "interleaved": {"extra_slots": 0, "period": 2, "ratio": 4.0},
+    "adakv": {"extra_slots": 0, "floor": 0.2},
+    "topk": {"k": None},
+}
+
+
+@pytest.mark.parametrize("name", REGISTRY)
+def test_policies_begin_with_their_papers_numbers(name: str) -> None:
+    assert settings_of(name) == DEFAULTS[name]
+    if name not in ("less", "baseline_plus"):
+        # What a policy's parts hold is what its function was given.
+        of_parts = settings_in(kvjax.policy(name))
+        assert of_parts == {setting: value for setting, value in DEFAULTS[name].items() if setting in of_parts}
+        assert set(DEFAULTS[name]) - set(of_parts) <= {"middle", "window"}
+
+
+@pytest.mark.parametrize("name", [*PLANS, *SELECTIONS])
+def test_parts_begin_with_their_papers_numbers(name: str) -> None:
+    made: Any = (PLANS | SELECTIONS)[name]()
+    plain = {"plan"} if name == "adakv" else set()
+    assert {f.name: getattr(made, f.name) for f in dataclasses.fields(made) if f.name not in plain} == PARTS[name]
+
+
+def test_names_of_parts() -> None:
+    assert (*RESIDUALS, *CODECS) == ("less", "plain", "int8", "int4")
