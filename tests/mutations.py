@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import ast
 import csv
-import functools
+import hashlib
 import math
 import os
 import queue
@@ -30,43 +30,76 @@ from rich.progress import track
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "docs" / "results"
-FIELDS: tuple[str, ...] = ("file", "line", "definition", "operator", "occurrence", "before", "after", "outcome", "by")
+FIELDS = ("file", "line", "column", "definition", "operator", "occurrence", "nth", "before", "after", "outcome", "by")
 _ORACLES, _CONTRACT = "tests/test_oracles.py", "tests/test_contract.py"
-_CORE = "-m core"
+_CORE, _DEFAULTS = f"{_ORACLES} -m core", "tests/test_defaults.py"
 # For each file the tests that are about it, the quickest first. A mutant that all of them let live might still be
 # noticed elsewhere in the default suite: what is reported as killed is a lower bound.
 TESTS: dict[str, tuple[str, ...]] = {
-    "kvjax/policies/scores/h2o.py": (f"{_ORACLES} -k h2o", "tests/test_keyformer.py", f"{_CONTRACT} -k h2o"),
+    "kvjax/policies/scores/h2o.py": (_DEFAULTS, f"{_ORACLES} -k h2o", "tests/test_keyformer.py", f"{_CONTRACT} -k h2o"),
     "kvjax/policies/scores/keyformer.py": (
+        _DEFAULTS,
         f"{_ORACLES} -k keyformer",
         "tests/test_keyformer.py tests/test_extend.py -k keyformer",
         f"{_CONTRACT} -k keyformer",
     ),
-    "kvjax/policies/scores/l2.py": (f"{_ORACLES} -k l2", f"{_CONTRACT} -k l2"),
-    "kvjax/policies/scores/lightkv.py": (f"{_ORACLES} -k lightkv", "tests/test_window_attention.py"),
-    "kvjax/policies/scores/lsh_e.py": (f"{_ORACLES} -k lsh_e", f"{_CONTRACT} -k lsh_e", "tests/test_codec.py"),
-    "kvjax/policies/scores/random.py": (f"{_ORACLES} -k random", f"{_CONTRACT} -k random"),
+    "kvjax/policies/scores/l2.py": (_DEFAULTS, f"{_ORACLES} -k l2", f"{_CONTRACT} -k l2"),
+    "kvjax/policies/scores/lightkv.py": (_DEFAULTS, f"{_ORACLES} -k lightkv", "tests/test_window_attention.py"),
+    "kvjax/policies/scores/lsh_e.py": (
+        _DEFAULTS,
+        f"{_ORACLES} -k lsh_e",
+        f"{_CONTRACT} -k lsh_e",
+        "tests/test_codec.py",
+    ),
+    "kvjax/policies/scores/random.py": (_DEFAULTS, f"{_ORACLES} -k random", f"{_CONTRACT} -k random"),
     "kvjax/policies/scores/recency.py": (
+        _DEFAULTS,
         f"{_ORACLES} -k 'window or streaming or lambda or full'",
         f"{_CONTRACT} -k 'window or streaming or full'",
     ),
-    "kvjax/policies/scores/scissorhands.py": (f"{_ORACLES} -k scissorhands", f"{_CONTRACT} -k scissorhands"),
-    "kvjax/policies/scores/snapkv.py": (f"{_ORACLES} -k 'snapkv or pyramidkv'", f"{_CONTRACT} -k 'snapkv or pyramid'"),
-    "kvjax/policies/scores/tova.py": (f"{_ORACLES} -k tova", f"{_CONTRACT} -k tova"),
-    "kvjax/policies/fastgen.py": (f"{_ORACLES} -k fastgen", "tests/test_fastgen.py", f"{_CONTRACT} -k fastgen"),
-    "kvjax/policies/lightkv.py": (f"{_ORACLES} -k lightkv", "tests/test_window_attention.py", "tests/test_plan.py"),
+    "kvjax/policies/scores/scissorhands.py": (_DEFAULTS, f"{_ORACLES} -k scissorhands", f"{_CONTRACT} -k scissorhands"),
+    "kvjax/policies/scores/snapkv.py": (
+        _DEFAULTS,
+        f"{_ORACLES} -k 'snapkv or pyramidkv'",
+        f"{_CONTRACT} -k 'snapkv or pyramid'",
+    ),
+    "kvjax/policies/scores/tova.py": (_DEFAULTS, f"{_ORACLES} -k tova", f"{_CONTRACT} -k tova"),
+    "kvjax/policies/fastgen.py": (
+        _DEFAULTS,
+        f"{_ORACLES} -k fastgen",
+        "tests/test_fastgen.py",
+        f"{_CONTRACT} -k fastgen",
+    ),
+    "kvjax/policies/lightkv.py": (
+        _DEFAULTS,
+        f"{_ORACLES} -k lightkv",
+        "tests/test_window_attention.py",
+        "tests/test_plan.py",
+    ),
     "kvjax/policies/plan.py": (
+        _DEFAULTS,
         "tests/test_plan.py",
         f"{_ORACLES} -k 'pyramid or interleaved or adakv'",
         "tests/test_fastgen.py",
     ),
-    "kvjax/policies/protection.py": (f"{_ORACLES} -k h2o", f"{_CONTRACT} -k protected", f"{_ORACLES} -m core"),
-    "kvjax/policies/residuals/less.py": (f"{_ORACLES} -k less", "tests/test_less.py", "tests/test_train_less.py"),
-    "kvjax/policies/selection.py": (f"{_ORACLES} -k topk", f"{_CONTRACT} -k topk"),
+    "kvjax/policies/protection.py": (
+        _DEFAULTS,
+        f"{_ORACLES} -k h2o",
+        f"{_CONTRACT} -k protected",
+        f"{_ORACLES} -m core",
+    ),
+    "kvjax/policies/residuals/less.py": (
+        _DEFAULTS,
+        f"{_ORACLES} -k less",
+        "tests/test_less.py",
+        "tests/test_train_less.py",
+    ),
+    "kvjax/policies/selection.py": (_DEFAULTS, f"{_ORACLES} -k topk", f"{_CONTRACT} -k topk"),
     "kvjax/cache/codec.py": (
         f"{_ORACLES} -k 'positions or streaming'",
         "tests/test_codec.py",
         f"{_ORACLES} -k 'int8 or int4'",
+        "tests/test_layers.py",
         "tests/test_rows.py tests/test_extend.py",
     ),
     "kvjax/cache/dense.py": (_CORE, "tests/test_extend.py tests/test_rows.py", "tests/test_window_attention.py"),
@@ -94,7 +127,7 @@ def mutants() -> Iterator[dict[str, str]]:
 
     for file in TESTS:
         source = (ROOT / file).read_text()
-        aside = _aside(ast.parse(source))
+        aside, lines = _aside(ast.parse(source)), source.splitlines()
         for item in _all_work_items([ROOT / file], {}):
             (mutation,) = item.mutations
             line, column = mutation.start_pos
@@ -107,6 +140,7 @@ def mutants() -> Iterator[dict[str, str]]:
                 "definition": mutation.definition_name or "",
                 "operator": mutation.operator_name.removeprefix("core/"),
                 "occurrence": str(mutation.occurrence),
+                "before": lines[line - 1].strip(),
             }
 
 
@@ -129,16 +163,27 @@ def _aside(tree: ast.Module) -> list[tuple[tuple[int, int], tuple[int, int]]]:
 
 
 def drawn(size: int, seed: int) -> list[dict[str, str]]:
-    """One change each of some places: places are drawn, not changes, for an operator has twelve others to become."""
+    """One change each of some places: places are drawn, not changes, for an operator has twelve others to become.
+
+    What is drawn depends on the text of lines, not on their numbers: a change elsewhere leaves most of a sample alone.
+    """
     places: dict[tuple[str, ...], list[dict[str, str]]] = {}
     for mutant in mutants():
-        places.setdefault((mutant["file"], mutant["line"], mutant["column"]), []).append(mutant)
-    rng = random.Random(seed)
-    order = rng.sample(sorted(places), len(places))
+        mutant["nth"] = str(len(places.setdefault((mutant["file"], mutant["line"], mutant["column"]), [])))
+        places[mutant["file"], mutant["line"], mutant["column"]].append(mutant)
+
+    def order(chosen: list[dict[str, str]]) -> str:
+        return hashlib.sha256(f"{seed} {' '.join(key(chosen[0])[:3])}".encode()).hexdigest()
+
     print(
         f"{sum(map(len, places.values()))} changes of {len(places)} places; {size} places are tried.", file=sys.stderr
     )
-    return [rng.choice(places[place]) for place in order][:size]
+    return [random.Random(order(chosen)).choice(chosen) for chosen in sorted(places.values(), key=order)[:size]]
+
+
+def key(mutant: dict[str, str]) -> tuple[str, str, str, str, str]:
+    """What tells a change from others wherever its line stands: file, line's text, column, operator, which of them."""
+    return mutant["file"], mutant["before"], mutant["column"], mutant["operator"], mutant["nth"]
 
 
 def tried(mutant: dict[str, str], tree: Path) -> dict[str, str]:
@@ -150,8 +195,8 @@ def tried(mutant: dict[str, str], tree: Path) -> dict[str, str]:
     source = (ROOT / file).read_text()
     changed = mutate_code(source, get_operator("core/" + mutant["operator"])(), int(mutant["occurrence"]))
     assert changed is not None
-    before, after = _difference(source, changed)
-    found = {field: mutant[field] for field in FIELDS if field in mutant} | {"before": before, "after": after}
+    lines = zip(source.splitlines(), changed.splitlines(), strict=False)
+    found = mutant | {"after": next((new.strip() for old, new in lines if new != old), "")}
     (tree / file).write_text(changed)
     try:
         for tests in TESTS[file]:
@@ -183,30 +228,38 @@ def _outcome(tests: str, tree: Path) -> str:
     return "" if code in (0, 5) else "killed"  # 5: no test was chosen
 
 
-@functools.cache
+_sound: set[str] = set()
+
+
 def _check_sound(tests: str, tree: Path) -> None:
     """That tests which noticed a change pass without it."""
-    if _outcome(tests, tree):
+    if tests not in _sound and _outcome(tests, tree):
         raise RuntimeError(f"pytest {tests} fails in a tree that nothing was changed in.")
+    _sound.add(tests)
 
 
-def _difference(before: str, after: str) -> tuple[str, str]:
-    pairs = zip(before.splitlines(), after.splitlines(), strict=False)
-    old, new = next((pair for pair in pairs if pair[0] != pair[1]), ("", ""))
-    return old.strip(), new.strip()
+EQUAL = "equal: "
+"""How reasons begin where the changed program does the same."""
 
 
 def report(rows: list[dict[str, str]], size: int, seed: int) -> str:
     """The page: how many were killed, file by file, and what survived."""
     reasons = tomllib.loads((Path(__file__).with_suffix(".toml")).read_text())
-    killed = sum(row["outcome"] != "survived" for row in rows)
-    low, high = _interval(killed, len(rows))
+
+    def why(row: dict[str, str]) -> str:
+        return reasons.get(row["file"], {}).get(row["after"], "not looked at")
+
+    survived = [row for row in rows if row["outcome"] == "survived"]
+    equal = sum(why(row).startswith(EQUAL) for row in survived)
+    killed, could = len(rows) - len(survived), len(rows) - equal
+    low, high = _interval(killed, could)
     lines = [
         "# Mutation testing",
         "",
         f"`python -m tests.mutations --sample {size} --seed {seed}` changed {len(rows)} places in the files below, one "
-        f"at a time, and the tests about the file noticed {killed}: **{killed / len(rows):.0%}** (95% interval "
-        f"{low:.0%} to {high:.0%}). Changes of annotations and of what is raised are left out. Raw rows: "
+        f"at a time, and the tests about the file noticed {killed}. Of the {len(survived)} that they did not notice, "
+        f"{equal} change nothing that could be noticed; of the others **{killed / could:.0%}** were noticed (95% "
+        f"interval {low:.0%} to {high:.0%}). Changes of annotations and of what is raised are left out. Raw rows: "
         "mutations.csv.",
         "",
         "| file | tried | noticed |",
@@ -219,10 +272,9 @@ def report(rows: list[dict[str, str]], size: int, seed: int) -> str:
     lines += ["", "## What survived", "", "| where | before | after | why |", "|---|---|---|---|"]
     for row in rows:
         if row["outcome"] == "survived":
-            key = f"{row['file']}:{row['operator']}:{row['occurrence']}"
             code = (f"`{row[name]}`".replace("|", "\\|") for name in ("before", "after"))
             where = f"{row['file']}, {row['definition']}"
-            lines.append(f"| {where} | {' | '.join(code)} | {reasons.get(key, 'not looked at')} |")
+            lines.append(f"| {where} | {' | '.join(code)} | {why(row)} |")
     return "\n".join(lines) + "\n"
 
 
@@ -232,10 +284,6 @@ def _interval(successes: int, trials: int, z: float = 1.96) -> tuple[float, floa
     middle = (share + spread / 2) / (1 + spread)
     width = z * math.sqrt(share * (1 - share) / trials + spread / (4 * trials)) / (1 + spread)
     return middle - width, middle + width
-
-
-def _key(mutant: dict[str, str]) -> tuple[str, ...]:
-    return mutant["file"], mutant["operator"], mutant["occurrence"]
 
 
 def _copied(tree: Path) -> Path:
@@ -255,7 +303,7 @@ def main() -> None:
     given = options.parse_args()
     file = RESULTS / "mutations.csv"
     rows = list(csv.DictReader(file.open())) if file.exists() else []
-    done = {_key(row): row for row in rows}
+    done = {key(row): row for row in rows}
     wanted = drawn(given.sample, given.seed)
     with tempfile.TemporaryDirectory() as directory:
         trees: queue.Queue[Path] = queue.Queue()
@@ -269,17 +317,17 @@ def main() -> None:
             finally:
                 trees.put(tree)
 
-        missing = [mutant for mutant in wanted if _key(mutant) not in done]
+        missing = [mutant for mutant in wanted if key(mutant) not in done]
         with ThreadPool(given.jobs) as pool:
             for row in track(pool.imap_unordered(one, missing), "mutants", total=len(missing)):
-                done[_key(row)] = row
+                done[key(row)] = row
                 aside = file.with_suffix(".part")
                 with aside.open("w", newline="") as target:
                     writer = csv.DictWriter(target, FIELDS)
                     writer.writeheader()
                     writer.writerows(done.values())
                 aside.replace(file)
-    tried_rows = [done[_key(mutant)] for mutant in wanted]
+    tried_rows = [done[key(mutant)] for mutant in wanted]
     (RESULTS / "mutations.md").write_text(report(tried_rows, given.sample, given.seed))
 
 
