@@ -30,7 +30,19 @@ from rich.progress import track
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "docs" / "results"
-FIELDS = ("file", "line", "column", "definition", "operator", "occurrence", "nth", "before", "after", "outcome", "by")
+FIELDS: tuple[str, ...] = (
+    "file",
+    "line",
+    "column",
+    "definition",
+    "operator",
+    "occurrence",
+    "nth",
+    "before",
+    "after",
+    "outcome",
+    "by",
+)
 _ORACLES, _CONTRACT = "tests/test_oracles.py", "tests/test_contract.py"
 _CORE, _DEFAULTS = f"{_ORACLES} -m core", "tests/test_defaults.py"
 # For each file the tests that are about it, the quickest first. A mutant that all of them let live might still be
