@@ -31,6 +31,11 @@ def number(default: Any) -> Any:
     return struct.field(default=default, metadata={"setting": True})
 
 
+def derived(default: Any) -> Any:
+    """What `__post_init__` makes of hyperparameters, of the compiled program as a `setting` is."""
+    return struct.field(pytree_node=False, default=default, metadata={"setting": False}, repr=False)
+
+
 def setting_names(part: Any) -> list[str]:
     """Names of the hyperparameters of a part or of its class."""
     described = ((field.name, field.metadata) for field in dataclasses.fields(part))

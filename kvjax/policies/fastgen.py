@@ -14,7 +14,7 @@ from kvjax.asks import Near, Sums
 from kvjax.cache.slots import Guard, Places, sum_of_most
 from kvjax.policies.plan import Plan, Uniform
 from kvjax.policies.protection import Protection
-from kvjax.types import Heads, New, Parts, View, check, setting, wide
+from kvjax.types import Heads, New, Parts, View, check, number, setting, wide, written
 
 if TYPE_CHECKING:
     from kvjax.model import Model
@@ -154,27 +154,29 @@ class Profiled(Uniform):
     decides: ClassVar[bool] = True
     ends: ClassVar[bool] = True
 
-    threshold: float = setting(0.95)
+    threshold: float = number(0.95)
     local: float = setting(0.3)
-    frequent: float = setting(0.3)
+    frequent: float = number(0.3)
     order: tuple[str, ...] = setting(PARTS)
-    spare_special: int = setting(4)
-    spare_punctuation: float = setting(0.2)
+    spare_special: int = number(4)
+    spare_punctuation: float = number(0.2)
     recent: int = setting(0)
     frequent_among: str = setting("all")
 
     def __post_init__(self) -> None:
-        check(0 < self.threshold <= 1, "threshold", self.threshold, "a share of attention in (0, 1]")
         check(0 <= self.local <= 1, "local", self.local, "a share of the length in [0, 1]")
-        check(0 <= self.frequent <= 1, "frequent", self.frequent, "a share of the length in [0, 1]")
         known = isinstance(self.order, tuple) and set(self.order) <= set(PARTS)
         check(known and len(set(self.order)) == len(self.order), "order", self.order, f"some of {', '.join(PARTS)}")
+        among = self.frequent_among in ("all", "others")
+        check(among, "frequent_among", self.frequent_among, "'all' or 'others'")
+        if not written(self.threshold, self.frequent, self.spare_special, self.spare_punctuation):
+            return
+        check(0 < self.threshold <= 1, "threshold", self.threshold, "a share of attention in (0, 1]")
+        check(0 <= self.frequent <= 1, "frequent", self.frequent, "a share of the length in [0, 1]")
         whole = isinstance(self.spare_special, int) and self.spare_special >= 0
         check(whole, "spare_special", self.spare_special, "a number of slots from 0")
         share = 0 <= self.spare_punctuation <= 1
         check(share, "spare_punctuation", self.spare_punctuation, "a share of the new tokens in [0, 1]")
-        among = self.frequent_among in ("all", "others")
-        check(among, "frequent_among", self.frequent_among, "'all' or 'others'")
 
     @property
     def shrinks(self) -> bool:  # type: ignore[override]

@@ -11,7 +11,7 @@ from jaxtyping import Array, Int
 
 from kvjax.policies.plan import Arithmetic, Plan
 from kvjax.policies.protection import Protection
-from kvjax.types import check, setting
+from kvjax.types import check, number, setting, written
 
 
 @struct.dataclass
@@ -26,11 +26,11 @@ class LambdaMask(Protection):
         recent: the least recent window.
     """
 
-    omega: float = setting(4.0)
+    omega: float = number(4.0)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check(self.omega >= 1, "omega", self.omega, "a number from 1")
+        check(not written(self.omega) or self.omega >= 1, "omega", self.omega, "a number from 1")
 
     def sink_slots(self, limit: Int[Array, "*b"]) -> Int[Array, "*b"]:
         """C_sink, or `sinks` if that is more."""
@@ -60,7 +60,7 @@ class AfterLimit(Plan):
 
     plan: Plan = Arithmetic()
     context_limit: int | None = setting(None)
-    mask: LambdaMask | None = setting(None)
+    mask: LambdaMask | None = None
 
     def __post_init__(self) -> None:
         tokens = self.context_limit is None or (isinstance(self.context_limit, int) and self.context_limit >= 1)

@@ -8,7 +8,7 @@ from jaxtyping import Array, Float
 
 from kvjax.asks import Noise, Sums
 from kvjax.policies.scores.h2o import Accumulated
-from kvjax.types import Heads, New, View, check, setting
+from kvjax.types import Heads, New, View, check, derived, number, setting, written
 
 
 @struct.dataclass
@@ -37,17 +37,23 @@ class GumbelSoftmax(Accumulated):
 
     noise: str = setting("gumbel")
     tau_init: float = setting(1.0)
-    tau_end: float = setting(2.0)
+    tau_end: float = number(2.0)
     fresh_noise: bool = setting(False)
     shared: bool = setting(False)
-    damping: float = setting(1.0)
+    damping: float = number(1.0)
+    steady: bool = derived(False)
+    """Whether the temperature stays: such programs are shorter, as those without damping are."""
+    damped: bool = derived(False)
 
     def __post_init__(self) -> None:
         kinds = ("gumbel", "gaussian", "constant", "none")
         check(self.noise in kinds, "noise", self.noise, f"one of {', '.join(kinds)}")
         check(self.tau_init > 0, "tau_init", self.tau_init, "a temperature above 0")
-        check(self.tau_end > 0, "tau_end", self.tau_end, "a temperature above 0")
-        check(0 < self.damping <= 1, "damping", self.damping, "a factor in (0, 1]")
+        if written(self.tau_end, self.damping):
+            check(self.tau_end > 0, "tau_end", self.tau_end, "a temperature above 0")
+            check(0 < self.damping <= 1, "damping", self.damping, "a factor in (0, 1]")
+            object.__setattr__(self, "steady", self.tau_init == self.tau_end)
+            object.__setattr__(self, "damped", self.damping != 1)
 
     @property
     def aligned_layers(self) -> bool:  # type: ignore[override]
@@ -57,7 +63,7 @@ class GumbelSoftmax(Accumulated):
     def asks(self, heads: Heads, new: New) -> Sums:
         """The fractions of equation 9; several queries count as if they had come one after another."""
         weights = None
-        if self.damping != 1 and new.position.shape[1] > 1:
+        if self.damped and new.position.shape[1] > 1:
             weights = jnp.where(new.valid, self.damping**new.age, 0.0)[:, None]
         noise = None if self.noise in ("none", "constant") else Noise(self.noise, self.fresh_noise)
         return Sums(weights, self.temperature(new), noise, over="model" if self.shared else "group")
@@ -69,14 +75,14 @@ class GumbelSoftmax(Accumulated):
 
     def temperature(self, new: New) -> float | Float[Array, "b t"]:
         """Equation 10."""
-        if new.given or self.tau_init == self.tau_end:
+        if new.given or self.steady:
             return float(self.tau_init)
         step = jnp.clip(new.position - new.prompt_length[:, None] + 1, 0, new.horizon[:, None])
         return self.tau_init + step * ((self.tau_end - self.tau_init) / new.horizon[:, None])
 
     def fold(self, answers: Float[Array, "b h c"], view: View, new: New) -> Float[Array, "b h c"]:
         """Equation 9."""
-        if self.damping == 1:
+        if not self.damped:
             return view.slots.score + answers
         kept = (self.damping ** new.valid.sum(1)).astype(answers.dtype)
         return kept[:, None, None] * view.slots.score + answers
