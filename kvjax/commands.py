@@ -7,7 +7,7 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from types import FrameType
 from typing import NoReturn
 
@@ -47,6 +47,24 @@ def add_model_options(
         options.add_argument(
             "--weights", choices=("int8",), help="linear maps in 8 bits, with a scale per output (default: as --dtype)"
         )
+
+
+@contextlib.contextmanager
+def progress(what: str, total: int, done: int = 0) -> Generator[Callable[[], None]]:
+    """A bar on a terminal's standard error with the time left; calling what this gives moves it on by one.
+
+    Args:
+        what: is counted.
+        total: how many there are.
+        done: how many of them are done before.
+    """
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    with Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty(), transient=True) as bar:
+        task = bar.add_task(what, total=total, completed=done)
+        yield lambda: bar.advance(task)
 
 
 def finish(command: str, run: Callable[[], object]) -> int:

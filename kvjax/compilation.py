@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import time
 from pathlib import Path
 from typing import Self
 
@@ -54,7 +55,13 @@ class Compiling:
         """Seconds so far."""
         return sum(end - start for start, end in self._spans)
 
+    def lap(self) -> float:
+        """Seconds since the last lap, or since the block began, that went into anything but programs."""
+        before, self._lap = self._lap, (time.perf_counter(), self.seconds)
+        return self._lap[0] - before[0] - (self._lap[1] - before[1])
+
     def __enter__(self) -> Self:
+        self._lap = time.perf_counter(), 0.0
         monitoring.register_event_time_span_listener(self._note)
         return self
 

@@ -11,9 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
+from kvjax.commands import progress
 from kvjax.engine.prepare import prepare
 from kvjax.files import check_writable, read_text, write_text
 from kvjax.results import samples, told
@@ -141,10 +139,8 @@ class Results:
         if self.file is not None:
             # Anew, for the last line may have been cut.
             write_text(self._aside, "".join(f"{line}\n" for line in self._begun()))
-        columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-        self._bar = Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty(), transient=True)
-        self._task = self._bar.add_task("lines", total=self.total, completed=len(self.done))
-        self._bar.start()
+        self._bar = progress("lines", self.total, len(self.done))
+        self._advance = self._bar.__enter__()
         return self
 
     def _begun(self) -> list[str]:
@@ -160,10 +156,10 @@ class Results:
                 aside.write(f"{text}\n")
                 aside.flush()
                 os.fsync(aside.fileno())
-        self._bar.advance(self._task)
+        self._advance()
 
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
-        self._bar.stop()
+        self._bar.__exit__(None, None, None)
         if self.file is None:
             return
         if error is None:

@@ -1,8 +1,9 @@
-"""The command line of all reports: `python -m kvjax.evaluate REPORT`."""
+"""The command line of all measurements: `python -m kvjax.evaluate TASK`, and of reports that stand on them."""
 
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib
 import importlib.util
 import os
@@ -10,11 +11,19 @@ import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from kvjax.commands import add_model_options, finish
 from kvjax.compilation import enable_compilation_cache
-from kvjax.evaluate.texts import check_sizes
+from kvjax.evaluate.grid import Rows, entries, fill
+from kvjax.evaluate.texts import check_texts
+from kvjax.model import load
 
+POLICIES_HELP = "name+part[setting=value] with commas between them, as h2o,h2o+less+int8,keyformer[noise=none]"
+TASKS = {
+    "perplexity": ("kvjax.evaluate.tasks.perplexity", "how surprising text is after a prompt, through real eviction"),
+}
+"""Modules with `add_arguments(parser)`, `check(options)`, `cells(model, options)` and `measure`: see `grid.fill`."""
 REPORTS = {
     "quality": ("kvjax.evaluate.reports.quality", "perplexity and recall of policies against the bytes that they keep"),
     "codecs": ("kvjax.evaluate.reports.codecs", "slots of 16, 8 and 4 bits at equal bytes"),
@@ -29,7 +38,15 @@ REPORTS = {
 def parser() -> argparse.ArgumentParser:
     """The command line: arguments that all reports share, and each report's own."""
     made = argparse.ArgumentParser(prog="kvjax evaluate", description=__doc__, allow_abbrev=False)
-    reports = made.add_subparsers(dest="report", required=True, metavar="REPORT")
+    reports = made.add_subparsers(dest="report", required=True, metavar="TASK")
+    for name, (module, summary) in TASKS.items():
+        task = reports.add_parser(name, help=summary, description=summary, allow_abbrev=False)
+        add_model_options(task)
+        task.add_argument("--policies", default="streaming,h2o,keyformer", help=POLICIES_HELP)
+        task.add_argument("--budgets", default="0.05,0.1,0.25", help="slots, or fractions of the whole text")
+        task.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+        task.add_argument("--out", type=Path, default=Path("results"), help="directory of rows: TASK.jsonl, TASK.csv")
+        importlib.import_module(module).add_arguments(task)
     for name, (module, summary) in REPORTS.items():
         if importlib.util.find_spec(module) is None:
             continue
@@ -53,10 +70,28 @@ def main(argv: list[str] | None = None) -> int:
     enable_compilation_cache()
 
     def run() -> None:
-        check(options)
-        importlib.import_module(REPORTS[options.report][0]).run(options)
+        if options.report in TASKS:
+            measure(importlib.import_module(TASKS[options.report][0]), options)
+        else:
+            check(options)
+            importlib.import_module(REPORTS[options.report][0]).run(options)
 
     return finish("evaluate", run)
+
+
+def measure(task: Any, options: argparse.Namespace) -> None:
+    """Fill a task's grid, all of it that is not there.
+
+    Raises:
+        ValueError: a policy, a budget or an argument of the task is wrong.
+    """
+    compared = entries(options.policies, options.budgets)
+    task.check(options)
+    check_directory(options.out)
+    rows = Rows(options.out / f"{options.report}.jsonl")
+    model = load(options.model, options.dtype, options.revision, weights=options.weights)
+    made = fill(rows, model, compared, task.cells(model, options), functools.partial(task.measure, model, options))
+    print(f"{rows.file}: {len(made)} rows, made or found, by {options.command}")
 
 
 def check(options: argparse.Namespace) -> None:
@@ -65,12 +100,18 @@ def check(options: argparse.Namespace) -> None:
     Raises:
         ValueError: a text is no file, or there is nothing to predict.
     """
-    for file in options.text:
-        if not file.is_file():
-            raise ValueError(f"--text {file} is not a file; give text files.")
-    check_sizes(len(options.text), options.rows, options.length)
-    if options.out.exists() and not options.out.is_dir():
-        raise ValueError(f"--out {options.out} is a file; name a directory.")
+    check_texts(options.text, options.rows, options.length)
+    check_directory(options.out)
+
+
+def check_directory(out: Path) -> None:
+    """Refuse a place for results that is a file.
+
+    Raises:
+        ValueError: naming it.
+    """
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"--out {out} is a file; name a directory.")
 
 
 def quoted(words: Sequence[str]) -> str:

@@ -12,6 +12,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache.dense import Dense, empty
+from kvjax.compilation import Compiling
 from kvjax.engine.decode import step
 from kvjax.engine.extend import prefill
 from kvjax.engine.prepare import lines_of, plan_slots, ready
@@ -32,12 +33,16 @@ class Streamed:
         prefix: tokens read before the first prediction: column i is made after `prefix + i` tokens.
         cache_bytes: of all rows, as allocated.
         full_cache_bytes: what `full` allocates for them.
+        prefill_seconds: spent on reading the prefix; like the other one without compilation.
+        decode_seconds: spent on the steps after it.
     """
 
     nats: Float[np.ndarray, "b m"]
     prefix: int
     cache_bytes: int
     full_cache_bytes: int
+    prefill_seconds: float
+    decode_seconds: float
 
     def rows(self, beyond: int = 0) -> Float[np.ndarray, " b"]:
         """Mean nats per token of each row over predictions made after more than so many tokens.
@@ -195,12 +200,17 @@ def perplexity(
     ids = np.asarray(tokens)
     if ids.ndim != 2 or not 1 <= prefix < ids.shape[1]:
         raise ValueError(f"texts of shape {ids.shape} have nothing to predict after a prefix of {prefix} tokens.")
-    if prefix == 1:
-        state = begin(model, policy, ids.shape[0], ids.shape[1], budget, plan=plan, seed=seed)
-        read = jnp.asarray(ids, jnp.int32)
-        nats = np.asarray(_read(*split_state(state), read[:, :-1], read[:, 1:])[0])
-    else:
-        keys, new = jax.random.split(jax.random.key(seed), len(ids)), ids.shape[1] - prefix
-        state, logits = prefill(model, policy, ids[:, :prefix], budget, max_new_tokens=new, key=keys, plan=plan)
-        nats = stream(state, logits, ids[:, prefix:])[0]
-    return Streamed(nats, prefix, cache_bytes(state), full_cache_bytes(state))
+    with Compiling() as compiling:
+        if prefix == 1:
+            state = begin(model, policy, ids.shape[0], ids.shape[1], budget, plan=plan, seed=seed)
+            read, prefill_seconds = jnp.asarray(ids, jnp.int32), 0.0
+            compiling.lap()
+            nats = np.asarray(_read(*split_state(state), read[:, :-1], read[:, 1:])[0])
+        else:
+            keys, new = jax.random.split(jax.random.key(seed), len(ids)), ids.shape[1] - prefix
+            state, logits = prefill(model, policy, ids[:, :prefix], budget, max_new_tokens=new, key=keys, plan=plan)
+            jax.block_until_ready(logits)
+            prefill_seconds = compiling.lap()
+            nats = stream(state, logits, ids[:, prefix:])[0]
+        seconds = prefill_seconds, compiling.lap()
+    return Streamed(nats, prefix, cache_bytes(state), full_cache_bytes(state), *seconds)

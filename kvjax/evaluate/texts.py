@@ -66,6 +66,18 @@ def passages(model: Model, files: Sequence[Path], rows: int, length: int) -> Pas
     return Passages(np.asarray(made, np.int32), np.asarray(sizes), where)
 
 
+def check_texts(files: Sequence[Path], rows: int, length: int) -> None:
+    """Refuse texts that are not there, and passages that hold nothing to predict.
+
+    Raises:
+        ValueError: naming the file, or how many passages there are and how long.
+    """
+    for file in files:
+        if not file.is_file():
+            raise ValueError(f"--text {file} is not a file; give text files.")
+    check_sizes(len(files), rows, length)
+
+
 def check_sizes(texts: int, rows: int, length: int) -> None:
     """Refuse passages that hold nothing to predict.
 

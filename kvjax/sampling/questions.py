@@ -13,7 +13,7 @@ from kvjax.engine.extend import extend
 from kvjax.engine.prepare import bucket, bucket_rows
 from kvjax.engine.state import take_rows
 from kvjax.sampling.prompts import encode, render, token_ids, with_system
-from kvjax.sampling.texts import Generation, begin, check_beams, go_on
+from kvjax.sampling.texts import Begun, Generation, begin, check_beams, go_on
 from kvjax.settings import Messages, whole_number
 
 if TYPE_CHECKING:
@@ -106,11 +106,49 @@ def answer(
     for start in range(0, len(questions), batch_size):
         asked = [question for question in questions[start : start + batch_size] for _ in range(samples)]
         rows = len(asked)
-        filling = bucket_rows(rows) - rows
-        index = np.r_[np.arange(rows) % samples, np.zeros(filling, np.int64)]
+        index = np.r_[np.arange(rows) % samples, np.zeros(bucket_rows(rows) - rows, np.int64)]
         state = take_rows(begun.state, index).replace(active=jnp.asarray(np.arange(len(index)) < rows))
-        state, logits = extend(state, [*map(list, asked), *[[0]] * filling])
-        prompts = [[*prompt, *question] for question in asked]
         held = [positions[:1].repeat(rows, axis=0) for positions in begun.held]
-        again = dict(state=state, logits=logits, prompts=prompts, held=held, max_new_tokens=new)
-        yield go_on(dataclasses.replace(begun, **again), beams, length_penalty)
+        copies = dataclasses.replace(begun, state=state, prompts=[list(prompt)] * rows, held=held)
+        yield go_on(_asked(copies, asked, new), beams, length_penalty)
+
+
+def answer_each(
+    model: Model,
+    prompts: Sequence[Sequence[int]],
+    questions: Sequence[Sequence[int]],
+    *,
+    batch_size: int = 8,
+    **settings: Any,
+) -> Iterator[Generation]:
+    """Answers to one question about each of some prompts, which is asked when the prompt has been compressed.
+
+    Args:
+        model: from `kvjax.load`.
+        prompts: ids of each.
+        questions: ids of each prompt's question.
+        batch_size: prompts that are read at once.
+        settings: those of `begin`; fractional budgets count the longest question, too.
+
+    Yields:
+        What came of each batch, in order.
+
+    Raises:
+        ValueError: there is not one question for each prompt, one is empty, or a setting is out of range; when the
+            first batch is asked for.
+    """
+    if len(prompts) != len(questions) or not all(questions):
+        raise ValueError(f"{len(questions)} questions, none of them empty, are not there for {len(prompts)} prompts.")
+    new = whole_number("max_new_tokens", settings.get("max_new_tokens", 128))
+    planned: dict[str, Any] = settings | {"max_new_tokens": max(map(len, questions), default=0) + new}
+    for start in range(0, len(prompts), whole_number("batch_size", batch_size)):
+        begun = begin(model, prompts[start : start + batch_size], **planned)
+        yield go_on(_asked(begun, questions[start : start + batch_size], new))
+
+
+def _asked(begun: Begun, questions: Sequence[Sequence[int]], new: int) -> Begun:
+    """Prompts that have been read with a question behind each, which is read, too."""
+    filling = len(begun.state.position) - len(questions)
+    state, logits = extend(begun.state, [*map(list, questions), *[[0]] * filling])
+    prompts = [[*prompt, *question] for prompt, question in zip(begun.prompts, questions, strict=True)]
+    return dataclasses.replace(begun, state=state, logits=logits, prompts=prompts, max_new_tokens=new)

@@ -161,11 +161,11 @@ def begin(
     arguments: dict[str, Any] = dict(max_new_tokens=max_new_tokens, prefill_chunk=prefill_chunk, budget_of=budget_of)
     with Compiling() as compiling:
         keys = _keys(np.asarray([seeds[row] for row in [*range(rows), *filling]], np.int64))
-        before, began = compiling.seconds, time.perf_counter()
+        compiling.lap()
         batch = [list(prompts[row]) for row in [*range(rows), *filling]]
         state, logits = prefill(model, chosen, batch, budget, key=keys, **arguments)
         jax.block_until_ready(logits)
-        seconds = time.perf_counter() - began - (compiling.seconds - before)
+        seconds = compiling.lap()
     if num_samples > 1:
         # Prompts are read once, and every sample goes on from the same cache as another seed does.
         texts = rows * num_samples

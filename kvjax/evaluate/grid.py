@@ -1,0 +1,179 @@
+"""Grids of measurements: policies, budgets and cases, each cell made once and kept as a line of JSON."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import re
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from kvjax import policies
+from kvjax.commands import progress
+from kvjax.compilation import drop_programs
+from kvjax.evaluate.runs import describe
+from kvjax.files import write_text, written_aside
+from kvjax.model import Model
+from kvjax.policies.policy import Policy
+from kvjax.policies.registry import CODECS, PLANS, RESIDUALS, SELECTIONS
+from kvjax.policies.residuals.checkpoint import fingerprint
+from kvjax.settings import parse_budget, parse_settings
+
+Cell = dict[str, Any]
+"""What a row is of, fit for JSON: rows of one file have cells of the same names."""
+
+_PARTS = {"plan": PLANS, "residual": RESIDUALS, "selection": SELECTIONS, "codec": CODECS}
+
+
+class Entry(NamedTuple):
+    """A policy as the command line names it, at a budget."""
+
+    label: str
+    policy: Policy
+    budget: int | float
+
+    def cell(self, model: Model) -> Cell:
+        """What rows say of it, and of the model."""
+        return {
+            "model": model.name,
+            "fingerprint": fingerprint(model),
+            "dtype": str(model.weights.embedding.dtype),
+            "policy": self.label,
+            "parts": describe(self.policy),
+            "budget": self.budget,
+        }
+
+
+def combination(text: str) -> Policy:
+    """A policy of named parts: `h2o`, `h2o+less+int8+adakv`, `keyformer+int4[noise=none, recent=16]`.
+
+    Args:
+        text: a policy's name as `kvjax.policy` has it, names of plans, residuals, codecs and selections after plus
+            signs, and settings in brackets.
+
+    Raises:
+        ValueError: a name or a setting is unknown, or parts mean nothing together.
+    """
+    found = re.fullmatch(r"([^\[\]]*)(?:\[(.*)\])?", text.strip())
+    if found is None:
+        raise ValueError(f"{text!r} is not of the form name+part[setting=value].")
+    name, *parts = found[1].strip().split("+")
+    chosen: dict[str, Any] = {}
+    for part in parts:
+        kind = next((kind for kind, names in _PARTS.items() if part in names), None)
+        if kind is None:
+            known = ", ".join(each for names in _PARTS.values() for each in names)
+            raise ValueError(f"{text!r}: {part!r} is none of {known}.")
+        if kind in chosen:
+            raise ValueError(f"{text!r} has two of a kind, {chosen[kind]} and {part}; name one {kind}.")
+        chosen[kind] = part
+    words = [word.strip() for word in re.split(r",(?![^(]*\))", found[2])] if found[2] else []
+    return policies.policy(name, **chosen, **parse_settings(words))
+
+
+def entries(names: str, budgets: str) -> list[Entry]:
+    """What a grid compares: each of some policies at each of some budgets, the full cache first.
+
+    Args:
+        names: of `combination`, with commas between them.
+        budgets: slots or fractions, with commas between them; policies that find out themselves have one of their own.
+
+    Raises:
+        ValueError: a name, a setting or a budget is wrong.
+    """
+    made = {text.strip(): combination(text) for text in re.split(r",(?![^\[]*\])", names)}
+    sizes = [parse_budget(text) for text in budgets.split(",")]
+    full = Entry("full", policies.policy("full"), 1.0)
+    return [full] + [
+        Entry(label, policy, budget)
+        for label, policy in made.items()
+        if label != "full"
+        for budget in (sizes if policy.plan.bounded and not policy.plan.decides else [1.0])
+    ]
+
+
+class Rows:
+    """Rows in a file of JSON lines, to which each is added as soon as it is made.
+
+    Args:
+        file: where they are; made with the first row.
+
+    Raises:
+        ValueError: a line but the last is not JSON.
+    """
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+        self.rows: list[dict[str, Any]] = []
+        text = file.read_text(encoding="utf-8") if file.exists() else ""
+        *lines, cut = text.split("\n")
+        for number, line in enumerate(lines, 1):
+            try:
+                self.rows.append(json.loads(line))
+            except json.JSONDecodeError as error:
+                raise ValueError(
+                    f"{file}, line {number}, is no row ({error.msg}); delete it or name another directory."
+                ) from None
+        if cut:  # by the end of the process that was writing it
+            write_text(file, "".join(f"{line}\n" for line in lines))
+
+    def of(self, cell: Cell) -> dict[str, Any] | None:
+        """The row of a cell, or None."""
+        return next((row for row in self.rows if all(row.get(name) == value for name, value in cell.items())), None)
+
+    def add(self, row: dict[str, Any]) -> None:
+        """One more row, on disk when this returns."""
+        self.file.parent.mkdir(parents=True, exist_ok=True)
+        self.rows.append(plain(row))
+        with self.file.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(self.rows[-1]) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+    def write_csv(self) -> Path:
+        """The same rows in a table, without what is a list or a tree."""
+        file = self.file.with_suffix(".csv")
+        shown = [{n: v for n, v in row.items() if not isinstance(v, (list, dict))} for row in self.rows]
+        with written_aside(file) as aside, aside.open("w", newline="", encoding="utf-8") as stream:
+            table = csv.DictWriter(stream, list(dict.fromkeys(name for row in shown for name in row)))
+            table.writeheader()
+            table.writerows(shown)
+        return file
+
+
+def plain(value: Any) -> Any:
+    """A value as JSON gives it back."""
+    return json.loads(json.dumps(value))
+
+
+Measure = Callable[[Entry, Cell], dict[str, Any]]
+
+
+def fill(rows: Rows, model: Model, compared: Sequence[Entry], cells: Iterable[Cell], measure: Measure) -> list[Any]:
+    """Measure what is not there, with a bar that tells the time left.
+
+    Args:
+        rows: where results are kept; they go on where they were cut.
+        model: what is measured.
+        compared: policies and budgets.
+        cells: what each is measured on.
+        measure: gives what a row says beside its cell, fit for JSON.
+
+    Returns:
+        The rows of this grid, in order; where a policy cannot do with a cell, a row that says why (`refused`).
+    """
+    wanted = [(entry, cell, plain(entry.cell(model) | cell)) for cell in cells for entry in compared]
+    with progress("cells", total=len(wanted)) as advance:
+        for entry, cell, whole in wanted:
+            if rows.of(whole) is None:
+                drop_programs()
+                try:
+                    found = measure(entry, cell)
+                except ValueError as error:
+                    found = {"refused": str(error)}
+                rows.add(whole | found)
+            advance()
+    rows.write_csv()
+    return [rows.of(whole) for _, _, whole in wanted]

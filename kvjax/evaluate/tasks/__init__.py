@@ -1,0 +1,1 @@
+"""What `kvjax evaluate` measures on any model, policy and budget: a module for each task."""
