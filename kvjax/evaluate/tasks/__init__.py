@@ -1,0 +1,1 @@
+"""What models are asked about a context, and how their answers are scored."""
