@@ -166,6 +166,14 @@ def test_a_long_list_has_words_enough() -> None:
     assert not any(answer in word for answer in case.answers for word in listed if word != answer)
 
 
+def test_the_shortest_coded_text_has_one_answer() -> None:
+    with pytest.raises(ValueError, match="length=90 is too short for frequent_words, which takes 9"):
+        make(Words(), "frequent_words", 90)
+    for length in range(100, 160, 4):
+        (case,) = make(Words(), "frequent_words", length, count=1)
+        assert solve(case.context, case.question) == set(case.answers)
+
+
 def test_no_word_is_part_of_another() -> None:
     words = ADJECTIVES + NOUNS
     assert [word for word in words if sum(word in other for other in words) > 1] == []

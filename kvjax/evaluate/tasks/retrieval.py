@@ -178,6 +178,7 @@ def cases(
         case's number), `keys` (how many the context has) and `tokens` (what is taken of `length`).
 
     Raises:
+        TypeError: a number is none.
         ValueError: there is no such family, it does not take a setting, or the length is too short or cannot be filled.
     """
     if family not in FAMILIES:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import collections
+import importlib
 import re
 import string
 from collections.abc import Sequence
-from typing import Any
 
 ROUGE = {"rouge1": "rouge-1", "rouge2": "rouge-2", "rougeL": "rouge-l"}
 """Scores of `rouge` by the package's names for them."""
@@ -80,10 +80,10 @@ def rouge(answer: str, reference: str) -> dict[str, float]:
         ValueError: the package is not installed.
     """
     try:
-        from rouge_score.rouge_scorer import RougeScorer
+        scorer = importlib.import_module("rouge_score.rouge_scorer")
     except ImportError:
         raise ValueError("ROUGE needs the package rouge-score: pip install 'kvjax[evaluate]'.") from None
-    scores: Any = RougeScorer(list(ROUGE), use_stemmer=True).score(reference, answer)
+    scores = scorer.RougeScorer(list(ROUGE), use_stemmer=True).score(reference, answer)
     return {name: float(scores[key].fmeasure) for key, name in ROUGE.items()}
 
 
