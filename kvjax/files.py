@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from pathlib import Path
+from typing import Any, TypeVar
+
+JSON_LINES = ".jsonl"
+Read = TypeVar("Read")
 
 
 @contextlib.contextmanager
@@ -31,6 +36,45 @@ def read_text(file: Path) -> str:
         return file.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError:
         raise ValueError(f"{file} is not UTF-8 text.") from None
+
+
+def read_lines(file: Path, read: Callable[[str], Read]) -> list[tuple[int, Read]]:
+    """The lines of a file that are not empty: their numbers from 1, and what a function makes of them.
+
+    Raises:
+        ValueError: there is no such line, or the function refuses one, said with its number.
+    """
+    found: list[tuple[int, Read]] = []
+    for number, text in enumerate(read_text(file).split("\n"), 1):
+        if text.strip():
+            found.append((number, of_line(file, number, lambda text=text: read(text.removesuffix("\r")))))
+    if not found:
+        raise ValueError(f"{file} has no line; give at least one.")
+    return found
+
+
+def of_line(file: Path, number: int, do: Callable[[], Read]) -> Read:
+    """What a function makes of a line of a file.
+
+    Raises:
+        ValueError: what it raises, with the line's number.
+    """
+    try:
+        return do()
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{file}, line {number}: {error}") from error
+
+
+def parse_json(text: str) -> Any:
+    """What a text of JSON says.
+
+    Raises:
+        ValueError: it is not JSON.
+    """
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"it is not JSON: {error.msg} at column {error.colno}.") from None
 
 
 def check_writable(file: Path, ending: str) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from kvjax.commands import Help, add_model_options, finish, leave
 from kvjax.compilation import enable_compilation_cache
 from kvjax.engine.prepare import WHOLES
-from kvjax.files import read_text
+from kvjax.files import JSON_LINES, read_text
 from kvjax.options import (
     add_policy_options,
     add_sampling_options,
@@ -21,7 +21,7 @@ from kvjax.options import (
     sampling_settings,
     tells_of_policies,
 )
-from kvjax.prompt_files import JSON_LINES, Work, answer_lines, continue_lines
+from kvjax.prompt_files import Work, answer_lines, continue_lines
 from kvjax.results import report, samples, summary, told
 from kvjax.sampling.prompts import encode
 from kvjax.sampling.texts import Stream, check_beams, generate_ids

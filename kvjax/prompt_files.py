@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvjax.commands import progress
 from kvjax.engine.prepare import prepare
-from kvjax.files import check_writable, read_text, write_text
+from kvjax.files import JSON_LINES, check_writable, of_line, parse_json, read_lines, write_text
 from kvjax.results import samples, told
 from kvjax.sampling.prompts import encode
 from kvjax.sampling.questions import answer, encode_questions
@@ -22,8 +22,6 @@ from kvjax.settings import Messages, conversation
 
 if TYPE_CHECKING:
     from kvjax.model import Model
-
-JSON_LINES = ".jsonl"
 
 
 class Line(NamedTuple):
@@ -50,7 +48,7 @@ def read_prompts(file: Path) -> list[Line]:
         told = {"id": value["id"]} if "id" in keys else {}
         return value["prompt"] if "prompt" in keys else conversation(value["messages"]), told
 
-    return _lines(file, lambda text: prompt(_parsed(text)))
+    return [Line(number, *read) for number, read in read_lines(file, lambda text: prompt(parse_json(text)))]
 
 
 def read_questions(file: Path) -> list[Line]:
@@ -61,42 +59,13 @@ def read_questions(file: Path) -> list[Line]:
     """
 
     def question(text: str) -> tuple[str, dict[str, Any]]:
-        value = _parsed(text) if file.suffix == JSON_LINES else {"question": text}
+        value = parse_json(text) if file.suffix == JSON_LINES else {"question": text}
         asked = value.get("question") if isinstance(value, dict) and set(value) == {"question"} else None
         if not isinstance(asked, str) or not asked.strip():
             raise ValueError('it is not of the form {"question": "..."}.')
         return asked, {"question": asked}
 
-    return _lines(file, question)
-
-
-def _parsed(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"it is not JSON: {error.msg} at column {error.colno}.") from None
-
-
-def _lines(file: Path, read: Callable[[str], tuple[str | Messages, dict[str, Any]]]) -> list[Line]:
-    found = []
-    for number, text in enumerate(read_text(file).split("\n"), 1):
-        if text.strip():
-            found.append(Line(number, *of_line(file, number, lambda text=text: read(text.removesuffix("\r")))))
-    if not found:
-        raise ValueError(f"{file} has no line; give at least one.")
-    return found
-
-
-def of_line(file: Path, number: int, do: Callable[[], Any]) -> Any:
-    """What a function makes of a line of a file.
-
-    Raises:
-        ValueError: what it raises, with the line's number.
-    """
-    try:
-        return do()
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{file}, line {number}: {error}") from error
+    return [Line(number, *read) for number, read in read_lines(file, question)]
 
 
 class Results:

@@ -9,10 +9,13 @@ from typing import Any
 
 import pytest
 
+import kvjax
 from kvjax.evaluate import command
 from kvjax.evaluate.grid import Rows, combination, entries
 from kvjax.policies.plan import AdaKV
 from kvjax.policies.residuals.less import LowRankMemory
+from kvjax.sampling.questions import answer_each
+from kvjax.sampling.texts import generate_ids
 
 WORDS = "The old man went down to the river with his dog and a lamp, for it was late. " * 12
 
@@ -82,9 +85,69 @@ def test_a_grid_goes_on_where_it_was_cut(tmp_path: Path, capsys: pytest.CaptureF
     assert rows[0]["cases"] == len(rows[0]["of_cases"]) == 2
 
 
+def test_questions_are_asked_after_the_context_was_compressed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    words = f"retrieval --families pass_key,frequent_words --lengths 400 --depths 0.5 --cases 2 --out {out}".split()
+    words += ["--policies", "streaming", "--budgets", "32", "--max-new-tokens", "4"]
+    for more in ([], ["--query-aware"], ["--chat"]):
+        assert command.main([*words, *more]) == 0, capsys.readouterr().err
+    assert "left out" not in capsys.readouterr().err
+    rows = Rows(out / "retrieval.jsonl").rows
+    assert len(rows) == 3 * 2 * 2 and {row["family"] for row in rows} == {"pass_key", "frequent_words"}
+    assert [(row["query_aware"], row["chat"]) for row in rows[::4]] == [(False, False), (True, False), (False, True)]
+    for row in rows:
+        assert len(row["answers"]) == row["cases"] == 2 and 0 <= row["string_match"] <= 1
+        assert (row["cache_bytes"] < row["full_cache_bytes"]) == (row["policy"] != "full")
+
+
+def test_what_does_not_fit_is_left_out_and_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = f"retrieval --families frequent_words --lengths 200 --policies full --out {tmp_path}".split()
+    assert command.main(words) == 0
+    assert "left out: length=" in capsys.readouterr().err
+    (row,) = Rows(tmp_path / "retrieval.jsonl").rows
+    assert "too short for frequent_words" in row["refused"]
+
+
+def test_answers_of_a_file_are_scored(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("rouge_score")
+    file, out = tmp_path / "asked.jsonl", tmp_path / "out"
+    file.write_text(
+        json.dumps({"context": WORDS, "question": "Where did he go?", "answer": ["river", "the dog"]}) + "\n"
+    )
+    words = f"generation --file {file} --policies h2o --budgets 24 --max-new-tokens 4 --out {out}".split()
+    assert command.main(words) == 0, capsys.readouterr().err
+    for row in Rows(out / "generation.jsonl").rows:
+        assert {"rouge-1", "rouge-2", "rouge-l", "f1", "exact_match"} <= set(row) and row["cases"] == 1
+    file.write_text("{}\n")
+    assert command.main(words) == 2
+    assert "line 1" in capsys.readouterr().err
+
+
+def test_one_question_each_equals_one_text() -> None:
+    """With room for everything an answer is what follows the prompt and the question."""
+    model = kvjax.load("tiny")
+    prompts = [list(range(5, 40)), list(range(60, 80)), list(range(9, 33))]
+    questions = [[7, 8, 9], [11, 12], [40, 41, 42, 43]]
+    settings: dict[str, Any] = dict(max_new_tokens=6, temperature=0.0, stop_at_eos=False)
+    found = [ids for made in answer_each(model, prompts, questions, batch_size=2, **settings) for ids in made.tokens]
+    whole = generate_ids(model, [p + q for p, q in zip(prompts, questions, strict=True)], **settings).tokens
+    assert found == whole
+    with pytest.raises(ValueError, match="2 questions"):
+        next(answer_each(model, prompts, questions[:2]))
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
+        ("retrieval --families nothing", "'nothing' is not one of single"),
+        ("retrieval --depths 2", "--depths 2.0 is not from"),
+        ("retrieval --hay essay", "give both or none"),
+        ("retrieval --cases 0", "--cases 0"),
+        ("retrieval --batch-size 0", "--batch-size 0"),
+        ("retrieval --system Be_kind", "--system"),
+        ("generation --file {text}", "line 1"),
         ("perplexity --text NOWHERE.txt", "NOWHERE.txt is not a file"),
         ("perplexity --text {text} --policies h2o+nothing", "'nothing' is none of"),
         ("perplexity --text {text} --budgets many", "budget='many'"),

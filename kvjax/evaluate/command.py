@@ -22,6 +22,8 @@ from kvjax.model import load
 POLICIES_HELP = "name+part[setting=value] with commas between them, as h2o,h2o+less+int8,keyformer[noise=none]"
 TASKS = {
     "perplexity": ("kvjax.evaluate.tasks.perplexity", "how surprising text is after a prompt, through real eviction"),
+    "retrieval": ("kvjax.evaluate.tasks.retrieval", "questions about what stands in a long text, made here"),
+    "generation": ("kvjax.evaluate.tasks.generation", "questions of a file, by ROUGE, exact match and F1"),
 }
 """Modules with `add_arguments(parser)`, `check(options)`, `cells(model, options)` and `measure`: see `grid.fill`."""
 REPORTS = {
@@ -91,6 +93,8 @@ def measure(task: Any, options: argparse.Namespace) -> None:
     rows = Rows(options.out / f"{options.report}.jsonl")
     model = load(options.model, options.dtype, options.revision, weights=options.weights)
     made = fill(rows, model, compared, task.cells(model, options), functools.partial(task.measure, model, options))
+    for refused in dict.fromkeys(row["refused"] for row in made if "refused" in row):
+        print(f"left out: {refused}", file=sys.stderr)
     print(f"{rows.file}: {len(made)} rows, made or found, by {options.command}")
 
 

@@ -6,6 +6,7 @@ import csv
 import json
 import os
 import re
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -169,6 +170,9 @@ def fill(rows: Rows, model: Model, compared: Sequence[Entry], cells: Iterable[Ce
         for entry, cell, whole in wanted:
             if rows.of(whole) is None:
                 drop_programs()
+                if not sys.stderr.isatty():
+                    said = ", ".join(f"{name} {value}" for name, value in cell.items() if value is not None)
+                    print(f"{entry.label} at {entry.budget:g}: {said}", file=sys.stderr, flush=True)
                 try:
                     found = measure(entry, cell)
                 except ValueError as error:

@@ -1,0 +1,105 @@
+"""How well an answer agrees with what is expected: scores from 0 to 1."""
+
+from __future__ import annotations
+
+import collections
+import importlib
+import re
+import string
+from collections.abc import Sequence
+
+ROUGE = {"rouge1": "rouge-1", "rouge2": "rouge-2", "rougeL": "rouge-l"}
+"""Scores of `rouge` by the package's names for them."""
+
+
+def string_match(answer: str, answers: Sequence[str], every: bool = True) -> float:
+    """The share of the expected texts that occur in an answer, upper or lower case.
+
+    With `every` it is the score of RULER's retrieval and counting (Hsieh et al. 2024, arXiv 2404.06654: recall, by the
+    presence of the expected texts), else that of its questions, where one of them is enough. LSH-E (arXiv 2412.16187,
+    section 4, "Metrics") takes its string matching score from there; its appendix G.1 speaks of the share of characters
+    that match instead, and leaves open which do.
+
+    Args:
+        answer: of a model.
+        answers: expected texts, at least one, none of them empty.
+        every: whether all are expected, or any.
+
+    Raises:
+        ValueError: nothing is expected.
+    """
+    _check(answers)
+    found = [expected.lower() in answer.lower() for expected in answers]
+    return sum(found) / len(found) if every else float(any(found))
+
+
+def exact_match(answer: str, answers: Sequence[str]) -> float:
+    """Whether an answer is one of the expected texts, but for case, punctuation, articles and white space.
+
+    SQuAD's exact match (Rajpurkar et al. 2016, arXiv 1606.05250, section 6.1).
+
+    Args:
+        answer: of a model.
+        answers: expected texts, of which any will do; at least one, none of them empty.
+
+    Raises:
+        ValueError: nothing is expected.
+    """
+    _check(answers)
+    return float(any(_words(answer) == _words(expected) for expected in answers))
+
+
+def f1(answer: str, answers: Sequence[str]) -> float:
+    """The harmonic mean of precision and recall of an answer's words, of the expected text that is nearest.
+
+    SQuAD's macro-averaged F1 (Rajpurkar et al. 2016, arXiv 1606.05250, section 6.1), words counted as often as they
+    occur, after the normalisation of `exact_match`; texts without any words agree with each other alone.
+
+    Args:
+        answer: of a model.
+        answers: expected texts, of which any will do; at least one, none of them empty.
+
+    Raises:
+        ValueError: nothing is expected.
+    """
+    _check(answers)
+    return max(_overlap(_words(answer), _words(expected)) for expected in answers)
+
+
+def rouge(answer: str, reference: str) -> dict[str, float]:
+    """F-measures of ROUGE-1, ROUGE-2 and ROUGE-L (Lin 2004) by the package rouge-score, words reduced to their stems.
+
+    Args:
+        answer: of a model.
+        reference: the expected text.
+
+    Returns:
+        Scores by the names `rouge-1`, `rouge-2` and `rouge-l`.
+
+    Raises:
+        ValueError: the package is not installed.
+    """
+    try:
+        scorer = importlib.import_module("rouge_score.rouge_scorer")
+    except ImportError:
+        raise ValueError("ROUGE needs the package rouge-score: pip install 'kvjax[evaluate]'.") from None
+    scores = scorer.RougeScorer(list(ROUGE), use_stemmer=True).score(reference, answer)
+    return {name: float(scores[key].fmeasure) for key, name in ROUGE.items()}
+
+
+def _check(answers: Sequence[str]) -> None:
+    # A text is a sequence of texts, too: its letters.
+    if isinstance(answers, str) or not answers or not all(answers):
+        raise ValueError(f"answers={answers!r} expects nothing; give a list of texts that are not empty.")
+
+
+def _words(text: str) -> list[str]:
+    bare = "".join(character for character in text.lower() if character not in string.punctuation)
+    return re.sub(r"\b(a|an|the)\b", " ", bare).split()
+
+
+def _overlap(words: list[str], expected: list[str]) -> float:
+    if not words or not expected:
+        return float(words == expected)
+    shared = (collections.Counter(words) & collections.Counter(expected)).total()
+    return 2 * shared / (len(words) + len(expected))
