@@ -138,6 +138,34 @@ def test_one_question_each_equals_one_text() -> None:
         next(answer_each(model, prompts, questions[:2]))
 
 
+def test_rows_of_several_runs_are_joined_on_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first, second, out = tmp_path / "first", tmp_path / "second", tmp_path / "page"
+    bytes_of = {"full": 200, "h2o": 50}
+    common: dict[str, Any] = {"model": "tiny", "dtype": "float32", "length": 400, "cases": 4, "prefill_seconds": 2.0}
+    common |= {"full_cache_bytes": 200, "decode_tokens_per_second": None}
+    for policy, right in (("full", 1.0), ("h2o", 0.25)):
+        row = common | {"policy": policy, "budget": 1.0 if policy == "full" else 16, "cache_bytes": bytes_of[policy]}
+        for depth in (0.1, 0.9):
+            asked = {"family": "single", "depth": depth, "chat": False, "query_aware": False}
+            Rows(first / "retrieval.jsonl").add(row | asked | {"string_match": right * depth})
+        read = {"text": "books", "prefix": 200, "nats_per_token": 5 - right, "perplexity": 2.5}
+        Rows(second / "perplexity.jsonl").add(row | read)
+        Rows(second / "perplexity.jsonl").add(row | read | {"length": 800, "refused": "too long"})
+    assert command.main(["report", "--runs", str(first), str(second), "--out", str(out)]) == 0, capsys.readouterr().err
+    page = (out / "report.md").read_text()
+    assert page.count("## ") == 2 and "| h2o | 16 | 25.0% | 4 | 4.7500 | 2.5000 |" in page
+    assert "| h2o | 16 | 25.0% | 8 | 0.1250 |" in page and "| full | 1 | 100.0% | 8 | 0.5000 |" in page
+    assert sorted(file.name for file in (out / "report").iterdir()) == [
+        "perplexity_tiny_float32_books_400_200.png",
+        "retrieval_tiny_float32_400.png",
+        "retrieval_tiny_float32_400_needles.png",
+    ]
+    whole = (out / "report.html").read_text()
+    assert whole.count("data:image/png;base64,") == 3 and "<td>0.125</td>" in whole
+    assert command.main(["report", "--runs", str(tmp_path / "nothing"), "--out", str(out)]) == 2
+    assert "there are no rows" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

@@ -26,6 +26,8 @@ TASKS = {
     "generation": ("kvjax.evaluate.tasks.generation", "questions of a file, by ROUGE, exact match and F1"),
 }
 """Modules with `add_arguments(parser)`, `check(options)`, `cells(model, options)` and `measure`: see `grid.fill`."""
+JOINED = ("kvjax.evaluate.reports.joined", "the rows of tasks on one page, as Markdown and as HTML")
+"""A module with `add_arguments(parser)` and `run(options)`, which measures nothing."""
 REPORTS = {
     "quality": ("kvjax.evaluate.reports.quality", "perplexity and recall of policies against the bytes that they keep"),
     "codecs": ("kvjax.evaluate.reports.codecs", "slots of 16, 8 and 4 bits at equal bytes"),
@@ -49,6 +51,8 @@ def parser() -> argparse.ArgumentParser:
         task.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
         task.add_argument("--out", type=Path, default=Path("results"), help="directory of rows: TASK.jsonl, TASK.csv")
         importlib.import_module(module).add_arguments(task)
+    joined = reports.add_parser("report", help=JOINED[1], description=JOINED[1], allow_abbrev=False)
+    importlib.import_module(JOINED[0]).add_arguments(joined)
     for name, (module, summary) in REPORTS.items():
         if importlib.util.find_spec(module) is None:
             continue
@@ -72,7 +76,10 @@ def main(argv: list[str] | None = None) -> int:
     enable_compilation_cache()
 
     def run() -> None:
-        if options.report in TASKS:
+        if options.report == "report":
+            check_directory(options.out)
+            importlib.import_module(JOINED[0]).run(options)
+        elif options.report in TASKS:
             measure(importlib.import_module(TASKS[options.report][0]), options)
         else:
             check(options)
