@@ -19,6 +19,7 @@ from kvjax.evaluate import lowrank_oracle
 from kvjax.evaluate.command import main
 from kvjax.evaluate.fidelity import hellinger
 from kvjax.evaluate.lowrank_oracle import Split
+from kvjax.evaluate.perplexity import begin
 from kvjax.evaluate.reports import weights
 from kvjax.evaluate.reports.claims import Claim, paired, table
 from kvjax.evaluate.reports.figures import Point, new_figure, plot_quality, save_figure
@@ -124,10 +125,20 @@ def test_hellinger() -> None:
 
 def test_fidelity_is_zero_until_something_is_evicted() -> None:
     model, tokens = random_model(GQA), ids()
-    assert evaluate.fidelity(model, "h2o", tokens, 40).max() < 1e-3
-    apart = evaluate.fidelity(model, "h2o", tokens, 16)
+    assert evaluate.fidelity(model, "h2o", tokens, 40).hellinger.max() < 1e-3
+    found = evaluate.fidelity(model, "h2o", tokens, 16)
+    apart = found.hellinger
     assert apart.shape == (2, 40, GQA.layers) and apart[:, :16].max() < 1e-3 and apart[:, 17:].min() > 0.01
-    coded = evaluate.fidelity(model, kvjax.policy("h2o", codec="int8"), tokens, 40)
+    np.testing.assert_allclose(found.kept[:, :16], 1, atol=1e-5)
+    assert 0 < found.kept[:, 17:].min() < found.kept[:, 17:].max() < 1
+    np.testing.assert_allclose(found.divergence[:, :16], 0, atol=1e-5)
+    state, logits = begin(model, "h2o", 2, 40, 16), jnp.zeros(())
+    for token in tokens.T:
+        state, logits = kvjax.decode_step(state, token)
+    ours, full = (jax.nn.log_softmax(each) for each in (logits, model.logits(tokens)[:, -1]))
+    np.testing.assert_allclose(found.divergence[:, -1], jnp.sum(jnp.exp(full) * (full - ours), axis=-1), atol=1e-4)
+    assert (found.agrees[:, -1] == (jnp.argmax(ours, -1) == jnp.argmax(full, -1))).all()
+    coded = evaluate.fidelity(model, kvjax.policy("h2o", codec="int8"), tokens, 40).hellinger
     assert 1e-4 < coded.max() < 0.05
     with pytest.raises(ValueError, match="positions=original"):
         evaluate.fidelity(model, "streaming", tokens, 16)
@@ -161,7 +172,7 @@ def test_fidelity_gives_evicted_tokens_their_share_of_equation_3() -> None:
     ours = jnp.where(evicted, features, weights)
     rows = [x / x.sum(-1, keepdims=True) for x in (weights, ours)]
     expected = hellinger(*rows).mean((1, 2))
-    found = evaluate.fidelity(model, policy, tokens, budget)[..., 0]
+    found = evaluate.fidelity(model, policy, tokens, budget).hellinger[..., 0]
     np.testing.assert_allclose(found, expected, atol=1e-3)
     assert np.asarray(expected)[:, budget:].min() > 0.01
 

@@ -22,6 +22,7 @@ from kvjax.model import load
 POLICIES_HELP = "name+part[setting=value] with commas between them, as h2o,h2o+less+int8,keyformer[noise=none]"
 TASKS = {
     "perplexity": ("kvjax.evaluate.tasks.perplexity", "how surprising text is after a prompt, through real eviction"),
+    "fidelity": ("kvjax.evaluate.tasks.fidelity", "how far attention and next tokens are from the full cache's"),
     "retrieval": ("kvjax.evaluate.tasks.retrieval", "questions about what stands in a long text, made here"),
     "generation": ("kvjax.evaluate.tasks.generation", "questions of a file, by ROUGE, exact match and F1"),
 }

@@ -1,19 +1,20 @@
-"""How far a policy's attention is from the full model's: Hellinger distance of whole attention rows."""
+"""How far a model with a policy is from the full one: its attention, row by row, and what it says next."""
 
 from __future__ import annotations
 
 import dataclasses
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
 from jax.typing import ArrayLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache.dense import Dense
 from kvjax.engine.decode import step
-from kvjax.engine.state import Moving, State, join_state, split_state
+from kvjax.engine.state import Moving, State, cache_bytes, full_cache_bytes, join_state, split_state
 from kvjax.evaluate.perplexity import begin
 from kvjax.model import Model
 from kvjax.policies.plan import Plan
@@ -21,7 +22,7 @@ from kvjax.policies.policy import Policy
 from kvjax.policies.registry import name_of
 from kvjax.policies.registry import policy as policy_by_name
 from kvjax.policies.residuals.less import LowRankMemory
-from kvjax.types import LayerConfig, New, Parts, View
+from kvjax.types import LayerConfig, New, Parts, View, wide
 from pallas_kernels.attention import attend
 from pallas_kernels.operands import values
 
@@ -83,8 +84,7 @@ def _row(
     psi = jax.vmap(lambda all_, one, at: all_.at[:, at].set(one))(
         psi, policy.residual.psi(layer, key)[:, :, 0].astype(psi.dtype), newest
     )
-    held = jnp.zeros((b, h, length), bool).at[row, head, slot].set(True, mode="drop")
-    gone = ~held & (jnp.arange(length) <= newest[:, None, None])
+    gone = ~_held(view, length) & (jnp.arange(length) <= newest[:, None, None])
     weights = jnp.einsum("bhgr,bhnr->bhgn", policy.residual.phi(layer, q)[..., 0, :], psi)
     weights = jnp.where(gone[:, :, None], weights, 0.0)
     highest = jnp.maximum(partial.lse, 0.0)  # both sums relative to it
@@ -92,8 +92,25 @@ def _row(
     return (dense * slots + weights) / (slots + weights.sum(-1, keepdims=True)), psi
 
 
+class Compared(NamedTuple):
+    """What differs after each token of some texts."""
+
+    hellinger: Float[np.ndarray, "b n layers"]
+    """Distance of attention rows, mean over heads (LESS, eq. 7)."""
+    kept: Float[np.ndarray, "b n layers"]
+    """Share of the full model's attention on tokens that the policy holds, mean over heads."""
+    divergence: Float[np.ndarray, "b n"]
+    """Kullback-Leibler divergence of the next token's distribution from the full model's, in nats."""
+    agrees: Bool[np.ndarray, "b n"]
+    """Whether the likeliest next token is the same."""
+    cache_bytes: int
+    """Of all rows, as allocated, without what is only there to be looked at."""
+    full_cache_bytes: int
+    """What `full` allocates for them."""
+
+
 @jax.jit
-def _distances(full: State, probed: State, tokens: Int[Array, "b n"]) -> Float[Array, "n b layers"]:
+def _compared(full: State, probed: State, tokens: Int[Array, "b n"]) -> tuple[Array, Array, Array, Array]:
     config, length = full.config, tokens.shape[1]
     states = (full, probed)
     fixed = [split_state(state)[0] for state in states]
@@ -104,12 +121,14 @@ def _distances(full: State, probed: State, tokens: Int[Array, "b n"]) -> Float[A
         remembered = (state.storage.heads(layer).state.residual.z for layer in range(config.layers))
         return [jnp.zeros((*z.shape[:2], length, z.shape[-1]), z.dtype) for z in remembered]
 
-    def one(carry: Carry, token: Int[Array, " b"]) -> tuple[Carry, Float[Array, "b layers"]]:
-        moved, known, rows = [], [], []
+    def one(carry: Carry, token: Int[Array, " b"]) -> tuple[Carry, tuple[Array, Array, Array, Array]]:
+        moved, known, rows, held, says = [], [], [], [], []
         for state, moving, psi in zip(fixed, *carry, strict=True):
             before = join_state(state, moving)
-            after = step(before, token)[0]
+            after, logits = step(before, token)
             assert isinstance(after.storage, Dense)
+            held.append([_held(view, length) for view in after.storage.layers])
+            says.append(jax.nn.log_softmax(logits.astype(wide(logits.dtype))))
             layers = zip(config.layer_configs, after.storage.layers, psi, strict=True)
             looked = [
                 _row(shape, after.policy, layer, view, before.position, length, features)
@@ -119,10 +138,23 @@ def _distances(full: State, probed: State, tokens: Int[Array, "b n"]) -> Float[A
             rows.append([row for row, _ in looked])
             known.append([seen for _, seen in looked])
         apart = [hellinger(p, q).mean((1, 2)) for p, q in zip(*rows, strict=True)]
-        return (moved, known), jnp.stack(apart, axis=-1)
+        kept = [
+            jnp.where(here[:, :, None], p, 0.0).sum(-1).mean((1, 2)) for p, here in zip(rows[0], held[1], strict=True)
+        ]
+        divergence = jnp.sum(jnp.exp(says[0]) * (says[0] - says[1]), axis=-1)
+        agrees = jnp.argmax(says[0], axis=-1) == jnp.argmax(says[1], axis=-1)
+        return (moved, known), (jnp.stack(apart, axis=-1), jnp.stack(kept, axis=-1), divergence, agrees)
 
     start = [split_state(state)[1] for state in states], [features(state) for state in states]
     return jax.lax.scan(one, start, tokens.T)[1]
+
+
+def _held(view: View, length: int) -> Bool[Array, "b h n"]:
+    """Which positions of a text have a slot."""
+    rows, heads = view.position.shape[:2]
+    row, head = jnp.arange(rows)[:, None, None], jnp.arange(heads)[:, None]
+    slot = jnp.where(view.live, view.position, length)
+    return jnp.zeros((rows, heads, length), bool).at[row, head, slot].set(True, mode="drop")
 
 
 def fidelity(
@@ -133,8 +165,8 @@ def fidelity(
     *,
     plan: Plan | str | None = None,
     seed: int = 0,
-) -> Float[np.ndarray, "b n layers"]:
-    """Hellinger distance of every attention row to the full model's, mean over heads (LESS, eq. 7, Figure 6).
+) -> Compared:
+    """A model with a policy beside the full one, after each token of texts that both read (LESS, eq. 7, Figure 6).
 
     Both models read the same text token by token, each on its own cache, so that distances of deeper layers
     include what the policy changed before. An evicted token has probability phi(q) psi(k) over the denominator of
@@ -168,4 +200,7 @@ def fidelity(
     rows, length = ids.shape
     full = begin(model, watched(policy_by_name("full")), rows, length, 1.0, seed=seed)
     probed = begin(model, watched(chosen), rows, length, budget, plan=plan, seed=seed)
-    return np.moveaxis(np.asarray(_distances(full, probed, jnp.asarray(ids))), 0, 1)
+    plain = begin(model, chosen, rows, length, budget, plan=plan, seed=seed)
+    measured = (np.moveaxis(np.asarray(each), 0, 1) for each in _compared(full, probed, jnp.asarray(ids)))
+    apart, kept, divergence, agrees = measured
+    return Compared(apart, kept, divergence, agrees, cache_bytes(plain), full_cache_bytes(plain))

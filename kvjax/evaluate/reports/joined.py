@@ -22,12 +22,14 @@ Row = dict[str, Any]
 
 MEASURES = {
     "perplexity": ("nats_per_token", "nats per token"),
+    "fidelity": ("divergence", "divergence from the full cache, nats"),
     "retrieval": ("string_match", "string match"),
     "generation": ("f1", "F1"),
 }
 """What a figure shows of each task's rows."""
 ALSO = {
     "perplexity": ("perplexity", "standard_error", "nats_per_word", "nats_per_byte"),
+    "fidelity": ("divergence_standard_error", "agreement", "attention_kept", "hellinger"),
     "retrieval": ("string_match_standard_error",),
     "generation": ("exact_match", "rouge-1", "rouge-2", "rouge-l"),
 }
@@ -35,6 +37,7 @@ ALSO = {
 SPEED = ("prefill_seconds", "decode_tokens_per_second")
 SUBJECTS = {
     "perplexity": ("model", "dtype", "text", "length", "prefix"),
+    "fidelity": ("model", "dtype", "text", "length", "prefix"),
     "retrieval": ("model", "dtype", "chat", "query_aware", "length"),
     "generation": ("model", "dtype", "file", "chat", "query_aware"),
 }

@@ -25,7 +25,10 @@ def hellinger(less: Less) -> Section:
         return runs.keep(
             f"hellinger: {label}, {slots} slots",
             settings,
-            lambda: [round(float(x), 6) for x in fidelity(runs.model, policy, chosen, slots)[:, slots:].mean((0, 1))],
+            lambda: [
+                round(float(x), 6)
+                for x in fidelity(runs.model, policy, chosen, slots).hellinger[:, slots:].mean((0, 1))
+            ],
         )
 
     for share, slots in less.budgets.items():
