@@ -172,15 +172,6 @@ def test_distance_biases_and_sliding_windows_reach_pages(changes):
         np.testing.assert_allclose(logits, expected, atol=2e-5)
 
 
-def test_without_anything_to_try_every_head_is_full() -> None:
-    model = random_model(GQA)
-    state, _ = read(model, TEXT[:2, :41], order=(), **IDS)
-    assert [(positions >= 0).sum(-1).min() for positions in held_positions(state)] == [41] * GQA.layers
-    assert [np.shape(layer.plan.choice) for layer in state.storage.states()] == [(2, GQA.kv_heads)] * GQA.layers
-    _, logits = kvjax.decode_step(state, TEXT[:2, 41])
-    np.testing.assert_allclose(logits, model.logits(TEXT[:2, :42])[:, -1], atol=2e-4)
-
-
 @pytest.mark.parametrize(
     "order, expected",
     [
@@ -204,6 +195,7 @@ def test_choices_of_tables_4_and_5(order, expected):
         (dict(frequent=-0.1), "frequent=-0.1"),
         (dict(order=("local", "local")), "order="),
         (dict(order=("locals",)), "order="),
+        (dict(order=()), "one or more of special"),
         (dict(recent=0.5), "recent=0.5"),
         (dict(spare_special=-1), "spare_special=-1"),
         (dict(spare_punctuation=2.0), "spare_punctuation=2.0"),

@@ -165,8 +165,8 @@ class Profiled(Uniform):
 
     def __post_init__(self) -> None:
         check(0 <= self.local <= 1, "local", self.local, "a share of the length in [0, 1]")
-        known = isinstance(self.order, tuple) and set(self.order) <= set(PARTS)
-        check(known and len(set(self.order)) == len(self.order), "order", self.order, f"some of {', '.join(PARTS)}")
+        known = isinstance(self.order, tuple) and 0 < len(set(self.order) & set(PARTS)) == len(self.order)
+        check(known, "order", self.order, f"one or more of {', '.join(PARTS)}, each once")
         among = self.frequent_among in ("all", "others")
         check(among, "frequent_among", self.frequent_among, "'all' or 'others'")
         if not written(self.threshold, self.frequent, self.spare_special, self.spare_punctuation):
@@ -233,11 +233,9 @@ class Profiled(Uniform):
                 mass += sum_of_most(jnp.where(among, total, -jnp.inf), position, gain, most)
             recovered.append(mass / queries)
         last = len(self.order)
-        choice, shares = jnp.full(position.shape[:2], last, jnp.int32), jnp.zeros((*position.shape[:2], last))
-        if recovered:
-            shares = jnp.stack(recovered, axis=-1)
-            enough = (shares >= self.threshold) & (self.threshold < 1)
-            choice = jnp.where(enough.any(-1), jnp.argmax(enough, axis=-1).astype(jnp.int32), last)
+        shares = jnp.stack(recovered, axis=-1)
+        enough = (shares >= self.threshold) & (self.threshold < 1)
+        choice = jnp.where(enough.any(-1), jnp.argmax(enough, axis=-1).astype(jnp.int32), last)
         wanted = jnp.asarray([_wanted(parts) for parts in self.choices], jnp.uint8)[choice]
         window = jnp.asarray([self.local * ("local" in parts) for parts in self.choices], total.dtype)[choice]
         kept = (view.live & ((classes & wanted[..., None]) > 0)).sum(-1, dtype=jnp.int32)
