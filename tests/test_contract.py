@@ -123,6 +123,24 @@ def programs() -> list[int]:
     return [function._cache_size() for function in functions]
 
 
+@pytest.mark.parametrize(
+    ("name", "first", "second"),
+    [
+        ("h2o", {"recent": 5, "sinks": 1}, {"recent": 9, "sinks": 2}),
+        ("keyformer", {"damping": 0.9, "tau_end": 2.0}, {"damping": 0.8, "tau_end": 1.5}),
+        ("fastgen", {"threshold": 0.95, "spare_special": 4}, {"threshold": 0.9501, "spare_special": 3}),
+        ("lightkv", {"omega": 4.0}, {"omega": 3.0}),
+    ],
+)
+def test_numbers_are_arguments_of_programs(name: str, first: dict[str, Any], second: dict[str, Any]) -> None:
+    counts = []
+    for changes in (first, second):
+        state, _ = read(CASES[name], changes=changes)
+        kvjax.decode_step(state, jnp.zeros(len(LENGTHS), jnp.int32))
+        counts.append(programs())
+    assert counts[0] == counts[1]
+
+
 @every_case
 def test_equals_the_full_cache_when_there_is_room(name: str) -> None:
     case = CASES[name]
