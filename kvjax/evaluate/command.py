@@ -24,6 +24,7 @@ TASKS = {
     "perplexity": ("kvjax.evaluate.tasks.perplexity", "how surprising text is after a prompt, through real eviction"),
     "retrieval": ("kvjax.evaluate.tasks.retrieval", "questions about what stands in a long text, made here"),
     "generation": ("kvjax.evaluate.tasks.generation", "questions of a file, by ROUGE, exact match and F1"),
+    "harness": ("kvjax.evaluate.tasks.harness", "tasks of lm-evaluation-harness, scored through real eviction"),
 }
 """Modules with `add_arguments(parser)`, `check(options)`, `cells(model, options)` and `measure`: see `grid.fill`."""
 REPORTS = {
