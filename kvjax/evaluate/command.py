@@ -25,6 +25,7 @@ TASKS = {
     "fidelity": ("kvjax.evaluate.tasks.fidelity", "how far attention and next tokens are from the full cache's"),
     "retrieval": ("kvjax.evaluate.tasks.retrieval", "questions about what stands in a long text, made here"),
     "generation": ("kvjax.evaluate.tasks.generation", "questions of a file, by ROUGE, exact match and F1"),
+    "harness": ("kvjax.evaluate.tasks.harness", "tasks of lm-evaluation-harness, scored through real eviction"),
 }
 """Modules with `add_arguments(parser)`, `check(options)`, `cells(model, options)` and `measure`: see `grid.fill`."""
 JOINED = ("kvjax.evaluate.reports.joined", "the rows of tasks on one page, as Markdown and as HTML")

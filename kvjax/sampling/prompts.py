@@ -67,13 +67,14 @@ def with_system(messages: Messages, system: str | None) -> Messages:
     return [{"role": "system", "content": system}, *messages]
 
 
-def render(model: Model, messages: Messages, answers: bool = True) -> str:
+def render(model: Model, messages: Messages, answers: bool = True, unfinished: bool = False) -> str:
     """A conversation as the text that the model's chat template makes of it, up to where an answer begins.
 
     Args:
         model: whose tokenizer has the template.
         messages: the turns.
         answers: whether an answer is to follow.
+        unfinished: whether the last turn goes on instead, so that the text stops where it does.
 
     Raises:
         ValueError: there is no template, or it refuses the turns.
@@ -81,7 +82,9 @@ def render(model: Model, messages: Messages, answers: bool = True) -> str:
     if not getattr(model.tokenizer, "chat_template", None):
         raise ValueError(f"the tokenizer of {model.name!r} has no chat template; leave out --chat.")
     try:
-        return model.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=answers)
+        return model.tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=answers, continue_final_message=unfinished
+        )
     except Exception as error:  # whatever the template's author has it raise
         raise ValueError(f"the chat template of {model.name!r} refuses the prompt: {error}.") from error
 
