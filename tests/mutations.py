@@ -93,12 +93,14 @@ TESTS: dict[str, tuple[str, ...]] = {
         "tests/test_plan.py",
         f"{_ORACLES} -k 'pyramid or interleaved or adakv'",
         "tests/test_fastgen.py",
+        "tests/test_extend.py",
     ),
     "kvjax/policies/protection.py": (
         _DEFAULTS,
         f"{_ORACLES} -k h2o",
         f"{_CONTRACT} -k protected",
         f"{_ORACLES} -m core",
+        "tests/test_generate.py -k one_sentence",
     ),
     "kvjax/policies/residuals/less.py": (
         _DEFAULTS,
@@ -132,6 +134,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "pallas_kernels/ranking.py": ("tests/test_evict.py", _CORE, f"{_CONTRACT} -k h2o"),
     "pallas_kernels/attention.py": (
         "tests/test_decode_attention.py",
+        "tests/test_plan.py",
         _CORE,
         "tests/test_layers.py tests/test_models.py",
     ),

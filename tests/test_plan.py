@@ -40,6 +40,14 @@ def test_budgets_sum_exactly_and_follow_their_shares(plan, budget, layers):
     assert np.abs(budgets - shares).max() < 1 + 1e-6
 
 
+def test_slots_that_rounding_leaves_go_to_the_largest_remainders() -> None:
+    shares = Arithmetic(ratio=2.0).shares(10, 4)  # 13.33, 11.11, 8.89, 6.67
+    np.testing.assert_array_equal(np.floor(shares), [13, 11, 8, 6])
+    np.testing.assert_array_equal(Arithmetic(ratio=2.0).budgets(10, 4), [13, 11, 9, 7])
+    # Of equal remainders the lower layer's is first.
+    np.testing.assert_array_equal(Interleaved(period=2, ratio=3.0).budgets(3, 4), [5, 2, 4, 1])  # 4.5, 1.5, 4.5, 1.5
+
+
 def test_arithmetic_is_equation_2():
     budgets = Arithmetic(ratio=3.0).budgets(100, 5)
     c_1, c_last, layers = 150, 50, 5
