@@ -56,7 +56,12 @@ TESTS: dict[str, tuple[str, ...]] = {
         f"{_CONTRACT} -k keyformer",
     ),
     "kvjax/policies/scores/l2.py": (_DEFAULTS, f"{_ORACLES} -k l2", f"{_CONTRACT} -k l2"),
-    "kvjax/policies/scores/lightkv.py": (_DEFAULTS, f"{_ORACLES} -k lightkv", "tests/test_window_attention.py"),
+    "kvjax/policies/scores/lightkv.py": (
+        _DEFAULTS,
+        f"{_ORACLES} -k lightkv",
+        "tests/test_window_attention.py",
+        f"{_CONTRACT} -k lightkv",
+    ),
     "kvjax/policies/scores/lsh_e.py": (
         _DEFAULTS,
         f"{_ORACLES} -k lsh_e",
@@ -107,6 +112,7 @@ TESTS: dict[str, tuple[str, ...]] = {
         f"{_ORACLES} -k less",
         "tests/test_less.py",
         "tests/test_train_less.py",
+        "tests/test_generate.py -k one_sentence",
     ),
     "kvjax/policies/selection.py": (_DEFAULTS, f"{_ORACLES} -k topk", f"{_CONTRACT} -k topk"),
     "kvjax/cache/codec.py": (
@@ -122,6 +128,7 @@ TESTS: dict[str, tuple[str, ...]] = {
         f"{_ORACLES} -k 'snapkv or scissorhands or keyformer'",
         "tests/test_window_attention.py tests/test_layers.py",
         _CONTRACT,
+        "tests/test_fastgen.py",
     ),
     "kvjax/cache/paged.py": (
         f"{_ORACLES} -k 'fastgen or adakv'",
@@ -129,8 +136,14 @@ TESTS: dict[str, tuple[str, ...]] = {
         "tests/test_rows.py tests/test_extend.py",
         "tests/test_paged_attention.py",
     ),
-    "kvjax/cache/quantise.py": ("tests/test_codec.py", f"{_ORACLES} -k int8"),
-    "kvjax/cache/slots.py": (_CORE, "tests/test_plan.py", f"{_ORACLES} -k 'adakv or positions'", _CONTRACT),
+    "kvjax/cache/quantise.py": ("tests/test_codec.py", f"{_ORACLES} -k 'int8 or int4'"),
+    "kvjax/cache/slots.py": (
+        _CORE,
+        "tests/test_plan.py",
+        f"{_ORACLES} -k 'adakv or positions'",
+        _CONTRACT,
+        "tests/test_fastgen.py",
+    ),
     "pallas_kernels/ranking.py": ("tests/test_evict.py", _CORE, f"{_CONTRACT} -k h2o"),
     "pallas_kernels/attention.py": (
         "tests/test_decode_attention.py",

@@ -13,7 +13,7 @@ import pytest
 
 import kvjax
 from kvjax import generate
-from kvjax.cache import paged
+from kvjax.cache import evidence, paged
 from kvjax.engine import decode, read_prompts
 from kvjax.engine.prepare import prepare, round_slots
 from kvjax.engine.state import State, held_positions, slot_limits
@@ -212,6 +212,25 @@ def test_a_bound_policy_fits_one_vocabulary():
     assert bound.bind(random_model(GQA)).protection is bound.protection
     with pytest.raises(ValueError, match="vocabulary of 64"):
         bound.bind(random_model(small_config(4, 2, vocab_size=80)))
+
+
+def test_classes_are_those_of_all_ids_that_there_are() -> None:
+    bound = kvjax.policy("fastgen", special=(0, 63), punctuation=(5, 63, 64, 900)).bind(random_model(GQA))
+    found = bound.protection.classes
+    assert isinstance(found, jax.Array)
+    assert {i: int(bits) for i, bits in enumerate(found) if bits} == {0: 1, 5: 2, 63: 3}
+
+
+def test_long_prompts_are_profiled_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The local window's share of attention does not depend on how many queries are looked at together."""
+    prompts, settings = TEXT[:2, :96], dict(local=0.6, threshold=0.9, **IDS)
+    whole, _ = read(random_model(GQA), prompts, **settings)
+    monkeypatch.setattr(evidence, "query_block", lambda tokens, rows: 16)
+    read_prompts._read_prompts.clear_cache()  # type: ignore[attr-defined]
+    blocks, _ = read(random_model(GQA), prompts, **settings)
+    read_prompts._read_prompts.clear_cache()  # type: ignore[attr-defined]
+    for one, other in zip(whole.storage.states(), blocks.storage.states(), strict=True):
+        np.testing.assert_allclose(one.plan.recovered, other.plan.recovered, atol=1e-5)
 
 
 def dense_with_limits(model, policy, budget, limits):

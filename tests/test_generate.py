@@ -191,6 +191,7 @@ def test_a_terminal_shows_what_is_held_in_more_than_two_shades(monkeypatch: pyte
         (["--policy", "h2o", "--set", "special=5"], "special=5 is not a list of whole numbers"),
         (["--policy", "h2o", "--set", "special=[99999]"], "token 99999 of a vocabulary of 2048"),
         (["--policy", "h2o", "--set", "special=[-1]"], "token -1 of a vocabulary of 2048"),
+        (["--policy", "less", "--set", "features=-1"], "features=-1 is not a whole number from 0"),
         (["--policy", "keyformer", "--set", "tau_init=nan"], "tau_init='nan' is not a finite number"),
         (["--policy", "keyformer", "--set", "tau_end=1e999"], "tau_end=inf is not a finite number"),
         (["--policy", "keyformer", "--set", "shared=maybe"], "shared='maybe' is not true or false"),
