@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -39,6 +38,8 @@ MIXED = ["streaming+adakv", "h2o+adakv+int8", "less+snapkv+adakv", "less+fastgen
 IN_CORE = ("h2o", "streaming", "less-performer", "fastgen")
 WAYS = ("h2o", "snapkv", "lightkv", "fastgen", *MIXED[2:])
 """Cases that go every way through the engine, for promises that hardly depend on the score."""
+OF_EACH_LAYER = ("keyformer", "lsh_e", "lightkv", "less-performer", "less+snapkv+adakv", "less+fastgen-low+int8")
+"""Cases that look something up by a layer's number (or read prompts in steps): layers share no program."""
 AS_USERS_DO = ("h2o", "keyformer", "streaming", "fastgen")
 """Cases whose programs are compiled as users have them: one for each way to ask, to hold and to remember."""
 
@@ -147,13 +148,8 @@ def test_layers_that_share_a_program_read_the_same(name: str, monkeypatch: pytes
     layer: Any = read_prompts._read_layer
     before = layer._cache_size()
     alone, found = read(case)
-    policy, chunk = alone.policy, case.prefill_chunk or alone.policy.score.prefill_chunk
-    parts = [getattr(policy, field.name) for field in dataclasses.fields(policy)]
-    numbered = any(getattr(part, "numbers_layers", False) for part in parts)
-    together = policy.score.aligned_layers or policy.score.offloads
-    sizes = len({view.shape for view in state.storage.positions()})
-    expected = 0 if chunk or numbered or together else 1 if policy.plan.per_head else sizes
-    assert layer._cache_size() - before == expected
+    sizes = 1 if state.policy.plan.per_head else len({view.shape for view in state.storage.positions()})
+    assert layer._cache_size() - before == (0 if name in OF_EACH_LAYER else sizes)
     close(logits, found)
     jax.tree.map(close, state.storage, alone.storage)
 
