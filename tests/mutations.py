@@ -99,6 +99,7 @@ TESTS: dict[str, tuple[str, ...]] = {
         f"{_ORACLES} -k 'pyramid or interleaved or adakv'",
         "tests/test_fastgen.py",
         "tests/test_extend.py",
+        f"{_CONTRACT} -k beyond_what",
     ),
     "kvjax/policies/protection.py": (
         _DEFAULTS,

@@ -154,6 +154,15 @@ def test_layers_that_share_a_program_read_the_same(name: str, monkeypatch: pytes
     jax.tree.map(close, state.storage, alone.storage)
 
 
+@every_way
+def test_texts_go_on_beyond_what_was_planned(name: str) -> None:
+    """Only where slots were set aside for a text of that length there is nothing after it."""
+    state, _ = read(CASES[name], max_new_tokens=3)
+    _, (logits, _) = follow(state, 6)
+    assert np.isfinite(logits[:3]).all()
+    assert bool(np.isfinite(logits[3:]).all()) is (name not in ("full", "topk_oracle", "fastgen"))
+
+
 @every_policy
 def test_never_holds_more_than_its_limit_nor_a_position_twice(name: str) -> None:
     state, _ = read(CASES[name])
