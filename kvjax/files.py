@@ -90,6 +90,14 @@ def check_writable(file: Path, ending: str) -> None:
         raise ValueError(f"{file} cannot be written; give a file in a directory that you may write to.")
 
 
+def append_line(file: Path, line: str) -> None:
+    """One more line of a text file, on disk when this returns."""
+    with file.open("a", encoding="utf-8") as stream:
+        stream.write(f"{line}\n")
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
 def write_text(file: Path, content: str) -> None:
     """A text file, written aside and then renamed."""
     file.parent.mkdir(parents=True, exist_ok=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvjax.commands import progress
 from kvjax.engine.prepare import prepare
-from kvjax.files import JSON_LINES, check_writable, of_line, parse_json, read_lines, write_text
+from kvjax.files import JSON_LINES, append_line, check_writable, of_line, parse_json, read_lines, write_text
 from kvjax.results import samples, told
 from kvjax.sampling.prompts import encode
 from kvjax.sampling.questions import answer, encode_questions
@@ -121,10 +120,7 @@ class Results:
         if self.file is None:
             print(text, flush=True)
         else:
-            with self._aside.open("a", encoding="utf-8") as aside:
-                aside.write(f"{text}\n")
-                aside.flush()
-                os.fsync(aside.fileno())
+            append_line(self._aside, text)
         self._advance()
 
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -15,7 +14,8 @@ from kvjax import policies
 from kvjax.commands import progress
 from kvjax.compilation import drop_programs
 from kvjax.evaluate.runs import describe
-from kvjax.files import write_text, written_aside
+from kvjax.evaluate.store import plain
+from kvjax.files import append_line, write_text, written_aside
 from kvjax.model import Model
 from kvjax.policies.policy import Policy
 from kvjax.policies.registry import CODECS, PLANS, RESIDUALS, SELECTIONS
@@ -124,14 +124,12 @@ class Rows:
         """The row of a cell, or None."""
         return next((row for row in self.rows if all(row.get(name) == value for name, value in cell.items())), None)
 
-    def add(self, row: dict[str, Any]) -> None:
-        """One more row, on disk when this returns."""
+    def add(self, row: dict[str, Any]) -> dict[str, Any]:
+        """One more row, on disk when this returns it."""
         self.file.parent.mkdir(parents=True, exist_ok=True)
         self.rows.append(plain(row))
-        with self.file.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(self.rows[-1]) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+        append_line(self.file, json.dumps(self.rows[-1]))
+        return self.rows[-1]
 
     def write_csv(self) -> Path:
         """The same rows in a table, without what is a list or a tree."""
@@ -142,11 +140,6 @@ class Rows:
             table.writeheader()
             table.writerows(shown)
         return file
-
-
-def plain(value: Any) -> Any:
-    """A value as JSON gives it back."""
-    return json.loads(json.dumps(value))
 
 
 Measure = Callable[[Entry, Cell], dict[str, Any]]
@@ -165,10 +158,13 @@ def fill(rows: Rows, model: Model, compared: Sequence[Entry], cells: Iterable[Ce
     Returns:
         The rows of this grid, in order; where a policy cannot do with a cell, a row that says why (`refused`).
     """
-    wanted = [(entry, cell, plain(entry.cell(model) | cell)) for cell in cells for entry in compared]
+    named = [(entry, entry.cell(model)) for entry in compared]
+    wanted = [(entry, cell, plain(of_entry | cell)) for cell in cells for entry, of_entry in named]
+    made: list[Any] = []
     with progress("cells", total=len(wanted)) as advance:
         for entry, cell, whole in wanted:
-            if rows.of(whole) is None:
+            row = rows.of(whole)
+            if row is None:
                 drop_programs()
                 if not sys.stderr.isatty():
                     said = ", ".join(f"{name} {value}" for name, value in cell.items() if value is not None)
@@ -177,7 +173,8 @@ def fill(rows: Rows, model: Model, compared: Sequence[Entry], cells: Iterable[Ce
                     found = measure(entry, cell)
                 except ValueError as error:
                     found = {"refused": str(error)}
-                rows.add(whole | found)
+                row = rows.add(whole | found)
+            made.append(row)
             advance()
     rows.write_csv()
-    return [rows.of(whole) for _, _, whole in wanted]
+    return made

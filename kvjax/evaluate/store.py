@@ -36,7 +36,7 @@ class Store:
     def stored(self, name: str, settings: dict[str, Any]) -> Any | None:
         """A measurement made with these settings, or None."""
         kept = self._kept.get(name)
-        return kept["result"] if kept and kept["settings"] == _plain(settings) else None
+        return kept["result"] if kept and kept["settings"] == plain(settings) else None
 
     def measure(self, name: str, settings: dict[str, Any], make: Callable[[], Any]) -> Any:
         """A measurement, made now unless it is there.
@@ -51,11 +51,12 @@ class Store:
             return found
         self.show(name)
         drop_programs()
-        self._kept[name] = {"settings": _plain(settings), "result": _plain(make())}
+        self._kept[name] = {"settings": plain(settings), "result": plain(make())}
         self._fresh.add(name)
         write_text(self.file, json.dumps(dict(sorted(self._kept.items())), indent=1) + "\n")
         return self._kept[name]["result"]
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """A value as JSON gives it back."""
     return json.loads(json.dumps(value))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -76,16 +77,26 @@ def measure(model: Model, options: argparse.Namespace, entry: Entry, cell: Cell)
         letters, outside = Case("a", "b", ("c",)), argparse.Namespace(chat=False)
         turn, plain = (sum(map(len, asking.encoded(model, way, letters))) for way in (options, outside))
         taken = turn - plain
-    made = cases(
-        model.tokenizer,
-        cell["family"],
-        cell["length"] - new - taken,
-        cell["depth"],
-        count=options.cases,
-        seed=options.seed,
-        hay=options.hay if options.hay in family.hays else None,
-        text=read_text(options.text) if options.text and "essay" in family.hays else None,
-    )
+    length = cell["length"] - new - taken
+    made = _cases(model, cell["family"], length, cell["depth"], options.cases, options.seed, options.hay, options.text)
     found, cost = asking.answers(model, options, entry, made, new)
     scores = [string_match(answer, case.answers) for answer, case in zip(found, made, strict=True)]
     return asking.mean("string_match", scores) | cost | {"answers": found}
+
+
+@functools.lru_cache(1)
+def _cases(
+    model: Model,
+    family: str,
+    length: int,
+    depth: float | None,
+    count: int,
+    seed: int,
+    hay: str | None,
+    text: Path | None,
+) -> list[Case]:
+    # All policies and budgets are asked the same.
+    hays = FAMILIES[family].hays
+    chosen = hay if hay in hays else None
+    essay = read_text(text) if text and "essay" in hays else None
+    return cases(model.tokenizer, family, length, depth, count=count, seed=seed, hay=chosen, text=essay)
