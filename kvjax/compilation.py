@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Self
 
@@ -42,6 +43,15 @@ def drop_programs() -> None:
     if maps.exists() and maps.read_bytes().count(b"\n") > _MANY_MAPPINGS:
         jax.clear_caches()
         gc.collect()
+
+
+def temporary_bytes(programs: Iterable[jax.stages.Lowered]) -> int | None:
+    """The most that one of some programs takes beside its arguments and results, as the compiler says; or None.
+
+    Nothing is compiled for a program that has been called with arguments of the same shapes.
+    """
+    found = [program.compile().memory_analysis() for program in programs]
+    return max((memory.temp_size_in_bytes for memory in found if memory is not None), default=None)
 
 
 class Compiling:

@@ -112,8 +112,8 @@ def lower_prefill(
     plan: Plan | str | None = None,
     prefill_chunk: int | None = None,
     budget_of: str = "text",
-) -> jax.stages.Lowered:
-    """The program of `prefill` for these arguments, to compile and ask for its `memory_analysis()`."""
+) -> list[jax.stages.Lowered]:
+    """The programs of `prefill` for these arguments, to compile and ask for their `memory_analysis()`."""
     settings: dict[str, Any] = dict(max_new_tokens=max_new_tokens, key=None, plan=plan, chunk=prefill_chunk)
     prompts = prepare(model, policy, tokens, budget, lengths, budget_of=budget_of, **settings)
     return lower_prompts(model, prompts)

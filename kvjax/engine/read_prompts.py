@@ -37,9 +37,27 @@ def read_prompts(model: Model, prompts: Prompts, kernels: Kernels) -> Read:
     return _read_prompts(*_arguments(model, prompts), **_static(model, prompts, kernels))
 
 
-def lower_prompts(model: Model, prompts: Prompts) -> jax.stages.Lowered:
-    """The program that reads prompts through all layers, to compile and ask for its `memory_analysis()`."""
-    return _read_prompts.lower(*_arguments(model, prompts), **_static(model, prompts, Kernels()))
+def lower_prompts(model: Model, prompts: Prompts) -> list[jax.stages.Lowered]:
+    """The programs of `read_prompts`, to compile and ask for their `memory_analysis()`."""
+    kernels = Kernels()
+    if not _shared(model.config, prompts):
+        return [_read_prompts.lower(*_arguments(model, prompts), **_static(model, prompts, kernels))]
+    weights, config = model.weights, model.config
+    around = dataclasses.replace(weights, layers=())
+    beginning = _begin.lower(around, *_texts(prompts), config=config, kernels=kernels)
+    reading, x = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), beginning.out_info)
+    kinds = {
+        (shape, capacity): (layer, prompts.policy, limit, jnp.asarray(0), reading, x)
+        for layer, shape, limit, capacity in _layers(model, prompts)
+    }
+    return [
+        beginning,
+        *(
+            _read_layer.lower(*arguments, config=config, shape=shape, capacity=capacity)
+            for (shape, capacity), arguments in kinds.items()
+        ),
+        _end.lower(around, reading, x, config=config),
+    ]
 
 
 def _arguments(model: Model, prompts: Prompts) -> tuple[Any, ...]:
@@ -64,13 +82,17 @@ def _shared(config: ModelConfig, prompts: Prompts) -> bool:
     return config.layers >= DEEP and prompts.chunk is None and not alone and not together
 
 
+def _layers(model: Model, prompts: Prompts) -> list[tuple[LayerWeights, LayerConfig, Int[Array, "b h"], int]]:
+    shapes, limits = model.config.layer_configs, map(jnp.asarray, prompts.limits)
+    return list(zip(model.weights.layers, shapes, limits, prompts.capacities, strict=True))
+
+
 def _read_layer_by_layer(model: Model, prompts: Prompts, kernels: Kernels) -> Read:
     weights, config = model.weights, model.config
     around = dataclasses.replace(weights, layers=())
     reading, x = _begin(around, *_texts(prompts), config=config, kernels=kernels)
     found: list[Dense | tuple[Selected, ...]] = []
-    of_layers = zip(weights.layers, config.layer_configs, prompts.limits, prompts.capacities, strict=True)
-    for number, (layer, shape, limit, capacity) in enumerate(of_layers):
+    for number, (layer, shape, limit, capacity) in enumerate(_layers(model, prompts)):
         storage, x = _read_layer(
             layer, prompts.policy, limit, jnp.asarray(number), reading, x, config=config, shape=shape, capacity=capacity
         )

@@ -12,9 +12,9 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache.dense import Dense, empty
-from kvjax.compilation import Compiling
+from kvjax.compilation import Compiling, temporary_bytes
 from kvjax.engine.decode import step
-from kvjax.engine.extend import prefill
+from kvjax.engine.extend import lower_prefill, prefill
 from kvjax.engine.prepare import lines_of, plan_slots, ready
 from kvjax.engine.state import Moving, State, cache_bytes, full_cache_bytes, join_state, split_state
 from kvjax.model import Model
@@ -33,6 +33,8 @@ class Streamed:
         prefix: tokens read before the first prediction: column i is made after `prefix + i` tokens.
         cache_bytes: of all rows, as allocated.
         full_cache_bytes: what `full` allocates for them.
+        peak_temporary_bytes: the most that a program takes beside its arguments and results; None where the backend
+            does not tell.
         prefill_seconds: spent on reading the prefix; like the other one without compilation.
         decode_seconds: spent on the steps after it.
     """
@@ -41,6 +43,7 @@ class Streamed:
     prefix: int
     cache_bytes: int
     full_cache_bytes: int
+    peak_temporary_bytes: int | None
     prefill_seconds: float
     decode_seconds: float
 
@@ -151,7 +154,7 @@ def begin(
 
 
 def stream(
-    state: State, logits: Float[Array, "b vocab"], tokens: Int[np.ndarray, "b m"]
+    state: State, logits: Float[Array, "b vocab"], tokens: Int[np.ndarray | Array, "b m"]
 ) -> tuple[Float[np.ndarray, "b m"], Bool[np.ndarray, "b m"]]:
     """Given tokens through a prefilled state, in one compiled loop.
 
@@ -203,14 +206,19 @@ def perplexity(
     with Compiling() as compiling:
         if prefix == 1:
             state = begin(model, policy, ids.shape[0], ids.shape[1], budget, plan=plan, seed=seed)
-            read, prefill_seconds = jnp.asarray(ids, jnp.int32), 0.0
+            read, prefill_seconds, programs = jnp.asarray(ids, jnp.int32), 0.0, []
             compiling.lap()
             nats = np.asarray(_read(*split_state(state), read[:, :-1], read[:, 1:])[0])
         else:
             keys, new = jax.random.split(jax.random.key(seed), len(ids)), ids.shape[1] - prefix
-            state, logits = prefill(model, policy, ids[:, :prefix], budget, max_new_tokens=new, key=keys, plan=plan)
+            prompts, planned = ids[:, :prefix], {"max_new_tokens": new, "plan": plan}
+            state, logits = prefill(model, policy, prompts, budget, key=keys, **planned)
             jax.block_until_ready(logits)
             prefill_seconds = compiling.lap()
-            nats = stream(state, logits, ids[:, prefix:])[0]
+            read = jnp.asarray(ids[:, prefix:], jnp.int32)
+            nats = stream(state, logits, read)[0]
+            programs = lower_prefill(model, policy, prompts, budget, **planned)
         seconds = prefill_seconds, compiling.lap()
-    return Streamed(nats, prefix, cache_bytes(state), full_cache_bytes(state), *seconds)
+    steps = _read.lower(*split_state(state), read[:, :-1], read[:, 1:])
+    sizes = cache_bytes(state), full_cache_bytes(state), temporary_bytes([*programs, steps])
+    return Streamed(nats, prefix, *sizes, *seconds)

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from kvjax.compilation import temporary_bytes
 from kvjax.engine.decode import step
 from kvjax.engine.extend import lower_prefill, prefill
 from kvjax.engine.state import Moving, State, cache_bytes, join_state, slot_limits, split_state
@@ -82,10 +83,8 @@ def reader(model: Model, name: str | Policy, budget: int | float, tokens: np.nda
         state, logits = prefill(model, name, tokens, budget, max_new_tokens=64)
         return jax.block_until_ready((state.storage, logits))
 
-    compiled = lower_prefill(model, name, tokens, budget, max_new_tokens=64).compile()
-    memory = compiled.memory_analysis()
+    temporary = temporary_bytes(lower_prefill(model, name, tokens, budget, max_new_tokens=64))
     state, _ = prefill(model, name, tokens, budget, max_new_tokens=64)
-    temporary = None if memory is None else memory.temp_size_in_bytes
     slots = float(np.mean(slot_limits(state)))
     shown = name if isinstance(name, str) else name_of(name)
     return Contender(shown, str(budget), run, cache_bytes(state), slots, temporary)

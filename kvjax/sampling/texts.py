@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, Key
 
 from kvjax.compilation import Compiling
-from kvjax.engine.extend import prefill
+from kvjax.engine.extend import lower_prefill, prefill
 from kvjax.engine.prepare import bucket_rows, instead, ready
 from kvjax.engine.state import State, held_positions, take_rows
 from kvjax.policies.plan import Plan
@@ -155,23 +155,21 @@ def begin(
     rows, seeds = len(prompts), given if np.ndim(seed) else given * len(prompts)
     if len(seeds) != rows:
         raise ValueError(f"{len(seeds)} seeds do not fit {rows} prompts; give one seed, or one for each.")
-    # Rows do not know of each other: copies of the shortest prompt fill the batch to a size that has a program.
-    filling = [min(range(rows), key=lambda row: len(prompts[row]))] * (bucket_rows(rows) - rows) if rows else []
+    index = _filled(prompts)
     chosen = ready(model, chosen, budget, plan)
     arguments: dict[str, Any] = dict(max_new_tokens=max_new_tokens, prefill_chunk=prefill_chunk, budget_of=budget_of)
     with Compiling() as compiling:
-        keys = _keys(np.asarray([seeds[row] for row in [*range(rows), *filling]], np.int64))
+        keys = _keys(np.asarray([seeds[row] for row in index], np.int64))
         compiling.lap()
-        batch = [list(prompts[row]) for row in [*range(rows), *filling]]
-        state, logits = prefill(model, chosen, batch, budget, key=keys, **arguments)
+        state, logits = prefill(model, chosen, [list(prompts[row]) for row in index], budget, key=keys, **arguments)
         jax.block_until_ready(logits)
         seconds = compiling.lap()
     if num_samples > 1:
         # Prompts are read once, and every sample goes on from the same cache as another seed does.
         texts = rows * num_samples
-        index = np.r_[np.repeat(np.arange(rows), num_samples), np.zeros(bucket_rows(texts) - texts, np.int64)]
-        drawn = np.asarray([(seeds[row] + i % num_samples) % 2**32 for i, row in enumerate(index)], np.int64)
-        state, logits, rows = take_rows(state, index).replace(key=_keys(drawn)), logits[index], texts
+        copied = np.r_[np.repeat(np.arange(rows), num_samples), np.zeros(bucket_rows(texts) - texts, np.int64)]
+        drawn = np.asarray([(seeds[row] + i % num_samples) % 2**32 for i, row in enumerate(copied)], np.int64)
+        state, logits, rows = take_rows(state, copied).replace(key=_keys(drawn)), logits[copied], texts
     state = state.replace(active=jnp.asarray(np.arange(len(state.position)) < rows))
     return Begun(
         model=model,
@@ -187,6 +185,26 @@ def begin(
         compile_seconds=compiling.seconds,
         seconds=seconds,
     )
+
+
+def lower_begin(
+    model: Model,
+    prompts: Sequence[Sequence[int]],
+    *,
+    policy: str | Policy,
+    budget: int | float | Sequence[int],
+    max_new_tokens: int,
+) -> list[jax.stages.Lowered]:
+    """The programs by which `begin` reads prompts, to compile and ask for their `memory_analysis()`."""
+    batch = [list(prompts[row]) for row in _filled(prompts)]
+    return lower_prefill(model, policy, batch, budget, max_new_tokens=max_new_tokens)
+
+
+def _filled(prompts: Sequence[Sequence[int]]) -> list[int]:
+    """Which prompts a batch is of: rows do not know of each other, so that copies of the shortest may fill it up."""
+    rows = list(range(len(prompts)))
+    shortest = min(rows, key=lambda row: len(prompts[row]), default=0)
+    return rows + [shortest] * (bucket_rows(len(rows)) - len(rows))
 
 
 def generate_ids(

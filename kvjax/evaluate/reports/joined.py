@@ -34,7 +34,7 @@ ALSO = {
     "generation": ("exact_match", "rouge-1", "rouge-2", "rouge-l"),
 }
 """What a table shows besides."""
-SPEED = ("prefill_seconds", "decode_tokens_per_second")
+SPEED = ("peak_temporary_bytes", "prefill_seconds", "decode_tokens_per_second")
 SUBJECTS = {
     "perplexity": ("model", "dtype", "text", "length", "prefix"),
     "fidelity": ("model", "dtype", "text", "length", "prefix"),

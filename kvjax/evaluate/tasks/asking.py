@@ -9,13 +9,14 @@ from typing import Any
 
 import numpy as np
 
+from kvjax.compilation import temporary_bytes
 from kvjax.engine.state import cache_bytes, full_cache_bytes
 from kvjax.evaluate.grid import Entry
 from kvjax.evaluate.tasks.cases import Case
 from kvjax.model import Model
 from kvjax.sampling.prompts import encode, token_ids
 from kvjax.sampling.questions import answer_each, encode_questions
-from kvjax.sampling.texts import texts_of
+from kvjax.sampling.texts import lower_begin, texts_of
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -64,10 +65,15 @@ def answers(
     contexts, questions = ([pair[i] for pair in asked] for i in (0, 1))
     made = list(answer_each(model, contexts, questions, batch_size=options.batch_size, temperature=0.0, **settings))
     seconds, timed = (sum(getattr(each, name) for each in made) for name in ("decode_seconds", "timed_tokens"))
+    longest = max(map(len, questions)) + max_new_tokens
+    programs = lower_begin(
+        model, contexts[: options.batch_size], policy=entry.policy, budget=entry.budget, max_new_tokens=longest
+    )
     cost = {
         "cases": len(cases),
         "cache_bytes": sum(cache_bytes(each.state) for each in made),
         "full_cache_bytes": sum(full_cache_bytes(each.state) for each in made),
+        "peak_temporary_bytes": temporary_bytes(programs),
         "prefill_seconds": sum(each.prefill_seconds for each in made),
         "decode_tokens_per_second": timed / seconds if timed else None,
     }

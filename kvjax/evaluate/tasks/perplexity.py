@@ -31,6 +31,7 @@ def measure(model: Model, options: argparse.Namespace, entry: Entry, cell: Cell)
         "of_cases": [round(float(nats), 6) for nats in per_token],
         "cache_bytes": made.cache_bytes,
         "full_cache_bytes": made.full_cache_bytes,
+        "peak_temporary_bytes": made.peak_temporary_bytes,
         "prefill_seconds": made.prefill_seconds,
         "decode_tokens_per_second": made.nats.size / made.decode_seconds,
     }
