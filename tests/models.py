@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,16 @@ LOCAL = small_config(4, 2, windows=(12, None), ropes=(Rope(width=8, theta=100.0)
 def random_model(config: ModelConfig, seed: int = 0, dtype: DTypeLike = jnp.float32) -> Model:
     """A model with random weights and no tokenizer."""
     return Model(random_weights(config, jax.random.key(seed), dtype), config, name="random")
+
+
+def sharp_model(config: ModelConfig, dtype: DTypeLike = jnp.float64) -> Model:
+    """Random weights, with queries so long that attention is far from even."""
+    model = random_model(config, dtype=dtype)
+    layers = tuple(
+        dataclasses.replace(layer, query=dataclasses.replace(layer.query, weight=30 * layer.query.weight))
+        for layer in model.weights.layers
+    )
+    return Model(dataclasses.replace(model.weights, layers=layers), config)
 
 
 def _huggingface(name: str, **changes: Any) -> Any:

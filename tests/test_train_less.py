@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import dataclasses
 import os
 import signal
 import subprocess
@@ -24,7 +23,6 @@ from kvjax.engine.prepare import plan_slots, ready
 from kvjax.engine.state import held_positions
 from kvjax.evaluate.perplexity import begin
 from kvjax.model import Model
-from kvjax.models import ModelConfig
 from kvjax.policies.residuals import checkpoint
 from kvjax.policies.residuals.kernels import unstack
 from kvjax.policies.residuals.less import LowRankMemory, Memory
@@ -35,7 +33,7 @@ from pallas_kernels.attention import merge, share_of_evicted
 from pallas_kernels.operands import values
 from tests.cases import slow
 from tests.held import layers
-from tests.models import GQA, MQA, random_model
+from tests.models import GQA, MQA, random_model, sharp_model
 from tests.test_less import HIDDEN, kernels_for
 
 N, BUDGET = 60, 12
@@ -54,16 +52,6 @@ class FullAnswers(Dense):
         storage, found = super().attend(rules, config, layer, new, *rest, **more)
         out = jnp.take_along_axis(self.answers[layer], new.position[:, None, None, :, None], axis=3)
         return storage, found._replace(out=out)
-
-
-def sharp_model(config: ModelConfig) -> Model:
-    """Random weights in float64, with queries so long that attention is far from even."""
-    model = random_model(config, dtype=jnp.float64)
-    layers = tuple(
-        dataclasses.replace(layer, query=dataclasses.replace(layer.query, weight=30 * layer.query.weight))
-        for layer in model.weights.layers
-    )
-    return Model(dataclasses.replace(model.weights, layers=layers), config)
 
 
 def replay(model: Model, policy: kvjax.Policy, mask: str = "decode") -> tuple[Features, np.ndarray]:

@@ -19,7 +19,7 @@ from kvjax.models.decoder import LayerWeights, Weights, block, embed
 from kvjax.policies.part import of_kvjax
 from kvjax.policies.policy import Policy
 from kvjax.rope import rotate
-from kvjax.types import Kernels, LayerConfig, New, PyTree, setting
+from kvjax.types import Evicted, Kernels, LayerConfig, New, PyTree, setting
 from pallas_kernels.attention import LowRank
 
 Storage = Dense | Paged
@@ -99,14 +99,10 @@ def _step(
     """One layer of a decode step, whatever the storage."""
     if policy.score.offloads:
         storage = storage.moved(layer, jax.memory.Space.Device)
-    absorb = None if policy.residual is None else policy.residual.absorb
-    storage, evicted = storage.exchange(policy, config, layer, new, absorb)
-    if absorb is not None:
-        remembered = storage.heads(layer).state.residual
-        storage = storage.put_state(layer, residual=absorb(remembered, evicted))
+    storage, _ = exchange(config, policy, storage, layer, new)
     asks = policy.score.asks(storage.heads(layer), new)
-    share = _share(policy, storage, layer, new)
-    storage, found = storage.attend(policy, config, layer, new, asks, share, policy.selection)
+    remembered = share(policy, storage, layer, new)
+    storage, found = storage.attend(policy, config, layer, new, asks, remembered, policy.selection)
     if of_all_layers(asks):
         return storage, found.out, [Pending(asks, found.answers, new)]
     if questions(asks)[0]:
@@ -114,6 +110,16 @@ def _step(
     if policy.score.offloads:
         storage = storage.moved(layer, jax.memory.Space.Host)
     return storage, found.out, []
+
+
+def exchange(config: LayerConfig, policy: Policy, storage: Any, layer: int, new: New) -> tuple[Any, Evicted]:
+    """One token per row in a slot of each head, and what was there, which the residual has been told of."""
+    absorb = None if policy.residual is None else policy.residual.absorb
+    storage, evicted = storage.exchange(policy, config, layer, new, absorb)
+    if absorb is not None:
+        remembered = storage.heads(layer).state.residual
+        storage = storage.put_state(layer, residual=absorb(remembered, evicted))
+    return storage, evicted
 
 
 def heard(policy: Policy, storage: Any, layer: int, asks: PyTree, answers: Any, new: New) -> Any:
@@ -126,7 +132,8 @@ def heard(policy: Policy, storage: Any, layer: int, asks: PyTree, answers: Any, 
     return storage if advanced is None else storage.put_state(layer, score=advanced)
 
 
-def _share(policy: Policy, storage: Storage, layer: int, new: New) -> LowRank | None:
+def share(policy: Policy, storage: Storage, layer: int, new: New) -> LowRank | None:
+    """What a residual remembers, as attention of the newest queries takes it."""
     return None if policy.residual is None else policy.residual.share(storage.heads(layer).state.residual, new)
 
 
@@ -246,8 +253,8 @@ def read_layers(
             storage = storage.append(policy, shape, index, new)
             heads = storage.heads(index)
             asks = {"score": policy.score.asks(heads, new), "plan": policy.plan.asks(heads, new) if first else ()}
-            share = _share(policy, storage, index, new)
-            storage, found = storage.attend(policy, shape, index, new, asks, share, policy.selection, block=True)
+            remembered = share(policy, storage, index, new)
+            storage, found = storage.attend(policy, shape, index, new, asks, remembered, policy.selection, block=True)
             told = Pending(asks, found.answers, new)
             if of_all_layers(asks["score"]):
                 pending.append(told)

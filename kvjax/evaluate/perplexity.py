@@ -73,7 +73,8 @@ class Streamed:
         return float(self.nats.sum() / np.sum(bytes_per_row))
 
 
-def _judge(logits: Float[Array, "b vocab"], token: Int[Array, " b"]) -> tuple[Float[Array, " b"], Bool[Array, " b"]]:
+def judge(logits: Float[Array, "b vocab"], token: Int[Array, " b"]) -> tuple[Float[Array, " b"], Bool[Array, " b"]]:
+    """Negative log-likelihood of each token, and whether it was the likeliest."""
     likelihood = jax.nn.log_softmax(logits.astype(wide(logits.dtype)))
     nats = -jnp.take_along_axis(likelihood, token[:, None], axis=-1)[:, 0]
     return nats, jnp.argmax(logits, axis=-1) == token
@@ -87,7 +88,7 @@ def _read(
         moving: Moving, tokens: tuple[Int[Array, " b"], Int[Array, " b"]]
     ) -> tuple[Moving, tuple[Float[Array, " b"], Bool[Array, " b"]]]:
         state, logits = step(join_state(fixed, moving), tokens[0])
-        return split_state(state)[1], _judge(logits, tokens[1])
+        return split_state(state)[1], judge(logits, tokens[1])
 
     nats, hits = jax.lax.scan(one, moving, (read.T, following.T))[1]
     return nats.T, hits.T
@@ -171,7 +172,7 @@ def stream(
     after = _read(*split_state(state), ids[:, :-1], ids[:, 1:])
     nats, hits = (
         jnp.concatenate([first[:, None], rest], axis=1)
-        for first, rest in zip(_judge(logits, ids[:, 0]), after, strict=True)
+        for first, rest in zip(judge(logits, ids[:, 0]), after, strict=True)
     )
     return np.asarray(nats), np.asarray(hits)
 

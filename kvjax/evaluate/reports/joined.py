@@ -29,14 +29,21 @@ MEASURES = {
 """What a figure shows of each task's rows."""
 ALSO = {
     "perplexity": ("perplexity", "standard_error", "nats_per_word", "nats_per_byte"),
-    "fidelity": ("divergence_standard_error", "agreement", "attention_kept", "hellinger"),
+    "fidelity": (
+        "divergence_standard_error",
+        "agreement",
+        "attention_kept",
+        "hellinger",
+        "attention_loss_ratio",
+        "score_correlation",
+    ),
     "retrieval": ("string_match_standard_error",),
     "generation": ("exact_match", "rouge-1", "rouge-2", "rouge-l"),
 }
 """What a table shows besides."""
 SPEED = ("peak_temporary_bytes", "prefill_seconds", "decode_tokens_per_second")
 SUBJECTS = {
-    "perplexity": ("model", "dtype", "text", "length", "prefix"),
+    "perplexity": ("model", "dtype", "text", "length", "prefix", "masked"),
     "fidelity": ("model", "dtype", "text", "length", "prefix"),
     "retrieval": ("model", "dtype", "chat", "query_aware", "length"),
     "generation": ("model", "dtype", "file", "chat", "query_aware"),

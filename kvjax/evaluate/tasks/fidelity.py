@@ -5,8 +5,12 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+import numpy as np
+from jaxtyping import Int
+
 from kvjax.evaluate.fidelity import fidelity
 from kvjax.evaluate.grid import Cell, Entry
+from kvjax.evaluate.ordering import ordering
 from kvjax.evaluate.tasks import asking, texts
 from kvjax.model import Model
 
@@ -21,6 +25,7 @@ def measure(model: Model, options: argparse.Namespace, entry: Entry, cell: Cell)
     """
     read, prefix = texts.of_cell(model, options, cell), cell["prefix"]
     found = fidelity(model, entry.policy, read.tokens, entry.budget)
+    order = _ordering(model, entry, read.tokens)
     layers = {
         "hellinger_of_layers": found.hellinger[:, prefix:].mean((0, 1)),
         "attention_kept_of_layers": found.kept[:, prefix:].mean((0, 1)),
@@ -28,6 +33,7 @@ def measure(model: Model, options: argparse.Namespace, entry: Entry, cell: Cell)
     return (
         asking.mean("divergence", found.divergence[:, prefix:].mean(1).tolist())
         | asking.mean("agreement", found.agrees[:, prefix:].mean(1).tolist())
+        | order
         | {name: [round(float(value), 6) for value in values] for name, values in layers.items()}
         | {
             "hellinger": float(found.hellinger[:, prefix:].mean()),
@@ -37,3 +43,13 @@ def measure(model: Model, options: argparse.Namespace, entry: Entry, cell: Cell)
             "full_cache_bytes": found.full_cache_bytes,
         }
     )
+
+
+def _ordering(model: Model, entry: Entry, tokens: Int[np.ndarray, "b n"]) -> dict[str, Any]:
+    """How scores order the passages' tokens, whatever the budget; None where they cannot be looked at alone."""
+    policy = entry.policy
+    if not policy.plan.bounded or policy.score.aligned_layers or policy.score.offloads or policy.plan.shrinks:
+        return {"attention_loss_ratio": None, "score_correlation": None}
+    found = ordering(model, policy, tokens)
+    told = {"attention_loss_ratio": found.loss_ratio, "score_correlation": found.correlation}
+    return {name: None if np.isnan(values).all() else float(np.nanmean(values)) for name, values in told.items()}

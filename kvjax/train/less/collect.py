@@ -19,9 +19,7 @@ from kvjax.policies.plan import Plan
 from kvjax.policies.policy import Policy
 from kvjax.policies.registry import name_of
 from kvjax.policies.scores.lightkv import LastQueries
-from kvjax.train.less.record import Features, record
-
-MASKS = ("decode", "full-softmax")
+from kvjax.train.less.record import MASKS, Features, record
 
 
 def check_policy(policy: Policy, mask: str) -> None:

@@ -11,14 +11,17 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.cache import evidence
 from kvjax.cache.dense import Dense, empty
-from kvjax.engine.layer import Pending, Reading, heard, over_layers
+from kvjax.engine.layer import Pending, Reading, exchange, heard, over_layers, share
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Weights, block, embed
 from kvjax.policies.policy import Policy
 from kvjax.rope import rotate
 from kvjax.types import LayerConfig, New, wide
-from pallas_kernels.attention import Partial, attend
+from pallas_kernels.attention import Partial, attend, merge, share_of_evicted
 from pallas_kernels.prefill_scores import prefill_scores
+
+MASKS = ("decode", "full-softmax")
+"""What a policy is shown of the attention that it does not mask, see `record`."""
 
 
 class Features(struct.PyTreeNode):
@@ -53,12 +56,19 @@ class _Read(struct.PyTreeNode):
     lse: Float[Array, "b h g n"]
 
 
-class _Seen(struct.PyTreeNode):
-    # What a step does to a layer: the pair that leaves and its position, and attention over what stays.
+class Replayed(struct.PyTreeNode):
+    """What a step does to a layer."""
+
     k: Float[Array, "b h 1 d"]
+    """The key that leaves, or anything where none does."""
     v: Float[Array, "b h 1 e"]
+    """Its value."""
     left: Int[Array, "b h"]
+    """Its position, -1 for none."""
     partial: Partial
+    """Attention over what stays, and what a residual remembers."""
+    probs: Float[Array, "b h g 1 c"] | None
+    """The probabilities of what stays that the policy is shown."""
 
 
 @functools.partial(jax.jit, static_argnames=("config", "capacities", "mask"))
@@ -89,7 +99,7 @@ def record(
     Returns:
         Features, stacked over layers, and the position that leaves at each step, -1 for none.
     """
-    reads, full = _read_full(weights, config, tokens)
+    reads, full = read_full(weights, config, tokens)
     rows, n = tokens.shape
     dtype = reads[0].k.dtype
     layers = enumerate(zip(config.layer_configs, limits, capacities, strict=True))
@@ -101,7 +111,7 @@ def record(
 
     def step(
         storage: Dense, inputs: tuple[Int[Array, ""], Int[Array, " b"], list[_Read]]
-    ) -> tuple[Dense, tuple[_Seen, ...]]:
+    ) -> tuple[Dense, tuple[Replayed, ...]]:
         t, token, read = inputs
         position = jnp.broadcast_to(t, (rows, 1))
         reading = Reading(
@@ -117,27 +127,27 @@ def record(
         pending, seen = [], []
         for layer, (shape, of) in enumerate(zip(config.layer_configs, read, strict=True)):
             new = reading.new(shape, layer, of.hidden, of.q, of.k, of.v)
-            storage, told, found = _replay(shape, policy, mask, storage, new, of.lse)
+            storage, told, found = replay(shape, policy, mask, storage, new, of.lse)
             pending.append(told)
-            seen.append(found)
+            seen.append(found.replace(probs=None))
         for layer, told in enumerate(over_layers(pending)):
             storage = heard(policy, storage, layer, told.asks, told.answers, told.new)
         return storage, tuple(seen)
 
-    inputs = [jax.tree.map(_steps, read, _AXES) for read in reads]
+    inputs = [jax.tree.map(by_steps, read, _AXES) for read in reads]
     _, seen = jax.lax.scan(step, Dense(tuple(made)), (jnp.arange(n), tokens.T, inputs))
     features, evicted = [], []
     for shape, read, out, found in zip(config.layer_configs, reads, full, seen, strict=True):
         left = jnp.moveaxis(found.left, 0, -1)
-        k, v = (jnp.where(left[..., None] >= 0, _joined(x, 2), 0) for x in (found.k, found.v))
+        k, v = (jnp.where(left[..., None] >= 0, joined(x, 2), 0) for x in (found.k, found.v))
         features.append(
             Features(
                 q=rotate(shape.rope, read.q, jnp.arange(n), n),
                 k=k,
                 v=v,
                 leaving=(left >= 0).astype(found.partial.lse.dtype),
-                sparse=_joined(found.partial.out, 3),
-                lse=_joined(found.partial.lse, 3),
+                sparse=joined(found.partial.out, 3),
+                lse=joined(found.partial.lse, 3),
                 full=out,
             )
         )
@@ -149,23 +159,36 @@ def record(
 _AXES = _Read(hidden=1, q=3, k=2, v=2, lse=3)  # type: ignore[arg-type]
 
 
-def _steps(x: Array, axis: int) -> Float[Array, "n ..."]:
+def by_steps(x: Array, axis: int) -> Float[Array, "n ..."]:
     """An array over tokens as one of steps, each with one token."""
     return jnp.expand_dims(jnp.moveaxis(x, axis, 0), axis + 1)
 
 
-def _joined(x: Float[Array, "n ..."], axis: int) -> Array:
-    """The inverse of `_steps`."""
+def joined(x: Float[Array, "n ..."], axis: int) -> Array:
+    """The inverse of `by_steps`."""
     return jnp.moveaxis(jnp.squeeze(x, axis + 1), 0, axis)
 
 
-def _replay(
+def replay(
     config: LayerConfig, policy: Policy, mask: str, storage: Dense, new: New, full_lse: Float[Array, "b h g 1"]
-) -> tuple[Dense, Pending, _Seen]:
-    """One layer of a decode step on given queries, keys and values, with its log-sum-exp."""
-    before = storage.layers[int(new.layer)].position
-    storage, evicted = storage.exchange(policy, config, int(new.layer), new)
-    view = storage.layers[int(new.layer)]
+) -> tuple[Dense, Pending, Replayed]:
+    """One layer of a decode step on given queries, keys and values.
+
+    Args:
+        config: of the layer.
+        policy: the one that evicts, bound to the model.
+        mask: see `record`.
+        storage: before the step.
+        new: the token.
+        full_lse: log-sum-exp of its attention over everything before it.
+
+    Returns:
+        The storage after the step, what the score has yet to hear, and what the step did.
+    """
+    layer = int(new.layer)
+    before = storage.layers[layer].position
+    storage, evicted = exchange(config, policy, storage, layer, new)
+    view = storage.layers[layer]
     # One slot of each head has changed hands; what a window has passed is nobody's to remember.
     left = jnp.where(view.position != before, before, -1).max(-1)
     left = jnp.where(evicted.leaving[..., 0], left, -1)
@@ -181,16 +204,20 @@ def _replay(
     )
     if mask == "full-softmax":  # the same logits, normalised by the mass of the whole text
         probs = probs * jnp.exp(partial.lse - full_lse)[..., None]
+    remembered = share(policy, storage, layer, new)
+    if remembered is not None:
+        partial = merge(partial, share_of_evicted(remembered))
     asks = policy.score.asks(view, new)
     answers = evidence.answered(evidence.without_again(asks), probs, view.position, new)
     earlier = functools.partial(policy.codec.earlier, config, view, given, new)
     told = Pending(asks, evidence.with_again(asks, answers, config, given, view, earlier), new)
-    return storage, told, _Seen(evicted.k, evicted.v, left, partial)
+    return storage, told, Replayed(evicted.k, evicted.v, left, partial, probs)
 
 
-def _read_full(
+def read_full(
     weights: Weights, config: ModelConfig, tokens: Int[Array, "b n"]
 ) -> tuple[list[_Read], list[Float[Array, "b h g n e"]]]:
+    """What each layer's attention is given by the plain model, and what it returns."""
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     reads: list[_Read] = []
     outputs: list[Array] = []
