@@ -149,19 +149,33 @@ def test_rows_of_several_runs_are_joined_on_a_page(tmp_path: Path, capsys: pytes
             asked = {"family": "single", "depth": depth, "chat": False, "query_aware": False}
             Rows(first / "retrieval.jsonl").add(row | asked | {"string_match": right * depth})
         read = {"text": "books", "prefix": 200, "nats_per_token": 5 - right, "perplexity": 2.5}
+        read |= {"passages": "a", "of_cases": [4 - right, 6 - right, 5 - 2 * right, 5]}
         Rows(second / "perplexity.jsonl").add(row | read)
         Rows(second / "perplexity.jsonl").add(row | read | {"length": 800, "refused": "too long"})
-    assert command.main(["report", "--runs", str(first), str(second), "--out", str(out)]) == 0, capsys.readouterr().err
-    page = (out / "report.md").read_text()
-    assert page.count("## ") == 2 and "| h2o | 16 | 25.0% | 4 | 4.7500 | 2.5000 |" in page
-    assert "| h2o | 16 | 25.0% | 8 | 0.1250 |" in page and "| full | 1 | 100.0% | 8 | 0.5000 |" in page
-    assert sorted(file.name for file in (out / "report").iterdir()) == [
+        scored = {"task": "quiz", "limit": 5, "acc": right, "acc_standard_error": 0.1, "f1": 0.3}
+        Rows(second / "harness.jsonl").add(row | scored | {"f1_standard_error": None})
+        layers = {"divergence": 1 - right, "hellinger_of_layers": [0.1, 0.2 * right]}
+        Rows(second / "fidelity.jsonl").add(row | {"text": "books", "prefix": 200} | layers)
+    notes = tmp_path / "notes.md"
+    notes.write_text("What to see: nothing & all.\n")
+    words = ["report", "--runs", str(first), str(second), "--out", str(out), "--name", "toy", "--title", "A toy"]
+    assert command.main([*words, "--notes", str(notes)]) == 0, capsys.readouterr().err
+    page = (out / "toy.md").read_text()
+    assert page.startswith("# A toy\n") and "\nWhat to see: nothing & all.\n" in page and page.count("## ") == 5
+    # Beside the full cache: 0.75, 0.75, 1.5 and 0.0 more, whose standard error is 0.3062.
+    assert "| h2o | 16 | 25.0% | 4 | 4.7500 | 0.7500 | 0.3062 | 2.5000 |" in page
+    assert "| h2o | 16 | 25.0% | 8 | 0.1250 | – | – |" in page and "| full | 1 | 100.0% | 8 | 0.5000 | – | – |" in page
+    assert "| h2o | 16 | 25.0% | 4 | 0.2500 | 0.3000 |" in page
+    assert sorted(file.name for file in (out / "toy").iterdir()) == [
+        "fidelity_tiny_float32_books_400_200.png",
+        "fidelity_tiny_float32_books_400_200_layers.png",
+        "harness_tiny_float32_quiz_5.png",
+        "needles_tiny_float32.png",
         "perplexity_tiny_float32_books_400_200.png",
         "retrieval_tiny_float32_400.png",
-        "retrieval_tiny_float32_400_needles.png",
     ]
-    whole = (out / "report.html").read_text()
-    assert whole.count("data:image/png;base64,") == 3 and "<td>0.125</td>" in whole
+    whole = (out / "toy.html").read_text()
+    assert whole.count("data:image/png;base64,") == 6 and "nothing &amp; all" in whole and "<td>0.125</td>" in whole
     assert command.main(["report", "--runs", str(tmp_path / "nothing"), "--out", str(out)]) == 2
     assert "there are no rows" in capsys.readouterr().err
 
