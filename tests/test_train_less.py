@@ -26,6 +26,7 @@ from kvjax.model import Model
 from kvjax.policies.residuals import checkpoint
 from kvjax.policies.residuals.kernels import unstack
 from kvjax.policies.residuals.less import LowRankMemory, Memory
+from kvjax.train.less.errors import write_losses
 from kvjax.train.less.record import Features, record
 from kvjax.train.less.train import Recipe, memory_attention
 from kvjax.types import Evicted, LayerConfig, New, Partial, View
@@ -223,6 +224,14 @@ def test_other_settings_are_refused(
     assert "0.0" in message(*arguments(text_file, new, "--budget", "1.5"))
     assert "batch" in message(*arguments(text_file, new, "--sequences", "2"))
     assert "holds texts of 64 tokens" in message(*arguments(text_file, new, "--budget", "64"))
+
+
+def test_a_picture_of_losses_leaves_matplotlib_alone(tmp_path: Path) -> None:
+    matplotlib = pytest.importorskip("matplotlib")
+    with matplotlib.rc_context({"backend": "svg"}):  # as a notebook's, whose next figure must still be shown
+        write_losses(tmp_path, np.ones((2, 3, 2)))
+        assert matplotlib.rcParams["backend"] == "svg"
+    assert (tmp_path / "losses.png").stat().st_size > 1000
 
 
 def test_a_killed_run_ends_with_the_same_kernels(trained: Path, text_file: Path, tmp_path: Path) -> None:

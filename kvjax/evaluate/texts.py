@@ -14,6 +14,10 @@ from jaxtyping import Int
 from kvjax.files import read_text
 from kvjax.model import Model
 
+SAMPLE = Path(__file__).with_name("portrait.txt")
+"""Nathaniel Hawthorne, "Edward Randolph's Portrait" (1838, public domain), 24 kB: text to measure with, from which the
+embedded model has not learned; others may have."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Passages:

@@ -61,18 +61,15 @@ def write_losses(directory: Path, losses: Float[np.ndarray, "L epochs 2"]) -> No
         for layer, epochs in enumerate(losses):
             writer.writerows([layer, epoch, *map(float, pair)] for epoch, pair in enumerate(epochs, 1))
     try:
-        import matplotlib
+        from matplotlib.figure import Figure  # not pyplot, whose backend is the user's
     except ImportError:
         print("no losses.png: matplotlib is not installed.", file=sys.stderr)
         return
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
     for layer, epochs in enumerate(losses):
         (line,) = axes.plot(np.arange(1, len(epochs) + 1), epochs[:, 1], label=f"layer {layer}")
         axes.plot(np.arange(1, len(epochs) + 1), epochs[:, 0], ":", color=line.get_color())
     axes.set(yscale="log", xlabel="epoch", ylabel="mean squared error", title="held-out texts; dotted: training")
     axes.legend()
     figure.savefig(directory / "losses.png", dpi=120)
-    pyplot.close(figure)
