@@ -10,6 +10,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 from numpy.typing import ArrayLike
@@ -141,6 +142,7 @@ def load(
     dtype: DTypeLike | None = None,
     revision: str | None = None,
     weights: Literal["int8"] | None = None,
+    mesh: Mesh | None = None,
 ) -> Model:
     """Load a model from the package, a Hugging Face directory, a GGUF file or the Hugging Face hub.
 
@@ -150,11 +152,15 @@ def load(
         dtype: of the weights: float32 (if None), bfloat16, or float64 where jax_enable_x64 is on.
         revision: branch, tag or commit on the hub; the default branch if None.
         weights: `int8` for linear maps of 8-bit integers with a scale for each output channel; None for the dtype.
+        mesh: devices with the axes `data` and `model`, along the last of which heads, columns of the MLP and the
+            vocabulary are spread where they can be divided, see `kvjax.models.sharding`; no host holds more than a
+            tensor at a time, and of a checkpoint of `kvjax convert` each device's part is read alone. None for the
+            default device.
 
     Raises:
         LoadError: for a checkpoint that is absent, damaged or not supported.
-        ValueError: for a dtype or weights that are not supported.
+        ValueError: for a dtype, weights or axes of a mesh that are not supported.
     """
-    read = read_checkpoint(path_or_hub_id, dtype, revision, weights)
+    read = read_checkpoint(path_or_hub_id, dtype, revision, weights, mesh)
     directory = read.place if read.metadata is None else None
     return Model(read.weights, read.config, read.name, directory, read.metadata)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import jax
@@ -44,6 +46,16 @@ def test_a_file_is_converted_with_its_tokenizer(tmp_path: Path) -> None:
     jax.tree.map(np.testing.assert_array_equal, after.weights, before.weights)
     for text in ("ab ab", "b<mark></s>A"):
         assert after.tokenizer.encode(text) == before.tokenizer.encode(text)
+
+
+def test_a_mesh_gets_its_shards(tiny: Path) -> None:
+    """Orbax reads each device's part alone; in a process with eight devices."""
+    script = Path(__file__).with_name("mesh_loading.py")
+    root = str(Path(__file__).parents[1])
+    run = subprocess.run(
+        [sys.executable, "-m", f"tests.{script.stem}", str(tiny)], cwd=root, capture_output=True, text=True, timeout=300
+    )
+    assert run.returncode == 0 and run.stdout.strip() == "all as on one device", run.stderr
 
 
 def test_what_is_there_is_left_alone(tiny: Path, capsys: pytest.CaptureFixture) -> None:

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array
 from rich.console import Console
@@ -23,6 +24,7 @@ from kvjax.models.families.common import Source
 from kvjax.models.gguf import read_gguf
 from kvjax.models.orbax import read_orbax
 from kvjax.models.places import locate
+from kvjax.models.sharding import check_mesh, weight_shardings
 from kvjax.models.stored import Stored, read_json, read_safetensors
 from kvjax.models.weights import leaf_name, quantised, weight_shapes
 
@@ -58,6 +60,7 @@ def read_checkpoint(
     dtype: DTypeLike | None = None,
     revision: str | None = None,
     weights: Literal["int8"] | None = None,
+    mesh: Mesh | None = None,
 ) -> Checkpoint:
     """Read a checkpoint from the package, a Hugging Face directory, a GGUF file or the Hugging Face hub.
 
@@ -66,12 +69,14 @@ def read_checkpoint(
     wanted = _dtype(dtype)
     if weights not in (None, "int8"):
         raise ValueError(f"weights={weights!r} is not supported: give int8, or None for weights in the dtype.")
+    if mesh is not None:
+        check_mesh(mesh)
     place = locate(path_or_hub_id, revision)
     name = str(path_or_hub_id)
     if place.is_file():
         settings, metadata, stored = read_gguf(place)
         family, config = _read_config(settings, place)
-        made = _read_weights(stored, family, config, wanted, weights == "int8")
+        made = _read_weights(stored, family, config, wanted, weights == "int8", mesh)
         return Checkpoint(made, config, name, settings, place, metadata)
     file = place / "config.json"
     settings = read_json(file)
@@ -80,7 +85,7 @@ def read_checkpoint(
     if generation.exists() and (eos := token_ids(read_json(generation), "eos_token_id")):
         config = dataclasses.replace(config, eos=eos)
     stored = read_orbax(place / "weights") if (place / "weights").is_dir() else read_safetensors(place)
-    made = _read_weights(stored, family, config, wanted, weights == "int8")
+    made = _read_weights(stored, family, config, wanted, weights == "int8", mesh)
     return Checkpoint(made, config, name, settings, place)
 
 
@@ -103,8 +108,10 @@ def _dtype(dtype: DTypeLike | None) -> jnp.dtype:
     return wanted
 
 
-def _read_weights(stored: Stored, family: Family, config: ModelConfig, dtype: jnp.dtype, int8: bool) -> Weights:
-    """Check every name and shape, then move the tensors one by one to the device, those of linear maps in 8 bits."""
+def _read_weights(
+    stored: Stored, family: Family, config: ModelConfig, dtype: jnp.dtype, int8: bool, mesh: Mesh | None
+) -> Weights:
+    """Check every name and shape, then move the tensors one by one to their devices, those of linear maps in 8 bits."""
     shapes = weight_shapes(config)
     leaves = [leaf_name(path) for path, _ in jax.tree.leaves_with_path(shapes)]
     sources = {leaf: Source(leaf) if stored.ours else family.source(leaf) for leaf in leaves}
@@ -134,27 +141,50 @@ def _read_weights(stored: Stored, family: Family, config: ModelConfig, dtype: jn
                 f"{tensors[name].file}: tensor {name} of shape {shape} has no place in the model of {stored.described}."
             )
 
+    of_leaves = [] if mesh is None else jax.tree.leaves_with_path(weight_shardings(config, mesh))
+    shardings: dict[str, NamedSharding] = {leaf_name(path): sharding for path, sharding in of_leaves}
+
+    def refuse_damage(finite: bool, path: tuple[Any, ...]) -> None:
+        name = names[leaf_name(path)]
+        if not finite:
+            raise LoadError(f"{tensors[name].file}: tensor {name} has numbers that are NaN or infinite: it is damaged.")
+
     def read(path: tuple[Any, ...]) -> np.ndarray:
         source, name = sources[leaf_name(path)], names[leaf_name(path)]
         tensor = tensors[name].read(dtype)
         if source.read is not None:
             tensor = source.read(tensor, config)
         tensor = tensor.astype(dtype, copy=False)
-        if not _finite(tensor):
-            raise LoadError(f"{tensors[name].file}: tensor {name} has numbers that are NaN or infinite: it is damaged.")
+        refuse_damage(_finite(tensor), path)
         bar.advance(task, tensors[name].size)
         return tensor
 
-    def place(tensor: np.ndarray) -> Array:
+    def place(tensor: np.ndarray, sharding: NamedSharding | None) -> Array:
         # One at a time, or host copies pile up behind slow transfers.
-        return jax.device_put(tensor).block_until_ready()
+        if sharding is None:
+            return jax.device_put(tensor).block_until_ready()
+        return jax.make_array_from_callback(tensor.shape, sharding, tensor.__getitem__).block_until_ready()
+
+    def placed(path: tuple[Any, ...]) -> Array:
+        source, tensor = sources[leaf_name(path)], tensors[names[leaf_name(path)]]
+        sharding = shardings.get(leaf_name(path))
+        if sharding is None or tensor.place is None or source.read is not None:
+            return place(read(path), sharding)
+        array = tensor.place(dtype, sharding)
+        refuse_damage(bool(jnp.isfinite(array).all()), path)
+        bar.advance(task, tensor.size)
+        return array
 
     def load(path: tuple[Any, ...], node: Any) -> Any:
         if not isinstance(node, Linear):
-            return place(read(path))
-        weight, *scale = quantised(read((*path, _WEIGHT))) if int8 else (read((*path, _WEIGHT)),)
-        bias = None if node.bias is None else place(read((*path, _BIAS)))
-        return Linear(place(weight), bias, *map(place, scale))
+            return placed(path)
+        bias = None if node.bias is None else placed((*path, _BIAS))
+        if not int8:
+            return Linear(placed((*path, _WEIGHT)), bias)
+        weight, scale = quantised(read((*path, _WEIGHT)))
+        sharding = shardings.get(leaf_name((*path, _WEIGHT)))
+        of_scale = None if sharding is None else NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[:1]))
+        return Linear(place(weight, sharding), bias, place(scale, of_scale))
 
     total = sum(tensors[name].size for name in names.values())
     with Progress(console=Console(stderr=True), transient=True, disable=total < _LARGE) as bar:

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jaxtyping import Shaped
+from jaxtyping import Array, Shaped
 
 from kvjax.models.decoder import Weights
 from kvjax.models.families import LoadError
@@ -42,6 +42,7 @@ def read_orbax(directory: Path) -> Stored:
                 tuple(array.shape),
                 int(np.prod(array.shape)) * array.dtype.itemsize,
                 functools.partial(_read, directory, name),
+                functools.partial(_place, directory, name),
             )
             for name, array in held.items()
         }
@@ -53,9 +54,19 @@ def read_orbax(directory: Path) -> Stored:
 def _read(directory: Path, name: str, dtype: np.dtype) -> Shaped[np.ndarray, "*shape"]:
     import orbax.checkpoint as ocp
 
-    arguments = ocp.args.PyTreeRestore(
-        item={name: 0}, restore_args={name: ocp.RestoreArgs(restore_type=np.ndarray)}, partial_restore=True
-    )
+    return _restored(directory, name, ocp.RestoreArgs(restore_type=np.ndarray))
+
+
+def _place(directory: Path, name: str, dtype: np.dtype, sharding: jax.sharding.Sharding) -> Shaped[Array, "*shape"]:
+    import orbax.checkpoint as ocp
+
+    return _restored(directory, name, ocp.ArrayRestoreArgs(sharding=sharding, dtype=dtype))
+
+
+def _restored(directory: Path, name: str, how: Any) -> Any:
+    import orbax.checkpoint as ocp
+
+    arguments = ocp.args.PyTreeRestore(item={name: 0}, restore_args={name: how}, partial_restore=True)
     try:
         with ocp.PyTreeCheckpointer() as checkpointer:
             return checkpointer.restore(directory.absolute(), args=arguments)[name]

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
@@ -29,12 +30,15 @@ class Tensor:
         size: bytes that it takes in the file.
         read: from a dtype, the tensor: in its own dtype, or in the given one if it is quantised. LoadError if it is
             stored as something else.
+        place: from a dtype and a sharding, the tensor on devices, each part of which is read where it goes; None for
+            files that cannot be read so.
     """
 
     file: Path
     shape: tuple[int, ...]
     size: int
     read: Callable[[np.dtype], np.ndarray]
+    place: Callable[[np.dtype, jax.sharding.Sharding], jax.Array] | None = None
 
 
 @dataclasses.dataclass(frozen=True)

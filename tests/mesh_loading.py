@@ -1,0 +1,49 @@
+"""Loads converted weights onto meshes of eight virtual devices: run by test_convert in a process of its own."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AxisType, PartitionSpec
+
+import kvjax
+from kvjax.models import orbax
+from kvjax.models.sharding import weight_shardings
+from kvjax.sampling.texts import generate_ids
+
+
+def main(directory: str) -> None:
+    """Compare weights, their places and greedy tokens with those on one device."""
+    jax.config.update("jax_num_cpu_devices", 8)
+    plain = kvjax.load(directory)
+    prompts = [list(range(10, 30)), list(range(50, 70))]
+    greedy: dict[str, Any] = dict(policy="h2o", budget=12, max_new_tokens=6, temperature=0.0)
+    wanted = generate_ids(plain, prompts, **greedy).tokens
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(orbax, "_read", lambda *_: sys.exit("a tensor was read whole"))
+        for shape in ((8, 1), (2, 4)):
+            mesh = jax.make_mesh(shape, ("data", "model"), axis_types=(AxisType.Auto, AxisType.Auto))
+            model = kvjax.load(directory, mesh=mesh)
+            jax.tree.map(np.testing.assert_array_equal, model.weights, plain.weights)
+            shardings = weight_shardings(model.config, mesh)
+            jax.tree.map(
+                lambda leaf, sharding: leaf.sharding == sharding or sys.exit("misplaced"), model.weights, shardings
+            )
+            spread = model.weights.layers[0].up.weight
+            assert spread.sharding.spec == PartitionSpec("model", None)
+            assert spread.addressable_shards[0].data.shape[0] * shape[1] == spread.shape[0]
+    mesh = jax.make_mesh((1, 2), ("data", "model"), axis_types=(AxisType.Auto, AxisType.Auto))
+    assert generate_ids(kvjax.load(directory, mesh=mesh), prompts, **greedy).tokens == wanted
+    alone, spread = (kvjax.load("tiny", weights="int8", mesh=each) for each in (None, mesh))
+    jax.tree.map(np.testing.assert_array_equal, spread.weights, alone.weights)
+    with pytest.raises(ValueError, match="a mesh with the axes x is none of data and model"):
+        kvjax.load("tiny", mesh=jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,)))
+    print("all as on one device")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
