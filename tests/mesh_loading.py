@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import AxisType
 
 import kvjax
 from kvjax.models import orbax
@@ -34,7 +34,6 @@ def main(directory: str) -> None:
                 lambda leaf, sharding: leaf.sharding == sharding or sys.exit("misplaced"), model.weights, shardings
             )
             spread = model.weights.layers[0].up.weight
-            assert spread.sharding.spec == PartitionSpec("model", None)
             assert spread.addressable_shards[0].data.shape[0] * shape[1] == spread.shape[0]
     mesh = jax.make_mesh((1, 2), ("data", "model"), axis_types=(AxisType.Auto, AxisType.Auto))
     assert generate_ids(kvjax.load(directory, mesh=mesh), prompts, **greedy).tokens == wanted
