@@ -6,6 +6,7 @@ import functools
 import importlib.util
 import json
 import os
+import struct
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -436,6 +437,12 @@ def test_damage_is_named(tmp_path: Path) -> None:
     for keep in (0, 3, 20, 400, len(content) // 2, len(content) - 1):
         file.write_bytes(content[:keep])
         refused(file, r"model\.gguf is truncated or not a GGUF file")
+    write_gguf(file, SETTINGS, tensors, extra=lambda w: w.add_array("numbers", [1, 2, 3]))
+    key, kinds = b"numbers", struct.pack("<II", gguf.GGUFValueType.ARRAY, gguf.GGUFValueType.INT32)
+    listed = key + kinds + struct.pack("<Q", 3)
+    assert listed in file.read_bytes()
+    file.write_bytes(file.read_bytes().replace(listed, key + kinds + struct.pack("<Q", 2**60)))
+    refused(file, r"model\.gguf is truncated or not a GGUF file \(ValueError: it ends within what its header")
     file.write_bytes(b"version https://git-lfs.github.com/spec/v1\n")
     refused(file, r"model\.gguf is truncated or not a GGUF file")
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from jax.typing import DTypeLike
 from jaxtyping import Float, Shaped
 
 from kvjax.models.families import FAMILIES, LoadError
@@ -201,6 +202,12 @@ def read_gguf(file: Path) -> tuple[Settings, dict[str, Any], Stored]:
         def __setattr__(self, name: str, value: Any) -> None:
             # The reader slices the file for every token, and a memory map takes three times as long for it as an array.
             super().__setattr__(name, np.asarray(value) if name == "data" else value)
+
+        def _get(self, offset: int, dtype: DTypeLike, count: int = 1, *order: Any, **more: Any) -> np.ndarray:
+            # Beyond its end a file is empty, and a damaged header may count 2^60 empty elements of a list.
+            if int(offset) + np.dtype(dtype).itemsize * int(count) > self.data.nbytes:
+                raise ValueError("it ends within what its header describes")
+            return super()._get(offset, dtype, count, *order, **more)
 
     try:
         reader = Reader(file)
