@@ -10,6 +10,7 @@ from typing import Any
 import kvjax
 from kvjax.evaluate.tasks.ruler import NOISE, cases
 from kvjax.evaluate.texts import passages
+from kvjax.models.saving import write_checkpoint
 
 RATIOS = (0.25, 0.5, 0.75, 0.875)
 FAMILIES = ("single", "multi_key")
@@ -64,13 +65,20 @@ def texts(model: kvjax.Model, text: Path, count: int) -> list[dict[str, Any]]:
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", required=True, help="a Hugging Face directory")
+    parser.add_argument("--model", required=True, help="whatever kvjax loads")
+    parser.add_argument("--write", type=Path, help="where to write the model as a Hugging Face directory of float32")
     parser.add_argument("--text", type=Path, required=True, help="what passages are taken from")
     parser.add_argument("--count", type=int, default=6, help="cases of each family")
     parser.add_argument("--out", type=Path, required=True, help="a file of JSON lines")
     options = parser.parse_args()
     model = kvjax.load(options.model)
-    families = [questions(model, name, options.count) for name in FAMILIES] + [texts(model, options.text, options.count)]
+    if options.write is not None:
+        options.write.mkdir(parents=True, exist_ok=True)
+        write_checkpoint(model.weights, model.config, options.write)
+        model.tokenizer.save_pretrained(options.write)
+    families = [questions(model, name, options.count) for name in FAMILIES] + [
+        texts(model, options.text, options.count)
+    ]
     made = [case for cases_of_index in zip(*families, strict=True) for case in cases_of_index]
     asked = max(len(case["question"]) + max(len(case["answer"]), NEW_TOKENS) for case in made)
     lines = [{"ratios": RATIOS, "new_tokens": NEW_TOKENS, "asked": asked}, *made]

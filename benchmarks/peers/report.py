@@ -101,8 +101,9 @@ class Sides:
         for name, (press, ours) in PAIRS.items():
             cells: list[str] = []
             for ratio in self.ratios:
-                sides = self.values("kvpress", press, ratio, families, value), self.values(
-                    "kvjax", name, ratio, families, value
+                sides = (
+                    self.values("kvpress", press, ratio, families, value),
+                    self.values("kvjax", name, ratio, families, value),
                 )
                 cells.append(f"{np.mean(sides[0]):.3f}, {np.mean(sides[1]):.3f} ({signed(*paired(*sides))})")
             rows.append([ours, PRESSES[press], *cells])
@@ -112,12 +113,127 @@ class Sides:
         """What both sides kept in common, by case, method and ratio."""
         made = list[Row]()
         for number in self.cases:
-            for name, press in {**{name: pair[0] for name, pair in PAIRS.items()}, "averaged": "observed_attention"}.items():
+            for name, press in {
+                **{name: pair[0] for name, pair in PAIRS.items()},
+                "averaged": "observed_attention",
+            }.items():
                 for ratio in self.ratios:
                     mean, least = overlap(
-                        self.arrays["kvpress"][f"{number}/{press}/{ratio}"], self.arrays["kvjax"][f"{number}/{name}/{ratio}"]
+                        self.arrays["kvpress"][f"{number}/{press}/{ratio}"],
+                        self.arrays["kvjax"][f"{number}/{name}/{ratio}"],
                     )
                     made.append(
                         {"case": number, "kvjax": name, "kvpress": press, "ratio": ratio, "mean": mean, "least": least}
                     )
         return made
+
+
+def percent(share: float) -> str:
+    """A share in percent."""
+    return f"{100 * share:.1f}%"
+
+
+def overlap_table(rows: Sequence[Row], ratios: Sequence[float]) -> str:
+    """The mean overlap of each method at each ratio, and of the worst head of any case."""
+    lines = list[list[str]]()
+    for name, (press, ours) in {**PAIRS, "averaged": ("observed_attention", "`h2o`'s sums / queries")}.items():
+        cells: list[str] = []
+        for ratio in ratios:
+            found = [row for row in rows if (row["kvjax"], row["ratio"]) == (name, ratio)]
+            mean, least = np.mean([row["mean"] for row in found]), min(row["least"] for row in found)
+            cells.append(f"{percent(float(mean))} ({percent(least)})")
+        lines.append([ours, PRESSES[press], *cells])
+    return table(["kvjax", "kvpress", *map(str, ratios)], lines)
+
+
+def context_table(sides: Sides) -> str:
+    """Processor seconds for a context by method, and what that is of the same side's full cache."""
+    theirs = {(row["attention"], row["method"]): row["seconds"] for row in sides.of("kvpress", "context")}
+    ours = {row["method"]: row["seconds"] for row in sides.of("kvjax", "context")}
+    lines = [["`full`", "no press", f"{theirs['sdpa', 'full']:.2f}", f"{ours['full']:.2f}"]]
+    lines.append(["", "no press, eager attention", f"{theirs['eager', 'full']:.2f}", ""])
+    for name, (press, called) in PAIRS.items():
+        kind = "eager" if press == "observed_attention" else "sdpa"
+        seconds = theirs[kind, press]
+        cells = (
+            f"{seconds:.2f} ({seconds / theirs[kind, 'full']:.2f})",
+            f"{ours[name]:.2f} ({ours[name] / ours['full']:.2f})",
+        )
+        lines.append([called, PRESSES[press], *cells])
+    return table(["kvjax", "kvpress", "seconds of kvpress", "seconds of kvjax"], lines)
+
+
+def cost_table(sides: Sides) -> str:
+    """What a compressed context occupies, and seconds for a question and its answer."""
+    names = ("kvpress", "kvjax")
+    size = {
+        name: {row["ratio"]: row["cache_bytes"] for row in sides.of(name, "case") if row["method"] in ("full", "knorm")}
+        for name in names
+    }
+    seconds = {name: {row["ratio"]: row["seconds"] for row in sides.of(name, "answer")} for name in names}
+    lines = [
+        [
+            str(ratio),
+            *(f"{size[name][ratio]:,}" for name in names),
+            *(f"{seconds[name][ratio]:.2f}" if ratio in seconds[name] else "" for name in names),
+        ]
+        for ratio in (0.0, *sides.ratios)
+    ]
+    header = ["ratio", "bytes of kvpress", "bytes of kvjax (`l2`)", "answer, kvpress", "answer, kvjax"]
+    return table(header, lines)
+
+
+def page(sides: Sides, overlaps: Sequence[Row]) -> str:
+    """The report."""
+    run = {name: sides.of(name, "run")[0]["versions"] for name in sides.rows}
+    versions = ", ".join(f"{name} {version}" for side in run.values() for name, version in side.items())
+    apart = max(
+        float(np.abs(sides.arrays["kvpress"][f"{n}/logits"] - sides.arrays["kvjax"][f"{n}/logits"]).max())
+        for n in sides.cases
+    )
+    peaks = {name: max(row["peak_bytes"] for row in rows) / 2**20 for name, rows in sides.rows.items()}
+    questions, every = ("single", "multi_key"), ("single", "multi_key", "text")
+    counted = {name: len(sides.values("kvjax", "full", 0.0, [name], lambda row: 1.0)) for name in every}
+
+    def match(row: Row) -> float:
+        return string_match(row["answer"], row["expected"])
+
+    def nats(row: Row) -> float:
+        return row["nats"]
+
+    found = {
+        "versions": versions,
+        "cases": ", ".join(f"{count} of `{name}`" for name, count in counted.items()),
+        "apart": f"{apart:.1e}",
+        "overlaps": overlap_table(overlaps, sides.ratios),
+        "question_nats": sides.measured(questions, nats),
+        "text_nats": sides.measured(("text",), nats),
+        "match": sides.measured(questions, match),
+        "contexts": context_table(sides),
+        "costs": cost_table(sides),
+        "peaks": f"{peaks['kvpress']:,.0f} MiB for kvpress and {peaks['kvjax']:,.0f} MiB for kvjax",
+    }
+    text = (Path(__file__).parent / "page.md").read_text()
+    for name, value in found.items():
+        text = text.replace(f"{{{name}}}", value)
+    return text
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rows", type=Path, required=True, help="the folder that both sides wrote to")
+    parser.add_argument("--out", type=Path, default=Path("docs/results"), help="the folder of peers.md and peers/")
+    options = parser.parse_args()
+    sides = Sides(options.rows)
+    overlaps = sides.overlaps()
+    (options.out / "peers").mkdir(parents=True, exist_ok=True)
+    for name in sides.rows:
+        shutil.copy(options.rows / f"{name}.jsonl", options.out / "peers")
+    lines = "".join(json.dumps(row) + "\n" for row in overlaps)
+    (options.out / "peers" / "overlap.jsonl").write_text(lines)
+    (options.out / "peers.md").write_text(page(sides, overlaps))
+
+
+if __name__ == "__main__":
+    main()
