@@ -37,6 +37,7 @@ def roomier(held: kvjax.State, roomy: kvjax.State) -> kvjax.State:
         held: under any policy whose keys keep the positions of the text.
         roomy: under `window`, which remembers nothing of a slot, after as long a context.
     """
+    assert isinstance(held.storage, Dense) and isinstance(roomy.storage, Dense)  # no head has a budget of its own
     layers = []
     for few, many in zip(held.storage.layers, roomy.storage.layers, strict=True):
         empty = many.capacity - few.capacity
@@ -69,6 +70,7 @@ def averaged(state: kvjax.State, slots: int) -> Int[np.ndarray, "layers h slots"
         state: under `h2o`, whose cache holds the whole context.
         slots: how many.
     """
+    assert isinstance(state.storage, Dense)
     found = []
     for view in state.storage.layers:
         position, sums = np.asarray(view.position)[0], np.asarray(view.slots.score)[0]
@@ -159,7 +161,7 @@ def main() -> None:
     plan, *cases = [json.loads(line) for line in options.cases.read_text().splitlines()]
     options.out.mkdir(parents=True, exist_ok=True)
     side = Side(kvjax.load(options.model), len(cases[0]["context"]), plan)
-    roomy, arrays = side.room(side.length), dict[str, np.ndarray]()
+    roomy, arrays = side.room(side.length), dict[str, Any]()
     with (options.out / "kvjax.jsonl").open("w") as file:
 
         def write(row: dict[str, Any]) -> None:
@@ -184,7 +186,7 @@ def main() -> None:
             sums = side.read(METHODS["observed_attention"], case, 0.0, number)
             for ratio in plan["ratios"]:
                 arrays[f"{number}/averaged/{ratio}"] = averaged(sums, side.slots[ratio]).astype(np.uint16)
-            np.savez_compressed(options.out / "kvjax.npz", **arrays)
+            np.savez(options.out / "kvjax.npz", **arrays)
 
 
 if __name__ == "__main__":

@@ -184,7 +184,7 @@ def main() -> None:
                     arrays[f"{number}/logits"] = logits.numpy()
                 else:
                     arrays[f"{number}/{name}/{ratio}"] = np.stack(together.positions[name, ratio])
-            np.savez_compressed(options.out / "kvpress.npz", **arrays)
+            np.savez(options.out / "kvpress.npz", **arrays)
 
 
 if __name__ == "__main__":
