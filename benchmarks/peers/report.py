@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import shutil
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -76,10 +75,12 @@ class Sides:
         self.arrays = {name: dict(np.load(folder / f"{name}.npz")) for name in names}
         # Arrays of a case are written when all of its rows are.
         self.cases = sorted({int(key.split("/")[0]) for key in set.intersection(*map(set, self.arrays.values()))})
+        for name, rows in self.rows.items():
+            self.rows[name] = [row for row in rows if row["kind"] != "case" or row["case"] in self.cases]
         self.ratios = sorted({row["ratio"] for row in self.of("kvjax", "case")} - {0.0})
 
     def of(self, side: str, kind: str) -> list[Row]:
-        """Rows of a kind."""
+        """Rows of a kind; of cases only those that both sides have."""
         return [row for row in self.rows[side] if row["kind"] == kind]
 
     def values(
@@ -89,9 +90,7 @@ class Sides:
         return [
             value(row)
             for row in self.of(side, "case")
-            if row["case"] in self.cases
-            and (row["method"], row["ratio"]) == (method, ratio)
-            and row["family"] in families
+            if (row["method"], row["ratio"]) == (method, ratio) and row["family"] in families
         ]
 
     def measured(self, families: Sequence[str], value: Callable[[Row], float]) -> str:
@@ -228,10 +227,9 @@ def main() -> None:
     sides = Sides(options.rows)
     overlaps = sides.overlaps()
     (options.out / "peers").mkdir(parents=True, exist_ok=True)
-    for name in sides.rows:
-        shutil.copy(options.rows / f"{name}.jsonl", options.out / "peers")
-    lines = "".join(json.dumps(row) + "\n" for row in overlaps)
-    (options.out / "peers" / "overlap.jsonl").write_text(lines)
+    for name, rows in {**sides.rows, "overlap": overlaps}.items():
+        lines = "".join(json.dumps(row) + "\n" for row in rows)
+        (options.out / "peers" / f"{name}.jsonl").write_text(lines)
     (options.out / "peers.md").write_text(page(sides, overlaps))
 
 
