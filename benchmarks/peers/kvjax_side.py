@@ -28,6 +28,8 @@ METHODS: dict[str, kvjax.Policy] = {
     "random": kvjax.policy("random"),
 }
 """By the names that kvpress has, and H2O as it was published."""
+FULL = kvjax.policy("window")
+"""With as many slots as a context has tokens; `full` would have those of what follows, too."""
 
 
 def roomier(held: kvjax.State, roomy: kvjax.State) -> kvjax.State:
@@ -140,7 +142,7 @@ class Side:
     def timings(self, case: dict[str, Any]) -> list[dict[str, Any]]:
         """Processor seconds for a context by method, at half of it, and for a question and its answer by ratio."""
         rows = list[dict[str, Any]]()
-        for name, policy in {"full": kvjax.policy("window"), **METHODS}.items():
+        for name, policy in {"full": FULL, **METHODS}.items():
             ratio = 0.0 if name == "full" else 0.5
             seconds = best(lambda policy=policy, ratio=ratio: self.read(policy, case, ratio, 0))
             rows.append({"kind": "context", "method": name, "seconds": seconds})
@@ -172,7 +174,7 @@ def main() -> None:
         write({"kind": "run", "versions": versions})
         for row in side.timings(cases[0]):
             write(row)
-        whole = {("full", 0.0): kvjax.policy("window")}
+        whole = {("full", 0.0): FULL}
         ways = {(name, ratio): policy for ratio in plan["ratios"] for name, policy in METHODS.items()}
         for number, case in enumerate(cases):
             for (name, ratio), policy in (whole | ways).items():
