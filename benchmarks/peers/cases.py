@@ -1,0 +1,90 @@
+"""Contexts, questions and answers as token ids in lines of JSON: what both sides are given."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import kvjax
+from kvjax.evaluate.tasks.ruler import NOISE, cases
+from kvjax.evaluate.texts import passages
+from kvjax.models.saving import write_checkpoint
+
+RATIOS = (0.25, 0.5, 0.75, 0.875)
+FAMILIES = ("single", "multi_key")
+LENGTH = 512
+"""Tokens of every context."""
+CONTINUATION = 32
+"""Tokens of a passage that are predicted after its context."""
+NEW_TOKENS = 10
+"""Of a greedy answer: a number of seven digits and what comes before it."""
+
+
+def questions(model: kvjax.Model, family: str, count: int) -> list[dict[str, Any]]:
+    """Cases whose contexts all have exactly `LENGTH` tokens: hay in front makes up what is missing.
+
+    Args:
+        model: whose tokenizer is used.
+        family: of `kvjax.evaluate.tasks.ruler.FAMILIES`, with a needle that has a depth.
+        count: cases; their needles stand at evenly spaced depths.
+    """
+    encode, made = model.tokenizer.encode, list[dict[str, Any]]()
+    hay = encode(" ".join(NOISE * LENGTH))
+    for index in range(count):
+        (case,) = cases(model.tokenizer, family, LENGTH, (index + 0.5) / count, count=1, seed=index, hay="noise")
+        context = encode(case.context)
+        made.append(
+            {
+                "family": family,
+                "context": hay[: LENGTH - len(context)] + context,
+                "question": encode(case.asked),
+                "answer": encode(f" {case.answers[0]}."),
+                "expected": list(case.answers),
+            }
+        )
+    return made
+
+
+def texts(model: kvjax.Model, text: Path, count: int) -> list[dict[str, Any]]:
+    """Passages that go on: one token after the context is the question, those that follow it are the answer."""
+    rows = passages(model, [text], count, LENGTH + 1 + CONTINUATION).tokens.tolist()
+    return [
+        {
+            "family": "text",
+            "context": row[:LENGTH],
+            "question": row[LENGTH : LENGTH + 1],
+            "answer": row[LENGTH + 1 :],
+            "expected": [],
+        }
+        for row in rows
+    ]
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", required=True, help="whatever kvjax loads")
+    parser.add_argument("--write", type=Path, help="where to write the model as a Hugging Face directory of float32")
+    parser.add_argument("--text", type=Path, required=True, help="what passages are taken from")
+    parser.add_argument("--count", type=int, default=6, help="cases of each family")
+    parser.add_argument("--out", type=Path, required=True, help="a file of JSON lines")
+    options = parser.parse_args()
+    model = kvjax.load(options.model)
+    if options.write is not None:
+        options.write.mkdir(parents=True, exist_ok=True)
+        write_checkpoint(model.weights, model.config, options.write)
+        model.tokenizer.save_pretrained(options.write)
+    families = [questions(model, name, options.count) for name in FAMILIES] + [
+        texts(model, options.text, options.count)
+    ]
+    made = [case for cases_of_index in zip(*families, strict=True) for case in cases_of_index]
+    asked = max(len(case["question"]) + max(len(case["answer"]), NEW_TOKENS) for case in made)
+    lines = [{"ratios": RATIOS, "new_tokens": NEW_TOKENS, "asked": asked}, *made]
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+if __name__ == "__main__":
+    main()

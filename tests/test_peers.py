@@ -1,0 +1,22 @@
+"""The arithmetic of the page about kvjax and kvpress."""
+
+import math
+
+import numpy as np
+import pytest
+
+from benchmarks.peers.report import overlap, paired
+
+
+def test_overlap_is_of_what_is_kept_whatever_the_layer_and_the_order() -> None:
+    one = np.array([[[0, 1, 2, 3], [4, 5, 6, 7]]])
+    other = np.array([[[3, 2, 1, 9], [4, 5, 6, 7]]])
+    assert overlap(one, other) == (0.875, 0.75)
+    assert overlap(one, one[:, ::-1]) == (0.0, 0.0)
+
+
+def test_differences_are_paired() -> None:
+    mean, error = paired([1.0, 2.0, 6.0], [2.0, 4.0, 9.0])
+    assert mean == pytest.approx(2.0)
+    assert error == pytest.approx(1 / math.sqrt(3))
+    assert math.isnan(paired([1.0], [2.0])[1])
