@@ -168,7 +168,7 @@ def test_the_page_joins_the_models_whose_rows_are_there(tmp_path: Path) -> None:
         "**does not show**"
     )
     assert page.count("**not measured**") == 2 * (len(CLAIMS) - 1)
-    assert '--policies "keyformer,h2o" --budgets 0.1`' in page
+    assert '--policies "h2o,keyformer" --budgets 0.1`' in page
     assert f"| all | {len(CLAIMS)} | 1 of 1 | 0 of 1 |" in page
     assert all(f"| {paper.letter}{len(paper.claims)} |" in page for paper in PAPERS.values())
 
@@ -190,7 +190,7 @@ def _arguments(line: str) -> list[str]:
     """What a shell makes of a command."""
     for name, value in {"MODEL": "tiny", "TEXT": "a.txt", "ROWS": "4", "LENGTH": "64", "KERNELS": "h2o_10"}.items():
         line = line.replace(f"${name}", value).replace(name, value)
-    line = re.sub(r"\$\(\((\d+) ([*/]) (\d+)(?: / (\d+))?\)\)", "32", line)
+    line = re.sub(r"\$\(\([\d */]+\)\)", "32", line)
     assert "$" not in line
     return shlex.split(line)[2:]
 

@@ -60,7 +60,7 @@ def _edges(get: Any) -> Finding:
 CLAIMS = [
     PaperClaim(
         "lower layers deserve larger caches: arithmetic budgets beat uniform ones",
-        "3.1, eq. 2",
+        "section 3.1, eq. 2",
         "no number",
         better(lightkv(0.25), Wanted("lightkv+uniform", 0.25)),
     ),
@@ -90,13 +90,13 @@ CLAIMS = [
     ),
     PaperClaim(
         "attention to the middle finds needles there that a lambda mask loses",
-        "Abstract, 3.2",
+        "abstract, section 3.2",
         "no number",
         better(asked(lightkv(0.25), 0.5), asked(LAMBDA, 0.5), **NEEDLES),
     ),
     PaperClaim(
         "attention to the middle beats a lambda mask on text",
-        "Abstract, 3.2",
+        "abstract, section 3.2",
         "no number",
         better(lightkv(0.25), LAMBDA),
     ),
@@ -114,7 +114,7 @@ CLAIMS = [
     ),
     PaperClaim(
         "memory falls without loss of accuracy at half of the text (nats at most 1% higher)",
-        "Abstract",
+        "abstract",
         "no number",
         near(lightkv(0.5), ALL, 0.01),
     ),
@@ -144,7 +144,7 @@ CLAIMS = [
     ),
     PaperClaim(
         "compression takes time: decoding is slower than H2O's at equal slots (by a tenth)",
-        "6",
+        "section 6",
         "latency overhead, no number",
         ratio("decode_tokens_per_second", Wanted("h2o", 0.25), lightkv(0.25), least=1.1),
     ),

@@ -95,8 +95,7 @@ def measure(model: Model, options: argparse.Namespace, directory: Path, claims: 
         claims: that are going to be decided.
     """
     shelf = open_shelf(model, options.kernels) if options.kernels or model.name == "tiny" else Shelf(())
-    over_h2o = shelf.of("h2o")
-    kernels = over_h2o[-1] if over_h2o else None
+    kernels = max(shelf.of("h2o"), key=lambda each: each.slots, default=None)
     subject = Subject(
         name=directory.name,
         parameters=sum(leaf.size for leaf in jax.tree.leaves(model.weights)),
@@ -104,14 +103,17 @@ def measure(model: Model, options: argparse.Namespace, directory: Path, claims: 
         rows=options.rows,
         length=options.length,
         chat=getattr(model.tokenizer, "chat_template", None) is not None,
-        kernels=None if kernels is None else kernels.name,
-        trained=None if kernels is None else kernels.slots,
     )
+    if kernels is not None:
+        subject = dataclasses.replace(subject, kernels=kernels.name, trained=kernels.slots)
+    elif (directory / SUBJECT).exists():  # whose rows are there, though no more of them can be made
+        before = Subject.read(directory)
+        subject = dataclasses.replace(subject, kernels=before.kernels, trained=before.trained)
     wanted = list(dict.fromkeys(each for claim in claims for each in claim.check.needs))
-    later = [each for each in wanted if isinstance(each.budget, EqualBytes)]
-    _fill(model, options, directory, subject, shelf, [each for each in wanted if each not in later])
-    subject = dataclasses.replace(subject, equal=_equal(model, directory, subject, later))
-    _fill(model, options, directory, subject, shelf, later)
+    fill_all = functools.partial(_fill, model, options, directory)
+    fill_all(subject, shelf, [each for each in wanted if not isinstance(each.budget, EqualBytes)])
+    subject = dataclasses.replace(subject, equal=_equal(model, directory, subject))
+    fill_all(subject, shelf, [each for each in wanted if isinstance(each.budget, EqualBytes)])
     subject.write(directory)
     read = passages(model, options.text, options.rows, options.length)
     store = Store(directory / SPECIAL, show=lambda line: print(line, file=sys.stderr))
@@ -159,25 +161,30 @@ def _policy(text: str, shelf: Shelf, subject: Subject) -> Policy | None:
     return None if kernels is None else kernels.over(combination(base))
 
 
-def _equal(model: Model, directory: Path, subject: Subject, wanted: Iterable[Wanted]) -> dict[str, int]:
+def _equal(model: Model, directory: Path, subject: Subject) -> dict[str, int]:
     """Slots of policies at the bytes that others were found to take."""
     rows = Rows(directory / "perplexity.jsonl")
     made: dict[str, int] = {}
-    for each in wanted:
-        assert isinstance(each.budget, EqualBytes)
-        row = rows.of(subject.cell(Wanted(each.budget.policy)))
-        if row is not None and "refused" not in row:
-            slots = slots_within(model, row["cache_bytes"], row["cases"], combination(each.policy))
-            made[equal_name(each)] = min(subject.length, slots)
+    for each in _needed():
+        if isinstance(each.budget, EqualBytes):
+            row = rows.of(subject.cell(Wanted(each.budget.policy)))
+            if row is not None and "refused" not in row:
+                slots = slots_within(model, row["cache_bytes"], row["cases"], combination(each.policy))
+                made[equal_name(each)] = min(subject.length, slots)
     return made
+
+
+def _needed() -> list[Wanted]:
+    """Rows of all claims."""
+    claims = itertools.chain(*(paper.claims for paper in PAPERS.values()))
+    return list(dict.fromkeys(each for claim in claims for each in claim.check.needs))
 
 
 def write_page(out: Path) -> None:
     """`claims.md`, from all rows below `claims/`."""
     found = sorted((file.parent for file in (out / "claims").glob(f"*/{SUBJECT}")), key=_size)
     subjects = [Subject.read(directory) for directory in found]
-    wanted = {each for paper in PAPERS.values() for claim in paper.claims for each in claim.check.needs}
-    measured = [subject.measured(place, wanted) for subject, place in zip(subjects, found, strict=True)]
+    measured = [subject.measured(place, _needed()) for subject, place in zip(subjects, found, strict=True)]
     verdicts = {
         name: [[claim.against(each) for each in measured] for claim in paper.claims] for name, paper in PAPERS.items()
     }

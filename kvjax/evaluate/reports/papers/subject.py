@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -102,20 +101,20 @@ class Subject:
         return [self._command(group) for group in grouped(needs).values()]
 
     def _command(self, group: Sequence[Wanted]) -> str:
-        first, words = group[0], self.of_task(group[0])
-        policies = list(dict.fromkeys(_with_checkpoint(each.policy) for each in group if each.policy != FULL))
-        budgets = [self.budget(each) for each in group if each.budget != 1.0]
-        shown = list(dict.fromkeys("SLOTS" if budget is None else f"{budget:g}" for budget in budgets))
-        length = "$LENGTH" if first.length == 1 else f"$((LENGTH * {first.length.as_integer_ratio()[0]} / "
-        if first.length != 1:
-            length += f"{first.length.as_integer_ratio()[1]}))"
-        made = f"kvjax evaluate {first.task} --model $MODEL"
+        first = group[0]
+        policies = sorted({_with_checkpoint(each.policy) for each in group if each.policy != FULL})
+        budgets = {self.budget(each) for each in group if each.budget != 1.0}
+        shown = ["SLOTS" if budget is None else f"{budget:g}" for budget in sorted(budgets, key=lambda b: b or 0)]
+        numerator, denominator = first.length.as_integer_ratio()
+        length = "$LENGTH" if first.length == 1 else f"$(({numerator} * LENGTH / {denominator}))"
+        made = f"kvjax evaluate {first.task} --model $MODEL --lengths {length}"
         if first.task == "retrieval":
-            chat = " --chat" if self.chat else ""
-            made += f" --families {FAMILY} --depths {first.depth:g} --cases $((2 * ROWS)) --lengths {length}{chat}"
+            made += (
+                f" --families {FAMILY} --depths {first.depth:g} --cases $((2 * ROWS)){' --chat' if self.chat else ''}"
+            )
         else:
             rows = "$((ROWS / 2))" if first.task == "fidelity" else "$ROWS"
-            made += f" --text $TEXT --rows {rows} --lengths {length} --prefix {words['prefix']:g}"
+            made += f" --text $TEXT --rows {rows}{f' --prefix {first.prefix:g}' if first.prefix != 0.5 else ''}"
         made += f' --policies "{",".join(policies) or FULL}"'
         return made + (f" --budgets {','.join(shown)}" if shown else "")
 
@@ -139,6 +138,5 @@ def learned(policy: str) -> bool:
     return policy.endswith("+less")
 
 
-@functools.cache
 def _with_checkpoint(policy: str) -> str:
     return f"{policy}[residual.checkpoint=$KERNELS]" if learned(policy) else policy
