@@ -160,9 +160,11 @@ def test_the_page_joins_the_models_whose_rows_are_there(tmp_path: Path) -> None:
         rows = Rows(directory / "perplexity.jsonl")
         for wanted, nats in zip(pair, (3.0, 3.0 + gain), strict=True):
             rows.add(subject.cell(wanted) | {"of_cases": [nats, nats + 0.01]})
+    (tmp_path / "claims" / "remarks.md").write_text("Little is known.\n")
     write_page(tmp_path)
     page = (tmp_path / "claims.md").read_text()
     assert page.startswith("# What five papers claim, on small and large\n")
+    assert page.count("\nLittle is known.\n\n## Keyformer") == 1
     (line,) = (line for line in page.splitlines() if "beats H2O with 20% of the prompt" in line)
     assert line.count("**shows**") == line.count("**does not show**") == 1 and line.index("**shows**") < line.index(
         "**does not show**"

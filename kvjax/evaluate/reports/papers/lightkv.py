@@ -143,9 +143,9 @@ CLAIMS = [
         no_worse(masked(8), masked(2)),
     ),
     PaperClaim(
-        "compression takes time: decoding is slower than H2O's at equal slots (by a tenth)",
-        "section 6",
-        "latency overhead, no number",
-        ratio("decode_tokens_per_second", Wanted("h2o", 0.25), lightkv(0.25), least=1.1),
+        "decodes faster than H2O, whose evictions cost time, at equal slots (by a tenth)",
+        "section 2",
+        "considerable latency overhead",
+        ratio("decode_tokens_per_second", lightkv(0.25), Wanted("h2o", 0.25), least=1.1),
     ),
 ]

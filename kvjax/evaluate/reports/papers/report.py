@@ -31,7 +31,7 @@ from kvjax.evaluate.reports.papers.subject import (
 )
 from kvjax.evaluate.store import Store
 from kvjax.evaluate.texts import passages
-from kvjax.files import write_text
+from kvjax.files import read_text, write_text
 from kvjax.model import Model, load
 from kvjax.policies.policy import Policy
 from kvjax.policies.residuals.checkpoint import fingerprint
@@ -54,6 +54,8 @@ PAPERS = {
 }
 MATRIX_ROWS = 2
 """Passages whose n x n attention is looked at."""
+REMARKS = "remarks.md"
+"""Beside the models' directories: what there is to say of the verdicts, by hand."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -181,7 +183,7 @@ def _needed() -> list[Wanted]:
 
 
 def write_page(out: Path) -> None:
-    """`claims.md`, from all rows below `claims/`."""
+    """`claims.md`, from all rows below `claims/`, and from the remarks there."""
     found = sorted((file.parent for file in (out / "claims").glob(f"*/{SUBJECT}")), key=_size)
     subjects = [Subject.read(directory) for directory in found]
     measured = [subject.measured(place, _needed()) for subject, place in zip(subjects, found, strict=True)]
@@ -189,7 +191,9 @@ def write_page(out: Path) -> None:
         name: [[claim.against(each) for each in measured] for claim in paper.claims] for name, paper in PAPERS.items()
     }
     sections = [_section(paper, verdicts[name], subjects) for name, paper in PAPERS.items()]
-    write_text(out / "claims.md", _opening(verdicts, subjects) + "".join(sections))
+    file = out / "claims" / REMARKS
+    remarks = f"\n{read_text(file).strip()}\n" if file.exists() else ""
+    write_text(out / "claims.md", _opening(verdicts, subjects) + remarks + "".join(sections))
 
 
 def _size(directory: Path) -> int:
