@@ -134,6 +134,11 @@ def test_one_passage_decides_nothing() -> None:
     assert all(check(OURS, THEIRS).judge(measured).shown is None for check in (better, alike, no_worse))
 
 
+def test_models_that_find_nothing_decide_nothing() -> None:
+    measured = Measured({OURS: {"of_cases": [0.0, 0.0]}, THEIRS: {"of_cases": [0.0, 0.0]}}, {})
+    assert all(check(OURS, THEIRS).judge(measured).shown is None for check in (better, alike, no_worse))
+
+
 def test_refusals_are_said() -> None:
     claim = PaperClaim("beats it", "there", "1", better(OURS, THEIRS))
     found = claim.against(Measured({OURS: {"refused": "it has no room."}}, {}))

@@ -152,6 +152,17 @@ def better(*order: Wanted, column: str = "of_cases", higher: bool = False) -> Ch
     return Check(order, judge)
 
 
+def best(ours: Wanted, *others: Wanted) -> Check:
+    """The first is better than every other by more than two standard errors of their paired difference."""
+
+    def judge(measured: Measured) -> Finding:
+        first, *rest = (measured.cases(wanted) for wanted in (ours, *others))
+        steps = [paired(case, first) for case in rest]
+        return _finding([first, *rest], steps, [gain > 2 * error for gain, error in steps])
+
+    return Check((ours, *others), judge)
+
+
 def alike(reference: Wanted, *others: Wanted, column: str = "of_cases") -> Check:
     """None of the others differs from the first by more than two standard errors of their paired difference."""
 
@@ -216,6 +227,8 @@ def of_special(name: str, judge: Callable[[Callable[[str], Any]], Finding]) -> C
 def _finding(cases: Sequence[Sequence[float]], steps: Sequence[tuple[float, float]], each: Sequence[bool]) -> Finding:
     means = ", ".join(f"{np.mean(case):.3f}" for case in cases)
     by = "; ".join(f"{gain:+.4f} ± {error:.4f}" for gain, error in steps)
+    if not any(any(case) for case in cases):  # not even with a full cache
+        return Finding("nothing is found", None)
     # One passage has no standard error, and decides nothing.
     shown = None if any(math.isnan(error) for _, error in steps) else all(each)
     return Finding(f"{means} ({by})", shown)
