@@ -37,6 +37,7 @@ REPORTS = {
     "less": ("kvjax.evaluate.reports.less", "what LESS recovers of what eviction loses"),
     "long": ("kvjax.evaluate.reports.long", "text far beyond the trained length on a fixed cache"),
     "fastgen": ("kvjax.evaluate.reports.fastgen", "what FastGen keeps, and what it costs"),
+    "claims": ("kvjax.evaluate.reports.papers", "what five papers claim, held against some models on one page"),
 }
 """Modules with `add_arguments(parser)` and `run(options)`; one that is not there is not offered."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -73,6 +74,34 @@ def best_rank(matrix: Float[Array, "*b t d"], rank: int) -> Float[Array, "*b t d
     return jnp.einsum("...td,...dr,...er->...te", matrix, leading, leading)
 
 
+Attention = Callable[[Array, Array, Array, Array, LayerConfig], Array]
+"""Rotated queries [b h g t d] and keys [b h t d], values [b h t e], positions [b t], the layer: outputs [b h g t e]."""
+
+
+def read(
+    weights: Weights, config: ModelConfig, tokens: Int[Array, "b t"], attention: Attention
+) -> Float[Array, "b t width"]:
+    """What is unembedded of whole texts, with an attention of one's own in every layer.
+
+    Args:
+        weights: the model's.
+        config: the model's shape.
+        tokens: ids, without padding.
+        attention: called once for each layer, from the first to the last.
+    """
+    position = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+
+    def rotated(q: Array, k: Array, v: Array, shape: LayerConfig) -> Array:
+        q = rotate(shape.rope, q, position[:, None, None], tokens.shape[1])
+        k = rotate(shape.rope, k, position[:, None], tokens.shape[1])
+        return attention(q, k, v, position, shape)
+
+    x = embed(weights, config, tokens, position)
+    for layer, shape in zip(weights.layers, config.layer_configs, strict=True):
+        x = block(layer, config, shape, x, functools.partial(rotated, shape=shape))
+    return x
+
+
 def logits(
     weights: Weights, config: ModelConfig, tokens: Int[Array, "b t"], *, keep: int, rank: int = 0
 ) -> Float[Array, "b t vocab"]:
@@ -93,15 +122,9 @@ def logits(
     """
     if keep < 1 or rank < 0:
         raise ValueError(f"keep={keep} and rank={rank} are not at least 1 and 0.")
-    position = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
 
-    def attention(q: Array, k: Array, v: Array, shape: LayerConfig) -> Array:
-        q = rotate(shape.rope, q, position[:, None, None], tokens.shape[1])
-        k = rotate(shape.rope, k, position[:, None], tokens.shape[1])
+    def attention(q: Array, k: Array, v: Array, position: Array, shape: LayerConfig) -> Array:
         split = top_k(q, k, v, position, keep, shape)
         return split.sparse + best_rank(split.residual, rank) if rank else split.sparse
 
-    x = embed(weights, config, tokens, position)
-    for layer, shape in zip(weights.layers, config.layer_configs, strict=True):
-        x = block(layer, config, shape, x, functools.partial(attention, shape=shape))
-    return unembed(weights, config, x)
+    return unembed(weights, config, read(weights, config, tokens, attention))

@@ -38,6 +38,10 @@ class Store:
         kept = self._kept.get(name)
         return kept["result"] if kept and kept["settings"] == plain(settings) else None
 
+    def results(self) -> dict[str, Any]:
+        """All measurements, whatever their settings."""
+        return {name: kept["result"] for name, kept in self._kept.items()}
+
     def measure(self, name: str, settings: dict[str, Any], make: Callable[[], Any]) -> Any:
         """A measurement, made now unless it is there.
 

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Int
 
 from kvjax import policies
 from kvjax.cache.dense import empty
@@ -16,6 +17,7 @@ from kvjax.cache.paged import Paged
 from kvjax.engine.extend import prefill
 from kvjax.evaluate.reports.claims import Claim
 from kvjax.evaluate.runs import Run, Runs, describe
+from kvjax.model import Model
 from kvjax.policies.fastgen import PARTS
 
 
@@ -52,12 +54,7 @@ class Report:
         settings = self.runs.settings(policy=describe(policy), tokens=tokens)
 
         def make() -> dict[str, Any]:
-            state, _ = prefill(self.runs.model, policy, self.runs.passages.tokens[:, :tokens], max_new_tokens=1)
-            found = jax.device_get([(layer.plan.choice, layer.plan.recovered) for layer in state.storage.states()])
-            return {
-                "choice": [choice.tolist() for choice, _ in found],
-                "recovered": [np.round(shares.astype(float), 5).tolist() for _, shares in found],
-            }
+            return profile_of(self.runs.model, policy, self.runs.passages.tokens[:, :tokens])
 
         return self.measured(f"profile{self.suffix}: T {threshold:g}, {tokens} tokens", settings, make)
 
@@ -105,17 +102,31 @@ class Report:
 
     def slots(self, held: int, tokens: int, policy: policies.Policy) -> int:
         """Slots per head that a fixed policy gets for so many bytes, of so many rows."""
-        model = self.runs.model
+        return slots_within(self.runs.model, held, tokens, policy)
 
-        def one() -> list[Any]:
-            limit = [jnp.ones((1, shape.kv_heads), jnp.int32) for shape in model.config.layer_configs]
-            layers = enumerate(zip(model.config.layer_configs, limit, strict=True))
-            dtype = model.weights.embedding.dtype
-            made = [empty(policy, shape, layer, limit=limit, slots=1, dtype=dtype) for layer, (shape, limit) in layers]
-            return [(view.kv, view.position, view.slots) for view in made]
 
-        slot = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(jax.eval_shape(one)))
-        return max(2, held // (tokens * slot))
+def profile_of(model: Model, policy: policies.Policy, prompts: Int[np.ndarray, "b n"]) -> dict[str, Any]:
+    """FastGen's choices [layer, row, head] and recovered attention [layer, row, head, choice] of prompts."""
+    state, _ = prefill(model, policy, prompts, max_new_tokens=1)
+    found = jax.device_get([(layer.plan.choice, layer.plan.recovered) for layer in state.storage.states()])
+    return {
+        "choice": [choice.tolist() for choice, _ in found],
+        "recovered": [np.round(shares.astype(float), 5).tolist() for _, shares in found],
+    }
+
+
+def slots_within(model: Model, held: int, tokens: int, policy: policies.Policy) -> int:
+    """Slots per head that a fixed policy gets for so many bytes, of so many rows."""
+
+    def one() -> list[Any]:
+        limit = [jnp.ones((1, shape.kv_heads), jnp.int32) for shape in model.config.layer_configs]
+        layers = enumerate(zip(model.config.layer_configs, limit, strict=True))
+        dtype = model.weights.embedding.dtype
+        made = [empty(policy, shape, layer, limit=limit, slots=1, dtype=dtype) for layer, (shape, limit) in layers]
+        return [(view.kv, view.position, view.slots) for view in made]
+
+    slot = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(jax.eval_shape(one)))
+    return max(2, held // (tokens * slot))
 
 
 Section = tuple[str, list[Claim], str]

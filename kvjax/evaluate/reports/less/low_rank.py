@@ -16,8 +16,7 @@ from kvjax.evaluate.reports.claims import Claim, table
 from kvjax.evaluate.reports.figures import legend_beside, log_scale, new_figure, plot_lines
 from kvjax.evaluate.runs import Runs
 from kvjax.models.config import ModelConfig
-from kvjax.models.decoder import Weights, block, embed
-from kvjax.rope import rotate
+from kvjax.models.decoder import Weights
 from kvjax.types import LayerConfig
 
 RANKS = (0, 1, 4, 8)
@@ -25,20 +24,15 @@ RANKS = (0, 1, 4, 8)
 
 @functools.partial(jax.jit, static_argnames=("config", "keep"))
 def _splits(weights: Weights, config: ModelConfig, tokens: Int[Array, "b n"], keep: int) -> tuple[Array, Array]:
-    position = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     made: list[tuple[Array, Array]] = []
 
-    def attention(q: Array, k: Array, v: Array, shape: LayerConfig) -> Array:
-        q = rotate(shape.rope, q, position[:, None, None], tokens.shape[1])
-        k = rotate(shape.rope, k, position[:, None], tokens.shape[1])
+    def attention(q: Array, k: Array, v: Array, position: Array, shape: LayerConfig) -> Array:
         split = lowrank_oracle.top_k(q, k, v, position, keep, shape)
         # Only queries that see more than `keep` keys have a residual.
         made.append((split.full[..., keep:, :], split.residual[..., keep:, :]))
         return split.full
 
-    x = embed(weights, config, tokens, position)
-    for layer, shape in zip(weights.layers, config.layer_configs, strict=True):
-        x = block(layer, config, shape, x, functools.partial(attention, shape=shape))
+    lowrank_oracle.read(weights, config, tokens, attention)
     outputs, residuals = zip(*made, strict=True)
     return jnp.stack(outputs), jnp.stack(residuals)
 
