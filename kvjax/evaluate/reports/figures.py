@@ -93,6 +93,7 @@ def plot_quality(
     ylabel: str,
     xlabel: str = "cache bytes / full cache bytes",
     log: bool = False,
+    near: bool = False,
 ) -> None:
     """Quality against cost, one line for each label.
 
@@ -103,6 +104,8 @@ def plot_quality(
         ylabel: what quality is.
         xlabel: what cost is.
         log: whether quality is drawn on a logarithmic scale.
+        near: whether the frame ends where four fifths of the points are nearer to a full cache's lower quality; the
+            legend says which lines leave it.
     """
     lines: dict[str, tuple[list[float], list[float]]] = {}
     for point in sorted(points, key=lambda point: (point.cost, point.quality)):
@@ -110,7 +113,15 @@ def plot_quality(
         x.append(point.cost)
         y.append(point.quality)
     order = dict.fromkeys(point.label for point in points)
-    plot_lines(axes, {label: lines[label] for label in order})
+    qualities = sorted(point.quality for point in points)
+    highest = math.inf
+    if near and full is not None and len(points) > 4:
+        lowest, most = min(full, qualities[0]), qualities[math.ceil(0.8 * len(points)) - 1]
+        highest = most + (most - lowest) / 10
+        if highest < qualities[-1]:
+            axes.set_ylim(lowest - (most - lowest) / 20, highest)
+    named = {label: label + (" (leaves the frame)" if max(lines[label][1]) > highest else "") for label in order}
+    plot_lines(axes, {named[label]: lines[label] for label in order})
     if full is not None:
         axes.axhline(full, color="black", linewidth=1, linestyle=":", label="full")
     axes.set(xlabel=xlabel, ylabel=ylabel)

@@ -48,7 +48,8 @@ CASES = {
     "generation": "f1_of_cases",
 }
 """Where rows have the measure of each case, which are compared with the full cache's case by case."""
-SPEED = ("peak_temporary_bytes", "prefill_seconds", "decode_tokens_per_second")
+PEAK = "peak_temporary_bytes"
+SPEED = ("prefill_seconds", "decode_tokens_per_second")
 SUBJECTS = {
     "perplexity": ("model", "dtype", "text", "length", "prefix", "masked"),
     "fidelity": ("model", "dtype", "text", "length", "prefix"),
@@ -142,7 +143,8 @@ def _section(task: str, subject: tuple[Any, ...], rows: list[Row], directory: Pa
         common = [(value, full_cases[case]) for case, value in cases.items() if case in full_cases]
         difference, error = paired(*zip(*common, strict=True)) if common and policy != "full" else (None, None)
         beside = [difference, None if error is None or np.isnan(error) else error] if task in CASES else []
-        rest = [mean(name) for name in (*also, *SPEED)]
+        peaks = [row[PEAK] for row in of_choice if row.get(PEAK) is not None]
+        rest = [*map(mean, also), max(peaks, default=None), *map(mean, SPEED)]
         lines.append([policy, f"{budget:g}", f"{share:.1%}", sum(weights), quality, *beside, *rest])
         if policy == "full":
             full = quality
@@ -150,12 +152,12 @@ def _section(task: str, subject: tuple[Any, ...], rows: list[Row], directory: Pa
             points.append(Point(policy if budget != 1 else policy.partition("[")[0], share, quality))
     headings = ["policy", "budget", "bytes / full", "cases", label]
     headings += ["less the full cache's", "standard error of that"] if task in CASES else []
-    headings += [name.replace("_", " ") for name in (*also, *SPEED)]
+    headings += [name.replace("_", " ") for name in (*also, PEAK, *SPEED)]
     name = "_".join([task, *(str(value).replace("/", "-") for value in subject if value not in (None, False))])
     figures = []
     if points:
         figure, (axes,) = new_figure(width=7.0, height=4.5)
-        plot_quality(axes, points, full, label, log=task == "perplexity")
+        plot_quality(axes, points, full, label, near=task == "perplexity")
         axes.set_title(said, fontsize=8)
         save_figure(figure, directory / f"{name}.png")
         figures.append(directory / f"{name}.png")
