@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int
 
+from kvjax.evaluate.reports import claims
 from kvjax.evaluate.tasks.scoring import string_match
 
 Row = dict[str, Any]
@@ -46,8 +46,7 @@ def overlap(one: Int[np.ndarray, "layers h k"], other: Int[np.ndarray, "layers h
 
 def paired(one: Sequence[float], other: Sequence[float]) -> tuple[float, float]:
     """The mean of other - one over cases, and its standard error; NaN for fewer than two."""
-    apart = np.subtract(other, one)
-    return float(apart.mean()), float(apart.std(ddof=1)) / math.sqrt(len(apart)) if len(apart) > 1 else math.nan
+    return claims.paired(other, one)
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

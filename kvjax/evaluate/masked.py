@@ -22,7 +22,7 @@ from kvjax.policies.plan import Plan
 from kvjax.policies.policy import Policy
 from kvjax.policies.registry import name_of
 from kvjax.rope import rotate
-from kvjax.train.less.record import MASKS, Replayed, by_steps, joined, replay
+from kvjax.train.less.record import Replayed, by_steps, check_mask, joined, replay
 from kvjax.types import LayerConfig, New, View, wide
 from pallas_kernels.prefill_scores import prefill_scores
 
@@ -70,18 +70,11 @@ def masked_perplexity(
         ValueError: the policy needs a prompt, or attention in ways that a mask does not have.
     """
     ids = np.asarray(tokens, np.int32)
-    if mask not in MASKS:
-        raise ValueError(f"mask={mask!r} is not one of {', '.join(MASKS)}.")
     if ids.ndim != 2 or ids.shape[1] < 2:
         raise ValueError(f"texts of shape {ids.shape} have nothing to predict.")
     state = begin(model, policy, ids.shape[0], ids.shape[1], budget, plan=plan, seed=seed)
     check_replay(state.policy)
-    chosen, name = state.policy, name_of(state.policy)
-    if mask == "full-softmax" and chosen.codec.positions != "original":
-        raise ValueError(
-            f"mask='full-softmax' needs the logits of the full cache, policy {name!r} sees positions in its own; "
-            "set positions=original or mask=decode."
-        )
+    check_mask(state.policy, mask)
     return Masked(np.asarray(_nats(state, jnp.asarray(ids), mask=mask)), cache_bytes(state), full_cache_bytes(state))
 
 

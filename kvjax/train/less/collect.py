@@ -18,8 +18,7 @@ from kvjax.model import Model
 from kvjax.policies.plan import Plan
 from kvjax.policies.policy import Policy
 from kvjax.policies.registry import name_of
-from kvjax.policies.scores.lightkv import LastQueries
-from kvjax.train.less.record import MASKS, Features, record
+from kvjax.train.less.record import Features, check_mask, record
 
 
 def check_policy(policy: Policy, mask: str) -> None:
@@ -30,8 +29,7 @@ def check_policy(policy: Policy, mask: str) -> None:
             the mask its cache.
     """
     name = name_of(policy)
-    if mask not in MASKS:
-        raise ValueError(f"mask={mask!r} is not one of {', '.join(MASKS)}.")
+    check_mask(policy, mask)
     if not policy.plan.bounded:
         raise ValueError(f"policy {name!r} evicts nothing, so that there is nothing to learn; choose one that does.")
     if policy.plan.shrinks:
@@ -40,16 +38,6 @@ def check_policy(policy: Policy, mask: str) -> None:
         raise ValueError(f"policy {name!r} is what the kernels are for; give the policy that it wraps, such as h2o.")
     if policy.selection is not None:
         raise ValueError(f"policy {name!r} reads only some of the tokens that it holds; leave the selection out.")
-    if mask == "full-softmax" and isinstance(policy.score, LastQueries):
-        raise ValueError(
-            f"mask='full-softmax' needs attention as it was when it was paid, policy {name!r} sums it anew over what "
-            "is held; set window=running or mask=decode."
-        )
-    if mask == "full-softmax" and policy.codec.positions != "original":
-        raise ValueError(
-            f"mask='full-softmax' needs the logits of the full cache, policy {name!r} sees positions in its own; "
-            "set positions=original or mask=decode."
-        )
 
 
 def collect(

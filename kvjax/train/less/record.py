@@ -15,6 +15,8 @@ from kvjax.engine.layer import Pending, Reading, exchange, heard, over_layers, s
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Weights, block, embed
 from kvjax.policies.policy import Policy
+from kvjax.policies.registry import name_of
+from kvjax.policies.scores.lightkv import LastQueries
 from kvjax.rope import rotate
 from kvjax.types import LayerConfig, New, wide
 from pallas_kernels.attention import Partial, attend, merge, share_of_evicted
@@ -22,6 +24,27 @@ from pallas_kernels.prefill_scores import prefill_scores
 
 MASKS = ("decode", "full-softmax")
 """What a policy is shown of the attention that it does not mask, see `record`."""
+
+
+def check_mask(policy: Policy, mask: str) -> None:
+    """Refuse a mask that there is not, or that does not fit a policy.
+
+    Raises:
+        ValueError: saying which.
+    """
+    name = name_of(policy)
+    if mask not in MASKS:
+        raise ValueError(f"mask={mask!r} is not one of {', '.join(MASKS)}.")
+    if mask == "full-softmax" and isinstance(policy.score, LastQueries):
+        raise ValueError(
+            f"mask='full-softmax' needs attention as it was when it was paid, policy {name!r} sums it anew over what "
+            "is held; set window=running or mask=decode."
+        )
+    if mask == "full-softmax" and policy.codec.positions != "original":
+        raise ValueError(
+            f"mask='full-softmax' needs the logits of the full cache, policy {name!r} sees positions in its own; "
+            "set positions=original or mask=decode."
+        )
 
 
 class Features(struct.PyTreeNode):
