@@ -19,6 +19,7 @@ from kvjax.gguf_tokenizer import gguf_tokenizer
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Weights, forward
 from kvjax.models.loading import read_checkpoint
+from kvjax.models.sharding import program_mesh
 from kvjax.settings import check_keywords, keywords, prompt_texts
 from kvjax.tokens import TokenClasses, lazy_tokenizer, read_tokenizer, token_classes
 
@@ -34,6 +35,7 @@ class Model:
         name: how it was asked for, for messages and reports.
         directory: where its tokenizer files are; None for a model without any.
         metadata: of the GGUF file that it comes from, whose tokenizer stands there; None for a model from elsewhere.
+        mesh: on which the weights lie, see `load`; None for the default device.
     """
 
     def __init__(
@@ -43,12 +45,14 @@ class Model:
         name: str = "unnamed",
         directory: str | Path | None = None,
         metadata: Mapping[str, Any] | None = None,
+        mesh: Mesh | None = None,
     ) -> None:
         self.weights = weights
         self.config = config
         self.name = name
         self.directory = None if directory is None else Path(directory)
         self.metadata = metadata
+        self.devices = None if mesh is None else program_mesh(config, mesh)
 
     def __repr__(self) -> str:
         parameters = sum(leaf.size for leaf in jax.tree.leaves(self.weights))
@@ -163,4 +167,4 @@ def load(
     """
     read = read_checkpoint(path_or_hub_id, dtype, revision, weights, mesh)
     directory = read.place if read.metadata is None else None
-    return Model(read.weights, read.config, read.name, directory, read.metadata)
+    return Model(read.weights, read.config, read.name, directory, read.metadata, mesh)

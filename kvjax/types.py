@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
@@ -100,6 +101,77 @@ def check_kind(name: str, value: object, annotation: object) -> None:
         check(any(fits(value) for fits, _ in known), name, value, " or ".join(what for _, what in known))
 
 
+ROWS, HEADS, SLOTS = "rows", "heads", "slots"
+"""Axes of a mesh as programs see it: rows of a batch, KV heads of a layer, slots of a head."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Spread:
+    """What a program on one device of a mesh shares with others, inside of `jax.shard_map` over `ROWS` to `SLOTS`.
+
+    Args:
+        heads: devices that share the KV heads of a layer, and their query heads with them.
+        slots: devices that share the slots of each head.
+        mlp: whether the columns of MLPs are shared among all devices that share a model.
+        vocab: whether the vocabulary is.
+    """
+
+    heads: int = 1
+    slots: int = 1
+    mlp: bool = False
+    vocab: bool = False
+
+    def over_heads(self, parts: Float[Array, "*b"]) -> Float[Array, "*b"]:
+        """The sum of what the devices that share a layer's heads have."""
+        return jax.lax.psum(parts, HEADS) if self.heads > 1 else parts
+
+    def over_slots(self, parts: Array) -> Array:
+        """The sum of what the devices that share a head's slots have."""
+        return jax.lax.psum(parts, SLOTS) if self.slots > 1 else parts
+
+    def most_of_slots(self, most: Array) -> Array:
+        """The largest of what the devices that share a head's slots have."""
+        return jax.lax.pmax(most, SLOTS) if self.slots > 1 else most
+
+    def over_attention(self, parts: Float[Array, "*b"]) -> Float[Array, "*b"]:
+        """The sum of what the devices that share a layer's heads, or their slots, make of its attention."""
+        return jax.lax.psum(parts, (HEADS, SLOTS)) if self.slots > 1 else self.over_heads(parts)
+
+    def over_devices(self, parts: Float[Array, "*b"]) -> Float[Array, "*b"]:
+        """The sum of what all devices have that share the model."""
+        return jax.lax.psum(parts, (HEADS, SLOTS))
+
+    def first(self, heads: int) -> int | Int[Array, ""]:
+        """Which of a layer's KV heads is the first of the so many that are here."""
+        return jax.lax.axis_index(HEADS) * heads if self.heads > 1 else 0
+
+    def all_heads(self, own: Array) -> Array:
+        """Of arrays [b h ...] those of all heads."""
+        return jax.lax.all_gather(own, HEADS, axis=1, tiled=True) if self.heads > 1 else own
+
+    def all_slots(self, own: Array, axis: int = 2) -> Array:
+        """Of arrays whose slots lie along an axis those of whole heads."""
+        return jax.lax.all_gather(own, SLOTS, axis=axis, tiled=True) if self.slots > 1 else own
+
+    def own_slots(self, every: Array, axis: int = 2) -> Array:
+        """The inverse of `all_slots`."""
+        if self.slots == 1:
+            return every
+        count = every.shape[axis] // self.slots
+        return jax.lax.dynamic_slice_in_dim(every, jax.lax.axis_index(SLOTS) * count, count, axis)
+
+    def own_heads(self, every: Array) -> Array:
+        """The inverse of `all_heads`."""
+        if self.heads == 1:
+            return every
+        count = every.shape[1] // self.heads
+        return jax.lax.dynamic_slice_in_dim(every, self.first(count), count, axis=1)
+
+
+ALONE = Spread()
+"""Of a device that shares nothing."""
+
+
 @dataclasses.dataclass(frozen=True)
 class LayerConfig:
     """What a layer's attention is like: all that caches, policies and the engine know of a model's layers.
@@ -115,6 +187,7 @@ class LayerConfig:
         window: newest tokens that a query sees, itself included; None for all of them.
         slopes: ALiBi's of each query head, by KV head [kv_heads][groups]; None for none.
         local: whether another layer of the model sees further: budgets are about those that see furthest.
+        spread: how its heads lie on devices; `kv_heads` are those that are here, `slopes` those of all.
     """
 
     kv_heads: int
@@ -127,16 +200,24 @@ class LayerConfig:
     window: int | None = None
     slopes: tuple[tuple[float, ...], ...] | None = None
     local: bool = False
+    spread: Spread = ALONE
 
     @property
     def heads(self) -> int:
         """Query heads."""
         return self.kv_heads * self.groups
 
+    def numbers(self, rows: int) -> Int[Array, "b h"] | None:
+        """Which of the layer's KV heads are here, for each of some rows; None for all of them in order."""
+        if self.spread.heads == 1:
+            return None
+        here = self.spread.first(self.kv_heads) + jnp.arange(self.kv_heads, dtype=jnp.int32)
+        return jnp.broadcast_to(here, (rows, self.kv_heads))
+
     @property
     def spec(self) -> AttentionSpec:
         """The same, as operations take it."""
-        slopes = None if self.slopes is None else jnp.asarray(self.slopes)
+        slopes = None if self.slopes is None else self.spread.own_heads(jnp.asarray(self.slopes)[None])[0]
         return AttentionSpec(self.scale, self.soft_cap, self.window, slopes)
 
     def bounds(self, end: int | Int[Array, "*b"] | Int[np.ndarray, "*b"]) -> Any:
@@ -192,6 +273,11 @@ class New(struct.PyTreeNode):
     given: bool = setting(True)
     """Whether the tokens are text that was given (a prompt, a turn), not written by the model."""
     kernels: Kernels = setting(Kernels())
+
+    @property
+    def spread(self) -> Spread:
+        """How the layer's heads lie on devices."""
+        return ALONE if self.config is None else self.config.spread
 
     @property
     def valid(self) -> Bool[Array, "b t"]:

@@ -17,7 +17,7 @@ from jaxtyping import Array
 import kvjax
 from kvjax.cache import paged
 from kvjax.compilation import temporary_bytes
-from kvjax.engine import decode, read_prompts
+from kvjax.engine import decode, extend, read_prompts
 from kvjax.engine.extend import lower_prefill
 from kvjax.engine.state import held_positions, slot_limits
 from kvjax.model import Model
@@ -121,7 +121,7 @@ def close(a: Any, b: Any, tolerance: float = 2e-4) -> None:
 
 def programs() -> list[int]:
     """How many programs have been compiled to read prompts and to take steps."""
-    functions: list[Any] = [read_prompts._read_prompts, decode._step, paged._pack]
+    functions: list[Any] = [read_prompts._read_prompts, decode._step, extend._pack]
     return [function._cache_size() for function in functions]
 
 

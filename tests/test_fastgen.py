@@ -14,7 +14,7 @@ import pytest
 import kvjax
 from kvjax import generate
 from kvjax.cache import evidence, paged
-from kvjax.engine import decode, read_prompts
+from kvjax.engine import decode, extend, read_prompts
 from kvjax.engine.prepare import prepare, round_slots
 from kvjax.engine.state import State, held_positions, slot_limits
 from kvjax.models import Rope
@@ -133,7 +133,7 @@ def test_a_second_prompt_of_the_bucket_compiles_nothing():
             decode.decode_step_in_place(jax.tree.map(jnp.copy, state), jnp.zeros(2, jnp.int32))
             sizes.add(pool(state).position.shape)
             layouts.add(np.asarray(pool(state).owner).tobytes())
-            programs: list[Any] = [read_prompts._read_prompts, paged._pack, decode._step_in_place]
+            programs: list[Any] = [read_prompts._read_prompts, extend._pack, decode._step_in_place]
             compiled.append([program._cache_size() for program in programs])
     reads, packs, steps = (after - before for before, after in zip(compiled[0], compiled[-1], strict=True))
     assert reads == 0 and packs == steps == len(sizes) - 1

@@ -165,7 +165,7 @@ class Codec:
             new: the tokens whose queries these are.
             places: more than any head has slots, where `view` is some of a head's slots; None for all of them.
         """
-        tokens, capacity = new.k.shape[2], view.capacity
+        tokens, capacity = new.k.shape[2], view.capacity * new.spread.slots
         if tokens == capacity and places is None:  # a whole text: places are positions, and nothing has been stored yet
             return Operands(new.q, new.k, new.v)
         k, v, q = view.kv.k, view.kv.v, new.q
@@ -180,7 +180,7 @@ class Codec:
             return Operands(q, k, v, (place, order))
         seen = None
         if self.sliding and config.slopes is not None:
-            gap = self._gap(view, view.position.max(-1) + 1)[..., None]
+            gap = self._gap(view, new.spread.most_of_slots(view.position.max(-1)) + 1, new)[..., None]
             sinks = view.live & (view.position < self.sinks)
             here = jnp.broadcast_to(new.position[:, None], (*view.limit.shape, tokens))
             seen = here, jnp.where(sinks, view.position + gap, view.position)
@@ -227,10 +227,10 @@ class Codec:
     def settle(self, config: LayerConfig, view: View, new: New) -> View:
         """A layer's slots as attention may read them, after a block has been appended or some slots have left."""
         if self.ordered:
-            live = jnp.where(view.live, view.position, jnp.iinfo(jnp.int32).max)
-            order = jnp.argsort(jnp.argsort(live, axis=-1), axis=-1).astype(jnp.int32)
+            live = new.spread.all_slots(jnp.where(view.live, view.position, jnp.iinfo(jnp.int32).max))
+            order = new.spread.own_slots(jnp.argsort(jnp.argsort(live, axis=-1), axis=-1).astype(jnp.int32))
             known = view.state.codec
-            count = view.live.sum(-1, dtype=jnp.int32)
+            count = new.spread.over_slots(view.live.sum(-1, dtype=jnp.int32))
             # Rows that read nothing do not change, not even where their slots are empty.
             reads = new.valid.any(1)[:, None]
             order = jnp.where(reads[..., None], order, view.slots.codec)
@@ -278,16 +278,16 @@ class Codec:
         arrives = (index >= 0) & (place < new.read[:, None]) & new.valid[:, :1]
         raw = jnp.take_along_axis(new.raw_k, jnp.clip(index, 0, new.raw_k.shape[2] - 1)[:, None, :, None], axis=2)
         sinks = jnp.where(arrives[:, None, :, None], raw, state.sinks)
-        place = place[: view.capacity]
-        if config.window is None:
+        place = place[: view.capacity * new.spread.slots]
+        if config.window is None and new.spread.slots == 1:
             # Sinks lie first (`best_first`); where they have just been read they may not, but there is no gap.
             held, slot = view.position[:, :, : len(place)] == place, place
-        else:  # which passes one after the other
+        else:  # where they pass one after the other, or may lie with another device
             found = view.position[:, :, None] == place[:, None]
             held, slot = found.any(-1), jnp.argmax(found, axis=-1)
         held &= new.valid.any(1)[:, None, None]
         slot = jnp.where(held, slot, view.capacity + place)
-        gap = self._gap(view, new.read[:, None])
+        gap = self._gap(view, new.read[:, None], new)
         turned = self._key(rotate(config.rope, sinks[:, :, : len(place)], place + gap[..., None], new.end), state)
         row, head = jnp.arange(slot.shape[0])[:, None, None], jnp.arange(slot.shape[1])[:, None]
 
@@ -298,9 +298,10 @@ class Codec:
         known = view.state.replace(codec=state.replace(sinks=sinks))
         return view.replace(kv=view.kv.replace(k=keys), state=known)
 
-    def _gap(self, view: View, read: Int[Array, "b #h"]) -> Int[Array, "b h"]:
+    def _gap(self, view: View, read: Int[Array, "b #h"], new: New) -> Int[Array, "b h"]:
         """How many tokens between sinks and window, of a text read so far, are not live."""
-        return jnp.maximum(read - self.sinks, 0) - (view.live & (view.position >= self.sinks)).sum(-1)
+        live = new.spread.over_slots((view.live & (view.position >= self.sinks)).sum(-1))
+        return jnp.maximum(read - self.sinks, 0) - live
 
 
 def _with(view: View, order: Int[Array, "b h c"], state: CodecState) -> View:

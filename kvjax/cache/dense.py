@@ -41,6 +41,15 @@ class Dense(struct.PyTreeNode):
         """With other slots in a layer."""
         return Dense((*self.layers[:layer], view, *self.layers[layer + 1 :]))
 
+    def of_slots(self, change: Callable[[Array], Array]) -> Dense:
+        """With other slots, a function of each array [b h c ...]."""
+
+        def changed(view: View) -> View:
+            held = jax.tree.map(change, (view.kv, view.position, view.slots))
+            return view.replace(kv=held[0], position=held[1], slots=held[2])
+
+        return Dense(tuple(map(changed, self.layers)))
+
     def exchange(
         self,
         rules: Rules,
@@ -68,7 +77,12 @@ class Dense(struct.PyTreeNode):
         added = jax.tree.map(lambda leaf: leaf[:, :, 0], _entries(rules, view, new))
         buffers = {"kv": view.kv, "slots": view.slots}
         held = (view.position, new.position[:, 0], buffers, added)
-        slot = None if slots.windowed(new) else rules.victim(view, new, bounds, guard.keep)
+        spread = new.spread
+        shared = spread.slots > 1
+        slot = None if slots.windowed(new) or shared else rules.victim(view, new, bounds, guard.keep)
+        oldest = None
+        if shared:
+            slot, oldest = slots.victim_of_all(scores, view.position, new, bounds, guard.keep, rules.shrinks)
         if slot is None:
             found = evict(
                 scores, *held, protection=bounds, keep=guard.keep, shrinks=rules.shrinks, **new.kernels._asdict()
@@ -76,6 +90,11 @@ class Dense(struct.PyTreeNode):
         else:
             found = exchange_slots(slot, *held)
         _, left, taken, position, buffers = found
+        if oldest is not None and slot is not None:  # another device may have the slot
+            left, here = jnp.where(new.valid[:, :1], oldest, -1), slot < view.capacity
+            wanted = {"kv": taken["kv"] if absorb is not None else None, "slots": taken["slots"].codec}
+            wanted = jax.tree.map(lambda leaf: spread.over_slots(jnp.where(slots.wide_as(leaf, here), leaf, 0)), wanted)
+            taken = {"kv": wanted["kv"] or taken["kv"], "slots": taken["slots"].replace(codec=wanted["slots"])}
         written = view.replace(position=position, **buffers)
         written = rules.codec.exchanged(config, written, new, taken["slots"].codec, left)
         kv = jax.tree.map(lambda leaf: leaf[:, :, None], taken["kv"])
@@ -138,30 +157,15 @@ class Dense(struct.PyTreeNode):
             The smaller storage, and which slots of this one leave.
         """
         view = self.layers[layer]
-        position = view.position
-        best, count = slots.chosen(rules, view, new)
-        idle = ~new.valid.any(1)[:, None, None]
-        best = jnp.where(idle, jnp.arange(view.capacity, dtype=jnp.int32), best)
-        count = jnp.where(idle[..., 0], view.capacity, count)
-        missing = max(0, capacity - view.capacity)
-        if missing:
-            # Repeats of the last slot, never kept: they lie beyond what there is.
-            best = jnp.concatenate([best, jnp.broadcast_to(best[..., -1:], (*best.shape[:2], missing))], axis=-1)
-        best = best[..., :capacity]
-        place = jnp.arange(capacity)
-        kept = (place < count[..., None]) & (place < capacity - missing)
-        kept &= slots.gather(position, best) >= 0
-        rows, heads = position.shape[:2]
-        staying = jnp.zeros(position.shape, bool)
-        staying = staying.at[jnp.arange(rows)[:, None, None], jnp.arange(heads)[None, :, None], best].max(kept)
+        best, kept, leaving = _settled(rules, view, new, capacity)
         smaller = view.replace(
             kv=jax.tree.map(lambda leaf: slots.gather(leaf, best), view.kv),
             slots=jax.tree.map(lambda leaf: slots.gather(leaf, best), view.slots),
-            position=jnp.where(kept, slots.gather(position, best), -1),
+            position=jnp.where(kept, slots.gather(view.position, best), -1),
         )
         if rules.codec.ordered:
             smaller = rules.codec.settle(config, smaller, new)
-        return self.replace_layer(layer, smaller), (position >= 0) & ~staying
+        return self.replace_layer(layer, smaller), leaving
 
     def _shrunk(
         self,
@@ -179,7 +183,7 @@ class Dense(struct.PyTreeNode):
 
         # Only masks and the queue leave the branch: a cache that went through it would be copied at every step.
         def losing(self: Dense) -> Any:
-            leaving = self.compress(rules, config, layer, new, view.capacity)[1] & fewer[..., None]
+            leaving = _settled(rules, view, new, view.capacity * new.spread.slots)[2] & fewer[..., None]
             after = view.replace(position=jnp.where(leaving, -1, view.position))
             after = rules.codec.settle(config, after, new) if rules.codec.ordered else after
             return leaving, after.slots.codec, after.state.codec
@@ -329,6 +333,27 @@ def empty(
 
     kv, remembered = jax.tree.map(room, held)
     return View(limit, state, kv, jnp.full((rows, heads, slots), -1, jnp.int32), remembered)
+
+
+def _settled(rules: Rules, view: View, new: New, capacity: int) -> tuple[Array, Array, Bool[Array, "b h c"]]:
+    # Of whole heads the slots that are best, in buffers of `capacity`, and which of these are kept; here, which leave.
+    position = new.spread.all_slots(view.position)
+    rows, heads, held = position.shape
+    best, count = slots.chosen(rules, view, new)
+    idle = ~new.valid.any(1)[:, None, None]
+    best = jnp.where(idle, jnp.arange(held, dtype=jnp.int32), best)
+    count = jnp.where(idle[..., 0], held, count)
+    missing = max(0, capacity - held)
+    if missing:
+        # Repeats of the last slot, never kept: they lie beyond what there is.
+        best = jnp.concatenate([best, jnp.broadcast_to(best[..., -1:], (rows, heads, missing))], axis=-1)
+    best = best[..., :capacity]
+    place = jnp.arange(capacity)
+    kept = (place < count[..., None]) & (place < capacity - missing)
+    kept &= slots.gather(position, best) >= 0
+    staying = jnp.zeros(position.shape, bool)
+    staying = staying.at[jnp.arange(rows)[:, None, None], jnp.arange(heads)[None, :, None], best].max(kept)
+    return best, kept, new.spread.own_slots((position >= 0) & ~staying)
 
 
 def _widened(mine: Array, theirs: Array) -> Array:

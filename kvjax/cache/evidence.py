@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.asks import Again, Ask, Near, Noise, Probs, Seen, Sums, is_ask, questions
 from kvjax.cache.codec import Operands
-from kvjax.types import LayerConfig, New, PyTree, View, wide
+from kvjax.types import SLOTS, LayerConfig, New, PyTree, View, wide
 from pallas_kernels import noise as hashed
 from pallas_kernels import operands
 from pallas_kernels.attention import (
@@ -26,7 +26,7 @@ from pallas_kernels.attention import (
     split_queries,
 )
 from pallas_kernels.attention import tempered as numerators
-from pallas_kernels.decode_attention import Gumbel, decode_attention
+from pallas_kernels.decode_attention import Decoded, Gumbel, decode_attention
 from pallas_kernels.operands import Operand
 from pallas_kernels.prefill_scores import Joined, prefill_scores
 
@@ -69,7 +69,8 @@ def attend_token(
     leaves, tree = questions(asks)
     if any(isinstance(ask, Near) for ask in leaves):
         raise ValueError("what falls near a token is known of a prompt that is read whole, not of one more token.")
-    fused = {_question(ask, prompt=False) for ask in leaves} if selection is None else {None}
+    alone = selection is None and new.spread.slots == 1
+    fused = {_question(ask, prompt=False) for ask in leaves} if alone else {None}
     fused = fused.pop() if len(fused) == 1 else None
     scores: str | Gumbel | None = None if not leaves and selection is None else "each"
     if fused is not None:
@@ -81,14 +82,17 @@ def attend_token(
         new.position[:, 0],
         config.spec,
         places=None if given.places is None else (given.places[0][..., 0], given.places[1]),
-        low_rank=_of_token(low_rank) if selection is None else None,  # which comes after what a selection leaves
+        low_rank=_of_token(low_rank) if alone else None,  # which comes after what a selection leaves
         scores=scores,
         **new.kernels._asdict(),
     )
+    if new.spread.slots > 1:
+        part, probs = _shared(found, given, low_rank, selection, new)
+        return part.out, asks if probs is None else answered(asks, probs, view.position, new)
     out = found.out[:, :, :, None]
     if fused is not None:
         assert found.scores is not None
-        return out, tree.unflatten(spread(ask, weighed(ask, found.scores)) for ask in leaves)
+        return out, tree.unflatten(over_heads(ask, weighed(ask, found.scores), new) for ask in leaves)
     if not leaves and selection is None:
         return out, asks
     assert found.scores is not None
@@ -99,16 +103,34 @@ def attend_token(
     return out, answered(asks, probs, view.position, new)
 
 
+def _shared(
+    found: Decoded, given: Operands, low_rank: LowRank | None, selection: Selection | None, new: New
+) -> tuple[Partial, Float[Array, "b h g 1 c"] | None]:
+    # What the slots here, some of those of each head, add to its attention, and their probabilities.
+    every = jax.lax.all_gather(found.lse, SLOTS)
+    lse = jax.nn.logsumexp(every, axis=0)
+    share = jnp.where(jnp.isfinite(found.lse), jnp.exp(found.lse - jnp.where(jnp.isfinite(lse), lse, 0.0)), 0.0)
+    part = Partial((found.out * share[..., None])[:, :, :, None], lse[..., None])
+    probs = None if found.scores is None else (found.scores * share[..., None])[:, :, :, None]
+    if selection is not None:
+        assert probs is not None
+        part = _narrowed(selection, probs, given.v, new, part.lse)
+    if low_rank is not None:  # which all of these devices have
+        evicted = share_of_evicted(low_rank)
+        once = jnp.where(jax.lax.axis_index(SLOTS) == 0, evicted.out, 0.0)
+        part = merge(part, evicted._replace(out=once))
+    return part, probs
+
+
 def answered(asks: PyTree, probs: Float[Array, "b h g 1 c"], position: Int[Array, "b h c"], new: New) -> PyTree:
     """What is asked of one token per row, from its attention."""
     leaves, tree = questions(asks)
-    visible = (probs > 0).any(2).sum(-1)
 
     def answer(ask: Ask) -> Any:
         if isinstance(ask, Probs):
-            return Seen(probs, new.position, visible)
+            return Seen(probs, new.position, new.spread.over_slots((probs > 0).any(2).sum(-1)))
         assert isinstance(ask, Sums)
-        return spread(ask, reduced(ask, probs, position, new))
+        return over_heads(ask, reduced(ask, probs, position, new), new)
 
     return tree.unflatten(map(answer, leaves))
 
@@ -151,11 +173,11 @@ def attend_block(
     answers: dict[int, Any] = {}
     for i, row in zip(together, rows, strict=True):
         assert found.scores is not None
-        answers[i] = spread(leaves[i], found.scores[:, :, row])
+        answers[i] = over_heads(leaves[i], found.scores[:, :, row], new)
     rest = [i for i, ask in enumerate(leaves) if isinstance(ask, Sums) and i not in answers]
     if rest:
         more = _by_blocks(config, given, view, new, [leaves[i] for i in rest], partial.lse)
-        answers |= {i: spread(leaves[i], sums) for i, sums in zip(rest, more, strict=True)}
+        answers |= {i: over_heads(leaves[i], sums, new) for i, sums in zip(rest, more, strict=True)}
     for i, ask in enumerate(leaves):
         if isinstance(ask, Near):
             if view.capacity != new.position.shape[1]:
@@ -183,7 +205,8 @@ def _gumbel(ask: Ask, new: New) -> Gumbel:
     assert isinstance(ask, Sums)
     tau = jnp.asarray(ask.tau)
     tau = tau[:, 0] if tau.ndim else jnp.full(new.seed.shape, tau)
-    return Gumbel(new.seed, tau, *((0, "none") if ask.noise is None else (int(new.layer), ask.noise.kind)))
+    kind = (0, "none") if ask.noise is None else (int(new.layer), ask.noise.kind)
+    return Gumbel(new.seed, tau, *kind, None if new.head is None else new.head[:, 0])
 
 
 def weighed(ask: Ask, sums: Float[Array, "b h c"]) -> Float[Array, "b h c"]:
@@ -192,12 +215,13 @@ def weighed(ask: Ask, sums: Float[Array, "b h c"]) -> Float[Array, "b h c"]:
     return sums if ask.weights is None else sums * ask.weights.astype(sums.dtype)
 
 
-def spread(ask: Ask, found: Float[Array, "b h c"]) -> Float[Array, "b h c"]:
+def over_heads(ask: Ask, found: Float[Array, "b h c"], new: New) -> Float[Array, "b h c"]:
     """A sum over a KV head's queries, as the question wants it over heads."""
     assert isinstance(ask, Sums)
     if ask.over != "layer":
         return found
-    return jnp.broadcast_to(found.mean(1, keepdims=True), found.shape)
+    mean = new.spread.over_heads(found.mean(1, keepdims=True)) / new.spread.heads
+    return jnp.broadcast_to(mean, found.shape)
 
 
 def drawn(noise: Noise, position: Int[Array, "b h c"], new: New, dtype: DTypeLike) -> Array:
@@ -229,7 +253,7 @@ def reduced(
     """The answer of some queries to a question, before it is spread over heads, from their probabilities."""
     if not ask.plain:
         probs = tempered(ask, probs, position, new)
-        probs = normalised(probs, probs.sum(-1, keepdims=True))
+        probs = normalised(probs, new.spread.over_slots(probs.sum(-1, keepdims=True)))
     return summed(ask, probs)
 
 
@@ -384,9 +408,10 @@ def asked_again(
             x = x if bias is None else x + bias
             # Logits are masked once, and their sums fuse with what they sum, so that little else lies in memory.
             x = jnp.where(spec.mask(position, view.position)[:, :, None], x, jnp.finfo(kind).min)
-            highest = jnp.maximum(x.max(-1, keepdims=True), jnp.finfo(kind).min / 2)
+            highest = jnp.maximum(config.spread.most_of_slots(x.max(-1, keepdims=True)), jnp.finfo(kind).min / 2)
             shares = jnp.exp(x - highest)
-            share = normalised(weights.astype(kind)[:, :, None, :, None], shares.sum(-1, keepdims=True))
+            total = config.spread.over_slots(shares.sum(-1, keepdims=True))
+            share = normalised(weights.astype(kind)[:, :, None, :, None], total)
             return sums + jnp.einsum("bhgac,bhga->bhc", shares, share[..., 0])
 
         return jax.lax.cond((weights > 0).any(), look, lambda: sums)
@@ -426,11 +451,11 @@ def _narrowed(
     new: New,
     lse: Float[Array, "b h g t"],
 ) -> Partial:
-    picked = selection.pick(probs, new)
+    picked = new.spread.own_slots(selection.pick(new.spread.all_slots(probs, -1), new), -1)
     if new.config is not None and new.config.local:
         picked |= new.config.bounds(new.end)[:, None, None, None, None]
     kept = jnp.where(picked, probs, 0.0)
-    mass = kept.sum(-1, keepdims=True)
+    mass = new.spread.over_slots(kept.sum(-1, keepdims=True))
     safe = jnp.where(mass > 0, mass, 1.0)
     out = jnp.einsum("bhgtc,bhcd->bhgtd", kept / safe, whole(v, kept.dtype))
     return Partial(out, lse + jnp.log(safe)[..., 0])

@@ -59,6 +59,8 @@ class Paged(struct.PyTreeNode):
     """Where a step keeps those of one layer after another; None between steps."""
     most: int = setting(0)
     """Slots that no head exceeds, of few different sizes, as programs depend on it."""
+    devices: tuple[int, int] = setting((1, 1))
+    """Among how many devices rows and KV heads lie: pools of their own, one behind the other, as are their tables."""
 
     @property
     def page_size(self) -> int:
@@ -417,17 +419,21 @@ class Paged(struct.PyTreeNode):
         Args:
             stored: another moment's `stored_positions`; None for now.
         """
-        held = np.asarray(self.position if stored is None else stored)
-        owner, first, start = np.asarray(self.owner), np.asarray(self.first), np.asarray(self.start)
-        layers = []
-        for layer, limit in enumerate(self.limit):
-            rows, heads = limit.shape
-            count = -(-int(np.asarray(limit).max()) // self.page_size) * self.page_size
-            dense = np.full((rows * heads, count), -1, np.int32)
-            for page in range(start[layer], start[layer + 1]):
-                room = max(0, min(self.page_size, count - first[page]))
-                dense[owner[page], first[page] : first[page] + room] = held[page][:room]
-            layers.append(dense.reshape(rows, heads, count))
+        pools = int(np.prod(self.devices))
+        held = self.position if stored is None else stored
+        tables = zip(*(np.split(np.asarray(x), pools) for x in (held, self.owner, self.first, self.start)), strict=True)
+        counts = [-(-int(np.asarray(limit).max()) // self.page_size) * self.page_size for limit in self.limit]
+        layers = [np.full((*limit.shape, count), -1, np.int32) for limit, count in zip(self.limit, counts, strict=True)]
+        for pool, (positions, owner, first, start) in enumerate(tables):
+            for layer, dense in enumerate(layers):
+                rows, heads, count = dense.shape
+                rows, heads = rows // self.devices[0], heads // self.devices[1]
+                row, head = np.array(divmod(pool, self.devices[1])) * (rows, heads)
+                for page in range(start[layer], start[layer + 1]):
+                    room = max(0, min(self.page_size, count - first[page]))
+                    of_row, of_head = divmod(owner[page], heads)
+                    slots = slice(first[page], first[page] + room)
+                    dense[row + of_row, head + of_head, slots] = positions[page][:room]
         return layers
 
     def limits(self) -> tuple[Int[Array, "b h"], ...]:
@@ -477,7 +483,8 @@ class Paged(struct.PyTreeNode):
         names = ("position", "token", "prompt_length", "read", "horizon", "end", "seed")
         of_rows = {name: getattr(new, name)[row] for name in names}
         hidden = None if new.hidden is None else new.hidden[row]
-        return view, new.replace(**of_heads, **of_rows, hidden=hidden, head=(owner % heads)[:, None]), owner
+        first = new.spread.first(heads)
+        return view, new.replace(**of_heads, **of_rows, hidden=hidden, head=(first + owner % heads)[:, None]), owner
 
 
 Choice = tuple[Float[Array, " o"], Int[Array, " o"], Int[Array, " o"]]
@@ -566,31 +573,42 @@ def round_pages(pages: int) -> int:
     return -(-pages // unit) * unit
 
 
-def build(selected: Sequence[Selected], page_size: int) -> Paged:
-    """The pool that holds what was selected: sizes are read on the host, then one program moves the tokens.
+class Table(NamedTuple):
+    """Which page is whose; where several devices have pools of their own, their tables one behind the other."""
+
+    owner: Int[np.ndarray, " P"]
+    first: Int[np.ndarray, " P"]
+    start: Int[np.ndarray, " layers_and_1"]
+    most: int
+
+
+def table(limits: Int[np.ndarray, "layers b h"], page_size: int, devices: tuple[int, int] = (1, 1)) -> Table:
+    """Pages for all heads.
 
     Args:
-        selected: for each layer.
+        limits: slots that each head may use.
         page_size: slots in a page.
+        devices: among how many rows and heads lie.
     """
-    limits = np.stack(jax.device_get([layer.view.limit for layer in selected]))
-    pages = -(-limits.reshape(len(limits), -1) // page_size)
-    start = np.concatenate([[0], np.cumsum(pages.sum(1))])
-    total = round_pages(int(start[-1]))
-    owner, first = np.zeros(total, np.int32), np.zeros(total, np.int32)
-    flat = pages.reshape(-1)
-    owner[: start[-1]] = np.repeat(np.arange(flat.size) % pages.shape[1], flat)
-    before = np.repeat(np.cumsum(flat) - flat, flat)
-    first[: start[-1]] = (np.arange(start[-1]) - before) * page_size
-    table = [jnp.asarray(x, jnp.int32) for x in (owner, first, start)]
-    return _pack(tuple(selected), *table, page_size=page_size, most=_power_above(int(limits.max())))
+    parts = [of_head for of_row in np.split(limits, devices[0], 1) for of_head in np.split(of_row, devices[1], 2)]
+    pages = [-(-part.reshape(len(part), -1) // page_size) for part in parts]
+    total = round_pages(max(int(part.sum()) for part in pages))
+    owners, firsts, starts = [], [], []
+    for part in pages:
+        start, flat = np.concatenate([[0], np.cumsum(part.sum(1))]), part.reshape(-1)
+        before, rest = np.repeat(np.cumsum(flat) - flat, flat), (0, total - start[-1])
+        owners.append(np.pad(np.repeat(np.arange(flat.size) % part.shape[1], flat), rest))
+        firsts.append(np.pad((np.arange(start[-1]) - before) * page_size, rest))
+        starts.append(start)
+    owner, first, start = (np.concatenate(x).astype(np.int32) for x in (owners, firsts, starts))
+    return Table(owner, first, start, _power_above(int(limits.max())))
 
 
 def _power_above(count: int) -> int:
     return max(16, 1 << (count - 1).bit_length())
 
 
-def _pack_layers(
+def pack(
     selected: tuple[Selected, ...],
     owner: Int[Array, " P"],
     first: Int[Array, " P"],
@@ -598,7 +616,20 @@ def _pack_layers(
     *,
     page_size: int,
     most: int,
+    devices: tuple[int, int] = (1, 1),
 ) -> Paged:
+    """The pool that holds what was selected.
+
+    Args:
+        selected: for each layer.
+        owner: from `table`, as the next three; where several devices have pools, one's part of it.
+        first: which of its head's slots a page begins with.
+        start: the first page of each layer.
+        page_size: slots in a page.
+        most: slots that no head exceeds.
+        devices: as for `table`.
+    """
+
     def room(leaf: Array) -> Array:
         return jnp.zeros((len(owner), page_size, *leaf.shape[3:]), leaf.dtype)
 
@@ -613,6 +644,7 @@ def _pack_layers(
         state=tuple(layer.view.state for layer in selected),
         limit=tuple(layer.view.limit for layer in selected),
         most=most,
+        devices=devices,
     )
     for index, layer in enumerate(selected):
 
@@ -636,9 +668,6 @@ def _pack_layers(
 
         pool = pool.over_pages(index, move, pool, PAGE_BLOCK)
     return pool
-
-
-_pack = jax.jit(_pack_layers, static_argnames=("page_size", "most"))
 
 
 def _cut(leaf: Array, at: Array | int, count: int) -> Array:
@@ -689,6 +718,11 @@ def _better(a: Choice, b: Choice) -> Choice:
 
 def _gathered(pools: Sequence[Paged], rows: Sequence[tuple[int, int]]) -> Paged:
     """The pool of some rows of pools with pages of one size; each row as (which pool, which of its rows)."""
+    if any(pool.devices != (1, 1) for pool in pools):
+        raise ValueError(
+            "rows whose heads have slots of their own cannot be taken from a mesh of several devices; read these "
+            "prompts on one, or under a plan that gives all heads the same."
+        )
     heads, layers = pools[0].limit[0].shape[1], len(pools[0].limit)
     tables = [tuple(np.asarray(x) for x in (pool.owner, pool.first, pool.start)) for pool in pools]
     before = np.concatenate([[0], np.cumsum([len(pool.owner) for pool in pools])])

@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache.codec import Codec
-from kvjax.types import Evicted, Heads, LayerConfig, New, Parts, PyTree, View
+from kvjax.types import SLOTS, Evicted, Heads, LayerConfig, New, Parts, PyTree, View
 from pallas_kernels import ranking
 from pallas_kernels.ranking import Protection
 
@@ -140,6 +140,56 @@ def rank(rules: Rules, view: View, new: New) -> Float[Array, "b h c"]:
     return ranking.rank(found, view.position, newest, sinks, recent, guard.keep)
 
 
+def victim_of_all(
+    scores: Float[Array, "b h c"],
+    position: Int[Array, "b h c"],
+    new: New,
+    bounds: Protection,
+    keep: Bool[Array, "b h c"] | None,
+    shrinks: bool,
+) -> tuple[Int[Array, "b h"], Int[Array, "b h"]]:
+    """`pallas_kernels.ranking.victim` among the slots of all devices that share a head's.
+
+    Args:
+        scores: how much each slot here matters.
+        position: the token in each of them.
+        new: one token per row.
+        bounds: of whole heads.
+        keep: slots that never leave, or None.
+        shrinks: as for `victim`.
+
+    Returns:
+        The slot, beyond all that are here where another device has it; and the position of the token in it.
+    """
+    last, capacity = jnp.iinfo(jnp.int32).max, position.shape[-1]
+    first = jax.lax.axis_index(SLOTS) * capacity
+    slot = first + jnp.arange(capacity, dtype=jnp.int32)
+    sinks, recent, limit = (bound[..., None] for bound in bounds)
+    ranks = ranking.rank(scores, position, new.position[:, :1, None], sinks, recent, keep)
+    live = position >= 0
+    usable = slot < limit
+    if shrinks:
+        usable = live | (new.spread.over_slots(live.sum(-1, keepdims=True, dtype=jnp.int32)) < limit)
+    ranks = jnp.where(usable, ranks, jnp.inf)
+    least = ranks.min(-1)
+    age = jnp.where(usable & (ranks == least[..., None]), position, last)
+    place = jnp.where(age == age.min(-1, keepdims=True), slot, last).min(-1)
+    bits = jnp.dtype(f"int{jnp.finfo(ranks.dtype).bits}")
+    mine = jnp.stack([jax.lax.bitcast_convert_type(least, bits), age.min(-1).astype(bits), place.astype(bits)])
+    least, age, place = jnp.moveaxis(jax.lax.all_gather(mine, SLOTS), 1, 0)
+    least = jax.lax.bitcast_convert_type(least, ranks.dtype)
+    age = jnp.where(least == least.min(0), age, last)
+    oldest = age.min(0)
+    chosen = jnp.where(age == oldest, place, last).min(0) - first
+    here = (chosen >= 0) & (chosen < capacity)
+    return jnp.where(here, chosen, capacity).astype(jnp.int32), jnp.where(oldest == last, -1, oldest).astype(jnp.int32)
+
+
+def wide_as(leaf: Array, mask: Bool[Array, "b h"]) -> Bool[Array, "b h *1"]:
+    """A mask of heads for what they have."""
+    return mask.reshape(*mask.shape, *(1,) * (leaf.ndim - 2))
+
+
 def best_first(
     ranks: Float[Array, "b h c"], position: Int[Array, "b h c"], sinks: Int[Array, "b h"]
 ) -> tuple[Int[Array, "b h c"], Int[Array, "b h"]]:
@@ -156,16 +206,16 @@ def best_first(
 
 
 def chosen(rules: Rules, view: View, new: New) -> tuple[Int[Array, "b h c"], Int[Array, "b h"]]:
-    """Slots from the most to the least important one, and how many of them stay."""
-    ranks = rank(rules, view, new)
+    """Slots of whole heads from the most to the least important one, and how many of them stay."""
+    ranks, position = map(new.spread.all_slots, (rank(rules, view, new), view.position))
     score, guard = rules.standing(view, new)
-    order, count = best_first(ranks, view.position, guard.sinks)
+    order, count = best_first(ranks, position, guard.sinks)
     places = rules.competing(view, new)
     if places is not None:
-        worth = view.live & (ranks > -jnp.inf)
+        worth = (position >= 0) & (ranks > -jnp.inf)
         competes = (worth & (ranks < last_resort(ranks.dtype))).astype(jnp.int32)
         score = jnp.where(worth if places.among_all else competes, score, -jnp.inf)
-        count += sum_of_most(score, view.position, competes, places.most) - competes.sum(-1)
+        count += sum_of_most(score, position, competes, places.most) - competes.sum(-1)
     return order, jnp.minimum(count, room(rules, view.limit, new))
 
 

@@ -10,10 +10,13 @@ import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int
 
+from kvjax.cache.dense import Dense
 from kvjax.engine.layer import Reading, read_token
+from kvjax.engine.mesh import OF_ROWS, logits_spec, on_mesh
 from kvjax.engine.prepare import check_vocabulary
-from kvjax.engine.state import Moving, State, join_state, split_state
+from kvjax.engine.state import Moving, State, join_state, split_state, state_specs
 from kvjax.models.decoder import unembed
+from kvjax.models.sharding import on_device
 
 
 def decode_step(
@@ -88,6 +91,20 @@ def lower_step(state: State) -> jax.stages.Lowered:
 
 def step(state: State, token: Int[Array, " b"]) -> tuple[State, Float[Array, "b vocab"]]:
     """`decode_step` before compilation, for loops that are compiled as a whole."""
+    fixed, moving = split_state(state)
+    if state.mesh is None:
+        moving, logits = _on_device(fixed, moving, token)
+    else:
+        of_fixed, of_moving = state_specs(state)
+        made = (of_moving, logits_spec(state.config, state.mesh))
+        program = on_mesh(_on_device, state.mesh, (of_fixed, of_moving, OF_ROWS), made)
+        moving, logits = program(fixed, moving, token)
+    return join_state(fixed, moving), logits
+
+
+def _on_device(fixed: State, moving: Moving, token: Int[Array, " b"]) -> tuple[Moving, Float[Array, "b vocab"]]:
+    state = join_state(fixed, moving)
+    config = on_device(state.config, state.mesh, shares_slots=isinstance(state.storage, Dense))
     after = state.position + state.active
     reading = Reading(
         token=token[:, None],
@@ -100,10 +117,10 @@ def step(state: State, token: Int[Array, " b"]) -> tuple[State, Float[Array, "b 
         given=False,
         kernels=state.kernels,
     )
-    storage, hidden = read_token(state.weights, state.config, state.policy, state.storage, reading)
-    logits = unembed(state.weights, state.config, hidden[:, 0])
+    storage, hidden = read_token(state.weights, config, state.policy, state.storage, reading)
+    logits = unembed(state.weights, config, hidden[:, 0])
     if state.policy.plan.ends:
         logits = jnp.where((state.position < state.end)[:, None], logits, jnp.nan)
     if state.config.position == "learned":
         logits = jnp.where((state.position < state.config.max_positions)[:, None], logits, jnp.nan)
-    return state.replace(storage=storage, position=after), logits
+    return (storage, after), logits

@@ -9,21 +9,24 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, PartitionSpec
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int, Key
 
 from kvjax.cache import paged
 from kvjax.cache.dense import Dense
 from kvjax.engine.layer import Reading, read_block
+from kvjax.engine.mesh import OF_POOL, OF_ROWS, OF_SELECTED, joined, logits_spec, on_mesh, pool_specs, shared
 from kvjax.engine.prepare import Budget, Tokens, bucket, check_length, check_tokens, prepare, rows_of
 from kvjax.engine.read_prompts import lower_prompts, read_prompts
-from kvjax.engine.state import State, Storage
+from kvjax.engine.state import Moving, State, Storage, join_state, split_state, state_specs
 from kvjax.models.decoder import unembed
+from kvjax.models.sharding import on_device
 from kvjax.policies.part import of_kvjax
 from kvjax.policies.plan import Plan
 from kvjax.policies.policy import Policy
 from kvjax.policies.registry import name_of
-from kvjax.types import Kernels
+from kvjax.types import HEADS, ROWS, Kernels
 
 if TYPE_CHECKING:
     from kvjax.model import Model
@@ -83,7 +86,7 @@ def prefill(
             f"{score.__name__}.score gives NaN for tokens of a prompt; it has to give numbers, or -inf, +inf."
         )
     if prompts.policy.plan.per_head:
-        storage = paged.build(storage, paged.page_slots(prompts.tokens.shape[1] + max_new_tokens))
+        storage = _on_pages(storage, paged.page_slots(prompts.tokens.shape[1] + max_new_tokens), model.devices)
     state = State(
         weights=model.weights,
         policy=jax.tree.map(jnp.asarray, prompts.policy),  # numbers would travel to the device anew at every step
@@ -97,8 +100,24 @@ def prefill(
         active=jnp.asarray(np.ones(prompts.lengths.shape, bool)),
         config=model.config,
         kernels=kernels,
+        mesh=model.devices,
     )
     return state, logits
+
+
+def _on_pages(selected: tuple[paged.Selected, ...], page_size: int, mesh: Mesh | None) -> paged.Paged:
+    # Sizes are read on the host, then one program moves the tokens.
+    limits = np.stack(jax.device_get([layer.view.limit for layer in selected]))
+    devices = (1, 1) if mesh is None else (mesh.shape[ROWS], mesh.shape[HEADS])
+    *tables, most = paged.table(limits, page_size, devices)
+    return _pack(selected, *map(jnp.asarray, tables), page_size=page_size, most=most, devices=devices, mesh=mesh)
+
+
+@functools.partial(jax.jit, static_argnames=("page_size", "most", "devices", "mesh"))
+def _pack(selected: tuple[paged.Selected, ...], *tables: Array, mesh: Mesh | None, **sizes: Any) -> paged.Paged:
+    given = (OF_SELECTED,) * len(selected), *(OF_POOL,) * 3
+    made = pool_specs(len(selected), sizes["most"], sizes["devices"])
+    return on_mesh(functools.partial(paged.pack, **sizes), mesh, given, made)(selected, *tables)
 
 
 def lower_prefill(
@@ -177,7 +196,22 @@ def extend(
 def _extend(
     state: State, tokens: Int[Array, "b n"], lengths: Int[Array, " b"], *, every: bool
 ) -> tuple[Storage, Float[Array, "b *n vocab"]]:
-    config, policy = state.config, state.policy
+    fixed, moving = split_state(state)
+    read = functools.partial(_extend_on_device, every=every)
+    if state.mesh is not None:
+        of_fixed, of_moving = state_specs(state)
+        logits = logits_spec(state.config, state.mesh)
+        logits = PartitionSpec(logits[0], None, *logits[1:]) if every else logits
+        made = of_moving[0], logits
+        read = on_mesh(read, state.mesh, (of_fixed, of_moving, OF_ROWS, OF_ROWS), made)
+    return read(fixed, moving, tokens, lengths)
+
+
+def _extend_on_device(
+    fixed: State, moving: Moving, tokens: Int[Array, "b n"], lengths: Int[Array, " b"], *, every: bool
+) -> tuple[Storage, Float[Array, "b *n vocab"]]:
+    state = join_state(fixed, moving)
+    config, policy = on_device(state.config, state.mesh), state.policy
     place = jnp.arange(tokens.shape[1])
     valid = place < lengths[:, None]
     read = state.position + lengths
@@ -192,11 +226,11 @@ def _extend(
         kernels=state.kernels,
     )
     # Pages are read as slots of one number for all heads, for as long as a block is being read.
-    dense = state.storage.unpack()
+    dense = joined(state.storage, state.mesh).unpack()
     capacities = tuple(view.capacity for view in dense.layers)
     after, hidden = read_block(state.weights, config, policy, dense, reading, capacities)
     assert isinstance(after, Dense)
-    storage = state.storage.pack(after)
+    storage = shared(state.storage.pack(after), state.mesh)
     if every:
         logits = unembed(state.weights, config, hidden)
         return storage, jnp.where(valid[..., None], logits, jnp.nan)

@@ -54,6 +54,7 @@ class Reading(struct.PyTreeNode):
             horizon=self.horizon,
             end=self.end,
             seed=self.seed,
+            head=config.numbers(x.shape[0]),
             layer=layer,
             config=config,
             given=self.given,

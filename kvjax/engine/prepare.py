@@ -18,6 +18,7 @@ from kvjax.policies.policy import Policy
 from kvjax.policies.registry import name_of, plan_by_name
 from kvjax.policies.registry import policy as policy_by_name
 from kvjax.settings import whole_number
+from kvjax.types import SLOTS
 
 if TYPE_CHECKING:
     from kvjax.model import Model
@@ -87,6 +88,7 @@ def prepare(
     policy.codec.check_layers(config.layer_configs)
     limits, capacities = plan_slots(policy, budget, real, max_new_tokens, config, width, budget_of)
     size = bucket(width) if chunk is None or chunk >= width else -(-bucket(width) // chunk) * chunk
+    shares = 1 if model.devices is None else model.devices.shape[SLOTS]
     chunk = None if chunk is None or (chunk >= width and chunk > 1) else chunk
     keys = jax.random.key(0) if key is None else key
     return Prompts(
@@ -96,7 +98,7 @@ def prepare(
         horizon=np.full(rows, max_new_tokens, np.int32),
         keys=jnp.broadcast_to(keys, (rows,)) if keys.ndim == 0 else keys,
         limits=tuple(limit.astype(np.int32) for limit in limits),
-        capacities=capacities,
+        capacities=tuple(-(-slots // shares) * shares for slots in capacities),
         lines=lines_of(limits),
         chunk=chunk,
     )

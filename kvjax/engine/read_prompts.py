@@ -8,17 +8,20 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int, Key, UInt32
 
 from kvjax.cache.dense import Dense, empty
 from kvjax.cache.paged import Selected
 from kvjax.engine.layer import Reading, read_block, read_layers, read_token
+from kvjax.engine.mesh import OF_HEADS, OF_ROWS, WHOLE, logits_spec, on_mesh, policy_specs, read_specs, shared
 from kvjax.engine.prepare import Prompts
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import LayerWeights, Weights, embed, unembed
+from kvjax.models.sharding import on_device, weight_specs
 from kvjax.policies.part import Part, of_kvjax
 from kvjax.policies.policy import Policy
-from kvjax.types import Kernels, LayerConfig
+from kvjax.types import Kernels
 
 if TYPE_CHECKING:
     from kvjax.model import Model
@@ -44,19 +47,20 @@ def lower_prompts(model: Model, prompts: Prompts) -> list[jax.stages.Lowered]:
         return [_read_prompts.lower(*_arguments(model, prompts), **_static(model, prompts, kernels))]
     weights, config = model.weights, model.config
     around = dataclasses.replace(weights, layers=())
-    beginning = _begin.lower(around, *_texts(prompts), config=config, kernels=kernels)
+    mesh = model.devices
+    beginning = _begin.lower(around, *_texts(prompts), config=config, kernels=kernels, mesh=mesh)
     reading, x = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), beginning.out_info)
     kinds = {
-        (shape, capacity): (layer, prompts.policy, limit, jnp.asarray(0), reading, x)
-        for layer, shape, limit, capacity in _layers(model, prompts)
+        (index, capacity): (layer, prompts.policy, limit, jnp.asarray(0), reading, x)
+        for layer, index, limit, capacity in _layers(model, prompts)
     }
     return [
         beginning,
         *(
-            _read_layer.lower(*arguments, config=config, shape=shape, capacity=capacity)
-            for (shape, capacity), arguments in kinds.items()
+            _read_layer.lower(*arguments, config=config, index=index, capacity=capacity, mesh=mesh)
+            for (index, capacity), arguments in kinds.items()
         ),
-        _end.lower(around, reading, x, config=config),
+        _end.lower(around, reading, x, config=config, mesh=mesh),
     ]
 
 
@@ -70,7 +74,7 @@ def _texts(prompts: Prompts) -> tuple[Any, ...]:
 
 def _static(model: Model, prompts: Prompts, kernels: Kernels) -> dict[str, Any]:
     sizes = dict(capacities=prompts.capacities, lines=prompts.lines, chunk=prompts.chunk)
-    return dict(config=model.config, kernels=kernels, **sizes)
+    return dict(config=model.config, kernels=kernels, mesh=model.devices, **sizes)
 
 
 def _shared(config: ModelConfig, prompts: Prompts) -> bool:
@@ -82,28 +86,29 @@ def _shared(config: ModelConfig, prompts: Prompts) -> bool:
     return config.layers >= DEEP and prompts.chunk is None and not alone and not together
 
 
-def _layers(model: Model, prompts: Prompts) -> list[tuple[LayerWeights, LayerConfig, Int[Array, "b h"], int]]:
-    shapes, limits = model.config.layer_configs, map(jnp.asarray, prompts.limits)
-    return list(zip(model.weights.layers, shapes, limits, prompts.capacities, strict=True))
+def _layers(model: Model, prompts: Prompts) -> list[tuple[LayerWeights, int, Int[Array, "b h"], int]]:
+    # Layers of one shape go by the number of the first of them: they share a program.
+    shapes = model.config.layer_configs
+    like, limits = [shapes.index(shape) for shape in shapes], map(jnp.asarray, prompts.limits)
+    return list(zip(model.weights.layers, like, limits, prompts.capacities, strict=True))
 
 
 def _read_layer_by_layer(model: Model, prompts: Prompts, kernels: Kernels) -> Read:
     weights, config = model.weights, model.config
-    around = dataclasses.replace(weights, layers=())
-    reading, x = _begin(around, *_texts(prompts), config=config, kernels=kernels)
+    around, settings = dataclasses.replace(weights, layers=()), dict(config=config, mesh=model.devices)
+    reading, x = _begin(around, *_texts(prompts), kernels=kernels, **settings)
     found: list[Dense | tuple[Selected, ...]] = []
-    for number, (layer, shape, limit, capacity) in enumerate(_layers(model, prompts)):
-        storage, x = _read_layer(
-            layer, prompts.policy, limit, jnp.asarray(number), reading, x, config=config, shape=shape, capacity=capacity
-        )
+    for number, (layer, index, limit, capacity) in enumerate(_layers(model, prompts)):
+        arguments = layer, prompts.policy, limit, jnp.asarray(number), reading, x
+        storage, x = _read_layer(*arguments, index=index, capacity=capacity, **settings)
         found.append(storage)
-    position, logits = _end(around, reading, x, config=config)
+    position, logits = _end(around, reading, x, **settings)
     selected = [each for storage in found if not isinstance(storage, Dense) for each in storage]
     views = [view for storage in found if isinstance(storage, Dense) for view in storage.layers]
     return (Dense(tuple(views)) if views else tuple(selected)), position, reading.seed, logits
 
 
-@functools.partial(jax.jit, static_argnames=("config", "kernels"))
+@functools.partial(jax.jit, static_argnames=("config", "kernels", "mesh"))
 def _begin(
     weights: Weights,
     tokens: Int[Array, "b n"],
@@ -113,12 +118,19 @@ def _begin(
     *,
     config: ModelConfig,
     kernels: Kernels,
+    mesh: Mesh | None,
 ) -> tuple[Reading, Float[Array, "b n width"]]:
-    reading = _reading(tokens, lengths, horizon, keys, kernels)
-    return reading, embed(weights, config, reading.token, reading.position)
+    def here(
+        weights: Weights, tokens: Array, lengths: Array, horizon: Array, keys: Array
+    ) -> tuple[Reading, Float[Array, "b n width"]]:
+        reading = _reading(tokens, lengths, horizon, keys, kernels)
+        return reading, embed(weights, on_device(config, mesh), reading.token, reading.position)
+
+    of_weights = weight_specs(weights, config, mesh)
+    return on_mesh(here, mesh, (of_weights, *(OF_ROWS,) * 4), OF_ROWS)(weights, tokens, lengths, horizon, keys)
 
 
-@functools.partial(jax.jit, static_argnames=("config", "shape", "capacity"), donate_argnames="x")
+@functools.partial(jax.jit, static_argnames=("config", "index", "capacity", "mesh"), donate_argnames="x")
 def _read_layer(
     layer: LayerWeights,
     policy: Policy,
@@ -128,22 +140,40 @@ def _read_layer(
     x: Float[Array, "b n width"],
     *,
     config: ModelConfig,
-    shape: LayerConfig,
+    index: int,
     capacity: int,
+    mesh: Mesh | None,
 ) -> tuple[Dense | tuple[Selected, ...], Float[Array, "b n width"]]:
-    storage = Dense((empty(policy, shape, number, limit=limit, slots=0, dtype=x.dtype),))
-    alone = (layer,), (number,), (shape,)
-    return read_layers(*alone, config, policy, storage, reading, (capacity,), x, first=True)
+    here = on_device(config, mesh)
+    shape = here.layer(index)
+
+    def read(
+        layer: LayerWeights, policy: Policy, limit: Array, number: Array, reading: Reading, x: Array
+    ) -> tuple[Dense | tuple[Selected, ...], Float[Array, "b n width"]]:
+        storage = Dense((empty(policy, shape, number, limit=limit, slots=0, dtype=x.dtype),))
+        alone = (layer,), (number,), (shape,)
+        after, x = read_layers(*alone, here, policy, storage, reading, (capacity,), x, first=True)
+        return shared(after, mesh), x
+
+    of_layer = weight_specs(layer, config, mesh)
+    given = of_layer, policy_specs(policy), OF_HEADS, WHOLE, OF_ROWS, OF_ROWS
+    return on_mesh(read, mesh, given, (read_specs(policy, 1), OF_ROWS))(layer, policy, limit, number, reading, x)
 
 
-@functools.partial(jax.jit, static_argnames="config")
+@functools.partial(jax.jit, static_argnames=("config", "mesh"))
 def _end(
-    weights: Weights, reading: Reading, x: Float[Array, "b n width"], *, config: ModelConfig
+    weights: Weights, reading: Reading, x: Float[Array, "b n width"], *, config: ModelConfig, mesh: Mesh | None
 ) -> tuple[Int[Array, " b"], Float[Array, "b vocab"]]:
-    return jnp.copy(reading.prompt_length), unembed(weights, config, _at_last(x, reading, x[:, 0]))
+    def end(weights: Weights, reading: Reading, x: Array) -> tuple[Int[Array, " b"], Float[Array, "b vocab"]]:
+        logits = unembed(weights, on_device(config, mesh), _at_last(x, reading, x[:, 0]))
+        return jnp.copy(reading.prompt_length), logits
+
+    of_weights = weight_specs(weights, config, mesh)
+    made = OF_ROWS, logits_spec(config, mesh)
+    return on_mesh(end, mesh, (of_weights, OF_ROWS, OF_ROWS), made)(weights, reading, x)
 
 
-@functools.partial(jax.jit, static_argnames=("config", "capacities", "lines", "chunk", "kernels"))
+@functools.partial(jax.jit, static_argnames=("config", "capacities", "lines", "chunk", "kernels", "mesh"))
 def _read_prompts(
     weights: Weights,
     policy: Policy,
@@ -158,7 +188,33 @@ def _read_prompts(
     lines: tuple[int, ...],
     chunk: int | None,
     kernels: Kernels,
+    mesh: Mesh | None,
 ) -> Read:
+    here = dict(config=config, capacities=capacities, lines=lines, chunk=chunk, kernels=kernels, mesh=mesh)
+    of_weights = weight_specs(weights, config, mesh)
+    given = of_weights, policy_specs(policy), *(OF_ROWS,) * 4, OF_HEADS
+    made = read_specs(policy, config.layers), OF_ROWS, OF_ROWS, logits_spec(config, mesh)
+    read = on_mesh(functools.partial(_read_on_device, **here), mesh, given, made)
+    return read(weights, policy, tokens, lengths, horizon, keys, limits)
+
+
+def _read_on_device(
+    weights: Weights,
+    policy: Policy,
+    tokens: Int[Array, "b n"],
+    lengths: Int[Array, " b"],
+    horizon: Int[Array, " b"],
+    keys: Key[Array, " b"],
+    limits: tuple[Int[Array, "b h"], ...],
+    *,
+    config: ModelConfig,
+    capacities: tuple[int, ...],
+    lines: tuple[int, ...],
+    chunk: int | None,
+    kernels: Kernels,
+    mesh: Mesh | None,
+) -> Read:
+    config = on_device(config, mesh)
     rows, padded = tokens.shape
     dtype = weights.embedding.dtype
     # A prompt read whole starts from no slots at all; one read in chunks from a cache of its final size.
@@ -198,7 +254,7 @@ def _read_prompts(
         )
     # A step may reuse the memory of positions, that of lengths must live on. And they come from the program, that they
     # are committed to devices as the storage is: a step would be compiled again for what it returns itself.
-    return storage, jnp.copy(lengths), whole.seed, unembed(weights, config, last)
+    return shared(storage, mesh), jnp.copy(lengths), whole.seed, unembed(weights, config, last)
 
 
 def _reading(

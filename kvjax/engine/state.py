@@ -8,14 +8,17 @@ from typing import Any
 import jax
 import numpy as np
 from flax import struct
+from jax.sharding import Mesh
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Int, Key, UInt32
 
 from kvjax.cache.ledger import allocated_bytes
 from kvjax.engine.layer import Storage
+from kvjax.engine.mesh import OF_ROWS, policy_specs, storage_specs
 from kvjax.engine.prepare import full_slots, round_slots
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Weights
+from kvjax.models.sharding import weight_specs
 from kvjax.policies.policy import Policy
 from kvjax.types import Kernels, LayerConfig, setting
 
@@ -47,6 +50,8 @@ class State(struct.PyTreeNode):
     """Rows that read what they are given; the others never change, and their logits mean nothing."""
     config: ModelConfig = setting(None)
     kernels: Kernels = setting(Kernels())
+    mesh: Mesh | None = setting(None)
+    """The devices that share all this, from `kvjax.models.sharding.program_mesh`; None for one."""
 
 
 Moving = tuple[Storage, Int[Array, " b"]]
@@ -60,6 +65,15 @@ def split_state(state: State) -> tuple[State, Moving]:
 def join_state(fixed: State, moving: Moving) -> State:
     """The inverse of `split_state`."""
     return fixed.replace(storage=moving[0], position=moving[1])
+
+
+def state_specs(state: State) -> tuple[State, Any]:
+    """Where what `split_state` gives lies on a mesh."""
+    assert state.mesh is not None
+    weights = weight_specs(state.weights, state.config, state.mesh)
+    rows = dict.fromkeys(("prompt_length", "horizon", "end", "key", "seed", "active"), OF_ROWS)
+    specs = state.replace(weights=weights, policy=policy_specs(state.policy), storage=(), position=None, **rows)
+    return specs, (storage_specs(state.storage), OF_ROWS)
 
 
 def take_rows(state: State, index: ArrayLike | Sequence[int]) -> State:

@@ -9,7 +9,7 @@ from typing import Literal
 import numpy as np
 
 from kvjax.rope import Rope
-from kvjax.types import LayerConfig
+from kvjax.types import ALONE, LayerConfig, Spread
 from pallas_kernels.attention import alibi_slopes
 
 
@@ -60,6 +60,8 @@ class ModelConfig:
             `sliding_window` in all layers.
         bos: id of the token that starts a text, if the model wants one.
         eos: ids that end a text.
+        spread: how it lies on devices, in a program that runs on one of several; all else is of the whole model, but
+            `layer_configs` are what is there.
     """
 
     vocab_size: int
@@ -102,6 +104,7 @@ class ModelConfig:
     windows: tuple[int | None, ...] | None = None
     bos: int | None = None
     eos: tuple[int, ...] = ()
+    spread: Spread = ALONE
 
     @property
     def groups(self) -> int:
@@ -122,7 +125,7 @@ class ModelConfig:
         furthest = max(bounded) if len(bounded) == self.layers else None
         return tuple(
             LayerConfig(
-                kv_heads=self.kv_heads,
+                kv_heads=self.kv_heads // self.spread.heads,
                 groups=self.groups,
                 key_width=self.head_width,
                 value_width=self.head_width if self.value_width is None else self.value_width,
@@ -132,6 +135,7 @@ class ModelConfig:
                 window=window,
                 slopes=slopes,
                 local=window is not None and window != furthest,
+                spread=self.spread,
             )
             for scale, window, rope in zip(scales, windows, self._layer_ropes, strict=True)
         )

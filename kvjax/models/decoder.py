@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 
@@ -13,7 +14,7 @@ from jaxtyping import Array, Float, Int, Int8
 
 from kvjax.models.config import ModelConfig
 from kvjax.rope import rotate
-from kvjax.types import LayerConfig
+from kvjax.types import HEADS, SLOTS, LayerConfig
 from pallas_kernels.attention import QUERY_BLOCK, attend, join_queries, query_block, split_queries, wide
 
 
@@ -30,6 +31,13 @@ class Linear:
 
     def __call__(self, x: Float[Array, "*b in"]) -> Float[Array, "*b out"]:
         y = self.product(x, x.dtype) if self.scale is not None else jnp.einsum("...i,oi->...o", x, self.weight)
+        return y if self.bias is None else y + self.bias
+
+    def over(
+        self, total: Callable[[Float[Array, "*b out"]], Float[Array, "*b out"]], x: Float[Array, "*b in"]
+    ) -> Float[Array, "*b out"]:
+        """The map of inputs of which other devices have the rest, `total` being a sum over devices."""
+        y = total(dataclasses.replace(self, bias=None)(x))
         return y if self.bias is None else y + self.bias
 
     def product(self, x: Float[Array, "*b in"], dtype: DTypeLike) -> Float[Array, "*b out"]:
@@ -115,12 +123,21 @@ def embed(
     weights: Weights, config: ModelConfig, tokens: Int[Array, "b t"], positions: Int[Array, "b t"]
 ) -> Float[Array, "b t width"]:
     """Token embeddings, scaled where the model does, plus position embeddings where it learned them."""
-    x = weights.embedding[tokens]
+    x = _rows(weights.embedding, tokens, config)
     if config.embedding_scale is not None:
         x = x * jnp.asarray(config.embedding_scale, x.dtype)
     if weights.positions is not None:
         x = x + weights.positions[jnp.maximum(positions, 0) + config.position_offset]
     return x
+
+
+def _rows(table: Float[Array, "vocab width"], tokens: Int[Array, "b t"], config: ModelConfig) -> Array:
+    if not config.spread.vocab:
+        return table[tokens]
+    # Each device looks up what it has, and one of them has each token.
+    here = tokens - jax.lax.axis_index((HEADS, SLOTS)) * len(table)
+    found = (here >= 0) & (here < len(table))
+    return config.spread.over_devices(jnp.where(found[..., None], table[jnp.where(found, here, 0)], 0))
 
 
 def block(
@@ -151,7 +168,7 @@ def block(
         q, k = normalise(layer.query_norm, q, config), normalise(layer.key_norm, k, config)
     attended = attention(q.transpose(0, 2, 3, 1, 4), k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3))
     attended = attended.astype(x.dtype).transpose(0, 3, 1, 2, 4).reshape(b, t, shape.heads * shape.value_width)
-    attended = layer.output(attended)
+    attended = layer.output.over(shape.spread.over_attention, attended)
     if layer.attention_post_norm is not None:
         attended = normalise(layer.attention_post_norm, attended, config)
     if config.parallel:
@@ -166,9 +183,8 @@ def block(
 def mlp(layer: LayerWeights, config: ModelConfig, x: Float[Array, "b t width"]) -> Float[Array, "b t width"]:
     """The feed-forward half of a block, gated or plain."""
     activation = _ACTIVATIONS[config.activation]
-    if layer.gate is None:
-        return layer.down(activation(layer.up(x)))
-    return layer.down(activation(layer.gate(x)) * layer.up(x))
+    inner = activation(layer.up(x)) if layer.gate is None else activation(layer.gate(x)) * layer.up(x)
+    return layer.down.over(config.spread.over_devices, inner) if config.spread.mlp else layer.down(inner)
 
 
 def unembed(weights: Weights, config: ModelConfig, x: Float[Array, "*b width"]) -> Float[Array, "*b vocab"]:

@@ -1,41 +1,43 @@
-"""Weights on a mesh of devices: which dimension of each leaf lies along which axis."""
+"""A model on a mesh of devices: which dimension of each leaf lies along which axis, and what one device knows of it."""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import math
 from collections.abc import Mapping
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Weights
 from kvjax.models.weights import leaf_name, weight_shapes
+from kvjax.types import HEADS, ROWS, SLOTS, PyTree, Spread
 
 MESH_AXES = ("data", "model")
 """Rows of a batch lie along the first, heads and columns of the MLP along the second."""
 
-RULES: Mapping[str, str] = {"vocab": "model", "heads": "model", "mlp": "model"}
-"""The axis of a mesh for each logical axis that is spread; all others are whole on every device."""
+RULES: Mapping[str, tuple[str, ...]] = {"heads": (HEADS,), "mlp": (HEADS, SLOTS), "vocab": (HEADS, SLOTS)}
+"""The axes of a program's mesh for each logical axis that is spread; all others are whole on every device."""
 
 AXES: Mapping[str, tuple[str | None, ...]] = {
     "embedding": ("vocab", None),
     "query.weight": ("heads", None),
-    "query.bias": ("heads",),
     "key.weight": ("heads", None),
-    "key.bias": ("heads",),
     "value.weight": ("heads", None),
-    "value.bias": ("heads",),
     "output.weight": (None, "heads"),
     "gate.weight": ("mlp", None),
-    "gate.bias": ("mlp",),
     "up.weight": ("mlp", None),
-    "up.bias": ("mlp",),
     "down.weight": (None, "mlp"),
     "unembedding.weight": ("vocab", None),
-    "unembedding.bias": ("vocab",),
 }
-"""The logical axes of each leaf, by the end of its name; leaves that are not here are whole on every device."""
+"""The logical axes of each leaf, by the end of its name; leaves that are not here are whole on every device.
+
+Biases and scales of linear maps lie as the first axis of their weights does.
+"""
 
 
 def check_mesh(mesh: Mesh) -> None:
@@ -48,11 +50,12 @@ def check_mesh(mesh: Mesh) -> None:
         raise ValueError(f"a mesh with the axes {', '.join(mesh.axis_names)} is none of {' and '.join(MESH_AXES)}.")
 
 
-def weight_shardings(config: ModelConfig, mesh: Mesh) -> Weights:
-    """A sharding for each leaf of a model's weights.
+@functools.cache
+def program_mesh(config: ModelConfig, mesh: Mesh) -> Mesh:
+    """The same devices as programs see them, along `ROWS`, `HEADS` and `SLOTS`.
 
-    Query heads follow their KV heads; where a mesh does not divide the number of a layer's KV heads, or a width, what
-    depends on it is whole on every device.
+    As many devices of `model` as divide a layer's KV heads share these; where there are more, those that have the same
+    heads share their slots.
 
     Args:
         config: the model's shape.
@@ -62,18 +65,75 @@ def weight_shardings(config: ModelConfig, mesh: Mesh) -> Weights:
         ValueError: the mesh has other axes.
     """
     check_mesh(mesh)
+    names = [name for name in MESH_AXES if name in mesh.axis_names]
+    devices = np.transpose(mesh.devices, [mesh.axis_names.index(name) for name in names])
+    heads = math.gcd(config.kv_heads, mesh.shape.get("model", 1))
+    shape = mesh.shape.get("data", 1), heads, mesh.shape.get("model", 1) // heads
+    return Mesh(devices.reshape(shape), (ROWS, HEADS, SLOTS), axis_types=(AxisType.Auto,) * 3)
 
-    def of(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> NamedSharding:
+
+def on_device(config: ModelConfig, mesh: Mesh | None, *, shares_slots: bool = False) -> ModelConfig:
+    """A model's shape as one device of a `program_mesh` sees it.
+
+    Args:
+        config: of the whole model.
+        mesh: the devices; None for one that has all of it.
+        shares_slots: whether those that have the same heads have some slots of each, and not all of them.
+    """
+    if mesh is None:
+        return config
+    devices = mesh.shape[HEADS] * mesh.shape[SLOTS]
+    spread = Spread(
+        heads=mesh.shape[HEADS],
+        slots=mesh.shape[SLOTS] if shares_slots else 1,
+        mlp=devices > 1 and config.mlp_width % devices == 0,
+        vocab=devices > 1 and config.vocab_size % devices == 0,
+    )
+    return dataclasses.replace(config, spread=spread)
+
+
+def weight_specs(weights: PyTree, config: ModelConfig, mesh: Mesh | None) -> Any:
+    """Where each leaf of a model's weights, or of one of its layers, lies on a `program_mesh`, as a `PartitionSpec`.
+
+    Args:
+        weights: arrays or their shapes.
+        config: the model's shape.
+        mesh: the devices; None for one that has all of it.
+    """
+    spread = on_device(config, mesh).spread
+    spreads = {"heads": spread.heads > 1, "mlp": spread.mlp, "vocab": spread.vocab}
+
+    def of(path: tuple[Any, ...], leaf: Any) -> PartitionSpec:
         name = leaf_name(path)
-        axes = next((axes for end, axes in AXES.items() if name == end or name.endswith(f".{end}")), ())
-        parts = {"vocab": config.vocab_size, "mlp": config.mlp_width}
-        if name.startswith("layers."):
-            parts["heads"] = config.layer_configs[int(name.split(".")[1])].kv_heads
+        axes = _axes(name)
+        return PartitionSpec(*(RULES[axis] if axis is not None and spreads[axis] else None for axis in axes))
 
-        def along(axis: str | None) -> str | None:
-            spread = RULES.get(axis or "")
-            return spread if spread in mesh.shape and parts[axis or ""] % mesh.shape[spread] == 0 else None
+    return jax.tree_util.tree_map_with_path(of, weights)
 
-        return NamedSharding(mesh, PartitionSpec(*map(along, axes)))
 
-    return jax.tree_util.tree_map_with_path(of, weight_shapes(config))
+def _axes(name: str) -> tuple[str | None, ...]:
+    for end, axes in AXES.items():
+        if f".{name}".endswith(f".{end}"):
+            return axes
+        linear = end.removesuffix(".weight")
+        if linear != end and f".{name}".endswith((f".{linear}.bias", f".{linear}.scale")):
+            return axes[:1]
+    return ()
+
+
+def weight_shardings(config: ModelConfig, mesh: Mesh) -> Weights:
+    """A sharding for each leaf of a model's weights.
+
+    Query heads follow their KV heads; where the devices do not divide a width, what depends on it is whole on every
+    device.
+
+    Args:
+        config: the model's shape.
+        mesh: with axes of `MESH_AXES`.
+
+    Raises:
+        ValueError: the mesh has other axes.
+    """
+    devices = program_mesh(config, mesh)
+    specs = weight_specs(weight_shapes(config), config, devices)
+    return jax.tree.map(functools.partial(NamedSharding, devices), specs)

@@ -7,7 +7,7 @@ import dataclasses
 import difflib
 import functools
 from types import FunctionType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from kvjax.types import Heads, New, PyTree, check_kind, setting_names, written
 
@@ -33,6 +33,8 @@ class Part(abc.ABC):  # noqa: B024 - no part has to do anything
 
     Layers of a deep model share one where no part does. Those of somebody's own parts do not.
     """
+    of_heads: ClassVar[tuple[str, ...]] = ()
+    """Fields whose arrays begin with the KV heads of a layer: on a mesh a program has those of its own heads."""
 
     def __new__(cls, *values: Any, **named: Any) -> Self:
         """Checked before `__post_init__`, which may then compare numbers as such."""

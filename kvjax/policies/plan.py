@@ -203,7 +203,9 @@ class AdaKV(Uniform):
     ) -> tuple[Int[Array, "b h"], PyTree]:
         """Slots by the number of a head's tokens among the layer's best."""
         assert ranks is not None
-        return self.split(ranks, view.limit, (new.read + new.horizon)[:, None]), view.state.plan
+        every, budget = new.spread.all_heads(ranks), new.spread.all_heads(view.limit)
+        limit = self.split(every, budget, (new.read + new.horizon)[:, None])
+        return new.spread.own_heads(limit), view.state.plan
 
     def split(
         self, ranks: Float[Array, "b h c"], budget: Int[Array, "b h"], most: Int[Array, "b 1"]

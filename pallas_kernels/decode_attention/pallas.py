@@ -95,6 +95,8 @@ def decode_attention(
     if isinstance(scores, Gumbel):
         inputs["seed"] = (jax.lax.bitcast_convert_type(scores.seed, jnp.int32), scalars)
         inputs["tau"] = (scores.tau.astype(jnp.float32), scalars)
+        if scores.first is not None:
+            inputs["first"] = (scores.first, scalars)
 
     outputs: dict[str, tuple[tuple[int, ...], pl.BlockSpec]] = {
         "out": ((b, h, rows, e), of_heads(rows, e)),
@@ -156,7 +158,7 @@ def tile(h: int, c: int, d: int, itemsize: int) -> tuple[int, int]:
 
 
 def _static(scores: str | Gumbel | None) -> Any:
-    return scores._replace(seed=None, tau=None) if isinstance(scores, Gumbel) else scores  # type: ignore[arg-type]
+    return scores.static if isinstance(scores, Gumbel) else scores
 
 
 def _kernel(
@@ -217,6 +219,7 @@ def _kernel(
         seed = jnp.full(position.shape, refs["seed"][row], jnp.int32)
         seed = jax.lax.bitcast_convert_type(seed, jnp.uint32)
         head = block * heads + jax.lax.broadcasted_iota(jnp.int32, position.shape, 0)
+        head += refs["first"][row] if "first" in refs else 0
         logits = tempered(logits, visible, scores, seed, refs["tau"][row], head.astype(jnp.uint32), position)
         highest = jnp.maximum(scratch["noisy_top"][...], logits.max(-1, keepdims=True))
         kept = jnp.exp(scratch["noisy_top"][...] - highest)

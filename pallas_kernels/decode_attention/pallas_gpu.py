@@ -77,6 +77,8 @@ def decode_attention(
     if isinstance(scores, Gumbel):
         inputs["seed"] = (scores.seed, of_row)
         inputs["tau"] = (scores.tau.astype(jnp.float32), of_row)
+        if scores.first is not None:
+            inputs["first"] = (scores.first, of_row)
 
     outputs: dict[str, tuple[tuple[int, ...], pl.BlockSpec]] = {
         "out": ((b, h, parts, ROWS, e), of_part(ROWS, e)),
@@ -87,7 +89,7 @@ def decode_attention(
     if isinstance(scores, Gumbel):
         outputs["noisy_lse"] = ((b, h, parts, ROWS), of_part(ROWS))
 
-    static = scores._replace(seed=None, tau=None) if isinstance(scores, Gumbel) else scores  # type: ignore[arg-type]
+    static = scores.static if isinstance(scores, Gumbel) else scores
     told = dataclasses.replace(spec, slopes=None)
     compiled = functools.partial(kernel, block=block, split=split, splits=splits, groups=g, spec=told, scores=static)
     found = launch(compiled, (parts, h, b), inputs, outputs, interpret=interpret, name="decode_attention")
@@ -177,7 +179,8 @@ def kernel(
             scaled = scaled.astype(refs["q"].dtype)
             acc = tuple(kept[:, None] * some + _dot(scaled, v) for some, v in zip(acc, parts_of("v"), strict=True))
             if isinstance(scores, Gumbel):
-                logits = tempered(logits, visible, scores, refs["seed"][0], refs["tau"][0], head.astype(jnp.uint32), at)
+                number = (head + refs["first"][0] if "first" in refs else head).astype(jnp.uint32)
+                logits = tempered(logits, visible, scores, refs["seed"][0], refs["tau"][0], number, at)
                 noisy_highest = jnp.maximum(noisy_top, logits.max(1))
                 kept = jnp.exp(noisy_top - noisy_highest)
                 noisy_total = kept * noisy_total + jnp.exp(logits - noisy_highest[:, None]).sum(1)

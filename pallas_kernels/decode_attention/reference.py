@@ -122,7 +122,8 @@ def attend_codes(
 
 def increments(probs: Float[Array, "b h g c"], position: Int[Array, "b h c"], gumbel: Gumbel) -> Float[Array, "b h c"]:
     """Equation 9 of Keyformer, summed over the group."""
-    uniform = noise.uniform_at(gumbel.seed, gumbel.layer, position).astype(probs.dtype)
+    head = None if gumbel.first is None else gumbel.first[:, None] + jnp.arange(position.shape[1], dtype=jnp.int32)
+    uniform = noise.uniform_at(gumbel.seed, gumbel.layer, position, head=head).astype(probs.dtype)
     zeta = noise.KINDS[gumbel.noise](uniform)[:, :, None]
     shares = tempered(probs, zeta, gumbel.tau.astype(probs.dtype)[:, None, None, None])
     total = shares.sum(-1)

@@ -59,6 +59,7 @@ def decode_attention(
         *(x.astype(jnp.float32) for x in low),
         scores.seed if gumbel else jnp.zeros(1, jnp.uint32),
         scores.tau.astype(jnp.float32) if gumbel else nothing,
+        scores.first if gumbel and scores.first is not None else jnp.zeros(b, jnp.int32),
     ]
     shapes = {"out": (b, h, parts, ROWS, e), "lse": (b, h, parts, ROWS)}
     shapes |= {"logits": (1,) if scores is None else (b, h, g, c), "noisy_lse": shapes["lse"] if gumbel else (1,)}
@@ -143,6 +144,7 @@ def kernel(
     z,
     seed,
     tau,
+    first,
     out,
     lse,
     logits_out,
@@ -192,7 +194,7 @@ def kernel(
             temperature = tl.load(tau + row)
         if NOISY:
             stream = mix(tl.load(seed + row).to(tl.uint32) ^ LAYER)
-            stream = mix(stream ^ (head.to(tl.uint32) * 0x7FEB352D + 1))
+            stream = mix(stream ^ ((head + tl.load(first + row)).to(tl.uint32) * 0x7FEB352D + 1))
         for start in range(part * SPLIT, tl.minimum(part * SPLIT + SPLIT, SLOTS), BLOCK):
             slot = start + tl.arange(0, BLOCK)
             real = slot < SLOTS

@@ -22,6 +22,13 @@ class Gumbel(NamedTuple):
     layer: int = 0
     noise: str = "gumbel"
     """`gumbel`, `gaussian` of the same mean and deviation, or `none`."""
+    first: Int[Array, " b"] | None = None
+    """Which of the layer's KV heads is the first one here; None for the first of all."""
+
+    @property
+    def static(self) -> Gumbel:
+        """What kernels are compiled for."""
+        return self._replace(seed=None, tau=None, first=None)  # type: ignore[arg-type]
 
 
 class Decoded(NamedTuple):

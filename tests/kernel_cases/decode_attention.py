@@ -24,11 +24,11 @@ def mix(x: np.ndarray) -> np.ndarray:
     return x ^ (x >> np.uint32(16))
 
 
-def noise(kind: str, seed: np.ndarray, position: np.ndarray) -> np.ndarray:
-    """zeta [b h c]."""
+def noise(kind: str, seed: np.ndarray, position: np.ndarray, first: np.ndarray) -> np.ndarray:
+    """zeta [b h c] of heads from the first one of each row [b]."""
     if kind == "none":
         return np.zeros(position.shape)
-    heads = np.arange(position.shape[1], dtype=np.uint32)[:, None]
+    heads = (first[:, None] + np.arange(position.shape[1])).astype(np.uint32)[..., None]
     bits = mix(seed[:, None, None] ^ np.uint32(LAYER * 0x9E3779B9 % 2**32))
     bits = mix(bits ^ (heads * np.uint32(0x7FEB352D) + np.uint32(1)))
     bits = mix(bits ^ (position.astype(np.uint32) * np.uint32(0x846CA68B) + np.uint32(1)))
@@ -101,7 +101,8 @@ def oracle(
     if scores in ("each", "sum"):
         found["scores"] = probs if scores == "each" else probs.sum(2)
     elif scores is not None:
-        zeta = noise(scores, inputs["seed"], inputs["position"])
+        first = inputs.get("first", np.zeros_like(inputs["query_position"]))
+        zeta = noise(scores, inputs["seed"], inputs["position"], first)
         tempered = (logits + zeta[:, :, None]) / inputs["tau"][:, None, None, None]
         found["scores"] = softmax(tempered, visible)[0].sum(2)
     return found
@@ -121,7 +122,7 @@ def run(
     spec = AttentionSpec(scale, soft_cap, window, inputs.pop("slopes", None))
     low_rank = LowRank(*inputs.pop("low_rank")) if "low_rank" in inputs else None
     if "seed" in inputs:
-        scores = Gumbel(inputs.pop("seed"), inputs.pop("tau"), LAYER, scores)
+        scores = Gumbel(inputs.pop("seed"), inputs.pop("tau"), LAYER, scores, inputs.pop("first", None))
     found = decode_attention(**inputs, spec=spec, low_rank=low_rank, scores=scores, **options)
     return {name: value for name, value in found._asdict().items() if value is not None}
 
@@ -160,6 +161,7 @@ def case(
     scale: float | None = None,
     soft_cap: float | None = None,
     moved: bool = False,
+    first: int = 0,
     label: str = "",
 ) -> Case:
     """Random inputs.
@@ -188,11 +190,13 @@ def case(
     if scores not in (None, "each", "sum"):
         inputs["seed"] = rng.integers(2**32, size=b, dtype=np.uint32)
         inputs["tau"] = rng.uniform(1, 2, size=b).astype(np.float32)
+        if first:
+            inputs["first"] = np.full(b, first, np.int32)
     settings: dict[str, Any] = dict(
         scale=1 / math.sqrt(d) if scale is None else scale, soft_cap=soft_cap, window=window, scores=scores
     )
     extra = {f"R{features}": features, f"e{e}": e != d, f"bits{bits[0]},{bits[1]}": any(bits), "cap": soft_cap}
-    extra |= {"scale": scale, "alibi": alibi, "moved": moved, "window": window}
+    extra |= {"scale": scale, "alibi": alibi, "moved": moved, "window": window, f"first{first}": first}
     named = [name for name, wanted in extra.items() if wanted]
     kernels = TPU_WAYS if 4 not in bits or (d % 16 == 0 and e % 16 == 0) else ()
     least = 32 if 4 in bits else 16
@@ -213,9 +217,9 @@ CASES = (
     case(2, 2, 2, 48, 64, scores="each"),
     case(2, 8, 1, 200, 64, scores="sum", features=8),
     case(1, 2, 4, 64, 128, scores="gumbel", dtype="bfloat16", features=8),
-    case(1, 1, 16, 130, 256, scores="gaussian", dtype="bfloat16", window=100),
+    case(1, 1, 16, 130, 256, scores="gaussian", dtype="bfloat16", window=100, first=3),
     case(1, 3, 3, 33, 80, scores="none", alibi=True, features=5),
-    case(1, 2, 2, 16, 64, live="one", scores="gumbel"),
+    case(1, 2, 2, 16, 64, live="one", scores="gumbel", first=6),
     case(2, 2, 2, 16, 64, live="none", scores="each"),
     case(1, 2, 1, 16, 64, live="none", scores="gumbel", features=4),
     case(1, 2, 2, 64, 64, live="full", dtype="bfloat16"),

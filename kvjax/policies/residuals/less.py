@@ -56,6 +56,7 @@ class LowRankMemory(Residual):
     """
 
     numbers_layers = True
+    of_heads = ("layers",)
 
     checkpoint: str = setting("")
     kernels: str = setting("learned")
