@@ -178,7 +178,7 @@ def run(options: argparse.Namespace) -> None:
     policy, reading = chosen(options, POLICY, BUDGET, WHOLE)
     settings: dict[str, Any] = dict(policy=policy, **reading, **sampling_settings(options))
     settings["max_new_tokens"] = whole_number("max_new_tokens", options.max_new_tokens)
-    model = load(options.model, options.dtype, options.revision, options.weights)
+    model = load(options.model, options.dtype, options.revision, options.weights, options.mesh)
     chat = Chat(Conversation(model, system=options.system, context=options.context, **settings))
     if options.load is not None:
         chat.line(f"/load {options.load}")
@@ -200,7 +200,7 @@ def main(argv: list[str] | None = None) -> int:
     options = parser().parse_args(argv)
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # tokenizers need no torch
     enable_compilation_cache()
-    return finish("chat", lambda: run(options))
+    return finish("chat", lambda: run(options), options.distributed)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,8 @@ from collections.abc import Callable, Generator
 from types import FrameType
 from typing import NoReturn
 
+from kvjax.processes import join
+
 INTERRUPTED, BROKEN_PIPE = 130, 141
 """Exit codes of a process that a signal ended, as shells have them."""
 
@@ -47,6 +49,16 @@ def add_model_options(
         options.add_argument(
             "--weights", choices=("int8",), help="linear maps in 8 bits, with a scale per output (default: as --dtype)"
         )
+    options.add_argument(
+        "--mesh", metavar="data=D,model=M", help="devices that share rows, and heads and columns (default: one device)"
+    )
+    options.add_argument(
+        "--distributed",
+        nargs="?",
+        const="",
+        metavar="HOST:PORT,PROCESSES,NUMBER",
+        help="this is one of several processes; without a value as Cloud TPU, SLURM or Kubernetes say",
+    )
 
 
 @contextlib.contextmanager
@@ -67,26 +79,34 @@ def progress(what: str, total: int, done: int = 0) -> Generator[Callable[[], Non
         yield lambda: bar.advance(task)
 
 
-def finish(command: str, run: Callable[[], object]) -> int:
+def finish(command: str, run: Callable[[], object], distributed: str | None = None) -> int:
     """Run a command: a user's mistake is one sentence on standard error and exit code 2, an interruption is 130.
 
     Args:
         command: what stands after `kvjax`.
         run: does the work.
+        distributed: where the other processes of this run are, see `kvjax.processes.join`; None for none.
     """
+    errors = sys.stderr
     try:
         if signal.getsignal(signal.SIGINT) is _leave_at_once:
             signal.signal(signal.SIGINT, signal.default_int_handler)
+        if distributed is not None:
+            join(distributed)
         run()
     except BrokenPipeError:
         return BROKEN_PIPE
     except (ValueError, OSError, FloatingPointError, MemoryError, RuntimeError) as error:
         said = " ".join(str(error).split())
         if isinstance(error, RuntimeError):
-            if not said.startswith("RESOURCE_EXHAUSTED"):
+            if said.startswith("RESOURCE_EXHAUSTED"):
+                said = f"there is not enough memory ({said}); use a smaller budget, a shorter text or fewer rows."
+            elif distributed is not None:
+                print(f"kvjax {command}: another process of this run is gone ({said[:300]}).", file=errors, flush=True)
+                os._exit(2)  # the others would be waited for at the end
+            else:
                 raise
-            said = f"there is not enough memory ({said}); use a smaller budget, a shorter text or fewer rows."
-        print(f"kvjax {command}: {said or type(error).__name__}", file=sys.stderr)
+        print(f"kvjax {command}: {said or type(error).__name__}", file=errors)
         return 2
     except KeyboardInterrupt:
         return INTERRUPTED

@@ -9,17 +9,23 @@ from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any, TypeVar
 
+from kvjax.processes import writes
+
 JSON_LINES = ".jsonl"
 Read = TypeVar("Read")
 
 
 @contextlib.contextmanager
 def written_aside(file: Path) -> Generator[Path]:
-    """A path to write to, which takes the file's name once everything has been written."""
+    """A path to write to, which takes the file's name once everything has been written.
+
+    Of the processes of a run only the first one's does.
+    """
     aside = file.with_name(f".{file.name}.{os.getpid()}")
     try:
         yield aside
-        aside.rename(file)
+        if writes():
+            aside.rename(file)
     finally:
         aside.unlink(missing_ok=True)
 
@@ -91,7 +97,9 @@ def check_writable(file: Path, ending: str) -> None:
 
 
 def append_line(file: Path, line: str) -> None:
-    """One more line of a text file, on disk when this returns."""
+    """One more line of a text file, on disk when this returns; by the first process of a run alone."""
+    if not writes():
+        return
     with file.open("a", encoding="utf-8") as stream:
         stream.write(f"{line}\n")
         stream.flush()

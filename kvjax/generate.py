@@ -188,7 +188,7 @@ def run(options: argparse.Namespace) -> None:
 def _load(options: argparse.Namespace) -> Model:
     from kvjax.model import load
 
-    return load(options.model, options.dtype, options.revision, options.weights)
+    return load(options.model, options.dtype, options.revision, options.weights, options.mesh)
 
 
 def _continue_one(options: argparse.Namespace, settings: dict[str, Any], chat: bool) -> None:
@@ -232,7 +232,7 @@ def main(argv: list[str] | None = None) -> int:
     options = parser().parse_args(argv)
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # tokenizers need no torch
     enable_compilation_cache()
-    return finish("generate", lambda: run(options))
+    return finish("generate", lambda: run(options), options.distributed)
 
 
 if __name__ == "__main__":

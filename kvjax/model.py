@@ -19,7 +19,7 @@ from kvjax.gguf_tokenizer import gguf_tokenizer
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Weights, forward
 from kvjax.models.loading import read_checkpoint
-from kvjax.models.sharding import program_mesh
+from kvjax.models.sharding import parse_mesh, program_mesh
 from kvjax.settings import check_keywords, keywords, prompt_texts
 from kvjax.tokens import TokenClasses, lazy_tokenizer, read_tokenizer, token_classes
 
@@ -146,7 +146,7 @@ def load(
     dtype: DTypeLike | None = None,
     revision: str | None = None,
     weights: Literal["int8"] | None = None,
-    mesh: Mesh | None = None,
+    mesh: Mesh | str | None = None,
 ) -> Model:
     """Load a model from the package, a Hugging Face directory, a GGUF file or the Hugging Face hub.
 
@@ -156,15 +156,16 @@ def load(
         dtype: of the weights: float32 (if None), bfloat16, or float64 where jax_enable_x64 is on.
         revision: branch, tag or commit on the hub; the default branch if None.
         weights: `int8` for linear maps of 8-bit integers with a scale for each output channel; None for the dtype.
-        mesh: devices with the axes `data` and `model`, along the last of which heads, columns of the MLP and the
-            vocabulary are spread where they can be divided, see `kvjax.models.sharding`; no host holds more than a
-            tensor at a time, and of a checkpoint of `kvjax convert` each device's part is read alone. None for the
-            default device.
+        mesh: devices with the axes `data` and `model`, or how many, as `data=2,model=4`. Rows lie along the first;
+            heads, columns of the MLP and the vocabulary along the second, where they can be divided, and slots where
+            there are more devices than KV heads, see `kvjax.models.sharding`. No host holds more than a tensor at a
+            time, and of a checkpoint of `kvjax convert` each device's part is read alone. None for the default device.
 
     Raises:
         LoadError: for a checkpoint that is absent, damaged or not supported.
         ValueError: for a dtype, weights or axes of a mesh that are not supported.
     """
+    mesh = parse_mesh(mesh) if isinstance(mesh, str) else mesh
     read = read_checkpoint(path_or_hub_id, dtype, revision, weights, mesh)
     directory = read.place if read.metadata is None else None
     return Model(read.weights, read.config, read.name, directory, read.metadata, mesh)

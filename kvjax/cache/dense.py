@@ -16,6 +16,7 @@ from jaxtyping import Array, Bool, Int
 from kvjax.cache import evidence, slots
 from kvjax.cache.codec import Codec
 from kvjax.cache.slots import Attended, Rules
+from kvjax.processes import on_host
 from kvjax.types import Evicted, Heads, LayerConfig, New, Parts, PyTree, View
 from pallas_kernels.attention import LowRank
 from pallas_kernels.evict import evict
@@ -274,7 +275,7 @@ class Dense(struct.PyTreeNode):
         Args:
             stored: another moment's `stored_positions`; None for now.
         """
-        return [np.asarray(layer) for layer in (self.stored_positions() if stored is None else stored)]
+        return [on_host(layer) for layer in (self.stored_positions() if stored is None else stored)]
 
     def limits(self) -> tuple[Int[Array, "b h"], ...]:
         """For each layer the slots that each head may use."""

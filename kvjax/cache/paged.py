@@ -21,6 +21,7 @@ from kvjax.asks import Again, Probs, Seen, Sums, questions
 from kvjax.cache import evidence, slots
 from kvjax.cache.dense import Dense
 from kvjax.cache.slots import Attended, Rules
+from kvjax.processes import on_host
 from kvjax.types import KV, Evicted, Heads, LayerConfig, New, Parts, PyTree, View, setting, wide
 from pallas_kernels.attention import LowRank, Partial, merge, share_of_evicted
 from pallas_kernels.evict.reference import after_reading
@@ -421,8 +422,8 @@ class Paged(struct.PyTreeNode):
         """
         pools = int(np.prod(self.devices))
         held = self.position if stored is None else stored
-        tables = zip(*(np.split(np.asarray(x), pools) for x in (held, self.owner, self.first, self.start)), strict=True)
-        counts = [-(-int(np.asarray(limit).max()) // self.page_size) * self.page_size for limit in self.limit]
+        tables = zip(*(np.split(on_host(x), pools) for x in (held, self.owner, self.first, self.start)), strict=True)
+        counts = [-(-int(on_host(limit).max()) // self.page_size) * self.page_size for limit in self.limit]
         layers = [np.full((*limit.shape, count), -1, np.int32) for limit, count in zip(self.limit, counts, strict=True)]
         for pool, (positions, owner, first, start) in enumerate(tables):
             for layer, dense in enumerate(layers):

@@ -207,8 +207,8 @@ def best_first(
 
 def chosen(rules: Rules, view: View, new: New) -> tuple[Int[Array, "b h c"], Int[Array, "b h"]]:
     """Slots of whole heads from the most to the least important one, and how many of them stay."""
-    ranks, position = map(new.spread.all_slots, (rank(rules, view, new), view.position))
     score, guard = rules.standing(view, new)
+    ranks, position, score = map(new.spread.all_slots, (rank(rules, view, new), view.position, score))
     order, count = best_first(ranks, position, guard.sinks)
     places = rules.competing(view, new)
     if places is not None:

@@ -26,6 +26,7 @@ from kvjax.policies.part import of_kvjax
 from kvjax.policies.plan import Plan
 from kvjax.policies.policy import Policy
 from kvjax.policies.registry import name_of
+from kvjax.processes import on_host
 from kvjax.types import HEADS, ROWS, Kernels
 
 if TYPE_CHECKING:
@@ -107,7 +108,7 @@ def prefill(
 
 def _on_pages(selected: tuple[paged.Selected, ...], page_size: int, mesh: Mesh | None) -> paged.Paged:
     # Sizes are read on the host, then one program moves the tokens.
-    limits = np.stack(jax.device_get([layer.view.limit for layer in selected]))
+    limits = np.stack([on_host(layer.view.limit) for layer in selected])
     devices = (1, 1) if mesh is None else (mesh.shape[ROWS], mesh.shape[HEADS])
     *tables, most = paged.table(limits, page_size, devices)
     return _pack(selected, *map(jnp.asarray, tables), page_size=page_size, most=most, devices=devices, mesh=mesh)
@@ -175,8 +176,8 @@ def extend(
         raise ValueError(f"tokens of shape {ids.shape} are not text for each of {rows} rows [b, n].")
     counts = np.full(rows, ids.shape[1]) if lengths is None else np.asarray(lengths)
     check_tokens(ids, counts, state.config, least=0)
-    counts = np.where(np.asarray(state.active), counts, 0)
-    read, end = np.asarray(state.position) + counts, np.asarray(state.end)
+    counts = np.where(on_host(state.active), counts, 0)
+    read, end = on_host(state.position) + counts, on_host(state.end)
     check_length(int(read.max()), state.policy, state.config)
     if state.policy.plan.ends and (read > end).any():
         raise ValueError(

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 from jax.typing import ArrayLike
 from jaxtyping import Array, Int, Key
 
@@ -18,7 +19,7 @@ from kvjax.policies.policy import Policy
 from kvjax.policies.registry import name_of, plan_by_name
 from kvjax.policies.registry import policy as policy_by_name
 from kvjax.settings import whole_number
-from kvjax.types import SLOTS
+from kvjax.types import ROWS, SLOTS
 
 if TYPE_CHECKING:
     from kvjax.model import Model
@@ -84,6 +85,12 @@ def prepare(
     padded, real = _pad_rows(tokens, lengths)
     rows, width = padded.shape
     _check_prompts(padded, real, policy, config)
+    devices = 1 if model.devices is None else model.devices.shape[ROWS]
+    if rows % devices:
+        raise ValueError(
+            f"{rows} rows cannot lie on data={devices} devices, as many on each; give a multiple of {devices} rows, or "
+            "a mesh with fewer devices along data."
+        )
     policy.score.check_prompt(int(real.min()))
     policy.codec.check_layers(config.layer_configs)
     limits, capacities = plan_slots(policy, budget, real, max_new_tokens, config, width, budget_of)
@@ -153,9 +160,10 @@ def bucket(tokens: int) -> int:
     return power * 3 // 4 if power > 16 and power * 3 // 4 >= tokens else power
 
 
-def bucket_rows(rows: int) -> int:
-    """The rows that batches share a program at: the next power of two or halfway point."""
-    return bucket(16 * rows) // 16
+def bucket_rows(rows: int, mesh: Mesh | None = None) -> int:
+    """The rows that batches share a program at: the next power of two or halfway point, as many on each device."""
+    devices = 1 if mesh is None else mesh.shape[ROWS]
+    return -(-(bucket(16 * rows) // 16) // devices) * devices
 
 
 def round_slots(slots: int) -> int:

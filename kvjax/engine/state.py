@@ -12,14 +12,16 @@ from jax.sharding import Mesh
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Int, Key, UInt32
 
+from kvjax.cache.dense import Dense
 from kvjax.cache.ledger import allocated_bytes
 from kvjax.engine.layer import Storage
-from kvjax.engine.mesh import OF_ROWS, policy_specs, storage_specs
+from kvjax.engine.mesh import OF_ROWS, OF_VIEW, on_mesh, policy_specs, shared, storage_specs
 from kvjax.engine.prepare import full_slots, round_slots
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Weights
 from kvjax.models.sharding import weight_specs
 from kvjax.policies.policy import Policy
+from kvjax.processes import on_host
 from kvjax.types import Kernels, LayerConfig, setting
 
 ROWS = ("position", "prompt_length", "horizon", "end", "key", "seed", "active")
@@ -74,6 +76,17 @@ def state_specs(state: State) -> tuple[State, Any]:
     rows = dict.fromkeys(("prompt_length", "horizon", "end", "key", "seed", "active"), OF_ROWS)
     specs = state.replace(weights=weights, policy=policy_specs(state.policy), storage=(), position=None, **rows)
     return specs, (storage_specs(state.storage), OF_ROWS)
+
+
+def unpacked(state: State) -> State:
+    """A state whose layers have buffers of one size for all heads."""
+    mesh = state.mesh
+
+    def unpack(storage: Storage) -> Any:
+        return shared(storage.unpack(), mesh)
+
+    made = Dense((OF_VIEW,) * state.config.layers)
+    return state.replace(storage=on_mesh(unpack, mesh, (storage_specs(state.storage),), made)(state.storage))
 
 
 def take_rows(state: State, index: ArrayLike | Sequence[int]) -> State:
@@ -145,7 +158,7 @@ def cache_bytes(state: State) -> int:
 def full_cache_bytes(state: State) -> int:
     """Bytes that policy `full` would allocate for these rows: of their prompts and of all tokens that were planned."""
     size = state.weights.embedding.dtype.itemsize
-    slots = full_slots(int(np.max(state.end - state.horizon)), int(np.max(state.horizon)))
+    slots = full_slots(int(on_host(state.end - state.horizon).max()), int(on_host(state.horizon).max()))
     number = np.dtype(np.int32).itemsize  # a slot's position, a head's limit
 
     def of_head(layer: LayerConfig) -> int:
@@ -168,4 +181,4 @@ def held_positions(state: State) -> list[np.ndarray]:
 
 def slot_limits(state: State) -> list[np.ndarray]:
     """For each layer the slots that each row and head may use, int [b, h] on the host."""
-    return [np.asarray(limit) for limit in state.storage.limits()]
+    return [on_host(limit) for limit in state.storage.limits()]

@@ -88,7 +88,7 @@ def main(argv: list[str] | None = None) -> int:
             check(options)
             importlib.import_module(REPORTS[options.report][0]).run(options)
 
-    return finish("evaluate", run)
+    return finish("evaluate", run, vars(options).get("distributed"))
 
 
 def measure(task: Any, options: argparse.Namespace) -> None:
@@ -101,7 +101,7 @@ def measure(task: Any, options: argparse.Namespace) -> None:
     task.check(options)
     check_directory(options.out)
     rows = Rows(options.out / f"{options.report}.jsonl")
-    model = load(options.model, options.dtype, options.revision, weights=options.weights)
+    model = load(options.model, options.dtype, options.revision, options.weights, options.mesh)
     made = fill(rows, model, compared, task.cells(model, options), functools.partial(task.measure, model, options))
     for refused in dict.fromkeys(row["refused"] for row in made if "refused" in row):
         print(f"left out: {refused}", file=sys.stderr)

@@ -245,10 +245,11 @@ class CompressedLM:
                 "single token; use another plan, or tasks with longer contexts."
             )
         # Copies fill batches to sizes that have a program: rows do not know of each other, nor of padding.
-        filled = [list(row) for row in [*prompts, *[shortest] * (bucket_rows(len(prompts)) - len(prompts))]]
+        room = functools.partial(bucket_rows, mesh=self.model.devices)
+        filled = [list(row) for row in [*prompts, *[shortest] * (room(len(prompts)) - len(prompts))]]
         key = jax.random.key(self.seed)
         state, logits = prefill(self.model, self.policy, filled, max_new_tokens=new, key=key, **self.settings)
-        index = [prompts.index(text.read) for text in texts] + [0] * (bucket_rows(len(texts)) - len(texts))
+        index = [prompts.index(text.read) for text in texts] + [0] * (room(len(texts)) - len(texts))
         if index != list(range(len(filled))):
             state, logits = take_rows(state, index), logits[np.asarray(index)]
         self._count(state)

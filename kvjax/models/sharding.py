@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -48,6 +49,28 @@ def check_mesh(mesh: Mesh) -> None:
     """
     if not set(mesh.axis_names) <= set(MESH_AXES):
         raise ValueError(f"a mesh with the axes {', '.join(mesh.axis_names)} is none of {' and '.join(MESH_AXES)}.")
+
+
+def parse_mesh(text: str) -> Mesh:
+    """The mesh that a text such as `data=2,model=4` describes, of the first devices that there are.
+
+    Raises:
+        ValueError: it is not that, or there are not so many devices.
+    """
+    parts = [part.partition("=") for part in text.split(",")]
+    sizes = {name.strip(): size.strip() for name, _, size in parts}
+    known = set(sizes) <= set(MESH_AXES) and len(sizes) == len(parts)
+    if not known or not all(re.fullmatch(r"[1-9]\d*", size) for size in sizes.values()):
+        raise ValueError(f"--mesh {text} is not made of {' and '.join(MESH_AXES)}, such as data=2,model=4.")
+    shape = tuple(int(sizes.get(axis, 1)) for axis in MESH_AXES)
+    there = jax.devices()
+    if math.prod(shape) > len(there):
+        raise ValueError(
+            f"--mesh {text} asks for {math.prod(shape)} devices, but there are {len(there)} ({there[0].device_kind}); "
+            "ask for fewer, or with JAX_PLATFORMS=cpu set JAX_NUM_CPU_DEVICES."
+        )
+    devices = np.array(there[: math.prod(shape)]).reshape(shape)
+    return Mesh(devices, MESH_AXES, axis_types=(AxisType.Auto,) * 2)
 
 
 @functools.cache

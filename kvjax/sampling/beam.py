@@ -14,7 +14,8 @@ from kvjax.cache.dense import Dense
 from kvjax.cache.paged import Paged
 from kvjax.engine.decode import step
 from kvjax.engine.prepare import bucket
-from kvjax.engine.state import Moving, State, join_state, split_state, take_rows
+from kvjax.engine.state import Moving, State, join_state, split_state, take_rows, unpacked
+from kvjax.processes import on_host
 from kvjax.sampling.loop import STEPS_PER_DISPATCH
 
 NEVER = -1e9
@@ -75,7 +76,7 @@ def beam_search(
         length_penalty: to whose power lengths divide scores; above 0 favours long texts.
     """
     if isinstance(state.storage, Paged):  # whose pages are counted on the host
-        state = state.replace(storage=state.storage.unpack())
+        state = unpacked(state)
     rows, vocabulary = logits.shape
     state = take_rows(state, np.repeat(np.arange(rows), beams))
     shape, wide = (rows, beams), jnp.promote_types(logits.dtype, jnp.float32)
@@ -98,10 +99,10 @@ def beam_search(
     while bool(known.open.any()) and int(known.length) < max_new_tokens:
         limits = STEPS_PER_DISPATCH, max_new_tokens, float(length_penalty)
         moving, logits, known = _search(fixed, moving, logits, known, ends, *limits, candidates=candidates)
-    best, lengths = np.asarray(known.ended_text[:, 0]), np.asarray(known.ended_length[:, 0])
+    best, lengths = on_host(known.ended_text[:, 0]), on_host(known.ended_length[:, 0])
     tokens = [row[:length].tolist() for row, length in zip(best, lengths, strict=True)]
     tokens = [row[:-1] if row and row[-1] in eos else row for row in tokens]
-    scores = np.asarray(known.ended_score[:, 0]).tolist()
+    scores = on_host(known.ended_score[:, 0]).tolist()
     return Found(tokens, scores, join_state(fixed, moving), int(known.length))
 
 

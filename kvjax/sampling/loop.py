@@ -13,6 +13,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from kvjax.engine.decode import step
 from kvjax.engine.state import Moving, State, join_state, split_state
+from kvjax.processes import on_host
 from kvjax.sampling.sample import Sampling, sample
 
 STEPS_PER_DISPATCH = 16
@@ -140,9 +141,9 @@ def generate_tokens(
         row[list(ids)] = True
     drawn, held = draw(state.key, state.position, logits, sampling, jnp.asarray(seen), logprobs)
     fixed, moving = split_state(state)
-    ended, made = ~np.asarray(state.active), 0
+    ended, made = ~on_host(state.active), 0
     token, after = drawn.token, state
-    found: Drawn = jax.tree.map(lambda leaf: np.asarray(leaf)[:, None], drawn)
+    found: Drawn = jax.tree.map(lambda leaf: on_host(leaf)[:, None], drawn)
     while True:
         tokens = np.asarray(found.token)
         belongs = ~(np.logical_or.accumulate(ends[tokens], axis=1) | ended[:, None])
@@ -155,5 +156,5 @@ def generate_tokens(
         count = min(steps, STEPS_PER_DISPATCH, max_new_tokens - made)
         arguments = token, held, jnp.asarray(ended), jnp.asarray(ends), sampling, count, STEPS_PER_DISPATCH, logprobs
         done, moving, held, drawn = _many(fixed, moving, *arguments)
-        found = jax.tree.map(lambda leaf, done=int(done): np.asarray(leaf)[:, :done], drawn)
+        found = jax.tree.map(lambda leaf, done=int(done): on_host(leaf)[:, :done], drawn)
         token, after = jnp.asarray(found.token[:, -1]), join_state(fixed, moving)

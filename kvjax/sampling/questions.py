@@ -106,7 +106,7 @@ def answer(
     for start in range(0, len(questions), batch_size):
         asked = [question for question in questions[start : start + batch_size] for _ in range(samples)]
         rows = len(asked)
-        index = np.r_[np.arange(rows) % samples, np.zeros(bucket_rows(rows) - rows, np.int64)]
+        index = np.r_[np.arange(rows) % samples, np.zeros(bucket_rows(rows, begun.state.mesh) - rows, np.int64)]
         state = take_rows(begun.state, index).replace(active=jnp.asarray(np.arange(len(index)) < rows))
         held = [positions[:1].repeat(rows, axis=0) for positions in begun.held]
         copies = dataclasses.replace(begun, state=state, prompts=[list(prompt)] * rows, held=held)

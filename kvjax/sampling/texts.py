@@ -155,7 +155,7 @@ def begin(
     rows, seeds = len(prompts), given if np.ndim(seed) else given * len(prompts)
     if len(seeds) != rows:
         raise ValueError(f"{len(seeds)} seeds do not fit {rows} prompts; give one seed, or one for each.")
-    index = _filled(prompts)
+    index = _filled(prompts, model)
     chosen = ready(model, chosen, budget, plan)
     arguments: dict[str, Any] = dict(max_new_tokens=max_new_tokens, prefill_chunk=prefill_chunk, budget_of=budget_of)
     with Compiling() as compiling:
@@ -167,7 +167,8 @@ def begin(
     if num_samples > 1:
         # Prompts are read once, and every sample goes on from the same cache as another seed does.
         texts = rows * num_samples
-        copied = np.r_[np.repeat(np.arange(rows), num_samples), np.zeros(bucket_rows(texts) - texts, np.int64)]
+        spare = bucket_rows(texts, model.devices) - texts
+        copied = np.r_[np.repeat(np.arange(rows), num_samples), np.zeros(spare, np.int64)]
         drawn = np.asarray([(seeds[row] + i % num_samples) % 2**32 for i, row in enumerate(copied)], np.int64)
         state, logits, rows = take_rows(state, copied).replace(key=_keys(drawn)), logits[copied], texts
     state = state.replace(active=jnp.asarray(np.arange(len(state.position)) < rows))
@@ -196,15 +197,15 @@ def lower_begin(
     max_new_tokens: int,
 ) -> list[jax.stages.Lowered]:
     """The programs by which `begin` reads prompts, to compile and ask for their `memory_analysis()`."""
-    batch = [list(prompts[row]) for row in _filled(prompts)]
+    batch = [list(prompts[row]) for row in _filled(prompts, model)]
     return lower_prefill(model, policy, batch, budget, max_new_tokens=max_new_tokens)
 
 
-def _filled(prompts: Sequence[Sequence[int]]) -> list[int]:
+def _filled(prompts: Sequence[Sequence[int]], model: Model) -> list[int]:
     """Which prompts a batch is of: rows do not know of each other, so that copies of the shortest may fill it up."""
     rows = list(range(len(prompts)))
     shortest = min(rows, key=lambda row: len(prompts[row]), default=0)
-    return rows + [shortest] * (bucket_rows(len(rows)) - len(rows))
+    return rows + [shortest] * (bucket_rows(len(rows), model.devices) - len(rows))
 
 
 def generate_ids(

@@ -1,0 +1,60 @@
+"""Several processes that run one program together: how they meet, who writes, and what each reads of all."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from typing import Any
+
+import jax
+import numpy as np
+
+WAIT = 60
+"""Seconds in which all processes have to have met, and after which one that is silent counts as gone."""
+
+
+def join(where: str = "") -> None:
+    """Meet the other processes of this run; only the first one prints from then on.
+
+    Args:
+        where: `HOST:PORT,PROCESSES,NUMBER` of the first process, how many there are, and which this is from 0; empty
+            for what Cloud TPU, SLURM, Kubernetes or Open MPI say.
+
+    Raises:
+        ValueError: it is not that, nothing says where the others are, or they were not there in time.
+    """
+    settings: dict[str, Any] = {}
+    if where:
+        parts = re.fullmatch(r"([^,\s]+:\d+),(\d+),(\d+)", where)
+        if parts is None or not int(parts[3]) < int(parts[2]):
+            raise ValueError(
+                f"--distributed {where} is not HOST:PORT,PROCESSES,NUMBER, such as 10.0.0.1:9000,2,0, with numbers "
+                "from 0; leave it empty where Cloud TPU, SLURM or Kubernetes start the processes."
+            )
+        settings = dict(coordinator_address=parts[1], num_processes=int(parts[2]), process_id=int(parts[3]))
+    settings |= dict(initialization_timeout=WAIT, heartbeat_timeout_seconds=WAIT, shutdown_timeout_seconds=WAIT)
+    try:
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+        jax.distributed.initialize(**settings)
+    except (RuntimeError, ValueError) as error:
+        said = " ".join(str(error).split())
+        if "coordinator_address" in said or "should be defined" in said:
+            said = "nothing says where they are; give --distributed HOST:PORT,PROCESSES,NUMBER"
+        raise ValueError(f"the processes of this run have not met within {WAIT} seconds ({said[:300]}).") from None
+    if jax.process_index() > 0:
+        sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - for as long as the process lives
+
+
+def writes() -> bool:
+    """Whether this process is the one that prints and writes files: the first of its run."""
+    return not jax.distributed.is_initialized() or jax.process_index() == 0
+
+
+def on_host(array: Any) -> np.ndarray:
+    """What devices hold, those of other processes included, which have to ask for the same."""
+    if isinstance(array, jax.Array) and not (array.is_fully_addressable or array.is_fully_replicated):
+        from jax.experimental import multihost_utils
+
+        array = multihost_utils.process_allgather(array, tiled=True)
+    return np.asarray(array)
