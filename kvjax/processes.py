@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+import threading
 from typing import Any
 
 import jax
@@ -33,17 +34,39 @@ def join(where: str = "") -> None:
                 "from 0; leave it empty where Cloud TPU, SLURM or Kubernetes start the processes."
             )
         settings = dict(coordinator_address=parts[1], num_processes=int(parts[2]), process_id=int(parts[3]))
-    settings |= dict(initialization_timeout=WAIT, heartbeat_timeout_seconds=WAIT, shutdown_timeout_seconds=WAIT)
+    # JAX's own limit ends the process with a trace of its insides: this one comes first.
+    settings |= dict(initialization_timeout=2 * WAIT, heartbeat_timeout_seconds=WAIT, shutdown_timeout_seconds=WAIT)
+    limit = threading.Timer(WAIT, _give_up)
+    limit.daemon = True
+    limit.start()
     try:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         jax.distributed.initialize(**settings)
     except (RuntimeError, ValueError) as error:
-        said = " ".join(str(error).split())
+        said = " ".join(str(error).split()).rstrip(".")
         if "coordinator_address" in said or "should be defined" in said:
             said = "nothing says where they are; give --distributed HOST:PORT,PROCESSES,NUMBER"
-        raise ValueError(f"the processes of this run have not met within {WAIT} seconds ({said[:300]}).") from None
+        raise ValueError(f"the processes of this run cannot meet: {said[:300]}.") from None
+    finally:
+        limit.cancel()
+    # What collectives say on standard output is nobody's text.
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(nowhere, 1)
+    sys.stdout = open(kept if jax.process_index() == 0 else nowhere, "w", encoding=sys.stdout.encoding)  # noqa: SIM115
     if jax.process_index() > 0:
-        sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - for as long as the process lives
+        sys.stderr = sys.stdout
+
+
+def _give_up() -> None:
+    print(
+        f"kvjax: the other processes of this run were not there within {WAIT} seconds; start all of them, with the "
+        "same HOST:PORT and PROCESSES, where that address can be reached.",
+        file=sys.stderr,
+        flush=True,
+    )
+    os._exit(2)
 
 
 def writes() -> bool:

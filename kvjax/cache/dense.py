@@ -323,6 +323,7 @@ def empty(
         horizon=each,
         end=each,
         seed=each.astype(jnp.uint32),
+        head=config.numbers(rows),
         layer=layer,
     )
     state = rules.init(shape)

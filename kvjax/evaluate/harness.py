@@ -11,6 +11,7 @@ work. (A prompt's own logits know the whole prompt: by them a choice of one lett
 from __future__ import annotations
 
 import collections
+import functools
 import importlib
 import itertools
 from collections.abc import Callable, Sequence

@@ -1,0 +1,98 @@
+"""Policies on meshes of eight virtual devices, held against one device: run by test_mesh in processes of their own."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import sys
+from typing import Any
+
+import jax
+import numpy as np
+
+import kvjax
+from kvjax.engine.decode import lower_step
+from kvjax.model import Model
+from kvjax.models import ModelConfig
+from kvjax.models.sharding import parse_mesh, weight_shardings
+from tests import models
+from tests.cases import PAIRS, POLICIES, Case
+
+LENGTHS, STEPS = (41, 57, 50, 44), 20
+TEXT = np.random.default_rng(0).integers(0, 64, (4, max(LENGTHS) + STEPS + 6))
+
+
+def placed(model: Model, shape: tuple[int, int]) -> Model:
+    """The model on a mesh."""
+    mesh = parse_mesh("data={},model={}".format(*shape))
+    weights = jax.device_put(model.weights, weight_shardings(model.config, mesh))
+    return Model(weights, model.config, mesh=mesh)
+
+
+def trace(model: Model, case: Case) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Logits of every step and what is held at the end, after a prompt, written tokens, a turn and more tokens."""
+    reading: dict[str, Any] = dict(plan=case.plan, prefill_chunk=case.prefill_chunk, max_new_tokens=40)
+    prompts = [row[:length].tolist() for row, length in zip(TEXT, LENGTHS, strict=True)]
+    state, logits = kvjax.prefill(model, case.make(), prompts, case.budget, **reading)
+    found = [np.asarray(logits)]
+    for token in TEXT[:, -STEPS:].T:
+        state, logits = kvjax.decode_step(state, token)
+        found.append(np.asarray(logits))
+    state, logits = kvjax.extend(state, TEXT[:, 57:62], lengths=[5, 0, 3, 1])
+    found.append(np.asarray(logits))
+    state, logits = kvjax.decode_step(state, TEXT[:, 0])
+    found.append(np.asarray(logits))
+    return found, [np.sort(layer, axis=-1) for layer in kvjax.held_positions(state)]
+
+
+def compared(name: str, config: ModelConfig, shapes: list[tuple[int, int]]) -> None:
+    """Print for each mesh how far its logits are from those of one device, and whether the same tokens are held."""
+    case, model = (POLICIES | PAIRS)[name], models.sharp_model(config)
+    wanted, held = trace(model, case)
+    for shape in shapes:
+        found, holds = trace(placed(model, shape), case)
+        off = 0.0
+        for one, several in zip(wanted, found, strict=True):
+            real = ~np.isnan(one)
+            assert (real == ~np.isnan(several)).all(), f"{name} on {shape}: other rows are NaN"
+            off = max(off, float(np.max(np.abs(one - several)[real], initial=0.0) / np.abs(one[real]).max(initial=1.0)))
+        same = all(map(np.array_equal, held, holds))
+        print(json.dumps({"case": name, "mesh": shape, "off": off, "same": same}), flush=True)
+
+
+def collectives(name: str, config: ModelConfig, shape: tuple[int, int]) -> None:
+    """Print what a step's program sends: how often, the most numbers gathered at once, and those of a layer's keys."""
+    case, model = (POLICIES | PAIRS)[name], placed(models.random_model(config), shape)
+    prompts = TEXT[:, : max(LENGTHS)]
+    state, _ = kvjax.prefill(model, case.make(), prompts, case.budget, plan=case.plan, max_new_tokens=40)
+    text = lower_step(state).compile().as_text()
+    kinds = "all-gather|all-reduce|reduce-scatter|collective-permute|all-to-all"
+    calls = re.findall(rf"= (.*?) ({kinds})(?:-start)?\(", text)
+    shapes = [numbers for made, kind in calls if kind == "all-gather" for numbers in re.findall(r"\[([\d,]*)\]", made)]
+    gathered = max((math.prod(map(int, numbers.split(","))) for numbers in shapes), default=0)
+    keys = max(leaf.size for leaf in jax.tree.leaves(state.storage)) // math.prod(shape)
+    print(
+        json.dumps({"case": name, "mesh": shape, "calls": len(calls), "gathered": gathered, "keys": keys}), flush=True
+    )
+
+
+def main(what: str, cases: list[str], kv_heads: int, meshes: list[list[int]], model: str | None = None) -> None:
+    """Run what test_mesh asks for."""
+    config = getattr(models, model) if model else models.small_config(2 * kv_heads, kv_heads)
+    shapes = [(data, among) for data, among in meshes]
+    for name in cases:
+        if what == "compared":
+            compared(name, config, shapes)
+        else:
+            for shape in shapes:
+                collectives(name, config, shape)
+
+
+if __name__ == "__main__":
+    jax.config.update("jax_num_cpu_devices", 8)
+    told = json.loads(sys.argv[1])
+    if told["what"] == "compared":
+        jax.config.update("jax_enable_x64", True)
+        jax.config.update("jax_disable_most_optimizations", True)
+    main(**told)

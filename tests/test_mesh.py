@@ -1,0 +1,116 @@
+"""Programs on meshes of devices give what one device gives, and send little."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvjax.models.sharding import parse_mesh
+from tests.cases import FIRST, PAIRS, POLICIES, slow
+
+ROOT = Path(__file__).parents[1]
+MESHES = ((1, 1), (2, 1), (1, 4), (2, 4), (1, 8))
+
+
+def run(**told: Any) -> list[dict[str, Any]]:
+    """What tests.mesh_runs prints."""
+    words = [sys.executable, "-m", "tests.mesh_runs", json.dumps(told)]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=3000)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def groups(names: list[str], size: int) -> list[list[str]]:
+    return [names[i : i + size] for i in range(0, len(names), size)]
+
+
+EVERYTHING = [
+    slow(names, kv_heads, MESHES, None) for kv_heads in (1, 2, 8) for names in groups(list(POLICIES | PAIRS), 10)
+]
+
+
+@pytest.mark.parametrize(
+    "cases, kv_heads, meshes, model",
+    [
+        # Rows on two devices, heads on two, three on each, and the slots of each on two.
+        *((names, 6, [(2, 4)], None) for names in groups(FIRST, 5)),
+        (["less+h2o+int4", "h2o+topk", "h2o-cache-positions", "lightkv-context"], 1, [(1, 4)], None),
+        (["streaming", "h2o+adakv"], 2, [(1, 4)], "SLOPED"),
+        (["tova"], 2, [(2, 2)], "LOCAL"),
+        (["keyformer"], 2, [(1, 2)], "LEARNED"),
+        *EVERYTHING,
+    ],
+)
+def test_a_mesh_gives_what_one_device_gives(
+    cases: list[str], kv_heads: int, meshes: list[tuple[int, int]], model: str | None
+) -> None:
+    found = run(what="compared", cases=cases, kv_heads=kv_heads, meshes=meshes, model=model)
+    assert len(found) == len(cases) * len(meshes)
+    wrong = [row for row in found if not row["same"] or row["off"] > 1e-9]
+    assert not wrong
+
+
+def test_a_step_sends_little() -> None:
+    """Two sums a layer where devices share heads and one more for the table; with slots shared two gathers, tiny."""
+    layers, cases = 2, ["h2o", "keyformer", "lsh_e", "less-performer", "fastgen", "tova"]
+    heads = run(what="collectives", cases=cases, kv_heads=4, meshes=[(2, 4), (1, 2)])
+    assert all(row["calls"] <= 2 * layers + 1 and row["gathered"] == 0 for row in heads), heads
+    slots = run(what="collectives", cases=cases[:4], kv_heads=1, meshes=[(1, 4)])
+    assert all(row["calls"] <= 5 * layers + 1 and row["gathered"] < row["keys"] / 8 for row in slots), slots
+
+
+@pytest.mark.parametrize("text", ["rows=2", "data=0", "data=2,data=2", "model", "", "model=9999"])
+def test_a_mesh_that_cannot_be_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=f"--mesh {text}"):
+        parse_mesh(text)
+
+
+def generate(number: int | None, port: int = 0, new: int = 12) -> subprocess.Popen[str]:
+    """One process of two that write a text, or the only one."""
+    words = ["generate", "--prompt", "Once upon a time", "--policy", "h2o", "--budget", "16", "--json"]
+    words += ["--temperature", "0", "--ignore-eos", "--max-new-tokens", str(new)]
+    if number is not None:
+        words += ["--mesh", "data=2,model=4", "--distributed", f"127.0.0.1:{port},2,{number}"]
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "4"}
+    return subprocess.Popen(
+        [sys.executable, "-m", "kvjax", *words],
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def free_port() -> int:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        return taken.getsockname()[1]
+
+
+def test_two_processes_write_what_one_does() -> None:
+    port = free_port()
+    alone, first, second = generate(None), generate(0, port), generate(1, port)
+    told, both, nothing = (process.communicate(timeout=600)[0] for process in (alone, first, second))
+    assert [process.returncode for process in (alone, first, second)] == [0, 0, 0]
+    assert json.loads(both)["samples"] == json.loads(told)["samples"] and not nothing
+
+
+def test_a_process_that_is_gone_ends_the_others() -> None:
+    port = free_port()
+    first, second = generate(0, port, new=900), generate(1, port, new=900)
+    assert first.stderr is not None
+    second.wait(20) if second.poll() is not None else None
+    second.send_signal(signal.SIGKILL)
+    told, said = first.communicate(timeout=200)
+    second.communicate()
+    assert first.returncode == 2 and not told
+    assert "process" in said.splitlines()[-1] and "Traceback" not in said
