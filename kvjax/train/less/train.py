@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import operator
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,10 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import struct
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int, Key
 
 from kvjax.model import Model
+from kvjax.models.config import ModelConfig
+from kvjax.models.sharding import MESH_AXES, program_mesh
 from kvjax.policies.residuals.kernels import Params, Phi, Psi, init_kernels
 from kvjax.train import checkpoints
 from kvjax.train.less.record import Features
@@ -25,7 +26,13 @@ from kvjax.train.less.record import Features
 CHUNK = 128
 """Steps of a text that see each other's evictions pair by pair; what left before comes as one sum."""
 
-LAYERS = PartitionSpec("layers")
+DATA, MODEL = MESH_AXES
+
+OF_LAYERS = PartitionSpec(MODEL)
+"""Where arrays [L ...] lie on a `training_mesh`."""
+
+OF_TEXTS = PartitionSpec(MODEL, DATA)
+"""Where arrays [L b ...] do."""
 
 Projection = Float[Array, "w h g d"]
 """A layer's output projection, by heads."""
@@ -92,7 +99,7 @@ class Training(struct.PyTreeNode):
 
 
 def memory_attention(
-    params: Params, recipe: Recipe, seen: Features, dropout: Key[Array, ""] | None = None
+    params: Params, recipe: Recipe, seen: Features, dropout: Key[Array, " b"] | None = None
 ) -> Float[Array, "b h g n d"]:
     """Equation 3 at every position of texts at once: what a LESS of these kernels would answer.
 
@@ -102,7 +109,7 @@ def memory_attention(
         params: one layer's kernels.
         recipe: their shape.
         seen: one layer's features.
-        dropout: randomness, in training.
+        dropout: randomness of each text, in training.
     """
     phi, psi = kernel_features(params, recipe, seen, dropout)
     n, d = seen.v.shape[-2:]
@@ -120,17 +127,21 @@ def memory_attention(
 
 
 def kernel_features(
-    params: Params, recipe: Recipe, seen: Features, dropout: Key[Array, ""] | None = None
+    params: Params, recipe: Recipe, seen: Features, dropout: Key[Array, " b"] | None = None
 ) -> tuple[Float[Array, "b h g n R"], Float[Array, "b h n R"]]:
     """phi of the queries and psi of the keys that leave."""
     shape = {"features": recipe.features, "hidden": recipe.hidden, "dropout": recipe.dropout}
-    train = dropout is not None
-    keys = jax.random.split(dropout) if dropout is not None else (None, None)
-    rngs = [{} if key is None else {"dropout": key} for key in keys]
-    phi = Phi(**shape).apply({"params": params["phi"]}, seen.q, train=train, rngs=rngs[0])
-    of_keys = Psi(**shape, literal=recipe.literal)
-    psi = of_keys.apply({"params": params["psi"]}, seen.k, train=train, rngs=rngs[1])
-    return phi, psi  # type: ignore[return-value]
+    phi, psi = Phi(**shape), Psi(**shape, literal=recipe.literal)
+    if dropout is None:
+        return phi.apply({"params": params["phi"]}, seen.q), psi.apply({"params": params["psi"]}, seen.k)  # type: ignore[return-value]
+
+    def drop(kernel: Phi | Psi, params: Params, x: Float[Array, "h *g n d"], key: Key[Array, ""]) -> Array:
+        return kernel.apply({"params": params}, x[None], train=True, rngs={"dropout": key})[0]  # type: ignore[index]
+
+    # Each text by itself, so that what it loses does not depend on the texts that are on the same device.
+    keys = jax.vmap(jax.random.split)(dropout)
+    of_texts = jax.vmap(drop, in_axes=(None, None, 0, 0))
+    return of_texts(phi, params["phi"], seen.q, keys[:, 0]), of_texts(psi, params["psi"], seen.k, keys[:, 1])
 
 
 def _chunks(x: Array) -> Array:
@@ -157,20 +168,45 @@ def output_projections(model: Model) -> Projections:
     return stacked.reshape(-1, *heads).astype(jnp.promote_types(stacked.dtype, jnp.float32))
 
 
-def layer_mesh(layers: int) -> Mesh:
-    """As many devices as share the layers evenly."""
-    devices = jax.devices()
-    most = max(count for count in range(1, len(devices) + 1) if layers % count == 0)
-    return Mesh(np.array(devices[:most]), ("layers",))
+def check_batch(batch: int, mesh: Mesh | None) -> None:
+    """Refuse batches that do not lie evenly along a mesh.
+
+    Raises:
+        ValueError: with numbers that do.
+    """
+    along = 1 if mesh is None else mesh.shape.get(DATA, 1)
+    if batch % along:
+        raise ValueError(
+            f"batch={batch} texts do not lie evenly along data={along}; use batch={-(-batch // along) * along}."
+        )
 
 
-def _over_layers(mesh: Mesh, function: Callable[..., Any], *stacked: Any) -> Any:
+def training_mesh(config: ModelConfig, mesh: Mesh | None = None) -> Mesh:
+    """The devices that training uses: layers lie along `model`, texts of a batch along `data`.
+
+    Args:
+        config: the model's shape.
+        mesh: with axes of `MESH_AXES`, of whose `model` as many devices are taken as share the layers evenly; None for
+            all devices along `model`.
+
+    Raises:
+        ValueError: the mesh has other axes.
+    """
+    devices = np.array(jax.devices())[None]
+    if mesh is not None:
+        rows = program_mesh(config, mesh).devices
+        devices = rows.reshape(len(rows), -1)
+    most = max(count for count in range(1, devices.shape[1] + 1) if config.layers % count == 0)
+    return Mesh(devices[:, :most], MESH_AXES, axis_types=(AxisType.Auto,) * 2)
+
+
+def _over_layers(mesh: Mesh, function: Callable[..., Any], given: tuple[PartitionSpec, ...], *stacked: Any) -> Any:
     # One layer after another on each device: faster than vmap, whose hidden features of all layers leave the cache.
     mapped = jax.shard_map(
         lambda *local: jax.lax.map(lambda layer: function(*layer), local),
         mesh=mesh,
-        in_specs=LAYERS,
-        out_specs=LAYERS,
+        in_specs=given,
+        out_specs=OF_LAYERS,
         check_vma=False,
     )
     return mapped(*stacked)
@@ -188,9 +224,10 @@ def _step(
     recipe: Recipe,
     mesh: Mesh,
 ) -> tuple[Params, Any, Float[Array, " L"]]:
-    def loss(params: Params, seen: Features, projection: Projection, key: Key[Array, ""]) -> Float[Array, ""]:
-        total, numbers = squared_error(memory_attention(params, recipe, seen, key), seen, projection)
-        return total / jnp.maximum(numbers, 1)
+    def loss(params: Params, seen: Features, projection: Projection, keys: Key[Array, " b"]) -> Float[Array, ""]:
+        # This device's share of the mean over all texts.
+        total, numbers = squared_error(memory_attention(params, recipe, seen, keys), seen, projection)
+        return total / jnp.maximum(jax.lax.psum(numbers, DATA), 1)
 
     def layer(
         params: Params,
@@ -198,15 +235,16 @@ def _step(
         seen: Features,
         projection: Projection,
         rate: Float[Array, ""],
-        key: Key[Array, ""],
+        keys: Key[Array, " b"],
     ) -> tuple[Params, Any, Float[Array, ""]]:
-        error, gradients = jax.value_and_grad(loss)(params, seen, projection, key)
+        error, gradients = jax.lax.psum(jax.value_and_grad(loss)(params, seen, projection, keys), DATA)
         updates, optimiser = optax.scale_by_adam().update(gradients, optimiser)
         return optax.apply_updates(params, jax.tree.map(lambda u: -rate * u, updates)), optimiser, error
 
-    layers = len(projection)
-    keys, rates = jax.random.split(key, layers), jnp.full(layers, rate)
-    return _over_layers(mesh, layer, params, optimiser, seen, projection, rates, keys)
+    layers, batch = seen.q.shape[:2]
+    keys, rates = jax.random.split(key, (layers, batch)), jnp.full(layers, rate)
+    given = OF_LAYERS, OF_LAYERS, OF_TEXTS, OF_LAYERS, OF_LAYERS, OF_TEXTS
+    return _over_layers(mesh, layer, given, params, optimiser, seen, projection, rates, keys)
 
 
 @functools.partial(jax.jit, static_argnames=("recipe", "mesh"))
@@ -215,9 +253,9 @@ def _errors(
 ) -> tuple[Float[Array, " L"], Int[Array, " L"]]:
     def layer(params: Params, seen: Features, projection: Projection) -> tuple[Float[Array, ""], Int[Array, ""]]:
         out = seen.sparse if recipe is None else memory_attention(params, recipe, seen)
-        return squared_error(out, seen, projection)
+        return jax.lax.psum(squared_error(out, seen, projection), DATA)
 
-    return _over_layers(mesh, layer, params, seen, projection)
+    return _over_layers(mesh, layer, (OF_LAYERS, OF_TEXTS, OF_LAYERS), params, seen, projection)
 
 
 def mean_error(
@@ -231,7 +269,7 @@ def mean_error(
         texts: which of them count.
         projection: see `output_projections`.
         recipe: the kernels' shape.
-        mesh: see `layer_mesh`.
+        mesh: see `training_mesh`.
     """
     total = np.zeros(len(projection))
     numbers = np.zeros(len(projection))
@@ -243,12 +281,21 @@ def mean_error(
 
 
 def batches(features: Features, order: np.ndarray, batch: int, mesh: Mesh, whole: bool) -> Iterator[Features]:
-    """Texts in an order, some at a time, read from where the features are; `whole` leaves out a smaller last batch."""
+    """Texts in an order, some at a time, read from where the features are; `whole` leaves out a smaller last batch.
+
+    Otherwise texts of zeros, from which nothing leaves, fill that one until it lies evenly along the mesh.
+    """
     stop = len(order) - len(order) % batch if whole else len(order)
     for first in range(0, stop, batch):
         chosen = np.sort(order[first : first + batch])
-        read = jax.tree.map(operator.itemgetter((slice(None), chosen)), features)
-        yield jax.device_put(read, NamedSharding(mesh, LAYERS))
+        missing = -len(chosen) % mesh.shape[DATA]
+        read = jax.tree.map(functools.partial(_texts, chosen=chosen, missing=missing), features)
+        yield jax.device_put(read, NamedSharding(mesh, OF_TEXTS))
+
+
+def _texts(leaf: Array, *, chosen: np.ndarray, missing: int) -> np.ndarray:
+    read = np.asarray(leaf[:, chosen])
+    return np.pad(read, [(0, 0), (0, missing), *[(0, 0)] * (read.ndim - 2)]) if missing else read
 
 
 def split_texts(texts: int, recipe: Recipe) -> tuple[range, range]:
@@ -271,29 +318,33 @@ def train(
     directory: Path,
     recipe: Recipe,
     *,
+    mesh: Mesh | None = None,
     epochs: int | None = None,
     show: Callable[[int, Float[np.ndarray, "L 2"]], None] = lambda epoch, losses: None,
 ) -> Training:
     """Train the kernels of all layers, or go on where a run in this directory stopped; each epoch leaves a checkpoint.
 
     The order of the texts and the dropout depend on seed and epoch alone, so that a run that was interrupted ends with
-    the kernels of one that was not. Layers are shared out evenly over the devices.
+    the kernels of one that was not, and one that goes on with other devices with the same but for rounding.
 
     Args:
         model: frozen.
         features: from `collect`.
         directory: of the run's checkpoints.
         recipe: how.
+        mesh: devices, see `training_mesh`.
         epochs: stop after so many, resumably; None for the recipe's.
         show: called with the epochs done and their losses.
 
     Raises:
         FloatingPointError: a loss is not finite.
+        ValueError: the mesh or the number of texts are not fit for it.
     """
     layers, texts = features.q.shape[:2]
     learn, held = split_texts(texts, recipe)
-    mesh = layer_mesh(layers)
-    sharding = NamedSharding(mesh, LAYERS)
+    check_batch(recipe.batch, mesh)
+    mesh = training_mesh(model.config, mesh)
+    sharding = NamedSharding(mesh, OF_LAYERS)
     params = init_kernels(
         jax.random.key(recipe.seed),
         model.config,
@@ -309,7 +360,8 @@ def train(
         losses=jnp.full((layers, recipe.epochs, 2), jnp.nan, jnp.float32),
         epoch=jnp.zeros(layers, jnp.int32),
     )
-    training = jax.device_put(checkpoints.restore(directory, training) or training, sharding)
+    training = jax.device_put(training, sharding)
+    training = checkpoints.restore(directory, training) or training
     projection = jax.device_put(output_projections(model), sharding)
     params, optimiser = training.params, training.optimiser
     last = recipe.epochs if epochs is None else min(epochs, recipe.epochs)
