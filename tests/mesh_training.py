@@ -21,7 +21,7 @@ from kvjax.train.less.record import Features
 from kvjax.train.less.train import Recipe, Training, train, training_mesh
 
 RECIPE = Recipe(features=2, hidden=4, batch=4, epochs=3, rate=1e-2, halve_every=2)
-LAYERS, TEXTS, N = 4, 10, 6  # two batches of four, and one text held out, which is fewer than devices along data
+LAYERS, TEXTS, N = 4, 16, 6  # two texts are held out: one for each device along data=2, too few for data=4
 
 
 def features_of(model: kvjax.Model) -> Features:
@@ -38,7 +38,7 @@ def features_of(model: kvjax.Model) -> Features:
 def same(ours: Any, theirs: Any) -> None:
     """Equal but for rounding."""
     jax.tree.map(
-        functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6), *jax.device_get((ours, theirs))
+        functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=5e-6), *jax.device_get((ours, theirs))
     )
 
 
