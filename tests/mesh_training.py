@@ -37,9 +37,7 @@ def features_of(model: kvjax.Model) -> Features:
 
 def same(ours: Any, theirs: Any) -> None:
     """Equal but for rounding."""
-    jax.tree.map(
-        functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=5e-6), *jax.device_get((ours, theirs))
-    )
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=5e-6), *jax.device_get((ours, theirs)))
 
 
 def main(out: Path) -> None:

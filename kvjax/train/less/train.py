@@ -99,7 +99,7 @@ class Training(struct.PyTreeNode):
 
 
 def memory_attention(
-    params: Params, recipe: Recipe, seen: Features, dropout: Key[Array, " b"] | None = None
+    params: Params, recipe: Recipe, seen: Features, dropout: Key[Array, ""] | None = None
 ) -> Float[Array, "b h g n d"]:
     """Equation 3 at every position of texts at once: what a LESS of these kernels would answer.
 
@@ -109,7 +109,7 @@ def memory_attention(
         params: one layer's kernels.
         recipe: their shape.
         seen: one layer's features.
-        dropout: randomness of each text, in training.
+        dropout: randomness, in training.
     """
     phi, psi = kernel_features(params, recipe, seen, dropout)
     n, d = seen.v.shape[-2:]
@@ -127,21 +127,17 @@ def memory_attention(
 
 
 def kernel_features(
-    params: Params, recipe: Recipe, seen: Features, dropout: Key[Array, " b"] | None = None
+    params: Params, recipe: Recipe, seen: Features, dropout: Key[Array, ""] | None = None
 ) -> tuple[Float[Array, "b h g n R"], Float[Array, "b h n R"]]:
     """phi of the queries and psi of the keys that leave."""
     shape = {"features": recipe.features, "hidden": recipe.hidden, "dropout": recipe.dropout}
-    phi, psi = Phi(**shape), Psi(**shape, literal=recipe.literal)
-    if dropout is None:
-        return phi.apply({"params": params["phi"]}, seen.q), psi.apply({"params": params["psi"]}, seen.k)  # type: ignore[return-value]
-
-    def drop(kernel: Phi | Psi, params: Params, x: Float[Array, "h *g n d"], key: Key[Array, ""]) -> Array:
-        return kernel.apply({"params": params}, x[None], train=True, rngs={"dropout": key})[0]  # type: ignore[index]
-
-    # Each text by itself, so that what it loses does not depend on the texts that are on the same device.
-    keys = jax.vmap(jax.random.split)(dropout)
-    of_texts = jax.vmap(drop, in_axes=(None, None, 0, 0))
-    return of_texts(phi, params["phi"], seen.q, keys[:, 0]), of_texts(psi, params["psi"], seen.k, keys[:, 1])
+    train = dropout is not None
+    keys = jax.random.split(dropout) if dropout is not None else (None, None)
+    rngs = [{} if key is None else {"dropout": key} for key in keys]
+    phi = Phi(**shape).apply({"params": params["phi"]}, seen.q, train=train, rngs=rngs[0])
+    of_keys = Psi(**shape, literal=recipe.literal)
+    psi = of_keys.apply({"params": params["psi"]}, seen.k, train=train, rngs=rngs[1])
+    return phi, psi  # type: ignore[return-value]
 
 
 def _chunks(x: Array) -> Array:
@@ -224,10 +220,10 @@ def _step(
     recipe: Recipe,
     mesh: Mesh,
 ) -> tuple[Params, Any, Float[Array, " L"]]:
-    def loss(params: Params, seen: Features, projection: Projection, keys: Key[Array, " b"]) -> Float[Array, ""]:
-        # This device's share of the mean over all texts.
-        total, numbers = squared_error(memory_attention(params, recipe, seen, keys), seen, projection)
-        return total / jnp.maximum(jax.lax.psum(numbers, DATA), 1)
+    def loss(
+        params: Params, seen: Features, projection: Projection, key: Key[Array, ""]
+    ) -> tuple[Float[Array, ""], Int[Array, ""]]:
+        return squared_error(memory_attention(params, recipe, seen, key), seen, projection)
 
     def layer(
         params: Params,
@@ -237,7 +233,14 @@ def _step(
         rate: Float[Array, ""],
         keys: Key[Array, " b"],
     ) -> tuple[Params, Any, Float[Array, ""]]:
-        error, gradients = jax.lax.psum(jax.value_and_grad(loss)(params, seen, projection, keys), DATA)
+        def of_text(text: tuple[Features, Key[Array, ""]]) -> Any:
+            seen, key = jax.tree.map(lambda leaf: leaf[None], text[0]), text[1]
+            return jax.value_and_grad(loss, has_aux=True)(params, seen, projection, key)
+
+        # One text after another: its dropout does not depend on the texts that lie on the same device.
+        of_texts = jax.tree.map(lambda leaf: leaf.sum(0), jax.lax.map(of_text, (seen, keys)))
+        (total, numbers), gradients = jax.lax.psum(of_texts, DATA)
+        error, gradients = jax.tree.map(lambda leaf: leaf / jnp.maximum(numbers, 1), (total, gradients))
         updates, optimiser = optax.scale_by_adam().update(gradients, optimiser)
         return optax.apply_updates(params, jax.tree.map(lambda u: -rate * u, updates)), optimiser, error
 
