@@ -23,7 +23,10 @@ if TYPE_CHECKING:
 def parser() -> argparse.ArgumentParser:
     """The command line's options."""
     options = argparse.ArgumentParser(
-        prog="kvjax train_less", description=(__doc__ or "").splitlines()[0], allow_abbrev=False
+        prog="kvjax train_less",
+        description=(__doc__ or "").splitlines()[0],
+        allow_abbrev=False,
+        conflict_handler="resolve",  # a mesh is something else here than where a model runs
     )
     add_model_options(options, rounded=False)
     options.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the model")
@@ -47,7 +50,7 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--seed", type=int, default=0)
     options.add_argument(
         "--mesh",
-        metavar="AXIS=N,...",
+        metavar="data=D,model=M",
         help="devices that train, as data=2,model=4: texts of a batch along data, layers along model; a run may be "
         "continued on others (default: all along model)",
     )
@@ -79,6 +82,8 @@ def run(options: argparse.Namespace) -> None:
     from kvjax.train.less.run import train_kernels
     from kvjax.train.less.train import Recipe, check_batch, split_texts
 
+    if options.distributed is not None:
+        raise ValueError("kernels are trained by one process; leave --distributed out.")
     names = {field.name for field in dataclasses.fields(Recipe)}
     recipe = Recipe(**{name: value for name, value in vars(options).items() if name in names})
     policy = policies.policy(options.policy, **parse_settings(options.settings))

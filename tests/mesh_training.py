@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -31,8 +32,8 @@ def features_of(model: kvjax.Model) -> Features:
     of_queries = LAYERS, TEXTS, config.kv_heads, config.groups, N, config.head_width
     leaving = np.arange(N) > np.arange(TEXTS)[:, None, None] % 4
     shapes = dict(q=of_queries, k=of_keys, v=of_keys, sparse=of_queries, full=of_queries, lse=of_queries[:-1])
-    arrays = {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
-    return Features(**arrays, leaving=np.broadcast_to(leaving, of_keys[:-1]).astype(np.float32))
+    arrays = {name: jnp.asarray(rng.normal(size=shape), jnp.float32) for name, shape in shapes.items()}
+    return Features(**arrays, leaving=jnp.broadcast_to(leaving, of_keys[:-1]).astype(jnp.float32))
 
 
 def same(ours: Any, theirs: Any) -> None:

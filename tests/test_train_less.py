@@ -225,17 +225,19 @@ def test_other_settings_are_refused(
     assert "0.0" in message(*arguments(text_file, new, "--budget", "1.5"))
     assert "batch" in message(*arguments(text_file, new, "--sequences", "2"))
     assert "holds texts of 64 tokens" in message(*arguments(text_file, new, "--budget", "64"))
-    assert "takes 4096 devices, there" in message(*arguments(text_file, new, "--mesh", "data=1,model=4096"))
+    assert "4096 devices" in message(*arguments(text_file, new, "--mesh", "model=4096"))
+    assert "leave --distributed out" in message(*arguments(text_file, new, "--distributed"))
 
 
 def test_a_mesh_is_a_number_for_each_axis() -> None:
     there = jax.device_count()
-    both, one = parse_mesh(f" model = {there},data=1"), parse_mesh("data=1")
-    assert dict(both.shape) == {"model": there, "data": 1} and dict(one.shape) == {"data": 1}
-    assert both.devices.ravel().tolist() == jax.devices()
+    mesh = parse_mesh(f" model = {there},data=1")
+    assert dict(mesh.shape) == {"data": 1, "model": there} and mesh.devices.ravel().tolist() == jax.devices()
     for text in ("", "data", "data=2;model=1", "rows=1", "data=1,data=1", "model=0", "model=-1", "data=1.5", "data=1,"):
-        with pytest.raises(ValueError, match=f"{text!r} does not give data and model.*; there (is|are) {there} device"):
+        with pytest.raises(ValueError, match=f"{text} is not made of data and model"):
             parse_mesh(text)
+    with pytest.raises(ValueError, match=f"asks for {2 * there} devices, but there are {there}"):
+        parse_mesh(f"data=2,model={there}")
 
 
 def test_a_mesh_trains_as_one_device_does(tmp_path: Path) -> None:

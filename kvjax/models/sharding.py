@@ -41,31 +41,6 @@ Biases and scales of linear maps lie as the first axis of their weights does.
 """
 
 
-def parse_mesh(text: str) -> Mesh:
-    """A mesh of the first devices there are, from text such as `data=2,model=4`.
-
-    Args:
-        text: the number of devices, from 1, along some of `MESH_AXES`, each once.
-
-    Raises:
-        ValueError: it is something else, or more devices than there are.
-    """
-    devices = jax.devices()
-    there = "there is 1 device" if len(devices) == 1 else f"there are {len(devices)} devices"
-    parts = [part.partition("=") for part in text.split(",")]
-    sizes = {name.strip(): int(size) for name, _, size in parts if size.strip().isdecimal()}
-    if len(sizes) < len(parts) or not set(sizes) <= set(MESH_AXES) or min(sizes.values()) < 1:
-        raise ValueError(
-            f"mesh={text!r} does not give {' and '.join(MESH_AXES)}, or one of them, a whole number from 1 each, as "
-            f"data=1,model={len(devices)} does; {there}."
-        )
-    taken = math.prod(sizes.values())
-    if taken > len(devices):
-        raise ValueError(f"mesh={text!r} takes {taken} devices, {there}; use fewer.")
-    shape = tuple(sizes.values())
-    return Mesh(np.array(devices[:taken]).reshape(shape), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
-
-
 def check_mesh(mesh: Mesh) -> None:
     """Refuse a mesh whose axes mean nothing here.
 
