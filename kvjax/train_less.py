@@ -23,7 +23,10 @@ if TYPE_CHECKING:
 def parser() -> argparse.ArgumentParser:
     """The command line's options."""
     options = argparse.ArgumentParser(
-        prog="kvjax train_less", description=(__doc__ or "").splitlines()[0], allow_abbrev=False
+        prog="kvjax train_less",
+        description=(__doc__ or "").splitlines()[0],
+        allow_abbrev=False,
+        conflict_handler="resolve",  # a mesh is something else here than where a model runs
     )
     add_model_options(options, rounded=False)
     options.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the model")
@@ -45,6 +48,12 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--rate", type=float, default=1e-3, help="Adam's, at first (default: 1e-3)")
     options.add_argument("--halve-every", type=int, default=10, metavar="EPOCHS", help="(default: 10)")
     options.add_argument("--seed", type=int, default=0)
+    options.add_argument(
+        "--mesh",
+        metavar="data=D,model=M",
+        help="devices that train, as data=2,model=4: texts of a batch along data, layers along model; a run may be "
+        "continued on others (default: all along model)",
+    )
     options.add_argument("--save-dtype", choices=("float32", "bfloat16"), default="float32", help="of the kernels")
     options.add_argument("--keep-features", action="store_true", help="do not delete what was collected at the end")
     return options
@@ -68,15 +77,20 @@ def run(options: argparse.Namespace) -> None:
         ValueError: it asks for something that cannot be, said in one sentence.
     """
     from kvjax.model import load
+    from kvjax.models.sharding import parse_mesh
     from kvjax.train.less.collect import check_policy
     from kvjax.train.less.run import train_kernels
-    from kvjax.train.less.train import Recipe, split_texts
+    from kvjax.train.less.train import Recipe, check_batch, split_texts
 
+    if options.distributed is not None:
+        raise ValueError("kernels are trained by one process; leave --distributed out.")
     names = {field.name for field in dataclasses.fields(Recipe)}
     recipe = Recipe(**{name: value for name, value in vars(options).items() if name in names})
     policy = policies.policy(options.policy, **parse_settings(options.settings))
     check_policy(policy, options.mask)  # before the model is read
     split_texts(options.sequences, recipe)
+    mesh = None if options.mesh is None else parse_mesh(options.mesh)
+    check_batch(recipe.batch, mesh)
     model = load(options.model, options.dtype, options.revision)
     train_kernels(
         model,
@@ -91,6 +105,7 @@ def run(options: argparse.Namespace) -> None:
         mask=options.mask,
         save_dtype=options.save_dtype,
         keep_features=options.keep_features,
+        mesh=mesh,
     )
 
 

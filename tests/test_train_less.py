@@ -23,6 +23,7 @@ from kvjax.engine.prepare import plan_slots, ready
 from kvjax.engine.state import held_positions
 from kvjax.evaluate.perplexity import begin
 from kvjax.model import Model
+from kvjax.models.sharding import parse_mesh
 from kvjax.policies.residuals import checkpoint
 from kvjax.policies.residuals.kernels import unstack
 from kvjax.policies.residuals.less import LowRankMemory, Memory
@@ -211,7 +212,7 @@ def test_other_settings_are_refused(
         assert train_less.main(list(words)) == 2
         return capsys.readouterr().err
 
-    assert train_less.main(arguments(text_file, trained)) == 0
+    assert train_less.main(arguments(text_file, trained, "--mesh", "data=1,model=1")) == 0  # is no such setting
     assert "already" in capsys.readouterr().out
     said = message(*arguments(text_file, trained, "--hidden", "32"))
     assert "hidden=16" in said and "32" in said
@@ -224,6 +225,26 @@ def test_other_settings_are_refused(
     assert "0.0" in message(*arguments(text_file, new, "--budget", "1.5"))
     assert "batch" in message(*arguments(text_file, new, "--sequences", "2"))
     assert "holds texts of 64 tokens" in message(*arguments(text_file, new, "--budget", "64"))
+    assert "4096 devices" in message(*arguments(text_file, new, "--mesh", "model=4096"))
+    assert "leave --distributed out" in message(*arguments(text_file, new, "--distributed"))
+
+
+def test_a_mesh_is_a_number_for_each_axis() -> None:
+    there = jax.device_count()
+    mesh = parse_mesh(f" model = {there},data=1")
+    assert dict(mesh.shape) == {"data": 1, "model": there} and mesh.devices.ravel().tolist() == jax.devices()
+    for text in ("", "data", "data=2;model=1", "rows=1", "data=1,data=1", "model=0", "model=-1", "data=1.5", "data=1,"):
+        with pytest.raises(ValueError, match=f"{text} is not made of data and model"):
+            parse_mesh(text)
+    with pytest.raises(ValueError, match=f"asks for {2 * there} devices, but there are {there}"):
+        parse_mesh(f"data=2,model={there}")
+
+
+def test_a_mesh_trains_as_one_device_does(tmp_path: Path) -> None:
+    """And goes on with what another mesh has saved; in a process with eight devices."""
+    words = [sys.executable, "-m", "tests.mesh_training", str(tmp_path)]
+    run = subprocess.run(words, cwd=Path(__file__).parents[1], capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0 and run.stdout.endswith("all as on one device\n"), run.stderr
 
 
 def test_a_picture_of_losses_leaves_matplotlib_alone(tmp_path: Path) -> None:

@@ -72,7 +72,8 @@ def restore(directory: Path, like: T) -> T | None:
 
     Args:
         directory: of the run.
-        like: what it is made like: the same structure, shapes and dtypes.
+        like: what it is made like: the same structure, shapes and dtypes; what lies on devices of its own is read onto
+            these, whatever it lay on when it was saved.
     """
     import orbax.checkpoint as ocp
 
@@ -81,5 +82,12 @@ def restore(directory: Path, like: T) -> T | None:
         return None
     with ocp.StandardCheckpointer() as checkpointer:
         leaves, structure = jax.tree.flatten(like)
-        leaves = checkpointer.restore(steps[-1].absolute(), [np.empty(x.shape, x.dtype) for x in leaves])
+        leaves = checkpointer.restore(steps[-1].absolute(), [_wanted(x) for x in leaves])
         return jax.tree.unflatten(structure, [jnp.asarray(x) for x in leaves])
+
+
+def _wanted(leaf: Any) -> Any:
+    # What lies nowhere in particular is read into host memory, or else Orbax would give it a device of its own.
+    if getattr(leaf, "committed", False):
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
+    return np.empty(leaf.shape, leaf.dtype)

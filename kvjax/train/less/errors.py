@@ -10,16 +10,31 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
 from jaxtyping import Float
 
 from kvjax.model import Model
 from kvjax.train.less.record import Features
-from kvjax.train.less.train import Recipe, Training, layer_mesh, mean_error, output_projections, split_texts
+from kvjax.train.less.train import (
+    OF_LAYERS,
+    Recipe,
+    Training,
+    mean_error,
+    output_projections,
+    split_texts,
+    training_mesh,
+)
 
 
 def held_out_errors(
-    model: Model, features: Features, training: Training, recipe: Recipe, dtype: DTypeLike
+    model: Model,
+    features: Features,
+    training: Training,
+    recipe: Recipe,
+    dtype: DTypeLike,
+    *,
+    mesh: Mesh | None = None,
 ) -> list[dict[str, Any]]:
     """Errors on held-out texts by layer: of the policy alone, and with the kernels as they are stored.
 
@@ -29,9 +44,11 @@ def held_out_errors(
         training: done.
         recipe: of the training.
         dtype: that the kernels are stored in.
+        mesh: of the training, see `training_mesh`.
     """
     held = split_texts(features.q.shape[1], recipe)[1]
-    mesh, projection = layer_mesh(model.config.layers), output_projections(model)
+    mesh = training_mesh(model.config, mesh)
+    projection = jax.device_put(output_projections(model), NamedSharding(mesh, OF_LAYERS))
     rounded = jax.tree.map(lambda leaf: leaf.astype(dtype).astype(jnp.float32), training.best)
     before = mean_error(None, features, held, projection, recipe, mesh)
     after = mean_error(rounded, features, held, projection, recipe, mesh)

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 from jaxtyping import Float
 
 from kvjax import policies
@@ -20,7 +21,7 @@ from kvjax.policies.residuals import checkpoint
 from kvjax.train import checkpoints
 from kvjax.train.less.collect import check_policy, collect, sample_texts
 from kvjax.train.less.errors import held_out_errors, table, write_losses
-from kvjax.train.less.train import Recipe, split_texts, train
+from kvjax.train.less.train import Recipe, check_batch, split_texts, train
 from kvjax.train.progress import Progress
 
 
@@ -38,6 +39,7 @@ def train_kernels(
     mask: str = "decode",
     save_dtype: str = "float32",
     keep_features: bool = False,
+    mesh: Mesh | None = None,
 ) -> None:
     """Train kernels, write them with their losses, and print what they recover.
 
@@ -54,12 +56,14 @@ def train_kernels(
         mask: what the policy sees, see `record`.
         save_dtype: of the kernels on disk.
         keep_features: leave what was collected on disk.
+        mesh: devices that train, see `training_mesh`; a run may be continued on others. Texts are read on one device.
 
     Raises:
         ValueError: `out` holds another run or kernels without one, or an argument is unfit.
     """
     check_policy(policy, mask)
     split_texts(sequences, recipe)
+    check_batch(recipe.batch, mesh)
     run, name = out / "training", policies.name_of(policy)
     if (out / "settings.json").exists() and not (run / "settings.json").exists():
         raise ValueError(f"{out} holds kernels of which the run is gone; give another --out.")
@@ -107,11 +111,11 @@ def train_kernels(
         progress.show(epoch, f"epochs, held-out error by layer {numbers}, {time.monotonic() - began:.0f} s")
 
     try:
-        training = train(model, features, run, recipe, show=show)
+        training = train(model, features, run, recipe, mesh=mesh, show=show)
     finally:
         progress.close()
     stored = jnp.dtype(save_dtype)
-    errors = held_out_errors(model, features, training, recipe, stored)
+    errors = held_out_errors(model, features, training, recipe, stored, mesh=mesh)
     told: dict[str, Any] = {k: v for k, v in asked.items() if k not in ("model", "policy", "policy_settings")}
     settings = checkpoint.Settings(
         model=model.name,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import operator
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,10 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import struct
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int, Key
 
 from kvjax.model import Model
+from kvjax.models.config import ModelConfig
+from kvjax.models.sharding import MESH_AXES, program_mesh
 from kvjax.policies.residuals.kernels import Params, Phi, Psi, init_kernels
 from kvjax.train import checkpoints
 from kvjax.train.less.record import Features
@@ -25,7 +26,13 @@ from kvjax.train.less.record import Features
 CHUNK = 128
 """Steps of a text that see each other's evictions pair by pair; what left before comes as one sum."""
 
-LAYERS = PartitionSpec("layers")
+DATA, MODEL = MESH_AXES
+
+OF_LAYERS = PartitionSpec(MODEL)
+"""Where arrays [L ...] lie on a `training_mesh`."""
+
+OF_TEXTS = PartitionSpec(MODEL, DATA)
+"""Where arrays [L b ...] do."""
 
 Projection = Float[Array, "w h g d"]
 """A layer's output projection, by heads."""
@@ -157,20 +164,45 @@ def output_projections(model: Model) -> Projections:
     return stacked.reshape(-1, *heads).astype(jnp.promote_types(stacked.dtype, jnp.float32))
 
 
-def layer_mesh(layers: int) -> Mesh:
-    """As many devices as share the layers evenly."""
-    devices = jax.devices()
-    most = max(count for count in range(1, len(devices) + 1) if layers % count == 0)
-    return Mesh(np.array(devices[:most]), ("layers",))
+def check_batch(batch: int, mesh: Mesh | None) -> None:
+    """Refuse batches that do not lie evenly along a mesh.
+
+    Raises:
+        ValueError: with numbers that do.
+    """
+    along = 1 if mesh is None else mesh.shape.get(DATA, 1)
+    if batch % along:
+        raise ValueError(
+            f"batch={batch} texts do not lie evenly along data={along}; use batch={-(-batch // along) * along}."
+        )
 
 
-def _over_layers(mesh: Mesh, function: Callable[..., Any], *stacked: Any) -> Any:
+def training_mesh(config: ModelConfig, mesh: Mesh | None = None) -> Mesh:
+    """The devices that training uses: layers lie along `model`, texts of a batch along `data`.
+
+    Args:
+        config: the model's shape.
+        mesh: with axes of `MESH_AXES`, of whose `model` as many devices are taken as share the layers evenly; None for
+            all devices along `model`.
+
+    Raises:
+        ValueError: the mesh has other axes.
+    """
+    devices = np.array(jax.devices())[None]
+    if mesh is not None:
+        rows = program_mesh(config, mesh).devices
+        devices = rows.reshape(len(rows), -1)
+    most = max(count for count in range(1, devices.shape[1] + 1) if config.layers % count == 0)
+    return Mesh(devices[:, :most], MESH_AXES, axis_types=(AxisType.Auto,) * 2)
+
+
+def _over_layers(mesh: Mesh, function: Callable[..., Any], given: tuple[PartitionSpec, ...], *stacked: Any) -> Any:
     # One layer after another on each device: faster than vmap, whose hidden features of all layers leave the cache.
     mapped = jax.shard_map(
         lambda *local: jax.lax.map(lambda layer: function(*layer), local),
         mesh=mesh,
-        in_specs=LAYERS,
-        out_specs=LAYERS,
+        in_specs=given,
+        out_specs=OF_LAYERS,
         check_vma=False,
     )
     return mapped(*stacked)
@@ -188,9 +220,10 @@ def _step(
     recipe: Recipe,
     mesh: Mesh,
 ) -> tuple[Params, Any, Float[Array, " L"]]:
-    def loss(params: Params, seen: Features, projection: Projection, key: Key[Array, ""]) -> Float[Array, ""]:
-        total, numbers = squared_error(memory_attention(params, recipe, seen, key), seen, projection)
-        return total / jnp.maximum(numbers, 1)
+    def loss(
+        params: Params, seen: Features, projection: Projection, key: Key[Array, ""]
+    ) -> tuple[Float[Array, ""], Int[Array, ""]]:
+        return squared_error(memory_attention(params, recipe, seen, key), seen, projection)
 
     def layer(
         params: Params,
@@ -198,15 +231,23 @@ def _step(
         seen: Features,
         projection: Projection,
         rate: Float[Array, ""],
-        key: Key[Array, ""],
+        keys: Key[Array, " b"],
     ) -> tuple[Params, Any, Float[Array, ""]]:
-        error, gradients = jax.value_and_grad(loss)(params, seen, projection, key)
+        def of_text(text: tuple[Features, Key[Array, ""]]) -> Any:
+            seen, key = jax.tree.map(lambda leaf: leaf[None], text[0]), text[1]
+            return jax.value_and_grad(loss, has_aux=True)(params, seen, projection, key)
+
+        # One text after another: its dropout does not depend on the texts that lie on the same device.
+        of_texts = jax.tree.map(lambda leaf: leaf.sum(0), jax.lax.map(of_text, (seen, keys)))
+        (total, numbers), gradients = jax.lax.psum(of_texts, DATA)
+        error, gradients = jax.tree.map(lambda leaf: leaf / jnp.maximum(numbers, 1), (total, gradients))
         updates, optimiser = optax.scale_by_adam().update(gradients, optimiser)
         return optax.apply_updates(params, jax.tree.map(lambda u: -rate * u, updates)), optimiser, error
 
-    layers = len(projection)
-    keys, rates = jax.random.split(key, layers), jnp.full(layers, rate)
-    return _over_layers(mesh, layer, params, optimiser, seen, projection, rates, keys)
+    layers, batch = seen.q.shape[:2]
+    keys, rates = jax.random.split(key, (layers, batch)), jnp.full(layers, rate)
+    given = OF_LAYERS, OF_LAYERS, OF_TEXTS, OF_LAYERS, OF_LAYERS, OF_TEXTS
+    return _over_layers(mesh, layer, given, params, optimiser, seen, projection, rates, keys)
 
 
 @functools.partial(jax.jit, static_argnames=("recipe", "mesh"))
@@ -215,9 +256,9 @@ def _errors(
 ) -> tuple[Float[Array, " L"], Int[Array, " L"]]:
     def layer(params: Params, seen: Features, projection: Projection) -> tuple[Float[Array, ""], Int[Array, ""]]:
         out = seen.sparse if recipe is None else memory_attention(params, recipe, seen)
-        return squared_error(out, seen, projection)
+        return jax.lax.psum(squared_error(out, seen, projection), DATA)
 
-    return _over_layers(mesh, layer, params, seen, projection)
+    return _over_layers(mesh, layer, (OF_LAYERS, OF_TEXTS, OF_LAYERS), params, seen, projection)
 
 
 def mean_error(
@@ -231,7 +272,7 @@ def mean_error(
         texts: which of them count.
         projection: see `output_projections`.
         recipe: the kernels' shape.
-        mesh: see `layer_mesh`.
+        mesh: see `training_mesh`.
     """
     total = np.zeros(len(projection))
     numbers = np.zeros(len(projection))
@@ -243,12 +284,21 @@ def mean_error(
 
 
 def batches(features: Features, order: np.ndarray, batch: int, mesh: Mesh, whole: bool) -> Iterator[Features]:
-    """Texts in an order, some at a time, read from where the features are; `whole` leaves out a smaller last batch."""
+    """Texts in an order, some at a time, read from where the features are; `whole` leaves out a smaller last batch.
+
+    Otherwise texts of zeros, from which nothing leaves, fill that one until it lies evenly along the mesh.
+    """
     stop = len(order) - len(order) % batch if whole else len(order)
     for first in range(0, stop, batch):
         chosen = np.sort(order[first : first + batch])
-        read = jax.tree.map(operator.itemgetter((slice(None), chosen)), features)
-        yield jax.device_put(read, NamedSharding(mesh, LAYERS))
+        missing = -len(chosen) % mesh.shape[DATA]
+        read = jax.tree.map(functools.partial(_texts, chosen=chosen, missing=missing), features)
+        yield jax.device_put(read, NamedSharding(mesh, OF_TEXTS))
+
+
+def _texts(leaf: Array, *, chosen: np.ndarray, missing: int) -> np.ndarray:
+    read = np.asarray(leaf[:, chosen])
+    return np.pad(read, [(0, 0), (0, missing), *[(0, 0)] * (read.ndim - 2)]) if missing else read
 
 
 def split_texts(texts: int, recipe: Recipe) -> tuple[range, range]:
@@ -271,29 +321,33 @@ def train(
     directory: Path,
     recipe: Recipe,
     *,
+    mesh: Mesh | None = None,
     epochs: int | None = None,
     show: Callable[[int, Float[np.ndarray, "L 2"]], None] = lambda epoch, losses: None,
 ) -> Training:
     """Train the kernels of all layers, or go on where a run in this directory stopped; each epoch leaves a checkpoint.
 
     The order of the texts and the dropout depend on seed and epoch alone, so that a run that was interrupted ends with
-    the kernels of one that was not. Layers are shared out evenly over the devices.
+    the kernels of one that was not, and one that goes on with other devices with the same but for rounding.
 
     Args:
         model: frozen.
         features: from `collect`.
         directory: of the run's checkpoints.
         recipe: how.
+        mesh: devices, see `training_mesh`.
         epochs: stop after so many, resumably; None for the recipe's.
         show: called with the epochs done and their losses.
 
     Raises:
         FloatingPointError: a loss is not finite.
+        ValueError: the mesh or the number of texts are not fit for it.
     """
     layers, texts = features.q.shape[:2]
     learn, held = split_texts(texts, recipe)
-    mesh = layer_mesh(layers)
-    sharding = NamedSharding(mesh, LAYERS)
+    check_batch(recipe.batch, mesh)
+    mesh = training_mesh(model.config, mesh)
+    sharding = NamedSharding(mesh, OF_LAYERS)
     params = init_kernels(
         jax.random.key(recipe.seed),
         model.config,
@@ -309,7 +363,8 @@ def train(
         losses=jnp.full((layers, recipe.epochs, 2), jnp.nan, jnp.float32),
         epoch=jnp.zeros(layers, jnp.int32),
     )
-    training = jax.device_put(checkpoints.restore(directory, training) or training, sharding)
+    training = jax.device_put(training, sharding)
+    training = checkpoints.restore(directory, training) or training
     projection = jax.device_put(output_projections(model), sharding)
     params, optimiser = training.params, training.optimiser
     last = recipe.epochs if epochs is None else min(epochs, recipe.epochs)
