@@ -27,7 +27,7 @@ SHIPPED = Path(__file__).resolve().parents[2] / "tiny" / "less"
 _OPTIONAL = {
     *("value_width", "ropes", "attention_scale", "soft_cap", "logit_soft_cap", "windows"),
     *("slopes", "qkv_clip", "attention_scales", "logit_scale"),
-    *("embedding_scale", "norm_offset", "post_norms", "query_key_norms"),
+    *("embedding_scale", "norm_offset", "post_norms", "query_key_norms", "spread"),
     *("beta_fast", "beta_slow", "truncate", "short_factors", "long_factors", "attention_factor"),
 }
 """Settings of models and RoPE that count in a fingerprint only where they are not the usual ones: kernels may be older
