@@ -76,26 +76,12 @@ class Dense(struct.PyTreeNode):
         scores, guard = slots.scores(rules, view, new)
         bounds = Protection(guard.sinks, guard.recent, slots.room(rules, view.limit, new))
         added = jax.tree.map(lambda leaf: leaf[:, :, 0], _entries(rules, view, new))
-        buffers = {"kv": view.kv, "slots": view.slots}
-        held = (view.position, new.position[:, 0], buffers, added)
-        spread = new.spread
-        shared = spread.slots > 1
-        slot = None if slots.windowed(new) or shared else rules.victim(view, new, bounds, guard.keep)
-        oldest = None
-        if shared:
-            slot, oldest = slots.victim_of_all(scores, view.position, new, bounds, guard.keep, rules.shrinks)
-        if slot is None:
-            found = evict(
-                scores, *held, protection=bounds, keep=guard.keep, shrinks=rules.shrinks, **new.kernels._asdict()
-            )
+        held = (view.position, new.position[:, 0], {"kv": view.kv, "slots": view.slots}, added)
+        if new.spread.slots > 1:
+            taken = _exchange_among(rules, view, new, scores, bounds, guard.keep, held, pairs=absorb is not None)
         else:
-            found = exchange_slots(slot, *held)
-        _, left, taken, position, buffers = found
-        if oldest is not None and slot is not None:  # another device may have the slot
-            left, here = jnp.where(new.valid[:, :1], oldest, -1), slot < view.capacity
-            wanted = {"kv": taken["kv"] if absorb is not None else None, "slots": taken["slots"].codec}
-            wanted = jax.tree.map(lambda leaf: spread.over_slots(jnp.where(slots.wide_as(leaf, here), leaf, 0)), wanted)
-            taken = {"kv": wanted["kv"] or taken["kv"], "slots": taken["slots"].replace(codec=wanted["slots"])}
+            taken = _exchange(rules, view, new, scores, bounds, guard.keep, held)
+        left, taken, position, buffers = taken
         written = view.replace(position=position, **buffers)
         written = rules.codec.exchanged(config, written, new, taken["slots"].codec, left)
         kv = jax.tree.map(lambda leaf: leaf[:, :, None], taken["kv"])
@@ -335,6 +321,44 @@ def empty(
 
     kv, remembered = jax.tree.map(room, held)
     return View(limit, state, kv, jnp.full((rows, heads, slots), -1, jnp.int32), remembered)
+
+
+Exchanged = tuple[Int[Array, "b h"], dict[str, Any], Int[Array, "b h c"], dict[str, PyTree]]
+"""The position that left each head, what its slot held, and positions and buffers with the new token."""
+
+
+def _exchange(
+    rules: Rules, view: View, new: New, scores: Array, bounds: Protection, keep: Array | None, held: tuple[Any, ...]
+) -> Exchanged:
+    slot = None if slots.windowed(new) else rules.victim(view, new, bounds, keep)
+    if slot is not None:
+        return exchange_slots(slot, *held)[1:]
+    return evict(scores, *held, protection=bounds, keep=keep, shrinks=rules.shrinks, **new.kernels._asdict())[1:]
+
+
+def _exchange_among(
+    rules: Rules,
+    view: View,
+    new: New,
+    scores: Array,
+    bounds: Protection,
+    keep: Array | None,
+    held: tuple[Any, ...],
+    *,
+    pairs: bool,
+) -> Exchanged:
+    # Several devices have a head's slots, and one of them the one that is taken: it tells the others what they need.
+    slot, oldest = slots.victim_of_all(scores, view.position, new, bounds, keep, rules.shrinks)
+    _, _, taken, position, buffers = exchange_slots(slot, *held)
+    here = slot < view.capacity
+
+    def told(leaf: Array) -> Array:
+        return new.spread.over_slots(jnp.where(here.reshape(*here.shape, *(1,) * (leaf.ndim - 2)), leaf, 0))
+
+    kv = jax.tree.map(told, taken["kv"]) if pairs else taken["kv"]
+    remembered = taken["slots"].replace(codec=jax.tree.map(told, taken["slots"].codec))
+    left = jnp.where(new.valid[:, :1], oldest, -1)
+    return left, {"kv": kv, "slots": remembered}, position, buffers
 
 
 def _settled(rules: Rules, view: View, new: New, capacity: int) -> tuple[Array, Array, Bool[Array, "b h c"]]:

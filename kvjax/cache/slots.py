@@ -185,11 +185,6 @@ def victim_of_all(
     return jnp.where(here, chosen, capacity).astype(jnp.int32), jnp.where(oldest == last, -1, oldest).astype(jnp.int32)
 
 
-def wide_as(leaf: Array, mask: Bool[Array, "b h"]) -> Bool[Array, "b h *1"]:
-    """A mask of heads for what they have."""
-    return mask.reshape(*mask.shape, *(1,) * (leaf.ndim - 2))
-
-
 def best_first(
     ranks: Float[Array, "b h c"], position: Int[Array, "b h c"], sinks: Int[Array, "b h"]
 ) -> tuple[Int[Array, "b h c"], Int[Array, "b h"]]:
