@@ -66,7 +66,9 @@ def collectives(name: str, config: ModelConfig, shape: tuple[int, int]) -> None:
     case, model = (POLICIES | PAIRS)[name], placed(models.random_model(config), shape)
     prompts = TEXT[:, : max(LENGTHS)]
     state, _ = kvjax.prefill(model, case.make(), prompts, case.budget, plan=case.plan, max_new_tokens=40)
+    jax.config.update("jax_disable_most_optimizations", False)  # which leave sums apart that travel together
     text = lower_step(state).compile().as_text()
+    jax.config.update("jax_disable_most_optimizations", True)
     kinds = "all-gather|all-reduce|reduce-scatter|collective-permute|all-to-all"
     calls = re.findall(rf"= (.*?) ({kinds})(?:-start)?\(", text)
     shapes = [numbers for made, kind in calls if kind == "all-gather" for numbers in re.findall(r"\[([\d,]*)\]", made)]
@@ -92,7 +94,6 @@ def main(what: str, cases: list[str], kv_heads: int, meshes: list[list[int]], mo
 if __name__ == "__main__":
     jax.config.update("jax_num_cpu_devices", 8)
     told = json.loads(sys.argv[1])
-    if told["what"] == "compared":
-        jax.config.update("jax_enable_x64", True)
-        jax.config.update("jax_disable_most_optimizations", True)
+    jax.config.update("jax_enable_x64", told["what"] == "compared")
+    jax.config.update("jax_disable_most_optimizations", True)
     main(**told)
