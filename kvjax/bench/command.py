@@ -1,4 +1,4 @@
-"""Measure speed and memory of policies: `python -m kvjax.bench decode`, `prefill`, `kernels`, `scale`, `deployments`."""
+"""Measure speed and memory of policies: `python -m kvjax.bench decode`, `prefill`; or `kernels` and other things."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from kvjax.bench.tables import table
 from kvjax.commands import add_model_options, finish
 from kvjax.evaluate.speed import decoder, race, reader
 from kvjax.files import write_text
+
 OTHERS = {"kernels": kernels.main, "scale": scale.main, "deployments": deployments.main}
 """What is no race of policies."""
 
@@ -77,7 +78,9 @@ def main(argv: list[str] | None = None) -> int:
     if words and words[0] in OTHERS:
         return OTHERS[words[0]](words[1:])
     options = argparse.ArgumentParser(prog="kvjax bench", description=__doc__, allow_abbrev=False)
-    options.add_argument("what", choices=("decode", "prefill", *OTHERS), help=f"{', '.join(OTHERS)} have settings of their own")
+    options.add_argument(
+        "what", choices=("decode", "prefill", *OTHERS), help=f"{', '.join(OTHERS)} have settings of their own"
+    )
     add_model_options(options, "synthetic", "synthetic, ")
     add_policy_options(options)
     options.add_argument("--batch", type=int, default=8)

@@ -11,6 +11,8 @@ import jax
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 _COLLECTIVE = re.compile(rf"= [^=\n]*?(?<![\w%.-])({'|'.join(KINDS)})(?:-start)?\(")
 
+_KERNEL = re.compile(r'kernel_name = "(\w+)"')
+
 
 class Footprint(NamedTuple):
     """Of one device."""
@@ -23,6 +25,8 @@ class Footprint(NamedTuple):
     """Of all else, results that are new among it."""
     collectives: dict[str, int]
     """How many of each kind are in the program."""
+    kernels: list[str]
+    """Of Pallas, those that it calls."""
 
     @property
     def bytes(self) -> int:
@@ -45,6 +49,7 @@ def footprint(lowered: jax.stages.Lowered) -> Footprint:
         cache_bytes=in_place,
         temporary_bytes=memory.temp_size_in_bytes + memory.output_size_in_bytes - in_place,
         collectives=collectives(compiled.as_text() or ""),
+        kernels=sorted(set(_KERNEL.findall(lowered.as_text()))),
     )
 
 

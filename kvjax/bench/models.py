@@ -95,7 +95,9 @@ def config_named(name: str) -> ModelConfig:
         return shape
     file = (locate(name, None) if name == "tiny" else Path(name)) / "config.json"
     if not file.is_file():
-        raise ValueError(f"there is no shape {name!r}: give tiny, {', '.join(SHAPES)}, or a directory with a config.json.")
+        raise ValueError(
+            f"there is no shape {name!r}: give tiny, {', '.join(SHAPES)}, or a directory with a config.json."
+        )
     return read_config(read_json(file))[1]
 
 
@@ -119,7 +121,9 @@ def model_named(name: str, dtype: str, revision: str | None = None, weights: Lit
     return load(name, dtype, revision, weights)
 
 
-def random_model(config: ModelConfig, dtype: str, weights: Literal["int8"] | None = None, mesh: Mesh | None = None) -> Model:
+def random_model(
+    config: ModelConfig, dtype: str, weights: Literal["int8"] | None = None, mesh: Mesh | None = None
+) -> Model:
     """Random weights, drawn where they are going to lie: seven billion of them take minutes on the host."""
     shaped = shaped_model(config, dtype, weights, mesh)
 

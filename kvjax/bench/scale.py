@@ -24,8 +24,7 @@ from kvjax.policies.registry import policy
 
 Row = dict[str, Any]
 _ONE_CPU = (
-    "No tokens per second: virtual devices share the cores of one CPU; "
-    "--throughput times those at hand all the same."
+    "No tokens per second: virtual devices share the cores of one CPU; --throughput times those at hand all the same."
 )
 
 
@@ -89,9 +88,7 @@ def _row(
     return mesh | dict(policy=name, budget=budget) | found._asdict()
 
 
-def _throughput(
-    options: argparse.Namespace, config: ModelConfig, devices: list[Any], row: Row, entry: Entry
-) -> float:
+def _throughput(options: argparse.Namespace, config: ModelConfig, devices: list[Any], row: Row, entry: Entry) -> float:
     mesh = mesh_of(devices, parse_mesh(row["mesh"]))
     model = random_model(config, options.dtype, options.weights, mesh)
     tokens = np.random.default_rng(0).integers(3, config.vocab_size, (options.batch, options.prompt_tokens))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 from collections.abc import Sequence
@@ -93,6 +94,7 @@ def _virtual(count: int) -> list[Any]:
     return jax.devices("cpu")
 
 
+@functools.cache
 def _known_to_compiler(target: str, package: str, name: str, platform: str, **settings: Any) -> Sequence[Any]:
     from jax.experimental import topologies
 
