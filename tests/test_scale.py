@@ -24,6 +24,7 @@ from kvjax.engine import read_prompts
 from kvjax.engine.shapes import state_shapes
 from kvjax.models.weights import rounded_shapes, weight_shapes
 from tests.models import GQA, random_model
+from tests.test_aot import VARIABLE
 
 ROOT = Path(__file__).parent.parent
 
@@ -126,6 +127,22 @@ def test_steps_on_virtual_devices_have_bytes_and_collectives_but_no_speed(tmp_pa
     assert whole / 8 < h2o["weight_bytes"] < whole / 2
     assert 0 < h2o["cache_bytes"] < full["cache_bytes"]
     assert full["devices"] == 8 and full["tokens_per_second"] is None
+
+
+@pytest.mark.skipif(
+    VARIABLE not in os.environ, reason=f"{VARIABLE} names no Python that has jax[tpu]; .ci/run makes one"
+)
+def test_steps_over_a_mesh_of_tpus_call_kernels_and_change_caches_in_place(tmp_path):
+    file = tmp_path / "rows.json"
+    words = "-W ignore -m kvjax.bench scale --model toy --mesh 1x4,1x8 --for v5e:2x4 --policies h2o --budgets 256"
+    words += f" --prompt-tokens 1000 --batch 2 --json {file}"
+    done = subprocess.run([os.environ[VARIABLE], *words.split()], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    for row in json.loads(file.read_text())["rows"]:
+        assert "decode_attention" in row["kernels"]
+        # Toy's layers have keys and values of 64 numbers; half of its heads' slots are elsewhere on eight devices.
+        slots = 2 * 2 * 4 * (256 if row["policy"] == "h2o" else 1088) // row["devices"]
+        assert row["cache_bytes"] > slots * 2 * 64 * 2
 
 
 def step(weights, caches, temporary, rows=2, **collectives):

@@ -146,7 +146,7 @@ def measure(deployments: list[Deployment], parts: list[str], contexts: list[int]
         for each in deployments:
             _say(f"{part}: {each.name}")
             store = Store(directory / f"{each.chip}.json", show=_say)
-            for name, settings, make in PARTS[part](each, contexts, measured(directory)):
+            for name, settings, make in PARTS[part](each, contexts):
                 store.measure(f"{each.name}, {name}", settings, lambda make=make: _or_refusal(make))
 
 
@@ -169,7 +169,7 @@ def _say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def _steps(each: Deployment, contexts: list[int], _: Any) -> Iterator[tuple[str, dict[str, Any], Any]]:
+def _steps(each: Deployment, contexts: list[int]) -> Iterator[tuple[str, dict[str, Any], Any]]:
     for context in contexts:
         for variant in VARIANTS:
             size = Size(FEW, first_rows(each, variant, context), variant, context)
@@ -182,25 +182,17 @@ def _depths(each: Deployment, depths: tuple[int, ...]) -> Iterator[tuple[str, di
         yield f"{layers} layers", _settings(each, size), lambda size=size: compiled_step(each, size)
 
 
-def _prompts(each: Deployment, contexts: list[int], _: Any) -> Iterator[tuple[str, dict[str, Any], Any]]:
+def _prompts(each: Deployment, contexts: list[int]) -> Iterator[tuple[str, dict[str, Any], Any]]:
     for context in contexts:
         settings = dict(each._asdict(), context=context, jax=jax.__version__)
         yield f"prompt of {context}", settings, lambda context=context: compiled_prompt(each, context)
 
 
-def _largest(each: Deployment, _: list[int], kept: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any], Any]]:
-    found = fit(each, kept, *REFERENCE)
-    if found is not None and found.rows:
-        size = Size(SHAPES[each.model].layers, found.rows, *REFERENCE)
-        yield "largest", _settings(each, size), lambda: compiled_step(each, size)
-
-
 PARTS: dict[str, Any] = {
-    "depths": lambda each, *_: _depths(each, (FEW, MORE)),
+    "depths": lambda each, _: _depths(each, (FEW, MORE)),
     "steps": _steps,
     "prompts": _prompts,
-    "whole": lambda each, *_: _depths(each, (SHAPES[each.model].layers,)),
-    "largest": _largest,
+    "whole": lambda each, _: _depths(each, (SHAPES[each.model].layers,)),
 }
 
 
@@ -367,26 +359,6 @@ def _whole(kept: dict[str, Any]) -> list[str]:
         f"Steps of {variant.policy} at {variant.budget:.0%} of {context} tokens, {ROWS} rows, compiled with all layers "
         f"and extrapolated from {FEW} and {MORE} layers; MB of one device.",
         table(["deployment", *headings, "collectives of a step"], rows),
-        *_largest_table(kept),
-    ]
-
-
-def _largest_table(kept: dict[str, Any]) -> list[str]:
-    rows = []
-    for each in DEPLOYMENTS:
-        found, guessed = kept.get(f"{each.name}, largest"), fit(each, kept, *REFERENCE)
-        if found is None or guessed is None:
-            continue
-        total = guessed.weights + guessed.rows * guessed.row + guessed.temporary
-        sizes = [f"{size / 1e9:.2f}" for size in (MEMORY[each.chip], total)]
-        names = ("weight_bytes", "cache_bytes", "temporary_bytes")
-        whole = found["refused"] if "refused" in found else f"{sum(found[name] for name in names) / 1e9:.2f}"
-        rows.append([each.name, found.get("rows", guessed.rows), *sizes, whole])
-    if not rows:
-        return []
-    return [
-        "The same steps at the largest batch of the tables above, compiled with all layers; GB of one device.",
-        table(["deployment", "rows", "there are", "extrapolated", "whole"], rows),
     ]
 
 
