@@ -145,8 +145,9 @@ def test_steps_over_a_mesh_of_tpus_call_kernels_and_change_caches_in_place(tmp_p
         assert row["cache_bytes"] > slots * 2 * 64 * 2
 
 
-def step(weights, caches, temporary, rows=2, **collectives):
-    return dict(weight_bytes=weights, cache_bytes=caches, temporary_bytes=temporary, rows=rows, collectives=collectives)
+def step(weights: float, caches: float, temporary: float, rows: int = 2, **collectives: int) -> dict[str, object]:
+    sizes = dict[str, object](weight_bytes=weights, cache_bytes=caches, temporary_bytes=temporary)
+    return sizes | dict(rows=rows, collectives=collectives)
 
 
 def test_whole_models_follow_from_a_few_layers():
