@@ -11,7 +11,8 @@ import jax
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 _COLLECTIVE = re.compile(rf"= [^=\n]*?(?<![\w%.-])({'|'.join(KINDS)})(?:-start)?\(")
 
-_KERNEL = re.compile(r'kernel_name = "(\w+)"')
+_KERNEL = re.compile(r'kernel_name = "(\w+)"|, name = "(\w+)", num_stages')
+"""As programs for TPU and those for GPU call them."""
 
 
 class Footprint(NamedTuple):
@@ -49,7 +50,7 @@ def footprint(lowered: jax.stages.Lowered) -> Footprint:
         cache_bytes=in_place,
         temporary_bytes=memory.temp_size_in_bytes + memory.output_size_in_bytes - in_place,
         collectives=collectives(compiled.as_text() or ""),
-        kernels=sorted(set(_KERNEL.findall(lowered.as_text()))),
+        kernels=sorted({match[1] or match[2] for match in _KERNEL.finditer(lowered.as_text())}),
     )
 
 
