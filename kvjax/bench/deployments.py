@@ -272,7 +272,8 @@ def page(kept: dict[str, Any]) -> str:
         f"tokens is a prompt of 7936 and {NEW_TOKENS} new ones, and so for the others; `h2o` keeps a share of it, and "
         "codes of 8 bits come with a scale for each key and value. Programs may have "
         + ", ".join(f"{size / GIB:.2f} GiB on {chip}" for chip, size in MEMORY.items())
-        + " (of TPUs what their compiler says it has, of H100 what the device reports).",
+        + " (of TPUs what their compiler says it has; of H100 what the device reports, of which jax takes three "
+        "quarters unless XLA_PYTHON_CLIENT_MEM_FRACTION says more).",
         "## Weights",
         "GB of one device. Attention weights are whole on devices that share the same KV heads: beyond 8 devices only "
         f"MLP and vocabulary go on shrinking. {_floor()}",
