@@ -124,7 +124,7 @@ def compiled_prompt(deployment: Deployment, context: int) -> dict[str, Any]:
     tokens = np.zeros((1, context - NEW_TOKENS), np.int32)
     programs = lower_prefill(model, "h2o", tokens, 0.25, max_new_tokens=NEW_TOKENS)
     found = [footprint(program) for program in programs]
-    return max(found, key=lambda each: each.temporary_bytes)._asdict() | {"programs": len(programs)}
+    return max(found, key=lambda each: each.cache_bytes + each.temporary_bytes)._asdict() | {"programs": len(programs)}
 
 
 def row_bytes(deployment: Deployment, variant: Variant, context: int) -> float:
@@ -282,8 +282,9 @@ def page(kept: dict[str, Any]) -> str:
         f"Steps of {FEW} layers were compiled for each line, at about the batch that fits, and whole models "
         "extrapolated: layers are alike, so weights and caches grow by as much with each. Temporaries (new results "
         f"among them) are those of {FEW} layers and what a whole program takes besides, from the table of whole models "
-        "below: under h2o that is counted for each row and slot, for the logits of all layers wait until the end of "
-        "the step, where the compiler puts off what scores make of them. Where a step of that context was not compiled "
+        "below: under h2o that is counted for each row and slot. (On H100 it is just that: the logits of each layer, as "
+        "the compiler puts off to the end of the step what scores make of them. On TPU some of it is copies of weights, "
+        "so the count is on the safe side.) Where a step of that context was not compiled "
         f"(≈), it follows from that of {REFERENCE[1] // 1024}k by the number of slots. Rows are the largest batch for "
         "which weights, caches and temporaries fit together; for none, the model does not fit there. On TPU attention "
         "and, where a device has whole heads, the exchange of slots are Pallas kernels inside of `shard_map`; on H100 "
@@ -374,8 +375,8 @@ def _prompt_table(kept: dict[str, Any]) -> list[str]:
         return []
     return [
         "Prompts are read layer by layer, by programs that all layers share, so these are of whole models: MB that the "
-        "largest of them takes beside weights, for one row under h2o at 25%, the slots that it leaves of its layer "
-        "among them.",
+        "largest of them takes beside weights, for one row under h2o at 25%, with hidden states and the slots that it "
+        "leaves of its layer. Every device has whole hidden states; `prefill_chunk` makes them smaller.",
         table(["deployment", *(f"{context // 1024}k" for context in CONTEXTS)], rows),
     ]
 
@@ -383,7 +384,7 @@ def _prompt_table(kept: dict[str, Any]) -> list[str]:
 def _prompt_cell(found: dict[str, Any] | None) -> str | None:
     if found is None:
         return None
-    return "too large" if "refused" in found else f"{found['temporary_bytes'] / 1e6:,.1f}"
+    return "too large" if "refused" in found else f"{(found['cache_bytes'] + found['temporary_bytes']) / 1e6:,.0f}"
 
 
 COUNTS = (4, 8, 16, 32, 64, 128, 256)
