@@ -5,15 +5,23 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from pathlib import Path
 from typing import Literal
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Key
+from jax.sharding import Mesh
+from jax.typing import DTypeLike
+from jaxtyping import Array, Key
 
+from kvjax.engine.mesh import placed_shapes
 from kvjax.model import Model, load
 from kvjax.models import ModelConfig, Rope, random_weights
-from kvjax.models.weights import weight_shapes
+from kvjax.models.families import read_config
+from kvjax.models.places import locate
+from kvjax.models.sharding import parse_mesh, program_mesh, weight_shardings, weight_specs
+from kvjax.models.stored import read_json
+from kvjax.models.weights import rounded_shapes, weight_shapes
 
 SYNTHETIC = ModelConfig(
     vocab_size=4096,
@@ -39,6 +47,21 @@ LLAMA_7B = ModelConfig(
     rope=Rope(width=128),
 )
 
+LLAMA_70B = ModelConfig(
+    vocab_size=128256,
+    width=8192,
+    layers=80,
+    heads=64,
+    kv_heads=8,
+    head_width=128,
+    mlp_width=28672,
+    max_positions=131072,
+    rope=Rope(width=128, theta=500_000.0, scaling="llama3", factor=8.0),
+)
+"""Llama 3.1's."""
+
+LLAMA_405B = dataclasses.replace(LLAMA_70B, width=16384, layers=126, heads=128, mlp_width=53248)
+
 TOY = dataclasses.replace(
     LLAMA_7B,
     vocab_size=512,
@@ -51,31 +74,80 @@ TOY = dataclasses.replace(
     rope=Rope(width=64),
 )
 
-SHAPES = {"toy": TOY, "synthetic": SYNTHETIC, "llama_7b": LLAMA_7B}
+SHAPES = {
+    "toy": TOY,
+    "synthetic": SYNTHETIC,
+    "llama_7b": LLAMA_7B,
+    "llama_70b": LLAMA_70B,
+    "llama_405b": LLAMA_405B,
+}
 
 
-def model_named(name: str, dtype: str, revision: str | None = None, weights: Literal["int8"] | None = None) -> Model:
+def config_named(name: str) -> ModelConfig:
+    """The shape of a model: one of `SHAPES`, or that of a directory with a config.json, as the embedded model's.
+
+    Raises:
+        ValueError: there is no such shape.
+        LoadError: the config.json is damaged or not supported.
+    """
+    shape = SHAPES.get(name.replace("-", "_"))
+    if shape is not None:
+        return shape
+    file = (locate(name, None) if name == "tiny" else Path(name)) / "config.json"
+    if not file.is_file():
+        raise ValueError(
+            f"there is no shape {name!r}: give tiny, {', '.join(SHAPES)}, or a directory with a config.json."
+        )
+    return read_config(read_json(file))[1]
+
+
+def shaped_model(config: ModelConfig, dtype: DTypeLike, weights: Literal["int8"] | None, mesh: Mesh | None) -> Model:
+    """A model of shapes where weights would be, each with its place on a mesh: a program is all that it is good for."""
+    shapes = weight_shapes(config, dtype)
+    shapes = rounded_shapes(shapes) if weights == "int8" else shapes
+    devices = None if mesh is None else program_mesh(config, mesh)
+    placed = placed_shapes(weight_specs(shapes, config, devices), shapes, devices)
+    return Model(placed, config, f"{config.layers} layers of width {config.width}", mesh=mesh)
+
+
+def model_named(
+    name: str,
+    dtype: str,
+    revision: str | None = None,
+    weights: Literal["int8"] | None = None,
+    mesh: str | None = None,
+) -> Model:
     """The embedded model, a checkpoint, or `synthetic`: 8 layers, width 1024, four query heads per KV head."""
     if name == "synthetic":
         if revision is not None or weights is not None:
             raise ValueError(
                 "--revision and --weights are of models that are loaded, not of synthetic; leave them out."
             )
-        return Model(random_weights(SYNTHETIC, jax.random.key(0), jnp.dtype(dtype)), SYNTHETIC, name)
-    return load(name, dtype, revision, weights)
+        made, devices = random_weights(SYNTHETIC, jax.random.key(0), jnp.dtype(dtype)), None
+        if mesh is not None:
+            devices = parse_mesh(mesh)
+            made = jax.device_put(made, weight_shardings(SYNTHETIC, devices))
+        return Model(made, SYNTHETIC, name, mesh=devices)
+    return load(name, dtype, revision, weights, mesh)
 
 
-def random_model(config: ModelConfig, dtype: str) -> Model:
-    """Random weights, drawn on the device: seven billion of them take minutes on the host."""
+def random_model(
+    config: ModelConfig, dtype: str, weights: Literal["int8"] | None = None, mesh: Mesh | None = None
+) -> Model:
+    """Random weights, drawn where they are going to lie: seven billion of them take minutes on the host."""
+    shaped = shaped_model(config, dtype, weights, mesh)
 
     @functools.partial(jax.jit, static_argnums=1)
-    def draw(key: Key[Array, ""], shape: tuple[int, ...]) -> Float[Array, "..."]:
-        return jax.random.normal(key, shape, jnp.dtype(dtype)) / math.sqrt(shape[-1])
+    def draw(key: Key[Array, ""], leaf: jax.ShapeDtypeStruct) -> Array:
+        if leaf.dtype == jnp.int8:
+            made = jax.random.randint(key, leaf.shape, -127, 128, jnp.int8)
+        elif len(leaf.shape) > 1:
+            made = jax.random.normal(key, leaf.shape, leaf.dtype) / math.sqrt(leaf.shape[-1])
+        else:
+            made = jnp.full(leaf.shape, 1.0 / config.width if leaf.dtype != dtype else 1.0, leaf.dtype)
+        return made if leaf.sharding is None else jax.lax.with_sharding_constraint(made, leaf.sharding)
 
-    leaves, tree = jax.tree.flatten(weight_shapes(config))
+    leaves, tree = jax.tree.flatten(shaped.weights)
     keys = jax.random.split(jax.random.key(0), len(leaves))
-    weights = [
-        draw(key, leaf.shape) if len(leaf.shape) > 1 else jnp.ones(leaf.shape, dtype)
-        for key, leaf in zip(keys, leaves, strict=True)
-    ]
-    return Model(jax.tree.unflatten(tree, weights), config, f"{config.layers} layers of width {config.width}")
+    drawn = [draw(key, leaf) for key, leaf in zip(keys, leaves, strict=True)]
+    return Model(jax.tree.unflatten(tree, drawn), config, shaped.name, mesh=mesh)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from kvjax.cache.dense import Dense
 from kvjax.cache.paged import Paged, Selected
@@ -65,6 +65,22 @@ def _each(specs: PyTree, arguments: PyTree) -> tuple[PartitionSpec, ...]:
         return jax.tree.map(lambda _: spec, tree)
 
     return tuple(jax.tree.leaves(jax.tree.map(broadcast, specs, arguments)))
+
+
+def placed_shapes(specs: PyTree, tree: PyTree, mesh: Mesh | None) -> PyTree:
+    """The shapes of a tree, where they lie on a mesh.
+
+    Args:
+        specs: a `PartitionSpec` for each leaf, or for whole trees of them.
+        tree: arrays, or their shapes.
+        mesh: from `kvjax.models.sharding.program_mesh`; None for the default device.
+    """
+
+    def placed(spec: PartitionSpec, leaf: Any) -> jax.ShapeDtypeStruct:
+        sharding = None if mesh is None else NamedSharding(mesh, spec)
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+    return jax.tree.map(lambda spec, each: jax.tree.map(lambda leaf: placed(spec, leaf), each), specs, tree)
 
 
 def logits_spec(config: ModelConfig, mesh: Mesh | None) -> PartitionSpec:

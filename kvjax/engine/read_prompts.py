@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -14,7 +15,17 @@ from jaxtyping import Array, Float, Int, Key, UInt32
 from kvjax.cache.dense import Dense, empty
 from kvjax.cache.paged import Selected
 from kvjax.engine.layer import Reading, read_block, read_layers, read_token
-from kvjax.engine.mesh import OF_HEADS, OF_ROWS, WHOLE, logits_spec, on_mesh, policy_specs, read_specs, shared
+from kvjax.engine.mesh import (
+    OF_HEADS,
+    OF_ROWS,
+    WHOLE,
+    logits_spec,
+    on_mesh,
+    placed_shapes,
+    policy_specs,
+    read_specs,
+    shared,
+)
 from kvjax.engine.prepare import Prompts
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import LayerWeights, Weights, embed, unembed
@@ -40,6 +51,13 @@ def read_prompts(model: Model, prompts: Prompts, kernels: Kernels) -> Read:
     return _read_prompts(*_arguments(model, prompts), **_static(model, prompts, kernels))
 
 
+def prompt_shapes(model: Model, prompts: Prompts, kernels: Kernels) -> Read:
+    """What `read_prompts` would return, of `jax.ShapeDtypeStruct`: the weights may be shapes, too."""
+    if _shared(model.config, prompts):
+        return _read_layer_by_layer(model, prompts, kernels, lambda program: program.eval_shape)
+    return _read_prompts.eval_shape(*_arguments(model, prompts), **_static(model, prompts, kernels))
+
+
 def lower_prompts(model: Model, prompts: Prompts) -> list[jax.stages.Lowered]:
     """The programs of `read_prompts`, to compile and ask for their `memory_analysis()`."""
     kernels = Kernels()
@@ -49,7 +67,7 @@ def lower_prompts(model: Model, prompts: Prompts) -> list[jax.stages.Lowered]:
     around = dataclasses.replace(weights, layers=())
     mesh = model.devices
     beginning = _begin.lower(around, *_texts(prompts), config=config, kernels=kernels, mesh=mesh)
-    reading, x = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), beginning.out_info)
+    reading, x = placed_shapes(OF_ROWS, beginning.out_info, mesh)
     kinds = {
         (index, capacity): (layer, prompts.policy, limit, jnp.asarray(0), reading, x)
         for layer, index, limit, capacity in _layers(model, prompts)
@@ -93,16 +111,19 @@ def _layers(model: Model, prompts: Prompts) -> list[tuple[LayerWeights, int, Int
     return list(zip(model.weights.layers, like, limits, prompts.capacities, strict=True))
 
 
-def _read_layer_by_layer(model: Model, prompts: Prompts, kernels: Kernels) -> Read:
+def _read_layer_by_layer(
+    model: Model, prompts: Prompts, kernels: Kernels, run: Callable[[Any], Any] = lambda program: program
+) -> Read:
+    # `run` makes of a program what is called.
     weights, config = model.weights, model.config
     around, settings = dataclasses.replace(weights, layers=()), dict(config=config, mesh=model.devices)
-    reading, x = _begin(around, *_texts(prompts), kernels=kernels, **settings)
+    reading, x = run(_begin)(around, *_texts(prompts), kernels=kernels, **settings)
     found: list[Dense | tuple[Selected, ...]] = []
     for number, (layer, index, limit, capacity) in enumerate(_layers(model, prompts)):
         arguments = layer, prompts.policy, limit, jnp.asarray(number), reading, x
-        storage, x = _read_layer(*arguments, index=index, capacity=capacity, **settings)
+        storage, x = run(_read_layer)(*arguments, index=index, capacity=capacity, **settings)
         found.append(storage)
-    position, logits = _end(around, reading, x, **settings)
+    position, logits = run(_end)(around, reading, x, **settings)
     selected = [each for storage in found if not isinstance(storage, Dense) for each in storage]
     views = [view for storage in found if isinstance(storage, Dense) for view in storage.layers]
     return (Dense(tuple(views)) if views else tuple(selected)), position, reading.seed, logits

@@ -58,6 +58,19 @@ def weight_shapes(config: ModelConfig, dtype: DTypeLike = jnp.float32) -> Weight
     )
 
 
+def rounded_shapes(weights: Weights) -> Weights:
+    """The shapes of weights whose linear maps are in 8 bits, from those of weights in floating point."""
+
+    def rounded(node: Any) -> Any:
+        if not isinstance(node, Linear):
+            return node
+        codes = jax.ShapeDtypeStruct(node.weight.shape, jnp.int8)
+        scale = jax.ShapeDtypeStruct(node.weight.shape[:1], jnp.float32)
+        return Linear(codes, node.bias, scale)  # type: ignore[arg-type]
+
+    return jax.tree.map(rounded, weights, is_leaf=lambda node: isinstance(node, Linear))
+
+
 def leaf_name(path: tuple[Any, ...]) -> str:
     """The dotted name of a leaf of `Weights`, such as `layers.0.query.weight`, from its tree path."""
     return jax.tree_util.keystr(path, simple=True, separator=".")

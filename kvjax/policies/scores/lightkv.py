@@ -38,8 +38,10 @@ class _Observed(Score):
 
     def bind(self, model: Model) -> Self:
         """The score itself, if there is host memory to offload to."""
+        if not self.offload:
+            return self
         device = next(iter(model.weights.embedding.devices()))
-        if self.offload and "pinned_host" not in {memory.kind for memory in device.addressable_memories()}:
+        if "pinned_host" not in {memory.kind for memory in device.addressable_memories()}:
             raise ValueError(
                 f"offload=True needs memory of the kind 'pinned_host', which {device.platform} does not have; "
                 "leave offload out."
