@@ -67,7 +67,7 @@ def collectives(name: str, config: ModelConfig, shape: tuple[int, int]) -> None:
     prompts = TEXT[:, : max(LENGTHS)]
     state, _ = kvjax.prefill(model, case.make(), prompts, case.budget, plan=case.plan, max_new_tokens=40)
     jax.config.update("jax_disable_most_optimizations", False)  # which leave sums apart that travel together
-    text = lower_step(state).compile().as_text()
+    text = lower_step(state).compile().as_text() or ""
     jax.config.update("jax_disable_most_optimizations", True)
     kinds = "all-gather|all-reduce|reduce-scatter|collective-permute|all-to-all"
     calls = re.findall(rf"= (.*?) ({kinds})(?:-start)?\(", text)
