@@ -195,28 +195,11 @@ def _end(
 
 
 @functools.partial(jax.jit, static_argnames=("config", "capacities", "lines", "chunk", "kernels", "mesh"))
-def _read_prompts(
-    weights: Weights,
-    policy: Policy,
-    tokens: Int[Array, "b n"],
-    lengths: Int[Array, " b"],
-    horizon: Int[Array, " b"],
-    keys: Key[Array, " b"],
-    limits: tuple[Int[Array, "b h"], ...],
-    *,
-    config: ModelConfig,
-    capacities: tuple[int, ...],
-    lines: tuple[int, ...],
-    chunk: int | None,
-    kernels: Kernels,
-    mesh: Mesh | None,
-) -> Read:
-    here = dict(config=config, capacities=capacities, lines=lines, chunk=chunk, kernels=kernels, mesh=mesh)
-    of_weights = weight_specs(weights, config, mesh)
-    given = of_weights, policy_specs(policy), *(OF_ROWS,) * 4, OF_HEADS
+def _read_prompts(weights: Weights, policy: Policy, *texts: Any, **settings: Any) -> Read:
+    config, mesh = settings["config"], settings["mesh"]
+    given = weight_specs(weights, config, mesh), policy_specs(policy), *(OF_ROWS,) * 4, OF_HEADS
     made = read_specs(policy, config.layers), OF_ROWS, OF_ROWS, logits_spec(config, mesh)
-    read = on_mesh(functools.partial(_read_on_device, **here), mesh, given, made)
-    return read(weights, policy, tokens, lengths, horizon, keys, limits)
+    return on_mesh(functools.partial(_read_on_device, **settings), mesh, given, made)(weights, policy, *texts)
 
 
 def _read_on_device(
