@@ -44,7 +44,7 @@ EVERYTHING = [
         (["h2o", "keyformer", "tova", "lsh_e"], 6, [(2, 4)], None),
         (["less-performer", "fastgen", "streaming", "lightkv"], 6, [(2, 4)], None),
         *(slow(names, 6, [(2, 4)], None) for names in groups(list(POLICIES | PAIRS), 10)),
-        (["less+h2o+int4", "h2o+topk", "h2o-cache-positions", "lightkv-context"], 1, [(1, 4)], None),
+        (["less+h2o+int4", "h2o+topk", "lightkv-offload"], 1, [(1, 4)], None),
         (["streaming", "h2o+adakv"], 2, [(1, 4)], "SLOPED"),
         (["tova"], 2, [(2, 2)], "LOCAL"),
         (["keyformer"], 2, [(1, 2)], "LEARNED"),

@@ -209,7 +209,8 @@ class Codec:
         """
         place = jnp.broadcast_to(position[:, None], (*view.limit.shape, position.shape[1]))
         if self.ordered and given.places is not None:
-            place = (view.live[:, :, None] & (view.position[:, :, None] < position[:, None, :, None])).sum(-1)
+            before = view.live[:, :, None] & (view.position[:, :, None] < position[:, None, :, None])
+            place = new.spread.over_slots(before.sum(-1))
         q = rotate(config.rope, raw_q, place[:, :, None], new.end)
         return q if given.factor is None else (q * given.factor[:, :, None, None]).astype(q.dtype), place
 
