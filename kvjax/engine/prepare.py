@@ -95,7 +95,6 @@ def prepare(
     policy.codec.check_layers(config.layer_configs)
     limits, capacities = plan_slots(policy, budget, real, max_new_tokens, config, width, budget_of)
     size = bucket(width) if chunk is None or chunk >= width else -(-bucket(width) // chunk) * chunk
-    shares = 1 if model.devices is None else model.devices.shape[SLOTS]
     chunk = None if chunk is None or (chunk >= width and chunk > 1) else chunk
     keys = jax.random.key(0) if key is None else key
     return Prompts(
@@ -105,7 +104,7 @@ def prepare(
         horizon=np.full(rows, max_new_tokens, np.int32),
         keys=jnp.broadcast_to(keys, (rows,)) if keys.ndim == 0 else keys,
         limits=tuple(limit.astype(np.int32) for limit in limits),
-        capacities=tuple(-(-slots // shares) * shares for slots in capacities),
+        capacities=among_devices(capacities, model.devices),
         lines=lines_of(limits),
         chunk=chunk,
     )
@@ -170,6 +169,12 @@ def round_slots(slots: int) -> int:
     """Slots in the buffers: the next multiple of 16, of 64 beyond 1024, so that attention finds blocks that fit."""
     unit = 16 if slots <= 1024 else 64
     return -(-slots // unit) * unit
+
+
+def among_devices(capacities: Sequence[int], mesh: Mesh | None) -> tuple[int, ...]:
+    """Slots of buffers that the devices of a mesh can share, as many on each."""
+    shares = 1 if mesh is None else mesh.shape[SLOTS]
+    return tuple(-(-slots // shares) * shares for slots in capacities)
 
 
 def full_slots(prompt: int, new: int) -> int:

@@ -20,7 +20,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from kvjax.engine.extend import prefill
+from kvjax.compilation import Compiling, temporary_bytes
+from kvjax.engine.extend import lower_prefill, prefill
 from kvjax.engine.prepare import Budget, bucket_rows, check_length, ready
 from kvjax.engine.state import cache_bytes, full_cache_bytes, take_rows
 from kvjax.evaluate.perplexity import stream
@@ -31,7 +32,7 @@ from kvjax.policies.registry import name_of
 from kvjax.sampling.pieces import before_stop
 from kvjax.sampling.prompts import render, token_ids
 from kvjax.sampling.questions import answer_each
-from kvjax.sampling.texts import generate_ids
+from kvjax.sampling.texts import generate_ids, lower_begin
 from kvjax.settings import Messages, seed_number, whole_number
 
 FILTERS = ("top_k", "top_p", "min_p")
@@ -150,6 +151,13 @@ class CompressedLM:
         """Of the caches of all batches so far."""
         self.full_cache_bytes = 0
         """The same under policy `full`."""
+        self.peak_temporary_bytes: int | None = None
+        """The most that a program that reads contexts takes beside its arguments and results."""
+        self.prefill_seconds = 0.0
+        """Reading contexts, without compilation."""
+        self.decode_seconds = 0.0
+        """Reading or writing `timed_tokens` by decode steps, without compilation."""
+        self.timed_tokens = 0
 
     @property
     def eot_token_id(self) -> int:
@@ -249,7 +257,12 @@ class CompressedLM:
         room = functools.partial(bucket_rows, mesh=self.model.devices)
         filled = [list(row) for row in [*prompts, *[shortest] * (room(len(prompts)) - len(prompts))]]
         key = jax.random.key(self.seed)
-        state, logits = prefill(self.model, self.policy, filled, max_new_tokens=new, key=key, **self.settings)
+        reading = self.settings | {"max_new_tokens": new}
+        with Compiling() as compiling:
+            state, logits = prefill(self.model, self.policy, filled, key=key, **reading)
+            jax.block_until_ready(logits)
+            self.prefill_seconds += compiling.lap()
+        self._note(lower_prefill(self.model, self.policy, filled, **reading))
         index = [prompts.index(text.read) for text in texts] + [0] * (room(len(texts)) - len(texts))
         if index != list(range(len(filled))):
             state, logits = take_rows(state, index), logits[np.asarray(index)]
@@ -257,9 +270,15 @@ class CompressedLM:
         tokens = np.zeros((len(index), new), np.int32)
         for row, text in zip(tokens, texts, strict=False):
             row[: len(text.rest)] = text.rest
-        nats, first = stream(state, logits, tokens)
+        with Compiling() as compiling:
+            nats, first = stream(state, logits, tokens)
+            self.decode_seconds += compiling.lap()
+        self.timed_tokens += sum(len(text.rest) for text in texts)
         parts = [(row, slice(len(text.rest) - text.scored, len(text.rest))) for row, text in enumerate(texts)]
         return [(-float(nats[part].sum(dtype=np.float64)), bool(first[part].all())) for part in parts]
+
+    def _note(self, programs: Sequence[jax.stages.Lowered]) -> None:
+        self.peak_temporary_bytes = max(self.peak_temporary_bytes or 0, temporary_bytes(programs) or 0) or None
 
     def _count(self, state: Any) -> None:
         self.cache_bytes += cache_bytes(state)
@@ -338,6 +357,11 @@ class CompressedLM:
         else:
             made = generate_ids(self.model, read, **settings)
         self._count(made.padded)
+        self.prefill_seconds += made.prefill_seconds
+        self.decode_seconds += made.decode_seconds
+        self.timed_tokens += made.timed_tokens
+        planned = settings["max_new_tokens"] + max(map(len, last))
+        self._note(lower_begin(self.model, read, policy=self.policy, max_new_tokens=planned, **self.settings))
         # A special token is no part of a text, in which its name as a stop string would not be found.
         special = dict(zip(self.tokenizer.all_special_tokens, self.tokenizer.all_special_ids, strict=True))
         ends = {special[stop] for stop in settings["stop"] if stop in special}

@@ -15,7 +15,7 @@ from kvjax.cache.dense import Dense, empty
 from kvjax.compilation import Compiling, temporary_bytes
 from kvjax.engine.decode import step
 from kvjax.engine.extend import lower_prefill, prefill
-from kvjax.engine.prepare import lines_of, plan_slots, ready
+from kvjax.engine.prepare import among_devices, lines_of, plan_slots, ready
 from kvjax.engine.state import Moving, State, cache_bytes, full_cache_bytes, join_state, split_state
 from kvjax.model import Model
 from kvjax.policies.plan import Plan
@@ -128,7 +128,8 @@ def begin(
     limits, capacities = plan_slots(bound, budget, np.ones(rows, np.int64), length - 1, config, 1)
     roomy = bound.sized(lines_of(limits))
     dtype = model.weights.embedding.dtype
-    layers = enumerate(zip(config.layer_configs, limits, capacities, strict=True))
+    buffers = among_devices(capacities, model.devices)
+    layers = enumerate(zip(config.layer_configs, limits, buffers, strict=True))
     storage = Dense(
         tuple(
             empty(roomy, shape, layer, limit=jnp.asarray(limit, jnp.int32), slots=slots, dtype=dtype)
@@ -151,6 +152,7 @@ def begin(
         seed=jax.vmap(lambda key: jax.random.bits(jax.random.fold_in(key, 1), dtype=jnp.uint32))(keys),
         active=jnp.ones(rows, bool),
         config=config,
+        mesh=model.devices,
     )
 
 

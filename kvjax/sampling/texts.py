@@ -195,10 +195,13 @@ def lower_begin(
     policy: str | Policy,
     budget: int | float | Sequence[int],
     max_new_tokens: int,
+    budget_of: str = "text",
+    prefill_chunk: int | None = None,
 ) -> list[jax.stages.Lowered]:
     """The programs by which `begin` reads prompts, to compile and ask for their `memory_analysis()`."""
     batch = [list(prompts[row]) for row in _filled(prompts, model)]
-    return lower_prefill(model, policy, batch, budget, max_new_tokens=max_new_tokens)
+    reading: dict[str, Any] = dict(max_new_tokens=max_new_tokens, budget_of=budget_of, prefill_chunk=prefill_chunk)
+    return lower_prefill(model, policy, batch, budget, **reading)
 
 
 def _filled(prompts: Sequence[Sequence[int]], model: Model) -> list[int]:

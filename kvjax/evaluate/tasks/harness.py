@@ -80,6 +80,11 @@ def measure(model: Model, options: argparse.Namespace, entry: Entry, cell: Cell)
         "contexts_cut": answering.cut,
         "cache_bytes": answering.cache_bytes,
         "full_cache_bytes": answering.full_cache_bytes,
+        "peak_temporary_bytes": answering.peak_temporary_bytes,
+        "prefill_seconds": answering.prefill_seconds,
+        "decode_tokens_per_second": (
+            answering.timed_tokens / answering.decode_seconds if answering.timed_tokens else None
+        ),
     }
 
 
