@@ -139,7 +139,7 @@ def test_continuations_evict(lm_eval: Any, model: kvjax.Model, policy: str, budg
         assert (score, greedy) == pytest.approx(by_hand(model, *ids, policy=policy, budget=budget), abs=1e-4)
         assert abs(score - whole(model, *ids)[0]) > 1e-3
     assert 0 < lm.cache_bytes <= lm.full_cache_bytes and lm.cut == 0
-    assert lm.peak_temporary_bytes > 0 < lm.prefill_seconds and lm.decode_seconds > 0 < lm.timed_tokens
+    assert lm.peak_temporary_bytes and lm.prefill_seconds > 0 and lm.decode_seconds > 0 < lm.timed_tokens
 
 
 def test_rolling_predicts_each_token_once(lm_eval: Any, model: kvjax.Model) -> None:

@@ -257,7 +257,7 @@ class CompressedLM:
         room = functools.partial(bucket_rows, mesh=self.model.devices)
         filled = [list(row) for row in [*prompts, *[shortest] * (room(len(prompts)) - len(prompts))]]
         key = jax.random.key(self.seed)
-        reading = self.settings | {"max_new_tokens": new}
+        reading: dict[str, Any] = self.settings | {"max_new_tokens": new}
         with Compiling() as compiling:
             state, logits = prefill(self.model, self.policy, filled, key=key, **reading)
             jax.block_until_ready(logits)
