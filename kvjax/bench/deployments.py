@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -14,9 +13,10 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
+from kvjax.bench.entries import say
 from kvjax.bench.footprint import footprint
 from kvjax.bench.models import SHAPES, shaped_model
-from kvjax.bench.targets import GIB, MEMORY, devices_of, mesh_of
+from kvjax.bench.targets import GIB, MEMORY, devices_of
 from kvjax.commands import Help, finish
 from kvjax.engine.decode import lower_step
 from kvjax.engine.extend import lower_prefill
@@ -27,7 +27,7 @@ from kvjax.evaluate.store import Store
 from kvjax.files import write_text
 from kvjax.model import Model
 from kvjax.models.config import ModelConfig
-from kvjax.models.sharding import weight_specs
+from kvjax.models.sharding import mesh_of, weight_specs
 from kvjax.models.weights import rounded_shapes, weight_shapes
 from kvjax.policies.registry import policy
 from kvjax.types import HEADS, SLOTS
@@ -144,8 +144,8 @@ def measure(deployments: list[Deployment], parts: list[str], contexts: list[int]
     """Compile what is not on disk, in a file for each chip."""
     for part in parts:
         for each in deployments:
-            _say(f"{part}: {each.name}")
-            store = Store(directory / f"{each.chip}.json", show=_say)
+            say(f"{part}: {each.name}")
+            store = Store(directory / f"{each.chip}.json", show=say)
             for name, settings, make in PARTS[part](each, contexts):
                 store.measure(f"{each.name}, {name}", settings, lambda make=make: _or_refusal(make))
 
@@ -163,10 +163,6 @@ def _or_refusal(make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 def measured(directory: Path) -> dict[str, Any]:
     """What has been compiled for all chips."""
     return {name: it for file in sorted(directory.glob("*.json")) for name, it in Store(file).results().items()}
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
 
 
 def _steps(each: Deployment, contexts: list[int]) -> Iterator[tuple[str, dict[str, Any], Any]]:

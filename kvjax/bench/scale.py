@@ -13,13 +13,14 @@ import numpy as np
 from kvjax.bench.entries import Entry, add_policy_options, entries, say
 from kvjax.bench.footprint import footprint
 from kvjax.bench.models import config_named, random_model, shaped_model
-from kvjax.bench.targets import HERE, VIRTUAL, devices_of, mesh_of, parse_mesh
+from kvjax.bench.targets import HERE, VIRTUAL, devices_of, parse_mesh
 from kvjax.commands import Help, finish
 from kvjax.engine.decode import lower_step
 from kvjax.engine.shapes import state_shapes
 from kvjax.evaluate.speed import decoder, race
 from kvjax.files import write_text
 from kvjax.models.config import ModelConfig
+from kvjax.models.sharding import mesh_of
 from kvjax.policies.registry import policy
 
 Row = dict[str, Any]

@@ -9,10 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import numpy as np
-from jax.sharding import AxisType, Mesh
 
-from kvjax.models.sharding import MESH_AXES
 from pallas_kernels.aot import CHIPS, ENVIRONMENT
 
 HERE, VIRTUAL, H100 = "here", "cpu", "h100"
@@ -77,12 +74,6 @@ def devices_of(target: str, count: int) -> list[Any]:
         remedy = "name a larger topology" if chip in CHIPS else f"give smaller meshes, or --for {VIRTUAL}"
         raise ValueError(f"a mesh of {count} devices is more than the {len(devices)} of {target}; {remedy}.")
     return list(devices)
-
-
-def mesh_of(devices: Sequence[Any], shape: tuple[int, int]) -> Mesh:
-    """The first of some devices along `data` and `model`."""
-    chosen = np.array(devices[: shape[0] * shape[1]]).reshape(shape)
-    return Mesh(chosen, MESH_AXES, axis_types=(AxisType.Auto,) * 2)
 
 
 def _virtual(count: int) -> list[Any]:

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -69,8 +69,13 @@ def parse_mesh(text: str) -> Mesh:
             f"--mesh {text} asks for {math.prod(shape)} devices, but there are {len(there)} ({there[0].device_kind}); "
             "ask for fewer, or with JAX_PLATFORMS=cpu set JAX_NUM_CPU_DEVICES."
         )
-    devices = np.array(there[: math.prod(shape)]).reshape(shape)
-    return Mesh(devices, MESH_AXES, axis_types=(AxisType.Auto,) * 2)
+    return mesh_of(there, shape)
+
+
+def mesh_of(devices: Sequence[Any], shape: tuple[int, ...]) -> Mesh:
+    """The first of some devices along `MESH_AXES`."""
+    chosen = np.array(devices[: math.prod(shape)]).reshape(shape)
+    return Mesh(chosen, MESH_AXES, axis_types=(AxisType.Auto,) * 2)
 
 
 @functools.cache

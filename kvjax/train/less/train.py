@@ -13,12 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import struct
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int, Key
 
 from kvjax.model import Model
 from kvjax.models.config import ModelConfig
-from kvjax.models.sharding import MESH_AXES, program_mesh
+from kvjax.models.sharding import MESH_AXES, mesh_of, program_mesh
 from kvjax.policies.residuals.kernels import Params, Phi, Psi, init_kernels
 from kvjax.train import checkpoints
 from kvjax.train.less.record import Features
@@ -193,7 +193,8 @@ def training_mesh(config: ModelConfig, mesh: Mesh | None = None) -> Mesh:
         rows = program_mesh(config, mesh).devices
         devices = rows.reshape(len(rows), -1)
     most = max(count for count in range(1, devices.shape[1] + 1) if config.layers % count == 0)
-    return Mesh(devices[:, :most], MESH_AXES, axis_types=(AxisType.Auto,) * 2)
+    chosen = devices[:, :most]
+    return mesh_of(chosen.ravel().tolist(), chosen.shape)
 
 
 def _over_layers(mesh: Mesh, function: Callable[..., Any], given: tuple[PartitionSpec, ...], *stacked: Any) -> Any:
