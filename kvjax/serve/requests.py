@@ -33,7 +33,7 @@ class Request:
 
     prompt: tuple[int, ...]
     max_tokens: int = 128
-    sampling: Sampling = Sampling()
+    sampling: Sampling = dataclasses.field(default_factory=Sampling)
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     seed: int = 0
