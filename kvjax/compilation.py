@@ -13,6 +13,7 @@ import jax
 from jax import monitoring
 
 _MAKING = "/jax/core/compile/"
+_MADE = "/jax/core/compile/backend_compile_duration"
 _MANY_MAPPINGS = 40_000
 """Of the 65530 memory mappings that Linux allows a process; without one XLA ends it."""
 
@@ -59,6 +60,8 @@ class Compiling:
 
     def __init__(self) -> None:
         self._spans: list[tuple[float, float]] = []
+        self.programs = 0
+        """Made or fetched so far, by any thread."""
 
     @property
     def seconds(self) -> float:
@@ -81,6 +84,7 @@ class Compiling:
     def _note(self, event: str, start_time: float, end_time: float, **_: str | int) -> None:
         if not event.startswith(_MAKING):
             return
+        self.programs += event == _MADE
         # A function that is traced inside another one is told of first, and its time is the other one's, too.
         while self._spans and self._spans[-1][0] >= start_time:
             self._spans.pop()

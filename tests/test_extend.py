@@ -178,9 +178,9 @@ def test_a_state_stays_valid_and_a_program_serves_a_bucket(x64: None) -> None:
     state, _ = read(POLICIES["h2o"])
     before = [np.asarray(leaf) for leaf in jax.tree.leaves((state.storage, state.position))]
     _, found, _ = turn(state, (10, 3))
-    count = engine._extend._cache_size()
+    count = engine.read_more._cache_size()
     _, again, _ = turn(state, (16, 16))
-    assert engine._extend._cache_size() == count
+    assert engine.read_more._cache_size() == count
     same(found[:, :3], again[:, :3])
     for old, leaf in zip(before, jax.tree.leaves((state.storage, state.position)), strict=True):
         np.testing.assert_array_equal(old, leaf)
@@ -208,7 +208,7 @@ def test_a_long_turn_needs_less_than_one_matrix_of_its_length(name: str) -> None
     n = 8192
     long = random_model(small_config(4, 2, layers=1, max_positions=2 * n))
     state, _ = kvjax.prefill(long, CASES[name].make(), np.zeros((1, 40), int), 128, max_new_tokens=n)
-    lowered = engine._extend.lower(state, jnp.zeros((1, n), jnp.int32), jnp.full(1, n, jnp.int32), every=False)
+    lowered = engine.read_more.lower(state, jnp.zeros((1, n), jnp.int32), jnp.full(1, n, jnp.int32), every=False)
     memory = lowered.compile().memory_analysis()
     if memory is None:
         pytest.skip("this backend has no memory analysis")

@@ -186,7 +186,7 @@ def extend(
         )
     size = bucket(ids.shape[1])
     padded = jnp.asarray(np.pad(ids, ((0, 0), (0, size - ids.shape[1]))), jnp.int32)
-    storage, found = _extend(state, padded, jnp.asarray(counts, jnp.int32), every=logits == "all")
+    storage, found = read_more(state, padded, jnp.asarray(counts, jnp.int32), every=logits == "all")
     position = state.position + jnp.asarray(counts, jnp.int32)
     given = jnp.where(jnp.asarray(counts) > 0, position, state.prompt_length)
     after = state.replace(storage=storage, position=position, prompt_length=given)
@@ -194,9 +194,10 @@ def extend(
 
 
 @functools.partial(jax.jit, static_argnames="every")
-def _extend(
+def read_more(
     state: State, tokens: Int[Array, "b n"], lengths: Int[Array, " b"], *, every: bool
 ) -> tuple[Storage, Float[Array, "b *n vocab"]]:
+    """What `extend` computes of tokens that have been checked, for programs that are compiled as a whole."""
     fixed, moving = split_state(state)
     read = functools.partial(_extend_on_device, every=every)
     if state.mesh is not None:

@@ -277,9 +277,14 @@ def _reading(
         read=lengths,
         horizon=horizon,
         end=lengths + horizon,
-        seed=jax.vmap(lambda key: jax.random.bits(jax.random.fold_in(key, 1), dtype=jnp.uint32))(keys),
+        seed=policy_seeds(keys),
         kernels=kernels,
     )
+
+
+def policy_seeds(keys: Key[Array, " b"]) -> UInt32[Array, " b"]:
+    """The policy's randomness of rows, from their keys."""
+    return jax.vmap(lambda key: jax.random.bits(jax.random.fold_in(key, 1), dtype=jnp.uint32))(keys)
 
 
 def _at_last(

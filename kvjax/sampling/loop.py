@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from kvjax.engine.decode import step
@@ -65,11 +66,25 @@ def draw(
     """
     token = sample(logits, jax.vmap(jax.random.fold_in)(key, position), sampling, seen)
     seen = seen.at[jnp.arange(len(token)), token].set(True)
-    if logprobs is None:
-        return Drawn(token, None, None, None), seen
+    return (Drawn(token, None, None, None) if logprobs is None else thought(logits, token, logprobs)), seen
+
+
+def thought(logits: Float[Array, "b vocab"], token: Int[Array, " b"], logprobs: int) -> Drawn:
+    """Tokens with the logarithms of their probabilities, and so many likeliest ones."""
     known = jax.nn.log_softmax(logits.astype(jnp.promote_types(logits.dtype, jnp.float32)))
     values, ids = jax.lax.top_k(known, logprobs) if logprobs else (None, None)
-    return Drawn(token, jnp.take_along_axis(known, token[:, None], axis=1)[:, 0], ids, values), seen
+    return Drawn(token, jnp.take_along_axis(known, token[:, None], axis=1)[:, 0], ids, values)
+
+
+def room_for(shape: tuple[int, int], dtype: DTypeLike, logprobs: int | None) -> Drawn:
+    """What tokens of so many rows and steps are written to; `dtype` is that of the model."""
+    wide = jnp.promote_types(dtype, jnp.float32)
+    return Drawn(
+        jnp.zeros(shape, jnp.int32),
+        None if logprobs is None else jnp.zeros(shape, wide),
+        jnp.zeros((*shape, logprobs), jnp.int32) if logprobs else None,
+        jnp.zeros((*shape, logprobs), wide) if logprobs else None,
+    )
 
 
 @functools.partial(jax.jit, static_argnames=("most", "logprobs"), donate_argnums=(1, 3))
@@ -99,14 +114,7 @@ def _many(
         made = jax.tree.map(lambda all, new: all.at[:, i].set(new), made, drawn)
         return i + 1, split_state(state)[1], drawn.token, seen, ended | ends[drawn.token], made
 
-    shape = (token.shape[0], most)
-    wide = jnp.promote_types(fixed.weights.embedding.dtype, jnp.float32)
-    made = Drawn(
-        jnp.zeros(shape, token.dtype),
-        None if logprobs is None else jnp.zeros(shape, wide),
-        jnp.zeros((*shape, logprobs), jnp.int32) if logprobs else None,
-        jnp.zeros((*shape, logprobs), wide) if logprobs else None,
-    )
+    made = room_for((token.shape[0], most), fixed.weights.embedding.dtype, logprobs)
     i, moving, _, seen, _, made = jax.lax.while_loop(more, one, (jnp.int32(0), moving, token, seen, ended, made))
     return i, moving, seen, made
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Key
 
 ALL = 2**31 - 1
@@ -18,6 +19,8 @@ ALL = 2**31 - 1
 @dataclasses.dataclass(frozen=True)
 class Sampling:
     """How the next token is drawn: a pytree, whose numbers a program takes as arguments, and hashable.
+
+    In a program a number may be an array [b] instead, of each row's own.
 
     Args:
         temperature: divides the logits, at least 0; 0 takes the likeliest token, whatever the filters.
@@ -76,6 +79,20 @@ class Sampling:
         return made
 
 
+def penalised(
+    logits: Float[Array, "b vocab"], seen: Bool[Array, "b vocab"], penalty: float | Float[Array, "*b"]
+) -> Float[Array, "b vocab"]:
+    """Logits after the penalty on repetition of tokens that have been seen, see `Sampling`."""
+    penalty = _of_rows(penalty, logits.dtype)
+    return jnp.where(seen, jnp.where(logits > 0, logits / penalty, logits * penalty), logits)
+
+
+def _of_rows(number: Any, dtype: DTypeLike | None = None) -> Array:
+    """A setting as it meets logits [b vocab]: of each row, or one of all."""
+    array = jnp.asarray(number, dtype)
+    return array[:, None] if array.ndim else array
+
+
 def sample(
     logits: Float[Array, "b vocab"],
     keys: Key[Array, " b"],
@@ -112,23 +129,25 @@ def _sample(
     logits: Float[Array, "b vocab"], keys: Key[Array, " b"], sampling: Sampling, seen: Bool[Array, "b vocab"] | None
 ) -> Int[Array, " b"]:
     if seen is not None:
-        penalty = jnp.asarray(sampling.tree_flatten()[0][4], logits.dtype)
-        logits = jnp.where(seen, jnp.where(logits > 0, logits / penalty, logits * penalty), logits)
+        logits = penalised(logits, seen, sampling.tree_flatten()[0][4])
+    warm = jnp.asarray(sampling.temperature) > 0
 
     def likeliest(_: None) -> Int[Array, " b"]:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
     def drawn(_: None) -> Int[Array, " b"]:
-        return jax.vmap(jax.random.categorical)(keys, _filtered(logits, sampling)).astype(jnp.int32)
+        token = jax.vmap(jax.random.categorical)(keys, _filtered(logits, sampling)).astype(jnp.int32)
+        return jnp.where(warm, token, likeliest(None)) if warm.ndim else token
 
-    return jax.lax.cond(sampling.temperature > 0, drawn, likeliest, None)
+    return jax.lax.cond(warm.any(), drawn, likeliest, None)
 
 
 def _filtered(logits: Float[Array, "b vocab"], sampling: Sampling) -> Float[Array, "b vocab"]:
     """Logits over the temperature, -inf for the tokens that top-k, top-p and min-p exclude."""
+    temperature, top_k, top_p, min_p, _ = map(_of_rows, sampling.tree_flatten()[0])
     logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
     # At most 0, so a tiny temperature cannot overflow to +inf.
-    logits = (logits - logits.max(axis=-1, keepdims=True)) / sampling.temperature
+    logits = (logits - logits.max(axis=-1, keepdims=True)) / temperature
     # The bits of numbers that are not negative have the order of the numbers.
     rank = jax.lax.bitcast_convert_type(jnp.abs(logits), jnp.dtype(f"int{jnp.finfo(logits.dtype).bits}"))
 
@@ -136,15 +155,17 @@ def _filtered(logits: Float[Array, "b vocab"], sampling: Sampling) -> Float[Arra
     def one(filter: Array, logits: Float[Array, "b vocab"]) -> Float[Array, "b vocab"]:
         by_share = filter == 1
         weight = jnp.where(by_share, jax.nn.softmax(logits), 1.0)
-        return jnp.where(_first(rank, weight, jnp.where(by_share, top_p, top_k)), logits, -jnp.inf)
+        # Rows that a filter of their neighbours means nothing to never reach their total.
+        total = jnp.where(by_share, jnp.where(shared, top_p, jnp.inf), jnp.where(counted, top_k, jnp.inf))
+        return jnp.where(_first(rank, weight, total), logits, -jnp.inf)
 
-    _, top_k, top_p, min_p, _ = sampling.tree_flatten()[0]
-    begin, end = jnp.where(top_k < logits.shape[1], 0, 1), jnp.where(top_p < 1, 2, 1)
+    counted, shared = top_k < logits.shape[1], top_p < 1
+    begin, end = jnp.where(counted.any(), 0, 1), jnp.where(shared.any(), 2, 1)
     kept = jax.lax.fori_loop(begin, end, one, logits)
     return jnp.where(kept >= jnp.log(min_p), kept, -jnp.inf)  # the likeliest token's logit is 0
 
 
-def _first(rank: Int[Array, "b n"], weight: Float[Array, "b n"], total: Float[Array, ""]) -> Bool[Array, "b n"]:
+def _first(rank: Int[Array, "b n"], weight: Float[Array, "b n"], total: Float[Array, "*b"]) -> Bool[Array, "b n"]:
     """The fewest tokens of the lowest ranks whose weights reach a total, of equals the first ones; or else all."""
     # Bit by bit the last rank, then the last place of those that have it, are found in as many passes as they have
     # bits, many times faster than by sorting a vocabulary on a CPU.

@@ -22,7 +22,7 @@ from kvjax.policies.plan import Plan
 from kvjax.policies.policy import Policy
 from kvjax.policies.registry import policy as policy_by_name
 from kvjax.sampling.beam import beam_search
-from kvjax.sampling.loop import STEPS_PER_DISPATCH, Block, generate_tokens
+from kvjax.sampling.loop import STEPS_PER_DISPATCH, Block, Drawn, generate_tokens
 from kvjax.sampling.pieces import Pieces, Stops, before_stop, stop_strings
 from kvjax.sampling.pieces import Stream as Stream
 from kvjax.sampling.prompts import encode, encode_all
@@ -274,7 +274,7 @@ def go_on(
                 row += ids[keep].tolist()
             if drawn.logprob is not None:
                 for row, (found, keep) in enumerate(zip(known, belongs, strict=True)):
-                    found += [_logprob(drawn, row, place) for place in np.flatnonzero(keep).tolist()]
+                    found += [logprob_at(drawn, row, place) for place in np.flatnonzero(keep).tolist()]
             if on_tokens is not None:
                 on_tokens(block, belongs)
             last, compiled = time.perf_counter(), compiling.seconds
@@ -283,9 +283,11 @@ def go_on(
     return Generation(*made, *times, known if begun.logprobs is not None else None)
 
 
-def _logprob(drawn: Any, row: int, place: int) -> Logprob:
+def logprob_at(drawn: Drawn, row: int, place: int) -> Logprob:
+    """What the model thought of one of the tokens [b n] of a block whose logarithms are known."""
     likeliest: tuple[tuple[int, float], ...] = ()
-    if drawn.likeliest is not None:
+    assert drawn.logprob is not None
+    if drawn.likeliest is not None and drawn.likeliest_logprob is not None:
         pairs = drawn.likeliest[row, place].tolist(), drawn.likeliest_logprob[row, place].tolist()
         likeliest = tuple(zip(*pairs, strict=True))
     return Logprob(int(drawn.token[row, place]), float(drawn.logprob[row, place]), likeliest)
