@@ -96,6 +96,23 @@ def test_a_row_does_not_know_its_neighbours(rows: int, settings: tuple[int | Non
     np.testing.assert_array_equal(sample(logits[::-1], keys[::-1], sampling), together[::-1])
 
 
+def test_rows_with_settings_of_their_own_draw_as_alone() -> None:
+    each = [
+        Sampling(0.0),
+        Sampling(1.3),
+        Sampling(1.3, top_k=3),
+        Sampling(0.9, top_p=0.6),
+        Sampling(1.0, 9, 0.8, 0.1, 1.5),
+    ]
+    numbers = zip(*(sampling.tree_flatten()[0] for sampling in each), strict=True)
+    together = Sampling.tree_unflatten(None, tuple(map(jnp.asarray, numbers)))
+    for seed in range(8):
+        logits = 2 * jax.random.normal(jax.random.key(seed), (len(each), 17))
+        keys, seen = jax.random.split(jax.random.key(seed + 1), len(each)), logits > 2
+        alone = [sample(logits[i : i + 1], keys[i : i + 1], own, seen[i : i + 1]) for i, own in enumerate(each)]
+        np.testing.assert_array_equal(sample(logits, keys, together, seen), jnp.concatenate(alone))
+
+
 def test_ties_and_excluded_tokens() -> None:
     tied = jnp.zeros(6)
     assert len(set(draw(Sampling(1.0, top_k=3), tied, 2000))) == 3
