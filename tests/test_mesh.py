@@ -66,6 +66,8 @@ def test_a_step_sends_little() -> None:
     assert all(row["calls"] <= 2 * layers + 1 and row["gathered"] == 0 for row in heads), heads
     slots = run(what="collectives", cases=["keyformer"], kv_heads=1, meshes=[(1, 4)])
     assert all(row["calls"] <= 5 * layers + 1 and row["gathered"] < row["keys"] for row in slots), slots
+    # Prompts are shared by queries where steps are by slots.
+    assert [(row["queries"], row["tokens"]) for row in heads + slots] == [(64, 64)] * 3 + [(16, 64)]
 
 
 @pytest.mark.parametrize("text", ["rows=2", "data=0", "data=2,data=2", "model", "", "model=9999"])

@@ -13,6 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.asks import Again, Ask, Near, Noise, Probs, Seen, Sums, is_ask, questions
 from kvjax.cache.codec import Operands
+from kvjax.cache.share import Share
 from kvjax.types import SLOTS, LayerConfig, New, PyTree, View, wide
 from pallas_kernels import noise as hashed
 from pallas_kernels import operands
@@ -153,40 +154,47 @@ def attend_block(
     kinds = [_question(ask, prompt=True) for ask in leaves]
     fused = next((kind for kind in kinds if kind is not None), None)
     together = [i for i, kind in enumerate(kinds) if kind is not None and kind == fused]
-    rows, weights = _stacked([leaves[i] for i in together], new) if together else ([], None)
+    share = Share.of(given, new)
+    rows, weights = _stacked([share.weighed(leaves[i]) for i in together], share.new) if together else ([], None)
     zeta = None if fused is None or fused.noise is None else drawn(fused.noise, view.position, new, wide(new.q.dtype))
     found = prefill_scores(
-        given.q,
+        share.given.q,
         given.k,
         given.v,
-        new.position,
+        share.new.position,
         view.position,
         config.spec,
-        places=given.places,
+        places=share.given.places,
         scores=fused is not None,
         weights=weights,
         noise=zeta,
         tau=1.0 if fused is None else fused.tau,
+        own=share.own,
         **new.kernels._asdict(),
     )
     partial = Partial(found.out, found.lse)
+    lse = share.whole(found.lse, 3)
     answers: dict[int, Any] = {}
+    sums = None if found.scores is None else new.spread.over_queries(found.scores)
     for i, row in zip(together, rows, strict=True):
-        assert found.scores is not None
-        answers[i] = over_heads(leaves[i], found.scores[:, :, row], new)
+        assert sums is not None
+        answers[i] = over_heads(leaves[i], sums[:, :, row], new)
     rest = [i for i, ask in enumerate(leaves) if isinstance(ask, Sums) and i not in answers]
     if rest:
-        more = _by_blocks(config, given, view, new, [leaves[i] for i in rest], partial.lse)
+        more = _by_blocks(config, share.given, view, share.new, [share.weighed(leaves[i]) for i in rest], partial.lse)
+        more = map(new.spread.over_queries, more)
         answers |= {i: over_heads(leaves[i], sums, new) for i, sums in zip(rest, more, strict=True)}
     for i, ask in enumerate(leaves):
         if isinstance(ask, Near):
             if view.capacity != new.position.shape[1]:
                 raise ValueError("what falls near a token is known of a prompt read whole, not of a part of it.")
-            answers[i] = near_sums(config, new, partial.lse, ask.width, ask.most)
+            answers[i] = near_sums(config, new, lse, ask.width, ask.most)
         elif isinstance(ask, Probs):
-            answers[i] = _newest(config, given, view, new, ask, partial.lse)
+            answers[i] = _newest(config, given, view, new, ask, lse)
     if selection is not None:
-        partial = _select_by_blocks(config, given, view, new, selection, partial)
+        partial = _select_by_blocks(config, share.given, view, share.new, selection, partial)
+        lse = share.whole(partial.lse, 3)
+    partial = Partial(share.whole(partial.out, 3), lse)
     if low_rank is not None:
         partial = merge(partial, share_of_evicted(low_rank))
     return partial.out, tree.unflatten(answers[i] for i in range(len(leaves)))
