@@ -135,9 +135,16 @@ class Spread:
         """The largest of what the devices that share a head's slots have."""
         return jax.lax.pmax(most, SLOTS) if self.slots > 1 else most
 
+    @property
+    def gathers(self) -> bool:
+        """Whether attention over shared slots is whole on each device, since no sum over heads would follow anyway."""
+        return self.slots > 1 and self.heads == 1
+
     def over_attention(self, parts: Float[Array, "*b"]) -> Float[Array, "*b"]:
         """The sum of what the devices that share a layer's heads, or their slots, make of its attention."""
-        return jax.lax.psum(parts, (HEADS, SLOTS)) if self.slots > 1 else self.over_heads(parts)
+        if self.slots > 1 and not self.gathers:
+            return jax.lax.psum(parts, (HEADS, SLOTS))
+        return self.over_heads(parts)
 
     def over_devices(self, parts: Float[Array, "*b"]) -> Float[Array, "*b"]:
         """The sum of what all devices have that share the model."""

@@ -64,7 +64,7 @@ def compared(name: str, config: ModelConfig, shapes: list[tuple[int, int]]) -> N
 
 
 def collectives(name: str, config: ModelConfig, shape: tuple[int, int]) -> None:
-    """Print what a step's program sends: how often, the most numbers gathered at once, and those of a layer's keys.
+    """Print what a step's program sends: how often, the most numbers gathered at once, and a layer's keys.
 
     And of a prompt how many tokens there are, and how many of their queries a device reads.
     """
@@ -85,8 +85,8 @@ def collectives(name: str, config: ModelConfig, shape: tuple[int, int]) -> None:
     calls = re.findall(rf"= (.*?) ({kinds})(?:-start)?\(", text)
     shapes = [numbers for made, kind in calls if kind == "all-gather" for numbers in re.findall(r"\[([\d,]*)\]", made)]
     gathered = max((math.prod(map(int, numbers.split(","))) for numbers in shapes), default=0)
-    keys = max(leaf.size for leaf in jax.tree.leaves(state.storage)) // math.prod(shape)
-    tokens, queries = read[0]
+    keys = max(leaf.size for leaf in jax.tree.leaves(state.storage))
+    tokens, queries = read[0] if read else (0, 0)  # LSH-E reads one after another
     found = dict(calls=len(calls), gathered=gathered, keys=keys, tokens=tokens, queries=queries)
     print(json.dumps({"case": name, "mesh": shape} | found), flush=True)
 

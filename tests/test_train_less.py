@@ -226,7 +226,6 @@ def test_other_settings_are_refused(
     assert "batch" in message(*arguments(text_file, new, "--sequences", "2"))
     assert "holds texts of 64 tokens" in message(*arguments(text_file, new, "--budget", "64"))
     assert "4096 devices" in message(*arguments(text_file, new, "--mesh", "model=4096"))
-    assert "leave --distributed out" in message(*arguments(text_file, new, "--distributed"))
 
 
 def test_a_mesh_is_a_number_for_each_axis() -> None:

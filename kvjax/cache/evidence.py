@@ -88,8 +88,7 @@ def attend_token(
         **new.kernels._asdict(),
     )
     if new.spread.slots > 1:
-        part, probs = _shared(found, given, low_rank, selection, new)
-        return part.out, asks if probs is None else answered(asks, probs, view.position, new)
+        return _shared(found, given, view.position, new, asks, low_rank, selection)
     out = found.out[:, :, :, None]
     if fused is not None:
         assert found.scores is not None
@@ -105,22 +104,67 @@ def attend_token(
 
 
 def _shared(
-    found: Decoded, given: Operands, low_rank: LowRank | None, selection: Selection | None, new: New
-) -> tuple[Partial, Float[Array, "b h g 1 c"] | None]:
-    # What the slots here, some of those of each head, add to its attention, and their probabilities.
-    every = jax.lax.all_gather(found.lse, SLOTS)
-    lse = jax.nn.logsumexp(every, axis=0)
-    share = jnp.where(jnp.isfinite(found.lse), jnp.exp(found.lse - jnp.where(jnp.isfinite(lse), lse, 0.0)), 0.0)
-    part = Partial((found.out * share[..., None])[:, :, :, None], lse[..., None])
-    probs = None if found.scores is None else (found.scores * share[..., None])[:, :, :, None]
-    if selection is not None:
+    found: Decoded,
+    given: Operands,
+    position: Int[Array, "b h c"],
+    new: New,
+    asks: PyTree,
+    low_rank: LowRank | None,
+    selection: Selection | None,
+) -> tuple[Float[Array, "b h g 1 e"], PyTree]:
+    # What the slots here, some of those of each head, add to its attention, or all of it; and what is asked of them.
+    # Whatever devices have to tell each other goes at once: logarithms of sums, counts and outputs.
+    leaves, tree = questions(asks)
+    local = None if found.scores is None else found.scores[:, :, :, None]
+    powers: dict[int, Array] = {}
+    told, kind = [found.lse], found.lse.dtype
+    for i, ask in enumerate(leaves):
+        if isinstance(ask, Sums) and not ask.plain:
+            # Another softmax, of which each device has a part, too: of powers of the first one's probabilities.
+            assert local is not None
+            powers[i] = tempered(ask, local, position, new)
+            tau = jnp.asarray(ask.tau, kind)
+            lse = jnp.where(jnp.isfinite(found.lse), found.lse, 0.0) / (tau[:, :, None] if tau.ndim else tau)
+            told.append(jnp.log(powers[i].sum((-2, -1))) + lse)
+    sums = len(told)
+    if any(isinstance(ask, Probs) for ask in leaves):
+        assert local is not None
+        told.append(jnp.broadcast_to((local > 0).any(2).sum(-1), found.lse.shape).astype(kind))
+    together = new.spread.gathers and selection is None
+    here = jnp.concatenate([jnp.stack(told, axis=-1), *[found.out] * together], axis=-1)
+    every = jax.lax.all_gather(here, SLOTS)
+    totals = jax.nn.logsumexp(every[..., :sums], axis=0)
+    shares = _share(here[..., :sums], totals)
+    lse, probs = totals[..., 0], None if local is None else local * shares[..., :1, None]
+    if together:
+        out = jnp.einsum("nbhg,nbhge->bhge", _share(every[..., 0], lse), every[..., len(told) :])[:, :, :, None]
+    elif selection is None:
+        out = (found.out * shares[..., :1])[:, :, :, None]
+    else:
         assert probs is not None
-        part = _narrowed(selection, probs, given.v, new, part.lse)
+        out, lse = _narrowed(selection, probs, given.v, new, lse[..., None])
+        out, lse = new.spread.over_slots(out) if new.spread.gathers else out, lse[..., 0]
     if low_rank is not None:  # which all of these devices have
         evicted = share_of_evicted(low_rank)
-        once = jnp.where(jax.lax.axis_index(SLOTS) == 0, evicted.out, 0.0)
-        part = merge(part, evicted._replace(out=once))
-    return part, probs
+        first = new.spread.gathers or jax.lax.axis_index(SLOTS) == 0
+        out = merge(Partial(out, lse[..., None]), evicted._replace(out=jnp.where(first, evicted.out, 0.0))).out
+
+    def answer(i: int, ask: Ask) -> Any:
+        if isinstance(ask, Probs):
+            return Seen(probs, new.position, every[..., sums].sum(0)[..., :1].astype(jnp.int32))
+        assert isinstance(ask, Sums) and probs is not None
+        if i not in powers:
+            return over_heads(ask, summed(ask, probs), new)
+        of_here = normalised(powers[i], powers[i].sum(-1, keepdims=True))
+        own = shares[..., 1 + list(powers).index(i), None, None]
+        return over_heads(ask, summed(ask, of_here * own), new)
+
+    return out, tree.unflatten(answer(i, ask) for i, ask in enumerate(leaves))
+
+
+def _share(part: Float[Array, "*n"], whole: Float[Array, "*n"]) -> Float[Array, "*n"]:
+    # Of a sum that a part of it has, from the logarithms of both.
+    return jnp.where(jnp.isfinite(part), jnp.exp(part - jnp.where(jnp.isfinite(whole), whole, 0.0)), 0.0)
 
 
 def answered(asks: PyTree, probs: Float[Array, "b h g 1 c"], position: Int[Array, "b h c"], new: New) -> PyTree:
