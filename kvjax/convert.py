@@ -12,6 +12,7 @@ from kvjax.commands import Help, add_model_options, finish, leave
 from kvjax.gguf_tokenizer import gguf_tokenizer
 from kvjax.models.loading import Checkpoint, read_checkpoint
 from kvjax.models.orbax import write_orbax
+from kvjax.models.sharding import parse_mesh
 from kvjax.tokens import lazy_tokenizer
 
 _BESIDE = ("*.json", "*.model", "*.txt", "*.jinja")
@@ -59,7 +60,8 @@ def check_new(out: Path) -> None:
 def run(options: argparse.Namespace) -> None:
     """What the command line asks for."""
     check_new(options.out)
-    convert(read_checkpoint(options.model, options.dtype, options.revision), options.out)
+    mesh = None if options.mesh is None else parse_mesh(options.mesh)
+    convert(read_checkpoint(options.model, options.dtype, options.revision, mesh=mesh), options.out)
     print(f"{options.out}: kvjax generate --model {options.out} runs it")
 
 
@@ -68,7 +70,7 @@ def main(argv: list[str] | None = None) -> int:
     options = argparse.ArgumentParser(
         prog="kvjax convert", description=__doc__, allow_abbrev=False, formatter_class=Help
     )
-    add_model_options(options, rounded=False, spread=False)
+    add_model_options(options, rounded=False, processes=False)
     options.add_argument("--out", type=Path, required=True, metavar="DIR", help="the new directory")
     options.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="of the weights")
     return finish("convert", lambda: run(options.parse_args(argv)))

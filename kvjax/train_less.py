@@ -28,7 +28,7 @@ def parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
         conflict_handler="resolve",  # a mesh is something else here than where a model runs
     )
-    add_model_options(options, rounded=False)
+    add_model_options(options, rounded=False, processes=False)
     options.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the model")
     options.add_argument("--policy", default="h2o", help="the policy that evicts (default: h2o)")
     options.add_argument("--set", nargs="+", action="extend", default=[], metavar="key=value", dest="settings")
@@ -82,8 +82,6 @@ def run(options: argparse.Namespace) -> None:
     from kvjax.train.less.run import train_kernels
     from kvjax.train.less.train import Recipe, check_batch, split_texts
 
-    if options.distributed is not None:
-        raise ValueError("kernels are trained by one process; leave --distributed out.")
     names = {field.name for field in dataclasses.fields(Recipe)}
     recipe = Recipe(**{name: value for name, value in vars(options).items() if name in names})
     policy = policies.policy(options.policy, **parse_settings(options.settings))

@@ -112,12 +112,14 @@ class Spread:
     Args:
         heads: devices that share the KV heads of a layer, and their query heads with them.
         slots: devices that share the slots of each head.
+        queries: devices that share the queries of a block of text over slots that each of them has.
         mlp: whether the columns of MLPs are shared among all devices that share a model.
         vocab: whether the vocabulary is.
     """
 
     heads: int = 1
     slots: int = 1
+    queries: int = 1
     mlp: bool = False
     vocab: bool = False
 
@@ -133,9 +135,16 @@ class Spread:
         """The largest of what the devices that share a head's slots have."""
         return jax.lax.pmax(most, SLOTS) if self.slots > 1 else most
 
+    @property
+    def gathers(self) -> bool:
+        """Whether attention over shared slots is whole on each device, since no sum over heads would follow anyway."""
+        return self.slots > 1 and self.heads == 1
+
     def over_attention(self, parts: Float[Array, "*b"]) -> Float[Array, "*b"]:
         """The sum of what the devices that share a layer's heads, or their slots, make of its attention."""
-        return jax.lax.psum(parts, (HEADS, SLOTS)) if self.slots > 1 else self.over_heads(parts)
+        if self.slots > 1 and not self.gathers:
+            return jax.lax.psum(parts, (HEADS, SLOTS))
+        return self.over_heads(parts)
 
     def over_devices(self, parts: Float[Array, "*b"]) -> Float[Array, "*b"]:
         """The sum of what all devices have that share the model."""
@@ -159,6 +168,31 @@ class Spread:
             return every
         count = every.shape[axis] // self.slots
         return jax.lax.dynamic_slice_in_dim(every, jax.lax.axis_index(SLOTS) * count, count, axis)
+
+    def over_queries(self, parts: Float[Array, "*b"]) -> Float[Array, "*b"]:
+        """The sum of what the devices that share a block's queries make of theirs."""
+        return jax.lax.psum(parts, SLOTS) if self.queries > 1 else parts
+
+    def own_queries(self, tokens: int, block: int) -> Int[Array, "m"] | None:
+        """Which of a block's tokens are read here, so many after each other by turns; None for all of them.
+
+        Later queries see more than earlier ones: by turns everyone has as much to do. Numbers beyond the last token
+        fill the last turn.
+        """
+        if self.queries == 1:
+            return None
+        turns = -(-tokens // (block * self.queries))
+        first = (jnp.arange(turns) * self.queries + jax.lax.axis_index(SLOTS)) * block
+        return (first[:, None] + jnp.arange(block)).reshape(-1)
+
+    def all_queries(self, own: Array, tokens: int, block: int, axis: int) -> Array:
+        """Of arrays whose tokens lie along an axis, each device's `own_queries`, those of a whole block."""
+        if self.queries == 1:
+            return own
+        turns = own.reshape(*own.shape[:axis], -1, block, *own.shape[axis + 1 :])
+        every = jax.lax.all_gather(turns, SLOTS, axis=axis + 1)
+        joined = every.reshape(*own.shape[:axis], -1, *own.shape[axis + 1 :])
+        return jax.lax.slice_in_dim(joined, 0, tokens, axis=axis)
 
     def own_heads(self, every: Array) -> Array:
         """The inverse of `all_heads`."""

@@ -193,7 +193,12 @@ def alibi_slopes(heads: int, exponent: float = 8.0) -> Float[np.ndarray, " heads
 def query_block(tokens: int, rows: int) -> int:
     """Queries that attend at once, so that a block's probabilities stay linear in the prompt."""
     most = max(16, QUERY_BLOCK // max(1, rows // 4))
-    return math.gcd(tokens, 1 << (most.bit_length() - 1))  # a power of two, or 12 rows would share no factor with 1024
+    return math.gcd(tokens, power_below(most))  # a power of two, or 12 rows would share no factor with 1024
+
+
+def power_below(x: int) -> int:
+    """The largest power of two up to a number."""
+    return 1 << (x.bit_length() - 1)
 
 
 def split_queries(x: Array, axis: int, block: int) -> Array:

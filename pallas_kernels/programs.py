@@ -23,7 +23,7 @@ from pallas_kernels.hamming import hamming
 from pallas_kernels.less_kernels import phi, psi
 from pallas_kernels.operands import Quantised
 from pallas_kernels.paged_attention import paged_attention
-from pallas_kernels.prefill_scores import prefill_scores
+from pallas_kernels.prefill_scores import Own, prefill_scores
 from pallas_kernels.ranking import Protection
 
 Shape = jax.ShapeDtypeStruct
@@ -194,22 +194,29 @@ def prefill(
     e: int | None = None,
     soft_cap: float | None = None,
     window: int | None = None,
+    readers: int = 1,
     **settings: Any,
 ) -> Program:
-    """`prefill_scores`; `extra` names optional arrays, `cached` keys come before the prompt's, values are `e` wide."""
-    c = cached + n
+    """`prefill_scores`; `extra` names optional arrays, `cached` keys come before the prompt's, values are `e` wide.
 
-    def run(slopes: Any = None, **arrays: Any) -> Any:
-        return prefill_scores(**arrays, spec=AttentionSpec(d**-0.5, soft_cap, window, slopes), **settings)
+    Of several readers each has as many of the prompt's queries.
+    """
+    c, own = cached + n, n // readers
+
+    def run(slopes: Any = None, token: Any = None, **arrays: Any) -> Any:
+        share = None if token is None else Own(token, n)
+        return prefill_scores(**arrays, spec=AttentionSpec(d**-0.5, soft_cap, window, slopes), own=share, **settings)
 
     shapes = {
-        "q": Shape((b, h, g, n, d), dtype),
+        "q": Shape((b, h, g, own, d), dtype),
         "k": Shape((b, h, c, d), dtype),
         "v": Shape((b, h, c, e or d), dtype),
-        "query_position": Shape((b, n), jnp.int32),
+        "query_position": Shape((b, own), jnp.int32),
         "key_position": Shape((b, h, c), jnp.int32),
     }
-    weights = (b, 1, n) if rows is None else (b, 1, rows, n)
+    if readers > 1:
+        shapes["token"] = Shape((own,), jnp.int32)
+    weights = (b, 1, own) if rows is None else (b, 1, rows, own)
     optional = {"noise": (b, h, c), "weights": weights, "slopes": (h, g)}
     shapes |= {name: Shape(optional[name], jnp.float32) for name in extra}
     return Program("prefill_scores", label, run, shapes)
@@ -325,6 +332,7 @@ def programs() -> Iterator[Program]:
     yield prefill("multi-head, ALiBi, 2048 tokens", 1, 32, 1, 2048, 128, half, "slopes")
     yield prefill("8 rows of weights, soft cap", 1, 8, 4, 4096, 128, half, "weights", rows=8, soft_cap=50.0)
     yield prefill("16 rows of weights, values of 64", 1, 4, 4, 2048, 128, half, "weights", "noise", rows=16, e=64)
+    yield prefill("a quarter of 8192 tokens, window", 1, 8, 4, 8192, 128, half, readers=4, window=1024)
     yield prefill("embedded model, 48 tokens", 1, 2, 2, 48, 32, whole)
     yield features("phi", "one token of 64 rows, 32 heads, d 128", 64, 32, 1, 1, 128, half)
     yield features("psi", "one token of 64 rows, 32 heads, d 128", 64, 32, 1, 1, 128, half)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -11,7 +12,9 @@ import pytest
 from jax.sharding import AxisType
 
 import kvjax
+from kvjax.convert import convert
 from kvjax.models import orbax
+from kvjax.models.loading import read_checkpoint
 from kvjax.models.sharding import weight_shardings
 from kvjax.sampling.texts import generate_ids
 
@@ -39,6 +42,9 @@ def main(directory: str) -> None:
     assert generate_ids(kvjax.load(directory, mesh=mesh), prompts, **greedy).tokens == wanted
     alone, spread = (kvjax.load("tiny", weights="int8", mesh=each) for each in (None, mesh))
     jax.tree.map(np.testing.assert_array_equal, spread.weights, alone.weights)
+    again = Path(directory).with_name("spread")
+    convert(read_checkpoint(directory, "float32", mesh=mesh), again)
+    jax.tree.map(np.testing.assert_array_equal, kvjax.load(again).weights, plain.weights)
     with pytest.raises(ValueError, match="a mesh with the axes x is none of data and model"):
         kvjax.load("tiny", mesh=jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,)))
     print("all as on one device")

@@ -12,10 +12,12 @@ import jax
 import numpy as np
 
 import kvjax
+from kvjax.cache import evidence
 from kvjax.engine.decode import lower_step
 from kvjax.model import Model
 from kvjax.models import ModelConfig
 from kvjax.models.sharding import parse_mesh, weight_shardings
+from pallas_kernels.prefill_scores import prefill_scores
 from tests import models
 from tests.cases import PAIRS, POLICIES, Case
 
@@ -62,7 +64,17 @@ def compared(name: str, config: ModelConfig, shapes: list[tuple[int, int]]) -> N
 
 
 def collectives(name: str, config: ModelConfig, shape: tuple[int, int]) -> None:
-    """Print what a step's program sends: how often, the most numbers gathered at once, and those of a layer's keys."""
+    """Print what a step's program sends: how often, the most numbers gathered at once, and a layer's keys.
+
+    And of a prompt how many tokens there are, and how many of their queries a device reads.
+    """
+    read: list[tuple[int, int]] = []
+
+    def noted(q: Any, k: Any, *rest: Any, **settings: Any) -> Any:
+        read.append((k.shape[2], q.shape[3]))
+        return prefill_scores(q, k, *rest, **settings)
+
+    evidence.prefill_scores = noted
     case, model = (POLICIES | PAIRS)[name], placed(models.random_model(config), shape)
     prompts = TEXT[:, : max(LENGTHS)]
     state, _ = kvjax.prefill(model, case.make(), prompts, case.budget, plan=case.plan, max_new_tokens=40)
@@ -73,10 +85,10 @@ def collectives(name: str, config: ModelConfig, shape: tuple[int, int]) -> None:
     calls = re.findall(rf"= (.*?) ({kinds})(?:-start)?\(", text)
     shapes = [numbers for made, kind in calls if kind == "all-gather" for numbers in re.findall(r"\[([\d,]*)\]", made)]
     gathered = max((math.prod(map(int, numbers.split(","))) for numbers in shapes), default=0)
-    keys = max(leaf.size for leaf in jax.tree.leaves(state.storage)) // math.prod(shape)
-    print(
-        json.dumps({"case": name, "mesh": shape, "calls": len(calls), "gathered": gathered, "keys": keys}), flush=True
-    )
+    keys = max(leaf.size for leaf in jax.tree.leaves(state.storage))
+    tokens, queries = read[0] if read else (0, 0)  # LSH-E reads one after another
+    found = dict(calls=len(calls), gathered=gathered, keys=keys, tokens=tokens, queries=queries)
+    print(json.dumps({"case": name, "mesh": shape} | found), flush=True)
 
 
 def main(what: str, cases: list[str], kv_heads: int, meshes: list[list[int]], model: str | None = None) -> None:

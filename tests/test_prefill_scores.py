@@ -19,7 +19,7 @@ from kvjax.types import Heads, New, Parts
 from pallas_kernels import noise
 from pallas_kernels.attention import AttentionSpec, attend
 from pallas_kernels.common import VARIABLE, Unsupported
-from pallas_kernels.prefill_scores import Joined, prefill_scores
+from pallas_kernels.prefill_scores import Joined, Own, prefill_scores
 from tests.kernel_cases.prefill_scores import case, inputs, operand
 from tests.kernels import XLA, Way, check
 
@@ -130,6 +130,28 @@ def test_rows_of_weights_are_answered_together():
         alone = prefill_scores(**made, spec=SPEC, weights=weights[:, :, m]).scores
         assert alone is not None
         np.testing.assert_allclose(together[:, :, m], alone[:, :, 0], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("way", [XLA, Way("pallas", True, "tpu"), Way("pallas", True, "gpu")], ids=str)
+@pytest.mark.parametrize("cached, window", [(0, 150), (37, None)])
+def test_a_prompt_may_be_read_in_shares(cached, window, way):
+    """Blocks of 32 queries go to three readers by turns; what keys received is the sum of their shares."""
+    made = inputs(2, 1, 2, 700, 16, cached=cached)
+    settings: dict[str, Any] = dict(spec=dataclasses.replace(SPEC, window=window), **way.options)
+    noise = jnp.asarray(np.random.default_rng(0).gumbel(size=(2, 1, 700 + cached)), jnp.float32)
+    whole = prefill_scores(**made, noise=noise, **settings)
+    assert whole.scores is not None
+    sums = jnp.zeros_like(whole.scores)
+    for reader in range(3):
+        token = np.flatnonzero(np.arange(700) // 32 % 3 == reader)
+        own = Own(jnp.asarray(token), 700)
+        share = made | {"q": made["q"][:, :, :, token], "query_position": made["query_position"][:, token]}
+        found = prefill_scores(**share, noise=noise, own=own, **settings)
+        assert found.scores is not None
+        sums += found.scores
+        for part, all_ in ((found.out, whole.out[:, :, :, token]), (found.lse, whole.lse[:, :, :, token])):
+            np.testing.assert_allclose(part, all_, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(sums, whole.scores, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("way", [XLA, Way("pallas", True, "tpu")], ids=str)

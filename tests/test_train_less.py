@@ -30,7 +30,7 @@ from kvjax.policies.residuals.less import LowRankMemory, Memory
 from kvjax.train.less.errors import write_losses
 from kvjax.train.less.record import Features, record
 from kvjax.train.less.train import Recipe, memory_attention
-from kvjax.types import Evicted, LayerConfig, New, Partial, View
+from kvjax.types import Evicted, LayerConfig, New, Partial
 from pallas_kernels.attention import merge, share_of_evicted
 from pallas_kernels.operands import values
 from tests.cases import slow
@@ -46,9 +46,6 @@ class FullAnswers(Dense):
     """Evicts as it always does, while the model goes on with the given attention outputs [L b h g n e]."""
 
     answers: Any = None
-
-    def replace_layer(self, layer: int, view: View) -> FullAnswers:
-        return FullAnswers(super().replace_layer(layer, view).layers, self.answers)
 
     def attend(self, rules: Any, config: LayerConfig, layer: int, new: New, *rest: Any, **more: Any) -> Any:
         storage, found = super().attend(rules, config, layer, new, *rest, **more)
@@ -80,7 +77,7 @@ def test_evicts_what_decoding_evicts(name: str, settings: dict[str, Any], x64: N
     features, left = replay(model, base)
     state = begin(model, base, 2, N, BUDGET)
     seed = kvjax.prefill(model, "full", TOKENS[:, :1].tolist(), max_new_tokens=1)[0].seed
-    state = state.replace(storage=FullAnswers(layers(state), features.full), seed=seed)
+    state = state.replace(storage=FullAnswers(layers(state), answers=features.full), seed=seed)
     plain = model.logits(TOKENS)
     for t in range(N):
         state, logits = kvjax.decode_step(state, jnp.asarray(TOKENS[:, t]))
@@ -226,7 +223,6 @@ def test_other_settings_are_refused(
     assert "batch" in message(*arguments(text_file, new, "--sequences", "2"))
     assert "holds texts of 64 tokens" in message(*arguments(text_file, new, "--budget", "64"))
     assert "4096 devices" in message(*arguments(text_file, new, "--mesh", "model=4096"))
-    assert "leave --distributed out" in message(*arguments(text_file, new, "--distributed"))
 
 
 def test_a_mesh_is_a_number_for_each_axis() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib
 import json
 import sys
 from pathlib import Path
@@ -11,7 +12,6 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from kvjax.bench import deployments, kernels, scale
 from kvjax.bench.entries import add_policy_options, entries, say
 from kvjax.bench.models import model_named
 from kvjax.bench.peers import transformers_decoder
@@ -20,8 +20,8 @@ from kvjax.commands import add_model_options, finish
 from kvjax.evaluate.speed import decoder, race, reader
 from kvjax.files import write_text
 
-OTHERS = {"kernels": kernels.main, "scale": scale.main, "deployments": deployments.main}
-"""What is no race of policies."""
+OTHERS = ("kernels", "scale", "deployments")
+"""Modules of what is no race of policies."""
 
 
 def run(options: argparse.Namespace) -> None:
@@ -76,7 +76,7 @@ def main(argv: list[str] | None = None) -> int:
     """The command line; returns its exit code."""
     words = sys.argv[1:] if argv is None else argv
     if words and words[0] in OTHERS:
-        return OTHERS[words[0]](words[1:])
+        return importlib.import_module(f"kvjax.bench.{words[0]}").main(words[1:])
     options = argparse.ArgumentParser(prog="kvjax bench", description=__doc__, allow_abbrev=False)
     options.add_argument(
         "what", choices=("decode", "prefill", *OTHERS), help=f"{', '.join(OTHERS)} have settings of their own"

@@ -13,7 +13,7 @@ import numpy as np
 from kvjax.bench.entries import Entry, add_policy_options, entries, say
 from kvjax.bench.footprint import footprint
 from kvjax.bench.models import config_named, random_model, shaped_model
-from kvjax.bench.targets import HERE, VIRTUAL, devices_of, parse_mesh
+from kvjax.bench.targets import HERE, VIRTUAL, devices_of, mesh_shape
 from kvjax.commands import Help, finish
 from kvjax.engine.decode import lower_step
 from kvjax.engine.shapes import state_shapes
@@ -35,7 +35,7 @@ def run(options: argparse.Namespace) -> None:
     Raises:
         ValueError: there is no such model, policy or target, or what it asks for does not fit together.
     """
-    meshes = [parse_mesh(text) for text in options.mesh.split(",")]
+    meshes = [mesh_shape(text) for text in options.mesh.split(",")]
     named: list[Entry] = [("full", policy("full"), 1.0), *entries(options)]
     if any(budget == "same" for _, _, budget in named):
         raise ValueError("budget 'same' is for races; give slots or fractions.")
@@ -90,7 +90,7 @@ def _row(
 
 
 def _throughput(options: argparse.Namespace, config: ModelConfig, devices: list[Any], row: Row, entry: Entry) -> float:
-    mesh = mesh_of(devices, parse_mesh(row["mesh"]))
+    mesh = mesh_of(devices, mesh_shape(row["mesh"]))
     model = random_model(config, options.dtype, options.weights, mesh)
     tokens = np.random.default_rng(0).integers(3, config.vocab_size, (options.batch, options.prompt_tokens))
     contender = decoder(model, entry[1], entry[2], tokens, options.new_tokens)  # type: ignore[arg-type]

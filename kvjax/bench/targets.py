@@ -32,7 +32,7 @@ device_description_str: "NVIDIA H100 80GB HBM3"
 """XLA's GpuTargetConfigProto in text form: what it compiles for where there is no GPU to ask."""
 
 
-def parse_mesh(text: str) -> tuple[int, int]:
+def mesh_shape(text: str) -> tuple[int, int]:
     """`2x4` as two devices along `data` and four along `model`.
 
     Raises:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -28,6 +28,8 @@ class Dense(struct.PyTreeNode):
     """The caches of a model, layer by layer: an immutable pytree of fixed-shape buffers."""
 
     layers: tuple[View, ...]
+    victims: tuple[slots.Victim, ...] | None = None
+    """During a step, of each layer where devices share slots and what leaves is known before layers are reached."""
 
     def heads(self, layer: int) -> Heads:
         """What is known of a layer's heads as wholes."""
@@ -40,7 +42,7 @@ class Dense(struct.PyTreeNode):
 
     def replace_layer(self, layer: int, view: View) -> Dense:
         """With other slots in a layer."""
-        return Dense((*self.layers[:layer], view, *self.layers[layer + 1 :]))
+        return self.replace(layers=(*self.layers[:layer], view, *self.layers[layer + 1 :]))
 
     def of_slots(self, change: Callable[[Array], Array]) -> Dense:
         """With other slots, a function of each array [b h c ...]."""
@@ -73,14 +75,13 @@ class Dense(struct.PyTreeNode):
             self = self._shrunk(rules, config, layer, new, absorb)
         view = self.layers[layer]
         view = view.replace(state=view.state.replace(codec=rules.codec.begin(view, new)))
-        scores, guard = slots.scores(rules, view, new)
-        bounds = Protection(guard.sinks, guard.recent, slots.room(rules, view.limit, new))
         added = jax.tree.map(lambda leaf: leaf[:, :, 0], _entries(rules, view, new))
         held = (view.position, new.position[:, 0], {"kv": view.kv, "slots": view.slots}, added)
         if new.spread.slots > 1:
-            taken = _exchange_among(rules, view, new, scores, bounds, guard.keep, held, pairs=absorb is not None)
+            known = self.victims[layer] if self.victims is not None else _victims(rules, [view], [new])[0]
+            taken = _exchange_among(view, new, known, held, pairs=absorb is not None)
         else:
-            taken = _exchange(rules, view, new, scores, bounds, guard.keep, held)
+            taken = _exchange(rules, view, new, held)
         left, taken, position, buffers = taken
         written = view.replace(position=position, **buffers)
         written = rules.codec.exchanged(config, written, new, taken["slots"].codec, left)
@@ -194,13 +195,21 @@ class Dense(struct.PyTreeNode):
             layer, view.replace(position=position, slots=view.slots.replace(codec=queue), state=state)
         )
 
-    def open(self, config: LayerConfig) -> Dense:
-        """As a step over all layers begins with it."""
-        return self
+    def open(self, rules: Rules, configs: Sequence[LayerConfig], ahead: Callable[[int], New]) -> Dense:
+        """As a step over all layers begins with it.
+
+        Args:
+            rules: say what leaves.
+            configs: of the layers.
+            ahead: the tokens as a layer is going to see them, with positions and shapes alone.
+        """
+        if configs[0].spread.slots == 1 or not rules.foresees:
+            return self
+        return self.replace(victims=_victims(rules, self.layers, [ahead(index) for index in range(len(configs))]))
 
     def close(self) -> Dense:
         """As it waits for the next step."""
-        return self
+        return self.replace(victims=None)
 
     def unpack(self) -> Dense:
         """All layers in buffers of one size for all heads of a layer, as they are."""
@@ -327,37 +336,40 @@ Exchanged = tuple[Int[Array, "b h"], dict[str, Any], Int[Array, "b h c"], dict[s
 """The position that left each head, what its slot held, and positions and buffers with the new token."""
 
 
-def _exchange(
-    rules: Rules, view: View, new: New, scores: Array, bounds: Protection, keep: Array | None, held: tuple[Any, ...]
-) -> Exchanged:
+def _ranked(rules: Rules, view: View, new: New) -> tuple[Array, Protection, Bool[Array, "b h c"] | None]:
+    # Scores, and what may not leave.
+    scores, guard = slots.scores(rules, view, new)
+    return scores, Protection(guard.sinks, guard.recent, slots.room(rules, view.limit, new)), guard.keep
+
+
+def _exchange(rules: Rules, view: View, new: New, held: tuple[Any, ...]) -> Exchanged:
+    scores, bounds, keep = _ranked(rules, view, new)
     slot = None if slots.windowed(new) else rules.victim(view, new, bounds, keep)
     if slot is not None:
         return exchange_slots(slot, *held)[1:]
     return evict(scores, *held, protection=bounds, keep=keep, shrinks=rules.shrinks, **new.kernels._asdict())[1:]
 
 
-def _exchange_among(
-    rules: Rules,
-    view: View,
-    new: New,
-    scores: Array,
-    bounds: Protection,
-    keep: Array | None,
-    held: tuple[Any, ...],
-    *,
-    pairs: bool,
-) -> Exchanged:
+def _victims(rules: Rules, views: Sequence[View], new: Sequence[New]) -> tuple[slots.Victim, ...]:
+    # Of several layers at once, for each time that devices tell each other something takes as long.
+    claims = []
+    for view, tokens in zip(views, new, strict=True):
+        scores, bounds, keep = _ranked(rules, view, tokens)
+        claims.append(slots.claim(scores, view.position, tokens, bounds, keep, rules.shrinks))
+    return slots.victims_of_all(jnp.stack(claims), [view.capacity for view in views])
+
+
+def _exchange_among(view: View, new: New, victim: slots.Victim, held: tuple[Any, ...], *, pairs: bool) -> Exchanged:
     # Several devices have a head's slots, and one of them the one that is taken: it tells the others what they need.
-    slot, oldest = slots.victim_of_all(scores, view.position, new, bounds, keep, rules.shrinks)
-    _, _, taken, position, buffers = exchange_slots(slot, *held)
-    here = slot < view.capacity
+    _, _, taken, position, buffers = exchange_slots(victim.slot, *held)
+    here = victim.slot < view.capacity
 
     def told(leaf: Array) -> Array:
         return new.spread.over_slots(jnp.where(here.reshape(*here.shape, *(1,) * (leaf.ndim - 2)), leaf, 0))
 
     kv = jax.tree.map(told, taken["kv"]) if pairs else taken["kv"]
     remembered = taken["slots"].replace(codec=jax.tree.map(told, taken["slots"].codec))
-    left = jnp.where(new.valid[:, :1], oldest, -1)
+    left = jnp.where(new.valid[:, :1], victim.position, -1)
     return left, {"kv": kv, "slots": remembered}, position, buffers
 
 

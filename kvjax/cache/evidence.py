@@ -13,6 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.asks import Again, Ask, Near, Noise, Probs, Seen, Sums, is_ask, questions
 from kvjax.cache.codec import Operands
+from kvjax.cache.share import Share
 from kvjax.types import SLOTS, LayerConfig, New, PyTree, View, wide
 from pallas_kernels import noise as hashed
 from pallas_kernels import operands
@@ -87,8 +88,7 @@ def attend_token(
         **new.kernels._asdict(),
     )
     if new.spread.slots > 1:
-        part, probs = _shared(found, given, low_rank, selection, new)
-        return part.out, asks if probs is None else answered(asks, probs, view.position, new)
+        return _shared(found, given, view.position, new, asks, low_rank, selection)
     out = found.out[:, :, :, None]
     if fused is not None:
         assert found.scores is not None
@@ -104,22 +104,67 @@ def attend_token(
 
 
 def _shared(
-    found: Decoded, given: Operands, low_rank: LowRank | None, selection: Selection | None, new: New
-) -> tuple[Partial, Float[Array, "b h g 1 c"] | None]:
-    # What the slots here, some of those of each head, add to its attention, and their probabilities.
-    every = jax.lax.all_gather(found.lse, SLOTS)
-    lse = jax.nn.logsumexp(every, axis=0)
-    share = jnp.where(jnp.isfinite(found.lse), jnp.exp(found.lse - jnp.where(jnp.isfinite(lse), lse, 0.0)), 0.0)
-    part = Partial((found.out * share[..., None])[:, :, :, None], lse[..., None])
-    probs = None if found.scores is None else (found.scores * share[..., None])[:, :, :, None]
-    if selection is not None:
+    found: Decoded,
+    given: Operands,
+    position: Int[Array, "b h c"],
+    new: New,
+    asks: PyTree,
+    low_rank: LowRank | None,
+    selection: Selection | None,
+) -> tuple[Float[Array, "b h g 1 e"], PyTree]:
+    # What the slots here, some of those of each head, add to its attention, or all of it; and what is asked of them.
+    # Whatever devices have to tell each other goes at once: logarithms of sums, counts and outputs.
+    leaves, tree = questions(asks)
+    local = None if found.scores is None else found.scores[:, :, :, None]
+    powers: dict[int, Array] = {}
+    told, kind = [found.lse], found.lse.dtype
+    for i, ask in enumerate(leaves):
+        if isinstance(ask, Sums) and not ask.plain:
+            # Another softmax, of which each device has a part, too: of powers of the first one's probabilities.
+            assert local is not None
+            powers[i] = tempered(ask, local, position, new)
+            tau = jnp.asarray(ask.tau, kind)
+            lse = jnp.where(jnp.isfinite(found.lse), found.lse, 0.0) / (tau[:, :, None] if tau.ndim else tau)
+            told.append(jnp.log(powers[i].sum((-2, -1))) + lse)
+    sums = len(told)
+    if any(isinstance(ask, Probs) for ask in leaves):
+        assert local is not None
+        told.append(jnp.broadcast_to((local > 0).any(2).sum(-1), found.lse.shape).astype(kind))
+    together = new.spread.gathers and selection is None
+    here = jnp.concatenate([jnp.stack(told, axis=-1), *[found.out] * together], axis=-1)
+    every = jax.lax.all_gather(here, SLOTS)
+    totals = jax.nn.logsumexp(every[..., :sums], axis=0)
+    shares = _share(here[..., :sums], totals)
+    lse, probs = totals[..., 0], None if local is None else local * shares[..., :1, None]
+    if together:
+        out = jnp.einsum("nbhg,nbhge->bhge", _share(every[..., 0], lse), every[..., len(told) :])[:, :, :, None]
+    elif selection is None:
+        out = (found.out * shares[..., :1])[:, :, :, None]
+    else:
         assert probs is not None
-        part = _narrowed(selection, probs, given.v, new, part.lse)
+        out, lse = _narrowed(selection, probs, given.v, new, lse[..., None])
+        out, lse = new.spread.over_slots(out) if new.spread.gathers else out, lse[..., 0]
     if low_rank is not None:  # which all of these devices have
         evicted = share_of_evicted(low_rank)
-        once = jnp.where(jax.lax.axis_index(SLOTS) == 0, evicted.out, 0.0)
-        part = merge(part, evicted._replace(out=once))
-    return part, probs
+        first = new.spread.gathers or jax.lax.axis_index(SLOTS) == 0
+        out = merge(Partial(out, lse[..., None]), evicted._replace(out=jnp.where(first, evicted.out, 0.0))).out
+
+    def answer(i: int, ask: Ask) -> Any:
+        if isinstance(ask, Probs):
+            return Seen(probs, new.position, every[..., sums].sum(0)[..., :1].astype(jnp.int32))
+        assert isinstance(ask, Sums) and probs is not None
+        if i not in powers:
+            return over_heads(ask, summed(ask, probs), new)
+        of_here = normalised(powers[i], powers[i].sum(-1, keepdims=True))
+        own = shares[..., 1 + list(powers).index(i), None, None]
+        return over_heads(ask, summed(ask, of_here * own), new)
+
+    return out, tree.unflatten(answer(i, ask) for i, ask in enumerate(leaves))
+
+
+def _share(part: Float[Array, "*n"], whole: Float[Array, "*n"]) -> Float[Array, "*n"]:
+    # Of a sum that a part of it has, from the logarithms of both.
+    return jnp.where(jnp.isfinite(part), jnp.exp(part - jnp.where(jnp.isfinite(whole), whole, 0.0)), 0.0)
 
 
 def answered(asks: PyTree, probs: Float[Array, "b h g 1 c"], position: Int[Array, "b h c"], new: New) -> PyTree:
@@ -153,40 +198,47 @@ def attend_block(
     kinds = [_question(ask, prompt=True) for ask in leaves]
     fused = next((kind for kind in kinds if kind is not None), None)
     together = [i for i, kind in enumerate(kinds) if kind is not None and kind == fused]
-    rows, weights = _stacked([leaves[i] for i in together], new) if together else ([], None)
+    share = Share.of(given, new)
+    rows, weights = _stacked([share.weighed(leaves[i]) for i in together], share.new) if together else ([], None)
     zeta = None if fused is None or fused.noise is None else drawn(fused.noise, view.position, new, wide(new.q.dtype))
     found = prefill_scores(
-        given.q,
+        share.given.q,
         given.k,
         given.v,
-        new.position,
+        share.new.position,
         view.position,
         config.spec,
-        places=given.places,
+        places=share.given.places,
         scores=fused is not None,
         weights=weights,
         noise=zeta,
         tau=1.0 if fused is None else fused.tau,
+        own=share.own,
         **new.kernels._asdict(),
     )
     partial = Partial(found.out, found.lse)
+    lse = share.whole(found.lse, 3)
     answers: dict[int, Any] = {}
+    sums = None if found.scores is None else new.spread.over_queries(found.scores)
     for i, row in zip(together, rows, strict=True):
-        assert found.scores is not None
-        answers[i] = over_heads(leaves[i], found.scores[:, :, row], new)
+        assert sums is not None
+        answers[i] = over_heads(leaves[i], sums[:, :, row], new)
     rest = [i for i, ask in enumerate(leaves) if isinstance(ask, Sums) and i not in answers]
     if rest:
-        more = _by_blocks(config, given, view, new, [leaves[i] for i in rest], partial.lse)
+        more = _by_blocks(config, share.given, view, share.new, [share.weighed(leaves[i]) for i in rest], partial.lse)
+        more = map(new.spread.over_queries, more)
         answers |= {i: over_heads(leaves[i], sums, new) for i, sums in zip(rest, more, strict=True)}
     for i, ask in enumerate(leaves):
         if isinstance(ask, Near):
             if view.capacity != new.position.shape[1]:
                 raise ValueError("what falls near a token is known of a prompt read whole, not of a part of it.")
-            answers[i] = near_sums(config, new, partial.lse, ask.width, ask.most)
+            answers[i] = near_sums(config, new, lse, ask.width, ask.most)
         elif isinstance(ask, Probs):
-            answers[i] = _newest(config, given, view, new, ask, partial.lse)
+            answers[i] = _newest(config, given, view, new, ask, lse)
     if selection is not None:
-        partial = _select_by_blocks(config, given, view, new, selection, partial)
+        partial = _select_by_blocks(config, share.given, view, share.new, selection, partial)
+        lse = share.whole(partial.lse, 3)
+    partial = Partial(share.whole(partial.out, 3), lse)
     if low_rank is not None:
         partial = merge(partial, share_of_evicted(low_rank))
     return partial.out, tree.unflatten(answers[i] for i in range(len(leaves)))

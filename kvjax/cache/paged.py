@@ -327,10 +327,10 @@ class Paged(struct.PyTreeNode):
         score = self.over_pages(layer, look, self.slots.score)
         return self.replace(slots=self.slots.replace(score=score))
 
-    def open(self, config: LayerConfig) -> Paged:
-        """As a step over all layers begins with it."""
+    def open(self, rules: Rules, configs: Sequence[LayerConfig], ahead: Callable[[int], New]) -> Paged:
+        """As a step over all layers begins with it; see `Dense.open`."""
         kind = wide(self.slots_dtype)
-        return self.replace(logits=jnp.zeros((len(self.owner), config.groups, self.page_size), kind))
+        return self.replace(logits=jnp.zeros((len(self.owner), configs[0].groups, self.page_size), kind))
 
     @property
     def slots_dtype(self) -> Any:

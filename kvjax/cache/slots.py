@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -56,6 +56,11 @@ class Rules(Protocol):
     @property
     def ends(self) -> bool:
         """Whether slots suffice for the planned text only."""
+        ...
+
+    @property
+    def foresees(self) -> bool:
+        """Whether what leaves a layer is known before it has seen the new token: only the position tells."""
         ...
 
     def slots(self, new: New, state: Parts) -> Parts:
@@ -140,15 +145,24 @@ def rank(rules: Rules, view: View, new: New) -> Float[Array, "b h c"]:
     return ranking.rank(found, view.position, newest, sinks, recent, guard.keep)
 
 
-def victim_of_all(
+class Victim(NamedTuple):
+    """What a new token takes among the slots of all devices that share a head's."""
+
+    slot: Int[Array, "b h"]
+    """Here; beyond all that are here where another device has it."""
+    position: Int[Array, "b h"]
+    """Of the token in it; -1 where it is empty."""
+
+
+def claim(
     scores: Float[Array, "b h c"],
     position: Int[Array, "b h c"],
     new: New,
     bounds: Protection,
     keep: Bool[Array, "b h c"] | None,
     shrinks: bool,
-) -> tuple[Int[Array, "b h"], Int[Array, "b h"]]:
-    """`pallas_kernels.ranking.victim` among the slots of all devices that share a head's.
+) -> Int[Array, "3 b h"]:
+    """Which of its slots each head would give to a new token, as one of the devices that share them sees it.
 
     Args:
         scores: how much each slot here matters.
@@ -156,14 +170,13 @@ def victim_of_all(
         new: one token per row.
         bounds: of whole heads.
         keep: slots that never leave, or None.
-        shrinks: as for `victim`.
+        shrinks: as for `pallas_kernels.ranking.victim`.
 
     Returns:
-        The slot, beyond all that are here where another device has it; and the position of the token in it.
+        The slot's rank, as bits, the position of its token and its number among all slots.
     """
     last, capacity = jnp.iinfo(jnp.int32).max, position.shape[-1]
-    first = jax.lax.axis_index(SLOTS) * capacity
-    slot = first + jnp.arange(capacity, dtype=jnp.int32)
+    slot = jax.lax.axis_index(SLOTS) * capacity + jnp.arange(capacity, dtype=jnp.int32)
     sinks, recent, limit = (bound[..., None] for bound in bounds)
     ranks = ranking.rank(scores, position, new.position[:, :1, None], sinks, recent, keep)
     live = position >= 0
@@ -175,14 +188,28 @@ def victim_of_all(
     age = jnp.where(usable & (ranks == least[..., None]), position, last)
     place = jnp.where(age == age.min(-1, keepdims=True), slot, last).min(-1)
     bits = jnp.dtype(f"int{jnp.finfo(ranks.dtype).bits}")
-    mine = jnp.stack([jax.lax.bitcast_convert_type(least, bits), age.min(-1).astype(bits), place.astype(bits)])
-    least, age, place = jnp.moveaxis(jax.lax.all_gather(mine, SLOTS), 1, 0)
-    least = jax.lax.bitcast_convert_type(least, ranks.dtype)
+    return jnp.stack([jax.lax.bitcast_convert_type(least, bits), age.min(-1).astype(bits), place.astype(bits)])
+
+
+def victims_of_all(claims: Int[Array, "m 3 b h"], capacities: Sequence[int]) -> tuple[Victim, ...]:
+    """`pallas_kernels.ranking.victim` among the slots of all devices, for some layers at once.
+
+    Args:
+        claims: of this device, for each layer.
+        capacities: slots of each layer's heads that are here.
+    """
+    last = jnp.iinfo(jnp.int32).max
+    least, age, place = jnp.moveaxis(jax.lax.all_gather(claims, SLOTS), 2, 0)
+    least = jax.lax.bitcast_convert_type(least, jnp.dtype(f"float{jnp.iinfo(least.dtype).bits}"))
     age = jnp.where(least == least.min(0), age, last)
     oldest = age.min(0)
-    chosen = jnp.where(age == oldest, place, last).min(0) - first
-    here = (chosen >= 0) & (chosen < capacity)
-    return jnp.where(here, chosen, capacity).astype(jnp.int32), jnp.where(oldest == last, -1, oldest).astype(jnp.int32)
+    place = jnp.where(age == oldest, place, last).min(0)
+    found = []
+    for capacity, number, position in zip(capacities, place, oldest, strict=True):
+        slot = number - jax.lax.axis_index(SLOTS) * capacity
+        slot = jnp.where((slot >= 0) & (slot < capacity), slot, capacity).astype(jnp.int32)
+        found.append(Victim(slot, jnp.where(position == last, -1, position).astype(jnp.int32)))
+    return tuple(found)
 
 
 def best_first(

@@ -92,13 +92,9 @@ def lower_step(state: State) -> jax.stages.Lowered:
 def step(state: State, token: Int[Array, " b"]) -> tuple[State, Float[Array, "b vocab"]]:
     """`decode_step` before compilation, for loops that are compiled as a whole."""
     fixed, moving = split_state(state)
-    if state.mesh is None:
-        moving, logits = _on_device(fixed, moving, token)
-    else:
-        of_fixed, of_moving = state_specs(state)
-        made = (of_moving, logits_spec(state.config, state.mesh))
-        program = on_mesh(_on_device, state.mesh, (of_fixed, of_moving, OF_ROWS), made)
-        moving, logits = program(fixed, moving, token)
+    of_fixed, of_moving = state_specs(state)
+    made = of_moving, logits_spec(state.config, state.mesh)
+    moving, logits = on_mesh(_on_device, state.mesh, (of_fixed, of_moving, OF_ROWS), made)(fixed, moving, token)
     return join_state(fixed, moving), logits
 
 

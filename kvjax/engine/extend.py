@@ -199,13 +199,11 @@ def read_more(
 ) -> tuple[Storage, Float[Array, "b *n vocab"]]:
     """What `extend` computes of tokens that have been checked, for programs that are compiled as a whole."""
     fixed, moving = split_state(state)
-    read = functools.partial(_extend_on_device, every=every)
-    if state.mesh is not None:
-        of_fixed, of_moving = state_specs(state)
-        logits = logits_spec(state.config, state.mesh)
-        logits = PartitionSpec(logits[0], None, *logits[1:]) if every else logits
-        made = of_moving[0], logits
-        read = on_mesh(read, state.mesh, (of_fixed, of_moving, OF_ROWS, OF_ROWS), made)
+    of_fixed, of_moving = state_specs(state)
+    logits = logits_spec(state.config, state.mesh)
+    logits = PartitionSpec(logits[0], None, *logits[1:]) if every else logits
+    given, made = (of_fixed, of_moving, OF_ROWS, OF_ROWS), (of_moving[0], logits)
+    read = on_mesh(functools.partial(_extend_on_device, every=every), state.mesh, given, made)
     return read(fixed, moving, tokens, lengths)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -61,6 +62,15 @@ class Reading(struct.PyTreeNode):
             kernels=self.kernels,
         )
 
+    def ahead(self, config: LayerConfig, layer: int, x: Array) -> New:
+        """The tokens as a layer is going to see them, with nothing of what it makes of them but its shape."""
+        rows, tokens = self.token.shape
+        keys = jnp.zeros((rows, config.kv_heads, tokens, config.key_width), x.dtype)
+        values = jnp.zeros((rows, config.kv_heads, tokens, config.value_width), x.dtype)
+        queries = jnp.zeros((rows, config.kv_heads, config.groups, tokens, config.key_width), x.dtype)
+        unrotated = dataclasses.replace(config, rope=None)
+        return self.new(unrotated, layer, x, queries, keys, values).replace(hidden=None)
+
 
 class Pending(NamedTuple):
     """A layer's answers, before the score has heard them."""
@@ -76,8 +86,9 @@ def read_token(
     """One token per row through all layers: the victim is chosen before attention, for everyone."""
     x = embed(weights, config, reading.token, reading.position)
     pending: list[Pending] = []
-    storage = storage.open(config.layer_configs[0])
-    for index, (layer, shape) in enumerate(zip(weights.layers, config.layer_configs, strict=True)):
+    shapes, begun = config.layer_configs, x
+    storage = storage.open(policy, shapes, lambda index: reading.ahead(shapes[index], index, begun))
+    for index, (layer, shape) in enumerate(zip(weights.layers, shapes, strict=True)):
 
         def attention(
             q: Array, k: Array, v: Array, index: int = index, shape: LayerConfig = shape, x: Array = x

@@ -70,8 +70,7 @@ def join_state(fixed: State, moving: Moving) -> State:
 
 
 def state_specs(state: State) -> tuple[State, Any]:
-    """Where what `split_state` gives lies on a mesh."""
-    assert state.mesh is not None
+    """Where what `split_state` gives lies on the state's mesh, if there is one."""
     weights = weight_specs(state.weights, state.config, state.mesh)
     rows = dict.fromkeys(("prompt_length", "horizon", "end", "key", "seed", "active"), OF_ROWS)
     specs = state.replace(weights=weights, policy=policy_specs(state.policy), storage=(), position=None, **rows)

@@ -114,6 +114,7 @@ def on_device(config: ModelConfig, mesh: Mesh | None, *, shares_slots: bool = Fa
     spread = Spread(
         heads=mesh.shape[HEADS],
         slots=mesh.shape[SLOTS] if shares_slots else 1,
+        queries=1 if shares_slots else mesh.shape[SLOTS],
         mlp=devices > 1 and config.mlp_width % devices == 0,
         vocab=devices > 1 and config.vocab_size % devices == 0,
     )

@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache.codec import Codec
 from kvjax.cache.slots import Guard, Places
-from kvjax.policies.part import Part
+from kvjax.policies.part import Part, of_kvjax
 from kvjax.policies.plan import Plan, Uniform
 from kvjax.policies.protection import Protection
 from kvjax.policies.residual import Residual
@@ -97,6 +97,12 @@ class Policy:
     def ends(self) -> bool:
         """Whether slots suffice for the planned text only."""
         return self.plan.ends
+
+    @property
+    def foresees(self) -> bool:
+        """Whether what leaves a layer is known before it has seen the new token: only the position tells."""
+        known = of_kvjax(type(self.score)) and of_kvjax(type(self.protection)) and not self.score.compares
+        return known and not self.score.offloads and not self.shrinks
 
     def init(self, shape: New) -> Parts:
         """What the parts remember of a layer before anything is read."""

@@ -29,6 +29,8 @@ class Score(Part):
     """Whether slots have to hold the same tokens in all layers."""
     slides: ClassVar[bool] = False
     """Whether what is live beyond sinks is always the newest tokens, without a gap."""
+    compares: ClassVar[bool] = False
+    """Whether `score` looks at more of the token that wants a slot than its position."""
     offloads: bool = False
     """Whether what it remembers of slots waits in host memory from one token to the next."""
     spares_idle_rows: ClassVar[bool] = False

@@ -2,4 +2,5 @@
 
 from pallas_kernels.prefill_scores.api import prefill_scores as prefill_scores
 from pallas_kernels.prefill_scores.types import Joined as Joined
+from pallas_kernels.prefill_scores.types import Own as Own
 from pallas_kernels.prefill_scores.types import PromptAttention as PromptAttention

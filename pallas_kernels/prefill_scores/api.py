@@ -12,7 +12,7 @@ from pallas_kernels.attention import AttentionSpec
 from pallas_kernels.common import choose, first_limit, pallas_form, platform_of
 from pallas_kernels.operands import Operand, Quantised, Turned
 from pallas_kernels.prefill_scores import reference
-from pallas_kernels.prefill_scores.types import Joined, PromptAttention
+from pallas_kernels.prefill_scores.types import Joined, Own, PromptAttention
 
 ROWS = 16
 """Rows of weights that the Pallas kernels can sum in one pass, at most."""
@@ -31,6 +31,7 @@ def prefill_scores(
     noise: Float[Array, "b h c"] | None = None,
     tau: float = 1.0,
     places: tuple[Int[Array, "b #h n"], Int[Array, "b #h c"]] | None = None,
+    own: Own | None = None,
     implementation: str = "auto",
     interpret: Any = False,
     platform: str | None = None,
@@ -55,7 +56,7 @@ def prefill_scores(
         k: keys [b h c d]; the last n are the queries' own tokens in the same order, c - n cached ones before them in
             any order. Cached ones in a memory of their own are the old part of a `Joined`.
         v: values [b h c e], an array or `Quantised`; joined at the same slot as the keys, if these are.
-        query_position: positions that rise by one from token to token; -1 marks padding, which sees nothing.
+        query_position: positions that rise from token to token; -1 marks padding, which sees nothing.
         key_position: of each key, for all heads or each; -1 marks an empty slot or padding, which nobody sees.
         spec: scale, soft cap, window and slopes.
         scores: whether the sums are wanted; without them the attention alone is cheaper.
@@ -64,6 +65,7 @@ def prefill_scores(
         noise: zeta, one number per key (`pallas_kernels.noise.gumbel`), in a head no more than 60 apart; None is none.
         tau: temperature of the scores, above 0.
         places: where the model sees queries and keys if not at their positions, for ALiBi; the mask goes by position.
+        own: which tokens the queries are of, where others read the rest of the text; None for the last n keys' own.
         implementation: `auto`, `xla` or `pallas`.
         interpret: as for `pallas_call`.
         platform: for which the program is compiled; None for that of `jax.default_backend()`.
@@ -72,7 +74,7 @@ def prefill_scores(
         Unsupported: the implementation asked for cannot run.
         ValueError: shapes do not fit each other, or a setting is out of range.
     """
-    n, c = q.shape[3], k.shape[2]
+    n, c = q.shape[3] if own is None else own.of, k.shape[2]
     if c < n:
         raise ValueError(f"{c} keys are fewer than the {n} queries' own; append the queries' keys to the cached ones.")
     if _joints(k) != _joints(v):
@@ -93,10 +95,11 @@ def prefill_scores(
         # Pallas is imported where it is used: it takes longer to import than kvjax.
         name = "pallas_gpu" if form == "gpu" else "pallas"
         return importlib.import_module(f"pallas_kernels.prefill_scores.{name}").prefill_scores(
-            q, k, v, query_position, key_position, spec, weights, noise, tau=tau, scores=scores, interpret=interpret
-        )
+            q, k, v, query_position, key_position, spec, weights, noise, own,
+            tau=tau, scores=scores, interpret=interpret,
+        )  # fmt: skip
     return reference.prefill_scores(
-        q, k, v, query_position, key_position, spec, weights, noise, places,
+        q, k, v, query_position, key_position, spec, weights, noise, places, own,
         tau=tau, scores=scores, platform=platform_of(platform),
     )  # fmt: skip
 

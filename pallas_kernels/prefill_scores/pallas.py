@@ -7,6 +7,7 @@ blocks of queries); what comes after the first kind of blocks runs in order, so 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -19,7 +20,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.attention import AttentionSpec
 from pallas_kernels.prefill_scores.tiles import Tiles
-from pallas_kernels.prefill_scores.types import PromptAttention
+from pallas_kernels.prefill_scores.types import Own, PromptAttention
 
 LANES = 128
 BLOCK = 512
@@ -36,6 +37,7 @@ def prefill_scores(
     spec: AttentionSpec,
     weights: Float[Array, "b #h m n"] | None,
     noise: Float[Array, "b h c"] | None,
+    own: Own | None,
     *,
     tau: float,
     scores: bool,
@@ -44,13 +46,14 @@ def prefill_scores(
     """See `pallas_kernels.prefill_scores.api`; compiled for v4 to v6e, interpreted, never run on a chip."""
     (b, h, g, n, _), c = q.shape, k.shape[2]
     size, width = (min(BLOCK, -(-x // LANES) * LANES) for x in (n, c))
-    tiles = Tiles(n, c, size, width, spec.window)
+    tiles = Tiles(n, c, size, width, spec.window, n if own is None else own.of)
     noisy = scores and (noise is not None or tau != 1)
     blocks = tiles.padded(q, k, v, query_position, key_position, noise if noisy else None)
     if spec.slopes is not None:
         slopes = spec.slopes.astype(jnp.float32).reshape(1, -1, 1, 1)
         blocks["slope"] = jnp.broadcast_to(slopes, (1, h * g, 1, LANES))
-    numbers: dict[str, Any] = dict(tiles=tiles, spec=spec, tau=tau, noisy=noisy, interpret=interpret)
+    bounds = () if own is None else (tiles.bounds_of(own),)
+    numbers: dict[str, Any] = dict(bounds=bounds, tiles=tiles, spec=spec, tau=tau, noisy=noisy, interpret=interpret)
     out, lse, noisy_lse = _attend(blocks, **numbers)
     sums = None
     if scores:
@@ -61,12 +64,20 @@ def prefill_scores(
 
 
 def _attend(
-    blocks: dict[str, Array], *, tiles: Tiles, spec: AttentionSpec, tau: float, noisy: bool, interpret: Any
+    blocks: dict[str, Array],
+    *,
+    bounds: tuple[Int[Array, "3 m"], ...],
+    tiles: Tiles,
+    spec: AttentionSpec,
+    tau: float,
+    noisy: bool,
+    interpret: Any,
 ) -> tuple[Array, Array, Array]:
     """Output, log-sum-exp [b, query heads, 1, n], and that of the second softmax (or the same)."""
     (b, heads, n, _), e = blocks["q"].shape, blocks["v"].shape[3]
 
     def kernel(*refs: Any) -> None:
+        known, refs = _bound(tiles, refs[: len(bounds)]), refs[len(bounds) :]
         ref = dict(zip(blocks, refs, strict=False))
         out_ref, *rest = refs[len(blocks) :]
         lse_refs, (sum_ref, *running) = rest[: 1 + noisy], rest[1 + noisy :]
@@ -79,7 +90,7 @@ def _attend(
             for at in running[::2]:  # half of the lowest: exp(lowest - half) is 0 also where nothing has been seen
                 at[...] = jnp.full(at.shape, LOWEST / 2, jnp.float32)
 
-        @pl.when(tiles.seen(i, j))
+        @pl.when(known.seen(i, j))
         def _() -> None:
             x, tempered = _logits(ref, spec, tau, noisy)
             p, shrink = _add(x, *running[:2])
@@ -95,32 +106,43 @@ def _attend(
                 lse = highest[...] + jnp.log(_safe(total[...]))
                 at[0, 0] = jnp.where(total[...] > 0, lse, -jnp.inf)
 
-    specs = _specs(blocks, tiles, lambda r, m, i, j: (r, m, i, tiles.of_keys(i, j)))
+    specs = _specs(blocks, tiles, 4, lambda known, r, m, i, j: (r, m, i, known.of_keys(i, j)))
     row, one_lse = pltpu.VMEM((1, tiles.size), jnp.float32), jax.ShapeDtypeStruct((b, heads, 1, n), jnp.float32)
-    out_spec = pl.BlockSpec((1, 1, tiles.size, e), lambda r, m, i, j: (r, m, i, 0))
-    lse_spec = pl.BlockSpec((1, 1, 1, tiles.size), lambda r, m, i, j: (r, m, 0, i))
+    out_spec = pl.BlockSpec((1, 1, tiles.size, e), lambda r, m, i, j, *_: (r, m, i, 0))
+    lse_spec = pl.BlockSpec((1, 1, 1, tiles.size), lambda r, m, i, j, *_: (r, m, 0, i))
     out, *lse = pl.pallas_call(
         kernel,
-        grid=(b, heads, tiles.queries, tiles.keys),
-        in_specs=specs,
-        out_specs=[out_spec, *[lse_spec] * (1 + noisy)],
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=len(bounds),
+            grid=(b, heads, tiles.queries, tiles.keys),
+            in_specs=specs,
+            out_specs=[out_spec, *[lse_spec] * (1 + noisy)],
+            scratch_shapes=[pltpu.VMEM((e, tiles.size), jnp.float32), *[row] * (4 if noisy else 2)],
+        ),
         out_shape=[jax.ShapeDtypeStruct((b, heads, n, e), jnp.float32), *[one_lse] * (1 + noisy)],
-        scratch_shapes=[pltpu.VMEM((e, tiles.size), jnp.float32), *[row] * (4 if noisy else 2)],
         compiler_params=_in_order(3, 1),
         interpret=interpret,
         name="prefill_attend",
-    )(*blocks.values())
+    )(*bounds, *blocks.values())
     return out, lse[0], lse[-1]
 
 
 def _collect(
-    blocks: dict[str, Array], *, tiles: Tiles, spec: AttentionSpec, tau: float, noisy: bool, interpret: Any
+    blocks: dict[str, Array],
+    *,
+    bounds: tuple[Int[Array, "3 m"], ...],
+    tiles: Tiles,
+    spec: AttentionSpec,
+    tau: float,
+    noisy: bool,
+    interpret: Any,
 ) -> Array:
     """Column sums [b, heads, rows of weights, c]."""
     b, h, c, _ = blocks["k"].shape
     g, rows = blocks["q"].shape[1] // h, blocks["weight"].shape[2]
 
     def kernel(*refs: Any) -> None:
+        known, refs = _bound(tiles, refs[: len(bounds)]), refs[len(bounds) :]
         ref = dict(zip(blocks, refs, strict=False))
         out_ref, sum_ref = refs[len(blocks) :]
         j, member, i = pl.program_id(2), pl.program_id(3), pl.program_id(4)
@@ -131,7 +153,7 @@ def _collect(
 
         weight = ref["weight"][0, 0]
 
-        @pl.when(tiles.seen(i, j) & (jnp.max(jnp.abs(weight)) > 0))
+        @pl.when(known.seen(i, j) & (jnp.max(jnp.abs(weight)) > 0))
         def _() -> None:
             lse = ref["lse"][0, 0]
             x = _logits(ref, spec, tau, noisy)[1]
@@ -146,21 +168,31 @@ def _collect(
             for m in range(rows):
                 out_ref[0, 0, m : m + 1] = jnp.sum(sum_ref[m].T, axis=0, keepdims=True)
 
+    def wanted(known: Tiles, r: Any, m: Any, j: Any, member: Any, i: Any) -> tuple[Any, ...]:
+        return r, m * g + member, known.of_queries(i, j), j
+
     return pl.pallas_call(
         kernel,
-        grid=(b, h, tiles.keys, g, tiles.queries),
-        in_specs=_specs(blocks, tiles, lambda r, m, j, member, i: (r, m * g + member, tiles.of_queries(i, j), j)),
-        out_specs=pl.BlockSpec((1, 1, rows, tiles.width), lambda r, m, j, member, i: (r, m, 0, j)),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=len(bounds),
+            grid=(b, h, tiles.keys, g, tiles.queries),
+            in_specs=_specs(blocks, tiles, 5, wanted),
+            out_specs=pl.BlockSpec((1, 1, rows, tiles.width), lambda r, m, j, member, i, *_: (r, m, 0, j)),
+            scratch_shapes=[pltpu.VMEM((rows, tiles.width, LANES), jnp.float32)],
+        ),
         out_shape=jax.ShapeDtypeStruct((b, h, rows, c), jnp.float32),
-        scratch_shapes=[pltpu.VMEM((rows, tiles.width, LANES), jnp.float32)],
         compiler_params=_in_order(3, 2),
         interpret=interpret,
         name="prefill_column_sums",
-    )(*blocks.values())
+    )(*bounds, *blocks.values())
 
 
-def _specs(blocks: dict[str, Array], tiles: Tiles, at: Callable[..., Any]) -> list[pl.BlockSpec]:
-    # `at` says which row, query head, block of queries and block of keys a grid step wants.
+def _bound(tiles: Tiles, bounds: tuple[Any, ...]) -> Tiles:
+    return dataclasses.replace(tiles, bounds=bounds[0]) if bounds else tiles
+
+
+def _specs(blocks: dict[str, Array], tiles: Tiles, steps: int, at: Callable[..., Any]) -> list[pl.BlockSpec]:
+    # `at` says which row, query head, block of queries and block of keys a step of a grid of so many dimensions wants.
     heads = blocks["q"].shape[1]
 
     def spec(name: str, array: Array) -> pl.BlockSpec:
@@ -169,7 +201,7 @@ def _specs(blocks: dict[str, Array], tiles: Tiles, at: Callable[..., Any]) -> li
         share = heads // array.shape[1]  # query heads that share this array's
 
         def index(*step: Any) -> tuple[Any, ...]:
-            r, m, *block = at(*step)
+            r, m, *block = at(_bound(tiles, step[steps:]), *step[:steps])
             if name == "slope":
                 return 0, m, 0, 0
             along = (block[of_keys], 0) if name in "qkv" else (0, block[of_keys])

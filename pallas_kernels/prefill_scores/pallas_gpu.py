@@ -6,6 +6,7 @@ it sees.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -16,7 +17,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.attention import AttentionSpec
 from pallas_kernels.prefill_scores.tiles import Tiles
-from pallas_kernels.prefill_scores.types import PromptAttention
+from pallas_kernels.prefill_scores.types import Own, PromptAttention
 
 LOWEST = float(jnp.finfo(jnp.float32).min)
 
@@ -30,6 +31,7 @@ def prefill_scores(
     spec: AttentionSpec,
     weights: Float[Array, "b #h m n"] | None,
     noise: Float[Array, "b h c"] | None,
+    own: Own | None,
     *,
     tau: float,
     scores: bool,
@@ -37,13 +39,15 @@ def prefill_scores(
 ) -> PromptAttention:
     """See `pallas_kernels.prefill_scores.api`; lowered to Triton, interpreted, never run on a chip."""
     (b, h, g, n, d), c = q.shape, k.shape[2]
-    tiles = Tiles(n, c, 64, 64 if max(d, v.shape[3]) <= 128 else 32, spec.window)
+    tiles = Tiles(n, c, 64, 64 if max(d, v.shape[3]) <= 128 else 32, spec.window, n if own is None else own.of)
     noisy = scores and (noise is not None or tau != 1)
     blocks = tiles.padded(q, k, v, query_position, key_position, noise if noisy else None)
     if spec.slopes is not None:
         blocks["slope"] = spec.slopes.astype(jnp.float32).reshape(1, -1, 1, 1)
     # Numbers per token are [b, heads, n] here; only weights have rows.
     blocks = {name: x if name in "qkv" else x[:, :, 0] for name, x in blocks.items()}
+    if own is not None:
+        blocks["bounds"] = tiles.bounds_of(own)
     numbers: dict[str, Any] = dict(tiles=tiles, spec=spec, tau=tau, noisy=noisy, interpret=interpret)
     out, lse, noisy_lse = _attend(blocks, **numbers)
     sums = None
@@ -62,7 +66,7 @@ def _attend(
     (b, heads, n, _), e = blocks["q"].shape, blocks["v"].shape[3]
 
     def kernel(refs: Any, outputs: Any) -> None:
-        i = pl.program_id(0)
+        i, seen = pl.program_id(0), _bound(tiles, refs)
         q, query = refs["q"][...], refs["query"][...]
 
         def look(j: Any, carry: Any) -> Any:
@@ -77,7 +81,7 @@ def _attend(
         nothing = jnp.zeros(tiles.size, jnp.float32)
         running = (jnp.full(tiles.size, LOWEST / 2, jnp.float32), nothing) * (2 if noisy else 1)
         start = (jnp.zeros((tiles.size, e), jnp.float32), running)
-        acc, running = jax.lax.fori_loop(tiles.first(i), tiles.last(i) + 1, look, start)
+        acc, running = jax.lax.fori_loop(seen.first(i), seen.last(i) + 1, look, start)
         outputs["out"][...] = acc / _safe(running[1])[:, None]
         for name, highest, total in zip(("lse", "noisy_lse"), running[::2], running[1::2], strict=False):
             outputs[name][...] = jnp.where(total > 0, highest + jnp.log(_safe(total)), -jnp.inf)
@@ -117,7 +121,7 @@ def _collect(
             return tuple(total + (p * refs["weight"][m, queries][:, None]).sum(0) for m, total in enumerate(sums))
 
         start = (jnp.zeros(tiles.width, jnp.float32),) * rows
-        sums = jax.lax.fori_loop(tiles.first_queries(j), tiles.queries, look, start)
+        sums = jax.lax.fori_loop(_bound(tiles, refs).first_queries(j), tiles.queries, look, start)
         for m, total in enumerate(sums):
             out_ref[m, :] = total
 
@@ -133,6 +137,10 @@ def _collect(
     )(blocks)
 
 
+def _bound(tiles: Tiles, refs: dict[str, Any]) -> Tiles:
+    return dataclasses.replace(tiles, bounds=refs.get("bounds"))
+
+
 def _specs(blocks: dict[str, Array], tiles: Tiles, *, by_query: bool) -> dict[str, pl.BlockSpec]:
     # What belongs to the program's own block is cut, the other is whole and walked over.
     heads = blocks["q"].shape[1]
@@ -140,6 +148,8 @@ def _specs(blocks: dict[str, Array], tiles: Tiles, *, by_query: bool) -> dict[st
     def spec(name: str, array: Array) -> pl.BlockSpec:
         if name == "slope":
             return pl.BlockSpec((None, None, 1), lambda s, m, r: (0, m, 0))
+        if name == "bounds":
+            return pl.BlockSpec(array.shape, lambda s, m, r: (0, 0))
         of_query = name in ("q", "query", "lse", "weight")
         tokens = 2 if name in "qkv" else array.ndim - 1
         own, share = of_query == by_query, heads // array.shape[1]

@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.attention import AttentionSpec, wide
+from pallas_kernels.attention import AttentionSpec, power_below, wide
 from pallas_kernels.operands import Operand, cut, values
-from pallas_kernels.prefill_scores.types import Joined, PromptAttention
+from pallas_kernels.prefill_scores.types import Joined, Own, PromptAttention
 
 
 class Blocks(NamedTuple):
@@ -58,11 +58,13 @@ class _Part(NamedTuple):
         # The last block may begin early, among slots that the one before it had: whole blocks need no padded copy.
         return jnp.minimum(j * self.width, self.slots - self.width)
 
-    def seen(self, i: Any, size: int, before: int, window: int | None) -> tuple[Any, Any]:
-        # No query sees a key after its own, nor before its window; the `before` first slots are in no order.
-        own = i * size - (self.start - before)
-        last = jnp.clip(-(-(own + size) // self.width), 0, self.blocks)
-        first = jnp.maximum(own - window + 1, 0) // self.width if window is not None and self.start >= before else 0
+    def seen(self, begin: Any, end: Any, before: int, window: int | None) -> tuple[Any, Any]:
+        # Queries of tokens from `begin` up to `end` see no key after their own, nor before their window; the `before`
+        # first slots are in no order.
+        ahead = self.start - before
+        last = jnp.clip(-(-(end - ahead) // self.width), 0, self.blocks)
+        ordered = window is not None and ahead >= 0
+        first = jnp.maximum(begin - ahead - window + 1, 0) // self.width if ordered else 0
         return first, last
 
 
@@ -76,6 +78,7 @@ def prefill_scores(
     weights: Float[Array, "b #h m n"] | None,
     noise: Float[Array, "b h c"] | None,
     places: tuple[Int[Array, "b #h n"], Int[Array, "b #h c"]] | None,
+    own: Own | None,
     *,
     tau: float,
     scores: bool,
@@ -84,8 +87,9 @@ def prefill_scores(
     """See `pallas_kernels.prefill_scores.api`."""
     (b, h, g, n, _), c, dtype = q.shape, k.shape[2], wide(q.dtype)
     most = CPU if platform == "cpu" else ACCELERATOR
-    size = min(_power_below(max(32, most.rows // (b * h * g))), most.queries, _power_above(n))
-    pad = -n % size
+    size = min(power_below(max(32, most.rows // (b * h * g))), most.queries, _power_above(n))
+    pad, of = -n % size, n if own is None else own.of
+    tokens = None if own is None else jnp.pad(own.token, (0, pad), mode="edge")
     query_place, key_place = (query_position[:, None], key_position) if places is None else places
     if pad:
         q = jnp.pad(q, ((0, 0),) * 3 + ((0, pad), (0, 0)))
@@ -149,9 +153,12 @@ def prefill_scores(
         # Half of the lowest number: exp(lowest - highest) is 0 also where nothing has been seen.
         start, nothing = jnp.full(rows, lowest / 2, dtype), jnp.zeros(rows, dtype)
         seen = _Running(start, nothing, jnp.zeros((*rows, v.shape[3]), dtype), start, nothing)
+        begin, end = i * size, (i + 1) * size
+        if tokens is not None:
+            begin, end = tokens[begin], tokens[end - 1] + 1
         ranges = []
         for at, part in enumerate(parts):
-            first, last = part.seen(i, size, c - n, spec.window)
+            first, last = part.seen(begin, end, c - of, spec.window)
             last = jnp.where((position >= 0).any(), last, 0)
             seen, part_held = jax.lax.fori_loop(first, last, functools.partial(look, part), (seen, held[at]))
             held, ranges = (*held[:at], part_held, *held[at + 1 :]), [*ranges, (first, last)]
@@ -210,10 +217,6 @@ def _parts(k: Operand | Joined, v: Operand | Joined, most: int) -> list[_Part]:
 
 def _safe(total: Array) -> Array:
     return jnp.maximum(total, jnp.finfo(total.dtype).tiny)
-
-
-def _power_below(x: int) -> int:
-    return 1 << (x.bit_length() - 1)
 
 
 def _power_above(x: int) -> int:

@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax.numpy as jnp
-from jaxtyping import Array
+from jaxtyping import Array, Int
+
+from pallas_kernels.prefill_scores.types import Own
 
 
 @dataclass(frozen=True)
@@ -20,6 +22,10 @@ class Tiles:
     width: int
     """Keys of a block."""
     window: int | None
+    of: int
+    """Tokens that are being read, whose keys are the last."""
+    bounds: Any = None
+    """From `bounds_of`, or a reference to it; None where the queries are of all of these tokens."""
 
     @property
     def queries(self) -> int:
@@ -31,14 +37,31 @@ class Tiles:
         """Blocks of keys."""
         return -(-self.c // self.width)
 
+    def bounds_of(self, own: Own) -> Int[Array, "3 m"]:
+        """Of each block of queries its first token and the one after its last, and of each block of keys
+        `first_queries`."""
+        tokens = jnp.pad(own.token, (0, self.queries * self.size - self.n), mode="edge").reshape(-1, self.size)
+        begin, end = tokens[:, 0], tokens[:, -1] + 1
+        seen = end <= jnp.arange(self.keys)[:, None] * self.width - (self.c - self.of)
+        rows = begin, end, seen.sum(1)
+        return jnp.stack([jnp.pad(row, (0, max(self.queries, self.keys) - len(row))) for row in rows]).astype(jnp.int32)
+
+    def begin(self, i: Any) -> Any:
+        """The first token of block i of the queries."""
+        return i * self.size if self.bounds is None else self.bounds[0, i]
+
+    def end(self, i: Any) -> Any:
+        """The token after its last."""
+        return (i + 1) * self.size if self.bounds is None else self.bounds[1, i]
+
     def first(self, i: Any) -> Any:
         """The first block of keys that block i of the queries sees: a window's, unless cached keys are in no order."""
-        windowed = self.window is not None and self.c == self.n
-        return jnp.maximum(i * self.size - self.window + 1, 0) // self.width if windowed else 0
+        windowed = self.window is not None and self.c == self.of
+        return jnp.maximum(self.begin(i) - self.window + 1, 0) // self.width if windowed else 0
 
     def last(self, i: Any) -> Any:
         """The last block of keys that block i of the queries sees."""
-        return jnp.minimum((self.c - self.n + (i + 1) * self.size - 1) // self.width, self.keys - 1)
+        return jnp.minimum((self.c - self.of + self.end(i) - 1) // self.width, self.keys - 1)
 
     def seen(self, i: Any, j: Any) -> Any:
         """Whether block i of the queries sees block j of the keys."""
@@ -55,7 +78,9 @@ class Tiles:
 
     def first_queries(self, j: Any) -> Any:
         """The first block of queries that sees block j of the keys."""
-        return jnp.maximum(j * self.width - (self.c - self.n), 0) // self.size
+        if self.bounds is not None:
+            return self.bounds[2, j]
+        return jnp.maximum(j * self.width - (self.c - self.of), 0) // self.size
 
     def padded(self, q: Array, k: Array, v: Array, query: Array, key: Array, noise: Array | None) -> dict[str, Array]:
         """Inputs by name in whole blocks; padding is in no one's sight, and numbers per token are [b, heads, 1, n]."""

@@ -7,7 +7,7 @@ import functools
 from typing import NamedTuple
 
 import jax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from pallas_kernels.operands import Operand
 
@@ -25,6 +25,15 @@ class Joined:
         """Of both together."""
         b, h, c, d = self.old.shape
         return b, h, c + self.new.shape[2], d
+
+
+class Own(NamedTuple):
+    """Which tokens of a text queries are of, where they are not of all that are being read."""
+
+    token: Int[Array, " n"]
+    """Numbers from 0 that rise."""
+    of: int
+    """Tokens being read: their keys are the last, in the order of the text."""
 
 
 class PromptAttention(NamedTuple):

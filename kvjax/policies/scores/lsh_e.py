@@ -45,6 +45,7 @@ class Hamming(Score):
     """
 
     paper = "LSH-E, arXiv 2412.16187, Algorithm 1"
+    compares = True
     numbers_layers = True
 
     bits: int = setting(16)
