@@ -63,7 +63,9 @@ class FakeEngine:
         self.reset()
 
     def reset(self) -> None:
-        self.delay, self.fails_after, self.full, self.wide = 0.0, None, None, 1
+        self.delay, self.wide = 0.0, 1
+        self.fails_after: int | None = None
+        self.full: float | None = None
         self.raises: Exception | None = None
         self.requests: list[Request] = []
         self.tickets: list[Ticket] = []

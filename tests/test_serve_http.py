@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import re
+import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -16,6 +22,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvjax.serve import command
 from kvjax.serve.http import Server, Service, is_loopback
 from kvjax.serve.openai import CHAT, COMPLETION
 from tests.serving import FakeEngine, events, served
@@ -107,7 +114,7 @@ def test_logprobs(client: openai.OpenAI, engine: FakeEngine, stream: bool) -> No
     assert [offset for part in found for offset in part.text_offset] == [0, 1]
     assert [table for part in found for table in part.top_logprobs] == [{"a": -0.5, "b": -1.5}, {"b": -0.5, "c": -1.5}]
     talk: dict[str, Any] = dict(model="letters", messages=[{"role": "user", "content": "hi"}], seed=0, max_tokens=1)
-    told = client.chat.completions.create(**talk, logprobs=True, top_logprobs=1, stream=stream)
+    told: Any = client.chat.completions.create(**talk, logprobs=True, top_logprobs=1, stream=stream)
     logprobs = list(told)[1].choices[0].logprobs if stream else told.choices[0].logprobs
     (token,) = logprobs.content
     assert (token.token, token.logprob, token.bytes, token.top_logprobs[0].token) == ("a", -0.5, [97], "a")
@@ -398,9 +405,10 @@ def test_keys() -> None:
             assert "no API key" in check_refusal(answer, 401)
             assert answer.headers["www-authenticate"] == "Bearer"
             for wrong in ("Bearer third", "Bearer", "Basic first", "Bearer f\u00ffrst"):
-                check_refusal(web.get(path, headers={"authorization": wrong.encode("latin-1")}), 401)
+                check_refusal(web.get(path, headers=[(b"authorization", wrong.encode("latin-1"))]), 401)
             for right in ("first", "sécond"):
-                assert web.get(path, headers={"authorization": f"bearer {right}".encode()}).status_code == 200
+                shown = [(b"authorization", f"bearer {right}".encode())]
+                assert web.get(path, headers=shown).status_code == 200
         check_refusal(web.post("/v1/completions", json={"prompt": "a"}), 401)
         assert web.get("/health").status_code == web.get("/").status_code == 200
 
@@ -436,12 +444,104 @@ def test_what_outlasts_the_grace_is_told_so() -> None:
         def ask() -> None:
             found.append(httpx.post(f"http://127.0.0.1:{port}/v1/completions", json={"prompt": "a", "max_tokens": 250}))
 
-        client = threading.Thread(target=ask)
+        client = threading.Thread(target=ask, daemon=True)
         client.start()
         while not engine.requests:
             time.sleep(0.01)
     client.join(10)
     assert "stopping" in check_refusal(found[0], 503)
+
+
+class _Engine(FakeEngine):
+    """In place of the real one, with what the command line says of it."""
+
+    def __init__(self, model: Any, **settings: Any) -> None:
+        super().__init__()
+        self.model, self.budget, self.settings, self.warm = model, settings["budget"], settings, False
+        self.delay = 0.05
+        MADE.append(self)
+
+    def warm_up(self) -> None:
+        self.warm = True
+
+    def __enter__(self) -> _Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        assert self.stopped
+
+
+MADE: list[_Engine] = []
+
+
+@pytest.fixture
+def faked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A command that loads no model."""
+    monkeypatch.setattr("kvjax.model.load", lambda *_: FakeEngine().model)
+    monkeypatch.setitem(sys.modules, "kvjax.serve.engine", SimpleNamespace(Engine=_Engine))  # type: ignore[arg-type]
+
+
+@pytest.mark.usefixtures("faked")
+def test_a_signal_ends_the_command_once_all_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("secret\n")
+    said: list[str] = []
+    answers: list[httpx.Response] = []
+
+    def ask() -> None:
+        while not (found := re.search(r"listens on (\S+)", "".join(said))):
+            said.append(capsys.readouterr().err)
+            time.sleep(0.01)
+        asked = {"prompt": "a", "max_tokens": 20, "seed": 0}
+        with httpx.Client(base_url=found[1], headers={"authorization": "Bearer secret"}) as web:
+            answers.append(web.get("/v1/models"))
+            threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGTERM)).start()
+            answers.append(web.post("/v1/completions", json=asked))
+
+    client = threading.Thread(target=ask, daemon=True)
+    client.start()
+    words = ["--policy", "h2o+int8", "--budget", "32", "--rows", "3", "--port", "0", "--steps", "4", "--api-key-file"]
+    assert command.main([*words, str(keys)]) == 0
+    client.join(10)
+    assert [answer.status_code for answer in answers] == [200, 200]
+    assert answers[1].json()["choices"][0]["text"] == "abcdefghijklmnopqrst"
+    engine = MADE.pop()
+    assert engine.warm and engine.settings["rows"] == 3 and engine.settings["steps"] == 4
+    assert "context" not in engine.settings and engine.settings["policy"].codec.bits == 8
+    assert "".join(said).count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("--host 0.0.0.0 --port 0", "0.0.0.0 can be reached from elsewhere; give --api-key-file FILE, or --no-key"),
+        ("--port 70000", "port=70000 is not a whole number from 0 to 65535."),
+        ("--rows 0", "rows=0 is not a whole number from 1"),
+        ("--grace nan", "grace=nan is not a number of seconds"),
+        ("--policy nonsense", "there is no policy 'nonsense'"),
+        ("--host nowhere.invalid", "there is no address 'nowhere.invalid' to listen on"),
+        ("--api-key-file /dev/null", "/dev/null is not a file"),
+    ],
+)
+@pytest.mark.usefixtures("faked")
+def test_what_the_command_refuses(words: str, sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(words.split()) == 2
+    assert capsys.readouterr().err.startswith(f"kvjax serve: {sentence}")
+    assert MADE == []
+
+
+def test_a_port_that_is_taken_is_said_before_a_model_is_read(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert command.main(["--port", str(port), "--model", "/nowhere"]) == 2
+    assert f"127.0.0.1:{port} cannot be listened on" in capsys.readouterr().err
+
+
+def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(command, "NEEDS", ("uvicorn", "no_such_package"))
+    assert command.main([]) == 2
+    said = "the server needs no_such_package; install it with pip install 'kvjax[serve]'."
+    assert capsys.readouterr().err == f"kvjax serve: {said}\n"
 
 
 @pytest.mark.parametrize(
