@@ -500,10 +500,25 @@ def test_a_signal_ends_the_command_once_all_is_told(tmp_path: Path, capsys: pyte
 
     client = threading.Thread(target=ask, daemon=True)
     client.start()
-    words = ["--policy", "h2o+int8", "--budget", "32", "--rows", "3", "--port", "0", "--steps", "4", "--api-key-file"]
+    words = [
+        "--policy",
+        "h2o+int8",
+        "--budget",
+        "32",
+        "--rows",
+        "3",
+        "--port",
+        "0",
+        "--steps",
+        "4",
+        "--name",
+        "ours",
+        "--api-key-file",
+    ]
     assert command.main([*words, str(keys)]) == 0
     client.join(10)
     assert [answer.status_code for answer in answers] == [200, 200]
+    assert answers[0].json()["data"][0]["id"] == "ours"
     assert answers[1].json()["choices"][0]["text"] == "abcdefghijklmnopqrst"
     engine = MADE.pop()
     assert engine.warm and engine.settings["rows"] == 3 and engine.settings["steps"] == 4

@@ -24,6 +24,7 @@ def parser() -> argparse.ArgumentParser:
     """The command line's options."""
     options = argparse.ArgumentParser(prog="kvjax serve", description=__doc__, allow_abbrev=False, formatter_class=Help)
     add_model_options(options, spread=False)
+    options.add_argument("--name", help="what clients call the model (default: as --model does)")
     options.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of weights and cache")
     options.add_argument(
         "--policy",
@@ -105,6 +106,7 @@ def _serve(
     from kvjax.serve.http import Server, Service
 
     model = load(options.model, options.dtype, options.revision, options.weights)
+    model.name = options.name or model.name
     names = "context", "chunk", "steps", "snapshot_bytes"
     given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
     engine = Engine(model, policy=policy, budget=options.budget, rows=options.rows, queue=options.queue, **given)
