@@ -46,7 +46,8 @@ class FakeEngine:
     Attributes:
         delay: seconds before each letter.
         fails_after: letters before the dispatch that fails; None for no failure.
-        full: seconds that it asks to wait, as its queue is full; None where it is not.
+        full: seconds that it asks to wait once its queue is full; None where it never is.
+        places: of that queue.
         wide: how often it writes each letter.
         raises: what `submit` stumbles over.
     """
@@ -58,14 +59,15 @@ class FakeEngine:
         )
         self.policy_name, self.budget, self.context = "h2o", 64, 256
         self.told = threading.Condition()
-        self.stopped = False
         self.rows: list[threading.Thread] = []
         self.reset()
 
     def reset(self) -> None:
+        self.stopped = False
         self.delay, self.wide = 0.0, 1
         self.fails_after: int | None = None
         self.full: float | None = None
+        self.places = 0
         self.raises: Exception | None = None
         self.requests: list[Request] = []
         self.tickets: list[Ticket] = []
@@ -74,7 +76,7 @@ class FakeEngine:
     def submit(self, request: Request, tell: Tell) -> Ticket:
         if self.stopped:
             raise StoppingError
-        if self.full is not None:
+        if self.full is not None and len(self.requests) >= self.places:
             raise FullError(7, self.full)
         if self.raises is not None:
             raise self.raises

@@ -314,10 +314,11 @@ def test_requests_that_never_end_are_given_up(address: str) -> None:
 
 
 def test_a_full_queue(web: httpx.Client, engine: FakeEngine) -> None:
-    engine.full = 2.3
-    answer = web.post("/v1/completions", json={"prompt": "a"})
+    engine.full, engine.places, engine.delay = 2.3, 2, 0.01
+    answer = web.post("/v1/completions", json={"prompt": "a", "n": 3, "max_tokens": 250})
     assert "waiting already" in check_refusal(answer, 429)
     assert answer.headers["retry-after"] == "3"
+    assert engine.ended(2) and {end.reason for end in engine.ends} == {"cancelled"}  # all choices or none
 
 
 def test_what_the_engine_refuses(web: httpx.Client, engine: FakeEngine) -> None:

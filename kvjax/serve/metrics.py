@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from kvjax.serve.requests import Serving
@@ -23,6 +23,7 @@ class Metrics:
         self.serving = serving
         self.registry = CollectorRegistry()
         self.registry.register(self)
+        ProcessCollector(registry=self.registry)
         self.first = Histogram(
             "kvjax_time_to_first_token_seconds",
             "From the last byte of a request to the first piece of its text",

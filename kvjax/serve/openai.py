@@ -498,8 +498,11 @@ class Answer:
         for token in tokens:
             offsets.append(choice.offset)
             choice.offset += len(token["token"])
-        # Tokens may have one text: the likeliest one's stays.
-        tables = [{other["token"]: other["logprob"] for other in reversed(others)} for others in likeliest]
+        tables: list[dict[str, float]] = []
+        for token, others in zip(tokens, likeliest, strict=True):
+            tables.append({})
+            for other in [*others, token]:  # of several with one text the likeliest stays
+                tables[-1].setdefault(other["token"], other["logprob"])
         return {
             "tokens": [token["token"] for token in tokens],
             "token_logprobs": [token["logprob"] for token in tokens],
