@@ -1,4 +1,4 @@
-"""Answer OpenAI's requests over HTTP, with caches that never grow: `kvjax serve`."""
+"""Answer OpenAI's requests over HTTP, with caches that never grow."""
 
 from __future__ import annotations
 
@@ -112,6 +112,7 @@ def _serve(
     engine = Engine(model, policy=policy, budget=options.budget, rows=options.rows, queue=options.queue, **given)
     with engine:
         if options.warmup:
+            getattr(model.tokenizer, "chat_template", None)  # imports transformers, which the first chat would wait for
             engine.warm_up()
         service = Service(engine, keys, hosts, options.max_body, options.chat_tokens, options.read_timeout)
         server = Server(service, options.grace, options.write_timeout)
