@@ -48,6 +48,7 @@ class FakeEngine:
         fails_after: letters before the dispatch that fails; None for no failure.
         full: seconds that it asks to wait once its queue is full; None where it never is.
         places: of that queue.
+        letters: that it may write, each once; None for any number.
         wide: how often it writes each letter.
         raises: what `submit` stumbles over.
     """
@@ -65,6 +66,7 @@ class FakeEngine:
     def reset(self) -> None:
         self.stopped = False
         self.delay, self.wide = 0.0, 1
+        self.letters: threading.Semaphore | None = None
         self.fails_after: int | None = None
         self.full: float | None = None
         self.places = 0
@@ -81,7 +83,9 @@ class FakeEngine:
         if self.raises is not None:
             raise self.raises
         ticket = Ticket()
-        self.requests.append(request)
+        with self.told:
+            self.requests.append(request)
+            self.told.notify_all()
         self.tickets.append(ticket)
         self.rows = [row for row in self.rows if row.is_alive()]
         self.rows.append(threading.Thread(target=self._write, args=(request, tell, ticket), daemon=True))
@@ -93,6 +97,8 @@ class FakeEngine:
         for count in range(request.max_tokens):
             if self.delay:
                 ticket.cancelled.wait(self.delay)
+            while self.letters is not None and not self.letters.acquire(timeout=0.05) and not ticket.cancelled.is_set():
+                pass
             if ticket.cancelled.is_set():
                 reason = "cancelled"
                 break
@@ -116,6 +122,11 @@ class FakeEngine:
         with self.told:
             self.ends.append(finished)
             self.told.notify_all()
+
+    def begun(self, seconds: float = 10.0) -> bool:
+        """Whether a text has been taken, waited for."""
+        with self.told:
+            return self.told.wait_for(lambda: bool(self.requests), seconds)
 
     def ended(self, count: int, seconds: float = 10.0) -> bool:
         """Whether so many texts have come to their end, waited for."""

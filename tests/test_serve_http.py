@@ -33,7 +33,7 @@ KV = {"seen": 6, "kept": 6, "bytes": 4096, "policy": "h2o"}
 
 @pytest.fixture(scope="module")
 def address() -> Iterator[str]:
-    with served(ENGINE, write_timeout=1.0, max_body=20_000, read_timeout=1.0) as port:
+    with served(ENGINE, max_body=20_000) as port:
         yield f"http://127.0.0.1:{port}"
 
 
@@ -299,9 +299,11 @@ def test_a_body_that_is_too_long(web: httpx.Client) -> None:
     check_refusal(web.post("/v1/completions", content=parts, headers=kind), 413)
 
 
-def test_requests_that_never_end_are_given_up(address: str) -> None:
-    start = time.monotonic()
-    with socket.create_connection(("127.0.0.1", int(address.rpartition(":")[2])), 10) as late_head:
+def test_requests_that_never_end_are_given_up() -> None:
+    with (
+        served(FakeEngine(), read_timeout=0.5) as port,
+        socket.create_connection(("127.0.0.1", port), 10) as late_head,
+    ):
         late_head.sendall(b"GET /health HTTP/1.1\r\nHost: ")
         with socket.create_connection(late_head.getpeername(), 10) as late_body:
             head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
@@ -310,7 +312,6 @@ def test_requests_that_never_end_are_given_up(address: str) -> None:
         with pytest.raises(ConnectionResetError):
             assert late_head.recv(2000) == b""
             raise ConnectionResetError  # which of both it is, is up to the system
-    assert time.monotonic() - start < 8
 
 
 def test_a_full_queue(web: httpx.Client, engine: FakeEngine) -> None:
@@ -357,30 +358,32 @@ def test_a_dispatch_that_fails(web: httpx.Client, engine: FakeEngine, stream: bo
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_goes_away_frees_its_row(address: str, engine: FakeEngine, stream: bool) -> None:
-    engine.delay = 0.02
+    engine.letters = threading.Semaphore(1)
     asked = {"prompt": "a", "max_tokens": 250, "stream": stream}
-    with httpx.Client(base_url=address, timeout=0.2) as client:
+    with httpx.Client(base_url=address, timeout=httpx.Timeout(20, read=20 if stream else 0.2)) as client:
         if stream:
             with client.stream("POST", "/v1/completions", json=asked) as answer:
                 assert next(events(answer.iter_lines()))
         else:
             with pytest.raises(httpx.ReadTimeout):
                 client.post("/v1/completions", json=asked)
-    assert engine.ended(1)
+    assert engine.begun() and engine.ended(1)
     assert engine.ends[0].reason == "cancelled"
 
 
-def test_a_slow_reader_is_cut_off(address: str, web: httpx.Client, engine: FakeEngine) -> None:
+def test_a_slow_reader_is_cut_off() -> None:
+    engine = FakeEngine()
     engine.wide, engine.delay = 2**20, 0.02
-    with socket.socket() as slow:
+    with served(engine, write_timeout=0.5) as port, socket.socket() as slow:
         slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        slow.connect(("127.0.0.1", int(address.rpartition(":")[2])))
+        slow.connect(("127.0.0.1", port))
         body = json.dumps({"prompt": "a", "max_tokens": 250, "stream": True}).encode()
         head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         slow.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
         slow.recv(100)
         engine.wide = 1
-        assert web.post("/v1/completions", json={"prompt": "a", "seed": 0}).json()["choices"][0]["text"]
+        other = httpx.post(f"http://127.0.0.1:{port}/v1/completions", json={"prompt": "a", "seed": 0}, timeout=20)
+        assert other.json()["choices"][0]["text"] == "abcdefghijklmnop"
         assert engine.ended(2)
     assert [end.reason for end in engine.ends] == ["length", "cancelled"]
 
@@ -416,7 +419,7 @@ def test_keys() -> None:
 
 def test_an_end_lets_what_runs_finish() -> None:
     engine = FakeEngine()
-    engine.delay = 0.05
+    engine.letters = threading.Semaphore(1)
     listener = socket.create_server(("127.0.0.1", 0))
     server = Server(Service(engine), grace=10)
     thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
@@ -430,6 +433,7 @@ def test_an_end_lets_what_runs_finish() -> None:
             refused = web.post("/v1/completions", json={"prompt": "a"})
             assert "stopping" in check_refusal(refused, 503)
             assert web.get("/health").status_code == 503
+            engine.letters.release(19)
             told += lines
     assert told[-1] == "[DONE]" and len(told) == 22
     thread.join(10)
@@ -438,7 +442,7 @@ def test_an_end_lets_what_runs_finish() -> None:
 
 def test_what_outlasts_the_grace_is_told_so() -> None:
     engine = FakeEngine()
-    engine.delay = 0.05
+    engine.letters = threading.Semaphore(0)
     found: list[httpx.Response] = []
     with served(engine, grace=0.1) as port:
 
@@ -447,8 +451,7 @@ def test_what_outlasts_the_grace_is_told_so() -> None:
 
         client = threading.Thread(target=ask, daemon=True)
         client.start()
-        while not engine.requests:
-            time.sleep(0.01)
+        assert engine.begun()
     client.join(10)
     assert "stopping" in check_refusal(found[0], 503)
 
@@ -496,8 +499,12 @@ def test_a_signal_ends_the_command_once_all_is_told(tmp_path: Path, capsys: pyte
         asked = {"prompt": "a", "max_tokens": 20, "seed": 0}
         with httpx.Client(base_url=found[1], headers={"authorization": "Bearer secret"}) as web:
             answers.append(web.get("/v1/models"))
-            threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGTERM)).start()
+            threading.Thread(target=end).start()
             answers.append(web.post("/v1/completions", json=asked))
+
+    def end() -> None:
+        if MADE[0].begun():
+            os.kill(os.getpid(), signal.SIGTERM)
 
     client = threading.Thread(target=ask, daemon=True)
     client.start()
