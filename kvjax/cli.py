@@ -22,6 +22,7 @@ class Command(NamedTuple):
 COMMANDS = (
     Command("generate", "kvjax.generate", "continue a prompt on a fixed KV budget"),
     Command("chat", "kvjax.chat", "talk, with a cache that never grows"),
+    Command("serve", "kvjax.serve.command", "answer OpenAI's requests over HTTP"),
     Command("bench", "kvjax.bench", "measure speed and memory of policies and budgets"),
     Command("evaluate", "kvjax.evaluate", "measure what a policy and a budget cost in quality"),
     Command("convert", "kvjax.convert", "write a model as an Orbax checkpoint"),

@@ -80,9 +80,11 @@ ONE_WORKER = {
     "test_rope": "transformers",
     "test_chat": "prompting",
     "test_prompting": "prompting",
+    "test_serve_http": "serving",
+    "test_serve_page": "serving",
     "test_train_less": "train_less",
 }
-"""Files whose tests run on one worker, for they share a slow import, many programs or a run."""
+"""Files whose tests run on one worker, for they share a slow import, many programs, a run or a server."""
 
 
 @pytest.hookimpl(optionalhook=True)

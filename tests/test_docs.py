@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import re
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
 
 import kvjax
+from tests.serving import FakeEngine, events, served
 
-API = (Path(__file__).parent.parent / "docs" / "api.md").read_text(encoding="utf-8")
+DOCS = Path(__file__).parent.parent / "docs"
+API = (DOCS / "api.md").read_text(encoding="utf-8")
+SERVING = (DOCS / "serving.md").read_text(encoding="utf-8")
 
 
 def test_every_public_name_is_explained() -> None:
@@ -22,3 +28,29 @@ def test_every_public_name_is_explained() -> None:
 def test_the_code_runs() -> None:
     blocks = re.findall(r"```python\n(.*?)```", API, flags=re.DOTALL)
     exec("\n".join(blocks), {})
+
+
+def test_what_serving_shows_is_answered(capsys: pytest.CaptureFixture[str]) -> None:
+    if shutil.which("curl") is None:
+        pytest.skip("there is no curl")
+    engine = FakeEngine()
+    engine.model.name = "smollm2"
+    with served(engine) as port:
+        shown = SERVING.replace("http://127.0.0.1:8000", f"http://127.0.0.1:{port}")
+        lines = re.findall(r"^(curl (?:.*\\\n)*.*)$", shown, flags=re.MULTILINE)
+        assert len(lines) == 6
+        for line in lines:
+            said = subprocess.run(["sh", "-c", f"{line} -sS --fail-with-body"], capture_output=True, text=True)
+            assert said.returncode == 0, (line, said)
+            if "/metrics" in line:
+                assert "kvjax_tokens_total" in said.stdout
+            elif "stream" in line:
+                *chunks, last = events(iter(said.stdout.splitlines()))
+                assert last == "[DONE]" and json.loads(chunks[-1])["kv"]["kept"] == 64
+            else:
+                json.loads(said.stdout)
+        assert len(engine.requests) == 3
+        (example,) = re.findall(r"```python\n(.*?)```", shown, flags=re.DOTALL)
+        exec(example, {})
+    assert "'kept': 64" in capsys.readouterr().out
+    assert (engine.requests[-1].budget, engine.requests[-1].sampling.top_k) == (64, 40)

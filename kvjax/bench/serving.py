@@ -362,10 +362,7 @@ def _compared(kept: Sequence[dict[str, Any]]) -> str:
             row["way"],
             f"{row['tokens_per_second'] / best:.2f}",
             *(milliseconds(row, name) for name in shown),
-            *(
-                f"{row[name] * 1000:.1f}" if name in row else None
-                for name in ("between_tokens_p50", "between_tokens_p99")
-            ),
+            *(f"{row[name] * 1000:.1f}" if name in row else None for name in between),
         ]
         for row in kept
     ]
@@ -375,16 +372,17 @@ def _compared(kept: Sequence[dict[str, Any]]) -> str:
 
 def _endured(kept: dict[str, Any]) -> str:
     answers, (first, last) = kept["answers"], kept["resident_bytes"]
-    megabytes = {name: kept[name] / 1e6 for name in ("cache_bytes", "snapshot_bytes")}
+    megabytes = {name: f"{kept[name] / 1e6:.1f} MB" for name in ("cache_bytes", "snapshot_bytes")}
+    slope = kept["resident_bytes_per_1000_requests"] / 1e6
     return (
         f"**Endurance.** {kept['requests']:,} requests on {kept['rows']} rows, drawn from {kept['distinct']} of all "
         "kinds (prompts of 5 to 1000 tokens, budgets, greedy and drawn, penalties, stop ids and strings, "
-        f"log-probabilities), {DISCONNECTS:.0%} of the clients leaving in between: {answers['whole']:,} answers equal "
-        f"to the one given alone, {answers['left']:,} beginnings of it for those who left, {answers['other']:,} others, "
-        f"{answers['failed']:,} failed, {kept['lost']:,} lost; {kept['compilations']:,} programs compiled after the "
-        f"first request. Resident memory went from {first / 1e6:,.1f} to {last / 1e6:,.1f} MB after the first tenth, a "
-        f"slope of {kept['resident_bytes_per_1000_requests'] / 1e6:+.2f} MB per 1000 requests; caches take "
-        f"{megabytes['cache_bytes']:.1f} MB, snapshots of beginnings {megabytes['snapshot_bytes']:.1f} MB."
+        f"log-probabilities), {DISCONNECTS:.0%} of the clients leaving in between. Answers: {answers['whole']:,} equal "
+        f"to the one given alone, {answers['left']:,} beginnings of it for those who left, "
+        f"{answers['other']:,} others, {answers['failed']:,} failed, {kept['lost']:,} lost. {kept['compilations']:,} programs were compiled after "
+        f"the first request. Resident memory went from {first / 1e6:,.1f} to {last / 1e6:,.1f} MB after the first "
+        f"tenth, a slope of {slope:+.2f} MB per 1000 requests; caches take {megabytes['cache_bytes']}, snapshots of "
+        f"beginnings {megabytes['snapshot_bytes']}."
     )
 
 
