@@ -80,6 +80,7 @@ ONE_WORKER = {
     "test_rope": "transformers",
     "test_chat": "prompting",
     "test_prompting": "prompting",
+    "test_serve_engine": "serving",
     "test_train_less": "train_less",
 }
 """Files whose tests run on one worker, for they share a slow import, many programs or a run."""

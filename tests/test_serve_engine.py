@@ -102,7 +102,7 @@ def ask(served: Engine, request: Request, **changes: Any) -> Answer:
 
 
 GREEDY = Request(TEXT[:40], max_tokens=12, sampling=Sampling(0.0), ignore_eos=True)
-SEEDED = dataclasses.replace(GREEDY, sampling=Sampling(1.3, top_k=30, top_p=0.95), seed=7)
+SEEDED = dataclasses.replace(GREEDY, sampling=Sampling(1.3, top_k=30, top_p=0.95), seed=2**32 - 7)
 
 
 def crowd(bounded: bool) -> list[Request]:
@@ -172,15 +172,16 @@ def test_answers_are_those_of_generate(policy: str, request) -> None:
         served.stop(0)
 
 
-def test_nothing_is_compiled_after_warm_up(served: Engine) -> None:
-    ask(served, GREEDY, logprobs=2)
-    before = served.numbers()["compilations"]
-    assert before > 0
-    clients = [Client(served, each) for each in crowd(True)]
-    clients[4].ticket.cancel()
-    ends = {client.answer().end.reason for client in clients}
-    assert {"length", "stop"} <= ends <= {"length", "stop", "cancelled"}
-    assert served.numbers()["compilations"] == before
+def test_nothing_is_compiled_after_warm_up() -> None:
+    with engine(chunk=24) as own:
+        own.warm_up()
+        before = own.numbers()["compilations"]
+        assert before > 0
+        clients = [Client(own, each) for each in crowd(True)]
+        clients[4].ticket.cancel()
+        ends = {client.answer().end.reason for client in clients}
+        assert {"length", "stop"} <= ends <= {"length", "stop", "cancelled"}
+        assert own.numbers()["compilations"] == before
 
 
 def test_memory_is_what_it_was(served: Engine) -> None:
@@ -290,6 +291,14 @@ def test_a_failing_dispatch_answers_and_the_engine_goes_on(served: Engine, progr
     assert counted == (program != "read")
 
 
+def test_a_text_that_cannot_be_made_ends_its_row_alone(served: Engine, monkeypatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(Letters, "decode", lambda *_, **__: 1 / 0)
+        end = ask(served, GREEDY, max_tokens=60).end
+    assert end.reason == "failed" and str(end.error).startswith("making text of tokens failed: ZeroDivisionError")
+    assert ask(served, GREEDY).end.reason == "length" and served.numbers()["rows_busy"] == 0
+
+
 def test_whoever_cannot_be_told_is_gone(served: Engine) -> None:
     def deaf(_):
         raise OSError("the line is dead")
@@ -394,3 +403,13 @@ def test_budget_means_nothing_where_nothing_leaves() -> None:
         assert full.budget == full.context == 64
         with pytest.raises(ValueError, match="means nothing to policy full"):
             Client(full, GREEDY, budget=10)
+
+
+@pytest.mark.compiled_well
+def test_a_dispatch_changes_the_caches_in_place() -> None:
+    with engine(budget=1024, context=128) as large:
+        rows = large._device
+        assert rows is not None
+        program = serving.generate.lower(model().weights, large._placed, rows, 4, False, most=4, logprobs=20)
+        memory = program.compile().memory_analysis()
+    assert memory.alias_size_in_bytes >= cache_bytes(rows.state) > 4 * memory.temp_size_in_bytes
