@@ -80,6 +80,7 @@ ONE_WORKER = {
     "test_rope": "transformers",
     "test_chat": "prompting",
     "test_prompting": "prompting",
+    "test_serve_engine": "engine",
     "test_serve_http": "serving",
     "test_serve_page": "serving",
     "test_train_less": "train_less",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import queue
@@ -102,18 +103,18 @@ def ask(served: Engine, request: Request, **changes: Any) -> Answer:
 
 
 GREEDY = Request(TEXT[:40], max_tokens=12, sampling=Sampling(0.0), ignore_eos=True)
-SEEDED = dataclasses.replace(GREEDY, sampling=Sampling(1.3, top_k=30, top_p=0.95), seed=7)
+SEEDED = dataclasses.replace(GREEDY, sampling=Sampling(1.3, top_k=30, top_p=0.95), seed=2**32 - 7)
 
 
 def crowd(bounded: bool) -> list[Request]:
     """Requests of all kinds, some of which begin alike."""
-    made = []
+    made, rng = [], np.random.default_rng(6)
     for number in range(12):
         begins = TEXT[: [5, 16, 17, 40, 64][number % 5]]
         samplings = Sampling(0.0), Sampling(1.0), Sampling(1.5, top_k=9), Sampling(0.9, 50, 0.8, 0.05, 1.3)
         made.append(
             Request(
-                (*begins, *RNG.integers(1, 64, number).tolist()),
+                (*begins, *rng.integers(1, 64, number).tolist()),
                 max_tokens=1 + 5 * number % 17,
                 sampling=samplings[number % 4],
                 presence_penalty=0.5 * (number % 3),
@@ -128,59 +129,67 @@ def crowd(bounded: bool) -> list[Request]:
     return made
 
 
-SETTINGS: dict[str, dict[str, Any]] = {"snapkv": {"recent": 8}, "lightkv": {"context_limit": 48}}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "h2o": {"codec": "int8"},
+    "streaming": {"positions": "cache"},
+    "snapkv": {"recent": 8},
+    "lightkv": {"context_limit": 48},
+    "less": {"residual.kernels": "performer"},
+}
 
 
-@pytest.mark.parametrize("policy", ["h2o", "full", *map(slow, ("random", "keyformer", "snapkv", "lightkv", "l2"))])
+def policy_of(name: str) -> kvjax.Policy:
+    return kvjax.policy("h2o") if name == "own" else kvjax.policy(name, **SETTINGS.get(name, {}))
+
+
+def under(name: str, request: Any) -> contextlib.AbstractContextManager[Engine]:
+    """The engine of all tests, or one under another policy."""
+    return contextlib.nullcontext(request.getfixturevalue("served")) if name == "own" else engine(policy_of(name))
+
+
+SLOW = ("random", "keyformer", "tova", "l2", *SETTINGS)
+
+
+@pytest.mark.parametrize("policy", ["own", "full", *map(slow, SLOW)])
 def test_answers_are_the_same_alone_and_under_load(policy: str, request) -> None:
-    served = (
-        request.getfixturevalue("served")
-        if policy == "h2o"
-        else engine(kvjax.policy(policy, **SETTINGS.get(policy, {})))
-    )
-    requests = crowd(served.policy.plan.bounded)
-    alone = [ask(served, each) for each in requests]
-    for _ in range(2):
-        clients = {}
-        for number in RNG.permutation(len(requests)).tolist():
-            clients[number] = Client(served, requests[number])
-            time.sleep(RNG.choice([0.0, 0.002, 0.01]))
-        for number, client in clients.items():
-            found, before = client.answer(), alone[number]
-            assert (found.text, found.tokens, found.logprobs) == (before.text, before.tokens, before.logprobs)
-            assert found.end.reason == before.end.reason
-    assert len({tuple(each.tokens) for each in alone}) > 8
-    if policy != "h2o":
-        served.stop(0)
+    with under(policy, request) as served:
+        requests = crowd(served.policy.plan.bounded)
+        alone = [ask(served, each) for each in requests]
+        for _ in range(2):
+            clients = {}
+            for number in RNG.permutation(len(requests)).tolist():
+                clients[number] = Client(served, requests[number])
+                time.sleep(RNG.choice([0.0, 0.002, 0.01]))
+            for number, client in clients.items():
+                found, before = client.answer(), alone[number]
+                assert (found.text, found.tokens, found.logprobs) == (before.text, before.tokens, before.logprobs)
+                assert found.end.reason == before.end.reason
+        assert len({tuple(each.tokens) for each in alone}) > 8
 
 
-@pytest.mark.parametrize("policy", ["h2o", slow("full"), slow("streaming"), slow("less-performer")])
+@pytest.mark.parametrize("policy", ["own", *map(slow, ("full", "streaming", "less"))])
 def test_answers_are_those_of_generate(policy: str, request) -> None:
-    made = kvjax.policy("less", **{"residual.kernels": "performer"}) if policy.startswith("less") else policy
-    served = request.getfixturevalue("served") if policy == "h2o" else engine(made)
-    for each in (GREEDY, SEEDED):
-        settings: dict[str, Any] = dataclasses.asdict(each.sampling) | {"seed": each.seed, "stop_at_eos": False}
-        budget = 1.0 if policy == "full" else 24
-        for prompt, chunk in ((TEXT[:16], None), (TEXT[:40], 16)):
-            usual = generate_ids(
-                model(), [prompt], policy=made, budget=budget, max_new_tokens=12, prefill_chunk=chunk, **settings
-            )
-            found = ask(served, each, prompt=prompt)
-            assert found.tokens == usual.tokens[0]
-            assert found.end.reason == "length" and found.text == Letters().decode(found.tokens)
-    if policy != "h2o":
-        served.stop(0)
+    with under(policy, request) as served:
+        for each in (GREEDY, SEEDED):
+            settings: dict[str, Any] = dataclasses.asdict(each.sampling) | {"seed": each.seed, "stop_at_eos": False}
+            settings |= {"policy": policy_of(policy), "budget": 1.0 if policy == "full" else 24, "max_new_tokens": 12}
+            for prompt, chunk in ((TEXT[:16], None), (TEXT[:40], 16)):
+                usual = generate_ids(served.model, [prompt], prefill_chunk=chunk, **settings)
+                found = ask(served, each, prompt=prompt)
+                assert found.tokens == usual.tokens[0]
+                assert found.end.reason == "length" and found.text == Letters().decode(found.tokens)
 
 
-def test_nothing_is_compiled_after_warm_up(served: Engine) -> None:
-    ask(served, GREEDY, logprobs=2)
-    before = served.numbers()["compilations"]
-    assert before > 0
-    clients = [Client(served, each) for each in crowd(True)]
-    clients[4].ticket.cancel()
-    ends = {client.answer().end.reason for client in clients}
-    assert {"length", "stop"} <= ends <= {"length", "stop", "cancelled"}
-    assert served.numbers()["compilations"] == before
+def test_nothing_is_compiled_after_warm_up() -> None:
+    with engine(chunk=24) as own:
+        own.warm_up()
+        before = own.numbers()["compilations"]
+        assert before > 0
+        clients = [Client(own, each) for each in crowd(True)]
+        clients[4].ticket.cancel()
+        ends = {client.answer().end.reason for client in clients}
+        assert {"length", "stop"} <= ends <= {"length", "stop", "cancelled"}
+        assert own.numbers()["compilations"] == before
 
 
 def test_memory_is_what_it_was(served: Engine) -> None:
@@ -290,6 +299,30 @@ def test_a_failing_dispatch_answers_and_the_engine_goes_on(served: Engine, progr
     assert counted == (program != "read")
 
 
+def test_logits_that_are_no_numbers_end_their_row_alone(served: Engine, monkeypatch) -> None:
+    reading, usual = serving.read, ask(served, SEEDED)
+
+    def undefined(*given: Any) -> Any:
+        text, logits = reading(*given)
+        return text, np.full(logits.shape, np.nan, np.float32)
+
+    other = Client(served, SEEDED, max_tokens=80)
+    assert other.first().tokens
+    with monkeypatch.context() as patch:
+        patch.setattr(serving, "read", undefined)
+        end = ask(served, SEEDED).end
+    assert (end.reason, end.tokens) == ("failed", 0) and "NaN" in str(end.error)
+    assert other.answer().end.reason == "length" and ask(served, SEEDED).tokens == usual.tokens
+
+
+def test_a_text_that_cannot_be_made_ends_its_row_alone(served: Engine, monkeypatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(Letters, "decode", lambda *_, **__: 1 / 0)
+        end = ask(served, GREEDY, max_tokens=60).end
+    assert end.reason == "failed" and str(end.error).startswith("making text of tokens failed: ZeroDivisionError")
+    assert ask(served, GREEDY).end.reason == "length" and served.numbers()["rows_busy"] == 0
+
+
 def test_whoever_cannot_be_told_is_gone(served: Engine) -> None:
     def deaf(_):
         raise OSError("the line is dead")
@@ -394,3 +427,13 @@ def test_budget_means_nothing_where_nothing_leaves() -> None:
         assert full.budget == full.context == 64
         with pytest.raises(ValueError, match="means nothing to policy full"):
             Client(full, GREEDY, budget=10)
+
+
+@pytest.mark.compiled_well
+def test_a_dispatch_changes_the_caches_in_place() -> None:
+    with engine(budget=1024, context=128) as large:
+        rows = large._device
+        assert rows is not None
+        program = serving.generate.lower(model().weights, large._placed, rows, 4, False, most=4, logprobs=20)
+        memory: Any = program.compile().memory_analysis()
+    assert memory.alias_size_in_bytes >= cache_bytes(rows.state) > 4 * memory.temp_size_in_bytes

@@ -379,8 +379,8 @@ def _endured(kept: dict[str, Any]) -> str:
         "kinds (prompts of 5 to 1000 tokens, budgets, greedy and drawn, penalties, stop ids and strings, "
         f"log-probabilities), {DISCONNECTS:.0%} of the clients leaving in between. Answers: {answers['whole']:,} equal "
         f"to the one given alone, {answers['left']:,} beginnings of it for those who left, "
-        f"{answers['other']:,} others, {answers['failed']:,} failed, {kept['lost']:,} lost. {kept['compilations']:,} programs were compiled after "
-        f"the first request. Resident memory went from {first / 1e6:,.1f} to {last / 1e6:,.1f} MB after the first "
+        f"{answers['other']:,} others, {answers['failed']:,} failed, {kept['lost']:,} lost. "
+        f"{kept['compilations']:,} programs were compiled after the first request. Resident memory went from {first / 1e6:,.1f} to {last / 1e6:,.1f} MB after the first "
         f"tenth, a slope of {slope:+.2f} MB per 1000 requests; caches take {megabytes['cache_bytes']}, snapshots of "
         f"beginnings {megabytes['snapshot_bytes']}."
     )

@@ -52,6 +52,8 @@ ENDS = 64
 LOGPROBS = 20
 """Likeliest tokens that a request may ask about."""
 SNAPSHOT_BYTES = 256 * 2**20
+BLOCK_SECONDS = 0.1
+"""That a dispatch may take, where several steps do not take longer: nobody joins or leaves meanwhile."""
 
 _log = logging.getLogger(__name__)
 
@@ -99,7 +101,8 @@ class Engine:
         context: tokens that a text may come to, for which policies that keep everything have slots; None for the
             model's positions.
         chunk: tokens of a prompt that are read between two dispatches, at least 16.
-        steps: tokens of each row that a dispatch writes at most, fewer while texts wait or are read.
+        steps: tokens of each row that a dispatch writes at most; fewer where they would take longer than
+            `BLOCK_SECONDS`, and while texts wait or are read.
         queue: texts that may wait.
         snapshot_bytes: that beginnings of texts may take, to be read once; 0 for none.
 
@@ -164,6 +167,8 @@ class Engine:
         """That a text takes once it is being read, of late."""
         self._wrote = 0.0
         """When the last dispatch ended; 0 where no row went on."""
+        self._pace = 0.0
+        """Seconds of a step, of late; 0 before the first one."""
         counted = "requests", "prompt_tokens", "tokens", "reused_tokens", "dispatches", "failed_dispatches"
         self._counts = dict.fromkeys((f"{name}_total" for name in counted), 0)
         self._longest = 0.0
@@ -366,9 +371,9 @@ class Engine:
                 if not self._has_work():
                     return
             self._drop_cancelled()
-            self._read_chunk()
+            has_read = self._read_chunk()
             if self._busy:
-                self._write()
+                self._write(has_read)
             else:
                 self._wrote = 0.0
 
@@ -385,23 +390,23 @@ class Engine:
             except Exception as error:
                 self._fail(error)
 
-    def _read_chunk(self) -> None:
-        """One chunk of the prompt that is being read, or of the next one for which there is a row."""
+    def _read_chunk(self) -> bool:
+        """One chunk of the prompt that is being read, or of the next one for which there is a row; whether there is."""
         with self._changed:
             if self._reading is None and self._waiting and len(self._busy) < self.rows:
                 self._reading = self._waiting.popleft()
                 self._reading.began = time.perf_counter()
         work = self._reading
         if work is None:
-            return
+            return False
         try:
             logits = self._read_on(work)
         except Exception as error:
             _log.exception("a prompt could not be read")
             self._finish(work, "failed", _sentence("reading the prompt", error))
-            return
+            return True
         if work.position < len(work.request.prompt):
-            return
+            return True
         row = next(row for row in range(self.rows) if row not in self._busy)
         with self._changed:
             self._reading, self._busy[row] = None, work
@@ -411,6 +416,7 @@ class Engine:
             self._put(row, text, logits, self._wishes(work.request))
         except Exception as error:
             self._fail(error)
+        return True
 
     def _read_on(self, work: _Work) -> Any:
         prompt = work.request.prompt
@@ -437,27 +443,37 @@ class Engine:
             self._snapshots.put(work.keys[work.position // self.chunk - 1], text)
         return logits
 
-    def _write(self) -> None:
+    def _write(self, has_read: bool) -> None:
         """One dispatch for all rows, and what came of it to those who wait."""
         # Few steps where the next chunk waits for them; where a row is waited for, until one ends.
         with self._changed:
             room = len(self._busy) < self.rows
             hurried = self._reading is not None or (room and bool(self._waiting))
             leave = bool(self._waiting) and not room
+        steps = min(self.steps, int(BLOCK_SECONDS / self._pace)) if self._pace else self.steps
         asked = any(work.request.logprobs is not None for work in self._busy.values())
+        began = time.perf_counter()
         try:
-            written, drawn = self._dispatch(max(1, self.steps // 8) if hurried else self.steps, leave)
+            written, drawn = self._dispatch(max(1, steps // 8 if hurried else steps), leave)
             written, drawn = jax.device_get((written, drawn if asked else None))
         except Exception as error:
             self._fail(error)
             return
         now = time.perf_counter()
+        if not has_read:  # or the chunk's time would be in it
+            pace = (now - began) / max(1, written.counts.max())
+            self._pace += (pace - self._pace) / (4 if self._pace else 1)
         with self._changed:
             self._counts["dispatches_total"] += 1
             self._longest = max(self._longest, now - self._wrote if self._wrote else 0.0)
         self._wrote = now
         for row, work in sorted(self._busy.items()):
-            self._tell_written(row, work, written, drawn)
+            try:
+                self._tell_written(row, work, written, drawn)
+            except Exception as error:
+                _log.exception("what was written could not be told")
+                self._leaving.add(row)
+                self._finish(work, "failed", _sentence("making text of tokens", error))
 
     def _tell_written(self, row: int, work: _Work, written: Written, drawn: Drawn | None) -> None:
         tokens, request = written.tokens[row, : written.counts[row]].tolist(), work.request
