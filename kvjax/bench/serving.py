@@ -374,15 +374,23 @@ def _endured(kept: dict[str, Any]) -> str:
     answers, (first, last) = kept["answers"], kept["resident_bytes"]
     megabytes = {name: f"{kept[name] / 1e6:.1f} MB" for name in ("cache_bytes", "snapshot_bytes")}
     slope = kept["resident_bytes_per_1000_requests"] / 1e6
+    became = ", ".join(
+        f"{count:,} {what}"
+        for what, count in (
+            ("equal to the one given alone", answers["whole"]),
+            ("beginnings of it for those who left", answers["left"]),
+            ("others", answers["other"]),
+            ("failed", answers["failed"]),
+            ("lost", kept["lost"]),
+        )
+    )
     return (
         f"**Endurance.** {kept['requests']:,} requests on {kept['rows']} rows, drawn from {kept['distinct']} of all "
         "kinds (prompts of 5 to 1000 tokens, budgets, greedy and drawn, penalties, stop ids and strings, "
-        f"log-probabilities), {DISCONNECTS:.0%} of the clients leaving in between. Answers: {answers['whole']:,} equal "
-        f"to the one given alone, {answers['left']:,} beginnings of it for those who left, "
-        f"{answers['other']:,} others, {answers['failed']:,} failed, {kept['lost']:,} lost. "
-        f"{kept['compilations']:,} programs were compiled after the first request. Resident memory went from {first / 1e6:,.1f} to {last / 1e6:,.1f} MB after the first "
-        f"tenth, a slope of {slope:+.2f} MB per 1000 requests; caches take {megabytes['cache_bytes']}, snapshots of "
-        f"beginnings {megabytes['snapshot_bytes']}."
+        f"log-probabilities), {DISCONNECTS:.0%} of the clients leaving in between. Answers: {became}. Programs "
+        f"compiled after the first request: {kept['compilations']:,}. Resident memory went from {first / 1e6:,.1f} to "
+        f"{last / 1e6:,.1f} MB after the first tenth, a slope of {slope:+.2f} MB per 1000 requests; caches take "
+        f"{megabytes['cache_bytes']}, snapshots of beginnings {megabytes['snapshot_bytes']}."
     )
 
 
