@@ -311,7 +311,6 @@ class Engine:
         with self._changed:
             self._counts["dispatches_total"] += 1
             self._longest = max(self._longest, now - self._wrote if self._wrote else 0.0)
-        self._wrote = now
         for row, work in sorted(self._busy.items()):
             try:
                 self._tell_written(row, work, written, drawn)
@@ -319,6 +318,7 @@ class Engine:
                 _log.exception("what was written could not be told")
                 self._leaving.add(row)
                 self._finish(work, "failed", _sentence("making text of tokens", error))
+        self._wrote = now if self._busy else 0.0
 
     def _tell_written(self, row: int, work: _Work, written: Written, drawn: Drawn | None) -> None:
         tokens, request = written.tokens[row, : written.counts[row]].tolist(), work.request
@@ -374,7 +374,7 @@ class Engine:
             self._changed.notify_all()
 
     def _fail(self, error: Exception) -> None:
-        """End all rows, whose arrays may be gone, and go on with empty ones."""
+        """End all rows, whose arrays may be gone, and go on with empty ones and no beginnings of texts."""
         _log.error("a dispatch failed", exc_info=error)
         with self._changed:
             self._counts["failed_dispatches_total"] += 1
@@ -383,6 +383,7 @@ class Engine:
             self._finish(work, "failed", _sentence("a step of the model", error))
         self._leaving = set()
         self.device.state = None
+        self._snapshots.clear()
 
 
 def _sentence(what: str, error: Exception) -> str:
