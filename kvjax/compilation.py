@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import threading
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -62,6 +63,7 @@ class Compiling:
         self._spans: list[tuple[float, float]] = []
         self.programs = 0
         """Made or fetched so far, by any thread."""
+        self._lock = threading.Lock()
 
     @property
     def seconds(self) -> float:
@@ -84,8 +86,9 @@ class Compiling:
     def _note(self, event: str, start_time: float, end_time: float, **_: str | int) -> None:
         if not event.startswith(_MAKING):
             return
-        self.programs += event == _MADE
-        # A function that is traced inside another one is told of first, and its time is the other one's, too.
-        while self._spans and self._spans[-1][0] >= start_time:
-            self._spans.pop()
-        self._spans.append((start_time, end_time))
+        with self._lock:
+            self.programs += event == _MADE
+            # A function that is traced inside another one is told of first, and its time is the other one's, too.
+            while self._spans and self._spans[-1][0] >= start_time:
+                self._spans.pop()
+            self._spans.append((start_time, end_time))
