@@ -161,8 +161,11 @@ def endurance(model: Model, requests: int, rows: int) -> dict[str, Any]:
             ask(engine, wanted(), 2 * rows, done)
             seconds = time.perf_counter() - began
         after = engine.numbers()
-    counts, sizes = (np.asarray(each, float) for each in zip(*memory[len(memory) // 10 :], strict=True))
-    slope = float(np.polyfit(counts, sizes, 1)[0]) * 1000
+    counts, sizes = (np.asarray(each, float) for each in zip(*memory, strict=True))
+
+    def slope(since: int) -> float:
+        return float(np.polyfit(counts[since:], sizes[since:], 1)[0]) * 1000
+
     return {
         "requests": requests,
         "distinct": len(pool),
@@ -170,8 +173,9 @@ def endurance(model: Model, requests: int, rows: int) -> dict[str, Any]:
         "answers": told,
         "lost": requests - sum(told.values()),
         "compilations": int(after["compilations"] - compiled),
-        "resident_bytes": [int(sizes[0]), int(sizes[-1])],
-        "resident_bytes_per_1000_requests": slope,
+        "resident_bytes": sizes.astype(int).tolist(),
+        "resident_bytes_per_1000_requests": slope(len(memory) // 10),
+        "resident_bytes_per_1000_requests_of_the_later_half": slope(len(memory) // 2),
         "cache_bytes": int(after["cache_bytes"]),
         "snapshot_bytes": int(after["snapshot_bytes"]),
         "reused_tokens": int(after["reused_tokens_total"]),
@@ -192,11 +196,9 @@ def resident_bytes() -> float:
     return int(file.read_text().split()[1]) * 4096.0
 
 
-def even_requests(
-    count: int, model: Model, prompt: tuple[int, int], new: tuple[int, int], seed: int = 0
-) -> list[Request]:
-    """Greedy requests of lengths between bounds."""
-    rng = np.random.default_rng(seed)
+def even_requests(count: int, model: Model, prompt: tuple[int, int], new: tuple[int, int]) -> list[Request]:
+    """Greedy requests, of at least the first and less than the second of so many tokens."""
+    rng = np.random.default_rng(0)
     return [
         Request(
             tuple(rng.integers(3, model.config.vocab_size, rng.integers(*prompt)).tolist()),
@@ -280,6 +282,12 @@ SAME_BYTES = (
     Way("full, 4 rows", lambda model, requests: served(model, requests, CLIENTS, "full", CLIENTS // 4)),
     Way(f"h2o, {CLIENTS} rows", lambda model, requests: served(model, requests, CLIENTS, "h2o", CLIENTS)),
 )
+GROUPS = {
+    "questions": (WAYS, (10, 101), (32, 257)),
+    "texts": (WAYS, (100, 601), (16, 129)),
+    "same bytes": (SAME_BYTES, (200, 801), (16, 161)),
+}
+"""What is compared, with the tokens of prompts and answers."""
 
 
 def measure(store: Store, model: Model, requests: int, repeats: int) -> None:
@@ -290,11 +298,8 @@ def measure(store: Store, model: Model, requests: int, repeats: int) -> None:
             f"{model.name}: endurance", settings | {"requests": requests}, lambda: endurance(model, requests, CLIENTS)
         )
     count = 4 * CLIENTS
-    groups = (
-        ("ways", WAYS, even_requests(count, model, (20, 300), (16, 161))),
-        ("same bytes", SAME_BYTES, even_requests(count, model, (200, 800), (16, 161), seed=1)),
-    )
-    for group, ways, asked in groups:
+    for group, (ways, prompt, new) in GROUPS.items():
+        asked = even_requests(count, model, prompt, new)
 
         def rounds(ways: Sequence[Way] = ways, asked: Sequence[Request] = asked) -> list[dict[str, Any]]:
             # By turns, so that what else the machine does falls on all of them.
@@ -304,7 +309,8 @@ def measure(store: Store, model: Model, requests: int, repeats: int) -> None:
                 for i, way in enumerate(ways)
             ]
 
-        store.measure(f"{model.name}: {group}", settings | {"repeats": repeats, "count": count}, rounds)
+        lengths = {"prompt": prompt, "new": new}
+        store.measure(f"{model.name}: {group}", settings | {"repeats": repeats, "count": count} | lengths, rounds)
 
 
 def page(results: dict[str, Any]) -> str:
@@ -316,32 +322,26 @@ def page(results: dict[str, Any]) -> str:
         "Made by `kvjax bench serving`, for other models than the embedded one with `--model M --requests 0`; what is "
         "on disk is not measured again. What a table compares ran by turns in one run on one machine: read ratios, "
         f"not times. {CLIENTS} clients wait at once, and each asks again as soon as it has its answer; texts come to "
-        f"at most {CONTEXT} tokens, and h2o keeps {BUDGET} of them in each head.",
+        f"at most {CONTEXT} tokens, and h2o keeps {BUDGET} of them in each head. Rates, times of answers and of first "
+        "tokens, and times between tokens are in units of the last row's rate, median answer and median token.",
     ]
     for name in models:
         lines += ["", f"## {name}"]
         if kept := results.get(f"{name}: endurance"):
             lines += ["", _endured(kept)]
-        if kept := results.get(f"{name}: ways"):
-            alone, static, ours = kept
-            lines += [
-                "",
-                f"**Continuous batching.** {ours['requests']} requests, prompts of 20 to 300 tokens, answers of 16 to "
-                f"160: {_times(ours, alone)} of the tokens per second of one request at a time, {_times(ours, static)} "
-                f"of batches that begin and end together (aims: 4 and 1.5).",
-                "",
-                _compared(kept),
-            ]
-        if kept := results.get(f"{name}: same bytes"):
-            full, ours = kept
-            lines += [
-                "",
-                f"**A quarter of the cache, four times the rows.** Prompts of 200 to 800 tokens, {CLIENTS} clients, "
-                f"caches of {full['cache_bytes'] / 1e6:.1f} MB under full and {ours['cache_bytes'] / 1e6:.1f} MB under "
-                f"h2o: {_times(ours, full)} of the tokens per second.",
-                "",
-                _compared(kept),
-            ]
+        for group, (ways, prompt, new) in GROUPS.items():
+            if kept := results.get(f"{name}: {group}"):
+                what = f"Prompts of {prompt[0]} to {prompt[1] - 1} tokens, answers of {new[0]} to {new[1] - 1}"
+                rates = [_times(kept[-1], other) for other in kept[:-1]]
+                if ways is SAME_BYTES:
+                    sizes = " and ".join(f"{row['cache_bytes'] / 1e6:.1f} MB" for row in kept)
+                    said = f"**A quarter of the slots, four times the rows.** {what}; caches of {sizes}: {rates[0]}"
+                else:
+                    said = (
+                        f"**Continuous batching.** {what}: {rates[0]} of one request at a time (aim: 4), {rates[1]} of "
+                        "batches that begin and end together (aim: 1.5)"
+                    )
+                lines += ["", f"{said} in tokens per second.", "", _compared(kept)]
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -350,30 +350,28 @@ def _times(ours: dict[str, Any], theirs: dict[str, Any]) -> str:
 
 
 def _compared(kept: Sequence[dict[str, Any]]) -> str:
-    best = kept[-1]["tokens_per_second"]
-    shown = ("latency_p50", "latency_p95", "latency_p99", "first_token_p50", "first_token_p95")
-    between = ("between_tokens_p50", "between_tokens_p99")
-
-    def milliseconds(row: dict[str, Any], name: str) -> str | None:
-        return f"{row[name] * 1000:,.0f}" if name in row else None
-
+    # In units of the last row's: seconds of a machine that did other things, too, mean little.
+    units = {
+        "tokens_per_second": ("tokens_per_second",),
+        "latency_p50": ("latency_p50", "latency_p95", "latency_p99", "first_token_p50", "first_token_p95"),
+        "between_tokens_p50": ("between_tokens_p50", "between_tokens_p99"),
+    }
     rows = [
         [
             row["way"],
-            f"{row['tokens_per_second'] / best:.2f}",
-            *(milliseconds(row, name) for name in shown),
-            *(f"{row[name] * 1000:.1f}" if name in row else None for name in between),
+            *(f"{row[name] / kept[-1][unit]:.2f}" if name in row else None for unit in units for name in units[unit]),
         ]
         for row in kept
     ]
-    heads = ["", "tokens/s, relative", "answer p50 ms", "p95", "p99", "first token p50 ms", "p95", "next p50 ms", "p99"]
+    heads = ["", "tokens/s", "answer p50", "p95", "p99", "first token p50", "p95", "next token p50", "p99"]
     return table(heads, rows).rstrip()
 
 
 def _endured(kept: dict[str, Any]) -> str:
-    answers, (first, last) = kept["answers"], kept["resident_bytes"]
+    answers, sizes = kept["answers"], kept["resident_bytes"]
+    first, last = sizes[len(sizes) // 10], sizes[-1]
     megabytes = {name: f"{kept[name] / 1e6:.1f} MB" for name in ("cache_bytes", "snapshot_bytes")}
-    slope = kept["resident_bytes_per_1000_requests"] / 1e6
+    slope, later = (kept[f"resident_bytes_per_1000_requests{part}"] / 1e6 for part in ("", "_of_the_later_half"))
     became = ", ".join(
         f"{count:,} {what}"
         for what, count in (
@@ -389,8 +387,8 @@ def _endured(kept: dict[str, Any]) -> str:
         "kinds (prompts of 5 to 1000 tokens, budgets, greedy and drawn, penalties, stop ids and strings, "
         f"log-probabilities), {DISCONNECTS:.0%} of the clients leaving in between. Answers: {became}. Programs "
         f"compiled after the first request: {kept['compilations']:,}. Resident memory went from {first / 1e6:,.1f} to "
-        f"{last / 1e6:,.1f} MB after the first tenth, a slope of {slope:+.2f} MB per 1000 requests; caches take "
-        f"{megabytes['cache_bytes']}, snapshots of beginnings {megabytes['snapshot_bytes']}."
+        f"{last / 1e6:,.1f} MB after the first tenth, a slope of {slope:+.2f} MB per 1000 requests ({later:+.2f} in "
+        f"the later half); caches take {megabytes['cache_bytes']}, snapshots of beginnings {megabytes['snapshot_bytes']}."
     )
 
 
