@@ -388,7 +388,7 @@ def _endured(kept: dict[str, Any]) -> str:
         f"log-probabilities), {DISCONNECTS:.0%} of the clients leaving in between. Answers: {became}. Programs "
         f"compiled after the first request: {kept['compilations']:,}. Resident memory went from {first / 1e6:,.1f} to "
         f"{last / 1e6:,.1f} MB after the first tenth, a slope of {slope:+.2f} MB per 1000 requests ({later:+.2f} in "
-        f"the later half); caches take {megabytes['cache_bytes']}, snapshots of beginnings {megabytes['snapshot_bytes']}."
+        f"the later half); caches take {megabytes['cache_bytes']}, snapshots {megabytes['snapshot_bytes']}."
     )
 
 
