@@ -52,7 +52,8 @@ class Model:
         self.name = name
         self.directory = None if directory is None else Path(directory)
         self.metadata = metadata
-        self.devices = None if mesh is None else program_mesh(config, mesh)
+        self.mesh = None if mesh is None else program_mesh(config, mesh)
+        """The same devices as programs and states name them, see `program_mesh`."""
 
     def __repr__(self) -> str:
         parameters = sum(leaf.size for leaf in jax.tree.leaves(self.weights))

@@ -87,7 +87,7 @@ def prefill(
             f"{score.__name__}.score gives NaN for tokens of a prompt; it has to give numbers, or -inf, +inf."
         )
     if prompts.policy.plan.per_head:
-        storage = _on_pages(storage, paged.page_slots(prompts.tokens.shape[1] + max_new_tokens), model.devices)
+        storage = _on_pages(storage, paged.page_slots(prompts.tokens.shape[1] + max_new_tokens), model.mesh)
     state = State(
         weights=model.weights,
         policy=jax.tree.map(jnp.asarray, prompts.policy),  # numbers would travel to the device anew at every step
@@ -101,7 +101,7 @@ def prefill(
         active=jnp.asarray(np.ones(prompts.lengths.shape, bool)),
         config=model.config,
         kernels=kernels,
-        mesh=model.devices,
+        mesh=model.mesh,
     )
     return state, logits
 

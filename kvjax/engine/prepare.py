@@ -85,7 +85,7 @@ def prepare(
     padded, real = _pad_rows(tokens, lengths)
     rows, width = padded.shape
     _check_prompts(padded, real, policy, config)
-    devices = 1 if model.devices is None else model.devices.shape[ROWS]
+    devices = 1 if model.mesh is None else model.mesh.shape[ROWS]
     if rows % devices:
         raise ValueError(
             f"{rows} rows cannot lie on data={devices} devices, as many on each; give a multiple of {devices} rows, or "
@@ -104,7 +104,7 @@ def prepare(
         horizon=np.full(rows, max_new_tokens, np.int32),
         keys=jnp.broadcast_to(keys, (rows,)) if keys.ndim == 0 else keys,
         limits=tuple(limit.astype(np.int32) for limit in limits),
-        capacities=among_devices(capacities, model.devices),
+        capacities=among_devices(capacities, model.mesh),
         lines=lines_of(limits),
         chunk=chunk,
     )

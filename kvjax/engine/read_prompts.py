@@ -65,7 +65,7 @@ def lower_prompts(model: Model, prompts: Prompts) -> list[jax.stages.Lowered]:
         return [_read_prompts.lower(*_arguments(model, prompts), **_static(model, prompts, kernels))]
     weights, config = model.weights, model.config
     around = dataclasses.replace(weights, layers=())
-    mesh = model.devices
+    mesh = model.mesh
     beginning = _begin.lower(around, *_texts(prompts), config=config, kernels=kernels, mesh=mesh)
     reading, x = placed_shapes(OF_ROWS, beginning.out_info, mesh)
     kinds = {
@@ -92,7 +92,7 @@ def _texts(prompts: Prompts) -> tuple[Any, ...]:
 
 def _static(model: Model, prompts: Prompts, kernels: Kernels) -> dict[str, Any]:
     sizes = dict(capacities=prompts.capacities, lines=prompts.lines, chunk=prompts.chunk)
-    return dict(config=model.config, kernels=kernels, mesh=model.devices, **sizes)
+    return dict(config=model.config, kernels=kernels, mesh=model.mesh, **sizes)
 
 
 def _shared(config: ModelConfig, prompts: Prompts) -> bool:
@@ -116,7 +116,7 @@ def _read_layer_by_layer(
 ) -> Read:
     # `run` makes of a program what is called.
     weights, config = model.weights, model.config
-    around, settings = dataclasses.replace(weights, layers=()), dict(config=config, mesh=model.devices)
+    around, settings = dataclasses.replace(weights, layers=()), dict(config=config, mesh=model.mesh)
     reading, x = run(_begin)(around, *_texts(prompts), kernels=kernels, **settings)
     found: list[Dense | tuple[Selected, ...]] = []
     for number, (layer, index, limit, capacity) in enumerate(_layers(model, prompts)):

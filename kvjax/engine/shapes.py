@@ -83,7 +83,7 @@ def state_shapes(
         active=jax.ShapeDtypeStruct((rows,), np.bool_),  # type: ignore[arg-type]
         config=model.config,
         kernels=kernels,
-        mesh=model.devices,
+        mesh=model.mesh,
     )
     if state.mesh is None:
         return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), state)

@@ -254,7 +254,7 @@ class CompressedLM:
                 "single token; use another plan, or tasks with longer contexts."
             )
         # Copies fill batches to sizes that have a program: rows do not know of each other, nor of padding.
-        room = functools.partial(bucket_rows, mesh=self.model.devices)
+        room = functools.partial(bucket_rows, mesh=self.model.mesh)
         filled = [list(row) for row in [*prompts, *[shortest] * (room(len(prompts)) - len(prompts))]]
         key = jax.random.key(self.seed)
         reading: dict[str, Any] = self.settings | {"max_new_tokens": new}

@@ -128,7 +128,7 @@ def begin(
     limits, capacities = plan_slots(bound, budget, np.ones(rows, np.int64), length - 1, config, 1)
     roomy = bound.sized(lines_of(limits))
     dtype = model.weights.embedding.dtype
-    buffers = among_devices(capacities, model.devices)
+    buffers = among_devices(capacities, model.mesh)
     layers = enumerate(zip(config.layer_configs, limits, buffers, strict=True))
     storage = Dense(
         tuple(
@@ -152,7 +152,7 @@ def begin(
         seed=jax.vmap(lambda key: jax.random.bits(jax.random.fold_in(key, 1), dtype=jnp.uint32))(keys),
         active=jnp.ones(rows, bool),
         config=config,
-        mesh=model.devices,
+        mesh=model.mesh,
     )
 
 

@@ -167,7 +167,7 @@ def begin(
     if num_samples > 1:
         # Prompts are read once, and every sample goes on from the same cache as another seed does.
         texts = rows * num_samples
-        spare = bucket_rows(texts, model.devices) - texts
+        spare = bucket_rows(texts, model.mesh) - texts
         copied = np.r_[np.repeat(np.arange(rows), num_samples), np.zeros(spare, np.int64)]
         drawn = np.asarray([(seeds[row] + i % num_samples) % 2**32 for i, row in enumerate(copied)], np.int64)
         state, logits, rows = take_rows(state, copied).replace(key=_keys(drawn)), logits[copied], texts
@@ -208,7 +208,7 @@ def _filled(prompts: Sequence[Sequence[int]], model: Model) -> list[int]:
     """Which prompts a batch is of: rows do not know of each other, so that copies of the shortest may fill it up."""
     rows = list(range(len(prompts)))
     shortest = min(rows, key=lambda row: len(prompts[row]), default=0)
-    return rows + [shortest] * (bucket_rows(len(rows), model.devices) - len(rows))
+    return rows + [shortest] * (bucket_rows(len(rows), model.mesh) - len(rows))
 
 
 def generate_ids(

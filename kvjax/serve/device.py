@@ -241,7 +241,7 @@ def _served(policy: Policy, model: Model) -> Policy:
         ValueError: naming the remedy.
     """
     name = name_of(policy)
-    if model.devices is not None:
+    if model.mesh is not None:
         raise ValueError("a server's rows lie on one device; load the model without a mesh.")
     if policy.plan.per_head or policy.plan.decides:
         raise ValueError(
