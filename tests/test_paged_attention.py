@@ -128,7 +128,7 @@ def test_a_row_of_padding_reads_nothing_and_leaves_scores_as_they_are(way):
         kernels=Kernels(**way.options),
     )
     policy = state.policy
-    opened, _ = pool.open(config).exchange(policy, config, 0, new)
+    opened, _ = pool.open(policy, [config], lambda layer: new).exchange(policy, config, 0, new)
     asks = policy.score.asks(opened.heads(0), new)
     attended, found = opened.attend(policy, config, 0, new, asks, None, None)
     after = attended.fold(policy, 0, asks, found.answers, new)

@@ -150,9 +150,10 @@ def _shared(
         out = merge(Partial(out, lse[..., None]), evicted._replace(out=jnp.where(first, evicted.out, 0.0))).out
 
     def answer(i: int, ask: Ask) -> Any:
+        assert probs is not None
         if isinstance(ask, Probs):
             return Seen(probs, new.position, every[..., sums].sum(0)[..., :1].astype(jnp.int32))
-        assert isinstance(ask, Sums) and probs is not None
+        assert isinstance(ask, Sums)
         if i not in powers:
             return over_heads(ask, summed(ask, probs), new)
         of_here = normalised(powers[i], powers[i].sum(-1, keepdims=True))
