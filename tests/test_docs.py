@@ -30,6 +30,12 @@ def test_the_code_runs() -> None:
     exec("\n".join(blocks), {})
 
 
+@pytest.mark.slow
+def test_an_engine_answers_in_python(capsys: pytest.CaptureFixture[str]) -> None:
+    exec(re.findall(r"```python\n(.*?)```", SERVING, flags=re.DOTALL)[1], {})
+    assert "Held(seen=" in capsys.readouterr().out
+
+
 def test_what_serving_shows_is_answered(capsys: pytest.CaptureFixture[str]) -> None:
     if shutil.which("curl") is None:
         pytest.skip("there is no curl")
@@ -50,7 +56,7 @@ def test_what_serving_shows_is_answered(capsys: pytest.CaptureFixture[str]) -> N
             else:
                 json.loads(said.stdout)
         assert len(engine.requests) == 3
-        (example,) = re.findall(r"```python\n(.*?)```", shown, flags=re.DOTALL)
+        example, _ = re.findall(r"```python\n(.*?)```", shown, flags=re.DOTALL)
         exec(example, {})
     assert "'kept': 64" in capsys.readouterr().out
     assert (engine.requests[-1].budget, engine.requests[-1].sampling.top_k) == (64, 40)
