@@ -41,7 +41,7 @@ EVERYTHING = [
     [
         # Rows on two devices, heads on two, three on each, and the slots of each on two.
         (["h2o", "keyformer", "tova", "lsh_e"], 6, [(2, 4)], None),
-        (["less-performer", "fastgen", "streaming", "lightkv"], 6, [(2, 4)], None),
+        (["less-performer", "fastgen", "lightkv"], 6, [(2, 4)], None),
         *(slow(names, 6, [(2, 4)], None) for names in groups(list(POLICIES | PAIRS), 10)),
         (["less+h2o+int4", "h2o+topk", "lightkv-offload"], 1, [(1, 4)], None),
         (["streaming", "h2o+adakv"], 2, [(1, 4)], "SLOPED"),
