@@ -306,10 +306,12 @@ def _section(each: Deployment, kept: dict[str, Any]) -> list[str]:
         for variant in VARIANTS
     ]
     headings = [f"{context // 1024}k: {what}" for context in CONTEXTS for what in ("MB a row", "temporary MB", "rows")]
-    reference = (_accepted(kept, f"{each.name}, {depth} layers") for depth in (FEW, MORE))
+    reference = {
+        depth: _accepted(kept, f"{each.name}, {depth} layers") for depth in (FEW, MORE, SHAPES[each.model].layers)
+    }
     return [
         f"### {each.name}",
-        f"{known[0].weights / 1e9:.2f} GB of weights on each device. {_each_layer(*reference)}{_depth(each, kept)}",
+        f"{known[0].weights / 1e9:.2f} GB of weights on each device. {_each_layer(reference)}{_depth(each, kept)}",
         table(["cache", "slots", *headings], rows),
     ]
 
@@ -327,12 +329,13 @@ def _cells(found: Fit | None) -> list[Any]:
     return [f"{found.row / 1e6:,.1f}", f"{about}{found.temporary / 1e6:,.0f}", f"{about}{found.rows:,}"]
 
 
-def _each_layer(few: Any, more: Any) -> str:
-    if few is None or more is None:
+def _each_layer(reference: dict[int, Any]) -> str:
+    # From the deepest, for what a compiler does around the layers varies.
+    counts = {depth: row["collectives"] for depth, row in reference.items() if row is not None}
+    if len(counts) < 2:
         return ""
-    kinds = {
-        kind: (count - few["collectives"].get(kind, 0)) // (MORE - FEW) for kind, count in more["collectives"].items()
-    }
+    least, most = min(counts), max(counts)
+    kinds = {kind: round((count - counts[least].get(kind, 0)) / (most - least)) for kind, count in counts[most].items()}
     return f"Collectives of a layer under h2o: {', '.join(f'{n} {kind}' for kind, n in kinds.items() if n) or 'none'}."
 
 
