@@ -169,7 +169,7 @@ def test_whole_models_follow_from_a_few_layers():
     shorter = deployments.fit(each, kept, variant, context // 4)
     assert shorter is not None and not shorter.compiled
     assert (shorter.row, shorter.rows) == (40e6, int((free - 28e6) // 60e6))
-    kept[f"{each.name}, 80 layers"] = step(0, 0, MEMORY["v5e"])
+    kept[f"{each.name}, 80 layers"] = step(0, 0, MEMORY["v5e"], **{"all-reduce": 161})
     found = deployments.fit(each, kept, variant, context)
     assert found is not None and found.rows == 0
     assert deployments.fit(each, kept, Variant("full", 1.0), context) is None
