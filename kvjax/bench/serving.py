@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import os
 import statistics
 import threading
 import time
@@ -193,7 +194,7 @@ def resident_bytes() -> float:
     file = Path("/proc/self/statm")
     if not file.exists():
         raise ValueError("an endurance run reads the process's memory from /proc, which is not here; leave it out.")
-    return int(file.read_text().split()[1]) * 4096.0
+    return float(file.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def even_requests(count: int, model: Model, prompt: tuple[int, int], new: tuple[int, int]) -> list[Request]:

@@ -169,12 +169,12 @@ def _share(part: Float[Array, "*n"], whole: Float[Array, "*n"]) -> Float[Array, 
 
 
 def answered(asks: PyTree, probs: Float[Array, "b h g 1 c"], position: Int[Array, "b h c"], new: New) -> PyTree:
-    """What is asked of one token per row, from its attention."""
+    """What is asked of one token per row, from its attention over whole heads."""
     leaves, tree = questions(asks)
 
     def answer(ask: Ask) -> Any:
         if isinstance(ask, Probs):
-            return Seen(probs, new.position, new.spread.over_slots((probs > 0).any(2).sum(-1)))
+            return Seen(probs, new.position, (probs > 0).any(2).sum(-1))
         assert isinstance(ask, Sums)
         return over_heads(ask, reduced(ask, probs, position, new), new)
 
@@ -306,7 +306,7 @@ def reduced(
     """The answer of some queries to a question, before it is spread over heads, from their probabilities."""
     if not ask.plain:
         probs = tempered(ask, probs, position, new)
-        probs = normalised(probs, new.spread.over_slots(probs.sum(-1, keepdims=True)))
+        probs = normalised(probs, probs.sum(-1, keepdims=True))
     return summed(ask, probs)
 
 
