@@ -172,6 +172,20 @@ def test_codes_are_never_decoded_as_a_whole(bits, dtype):
     assert memory.temp_size_in_bytes < decoded / 3
 
 
+@pytest.mark.parametrize("slopes", [False, True])
+@pytest.mark.compiled_well
+def test_one_query_of_bfloat16_makes_no_wide_copy_on_a_cpu(slopes):
+    b, h, c, d = 2, 2, 2048, 128
+    q, k = (jax.ShapeDtypeStruct((b, h, n, d), jnp.dtype(jnp.bfloat16)) for n in (1, c))
+    position, query = jax.ShapeDtypeStruct((b, h, c), jnp.int32), jax.ShapeDtypeStruct((b,), jnp.int32)
+    spec = AttentionSpec(0.1, slopes=jnp.ones((h, 1)) if slopes else None)
+    attend = functools.partial(decode_attention, spec=spec, scores="sum", platform="cpu")
+    memory = jax.jit(attend).lower(q, k, k, position, query).compile().memory_analysis()
+    assert memory is not None
+    assert memory.temp_size_in_bytes < b * h * c * d * 2 / 3
+    assert jax.eval_shape(attend, q, k, k, position, query).out.shape == (b, h, 1, d)
+
+
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("bits", [0, 8])
 def test_keys_are_rotated_by_their_place(bits, interleaved):

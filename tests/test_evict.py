@@ -131,10 +131,12 @@ def test_hamming_finds_the_victim_of_lsh_e(way):
     np.testing.assert_array_equal(found, oldest)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.compiled_well
-def test_donated_buffers_are_written_in_place():
+def test_donated_buffers_are_written_in_place(dtype):
     inputs = dict(case(2, 2, 512, 64).arrays[0])
     cache = {name: inputs.pop(name) for name in ("position", "buffers")}
+    cache["buffers"] = jax.tree.map(lambda leaf: leaf.astype(dtype) if leaf.ndim == 4 else leaf, cache["buffers"])
     function = jax.jit(lambda cache, inputs: run(cache | inputs, shrinks=False, implementation="xla"), donate_argnums=0)
     memory = function.trace(cache, inputs).lower().compile().memory_analysis()
     assert memory is not None

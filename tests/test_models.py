@@ -17,6 +17,7 @@ from kvjax.model import Model, load
 from kvjax.models import ModelConfig, Rope, Weights
 from kvjax.models.decoder import forward
 from kvjax.models.families import read_config
+from kvjax.models.product import product
 from kvjax.models.saving import write_checkpoint
 from kvjax.rope import rotate
 from kvjax.sampling.texts import generate_ids
@@ -148,6 +149,27 @@ def test_no_matrix_of_all_pairs() -> None:
     assert (
         memory is not None and memory.temp_size_in_bytes < 4 * 4096 * 4096
     )  # one float32 matrix for one of the four heads
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
+@pytest.mark.parametrize("rows", [1, 2, 32, 33])
+def test_products_of_any_rows(rows: int, dtype: str) -> None:
+    rng = np.random.default_rng(0)
+    with jax.enable_x64(dtype == "float64"):
+        x, weight = (jnp.asarray(rng.normal(size=size), dtype) for size in ((rows, 1, 24), (40, 24)))
+        found = product(x, weight)
+        assert found.dtype == dtype and found.shape == (rows, 1, 40)
+        exact = np.einsum("...i,oi->...o", *(np.asarray(each, np.float64) for each in (x, weight)))
+        np.testing.assert_allclose(np.asarray(found, np.float64), exact, rtol=1e-2 if dtype == "bfloat16" else 1e-4)
+        assert product(x, weight, jnp.float32).dtype == jnp.float32
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.compiled_well
+def test_a_product_in_bfloat16_makes_no_wide_copy_of_the_weight(rows: int) -> None:
+    x, weight = (jax.ShapeDtypeStruct(size, jnp.bfloat16) for size in ((rows, 1, 512), (4096, 512)))
+    memory = jax.jit(product).lower(x, weight).compile().memory_analysis()
+    assert memory is not None and memory.temp_size_in_bytes < 4096 * 512
 
 
 def test_bfloat16_is_close_and_finite() -> None:

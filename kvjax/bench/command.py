@@ -14,7 +14,7 @@ import numpy as np
 
 from kvjax.bench.entries import add_policy_options, entries, say
 from kvjax.bench.models import model_named
-from kvjax.bench.peers import transformers_decoder
+from kvjax.bench.peers import transformers_decoder, transformers_reader
 from kvjax.bench.tables import table
 from kvjax.commands import add_model_options, finish
 from kvjax.evaluate.speed import decoder, race, reader
@@ -54,8 +54,10 @@ def run(options: argparse.Namespace) -> None:
             own_slots = round(contenders[-1].slots or 1)
             contenders[-1].budget = f"own: {own_slots}"
     timed = contenders
-    if options.against and options.what == "decode":
-        timed = [*contenders, transformers_decoder(model, tokens, options.new_tokens)]
+    if options.against:
+        reads = options.what == "prefill"
+        peer = transformers_reader(model, tokens) if reads else transformers_decoder(model, tokens, options.new_tokens)
+        timed = [*contenders, peer]
     say(f"racing {len(contenders)} contenders, {options.repeats} rounds")
     race(contenders, options.repeats)
     if len(timed) > len(contenders):
@@ -88,7 +90,7 @@ def main(argv: list[str] | None = None) -> int:
     options.add_argument("--new-tokens", type=int, default=16)
     options.add_argument("--repeats", type=int, default=5)
     options.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    options.add_argument("--against", choices=("transformers",), help="race Hugging Face's decoding, too")
+    options.add_argument("--against", choices=("transformers",), help="race Hugging Face's own, too")
     options.add_argument("--json", type=Path, help="also write the numbers to this file")
     chosen = options.parse_args(words)
     return finish("bench", lambda: run(chosen), chosen.distributed)

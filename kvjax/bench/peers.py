@@ -6,6 +6,7 @@ import copy
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from jaxtyping import Int
@@ -21,16 +22,9 @@ def transformers_decoder(model: Model, tokens: Int[np.ndarray, "b n"], steps: in
     Raises:
         ValueError: torch is not installed, or a model that was not loaded from a directory is no plain Llama.
     """
-    try:
-        import torch
-    except ImportError:
-        raise ValueError("--against transformers needs torch; install it with: pip install 'kvjax[parity]'.") from None
-    from transformers import AutoModelForCausalLM
+    peer = _peer(model)
+    import torch
 
-    with tempfile.TemporaryDirectory() as written:
-        if model.directory is None:
-            write_checkpoint(model.weights, model.config, Path(written))
-        peer = AutoModelForCausalLM.from_pretrained(model.directory or written, dtype=torch.float32)
     ids = torch.tensor(tokens)
     with torch.inference_mode():
         first = peer(ids[:, :-1], use_cache=True)
@@ -44,6 +38,44 @@ def transformers_decoder(model: Model, tokens: Int[np.ndarray, "b n"], steps: in
                 cache, token = out.past_key_values, out.logits[:, -1:].argmax(-1)
             contender.seconds.append(time.perf_counter() - began)
 
-    bytes_held = 2 * tokens.shape[1] * len(tokens) * model.config.layers * model.config.kv_heads
-    contender = Contender("transformers", "full", run, bytes_held * model.config.head_width * 4)
+    contender = Contender("transformers", "full", run, _bytes_held(model, tokens))
     return contender
+
+
+def transformers_reader(model: Model, tokens: Int[np.ndarray, "b n"]) -> Contender:
+    """A prompt that transformers reads with the same weights, with the logits of its last token alone.
+
+    Raises:
+        ValueError: as `transformers_decoder`.
+    """
+    peer = _peer(model)
+    import torch
+
+    ids = torch.tensor(tokens)
+
+    def run() -> None:
+        with torch.inference_mode():
+            began = time.perf_counter()
+            peer(ids, use_cache=True, logits_to_keep=1)
+            contender.seconds.append(time.perf_counter() - began)
+
+    contender = Contender("transformers", "full", run, _bytes_held(model, tokens))
+    return contender
+
+
+def _peer(model: Model) -> Any:
+    try:
+        import torch
+    except ImportError:
+        raise ValueError("--against transformers needs torch; install it with: pip install 'kvjax[parity]'.") from None
+    from transformers import AutoModelForCausalLM
+
+    with tempfile.TemporaryDirectory() as written:
+        if model.directory is None:
+            write_checkpoint(model.weights, model.config, Path(written))
+        return AutoModelForCausalLM.from_pretrained(model.directory or written, dtype=torch.float32)
+
+
+def _bytes_held(model: Model, tokens: Int[np.ndarray, "b n"]) -> int:
+    config = model.config
+    return 2 * tokens.size * config.layers * config.kv_heads * config.head_width * 4

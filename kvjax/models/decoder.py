@@ -13,6 +13,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Int8
 
 from kvjax.models.config import ModelConfig
+from kvjax.models.product import product
 from kvjax.rope import rotate
 from kvjax.types import HEADS, SLOTS, LayerConfig
 from pallas_kernels.attention import QUERY_BLOCK, attend, join_queries, query_block, split_queries, wide
@@ -30,7 +31,7 @@ class Linear:
     scale: Float[Array, " out"] | None = None
 
     def __call__(self, x: Float[Array, "*b in"]) -> Float[Array, "*b out"]:
-        y = self.product(x, x.dtype) if self.scale is not None else jnp.einsum("...i,oi->...o", x, self.weight)
+        y = self.product(x, x.dtype) if self.scale is not None else product(x, self.weight)
         return y if self.bias is None else y + self.bias
 
     def over(
@@ -43,7 +44,7 @@ class Linear:
     def product(self, x: Float[Array, "*b in"], dtype: DTypeLike) -> Float[Array, "*b out"]:
         """The map without its bias, in a dtype, of inputs in any."""
         kind = jnp.promote_types(dtype, wide(x.dtype))
-        y = jnp.einsum("...i,oi->...o", x, self.weight.astype(x.dtype), preferred_element_type=kind)
+        y = product(x, self.weight.astype(x.dtype), kind)
         return (y if self.scale is None else y * self.scale).astype(dtype)
 
     @property

@@ -50,8 +50,13 @@ def decode_attention(
     else:
         assert not isinstance(v, Turned)  # refused before
         keys = k.values(q.dtype) if isinstance(k, Turned) else k
-        partial, probs = attend(q[:, :, :, None], keys, v, mask, spec, bias)
-        probs = probs[:, :, :, 0]
+        # Of one row XLA on CPU makes copies of bfloat16 keys and values in float32, of two it does not.
+        rows = 2 if platform == "cpu" and q.dtype == jnp.bfloat16 and q.shape[2] == 1 else q.shape[2]
+        queries, biases = (
+            x if x is None else jnp.broadcast_to(x, (*x.shape[:2], rows, *x.shape[3:])) for x in (q, bias)
+        )
+        partial, probs = attend(queries[:, :, :, None], keys, v, mask, spec, biases)
+        partial, probs = jax.tree.map(lambda x: x[:, :, : q.shape[2]], (partial, probs[:, :, :, 0]))
     if low_rank is not None:
         token = low_rank._replace(features=low_rank.features[:, :, :, None])
         partial = merge(partial, share_of_evicted(token))

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from pallas_kernels.common import platform_of
 from pallas_kernels.ranking import Protection, victim
 
 
@@ -40,6 +41,12 @@ def exchange(
     slot = after_reading(jnp.where(writes, slot, capacity), taken)
 
     def write(leaf: Array, value: Array) -> Array:
+        if leaf.dtype == jnp.bfloat16 and platform_of(None) == "cpu":
+            # A scatter would turn all of it into float32 and back.
+            here = jnp.arange(capacity).reshape(-1, *(1,) * (leaf.ndim - 3)) == slot.reshape(
+                *slot.shape, *(1,) * (leaf.ndim - 2)
+            )
+            return jnp.where(here, value.astype(leaf.dtype)[:, :, None], leaf)
         return leaf.at[row, head, slot].set(value.astype(leaf.dtype), unique_indices=True, mode="drop")
 
     position = write(position, jnp.broadcast_to(new_position[:, None], slot.shape))

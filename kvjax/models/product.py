@@ -1,0 +1,41 @@
+"""Products with weights, in the form that each platform computes fastest."""
+
+from __future__ import annotations
+
+import math
+
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from pallas_kernels.common import platform_of
+
+FEW_ROWS = 32
+"""Rows up to which a CPU is faster with the weight on the left."""
+
+
+def product(
+    x: Float[Array, "*b in"], weight: Float[Array, "out in"], dtype: DTypeLike | None = None
+) -> Float[Array, "*b out"]:
+    """x W^T.
+
+    Args:
+        x: inputs, of the weight's dtype.
+        weight: as checkpoints store it.
+        dtype: of the sums and the result; None for that of x.
+    """
+    rows = math.prod(x.shape[:-1])
+    if platform_of(None) == "cpu":
+        if x.dtype == jnp.bfloat16:
+            return _of_bfloat16(x.reshape(rows, -1), weight, dtype).reshape(*x.shape[:-1], -1)
+        if 1 < rows <= FEW_ROWS:
+            return jnp.moveaxis(jnp.einsum("oi,...i->o...", weight, x, preferred_element_type=dtype), 0, -1)
+    return jnp.einsum("...i,oi->...o", x, weight, preferred_element_type=dtype)
+
+
+def _of_bfloat16(x: Float[Array, "n in"], weight: Float[Array, "out in"], dtype: DTypeLike | None) -> Array:
+    # XLA on CPU makes a copy of the weight in float32, except for two or more rows with sums in float32.
+    rows = len(x)
+    several = jnp.pad(x, [(0, 1), (0, 0)]) if rows == 1 else x
+    y = jnp.einsum("ni,oi->no", several, weight, preferred_element_type=jnp.float32)
+    return y[:rows].astype(dtype or x.dtype)
