@@ -21,6 +21,18 @@ def test_bench_prints_a_table_and_writes_numbers(what: str, tmp_path: Path, caps
     assert "streaming" in capsys.readouterr().out
 
 
+def test_parts_of_a_step_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "numbers.json"
+    words = "parts --model tiny --policy full --prompt-tokens 20 --new-tokens 2 --repeats 2 --json"
+    assert bench.main([*words.split(), str(file)]) == 0
+    rows = {row["part"]: row["milliseconds"] for row in json.loads(file.read_text())["rows"]}
+    inside = [rows[part] for part in ("layers without a cache", "unembedding", "cache and attention")]
+    assert sum(inside) == pytest.approx(rows["a step"]) and len(rows) == 7
+    assert "unembedding" in capsys.readouterr().out
+    assert bench.main(["parts", "--batch", "0"]) == 2
+    assert "--batch=0 is not a whole number" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_fastgen_races_at_the_slots_that_it_takes(tmp_path: Path) -> None:
     file = tmp_path / "numbers.json"

@@ -20,7 +20,7 @@ from kvjax.commands import add_model_options, finish
 from kvjax.evaluate.speed import decoder, race, reader
 from kvjax.files import write_text
 
-OTHERS = ("kernels", "scale", "deployments", "serving")
+OTHERS = ("kernels", "parts", "scale", "deployments", "serving")
 """Modules of what is no race of policies."""
 
 
