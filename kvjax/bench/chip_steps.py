@@ -1,4 +1,4 @@
-"""Whole decode steps as the compilers of TPUs that are not there estimate them; `pallas_kernels.aot --steps` shows them."""
+"""Decode steps as compilers estimate them for TPUs that are not there: `python -m pallas_kernels.aot --steps`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from kvjax.policies.registry import policy
 from kvjax.policies.residuals.kernels import init_kernels
 from pallas_kernels.aot.chips import SPECIFICATIONS
 from pallas_kernels.aot.module import Instruction
-from pallas_kernels.aot.tpu import Compiled, compile_traced, kernel_row, mesh_of, placed
+from pallas_kernels.aot.tpu import Compiled, compile_traced, mesh_of, placed
 
 WRITTEN = 64
 """Tokens that the steps are planned to write; what they have read fills the other slots."""
@@ -70,44 +70,27 @@ def compile_step(chip: str, step: Step) -> dict[str, Any]:
     known, config = SPECIFICATIONS[chip], SHAPES[step.model]
     weights, caches = _traffic(config, step, state)
     parts = dict.fromkeys(CLASSES, 0.0)
-    over = 0.0
-    """What kernels take beyond the time of their traffic."""
     for kernel in compiled.kernels:
-        seconds, times = kernel.seconds(known), _times(kernel.instruction, config, step)
-        parts[class_of(kernel.instruction)] += times * seconds
-        over += times * (seconds - known.limit(kernel.grid.traffic))
+        parts[class_of(kernel.instruction)] += _times(kernel.instruction, config, step) * kernel.seconds(known)
     for fusion in compiled.fusions:
         parts[class_of(fusion)] += _times(fusion, config, step) * known.seconds(fusion.cycles)
     # Weights that are fetched beforehand, beside other work, are in no estimate.
     parts["products"] = max(parts["products"], known.limit(weights))
-    beside = over + sum(
-        _times(fusion, config, step) * known.seconds(fusion.cycles)
-        for fusion in compiled.fusions
-        if class_of(fusion) != "products"
-    )
-    dearest = sorted(compiled.fusions, key=lambda fusion: -fusion.cycles)[:DEAREST]
+    estimate = sum(parts.values())
     return (
         dict(step._asdict(), chip=chip, weights=weights, caches=caches, limit=known.limit(weights + caches))
-        | {"parts": parts, "estimate": sum(parts.values()), "beside": beside}
-        | {"kernels": [kernel_row(kernel, known) for kernel in compiled.kernels]}
-        | {"fusions": [[each.name, class_of(each), each.cycles, each.op_name] for each in dearest]}
-        | {"fusion_cycles": sum(fusion.cycles for fusion in compiled.fusions)}
-        | compiled.memory
-        | {"seconds": compiled.seconds}
+        | {"parts": parts, "estimate": estimate, "beside": estimate - parts["products"] - known.limit(caches)}
+        | compiled.row(known, class_of)
     )
-
-
-DEAREST = 15
-"""Fusions that are kept by name."""
 
 
 def class_of(instruction: Instruction) -> str:
     """One of `CLASSES`, by the scopes that an instruction comes from."""
-    names = instruction.op_name.split("/")
-    scope = next((name for name in reversed(names) if name in (*SCOPES, "rope")), None)
-    if scope in SCOPES:
-        return scope
-    return "products" if instruction.output and scope is None else "rest"
+    names = reversed(instruction.op_name.split("/"))
+    scope = next((name for name in names if name in (*SCOPES, "rope")), None)
+    if scope is None:
+        return "products" if instruction.output else "rest"
+    return "rest" if scope == "rope" else scope
 
 
 def _times(instruction: Instruction, config: ModelConfig, step: Step) -> float:

@@ -50,8 +50,9 @@ def read_schedule(text: str) -> Schedule:
     """What a `final_bundles` dump says of a kernel.
 
     The pipeline guards the body of a grid step by a jump of its own, for its loop begins before the first step; where
-    all products of matrices are under one more, it spares what a mask hides and is counted as if it never did. Any other jump is taken for one that depends on the place in a row. A copy counts as awaited in the step that started
-    it if the wait comes later in the program, under no condition that the start was not under.
+    all products of matrices are under one more, it spares what a mask hides and is counted as if it never did. Any
+    other jump is taken for one that depends on the place in a row. A copy counts as awaited in the step that started it
+    if the wait comes later in the program, under no condition that the start was not under.
 
     Args:
         text: of the file.

@@ -12,23 +12,28 @@ _SHAPE = re.compile(r"\b([a-z]+\d*)\[([\d,]*)\]")
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
 
+_CUSTOM = "kind=kCustom"
+"""Fusions around a gather or a scatter, for which XLA has no estimate."""
+
 KERNEL = 'custom_call_target="tpu_custom_call"'
 
 
 class Instruction(NamedTuple):
-    """One that the compiler has estimated, or a Pallas kernel."""
+    """One of XLA's, or a Pallas kernel."""
 
     name: str
     opcode: str
     op_name: str
     """The scopes and the operation that it comes from, with `/` between them."""
     cycles: int
-    """As estimated; 0 for kernels."""
+    """As estimated; 0 for kernels, and for what has no estimate."""
     results: tuple[tuple[int, ...], ...]
     """Their shapes."""
     kernel: bool
     output: bool
     """Whether XLA fused into it what follows a product of matrices."""
+    estimated: bool
+    """Whether the compiler says how long it takes: not of kernels, nor of gathers and scatters."""
 
     @property
     def base(self) -> str:
@@ -53,7 +58,7 @@ def _instructions(text: str) -> Iterator[Instruction]:
         if match is None:
             continue
         cycles, kernel = _CYCLES.search(line), KERNEL in line
-        if cycles is None and not kernel:
+        if cycles is None and not kernel and _CUSTOM not in line:
             continue
         opcode = _OPCODE.search(f" {match[2]}" if match[2].startswith("(") else match[2])
         if opcode is None:
@@ -67,10 +72,10 @@ def _instructions(text: str) -> Iterator[Instruction]:
             cycles=0 if cycles is None else int(cycles[1]),
             results=tuple(_sizes(shape) for _, shape in _SHAPE.findall(head)),
             kernel=kernel,
+            estimated=cycles is not None,
             output="kind=kOutput" in line or opcode[1] in ("convolution", "dot"),
         )
 
 
 def _sizes(shape: str) -> tuple[int, ...]:
     return tuple(int(size) for size in shape.split(",") if size)
-

@@ -8,12 +8,13 @@ import os
 import re
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.extend.core import jaxprs_in_params
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from pallas_kernels.aot.bundles import Schedule, read_schedule
@@ -23,6 +24,9 @@ from pallas_kernels.programs import Program
 
 MEMORY = ("argument", "output", "alias", "temp")
 """What the compiler says of a program's bytes in device memory; `temp` is what it needs besides."""
+
+DEAREST = 30
+"""Fusions that are kept by name."""
 
 ARGUMENTS = "LIBTPU_INIT_ARGS"
 _DUMP = "--xla_jf_dump_to={} --xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex=final_bundles"
@@ -81,8 +85,23 @@ class Compiled(NamedTuple):
     kernels: list[Kernel]
     fusions: list[Instruction]
     """All that XLA made, with its estimates."""
+    loops: int
+    """Of XLA, whose turns nobody has counted."""
     seconds: float
     """That compiling took."""
+
+    def row(self, chip: Chip, class_of: Callable[[Instruction], str] = lambda fusion: fusion.opcode) -> dict[str, Any]:
+        """What the rows on disk have of it, with the dearest fusions by name and class."""
+        dearest = sorted(self.fusions, key=lambda fusion: -fusion.cycles)[:DEAREST]
+        return {
+            **self.memory,
+            "fusion_cycles": sum(fusion.cycles for fusion in self.fusions),
+            "fusions": [[each.name, class_of(each), each.cycles, each.op_name] for each in dearest],
+            "unknown": [[each.name, class_of(each), each.op_name] for each in self.fusions if not each.estimated],
+            "kernels": [kernel_row(kernel, chip) for kernel in self.kernels],
+            "loops": self.loops,
+            "seconds": self.seconds,
+        }
 
 
 def compile_for(chip: str, program: Program, implementation: str) -> dict[str, Any]:
@@ -102,11 +121,7 @@ def compile_for(chip: str, program: Program, implementation: str) -> dict[str, A
     estimate = sum(kernel.seconds(known) for kernel in compiled.kernels)
     estimate += sum(known.seconds(fusion.cycles) for fusion in compiled.fusions)
     return (
-        row
-        | compiled.memory
-        | {"bytes": program.bytes, "limit": known.limit(program.bytes), "estimate": estimate}
-        | {"fusion_cycles": sum(fusion.cycles for fusion in compiled.fusions)}
-        | {"kernels": [kernel_row(kernel, known) for kernel in compiled.kernels], "seconds": compiled.seconds}
+        row | {"bytes": program.bytes, "limit": known.limit(program.bytes), "estimate": estimate} | compiled.row(known)
     )
 
 
@@ -170,12 +185,13 @@ def compile_traced(traced: Any) -> Compiled:
     memory = compiled.memory_analysis()
     assert memory is not None
     sizes = {name: int(getattr(memory, f"{name}_size_in_bytes")) for name in MEMORY}
-    instructions = read_module(compiled.as_text() or "")
+    text = compiled.as_text() or ""
+    instructions = read_module(text)
     kernels = [each for each in instructions if each.kernel]
     schedules = _schedules(directory) if kernels else {}
     grids = list(grids_of(traced.jaxpr))
     found = [_kernel(each, kernels, grids, schedules) for each in kernels]
-    return Compiled(sizes, found, [each for each in instructions if not each.kernel], seconds)
+    return Compiled(sizes, found, [each for each in instructions if not each.kernel], text.count(" while("), seconds)
 
 
 def _schedules(directory: Path) -> dict[str, Schedule]:
@@ -187,9 +203,7 @@ def _schedules(directory: Path) -> dict[str, Schedule]:
     }
 
 
-def _kernel(
-    each: Instruction, kernels: list[Instruction], grids: list[Grid], schedules: dict[str, Schedule]
-) -> Kernel:
+def _kernel(each: Instruction, kernels: list[Instruction], grids: list[Grid], schedules: dict[str, Schedule]) -> Kernel:
     def alike(results: tuple[tuple[int, ...], ...]) -> bool:
         return sorted(results) == sorted(each.results)
 
@@ -212,7 +226,7 @@ def grids_of(jaxpr: Any) -> Iterator[Grid]:
         if equation.primitive.name == "pallas_call":
             yield _grid(equation)
             continue
-        for inner in jax.core.jaxprs_in_params(equation.params):
+        for inner in jaxprs_in_params(equation.params):
             yield from grids_of(inner)
 
 
