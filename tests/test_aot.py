@@ -143,9 +143,9 @@ def test_what_is_no_schedule_is_refused():
 
 MODULE = """
 %fused_computation.4 (param_0: f32[8]) -> f32[8] {
-  %copy.9 = f32[8]{0} copy(%param_0), metadata={op_name="jit(step)/layer/mul"}
+  %copy.9 = f32[8]{0} copy(%param_0), metadata={op_name="jit(step)/layer/eviction/scores/mul"}
 }
-ENTRY %main {
+ENTRY %main.21 (p: bf16[64,4096]) -> (f32[64,32,208], s32[64]) {
   %p = bf16[64,4096]{1,0:T(8,128)(2,1)} parameter(0)
   %slice-start = ((bf16[64,4096]{1,0}), bf16[16,4096]{1,0:S(1)}, s32[]) slice-start(%p), slice={[0:16], [0:4096]}
   %fusion.11 = (f32[64]{0:T(128)S(1)}, bf16[64,4096]{1,0:T(8,128)(2,1)}) fusion(%p, %w), kind=kOutput, calls=%f, \
@@ -154,8 +154,8 @@ metadata={op_name="jit(step)/layer/...i,oi->...o/dot_general"}, backend_config={
 backend_config={"window_config":{"estimated_cycles":"4588"}}
   %fusion.4 = bf16[64,32]{1,0} fusion(%p), kind=kLoop, calls=%g, \
 metadata={op_name="jit(step)/layer/attention/rope/concatenate"}, backend_config={"estimated_cycles":"28026"}
-  %add.1 = f32[64,32]{1,0} fusion(%p), kind=kLoop, calls=%g, \
-metadata={op_name="jit(step)/layer/eviction/scores/add"}, backend_config={"estimated_cycles":"7"}
+  %add.1 = f32[64,32]{1,0} fusion(%p), kind=kLoop, calls=%fused_computation.4, backend_config={"estimated_cycles":"7"}
+  %gather_fusion = bf16[64,4096]{1,0} fusion(%p), kind=kCustom, calls=%g, metadata={op_name="jit(step)/gather"}
   ROOT %evict.2 = (f32[64,32,208]{2,1,0:T(8,128)S(1)}, s32[64]{0}) custom-call(%p), \
 custom_call_target="tpu_custom_call", metadata={op_name="jit(step)/layer/eviction/evict/pallas_call"}
 }
@@ -169,6 +169,7 @@ def test_a_modules_instructions_are_told_with_their_cycles_and_classes():
         "copy.72": 4588,
         "fusion.4": 28026,
         "add.1": 7,
+        "gather_fusion": 0,
         "evict.2": 0,
     }
     classes = {name: chip_steps.class_of(each) for name, each in found.items()}
@@ -177,9 +178,11 @@ def test_a_modules_instructions_are_told_with_their_cycles_and_classes():
         "copy.72": "rest",
         "fusion.4": "rest",
         "add.1": "scores",
+        "gather_fusion": "rest",
         "evict.2": "eviction",
     }
     assert [name for name, each in found.items() if each.kernel] == ["evict.2"]
+    assert [name for name, each in found.items() if not each.estimated] == ["gather_fusion", "evict.2"]
     assert found["evict.2"].base == "evict" and found["evict.2"].results == ((64, 32, 208), (64,))
 
 

@@ -88,14 +88,18 @@ def class_of(instruction: Instruction) -> str:
     """One of `CLASSES`, by the scopes that an instruction comes from."""
     names = reversed(instruction.op_name.split("/"))
     scope = next((name for name in names if name in (*SCOPES, "rope")), None)
+    if instruction.op_name.endswith(".slots.score"):  # an argument whose layout is changed
+        return "scores"
     if scope is None:
         return "products" if instruction.output else "rest"
     return "rest" if scope == "rope" else scope
 
 
 def _times(instruction: Instruction, config: ModelConfig, step: Step) -> float:
-    # What is of no layer (embedding, last norm, logits) is there once.
-    return config.layers / step.layers if "layer" in instruction.op_name.split("/") else 1.0
+    # What is of no layer (embedding, last norm, logits) is there once; what has lost its name is taken to be of one.
+    name = instruction.op_name
+    inside = "layer" in name.split("/") or ".layers[" in name or not name
+    return config.layers / step.layers if inside else 1.0
 
 
 def compiled_step(chip: str, step: Step) -> tuple[Compiled, State]:

@@ -12,6 +12,8 @@ _SHAPE = re.compile(r"\b([a-z]+\d*)\[([\d,]*)\]")
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
 
+_COMPUTATION = re.compile(r"^(?:ENTRY )?%(\S+) \(.*\{$")
+_CALLS = re.compile(r"calls=%([\w.-]+)")
 _CUSTOM = "kind=kCustom"
 """Fusions around a gather or a scatter, for which XLA has no estimate."""
 
@@ -24,7 +26,7 @@ class Instruction(NamedTuple):
     name: str
     opcode: str
     op_name: str
-    """The scopes and the operation that it comes from, with `/` between them."""
+    """The scopes and the operation that it comes from, with `/` between them; of a fusion without, its last one's."""
     cycles: int
     """As estimated; 0 for kernels, and for what has no estimate."""
     results: tuple[tuple[int, ...], ...]
@@ -53,10 +55,17 @@ def read_module(text: str) -> list[Instruction]:
 
 
 def _instructions(text: str) -> Iterator[Instruction]:
+    inside: dict[str, str] = {}  # what the last named instruction of each computation comes from
+    computation = ""
     for line in text.splitlines():
         match = _INSTRUCTION.match(line)
         if match is None:
+            begun = _COMPUTATION.match(line)
+            computation = begun[1] if begun is not None else computation
             continue
+        op_name = _OP_NAME.search(line)
+        if op_name is not None:
+            inside[computation] = op_name[1]
         cycles, kernel = _CYCLES.search(line), KERNEL in line
         if cycles is None and not kernel and _CUSTOM not in line:
             continue
@@ -64,11 +73,12 @@ def _instructions(text: str) -> Iterator[Instruction]:
         if opcode is None:
             continue
         head, _, _ = match[2].partition(f" {opcode[1]}(")
-        op_name = _OP_NAME.search(line)
+        called = _CALLS.search(line)
+        name = inside.get(called[1], "") if called is not None else ""
         yield Instruction(
             name=match[1],
             opcode=opcode[1],
-            op_name="" if op_name is None else op_name[1],
+            op_name=name if op_name is None else op_name[1],
             cycles=0 if cycles is None else int(cycles[1]),
             results=tuple(_sizes(shape) for _, shape in _SHAPE.findall(head)),
             kernel=kernel,
