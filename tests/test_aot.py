@@ -12,6 +12,7 @@ import jax
 import pytest
 
 from kvjax.bench import chip_steps
+from kvjax.models.weights import weight_shapes
 from pallas_kernels import aot
 from pallas_kernels.aot.bundles import Schedule, read_schedule
 from pallas_kernels.aot.module import read_module
@@ -100,7 +101,7 @@ LB: loop body
    0x7   : > { %v2 = vld [vmem:[%s4] sm:$0xff] }
    0x8 PF: > { %v3 = vmatmul.mubr.f32.gmra.mxu0 %v2 } /* Start/End empty region 22 */
    0x9   : > { %9 = dma.done.wait [#allocation9], 128 }
-   0xa   : > { %3 = shalt.err (!%p1) /* BoundsCheck 1 [deref of %s5] for %11 = dma.hbm_to_vmem /*dst_syncflagno=*/[#allocation4]
+   0xa   : > { %3 = shalt.err (!%p1) /* BoundsCheck 1 for %11 = dma.hbm_to_vmem /*dst_syncflagno=*/[#allocation4]
  hlo: evict.1
  */ }
    0xb   : > { %11 = dma.hbm_to_vmem [thread:$0]  /*hbm=*/%s5, /*vmem=*/%s6, /*dst_syncflagno=*/[#allocation4] }
@@ -266,6 +267,12 @@ def test_rows_of_nobody_are_one_sentence(tmp_path, capsys):
     (tmp_path / "chips" / "v5e.json").write_text("{")
     assert main(["--page", "--out", str(tmp_path)]) == 2
     assert "is no file of rows" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("model", "millions"), [("llama_8b", 8030), ("qwen3_0_6b", 596), ("gemma3_270m", 268)])
+def test_the_models_of_steps_have_as_many_weights_as_real_ones(model, millions):
+    weights = weight_shapes(chip_steps.SHAPES[model])
+    assert round(sum(leaf.size for leaf in jax.tree.leaves(weights)) / 1e6) == millions
 
 
 def test_steps_have_what_their_names_say():

@@ -32,8 +32,8 @@ made of what TPU compilers know before anything runs:
   are a wait of {LATENCY * 1e6:.0f} microsecond for all that are in flight together: a model, nobody has measured it.
   Copies that a later step awaits are free. Where two cores make up a chip they share what is parallel.
 - A fusion of XLA takes the cycles that XLA estimates. Weights that are fetched beforehand are in no estimate; all
-  products of weights together take no less than their bytes. Gathers and scatters have no estimate, and loops of XLA count one
-  turn (both marked ≥, but for the lookup of embeddings).
+  products of weights together take no less than their bytes. Gathers and scatters have no estimate, and loops of XLA
+  count one turn (both marked ≥, but for the lookup of embeddings).
 - Work under a mask counts as if nothing were masked, so prompts are estimated high, about twofold where causal.
 - Starting a program and its kernels, and memory that does not reach its bandwidth, are not in it."""
 
@@ -197,11 +197,6 @@ def plot(
         file: a PNG.
         models: of which steps are shown.
     """
-    import matplotlib
-
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-
     panels = [
         (chip, model, rows)
         for model in models
@@ -211,6 +206,11 @@ def plot(
     ]
     if not panels:
         return
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
     columns = max(sum(model == each for _, each, _ in panels) for model in models)
     lines = -(-len(panels) // columns)
     figure, axes = pyplot.subplots(lines, columns, figsize=(3.2 * columns, 2.9 * lines), squeeze=False, sharey=True)
