@@ -6,18 +6,22 @@ import importlib
 import json
 import os
 import subprocess
+import sys
+import types
 from pathlib import Path
 
 import jax
 import pytest
 
 from kvjax.bench import chip_steps
+from kvjax.cache.dense import Dense
 from kvjax.models.weights import weight_shapes
 from pallas_kernels import aot
 from pallas_kernels.aot.bundles import Schedule, read_schedule
 from pallas_kernels.aot.module import read_module
 from pallas_kernels.aot.tpu import Grid, Kernel, grids_of
 from pallas_kernels.common import Unsupported
+from pallas_kernels.operands import Quantised
 from pallas_kernels.programs import programs
 
 VARIABLE = "KVJAX_TPU_PYTHON"
@@ -213,7 +217,7 @@ def test_grids_of_kernels_are_found_in_functions_that_a_program_calls():
 def _row(compiler: str, **more: object) -> dict[str, object]:
     memory = dict(argument=3_000_000, output=1, alias=0, temp=0, seconds=1.0)
     memory |= dict(loops=0, fusion_cycles=10, fusions=[], unknown=[])
-    kernel = dict(name="evict.1", grid=[4, 2], once=29, step=784, rarely=141, copies=32, waits=2, cycles=9)
+    kernel = dict(name="evict.1", grid=[4, 2], once=29, step=784, rarely=141, inner=0, copies=32, waits=2, cycles=9)
     names = dict(chip="v5e", op="evict", size="tiny", implementation="pallas", number=0)
     return names | memory | dict(compiler=compiler, kernels=[kernel], limit=1e-6, estimate=2e-6) | more
 
@@ -259,6 +263,29 @@ def test_a_refusal_is_told_and_keeps_the_others(tmp_path, monkeypatch, capsys):
     ]
 
 
+def test_gpus_have_columns_of_their_own(tmp_path, monkeypatch, capsys):
+    def compile_for(chip, program, implementation):
+        told = dict(registers={"decode": 168, "sum": 20}, spills={"decode": 64, "sum": 0})
+        told |= dict(shared={"decode": 4096, "sum": 0}, occupancy={"decode": 2, "sum": 8})
+        return (
+            {name: value for name, value in _row("").items() if name not in ("kernels", "estimate")}
+            | told
+            | {
+                "chip": chip,
+                "implementation": implementation,
+            }
+        )
+
+    compiler = types.SimpleNamespace(compile_for=compile_for, ENVIRONMENT={})
+    monkeypatch.setitem(sys.modules, "pallas_kernels.gpu_compiler", compiler)
+    main = importlib.import_module("pallas_kernels.aot.__main__")
+    monkeypatch.setattr(main, "compiler_name", lambda chip: "jax 1 with jax-cuda12-pjrt 1")
+    words = ["--chips", "h100", "--only", "multi-head, 256 slots, rank 8", "--schedule", "--steps"]
+    assert main.main([*words, "--out", str(tmp_path)]) == 0
+    assert "| evict | tiny | triton | 84.3 | 168 | 64 | 4,096 | 2 | 1.0 |" in (tmp_path / "chips.md").read_text()
+    assert "168 registers decode: 64 bytes spilled, 4,096 shared, 2 blocks" in capsys.readouterr().out
+
+
 def test_rows_of_nobody_are_one_sentence(tmp_path, capsys):
     main = importlib.import_module("pallas_kernels.aot.__main__").main
     assert main(["--page", "--out", str(tmp_path)]) == 2
@@ -280,8 +307,10 @@ def test_steps_have_what_their_names_say():
     assert len({str(step) for step in found}) == len(found)
     step = next(step for step in found if str(step) == "llama_7b, 64 rows, 204 slots, h2o, int8")
     state = chip_steps._state(step)
-    assert state.config.layers == 2 and state.storage.layers[0].position.shape == (64, 32, 208)
-    assert state.storage.layers[0].kv.k.codes.dtype == "int8"
+    assert isinstance(state.storage, Dense)
+    layer = state.storage.layers[0]
+    assert state.config.layers == 2 and layer.position.shape == (64, 32, 208)
+    assert isinstance(layer.kv.k, Quantised) and layer.kv.k.codes.dtype == "int8"
     weights, caches = chip_steps._traffic(chip_steps.SHAPES["llama_7b"], step, state)
     assert 12.9e9 < weights < 13.3e9  # twice 6.7 billion, but for the embedding table
     assert 32 * 64 * 32 * 208 * 128 * 2 < caches < 1.1 * 32 * 64 * 32 * 208 * 128 * 2

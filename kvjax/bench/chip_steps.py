@@ -69,7 +69,7 @@ def compile_step(chip: str, step: Step) -> dict[str, Any]:
     compiled, state = compiled_step(chip, step)
     known, config = SPECIFICATIONS[chip], SHAPES[step.model]
     weights, caches = _traffic(config, step, state)
-    parts = dict.fromkeys(CLASSES, 0.0)
+    parts: dict[str, float] = dict.fromkeys(CLASSES, 0.0)
     for kernel in compiled.kernels:
         parts[class_of(kernel.instruction)] += _times(kernel.instruction, config, step) * kernel.seconds(known)
     for fusion in compiled.fusions:

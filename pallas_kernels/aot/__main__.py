@@ -10,7 +10,7 @@ import argparse
 import importlib
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,7 +32,7 @@ class Work(NamedTuple):
     make: Callable[[], dict[str, Any]]
 
 
-def wanted(chip: str, implementations: list[str], steps: bool, only: str) -> Iterator[Work]:
+def wanted(chip: str, implementations: Sequence[str], steps: bool, only: str) -> Iterator[Work]:
     """The rows of a chip whose names have a text in them.
 
     Args:
@@ -74,8 +74,12 @@ def compiler_of(chip: str) -> Callable[..., dict[str, Any]]:
     Raises:
         ModuleNotFoundError: there is no such compiler in this package.
     """
-    # By name, for the plugin of one platform may be missing where that of the other is installed.
-    return compile_for if chip in CHIPS else importlib.import_module("pallas_kernels.gpu_compiler").compile_for
+    if chip in CHIPS:
+        return compile_for
+    # Only where it is wanted, for it needs another plugin and an environment of its own.
+    compiler = importlib.import_module("pallas_kernels.gpu_compiler")
+    os.environ.update(compiler.ENVIRONMENT)
+    return compiler.compile_for
 
 
 def compiler_name(chip: str) -> str:
@@ -96,7 +100,16 @@ def compiler_name(chip: str) -> str:
 
 def show_schedule(name: str, row: dict[str, Any]) -> None:
     """Print where the cycles of a row are: the regions of its kernels, and the dearest fusions."""
-    print(f"{row['chip']} {name}: limit {1e6 * row['limit']:,.1f} µs, estimate {1e6 * row['estimate']:,.1f} µs")
+    print(f"{row['chip']} {name}: limit {1e6 * row['limit']:,.1f} µs")
+    if row["chip"] not in CHIPS:
+        for kernel, registers in row["registers"].items():
+            spills, shared, blocks = (row[figure][kernel] for figure in ("spills", "shared", "occupancy"))
+            print(
+                f"  {registers:14,} registers {kernel}: {spills:,} bytes spilled, {shared:,} shared, {blocks} blocks "
+                "on a multiprocessor"
+            )
+        return
+    print(f"  {1e6 * row['estimate']:14,.1f} µs estimated")
     for part, seconds in row.get("parts", {}).items():
         print(f"  {1e6 * seconds:14,.1f} µs {part}")
     for kernel in row["kernels"]:

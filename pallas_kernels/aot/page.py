@@ -32,8 +32,8 @@ made of what TPU compilers know before anything runs:
   are a wait of {LATENCY * 1e6:.0f} microsecond for all that are in flight together: a model, nobody has measured it.
   Copies that a later step awaits are free. Where two cores make up a chip they share what is parallel.
 - A fusion of XLA takes the cycles that XLA estimates. Weights that are fetched beforehand are in no estimate; all
-  products of weights together take no less than their bytes. Gathers and scatters have no estimate, and loops of XLA
-  count one turn (both marked ≥, but for the lookup of embeddings).
+  products of weights together take no less than their bytes. Gathers and scatters have no estimate, and loops, also
+  those inside of a grid step, count one turn (marked ≥, but for the lookup of embeddings).
 - Work under a mask counts as if nothing were masked, so prompts are estimated high, about twofold where causal.
 - Starting a program and its kernels, and memory that does not reach its bandwidth, are not in it."""
 
@@ -80,7 +80,8 @@ caches' bytes."""
 KERNELS = """\
 Bundles: once, per grid step, and at a row's end (the parts of a step that are jumped over elsewhere). Copies: how many
 each grid step starts and awaits itself, and in how many waits. XLA: cycles of the fusions around the kernel. The last
-column is the same operation without a kernel, as XLA estimates it."""
+column is the same operation without a kernel, as XLA estimates it. Of GPUs: the worst of a program's kernels, XLA's own
+among them; bytes spilled by a thread, bytes of shared memory of a block."""
 
 MEMORY = """\
 Megabytes in device memory: what a program takes and gives, what of it lies in place, and what it needs besides on each
@@ -111,7 +112,8 @@ def _order(row: Row) -> tuple[Any, ...]:
 
 def _least(row: Row) -> str:
     # The rows of the embedding table are few.
-    return "≥ " if row["loops"] or any(part != "rest" for _, part, _ in row["unknown"]) else ""
+    unknown = any(part != "rest" for _, part, _ in row["unknown"])
+    return "≥ " if row["loops"] or unknown or any(kernel["inner"] for kernel in row["kernels"]) else ""
 
 
 def _tpu_kernels(rows: list[Row]) -> str:
@@ -147,7 +149,8 @@ def bundles(kernel: Row) -> str:
     return f"{kernel['once']:,} + {steps:,} x {kernel['step']:,}{ends}"
 
 
-GPU = ("registers", "spills", "shared", "occupancy")
+GPU = {"registers": max, "spills": max, "shared": max, "occupancy": min}
+"""What is worst of a program's kernels."""
 
 
 def _gpu_kernels(rows: list[Row]) -> str:
@@ -157,20 +160,13 @@ def _gpu_kernels(rows: list[Row]) -> str:
             row["size"],
             row["implementation"],
             f"{1e6 * row['limit']:,.1f}",
-            *("" if row.get(name) is None else _of_kernels(row[name]) for name in GPU),
+            *(f"{worst(row[name].values(), default=0):,}" for name, worst in GPU.items()),
             f"{row['seconds']:.1f}",
         ]
         for row in rows
     ]
     headings = ["registers", "spills, bytes", "shared, bytes", "blocks per multiprocessor", "seconds to compile"]
     return table(["operation", "size", "implementation", "limit, µs", *headings], lines, 3)
-
-
-def _of_kernels(value: Any) -> str:
-    """A number, or one for each kernel of a program."""
-    if isinstance(value, dict):
-        value = list(value.values())
-    return "; ".join(map(_of_kernels, value)) if isinstance(value, list) else f"{value:,}"
 
 
 def _memory(kept: dict[str, dict[str, Row]]) -> str:

@@ -120,9 +120,7 @@ def compile_for(chip: str, program: Program, implementation: str) -> dict[str, A
     known = SPECIFICATIONS[chip]
     estimate = sum(kernel.seconds(known) for kernel in compiled.kernels)
     estimate += sum(known.seconds(fusion.cycles) for fusion in compiled.fusions)
-    return (
-        row | {"bytes": program.bytes, "limit": known.limit(program.bytes), "estimate": estimate} | compiled.row(known)
-    )
+    return row | {"estimate": estimate} | compiled.row(known)
 
 
 def kernel_row(kernel: Kernel, chip: Chip) -> dict[str, Any]:
@@ -158,12 +156,11 @@ def mesh_of(chip: str) -> Mesh:
 
 
 @functools.cache
-def _dumps() -> Path:
+def _dumps() -> tempfile.TemporaryDirectory[str]:
     # The compiler reads where to leave its schedules when it is loaded, and never again.
     directory = tempfile.TemporaryDirectory(prefix="pallas_kernels_aot_")
-    _dumps.directory = directory  # type: ignore[attr-defined]
     os.environ[ARGUMENTS] = f"{os.environ.get(ARGUMENTS, '')} {_DUMP.format(directory.name)}".strip()
-    return Path(directory.name)
+    return directory
 
 
 def compile_traced(traced: Any) -> Compiled:
@@ -176,7 +173,7 @@ def compile_traced(traced: Any) -> Compiled:
         RuntimeError: there is no schedule of one of its kernels.
         jax.errors.JaxRuntimeError: the compiler refuses the program.
     """
-    directory = _dumps()
+    directory = Path(_dumps().name)
     for file in directory.iterdir():
         file.unlink()
     began = time.perf_counter()
