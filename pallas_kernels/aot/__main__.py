@@ -116,8 +116,8 @@ def show_schedule(name: str, row: dict[str, Any]) -> None:
         copies = f"; {kernel['copies']} copies awaited where they start, in {kernel['waits']} waits"
         more = copies if kernel["copies"] else ""
         print(f"  {kernel['cycles']:14,} cycles {kernel['name']}: {bundles(kernel)}{more}")
-    for fusion, part, cycles, op_name in row["fusions"]:
-        print(f"  {cycles:14,} cycles {fusion} ({part}): {op_name}")
+    for times, part, cycles, op_name in row["fusions"]:
+        print(f"  {cycles:14,} cycles, {times} x {part}: {op_name}")
     for fusion, part, op_name in row["unknown"]:
         print(f"  {'unknown':>14} cycles {fusion} ({part}): {op_name}")
     print(f"  {row['fusion_cycles']:14,} cycles of all fusions that were compiled")

@@ -64,7 +64,7 @@ def markdown(kept: dict[str, dict[str, dict[str, Row]]]) -> str:
     text.append("## Kernels")
     text.append(KERNELS)
     for chip in chips:
-        rows = list(kept[chip]["kernels"].values())
+        rows = _in_order(kept[chip]["kernels"])
         if rows:
             text += [f"### Kernels on {chip}", _tpu_kernels(rows) if chip in CHIPS else _gpu_kernels(rows)]
     text += ["## Memory", MEMORY, _memory({chip: kept[chip]["kernels"] for chip in chips})]
@@ -108,6 +108,11 @@ def _steps(rows: Iterable[Row]) -> str:
 
 def _order(row: Row) -> tuple[Any, ...]:
     return row["model"], row["rows"], row["number"]
+
+
+def _in_order(rows: dict[str, Row]) -> list[Row]:
+    """As `programs()` has them."""
+    return sorted(rows.values(), key=lambda row: (row["number"], row["implementation"]))
 
 
 def _least(row: Row) -> str:
@@ -175,8 +180,9 @@ def _memory(kept: dict[str, dict[str, Row]]) -> str:
         for row in rows.values():
             programs.setdefault((row["op"], row["size"], row["implementation"]), {})[chip] = row
     lines: list[list[str]] = []
-    for names, of_chips in programs.items():
-        first = next(iter(of_chips.values()))
+    for first in _in_order({str(names): next(iter(rows.values())) for names, rows in programs.items()}):
+        names = first["op"], first["size"], first["implementation"]
+        of_chips = programs[names]
         sizes = [first[name] for name in ("argument", "output", "alias")]
         sizes += [of_chips[chip]["temp"] if chip in of_chips else None for chip in kept]
         lines.append([*names, *("" if size is None else f"{size / 1e6:.2f}" for size in sizes)])

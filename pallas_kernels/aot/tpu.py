@@ -8,6 +8,7 @@ import os
 import re
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,7 +27,7 @@ MEMORY = ("argument", "output", "alias", "temp")
 """What the compiler says of a program's bytes in device memory; `temp` is what it needs besides."""
 
 DEAREST = 30
-"""Fusions that are kept by name."""
+"""Fusions that are kept."""
 
 ARGUMENTS = "LIBTPU_INIT_ARGS"
 _DUMP = "--xla_jf_dump_to={} --xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex=final_bundles"
@@ -91,12 +92,13 @@ class Compiled(NamedTuple):
     """That compiling took."""
 
     def row(self, chip: Chip, class_of: Callable[[Instruction], str] = lambda fusion: fusion.opcode) -> dict[str, Any]:
-        """What the rows on disk have of it, with the dearest fusions by name and class."""
+        """What the rows on disk have of it, with the dearest fusions: how many of a class, cycles and origin."""
         dearest = sorted(self.fusions, key=lambda fusion: -fusion.cycles)[:DEAREST]
+        alike = Counter((class_of(each), each.cycles, each.op_name) for each in dearest)  # those of several layers
         return {
             **self.memory,
             "fusion_cycles": sum(fusion.cycles for fusion in self.fusions),
-            "fusions": [[each.name, class_of(each), each.cycles, each.op_name] for each in dearest],
+            "fusions": [[times, *which] for which, times in alike.items()],
             "unknown": [[each.name, class_of(each), each.op_name] for each in self.fusions if not each.estimated],
             "kernels": [kernel_row(kernel, chip) for kernel in self.kernels],
             "loops": self.loops,
