@@ -41,13 +41,13 @@ class Chip(NamedTuple):
 
 
 _CLOUD = "https://cloud.google.com/tpu/docs/"
-_SCALING = "https://jax-ml.github.io/scaling-book/tpus/"
+_PEAK = "clock: its peak of {} Tflop/s in bfloat16 over {} MXUs of {}²"
 SPECIFICATIONS = {
-    "v4": Chip(1228e9, 1.05e9, 2, f"[bandwidth]({_CLOUD}v4), clock in Jouppi et al. 2023 (arXiv:2304.01433), table 4"),
-    "v5e": Chip(819e9, 1.5e9, 1, f"[bandwidth]({_CLOUD}v5e), [clock]({_SCALING})"),
-    "v5p": Chip(2765e9, 1.75e9, 2, f"[bandwidth]({_CLOUD}v5p), [clock]({_SCALING})"),
-    "v6e": Chip(1640e9, 1.75e9, 1, f"[bandwidth]({_CLOUD}v6e), clock assumed to be that of v5p"),
-    "a100": Chip(2039e9, 1.41e9, 1, "NVIDIA A100 80GB SXM data sheet"),
-    "h100": Chip(3352e9, 1.98e9, 1, "NVIDIA H100 SXM data sheet"),
+    "v4": Chip(1228e9, 1.05e9, 2, f"[Cloud TPU]({_CLOUD}v4); {_PEAK.format(275, 8, 128)}"),
+    "v5e": Chip(819e9, 1.5e9, 1, f"[Cloud TPU]({_CLOUD}v5e); {_PEAK.format(197, 4, 128)}"),
+    "v5p": Chip(2765e9, 1.75e9, 2, f"[Cloud TPU]({_CLOUD}v5p); {_PEAK.format(459, 8, 128)}"),
+    "v6e": Chip(1640e9, 1.75e9, 1, f"[Cloud TPU]({_CLOUD}v6e); {_PEAK.format(918, 4, 256)}, their number assumed"),
+    "a100": Chip(2039e9, 1.41e9, 1, "NVIDIA's data sheet of A100 80GB SXM"),
+    "h100": Chip(3352e9, 1.98e9, 1, "NVIDIA's data sheet of H100 SXM"),
 }
 """All chips; `CHIPS` are those whose compiler is libtpu."""
