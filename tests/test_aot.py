@@ -104,7 +104,7 @@ LB: loop body
    0x6   : > { %v1 = vld [vmem:[%s4] sm:$0xff] }
    0x7   : > { %v2 = vld [vmem:[%s4] sm:$0xff] }
    0x8 PF: > { %v3 = vmatmul.mubr.f32.gmra.mxu0 %v2 } /* Start/End empty region 22 */
-   0x9   : > { %9 = dma.done.wait [#allocation9], 128 }
+   0x9   : > { %9 = dma.done.wait [#allocation9], 128  ;;  %8 = dma.done.wait (%p9_p2), [#allocation4], 128 }
    0xa   : > { %3 = shalt.err (!%p1) /* BoundsCheck 1 for %11 = dma.hbm_to_vmem /*dst_syncflagno=*/[#allocation4]
  hlo: evict.1
  */ }
@@ -113,24 +113,25 @@ LB: loop body
    0xd   : > { %13 = dma.done.wait [#allocation4], 128 }
    0xe   : > { %14 = dma.done.wait [#allocation4 + $0x1], 128 }
    0xf   : > { %15 = dma.vmem_to_hbm [thread:$0]  /*vmem=*/%s6, /*hbm=*/%s5, /*dst_syncflagno=*/[#allocation9] }
+  0xf0   : > { %17 = dma.done.wait (%p88_p2), [#allocation9], 128 }
   0x10   : > { %396 = sbr.rel (%p103_p6) target = $region30 }
   0x11   : > { %16 = dma.done.wait [#allocation9], 128 }
   0x12 PF: > { %s5 = sadd.s32 1, %s9 } /* Start/End empty region 30 :: Start/End empty region 40 */
   0x13   : > { %27 = sbr.rel (!%p25_p6) target = $region1 }
   0x14   :  { %v5 = vnop }
 """
-"""Of a kernel that jumps at its rows' ends, awaits two copies where they start, and a third a step later."""
+"""Of a kernel that jumps at its rows' ends, awaits two copies where they start, and a third later."""
 
 
 def test_schedules_are_told_by_region():
-    assert read_schedule(SCHEDULE) == (3, 15, 3, 0, 2, 1)
-    assert read_schedule(SCHEDULE).cycles(steps=10, rows=2) == 3 + 10 * 15 + 2 * 3
+    assert read_schedule(SCHEDULE) == (3, 16, 3, 0, 2, 1, 0)
+    assert read_schedule(SCHEDULE).cycles(steps=10, rows=2) == 3 + 10 * 16 + 2 * 3
 
 
 def test_a_grid_of_one_step_is_a_step():
     text = "\n".join(line.replace(": > {", ":  {") for line in SCHEDULE.splitlines() if "sbr" not in line)
     schedule = read_schedule(text)
-    assert (schedule.once, schedule.step, schedule.copies, schedule.waits) == (0, 17, 3, 2)
+    assert (schedule.once, schedule.step, schedule.copies, schedule.waits) == (0, 18, 3, 2)
 
 
 def test_products_that_a_mask_may_spare_are_of_every_step():
@@ -138,7 +139,7 @@ def test_products_that_a_mask_may_spare_are_of_every_step():
     product = next(index for index, line in enumerate(lines) if "vmatmul" in line)
     lines[product] = lines[product].replace("vmatmul.mubr.f32.gmra.mxu0", "vadd")
     many = [f"  0x6   : > {{ %v{number} = vmatmul.mubr.f32.gmra.mxu0 %v2 }}" for number in range(40)]
-    assert read_schedule("\n".join([*lines[:9], *many, *lines[9:]])).step == 15 + 42
+    assert read_schedule("\n".join([*lines[:9], *many, *lines[9:]])).step == 16 + 42
 
 
 def test_what_is_no_schedule_is_refused():

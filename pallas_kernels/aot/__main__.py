@@ -151,7 +151,11 @@ def main(argv: list[str] | None = None) -> int:
         print(f"pallas_kernels.aot: {error}", file=sys.stderr)
         return 2
     (parsed.out / "chips.md").write_text(markdown(kept), encoding="utf-8")
-    plot(kept, directory / "steps.png")
+    try:
+        plot(kept, directory / "steps.png")
+    except ModuleNotFoundError as error:  # rows are made in environments of compilers, which need not have it
+        remedy = "pip install matplotlib, and give --page"
+        print(f"pallas_kernels.aot: {directory / 'steps.png'} is as it was ({error}): {remedy}.", file=sys.stderr)
     return 1 if refused else 0
 
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 _BUNDLE = re.compile(r"^\s*(?:0x[0-9a-f]+|0)\s+([A-Z]{2})?\s*:((?:\s*>)*)\s*\{(.*)$")
 _BRANCH = re.compile(r"sbr\.rel \(!?%(\w+?)(?:_p\d+)?\) target = \$region(\d+)")
 _REGION = re.compile(r"Start(?:/End empty)? region (\d+)")
-_START = re.compile(r"(?<!for )%\d+ = dma\.(?!done)\w+ .*?dst_syncflagno=\*/(\[[^\]]*\])")
-_WAIT = re.compile(r"= dma\.done\.wait (?:\([^)]*\), )?(\[[^\]]*\])")
+_START = re.compile(
+    r"(?<!for )%\d+ = dma\.(?!done)\w+ +(?:\[thread:\$\d+\] +)?(?:\(([^)]*)\), )?.*?dst_syncflagno=\*/(\[[^\]]*\])"
+)
+_WAIT = re.compile(r"= dma\.done\.wait (?:\(([^)]*)\), )?(\[[^\]]*\])")
 _PIPELINE = "pipeline-emitter-dma-wait"
 
 
@@ -28,7 +30,9 @@ class Schedule(NamedTuple):
     copies: int
     """Copies that are started and awaited in the same grid step."""
     waits: int
-    """How often a grid step waits for them: those that are in flight together take one latency."""
+    """How often every grid step waits for them: those that are in flight together take one latency."""
+    rare_waits: int = 0
+    """How often it does where it may jump: at a row's beginning or end."""
 
     def cycles(self, steps: int, rows: int) -> int:
         """Of the whole kernel.
@@ -67,7 +71,7 @@ def read_schedule(text: str) -> Schedule:
     # A grid of one step has no loop.
     loops = any(bundle.depth for bundle in bundles)
     looped = [(bundle, set(bundle.conditions) - guards) for bundle in bundles if bundle.depth or not loops]
-    copies, waits = _awaited(looped)
+    copies, waits, rare_waits = _awaited(looped)
     return Schedule(
         once=len(bundles) - len(looped),
         step=sum(not conditions for _, conditions in looped),
@@ -75,6 +79,7 @@ def read_schedule(text: str) -> Schedule:
         inner=sum(bundle.depth > 1 for bundle, _ in looped),
         copies=copies,
         waits=waits,
+        rare_waits=rare_waits,
     )
 
 
@@ -120,26 +125,23 @@ def _guards(bundles: list[_Bundle]) -> set[str]:
     return known | {name for names in products for name in names if under[name] > len(looped) / 2}
 
 
-def _awaited(looped: list[tuple[_Bundle, set[str]]]) -> tuple[int, int]:
+def _awaited(looped: list[tuple[_Bundle, set[str]]]) -> tuple[int, int, int]:
     flying: dict[str, tuple[int, set[str]]] = {}
-    copies = waits = 0
+    copies = waits = rare_waits = 0
     fresh = False  # whether anything has been started since the last wait
     for bundle, conditions in looped:
-        for flag in _START.findall(bundle.text):
-            flying[flag] = (flying.get(flag, (0, set()))[0] + 1, conditions)
+        for predicate, flag in _START.findall(bundle.text):
+            flying[flag] = (flying.get(flag, (0, set()))[0] + 1, conditions | {predicate} - {""})
             fresh = True
         if _PIPELINE in bundle.text:
             continue
-        for flag in _WAIT.findall(bundle.text):
-            number, under = flying.get(flag, (0, set[str]()))
-            if number and conditions <= under:
+        for predicate, flag in _WAIT.findall(bundle.text):
+            number, started = flying.get(flag, (0, set[str]()))
+            awaited = conditions | {predicate} - {""}
+            if number and awaited <= started:
                 copies += number
-                waits += fresh
+                waits += fresh and not awaited
+                rare_waits += fresh and bool(awaited)
                 fresh = False
                 del flying[flag]
-    return copies, waits
-
-
-def as_row(schedule: Schedule) -> dict[str, Any]:
-    """The schedule as the rows on disk have it."""
-    return dict(schedule._asdict())
+    return copies, waits, rare_waits

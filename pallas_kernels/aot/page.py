@@ -117,7 +117,7 @@ def _in_order(rows: dict[str, Row]) -> list[Row]:
 
 def _least(row: Row) -> str:
     # The rows of the embedding table are few.
-    unknown = any(part != "rest" for _, part, _ in row["unknown"])
+    unknown = any(part != "rest" or "layer" in origin.split("/") for _, part, origin in row["unknown"])
     return "≥ " if row["loops"] or unknown or any(kernel["inner"] for kernel in row["kernels"]) else ""
 
 
@@ -198,6 +198,9 @@ def plot(
         kept: as of `markdown`.
         file: a PNG.
         models: of which steps are shown.
+
+    Raises:
+        ModuleNotFoundError: matplotlib is not installed, and there are such steps.
     """
     panels = [
         (chip, model, rows)

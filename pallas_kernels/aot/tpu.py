@@ -45,6 +45,8 @@ class Grid(NamedTuple):
     """Shapes of what it returns."""
     traffic: int
     """Bytes of its operands and results that come in blocks; what it copies by itself is not among them."""
+    dynamic: bool = False
+    """Whether its size is only known when it runs; the steps are those of whole operands."""
 
     @property
     def steps(self) -> int:
@@ -72,7 +74,8 @@ class Kernel(NamedTuple):
     def waiting(self, chip: Chip) -> float:
         """Seconds for copies that a grid step starts and awaits."""
         shared = chip.cores if self.grid.parallel else 1
-        return LATENCY * self.schedule.waits * -(-self.grid.steps // shared)
+        waits = self.schedule.waits * self.grid.steps + self.schedule.rare_waits * self.grid.rows
+        return LATENCY * -(-waits // shared)
 
     def seconds(self, chip: Chip) -> float:
         """The longer one of its cycles and its traffic, and its waiting."""
@@ -245,6 +248,7 @@ def _grid(equation: Any) -> Grid:
         parallel="parallel" in (getattr(given, "dimension_semantics", None) or ()),
         results=tuple(tuple(variable.aval.shape) for variable in equation.outvars),
         traffic=sum(array.size * array.dtype.itemsize for array, _ in blocked),
+        dynamic=len(static) < len(mapping.grid),
     )
 
 
