@@ -26,7 +26,7 @@ What compilers say of programs for chips that are not here; nothing on this page
 `--chips a100,h100` where the CUDA plugin of jax is; rows of the same compiler are kept and not compiled again.
 
 The **limit** is the time in which a chip's memory moves the bytes that have to move, each once. The **estimate** is
-made of what TPU compilers know before anything runs:
+made of what TPU compilers know before anything runs, and no less than the limit:
 - A Pallas kernel takes the longer one of its bundles (VLIW instructions of its final schedule, a cycle each: once, in
   every grid step, at a row's end) and of the traffic of its blocks. Copies that a grid step starts and awaits itself
   are a wait of {LATENCY * 1e6:.0f} microsecond for all that are in flight together: a model, nobody has measured it.
@@ -34,7 +34,8 @@ made of what TPU compilers know before anything runs:
 - A fusion of XLA takes the cycles that XLA estimates. Weights that are fetched beforehand are in no estimate; all
   products of weights together take no less than their bytes. Gathers and scatters have no estimate, and loops, also
   those inside of a grid step, count one turn (marked ≥, but for the lookup of embeddings).
-- Work under a mask counts as if nothing were masked, so prompts are estimated high, about twofold where causal.
+- Work under a mask counts as if nothing were masked, so prompts are estimated high, about twofold where causal; their
+  products of matrices, and not their bytes, are what bounds them.
 - Starting a program and its kernels, and memory that does not reach its bandwidth, are not in it."""
 
 
@@ -136,12 +137,17 @@ def _tpu_kernels(rows: list[Row]) -> str:
                 "; ".join(bundles(kernel) for kernel in row["kernels"]),
                 "; ".join(f"{kernel['copies']} in {kernel['waits']}" for kernel in row["kernels"] if kernel["copies"]),
                 f"{row['fusion_cycles']:,}",
-                f"{_least(row)}{1e6 * row['estimate']:,.1f}",
-                "" if other is None else f"{_least(other)}{1e6 * other['estimate']:,.1f}",
+                _microseconds(row),
+                "" if other is None else _microseconds(other),
             ]
         )
     headings = ["operation", "size", "limit, µs", "bundles", "copies", "XLA", "estimate, µs", "without a kernel, µs"]
     return table(headings, lines, 2)
+
+
+def _microseconds(row: Row) -> str:
+    # What XLA estimates of a fusion may be less than its traffic takes.
+    return f"{_least(row)}{1e6 * max(row['estimate'], row['limit']):,.1f}"
 
 
 def bundles(kernel: Row) -> str:
