@@ -164,7 +164,8 @@ def rotate(
     """
     if rope is None:
         return x
-    return turn(x, *_angles(rope, positions, x.dtype, length), rope.interleaved)
+    with jax.named_scope("rope"):
+        return turn(x, *_angles(rope, positions, x.dtype, length), rope.interleaved)
 
 
 def table(rope: Rope, places: int, dtype: DTypeLike) -> tuple[Float[Array, "m half"], Float[Array, "m half"]]:

@@ -65,9 +65,18 @@ class Program:
         Raises:
             Unsupported: the implementation cannot run these shapes there.
         """
-        with use_abstract_mesh(H100) if platform == "cuda" else contextlib.nullcontext():
-            traced = self.jit(implementation, platform).trace(**(self.shapes if shapes is None else shapes))
+        traced = self.trace(implementation, platform, shapes)
+        with _of(platform):
             return traced.lower(lowering_platforms=(platform,))
+
+    def trace(self, implementation: str, platform: str, shapes: dict[str, Any] | None = None) -> Any:
+        """The program before it is lowered for a `platform`; its `jaxpr` holds the kernels.
+
+        Raises:
+            Unsupported: the implementation cannot run these shapes there.
+        """
+        with _of(platform):
+            return self.jit(implementation, platform).trace(**(self.shapes if shapes is None else shapes))
 
     def arrays(self) -> dict[str, Any]:
         """Random inputs: every slot live, and queries after all of them."""
@@ -102,6 +111,10 @@ class Program:
             return self.traffic
         results = jax.eval_shape(functools.partial(self.run, implementation="xla", platform="cpu"), **self.shapes)
         return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((self.shapes, results)))
+
+
+def _of(platform: str) -> contextlib.AbstractContextManager[Any]:
+    return use_abstract_mesh(H100) if platform == "cuda" else contextlib.nullcontext()
 
 
 def operand(shape: tuple[int, ...], dtype: DTypeLike, bits: int | None) -> Any:

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
+import sys
+import types
 from pathlib import Path
 
 import jax
 import pytest
 
+from kvjax.bench import chip_steps
+from kvjax.cache.dense import Dense
+from kvjax.models.weights import weight_shapes
 from pallas_kernels import aot
+from pallas_kernels.aot.bundles import Schedule, read_schedule
+from pallas_kernels.aot.module import read_module
+from pallas_kernels.aot.tpu import Grid, Kernel, grids_of
 from pallas_kernels.common import Unsupported
+from pallas_kernels.operands import Quantised
 from pallas_kernels.programs import programs
 
 VARIABLE = "KVJAX_TPU_PYTHON"
@@ -26,19 +36,21 @@ OF_TPU, OF_GPU = ([program for program in PROGRAMS if form in program.forms] for
 )
 @pytest.mark.parametrize("chip", aot.CHIPS)
 def test_every_kernel_compiles_for_tpu(chip, tmp_path):
-    file = tmp_path / "rows.json"
     words = ["-W", "ignore", "-m", "pallas_kernels.aot", "--chips", chip, "--implementations", "pallas"]
     root = Path(__file__).parent.parent
-    command = [os.environ[VARIABLE], *words, "--json", str(file), "--output", str(tmp_path / "table.md")]
-    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [os.environ[VARIABLE], *words, "--out", str(tmp_path)], cwd=root, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr[-4000:]
-    rows = json.loads(file.read_text())["rows"]
+    rows = list(json.loads((tmp_path / "chips" / f"{chip}.json").read_text())["kernels"].values())
     assert len(rows) == len(OF_TPU)
     for program in OF_TPU:
         donated = jax.tree.leaves([program.shapes[name] for name in program.donated])
         row = next(row for row in rows if (row["op"], row["size"]) == (program.op, program.label))
         assert row["alias"] >= sum(x.size * x.dtype.itemsize for x in donated), f"{program} copies what it was given"
-    assert f"| {chip} |" in (tmp_path / "table.md").read_text()
+        assert row["kernels"] and all(kernel["step"] > 0 for kernel in row["kernels"]), program
+        assert row["estimate"] >= sum(kernel["waiting"] for kernel in row["kernels"]), program
+    assert f"### Kernels on {chip}" in (tmp_path / "chips.md").read_text()
 
 
 @pytest.mark.skipif(
@@ -76,5 +88,230 @@ def test_kernels_without_a_gpu_form_say_so():
 
 
 def test_an_unknown_chip_is_one_sentence(capsys):
-    assert aot.main(["--chips", "v1"]) == 2
+    assert importlib.import_module("pallas_kernels.aot.__main__").main(["--chips", "v1"]) == 2
     assert "v1 is not one of v4, v5e, v5p, v6e" in capsys.readouterr().err
+
+
+SCHEDULE = """
+= control target key start
+LB: loop body
+     0   :  { %s1 = inlined_call_operand.hbm [shape: f32[2,8,128], index: 0] }
+   0x1   :  { %2 = vsyncpa [#allocation7], 0 } /* Start region 1 */
+   0x2 LB: > { %s9 = sphi %s8, %s28 }
+   0x3   : > { %394 = sbr.rel (%p101_p4) target = $region40 }
+   0x4   : > { %7 = dma.done.wait (%p12_p1), %s39, 26624 /* pipeline-emitter-dma-wait */ }
+   0x5   : > { %395 = sbr.rel (%p102_p5) target = $region22 }
+   0x6   : > { %v1 = vld [vmem:[%s4] sm:$0xff] }
+   0x7   : > { %v2 = vld [vmem:[%s4] sm:$0xff] }
+   0x8 PF: > { %v3 = vmatmul.mubr.f32.gmra.mxu0 %v2 } /* Start/End empty region 22 */
+   0x9   : > { %9 = dma.done.wait [#allocation9], 128  ;;  %8 = dma.done.wait (%p9_p2), [#allocation4], 128 }
+   0xa   : > { %3 = shalt.err (!%p1) /* BoundsCheck 1 for %11 = dma.hbm_to_vmem /*dst_syncflagno=*/[#allocation4]
+ hlo: evict.1
+ */ }
+   0xb   : > { %11 = dma.hbm_to_vmem [thread:$0]  /*hbm=*/%s5, /*vmem=*/%s6, /*dst_syncflagno=*/[#allocation4] }
+   0xc   : > { %12 = dma.hbm_to_vmem [thread:$0]  /*hbm=*/%s5, /*vmem=*/%s6, /*dst_syncflagno=*/[#allocation4 + $0x1] }
+   0xd   : > { %13 = dma.done.wait [#allocation4], 128 }
+   0xe   : > { %14 = dma.done.wait [#allocation4 + $0x1], 128 }
+   0xf   : > { %15 = dma.vmem_to_hbm [thread:$0]  /*vmem=*/%s6, /*hbm=*/%s5, /*dst_syncflagno=*/[#allocation9] }
+  0xf0   : > { %17 = dma.done.wait (%p88_p2), [#allocation9], 128 }
+  0x10   : > { %396 = sbr.rel (%p103_p6) target = $region30 }
+  0x11   : > { %16 = dma.done.wait [#allocation9], 128 }
+  0x12 PF: > { %s5 = sadd.s32 1, %s9 } /* Start/End empty region 30 :: Start/End empty region 40 */
+  0x13   : > { %27 = sbr.rel (!%p25_p6) target = $region1 }
+  0x14   :  { %v5 = vnop }
+"""
+"""Of a kernel that jumps at its rows' ends, awaits two copies where they start, and a third later."""
+
+
+def test_schedules_are_told_by_region():
+    assert read_schedule(SCHEDULE) == (3, 16, 3, 0, 2, 1, 0)
+    assert read_schedule(SCHEDULE).cycles(steps=10, rows=2) == 3 + 10 * 16 + 2 * 3
+
+
+def test_a_grid_of_one_step_is_a_step():
+    text = "\n".join(line.replace(": > {", ":  {") for line in SCHEDULE.splitlines() if "sbr" not in line)
+    schedule = read_schedule(text)
+    assert (schedule.once, schedule.step, schedule.copies, schedule.waits) == (0, 18, 3, 2)
+
+
+def test_products_that_a_mask_may_spare_are_of_every_step():
+    lines = SCHEDULE.splitlines()
+    product = next(index for index, line in enumerate(lines) if "vmatmul" in line)
+    lines[product] = lines[product].replace("vmatmul.mubr.f32.gmra.mxu0", "vadd")
+    many = [f"  0x6   : > {{ %v{number} = vmatmul.mubr.f32.gmra.mxu0 %v2 }}" for number in range(40)]
+    assert read_schedule("\n".join([*lines[:9], *many, *lines[9:]])).step == 16 + 42
+
+
+def test_what_is_no_schedule_is_refused():
+    with pytest.raises(ValueError, match="no dump of final bundles"):
+        read_schedule("nothing")
+
+
+MODULE = """
+%fused_computation.4 (param_0: f32[8]) -> f32[8] {
+  %copy.9 = f32[8]{0} copy(%param_0), metadata={op_name="jit(step)/layer/eviction/scores/mul"}
+}
+ENTRY %main.21 (p: bf16[64,4096]) -> (f32[64,32,208], s32[64]) {
+  %p = bf16[64,4096]{1,0:T(8,128)(2,1)} parameter(0)
+  %slice-start = ((bf16[64,4096]{1,0}), bf16[16,4096]{1,0:S(1)}, s32[]) slice-start(%p), slice={[0:16], [0:4096]}
+  %fusion.11 = (f32[64]{0:T(128)S(1)}, bf16[64,4096]{1,0:T(8,128)(2,1)}) fusion(%p, %w), kind=kOutput, calls=%f, \
+metadata={op_name="jit(step)/layer/...i,oi->...o/dot_general"}, backend_config={"estimated_cycles":"244112"}
+  %copy.72 = bf16[64,32]{1,0} copy(%p), metadata={op_name="jit(step)/layer/...i,oi->...o/dot_general"}, \
+backend_config={"window_config":{"estimated_cycles":"4588"}}
+  %fusion.4 = bf16[64,32]{1,0} fusion(%p), kind=kLoop, calls=%g, \
+metadata={op_name="jit(step)/layer/attention/rope/concatenate"}, backend_config={"estimated_cycles":"28026"}
+  %add.1 = f32[64,32]{1,0} fusion(%p), kind=kLoop, calls=%fused_computation.4, backend_config={"estimated_cycles":"7"}
+  %gather_fusion = bf16[64,4096]{1,0} fusion(%p), kind=kCustom, calls=%g, metadata={op_name="jit(step)/gather"}
+  ROOT %evict.2 = (f32[64,32,208]{2,1,0:T(8,128)S(1)}, s32[64]{0}) custom-call(%p), \
+custom_call_target="tpu_custom_call", metadata={op_name="jit(step)/layer/eviction/evict/pallas_call"}
+}
+"""
+
+
+def test_a_modules_instructions_are_told_with_their_cycles_and_classes():
+    found = {each.name: each for each in read_module(MODULE)}
+    assert {name: each.cycles for name, each in found.items()} == {
+        "fusion.11": 244112,
+        "copy.72": 4588,
+        "fusion.4": 28026,
+        "add.1": 7,
+        "gather_fusion": 0,
+        "evict.2": 0,
+    }
+    classes = {name: chip_steps.class_of(each) for name, each in found.items()}
+    assert classes == {
+        "fusion.11": "products",
+        "copy.72": "rest",
+        "fusion.4": "rest",
+        "add.1": "scores",
+        "gather_fusion": "rest",
+        "evict.2": "eviction",
+    }
+    assert [name for name, each in found.items() if each.kernel] == ["evict.2"]
+    assert [name for name, each in found.items() if not each.estimated] == ["gather_fusion", "evict.2"]
+    assert found["evict.2"].base == "evict" and found["evict.2"].results == ((64, 32, 208), (64,))
+
+
+def test_a_kernel_takes_the_longer_of_cycles_and_traffic_and_waits_for_its_copies():
+    chip = aot.SPECIFICATIONS["v4"]
+    (instruction,) = (each for each in read_module(MODULE) if each.kernel)
+    schedule = Schedule(once=100, step=1000, rarely=50, inner=0, copies=4, waits=2)
+    grid = Grid("evict", (4, 8), parallel=False, results=instruction.results, traffic=1228)
+    kernel = Kernel(instruction, grid, schedule)
+    cycles = 100 + 32 * 1000 + 4 * 50
+    assert kernel.cycles(chip) == cycles
+    assert kernel.seconds(chip) == pytest.approx(cycles / 1.05e9 + 32 * 2 * 1e-6)
+    heavy = Kernel(instruction, grid._replace(traffic=1228 * 10**9), schedule._replace(waits=0))
+    assert heavy.seconds(chip) == pytest.approx(1)
+    shared = Kernel(instruction, grid._replace(parallel=True), schedule)
+    assert shared.cycles(chip) == 100 + 16 * 1000 + 2 * 50
+
+
+def test_grids_of_kernels_are_found_in_functions_that_a_program_calls():
+    program = next(each for each in PROGRAMS if each.op == "decode_attention")
+    (grid,) = grids_of(program.trace("pallas", "tpu").jaxpr)
+    assert grid.name == "decode_attention" and grid.sizes[0] == 32
+    keys = 2 * 32 * 8 * 4096 * 128 * 2
+    assert keys < grid.traffic < 1.1 * keys
+
+
+def _row(compiler: str, **more: object) -> dict[str, object]:
+    memory = dict(argument=3_000_000, output=1, alias=0, temp=0, seconds=1.0)
+    memory |= dict(loops=0, fusion_cycles=10, fusions=[], unknown=[])
+    kernel = dict(name="evict.1", grid=[4, 2], once=29, step=784, rarely=141, inner=0, copies=32, waits=2, cycles=9)
+    names = dict(chip="v5e", op="evict", size="tiny", implementation="pallas", number=0)
+    return names | memory | dict(compiler=compiler, kernels=[kernel], limit=1e-6, estimate=2e-5) | more
+
+
+def test_rows_are_compiled_once_by_each_compiler(tmp_path, monkeypatch, capsys):
+    made: list[str] = []
+
+    def compile_for(chip, program, implementation):
+        made.append(f"{program}, {implementation}")
+        return _row("") | dict(op=program.op, size=program.label, implementation=implementation)
+
+    main = importlib.import_module("pallas_kernels.aot.__main__")
+    monkeypatch.setattr(main, "compile_for", compile_for)
+    monkeypatch.setattr(main, "compiler_name", lambda chip: compiler)
+    words = ["--chips", "v5e", "--only", "hamming", "--out", str(tmp_path)]
+    compiler = "jax 1 with libtpu 1"
+    assert main.main(words) == 0
+    first = list(made)
+    assert len(first) == len(set(first)) > 2
+    assert main.main(words) == 0 and made == first
+    assert main.main(["--page", "--out", str(tmp_path)]) == 0 and made == first
+    compiler = "jax 2 with libtpu 1"
+    assert main.main([*words, "--schedule"]) == 0 and made == 2 * first
+    assert "29 + 8 x 784 + 4 x 141; 32 copies awaited where they start, in 2 waits" in capsys.readouterr().out
+    page = (tmp_path / "chips.md").read_text()
+    assert "| hamming | 8 heads x 4, 4096 slots, 16 bits | 0.0 | 29 + 8 x 784 + 4 x 141 | 32 in 2 |" not in page
+    assert "29 + 8 x 784 + 4 x 141 | 32 in 2 | 10 | 20.0 | 20.0 |" in page and compiler in page
+
+
+def test_a_refusal_is_told_and_keeps_the_others(tmp_path, monkeypatch, capsys):
+    def compile_for(chip, program, implementation):
+        if implementation == "xla":
+            raise RuntimeError("too large")
+        return _row("")
+
+    main = importlib.import_module("pallas_kernels.aot.__main__")
+    monkeypatch.setattr(main, "compile_for", compile_for)
+    monkeypatch.setattr(main, "compiler_name", lambda chip: "jax 1 with libtpu 1")
+    assert main.main(["--chips", "v5e", "--only", "hamming the same", "--out", str(tmp_path)]) == 1
+    assert "FAILED: too large" in capsys.readouterr().err
+    assert [*json.loads((tmp_path / "chips" / "v5e.json").read_text())["kernels"]] == [
+        "hamming the same, 64 bits, pallas"
+    ]
+
+
+def test_gpus_have_columns_of_their_own(tmp_path, monkeypatch, capsys):
+    def compile_for(chip, program, implementation):
+        told = dict(registers={"decode": 168, "sum": 20}, spills={"decode": 64, "sum": 0})
+        told |= dict(shared={"decode": 4096, "sum": 0}, occupancy={"decode": 2, "sum": 8})
+        return (
+            {name: value for name, value in _row("").items() if name not in ("kernels", "estimate")}
+            | told
+            | {
+                "chip": chip,
+                "implementation": implementation,
+            }
+        )
+
+    compiler = types.SimpleNamespace(compile_for=compile_for, ENVIRONMENT={})
+    monkeypatch.setitem(sys.modules, "pallas_kernels.gpu_compiler", compiler)
+    main = importlib.import_module("pallas_kernels.aot.__main__")
+    monkeypatch.setattr(main, "compiler_name", lambda chip: "jax 1 with jax-cuda12-pjrt 1")
+    words = ["--chips", "h100", "--only", "multi-head, 256 slots, rank 8", "--schedule", "--steps"]
+    assert main.main([*words, "--out", str(tmp_path)]) == 0
+    assert "| evict | tiny | triton | 84.3 | 168 | 64 | 4,096 | 2 | 1.0 |" in (tmp_path / "chips.md").read_text()
+    assert "168 registers decode: 64 bytes spilled, 4,096 shared, 2 blocks" in capsys.readouterr().out
+
+
+def test_rows_of_nobody_are_one_sentence(tmp_path, capsys):
+    main = importlib.import_module("pallas_kernels.aot.__main__").main
+    assert main(["--page", "--out", str(tmp_path)]) == 2
+    assert "there are no rows in" in capsys.readouterr().err
+    (tmp_path / "chips").mkdir()
+    (tmp_path / "chips" / "v5e.json").write_text("{")
+    assert main(["--page", "--out", str(tmp_path)]) == 2
+    assert "is no file of rows" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("model", "millions"), [("llama_8b", 8030), ("qwen3_0_6b", 596), ("gemma3_270m", 268)])
+def test_the_models_of_steps_have_as_many_weights_as_real_ones(model, millions):
+    weights = weight_shapes(chip_steps.SHAPES[model])
+    assert round(sum(leaf.size for leaf in jax.tree.leaves(weights)) / 1e6) == millions
+
+
+def test_steps_have_what_their_names_say():
+    found = list(chip_steps.steps())
+    assert len({str(step) for step in found}) == len(found)
+    step = next(step for step in found if str(step) == "llama_7b, 64 rows, 204 slots, h2o, int8")
+    state = chip_steps._state(step)
+    assert isinstance(state.storage, Dense)
+    layer = state.storage.layers[0]
+    assert state.config.layers == 2 and layer.position.shape == (64, 32, 208)
+    assert isinstance(layer.kv.k, Quantised) and layer.kv.k.codes.dtype == "int8"
+    weights, caches = chip_steps._traffic(chip_steps.SHAPES["llama_7b"], step, state)
+    assert 12.9e9 < weights < 13.3e9  # twice 6.7 billion, but for the embedding table
+    assert 32 * 64 * 32 * 208 * 128 * 2 < caches < 1.1 * 32 * 64 * 32 * 208 * 128 * 2

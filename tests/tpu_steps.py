@@ -58,7 +58,7 @@ def compiled(policy: kvjax.Policy, chip: str) -> dict[str, Any]:
     model = random_model(CONFIG, dtype=jnp.bfloat16)
     budget = 1.0 if policy.plan.decides else SLOTS
     state, _ = kvjax.prefill(model, policy, np.ones((ROWS, 40), int), budget, max_new_tokens=SLOTS)
-    mesh = aot._mesh(chip)
+    mesh = aot.mesh_of(chip)
     place = NamedSharding(mesh, PartitionSpec())
     arguments = jax.tree.map(jnp.asarray, (*split_state(state), jnp.zeros(ROWS, jnp.int32)))  # settings are numbers
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), arguments)

@@ -47,6 +47,19 @@ LLAMA_7B = ModelConfig(
     rope=Rope(width=128),
 )
 
+LLAMA_8B = ModelConfig(
+    vocab_size=128256,
+    width=4096,
+    layers=32,
+    heads=32,
+    kv_heads=8,
+    head_width=128,
+    mlp_width=14336,
+    max_positions=8192,
+    rope=Rope(width=128, theta=500_000.0),
+)
+"""Llama 3's."""
+
 LLAMA_70B = ModelConfig(
     vocab_size=128256,
     width=8192,
@@ -61,6 +74,39 @@ LLAMA_70B = ModelConfig(
 """Llama 3.1's."""
 
 LLAMA_405B = dataclasses.replace(LLAMA_70B, width=16384, layers=126, heads=128, mlp_width=53248)
+
+_, QWEN3 = read_config(
+    dict(
+        model_type="qwen3",
+        vocab_size=151936,
+        hidden_size=1024,
+        num_hidden_layers=28,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        intermediate_size=3072,
+        max_position_embeddings=40960,
+        rope_theta=1_000_000.0,
+        tie_word_embeddings=True,
+        rms_norm_eps=1e-6,
+    )
+)
+"""Of 0.6B."""
+
+_, GEMMA3 = read_config(
+    dict(
+        model_type="gemma3_text",
+        vocab_size=262144,
+        hidden_size=640,
+        num_hidden_layers=18,
+        num_attention_heads=4,
+        num_key_value_heads=1,
+        intermediate_size=2048,
+        max_position_embeddings=32768,
+        sliding_window=512,
+        rms_norm_eps=1e-6,
+    )
+)
+"""Of 270M."""
 
 TOY = dataclasses.replace(
     LLAMA_7B,
@@ -78,8 +124,11 @@ SHAPES = {
     "toy": TOY,
     "synthetic": SYNTHETIC,
     "llama_7b": LLAMA_7B,
+    "llama_8b": LLAMA_8B,
     "llama_70b": LLAMA_70B,
     "llama_405b": LLAMA_405B,
+    "qwen3_0_6b": QWEN3,
+    "gemma3_270m": GEMMA3,
 }
 
 

@@ -109,7 +109,8 @@ def scores(rules: Rules, view: View, new: New) -> tuple[Float[Array, "b h c"], G
     What the layer's own window has passed is expired, protected or not: no later query sees it. So a layer whose heads
     may use as many slots as its window is wide holds exactly that window, under any rules.
     """
-    found, guard = rules.standing(view, new)
+    with jax.named_scope("scores"):
+        found, guard = rules.standing(view, new)
     if guard.last is not None:
         found = jnp.where(guard.last, last_resort(found.dtype), found)
     if windowed(new):

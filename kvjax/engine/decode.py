@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -86,7 +87,12 @@ _step_in_place = jax.jit(_step_parts, donate_argnums=1)
 
 def lower_step(state: State) -> jax.stages.Lowered:
     """The program of `decode_step_in_place`, to compile and ask for its `memory_analysis()`."""
-    return _step_in_place.lower(*split_state(state), jnp.zeros(state.position.shape, jnp.int32))
+    return trace_step(state).lower()
+
+
+def trace_step(state: State) -> Any:
+    """The program of `decode_step_in_place` before it is lowered, as `jit(...).trace` returns it."""
+    return _step_in_place.trace(*split_state(state), jax.ShapeDtypeStruct(state.position.shape, jnp.int32))
 
 
 def step(state: State, token: Int[Array, " b"]) -> tuple[State, Float[Array, "b vocab"]]:

@@ -99,9 +99,11 @@ def read_token(
             pending.extend(told)
             return out
 
-        x = block(layer, config, shape, x, attention)
+        with jax.named_scope("layer"):
+            x = block(layer, config, shape, x, attention)
     for index, told in enumerate(over_layers(pending)):
-        storage = heard(policy, storage, index, told.asks, told.answers, told.new)
+        with jax.named_scope("layer"):
+            storage = heard(policy, storage, index, told.asks, told.answers, told.new)
     return storage.close(), x
 
 
@@ -114,7 +116,8 @@ def _step(
     storage, _ = exchange(config, policy, storage, layer, new)
     asks = policy.score.asks(storage.heads(layer), new)
     remembered = share(policy, storage, layer, new)
-    storage, found = storage.attend(policy, config, layer, new, asks, remembered, policy.selection)
+    with jax.named_scope("attention"):
+        storage, found = storage.attend(policy, config, layer, new, asks, remembered, policy.selection)
     if of_all_layers(asks):
         return storage, found.out, [Pending(asks, found.answers, new)]
     if questions(asks)[0]:
@@ -127,26 +130,30 @@ def _step(
 def exchange(config: LayerConfig, policy: Policy, storage: Any, layer: int, new: New) -> tuple[Any, Evicted]:
     """One token per row in a slot of each head, and what was there, which the residual has been told of."""
     absorb = None if policy.residual is None else policy.residual.absorb
-    storage, evicted = storage.exchange(policy, config, layer, new, absorb)
+    with jax.named_scope("eviction"):
+        storage, evicted = storage.exchange(policy, config, layer, new, absorb)
     if absorb is not None:
         remembered = storage.heads(layer).state.residual
-        storage = storage.put_state(layer, residual=absorb(remembered, evicted))
+        with jax.named_scope("residual"):
+            storage = storage.put_state(layer, residual=absorb(remembered, evicted))
     return storage, evicted
 
 
 def heard(policy: Policy, storage: Any, layer: int, asks: PyTree, answers: Any, new: New) -> Any:
     """A storage whose layer remembers what the score makes of its answers."""
     heads = storage.heads(layer)
-    advanced = policy.score.advance(heads, new)
-    if not policy.score.spares_idle_rows:
-        advanced = slots.where_read(new, advanced, heads.state.score)
-    storage = storage.fold(policy, layer, asks, answers, new)
+    with jax.named_scope("scores"):
+        advanced = policy.score.advance(heads, new)
+        if not policy.score.spares_idle_rows:
+            advanced = slots.where_read(new, advanced, heads.state.score)
+        storage = storage.fold(policy, layer, asks, answers, new)
     return storage if advanced is None else storage.put_state(layer, score=advanced)
 
 
 def share(policy: Policy, storage: Storage, layer: int, new: New) -> LowRank | None:
     """What a residual remembers, as attention of the newest queries takes it."""
-    return None if policy.residual is None else policy.residual.share(storage.heads(layer).state.residual, new)
+    with jax.named_scope("residual"):
+        return None if policy.residual is None else policy.residual.share(storage.heads(layer).state.residual, new)
 
 
 def over_layers(pending: Sequence[Pending]) -> list[Pending]:

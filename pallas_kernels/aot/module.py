@@ -1,0 +1,91 @@
+"""What the text of a compiled module says of its instructions."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import NamedTuple
+
+_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%(\S+) = (.*)$")
+_OPCODE = re.compile(r" ([\w-]+)\(")
+_SHAPE = re.compile(r"\b([a-z]+\d*)\[([\d,]*)\]")
+_CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
+_OP_NAME = re.compile(r'op_name="([^"]*)"')
+
+_COMPUTATION = re.compile(r"^(?:ENTRY )?%(\S+) \(.*\{$")
+_CALLS = re.compile(r"calls=%([\w.-]+)")
+_CUSTOM = "kind=kCustom"
+"""Fusions around a gather or a scatter, for which XLA has no estimate."""
+
+KERNEL = 'custom_call_target="tpu_custom_call"'
+
+
+class Instruction(NamedTuple):
+    """One of XLA's, or a Pallas kernel."""
+
+    name: str
+    opcode: str
+    op_name: str
+    """The scopes and the operation that it comes from, with `/` between them; of a fusion without, its last one's."""
+    cycles: int
+    """As estimated; 0 for kernels, and for what has no estimate."""
+    results: tuple[tuple[int, ...], ...]
+    """Their shapes."""
+    kernel: bool
+    output: bool
+    """Whether XLA fused into it what follows a product of matrices."""
+    estimated: bool
+    """Whether the compiler says how long it takes: not of kernels, nor of gathers and scatters."""
+
+    @property
+    def base(self) -> str:
+        """The name without the number that tells it from others of its name."""
+        return re.sub(r"\.\d+$", "", self.name)
+
+
+def read_module(text: str) -> list[Instruction]:
+    """The instructions of a module for TPU that take time of their own, in the order in which they run.
+
+    Copies that run beside them (`copy-start`, `slice-start`) have no estimate and are none of these.
+
+    Args:
+        text: `compiled.as_text()`.
+    """
+    return list(_instructions(text))
+
+
+def _instructions(text: str) -> Iterator[Instruction]:
+    inside: dict[str, str] = {}  # what the last named instruction of each computation comes from
+    computation = ""
+    for line in text.splitlines():
+        match = _INSTRUCTION.match(line)
+        if match is None:
+            begun = _COMPUTATION.match(line)
+            computation = begun[1] if begun is not None else computation
+            continue
+        op_name = _OP_NAME.search(line)
+        if op_name is not None:
+            inside[computation] = op_name[1]
+        cycles, kernel = _CYCLES.search(line), KERNEL in line
+        if cycles is None and not kernel and _CUSTOM not in line:
+            continue
+        opcode = _OPCODE.search(f" {match[2]}" if match[2].startswith("(") else match[2])
+        if opcode is None:
+            continue
+        head, _, _ = match[2].partition(f" {opcode[1]}(")
+        called = _CALLS.search(line)
+        name = inside.get(called[1], "") if called is not None else ""
+        yield Instruction(
+            name=match[1],
+            opcode=opcode[1],
+            op_name=name if op_name is None else op_name[1],
+            cycles=0 if cycles is None else int(cycles[1]),
+            results=tuple(_sizes(shape) for _, shape in _SHAPE.findall(head)),
+            kernel=kernel,
+            estimated=cycles is not None,
+            output="kind=kOutput" in line or opcode[1] in ("convolution", "dot"),
+        )
+
+
+def _sizes(shape: str) -> tuple[int, ...]:
+    return tuple(int(size) for size in shape.split(",") if size)

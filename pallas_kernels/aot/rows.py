@@ -1,0 +1,46 @@
+"""What compilers said, kept on disk, so that no program is compiled twice by the same compiler."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Literal
+
+Kind = Literal["kernels", "steps"]
+
+
+class Rows:
+    """The rows of one chip in a JSON file.
+
+    Args:
+        file: where they are; made with the first row.
+
+    Raises:
+        ValueError: the file is there and holds something else.
+    """
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+        self.kept: dict[str, dict[str, dict[str, Any]]] = {"kernels": {}, "steps": {}}
+        if file.exists():
+            try:
+                self.kept |= json.loads(file.read_text(encoding="utf-8"))
+            except (json.JSONDecodeError, UnicodeDecodeError, TypeError) as error:
+                raise ValueError(f"{file} is no file of rows ({error}); delete it or name another --out.") from None
+
+    def get(self, kind: Kind, name: str, compiler: str) -> dict[str, Any] | None:
+        """A row that this compiler made, or None."""
+        row = self.kept[kind].get(name)
+        return row if row is not None and row["compiler"] == compiler else None
+
+    def put(self, kind: Kind, name: str, row: dict[str, Any]) -> None:
+        """Keep a row, at once and whole: an interruption leaves the file as it was."""
+        self.kept[kind][name] = row
+        self.file.parent.mkdir(parents=True, exist_ok=True)
+        aside = self.file.with_suffix(".tmp")
+        parts: list[str] = []
+        for which, rows in self.kept.items():  # a line for each, so that differences can be read
+            lines = (f"{json.dumps(each)}: {json.dumps(rows[each])}" for each in sorted(rows))
+            parts.append(f'"{which}": {{\n' + ",\n".join(lines) + "\n}")
+        aside.write_text("{" + ",\n".join(parts) + "}\n", encoding="utf-8")
+        aside.replace(self.file)

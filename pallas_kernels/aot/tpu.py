@@ -1,0 +1,262 @@
+"""Programs compiled for TPUs that are not there, and all that their compiler tells."""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+import re
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.extend.core import jaxprs_in_params
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from pallas_kernels.aot.bundles import Schedule, read_schedule
+from pallas_kernels.aot.chips import CHIPS, LATENCY, SPECIFICATIONS, Chip
+from pallas_kernels.aot.module import Instruction, read_module
+from pallas_kernels.programs import Program
+
+MEMORY = ("argument", "output", "alias", "temp")
+"""What the compiler says of a program's bytes in device memory; `temp` is what it needs besides."""
+
+DEAREST = 30
+"""Fusions that are kept."""
+
+ARGUMENTS = "LIBTPU_INIT_ARGS"
+_DUMP = "--xla_jf_dump_to={} --xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex=final_bundles"
+_FILE = re.compile(r"\d+-(.+)-\d+-final_bundles\.txt")
+
+
+class Grid(NamedTuple):
+    """Of a Pallas kernel, as the program calls it."""
+
+    name: str
+    sizes: tuple[int, ...]
+    parallel: bool
+    """Whether cores of one chip may share it."""
+    results: tuple[tuple[int, ...], ...]
+    """Shapes of what it returns."""
+    traffic: int
+    """Bytes of its operands and results that come in blocks; what it copies by itself is not among them."""
+    dynamic: bool = False
+    """Whether its size is only known when it runs; the steps are those of whole operands."""
+
+    @property
+    def steps(self) -> int:
+        """How many there are."""
+        return math.prod(self.sizes)
+
+    @property
+    def rows(self) -> int:
+        """How often the last dimension begins anew."""
+        return self.steps // self.sizes[-1] if self.sizes else 1
+
+
+class Kernel(NamedTuple):
+    """A call of a Pallas kernel: what it is and what it takes."""
+
+    instruction: Instruction
+    grid: Grid
+    schedule: Schedule
+
+    def cycles(self, chip: Chip) -> int:
+        """Of one core, where cores share what is parallel."""
+        shared = chip.cores if self.grid.parallel else 1
+        return self.schedule.cycles(-(-self.grid.steps // shared), -(-self.grid.rows // shared))
+
+    def waiting(self, chip: Chip) -> float:
+        """Seconds for copies that a grid step starts and awaits."""
+        shared = chip.cores if self.grid.parallel else 1
+        waits = self.schedule.waits * self.grid.steps + self.schedule.rare_waits * self.grid.rows
+        return LATENCY * -(-waits // shared)
+
+    def seconds(self, chip: Chip) -> float:
+        """The longer one of its cycles and its traffic, and its waiting."""
+        return max(chip.seconds(self.cycles(chip)), chip.limit(self.grid.traffic)) + self.waiting(chip)
+
+
+class Compiled(NamedTuple):
+    """A program as the compiler left it."""
+
+    memory: dict[str, int]
+    kernels: list[Kernel]
+    fusions: list[Instruction]
+    """All that XLA made, with its estimates."""
+    loops: int
+    """Of XLA, whose turns nobody has counted."""
+    seconds: float
+    """That compiling took."""
+
+    def row(self, chip: Chip, class_of: Callable[[Instruction], str] = lambda fusion: fusion.opcode) -> dict[str, Any]:
+        """What the rows on disk have of it, with the dearest fusions: how many of a class, cycles and origin."""
+        dearest = sorted(self.fusions, key=lambda fusion: -fusion.cycles)[:DEAREST]
+        alike = Counter((class_of(each), each.cycles, each.op_name) for each in dearest)  # those of several layers
+        return {
+            **self.memory,
+            "fusion_cycles": sum(fusion.cycles for fusion in self.fusions),
+            "fusions": [[times, *which] for which, times in alike.items()],
+            "unknown": [[each.name, class_of(each), each.op_name] for each in self.fusions if not each.estimated],
+            "kernels": [kernel_row(kernel, chip) for kernel in self.kernels],
+            "loops": self.loops,
+            "seconds": self.seconds,
+        }
+
+
+def compile_for(chip: str, program: Program, implementation: str) -> dict[str, Any]:
+    """Compile a program for a chip, and say what memory the compiler gives it and how many cycles.
+
+    Raises:
+        Unsupported: the implementation cannot run these shapes.
+        RuntimeError: libtpu is not installed, or does not know the chip.
+        jax.errors.JaxRuntimeError: the compiler refuses the program.
+    """
+    mesh = mesh_of(chip)
+    shapes = placed(program.shapes, mesh)
+    with jax.set_mesh(mesh):  # kernels ask the mesh for which chip they are lowered
+        compiled = compile_traced(program.trace(implementation, "tpu", shapes))
+    row = dict(chip=chip, op=program.op, size=program.label, implementation=implementation)
+    known = SPECIFICATIONS[chip]
+    estimate = sum(kernel.seconds(known) for kernel in compiled.kernels)
+    estimate += sum(known.seconds(fusion.cycles) for fusion in compiled.fusions)
+    return row | {"estimate": estimate} | compiled.row(known)
+
+
+def kernel_row(kernel: Kernel, chip: Chip) -> dict[str, Any]:
+    """A kernel as the rows on disk have it."""
+    return dict(
+        kernel.schedule._asdict(),
+        name=kernel.instruction.name,
+        grid=list(kernel.grid.sizes),
+        traffic=kernel.grid.traffic,
+        cycles=kernel.cycles(chip),
+        waiting=kernel.waiting(chip),
+    )
+
+
+def placed(shapes: Any, mesh: Mesh) -> Any:
+    """Shapes that lie whole on the devices of a mesh."""
+    sharding = NamedSharding(mesh, PartitionSpec())
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), shapes)
+
+
+@functools.cache
+def mesh_of(chip: str) -> Mesh:
+    """One chip, which need not be there.
+
+    Raises:
+        RuntimeError: libtpu is not installed, does not know the chip, or was loaded before.
+    """
+    from jax.experimental import topologies
+
+    _dumps()
+    topology = topologies.get_topology_desc(platform="tpu", topology_name=CHIPS[chip])
+    return Mesh(np.array(topology.devices[:1]), ("one",))
+
+
+@functools.cache
+def _dumps() -> tempfile.TemporaryDirectory[str]:
+    # The compiler reads where to leave its schedules when it is loaded, and never again.
+    directory = tempfile.TemporaryDirectory(prefix="pallas_kernels_aot_")
+    os.environ[ARGUMENTS] = f"{os.environ.get(ARGUMENTS, '')} {_DUMP.format(directory.name)}".strip()
+    return directory
+
+
+def compile_traced(traced: Any) -> Compiled:
+    """Compile a traced program for the TPU of its shapes, and read what the compiler left.
+
+    Args:
+        traced: as `jax.jit(function).trace(shapes)` returns it, of shapes on `mesh_of`.
+
+    Raises:
+        RuntimeError: there is no schedule of one of its kernels.
+        jax.errors.JaxRuntimeError: the compiler refuses the program.
+    """
+    directory = Path(_dumps().name)
+    for file in directory.iterdir():
+        file.unlink()
+    began = time.perf_counter()
+    compiled = traced.lower(lowering_platforms=("tpu",)).compile()
+    seconds = time.perf_counter() - began
+    memory = compiled.memory_analysis()
+    assert memory is not None
+    sizes = {name: int(getattr(memory, f"{name}_size_in_bytes")) for name in MEMORY}
+    text = compiled.as_text() or ""
+    instructions = read_module(text)
+    kernels = [each for each in instructions if each.kernel]
+    schedules = _schedules(directory) if kernels else {}
+    grids = list(grids_of(traced.jaxpr))
+    found = [_kernel(each, kernels, grids, schedules) for each in kernels]
+    return Compiled(sizes, found, [each for each in instructions if not each.kernel], text.count(" while("), seconds)
+
+
+def _schedules(directory: Path) -> dict[str, Schedule]:
+    matches = ((_FILE.fullmatch(file.name), file) for file in sorted(directory.iterdir()))
+    return {
+        match[1]: read_schedule(file.read_text())
+        for match, file in matches
+        if match is not None and not match[1].endswith("schedule-analysis") and not match[1].startswith("<")
+    }
+
+
+def _kernel(each: Instruction, kernels: list[Instruction], grids: list[Grid], schedules: dict[str, Schedule]) -> Kernel:
+    def alike(results: tuple[tuple[int, ...], ...]) -> bool:
+        return sorted(results) == sorted(each.results)
+
+    # Of calls that are the same the compiler makes one kernel, under the first one's name.
+    names = [each.name, *(other.name for other in kernels if other.base == each.base and alike(other.results))]
+    schedule = next((schedules[name] for name in names if name in schedules), None)
+    named = [grid for grid in grids if grid.name == each.base]
+    grid = next((grid for grid in named if alike(grid.results)), named[0] if named else None)
+    if schedule is None or grid is None:
+        raise RuntimeError(
+            f"the compiler left no schedule of the kernel {each.name} (there are those of {', '.join(schedules)}): "
+            f"load libtpu with {ARGUMENTS} as {__name__} sets it."
+        )
+    return Kernel(each, grid, schedule)
+
+
+def grids_of(jaxpr: Any) -> Iterator[Grid]:
+    """The Pallas kernels that a jaxpr calls, in any of the functions it calls."""
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "pallas_call":
+            yield _grid(equation)
+            continue
+        for inner in jaxprs_in_params(equation.params):
+            yield from grids_of(inner)
+
+
+def _grid(equation: Any) -> Grid:
+    mapping, given = equation.params["grid_mapping"], equation.params["compiler_params"]
+    arrays = [variable.aval for variable in (*equation.invars, *equation.outvars)][-len(mapping.block_mappings) :]
+    blocked = [
+        (array, block) for array, block in zip(arrays, mapping.block_mappings, strict=True) if _comes_in_blocks(block)
+    ]
+    static = [size for size in mapping.grid if isinstance(size, int)]
+    # A size that is only known when it runs: as many steps as the largest operand has blocks.
+    most = max((_blocks(array.shape, block.block_shape) for array, block in blocked), default=1)
+    dynamic = -(-most // math.prod(static))
+    return Grid(
+        name=equation.params["name"] or "",
+        sizes=tuple(size if isinstance(size, int) else dynamic for size in mapping.grid),
+        parallel="parallel" in (getattr(given, "dimension_semantics", None) or ()),
+        results=tuple(tuple(variable.aval.shape) for variable in equation.outvars),
+        traffic=sum(array.size * array.dtype.itemsize for array, _ in blocked),
+        dynamic=len(static) < len(mapping.grid),
+    )
+
+
+def _comes_in_blocks(block: Any) -> bool:
+    space = block.transformed_block_aval.memory_space
+    return str(space) not in ("any", "hbm")
+
+
+def _blocks(shape: tuple[int, ...], block: tuple[Any, ...]) -> int:
+    sizes = (getattr(size, "block_size", size) for size in block)
+    return math.prod(-(-length // size) for length, size in zip(shape, sizes, strict=True) if isinstance(size, int))
