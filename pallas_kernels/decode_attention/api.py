@@ -76,8 +76,18 @@ def decode_attention(
         "pallas": limit(q, k, v, spec, places, low_rank, common.pallas_form(platform)),
         "triton": triton_limit(q, k, v, spec, places, low_rank, scores),
     }
-    chosen = common.choose("decode_attention", implementation, limits, platform=platform, interpret=interpret)
     arguments: dict[str, Any] = dict(low_rank=low_rank, scores=scores)
+    asked = dict(q=q, k=k, v=v, position=position, query_position=query_position, spec=spec, places=places)
+    settings: dict[str, Any] = dict(
+        operand_settings(q, k, v, spec),
+        scores=scores.noise if isinstance(scores, Gumbel) else scores,
+        rank=None if low_rank is None else low_rank.features.shape[-1],
+    )
+    sizes = dict(b=q.shape[0], c=k.shape[2])
+    task = common.Task(common.bucket("decode_attention", sizes, settings), decode_attention, asked | arguments)
+    chosen = common.choose(
+        "decode_attention", implementation, limits, platform=platform, interpret=interpret, task=task
+    )
     if chosen == "xla":
         arguments |= dict(places=places, platform=common.platform_of(platform))
         return reference.decode_attention(q, k, v, position, query_position, spec, **arguments)
@@ -128,6 +138,13 @@ def refuse_turned(v: Operand) -> None:
     """Raise where values are `Turned`, which keys alone can be."""
     if isinstance(v, Turned):
         raise ValueError("v is Turned, but only keys are rotated; give an array or Quantised.")
+
+
+def operand_settings(q: Array, k: Operand, v: Operand, spec: AttentionSpec) -> dict[str, Any]:
+    """What verdicts on attention over slots or pages are apart by."""
+    _, h, g, d = q.shape
+    numbers = dict(dtype=q.dtype.name, keys=common.numbers_of(k), values=common.numbers_of(v))
+    return dict(h=h, g=g, d=d, e=v.shape[-1], **numbers, **spec.described())
 
 
 def operand_limits(q: Array, k: Operand, v: Operand, spec: AttentionSpec, places: Any) -> Limits:

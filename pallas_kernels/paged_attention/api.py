@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels import common
 from pallas_kernels.attention import AttentionSpec
-from pallas_kernels.decode_attention.api import operand_limits, refuse_turned, width_limits
+from pallas_kernels.decode_attention.api import operand_limits, operand_settings, refuse_turned, width_limits
 from pallas_kernels.operands import Operand, Quantised
 from pallas_kernels.paged_attention import reference
 from pallas_kernels.paged_attention.pages import most_steps
@@ -64,8 +64,13 @@ def paged_attention(
     refuse_turned(v)
     form = common.pallas_form(platform)
     limits = {"pallas": limit(q, k, v, spec, places, form)}
-    chosen = common.choose("paged_attention", implementation, limits, platform=platform, interpret=interpret)
     arrays = (q, k, v, position, owner, pages, query_position, spec)
+    names = ("q", "k", "v", "position", "owner", "pages", "query_position", "spec")
+    asked = dict(zip(names, arrays, strict=True)) | dict(places=places, logits=logits)
+    sizes = dict(b=q.shape[0], pages=k.shape[0])
+    settings = dict(slots=k.shape[1], **operand_settings(q, k, v, spec))
+    task = common.Task(common.bucket("paged_attention", sizes, settings), paged_attention, asked)
+    chosen = common.choose("paged_attention", implementation, limits, platform=platform, interpret=interpret, task=task)
     if chosen == "xla":
         platform = common.platform_of(platform)
         return reference.paged_attention(*arrays, places=places, logits=logits, platform=platform)
