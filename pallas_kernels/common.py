@@ -17,9 +17,9 @@ VARIABLE = "KVJAX_KERNELS"
 """Environment variable that stands in for `implementation="auto"`."""
 
 AUTO = {"tpu": ("pallas", "xla"), "gpu": ("xla",)}
-"""What `auto` tries on each backend, in this order, where there are no `WINNERS`. No kernel has been timed on a chip yet:
-those for TPU are what its compiler accepts, while those for GPU depend on tile sizes that nobody has tuned, and have to
-win a race (`kvjax tune`) or to be asked for."""
+"""What `auto` tries on each backend, in this order, where there are no `WINNERS`. No kernel has been timed on a chip
+yet: those for TPU are what its compiler accepts, while those for GPU depend on tile sizes that nobody has tuned, and
+have to win a race (`kvjax tune`) or to be asked for."""
 
 LISTED = ("TPU v4", "TPU v5 lite", "TPU v5e", "TPU v5", "TPU v5p", "TPU v6 lite", "TPU v6e")
 """Kinds of devices for which the kernels' schedules are known from the compiler: `auto` goes by `AUTO`, untimed."""
@@ -84,7 +84,9 @@ class Survey(str):
     def note(self, task: Task, candidates: tuple[str, ...]) -> None:
         """Keep a task, unless one of its bucket is there."""
         if task.bucket not in self.asked:
-            shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype) if is_array(x) else x, task.arguments)
+            shapes = jax.tree.map(
+                lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype) if is_array(x) else x, task.arguments
+            )
             self.asked[task.bucket] = Asked(task._replace(arguments=shapes), candidates)
 
 

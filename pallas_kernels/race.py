@@ -21,9 +21,9 @@ from pallas_kernels.programs import IMPLEMENTATIONS, Program
 LEAST = 0.05
 """Seconds that one measurement takes at least: calls are queued up, so that starting them costs nothing."""
 
-TOLERANCES = {"bfloat16": 5e-2, "float32": 1e-2}
-"""Largest difference from XLA, relative to numbers above one, of results that are right: products are summed in another
-order, and those of float32 are of fewer digits on GPU and TPU."""
+TOLERANCES = {"bfloat16": 5e-2, "float32": 2e-2}
+"""Largest difference from XLA, relative to numbers above one, of results that are right: sums go in another order, and
+factors of float32 lose digits on GPU (TF32). A TPU multiplies float32 as bfloat16."""
 
 REPEATS = 3
 
@@ -66,8 +66,8 @@ class Verdict(NamedTuple):
     """Those whose results are right, the fastest first."""
     microseconds: dict[str, float]
     """Of one call, of all that ran."""
-    errors: dict[str, float]
-    """Largest differences from XLA, relative to numbers above one."""
+    errors: dict[str, float | None]
+    """Largest differences from XLA, relative to numbers above one; None where results are no numbers."""
 
 
 def race(runners: list[Runner], repeats: int) -> list[Runner]:
@@ -123,32 +123,48 @@ def judge(runners: list[Runner], tolerance: float) -> Verdict | None:
     if not able or able[0].name != "xla":
         return None
     times = {runner.name: round(1e6 * runner.median, 3) for runner in able}
-    errors = {runner.name: runner.error for runner in able if runner.error is not None}
-    right = [name for name in times if errors[name] <= tolerance]
+    errors: dict[str, float | None] = {}
+    right: list[str] = []
     for runner in able:
-        if runner.name not in right:
+        error = math.nan if runner.error is None else runner.error
+        errors[runner.name] = error if math.isfinite(error) else None
+        if error <= tolerance:
+            right.append(runner.name)
+        else:
             warnings.warn(
-                f"{runner.op} {runner.label} as {runner.name!r} differs from 'xla' by {errors[runner.name]:.2g}, more "
-                f"than {tolerance:g}, and is not used on this device; please report it.",
+                f"{runner.op} {runner.label} as {runner.name!r} differs from 'xla' by {error:.2g}, more than "
+                f"{tolerance:g}, and is not used on this kind of device; please report it.",
                 stacklevel=2,
             )
     return Verdict(tuple(sorted(right, key=times.__getitem__)), times, errors)
 
 
-def ways(program: Program, names: tuple[str, ...] = IMPLEMENTATIONS) -> Iterator[Runner]:
-    """Each of some implementations that runs here."""
+def ways(program: Program) -> Iterator[Runner]:
+    """Each implementation that runs here."""
     arrays = program.arrays()
-    for name in names:
-        run = program.jit(name)
+    for name in IMPLEMENTATIONS:
         try:
-            run.trace(**arrays)
+            program.jit(name).trace(**arrays)
         except Unsupported:
             continue
+        yield _runner(program, name, arrays)
 
-        yield Runner(program.op, program.label, name, program.bytes, _starter(program, run, arrays), compared=True)
+
+def settle(asked: Asked) -> Verdict | None:
+    """Race who can do a task, on random inputs of its shapes; see `judge`."""
+    program = program_of(asked)
+    floats = {x.dtype.name for x in jax.tree.leaves(program.shapes)} & TOLERANCES.keys()
+    tolerance = max((TOLERANCES["bfloat16" if jax.default_backend() == "tpu" else name] for name in floats), default=0)
+    try:
+        arrays = program.arrays()
+        return judge([_runner(program, name, arrays) for name in asked.candidates], tolerance)
+    except jax.errors.JaxRuntimeError as error:  # most likely there is no memory for the inputs
+        print(f"{program} is not raced: {str(error).splitlines()[0]}", file=sys.stderr)
+        return None
 
 
-def _starter(program: Program, run: Callable[..., Any], arrays: dict[str, Any]) -> Callable[[], Any]:
+def _runner(program: Program, name: str, arrays: dict[str, Any]) -> Runner:
+    run = program.jit(name)
     # What a call takes the memory of is its own copy, and then the results of the call before.
     own = {name: jax.tree.map(jnp.copy, arrays[name]) for name in program.donated}
 
@@ -157,15 +173,7 @@ def _starter(program: Program, run: Callable[..., Any], arrays: dict[str, Any]) 
         own.update(program.again(results))
         return results
 
-    return start
-
-
-def settle(asked: Asked) -> Verdict | None:
-    """Race who can do a task, on random inputs of its shapes; see `judge`."""
-    program = program_of(asked)
-    floats = {x.dtype.name for x in jax.tree.leaves(program.shapes) if x.dtype.name in TOLERANCES}
-    tolerance = max((TOLERANCES[name] for name in floats), default=0.0)
-    return judge(list(ways(program, asked.candidates)), tolerance)
+    return Runner(program.op, program.label, name, program.bytes, start, compared=True)
 
 
 def program_of(asked: Asked) -> Program:

@@ -84,6 +84,11 @@ _step = jax.jit(_step_parts)
 _step_in_place = jax.jit(_step_parts, donate_argnums=1)
 
 
+def step_shapes(state: State) -> tuple[Moving, Float[Array, "b vocab"]]:
+    """What a step of a state would return, of `jax.ShapeDtypeStruct`."""
+    return _step.eval_shape(*split_state(state), jax.ShapeDtypeStruct(state.active.shape, jnp.int32))
+
+
 def lower_step(state: State) -> jax.stages.Lowered:
     """The program of `decode_step_in_place`, to compile and ask for its `memory_analysis()`."""
     return _step_in_place.lower(*split_state(state), jnp.zeros(state.position.shape, jnp.int32))
