@@ -206,18 +206,16 @@ class Device:
 
     def _settle(self, sizes: Sequence[int]) -> None:
         """Race what chunks of these sizes and steps ask, where races decide."""
-        model = dict(weights=self.model.weights, policy=self._placed)
-        text = jax.eval_shape(lambda: self.begin(self._one)).state.replace(**model)
-        rows = jax.eval_shape(self._emptied).state.replace(**model)
-        length = jax.ShapeDtypeStruct((1,), jnp.int32)
 
         def trace(kernels: Kernels) -> None:
+            settings = dict(weights=self.model.weights, policy=self._placed, kernels=kernels)
+            text = jax.eval_shape(lambda: self.begin(self._one)).state.replace(**settings)
+            length = jax.ShapeDtypeStruct((1,), jnp.int32)
             for size in sizes:
-                tokens = jax.ShapeDtypeStruct((1, size), jnp.int32)
-                read_more.eval_shape(text.replace(kernels=kernels), tokens, length, every=False)
-            step_shapes(rows.replace(kernels=kernels))
+                read_more.eval_shape(text, jax.ShapeDtypeStruct((1, size), jnp.int32), length, every=False)
+            step_shapes(jax.eval_shape(self._emptied).state.replace(**settings))
 
-        settle_before(trace, rows.kernels)
+        settle_before(trace, Kernels())
 
     def _emptied(self) -> Rows:
         planned = jax.tree.map(lambda leaf: np.repeat(leaf, self.rows, axis=0), self._one)

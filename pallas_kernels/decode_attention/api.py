@@ -57,8 +57,8 @@ def decode_attention(
             no places beside slopes. `pallas` takes d and e that are multiples of 8 up to 256 on TPU (of 16 with four
             bits); on GPU powers of two from 16 to 256 (from 32 with four bits), and less than 2^31 numbers in k and in
             v. `triton` is for GPU, needs jax-triton, and takes any d and e up to 256, but neither gaussian noise nor
-            codes of four bits. All compile for their chips and have run in interpreters, none on a chip; `auto` is
-            `pallas` on TPU where it can be, else `xla`.
+            codes of four bits. All compile for their chips and have run in interpreters, none on a chip; what
+            `auto` is says `pallas_kernels.common.choose`.
         interpret: `True`, or `pltpu.InterpretParams()`, to run `pallas` without an accelerator.
         platform: for which the program is compiled; None for that of `jax.default_backend()`.
 

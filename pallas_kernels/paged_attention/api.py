@@ -52,8 +52,7 @@ def paged_attention(
         implementation: `auto`, `xla` or `pallas`. `xla` takes everything. `pallas` takes queries, keys, values, widths
             and g as `decode_attention` does. On TPU four bits need d and e of 256, s goes up to 1024, and what its
             steps are told (three numbers for each head of each row, and one for each row and for each 512 slots of the
-            pool) up to 240,000 numbers. It compiles for TPU and GPU and has run in interpreters, never on a chip;
-            `auto` is `pallas` on TPU where it can be, else `xla`.
+            pool) up to 240,000 numbers. It compiles for TPU and GPU and has run in interpreters, never on a chip.
         interpret: `True`, or on TPU `pltpu.InterpretParams()`, to run `pallas` without an accelerator.
         platform: for which the program is compiled; None for that of `jax.default_backend()`.
 
