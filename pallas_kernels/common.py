@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from pallas_kernels.operands import Operand, Quantised
+from pallas_kernels.operands import Quantised
 
 IMPLEMENTATIONS = ("auto", "xla", "pallas", "triton")
 VARIABLE = "KVJAX_KERNELS"
@@ -171,8 +171,8 @@ def bucket(op: str, rounded: Mapping[str, int], exact: Mapping[str, Any]) -> str
     return " ".join((op, *most, *told))
 
 
-def numbers_of(x: Operand) -> str:
-    """In what numbers an operand lies in memory: a dtype, `int8` or `int4`, or the name of what is no array."""
+def numbers_of(x: Any) -> str:
+    """In what numbers keys or values lie in memory: a dtype, `int8` or `int4`, or the name of what is no array."""
     if isinstance(x, Quantised):
         return f"int{x.bits}"
     return x.dtype.name if is_array(x) else type(x).__name__

@@ -75,7 +75,7 @@ class Program:
 
         def fill(path: tuple[Any, ...], shape: Shape) -> jax.Array:
             # An argument's name, and that of its field where it has any.
-            name, field = (getattr(key, "key", getattr(key, "name", None)) for key in (path[0], path[-1]))
+            name, field = (str(getattr(key, "key", getattr(key, "name", ""))) for key in (path[0], path[-1]))
             if shape.dtype in (jnp.int8, jnp.uint8):
                 info = jnp.iinfo(shape.dtype)
                 return jnp.asarray(rng.integers(info.min + 1, info.max, size=shape.shape, dtype=shape.dtype))

@@ -190,12 +190,14 @@ def program_of(asked: Asked) -> Program:
         }
         return asked.task.run(**whole, implementation=implementation, platform=platform)
 
-    in_place = dict(
+    made = Program(op, label, run, {name: tree for name, tree in shapes.items() if jax.tree.leaves(tree)})
+    if op != "evict":
+        return made
+    return dataclasses.replace(
+        made,
         donated=("position", "buffers"),
         again=lambda results: {"position": results[3], "buffers": results[4]},
     )
-    with_arrays = {name: tree for name, tree in shapes.items() if jax.tree.leaves(tree)}
-    return Program(op, label, run, with_arrays, **(in_place if op == "evict" else {}))
 
 
 def _is_shape(x: object) -> bool:

@@ -9,6 +9,7 @@ import os
 import time
 import warnings
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +21,7 @@ from kvjax.engine import tuning
 from kvjax.types import Kernels
 from pallas_kernels import common, race
 from pallas_kernels.common import Asked, Survey, Task, bucket, choose
-from pallas_kernels.decode_attention import decode_attention
+from pallas_kernels.decode_attention import Decoded, decode_attention
 from pallas_kernels.programs import decode
 from pallas_kernels.race import Runner, Verdict
 
@@ -217,9 +218,9 @@ def test_random_inputs_tell_right_from_wrong(monkeypatch):
     jax.eval_shape(lambda arrays: program.run(**arrays, implementation=survey, platform="gpu"), program.shapes)
     (each,) = survey.asked.values()
 
-    def forgets_a_block(*, position: jax.Array, implementation: str, **arguments: object) -> object:
+    def forgets_a_block(*, position: jax.Array, implementation: str, **arguments: Any) -> Decoded:
         seen = position if implementation == "xla" else position.at[:, :, :8].set(-1)
-        return decode_attention(position=seen, **arguments | {"platform": "cpu"}, implementation="xla")
+        return decode_attention(position=seen, **arguments)
 
     with pytest.warns(UserWarning, match="as 'pallas' differs"):
         verdict = race.settle(each._replace(task=each.task._replace(run=forgets_a_block), candidates=("xla", "pallas")))
@@ -306,13 +307,15 @@ def test_the_command_races_all_shapes_of_a_model(monkeypatch, capsys):
     note = Survey.note
     monkeypatch.setattr(Survey, "note", candidates)
     monkeypatch.setattr(tuning, "settle", functools.partial(tuning.settle, by=lambda _: VERDICT))
-    words = "tune --policy h2o --budget 32 --batch 1 4 --prompt-length 40 --max-new-tokens 8"
-    assert cli.main(words.split()) == 0
-    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in capsys.readouterr().out.splitlines()]
+    words = "--policy h2o --budget 32 --batch 1 4 --prompt-length 40 --max-new-tokens 8"
+    assert cli.main(["tune", *words.split()]) == 0
+    rows: list[list[str]] = [
+        [cell.strip() for cell in line.split("│")[1:-1]] for line in capsys.readouterr().out.splitlines()
+    ]
     told = [(row[0], row[1].split()[0], row[-1]) for row in rows if row and row[0]]
     steps = [("evict", "xla, alone"), ("decode_attention", "triton")]
     expected = [("prefill_scores", "triton"), *steps]
-    assert told == [(op, f"b<={rows}", winner) for rows in (1, 4) for op, winner in expected]
+    assert told == [(op, f"b<={batch}", winner) for batch in (1, 4) for op, winner in expected]
 
 
 def test_kernels_stands_in_for_the_variable(monkeypatch, capsys):

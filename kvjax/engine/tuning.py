@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 
 from kvjax.compilation import cache_directory, version
 from kvjax.files import write_text
@@ -193,7 +194,7 @@ def _publish(verdicts: dict[str, Verdict], device: str) -> None:
 
 def _is_traced() -> bool:
     """Whether what is computed now goes into a program that is being traced."""
-    return isinstance(jnp.zeros(()), jax.core.Tracer)
+    return isinstance(jnp.zeros(()), Tracer)
 
 
 @contextlib.contextmanager
