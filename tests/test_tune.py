@@ -8,6 +8,7 @@ import json
 import os
 import time
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -137,13 +138,16 @@ def test_verdicts_of_unknown_implementations_are_refused(order, chip, capsys):
 
 
 def test_writers_do_not_lose_each_others_verdicts(chip):
-    tuning.keep(chip, DEVICE, {"op b<=2": VERDICT})
-    tuning.keep(chip, DEVICE, {"op b<=4": VERDICT})
-    tuning.keep(chip, "Chip 10", {"op b<=2": VERDICT})
-    assert {kind: sorted(found) for kind, found in tuning.read(chip).items()} == {
-        DEVICE: ["op b<=2", "op b<=4"],
-        "Chip 10": ["op b<=2"],
-    }
+    wanted = {DEVICE: {f"op b<={b}" for b in range(6)}, "Chip 10": {"op b<=1", "op b<=2"}}
+    with ThreadPoolExecutor(8) as pool:
+        writers = [
+            pool.submit(tuning.keep, chip, device, {bucket: VERDICT})
+            for device, buckets in wanted.items()
+            for bucket in buckets
+        ]
+        for writer in writers:
+            writer.result()
+    assert {device: set(found) for device, found in tuning.read(chip).items()} == wanted
     assert [file.name for file in chip.parent.iterdir() if "lock" not in file.name] == [chip.name]
 
 

@@ -61,11 +61,9 @@ def settle_before(trace: Callable[[Kernels], Any], kernels: Kernels) -> None:
         trace: gives the shapes of what the program returns under some kernels, by `eval_shape`.
         kernels: under which the program is going to run.
     """
-    overruled = os.environ.get(common.VARIABLE) or "auto"
-    if kernels != Kernels() or overruled != "auto" or _is_traced():
-        return
     device = tuned_device()
-    if device is None:
+    overruled = os.environ.get(common.VARIABLE) or "auto"
+    if device is None or kernels != Kernels() or overruled != "auto" or _is_traced():
         return
     load(device)
     trace(Kernels(_SURVEY))
