@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int, Key
 
 from kvjax.cache import paged
 from kvjax.cache.dense import Dense
-from kvjax.engine.decode import step_shapes
+from kvjax.engine.decode import settle_step
 from kvjax.engine.layer import Reading, read_block
 from kvjax.engine.mesh import OF_POOL, OF_ROWS, OF_SELECTED, joined, logits_spec, on_mesh, pool_specs, shared
 from kvjax.engine.prepare import Budget, Tokens, bucket, check_length, check_tokens, prepare, rows_of
@@ -106,7 +106,7 @@ def prefill(
         kernels=kernels,
         mesh=model.mesh,
     )
-    settle_before(lambda kernels: step_shapes(state.replace(kernels=kernels)), kernels)
+    settle_step(state)
     return state, logits
 
 
