@@ -18,7 +18,10 @@ import numpy as np
 import pytest
 
 from kvjax import cli, commands
-from kvjax.engine import tuning
+from kvjax.engine import extend, tuning
+from kvjax.engine.decode import settle_step
+from kvjax.engine.shapes import state_shapes
+from kvjax.model import load
 from kvjax.types import Kernels
 from pallas_kernels import common, race
 from pallas_kernels.common import Asked, Survey, Task, bucket, choose
@@ -214,6 +217,22 @@ def test_races_come_before_a_program_is_traced_and_see_its_shapes(monkeypatch):
     assert common.WINNERS[DEVICE] == {each.task.bucket: VERDICT.order}
     verdict = race.settle(each._replace(candidates=("xla",)))  # on random inputs of these shapes
     assert verdict is not None and verdict.errors == {"xla": 0.0} and verdict.order == ("xla",)
+
+
+def test_prompts_and_steps_are_surveyed_before_they_run(monkeypatch):
+    def read(*_: object) -> None:
+        raise InterruptedError
+
+    asked: list[str] = []
+    monkeypatch.setattr(tuning, "settle", lambda tasks, _: asked.extend(each.task.bucket.split()[0] for each in tasks))
+    monkeypatch.setattr(extend, "read_prompts", read)
+    model = load("tiny")
+    with pytest.raises(InterruptedError):
+        extend.prefill(model, "h2o", [[1, 2, 3]], 16, max_new_tokens=40)
+    assert asked == ["prefill_scores"]
+    monkeypatch.setattr(tuning, "_SURVEY", Survey())
+    settle_step(state_shapes(model, "h2o", 1, 3, 16, max_new_tokens=40))
+    assert asked == ["prefill_scores", "evict", "decode_attention"]
 
 
 def test_random_inputs_tell_right_from_wrong(monkeypatch):
