@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 from rich.console import Console
 from rich.table import Table
@@ -123,7 +122,7 @@ def _why_not() -> str:
             f"there is nothing to race on {platform}, where each operation has one implementation; run it on a machine "
             "with a GPU, or add --show."
         )
-    kind = jax.local_devices()[0].device_kind
+    kind = common.kind_of_device(platform)
     if kind in common.LISTED:
         return (
             f"what runs on {kind} goes by its compiler's schedules and is not raced; kvjax bench kernels times "

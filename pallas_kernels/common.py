@@ -82,8 +82,9 @@ class Survey(str):
         return id(self)
 
     def note(self, task: Task, candidates: tuple[str, ...]) -> None:
-        """Keep a task, unless one of its bucket is there."""
-        if task.bucket not in self.asked:
+        """Keep a task, unless one of its bucket is there that as many can do."""
+        held = self.asked.get(task.bucket)
+        if held is None or len(held.candidates) < len(candidates):
             shapes = jax.tree.map(
                 lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype) if is_array(x) else x, task.arguments
             )

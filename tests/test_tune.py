@@ -255,6 +255,12 @@ def test_a_survey_shares_no_program_with_what_runs():
     assert one == one and one != other and one != "xla" and one not in {"xla", other}
     assert choose("op", one, {"pallas": None}, platform="gpu", task=Task("op", print, {})) == "xla"
     assert one.asked["op"].candidates == ("xla", "pallas") and not other.asked
+    choose("op", one, {"pallas": "c=7 is odd"}, platform="gpu", task=Task("op", print, {}))
+    assert one.asked["op"].candidates == ("xla", "pallas")
+    choose("op", one, {"pallas": "c=7 is odd"}, platform="gpu", task=Task("other", print, {}))
+    assert one.asked["other"].candidates == ("xla",)
+    choose("op", one, {"pallas": None}, platform="gpu", task=Task("other", print, {}))
+    assert one.asked["other"].candidates == ("xla", "pallas")
 
 
 def test_buckets_round_what_grows_and_tell_the_rest_exactly():
@@ -299,6 +305,14 @@ def test_the_command_says_why_there_is_nothing_to_race(monkeypatch, capsys):
     assert said.out == ""
     assert cli.main(["tune", "--batch", "0"]) == 2
     assert "--batch=0 is not a whole number from 1" in capsys.readouterr().err
+    for platform, kind, said in (
+        ("tpu", "TPU v4", "what runs on TPU v4 goes by its compiler's schedules and is not raced"),
+        ("gpu", "NVIDIA A100", "KVJAX_TUNE=off leaves races out; unset it."),
+    ):
+        monkeypatch.setattr(common, "platform_of", lambda _, platform=platform: platform)
+        monkeypatch.setattr(common, "kind_of_device", lambda _, kind=kind: kind)
+        assert cli.main(["tune"]) == 2
+        assert said in capsys.readouterr().err
 
 
 def test_the_command_shows_what_is_kept(chip, monkeypatch, capsys):
