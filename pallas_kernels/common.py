@@ -4,18 +4,29 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import jax
+import numpy as np
+
+from pallas_kernels.operands import Quantised
 
 IMPLEMENTATIONS = ("auto", "xla", "pallas", "triton")
 VARIABLE = "KVJAX_KERNELS"
 """Environment variable that stands in for `implementation="auto"`."""
 
 AUTO = {"tpu": ("pallas", "xla"), "gpu": ("xla",)}
-"""What `auto` tries on each backend, in this order. No kernel has been timed on a chip yet: those for TPU are what its
-compiler accepts, while those for GPU depend on tile sizes that nobody has tuned, and have to be asked for."""
+"""What `auto` tries on each backend, in this order, where there are no `WINNERS`. No kernel has been timed on a chip
+yet: those for TPU are what its compiler accepts, while those for GPU depend on tile sizes that nobody has tuned, and
+have to win a race (`kvjax tune`) or to be asked for."""
+
+LISTED = ("TPU v4", "TPU v5 lite", "TPU v5e", "TPU v5", "TPU v5p", "TPU v6 lite", "TPU v6e")
+"""Kinds of devices for which the kernels' schedules are known from the compiler: `auto` goes by `AUTO`, untimed."""
+
+WINNERS: dict[str, dict[str, tuple[str, ...]]] = {}
+"""What won on kinds of devices, for buckets of tasks: the right implementations, the fastest first. `auto` only looks
+them up, while programs are traced; who races (`pallas_kernels.race`) writes them."""
 
 SIMULATED = "tpu"
 """The form of a Pallas kernel that interpreters run where there is no accelerator."""
@@ -29,6 +40,57 @@ class Unsupported(ValueError):
     """An implementation cannot run on this backend or these arguments; the message names the limit."""
 
 
+class Task(NamedTuple):
+    """What an operation is asked to do, so that others can ask the same of it with other numbers."""
+
+    bucket: str
+    """From `bucket`: what verdicts are shared by."""
+    run: Callable[..., Any]
+    """Takes the arguments by name, and `implementation` and `platform`."""
+    arguments: dict[str, Any]
+    """Arrays, trees of arrays, settings."""
+
+
+class Asked(NamedTuple):
+    """A task as shapes, and who can do it."""
+
+    task: Task
+    candidates: tuple[str, ...]
+
+
+class Survey(str):
+    """An `implementation` that runs as `xla`, and keeps what operations are asked while programs are traced.
+
+    It equals nothing but itself, so that it shares no traced program with those that are going to run.
+    """
+
+    asked: dict[str, Asked]
+    """By their buckets."""
+
+    def __new__(cls) -> Survey:
+        made = super().__new__(cls, "xla")
+        made.asked = {}
+        return made
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    def __ne__(self, other: object) -> bool:
+        return self is not other
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def note(self, task: Task, candidates: tuple[str, ...]) -> None:
+        """Keep a task, unless one of its bucket is there that as many can do."""
+        held = self.asked.get(task.bucket)
+        if held is None or len(held.candidates) < len(candidates):
+            shapes = jax.tree.map(
+                lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype) if is_array(x) else x, task.arguments
+            )
+            self.asked[task.bucket] = Asked(task._replace(arguments=shapes), candidates)
+
+
 def choose(
     op: str,
     implementation: str,
@@ -36,29 +98,38 @@ def choose(
     *,
     platform: str | None = None,
     interpret: Any = False,
+    task: Task | None = None,
 ) -> str:
     """The implementation that is going to run: `xla`, `pallas` or `triton`.
 
     Args:
         op: name of the operation, for messages.
-        implementation: `auto` (then the environment variable KVJAX_KERNELS, if set), `xla`, `pallas` or `triton`; or
-            several of these names with commas between them, for the first that can run.
+        implementation: `auto` (then the environment variable KVJAX_KERNELS, if set, or else who has won on this kind of
+            device, see `WINNERS`), `xla`, `pallas` or `triton`; or several of these names with commas between them, for
+            the first that can run; or a `Survey`.
         limits: for `pallas` and `triton` what these arguments ask that it cannot do, or None; an implementation that
             is missing here does not exist.
         platform: `cpu`, `gpu` or `tpu`, for which the program is compiled; None for that of `jax.default_backend()`.
         interpret: as given to `pallas_call`; anything but False lets `pallas` run on every backend.
+        task: what is asked; None where nobody can win anything.
 
     Raises:
         Unsupported: the implementation asked for cannot run.
         ValueError: there is no such implementation.
     """
     platform = platform_of(platform)
+    if isinstance(implementation, Survey):
+        if task is not None:
+            names = IMPLEMENTATIONS[1:]
+            implementation.note(task, tuple(x for x in names if _obstacle(x, limits, platform, False) is None))
+        return "xla"
     asked = implementation
     if implementation == "auto":
         implementation = os.environ.get(VARIABLE) or "auto"
     names = implementation.split(",")
     if implementation == "auto":
-        names = AUTO.get(platform, ("xla",))
+        won = () if task is None or not WINNERS else WINNERS.get(kind_of_device(platform), {}).get(task.bucket, ())
+        names = (*won, *AUTO.get(platform, ("xla",)))
     elif "auto" in names or not set(names) <= set(IMPLEMENTATIONS):
         where = f"implementation={implementation!r}" if asked == implementation else f"{VARIABLE}={implementation}"
         raise ValueError(f"{where} is not one of {', '.join(IMPLEMENTATIONS)}.")
@@ -76,6 +147,41 @@ def platform_of(platform: str | None) -> str:
     device = jax.sharding.get_abstract_mesh().abstract_device
     name = platform or getattr(device, "platform", None) or jax.default_backend()
     return "gpu" if name in ("cuda", "rocm") else name
+
+
+def kind_of_device(platform: str) -> str:
+    """The kind of the devices in `jax.set_mesh`, or else of this machine's; empty if they are not of the platform."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    if device is not None:
+        return device.device_kind
+    return jax.local_devices()[0].device_kind if platform_of(jax.default_backend()) == platform else ""
+
+
+def bucket(op: str, rounded: Mapping[str, int], exact: Mapping[str, Any]) -> str:
+    """The name of all tasks that a verdict is for, which people can read.
+
+    Args:
+        op: name of the operation.
+        rounded: numbers of rows, slots and tokens, which go up to the next power of two.
+        exact: head counts, widths, dtypes and settings that change what is computed; True stands by its name alone,
+            None and False are left out.
+    """
+    most = (f"{name}<={1 << max(size - 1, 0).bit_length()}" for name, size in rounded.items())
+    said = ((name, value) for name, value in exact.items() if value is not None and value is not False)
+    told = (name if value is True else f"{name}={value}" for name, value in said)
+    return " ".join((op, *most, *told))
+
+
+def numbers_of(x: Any) -> str:
+    """In what numbers keys or values lie in memory: a dtype, `int8` or `int4`, or the name of what is no array."""
+    if isinstance(x, Quantised):
+        return f"int{x.bits}"
+    return x.dtype.name if is_array(x) else type(x).__name__
+
+
+def is_array(x: object) -> bool:
+    """Whether something is an array of JAX or NumPy, or stands for one in a program."""
+    return isinstance(x, jax.Array | np.ndarray)
 
 
 def pallas_form(platform: str | None) -> str:

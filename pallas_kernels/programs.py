@@ -82,27 +82,44 @@ class Program:
         """Random inputs: every slot live, and queries after all of them."""
         rng = np.random.default_rng(0)
 
-        def fill(name: str, shape: Shape) -> jax.Array:
+        def fill(path: tuple[Any, ...], shape: Shape) -> jax.Array:
+            # An argument's name, and that of its field where it has any.
+            name, field = (str(getattr(key, "key", getattr(key, "name", ""))) for key in (path[0], path[-1]))
             if shape.dtype in (jnp.int8, jnp.uint8):
                 info = jnp.iinfo(shape.dtype)
                 return jnp.asarray(rng.integers(info.min + 1, info.max, size=shape.shape, dtype=shape.dtype))
             if jnp.issubdtype(shape.dtype, jnp.floating):
                 key = jax.random.key(int(rng.integers(2**31)))
                 made = jax.random.normal(key, shape.shape, shape.dtype)
-                return jnp.abs(made) + 1 if name in ("tau", "weights", "low_rank") else made
+                if field == "scale":  # codes come to numbers around one
+                    return (jnp.abs(made) + 1) / (128 if self.shapes[name].bits == 8 else 8)
+                if name in ("first", "second", "third", "layers") and made.ndim > 2:  # linear maps
+                    return made * made.shape[-2] ** -0.5
+                if name == "q":  # attention that a few slots have for themselves tells most when it is wrong
+                    return 3 * made
+                return jnp.abs(made) + 1 if field == "tau" or name in ("weights", "low_rank") else made
             if shape.dtype == jnp.uint32:
                 return jnp.asarray(rng.integers(2**32, size=shape.shape, dtype=np.uint32))
+            if shape.dtype == jnp.bool_:  # slots to keep: one in eight
+                return jnp.asarray(rng.random(shape.shape) < 1 / 8)
             if name in ("owner", "pages"):  # heads' pages side by side, all of them
                 pages = self.shapes["position"].shape[0]
                 heads = math.prod(self.shapes["q"].shape[:2])
                 return jnp.asarray([0, pages], jnp.int32) if name == "pages" else jnp.arange(pages) * heads // pages
-            if name in ("position", "key_position") or (name == "query_position" and len(shape.shape) > 1):
+            if name in ("position", "key_position"):
                 return jnp.broadcast_to(jnp.arange(shape.shape[-1], dtype=shape.dtype), shape.shape)
+            if "key_position" in self.shapes and name != "places":
+                # A prompt's queries are those of the newest keys; one of several readers has the first of them.
+                keys, queries = self.shapes["key_position"].shape[-1], self.shapes["q"].shape[3]
+                first = 0 if {"own", "token"} & self.shapes.keys() else keys - queries
+                return jnp.broadcast_to(first + jnp.arange(queries, dtype=shape.dtype), shape.shape)
+            if name in ("places", "scores"):  # what matters only with slopes; layers and heads by number
+                return jnp.zeros(shape.shape, shape.dtype)
             # Queries come after every slot; a head may use all of its slots, half of them for the newest.
-            share = {"sinks": 0, "recent": 2}.get(name, 1)
+            share = {"sinks": 0, "recent": 2}.get(field, 1)
             return jnp.full(shape.shape, share and self.shapes["position"].shape[-1] // share, shape.dtype)
 
-        return {name: jax.tree.map(functools.partial(fill, name), shape) for name, shape in self.shapes.items()}
+        return jax.tree_util.tree_map_with_path(fill, self.shapes)
 
     @property
     def bytes(self) -> int:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # before jax is imported, so that no accelerator is claimed
+os.environ["KVJAX_TUNE"] = "off"  # on an accelerator, tests would race kernels
 os.environ["KVJAX_CACHE_DIR"] = ""  # a command under test would keep every later program of its process on disk
 
 import hypothesis

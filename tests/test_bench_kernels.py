@@ -16,7 +16,7 @@ SMALL = "--repeats 1 --batch 1 --slots 64 --kv-heads 2 --groups 2 --head-width 1
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvjax.bench.kernels.LEAST", 0.0)
+    monkeypatch.setattr("pallas_kernels.race.LEAST", 0.0)
 
 
 def test_it_races_every_operation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,32 +3,23 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import importlib.util
 import json
-import math
-import statistics
-import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from kvjax.commands import Help, finish
 from kvjax.files import write_text
 from kvjax.settings import whole_number
-from pallas_kernels.common import Unsupported
-from pallas_kernels.programs import IMPLEMENTATIONS, Program, decode, eviction, features, hashes, paged, prefill
+from pallas_kernels.programs import Program, decode, eviction, features, hashes, paged, prefill
+from pallas_kernels.race import Runner, race, ways
 
 OPS = ("decode", "paged", "evict", "hamming", "prefill", "less")
 COPY, JAX = "copy", "jax.nn"
-LEAST = 0.05
-"""Seconds that one measurement takes at least: calls are queued up, so that starting them costs nothing."""
-
 PAGE = 32
 """Slots of a page."""
 
@@ -37,101 +28,6 @@ SMALL = dict(batch=2, slots=1024, kv_heads=4, groups=4, head_width=64, prompt_to
 LARGE |= dict(step_batch=64, step_slots=204)
 SMALL |= dict(step_batch=4, step_slots=64)
 """Sizes where there is an accelerator, and where there is none."""
-
-
-@dataclasses.dataclass
-class Runner:
-    """One way to do an operation, queued by `start` and awaited by `wait`."""
-
-    op: str
-    label: str
-    name: str
-    bytes: int
-    start: Callable[[], Any]
-    wait: Callable[[Any], Any] = jax.block_until_ready
-    compared: bool = False
-    """Whether the results are those of the other implementations of the operation."""
-    error: float | None = None
-    """Largest difference from the XLA reference, relative to numbers above one."""
-    calls: int = 1
-    seconds: list[float] = dataclasses.field(default_factory=list)
-
-    @property
-    def median(self) -> float:
-        """Seconds of one call."""
-        return statistics.median(self.seconds)
-
-    def measure(self) -> float:
-        """Seconds of one call, of as many as are queued together."""
-        began = time.perf_counter()
-        for _ in range(self.calls - 1):
-            self.start()
-        self.wait(self.start())
-        return (time.perf_counter() - began) / self.calls
-
-
-def race(runners: list[Runner], repeats: int) -> list[Runner]:
-    """Run all in turn, so that noise hits all alike, after they are compiled and their calls counted.
-
-    Who fails is named and left out: an unattended run goes on.
-    """
-    wanted, able = {}, []
-    for runner in runners:
-        try:
-            results = runner.start()
-            runner.wait(results)
-        except Exception as error:  # whatever a compiler or a driver raises
-            reason = str(error).splitlines()[0] if str(error) else repr(error)
-            print(f"{runner.op} {runner.label}, {runner.name} is left out: {reason}", file=sys.stderr)
-            continue
-        able.append(runner)
-        if runner.compared:
-            # In host memory: what is donated to the next call is gone then.
-            results = jax.tree.map(lambda x: np.asarray(x, np.float32), results)
-            wanted.setdefault((runner.op, runner.label), results)
-            runner.error = difference(results, wanted[runner.op, runner.label])
-    for runner in able:
-        runner.calls = max(1, min(1000, math.ceil(LEAST / runner.measure())))
-    for _ in range(repeats):
-        for runner in able:
-            runner.seconds.append(runner.measure())
-    return able
-
-
-def difference(results: Any, wanted: Any) -> float:
-    """The largest, relative to numbers above one; equal infinities do not differ."""
-
-    def of_leaves(x: np.ndarray, y: np.ndarray) -> float:
-        with np.errstate(invalid="ignore"):
-            apart = np.where(x == y, 0.0, np.abs(x - y) / np.maximum(1.0, np.abs(y)))
-        return float(np.max(apart, initial=0.0))
-
-    return max(map(of_leaves, jax.tree.leaves(results), jax.tree.leaves(wanted)))
-
-
-def ways(program: Program) -> Iterator[Runner]:
-    """Each implementation that runs here."""
-    arrays = program.arrays()
-    for name in IMPLEMENTATIONS:
-        run = program.jit(name)
-        try:
-            run.trace(**arrays)
-        except Unsupported:
-            continue
-
-        yield Runner(program.op, program.label, name, program.bytes, _starter(program, run, arrays), compared=True)
-
-
-def _starter(program: Program, run: Callable[..., Any], arrays: dict[str, Any]) -> Callable[[], Any]:
-    # What a call takes the memory of is its own copy, and then the results of the call before.
-    own = {name: jax.tree.map(jnp.copy, arrays[name]) for name in program.donated}
-
-    def start() -> Any:
-        results = run(**(arrays | own))
-        own.update(program.again(results))
-        return results
-
-    return start
 
 
 def peers(program: Program, causal: bool) -> Iterator[Runner]:

@@ -16,6 +16,7 @@ from kvjax.engine.layer import Reading, read_token
 from kvjax.engine.mesh import OF_ROWS, logits_spec, on_mesh
 from kvjax.engine.prepare import check_vocabulary
 from kvjax.engine.state import Moving, State, join_state, split_state, state_specs
+from kvjax.engine.tuning import settle_before
 from kvjax.models.decoder import unembed
 from kvjax.models.sharding import on_device
 
@@ -83,6 +84,16 @@ def _step_parts(fixed: State, moving: Moving, token: Int[Array, " b"]) -> tuple[
 
 _step = jax.jit(_step_parts)
 _step_in_place = jax.jit(_step_parts, donate_argnums=1)
+
+
+def step_shapes(state: State) -> tuple[Moving, Float[Array, "b vocab"]]:
+    """What a step of a state would return, of `jax.ShapeDtypeStruct`."""
+    return _step.eval_shape(*split_state(state), jax.ShapeDtypeStruct(state.active.shape, jnp.int32))
+
+
+def settle_step(state: State) -> None:
+    """Have races decide what a step of a state runs, where they do; see `settle_before`."""
+    settle_before(lambda kernels: step_shapes(state.replace(kernels=kernels)), state.kernels)
 
 
 def lower_step(state: State) -> jax.stages.Lowered:

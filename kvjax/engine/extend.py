@@ -15,11 +15,13 @@ from jaxtyping import Array, Float, Int, Key
 
 from kvjax.cache import paged
 from kvjax.cache.dense import Dense
+from kvjax.engine.decode import settle_step
 from kvjax.engine.layer import Reading, read_block
 from kvjax.engine.mesh import OF_POOL, OF_ROWS, OF_SELECTED, joined, logits_spec, on_mesh, pool_specs, shared
 from kvjax.engine.prepare import Budget, Tokens, bucket, check_length, check_tokens, prepare, rows_of
-from kvjax.engine.read_prompts import lower_prompts, read_prompts
+from kvjax.engine.read_prompts import lower_prompts, prompt_shapes, read_prompts
 from kvjax.engine.state import Moving, State, Storage, join_state, split_state, state_specs
+from kvjax.engine.tuning import settle_before
 from kvjax.models.decoder import unembed
 from kvjax.models.sharding import on_device
 from kvjax.policies.part import of_kvjax
@@ -80,6 +82,7 @@ def prefill(
     settings: dict[str, Any] = dict(max_new_tokens=max_new_tokens, key=key, plan=plan, chunk=prefill_chunk)
     prompts = prepare(model, policy, tokens, budget, lengths, budget_of=budget_of, **settings)
     kernels = implementation if isinstance(implementation, Kernels) else Kernels(implementation)
+    settle_before(lambda kernels: prompt_shapes(model, prompts, kernels), kernels)
     storage, position, seed, logits = read_prompts(model, prompts, kernels)
     score = type(prompts.policy.score)
     if not of_kvjax(score) and np.isnan(logits).any():
@@ -103,6 +106,7 @@ def prefill(
         kernels=kernels,
         mesh=model.mesh,
     )
+    settle_step(state)
     return state, logits
 
 
@@ -186,7 +190,11 @@ def extend(
         )
     size = bucket(ids.shape[1])
     padded = jnp.asarray(np.pad(ids, ((0, 0), (0, size - ids.shape[1]))), jnp.int32)
-    storage, found = read_more(state, padded, jnp.asarray(counts, jnp.int32), every=logits == "all")
+    texts, every = (padded, jnp.asarray(counts, jnp.int32)), logits == "all"
+    settle_before(
+        lambda kernels: read_more.eval_shape(state.replace(kernels=kernels), *texts, every=every), state.kernels
+    )
+    storage, found = read_more(state, *texts, every=every)
     position = state.position + jnp.asarray(counts, jnp.int32)
     given = jnp.where(jnp.asarray(counts) > 0, position, state.prompt_length)
     after = state.replace(storage=storage, position=position, prompt_length=given)

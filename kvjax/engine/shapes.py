@@ -30,6 +30,7 @@ def state_shapes(
     *,
     max_new_tokens: int = 256,
     plan: Plan | str | None = None,
+    prefill_chunk: int | None = None,
     budget_of: str = "text",
     implementation: str | Kernels = "auto",
 ) -> State:
@@ -45,6 +46,7 @@ def state_shapes(
         budget: see `kvjax.prefill`, as for all that follows.
         max_new_tokens: how many tokens are going to be generated.
         plan: how the budget is spread over layers; a name, a `Plan`, or None for the policy's own.
+        prefill_chunk: tokens read between two compressions; None for the policy's own way.
         budget_of: what a fractional budget is of.
         implementation: of every operation.
 
@@ -61,6 +63,7 @@ def state_shapes(
         max_new_tokens=max_new_tokens,
         key=None,
         plan=plan,
+        chunk=prefill_chunk,
         budget_of=budget_of,
     )
     if prompts.policy.plan.per_head:

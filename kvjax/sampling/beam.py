@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache.dense import Dense
 from kvjax.cache.paged import Paged
-from kvjax.engine.decode import step
+from kvjax.engine.decode import settle_step, step
 from kvjax.engine.prepare import bucket
 from kvjax.engine.state import Moving, State, join_state, split_state, take_rows, unpacked
 from kvjax.processes import on_host
@@ -94,6 +94,7 @@ def beam_search(
     ends = jnp.asarray(np.isin(np.arange(vocabulary), eos))
     # So many that at least as many as there are beams do not end.
     candidates = min(max(2, 1 + len(state.config.eos)) * beams, beams * vocabulary)
+    settle_step(state)
     fixed, moving = split_state(state)
     logits = jnp.repeat(logits, beams, axis=0)
     while bool(known.open.any()) and int(known.length) < max_new_tokens:

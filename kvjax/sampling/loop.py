@@ -12,7 +12,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from kvjax.engine.decode import step
+from kvjax.engine.decode import settle_step, step
 from kvjax.engine.state import Moving, State, join_state, split_state
 from kvjax.processes import on_host
 from kvjax.sampling.sample import Sampling, sample
@@ -147,6 +147,7 @@ def generate_tokens(
     seen, ends = np.zeros(logits.shape, bool), np.isin(np.arange(logits.shape[1]), eos)
     for row, ids in zip(seen, texts, strict=False):
         row[list(ids)] = True
+    settle_step(state)
     drawn, held = draw(state.key, state.position, logits, sampling, jnp.asarray(seen), logprobs)
     fixed, moving = split_state(state)
     ended, made = ~on_host(state.active), 0

@@ -13,7 +13,10 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from kvjax.cache.ledger import allocated_bytes
+from kvjax.engine.decode import step_shapes
+from kvjax.engine.extend import read_more
 from kvjax.engine.prepare import bucket, check_tokens, check_vocabulary, instead, lines_of, plan_slots, ready
+from kvjax.engine.tuning import settle_before
 from kvjax.model import Model
 from kvjax.policies.policy import Policy
 from kvjax.policies.registry import name_of
@@ -36,6 +39,7 @@ from kvjax.serve.rows import (
 )
 from kvjax.serve.snapshots import Key, beginnings, dependencies
 from kvjax.settings import seed_number, whole_number
+from kvjax.types import Kernels
 
 ENDS = 64
 """Ids that may end a row, the model's own among them."""
@@ -188,6 +192,8 @@ class Device:
         def reads(size: int) -> tuple[Text, Any]:
             return jax.block_until_ready(self.read(self.begin(self._one), [0] * size))
 
+        self._settle(sizes)
+
         def writes() -> None:
             self.put(0, *reads(sizes[0]), Request((0,), max_tokens=1))
             self.write(1, leave=False)
@@ -197,6 +203,19 @@ class Device:
         with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
             for job in [pool.submit(writes), *(pool.submit(reads, size) for size in sizes[1:])]:
                 job.result()
+
+    def _settle(self, sizes: Sequence[int]) -> None:
+        """Race what chunks of these sizes and steps ask, where races decide."""
+
+        def trace(kernels: Kernels) -> None:
+            settings = dict(weights=self.model.weights, policy=self._placed, kernels=kernels)
+            text = jax.eval_shape(lambda: self.begin(self._one)).state.replace(**settings)
+            length = jax.ShapeDtypeStruct((1,), jnp.int32)
+            for size in sizes:
+                read_more.eval_shape(text, jax.ShapeDtypeStruct((1, size), jnp.int32), length, every=False)
+            step_shapes(jax.eval_shape(self._emptied).state.replace(**settings))
+
+        settle_before(trace, Kernels())
 
     def _emptied(self) -> Rows:
         planned = jax.tree.map(lambda leaf: np.repeat(leaf, self.rows, axis=0), self._one)

@@ -57,8 +57,8 @@ def decode_attention(
             no places beside slopes. `pallas` takes d and e that are multiples of 8 up to 256 on TPU (of 16 with four
             bits); on GPU powers of two from 16 to 256 (from 32 with four bits), and less than 2^31 numbers in k and in
             v. `triton` is for GPU, needs jax-triton, and takes any d and e up to 256, but neither gaussian noise nor
-            codes of four bits. All compile for their chips and have run in interpreters, none on a chip; `auto` is
-            `pallas` on TPU where it can be, else `xla`.
+            codes of four bits. All compile for their chips and have run in interpreters, none on a chip; what
+            `auto` is says `pallas_kernels.common.choose`.
         interpret: `True`, or `pltpu.InterpretParams()`, to run `pallas` without an accelerator.
         platform: for which the program is compiled; None for that of `jax.default_backend()`.
 
@@ -76,8 +76,18 @@ def decode_attention(
         "pallas": limit(q, k, v, spec, places, low_rank, common.pallas_form(platform)),
         "triton": triton_limit(q, k, v, spec, places, low_rank, scores),
     }
-    chosen = common.choose("decode_attention", implementation, limits, platform=platform, interpret=interpret)
     arguments: dict[str, Any] = dict(low_rank=low_rank, scores=scores)
+    asked = dict(q=q, k=k, v=v, position=position, query_position=query_position, spec=spec, places=places)
+    settings: dict[str, Any] = dict(
+        operand_settings(q, k, v, spec),
+        scores=scores.noise if isinstance(scores, Gumbel) else scores,
+        rank=None if low_rank is None else low_rank.features.shape[-1],
+    )
+    sizes = dict(b=q.shape[0], c=k.shape[2])
+    task = common.Task(common.bucket("decode_attention", sizes, settings), decode_attention, asked | arguments)
+    chosen = common.choose(
+        "decode_attention", implementation, limits, platform=platform, interpret=interpret, task=task
+    )
     if chosen == "xla":
         arguments |= dict(places=places, platform=common.platform_of(platform))
         return reference.decode_attention(q, k, v, position, query_position, spec, **arguments)
@@ -128,6 +138,13 @@ def refuse_turned(v: Operand) -> None:
     """Raise where values are `Turned`, which keys alone can be."""
     if isinstance(v, Turned):
         raise ValueError("v is Turned, but only keys are rotated; give an array or Quantised.")
+
+
+def operand_settings(q: Array, k: Operand, v: Operand, spec: AttentionSpec) -> dict[str, Any]:
+    """What verdicts on attention over slots or pages are apart by."""
+    _, h, g, d = q.shape
+    numbers = dict(dtype=q.dtype.name, keys=common.numbers_of(k), values=common.numbers_of(v))
+    return dict(h=h, g=g, d=d, e=v.shape[-1], **numbers, **spec.described())
 
 
 def operand_limits(q: Array, k: Operand, v: Operand, spec: AttentionSpec, places: Any) -> Limits:

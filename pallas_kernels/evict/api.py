@@ -62,8 +62,13 @@ def evict(
         ValueError: there is no such implementation.
     """
     limits = {"pallas": limit(position, buffers, common.pallas_form(platform))}
-    chosen = common.choose("evict", implementation, limits, platform=platform, interpret=interpret)
     arguments: dict[str, Any] = dict(protection=protection, keep=keep, shrinks=shrinks)
+    asked = dict(scores=scores, position=position, new_position=new_position, buffers=buffers, added=added)
+    b, h, c = position.shape
+    leaves = sorted(f"{leaf.dtype.name}{list(leaf.shape[3:])}" for leaf in jax.tree.leaves(buffers))
+    settings = dict(h=h, scores=scores.dtype.name, buffers=",".join(leaves), keep=keep is not None, shrinks=shrinks)
+    task = common.Task(common.bucket("evict", dict(b=b, c=c), settings), evict, asked | arguments)
+    chosen = common.choose("evict", implementation, limits, platform=platform, interpret=interpret, task=task)
     if chosen == "xla":
         return reference.evict(scores, position, new_position, buffers, added, **arguments)
     return pallas.evict(scores, position, new_position, buffers, added, interpret=interpret, **arguments)

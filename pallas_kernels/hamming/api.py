@@ -54,6 +54,11 @@ def hamming(
             (words * c <= 32768, f"c={c} codes of w={words} words are more than 32768 words"),
         )
     }
-    chosen = common.choose("hamming", implementation, limits, platform=platform, interpret=interpret)
+    asked = dict(query=query, codes=codes, position=position, new_position=new_position)
+    b, h = query.shape[:2]
+    settings = dict(h=h, g=groups, words=words, keep=keep is not None)
+    name = common.bucket("hamming", dict(b=b, c=c), settings)
+    task = common.Task(name, hamming, dict(asked, protection=protection, keep=keep))
+    chosen = common.choose("hamming", implementation, limits, platform=platform, interpret=interpret, task=task)
     form = reference.hamming if chosen == "xla" else functools.partial(pallas.hamming, interpret=interpret)
     return form(query, codes, position, new_position, protection=protection, keep=keep)

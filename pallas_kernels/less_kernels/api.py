@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from pallas_kernels.common import choose, first_limit, pallas_form
+from pallas_kernels.common import Task, bucket, choose, first_limit, pallas_form
 from pallas_kernels.less_kernels import reference
 
 
@@ -80,14 +81,25 @@ def psi(
     return _per_row(_run("psi", _per_head(k), weights, implementation, interpret, platform), len(k))
 
 
-def _run(op: str, x: Array, weights: list[Any], implementation: str, interpret: Any, platform: str | None) -> Array:
-    limits = {"pallas": limit(x, weights[0], weights[1], platform)}
-    chosen = choose(op, implementation, limits, platform=platform, interpret=interpret)
+def _run(
+    op: str,
+    x: Float[Array, "m bt d"],
+    layers: list[Any],
+    implementation: str,
+    interpret: Any = False,
+    platform: str | None = None,
+) -> Float[Array, "m bt f"]:
+    limits = {"pallas": limit(x, layers[0], layers[1], platform)}
+    (heads, tokens, d), hidden, features = x.shape, layers[0].shape[-1], layers[1].shape[-1]
+    settings = dict(m=heads, d=d, r=hidden, f=features, dtype=x.dtype.name, weights=layers[0].dtype.name)
+    name = bucket(op, dict(tokens=tokens), settings)
+    task = Task(name, functools.partial(_run, op), dict(x=x, layers=layers))
+    chosen = choose(op, implementation, limits, platform=platform, interpret=interpret, task=task)
     if chosen == "pallas":
         from pallas_kernels.less_kernels import pallas  # where it is used: it takes longer to import than kvjax
 
-        return getattr(pallas, op)(x, *weights, interpret=interpret)
-    return getattr(reference, op)(x, *weights)
+        return getattr(pallas, op)(x, *layers, interpret=interpret)
+    return getattr(reference, op)(x, *layers)
 
 
 def limit(x: Array, first: Array, second: Array, platform: str | None) -> str | None:

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels import common
 from pallas_kernels.attention import AttentionSpec
-from pallas_kernels.decode_attention.api import operand_limits, refuse_turned, width_limits
+from pallas_kernels.decode_attention.api import operand_limits, operand_settings, refuse_turned, width_limits
 from pallas_kernels.operands import Operand, Quantised
 from pallas_kernels.paged_attention import reference
 from pallas_kernels.paged_attention.pages import most_steps
@@ -52,8 +52,7 @@ def paged_attention(
         implementation: `auto`, `xla` or `pallas`. `xla` takes everything. `pallas` takes queries, keys, values, widths
             and g as `decode_attention` does. On TPU four bits need d and e of 256, s goes up to 1024, and what its
             steps are told (three numbers for each head of each row, and one for each row and for each 512 slots of the
-            pool) up to 240,000 numbers. It compiles for TPU and GPU and has run in interpreters, never on a chip;
-            `auto` is `pallas` on TPU where it can be, else `xla`.
+            pool) up to 240,000 numbers. It compiles for TPU and GPU and has run in interpreters, never on a chip.
         interpret: `True`, or on TPU `pltpu.InterpretParams()`, to run `pallas` without an accelerator.
         platform: for which the program is compiled; None for that of `jax.default_backend()`.
 
@@ -64,8 +63,13 @@ def paged_attention(
     refuse_turned(v)
     form = common.pallas_form(platform)
     limits = {"pallas": limit(q, k, v, spec, places, form)}
-    chosen = common.choose("paged_attention", implementation, limits, platform=platform, interpret=interpret)
     arrays = (q, k, v, position, owner, pages, query_position, spec)
+    names = ("q", "k", "v", "position", "owner", "pages", "query_position", "spec")
+    asked = dict(zip(names, arrays, strict=True)) | dict(places=places, logits=logits)
+    sizes = dict(b=q.shape[0], pages=k.shape[0])
+    settings = dict(slots=k.shape[1], **operand_settings(q, k, v, spec))
+    task = common.Task(common.bucket("paged_attention", sizes, settings), paged_attention, asked)
+    chosen = common.choose("paged_attention", implementation, limits, platform=platform, interpret=interpret, task=task)
     if chosen == "xla":
         platform = common.platform_of(platform)
         return reference.paged_attention(*arrays, places=places, logits=logits, platform=platform)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.attention import AttentionSpec
-from pallas_kernels.common import choose, first_limit, pallas_form, platform_of
+from pallas_kernels.common import Task, bucket, choose, first_limit, numbers_of, pallas_form, platform_of
 from pallas_kernels.operands import Operand, Quantised, Turned
 from pallas_kernels.prefill_scores import reference
 from pallas_kernels.prefill_scores.types import Joined, Own, PromptAttention
@@ -90,7 +90,16 @@ def prefill_scores(
     rows = 1 if weights is None else weights.shape[2]
     form = pallas_form(platform)
     limits = {"pallas": limit(q, k, v, form, rows=rows, placed=places is not None and spec.slopes is not None)}
-    chosen = choose("prefill_scores", implementation, limits, platform=platform, interpret=interpret)
+    asked: dict[str, Any] = dict(q=q, k=k, v=v, query_position=query_position, key_position=key_position, spec=spec)
+    asked |= dict(scores=scores, weights=weights, noise=noise, tau=tau, places=places, own=own)
+    b, h, g, queries, d = q.shape
+    settings = dict(h=h, g=g, d=d, e=v.shape[-1], dtype=q.dtype.name, keys=numbers_of(k), values=numbers_of(v))
+    settings |= dict(scores=scores, rows=None if weights is None else rows, noise=noise is not None)
+    settings |= dict(tau=None if tau == 1 else tau, readers=own is not None, **spec.described())
+    name = bucket("prefill_scores", dict(b=b, n=queries, c=c), settings)
+    # Of a chunk that several readers share there are no random inputs.
+    task = None if own is not None and own.of < c else Task(name, prefill_scores, asked)
+    chosen = choose("prefill_scores", implementation, limits, platform=platform, interpret=interpret, task=task)
     if chosen == "pallas":
         # Pallas is imported where it is used: it takes longer to import than kvjax.
         name = "pallas_gpu" if form == "gpu" else "pallas"
