@@ -64,11 +64,15 @@ def decode_attention(
     def of_heads(*tail: int) -> pl.BlockSpec:
         return pl.BlockSpec((1, heads, *tail), lambda b, h, s: (b, h) + (0,) * len(tail))
 
+    # Queries lie as products give them: XLA would copy them into padded rows, and rows of sums into lanes.
+    def of_queries(width: int) -> pl.BlockSpec:
+        return pl.BlockSpec((1, heads * g, width), lambda b, h, s: (b, h, 0))
+
     scalars = pl.BlockSpec(memory_space=pltpu.SMEM)
     of_slots = pl.BlockSpec((1, heads, slots), lambda b, h, s: (b, h, s))
     inputs: dict[str, tuple[Array, pl.BlockSpec]] = {
         "query_position": (query_position, scalars),
-        "q": (pad(q), of_heads(rows, d)),
+        "q": (q.reshape(b, h * g, d), of_queries(d)),
         "position": (position, of_slots),
     }
     turned = []  # whose blocks come as [channels, slots]
@@ -89,9 +93,9 @@ def decode_attention(
         inputs["slopes"] = (pad(spec.slopes.astype(jnp.float32)[..., None]), block)
     if low_rank is not None:
         features = low_rank.features.shape[-1]
-        inputs["phi"] = (pad(low_rank.features.astype(jnp.float32)), of_heads(rows, features))
+        inputs["phi"] = (low_rank.features.astype(jnp.float32).reshape(b, h * g, features), of_queries(features))
         inputs["h"] = (low_rank.h.astype(jnp.float32), of_heads(features, e))
-        inputs["z"] = (low_rank.z.astype(jnp.float32)[:, :, None], of_heads(1, features))
+        inputs["z"] = (low_rank.z.astype(jnp.float32), of_heads(features))
     if isinstance(scores, Gumbel):
         inputs["seed"] = (jax.lax.bitcast_convert_type(scores.seed, jnp.int32), scalars)
         inputs["tau"] = (scores.tau.astype(jnp.float32), scalars)
@@ -99,8 +103,8 @@ def decode_attention(
             inputs["first"] = (scores.first, scalars)
 
     outputs: dict[str, tuple[tuple[int, ...], pl.BlockSpec]] = {
-        "out": ((b, h, rows, e), of_heads(rows, e)),
-        "lse": ((b, h, rows, 1), of_heads(rows, 1)),
+        "out": ((b, h * g, e), of_queries(e)),
+        "lse": ((b, h, rows), of_heads(rows)),
     }
     scratch = {"acc": (heads, rows, e), "top": (heads, rows, 1), "total": (heads, rows, 1)}
     if isinstance(scores, Gumbel):
@@ -114,7 +118,7 @@ def decode_attention(
             (b, h, rows, c),
             pl.BlockSpec((1, heads, rows, slots), lambda b, h, s: (b, h, 0, s)),
         )
-        outputs["scores_lse"] = ((b, h, rows, 1), of_heads(rows, 1))
+        outputs["scores_lse"] = ((b, h, rows), of_heads(rows))
 
     kernel = functools.partial(
         _kernel,
@@ -143,9 +147,9 @@ def decode_attention(
     if "logits" in found:
         # Rows too long for the chip's memory: an elementwise epilogue.
         finite = jnp.where(jnp.isfinite(found["scores_lse"]), found["scores_lse"], 0.0)
-        result = jnp.exp(found["logits"] - finite)[:, :, :g]
+        result = jnp.exp(found["logits"] - finite[..., None])[:, :, :g]
         result = result if scores == "each" else result.sum(2)
-    return Decoded(found["out"][:, :, :g], found["lse"][:, :, :g, 0], result)
+    return Decoded(found["out"].reshape(b, h, g, e), found["lse"][:, :, :g], result)
 
 
 def tile(h: int, c: int, d: int, itemsize: int) -> tuple[int, int]:
@@ -196,7 +200,8 @@ def _kernel(
     visible = seen(position, query, spec.window)
     if capacity % slots:
         visible &= split * slots + jax.lax.broadcasted_iota(jnp.int32, (heads, slots), 1) < capacity
-    visible = jnp.broadcast_to(visible[:, None, :], (heads, refs["q"].shape[2], slots))
+    rows = padded(groups, SUBLANES)
+    visible = jnp.broadcast_to(visible[:, None, :], (heads, rows, slots))
     k_scale, v_scale = (refs[name][0] if name in refs else None for name in ("k_scale", "v_scale"))
     k_channels, v_channels = (1 if name in turned else 2 for name in "kv")
     if v_scale is None:
@@ -204,7 +209,7 @@ def _kernel(
     else:
         v, v_scale = refs["v"][0], live(v_scale, 1)
 
-    logits = spec.capped(products(refs["q"][0], refs["k"][0], k_scale, k_channels, integers))
+    logits = spec.capped(products(_rows(refs["q"][0], heads), refs["k"][0], k_scale, k_channels, integers))
     if "slopes" in refs:
         logits += refs["slopes"][...] * (position - query).astype(jnp.float32)[:, None, :]
     logits = jnp.where(visible, logits, LOWEST)
@@ -235,25 +240,57 @@ def _kernel(
     @pl.when(split == pl.num_programs(2) - 1)
     def _() -> None:
         out, lse = _finish(refs, scratch)
-        outputs["out"][0], outputs["lse"][0] = out, lse
+        outputs["out"][0], outputs["lse"][0] = _packed(out, groups), _along_lanes(lse)
         if scores is None:
             return
         top, total = ("noisy_top", "noisy_total") if gumbel else ("top", "total")
         top, total = scratch[top][...], scratch[total][...]
         if "scores_lse" in outputs:
-            outputs["scores_lse"][0] = _log(top, total)
+            outputs["scores_lse"][0] = _along_lanes(_log(top, total))
             return
         share = jnp.exp(scratch["logits"][:, :groups, :capacity] - top[:, :groups])
         share /= jnp.maximum(total, jnp.finfo(jnp.float32).tiny)[:, :groups]
         outputs["scores"][0] = share if scores == "each" else share.sum(1)
 
 
+def _rows(x: Float[Array, "hg n"], heads: int) -> Float[Array, "h rows n"]:
+    # Those of each head's queries in a tile of their own.
+    groups = len(x) // heads
+    rows = padded(groups, SUBLANES)
+    precise = x.astype(jnp.float32)  # of which a tile has as many rows
+    if groups == 1:
+        tiles = jnp.broadcast_to(precise[:, None], (heads, rows, x.shape[1]))
+    elif groups == rows:
+        tiles = precise.reshape(heads, rows, x.shape[1])
+    else:
+        own = [precise[i * groups : (i + 1) * groups] for i in range(heads)]
+        tiles = jnp.stack([jnp.pad(some, ((0, rows - groups), (0, 0))) for some in own])
+    return tiles.astype(x.dtype)
+
+
+def _packed(x: Float[Array, "h rows n"], groups: int) -> Float[Array, "hg n"]:
+    # The opposite of `_rows`.
+    if groups == 1:
+        return x.max(1)  # all rows are alike
+    if groups == x.shape[1]:
+        return x.reshape(-1, x.shape[2])
+    return jnp.concatenate([own[:groups] for own in x])
+
+
+def _along_lanes(x: Float[Array, "h rows 1"]) -> Float[Array, "h rows"]:
+    # By a sum, for v4 cannot gather from sublanes.
+    rows = x.shape[1]
+    shape = (len(x), rows, rows)
+    own = jax.lax.broadcasted_iota(jnp.int32, shape, 1) == jax.lax.broadcasted_iota(jnp.int32, shape, 2)
+    return jnp.where(own, x, -jnp.inf).max(1)
+
+
 def _finish(refs: Any, scratch: Any) -> tuple[Array, Array]:
     # Slots, and the low-rank share as one more split.
     top, total, acc = scratch["top"][...], scratch["total"][...], scratch["acc"][...]
     if "phi" in refs:
-        phi = refs["phi"][0]
-        mass = (phi * refs["z"][0]).sum(-1, keepdims=True)
+        phi = _rows(refs["phi"][0], len(acc))
+        mass = (phi * refs["z"][0][:, None]).sum(-1, keepdims=True)
         some = mass > 0
         other = jnp.where(some, jnp.log(jnp.where(some, mass, 1.0)), LOWEST / 2)
         highest = jnp.maximum(top, other)
