@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import re
 import sys
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -14,12 +17,14 @@ import numpy as np
 import kvjax
 from kvjax.cache import evidence
 from kvjax.engine.decode import lower_step
+from kvjax.evaluate import command
 from kvjax.model import Model
 from kvjax.models import ModelConfig
 from kvjax.models.sharding import parse_mesh, weight_shardings
 from pallas_kernels.prefill_scores import prefill_scores
 from tests import models
 from tests.cases import PAIRS, POLICIES, Case
+from tests.compiling import compile_fast
 
 LENGTHS, STEPS = (41, 57, 50, 44), 20
 TEXT = np.random.default_rng(0).integers(0, 64, (4, max(LENGTHS) + STEPS + 6))
@@ -91,6 +96,17 @@ def collectives(name: str, config: ModelConfig, shape: tuple[int, int]) -> None:
     print(json.dumps({"case": name, "mesh": shape} | found), flush=True)
 
 
+def reported(report: str, shape: tuple[int, int]) -> None:
+    """Print what a report of `kvjax evaluate` measures, on one device and on a mesh."""
+    words = [report, "--text", __file__, "--length", "24", "--budget", "16", "--policies", "streaming", "--window", "8"]
+    for mesh in ([], ["--mesh", "data={},model={}".format(*shape)]):
+        with tempfile.TemporaryDirectory() as out:
+            with contextlib.redirect_stdout(sys.stderr):
+                assert command.main([*words, "--out", out, *mesh]) == 0
+            kept = json.loads((Path(out) / report / "measurements.json").read_text())
+        print(json.dumps(kept["streaming"]["result"]), flush=True)
+
+
 def main(what: str, cases: list[str], kv_heads: int, meshes: list[list[int]], model: str | None = None) -> None:
     """Run what test_mesh asks for."""
     config = getattr(models, model) if model else models.small_config(2 * kv_heads, kv_heads)
@@ -98,6 +114,8 @@ def main(what: str, cases: list[str], kv_heads: int, meshes: list[list[int]], mo
     for name in cases:
         if what == "compared":
             compared(name, config, shapes)
+        elif what == "reported":
+            reported(name, shapes[0])
         else:
             for shape in shapes:
                 collectives(name, config, shape)
@@ -107,5 +125,5 @@ if __name__ == "__main__":
     jax.config.update("jax_num_cpu_devices", 8)
     told = json.loads(sys.argv[1])
     jax.config.update("jax_enable_x64", told["what"] == "compared")
-    jax.config.update("jax_disable_most_optimizations", True)
+    compile_fast()
     main(**told)

@@ -12,7 +12,9 @@ from typing import Any
 
 import pytest
 
+from kvjax.evaluate import command
 from kvjax.models.sharding import parse_mesh
+from kvjax.serve import command as serve
 from tests.cases import PAIRS, POLICIES, slow
 
 ROOT = Path(__file__).parents[1]
@@ -72,6 +74,25 @@ def test_a_step_sends_little() -> None:
     assert [(row["queries"], row["tokens"]) for row in heads + slots + both] == [(64, 64)] * 3 + [(16, 64)] * 2 + [
         (32, 64)
     ]
+
+
+def test_a_report_says_the_same_on_a_mesh() -> None:
+    alone, several = run(what="reported", cases=["long"], kv_heads=1, meshes=[(1, 2)])
+    assert alone.keys() == several.keys() and all(several[name] == pytest.approx(alone[name]) for name in alone)
+
+
+@pytest.mark.parametrize("report", command.REPORTS)
+def test_every_report_takes_a_mesh(report: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "fox.txt").write_text("A fox. " * 20)
+    words = [report, "--text", str(tmp_path / "fox.txt"), "--out", str(tmp_path), "--mesh", "model=9999"]
+    assert command.main(words) == 2
+    assert "--mesh model=9999 asks for 9999 devices" in capsys.readouterr().err
+
+
+def test_a_server_refuses_a_mesh(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        serve.parser().parse_args(["--mesh", "model=2"])
+    assert "model=2 asks for several devices, but this command runs on one" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("text", ["rows=2", "data=0", "data=2,data=2", "model", "", "model=9999"])

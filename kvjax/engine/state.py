@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Int, Key, UInt32
 from kvjax.cache.dense import Dense
 from kvjax.cache.ledger import allocated_bytes
 from kvjax.engine.layer import Storage
-from kvjax.engine.mesh import OF_ROWS, OF_VIEW, on_mesh, policy_specs, shared, storage_specs
+from kvjax.engine.mesh import OF_ROWS, OF_VIEW, on_mesh, placed_shapes, policy_specs, shared, storage_specs
 from kvjax.engine.prepare import full_slots, round_slots
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Weights
@@ -75,6 +75,15 @@ def state_specs(state: State) -> tuple[State, Any]:
     rows = dict.fromkeys(("prompt_length", "horizon", "end", "key", "seed", "active"), OF_ROWS)
     specs = state.replace(weights=weights, policy=policy_specs(state.policy), storage=(), position=None, **rows)
     return specs, (storage_specs(state.storage), OF_ROWS)
+
+
+def placed(state: State) -> State:
+    """The same where its programs have it: elsewhere it would travel at every step, and be compiled for once more."""
+    if state.mesh is None:
+        return state
+    fixed, moving = split_state(state)
+    shardings = placed_shapes(state_specs(state)[0], fixed, state.mesh)
+    return join_state(jax.device_put(fixed, jax.tree.map(lambda leaf: leaf.sharding, shardings)), moving)
 
 
 def unpacked(state: State) -> State:
