@@ -16,7 +16,7 @@ import numpy as np
 
 import kvjax
 from kvjax.cache import evidence
-from kvjax.engine.decode import lower_step
+from kvjax.engine import decode
 from kvjax.evaluate import command
 from kvjax.model import Model
 from kvjax.models import ModelConfig
@@ -54,18 +54,22 @@ def trace(model: Model, case: Case) -> tuple[list[np.ndarray], list[np.ndarray]]
 
 
 def compared(name: str, config: ModelConfig, shapes: list[tuple[int, int]]) -> None:
-    """Print for each mesh how far its logits are from those of one device, and whether the same tokens are held."""
+    """Print for each mesh how far its logits are from those of one device, and whether the same tokens are held.
+
+    And how many programs its steps are, those after a turn included.
+    """
     case, model = (POLICIES | PAIRS)[name], models.sharp_model(config)
     wanted, held = trace(model, case)
     for shape in shapes:
+        made, off = decode._step._cache_size(), 0.0
         found, holds = trace(placed(model, shape), case)
-        off = 0.0
+        made = decode._step._cache_size() - made
         for one, several in zip(wanted, found, strict=True):
             real = ~np.isnan(one)
             assert (real == ~np.isnan(several)).all(), f"{name} on {shape}: other rows are NaN"
             off = max(off, float(np.max(np.abs(one - several)[real], initial=0.0) / np.abs(one[real]).max(initial=1.0)))
         same = all(map(np.array_equal, held, holds))
-        print(json.dumps({"case": name, "mesh": shape, "off": off, "same": same}), flush=True)
+        print(json.dumps({"case": name, "mesh": shape, "off": off, "same": same, "programs": made}), flush=True)
 
 
 def collectives(name: str, config: ModelConfig, shape: tuple[int, int]) -> None:
@@ -84,7 +88,7 @@ def collectives(name: str, config: ModelConfig, shape: tuple[int, int]) -> None:
     prompts = TEXT[:, : max(LENGTHS)]
     state, _ = kvjax.prefill(model, case.make(), prompts, case.budget, plan=case.plan, max_new_tokens=40)
     jax.config.update("jax_disable_most_optimizations", False)  # which leave sums apart that travel together
-    text = lower_step(state).compile().as_text() or ""
+    text = decode.lower_step(state).compile().as_text() or ""
     jax.config.update("jax_disable_most_optimizations", True)
     kinds = "all-gather|all-reduce|reduce-scatter|collective-permute|all-to-all"
     calls = re.findall(rf"= (.*?) ({kinds})(?:-start)?\(", text)
@@ -123,7 +127,8 @@ def main(what: str, cases: list[str], kv_heads: int, meshes: list[list[int]], mo
 
 if __name__ == "__main__":
     jax.config.update("jax_num_cpu_devices", 8)
-    told = json.loads(sys.argv[1])
-    jax.config.update("jax_enable_x64", told["what"] == "compared")
+    several = json.loads(sys.argv[1])
+    jax.config.update("jax_enable_x64", all(told["what"] == "compared" for told in several))
     compile_fast()
-    main(**told)
+    for told in several:
+        main(**told)

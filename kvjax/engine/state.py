@@ -81,9 +81,12 @@ def placed(state: State) -> State:
     """The same where its programs have it: elsewhere it would travel at every step, and be compiled for once more."""
     if state.mesh is None:
         return state
-    fixed, moving = split_state(state)
-    shardings = placed_shapes(state_specs(state)[0], fixed, state.mesh)
-    return join_state(jax.device_put(fixed, jax.tree.map(lambda leaf: leaf.sharding, shardings)), moving)
+    # As programs write it: an axis of one device is none to them.
+    rows = state.position.sharding
+    fields = {name: jax.device_put(getattr(state, name), rows) for name in ROWS}
+    shapes = placed_shapes(policy_specs(state.policy), state.policy, state.mesh)
+    policy = jax.device_put(state.policy, jax.tree.map(lambda leaf: leaf.sharding, shapes))
+    return state.replace(policy=policy, **fields)
 
 
 def unpacked(state: State) -> State:
