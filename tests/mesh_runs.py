@@ -8,6 +8,7 @@ import math
 import re
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,8 @@ from tests.cases import PAIRS, POLICIES, Case
 from tests.compiling import compile_fast
 
 LENGTHS, STEPS = (41, 57, 50, 44), 20
+Follow = Callable[[Model, Case], tuple[list[np.ndarray], list[np.ndarray]]]
+"""What a model says, and what is held at the end."""
 TEXT = np.random.default_rng(0).integers(0, 64, (4, max(LENGTHS) + STEPS + 6))
 
 
@@ -53,16 +56,28 @@ def trace(model: Model, case: Case) -> tuple[list[np.ndarray], list[np.ndarray]]
     return found, [np.sort(layer, axis=-1) for layer in kvjax.held_positions(state)]
 
 
-def compared(name: str, config: ModelConfig, shapes: list[tuple[int, int]]) -> None:
+def comings_and_goings(model: Model, case: Case) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """The same after rows were taken from a state, some of them twice, and some of these put back in others' places."""
+    reading: dict[str, Any] = dict(plan=case.plan, max_new_tokens=40)
+    prompts = [row[:length].tolist() for row, length in zip(TEXT, LENGTHS, strict=True)]
+    state, _ = kvjax.prefill(model, case.make(), prompts, case.budget, **reading)
+    taken = kvjax.take_rows(state, [3, 0, 0, 1])
+    taken, logits = kvjax.decode_step(taken, TEXT[:, -1])
+    found = [np.asarray(logits)]
+    mixed, logits = kvjax.decode_step(kvjax.put_rows(state, [1, 2], kvjax.take_rows(taken, [2, 0])), TEXT[:, 0])
+    return [*found, np.asarray(logits)], [np.sort(layer, axis=-1) for layer in kvjax.held_positions(mixed)]
+
+
+def compared(name: str, config: ModelConfig, shapes: list[tuple[int, int]], follow: Follow) -> None:
     """Print for each mesh how far its logits are from those of one device, and whether the same tokens are held.
 
     And how many programs its steps are, those after a turn included.
     """
     case, model = (POLICIES | PAIRS)[name], models.sharp_model(config)
-    wanted, held = trace(model, case)
+    wanted, held = follow(model, case)
     for shape in shapes:
         made, off = decode._step._cache_size(), 0.0
-        found, holds = trace(placed(model, shape), case)
+        found, holds = follow(placed(model, shape), case)
         made = decode._step._cache_size() - made
         for one, several in zip(wanted, found, strict=True):
             real = ~np.isnan(one)
@@ -100,6 +115,9 @@ def collectives(name: str, config: ModelConfig, shape: tuple[int, int]) -> None:
     print(json.dumps({"case": name, "mesh": shape} | found), flush=True)
 
 
+FOLLOWED: dict[str, Follow] = {"compared": trace, "rows": comings_and_goings}
+
+
 def reported(report: str, shape: tuple[int, int]) -> None:
     """Print what a report of `kvjax evaluate` measures, on one device and on a mesh."""
     words = [report, "--text", __file__, "--length", "24", "--budget", "16", "--policies", "streaming", "--window", "8"]
@@ -116,8 +134,8 @@ def main(what: str, cases: list[str], kv_heads: int, meshes: list[list[int]], mo
     config = getattr(models, model) if model else models.small_config(2 * kv_heads, kv_heads)
     shapes = [(data, among) for data, among in meshes]
     for name in cases:
-        if what == "compared":
-            compared(name, config, shapes)
+        if what in FOLLOWED:
+            compared(name, config, shapes, FOLLOWED[what])
         elif what == "reported":
             reported(name, shapes[0])
         else:
@@ -128,7 +146,7 @@ def main(what: str, cases: list[str], kv_heads: int, meshes: list[list[int]], mo
 if __name__ == "__main__":
     jax.config.update("jax_num_cpu_devices", 8)
     several = json.loads(sys.argv[1])
-    jax.config.update("jax_enable_x64", all(told["what"] == "compared" for told in several))
+    jax.config.update("jax_enable_x64", all(told["what"] in FOLLOWED for told in several))
     compile_fast()
     for told in several:
         main(**told)

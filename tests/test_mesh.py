@@ -67,6 +67,11 @@ def test_a_mesh_gives_what_one_device_gives(told: list[Told]) -> None:
     assert not wrong
 
 
+def test_rows_with_slots_of_their_own_come_and_go() -> None:
+    (row,) = run(dict(what="rows", cases=["fastgen"], kv_heads=2, meshes=[(2, 4)]))
+    assert row["same"] and row["off"] < 1e-9
+
+
 def test_a_step_sends_little() -> None:
     """Two a layer and one for the table; where slots are shared one more for all victims, with heads one a layer."""
     layers = 2

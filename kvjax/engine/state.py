@@ -16,7 +16,7 @@ from kvjax.cache.dense import Dense
 from kvjax.cache.ledger import allocated_bytes
 from kvjax.engine.layer import Storage
 from kvjax.engine.mesh import OF_ROWS, OF_VIEW, on_mesh, placed_shapes, policy_specs, shared, storage_specs
-from kvjax.engine.prepare import full_slots, round_slots
+from kvjax.engine.prepare import check_rows, full_slots, round_slots
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Weights
 from kvjax.models.sharding import weight_specs
@@ -108,9 +108,10 @@ def take_rows(state: State, index: ArrayLike | Sequence[int]) -> State:
         index: which rows, from 0; one may be taken several times.
 
     Raises:
-        ValueError: there is no such row, or none is named.
+        ValueError: there is no such row, none is named, or they do not lie on the state's mesh, as many on each device.
     """
     rows = _rows(state, index)
+    check_rows(len(rows), state.mesh)
     fields = {name: getattr(state, name)[rows] for name in ROWS}
     return state.replace(storage=state.storage.take(rows), **fields)
 
