@@ -64,7 +64,7 @@ def add_model_options(
         default: the model where none is named.
         also: what else this command knows by a name.
         rounded: whether it can do with rounded weights.
-        spread: whether it can do with a model on several devices.
+        spread: whether it can do with a model on several devices; one that cannot refuses `--mesh` in a sentence.
         processes: whether those may be of several processes.
         kernels: whether which of them run can be said.
     """
@@ -84,6 +84,7 @@ def add_model_options(
             f"can run (default: {VARIABLE}, or auto)",
         )
     if not spread:
+        options.add_argument("--mesh", type=_one_device, help=argparse.SUPPRESS)
         return
     options.add_argument(
         "--mesh", metavar="data=D,model=M", help="devices that share rows, and heads and columns (default: one device)"
@@ -97,6 +98,10 @@ def add_model_options(
         metavar="HOST:PORT,PROCESSES,NUMBER",
         help="this is one of several processes; without a value as Cloud TPU, SLURM or Kubernetes say",
     )
+
+
+def _one_device(mesh: str) -> NoReturn:
+    raise argparse.ArgumentTypeError(f"{mesh} asks for several devices, but this command runs on one; leave it out.")
 
 
 @contextlib.contextmanager

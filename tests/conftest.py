@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import re
 from collections.abc import Iterator
-from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # before jax is imported, so that no accelerator is claimed
 os.environ["KVJAX_TUNE"] = "off"  # on an accelerator, tests would race kernels
@@ -15,9 +13,9 @@ os.environ["KVJAX_CACHE_DIR"] = ""  # a command under test would keep every late
 import hypothesis
 import jax
 import pytest
-from jax._src import compiler
 
 from kvjax.compilation import drop_programs
+from tests.compiling import compile_fast
 
 # Compiling dominates an example's time, hence few examples and no deadline.
 hypothesis.settings.register_profile("local", deadline=None, max_examples=8)
@@ -32,24 +30,7 @@ def x64() -> Iterator[None]:
         yield
 
 
-jax.config.update("jax_disable_most_optimizations", True)
-FAST = {"xla_cpu_use_fusion_emitters": False}
-try:
-    jax.jit(lambda x: x + 1, compiler_options=FAST)(1.0)
-except jax.errors.JaxRuntimeError:
-    FAST = {}  # which is a slower suite and nothing else
-usual_options = compiler.get_compile_options
-
-
-@functools.wraps(usual_options)
-def compile_options(*args: Any, **settings: Any) -> Any:
-    """What a program is compiled with."""
-    if jax.config.read("jax_disable_most_optimizations"):
-        settings["env_options_overrides"] = FAST | (settings.get("env_options_overrides") or {})
-    return usual_options(*args, **settings)
-
-
-compiler.get_compile_options = compile_options  # there is no setting for all programs
+compile_fast()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

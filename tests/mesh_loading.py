@@ -1,4 +1,4 @@
-"""Loads converted weights onto meshes of eight virtual devices: run by test_convert in a process of its own."""
+"""Loads weights onto meshes of eight virtual devices: run by test_convert in a process of its own."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jax.sharding import AxisType
 
 import kvjax
 from kvjax.convert import convert
-from kvjax.models import orbax
+from kvjax.models import orbax, stored
 from kvjax.models.loading import read_checkpoint
 from kvjax.models.sharding import weight_shardings
 from kvjax.sampling.texts import generate_ids
@@ -27,10 +27,11 @@ def main(directory: str) -> None:
     greedy: dict[str, Any] = dict(policy="h2o", budget=12, max_new_tokens=6, temperature=0.0)
     wanted = generate_ids(plain, prompts, **greedy).tokens
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(orbax, "_read", lambda *_: sys.exit("a tensor was read whole"))
-        for shape in ((8, 1), (2, 4)):
+        for reader in (orbax, stored):
+            patch.setattr(reader, "_read", lambda *_: sys.exit("a tensor was read whole"))
+        for shape, place in (((8, 1), directory), ((2, 4), directory), ((2, 4), "tiny")):
             mesh = jax.make_mesh(shape, ("data", "model"), axis_types=(AxisType.Auto, AxisType.Auto))
-            model = kvjax.load(directory, mesh=mesh)
+            model = kvjax.load(place, mesh=mesh)
             jax.tree.map(np.testing.assert_array_equal, model.weights, plain.weights)
             shardings = weight_shardings(model.config, mesh)
             jax.tree.map(

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import re
 import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -13,15 +17,19 @@ import numpy as np
 
 import kvjax
 from kvjax.cache import evidence
-from kvjax.engine.decode import lower_step
+from kvjax.engine import decode
+from kvjax.evaluate import command
 from kvjax.model import Model
 from kvjax.models import ModelConfig
 from kvjax.models.sharding import parse_mesh, weight_shardings
 from pallas_kernels.prefill_scores import prefill_scores
 from tests import models
 from tests.cases import PAIRS, POLICIES, Case
+from tests.compiling import compile_fast
 
 LENGTHS, STEPS = (41, 57, 50, 44), 20
+Follow = Callable[[Model, Case], tuple[list[np.ndarray], list[np.ndarray]]]
+"""What a model says, and what is held at the end."""
 TEXT = np.random.default_rng(0).integers(0, 64, (4, max(LENGTHS) + STEPS + 6))
 
 
@@ -48,19 +56,35 @@ def trace(model: Model, case: Case) -> tuple[list[np.ndarray], list[np.ndarray]]
     return found, [np.sort(layer, axis=-1) for layer in kvjax.held_positions(state)]
 
 
-def compared(name: str, config: ModelConfig, shapes: list[tuple[int, int]]) -> None:
-    """Print for each mesh how far its logits are from those of one device, and whether the same tokens are held."""
+def comings_and_goings(model: Model, case: Case) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """The same after rows were taken from a state, some of them twice, and some of these put back in others' places."""
+    reading: dict[str, Any] = dict(plan=case.plan, max_new_tokens=40)
+    prompts = [row[:length].tolist() for row, length in zip(TEXT, LENGTHS, strict=True)]
+    state, _ = kvjax.prefill(model, case.make(), prompts, case.budget, **reading)
+    taken = kvjax.take_rows(state, [3, 0, 0, 1])
+    taken, logits = kvjax.decode_step(taken, TEXT[:, -1])
+    found = [np.asarray(logits)]
+    mixed, logits = kvjax.decode_step(kvjax.put_rows(state, [1, 2], kvjax.take_rows(taken, [2, 0])), TEXT[:, 0])
+    return [*found, np.asarray(logits)], [np.sort(layer, axis=-1) for layer in kvjax.held_positions(mixed)]
+
+
+def compared(name: str, config: ModelConfig, shapes: list[tuple[int, int]], follow: Follow) -> None:
+    """Print for each mesh how far its logits are from those of one device, and whether the same tokens are held.
+
+    And how many programs its steps are, those after a turn included.
+    """
     case, model = (POLICIES | PAIRS)[name], models.sharp_model(config)
-    wanted, held = trace(model, case)
+    wanted, held = follow(model, case)
     for shape in shapes:
-        found, holds = trace(placed(model, shape), case)
-        off = 0.0
+        made, off = decode._step._cache_size(), 0.0
+        found, holds = follow(placed(model, shape), case)
+        made = decode._step._cache_size() - made
         for one, several in zip(wanted, found, strict=True):
             real = ~np.isnan(one)
             assert (real == ~np.isnan(several)).all(), f"{name} on {shape}: other rows are NaN"
             off = max(off, float(np.max(np.abs(one - several)[real], initial=0.0) / np.abs(one[real]).max(initial=1.0)))
         same = all(map(np.array_equal, held, holds))
-        print(json.dumps({"case": name, "mesh": shape, "off": off, "same": same}), flush=True)
+        print(json.dumps({"case": name, "mesh": shape, "off": off, "same": same, "programs": made}), flush=True)
 
 
 def collectives(name: str, config: ModelConfig, shape: tuple[int, int]) -> None:
@@ -79,7 +103,7 @@ def collectives(name: str, config: ModelConfig, shape: tuple[int, int]) -> None:
     prompts = TEXT[:, : max(LENGTHS)]
     state, _ = kvjax.prefill(model, case.make(), prompts, case.budget, plan=case.plan, max_new_tokens=40)
     jax.config.update("jax_disable_most_optimizations", False)  # which leave sums apart that travel together
-    text = lower_step(state).compile().as_text() or ""
+    text = decode.lower_step(state).compile().as_text() or ""
     jax.config.update("jax_disable_most_optimizations", True)
     kinds = "all-gather|all-reduce|reduce-scatter|collective-permute|all-to-all"
     calls = re.findall(rf"= (.*?) ({kinds})(?:-start)?\(", text)
@@ -91,13 +115,29 @@ def collectives(name: str, config: ModelConfig, shape: tuple[int, int]) -> None:
     print(json.dumps({"case": name, "mesh": shape} | found), flush=True)
 
 
+FOLLOWED: dict[str, Follow] = {"compared": trace, "rows": comings_and_goings}
+
+
+def reported(report: str, shape: tuple[int, int]) -> None:
+    """Print what a report of `kvjax evaluate` measures, on one device and on a mesh."""
+    words = [report, "--text", __file__, "--length", "24", "--budget", "16", "--policies", "streaming", "--window", "8"]
+    for mesh in ([], ["--mesh", "data={},model={}".format(*shape)]):
+        with tempfile.TemporaryDirectory() as out:
+            with contextlib.redirect_stdout(sys.stderr):
+                assert command.main([*words, "--out", out, *mesh]) == 0
+            kept = json.loads((Path(out) / report / "measurements.json").read_text())
+        print(json.dumps(kept["streaming"]["result"]), flush=True)
+
+
 def main(what: str, cases: list[str], kv_heads: int, meshes: list[list[int]], model: str | None = None) -> None:
     """Run what test_mesh asks for."""
     config = getattr(models, model) if model else models.small_config(2 * kv_heads, kv_heads)
     shapes = [(data, among) for data, among in meshes]
     for name in cases:
-        if what == "compared":
-            compared(name, config, shapes)
+        if what in FOLLOWED:
+            compared(name, config, shapes, FOLLOWED[what])
+        elif what == "reported":
+            reported(name, shapes[0])
         else:
             for shape in shapes:
                 collectives(name, config, shape)
@@ -105,7 +145,8 @@ def main(what: str, cases: list[str], kv_heads: int, meshes: list[list[int]], mo
 
 if __name__ == "__main__":
     jax.config.update("jax_num_cpu_devices", 8)
-    told = json.loads(sys.argv[1])
-    jax.config.update("jax_enable_x64", told["what"] == "compared")
-    jax.config.update("jax_disable_most_optimizations", True)
-    main(**told)
+    several = json.loads(sys.argv[1])
+    jax.config.update("jax_enable_x64", all(told["what"] in FOLLOWED for told in several))
+    compile_fast()
+    for told in several:
+        main(**told)

@@ -49,7 +49,7 @@ def test_a_file_is_converted_with_its_tokenizer(tmp_path: Path) -> None:
 
 
 def test_a_mesh_gets_its_shards(tiny: Path) -> None:
-    """Orbax reads each device's part alone; in a process with eight devices."""
+    """Each device's part is read alone, also of safetensors; in a process with eight devices."""
     script = Path(__file__).with_name("mesh_loading.py")
     root = str(Path(__file__).parents[1])
     run = subprocess.run(

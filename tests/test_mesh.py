@@ -12,66 +12,100 @@ from typing import Any
 
 import pytest
 
+from kvjax.evaluate import command
 from kvjax.models.sharding import parse_mesh
+from kvjax.serve import command as serve
 from tests.cases import PAIRS, POLICIES, slow
 
 ROOT = Path(__file__).parents[1]
 MESHES = ((1, 1), (2, 1), (1, 4), (2, 4), (1, 8))
 
 
-def run(**told: Any) -> list[dict[str, Any]]:
-    """What tests.mesh_runs prints."""
+Told = dict[str, Any]
+"""What tests.mesh_runs is to do."""
+
+
+def run(*told: Told) -> list[dict[str, Any]]:
+    """What tests.mesh_runs prints, in one process."""
     words = [sys.executable, "-m", "tests.mesh_runs", json.dumps(told)]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=3000)
     assert done.returncode == 0, done.stderr[-3000:]
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
+def compared(cases: list[str], kv_heads: int, *meshes: tuple[int, int], model: str | None = None) -> Told:
+    return dict(what="compared", cases=cases, kv_heads=kv_heads, meshes=meshes, model=model)
+
+
 def groups(names: list[str], size: int) -> list[list[str]]:
     return [names[i : i + size] for i in range(0, len(names), size)]
 
 
-EVERYTHING = [
-    slow(names, kv_heads, MESHES, None) for kv_heads in (1, 2, 8) for names in groups(list(POLICIES | PAIRS), 10)
-]
+EVERYTHING = [slow([compared(names, n, *MESHES)]) for n in (1, 2, 8) for names in groups(list(POLICIES | PAIRS), 10)]
 
 
 @pytest.mark.parametrize(
-    "cases, kv_heads, meshes, model",
+    "told",
     [
         # Rows on two devices, heads on two, three on each, and the slots of each on two.
-        (["h2o", "keyformer", "tova", "lsh_e"], 6, [(2, 4)], None),
-        (["less-performer", "fastgen", "lightkv"], 6, [(2, 4)], None),
-        *(slow(names, 6, [(2, 4)], None) for names in groups(list(POLICIES | PAIRS), 10)),
-        (["less+h2o+int4", "h2o+topk", "lightkv-offload"], 1, [(1, 4)], None),
-        (["streaming", "h2o+adakv"], 2, [(1, 4)], "SLOPED"),
-        (["tova"], 2, [(2, 2)], "LOCAL"),
-        (["keyformer"], 2, [(1, 2)], "LEARNED"),
+        [compared(["h2o", "keyformer", "tova", "lsh_e"], 6, (2, 4))],
+        [compared(["less-performer", "fastgen", "lightkv"], 6, (2, 4))],
+        *(slow([compared(names, 6, (2, 4))]) for names in groups(list(POLICIES | PAIRS), 10)),
+        [compared(["less+h2o+int4", "h2o+topk", "lightkv-offload"], 1, (1, 4))],
+        [
+            compared(["streaming", "h2o+adakv"], 2, (1, 4), model="SLOPED"),
+            compared(["tova"], 2, (2, 2), model="LOCAL"),
+            compared(["keyformer"], 2, (1, 2), model="LEARNED"),
+        ],
         *EVERYTHING,
     ],
 )
-def test_a_mesh_gives_what_one_device_gives(
-    cases: list[str], kv_heads: int, meshes: list[tuple[int, int]], model: str | None
-) -> None:
-    found = run(what="compared", cases=cases, kv_heads=kv_heads, meshes=meshes, model=model)
-    assert len(found) == len(cases) * len(meshes)
-    wrong = [row for row in found if not row["same"] or row["off"] > 1e-9]
+def test_a_mesh_gives_what_one_device_gives(told: list[Told]) -> None:
+    found = run(*told)
+    assert len(found) == sum(len(each["cases"]) * len(each["meshes"]) for each in told)
+    wrong = [row for row in found if not row["same"] or row["off"] > 1e-9 or row["programs"] > 1]
     assert not wrong
+
+
+def test_rows_with_slots_of_their_own_come_and_go() -> None:
+    (row,) = run(dict(what="rows", cases=["fastgen"], kv_heads=2, meshes=[(2, 4)]))
+    assert row["same"] and row["off"] < 1e-9
 
 
 def test_a_step_sends_little() -> None:
     """Two a layer and one for the table; where slots are shared one more for all victims, with heads one a layer."""
     layers = 2
-    heads = run(what="collectives", cases=["h2o", "tova", "fastgen"], kv_heads=4, meshes=[(2, 2)])
+    sent = run(
+        dict(what="collectives", cases=["h2o", "tova", "fastgen"], kv_heads=4, meshes=[(2, 2)]),
+        dict(what="collectives", cases=["h2o", "keyformer"], kv_heads=1, meshes=[(1, 4)]),
+        dict(what="collectives", cases=["h2o"], kv_heads=2, meshes=[(1, 4)]),
+    )
+    heads, slots, both = sent[:3], sent[3:5], sent[5:]
     assert all(row["calls"] <= 2 * layers + 1 and row["gathered"] == 0 for row in heads), heads
-    slots = run(what="collectives", cases=["h2o", "keyformer"], kv_heads=1, meshes=[(1, 4)])
     assert all(row["calls"] <= 2 * layers + 2 and row["gathered"] < row["keys"] / 2 for row in slots), slots
-    both = run(what="collectives", cases=["h2o"], kv_heads=2, meshes=[(1, 4)])
     assert all(row["calls"] <= 3 * layers + 2 and row["gathered"] < row["keys"] / 2 for row in both), both
     # Prompts are shared by queries where steps are by slots.
-    assert [(row["queries"], row["tokens"]) for row in heads + slots + both] == [(64, 64)] * 3 + [(16, 64)] * 2 + [
-        (32, 64)
-    ]
+    read = [(row["queries"], row["tokens"]) for row in sent]
+    assert read == [(64, 64)] * 3 + [(16, 64)] * 2 + [(32, 64)]
+
+
+def test_a_report_says_the_same_on_a_mesh() -> None:
+    alone, several = run(dict(what="reported", cases=["long"], kv_heads=1, meshes=[(1, 2)]))
+    assert alone.keys() == several.keys() and all(several[name] == pytest.approx(alone[name]) for name in alone)
+
+
+@pytest.mark.parametrize("report", command.REPORTS)
+def test_every_report_takes_a_mesh(report: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "fox.txt").write_text("A fox. " * 20)
+    words = [report, "--text", str(tmp_path / "fox.txt"), "--out", str(tmp_path), "--mesh", "model=9999"]
+    assert command.main(words) == 2
+    assert "--mesh model=9999 asks for 9999 devices" in capsys.readouterr().err
+
+
+def test_a_server_refuses_a_mesh(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        serve.parser().parse_args(["--mesh", "model=2"])
+    assert "model=2 asks for several devices, but this command runs on one" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("text", ["rows=2", "data=0", "data=2,data=2", "model", "", "model=9999"])

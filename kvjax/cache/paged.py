@@ -8,6 +8,7 @@ every prompt whose pool has the same number of pages.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
+from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.asks import Again, Probs, Seen, Sums, questions
@@ -22,7 +24,7 @@ from kvjax.cache import evidence, slots
 from kvjax.cache.dense import Dense
 from kvjax.cache.slots import Attended, Rules
 from kvjax.processes import on_host
-from kvjax.types import KV, Evicted, Heads, LayerConfig, New, Parts, PyTree, View, setting, wide
+from kvjax.types import HEADS, KV, ROWS, Evicted, Heads, LayerConfig, New, Parts, PyTree, View, setting, wide
 from pallas_kernels.attention import LowRank, Partial, merge, share_of_evicted
 from pallas_kernels.evict.reference import after_reading
 from pallas_kernels.paged_attention import paged_attention
@@ -719,51 +721,77 @@ def _better(a: Choice, b: Choice) -> Choice:
 
 def _gathered(pools: Sequence[Paged], rows: Sequence[tuple[int, int]]) -> Paged:
     """The pool of some rows of pools with pages of one size; each row as (which pool, which of its rows)."""
-    if any(pool.devices != (1, 1) for pool in pools):
-        raise ValueError(
-            "rows whose heads have slots of their own cannot be taken from a mesh of several devices; read these "
-            "prompts on one, or under a plan that gives all heads the same."
-        )
-    heads, layers = pools[0].limit[0].shape[1], len(pools[0].limit)
-    tables = [tuple(np.asarray(x) for x in (pool.owner, pool.first, pool.start)) for pool in pools]
-    before = np.concatenate([[0], np.cumsum([len(pool.owner) for pool in pools])])
-    source, owner, start = [], [], [0]
-    for layer in range(layers):
-        for row, (which, old) in enumerate(rows):
-            theirs, _, begin = tables[which]
-            for head in range(heads):
-                pages = begin[layer] + np.flatnonzero(theirs[begin[layer] : begin[layer + 1]] == old * heads + head)
-                source.append(before[which] + pages)
-                owner += [row * heads + head] * len(pages)
-        start.append(len(owner))
-    flat = np.concatenate(source)
-    spare = round_pages(len(flat)) - len(flat)
-    index, real = np.pad(flat, (0, spare)), np.arange(len(flat) + spare) < len(flat)
-    first = np.where(real, np.concatenate([table[1] for table in tables])[index], 0)
-
-    def pages_of(*leaves: Array) -> Array:
-        return (leaves[0] if len(pools) == 1 else jnp.concatenate(leaves))[index]
-
+    devices = pools[0].devices
+    if any(pool.devices != devices for pool in pools):
+        raise ValueError("rows of a state on one mesh do not fit a state on another one; read both on the same.")
+    layers, heads, here = len(pools[0].limit), pools[0].limit[0].shape[1] // devices[1], len(rows) // devices[0]
+    tables = [tuple(on_host(x).reshape(*devices, -1) for x in (pool.owner, pool.first, pool.start)) for pool in pools]
+    owned = [pool.limit[0].shape[0] // devices[0] for pool in pools]
+    # A device gathers from all pages of its heads: those of one pool behind the other's.
+    counts = [first.shape[-1] for _, first, _ in tables]
+    before = np.concatenate([[0], np.cumsum(counts) * devices[0]])
+    sources, owners, starts = [], [], []
+    for of_rows, of_heads in np.ndindex(devices):
+        source, owner, start = [], [], [0]
+        for layer in range(layers):
+            for row, (which, old) in enumerate(rows[of_rows * here : (of_rows + 1) * here]):
+                device, place = divmod(old, owned[which])
+                theirs, _, begin = (table[device, of_heads] for table in tables[which])
+                for head in range(heads):
+                    mine = np.flatnonzero(theirs[begin[layer] : begin[layer + 1]] == place * heads + head)
+                    source.append(before[which] + device * counts[which] + begin[layer] + mine)
+                    owner += [row * heads + head] * len(mine)
+            start.append(len(owner))
+        sources.append(np.concatenate(source))
+        owners.append(np.array(owner))
+        starts.append(np.array(start))
+    total = round_pages(max(map(len, sources)))
+    index = np.stack([np.pad(source, (0, total - len(source))) for source in sources])
+    real = np.arange(total) < np.array([[len(source)] for source in sources])
+    firsts = [
+        np.concatenate([first[:, of_heads].reshape(-1) for _, first, _ in tables])
+        for _, of_heads in np.ndindex(devices)
+    ]
+    first = np.where(real, np.take_along_axis(np.stack(firsts), index, 1), 0)
+    owner = np.stack([np.pad(owner, (0, total - len(owner))) for owner in owners])
+    numbers = (jnp.asarray(x.reshape(-1), jnp.int32) for x in (index, owner, first, np.stack(starts)))
+    held = [(pool.kv, pool.position, pool.slots) for pool in pools]
+    mesh = None if devices == (1, 1) else pools[0].position.sharding.mesh  # type: ignore[attr-defined]
+    (kv, position, remembered), owner, first, start = _moved(held, jnp.asarray(real.reshape(-1)), *numbers, mesh=mesh)
     offset = np.concatenate([[0], np.cumsum([pool.limit[0].shape[0] for pool in pools])])
     chosen = np.array([offset[which] + row for which, row in rows])
 
     def rows_of(*leaves: Array) -> Array:
         return (leaves[0] if len(pools) == 1 else jnp.concatenate(leaves))[chosen]
 
-    held = [(pool.kv, pool.position, pool.slots) for pool in pools]
-    kv, position, remembered = jax.tree.map(pages_of, *held)
     state, limit = jax.tree.map(rows_of, *((pool.state, pool.limit) for pool in pools))
-    return Paged(
-        kv=kv,
-        position=jnp.where(real[:, None], position, -1),
-        slots=remembered,
-        owner=jnp.asarray(np.pad(np.array(owner), (0, spare)), jnp.int32),
-        first=jnp.asarray(first, jnp.int32),
-        start=jnp.asarray(start, jnp.int32),
-        state=state,
-        limit=limit,
-        most=max(pool.most for pool in pools),
-    )
+    most = max(pool.most for pool in pools)
+    return Paged(kv, position, remembered, owner, first, start, state, limit, most=most, devices=devices)
+
+
+@functools.partial(jax.jit, static_argnames="mesh")
+def _moved(
+    held: list[PyTree],
+    real: Bool[Array, " P"],
+    index: Int[Array, " P"],
+    *table: Int[Array, " n"],
+    mesh: Mesh | None,
+) -> tuple[PyTree, ...]:
+    """The pages at an index of pools, beside the table of them; on a mesh each device's."""
+
+    def here(held: list[PyTree], real: Array, index: Array, *table: Array) -> tuple[PyTree, ...]:
+        def pages_of(*leaves: Array) -> Array:
+            if mesh is not None:
+                leaves = tuple(jax.lax.all_gather(leaf, ROWS, tiled=True) for leaf in leaves)
+            return (leaves[0] if len(leaves) == 1 else jnp.concatenate(leaves))[index]
+
+        kv, position, remembered = jax.tree.map(pages_of, *held)
+        return (kv, jnp.where(real[:, None], position, -1), remembered), *table
+
+    if mesh is None:
+        return here(held, real, index, *table)
+    spec = PartitionSpec((ROWS, HEADS))
+    return jax.shard_map(here, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)(held, real, index, *table)
 
 
 def _probabilities(logits: Array, lse: Array, at: Array, owner: Array, count: int) -> Float[Array, "p 1 g 1 s"]:

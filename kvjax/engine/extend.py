@@ -20,7 +20,7 @@ from kvjax.engine.layer import Reading, read_block
 from kvjax.engine.mesh import OF_POOL, OF_ROWS, OF_SELECTED, joined, logits_spec, on_mesh, pool_specs, shared
 from kvjax.engine.prepare import Budget, Tokens, bucket, check_length, check_tokens, prepare, rows_of
 from kvjax.engine.read_prompts import lower_prompts, prompt_shapes, read_prompts
-from kvjax.engine.state import Moving, State, Storage, join_state, split_state, state_specs
+from kvjax.engine.state import Moving, State, Storage, join_state, placed, split_state, state_specs
 from kvjax.engine.tuning import settle_before
 from kvjax.models.decoder import unembed
 from kvjax.models.sharding import on_device
@@ -106,6 +106,7 @@ def prefill(
         kernels=kernels,
         mesh=model.mesh,
     )
+    state = placed(state)
     settle_step(state)
     return state, logits
 

@@ -15,8 +15,8 @@ from jaxtyping import Array, Bool, Int, Key, UInt32
 from kvjax.cache.dense import Dense
 from kvjax.cache.ledger import allocated_bytes
 from kvjax.engine.layer import Storage
-from kvjax.engine.mesh import OF_ROWS, OF_VIEW, on_mesh, policy_specs, shared, storage_specs
-from kvjax.engine.prepare import full_slots, round_slots
+from kvjax.engine.mesh import OF_ROWS, OF_VIEW, on_mesh, placed_shapes, policy_specs, shared, storage_specs
+from kvjax.engine.prepare import check_rows, full_slots, round_slots
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Weights
 from kvjax.models.sharding import weight_specs
@@ -77,6 +77,18 @@ def state_specs(state: State) -> tuple[State, Any]:
     return specs, (storage_specs(state.storage), OF_ROWS)
 
 
+def placed(state: State) -> State:
+    """The same where its programs have it: elsewhere it would travel at every step, and be compiled for once more."""
+    if state.mesh is None:
+        return state
+    # As programs write it: an axis of one device is none to them.
+    rows = state.position.sharding
+    fields = {name: jax.device_put(getattr(state, name), rows) for name in ROWS}
+    shapes = placed_shapes(policy_specs(state.policy), state.policy, state.mesh)
+    policy = jax.device_put(state.policy, jax.tree.map(lambda leaf: leaf.sharding, shapes))
+    return state.replace(policy=policy, **fields)
+
+
 def unpacked(state: State) -> State:
     """A state whose layers have buffers of one size for all heads."""
     mesh = state.mesh
@@ -96,9 +108,10 @@ def take_rows(state: State, index: ArrayLike | Sequence[int]) -> State:
         index: which rows, from 0; one may be taken several times.
 
     Raises:
-        ValueError: there is no such row, or none is named.
+        ValueError: there is no such row, none is named, or they do not lie on the state's mesh, as many on each device.
     """
     rows = _rows(state, index)
+    check_rows(len(rows), state.mesh)
     fields = {name: getattr(state, name)[rows] for name in ROWS}
     return state.replace(storage=state.storage.take(rows), **fields)
 

@@ -60,7 +60,7 @@ def parser() -> argparse.ArgumentParser:
         if importlib.util.find_spec(module) is None:
             continue
         report = reports.add_parser(name, help=summary, description=summary, allow_abbrev=False)
-        add_model_options(report, rounded=False, spread=False, kernels=False)
+        add_model_options(report, rounded=False, processes=False, kernels=False)
         report.add_argument("--text", nargs="+", type=Path, required=True, metavar="FILE", help="held-out texts")
         report.add_argument("--out", type=Path, default=Path("results"), help="directory of the report")
         report.add_argument("--rows", type=int, default=16, help="passages of each text")

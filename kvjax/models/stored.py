@@ -91,16 +91,37 @@ def read_safetensors(directory: Path) -> Stored:
                 header = opened.get_slice(name)
                 shape, kind = tuple(header.get_shape()), header.get_dtype()
                 size = math.prod(shape) * _SIZES.get(kind, 1)
-                tensors[name] = Tensor(file, shape, size, functools.partial(_read, file, name, kind))
+                whole, parts = (functools.partial(how, file, name, kind) for how in (_read, _place))
+                tensors[name] = Tensor(file, shape, size, whole, parts)
     return Stored(files[0] if len(files) == 1 else directory / _INDEX, "config.json", tensors)
 
 
 def _read(file: Path, name: str, kind: str, dtype: np.dtype) -> np.ndarray:
-    if kind not in _SIZES:
-        raise LoadError(f"{file}: tensor {name} is stored as {kind}; supported are {', '.join(_SIZES)}.")
     # Opened anew for each tensor: a file that stays mapped keeps all that was read of it in memory.
     with _open(file) as opened:
+        _check_kind(file, name, kind)
         return opened.get_tensor(name)
+
+
+def _place(file: Path, name: str, kind: str, dtype: np.dtype, sharding: jax.sharding.Sharding) -> jax.Array:
+    with _open(file) as opened:
+        _check_kind(file, name, kind)
+        stored = opened.get_slice(name)
+        # Devices that have the same part share what is read of it.
+        parts: dict[tuple[tuple[int | None, int | None], ...], np.ndarray] = {}
+
+        def part(index: tuple[slice, ...]) -> np.ndarray:
+            where = tuple((each.start, each.stop) for each in index)
+            if where not in parts:
+                parts[where] = stored[index].astype(dtype, copy=False)
+            return parts[where]
+
+        return jax.make_array_from_callback(tuple(stored.get_shape()), sharding, part).block_until_ready()
+
+
+def _check_kind(file: Path, name: str, kind: str) -> None:
+    if kind not in _SIZES:
+        raise LoadError(f"{file}: tensor {name} is stored as {kind}; supported are {', '.join(_SIZES)}.")
 
 
 def _open(file: Path) -> Any:

@@ -89,7 +89,7 @@ def run(options: argparse.Namespace) -> None:
     """
     settings, names = parse_settings(options.settings), options.policies.split(",")
     made = {name: policies.policy(name, **settings) for name in names}
-    model = load(options.model, "bfloat16", options.revision)
+    model = load(options.model, "bfloat16", options.revision, mesh=options.mesh)
     read = passages(model, options.text, options.rows, options.length)
     file = options.out / "codecs" / "measurements.json"
     store = Store(file, options.redo, lambda line: print(line, file=sys.stderr))

@@ -38,7 +38,7 @@ def run(options: argparse.Namespace) -> None:
         raise ValueError(f"window={options.window} is not a number of tokens from 1.")
     names, budget = options.policies.split(","), parse_budget(options.budget)
     chosen = {name: policies.policy(name) for name in names}
-    model = load(options.model, "float32", options.revision)
+    model = load(options.model, "float32", options.revision, mesh=options.mesh)
     read = passages(model, options.text, options.rows, options.length)
     store = Store(options.out / "long" / "measurements.json", options.redo, lambda line: print(line, file=sys.stderr))
     settings = {"model": fingerprint(model), "text": read.digest, "budget": budget, "window": options.window}

@@ -93,7 +93,7 @@ def run(options: argparse.Namespace) -> None:
     settings, names = parse_settings(options.settings), options.policies.split(",")
     made = {name: policies.policy(name, **settings) for name in names if name != "full"}
     budgets = [parse_budget(text) for text in options.budgets.split(",")]
-    model = load(options.model, "float32", options.revision)
+    model = load(options.model, "float32", options.revision, mesh=options.mesh)
     read = passages(model, options.text, options.rows, options.length)
     store = Store(
         options.out / "quality" / "measurements.json", options.redo, lambda line: print(line, file=sys.stderr)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -60,12 +62,18 @@ def run(options: argparse.Namespace) -> None:
         f"Made by `{options.command}`.",
     ]
     for name in options.models or [options.model]:
-        whole = load(name, VARIANTS[0].dtype, options.revision)
+        loading = functools.partial(load, name, revision=options.revision, mesh=options.mesh)
+        whole = loading(VARIANTS[0].dtype)
         read = passages(whole, options.text, options.rows, options.length)
         settings = {"model": fingerprint(whole), "text": read.digest}
 
-        def measure(variant: Variant, name: str = name, whole: Model = whole, read: Passages = read) -> Any:
-            model = whole if variant is VARIANTS[0] else load(name, variant.dtype, options.revision, variant.weights)
+        def measure(
+            variant: Variant,
+            loading: Callable[..., Model] = loading,
+            whole: Model = whole,
+            read: Passages = read,
+        ) -> Any:
+            model = whole if variant is VARIANTS[0] else loading(variant.dtype, weights=variant.weights)
             return compared(whole, model, read)
 
         rows = []

@@ -8,6 +8,8 @@ from kvjax import policies
 from kvjax.evaluate.reports.claims import Claim, table
 from kvjax.evaluate.reports.fastgen.measurements import Report, Section
 from kvjax.evaluate.speed import decoder, race, reader
+from kvjax.model import Model
+from kvjax.types import HEADS, ROWS, SLOTS
 
 GENERATED = (128, 256, 512, 1024)
 """Tokens of the generations that the time is a share of."""
@@ -17,7 +19,8 @@ def profiling(report: Report) -> Section:
     """Table 3: the time that the choice takes, as a share of generation."""
     runs = report.runs
     tokens, steps = runs.passages.tokens[:1, : runs.prefix], 64
-    settings = runs.settings(prompt=runs.prefix, threshold=0.95, steps=steps, devices=_device(), among=report.among)
+    device = _device(runs.model)
+    settings = runs.settings(prompt=runs.prefix, threshold=0.95, steps=steps, devices=device, among=report.among)
 
     def make() -> dict[str, float]:
         full, ours = policies.policy("full"), report.policy(0.95)
@@ -37,7 +40,7 @@ def profiling(report: Report) -> Section:
     claims = [Claim(f"below 0.35% of generating {GENERATED[-1]} tokens", last < 0.0035, f"{last:.2%}")]
     headings = ["generated tokens", "whole, ms", "profiling, ms", "one token, ms", "profiling / whole"]
     body = (
-        f"One prompt of {runs.prefix} tokens on {_device()}, medians of 15 runs. Profiling is what "
+        f"One prompt of {runs.prefix} tokens on {device}, medians of 15 runs. Profiling is what "
         "a prompt takes longer than with the full cache: summing attention, choosing, moving what stays into pages. "
         f"The paper's 0.07% to 0.35% are of a 65B model.\n\n{table(headings, rows)}"
     )
@@ -48,7 +51,8 @@ def cost(report: Report) -> Section:
     """Speed against H2O at equal slots, and against reading with the full cache."""
     runs, model, steps = report.runs, report.runs.model, 64
     tokens = runs.passages.tokens[:8, : runs.prefix]
-    settings = runs.settings(prompt=runs.prefix, threshold=0.9, rows=len(tokens), steps=steps, device=_device())
+    device = _device(model)
+    settings = runs.settings(prompt=runs.prefix, threshold=0.9, rows=len(tokens), steps=steps, device=device)
     settings |= {"among": report.among}
 
     def make() -> dict[str, list[float | None]]:
@@ -79,7 +83,7 @@ def cost(report: Report) -> Section:
         Claim("tokens take less than 1.2 times as long as h2o's at equal slots", writing < 1.2, f"{writing:.2f}"),
     ]
     body = (
-        f"{len(tokens)} prompts of {runs.prefix} tokens, {steps} steps, T = 0.9, on {_device()}; medians of 15 runs in "
+        f"{len(tokens)} prompts of {runs.prefix} tokens, {steps} steps, T = 0.9, on {device}; medians of 15 runs in "
         "turn. In a model of this size overhead weighs more than memory; "
         "`kvjax bench decode --policies fastgen,h2o --budgets same --set special=[1]` asks a larger one.\n\n"
         + table(["what", "slots", "cache, KB", "ms", "tokens/s"], rows)
@@ -87,5 +91,9 @@ def cost(report: Report) -> Section:
     return "Cost", claims, body
 
 
-def _device() -> str:
-    return jax.devices()[0].device_kind
+def _device(model: Model) -> str:
+    kind = jax.devices()[0].device_kind
+    if model.mesh is None:
+        return kind
+    rows, heads, slots = (model.mesh.shape[axis] for axis in (ROWS, HEADS, SLOTS))
+    return f"{kind}, data={rows},model={heads * slots}"

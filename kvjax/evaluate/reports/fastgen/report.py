@@ -20,6 +20,7 @@ from kvjax.evaluate.store import Store
 from kvjax.evaluate.texts import passages
 from kvjax.files import write_text
 from kvjax.policies.fastgen import PARTS
+from kvjax.types import ROWS
 
 SECTIONS: dict[str, Callable[[Report], Section]] = {
     "choices": choices,
@@ -58,7 +59,12 @@ def run(options: argparse.Namespace) -> None:
 
     if not 1 < options.prefix < options.length - STEPS[-1]:
         raise ValueError(f"--prefix {options.prefix} is not from 2 to --length {options.length} less {STEPS[-1] + 1}.")
-    model = load(options.model, "float32", options.revision)
+    model = load(options.model, "float32", options.revision, mesh=options.mesh)
+    if "profiling" in options.only and model.mesh is not None and model.mesh.shape[ROWS] > 1:
+        raise ValueError(
+            f"profiling reads one prompt, whose row --mesh {options.mesh} cannot share; leave data out, or that "
+            "section with --only."
+        )
     read = passages(model, options.text, options.rows, options.length)
     store = Store(
         options.out / "fastgen" / "measurements.json", options.redo, lambda line: print(line, file=sys.stderr)

@@ -53,7 +53,7 @@ def run(options: argparse.Namespace) -> None:
     """
     from kvjax.model import load
 
-    model = load(options.model, "float32", options.revision)
+    model = load(options.model, "float32", options.revision, mesh=options.mesh)
     context = model.config.max_positions
     budgets = {f"{100 * share:g}%": even_slots(share, context) for share in map(_share, options.budgets.split(","))}
     for share, slots in budgets.items():

@@ -77,7 +77,7 @@ def run(options: argparse.Namespace) -> None:
         raise ValueError(f"claims are measured on one text, not on {len(options.text)}; give one.")
     if options.redo and set(options.only) != set(PAPERS):
         raise ValueError("--redo measures everything again, --only some of it; leave one of them out.")
-    model = load(options.model, "float32", options.revision)
+    model = load(options.model, "float32", options.revision, mesh=options.mesh)
     directory = options.out / "claims" / Path(model.name).name
     if options.redo:
         for name in (*(f"{task}.jsonl" for task in TASKS), SPECIAL, SUBJECT):
