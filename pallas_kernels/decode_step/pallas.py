@@ -104,7 +104,8 @@ def decode_step(
             inputs[name] = (array, block(slots, width, along=0))
             inputs[f"{name}_entry"] = (wide, block(width))
         # As attention sees it.
-        inputs[f"{name}_new"] = (operands.values(new, jnp.float32), block(operand.shape[-1]))
+        seen_as = operands.values(new, jnp.float32)[:, :, None]
+        inputs[f"{name}_new"] = (seen_as, block(1, operand.shape[-1]))
     if spec.slopes is not None:
         slopes = jnp.pad(spec.slopes.astype(jnp.float32)[None, ..., None], ((0, 0), (0, 0), (0, rows - g), (0, 0)))
         part = block(rows, 1).index_map
@@ -273,11 +274,11 @@ def _kernel(
         outputs["slot"][0] = jnp.where(writes, slot, capacity)
         outputs["position"][0] = jnp.where(here & writes, newest, position)
         # The new token is what the running softmax begins with.
-        logits = (q.astype(jnp.float32) * refs["k_new"][0][:, None, :]).sum(-1, keepdims=True)
+        logits = (q.astype(jnp.float32) * refs["k_new"][0]).sum(-1, keepdims=True)
         logits = jnp.where(writes, spec.capped(logits), LOWEST)
         scratch["top"][...] = jnp.maximum(logits, LOWEST / 2)
         scratch["total"][...] = jnp.where(writes, jnp.ones_like(logits), 0.0)
-        value = jnp.where(writes, refs["v_new"][0], 0.0)[:, None, :]
+        value = jnp.where(writes, refs["v_new"][0], 0.0)
         scratch["acc"][...] = jnp.broadcast_to(value, scratch["acc"].shape)
         if gumbel is not None:
             logits = noisy(logits, jnp.full(logits.shape, writes), jnp.full((heads, 1), newest))
@@ -348,7 +349,9 @@ def _kernel(
         out = scratch["acc"][...] / jnp.where(some, total, 1.0)
         lse = jnp.where(some, scratch["top"][...] + jnp.log(jnp.where(some, total, 1.0)), -jnp.inf)
         _store(outputs["out"], out, heads, groups)
-        outputs["lse"][0] = lse[:, :, 0]
+        # From a number in each row of registers to one in each lane, as every chip can.
+        diagonal = [jax.lax.broadcasted_iota(jnp.int32, (1, q.shape[1], q.shape[1]), axis) for axis in (1, 2)]
+        outputs["lse"][0] = jnp.where(diagonal[0] == diagonal[1], lse, 0.0).sum(1)
         if scores is None:
             return
         if gumbel is not None:
