@@ -22,7 +22,7 @@ from pallas_kernels.evict import Protection, evict
 from pallas_kernels.hamming import hamming
 from tests.kernel_cases.evict import case, run
 from tests.kernel_cases.hamming import case as hamming_case
-from tests.kernels import TPU_WAYS, XLA, Way, check
+from tests.kernels import GPU_WAYS, TPU_WAYS, XLA, Way, check
 from tests.models import small_config
 
 
@@ -112,6 +112,39 @@ def test_a_token_takes_the_slot_that_compression_would_drop(way):
     here = written.position == new.position[:, None]
     np.testing.assert_array_equal((np.asarray(written.kv.v) * here[..., None]).sum(2), new.v[:, :, 0])
     np.testing.assert_array_equal(jnp.where(here, written.slots.score, 0), 0)
+
+
+@pytest.mark.parametrize("name", ["h2o", "keyformer", "tova", "lambda_mask"])
+def test_one_pass_is_exchange_then_attention(name):
+    b, h, g, c, d = 2, 2, 2, 32, 64
+    policy = kvjax.policy(name)
+    new = new_token(jax.random.key(2), b, h, g, d, jnp.asarray([70, 50]), TPU_WAYS[0])
+    view = full_view(b, h, c, d, lambda k, scores: policy.score.slot(new.replace(k=k), Parts()))
+    dense = Dense((view.replace(limit=jnp.full((b, h), c - 1)),))
+    done = dense.exchange_and_attend(policy, CONFIG, 0, new, lambda heads: policy.score.asks(heads, new))
+    assert done is not None
+    plain = new.replace(kernels=Kernels("xla"))
+    expected, _ = dense.exchange(policy, CONFIG, 0, plain)
+    asks = policy.score.asks(expected.heads(0), plain)
+    expected, attended = expected.attend(policy, CONFIG, 0, plain, asks, None, None)
+    found, _, answered = done
+    for mine, theirs in ((found, expected), (answered, attended)):
+        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), mine, theirs)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [dict(positions="cache"), dict(name="lsh_e"), dict(name="h2o", codec="int8"), dict(way=XLA), dict(way=GPU_WAYS[0])],
+    ids=str,
+)
+def test_what_one_pass_cannot_do_is_left_to_two_calls(change):
+    settings = {"name": "streaming", "positions": "original", "way": TPU_WAYS[0]} | change
+    way, name = settings.pop("way"), settings.pop("name")
+    policy = kvjax.policy(name, **settings)
+    new = new_token(jax.random.key(2), 1, 2, 2, 64, jnp.asarray([70]), way)
+    view = full_view(1, 2, 48, 64, lambda k, scores: None)
+    dense = Dense((view,))
+    assert dense.exchange_and_attend(policy, CONFIG, 0, new, lambda heads: ()) is None
 
 
 @pytest.mark.parametrize("way", [XLA, TPU_WAYS[0]], ids=str)
