@@ -18,6 +18,7 @@ from jaxtyping import Array
 
 from pallas_kernels.attention import AttentionSpec
 from pallas_kernels.decode_attention import Gumbel, LowRank, decode_attention
+from pallas_kernels.decode_step import decode_step
 from pallas_kernels.evict import evict
 from pallas_kernels.hamming import hamming
 from pallas_kernels.less_kernels import phi, psi
@@ -312,6 +313,66 @@ def eviction(
     )
 
 
+def stepping(
+    label: str,
+    b: int,
+    h: int,
+    g: int,
+    c: int,
+    d: int,
+    dtype: DTypeLike,
+    *,
+    e: int | None = None,
+    bits: int | None = None,
+    scores: str | None = None,
+    noisy: bool = False,
+    slopes: bool = False,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    keep: bool = False,
+) -> Program:
+    """`decode_step` with an accumulated score, in place; `noisy` asks for Keyformer's increments."""
+
+    def run(
+        sinks: Array,
+        recent: Array,
+        limit: Array,
+        seed: Array | None = None,
+        tau: Array | None = None,
+        slopes: Array | None = None,
+        **arrays: Any,
+    ) -> Any:
+        wanted = scores if seed is None or tau is None else Gumbel(seed, tau)
+        spec = AttentionSpec(d**-0.5, soft_cap, window, slopes)
+        bounds = Protection(sinks, recent, limit)
+        return decode_step(**arrays, standing=arrays["buffers"], spec=spec, protection=bounds, scores=wanted)
+
+    e = d if e is None else e
+    shapes: dict[str, Any] = {name: Shape((b, h), jnp.int32) for name in Protection._fields}
+    shapes |= {"position": Shape((b, h, c), jnp.int32), "new_position": Shape((b,), jnp.int32)}
+    shapes |= {"k": operand((b, h, c, d), dtype, bits), "v": operand((b, h, c, e), dtype, bits)}
+    new = (operand((b, h, d), dtype, bits), operand((b, h, e), dtype, bits), Shape((b, h), jnp.float32))
+    shapes |= {"q": Shape((b, h, g, d), dtype), "buffers": Shape((b, h, c), jnp.float32), "added": new}
+    if noisy:
+        shapes |= {"seed": Shape((b,), jnp.uint32), "tau": Shape((b,), jnp.float32)}
+    if slopes:
+        shapes["slopes"] = Shape((h, g), jnp.float32)
+    if keep:
+        shapes["keep"] = Shape((b, h, c), jnp.bool_)
+    pairs = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves((shapes["k"], shapes["v"])))
+    rows = 4 * b * h * c * (4 + (scores is not None or noisy))  # scores and positions, before and after; what is asked
+    return Program(
+        "decode_step",
+        label,
+        run,
+        shapes,
+        forms=("tpu",),
+        donated=("position", "k", "v", "buffers"),
+        again=lambda found: {name: getattr(found, name) for name in ("position", "k", "v", "buffers")},
+        traffic=pairs + rows,
+    )
+
+
 def hashes(label: str, b: int, h: int, g: int, c: int, bits: int, *, keep: bool = False) -> Program:
     """`hamming`."""
 
@@ -352,6 +413,14 @@ def programs() -> Iterator[Program]:
     yield eviction("int8, 8 heads, 4096 slots, d 128", 32, 8, 4096, 128, jnp.int8)
     yield eviction("int4, 8 heads, 4096 slots, d 256, hashes", 32, 8, 4096, 128, jnp.uint8, words=1, keep=True)
     yield eviction("4 words of hashes, 8 heads, 4096 slots, d 128, bfloat16", 32, 8, 4096, 128, half, words=4)
+    yield stepping("8 heads x 4, 4096 slots, d 128, bfloat16", 32, 8, 4, 4096, 128, half, scores="sum")
+    yield stepping("8 heads x 8, 1008 slots, d 128, bfloat16", 32, 8, 8, 1008, 128, half, keep=True, soft_cap=50.0)
+    yield stepping("multi-head, 256 slots, d 128, bfloat16", 64, 32, 1, 256, 128, half, scores="sum")
+    yield stepping("the same with Gumbel scores", 64, 32, 1, 256, 128, half, noisy=True)
+    yield stepping("float32, d 64, ALiBi, window", 2, 4, 4, 1024, 64, whole, slopes=True, scores="each", window=512)
+    yield stepping("8 heads x 4, 4096 slots, d 128, 8 bits", 32, 8, 4, 4096, 128, half, bits=8, scores="sum")
+    yield stepping("4096 slots, d 256 and e 128, 4 bits", 32, 8, 2, 4096, 256, half, e=128, bits=4, noisy=True)
+    yield stepping("embedded model, 16 slots", 1, 2, 2, 16, 32, whole, scores="sum")
     yield hashes("8 heads x 4, 4096 slots, 16 bits", 32, 8, 4, 4096, 16)
     yield hashes("the same, 64 bits", 32, 8, 4, 4096, 64, keep=True)
     yield prefill("8 heads x 4, 8192 tokens, d 128, bfloat16", 1, 8, 4, 8192, 128, half)

@@ -24,7 +24,15 @@ def test_it_races_every_operation(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert bench.main(["kernels", *SMALL.split(), "--json", str(file)]) == 0
     tables = json.loads(file.read_text())["tables"]
     names = [table["title"].split(":")[0] for table in tables]
-    assert names == ["decode_attention", "paged_attention", "evict", "hamming", "prefill_scores", "less_kernels"]
+    assert names == [
+        "decode_attention",
+        "paged_attention",
+        "evict",
+        "decode_step",
+        "hamming",
+        "prefill_scores",
+        "less_kernels",
+    ]
     for table in tables:
         first, *rows = table["rows"]
         assert (first["op"], first["share_of_copy"]) == ("copy", 1.0)
@@ -60,7 +68,9 @@ def test_it_races_whole_steps_with_less_and_without(tmp_path: Path) -> None:
 
 def test_an_unknown_operation_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
     assert bench.main(["kernels", "--ops", "decode,sort"]) == 2
-    assert "there is no operation 'sort' to race; choose of decode, paged, evict, hamming" in capsys.readouterr().err
+    assert (
+        "there is no operation 'sort' to race; choose of decode, paged, evict, step, hamming" in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize("name", ["--batch", "--slots", "--kv-heads", "--groups", "--head-width", "--repeats"])

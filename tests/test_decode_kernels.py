@@ -15,8 +15,8 @@ from tests.kernels import GPU_WAYS, TPU_WAYS
 
 PROMPT = "The name is Tom. What is the name?"
 STEPS = 8
-EVICTING, READING = {"decode_attention", "evict"}, {"decode_attention"}
-KERNELS = ("decode_attention", "evict", "hamming", "less_phi", "less_psi", "paged_attention")
+EVICTING, READING, STEPPING = {"decode_attention", "evict"}, {"decode_attention"}, {"decode_step"}
+KERNELS = ("decode_attention", "decode_step", "evict", "hamming", "less_phi", "less_psi", "paged_attention")
 PERFORMER = {"residual.kernels": "performer"}
 
 
@@ -40,15 +40,18 @@ def greedy(model, policy, kernels):
     [
         (kvjax.policy("streaming"), TPU_WAYS[0], EVICTING),
         slow(kvjax.policy("h2o"), GPU_WAYS[0], READING),
-        slow(kvjax.policy("h2o"), TPU_WAYS[1], EVICTING),
+        slow(kvjax.policy("h2o"), TPU_WAYS[0], STEPPING),
+        slow(kvjax.policy("h2o"), TPU_WAYS[1], STEPPING),
+        slow(kvjax.policy("streaming", positions="original"), TPU_WAYS[0], STEPPING),
+        slow(kvjax.policy("scissorhands"), TPU_WAYS[0], STEPPING),
         (kvjax.policy("h2o", codec="int8"), TPU_WAYS[0], READING),
         slow(kvjax.policy("h2o", codec="int4"), GPU_WAYS[0], READING),
         slow(kvjax.policy("h2o", positions="cache"), TPU_WAYS[0], {"evict"}),
         (kvjax.policy("h2o", plan="adakv"), TPU_WAYS[0], {"paged_attention"}),
-        slow(kvjax.policy("keyformer"), TPU_WAYS[0], EVICTING),
+        slow(kvjax.policy("keyformer"), TPU_WAYS[0], STEPPING),
         slow(kvjax.policy("keyformer", tau_end=3.0), GPU_WAYS[0], READING),
         slow(kvjax.policy("lsh_e", sinks=2, recent=4), TPU_WAYS[0], {"decode_attention", "hamming"}),
-        slow(kvjax.policy("tova"), TPU_WAYS[0], EVICTING),
+        slow(kvjax.policy("tova"), TPU_WAYS[0], STEPPING),
         slow(kvjax.policy("less", kernels="performer"), GPU_WAYS[0], READING),
         (kvjax.policy("less", base="keyformer"), TPU_WAYS[0], EVICTING | {"less_phi", "less_psi"}),
         slow(kvjax.policy("fastgen", threshold=0.7, **PERFORMER), GPU_WAYS[0], {"paged_attention"}),

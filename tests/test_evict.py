@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -17,12 +18,15 @@ from kvjax.cache import slots
 from kvjax.cache.dense import Dense
 from kvjax.policies.scores.lsh_e import Hamming, hashes, projections
 from kvjax.types import KV, Kernels, New, Parts, View
+from pallas_kernels.attention import AttentionSpec
 from pallas_kernels.common import Unsupported
+from pallas_kernels.decode_step.api import limit
 from pallas_kernels.evict import Protection, evict
 from pallas_kernels.hamming import hamming
+from pallas_kernels.programs import operand
 from tests.kernel_cases.evict import case, run
 from tests.kernel_cases.hamming import case as hamming_case
-from tests.kernels import TPU_WAYS, XLA, Way, check
+from tests.kernels import GPU_WAYS, TPU_WAYS, XLA, Way, check
 from tests.models import small_config
 
 
@@ -114,6 +118,39 @@ def test_a_token_takes_the_slot_that_compression_would_drop(way):
     np.testing.assert_array_equal(jnp.where(here, written.slots.score, 0), 0)
 
 
+@pytest.mark.parametrize("name", ["h2o", "keyformer", "tova", "lambda_mask"])
+def test_one_pass_is_exchange_then_attention(name):
+    b, h, g, c, d = 2, 2, 2, 32, 64
+    policy = kvjax.policy(name)
+    new = new_token(jax.random.key(2), b, h, g, d, jnp.asarray([70, 50]), TPU_WAYS[0])
+    view = full_view(b, h, c, d, lambda k, scores: policy.score.slot(new.replace(k=k), Parts()))
+    dense = Dense((view.replace(limit=jnp.full((b, h), c - 1)),))
+    done = dense.exchange_and_attend(policy, CONFIG, 0, new, lambda heads: policy.score.asks(heads, new))
+    assert done is not None
+    plain = new.replace(kernels=Kernels("xla"))
+    expected, _ = dense.exchange(policy, CONFIG, 0, plain)
+    asks = policy.score.asks(expected.heads(0), plain)
+    expected, attended = expected.attend(policy, CONFIG, 0, plain, asks, None, None)
+    found, _, answered = done
+    for mine, theirs in ((found, expected), (answered, attended)):
+        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), mine, theirs)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [dict(positions="cache"), dict(name="lsh_e"), dict(c=40), dict(way=XLA), dict(way=GPU_WAYS[0])],
+    ids=str,
+)
+def test_what_one_pass_cannot_do_is_left_to_two_calls(change):
+    settings = {"name": "streaming", "positions": "original", "way": TPU_WAYS[0], "c": 48} | change
+    way, name, c = (settings.pop(key) for key in ("way", "name", "c"))
+    policy = kvjax.policy(name, **settings)
+    new = new_token(jax.random.key(2), 1, 2, 2, 64, jnp.asarray([70]), way)
+    view = full_view(1, 2, c, 64, lambda k, scores: None)
+    dense = Dense((view,))
+    assert dense.exchange_and_attend(policy, CONFIG, 0, new, lambda heads: ()) is None
+
+
 @pytest.mark.parametrize("way", [XLA, TPU_WAYS[0]], ids=str)
 def test_hamming_finds_the_victim_of_lsh_e(way):
     b, h, g, c, d = 2, 2, 3, 48, 64
@@ -174,6 +211,26 @@ def test_limits_are_named_before_compilation(change, reason):
     with pytest.raises(Unsupported, match=f"evict cannot run as 'pallas'.*{reason}"):
         slots = of((1, 1, c), jnp.float32), of((1, 1, c), jnp.int32)
         jax.eval_shape(call, *slots, of((1,), jnp.int32), buffers, added, protection)
+
+
+@pytest.mark.parametrize(
+    ("c", "d", "dtype", "bits", "platform", "reason"),
+    [
+        (40, 128, "float32", None, "tpu", "c=40 slots are not a multiple of 16 up to 16384"),
+        (48, 128, "float32", 8, "tpu", "c=48 slots are not a multiple of 32 up to 16384"),
+        (208, 64, "float32", None, "tpu", "c=208 slots are not a multiple of 128 up to 16384"),
+        (16400, 128, "bfloat16", None, "tpu", "c=16400 slots are not a multiple of 16 up to 16384"),
+        (3136, 128, "bfloat16", None, "tpu", "its blocks take 31088640 bytes of the chip's memory, not 14680064"),
+        (64, 264, "float32", None, "tpu", "d=264 is not a multiple of 8 up to 256"),
+        (64, 128, "float16", None, "tpu", "q, k, v of float16, float16, float16"),
+        (64, 128, "float32", None, "gpu", "it is written for tpu alone"),
+    ],
+)
+def test_limits_of_one_pass_are_named(c, d, dtype, bits, platform, reason):
+    of = jax.ShapeDtypeStruct
+    pair = operand((1, 8, c, d), dtype, bits)
+    spec = AttentionSpec(1.0)
+    assert re.match(reason, limit(of((1, 8, 2, d), dtype), pair, pair, spec, "sum", platform) or "")
 
 
 @pytest.mark.parametrize(

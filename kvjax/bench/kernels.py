@@ -15,10 +15,10 @@ import jax.numpy as jnp
 from kvjax.commands import Help, finish
 from kvjax.files import write_text
 from kvjax.settings import whole_number
-from pallas_kernels.programs import Program, decode, eviction, features, hashes, paged, prefill
+from pallas_kernels.programs import Program, decode, eviction, features, hashes, paged, prefill, stepping
 from pallas_kernels.race import Runner, race, ways
 
-OPS = ("decode", "paged", "evict", "hamming", "prefill", "less")
+OPS = ("decode", "paged", "evict", "step", "hamming", "prefill", "less")
 COPY, JAX = "copy", "jax.nn"
 PAGE = 32
 """Slots of a page."""
@@ -95,6 +95,8 @@ def groups(options: argparse.Namespace) -> Iterator[tuple[str, list[Runner]]]:
         yield f"paged_attention: {size}", [copy(plain.bytes), *ways(program)]
     if "evict" in options.ops.split(","):
         yield f"evict: {size}", [copy(plain.bytes), *ways(eviction("a pair and its score", b, h, c, d, dtype))]
+    if "step" in options.ops.split(","):
+        yield f"decode_step: {size}", [copy(plain.bytes), *ways(stepping("sums", b, h, g, c, d, dtype, scores="sum"))]
     if "hamming" in options.ops.split(","):
         yield f"hamming: {size}", [copy(plain.bytes), *ways(hashes("16 bits", b, h, g, c, 16))]
     if "prefill" in options.ops.split(","):

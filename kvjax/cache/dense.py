@@ -19,6 +19,8 @@ from kvjax.cache.slots import Attended, Rules
 from kvjax.processes import on_host
 from kvjax.types import Evicted, Heads, LayerConfig, New, Parts, PyTree, View
 from pallas_kernels.attention import LowRank
+from pallas_kernels.decode_step import decode_step
+from pallas_kernels.decode_step import one_pass as step_in_one_pass
 from pallas_kernels.evict import evict
 from pallas_kernels.evict import exchange as exchange_slots
 from pallas_kernels.ranking import Protection
@@ -90,6 +92,66 @@ class Dense(struct.PyTreeNode):
         remembered = (left >= 0) & slots.in_window(left, new)
         evicted = Evicted(pair.k, pair.v, remembered[..., None], new.layer, new.kernels)
         return self.replace_layer(layer, written), evicted
+
+    def exchange_and_attend(
+        self, rules: Rules, config: LayerConfig, layer: int, new: New, asks: Callable[[Heads], PyTree]
+    ) -> tuple[Dense, PyTree, Attended] | None:
+        """`exchange`, then `attend`, by a kernel that reads keys and values once; None where there has to be more.
+
+        Args:
+            rules: says which slot matters least, and how much room there is.
+            config: of the layer.
+            layer: which one.
+            new: one token per row; a row of padding changes nothing.
+            asks: what is asked of attention, given what is known of the heads.
+
+        Returns:
+            The storage, what has been asked, and attention with the answers.
+        """
+        view = self.layers[layer]
+        spec = config.spec
+
+        def one_pass(scores: Any) -> bool:
+            queries = jax.ShapeDtypeStruct((*new.q.shape[:3], new.q.shape[4]), new.q.dtype)
+            return step_in_one_pass(queries, view.kv.k, view.kv.v, spec, scores, **new.kernels._asdict())
+
+        ranked = rules.ranked or slots.windowed(new)
+        if new.spread.slots > 1 or not ranked or rules.codec.positions != "original" or not one_pass(None):
+            return None
+        wanted = asks(view)
+        own = evidence.without_again(wanted)
+        scores, summed = evidence.wanted(own, new)
+        if not one_pass(scores):
+            return None
+        if rules.shrinks:
+            self = self._shrunk(rules, config, layer, new, None)
+        view = self.layers[layer]
+        view = view.replace(state=view.state.replace(codec=rules.codec.begin(view, new)))
+        entry = jax.tree.map(lambda leaf: leaf[:, :, 0], _entries(rules, view, new))
+        standing, bounds, keep = _ranked(rules, view, new)
+        given = rules.codec.operands(config, view, new)
+        done = decode_step(
+            standing,
+            view.position,
+            new.position[:, 0],
+            *given.stored,
+            view.slots,
+            (entry["kv"].k, entry["kv"].v, entry["slots"]),
+            given.q[:, :, :, 0],
+            spec,
+            protection=bounds,
+            keep=keep,
+            shrinks=rules.shrinks,
+            scores=scores,
+            **new.kernels._asdict(),
+        )
+        written = view.replace(position=done.position, kv=view.kv.replace(k=done.k, v=done.v), slots=done.buffers)
+        answers = evidence.told(own, done.attended, written.position, new, summed=summed)
+        given = given._replace(k=done.k, v=done.v)
+        earlier = functools.partial(rules.codec.earlier, config, written, given, new)
+        answers = evidence.with_again(wanted, answers, config, given, written, earlier)
+        found = Attended(done.attended.out[:, :, :, None], answers)
+        return self.replace_layer(layer, written), wanted, found
 
     def append(self, rules: Rules, config: LayerConfig, layer: int, new: New) -> Dense:
         """New slots behind those that are there, for a block of text: nothing leaves."""

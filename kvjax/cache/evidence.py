@@ -67,15 +67,8 @@ def attend_token(
         low_rank: the evicted tokens' share, or None.
         selection: which tokens the query reads; None for all.
     """
-    leaves, tree = questions(asks)
-    if any(isinstance(ask, Near) for ask in leaves):
-        raise ValueError("what falls near a token is known of a prompt that is read whole, not of one more token.")
     alone = selection is None and new.spread.slots == 1
-    fused = {_question(ask, prompt=False) for ask in leaves} if alone else {None}
-    fused = fused.pop() if len(fused) == 1 else None
-    scores: str | Gumbel | None = None if not leaves and selection is None else "each"
-    if fused is not None:
-        scores = "sum" if fused == Question(1.0, None) else _gumbel(leaves[0], new)
+    scores, summed = wanted(asks, new) if alone else ("each" if selection or questions(asks)[0] else None, False)
     found = decode_attention(
         given.q[:, :, :, 0],
         *given.stored,
@@ -89,18 +82,41 @@ def attend_token(
     )
     if new.spread.slots > 1:
         return _shared(found, given, view.position, new, asks, low_rank, selection)
-    out = found.out[:, :, :, None]
-    if fused is not None:
-        assert found.scores is not None
-        return out, tree.unflatten(over_heads(ask, weighed(ask, found.scores), new) for ask in leaves)
-    if not leaves and selection is None:
-        return out, asks
+    if selection is None:
+        return found.out[:, :, :, None], told(asks, found, view.position, new, summed=summed)
     assert found.scores is not None
     probs = found.scores[:, :, :, None]
-    if selection is not None:
-        read = _narrowed(selection, probs, given.v, new, found.lse[..., None])
-        out = read.out if low_rank is None else merge(read, share_of_evicted(low_rank)).out
+    read = _narrowed(selection, probs, given.v, new, found.lse[..., None])
+    out = read.out if low_rank is None else merge(read, share_of_evicted(low_rank)).out
     return out, answered(asks, probs, view.position, new)
+
+
+def wanted(asks: PyTree, new: New) -> tuple[str | Gumbel | None, bool]:
+    """What a kernel has to tell of one token per row, and whether it sums what is asked itself.
+
+    Raises:
+        ValueError: the question is one about prompts.
+    """
+    leaves, _ = questions(asks)
+    if any(isinstance(ask, Near) for ask in leaves):
+        raise ValueError("what falls near a token is known of a prompt that is read whole, not of one more token.")
+    kinds = {_question(ask, prompt=False) for ask in leaves}
+    kind = kinds.pop() if len(kinds) == 1 else None
+    if kind is None:
+        return ("each" if leaves else None), False
+    return ("sum" if kind == Question(1.0, None) else _gumbel(leaves[0], new)), True
+
+
+def told(asks: PyTree, found: Decoded, position: Int[Array, "b h c"], new: New, *, summed: bool) -> PyTree:
+    """The answers to what is asked of one token per row, from what a kernel was `wanted` to tell."""
+    leaves, tree = questions(asks)
+    if not leaves:
+        return asks
+    scores = found.scores
+    assert scores is not None
+    if summed:
+        return tree.unflatten(over_heads(ask, weighed(ask, scores), new) for ask in leaves)
+    return answered(asks, scores[:, :, :, None], position, new)
 
 
 def _shared(

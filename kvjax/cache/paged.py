@@ -102,6 +102,11 @@ class Paged(struct.PyTreeNode):
             pool = pool._requeued(rules, layer, new, taken)
         return pool, taken.evicted(rules, config, state, new)
 
+    def exchange_and_attend(
+        self, rules: Rules, config: LayerConfig, layer: int, new: New, asks: Callable[[Heads], PyTree]
+    ) -> None:
+        """None: no kernel does both on pages; see `Dense.exchange_and_attend`."""
+
     def _shrunk(
         self,
         rules: Rules,

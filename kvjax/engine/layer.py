@@ -113,11 +113,18 @@ def _step(
     """One layer of a decode step, whatever the storage."""
     if policy.score.offloads:
         storage = storage.moved(layer, jax.memory.Space.Device)
-    storage, _ = exchange(config, policy, storage, layer, new)
-    asks = policy.score.asks(storage.heads(layer), new)
-    remembered = share(policy, storage, layer, new)
-    with jax.named_scope("attention"):
-        storage, found = storage.attend(policy, config, layer, new, asks, remembered, policy.selection)
+    done = None
+    if policy.residual is None and policy.selection is None:
+        with jax.named_scope("attention"):
+            done = storage.exchange_and_attend(policy, config, layer, new, lambda heads: policy.score.asks(heads, new))
+    if done is not None:
+        storage, asks, found = done
+    else:
+        storage, _ = exchange(config, policy, storage, layer, new)
+        asks = policy.score.asks(storage.heads(layer), new)
+        remembered = share(policy, storage, layer, new)
+        with jax.named_scope("attention"):
+            storage, found = storage.attend(policy, config, layer, new, asks, remembered, policy.selection)
     if of_all_layers(asks):
         return storage, found.out, [Pending(asks, found.answers, new)]
     if questions(asks)[0]:

@@ -2,6 +2,10 @@
 
 A blocked output that aliases its input is not filled before the kernel runs, so a partial write would leave garbage;
 whole blocks and explicit copies cannot.
+
+No step of the grid awaits a copy that it has begun: each begins to read tiles for its own block of heads, writes those
+of the block before, and awaits what the one before that has written. The grid is (cores, blocks of heads of some rows
+and two steps more); no copy crosses the first axis, which chips with two cores share.
 """
 
 from __future__ import annotations
@@ -44,8 +48,18 @@ def evict(
     wide = [i for i, leaf in enumerate(leaves) if leaf.ndim == 4 and i not in planes]
     narrow = [i for i, leaf in enumerate(leaves) if leaf.ndim == 3]
 
-    def block(*tail: int) -> pl.BlockSpec:
-        return pl.BlockSpec((1, heads, *tail), lambda b, h: (b, h) + (0,) * len(tail))
+    blocks = h // heads
+    cores = 2 if b * blocks % 2 == 0 else 1
+    units = b * blocks // cores
+
+    def block(*tail: int, late: int = 0) -> pl.BlockSpec:
+        """Of a block of heads, in its own step or so many later."""
+
+        def index(core: Array, step: Array) -> tuple[Any, ...]:
+            unit = core * units + jnp.clip(step - late, 0, units - 1)
+            return (jax.lax.div(unit, blocks), jax.lax.rem(unit, blocks)) + (0,) * len(tail)
+
+        return pl.BlockSpec((1, heads, *tail), index)
 
     inputs = {
         "new_position": (new_position, pl.BlockSpec(memory_space=pltpu.SMEM)),
@@ -58,7 +72,7 @@ def evict(
         "planes": ([leaves[i].swapaxes(2, 3) for i in planes], [block(leaves[i].shape[-1], c) for i in planes]),
         "planes_new": ([values[i][..., None] for i in planes], [block(leaves[i].shape[-1], 1) for i in planes]),
         "wide": ([leaves[i] for i in wide], [pl.BlockSpec(memory_space=pl.ANY)] * len(wide)),
-        "wide_new": ([_whole(values[i]) for i in wide], [block(leaves[i].shape[-1]) for i in wide]),
+        "wide_new": ([_whole(values[i]) for i in wide], [block(leaves[i].shape[-1], late=1) for i in wide]),
     }
     if keep is not None:
         inputs["keep"] = (keep.astype(jnp.int32), block(c))
@@ -66,7 +80,7 @@ def evict(
     specs = {name: spec for name, (_, spec) in inputs.items()}
     out_specs = {
         "slot": block(1),
-        "taken": [block(leaves[i].shape[-1]) for i in wide],
+        "taken": specs["wide_new"],
         "taken_narrow": [block(1)] * (len(narrow) + 1),
         "taken_planes": specs["planes_new"],
         **{name: specs[name] for name in ("position", "narrow", "planes", "wide")},
@@ -86,17 +100,20 @@ def evict(
         "wide": [shaped(x, *x.shape[2:]) for x in arrays["wide"]],
     }
     found = pl.pallas_call(
-        functools.partial(_kernel, shrinks=shrinks),
-        grid=(b, pl.cdiv(h, heads)),
+        functools.partial(_kernel, units=units, blocks=blocks, shrinks=shrinks),
+        grid=(cores, units + 2 * bool(wide)),
         in_specs=[specs],
         out_specs=out_specs,
         out_shape=out_shape,
         scratch_shapes=[
-            [pltpu.VMEM((heads, ROWS[leaves[i].dtype.itemsize], leaves[i].shape[-1]), leaves[i].dtype) for i in wide],
-            pltpu.SemaphoreType.DMA((max(1, len(wide)), heads)),
+            [_tiles(leaves[i], heads) for i in wide],
+            pltpu.SMEM((2, heads), jnp.int32),
+            pltpu.SemaphoreType.DMA((2, max(1, len(wide)), 2)),
         ],
         input_output_aliases=_aliases(arrays, out_shape),
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel"), vmem_limit_bytes=VMEM_BYTES),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=VMEM_BYTES
+        ),
         interpret=interpret,
         name="evict",
     )(arrays)
@@ -114,6 +131,11 @@ def evict(
 def in_planes(leaf: Array) -> bool:
     """Whether a buffer [b h c w] lies on a TPU as w rows of slots."""
     return slots_lie_along_lanes(*leaf.shape[2:])
+
+
+def _tiles(leaf: Array, heads: int) -> Any:
+    # Of two blocks of heads: one is read while the other is written.
+    return pltpu.VMEM((2, heads, ROWS[leaf.dtype.itemsize], leaf.shape[-1]), leaf.dtype)
 
 
 def _word(x: Array) -> Array:
@@ -135,32 +157,62 @@ def _aliases(arrays: Any, out_shape: Any) -> dict[int, int]:
     return {ins[path]: outs[path] for path in outs if path in ins}
 
 
-def _kernel(refs: Any, outputs: Any, tiles: Any, semaphores: Any, *, shrinks: bool) -> None:
-    row, first = pl.program_id(0), pl.program_id(1) * refs["position"].shape[1]
+def _kernel(
+    refs: Any, outputs: Any, tiles: Any, slots: Any, semaphores: Any, *, units: int, blocks: int, shrinks: bool
+) -> None:
+    core, step = pl.program_id(0), pl.program_id(1)
+    heads = refs["position"].shape[1]
+    own = jax.lax.rem(step, 2)
+
+    def place(step: Any) -> tuple[Any, Any]:
+        unit = core * units + step
+        return jax.lax.div(unit, blocks), jax.lax.rem(unit, blocks) * heads
+
+    def start(step: Any, which: Any, *, into_cache: bool) -> None:
+        row, first = place(step)
+        for leaf, tile in enumerate(tiles):
+            rows = tile.shape[2]
+            for head in range(heads):
+                begin = pl.multiple_of(slots[which, head] & -rows, rows)
+                cache = outputs["wide"][leaf].at[row, first + head, pl.ds(begin, rows)]
+                ends = (tile.at[which, head], cache) if into_cache else (cache, tile.at[which, head])
+                pltpu.make_async_copy(*ends, semaphores.at[int(into_cache), leaf, which]).start()
+
+    def wait(which: Any, *, into_cache: bool) -> None:
+        # Semaphores count bytes: once for the tiles of all heads.
+        for leaf, tile in enumerate(tiles):
+            whole = tile.at[which]
+            pltpu.make_async_copy(whole, whole, semaphores.at[int(into_cache), leaf, which]).wait()
+
+    @pl.when(step >= 2)
+    def _() -> None:
+        wait(own, into_cache=True)
+
+    @pl.when(step < units)
+    def _() -> None:
+        newest = refs["new_position"][place(step)[0]]
+        _choose(refs, outputs, slots.at[own], newest, shrinks)
+        start(step, own, into_cache=False)
+
+    @pl.when((step >= 1) & (step <= units))
+    def _() -> None:
+        before = 1 - own
+        wait(before, into_cache=False)
+        writes = refs["new_position"][place(step - 1)[0]] >= 0
+        for leaf, tile in enumerate(tiles):
+            _exchange(tile.at[before], slots.at[before], refs["wide_new"][leaf], outputs["taken"][leaf], writes)
+        start(step - 1, before, into_cache=True)
+
+
+def _choose(refs: Any, outputs: Any, slots: Any, newest: Any, shrinks: bool) -> None:
+    """The slots of a block of heads, and the exchange in whatever comes and goes as a whole."""
     heads, capacity = refs["position"].shape[1:]
-    position, newest = refs["position"][0], refs["new_position"][row]
+    position = refs["position"][0]
     bounds = [refs[name][0] for name in Protection._fields]
     keep = refs["keep"][0] != 0 if "keep" in refs else None
     slot = victim(refs["scores"][0], position, newest, *bounds, keep=keep, shrinks=shrinks)
-    slots = [jnp.where(jax.lax.broadcasted_iota(jnp.int32, slot.shape, 0) == i, slot, 0).sum() for i in range(heads)]
-
-    def start(tile: Any, head: int) -> Any:
-        rows = tile.shape[1]
-        return pl.multiple_of(slots[head] & -rows, rows)
-
-    def copies(into_cache: bool) -> list[Any]:
-        made = []
-        for leaf, tile in enumerate(tiles):
-            for head in range(heads):
-                cache = outputs["wide"][leaf].at[row, first + head, pl.ds(start(tile, head), tile.shape[1])]
-                ends = (tile.at[head], cache) if into_cache else (cache, tile.at[head])
-                made.append(pltpu.make_async_copy(*ends, semaphores.at[leaf, head]))
-        return made
-
-    for copy in (reading := copies(into_cache=False)):
-        copy.start()
-
-    # A row of padding writes nothing: its tiles go back as they came.
+    for head in range(heads):
+        slots[head] = jnp.where(jax.lax.broadcasted_iota(jnp.int32, slot.shape, 0) == head, slot, 0).sum()
     here = jax.lax.broadcasted_iota(jnp.int32, (heads, capacity), 1) == slot
     writes = newest >= 0
     left = jnp.where(here, position, 0).sum(-1, keepdims=True)
@@ -178,22 +230,17 @@ def _kernel(refs: Any, outputs: Any, tiles: Any, semaphores: Any, *, shrinks: bo
             outputs["planes"][i][0, head] = jnp.where(chosen & writes, new[0, head], values)
     outputs["slot"][0] = jnp.where(writes, slot, capacity)
 
-    for copy in reading:
-        copy.wait()
-    for leaf, tile in enumerate(tiles):
-        counted = jnp.float32 if jnp.issubdtype(tile.dtype, jnp.floating) else jnp.int32
-        taken, new = outputs["taken"][leaf], refs["wide_new"][leaf]
-        for head in range(heads):
-            old = tile[head].astype(counted)
-            chosen = jax.lax.broadcasted_iota(jnp.int32, old.shape, 0) == slots[head] - start(tile, head)
-            here_only = jnp.where(chosen, old, jnp.zeros_like(old)).sum(0, keepdims=True)
-            taken[0, pl.ds(head, 1)] = here_only.astype(taken.dtype)
-            value = new[0, pl.ds(head, 1)].astype(counted)
-            tile[head] = jnp.where(chosen & writes, value, old).astype(tile.dtype)
-    for copy in (writing := copies(into_cache=True)):
-        copy.start()
-    for copy in writing:
-        copy.wait()
+
+def _exchange(tile: Any, slots: Any, new: Any, taken: Any, writes: Any) -> None:
+    """The exchange in tiles that have arrived; of a row of padding they go back as they came."""
+    counted = jnp.float32 if jnp.issubdtype(tile.dtype, jnp.floating) else jnp.int32
+    for head in range(tile.shape[0]):
+        old = tile[head].astype(counted)
+        chosen = jax.lax.broadcasted_iota(jnp.int32, old.shape, 0) == slots[head] & (tile.shape[1] - 1)
+        here_only = jnp.where(chosen, old, jnp.zeros_like(old)).sum(0, keepdims=True)
+        taken[0, pl.ds(head, 1)] = here_only.astype(taken.dtype)
+        value = new[0, pl.ds(head, 1)].astype(counted)
+        tile[head] = jnp.where(chosen & writes, value, old).astype(tile.dtype)
 
 
 def _chosen(values: Array, chosen: Array) -> Array:

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
-from tests.kernel_cases import decode_attention, evict, hamming, less_kernels, paged_attention, prefill_scores
+from tests.kernel_cases import (
+    decode_attention,
+    decode_step,
+    evict,
+    hamming,
+    less_kernels,
+    paged_attention,
+    prefill_scores,
+)
 from tests.kernels import Case
 
 CASES: tuple[Case, ...] = (
     *decode_attention.CASES,
+    *decode_step.CASES,
     *paged_attention.CASES,
     *evict.CASES,
     *hamming.CASES,

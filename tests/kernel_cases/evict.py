@@ -142,7 +142,7 @@ def case(
 
 CASES = (
     case(2, 2, 48, 64),
-    case(2, 8, 32, 128, dtype="bfloat16", live="ragged"),
+    case(3, 8, 32, 128, dtype="bfloat16", live="ragged"),
     case(1, 3, 16, 64, live="none"),
     case(1, 2, 32, 64, live="one", dtype="bfloat16"),
     case(2, 3, 64, 64, live="ragged", shrinks=True),

@@ -1,0 +1,5 @@
+"""A decode step over slots in one pass: the victim, the exchange and attention."""
+
+from pallas_kernels.decode_step.api import decode_step as decode_step
+from pallas_kernels.decode_step.api import one_pass as one_pass
+from pallas_kernels.decode_step.types import Stepped as Stepped

@@ -1,0 +1,122 @@
+"""A decode step over slots: the new token takes the slot that matters least, and its queries attend to all of them."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from jaxtyping import Array, Bool, Float, Int
+
+from pallas_kernels import common, noise
+from pallas_kernels.attention import AttentionSpec
+from pallas_kernels.common import Unsupported
+from pallas_kernels.decode_attention import Gumbel
+from pallas_kernels.decode_attention.api import operand_limits, refuse_turned, width_limits
+from pallas_kernels.decode_step import reference
+from pallas_kernels.decode_step.types import Stepped
+from pallas_kernels.operands import Operand, Quantised
+from pallas_kernels.ranking import Protection
+
+
+def decode_step(
+    standing: Float[Array, "b h c"],
+    position: Int[Array, "b h c"],
+    new_position: Int[Array, " b"],
+    k: Operand,
+    v: Operand,
+    buffers: Any,
+    added: tuple[Operand, Operand, Any],
+    q: Float[Array, "b h g d"],
+    spec: AttentionSpec,
+    *,
+    protection: Protection,
+    keep: Bool[Array, "b h c"] | None = None,
+    shrinks: bool = False,
+    scores: str | Gumbel | None = None,
+    implementation: str = "auto",
+    interpret: Any = False,
+    platform: str | None = None,
+) -> Stepped:
+    """Exactly `evict`, then `decode_attention`, in one pass over keys and values.
+
+    In place where the caller donates `position`, `k`, `v` and `buffers`.
+
+    Args:
+        standing: how much each slot matters, before the step.
+        position: the token in each slot, -1 for none.
+        new_position: of each row's new token; -1 for a row of padding, which writes and sees nothing.
+        k: keys [b h c d] of the slots: an array, or codes.
+        v: values [b h c e].
+        buffers: what slots hold besides, a tree of arrays [b h c ...].
+        added: the new token's key, value and buffers, [b h ...].
+        q: its queries; the g of a group share one KV head.
+        spec: the layer's scale, soft cap, window and slopes.
+        protection: sinks, recent window and limit of each head.
+        keep: slots that never leave, or None.
+        shrinks: live slots may lie beyond the limit, as for policies whose budget falls.
+        scores: as `decode_attention` takes them: `each`, `sum`, a `Gumbel`, or None.
+        implementation: `auto`, `xla` or `pallas`. `xla` takes everything. `pallas` is for TPU; it takes what both
+            kernels take that it stands for, c a multiple of 16 (of 32 with codes, of 128 where XLA stores slots
+            innermost), and no more than its blocks have room for on the chip. It compiles and has run in interpreters,
+            never on a chip. There is no form for GPU.
+        interpret: `True`, or `pltpu.InterpretParams()`, to run `pallas` without an accelerator.
+        platform: for which the program is compiled; None for that of `jax.default_backend()`.
+
+    Raises:
+        Unsupported: the implementation asked for cannot run these arguments here.
+        ValueError: `scores` or `implementation` is unknown, or values are `Turned`.
+    """
+    kinds = noise.KINDS if isinstance(scores, Gumbel) else ("sum", "each", None)
+    kind = scores.noise if isinstance(scores, Gumbel) else scores
+    if kind not in kinds:
+        raise ValueError(f"scores={scores!r} is not None, 'each', 'sum' or a Gumbel with a noise of `noise.KINDS`.")
+    refuse_turned(v)
+    limits = {"pallas": limit(q, k, v, spec, scores, common.pallas_form(platform))}
+    chosen = common.choose("decode_step", implementation, limits, platform=platform, interpret=interpret)
+    arguments: dict[str, Any] = dict(protection=protection, keep=keep, shrinks=shrinks, scores=scores)
+    arrays = (standing, position, new_position, k, v, buffers, added, q, spec)
+    if chosen == "xla":
+        return reference.decode_step(*arrays, **arguments, platform=common.platform_of(platform))
+    from pallas_kernels.decode_step import pallas  # which takes long to import
+
+    return pallas.decode_step(*arrays, **arguments, interpret=interpret)
+
+
+def one_pass(
+    q: Array,
+    k: Operand,
+    v: Operand,
+    spec: AttentionSpec,
+    scores: str | Gumbel | None,
+    *,
+    implementation: str = "auto",
+    interpret: Any = False,
+    platform: str | None = None,
+) -> bool:
+    """Whether `decode_step` is one kernel for these arguments here; where not, two calls leave more to choose."""
+    limits = {"pallas": limit(q, k, v, spec, scores, common.pallas_form(platform))}
+    try:
+        chosen = common.choose("decode_step", implementation, limits, platform=platform, interpret=interpret)
+    except Unsupported:
+        return False
+    return chosen == "pallas"
+
+
+def limit(q: Array, k: Operand, v: Operand, spec: AttentionSpec, scores: str | Gumbel | None, form: str) -> str | None:
+    """What these arguments ask that the Pallas kernel cannot do, or None."""
+    refused = common.first_limit(
+        (form == "tpu", "it is written for tpu alone"),
+        *operand_limits(q, k, v, spec, None),
+        *width_limits(k, v, "tpu"),
+    )
+    if refused is not None:
+        return refused
+    from pallas_kernels.decode_step import pallas
+
+    c = k.shape[2]
+    unit = math.lcm(*(pallas.unit(x.codes if isinstance(x, Quantised) else x) for x in (k, v)))
+    needed = pallas.block_bytes(q, k, v, scores)
+    return common.first_limit(
+        (c % unit == 0 and c <= 16384, f"c={c} slots are not a multiple of {unit} up to 16384"),
+        (needed <= pallas.VMEM_BYTES, f"its blocks take {needed} bytes of the chip's memory, not {pallas.VMEM_BYTES}"),
+    )

@@ -1,0 +1,417 @@
+"""A decode step for TPU: every block of keys and values is read once, and the one tile that changes is sent back.
+
+The new token is what the running softmax begins with, and the slot that it takes is not seen: blocks are read as they
+were. Its tile is taken from the block that is on the chip anyway, and a later block of heads awaits the copy back. The
+grid is (cores, blocks of heads of some rows, splits of slots); no copy crosses the first axis, which chips with two
+cores share.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Bool, Float, Int
+
+from pallas_kernels import operands
+from pallas_kernels.attention import AttentionSpec
+from pallas_kernels.common import LANES, SUBLANES, padded, slots_lie_along_lanes
+from pallas_kernels.decode_attention import Gumbel
+from pallas_kernels.decode_attention.kernel_parts import (
+    LOWEST,
+    multiplies_integers,
+    products,
+    seen,
+    stored,
+    tempered,
+    weighted,
+)
+from pallas_kernels.decode_attention.pallas import VMEM_BYTES, tile
+from pallas_kernels.decode_attention.types import Decoded
+from pallas_kernels.decode_step.types import Stepped
+from pallas_kernels.evict.pallas import ROWS
+from pallas_kernels.operands import Operand, Quantised
+from pallas_kernels.ranking import Protection, victim
+
+
+def decode_step(
+    standing: Float[Array, "b h c"],
+    position: Int[Array, "b h c"],
+    new_position: Int[Array, " b"],
+    k: Operand,
+    v: Operand,
+    buffers: Any,
+    added: tuple[Operand, Operand, Any],
+    q: Float[Array, "b h g d"],
+    spec: AttentionSpec,
+    *,
+    protection: Protection,
+    keep: Bool[Array, "b h c"] | None,
+    shrinks: bool,
+    scores: str | Gumbel | None,
+    interpret: Any,
+) -> Stepped:
+    """See `api.decode_step`."""
+    b, h, g, d = q.shape
+    c, e = v.shape[2:]
+    heads, slots = blocks_of(k, v)
+    splits, rows, blocks = c // slots, padded(g, SUBLANES), h // heads
+    cores = 2 if b * blocks % 2 == 0 else 1
+
+    def block(*tail: int, along: int | None = None) -> pl.BlockSpec:
+        """Of a block of heads all, or with the split along an axis of the tail."""
+
+        def index(core: Array, step: Array, split: Array) -> tuple[Any, ...]:
+            row, part = _unit(core, step, b * blocks // cores, blocks)
+            return row, part, *(split if axis == along else 0 for axis in range(len(tail)))
+
+        return pl.BlockSpec((1, heads, *tail), index)
+
+    def packed(width: int) -> pl.BlockSpec:
+        whole = block(width)
+        return pl.BlockSpec((1, heads * g, width), whole.index_map)
+
+    scalars = pl.BlockSpec(memory_space=pltpu.SMEM)
+    inputs: dict[str, tuple[Array, pl.BlockSpec]] = {
+        "new_position": (new_position, scalars),
+        "standing": (standing.astype(jnp.float32), block(c)),
+        "position": (position, block(c)),
+        "q": (q.reshape(b, h * g, d), packed(d)),
+    }
+    inputs |= {name: (x.astype(jnp.int32)[..., None], block(1)) for name, x in protection._asdict().items()}
+    if keep is not None:
+        inputs["keep"] = (keep.astype(jnp.int32), block(c))
+    turned = []  # whose blocks come as [channels, slots]
+    for name, operand, new in (("k", k, added[0]), ("v", v, added[1])):
+        array, scale = stored(operand)
+        entry, _ = stored(new)
+        width = array.shape[-1]
+        if scale is not None:
+            inputs[f"{name}_scale"] = (scale, block(slots, along=0))
+        # A block of eight heads is no tile of numbers of 8 or 16 bits.
+        wide = entry.astype(jnp.int32 if scale is not None else jnp.float32)
+        if slots_lie_along_lanes(c, width):
+            turned.append(name)
+            inputs[name] = (jnp.swapaxes(array, 2, 3), block(width, slots, along=1))
+            inputs[f"{name}_entry"] = (wide[..., None], block(width, 1))
+        else:
+            inputs[name] = (array, block(slots, width, along=0))
+            inputs[f"{name}_entry"] = (wide, block(width))
+        # As attention sees it.
+        seen_as = operands.values(new, jnp.float32)[:, :, None]
+        inputs[f"{name}_new"] = (seen_as, block(1, operand.shape[-1]))
+    if spec.slopes is not None:
+        slopes = jnp.pad(spec.slopes.astype(jnp.float32)[None, ..., None], ((0, 0), (0, 0), (0, rows - g), (0, 0)))
+        part = block(rows, 1).index_map
+        inputs["slopes"] = (slopes, pl.BlockSpec((1, heads, rows, 1), lambda *at: (0, *part(*at)[1:])))
+    if isinstance(scores, Gumbel):
+        inputs["seed"] = (jax.lax.bitcast_convert_type(scores.seed, jnp.int32), scalars)
+        inputs["tau"] = (scores.tau.astype(jnp.float32), scalars)
+        if scores.first is not None:
+            inputs["first"] = (scores.first, scalars)
+
+    anywhere = pl.BlockSpec(memory_space=pl.ANY)
+    single = jnp.float32
+    outputs: dict[str, tuple[Any, Any, pl.BlockSpec]] = {
+        "out": ((b, h * g, e), single, packed(e)),
+        "lse": ((b, h, rows), single, block(rows)),
+        "slot": ((b, h, 1), jnp.int32, block(1)),
+        "left": ((b, h, 1), jnp.int32, block(1)),
+        "position": (position.shape, position.dtype, block(c)),
+        **{name: (inputs[name][0].shape, inputs[name][0].dtype, anywhere) for name in "kv"},
+    }
+    scratch: dict[str, Any] = {"acc": (heads, rows, e), "top": (heads, rows, 1), "total": (heads, rows, 1)}
+    if isinstance(scores, Gumbel):
+        scratch |= {"noisy_top": (heads, rows, 1), "noisy_total": (heads, rows, 1)}
+    if scores is not None:
+        shape = (g, c) if scores == "each" else (c,)
+        outputs["scores"] = ((b, h, *shape), single, block(*shape))
+        scratch |= {"logits": (heads, rows, c), "new": (heads, rows, 1)}
+    scratch = {name: pltpu.VMEM(shape, single) for name, shape in scratch.items()}
+    scratch["slot"] = pltpu.VMEM((heads, 1), jnp.int32)
+    scratch["slots"] = pltpu.SMEM((heads,), jnp.int32)
+    for name in "kv":
+        width, dtype = stored({"k": k, "v": v}[name])[0].shape[-1], inputs[name][0].dtype
+        shape = (width, LANES) if name in turned else (ROWS[dtype.itemsize], width)
+        scratch[f"{name}_tile"] = pltpu.VMEM((heads, *shape), dtype)
+    scratch["sent"] = pltpu.SemaphoreType.DMA((2,))
+
+    kernel = functools.partial(
+        _kernel,
+        units=b * blocks // cores,
+        blocks=blocks,
+        slots=slots,
+        turned=tuple(turned),
+        groups=g,
+        spec=dataclasses.replace(spec, slopes=None),
+        shrinks=shrinks,
+        scores=scores.static if isinstance(scores, Gumbel) else scores,
+        integers=multiplies_integers(interpret),
+    )
+    # The places of inputs and outputs among the leaves of their dictionaries.
+    came, went = (sorted(names) for names in (inputs, outputs))
+    found = pl.pallas_call(
+        kernel,
+        grid=(cores, b * blocks // cores, splits),
+        in_specs=[{name: spec for name, (_, spec) in inputs.items()}],
+        out_specs={name: spec for name, (_, _, spec) in outputs.items()},
+        out_shape={name: jax.ShapeDtypeStruct(shape, dtype) for name, (shape, dtype, _) in outputs.items()},
+        scratch_shapes=[scratch],
+        input_output_aliases={came.index(name): went.index(name) for name in ("position", "k", "v")},
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "arbitrary", "arbitrary"), vmem_limit_bytes=VMEM_BYTES
+        ),
+        interpret=interpret,
+        name="decode_step",
+    )({name: array for name, (array, _) in inputs.items()})
+
+    slot = found["slot"][..., 0]
+    here = jnp.arange(c, dtype=jnp.int32) == slot[..., None]
+
+    def written(leaf: Array, value: Array) -> Array:
+        # Slot by slot, so that it is part of whatever a score makes of its buffers next.
+        spread = here.reshape(*here.shape, *(1,) * (leaf.ndim - 3))
+        return jnp.where(spread, value[:, :, None].astype(leaf.dtype), leaf)
+
+    def whole(name: str, old: Operand, new: Operand) -> Operand:
+        array = found[name].swapaxes(2, 3) if name in turned else found[name]
+        if isinstance(old, Quantised):
+            assert isinstance(new, Quantised)
+            return Quantised(array, written(old.scale, new.scale))
+        return array
+
+    attended = Decoded(found["out"].reshape(b, h, g, e), found["lse"][:, :, :g], found.get("scores"))
+    pair = whole("k", k, added[0]), whole("v", v, added[1])
+    others = jax.tree.map(written, buffers, added[2])
+    return Stepped(attended, slot, found["left"][..., 0], found["position"], *pair, others)
+
+
+def unit(array: Array) -> int:
+    """Slots of one copy back: a tile of keys or values [b h c w], or two."""
+    return LANES if slots_lie_along_lanes(*array.shape[2:]) else ROWS[array.dtype.itemsize]
+
+
+def blocks_of(k: Operand, v: Operand) -> tuple[int, int]:
+    """KV heads and slots of one grid step; what aliases a cache reads no slot beyond it, so they divide its slots."""
+    (_, h, c, d), e = k.shape, v.shape[3]
+    heads, most = tile(h, c, max(d, e), min(stored(x)[0].dtype.itemsize for x in (k, v)))
+    return heads, next((slots for slots in range(most // LANES * LANES, most // 4, -LANES) if c % slots == 0), c)
+
+
+def block_bytes(q: Array, k: Operand, v: Operand, scores: str | Gumbel | None) -> int:
+    """About what a step holds on the chip: blocks twice, while the next ones arrive, and scratch memory."""
+    g, c = q.shape[2], v.shape[2]
+    arrays = [stored(x)[0] for x in (k, v)]
+    heads, slots = blocks_of(k, v)
+    rows, whole = padded(g, SUBLANES), padded(c, LANES)
+    pairs = sum(padded(x.shape[-1], LANES) * x.dtype.itemsize for x in arrays) * padded(slots, LANES)
+    of_slots = 6 * 4 * whole  # positions before and after, standing, protected slots, two scales
+    held = 0 if scores is None else 4 * whole * (rows + 2 * (rows if scores == "each" else 1))
+    small = 4 * LANES * (16 * rows + 4 * LANES)
+    return heads * (2 * pairs + 2 * of_slots + held + small)
+
+
+def _unit(core: Any, step: Any, units: int, blocks: int) -> tuple[Any, Any]:
+    """The row and the block of heads of a step of the grid."""
+    unit = core * units + step
+    return jax.lax.div(unit, blocks), jax.lax.rem(unit, blocks)
+
+
+def _kernel(
+    refs: Any,
+    outputs: Any,
+    scratch: Any,
+    *,
+    units: int,
+    blocks: int,
+    slots: int,
+    turned: tuple[str, ...],
+    groups: int,
+    spec: AttentionSpec,
+    shrinks: bool,
+    scores: str | Gumbel | None,
+    integers: bool,
+) -> None:
+    step, split, splits = pl.program_id(1), pl.program_id(2), pl.num_programs(2)
+    row, block = _unit(pl.program_id(0), step, units, blocks)
+    heads, capacity = refs["position"].shape[1:]
+    several = slots < capacity
+    newest = refs["new_position"][row]
+    writes = newest >= 0
+    q = _rows(refs["q"], heads, groups)
+    gumbel = scores if isinstance(scores, Gumbel) else None
+
+    def when(condition: Any) -> Callable[[Callable[[], None]], None]:
+        # Where there is one split it is first and last.
+        return pl.when(condition) if several else lambda run: run()
+
+    def noisy(logits: Array, visible: Array, position: Array) -> Array:
+        assert gumbel is not None
+        seed = jax.lax.bitcast_convert_type(jnp.full(position.shape, refs["seed"][row], jnp.int32), jnp.uint32)
+        head = block * heads + jax.lax.broadcasted_iota(jnp.int32, position.shape, 0)
+        head += refs["first"][row] if "first" in refs else 0
+        return tempered(logits, visible, gumbel, seed, refs["tau"][row], head.astype(jnp.uint32), position)
+
+    @when(split == 0)
+    def _() -> None:
+        position = refs["position"][0]
+        bounds = [refs[name][0] for name in Protection._fields]
+        keep = refs["keep"][0] != 0 if "keep" in refs else None
+        slot = victim(refs["standing"][0], position, newest, *bounds, keep=keep, shrinks=shrinks)
+        for head in range(heads):
+            own = jax.lax.broadcasted_iota(jnp.int32, slot.shape, 0) == head
+            scratch["slots"][head] = jnp.where(own, slot, 0).sum()
+        scratch["slot"][...] = slot
+        here = jax.lax.broadcasted_iota(jnp.int32, position.shape, 1) == slot
+        left = jnp.where(here, position, 0).sum(-1, keepdims=True)
+        outputs["left"][0] = jnp.where(writes, left, -1)
+        outputs["slot"][0] = jnp.where(writes, slot, capacity)
+        outputs["position"][0] = jnp.where(here & writes, newest, position)
+        # The new token is what the running softmax begins with.
+        logits = (q.astype(jnp.float32) * refs["k_new"][0]).sum(-1, keepdims=True)
+        logits = jnp.where(writes, spec.capped(logits), LOWEST)
+        scratch["top"][...] = jnp.maximum(logits, LOWEST / 2)
+        scratch["total"][...] = jnp.where(writes, jnp.ones_like(logits), 0.0)
+        value = jnp.where(writes, refs["v_new"][0], 0.0)
+        scratch["acc"][...] = jnp.broadcast_to(value, scratch["acc"].shape)
+        if gumbel is not None:
+            logits = noisy(logits, jnp.full(logits.shape, writes), jnp.full((heads, 1), newest))
+            scratch["noisy_top"][...] = jnp.maximum(logits, LOWEST / 2)
+            scratch["noisy_total"][...] = scratch["total"][...]
+        if scores is not None:
+            scratch["new"][...] = logits
+
+    at = pl.ds(pl.multiple_of(split * slots, slots), slots) if several else slice(None)
+    index = split * slots + jax.lax.broadcasted_iota(jnp.int32, (heads, slots), 1)
+    position = refs["position"][0, :, at]
+    visible = seen(position, newest, spec.window) & (index != scratch["slot"][...])
+    k_scale, v_scale = (refs[name][0] if name in refs else None for name in ("k_scale", "v_scale"))
+    k_channels, v_channels = (1 if name in turned else 2 for name in "kv")
+    logits = spec.capped(products(q, refs["k"][0], k_scale, k_channels, integers))
+    if "slopes" in refs:
+        logits += refs["slopes"][0] * (position - newest).astype(jnp.float32)[:, None, :]
+    visible = jnp.broadcast_to(visible[:, None, :], logits.shape)
+    logits = jnp.where(visible, logits, LOWEST)
+    highest = jnp.maximum(scratch["top"][...], logits.max(-1, keepdims=True))
+    weights = jnp.exp(logits - highest)
+    kept = jnp.exp(scratch["top"][...] - highest)
+    scratch["total"][...] = kept * scratch["total"][...] + weights.sum(-1, keepdims=True)
+    scratch["acc"][...] = kept * scratch["acc"][...] + weighted(weights, refs["v"][0], v_scale, v_channels, integers)
+    scratch["top"][...] = highest
+    if gumbel is not None:
+        logits = noisy(logits, visible, position)
+        highest = jnp.maximum(scratch["noisy_top"][...], logits.max(-1, keepdims=True))
+        kept = jnp.exp(scratch["noisy_top"][...] - highest)
+        total = jnp.exp(logits - highest).sum(-1, keepdims=True)
+        scratch["noisy_total"][...] = kept * scratch["noisy_total"][...] + total
+        scratch["noisy_top"][...] = highest
+    if scores is not None:
+        scratch["logits"][:, :, at] = logits
+
+    def wait() -> None:
+        # Semaphores count bytes: once for the tiles of all heads.
+        for i, name in enumerate("kv"):
+            sent = scratch[f"{name}_tile"]
+            pltpu.make_async_copy(sent, sent, scratch["sent"].at[i]).wait()
+
+    @pl.when((step > 0) & (split == 0))
+    def _() -> None:
+        wait()
+
+    for head in range(heads):
+        slot = scratch["slots"][head]
+
+        @when((slot >= split * slots) & (slot < (split + 1) * slots))
+        def _(head: int = head, slot: Any = slot) -> None:
+            for i, name in enumerate("kv"):
+                _send(
+                    refs[name].at[0, head],
+                    outputs[name].at[row, block * heads + head],
+                    refs[f"{name}_entry"].at[0, head if name in turned else pl.ds(head, 1)],
+                    scratch[f"{name}_tile"].at[head],
+                    scratch["sent"].at[i],
+                    slot,
+                    split * slots,
+                    writes,
+                    int(name in turned),
+                )
+
+    @when(split == splits - 1)
+    def _() -> None:
+        total = scratch["total"][...]
+        some = total > 0
+        out = scratch["acc"][...] / jnp.where(some, total, 1.0)
+        lse = jnp.where(some, scratch["top"][...] + jnp.log(jnp.where(some, total, 1.0)), -jnp.inf)
+        _store(outputs["out"], out, heads, groups)
+        # From a number in each row of registers to one in each lane, as every chip can.
+        diagonal = [jax.lax.broadcasted_iota(jnp.int32, (1, q.shape[1], q.shape[1]), axis) for axis in (1, 2)]
+        outputs["lse"][0] = jnp.where(diagonal[0] == diagonal[1], lse, 0.0).sum(1)
+        if scores is None:
+            return
+        if gumbel is not None:
+            total = scratch["noisy_total"][...]
+        top = scratch["noisy_top" if gumbel is not None else "top"][:, :groups]
+        share = 1 / jnp.maximum(total, jnp.finfo(jnp.float32).tiny)[:, :groups]
+        found = jnp.exp(scratch["logits"][:, :groups] - top) * share
+        new = jnp.exp(scratch["new"][:, :groups] - top) * share
+        here = jax.lax.broadcasted_iota(jnp.int32, (heads, capacity), 1) == scratch["slot"][...]
+        if scores == "each":
+            outputs["scores"][0] = jnp.where(here[:, None, :], new, found)
+        else:
+            outputs["scores"][0] = jnp.where(here, new.sum(1), found.sum(1))
+
+    # Of the next core's blocks none knows of these copies.
+    @pl.when((step == units - 1) & (split == splits - 1))
+    def _() -> None:
+        wait()
+
+
+def _send(
+    block: Any, cache: Any, entry: Any, tile: Any, semaphore: Any, slot: Any, first: Any, writes: Any, axis: int
+) -> None:
+    """Begin to copy the tile around a slot, the new token's entry in it, from a block whose slots begin at `first`.
+
+    A row of padding writes nothing: its tiles go back as they came.
+    """
+    size = tile.shape[axis]
+    start = pl.multiple_of(slot & -size, size)
+
+    def slots(start: Any) -> tuple[Any, ...]:
+        return (slice(None),) * axis + (pl.ds(pl.multiple_of(start, size), size),)
+
+    counted = jnp.float32 if jnp.issubdtype(tile.dtype, jnp.floating) else jnp.int32
+    old = block[slots(start - first)].astype(counted)
+    chosen = (jax.lax.broadcasted_iota(jnp.int32, old.shape, axis) == slot - start) & writes
+    tile[...] = jnp.where(chosen, entry[...], old).astype(tile.dtype)
+    pltpu.make_async_copy(tile, cache.at[slots(start)], semaphore).start()
+
+
+def _rows(ref: Any, heads: int, groups: int) -> Float[Array, "h r d"]:
+    """Queries [1, h g, d] with each group in whole registers; what lies between groups is never read."""
+    x = ref[0].astype(jnp.float32)
+    if groups == 1:
+        found = jnp.broadcast_to(x[:, None, :], (heads, SUBLANES, x.shape[-1]))
+    elif groups % SUBLANES == 0:
+        found = x.reshape(heads, groups, -1)
+    else:
+        missing = padded(groups, SUBLANES) - groups
+        each = [jnp.pad(x[i * groups : (i + 1) * groups], ((0, missing), (0, 0)))[None] for i in range(heads)]
+        found = jnp.concatenate(each, axis=0)
+    return found.astype(ref.dtype)
+
+
+def _store(ref: Any, found: Float[Array, "h r e"], heads: int, groups: int) -> None:
+    """The inverse of `_rows`."""
+    if groups == 1:
+        ref[0] = found[:, 0]
+    elif groups % SUBLANES == 0:
+        ref[0] = found.reshape(heads * groups, -1)
+    else:
+        for i in range(heads):
+            ref[0, i * groups : (i + 1) * groups] = found[i, :groups]

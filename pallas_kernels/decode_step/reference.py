@@ -1,0 +1,42 @@
+"""A decode step in XLA: eviction, then attention."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jaxtyping import Array, Bool, Float, Int
+
+from pallas_kernels.attention import AttentionSpec
+from pallas_kernels.decode_attention import Gumbel
+from pallas_kernels.decode_attention import reference as attention
+from pallas_kernels.decode_step.types import Stepped
+from pallas_kernels.evict import reference as eviction
+from pallas_kernels.operands import Operand
+from pallas_kernels.ranking import Protection
+
+
+def decode_step(
+    standing: Float[Array, "b h c"],
+    position: Int[Array, "b h c"],
+    new_position: Int[Array, " b"],
+    k: Operand,
+    v: Operand,
+    buffers: Any,
+    added: tuple[Operand, Operand, Any],
+    q: Float[Array, "b h g d"],
+    spec: AttentionSpec,
+    *,
+    protection: Protection,
+    keep: Bool[Array, "b h c"] | None,
+    shrinks: bool,
+    scores: str | Gumbel | None,
+    platform: str,
+) -> Stepped:
+    """See `api.decode_step`."""
+    slot, left, _, position, (k, v, buffers) = eviction.evict(
+        standing, position, new_position, (k, v, buffers), added, protection=protection, keep=keep, shrinks=shrinks
+    )
+    attended = attention.decode_attention(
+        q, k, v, position, new_position, spec, places=None, low_rank=None, scores=scores, platform=platform
+    )
+    return Stepped(attended, slot, left, position, k, v, buffers)

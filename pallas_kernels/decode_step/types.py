@@ -1,0 +1,24 @@
+"""What a decode step over slots gives back."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from jaxtyping import Array, Int
+
+from pallas_kernels.decode_attention.types import Decoded
+from pallas_kernels.operands import Operand
+
+
+class Stepped(NamedTuple):
+    """Attention, and the slots with the new token in them."""
+
+    attended: Decoded
+    slot: Int[Array, "b h"]
+    """The one that the token has taken; c for rows of padding."""
+    left: Int[Array, "b h"]
+    """The position that it held; -1 for none."""
+    position: Int[Array, "b h c"]
+    k: Operand
+    v: Operand
+    buffers: Any

@@ -1,0 +1,119 @@
+"""A decode step in one pass: cases; what is expected of them is what eviction, then decode attention, expect."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+
+from pallas_kernels.attention import AttentionSpec
+from pallas_kernels.decode_attention import Gumbel
+from pallas_kernels.decode_step import decode_step
+from tests.kernel_cases import decode_attention, evict
+from tests.kernels import TPU_WAYS, XLA, Case, normal
+
+
+def oracle(inputs: dict[str, Any], **settings: Any) -> dict[str, Any]:
+    """The oracle of eviction, then that of attention."""
+    held = {name: inputs[name] for name in ("k", "v", "buffers")}
+    added = dict(zip(held, inputs["added"], strict=True))
+    exchanged = {"scores": inputs["standing"], "buffers": held, "added": added}
+    exchanged |= {name: inputs[name] for name in ("position", "new_position", "protection", "keep") if name in inputs}
+    found = evict.oracle(exchanged, shrinks=False)
+    names = [name for name in found if name.startswith("buffer")]
+    held = jax.tree.unflatten(jax.tree.structure(held), [found[name] for name in names])
+    asked = {name: inputs[name] for name in ("q", "slopes", "seed", "tau", "first") if name in inputs}
+    asked |= {"k": held["k"], "v": held["v"], "position": found["position"], "query_position": inputs["new_position"]}
+    attended = decode_attention.oracle(asked, **settings)
+    return {name: array for name, array in found.items() if not name.startswith("taken")} | attended
+
+
+def run(
+    inputs: dict[str, Any], *, scale: float, soft_cap: float | None, window: int | None, scores: Any, **options: Any
+) -> dict[str, Any]:
+    inputs = dict(inputs)
+    spec = AttentionSpec(scale, soft_cap, window, inputs.pop("slopes", None))
+    if "seed" in inputs:
+        noise = decode_attention.LAYER, scores, inputs.pop("first", None)
+        scores = Gumbel(inputs.pop("seed"), inputs.pop("tau"), *noise)
+    done = decode_step(**inputs, spec=spec, scores=scores, **options)
+    attended = {name: value for name, value in done.attended._asdict().items() if value is not None}
+    held = {"k": done.k, "v": done.v, "buffers": done.buffers}
+    leaves = {f"buffer{i}": leaf for i, leaf in enumerate(jax.tree.leaves(held))}
+    return {"slot": done.slot, "left": done.left, "position": done.position} | leaves | attended
+
+
+def case(
+    b: int,
+    h: int,
+    g: int,
+    c: int,
+    d: int,
+    *,
+    dtype: str = "float32",
+    e: int | None = None,
+    live: str = "full",
+    bits: int | None = None,
+    scores: str | None = None,
+    keep: bool = False,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    alibi: bool = False,
+    first: int = 0,
+    ways: Any = (XLA, *TPU_WAYS),
+) -> Case:
+    """Random slots with many equal scores, and a statistic of each kind; `scores` may name a noise."""
+    e = d if e is None else e
+    rng = np.random.default_rng(b + h + g + c + d)
+    position, new = evict.positions(rng, b, h, c, live)
+    pairs: list[Any] = [normal(rng, (b, h, c + 1, width), dtype) for width in (d, e)]
+    if bits is not None:
+        pairs = [decode_attention.quantised(pair, bits) for pair in pairs]
+    k, v = (jax.tree.map(lambda leaf: leaf[:, :, :c], pair) for pair in pairs)
+    added = [jax.tree.map(lambda leaf: leaf[:, :, c], pair) for pair in pairs]
+
+    def statistics(*slots: int) -> dict[str, Any]:
+        words = rng.integers(2**32, size=(b, h, *slots, 3), dtype=np.uint32)
+        return {"score": normal(rng, (b, h, *slots), "float32"), "flag": rng.random((b, h, *slots)) < 0.5, "w": words}
+
+    inputs: dict[str, Any] = {
+        "standing": rng.integers(0, 4, size=(b, h, c)).astype(np.float32),
+        "position": position,
+        "new_position": new,
+        "k": k,
+        "v": v,
+        "buffers": statistics(c),
+        "added": (*added, statistics()),
+        "q": normal(rng, (b, h, g, d), dtype),
+        "protection": evict.protection(rng, b, h, c),
+    }
+    if keep:
+        inputs["keep"] = rng.random((b, h, c)) < 0.3
+    if alibi:
+        inputs["slopes"] = (2.0 ** -np.arange(1, h * g + 1)).reshape(h, g).astype(np.float32)
+    if scores not in (None, "each", "sum"):
+        inputs |= {"seed": rng.integers(2**32, size=b, dtype=np.uint32), "first": np.full(b, first, np.int32)}
+        inputs["tau"] = rng.uniform(1, 2, size=b).astype(np.float32)
+    settings: dict[str, Any] = dict(scale=d**-0.5, soft_cap=soft_cap, window=window, scores=scores)
+    extra = {f"e{e}": e != d, f"bits{bits}": bits, "keep": keep, "cap": soft_cap, "window": window, "alibi": alibi}
+    return Case(
+        "decode_step",
+        "-".join([f"{b}x{h}x{g}x{c}x{d}", live, *filter(None, [scores]), *(name for name, on in extra.items() if on)]),
+        (inputs,),
+        lambda inputs, **options: run(inputs, **settings, **options),
+        lambda inputs: oracle(inputs, **settings),
+        ways=ways,
+        dtype=dtype,
+        rounded=bits is not None,
+    )
+
+
+CASES = (
+    case(2, 2, 2, 16, 32, live="ragged", scores="sum"),
+    case(2, 8, 1, 256, 128, dtype="bfloat16", scores="gumbel", first=2, ways=(XLA, TPU_WAYS[1])),
+    case(1, 1, 8, 64, 128, e=256, scores="each", keep=True, soft_cap=3.0, ways=(XLA, TPU_WAYS[0])),
+    case(2, 1, 3, 128, 64, window=40, alibi=True, ways=(XLA, TPU_WAYS[1])),
+    case(3, 2, 1, 128, 64, bits=4, scores="gaussian", ways=(XLA, TPU_WAYS[0])),
+    case(2, 2, 2, 32, 128, bits=8, live="none", dtype="bfloat16", ways=(XLA, TPU_WAYS[1])),
+)
