@@ -20,6 +20,7 @@ from pallas_kernels.attention import AttentionSpec
 from pallas_kernels.decode_attention.kernel_parts import stored
 from pallas_kernels.decode_attention.partials import ROWS, merged, tile
 from pallas_kernels.decode_attention.types import Decoded, Gumbel, LowRank
+from pallas_kernels.gpus import capability
 from pallas_kernels.operands import Operand
 
 
@@ -70,7 +71,7 @@ def decode_attention(
         grid=(parts, h, b),
         name="decode_attention",
         **settings(q, k, v, spec, low_rank, scores, block, split),
-        **{"num_warps": 4, "num_stages": 2, **call},
+        **{"num_warps": 4, "num_stages": 2, "compute_capability": capability(), **call},
     )
     wanted = ["out", "lse"] + ["logits"] * (scores is not None) + ["noisy_lse"] * gumbel
     named = dict(zip(shapes, found, strict=True))
