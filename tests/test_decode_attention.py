@@ -82,7 +82,14 @@ def test_short_rows_share_a_step():
 @pytest.mark.parametrize("scores", ["each", "gumbel"])
 def test_splits_of_programs_give_what_one_gives(scores):
     some = case(1, 2, 3, 700, 64, scores=scores, features=4)
-    assert pallas_gpu.tile(2, 700, 64) == (64, 384)
+    assert pallas_gpu.tile(2, 700, 64 * 4) == (64, 384)
+    check(some, GPU_WAYS[0])
+
+
+def test_wide_float32_is_multiplied_in_halves():
+    some = case(1, 1, 2, 40, 256, scores="sum")
+    assert pallas_gpu.channels(256, "float32") == (slice(0, 128), slice(128, 256))
+    assert pallas_gpu.channels(256, "bfloat16") == (slice(0, 256),)
     check(some, GPU_WAYS[0])
 
 

@@ -17,9 +17,18 @@ PROGRAMS = 512
 """Programs that keep a large GPU busy: short batches get more splits."""
 
 
-def tile(heads: int, c: int, d: int) -> tuple[int, int]:
-    """Slots of one step of a program's loop, and of all its steps."""
-    block = min(max(16, pl.next_power_of_2(c)), 64 if d <= 128 else 32)
+STEP = 16_384
+"""Bytes of keys, as wide as queries are, that a program of four warps multiplies in one step without spilling."""
+
+
+def steps(width: int) -> int:
+    """Slots of one step of a program's loop, of keys or values that are so many bytes wide in the queries' dtype."""
+    return min(64, max(16, STEP // pl.next_power_of_2(width)))
+
+
+def tile(heads: int, c: int, width: int) -> tuple[int, int]:
+    """Slots of one step of a program's loop, and of all its steps; `width` is in bytes, as of `steps`."""
+    block = min(max(16, pl.next_power_of_2(c)), steps(width))
     splits = min(max(1, PROGRAMS // heads), max(1, c // 256))
     return block, pl.cdiv(pl.cdiv(c, splits), block) * block
 

@@ -41,7 +41,7 @@ def decode_attention(
 
     b, h, g, d = q.shape
     c, e = v.shape[2:]
-    block, split = tile(b * h, c, max(d, e))
+    block, split = tile(b * h, c, max(d, e) * q.dtype.itemsize)
     splits = -(-c // split)
     parts = splits + (low_rank is not None)
     gumbel = isinstance(scores, Gumbel)
@@ -208,7 +208,7 @@ def kernel(
             visible = (at >= 0) & (at <= query)
             if WINDOW >= 0:
                 visible = visible & (at > query - WINDOW)
-            logits = tl.dot(queries, tl.trans(keys), input_precision="ieee") * SCALE
+            logits = tl.dot(queries, tl.trans(keys), input_precision="tf32x3") * SCALE
             if K_CODES:
                 logits *= tl.load(k_scale + cells, mask=real, other=0.0)[None, :]
             if CAP > 0:
@@ -222,7 +222,7 @@ def kernel(
             total = kept * total + tl.sum(weights, 1)
             if V_CODES:
                 weights *= tl.load(v_scale + cells, mask=real, other=0.0)[None, :]
-            acc = kept[:, None] * acc + tl.dot(weights.to(values.dtype), values, input_precision="ieee")
+            acc = kept[:, None] * acc + tl.dot(weights.to(values.dtype), values, input_precision="tf32x3")
             top = highest
             if TEMPERED:
                 if NOISY:
