@@ -15,18 +15,14 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.attention import AttentionSpec
 from pallas_kernels.decode_attention.kernel_parts import LOWEST, seen, stored, tempered
-from pallas_kernels.decode_attention.partials import ROWS, merged, tile
+from pallas_kernels.decode_attention.partials import ROWS, channels, merged, tile
 from pallas_kernels.decode_attention.types import Decoded, Gumbel, LowRank
 from pallas_kernels.operands import Operand
 from pallas_kernels.quantised import halves
-
-WIDEST = 512
-"""Bytes of a query's channels that are multiplied at a time."""
 
 
 def decode_attention(
@@ -253,10 +249,3 @@ def products(interpret: Any) -> Callable[[Array, Array], Array]:
         )
 
     return multiply
-
-
-def channels(width: int, dtype: DTypeLike, halved: bool = False) -> tuple[slice, ...]:
-    """Channels of queries and keys that are multiplied at a time: wide ones of float32 spill unless it is in halves."""
-    whole = not halved and width * jnp.dtype(dtype).itemsize <= WIDEST
-    size = width if whole else width // 2
-    return tuple(slice(start, start + size) for start in range(0, width, size))

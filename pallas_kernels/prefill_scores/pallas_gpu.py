@@ -19,8 +19,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.attention import AttentionSpec
-from pallas_kernels.decode_attention.pallas_gpu import channels, products
-from pallas_kernels.decode_attention.partials import ROWS
+from pallas_kernels.decode_attention.pallas_gpu import products
+from pallas_kernels.decode_attention.partials import ROWS, channels
 from pallas_kernels.prefill_scores.tiles import Tiles
 from pallas_kernels.prefill_scores.types import Own, PromptAttention
 
