@@ -1,7 +1,7 @@
 """Every program of a GPU compiled for GPUs that are not there: `python -m tests.gpu_programs`, with jax's CUDA plugin.
 
-Prints for each program what `pallas_kernels.gpu_compiler` says of it, as a line of JSON; `cpu_seconds` do not count what
-other processes of the machine take.
+Prints for each program what `pallas_kernels.gpu_compiler` says of it, as a line of JSON; `cpu_seconds` do not
+count what other processes of the machine take.
 """
 
 from __future__ import annotations

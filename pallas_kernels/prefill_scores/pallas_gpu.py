@@ -42,7 +42,7 @@ def prefill_scores(
     scores: bool,
     interpret: Any,
 ) -> PromptAttention:
-    """See `pallas_kernels.prefill_scores.api`; lowered to Triton, interpreted, never run on a chip."""
+    """See `pallas_kernels.prefill_scores.api`; compiled for A100 and H100, interpreted, never run on a chip."""
     (b, h, g, n, d), c = q.shape, k.shape[2]
     tiles = Tiles(n, c, *_sizes(max(d, v.shape[3]), q.dtype), spec.window, n if own is None else own.of)
     noisy = scores and (noise is not None or tau != 1)
