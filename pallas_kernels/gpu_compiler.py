@@ -6,6 +6,7 @@ Needs jax-cuda12-plugin, jax-cuda12-pjrt and nvidia-cuda-nvcc-cu12, and for `tri
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.util
 import os
 import re
@@ -129,7 +130,9 @@ def _of_xla(dump: Path) -> Iterator[_Kernel]:
 
 def _of_triton(lowered: jax.stages.Lowered) -> Iterator[_Kernel]:
     # jax-triton compiles to PTX when it lowers, and hands that over in a message (jaxlib/gpu/triton.proto).
-    for message in _messages(lowered.compiler_ir("stablehlo").operation):
+    module = lowered.compiler_ir("stablehlo")
+    assert module is not None
+    for message in _messages(module.operation):
         call = _fields(zlib.decompress(message))
         kernel = _fields(_fields(call[1])[1])
         name, entry, ptx = (text.decode() for text in (call[4], kernel[1], kernel[4]))
@@ -193,9 +196,7 @@ def _assembled(kernel: _Kernel) -> tuple[int, int, int]:
 def _assembler(of_triton: int | None) -> str:
     # Triton writes PTX of the version that its own assembler for a compute capability knows, and perhaps no other.
     if of_triton is not None:
-        from triton.backends.nvidia.compiler import get_ptxas
-
-        return get_ptxas(of_triton).path
+        return importlib.import_module("triton.backends.nvidia.compiler").get_ptxas(of_triton).path
     spec = importlib.util.find_spec("nvidia.cuda_nvcc")
     for place in (spec and spec.submodule_search_locations) or ():
         if (file := Path(place) / "bin" / "ptxas").exists():
