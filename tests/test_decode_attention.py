@@ -17,7 +17,7 @@ from kvjax.policies.scores.keyformer import GumbelSoftmax
 from kvjax.types import Heads, New, Parts
 from pallas_kernels.attention import AttentionSpec
 from pallas_kernels.common import Unsupported, slots_lie_along_lanes
-from pallas_kernels.decode_attention import Gumbel, decode_attention, pallas, pallas_gpu
+from pallas_kernels.decode_attention import Gumbel, decode_attention, pallas, pallas_gpu, partials
 from pallas_kernels.operands import Quantised, Turned
 from tests.cases import slow
 from tests.kernel_cases.decode_attention import CASES, arguments, case
@@ -82,7 +82,14 @@ def test_short_rows_share_a_step():
 @pytest.mark.parametrize("scores", ["each", "gumbel"])
 def test_splits_of_programs_give_what_one_gives(scores):
     some = case(1, 2, 3, 700, 64, scores=scores, features=4)
-    assert pallas_gpu.tile(2, 700, 64) == (64, 384)
+    assert pallas_gpu.tile(2, 700, 64 * 4) == (64, 384)
+    check(some, GPU_WAYS[0])
+
+
+def test_wide_float32_is_multiplied_in_halves():
+    some = case(1, 1, 2, 40, 256, scores="sum")
+    assert partials.channels(256, "float32") == (slice(0, 128), slice(128, 256))
+    assert partials.channels(256, "bfloat16") == (slice(0, 256),)
     check(some, GPU_WAYS[0])
 
 

@@ -21,7 +21,7 @@ from pallas_kernels.attention import AttentionSpec, attend
 from pallas_kernels.common import VARIABLE, Unsupported
 from pallas_kernels.prefill_scores import Joined, Own, prefill_scores
 from tests.kernel_cases.prefill_scores import case, inputs, operand
-from tests.kernels import XLA, Way, check
+from tests.kernels import GPU_WAYS, XLA, Way, check
 
 SPEC = AttentionSpec(8**-0.5)
 
@@ -85,6 +85,10 @@ def test_keyformer_counts_the_same(x64):
 
 def test_blocks_of_an_accelerator_agree_with_numpy():
     check(case("large", 1, 1, 2, 2500, 8, extra=("noise",), ways=(XLA,)), Way("xla", platform="gpu"))
+
+
+def test_wide_float32_agrees_with_numpy_in_the_gpu_form():
+    check(case("wide", 1, 1, 2, 40, 256, extra=("weights",), rows=3, ways=GPU_WAYS), GPU_WAYS[0])
 
 
 def temporary(made: dict[str, Any], **options: Any) -> int:

@@ -38,6 +38,7 @@ MORE = (
     case(1, 2, 3, 700, 64, scores="gumbel", features=4),
     case(1, 2, 3, 300, 80, scores="each", alibi=True, window=64),
     case(1, 2, 3, 300, 80, e=48, scores="sum", bits=(8, 8), soft_cap=5.0, features=3),
+    case(1, 1, 2, 40, 200, scores="sum"),
 )
 RUNNABLE = [some for some in (*CASES, *MORE) if triton_takes(some)]
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"

@@ -11,25 +11,12 @@ from typing import Any
 import jax
 
 from pallas_kernels.aot import CHIPS, ENVIRONMENT
+from pallas_kernels.gpus import GPUS
 
 HERE, VIRTUAL, H100 = "here", "cpu", "h100"
 GIB = 2**30
-MEMORY = {"v5e": 15.75 * GIB, "v5p": 95.74 * GIB, "v6e": 31.25 * GIB, H100: 84_942_979_072}
+MEMORY = {"v5e": 15.75 * GIB, "v5p": 95.74 * GIB, "v6e": 31.25 * GIB, H100: GPUS[H100].memory}
 """Bytes that programs may have on a chip: of TPUs as their compiler says when a program asks for more."""
-
-H100_CONFIG = """
-gpu_device_info {
-  threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152 shared_memory_per_core: 233472
-  threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128 block_dim_limit_x: 2147483647
-  block_dim_limit_y: 65535 block_dim_limit_z: 65535 memory_bandwidth: 3352320000000 l2_cache_size: 52428800
-  clock_rate_ghz: 1.98 device_memory_size: 84942979072 shared_memory_per_block_optin: 232448
-  cuda_compute_capability { major: 9 } registers_per_core_limit: 65536 registers_per_block_limit: 65536
-}
-platform_name: "CUDA"
-dnn_version_info { major: 9 minor: 1 }
-device_description_str: "NVIDIA H100 80GB HBM3"
-"""
-"""XLA's GpuTargetConfigProto in text form: what it compiles for where there is no GPU to ask."""
 
 
 def mesh_shape(text: str) -> tuple[int, int]:
@@ -65,7 +52,7 @@ def devices_of(target: str, count: int) -> list[Any]:
         devices = _known_to_compiler(target, "jax[tpu]", f"{chip}:{topology}" if topology else CHIPS[chip], "tpu")
     elif target == H100:
         os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
-        settings = dict(topology=f"1x1x{count}", target_config=H100_CONFIG)
+        settings = dict(topology=f"1x1x{count}", target_config=GPUS[H100].configuration)
         devices = _known_to_compiler(target, "jax-cuda12-plugin and nvidia-cuda-nvcc-cu12", H100, "cuda", **settings)
     else:
         known = ", ".join((HERE, VIRTUAL, *CHIPS, H100))

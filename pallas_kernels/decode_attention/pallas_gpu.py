@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -18,7 +19,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.attention import AttentionSpec
 from pallas_kernels.decode_attention.kernel_parts import LOWEST, seen, stored, tempered
-from pallas_kernels.decode_attention.partials import ROWS, merged, tile
+from pallas_kernels.decode_attention.partials import ROWS, channels, merged, tile
 from pallas_kernels.decode_attention.types import Decoded, Gumbel, LowRank
 from pallas_kernels.operands import Operand
 from pallas_kernels.quantised import halves
@@ -39,7 +40,7 @@ def decode_attention(
     """See `api.decode_attention`."""
     b, h, g, d = q.shape
     c, e = v.shape[2:]
-    block, split = tile(b * h, c, max(d, e))
+    block, split = tile(b * h, c, max(d, e) * q.dtype.itemsize)
     splits = pl.cdiv(c, split)
     parts = splits + (low_rank is not None)
 
@@ -91,7 +92,8 @@ def decode_attention(
 
     static = scores.static if isinstance(scores, Gumbel) else scores
     told = dataclasses.replace(spec, slopes=None)
-    compiled = functools.partial(kernel, block=block, split=split, splits=splits, groups=g, spec=told, scores=static)
+    settings: dict[str, Any] = dict(block=block, split=split, splits=splits, groups=g, spec=told, scores=static)
+    compiled = functools.partial(kernel, **settings, multiply=products(interpret))
     found = launch(compiled, (parts, h, b), inputs, outputs, interpret=interpret, name="decode_attention")
     return merged(found, g, splits, scores)
 
@@ -128,6 +130,7 @@ def kernel(
     groups: int,
     spec: AttentionSpec,
     scores: str | Gumbel | None,
+    multiply: Callable[[Array, Array], Array],
 ) -> None:
     part, head = pl.program_id(0), pl.program_id(1)
     (capacity,), e = refs["position"].shape, outputs["out"].shape[-1]
@@ -143,7 +146,8 @@ def kernel(
     @pl.when(part < splits)
     def _() -> None:
         query = refs["query_position"][0]
-        q = _columns(refs["q"], four["k"])
+        pieces = channels(refs["q"].shape[-1], refs["q"].dtype, four["k"])
+        q = tuple(refs["q"][:, some] for some in pieces)
         rows = jax.lax.broadcasted_iota(jnp.int32, (ROWS, block), 0)
 
         def step(i: Array, carry: Any) -> Any:
@@ -154,20 +158,21 @@ def kernel(
             here = pl.ds(start, block)
             ragged = paged or capacity % block != 0
 
-            def read(name: str, other: float = 0.0) -> Array:
+            def read(name: str, other: float = 0.0, some: slice | None = None) -> Array:
+                ref = refs[name].at[here] if some is None else refs[name].at[here, some]
                 if not ragged:
-                    return refs[name][here]
-                mask = jax.lax.broadcast_in_dim(inside, (block, *refs[name].shape[1:]), (0,))
-                return plgpu.load(refs[name].at[here], mask=mask, other=other)
+                    return ref[...]
+                mask = jax.lax.broadcast_in_dim(inside, ref.shape, (0,))
+                return plgpu.load(ref, mask=mask, other=other)
 
-            def parts_of(name: str) -> tuple[Array, ...]:
-                x = read(name)
-                return tuple(y.astype(refs["q"].dtype) for y in (halves(x) if f"{name}_scale" in refs else (x,)))
+            def parts_of(name: str, pieces: tuple[slice | None, ...] = (None,)) -> tuple[Array, ...]:
+                found = halves(read(name)) if four[name] else (read(name, some=some) for some in pieces)
+                return tuple(x.astype(refs["q"].dtype) for x in found)
 
             at = read("position", -1)
             visible = seen(at, query, spec.window)
             visible = jax.lax.broadcast_in_dim(visible, (ROWS, block), (1,))
-            products = functools.reduce(jnp.add, map(_dot, q, (k.T for k in parts_of("k"))))
+            products = functools.reduce(jnp.add, map(multiply, q, (k.T for k in parts_of("k", pieces))))
             logits = spec.capped(products * read("k_scale")[None, :] if "k_scale" in refs else products)
             if "slopes" in refs:
                 logits += refs["slopes"][...][:, None] * (at - query).astype(jnp.float32)[None, :]
@@ -177,7 +182,7 @@ def kernel(
             total = kept * total + weights.sum(1)
             scaled = weights * read("v_scale")[None, :] if "v_scale" in refs else weights
             scaled = scaled.astype(refs["q"].dtype)
-            acc = tuple(kept[:, None] * some + _dot(scaled, v) for some, v in zip(acc, parts_of("v"), strict=True))
+            acc = tuple(kept[:, None] * some + multiply(scaled, v) for some, v in zip(acc, parts_of("v"), strict=True))
             if isinstance(scores, Gumbel):
                 number = (head + refs["first"][0] if "first" in refs else head).astype(jnp.uint32)
                 logits = tempered(logits, visible, scores, refs["seed"][0], refs["tau"][0], number, at)
@@ -230,15 +235,17 @@ def _log(top: Array, total: Array) -> Array:
     return jnp.where(total > 0, top + jnp.log(jnp.where(total > 0, total, 1.0)), LOWEST)
 
 
-def _dot(a: Array, b: Array) -> Array:
-    # Float32 is not rounded to the tensor cores' ten bits.
-    precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
-    return jax.lax.dot(a, b, precision=precision, preferred_element_type=jnp.float32)
+def products(interpret: Any) -> Callable[[Array, Array], Array]:
+    """The product of two matrices [n m] and [m o] in float32, inside a kernel that runs like this.
 
+    Float32 is not rounded to the ten bits of the tensor cores: each number is the sum of two such, and their products
+    are summed, which takes fewer registers and less time to compile than products outside of the tensor cores.
+    """
+    exact = jax.lax.DotAlgorithmPreset.TF32_TF32_F32_X3 if interpret is False else jax.lax.Precision.HIGHEST
 
-def _columns(ref: Any, halved: bool) -> tuple[Array, ...]:
-    # All channels, or the first half of them and the last.
-    if not halved:
-        return (ref[...],)
-    half = ref.shape[-1] // 2
-    return ref[:, :half], ref[:, half:]
+    def multiply(a: Array, b: Array) -> Array:
+        return jax.lax.dot(
+            a, b, precision=exact if a.dtype == jnp.float32 else None, preferred_element_type=jnp.float32
+        )
+
+    return multiply

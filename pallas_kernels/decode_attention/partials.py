@@ -6,6 +6,7 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
+from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from pallas_kernels.decode_attention.kernel_parts import LOWEST
@@ -17,11 +18,30 @@ PROGRAMS = 512
 """Programs that keep a large GPU busy: short batches get more splits."""
 
 
-def tile(heads: int, c: int, d: int) -> tuple[int, int]:
-    """Slots of one step of a program's loop, and of all its steps."""
-    block = min(max(16, pl.next_power_of_2(c)), 64 if d <= 128 else 32)
+STEP = 16_384
+"""Bytes of keys, as wide as queries are, that a program of four warps multiplies in one step without spilling."""
+
+WIDEST = 512
+"""Bytes of a query's channels that are multiplied at a time, for the same reason."""
+
+
+def steps(width: int) -> int:
+    """Slots of one step of a program's loop, of keys or values that are so many bytes wide in the queries' dtype."""
+    return min(64, max(16, STEP // pl.next_power_of_2(width)))
+
+
+def tile(heads: int, c: int, width: int) -> tuple[int, int]:
+    """Slots of one step of a program's loop, and of all its steps; `width` is in bytes, as of `steps`."""
+    block = min(max(16, pl.next_power_of_2(c)), steps(width))
     splits = min(max(1, PROGRAMS // heads), max(1, c // 256))
     return block, pl.cdiv(pl.cdiv(c, splits), block) * block
+
+
+def channels(width: int, dtype: DTypeLike, halved: bool = False) -> tuple[slice, ...]:
+    """Channels of queries and keys that are multiplied at a time: wide ones of float32 spill unless it is in halves."""
+    whole = not halved and width * jnp.dtype(dtype).itemsize <= WIDEST
+    size = width if whole else width // 2
+    return tuple(slice(start, start + size) for start in range(0, width, size))
 
 
 def merged(found: dict[str, Array], g: int, splits: int, scores: str | Gumbel | None) -> Decoded:

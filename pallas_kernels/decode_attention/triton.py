@@ -18,8 +18,9 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.attention import AttentionSpec
 from pallas_kernels.decode_attention.kernel_parts import stored
-from pallas_kernels.decode_attention.partials import ROWS, merged, tile
+from pallas_kernels.decode_attention.partials import ROWS, channels, merged, tile
 from pallas_kernels.decode_attention.types import Decoded, Gumbel, LowRank
+from pallas_kernels.gpus import capability
 from pallas_kernels.operands import Operand
 
 
@@ -40,7 +41,7 @@ def decode_attention(
 
     b, h, g, d = q.shape
     c, e = v.shape[2:]
-    block, split = tile(b * h, c, max(d, e))
+    block, split = tile(b * h, c, max(d, e) * q.dtype.itemsize)
     splits = -(-c // split)
     parts = splits + (low_rank is not None)
     gumbel = isinstance(scores, Gumbel)
@@ -70,7 +71,7 @@ def decode_attention(
         grid=(parts, h, b),
         name="decode_attention",
         **settings(q, k, v, spec, low_rank, scores, block, split),
-        **{"num_warps": 4, "num_stages": 2, **call},
+        **{"num_warps": 4, "num_stages": 2, "compute_capability": capability(), **call},
     )
     wanted = ["out", "lse"] + ["logits"] * (scores is not None) + ["noisy_lse"] * gumbel
     named = dict(zip(shapes, found, strict=True))
@@ -90,6 +91,7 @@ def settings(
     """What the kernel is compiled for."""
     (_, h, g, d), (c, e) = q.shape, v.shape[2:]
     gumbel = isinstance(scores, Gumbel)
+    pieces = channels(max(16, triton.next_power_of_2(d)), q.dtype)
     return dict(
         HEADS=h,
         GROUPS=g,
@@ -112,7 +114,8 @@ def settings(
         NOISY=gumbel and scores.noise == "gumbel",
         BLOCK=block,
         ROWS=ROWS,
-        K_WIDTH=max(16, triton.next_power_of_2(d)),
+        K_WIDTH=pieces[0].stop,
+        HALVED=len(pieces) > 1,
         V_WIDTH=max(16, triton.next_power_of_2(e)),
     )
 
@@ -171,6 +174,7 @@ def kernel(
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
     K_WIDTH: tl.constexpr,
+    HALVED: tl.constexpr,
     V_WIDTH: tl.constexpr,
 ):
     part, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -188,6 +192,10 @@ def kernel(
         query = tl.load(query_position + row)
         corner = own[:, None] & (channels < D)[None, :]
         queries = tl.load(q + (base * GROUPS + rows[:, None]) * D + channels[None, :], mask=corner, other=0.0)
+        if HALVED:
+            corner = own[:, None] & (channels < D - K_WIDTH)[None, :]
+            upper = q + (base * GROUPS + rows[:, None]) * D + K_WIDTH + channels[None, :]
+            upper = tl.load(upper, mask=corner, other=0.0)
         if ALIBI:
             slope = tl.load(slopes + head * GROUPS + rows, mask=own, other=0.0)
         if TEMPERED:
@@ -207,7 +215,12 @@ def kernel(
             visible = (at >= 0) & (at <= query)
             if WINDOW >= 0:
                 visible = visible & (at > query - WINDOW)
-            logits = tl.dot(queries, tl.trans(keys), input_precision="ieee") * SCALE
+            logits = tl.dot(queries, tl.trans(keys), input_precision="tf32x3")
+            if HALVED:
+                held = real[:, None] & (channels < D - K_WIDTH)[None, :]
+                keys = tl.load(k + cells[:, None] * D + K_WIDTH + channels[None, :], mask=held, other=0)
+                logits += tl.dot(upper, tl.trans(keys.to(upper.dtype)), input_precision="tf32x3")
+            logits *= SCALE
             if K_CODES:
                 logits *= tl.load(k_scale + cells, mask=real, other=0.0)[None, :]
             if CAP > 0:
@@ -221,7 +234,7 @@ def kernel(
             total = kept * total + tl.sum(weights, 1)
             if V_CODES:
                 weights *= tl.load(v_scale + cells, mask=real, other=0.0)[None, :]
-            acc = kept[:, None] * acc + tl.dot(weights.to(values.dtype), values, input_precision="ieee")
+            acc = kept[:, None] * acc + tl.dot(weights.to(values.dtype), values, input_precision="tf32x3")
             top = highest
             if TEMPERED:
                 if NOISY:

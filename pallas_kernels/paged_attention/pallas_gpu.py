@@ -12,8 +12,8 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.attention import AttentionSpec
 from pallas_kernels.decode_attention.kernel_parts import stored
-from pallas_kernels.decode_attention.pallas_gpu import kernel, launch
-from pallas_kernels.decode_attention.partials import PROGRAMS, ROWS, combined
+from pallas_kernels.decode_attention.pallas_gpu import kernel, launch, products
+from pallas_kernels.decode_attention.partials import PROGRAMS, ROWS, combined, steps
 from pallas_kernels.operands import Operand
 from pallas_kernels.paged_attention.pages import ranges
 from pallas_kernels.paged_attention.types import Paged
@@ -75,12 +75,13 @@ def paged_attention(
     }
     compiled = functools.partial(
         kernel,
-        block=64 if max(d, e) <= 128 else 32,
+        block=steps(max(d, e) * q.dtype.itemsize),
         split=None,
         splits=splits,
         groups=g,
         spec=dataclasses.replace(spec, slopes=None),
         scores="each",
+        multiply=products(interpret),
     )
     found = launch(compiled, (splits, h, b), inputs, outputs, interpret=interpret, name="paged_attention")
     out, lse = combined(found, g)

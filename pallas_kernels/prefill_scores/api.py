@@ -48,8 +48,8 @@ def prefill_scores(
     Implementations: `xla` everywhere, any dtype (float64 as itself), decoding one block of keys and values at a time
     and holding the weights of a few thousand query rows, so that a logit is computed once; `pallas` in two passes, the
     second of which computes the logits again and holds nothing: arrays of float32 or bfloat16, d and e a multiple of 8
-    up to 256 on TPU and a power of two from 16 to 256 on GPU. Its TPU form compiles, its GPU form lowers to Triton;
-    both have run in interpreters, never on a chip.
+    up to 256 on TPU and a power of two from 16 to 256 on GPU. Both forms compile for their chips and
+    have run in interpreters, never on a chip.
 
     Args:
         q: queries of tokens in the order of the text.

@@ -7,15 +7,20 @@ it sees.
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.attention import AttentionSpec
+from pallas_kernels.decode_attention.pallas_gpu import products
+from pallas_kernels.decode_attention.partials import ROWS, channels
 from pallas_kernels.prefill_scores.tiles import Tiles
 from pallas_kernels.prefill_scores.types import Own, PromptAttention
 
@@ -37,9 +42,9 @@ def prefill_scores(
     scores: bool,
     interpret: Any,
 ) -> PromptAttention:
-    """See `pallas_kernels.prefill_scores.api`; lowered to Triton, interpreted, never run on a chip."""
+    """See `pallas_kernels.prefill_scores.api`; compiled for A100 and H100, interpreted, never run on a chip."""
     (b, h, g, n, d), c = q.shape, k.shape[2]
-    tiles = Tiles(n, c, 64, 64 if max(d, v.shape[3]) <= 128 else 32, spec.window, n if own is None else own.of)
+    tiles = Tiles(n, c, *_sizes(max(d, v.shape[3]), q.dtype), spec.window, n if own is None else own.of)
     noisy = scores and (noise is not None or tau != 1)
     blocks = tiles.padded(q, k, v, query_position, key_position, noise if noisy else None)
     if spec.slopes is not None:
@@ -64,18 +69,19 @@ def _attend(
 ) -> tuple[Array, Array, Array]:
     """Output, log-sum-exp [b, query heads, n], and that of the second softmax (or the same)."""
     (b, heads, n, _), e = blocks["q"].shape, blocks["v"].shape[3]
+    multiply = products(interpret)
 
     def kernel(refs: Any, outputs: Any) -> None:
         i, seen = pl.program_id(0), _bound(tiles, refs)
-        q, query = refs["q"][...], refs["query"][...]
+        own = pl.ds(0, tiles.size)
 
         def look(j: Any, carry: Any) -> Any:
             acc, running = carry
             keys = pl.ds(j * tiles.width, tiles.width)
-            x, tempered = _logits(refs, q, query, keys, spec, tau, noisy)
+            x, tempered = _logits(refs, own, keys, spec, tau, noisy, multiply)
             (p, shrink), first = _add(x, *running[:2])
             v = refs["v"][keys]
-            acc = acc * shrink[:, None] + _dot(p.astype(v.dtype), v)
+            acc = acc * shrink[:, None] + multiply(p.astype(v.dtype), v)
             return acc, (*first, *(_add(tempered, *running[2:])[1] if noisy else ()))
 
         nothing = jnp.zeros(tiles.size, jnp.float32)
@@ -108,33 +114,44 @@ def _collect(
 ) -> Array:
     """Column sums [b, query heads, rows of weights, c]."""
     (b, heads, _, _), c, rows = blocks["q"].shape, blocks["k"].shape[2], blocks["weight"].shape[2]
+    multiply, several = products(interpret), rows > 1
+    if several:  # they are summed by a product, which has 16 rows at least
+        blocks = blocks | {"weight": jnp.pad(blocks["weight"], ((0, 0), (0, 0), (0, -rows % ROWS), (0, 0)))}
+    made = blocks["weight"].shape[2]
 
     def kernel(refs: Any, out_ref: Any) -> None:
         j = pl.program_id(0)
 
-        def look(i: Any, sums: tuple[Array, ...]) -> tuple[Array, ...]:
+        def look(i: Any, sums: Array) -> Array:
             queries = pl.ds(i * tiles.size, tiles.size)
-            lse = refs["lse"][queries]
-            everything = pl.ds(0, tiles.width)
-            x = _logits(refs, refs["q"][queries], refs["query"][queries], everything, spec, tau, noisy)[1]
+            lse, own = refs["lse"][queries], pl.ds(0, tiles.width)
+            x = _logits(refs, queries, own, spec, tau, noisy, multiply)[1]
             p = jnp.exp(x - jnp.where(lse == -jnp.inf, 0.0, lse)[:, None])
-            return tuple(total + (p * refs["weight"][m, queries][:, None]).sum(0) for m, total in enumerate(sums))
+            if several:
+                return sums + multiply(refs["weight"][:, queries], p)
+            return sums + (p * refs["weight"][0, queries][:, None]).sum(0)
 
-        start = (jnp.zeros(tiles.width, jnp.float32),) * rows
+        start = jnp.zeros((made, tiles.width) if several else tiles.width, jnp.float32)
         sums = jax.lax.fori_loop(_bound(tiles, refs).first_queries(j), tiles.queries, look, start)
-        for m, total in enumerate(sums):
-            out_ref[m, :] = total
+        out_ref[...] = sums if several else sums[None, :]
 
     return pl.pallas_call(
         kernel,
         grid=(tiles.keys, heads, b),
         in_specs=[_specs(blocks, tiles, by_query=False)],
-        out_specs=pl.BlockSpec((None, None, rows, tiles.width), lambda j, m, r: (r, m, 0, j)),
-        out_shape=jax.ShapeDtypeStruct((b, heads, rows, c), jnp.float32),
+        out_specs=pl.BlockSpec((None, None, made, tiles.width), lambda j, m, r: (r, m, 0, j)),
+        out_shape=jax.ShapeDtypeStruct((b, heads, made, c), jnp.float32),
         compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=2),
         interpret=interpret,
         name="prefill_column_sums",
-    )(blocks)
+    )(blocks)[:, :, :rows]
+
+
+def _sizes(width: int, dtype: DTypeLike) -> tuple[int, int]:
+    """Queries and keys of a block with keys or values of this width, which four warps hold in their registers."""
+    if dtype == jnp.float32:
+        return (32, 32) if width <= 128 else (16, 16)
+    return (64, 64) if width <= 128 else (64, 32)
 
 
 def _bound(tiles: Tiles, refs: dict[str, Any]) -> Tiles:
@@ -166,14 +183,22 @@ def _specs(blocks: dict[str, Array], tiles: Tiles, *, by_query: bool) -> dict[st
 
 
 def _logits(
-    refs: Any, q: Array, query: Array, keys: Any, spec: AttentionSpec, tau: float, noisy: bool
+    refs: Any,
+    queries: Any,
+    keys: Any,
+    spec: AttentionSpec,
+    tau: float,
+    noisy: bool,
+    multiply: Callable[[Array, Array], Array],
 ) -> tuple[Array, Array]:
     """Masked logits [queries, keys], and with noise at temperature tau (or the same)."""
-    key = refs["key"][keys][None, :]
+    query, key = refs["query"][queries], refs["key"][keys][None, :]
     visible = (key >= 0) & (key <= query[:, None])
     if spec.window is not None:
         visible &= key > query[:, None] - spec.window
-    x = spec.capped(_dot(q, refs["k"][keys].T))
+    pieces = channels(refs["q"].shape[-1], refs["q"].dtype)
+    products = (multiply(refs["q"][queries, some], refs["k"][keys, some].T) for some in pieces)
+    x = spec.capped(functools.reduce(jnp.add, products))
     if "slope" in refs:
         x += refs["slope"][0] * (key - query[:, None]).astype(jnp.float32)
     x = jnp.where(visible, x, LOWEST)
@@ -188,12 +213,6 @@ def _add(x: Array, highest: Array, total: Array) -> tuple[tuple[Array, Array], t
     new = jnp.maximum(highest, x.max(1))
     p, shrink = jnp.exp(x - new[:, None]), jnp.exp(highest - new)
     return (p, shrink), (new, total * shrink + p.sum(1))
-
-
-def _dot(a: Array, b: Array) -> Array:
-    # Float32 is not rounded to the tensor cores' ten bits.
-    precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
-    return jax.lax.dot(a, b, precision=precision, preferred_element_type=jnp.float32)
 
 
 def _safe(total: Array) -> Array:

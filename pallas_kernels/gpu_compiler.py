@@ -1,0 +1,207 @@
+"""Compile programs for GPUs that are not there, whole, and say what their kernels take of a multiprocessor.
+
+Needs jax-cuda12-plugin, jax-cuda12-pjrt and nvidia-cuda-nvcc-cu12, and for `triton` jax-triton; no driver.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+import time
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from pallas_kernels.gpus import GPUS, WARP
+from pallas_kernels.programs import Program
+
+ENVIRONMENT = {
+    "JAX_PLATFORMS": "cpu",
+    "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",  # of libraries that only running needs
+}
+"""What has to be set before jax is asked for devices."""
+
+MEMORY = ("argument", "output", "alias", "temp")
+"""What the compiler says of a program's bytes in device memory; `temp` is what it needs besides."""
+
+
+def compile_for(chip: str, program: Program, implementation: str) -> dict[str, Any]:
+    """Compile a program for a GPU, down to its machine code, and say what the compilers say of it.
+
+    Args:
+        chip: one of `GPUS`.
+        program: one of `programs()`.
+        implementation: as the operation takes it.
+
+    Returns:
+        chip, op, size, implementation; bytes of argument, output, alias and temp; seconds, of all compilers together;
+        and by the name of each kernel, XLA's own among them, registers (of a thread), spills (bytes stored by a
+        thread), shared (bytes of a block) and occupancy (blocks that live on a multiprocessor at once). Kernels of one
+        name in one program are told by the worst of them.
+
+    Raises:
+        Unsupported: the implementation cannot run these shapes.
+        RuntimeError: the compiler for GPUs is not installed.
+        jax.errors.JaxRuntimeError: the compiler refuses the program.
+    """
+    mesh = gpu_mesh(chip)
+
+    def placed(shape: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=NamedSharding(mesh, PartitionSpec()))
+
+    began = time.perf_counter()
+    with tempfile.TemporaryDirectory() as dump:
+        with jax.set_mesh(mesh):  # kernels ask the mesh for which chip they are lowered
+            traced = program.jit(implementation, "gpu").trace(**jax.tree.map(placed, program.shapes))
+            lowered = traced.lower(lowering_platforms=("cuda",))
+            compiled = lowered.compile(compiler_options={"xla_dump_to": dump})
+        kernels = [*_of_xla(Path(dump)), *_of_triton(lowered)]
+        resources = [_assembled(kernel) for kernel in kernels]
+    seconds = time.perf_counter() - began
+    memory = compiled.memory_analysis()
+    assert memory is not None
+    row: dict[str, Any] = dict(chip=chip, op=program.op, size=program.label, implementation=implementation)
+    row |= {name: getattr(memory, f"{name}_size_in_bytes") for name in MEMORY}
+    row |= {name: {} for name in ("registers", "spills", "shared", "occupancy")}
+    for kernel, (registers, spills, shared) in zip(kernels, resources, strict=True):
+        living = GPUS[chip].occupancy(kernel.threads, registers, shared)
+        told = {"registers": registers, "spills": spills, "shared": shared, "occupancy": living}
+        for name, number in told.items():
+            worst = min if name == "occupancy" else max
+            row[name][kernel.name] = worst(number, row[name].get(kernel.name, number))
+    return row | {"seconds": seconds}
+
+
+@functools.cache
+def gpu_mesh(chip: str) -> Mesh:
+    """One device of a chip in `GPUS`, which need not be there.
+
+    Raises:
+        RuntimeError: the compiler for GPUs is not installed.
+    """
+    from jax.experimental import topologies
+
+    settings = dict(topology="1x1x1", target_config=GPUS[chip].configuration)
+    try:
+        found = topologies.get_topology_desc(platform="cuda", topology_name=chip, **settings)
+    except Exception as error:  # whatever a plugin raises that is not there
+        reason = (str(error).splitlines() or [repr(error)])[0].rstrip(".")
+        raise RuntimeError(
+            f"there is no compiler for {chip} here ({reason}); pip install jax-cuda12-plugin jax-cuda12-pjrt "
+            f"nvidia-cuda-nvcc-cu12, of jax's version {jax.__version__}."
+        ) from error
+    return Mesh(np.array(found.devices), ("one",))
+
+
+class _Kernel(NamedTuple):
+    name: str
+    entry: str
+    """Its name in PTX."""
+    ptx: str
+    threads: int
+    shared: int
+    """Bytes of a block that are given at launch, besides those that PTX declares."""
+    of_triton: bool = False
+
+
+def _of_xla(dump: Path) -> Iterator[_Kernel]:
+    # Threads and shared memory stand in the list of launches, registers only in machine code.
+    launch = re.compile(r"(\w+) grid: \[[^]]*] threads: \[(\d+), (\d+), (\d+)]\s+shared_memory: (\d+) bytes")
+    launches: dict[str, tuple[int, int]] = {}
+    for file in dump.glob("*thunk_sequence.txt"):
+        for name, x, y, z, shared in launch.findall(file.read_text()):
+            launches[name] = int(x) * int(y) * int(z), int(shared)
+    for file in dump.glob("*.ptx"):
+        ptx = file.read_text()
+        for name in re.findall(r"\.entry (\w+)", ptx):
+            yield _Kernel(name, name, ptx, *launches[name])
+
+
+def _of_triton(lowered: jax.stages.Lowered) -> Iterator[_Kernel]:
+    # jax-triton compiles to PTX when it lowers, and hands that over in a message (jaxlib/gpu/triton.proto).
+    module = lowered.compiler_ir("stablehlo")
+    assert module is not None
+    for message in _messages(module.operation):
+        call = _fields(zlib.decompress(message))
+        kernel = _fields(_fields(call[1])[1])
+        name, entry, ptx = (text.decode() for text in (call[4], kernel[1], kernel[4]))
+        yield _Kernel(name, entry, ptx, WARP * kernel[2], kernel.get(3, 0), of_triton=True)
+
+
+def _messages(operation: Any) -> Iterator[bytes]:
+    attributes = operation.attributes
+    if operation.name == "stablehlo.custom_call" and attributes["call_target_name"].value == "triton_kernel_call":
+        yield attributes["backend_config"].value_bytes
+    for region in operation.regions:
+        for block in region.blocks:
+            for inner in block.operations:
+                yield from _messages(inner.operation)
+
+
+def _fields(message: bytes) -> dict[int, Any]:
+    """The last value of each field of a message in protocol buffers' encoding: integers, or the bytes of the others."""
+    found: dict[int, Any] = {}
+    place = 0
+
+    def integer() -> int:
+        nonlocal place
+        number = shift = 0
+        while True:
+            byte = message[place]
+            place, number, shift = place + 1, number | (byte & 127) << shift, shift + 7
+            if byte < 128:
+                return number
+
+    while place < len(message):
+        field, kind = divmod(integer(), 8)
+        if kind == 0:
+            found[field] = integer()
+            continue
+        size = integer() if kind == 2 else {1: 8, 5: 4}[kind]
+        found[field], place = message[place : place + size], place + size
+    return found
+
+
+def _assembled(kernel: _Kernel) -> tuple[int, int, int]:
+    """Registers of a thread, bytes that it spills, and all shared memory of a block."""
+    target = re.search(r"^\.target (sm_(\d+)\w*)", kernel.ptx, re.MULTILINE)
+    assert target is not None
+    assembler = _assembler(int(target[2]) if kernel.of_triton else None)
+    command = [assembler, "-v", f"-arch={target[1]}", "-", "-o", os.devnull]
+    said = subprocess.run(command, input=kernel.ptx, capture_output=True, text=True, check=False)
+    if said.returncode:
+        raise RuntimeError(f"ptxas refuses {kernel.name}: {said.stderr.strip()}")
+    told = said.stderr.partition(f"entry function '{kernel.entry}'")[2]
+
+    def number(pattern: str) -> int:
+        found = re.search(pattern, told)
+        return int(found[1]) if found else 0
+
+    shared = kernel.shared + number(r"(\d+) bytes smem")
+    return number(r"Used (\d+) registers"), number(r"(\d+) bytes spill stores"), shared
+
+
+@functools.cache
+def _assembler(of_triton: int | None) -> str:
+    # Triton writes PTX of the version that its own assembler for a compute capability knows, and perhaps no other.
+    if of_triton is not None:
+        return importlib.import_module("triton.backends.nvidia.compiler").get_ptxas(of_triton).path
+    spec = importlib.util.find_spec("nvidia.cuda_nvcc")
+    for place in (spec and spec.submodule_search_locations) or ():
+        if (file := Path(place) / "bin" / "ptxas").exists():
+            return str(file)
+    found = shutil.which("ptxas")
+    if found is None:
+        raise RuntimeError("there is no ptxas here; pip install nvidia-cuda-nvcc-cu12.")
+    return found

@@ -1,0 +1,86 @@
+"""GPUs that programs are compiled for where there is none: what XLA's compiler and the occupancy of kernels go by."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+
+WARP = 32
+"""Threads of a warp."""
+MOST_BLOCKS = 32
+"""Blocks of threads that live on a multiprocessor at once, at most."""
+MOST_THREADS = 2048
+"""Threads that live on a multiprocessor at once, at most."""
+REGISTERS = 65536
+"""Registers of 32 bits of a multiprocessor, in four equal parts."""
+RESERVED = 1024
+"""Bytes of shared memory that the system takes of every block."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Gpu:
+    """A GPU as the CUDA C++ programming guide (compute capabilities) and its data sheet describe it."""
+
+    kind: str
+    """As a device of this kind calls itself."""
+    capability: int
+    """Compute capability in tenths, 90 for 9.0."""
+    multiprocessors: int
+    shared: int
+    """Bytes of shared memory of a multiprocessor; a block may have all but `RESERVED` of them."""
+    lanes: int
+    """Float32 products of a multiprocessor and cycle."""
+    bandwidth: int
+    """Of its memory, bytes per second."""
+    memory: int
+    """Bytes."""
+    cache: int
+    """Bytes of the second level."""
+    clock: float
+    """Gigahertz."""
+
+    @property
+    def configuration(self) -> str:
+        """XLA's GpuTargetConfigProto in text form."""
+        return f"""
+            gpu_device_info {{
+              threads_per_block_limit: 1024 threads_per_warp: {WARP} threads_per_core_limit: {MOST_THREADS}
+              shared_memory_per_block: 49152 shared_memory_per_block_optin: {self.shared - RESERVED}
+              shared_memory_per_core: {self.shared} core_count: {self.multiprocessors} fpus_per_core: {self.lanes}
+              block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+              memory_bandwidth: {self.bandwidth} l2_cache_size: {self.cache} clock_rate_ghz: {self.clock}
+              device_memory_size: {self.memory} cuda_compute_capability {{ major: {self.capability // 10} }}
+              registers_per_core_limit: {REGISTERS} registers_per_block_limit: {REGISTERS}
+            }}
+            platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 1 }} device_description_str: "{self.kind}"
+        """
+
+    def occupancy(self, threads: int, registers: int, shared: int) -> int:
+        """Blocks of a kernel that live on a multiprocessor at once.
+
+        Args:
+            threads: of a block, from 1 to 1024.
+            registers: of a thread.
+            shared: bytes of a block.
+        """
+        warps = -(-threads // WARP)
+        of_warp = -(-registers * WARP // 256) * 256  # registers are given to warps by 256
+        of_part = REGISTERS // 4 // of_warp if registers else MOST_BLOCKS
+        by_registers = 4 * of_part // (-(-warps // 4) * 4)
+        by_shared = self.shared // (-(-(shared + RESERVED) // 128) * 128)
+        return min(MOST_BLOCKS, MOST_THREADS // (warps * WARP), by_registers, by_shared)
+
+
+GPUS = {
+    "a100": Gpu("NVIDIA A100-SXM4-80GB", 80, 108, 167_936, 64, 2_039_000_000_000, 80_000_000_000, 40 * 2**20, 1.41),
+    "h100": Gpu("NVIDIA H100 80GB HBM3", 90, 132, 233_472, 128, 3_352_320_000_000, 84_942_979_072, 50 * 2**20, 1.98),
+}
+"""By name."""
+
+
+def capability() -> int | None:
+    """Compute capability of the GPU in `jax.set_mesh` if that is one of `GPUS`; None where a device has to be asked."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    known = {gpu.kind: gpu.capability for gpu in GPUS.values()}
+    return known.get(getattr(device, "device_kind", ""))

@@ -1,0 +1,65 @@
+"""Every program of a GPU compiled for GPUs that are not there: `python -m tests.gpu_programs`, with jax's CUDA plugin.
+
+Prints for each program what `pallas_kernels.gpu_compiler` says of it, as a line of JSON; `cpu_seconds` do not
+count what other processes of the machine take.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+from collections.abc import Iterator
+
+import jax.numpy as jnp
+
+from pallas_kernels import gpu_compiler
+from pallas_kernels.common import Unsupported
+from pallas_kernels.gpus import GPUS
+from pallas_kernels.programs import Program, decode, prefill, programs
+
+FORMS = ("pallas", "triton")
+
+
+def corners() -> Iterator[Program]:
+    """Shapes at the edge of what the kernels take, besides those of real models: they need the most registers."""
+    yield decode("float32, d 256, 8 bits, Gumbel", 2, 4, 4, 4096, 256, jnp.float32, bits=8, noisy=True, rank=8)
+    yield prefill("float32, d 128, 16 rows, ALiBi", 1, 1, 4, 500, 128, jnp.float32, "weights", "slopes", rows=16)
+    yield prefill("bfloat16, d 256 and e 16", 1, 1, 4, 500, 256, jnp.bfloat16, "noise", e=16)
+
+
+def of_gpu() -> list[Program]:
+    """All that have a kernel for GPUs."""
+    return [program for program in (*programs(), *corners()) if "gpu" in program.forms]
+
+
+def takes(program: Program, implementation: str) -> bool:
+    """Whether the program is within an implementation's limits."""
+    if implementation != "triton":
+        return True
+    try:
+        program.jit(implementation, "gpu").eval_shape(**program.shapes)
+    except Unsupported:
+        return False
+    return True
+
+
+def cpu_seconds() -> float:
+    """Of this process and those that it has started."""
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system
+
+
+def main() -> None:
+    os.environ.update(gpu_compiler.ENVIRONMENT)
+    warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated", DeprecationWarning)
+    for program in of_gpu():
+        for implementation in FORMS:
+            for chip in GPUS if takes(program, implementation) else ():
+                began = cpu_seconds()
+                row = gpu_compiler.compile_for(chip, program, implementation)
+                print(json.dumps(row | {"cpu_seconds": cpu_seconds() - began}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
