@@ -23,7 +23,8 @@ PARTS = {
 INTRODUCTION = f"""\
 What compilers say of programs for chips that are not here; nothing on this page has run. Made by
 `python -m pallas_kernels.aot --steps`, with `--chips v4,v5e,v5p,v6e` where `jax[tpu]` is installed and
-`--chips a100,h100` where the CUDA plugin of jax is; rows of the same compiler are kept and not compiled again.
+`--chips a100,h100` where the CUDA plugin of jax is; rows of the same compiler are kept and not compiled again, unless
+`--redo` says so after a change of the programs.
 
 The **limit** is the time in which a chip's memory moves the bytes that have to move, each once. The **estimate** is
 made of what TPU compilers know before anything runs, and no less than the limit:
