@@ -131,7 +131,7 @@ def main(argv: list[str] | None = None) -> int:
     options.add_argument("--only", default="", help="programs whose name has this text in it")
     options.add_argument("--steps", action="store_true", help="also whole decode steps")
     options.add_argument("--schedule", action="store_true", help="print regions of kernels and the dearest fusions")
-    options.add_argument("--redo", action="store_true", help="compile what is on disk, too")
+    options.add_argument("--redo", action="store_true", help="compile what is on disk, too: programs have changed")
     options.add_argument("--page", action="store_true", help="compile nothing: write the page of what is on disk")
     options.add_argument("--out", type=Path, default=Path("docs/results"), help="where chips.md and its rows are")
     parsed = options.parse_args(argv)

@@ -23,7 +23,8 @@ PARTS = {
 INTRODUCTION = f"""\
 What compilers say of programs for chips that are not here; nothing on this page has run. Made by
 `python -m pallas_kernels.aot --steps`, with `--chips v4,v5e,v5p,v6e` where `jax[tpu]` is installed and
-`--chips a100,h100` where the CUDA plugin of jax is; rows of the same compiler are kept and not compiled again.
+`--chips a100,h100` where the CUDA plugin of jax is; rows of the same compiler are kept and not compiled again, unless
+`--redo` says so after a change of the programs.
 
 The **limit** is the time in which a chip's memory moves the bytes that have to move, each once. The **estimate** is
 made of what TPU compilers know before anything runs, and no less than the limit:
@@ -79,10 +80,10 @@ weights nor cache traffic, as a share of the limit: the estimate without the pro
 caches' bytes."""
 
 KERNELS = """\
-Bundles: once, per grid step, and at a row's end (the parts of a step that are jumped over elsewhere). Copies: how many
-each grid step starts and awaits itself, and in how many waits. XLA: cycles of the fusions around the kernel. The last
-column is the same operation without a kernel, as XLA estimates it. Of GPUs: the worst of a program's kernels, XLA's own
-among them; bytes spilled by a thread, bytes of shared memory of a block."""
+MB: what has to move, each byte once. Bundles: once, per grid step, and at a row's end (the parts of a step that are
+jumped over elsewhere). Copies: how many each grid step starts and awaits itself, and in how many waits. XLA: cycles of
+the fusions around the kernel. The last column is the same operation without a kernel, as XLA estimates it. Of GPUs: the
+worst of a program's kernels, XLA's own among them; bytes spilled by a thread, bytes of shared memory of a block."""
 
 MEMORY = """\
 Megabytes in device memory: what a program takes and gives, what of it lies in place, and what it needs besides on each
@@ -100,11 +101,11 @@ def _steps(rows: Iterable[Row]) -> str:
     for row in sorted(rows, key=_order):
         parts = [f"{1e3 * row['parts'][part]:.3f}" for part in PARTS]
         names = [f"{row['model']}, {row['rows']} x {row['slots']}", row["policy"]]
-        times = [f"{1e3 * row['limit']:.3f}", *parts, f"{_least(row)}{1e3 * row['estimate']:.3f}"]
+        moved = f"{(row['weights'] + row['caches']) / 1e9:.2f}"
+        times = [moved, f"{1e3 * row['limit']:.3f}", *parts, f"{_least(row)}{1e3 * row['estimate']:.3f}"]
         lines.append([*names, *times, f"{row['estimate'] / row['limit']:.2f}", f"{row['beside'] / row['limit']:.1%}"])
-    return table(
-        ["model, rows x slots", "policy", "limit", *PARTS.values(), "estimate", "over limit", "besides"], lines, 2
-    )
+    headings = ["GB", "limit", *PARTS.values(), "estimate", "over limit", "besides"]
+    return table(["model, rows x slots", "policy", *headings], lines, 2)
 
 
 def _order(row: Row) -> tuple[Any, ...]:
@@ -133,6 +134,7 @@ def _tpu_kernels(rows: list[Row]) -> str:
             [
                 row["op"],
                 row["size"],
+                f"{row['bytes'] / 1e6:,.2f}",
                 f"{1e6 * row['limit']:,.1f}",
                 "; ".join(bundles(kernel) for kernel in row["kernels"]),
                 "; ".join(f"{kernel['copies']} in {kernel['waits']}" for kernel in row["kernels"] if kernel["copies"]),
@@ -141,7 +143,17 @@ def _tpu_kernels(rows: list[Row]) -> str:
                 "" if other is None else _microseconds(other),
             ]
         )
-    headings = ["operation", "size", "limit, µs", "bundles", "copies", "XLA", "estimate, µs", "without a kernel, µs"]
+    headings = [
+        "operation",
+        "size",
+        "MB",
+        "limit, µs",
+        "bundles",
+        "copies",
+        "XLA",
+        "estimate, µs",
+        "without a kernel, µs",
+    ]
     return table(headings, lines, 2)
 
 
@@ -170,6 +182,7 @@ def _gpu_kernels(rows: list[Row]) -> str:
             row["op"],
             row["size"],
             row["implementation"],
+            f"{row['bytes'] / 1e6:,.2f}",
             f"{1e6 * row['limit']:,.1f}",
             *(f"{worst(row[name].values(), default=0):,}" for name, worst in GPU.items()),
             f"{row['seconds']:.1f}",
@@ -177,7 +190,7 @@ def _gpu_kernels(rows: list[Row]) -> str:
         for row in rows
     ]
     headings = ["registers", "spills, bytes", "shared, bytes", "blocks per multiprocessor", "seconds to compile"]
-    return table(["operation", "size", "implementation", "limit, µs", *headings], lines, 3)
+    return table(["operation", "size", "implementation", "MB", "limit, µs", *headings], lines, 3)
 
 
 def _memory(kept: dict[str, dict[str, Row]]) -> str:
