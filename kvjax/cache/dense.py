@@ -112,7 +112,7 @@ class Dense(struct.PyTreeNode):
         spec = config.spec
 
         def one_pass(scores: Any) -> bool:
-            queries = jax.ShapeDtypeStruct((*new.q.shape[:3], new.q.shape[4]), new.q.dtype)
+            queries = jax.eval_shape(lambda q: q[:, :, :, 0], new.q)
             return step_in_one_pass(queries, view.kv.k, view.kv.v, spec, scores, **new.kernels._asdict())
 
         ranked = rules.ranked or slots.windowed(new)

@@ -12,9 +12,10 @@ from pallas_kernels.attention import AttentionSpec
 from pallas_kernels.common import Unsupported
 from pallas_kernels.decode_attention import Gumbel
 from pallas_kernels.decode_attention.api import operand_limits, refuse_turned, width_limits
+from pallas_kernels.decode_attention.kernel_parts import stored
 from pallas_kernels.decode_step import reference
 from pallas_kernels.decode_step.types import Stepped
-from pallas_kernels.operands import Operand, Quantised
+from pallas_kernels.operands import Operand
 from pallas_kernels.ranking import Protection
 
 
@@ -114,7 +115,7 @@ def limit(q: Array, k: Operand, v: Operand, spec: AttentionSpec, scores: str | G
     from pallas_kernels.decode_step import pallas
 
     c = k.shape[2]
-    unit = math.lcm(*(pallas.unit(x.codes if isinstance(x, Quantised) else x) for x in (k, v)))
+    unit = math.lcm(*(pallas.unit(stored(x)[0]) for x in (k, v)))
     needed = pallas.block_bytes(q, k, v, scores)
     return common.first_limit(
         (c % unit == 0 and c <= 16384, f"c={c} slots are not a multiple of {unit} up to 16384"),

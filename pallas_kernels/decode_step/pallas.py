@@ -64,12 +64,14 @@ def decode_step(
     splits, rows, blocks = c // slots, padded(g, SUBLANES), h // heads
     cores = 2 if b * blocks % 2 == 0 else 1
 
+    def place(core: Any, step: Any) -> tuple[Any, Any]:
+        return _unit(core, step, b * blocks // cores, blocks)
+
     def block(*tail: int, along: int | None = None) -> pl.BlockSpec:
         """Of a block of heads all, or with the split along an axis of the tail."""
 
         def index(core: Array, step: Array, split: Array) -> tuple[Any, ...]:
-            row, part = _unit(core, step, b * blocks // cores, blocks)
-            return row, part, *(split if axis == along else 0 for axis in range(len(tail)))
+            return *place(core, step), *(split if axis == along else 0 for axis in range(len(tail)))
 
         return pl.BlockSpec((1, heads, *tail), index)
 
@@ -107,9 +109,8 @@ def decode_step(
         seen_as = operands.values(new, jnp.float32)[:, :, None]
         inputs[f"{name}_new"] = (seen_as, block(1, operand.shape[-1]))
     if spec.slopes is not None:
-        slopes = jnp.pad(spec.slopes.astype(jnp.float32)[None, ..., None], ((0, 0), (0, 0), (0, rows - g), (0, 0)))
-        part = block(rows, 1).index_map
-        inputs["slopes"] = (slopes, pl.BlockSpec((1, heads, rows, 1), lambda *at: (0, *part(*at)[1:])))
+        slopes = jnp.pad(spec.slopes.astype(jnp.float32)[..., None], ((0, 0), (0, rows - g), (0, 0)))
+        inputs["slopes"] = (slopes, pl.BlockSpec((heads, rows, 1), lambda *at: (place(*at[:2])[1], 0, 0)))
     if isinstance(scores, Gumbel):
         inputs["seed"] = (jax.lax.bitcast_convert_type(scores.seed, jnp.int32), scalars)
         inputs["tau"] = (scores.tau.astype(jnp.float32), scalars)
@@ -295,7 +296,7 @@ def _kernel(
     k_channels, v_channels = (1 if name in turned else 2 for name in "kv")
     logits = spec.capped(products(q, refs["k"][0], k_scale, k_channels, integers))
     if "slopes" in refs:
-        logits += refs["slopes"][0] * (position - newest).astype(jnp.float32)[:, None, :]
+        logits += refs["slopes"][...] * (position - newest).astype(jnp.float32)[:, None, :]
     visible = jnp.broadcast_to(visible[:, None, :], logits.shape)
     logits = jnp.where(visible, logits, LOWEST)
     highest = jnp.maximum(scratch["top"][...], logits.max(-1, keepdims=True))
