@@ -81,8 +81,8 @@ def parts(
     def dispatched() -> None:
         nonlocal state  # one text that goes on from run to run
         for _ in range(steps):
-            state, found = decode_step_in_place(state, token)
-        jax.block_until_ready(found)
+            state, _ = decode_step_in_place(state, token)
+        jax.block_until_ready(state.position)
 
     def written() -> None:
         for row in tokens:

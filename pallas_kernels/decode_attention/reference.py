@@ -51,12 +51,15 @@ def decode_attention(
         assert not isinstance(v, Turned)  # refused before
         keys = k.values(q.dtype) if isinstance(k, Turned) else k
         # Of one row XLA on CPU makes copies of bfloat16 keys and values in float32, of two it does not.
-        rows = 2 if platform == "cpu" and q.dtype == jnp.bfloat16 and q.shape[2] == 1 else q.shape[2]
-        queries, biases = (
-            x if x is None else jnp.broadcast_to(x, (*x.shape[:2], rows, *x.shape[3:])) for x in (q, bias)
-        )
-        partial, probs = attend(queries[:, :, :, None], keys, v, mask, spec, biases)
-        partial, probs = jax.tree.map(lambda x: x[:, :, : q.shape[2]], (partial, probs[:, :, :, 0]))
+        g = q.shape[2]
+        rows = 2 if platform == "cpu" and q.dtype == jnp.bfloat16 and g == 1 else g
+
+        def repeated(x: Array) -> Array:
+            return jnp.broadcast_to(x, (*x.shape[:2], rows, *x.shape[3:]))
+
+        biases = None if bias is None else repeated(bias)
+        partial, probs = attend(repeated(q)[:, :, :, None], keys, v, mask, spec, biases)
+        partial, probs = jax.tree.map(lambda x: x[:, :, :g], (partial, probs[:, :, :, 0]))
     if low_rank is not None:
         token = low_rank._replace(features=low_rank.features[:, :, :, None])
         partial = merge(partial, share_of_evicted(token))
