@@ -238,8 +238,8 @@ def _log(top: Array, total: Array) -> Array:
 def products(interpret: Any) -> Callable[[Array, Array], Array]:
     """The product of two matrices [n m] and [m o] in float32, inside a kernel that runs like this.
 
-    Float32 is not rounded to the ten bits of the tensor cores: each number is the sum of two such, and their products
-    are summed, which takes fewer registers and less time to compile than products outside of the tensor cores.
+    Float32 is not rounded to the ten bits of the tensor cores: each number is taken as the sum of two such, whose
+    products are summed, which takes fewer registers and less time to compile than to stay outside of these cores.
     """
     exact = jax.lax.DotAlgorithmPreset.TF32_TF32_F32_X3 if interpret is False else jax.lax.Precision.HIGHEST
 
