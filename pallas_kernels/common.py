@@ -176,7 +176,7 @@ def numbers_of(x: Any) -> str:
     """In what numbers keys or values lie in memory: a dtype, `int8` or `int4`, or the name of what is no array."""
     if isinstance(x, Quantised):
         return f"int{x.bits}"
-    return x.dtype.name if is_array(x) else type(x).__name__
+    return x.dtype.name if hasattr(x, "dtype") else type(x).__name__
 
 
 def is_array(x: object) -> bool:

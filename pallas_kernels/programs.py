@@ -93,7 +93,7 @@ class Program:
                 key = jax.random.key(int(rng.integers(2**31)))
                 made = jax.random.normal(key, shape.shape, shape.dtype)
                 if field == "scale":  # codes come to numbers around one
-                    return (jnp.abs(made) + 1) / (128 if self.shapes[name].bits == 8 else 8)
+                    return (jnp.abs(made) + 1) / (8 if getattr(self.shapes[name], "bits", 8) == 4 else 128)
                 if name in ("first", "second", "third", "layers") and made.ndim > 2:  # linear maps
                     return made * made.shape[-2] ** -0.5
                 if name == "q":  # attention that a few slots have for themselves tells most when it is wrong

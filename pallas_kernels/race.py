@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import operator
 import statistics
 import sys
 import time
@@ -26,6 +27,13 @@ TOLERANCES = {"bfloat16": 5e-2, "float32": 2e-2}
 factors of float32 lose digits on GPU (TF32). A TPU multiplies float32 as bfloat16."""
 
 REPEATS = 3
+
+
+IN_PLACE: dict[str, dict[str, Callable[[Any], Any]]] = {
+    "evict": {"position": operator.itemgetter(3), "buffers": operator.itemgetter(4)},
+    "decode_step": {name: operator.attrgetter(name) for name in ("position", "k", "v", "buffers")},
+}
+"""Arguments of operations whose memory their results take, and where these are among the results."""
 
 
 @dataclasses.dataclass
@@ -191,12 +199,9 @@ def program_of(asked: Asked) -> Program:
         return asked.task.run(**whole, implementation=implementation, platform=platform)
 
     made = Program(op, label, run, {name: tree for name, tree in shapes.items() if jax.tree.leaves(tree)})
-    if op != "evict":
-        return made
+    found = {name: find for name, find in IN_PLACE.get(op, {}).items() if name in made.shapes}
     return dataclasses.replace(
-        made,
-        donated=("position", "buffers"),
-        again=lambda results: {"position": results[3], "buffers": results[4]},
+        made, donated=tuple(found), again=lambda results: {name: find(results) for name, find in found.items()}
     )
 
 

@@ -19,13 +19,14 @@ import pytest
 
 from kvjax import cli, commands
 from kvjax.engine import extend, tuning
-from kvjax.engine.decode import settle_step
+from kvjax.engine.decode import settle_step, step_shapes
 from kvjax.engine.shapes import state_shapes
 from kvjax.model import load
 from kvjax.types import Kernels
 from pallas_kernels import common, race
 from pallas_kernels.common import Asked, Survey, Task, bucket, choose
 from pallas_kernels.decode_attention import Decoded, decode_attention
+from pallas_kernels.decode_step import one_pass
 from pallas_kernels.programs import decode
 from pallas_kernels.race import Runner, Verdict
 
@@ -233,6 +234,24 @@ def test_prompts_and_steps_are_surveyed_before_they_run(monkeypatch):
     monkeypatch.setattr(tuning, "_SURVEY", Survey())
     settle_step(state_shapes(model, "h2o", 1, 3, 16, max_new_tokens=40))
     assert asked == ["prefill_scores", "evict", "decode_attention"]
+
+
+def test_a_step_in_one_pass_is_surveyed_beside_the_calls_it_stands_for(monkeypatch):
+    survey = Survey()
+    step_shapes(
+        state_shapes(load("tiny"), "h2o", 1, 3, 16, max_new_tokens=40, implementation=Kernels(survey, False, "tpu"))
+    )
+    ops = [(bucket.split()[0], each.candidates) for bucket, each in survey.asked.items()]
+    both = ("xla", "pallas")
+    assert ops == [(op, both) for op in ("prefill_scores", "decode_step", "evict", "decode_attention")]
+    asked = survey.asked[next(bucket for bucket in survey.asked if bucket.startswith("decode_step"))]
+    arguments = asked.task.arguments
+    fits = functools.partial(one_pass, *(arguments[name] for name in ("q", "k", "v", "spec", "scores")), platform="tpu")
+    monkeypatch.setattr(common, "kind_of_device", lambda _: DEVICE)
+    assert fits()
+    monkeypatch.setattr(common, "WINNERS", {DEVICE: {asked.task.bucket: ("xla",)}})
+    assert not fits()
+    assert race.program_of(asked).donated == ("position", "k", "v", "buffers")
 
 
 def test_random_inputs_tell_right_from_wrong(monkeypatch):

@@ -10,11 +10,12 @@ from jaxtyping import Array, Bool, Float, Int
 from pallas_kernels import common, noise
 from pallas_kernels.attention import AttentionSpec
 from pallas_kernels.common import Unsupported
-from pallas_kernels.decode_attention import Gumbel
-from pallas_kernels.decode_attention.api import operand_limits, refuse_turned, width_limits
+from pallas_kernels.decode_attention import Gumbel, decode_attention
+from pallas_kernels.decode_attention.api import operand_limits, operand_settings, refuse_turned, width_limits
 from pallas_kernels.decode_attention.kernel_parts import stored
 from pallas_kernels.decode_step import reference
 from pallas_kernels.decode_step.types import Stepped
+from pallas_kernels.evict import evict
 from pallas_kernels.operands import Operand
 from pallas_kernels.ranking import Protection
 
@@ -73,9 +74,16 @@ def decode_step(
         raise ValueError(f"scores={scores!r} is not None, 'each', 'sum' or a Gumbel with a noise of `noise.KINDS`.")
     refuse_turned(v)
     limits = {"pallas": limit(q, k, v, spec, scores, common.pallas_form(platform))}
-    chosen = common.choose("decode_step", implementation, limits, platform=platform, interpret=interpret)
     arguments: dict[str, Any] = dict(protection=protection, keep=keep, shrinks=shrinks, scores=scores)
     arrays = (standing, position, new_position, k, v, buffers, added, q, spec)
+    names = ("standing", "position", "new_position", "k", "v", "buffers", "added", "q", "spec")
+    task = common.Task(_bucket(q, k, v, spec, scores), decode_step, dict(zip(names, arrays, strict=True)) | arguments)
+    chosen = common.choose("decode_step", implementation, limits, platform=platform, interpret=interpret, task=task)
+    if isinstance(implementation, common.Survey):  # of the two calls, too, that follow where one pass does not win
+        how: dict[str, Any] = dict(implementation=implementation, platform=platform)
+        bounds: dict[str, Any] = dict(protection=protection, keep=keep, shrinks=shrinks)
+        evict(standing, position, new_position, (k, v, buffers), added, **bounds, **how)
+        decode_attention(q, k, v, position, new_position, spec, scores=scores, **how)
     if chosen == "xla":
         return reference.decode_step(*arrays, **arguments, platform=common.platform_of(platform))
     from pallas_kernels.decode_step import pallas  # which takes long to import
@@ -96,11 +104,20 @@ def one_pass(
 ) -> bool:
     """Whether `decode_step` is one kernel for these arguments here; where not, two calls leave more to choose."""
     limits = {"pallas": limit(q, k, v, spec, scores, common.pallas_form(platform))}
+    if isinstance(implementation, common.Survey):
+        implementation = "pallas"
+    task = common.Task(_bucket(q, k, v, spec, scores), decode_step, {})
     try:
-        chosen = common.choose("decode_step", implementation, limits, platform=platform, interpret=interpret)
+        chosen = common.choose("decode_step", implementation, limits, platform=platform, interpret=interpret, task=task)
     except Unsupported:
         return False
     return chosen == "pallas"
+
+
+def _bucket(q: Array, k: Operand, v: Operand, spec: AttentionSpec, scores: str | Gumbel | None) -> str:
+    settings = operand_settings(q, k, v, spec)
+    settings["scores"] = scores.noise if isinstance(scores, Gumbel) else scores
+    return common.bucket("decode_step", dict(b=q.shape[0], c=k.shape[2]), settings)
 
 
 def limit(q: Array, k: Operand, v: Operand, spec: AttentionSpec, scores: str | Gumbel | None, form: str) -> str | None:
