@@ -111,7 +111,9 @@ def decode_step(
         slopes = jnp.pad(spec.slopes.astype(jnp.float32)[..., None], ((0, 0), (0, rows - g), (0, 0)))
         inputs["slopes"] = (
             slopes,
-            pl.BlockSpec((heads, rows, 1), lambda *at: (row_and_block(*at[:2], units, blocks)[1], 0, 0)),
+            pl.BlockSpec(
+                (heads, rows, 1), lambda core, step, split: (row_and_block(core, step, units, blocks)[1], 0, 0)
+            ),
         )
     if isinstance(scores, Gumbel):
         inputs["seed"] = (jax.lax.bitcast_convert_type(scores.seed, jnp.int32), scalars)
