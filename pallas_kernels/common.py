@@ -208,6 +208,18 @@ def slots_lie_along_lanes(c: int, d: int) -> bool:
     return padded(d, SUBLANES) * padded(c, LANES) < padded(c, SUBLANES) * padded(d, LANES)
 
 
+def over_cores(units: int) -> tuple[int, int]:
+    """The first axes of a grid of so many units: cores of a chip, two at most, and the units of each."""
+    cores = 2 if units % 2 == 0 else 1
+    return cores, units // cores
+
+
+def row_and_block(core: Any, step: Any, units: int, blocks: int) -> tuple[Any, Any]:
+    """Which row, and which of its blocks of heads, a core with so many units is at."""
+    unit = core * units + step
+    return jax.lax.div(unit, blocks), jax.lax.rem(unit, blocks)
+
+
 def _obstacle(name: str, limits: Mapping[str, str | None], platform: str, interpret: Any) -> str | None:
     if name == "xla":
         return None

@@ -21,7 +21,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels import operands
 from pallas_kernels.attention import AttentionSpec
-from pallas_kernels.common import LANES, SUBLANES, padded, slots_lie_along_lanes
+from pallas_kernels.common import LANES, SUBLANES, over_cores, padded, row_and_block, slots_lie_along_lanes
 from pallas_kernels.decode_attention import Gumbel
 from pallas_kernels.decode_attention.kernel_parts import (
     LOWEST,
@@ -62,16 +62,15 @@ def decode_step(
     c, e = v.shape[2:]
     heads, slots = blocks_of(k, v)
     splits, rows, blocks = c // slots, padded(g, SUBLANES), h // heads
-    cores = 2 if b * blocks % 2 == 0 else 1
-
-    def place(core: Any, step: Any) -> tuple[Any, Any]:
-        return _unit(core, step, b * blocks // cores, blocks)
+    cores, units = over_cores(b * blocks)
 
     def block(*tail: int, along: int | None = None) -> pl.BlockSpec:
         """Of a block of heads all, or with the split along an axis of the tail."""
 
         def index(core: Array, step: Array, split: Array) -> tuple[Any, ...]:
-            return *place(core, step), *(split if axis == along else 0 for axis in range(len(tail)))
+            return *row_and_block(core, step, units, blocks), *(
+                split if axis == along else 0 for axis in range(len(tail))
+            )
 
         return pl.BlockSpec((1, heads, *tail), index)
 
@@ -110,7 +109,12 @@ def decode_step(
         inputs[f"{name}_new"] = (seen_as, block(1, operand.shape[-1]))
     if spec.slopes is not None:
         slopes = jnp.pad(spec.slopes.astype(jnp.float32)[..., None], ((0, 0), (0, rows - g), (0, 0)))
-        inputs["slopes"] = (slopes, pl.BlockSpec((heads, rows, 1), lambda *at: (place(*at[:2])[1], 0, 0)))
+        inputs["slopes"] = (
+            slopes,
+            pl.BlockSpec(
+                (heads, rows, 1), lambda core, step, split: (row_and_block(core, step, units, blocks)[1], 0, 0)
+            ),
+        )
     if isinstance(scores, Gumbel):
         inputs["seed"] = (jax.lax.bitcast_convert_type(scores.seed, jnp.int32), scalars)
         inputs["tau"] = (scores.tau.astype(jnp.float32), scalars)
@@ -145,7 +149,7 @@ def decode_step(
 
     kernel = functools.partial(
         _kernel,
-        units=b * blocks // cores,
+        units=units,
         blocks=blocks,
         slots=slots,
         turned=tuple(turned),
@@ -159,7 +163,7 @@ def decode_step(
     came, went = (sorted(names) for names in (inputs, outputs))
     found = pl.pallas_call(
         kernel,
-        grid=(cores, b * blocks // cores, splits),
+        grid=(cores, units, splits),
         in_specs=[{name: spec for name, (_, spec) in inputs.items()}],
         out_specs={name: spec for name, (_, _, spec) in outputs.items()},
         out_shape={name: jax.ShapeDtypeStruct(shape, dtype) for name, (shape, dtype, _) in outputs.items()},
@@ -218,12 +222,6 @@ def block_bytes(q: Array, k: Operand, v: Operand, scores: str | Gumbel | None) -
     return heads * (2 * pairs + 2 * of_slots + held + small)
 
 
-def _unit(core: Any, step: Any, units: int, blocks: int) -> tuple[Any, Any]:
-    """The row and the block of heads of a step of the grid."""
-    unit = core * units + step
-    return jax.lax.div(unit, blocks), jax.lax.rem(unit, blocks)
-
-
 def _kernel(
     refs: Any,
     outputs: Any,
@@ -240,7 +238,7 @@ def _kernel(
     integers: bool,
 ) -> None:
     step, split, splits = pl.program_id(1), pl.program_id(2), pl.num_programs(2)
-    row, block = _unit(pl.program_id(0), step, units, blocks)
+    row, block = row_and_block(pl.program_id(0), step, units, blocks)
     heads, capacity = refs["position"].shape[1:]
     several = slots < capacity
     newest = refs["new_position"][row]

@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels.common import SUBLANES, slots_lie_along_lanes
+from pallas_kernels.common import SUBLANES, over_cores, row_and_block, slots_lie_along_lanes
 from pallas_kernels.ranking import Protection, victim
 
 ROWS = {4: 16, 2: 16, 1: 32}
@@ -49,15 +49,14 @@ def evict(
     narrow = [i for i, leaf in enumerate(leaves) if leaf.ndim == 3]
 
     blocks = h // heads
-    cores = 2 if b * blocks % 2 == 0 else 1
-    units = b * blocks // cores
+    cores, units = over_cores(b * blocks)
 
     def block(*tail: int, late: int = 0) -> pl.BlockSpec:
         """Of a block of heads, in its own step or so many later."""
 
         def index(core: Array, step: Array) -> tuple[Any, ...]:
-            unit = core * units + jnp.clip(step - late, 0, units - 1)
-            return (jax.lax.div(unit, blocks), jax.lax.rem(unit, blocks)) + (0,) * len(tail)
+            step = jnp.clip(step - late, 0, units - 1)
+            return row_and_block(core, step, units, blocks) + (0,) * len(tail)
 
         return pl.BlockSpec((1, heads, *tail), index)
 
@@ -165,8 +164,8 @@ def _kernel(
     own = jax.lax.rem(step, 2)
 
     def place(step: Any) -> tuple[Any, Any]:
-        unit = core * units + step
-        return jax.lax.div(unit, blocks), jax.lax.rem(unit, blocks) * heads
+        row, block = row_and_block(core, step, units, blocks)
+        return row, block * heads
 
     def start(step: Any, which: Any, *, into_cache: bool) -> None:
         row, first = place(step)

@@ -14,13 +14,13 @@ from tests.kernel_cases import decode_attention, evict
 from tests.kernels import TPU_WAYS, XLA, Case, normal
 
 
-def oracle(inputs: dict[str, Any], **settings: Any) -> dict[str, Any]:
+def oracle(inputs: dict[str, Any], *, shrinks: bool, **settings: Any) -> dict[str, Any]:
     """The oracle of eviction, then that of attention."""
     held = {name: inputs[name] for name in ("k", "v", "buffers")}
     added = dict(zip(held, inputs["added"], strict=True))
     exchanged = {"scores": inputs["standing"], "buffers": held, "added": added}
     exchanged |= {name: inputs[name] for name in ("position", "new_position", "protection", "keep") if name in inputs}
-    found = evict.oracle(exchanged, shrinks=False)
+    found = evict.oracle(exchanged, shrinks=shrinks)
     names = [name for name in found if name.startswith("buffer")]
     held = jax.tree.unflatten(jax.tree.structure(held), [found[name] for name in names])
     asked = {name: inputs[name] for name in ("q", "slopes", "seed", "tau", "first") if name in inputs}
@@ -57,6 +57,7 @@ def case(
     bits: int | None = None,
     scores: str | None = None,
     keep: bool = False,
+    shrinks: bool = False,
     window: int | None = None,
     soft_cap: float | None = None,
     alibi: bool = False,
@@ -88,6 +89,9 @@ def case(
         "q": normal(rng, (b, h, g, d), dtype),
         "protection": evict.protection(rng, b, h, c),
     }
+    if shrinks:
+        lived = np.maximum((position >= 0).sum(-1), 1).astype(np.int32)
+        inputs["protection"] = inputs["protection"]._replace(limit=lived)
     if keep:
         inputs["keep"] = rng.random((b, h, c)) < 0.3
     if alibi:
@@ -95,8 +99,16 @@ def case(
     if scores not in (None, "each", "sum"):
         inputs |= {"seed": rng.integers(2**32, size=b, dtype=np.uint32), "first": np.full(b, first, np.int32)}
         inputs["tau"] = rng.uniform(1, 2, size=b).astype(np.float32)
-    settings: dict[str, Any] = dict(scale=d**-0.5, soft_cap=soft_cap, window=window, scores=scores)
-    extra = {f"e{e}": e != d, f"bits{bits}": bits, "keep": keep, "cap": soft_cap, "window": window, "alibi": alibi}
+    settings: dict[str, Any] = dict(scale=d**-0.5, soft_cap=soft_cap, window=window, scores=scores, shrinks=shrinks)
+    extra = {
+        f"e{e}": e != d,
+        f"bits{bits}": bits,
+        "keep": keep,
+        "shrinks": shrinks,
+        "cap": soft_cap,
+        "window": window,
+        "alibi": alibi,
+    }
     return Case(
         "decode_step",
         "-".join([f"{b}x{h}x{g}x{c}x{d}", live, *filter(None, [scores]), *(name for name, on in extra.items() if on)]),
@@ -113,7 +125,7 @@ CASES = (
     case(2, 2, 2, 16, 32, live="ragged", scores="sum"),
     case(2, 8, 1, 256, 128, dtype="bfloat16", scores="gumbel", first=2, ways=(XLA, TPU_WAYS[1])),
     case(1, 1, 8, 64, 128, e=256, scores="each", keep=True, soft_cap=3.0, ways=(XLA, TPU_WAYS[0])),
-    case(2, 1, 3, 128, 64, window=40, alibi=True, ways=(XLA, TPU_WAYS[1])),
-    case(3, 2, 1, 128, 64, bits=4, scores="gaussian", ways=(XLA, TPU_WAYS[0])),
+    case(2, 1, 3, 128, 64, live="ragged", shrinks=True, window=40, alibi=True, ways=(XLA, TPU_WAYS[0])),
+    case(3, 2, 1, 128, 64, bits=4, scores="gaussian", ways=(XLA, TPU_WAYS[1])),
     case(2, 2, 2, 32, 128, bits=8, live="none", dtype="bfloat16", ways=(XLA, TPU_WAYS[1])),
 )
