@@ -277,8 +277,13 @@ class Codec:
         place = jnp.arange(self.sinks)
         index = place - new.position[:, :1]  # texts are read in order
         arrives = (index >= 0) & (place < new.read[:, None]) & new.valid[:, :1]
-        raw = jnp.take_along_axis(new.raw_k, jnp.clip(index, 0, new.raw_k.shape[2] - 1)[:, None, :, None], axis=2)
-        sinks = jnp.where(arrives[:, None, :, None], raw, state.sinks)
+
+        def told(sinks: Array) -> Array:
+            raw = jnp.take_along_axis(new.raw_k, jnp.clip(index, 0, new.raw_k.shape[2] - 1)[:, None, :, None], axis=2)
+            return jnp.where(arrives[:, None, :, None], raw, sinks)
+
+        # Hardly any step has a sink to write, and all would copy them.
+        sinks = jax.lax.cond(arrives.any(), told, lambda sinks: sinks, state.sinks)
         place = place[: view.capacity * new.spread.slots]
         gap = self._gap(view, new.read[:, None], new)
         turned = self._key(rotate(config.rope, sinks[:, :, : len(place)], place + gap[..., None], new.end), state)
