@@ -180,7 +180,7 @@ class Codec:
             return Operands(q, k, v, (place, order))
         seen = None
         if self.sliding and config.slopes is not None:
-            gap = self._gap(view, new.spread.most_of_slots(view.position.max(-1)) + 1, new)[..., None]
+            gap = self._gap(view, new.spread.most_of_slots(view.position[:, :1].max(-1)) + 1, new)[..., None]
             sinks = view.live & (view.position < self.sinks)
             here = jnp.broadcast_to(new.position[:, None], (*view.limit.shape, tokens))
             seen = here, jnp.where(sinks, view.position + gap, view.position)
@@ -277,31 +277,41 @@ class Codec:
         place = jnp.arange(self.sinks)
         index = place - new.position[:, :1]  # texts are read in order
         arrives = (index >= 0) & (place < new.read[:, None]) & new.valid[:, :1]
-        raw = jnp.take_along_axis(new.raw_k, jnp.clip(index, 0, new.raw_k.shape[2] - 1)[:, None, :, None], axis=2)
-        sinks = jnp.where(arrives[:, None, :, None], raw, state.sinks)
+
+        def told(sinks: Array) -> Array:
+            raw = jnp.take_along_axis(new.raw_k, jnp.clip(index, 0, new.raw_k.shape[2] - 1)[:, None, :, None], axis=2)
+            return jnp.where(arrives[:, None, :, None], raw, sinks)
+
+        # Hardly any step has a sink to write, and all would copy them.
+        sinks = jax.lax.cond(arrives.any(), told, lambda sinks: sinks, state.sinks)
         place = place[: view.capacity * new.spread.slots]
-        if config.window is None and new.spread.slots == 1:
-            # Sinks lie first (`best_first`); where they have just been read they may not, but there is no gap.
-            held, slot = view.position[:, :, : len(place)] == place, place
-        else:  # where they pass one after the other, or may lie with another device
-            found = view.position[:, :, None] == place[:, None]
-            held, slot = found.any(-1), jnp.argmax(found, axis=-1)
-        held &= new.valid.any(1)[:, None, None]
-        slot = jnp.where(held, slot, view.capacity + place)
         gap = self._gap(view, new.read[:, None], new)
         turned = self._key(rotate(config.rope, sinks[:, :, : len(place)], place + gap[..., None], new.end), state)
-        row, head = jnp.arange(slot.shape[0])[:, None, None], jnp.arange(slot.shape[1])[:, None]
+        reads = new.valid.any(1)[:, None, None]
+        if config.window is None and new.spread.slots == 1:
+            # Sinks lie first (`best_first`); where they have just been read they may not, but there is no gap.
+            held = (view.position[:, :, : len(place)] == place) & reads
 
-        def write(leaf: Array, value: Array) -> Array:
-            return leaf.at[row, head, slot].set(value, unique_indices=True, mode="drop")
+            def write(leaf: Array, value: Array) -> Array:
+                first = leaf[:, :, : len(place)]
+                kept = held.reshape(*held.shape, *(1,) * (leaf.ndim - 3))
+                return leaf.at[:, :, : len(place)].set(jnp.where(kept, value, first))
+
+        else:  # where they pass one after the other, or may lie with another device
+            found = view.position[:, :, None] == place[:, None]
+            slot = jnp.where(found.any(-1) & reads, jnp.argmax(found, axis=-1), view.capacity + place)
+            row, head = jnp.arange(slot.shape[0])[:, None, None], jnp.arange(slot.shape[1])[:, None]
+
+            def write(leaf: Array, value: Array) -> Array:
+                return leaf.at[row, head, slot].set(value, unique_indices=True, mode="drop")
 
         keys = jax.tree.map(write, view.kv.k, turned)
         known = view.state.replace(codec=state.replace(sinks=sinks))
         return view.replace(kv=view.kv.replace(k=keys), state=known)
 
-    def _gap(self, view: View, read: Int[Array, "b #h"], new: New) -> Int[Array, "b h"]:
-        """How many tokens between sinks and window, of a text read so far, are not live."""
-        live = new.spread.over_slots((view.live & (view.position >= self.sinks)).sum(-1))
+    def _gap(self, view: View, read: Int[Array, "b 1"], new: New) -> Int[Array, "b 1"]:
+        """How many tokens between sinks and window, of a text read so far, are not live: the same ones in all heads."""
+        live = new.spread.over_slots((view.position[:, :1] >= self.sinks).sum(-1))
         return jnp.maximum(read - self.sinks, 0) - live
 
 

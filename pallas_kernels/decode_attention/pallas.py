@@ -271,14 +271,14 @@ def _rows(x: Float[Array, "hg n"], heads: int) -> Float[Array, "h rows n"]:
 def _packed(x: Float[Array, "h rows n"], groups: int) -> Float[Array, "hg n"]:
     # The opposite of `_rows`.
     if groups == 1:
-        return x.max(1)  # all rows are alike
+        return x.max(1)  # all rows are alike, and v4 cannot gather one of each tile
     if groups == x.shape[1]:
         return x.reshape(-1, x.shape[2])
     return jnp.concatenate([own[:groups] for own in x])
 
 
 def _along_lanes(x: Float[Array, "h rows 1"]) -> Float[Array, "h rows"]:
-    # By a sum, for v4 cannot gather from sublanes.
+    # By a maximum, for v4 cannot gather from sublanes.
     rows = x.shape[1]
     shape = (len(x), rows, rows)
     own = jax.lax.broadcasted_iota(jnp.int32, shape, 1) == jax.lax.broadcasted_iota(jnp.int32, shape, 2)

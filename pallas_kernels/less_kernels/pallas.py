@@ -16,7 +16,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
-LANES = 128
+from pallas_kernels.common import LANES, SUBLANES, padded
+
 BLOCK = 512
 """Tokens of one grid step, at most."""
 
@@ -59,16 +60,17 @@ def _call(
     kernel: Callable[..., None], x: Float[Array, "m t d"], weights: tuple[Array, ...], interpret: Any, name: str
 ) -> Float[Array, "m t f"]:
     (m, t, d), features = x.shape, weights[1].shape[1]
-    size = min(BLOCK, -(-t // LANES) * LANES)
-    padded = -(-t // size) * size
-    x = jnp.pad(x, ((0, 0), (0, padded - t), (0, 0)))
+    # Few tokens, as in a decode step, are one block of whole rows, which need not fill the lanes.
+    size = padded(t, SUBLANES) if t < LANES else min(BLOCK, padded(t, LANES))
+    tokens = padded(t, size)
+    x = jnp.pad(x, ((0, 0), (0, tokens - t), (0, 0)))
     whole = [pl.BlockSpec((1, *weight.shape[1:]), lambda m, i: (m, 0, 0)) for weight in weights]
     out = pl.pallas_call(
         kernel,
-        grid=(m, padded // size),
+        grid=(m, tokens // size),
         in_specs=[pl.BlockSpec((1, size, d), lambda m, i: (m, i, 0)), *whole],
         out_specs=pl.BlockSpec((1, features, size), lambda m, i: (m, 0, i)),
-        out_shape=jax.ShapeDtypeStruct((m, features, padded), jnp.float32),
+        out_shape=jax.ShapeDtypeStruct((m, features, tokens), jnp.float32),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel")),
         interpret=interpret,
         name=name,
