@@ -74,11 +74,12 @@ def compared(name: str, config: ModelConfig, shapes: list[tuple[int, int]], foll
     And how many programs its steps are, those after a turn included.
     """
     case, model = (POLICIES | PAIRS)[name], models.sharp_model(config)
+    programs: Any = decode._step
     wanted, held = follow(model, case)
     for shape in shapes:
-        made, off = decode._step._cache_size(), 0.0
+        made, off = programs._cache_size(), 0.0
         found, holds = follow(placed(model, shape), case)
-        made = decode._step._cache_size() - made
+        made = programs._cache_size() - made
         for one, several in zip(wanted, found, strict=True):
             real = ~np.isnan(one)
             assert (real == ~np.isnan(several)).all(), f"{name} on {shape}: other rows are NaN"

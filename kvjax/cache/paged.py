@@ -729,6 +729,11 @@ def _gathered(pools: Sequence[Paged], rows: Sequence[tuple[int, int]]) -> Paged:
     devices = pools[0].devices
     if any(pool.devices != devices for pool in pools):
         raise ValueError("rows of a state on one mesh do not fit a state on another one; read both on the same.")
+    if len(rows) % devices[0]:
+        raise ValueError(
+            f"{len(rows)} rows whose heads have slots of their own cannot lie on data={devices[0]} devices, as many on "
+            f"each; take a multiple of {devices[0]} rows, or read these prompts on fewer devices along data."
+        )
     layers, heads, here = len(pools[0].limit), pools[0].limit[0].shape[1] // devices[1], len(rows) // devices[0]
     tables = [tuple(on_host(x).reshape(*devices, -1) for x in (pool.owner, pool.first, pool.start)) for pool in pools]
     owned = [pool.limit[0].shape[0] // devices[0] for pool in pools]

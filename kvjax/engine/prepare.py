@@ -85,7 +85,12 @@ def prepare(
     padded, real = _pad_rows(tokens, lengths)
     rows, width = padded.shape
     _check_prompts(padded, real, policy, config)
-    check_rows(rows, model.mesh)
+    devices = 1 if model.mesh is None else model.mesh.shape[ROWS]
+    if rows % devices:
+        raise ValueError(
+            f"{rows} rows cannot lie on data={devices} devices, as many on each; give a multiple of {devices} rows, or "
+            "a mesh with fewer devices along data."
+        )
     policy.score.check_prompt(int(real.min()))
     policy.codec.check_layers(config.layer_configs)
     limits, capacities = plan_slots(policy, budget, real, max_new_tokens, config, width, budget_of)
@@ -158,20 +163,6 @@ def bucket_rows(rows: int, mesh: Mesh | None = None) -> int:
     """The rows that batches share a program at: the next power of two or halfway point, as many on each device."""
     devices = 1 if mesh is None else mesh.shape[ROWS]
     return -(-(bucket(16 * rows) // 16) // devices) * devices
-
-
-def check_rows(rows: int, mesh: Mesh | None) -> None:
-    """Refuse rows that do not lie on a mesh, as many on each device.
-
-    Raises:
-        ValueError: saying how many would.
-    """
-    devices = 1 if mesh is None else mesh.shape[ROWS]
-    if rows % devices:
-        raise ValueError(
-            f"{rows} rows cannot lie on data={devices} devices, as many on each; give a multiple of {devices} rows, or "
-            "a mesh with fewer devices along data."
-        )
 
 
 def round_slots(slots: int) -> int:

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from flax import struct
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Int, Key, UInt32
 
 from kvjax.cache.dense import Dense
 from kvjax.cache.ledger import allocated_bytes
 from kvjax.engine.layer import Storage
-from kvjax.engine.mesh import OF_ROWS, OF_VIEW, on_mesh, placed_shapes, policy_specs, shared, storage_specs
-from kvjax.engine.prepare import check_rows, full_slots, round_slots
+from kvjax.engine.mesh import OF_ROWS, OF_VIEW, on_mesh, policy_specs, shared, storage_specs
+from kvjax.engine.prepare import full_slots, round_slots
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Weights
 from kvjax.models.sharding import weight_specs
@@ -81,12 +82,20 @@ def placed(state: State) -> State:
     """The same where its programs have it: elsewhere it would travel at every step, and be compiled for once more."""
     if state.mesh is None:
         return state
-    # As programs write it: an axis of one device is none to them.
-    rows = state.position.sharding
-    fields = {name: jax.device_put(getattr(state, name), rows) for name in ROWS}
-    shapes = placed_shapes(policy_specs(state.policy), state.policy, state.mesh)
-    policy = jax.device_put(state.policy, jax.tree.map(lambda leaf: leaf.sharding, shapes))
-    return state.replace(policy=policy, **fields)
+    rows = {name: getattr(state, name) for name in ROWS if name != "position"}
+    leaves, tree = jax.tree.flatten(state.policy)
+    specs = tuple(jax.tree.leaves(policy_specs(state.policy)))
+    rows, leaves = _placed(rows, leaves, mesh=state.mesh, specs=specs)
+    return state.replace(policy=jax.tree.unflatten(tree, leaves), **rows)
+
+
+# A program: nothing else reaches the devices of other processes.
+@functools.partial(jax.jit, static_argnames=("mesh", "specs"))
+def _placed(
+    rows: dict[str, Array], leaves: list[Array], *, mesh: Mesh, specs: tuple[PartitionSpec, ...]
+) -> tuple[dict[str, Array], list[Array]]:
+    lie: Any = OF_ROWS, list(specs)
+    return on_mesh(lambda *same: same, mesh, lie, lie)(rows, leaves)
 
 
 def unpacked(state: State) -> State:
@@ -108,10 +117,10 @@ def take_rows(state: State, index: ArrayLike | Sequence[int]) -> State:
         index: which rows, from 0; one may be taken several times.
 
     Raises:
-        ValueError: there is no such row, none is named, or they do not lie on the state's mesh, as many on each device.
+        ValueError: there is no such row, none is named, or heads have slots of their own and the rows do not lie on the
+            state's mesh, as many on each device.
     """
     rows = _rows(state, index)
-    check_rows(len(rows), state.mesh)
     fields = {name: getattr(state, name)[rows] for name in ROWS}
     return state.replace(storage=state.storage.take(rows), **fields)
 

@@ -91,8 +91,8 @@ def read_safetensors(directory: Path) -> Stored:
                 header = opened.get_slice(name)
                 shape, kind = tuple(header.get_shape()), header.get_dtype()
                 size = math.prod(shape) * _SIZES.get(kind, 1)
-                whole, parts = (functools.partial(how, file, name, kind) for how in (_read, _place))
-                tensors[name] = Tensor(file, shape, size, whole, parts)
+                place = functools.partial(_place, file, name, kind)
+                tensors[name] = Tensor(file, shape, size, functools.partial(_read, file, name, kind), place)
     return Stored(files[0] if len(files) == 1 else directory / _INDEX, "config.json", tensors)
 
 
@@ -110,7 +110,8 @@ def _place(file: Path, name: str, kind: str, dtype: np.dtype, sharding: jax.shar
         # Devices that have the same part share what is read of it.
         parts: dict[tuple[tuple[int | None, int | None], ...], np.ndarray] = {}
 
-        def part(index: tuple[slice, ...]) -> np.ndarray:
+        def part(index: tuple[slice, ...] | None) -> np.ndarray:
+            assert index is not None
             where = tuple((each.start, each.stop) for each in index)
             if where not in parts:
                 parts[where] = stored[index].astype(dtype, copy=False)
