@@ -219,7 +219,7 @@ def _row(compiler: str, **more: object) -> dict[str, object]:
     memory = dict(argument=3_000_000, output=1, alias=0, temp=0, seconds=1.0)
     memory |= dict(loops=0, fusion_cycles=10, fusions=[], unknown=[])
     kernel = dict(name="evict.1", grid=[4, 2], once=29, step=784, rarely=141, inner=0, copies=32, waits=2, cycles=9)
-    names = dict(chip="v5e", op="evict", size="tiny", implementation="pallas", number=0)
+    names = dict(chip="v5e", op="evict", size="tiny", implementation="pallas")
     return names | memory | dict(compiler=compiler, kernels=[kernel], limit=1e-6, estimate=2e-5) | more
 
 
@@ -267,14 +267,8 @@ def test_gpus_have_columns_of_their_own(tmp_path, monkeypatch, capsys):
     def compile_for(chip, program, implementation):
         told = dict(registers={"decode": 168, "sum": 20}, spills={"decode": 64, "sum": 0})
         told |= dict(shared={"decode": 4096, "sum": 0}, occupancy={"decode": 2, "sum": 8})
-        return (
-            {name: value for name, value in _row("").items() if name not in ("kernels", "estimate")}
-            | told
-            | {
-                "chip": chip,
-                "implementation": implementation,
-            }
-        )
+        row = {name: value for name, value in _row("").items() if name not in ("kernels", "estimate")}
+        return row | told | dict(chip=chip, op=program.op, size=program.label, implementation=implementation)
 
     compiler = types.SimpleNamespace(compile_for=compile_for, ENVIRONMENT={})
     monkeypatch.setitem(sys.modules, "pallas_kernels.gpu_compiler", compiler)
@@ -283,7 +277,8 @@ def test_gpus_have_columns_of_their_own(tmp_path, monkeypatch, capsys):
     words = ["--chips", "h100", "--only", "multi-head, 256 slots, rank 8", "--schedule", "--steps"]
     assert main.main([*words, "--out", str(tmp_path)]) == 0
     assert (
-        "| evict | tiny | triton | 282.73 | 84.3 | 168 | 64 | 4,096 | 2 | 1.0 |" in (tmp_path / "chips.md").read_text()
+        "| decode_attention | multi-head, 256 slots, rank 8 | triton | 282.73 | 84.3 | 168 | 64 | 4,096 | 2 | 1.0 |"
+        in (tmp_path / "chips.md").read_text()
     )
     assert "168 registers decode: 64 bytes spilled, 4,096 shared, 2 blocks" in capsys.readouterr().out
 

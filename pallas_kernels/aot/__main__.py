@@ -21,7 +21,7 @@ from pallas_kernels.aot.chips import CHIPS, ENVIRONMENT, SPECIFICATIONS
 from pallas_kernels.aot.page import bundles, markdown, plot
 from pallas_kernels.aot.rows import Kind, Rows
 from pallas_kernels.aot.tpu import compile_for, mesh_of
-from pallas_kernels.programs import programs
+from pallas_kernels.programs import Program, programs
 
 
 class Work(NamedTuple):
@@ -42,16 +42,16 @@ def wanted(chip: str, implementations: Sequence[str], steps: bool, only: str) ->
         only: the text.
     """
     form = "tpu" if chip in CHIPS else "gpu"
-    for number, program in enumerate(programs()):
+    for program in programs():
         for implementation in implementations:
             name = f"{program}, {implementation}"
             exists = implementation == "xla" or (form in program.forms and (implementation, form) != ("triton", "tpu"))
             if not exists or only not in name:
                 continue
 
-            def kernel(program: Any = program, implementation: str = implementation, number: int = number) -> Any:
+            def kernel(program: Program = program, implementation: str = implementation) -> dict[str, Any]:
                 traffic = {"bytes": program.bytes, "limit": SPECIFICATIONS[chip].limit(program.bytes)}
-                return compiler_of(chip)(chip, program, implementation) | traffic | {"number": number}
+                return compiler_of(chip)(chip, program, implementation) | traffic
 
             yield Work("kernels", name, kernel)
     if not steps or chip not in CHIPS:
@@ -62,7 +62,7 @@ def wanted(chip: str, implementations: Sequence[str], steps: bool, only: str) ->
     for number, step in enumerate(chip_steps.steps()):
         if only in str(step):
 
-            def whole(step: Any = step, number: int = number) -> Any:
+            def whole(step: chip_steps.Step = step, number: int = number) -> dict[str, Any]:
                 return chip_steps.compile_step(chip, step) | {"number": number}
 
             yield Work("steps", str(step), whole)

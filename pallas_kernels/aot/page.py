@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from pallas_kernels.aot.chips import CHIPS, LATENCY, SPECIFICATIONS
+from pallas_kernels.programs import programs
 
 Row = dict[str, Any]
 
@@ -66,7 +67,7 @@ def markdown(kept: dict[str, dict[str, dict[str, Row]]]) -> str:
     text.append("## Kernels")
     text.append(KERNELS)
     for chip in chips:
-        rows = _in_order(kept[chip]["kernels"])
+        rows = _in_order(kept[chip]["kernels"].values())
         if rows:
             text += [f"### Kernels on {chip}", _tpu_kernels(rows) if chip in CHIPS else _gpu_kernels(rows)]
     text += ["## Memory", MEMORY, _memory({chip: kept[chip]["kernels"] for chip in chips})]
@@ -112,9 +113,11 @@ def _order(row: Row) -> tuple[Any, ...]:
     return row["model"], row["rows"], row["number"]
 
 
-def _in_order(rows: dict[str, Row]) -> list[Row]:
-    """As `programs()` has them."""
-    return sorted(rows.values(), key=lambda row: (row["number"], row["implementation"]))
+def _in_order(rows: Iterable[Row]) -> list[Row]:
+    """As `programs()` has them, without those that it has no more."""
+    order = {(program.op, program.label): number for number, program in enumerate(programs())}
+    known = (row for row in rows if (row["op"], row["size"]) in order)
+    return sorted(known, key=lambda row: (order[row["op"], row["size"]], row["implementation"]))
 
 
 def _least(row: Row) -> str:
@@ -194,14 +197,14 @@ def _gpu_kernels(rows: list[Row]) -> str:
 
 
 def _memory(kept: dict[str, dict[str, Row]]) -> str:
-    programs: dict[tuple[str, ...], dict[str, Row]] = {}
+    of_programs: dict[tuple[str, ...], dict[str, Row]] = {}
     for chip, rows in kept.items():
         for row in rows.values():
-            programs.setdefault((row["op"], row["size"], row["implementation"]), {})[chip] = row
+            of_programs.setdefault((row["op"], row["size"], row["implementation"]), {})[chip] = row
     lines: list[list[str]] = []
-    for first in _in_order({str(names): next(iter(rows.values())) for names, rows in programs.items()}):
+    for first in _in_order(next(iter(rows.values())) for rows in of_programs.values()):
         names = first["op"], first["size"], first["implementation"]
-        of_chips = programs[names]
+        of_chips = of_programs[names]
         sizes = [first[name] for name in ("argument", "output", "alias")]
         sizes += [of_chips[chip]["temp"] if chip in of_chips else None for chip in kept]
         lines.append([*names, *("" if size is None else f"{size / 1e6:.2f}" for size in sizes)])
