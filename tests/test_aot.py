@@ -142,6 +142,10 @@ def test_products_that_a_mask_may_spare_are_of_every_step():
     assert read_schedule("\n".join([*lines[:9], *many, *lines[9:]])).step == 16 + 42
 
 
+def test_without_products_nothing_is_jumped_over():
+    assert read_schedule(SCHEDULE.replace("vmatmul", "vadd"))[:3] == (3, 19, 0)
+
+
 def test_what_is_no_schedule_is_refused():
     with pytest.raises(ValueError, match="no dump of final bundles"):
         read_schedule("nothing")

@@ -55,8 +55,9 @@ def read_schedule(text: str) -> Schedule:
 
     The pipeline guards the body of a grid step by a jump of its own, for its loop begins before the first step; where
     all products of matrices are under one more, it spares what a mask hides and is counted as if it never did. Any
-    other jump is taken for one that depends on the place in a row. A copy counts as awaited in the step that started it
-    if the wait comes later in the program, under no condition that the start was not under.
+    other jump is taken for one that depends on the place in a row, but where there are no such products: there nothing
+    tells what is the body, and all counts as if nothing were jumped over. A copy counts as awaited in the step that
+    started it if the wait comes later in the program, under no condition that the start was not under.
 
     Args:
         text: of the file.
@@ -118,10 +119,12 @@ def _guards(bundles: list[_Bundle]) -> set[str]:
     looped = [bundle for bundle in bundles if bundle.depth]
     # The pipeline awaits its blocks where a step begins: what these waits are under is true in every step.
     known = {name for bundle in looped if _PIPELINE in bundle.text for name in bundle.conditions}
+    under = Counter(name for bundle in looped for name in bundle.conditions)
     products = [set(bundle.conditions) - known for bundle in looped if "vmatmul" in bundle.text]
+    if not products:
+        return set(under)
     if not all(products):
         return known
-    under = Counter(name for bundle in looped for name in bundle.conditions)
     return known | {name for names in products for name in names if under[name] > len(looped) / 2}
 
 

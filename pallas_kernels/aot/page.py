@@ -36,6 +36,7 @@ made of what TPU compilers know before anything runs, and no less than the limit
 - A fusion of XLA takes the cycles that XLA estimates. Weights that are fetched beforehand are in no estimate; all
   products of weights together take no less than their bytes. Gathers and scatters have no estimate, and loops, also
   those inside of a grid step, count one turn (marked ≥, but for the lookup of embeddings).
+- What a kernel without products of matrices (`evict`) jumps over counts in every grid step.
 - Work under a mask counts as if nothing were masked, so prompts are estimated high, about twofold where causal; their
   products of matrices, and not their bytes, are what bounds them.
 - Starting a program and its kernels, and memory that does not reach its bandwidth, are not in it."""
@@ -254,8 +255,8 @@ def plot(
         axis.tick_params(axis="x", rotation=60, labelsize=7)
         axis.tick_params(axis="y", labelsize=7)
     axes[0, 0].set_ylabel("estimate over limit", fontsize=8)
-    axes[0, 0].legend(fontsize=6)
-    figure.tight_layout()
+    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="upper center", ncols=3, fontsize=6)
+    figure.tight_layout(rect=(0, 0, 1, 1 - 0.3 / (2.9 * lines)))
     file.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(file, dpi=80)
     pyplot.close(figure)
