@@ -190,6 +190,12 @@ class Dense(struct.PyTreeNode):
         after = slots.where_read(new, rules.fold(answers, view, new), view.slots.score)
         return self.replace_layer(layer, view.replace(slots=view.slots.replace(score=after)))
 
+    def with_scores(self, layer: int, out: Array) -> tuple[Dense, Array]:
+        """Attention that goes on once its layer's scores are there, lest all layers' answers wait for a step's end."""
+        view = self.layers[layer]
+        score, out = jax.lax.optimization_barrier((view.slots.score, out))
+        return self.replace_layer(layer, view.replace(slots=view.slots.replace(score=score))), out
+
     def settle(self, layer: int, after: PyTree, new: New) -> Dense:
         """With what a score remembers of whole heads' slots at the end of a block."""
         view = self.layers[layer]

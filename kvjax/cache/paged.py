@@ -307,6 +307,10 @@ class Paged(struct.PyTreeNode):
 
         return self.over_pages(layer, count, jnp.zeros(len(lse), jnp.int32))
 
+    def with_scores(self, layer: int, out: Array) -> tuple[Paged, Array]:
+        """Attention as it is: all layers' scores lie in one pool, which passes from one to the next."""
+        return self, out
+
     def fold(self, rules: Rules, layer: int, asks: PyTree, answers: PageAnswers, new: New) -> Paged:
         """After the score has heard what it asked for, a block of pages at a time."""
         leaves, tree = questions(asks)

@@ -129,6 +129,8 @@ def _step(
         return storage, found.out, [Pending(asks, found.answers, new)]
     if questions(asks)[0]:
         storage = heard(policy, storage, layer, asks, found.answers, new)
+        storage, out = storage.with_scores(layer, found.out)
+        found = found._replace(out=out)
     if policy.score.offloads:
         storage = storage.moved(layer, jax.memory.Space.Host)
     return storage, found.out, []
