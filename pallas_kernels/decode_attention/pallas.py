@@ -18,16 +18,8 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.attention import AttentionSpec
 from pallas_kernels.common import LANES, SUBLANES, padded, slots_lie_along_lanes
-from pallas_kernels.decode_attention.kernel_parts import (
-    LOWEST,
-    dot,
-    multiplies_integers,
-    products,
-    seen,
-    stored,
-    tempered,
-    weighted,
-)
+from pallas_kernels.decode_attention.kernel_parts import LOWEST, dot, multiplies_integers, seen, stored, weighted
+from pallas_kernels.decode_attention.running import advance, along_lanes, logits_of, noisy, packed, rows_of
 from pallas_kernels.decode_attention.types import Decoded, Gumbel, LowRank
 from pallas_kernels.operands import Operand
 
@@ -179,13 +171,13 @@ def _kernel(
 ) -> None:
     row, block, split = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     heads, slots = refs["position"].shape[1:]
-    gumbel = isinstance(scores, Gumbel)
+    gumbel = scores if isinstance(scores, Gumbel) else None
 
     @pl.when(split == 0)
     def _() -> None:
         for name, value in (("acc", 0.0), ("top", LOWEST / 2), ("total", 0.0)):
             scratch[name][...] = jnp.full(scratch[name].shape, value, jnp.float32)
-        if gumbel:
+        if gumbel is not None:
             scratch["noisy_top"][...] = jnp.full(scratch["top"].shape, LOWEST / 2, jnp.float32)
             scratch["noisy_total"][...] = jnp.zeros(scratch["top"].shape, jnp.float32)
 
@@ -200,37 +192,19 @@ def _kernel(
     visible = seen(position, query, spec.window)
     if capacity % slots:
         visible &= split * slots + jax.lax.broadcasted_iota(jnp.int32, (heads, slots), 1) < capacity
-    rows = padded(groups, SUBLANES)
-    visible = jnp.broadcast_to(visible[:, None, :], (heads, rows, slots))
-    k_scale, v_scale = (refs[name][0] if name in refs else None for name in ("k_scale", "v_scale"))
+    v_scale = refs["v_scale"][0] if "v_scale" in refs else None
     k_channels, v_channels = (1 if name in turned else 2 for name in "kv")
     if v_scale is None:
         v = live(refs["v"][0], 3 - v_channels)
     else:
         v, v_scale = refs["v"][0], live(v_scale, 1)
 
-    logits = spec.capped(products(_rows(refs["q"][0], heads), refs["k"][0], k_scale, k_channels, integers))
-    if "slopes" in refs:
-        logits += refs["slopes"][...] * (position - query).astype(jnp.float32)[:, None, :]
-    logits = jnp.where(visible, logits, LOWEST)
-    highest = jnp.maximum(scratch["top"][...], logits.max(-1, keepdims=True))
-    weights = jnp.exp(logits - highest)
-    kept = jnp.exp(scratch["top"][...] - highest)
-    scratch["total"][...] = kept * scratch["total"][...] + weights.sum(-1, keepdims=True)
-    scratch["acc"][...] = kept * scratch["acc"][...] + weighted(weights, v, v_scale, v_channels, integers)
-    scratch["top"][...] = highest
-
-    if gumbel:
-        seed = jnp.full(position.shape, refs["seed"][row], jnp.int32)
-        seed = jax.lax.bitcast_convert_type(seed, jnp.uint32)
-        head = block * heads + jax.lax.broadcasted_iota(jnp.int32, position.shape, 0)
-        head += refs["first"][row] if "first" in refs else 0
-        logits = tempered(logits, visible, scores, seed, refs["tau"][row], head.astype(jnp.uint32), position)
-        highest = jnp.maximum(scratch["noisy_top"][...], logits.max(-1, keepdims=True))
-        kept = jnp.exp(scratch["noisy_top"][...] - highest)
-        total = jnp.exp(logits - highest).sum(-1, keepdims=True)
-        scratch["noisy_total"][...] = kept * scratch["noisy_total"][...] + total
-        scratch["noisy_top"][...] = highest
+    q = rows_of(refs["q"][0], heads)
+    logits, visible = logits_of(refs, q, position, visible, query, spec, k_channels, integers)
+    advance(scratch, logits, lambda weights: weighted(weights, v, v_scale, v_channels, integers))
+    if gumbel is not None:
+        logits = noisy(refs, logits, visible, position, gumbel, row, block * heads)
+        advance(scratch, logits, of="noisy_")
     if "logits" in scratch:
         here = slice(None) if slots == capacity else pl.ds(pl.multiple_of(split * slots, slots), slots)
         scratch["logits"][:, :, here] = logits
@@ -240,56 +214,24 @@ def _kernel(
     @pl.when(split == pl.num_programs(2) - 1)
     def _() -> None:
         out, lse = _finish(refs, scratch)
-        outputs["out"][0], outputs["lse"][0] = _packed(out, groups), _along_lanes(lse)
+        outputs["out"][0], outputs["lse"][0] = packed(out, groups), along_lanes(lse)
         if scores is None:
             return
-        top, total = ("noisy_top", "noisy_total") if gumbel else ("top", "total")
+        top, total = ("top", "total") if gumbel is None else ("noisy_top", "noisy_total")
         top, total = scratch[top][...], scratch[total][...]
         if "scores_lse" in outputs:
-            outputs["scores_lse"][0] = _along_lanes(_log(top, total))
+            outputs["scores_lse"][0] = along_lanes(_log(top, total))
             return
         share = jnp.exp(scratch["logits"][:, :groups, :capacity] - top[:, :groups])
         share /= jnp.maximum(total, jnp.finfo(jnp.float32).tiny)[:, :groups]
         outputs["scores"][0] = share if scores == "each" else share.sum(1)
 
 
-def _rows(x: Float[Array, "hg n"], heads: int) -> Float[Array, "h rows n"]:
-    # Those of each head's queries in a tile of their own.
-    groups = len(x) // heads
-    rows = padded(groups, SUBLANES)
-    precise = x.astype(jnp.float32)  # of which a tile has as many rows
-    if groups == 1:
-        tiles = jnp.broadcast_to(precise[:, None], (heads, rows, x.shape[1]))
-    elif groups == rows:
-        tiles = precise.reshape(heads, rows, x.shape[1])
-    else:
-        own = [precise[i * groups : (i + 1) * groups] for i in range(heads)]
-        tiles = jnp.stack([jnp.pad(some, ((0, rows - groups), (0, 0))) for some in own])
-    return tiles.astype(x.dtype)
-
-
-def _packed(x: Float[Array, "h rows n"], groups: int) -> Float[Array, "hg n"]:
-    # The opposite of `_rows`.
-    if groups == 1:
-        return x.max(1)  # all rows are alike, and v4 cannot gather one of each tile
-    if groups == x.shape[1]:
-        return x.reshape(-1, x.shape[2])
-    return jnp.concatenate([own[:groups] for own in x])
-
-
-def _along_lanes(x: Float[Array, "h rows 1"]) -> Float[Array, "h rows"]:
-    # By a maximum, for v4 cannot gather from sublanes.
-    rows = x.shape[1]
-    shape = (len(x), rows, rows)
-    own = jax.lax.broadcasted_iota(jnp.int32, shape, 1) == jax.lax.broadcasted_iota(jnp.int32, shape, 2)
-    return jnp.where(own, x, -jnp.inf).max(1)
-
-
 def _finish(refs: Any, scratch: Any) -> tuple[Array, Array]:
     # Slots, and the low-rank share as one more split.
     top, total, acc = scratch["top"][...], scratch["total"][...], scratch["acc"][...]
     if "phi" in refs:
-        phi = _rows(refs["phi"][0], len(acc))
+        phi = rows_of(refs["phi"][0], len(acc))
         mass = (phi * refs["z"][0][:, None]).sum(-1, keepdims=True)
         some = mass > 0
         other = jnp.where(some, jnp.log(jnp.where(some, mass, 1.0)), LOWEST / 2)

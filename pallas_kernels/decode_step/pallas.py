@@ -26,13 +26,12 @@ from pallas_kernels.decode_attention import Gumbel
 from pallas_kernels.decode_attention.kernel_parts import (
     LOWEST,
     multiplies_integers,
-    products,
     seen,
     stored,
-    tempered,
     weighted,
 )
 from pallas_kernels.decode_attention.pallas import VMEM_BYTES, tile
+from pallas_kernels.decode_attention.running import advance, along_lanes, logits_of, noisy, packed, rows_of
 from pallas_kernels.decode_attention.types import Decoded
 from pallas_kernels.decode_step.types import Stepped
 from pallas_kernels.evict.pallas import ROWS
@@ -243,19 +242,12 @@ def _kernel(
     several = slots < capacity
     newest = refs["new_position"][row]
     writes = newest >= 0
-    q = _rows(refs["q"], heads, groups)
+    q = rows_of(refs["q"][0], heads)
     gumbel = scores if isinstance(scores, Gumbel) else None
 
     def when(condition: Any) -> Callable[[Callable[[], None]], None]:
         # Where there is one split it is first and last.
         return pl.when(condition) if several else lambda run: run()
-
-    def noisy(logits: Array, visible: Array, position: Array) -> Array:
-        assert gumbel is not None
-        seed = jax.lax.bitcast_convert_type(jnp.full(position.shape, refs["seed"][row], jnp.int32), jnp.uint32)
-        head = block * heads + jax.lax.broadcasted_iota(jnp.int32, position.shape, 0)
-        head += refs["first"][row] if "first" in refs else 0
-        return tempered(logits, visible, gumbel, seed, refs["tau"][row], head.astype(jnp.uint32), position)
 
     @when(split == 0)
     def _() -> None:
@@ -280,7 +272,8 @@ def _kernel(
         value = jnp.where(writes, refs["v_new"][0], 0.0)
         scratch["acc"][...] = jnp.broadcast_to(value, scratch["acc"].shape)
         if gumbel is not None:
-            logits = noisy(logits, jnp.full(logits.shape, writes), jnp.full((heads, 1), newest))
+            written = jnp.full(logits.shape, writes)
+            logits = noisy(refs, logits, written, jnp.full((heads, 1), newest), gumbel, row, block * heads)
             scratch["noisy_top"][...] = jnp.maximum(logits, LOWEST / 2)
             scratch["noisy_total"][...] = scratch["total"][...]
         if scores is not None:
@@ -290,26 +283,13 @@ def _kernel(
     index = split * slots + jax.lax.broadcasted_iota(jnp.int32, (heads, slots), 1)
     position = refs["position"][0, :, at]
     visible = seen(position, newest, spec.window) & (index != scratch["slot"][...])
-    k_scale, v_scale = (refs[name][0] if name in refs else None for name in ("k_scale", "v_scale"))
+    v_scale = refs["v_scale"][0] if "v_scale" in refs else None
     k_channels, v_channels = (1 if name in turned else 2 for name in "kv")
-    logits = spec.capped(products(q, refs["k"][0], k_scale, k_channels, integers))
-    if "slopes" in refs:
-        logits += refs["slopes"][...] * (position - newest).astype(jnp.float32)[:, None, :]
-    visible = jnp.broadcast_to(visible[:, None, :], logits.shape)
-    logits = jnp.where(visible, logits, LOWEST)
-    highest = jnp.maximum(scratch["top"][...], logits.max(-1, keepdims=True))
-    weights = jnp.exp(logits - highest)
-    kept = jnp.exp(scratch["top"][...] - highest)
-    scratch["total"][...] = kept * scratch["total"][...] + weights.sum(-1, keepdims=True)
-    scratch["acc"][...] = kept * scratch["acc"][...] + weighted(weights, refs["v"][0], v_scale, v_channels, integers)
-    scratch["top"][...] = highest
+    logits, visible = logits_of(refs, q, position, visible, newest, spec, k_channels, integers)
+    advance(scratch, logits, lambda weights: weighted(weights, refs["v"][0], v_scale, v_channels, integers))
     if gumbel is not None:
-        logits = noisy(logits, visible, position)
-        highest = jnp.maximum(scratch["noisy_top"][...], logits.max(-1, keepdims=True))
-        kept = jnp.exp(scratch["noisy_top"][...] - highest)
-        total = jnp.exp(logits - highest).sum(-1, keepdims=True)
-        scratch["noisy_total"][...] = kept * scratch["noisy_total"][...] + total
-        scratch["noisy_top"][...] = highest
+        logits = noisy(refs, logits, visible, position, gumbel, row, block * heads)
+        advance(scratch, logits, of="noisy_")
     if scores is not None:
         scratch["logits"][:, :, at] = logits
 
@@ -347,10 +327,7 @@ def _kernel(
         some = total > 0
         out = scratch["acc"][...] / jnp.where(some, total, 1.0)
         lse = jnp.where(some, scratch["top"][...] + jnp.log(jnp.where(some, total, 1.0)), -jnp.inf)
-        _store(outputs["out"], out, heads, groups)
-        # From a number in each row of registers to one in each lane, as every chip can.
-        diagonal = [jax.lax.broadcasted_iota(jnp.int32, (1, q.shape[1], q.shape[1]), axis) for axis in (1, 2)]
-        outputs["lse"][0] = jnp.where(diagonal[0] == diagonal[1], lse, 0.0).sum(1)
+        outputs["out"][0], outputs["lse"][0] = packed(out, groups), along_lanes(lse)
         if scores is None:
             return
         if gumbel is not None:
@@ -389,28 +366,3 @@ def _send(
     chosen = (jax.lax.broadcasted_iota(jnp.int32, old.shape, axis) == slot - start) & writes
     tile[...] = jnp.where(chosen, entry[...], old).astype(tile.dtype)
     pltpu.make_async_copy(tile, cache.at[slots(start)], semaphore).start()
-
-
-def _rows(ref: Any, heads: int, groups: int) -> Float[Array, "h r d"]:
-    """Queries [1, h g, d] with each group in whole registers; what lies between groups is never read."""
-    x = ref[0].astype(jnp.float32)
-    if groups == 1:
-        found = jnp.broadcast_to(x[:, None, :], (heads, SUBLANES, x.shape[-1]))
-    elif groups % SUBLANES == 0:
-        found = x.reshape(heads, groups, -1)
-    else:
-        missing = padded(groups, SUBLANES) - groups
-        each = [jnp.pad(x[i * groups : (i + 1) * groups], ((0, missing), (0, 0)))[None] for i in range(heads)]
-        found = jnp.concatenate(each, axis=0)
-    return found.astype(ref.dtype)
-
-
-def _store(ref: Any, found: Float[Array, "h r e"], heads: int, groups: int) -> None:
-    """The inverse of `_rows`."""
-    if groups == 1:
-        ref[0] = found[:, 0]
-    elif groups % SUBLANES == 0:
-        ref[0] = found.reshape(heads * groups, -1)
-    else:
-        for i in range(heads):
-            ref[0, i * groups : (i + 1) * groups] = found[i, :groups]

@@ -1,0 +1,113 @@
+"""What TPU kernels over blocks of slots share: packed rows, and a softmax that runs on in scratch memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from pallas_kernels.attention import AttentionSpec
+from pallas_kernels.common import SUBLANES, padded
+from pallas_kernels.decode_attention.kernel_parts import LOWEST, products, tempered
+from pallas_kernels.decode_attention.types import Gumbel
+
+
+def logits_of(
+    refs: Any,
+    q: Float[Array, "h rows d"],
+    position: Int[Array, "h s"],
+    visible: Bool[Array, "h s"],
+    query: Int[Array, ""],
+    spec: AttentionSpec,
+    channels: int,
+    integers: bool,
+) -> tuple[Float[Array, "h rows s"], Bool[Array, "h rows s"]]:
+    """Of a block of slots, `LOWEST` where a slot is not seen, and which are.
+
+    Args:
+        refs: the kernel's inputs by name.
+        q: queries of each head.
+        position: the token in each slot.
+        visible: whether the query sees it.
+        query: the query's position.
+        spec: the layer's, without slopes.
+        channels: the axis of keys that is that of channels.
+        integers: as `products` takes it.
+    """
+    scale = refs["k_scale"][0] if "k_scale" in refs else None
+    logits = spec.capped(products(q, refs["k"][0], scale, channels, integers))
+    if "slopes" in refs:
+        logits += refs["slopes"][...] * (position - query).astype(jnp.float32)[:, None, :]
+    seen = jnp.broadcast_to(visible[:, None, :], logits.shape)
+    return jnp.where(seen, logits, LOWEST), seen
+
+
+def noisy(
+    refs: Any,
+    logits: Float[Array, "h rows s"],
+    visible: Bool[Array, "h rows s"],
+    position: Int[Array, "h s"],
+    gumbel: Gumbel,
+    row: Any,
+    head: Any,
+) -> Float[Array, "h rows s"]:
+    """Logits with Keyformer's noise at its temperature; `head` is the first one of the block."""
+    seed = jax.lax.bitcast_convert_type(jnp.full(position.shape, refs["seed"][row], jnp.int32), jnp.uint32)
+    heads = head + jax.lax.broadcasted_iota(jnp.int32, position.shape, 0)
+    heads += refs["first"][row] if "first" in refs else 0
+    return tempered(logits, visible, gumbel, seed, refs["tau"][row], heads.astype(jnp.uint32), position)
+
+
+def advance(
+    scratch: Any, logits: Float[Array, "h rows s"], weigh: Callable[[Array], Array] | None = None, of: str = ""
+) -> None:
+    """Let a running softmax go on over a block.
+
+    Args:
+        scratch: its `top` and `total`, and the unnormalised output `acc`.
+        logits: of the block.
+        weigh: given the block's weights, what they add to `acc`; None for a softmax without an output.
+        of: what the names of `top` and `total` begin with.
+    """
+    top, total = scratch[f"{of}top"], scratch[f"{of}total"]
+    highest = jnp.maximum(top[...], logits.max(-1, keepdims=True))
+    weights, kept = jnp.exp(logits - highest), jnp.exp(top[...] - highest)
+    total[...] = kept * total[...] + weights.sum(-1, keepdims=True)
+    if weigh is not None:
+        scratch["acc"][...] = kept * scratch["acc"][...] + weigh(weights)
+    top[...] = highest
+
+
+def rows_of(x: Float[Array, "hg n"], heads: int) -> Float[Array, "h rows n"]:
+    """Packed rows with those of each head in registers of their own; what lies between groups means nothing."""
+    groups = len(x) // heads
+    rows = padded(groups, SUBLANES)
+    precise = x.astype(jnp.float32)  # of which a tile has as many rows
+    if groups == 1:
+        tiles = jnp.broadcast_to(precise[:, None], (heads, rows, x.shape[1]))
+    elif groups == rows:
+        tiles = precise.reshape(heads, rows, x.shape[1])
+    else:
+        own = [precise[i * groups : (i + 1) * groups] for i in range(heads)]
+        tiles = jnp.stack([jnp.pad(some, ((0, rows - groups), (0, 0))) for some in own])
+    return tiles.astype(x.dtype)
+
+
+def packed(x: Float[Array, "h rows n"], groups: int) -> Float[Array, "hg n"]:
+    """The inverse of `rows_of`."""
+    if groups == 1:
+        return x.max(1)  # all rows are alike, and v4 cannot gather one of each tile
+    if groups == x.shape[1]:
+        return x.reshape(-1, x.shape[2])
+    return jnp.concatenate([own[:groups] for own in x])
+
+
+def along_lanes(x: Float[Array, "h rows 1"]) -> Float[Array, "h rows"]:
+    """One number of each row, from a sublane each to a lane each: by a maximum, for v4 cannot gather from sublanes."""
+    rows = x.shape[1]
+    shape = (len(x), rows, rows)
+    own = jax.lax.broadcasted_iota(jnp.int32, shape, 1) == jax.lax.broadcasted_iota(jnp.int32, shape, 2)
+    return jnp.where(own, x, -jnp.inf).max(1)
