@@ -76,20 +76,20 @@ class FakeEngine:
         self.ends: list[Finished] = []
 
     def submit(self, request: Request, tell: Tell) -> Ticket:
-        if self.stopped:
-            raise StoppingError
-        if self.full is not None and len(self.requests) >= self.places:
-            raise FullError(7, self.full)
-        if self.raises is not None:
-            raise self.raises
-        ticket = Ticket()
         with self.told:
+            if self.stopped:
+                raise StoppingError
+            if self.full is not None and len(self.requests) >= self.places:
+                raise FullError(7, self.full)
+            if self.raises is not None:
+                raise self.raises
+            ticket = Ticket()
+            self.tickets.append(ticket)
+            self.rows = [row for row in self.rows if row.is_alive()]
+            self.rows.append(threading.Thread(target=self._write, args=(request, tell, ticket), daemon=True))
+            self.rows[-1].start()
             self.requests.append(request)
             self.told.notify_all()
-        self.tickets.append(ticket)
-        self.rows = [row for row in self.rows if row.is_alive()]
-        self.rows.append(threading.Thread(target=self._write, args=(request, tell, ticket), daemon=True))
-        self.rows[-1].start()
         return ticket
 
     def _write(self, request: Request, tell: Tell, ticket: Ticket) -> None:
@@ -134,7 +134,8 @@ class FakeEngine:
             return self.told.wait_for(lambda: len(self.ends) >= count, seconds)
 
     def stop(self, grace: float) -> None:
-        self.stopped = True
+        with self.told:
+            self.stopped = True
         end = time.monotonic() + grace
         for row in self.rows:
             row.join(max(0.0, end - time.monotonic()))
