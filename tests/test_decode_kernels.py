@@ -50,7 +50,7 @@ def greedy(model, policy, kernels):
         (kvjax.policy("h2o", plan="adakv"), TPU_WAYS[0], {"paged_attention"}),
         slow(kvjax.policy("keyformer"), TPU_WAYS[0], STEPPING),
         slow(kvjax.policy("keyformer", tau_end=3.0), GPU_WAYS[0], READING),
-        slow(kvjax.policy("lsh_e", sinks=2, recent=4), TPU_WAYS[0], STEPPING),
+        slow(kvjax.policy("lsh_e", sinks=2, recent=4), TPU_WAYS[0], {"decode_attention", "hamming"}),
         slow(kvjax.policy("tova"), TPU_WAYS[0], STEPPING),
         slow(kvjax.policy("less", kernels="performer"), GPU_WAYS[0], READING),
         (kvjax.policy("less", base="keyformer"), TPU_WAYS[0], EVICTING | {"less_phi", "less_psi"}),

@@ -115,7 +115,8 @@ class Dense(struct.PyTreeNode):
             queries = jax.eval_shape(lambda q: q[:, :, :, 0], new.q)
             return step_in_one_pass(queries, view.kv.k, view.kv.v, spec, scores, **new.kernels._asdict())
 
-        if new.spread.slots > 1 or rules.codec.positions != "original" or not one_pass(None):
+        ranked = rules.ranked or slots.windowed(new)
+        if new.spread.slots > 1 or not ranked or rules.codec.positions != "original" or not one_pass(None):
             return None
         wanted = asks(view)
         own = evidence.without_again(wanted)
