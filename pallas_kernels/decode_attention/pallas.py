@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.attention import AttentionSpec
 from pallas_kernels.common import LANES, SUBLANES, padded, slots_lie_along_lanes
 from pallas_kernels.decode_attention.kernel_parts import LOWEST, dot, multiplies_integers, seen, stored, weighted
-from pallas_kernels.decode_attention.running import advance, along_lanes, logits_of, noisy, packed, rows_of
+from pallas_kernels.decode_attention.running import advance, along_lanes, logits_of, noisy, packed, rows_of, slope_rows
 from pallas_kernels.decode_attention.types import Decoded, Gumbel, LowRank
 from pallas_kernels.operands import Operand
 
@@ -50,9 +50,6 @@ def decode_attention(
     held = 4 * heads * rows * splits * slots
     keep = scores is not None and held <= HELD_BYTES
 
-    def pad(x: Array) -> Array:
-        return jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, rows - g), (0, 0)])
-
     def of_heads(*tail: int) -> pl.BlockSpec:
         return pl.BlockSpec((1, heads, *tail), lambda b, h, s: (b, h) + (0,) * len(tail))
 
@@ -82,7 +79,7 @@ def decode_attention(
             inputs[name] = (array, pl.BlockSpec((1, heads, slots, width), lambda b, h, s: (b, h, s, 0)))
     if spec.slopes is not None:
         block = pl.BlockSpec((heads, rows, 1), lambda b, h, s: (h, 0, 0))
-        inputs["slopes"] = (pad(spec.slopes.astype(jnp.float32)[..., None]), block)
+        inputs["slopes"] = (slope_rows(spec.slopes), block)
     if low_rank is not None:
         features = low_rank.features.shape[-1]
         inputs["phi"] = (low_rank.features.astype(jnp.float32).reshape(b, h * g, features), of_queries(features))

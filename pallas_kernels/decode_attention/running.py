@@ -96,6 +96,12 @@ def rows_of(x: Float[Array, "hg n"], heads: int) -> Float[Array, "h rows n"]:
     return tiles.astype(x.dtype)
 
 
+def slope_rows(slopes: Float[Array, "h g"]) -> Float[Array, "h rows 1"]:
+    """ALiBi's slopes as `rows_of` lays out queries: a single one in all rows, which have to be alike."""
+    missing = padded(slopes.shape[1], SUBLANES) - slopes.shape[1]
+    return jnp.pad(slopes.astype(jnp.float32)[..., None], ((0, 0), (0, missing), (0, 0)), mode="edge")
+
+
 def packed(x: Float[Array, "h rows n"], groups: int) -> Float[Array, "hg n"]:
     """The inverse of `rows_of`."""
     if groups == 1:

@@ -31,7 +31,7 @@ from pallas_kernels.decode_attention.kernel_parts import (
     weighted,
 )
 from pallas_kernels.decode_attention.pallas import VMEM_BYTES, tile
-from pallas_kernels.decode_attention.running import advance, along_lanes, logits_of, noisy, packed, rows_of
+from pallas_kernels.decode_attention.running import advance, along_lanes, logits_of, noisy, packed, rows_of, slope_rows
 from pallas_kernels.decode_attention.types import Decoded
 from pallas_kernels.decode_step.types import Stepped
 from pallas_kernels.evict.pallas import ROWS
@@ -107,9 +107,8 @@ def decode_step(
         seen_as = operands.values(new, jnp.float32)[:, :, None]
         inputs[f"{name}_new"] = (seen_as, block(1, operand.shape[-1]))
     if spec.slopes is not None:
-        slopes = jnp.pad(spec.slopes.astype(jnp.float32)[..., None], ((0, 0), (0, rows - g), (0, 0)))
         inputs["slopes"] = (
-            slopes,
+            slope_rows(spec.slopes),
             pl.BlockSpec(
                 (heads, rows, 1), lambda core, step, split: (row_and_block(core, step, units, blocks)[1], 0, 0)
             ),

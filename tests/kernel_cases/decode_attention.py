@@ -227,6 +227,7 @@ CASES = (
     case(1, 2, 3, 130, 128, e=64, scores="gumbel", features=3, soft_cap=5.0, window=60),
     case(2, 2, 2, 33, 64, e=80, dtype="bfloat16", scores="each"),
     case(2, 3, 2, 40, 64, alibi=True, moved=True, window=30, scores="sum"),
+    case(1, 2, 1, 40, 64, alibi=True, scores="sum"),
     case(2, 2, 3, 200, 64, bits=(8, 8), scores="gumbel", features=4),
     case(1, 2, 2, 512, 128, bits=(8, 8), scores="each", dtype="bfloat16", soft_cap=5.0),
     case(2, 2, 2, 128, 64, bits=(4, 4), scores="sum", alibi=True),

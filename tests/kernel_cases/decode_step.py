@@ -127,5 +127,6 @@ CASES = (
     case(1, 1, 8, 64, 128, e=256, scores="each", keep=True, soft_cap=3.0, ways=(XLA, TPU_WAYS[0])),
     case(2, 1, 3, 128, 64, live="ragged", shrinks=True, window=40, alibi=True, ways=(XLA, TPU_WAYS[0])),
     case(3, 2, 1, 128, 64, bits=4, scores="gaussian", ways=(XLA, TPU_WAYS[1])),
+    case(1, 2, 1, 32, 128, alibi=True, ways=(XLA, TPU_WAYS[0])),
     case(2, 2, 2, 32, 128, bits=8, live="none", dtype="bfloat16", ways=(XLA, TPU_WAYS[1])),
 )
