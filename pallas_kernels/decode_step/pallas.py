@@ -35,6 +35,7 @@ from pallas_kernels.decode_attention.running import advance, along_lanes, logits
 from pallas_kernels.decode_attention.types import Decoded
 from pallas_kernels.decode_step.types import Stepped
 from pallas_kernels.evict.pallas import ROWS
+from pallas_kernels.evict.reference import written_through
 from pallas_kernels.operands import Operand, Quantised
 from pallas_kernels.ranking import Protection, victim
 
@@ -175,12 +176,10 @@ def decode_step(
     )({name: array for name, (array, _) in inputs.items()})
 
     slot = found["slot"][..., 0]
-    here = jnp.arange(c, dtype=jnp.int32) == slot[..., None]
 
     def written(leaf: Array, value: Array) -> Array:
         # Slot by slot, so that it is part of whatever a score makes of its buffers next.
-        spread = here.reshape(*here.shape, *(1,) * (leaf.ndim - 3))
-        return jnp.where(spread, value[:, :, None].astype(leaf.dtype), leaf)
+        return written_through(leaf, slot, value)
 
     def whole(name: str, old: Operand, new: Operand) -> Operand:
         array = found[name].swapaxes(2, 3) if name in turned else found[name]

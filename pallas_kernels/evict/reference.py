@@ -42,16 +42,22 @@ def exchange(
 
     def write(leaf: Array, value: Array) -> Array:
         if leaf.dtype == jnp.bfloat16 and platform_of(None) == "cpu":
-            # A scatter would turn all of it into float32 and back.
-            here = jnp.arange(capacity).reshape(-1, *(1,) * (leaf.ndim - 3)) == slot.reshape(
-                *slot.shape, *(1,) * (leaf.ndim - 2)
-            )
-            return jnp.where(here, value.astype(leaf.dtype)[:, :, None], leaf)
+            return written_through(leaf, slot, value)  # a scatter would turn all of it into float32 and back
         return leaf.at[row, head, slot].set(value.astype(leaf.dtype), unique_indices=True, mode="drop")
 
     position = write(position, jnp.broadcast_to(new_position[:, None], slot.shape))
     buffers = jax.tree.map(write, buffers, added)
     return slot, jnp.where(writes, taken["position"], -1), taken["buffers"], position, buffers
+
+
+def written_through(leaf: Array, slot: Int[Array, "b h"], value: Array) -> Array:
+    """A buffer [b h c ...] with an entry [b h ...] in a slot of each head, computed slot by slot: no scatter.
+
+    A slot of c or more writes nothing.
+    """
+    here = jnp.arange(leaf.shape[2], dtype=slot.dtype) == slot[..., None]
+    spread = here.reshape(*here.shape, *(1,) * (leaf.ndim - 3))
+    return jnp.where(spread, value[:, :, None].astype(leaf.dtype), leaf)
 
 
 def after_reading(slot: Int[Array, "b h"], taken: Any) -> Int[Array, "b h"]:
