@@ -19,7 +19,16 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.attention import AttentionSpec
 from pallas_kernels.common import LANES, SUBLANES, padded, slots_lie_along_lanes
 from pallas_kernels.decode_attention.kernel_parts import LOWEST, dot, multiplies_integers, seen, stored, weighted
-from pallas_kernels.decode_attention.running import advance, along_lanes, logits_of, noisy, packed, rows_of, slope_rows
+from pallas_kernels.decode_attention.running import (
+    advance,
+    along_lanes,
+    log_sum,
+    logits_of,
+    noisy,
+    packed,
+    rows_of,
+    slope_rows,
+)
 from pallas_kernels.decode_attention.types import Decoded, Gumbel, LowRank
 from pallas_kernels.operands import Operand
 
@@ -217,7 +226,7 @@ def _kernel(
         top, total = ("top", "total") if gumbel is None else ("noisy_top", "noisy_total")
         top, total = scratch[top][...], scratch[total][...]
         if "scores_lse" in outputs:
-            outputs["scores_lse"][0] = along_lanes(_log(top, total))
+            outputs["scores_lse"][0] = along_lanes(log_sum(top, total))
             return
         share = jnp.exp(scratch["logits"][:, :groups, :capacity] - top[:, :groups])
         share /= jnp.maximum(total, jnp.finfo(jnp.float32).tiny)[:, :groups]
@@ -239,9 +248,4 @@ def _finish(refs: Any, scratch: Any) -> tuple[Array, Array]:
         acc = kept * acc + added * dot(phi, refs["h"][0], 1)
         total = kept * total + jnp.where(some, jnp.exp(other - highest), 0.0)
         top = highest
-    return acc / jnp.maximum(total, jnp.finfo(jnp.float32).tiny), _log(top, total)
-
-
-def _log(top: Array, total: Array) -> Array:
-    some = total > 0
-    return jnp.where(some, top + jnp.log(jnp.where(some, total, 1.0)), -jnp.inf)
+    return acc / jnp.maximum(total, jnp.finfo(jnp.float32).tiny), log_sum(top, total)

@@ -81,6 +81,12 @@ def advance(
     top[...] = highest
 
 
+def log_sum(top: Array, total: Array) -> Array:
+    """The logarithm of a running softmax's sum of exponentials; -inf where it has seen nothing."""
+    some = total > 0
+    return jnp.where(some, top + jnp.log(jnp.where(some, total, 1.0)), -jnp.inf)
+
+
 def rows_of(x: Float[Array, "hg n"], heads: int) -> Float[Array, "h rows n"]:
     """Packed rows with those of each head in registers of their own; what lies between groups means nothing."""
     groups = len(x) // heads

@@ -31,7 +31,16 @@ from pallas_kernels.decode_attention.kernel_parts import (
     weighted,
 )
 from pallas_kernels.decode_attention.pallas import VMEM_BYTES, tile
-from pallas_kernels.decode_attention.running import advance, along_lanes, logits_of, noisy, packed, rows_of, slope_rows
+from pallas_kernels.decode_attention.running import (
+    advance,
+    along_lanes,
+    log_sum,
+    logits_of,
+    noisy,
+    packed,
+    rows_of,
+    slope_rows,
+)
 from pallas_kernels.decode_attention.types import Decoded
 from pallas_kernels.decode_step.types import Stepped
 from pallas_kernels.evict.pallas import ROWS
@@ -324,7 +333,7 @@ def _kernel(
         total = scratch["total"][...]
         some = total > 0
         out = scratch["acc"][...] / jnp.where(some, total, 1.0)
-        lse = jnp.where(some, scratch["top"][...] + jnp.log(jnp.where(some, total, 1.0)), -jnp.inf)
+        lse = log_sum(scratch["top"][...], total)
         outputs["out"][0], outputs["lse"][0] = packed(out, groups), along_lanes(lse)
         if scores is None:
             return
