@@ -28,6 +28,7 @@ COMMANDS = (
     Command("tune", "kvjax.tune", "race kernels on this machine's GPU; keep who wins"),
     Command("convert", "kvjax.convert", "write a model as an Orbax checkpoint"),
     Command("train_less", "kvjax.train_less", "train LESS kernels for a model and a policy"),
+    Command("env", "kvjax.env", "print versions, devices and caches, for an issue"),
     Command("train_tiny", "kvjax.tiny.train", "train the embedded model"),
 )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -9,9 +10,11 @@ import sys
 import time
 from pathlib import Path
 
+import jax
 import pytest
 
-from kvjax import cli, commands
+from kvjax import cli, commands, env
+from kvjax.compilation import version
 
 ROOT = Path(__file__).parent.parent
 ECHO = "def main(argv=None):\n    print('echo', *argv)\n    return 7\n"
@@ -150,3 +153,33 @@ def test_runs_as_a_module_and_imports_nothing_heavy() -> None:
         run = subprocess.run([sys.executable, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True)
         assert run.returncode == 0, run.stderr
         assert run.stdout.startswith("usage: kvjax COMMAND")
+
+
+def test_env_says_what_an_issue_needs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kept = tmp_path / "programs"
+    kept.mkdir()
+    (kept / "program").write_bytes(b"12345")
+    for name, value in {"KVJAX_CACHE_DIR": str(kept), "KVJAX_KERNELS": "xla", "HF_TOKEN": "secret"}.items():
+        monkeypatch.setenv(name, value)
+    assert cli.main(["env"]) == 0
+    lines = capsys.readouterr().out
+    for said in (
+        f"kvjax: {version()}",
+        f"  jax {jax.__version__}",
+        "  KVJAX_KERNELS xla",
+        f"{kept} (1 files, 5 bytes)",
+    ):
+        assert said in lines
+    assert "secret" not in lines
+    assert cli.main(["env", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["devices"][0].startswith("cpu")
+
+
+def test_env_says_why_there_are_no_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing() -> None:
+        raise RuntimeError("the TPU is already in use\nby process 17")
+
+    monkeypatch.setattr(jax, "devices", failing)
+    assert env.environment()["devices"] == ["none: the TPU is already in use by process 17"]

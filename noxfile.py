@@ -1,0 +1,113 @@
+"""What contributors and CI check, by name: `nox -s lint`; `nox --list` says what each session does.
+
+Sessions of the checkout itself run in the environment that nox is installed in; others make one of their own.
+"""
+
+from __future__ import annotations
+
+import glob
+import importlib.metadata
+import os
+import re
+import shlex
+import shutil
+import sys
+from pathlib import Path
+
+import nox
+
+nox.options.sessions = ["lint", "types", "core"]
+HERE = Path(sys.prefix) / "bin"
+
+
+def run(session: nox.Session, *words: str, **settings: str) -> None:
+    """A program of the environment that nox is installed in; hooks that it runs find theirs there, too."""
+    path = f"{HERE}{os.pathsep}{os.environ['PATH']}"
+    session.run(str(HERE / words[0]), *words[1:], env={"PATH": path, **settings}, external=True)
+
+
+def jax_version() -> str:
+    """That of the environment that nox is installed in, which others have to have, too."""
+    return importlib.metadata.version("jax")
+
+
+@nox.session(venv_backend="none")
+def lint(session: nox.Session) -> None:
+    """Style, format and imports: the hooks of pre-commit but for types (20 seconds)."""
+    run(session, "pre-commit", "run", "--all-files", "--show-diff-on-failure", SKIP="pyright")
+
+
+@nox.session(venv_backend="none")
+def types(session: nox.Session) -> None:
+    """Pyright in strict mode (a minute and 2.5 GB)."""
+    run(session, "pre-commit", "run", "pyright", "--all-files")
+
+
+@nox.session(venv_backend="none")
+def core(session: nox.Session) -> None:
+    """The heart of the tests (two minutes)."""
+    run(session, "pytest", "-n", "auto", "-m", "core", *session.posargs)
+
+
+@nox.session(venv_backend="none")
+def full(session: nox.Session) -> None:
+    """All tests but the slow ones (20 minutes on two cores)."""
+    run(session, "pytest", "-n", "auto", *session.posargs)
+
+
+@nox.session(venv_backend="none")
+def slow(session: nox.Session) -> None:
+    """Tests that are left out elsewhere (hours)."""
+    run(session, "pytest", "-n", "auto", "-m", "slow", *session.posargs)
+
+
+@nox.session
+def tpu(session: nox.Session) -> None:
+    """Kernels and steps compile for TPUs that are not there (5 minutes)."""
+    session.install("-e", ".", f"jax[tpu]=={jax_version()}")
+    compile_with(session, "KVJAX_TPU_PYTHON", "tests/test_aot.py", "tests/test_scale.py")
+
+
+@nox.session
+def gpu(session: nox.Session) -> None:
+    """Kernels compile for GPUs that are not there (4 minutes): the compilers alone, without what only running needs."""
+    jax = jax_version()
+    session.install("-e", ".[gpu]", f"jax=={jax}")
+    session.install("--no-deps", f"jax-cuda12-pjrt=={jax}", f"jax-cuda12-plugin=={jax}", "nvidia-cuda-nvcc-cu12")
+    compile_with(session, "KVJAX_GPU_PYTHON", "tests/test_aot_gpu.py")
+
+
+def compile_with(session: nox.Session, variable: str, *files: str) -> None:
+    """Tests that compile in the session's environment; they themselves run in that of nox."""
+    run(session, "pytest", *files, *session.posargs, **{variable: f"{Path(session.bin) / 'python'}"})
+
+
+@nox.session
+def package(session: nox.Session) -> None:
+    """A wheel and a source archive in dist/, checked (half a minute); `installed` then tries the wheel."""
+    shutil.rmtree("dist", ignore_errors=True)
+    session.install("build", "twine")
+    session.run("python", "-m", "build")
+    files = sorted(glob.glob("dist/*"))
+    session.run("twine", "check", "--strict", *files)
+    for file in files:
+        session.log(f"{file}: {os.path.getsize(file) / 1e6:.1f} MB")
+    session.notify("installed")
+
+
+@nox.session
+def installed(session: nox.Session) -> None:
+    """The wheel of dist/ alone runs the README's first command and then the core tests (5 minutes)."""
+    wheel = os.path.abspath(glob.glob("dist/*.whl")[0])
+    command = re.search(r"\.venv/bin/(kvjax generate .*)", Path("README.md").read_text(encoding="utf-8"))
+    assert command is not None, "README.md has no `kvjax generate` in its first command"
+    elsewhere = Path(session.create_tmp()).resolve()
+    for name in ("tests", "benchmarks", "configs", "docs"):  # all but the packages, which have to be the wheel's
+        shutil.copytree(name, elsewhere / name, dirs_exist_ok=True)
+    for name in ("pyproject.toml", *glob.glob("*.md")):
+        shutil.copy(name, elsewhere)
+    session.chdir(elsewhere)
+    session.install(wheel)
+    session.run(*shlex.split(command[1]))
+    session.install(f"{wheel}[test]")
+    session.run("pytest", "-n", "auto", "-m", "core")
