@@ -110,4 +110,4 @@ def installed(session: nox.Session) -> None:
     session.install(wheel)
     session.run(*shlex.split(command[1]))
     session.install(f"{wheel}[test]")
-    session.run("pytest", "-n", "auto", "-m", "core")
+    session.run("python", "-m", "pytest", "-n", "auto", "-m", "core")  # which finds the copied tests
