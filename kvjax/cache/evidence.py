@@ -472,7 +472,9 @@ def asked_again(
 
         def look() -> Array:
             q, place = earlier(jnp.moveaxis(cut(ask.raw_q, 2), 3, 2), position)
-            x = spec.capped(jnp.einsum("bhgad,bhcd->bhgac", q, keys, preferred_element_type=kind))
+            # With keys in front, or they are turned and copied in each turn of the loop.
+            x = jnp.einsum("bhcd,bhgad->bhcga", keys, q, preferred_element_type=kind)
+            x = spec.capped(jnp.moveaxis(x, 2, 4))
             bias = spec.bias(place, view.position if given.places is None else given.places[1])
             x = x if bias is None else x + bias
             # Logits are masked once, and their sums fuse with what they sum, so that little else lies in memory.
