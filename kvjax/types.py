@@ -113,6 +113,7 @@ class Spread:
         heads: devices that share the KV heads of a layer, and their query heads with them.
         slots: devices that share the slots of each head.
         queries: devices that share the queries of a block of text over slots that each of them has.
+        outputs: devices that share what the output weights of the same heads take in.
         mlp: whether the columns of MLPs are shared among all devices that share a model.
         vocab: whether the vocabulary is.
     """
@@ -120,6 +121,7 @@ class Spread:
     heads: int = 1
     slots: int = 1
     queries: int = 1
+    outputs: int = 1
     mlp: bool = False
     vocab: bool = False
 
@@ -135,16 +137,37 @@ class Spread:
         """The largest of what the devices that share a head's slots have."""
         return jax.lax.pmax(most, SLOTS) if self.slots > 1 else most
 
-    @property
-    def gathers(self) -> bool:
-        """Whether attention over shared slots is whole on each device, since no sum over heads would follow anyway."""
-        return self.slots > 1 and self.heads == 1
-
     def over_attention(self, parts: Float[Array, "*b"]) -> Float[Array, "*b"]:
-        """The sum of what the devices that share a layer's heads, or their slots, make of its attention."""
-        if self.slots > 1 and not self.gathers:
-            return jax.lax.psum(parts, (HEADS, SLOTS))
-        return self.over_heads(parts)
+        """The sum of what the output weights make, on each device, of its features of a layer's attention."""
+        return jax.lax.psum(parts, (HEADS, SLOTS)) if self.outputs > 1 else self.over_heads(parts)
+
+    def own_features(self, every: Float[Array, "*b f"]) -> Float[Array, "*b own"]:
+        """Of the features of the attention of the heads here those that the output weights here take in."""
+        if self.outputs == 1:
+            return every
+        count = every.shape[-1] // self.outputs
+        return jax.lax.dynamic_slice_in_dim(every, jax.lax.axis_index(SLOTS) * count, count, axis=-1)
+
+    def all_features(self, own: Float[Array, "b own"]) -> Float[Array, "b f"]:
+        """`own_features` in their places, and nothing in those of the others."""
+        if self.outputs == 1:
+            return own
+        count = own.shape[-1]
+        none = jnp.zeros((*own.shape[:-1], count * self.outputs), own.dtype)
+        return jax.lax.dynamic_update_slice_in_dim(none, own, jax.lax.axis_index(SLOTS) * count, axis=-1)
+
+    def of_slots(
+        self, told: Float[Array, "b n"], features: Float[Array, "b f"]
+    ) -> tuple[Float[Array, "s b n"], Float[Array, "s b own"]]:
+        """What each of the devices that share a head's slots tells all others, and its `own_features`, sent at once."""
+        rows, count = told.shape
+        if self.outputs == 1:
+            every = jax.lax.all_gather(jnp.concatenate([told, features], axis=-1), SLOTS)
+        else:
+            pieces = jnp.moveaxis(features.reshape(rows, self.outputs, -1), 1, 0)
+            said = jnp.broadcast_to(told, (self.outputs, rows, count))
+            every = jax.lax.all_to_all(jnp.concatenate([said, pieces], axis=-1), SLOTS, 0, 0)
+        return every[..., :count], every[..., count:]
 
     def over_devices(self, parts: Float[Array, "*b"]) -> Float[Array, "*b"]:
         """The sum of what all devices have that share the model."""

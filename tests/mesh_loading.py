@@ -37,8 +37,9 @@ def main(directory: str) -> None:
             jax.tree.map(
                 lambda leaf, sharding: leaf.sharding == sharding or sys.exit("misplaced"), model.weights, shardings
             )
-            spread = model.weights.layers[0].up.weight
-            assert spread.addressable_shards[0].data.shape[0] * shape[1] == spread.shape[0]
+            layer = model.weights.layers[0]
+            for spread, axis in ((layer.up.weight, 0), (layer.output.weight, 1)):  # though there are but two KV heads
+                assert spread.addressable_shards[0].data.shape[axis] * shape[1] == spread.shape[axis]
     mesh = jax.make_mesh((1, 2), ("data", "model"), axis_types=(AxisType.Auto, AxisType.Auto))
     assert generate_ids(kvjax.load(directory, mesh=mesh), prompts, **greedy).tokens == wanted
     alone, spread = (kvjax.load("tiny", weights="int8", mesh=each) for each in (None, mesh))

@@ -63,6 +63,7 @@ DEPLOYMENTS = (
     Deployment("llama_70b", "v6e", "v6e:2x4", 8),
     Deployment("llama_70b", "h100", "h100", 8),
     Deployment("llama_405b", "v5e", "v5e:8x16", 128, "int8"),
+    Deployment("llama_405b", "v5e", "v5e:16x16", 256),
     Deployment("llama_405b", "v5p", "v5p:2x2x4", 16),
     Deployment("llama_405b", "v6e", "v6e:8x8", 64),
     Deployment("llama_405b", "h100", "h100", 8, "int8"),
@@ -271,8 +272,8 @@ def page(kept: dict[str, Any]) -> str:
         + " (of TPUs what their compiler says it has; of H100 what the device reports, of which jax takes three "
         "quarters unless XLA_PYTHON_CLIENT_MEM_FRACTION says more).",
         "## Weights",
-        "GB of one device. Attention weights are whole on devices that share the same KV heads: beyond 8 devices only "
-        f"MLP and vocabulary go on shrinking. {_floor()}",
+        "GB of one device. Weights of queries, keys and values are whole on devices that share the same KV heads: beyond 8 "
+        f"devices those of attention's output, MLP and vocabulary go on shrinking. {_floor()}",
         _weights(),
         "## Decode steps",
         f"Steps of {FEW} layers were compiled for each line, at about the batch that fits, and whole models "
@@ -400,11 +401,10 @@ def _weights() -> str:
 
 
 def _floor() -> str:
-    least = _spread_bytes("llama_405b", None, COUNTS[-1])
-    few = _spread_bytes("llama_405b", None, 8)
+    few, most = (_spread_bytes("llama_405b", None, count) for count in (8, COUNTS[-1]))
     return (
-        f"So llama_405b in bfloat16 keeps {least / 1e9:.1f} GB on each of {COUNTS[-1]} devices and does not fit a v5e, "
-        f"however many there are; on 8 H100 it would take {few / 1e9:.1f} GB of each. There it is in int8."
+        f"llama_405b in bfloat16 keeps {most / 1e9:.1f} GB on each of {COUNTS[-1]} devices, and would take "
+        f"{few / 1e9:.1f} GB of each of 8 H100: there it is in int8."
     )
 
 

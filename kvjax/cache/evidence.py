@@ -128,7 +128,8 @@ def _shared(
     low_rank: LowRank | None,
     selection: Selection | None,
 ) -> tuple[Float[Array, "b h g 1 e"], PyTree]:
-    # What the slots here, some of those of each head, add to its attention, or all of it; and what is asked of them.
+    # What the output weights here take in of the attention of heads of which some slots are here, with nothing in the
+    # places of other features, and what is asked of these slots.
     # Whatever devices have to tell each other goes at once: logarithms of sums, counts and outputs.
     leaves, tree = questions(asks)
     local = None if found.scores is None else found.scores[:, :, :, None]
@@ -146,24 +147,27 @@ def _shared(
     if any(isinstance(ask, Probs) for ask in leaves):
         assert local is not None
         told.append(jnp.broadcast_to((local > 0).any(2).sum(-1), found.lse.shape).astype(kind))
-    together = new.spread.gathers and selection is None
-    here = jnp.concatenate([jnp.stack(told, axis=-1), *[found.out] * together], axis=-1)
-    every = jax.lax.all_gather(here, SLOTS)
+    here = jnp.stack(told, axis=-1)
+    rows, heads, groups, width = found.out.shape
+    if selection is None:
+        every, features = new.spread.of_slots(here.reshape(rows, -1), found.out.reshape(rows, -1))
+        every = every.reshape(-1, *here.shape)
+    else:
+        every, features = jax.lax.all_gather(here, SLOTS), None
     totals = jax.nn.logsumexp(every[..., :sums], axis=0)
     shares = _share(here[..., :sums], totals)
     lse, probs = totals[..., 0], None if local is None else local * shares[..., :1, None]
-    if together:
-        out = jnp.einsum("nbhg,nbhge->bhge", _share(every[..., 0], lse), every[..., len(told) :])[:, :, :, None]
-    elif selection is None:
-        out = (found.out * shares[..., :1])[:, :, :, None]
+    if features is not None:
+        parts = _share(every[..., 0], lse)[..., None]
+        parts = jnp.broadcast_to(parts, (*parts.shape[:-1], width)).reshape(len(every), rows, -1)
+        out = new.spread.all_features((new.spread.own_features(parts) * features).sum(0))
+        out = out.reshape(rows, heads, groups, 1, width)
     else:
-        assert probs is not None
+        assert probs is not None and selection is not None
         out, lse = _narrowed(selection, probs, given.v, new, lse[..., None])
-        out, lse = new.spread.over_slots(out) if new.spread.gathers else out, lse[..., 0]
+        out, lse = new.spread.over_slots(out), lse[..., 0]
     if low_rank is not None:  # which all of these devices have
-        evicted = share_of_evicted(low_rank)
-        first = new.spread.gathers or jax.lax.axis_index(SLOTS) == 0
-        out = merge(Partial(out, lse[..., None]), evicted._replace(out=jnp.where(first, evicted.out, 0.0))).out
+        out = merge(Partial(out, lse[..., None]), share_of_evicted(low_rank)).out
 
     def answer(i: int, ask: Ask) -> Any:
         assert probs is not None

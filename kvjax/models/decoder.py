@@ -169,7 +169,7 @@ def block(
         q, k = normalise(layer.query_norm, q, config), normalise(layer.key_norm, k, config)
     attended = attention(q.transpose(0, 2, 3, 1, 4), k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3))
     attended = attended.astype(x.dtype).transpose(0, 3, 1, 2, 4).reshape(b, t, shape.heads * shape.value_width)
-    attended = layer.output.over(shape.spread.over_attention, attended)
+    attended = layer.output.over(shape.spread.over_attention, shape.spread.own_features(attended))
     if layer.attention_post_norm is not None:
         attended = normalise(layer.attention_post_norm, attended, config)
     if config.parallel:

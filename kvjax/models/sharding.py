@@ -21,7 +21,12 @@ from kvjax.types import HEADS, ROWS, SLOTS, PyTree, Spread
 MESH_AXES = ("data", "model")
 """Rows of a batch lie along the first, heads and columns of the MLP along the second."""
 
-RULES: Mapping[str, tuple[str, ...]] = {"heads": (HEADS,), "mlp": (HEADS, SLOTS), "vocab": (HEADS, SLOTS)}
+RULES: Mapping[str, tuple[str, ...]] = {
+    "heads": (HEADS,),
+    "attended": (HEADS, SLOTS),
+    "mlp": (HEADS, SLOTS),
+    "vocab": (HEADS, SLOTS),
+}
 """The axes of a program's mesh for each logical axis that is spread; all others are whole on every device."""
 
 AXES: Mapping[str, tuple[str | None, ...]] = {
@@ -29,7 +34,7 @@ AXES: Mapping[str, tuple[str | None, ...]] = {
     "query.weight": ("heads", None),
     "key.weight": ("heads", None),
     "value.weight": ("heads", None),
-    "output.weight": (None, "heads"),
+    "output.weight": (None, "attended"),
     "gate.weight": ("mlp", None),
     "up.weight": ("mlp", None),
     "down.weight": (None, "mlp"),
@@ -111,10 +116,13 @@ def on_device(config: ModelConfig, mesh: Mesh | None, *, shares_slots: bool = Fa
     if mesh is None:
         return config
     devices = mesh.shape[HEADS] * mesh.shape[SLOTS]
+    # Where one device has all heads, there is no sum after attention, and shared output weights would ask for one.
+    shares_outputs = mesh.shape[HEADS] > 1 and config.heads * (config.value_width or config.head_width) % devices == 0
     spread = Spread(
         heads=mesh.shape[HEADS],
         slots=mesh.shape[SLOTS] if shares_slots else 1,
         queries=1 if shares_slots else mesh.shape[SLOTS],
+        outputs=mesh.shape[SLOTS] if shares_outputs else 1,
         mlp=devices > 1 and config.mlp_width % devices == 0,
         vocab=devices > 1 and config.vocab_size % devices == 0,
     )
@@ -130,12 +138,13 @@ def weight_specs(weights: PyTree, config: ModelConfig, mesh: Mesh | None) -> Any
         mesh: the devices; None for one that has all of it.
     """
     spread = on_device(config, mesh).spread
-    spreads = {"heads": spread.heads > 1, "mlp": spread.mlp, "vocab": spread.vocab}
+    rules = dict(RULES, attended=RULES["attended" if spread.outputs > 1 else "heads"])
+    spreads = {"heads": spread.heads > 1, "attended": spread.heads > 1, "mlp": spread.mlp, "vocab": spread.vocab}
 
     def of(path: tuple[Any, ...], leaf: Any) -> PartitionSpec:
         name = leaf_name(path)
         axes = _axes(name)
-        return PartitionSpec(*(RULES[axis] if axis is not None and spreads[axis] else None for axis in axes))
+        return PartitionSpec(*(rules[axis] if axis is not None and spreads[axis] else None for axis in axes))
 
     return jax.tree_util.tree_map_with_path(of, weights)
 
