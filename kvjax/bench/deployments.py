@@ -272,8 +272,8 @@ def page(kept: dict[str, Any]) -> str:
         + " (of TPUs what their compiler says it has; of H100 what the device reports, of which jax takes three "
         "quarters unless XLA_PYTHON_CLIENT_MEM_FRACTION says more).",
         "## Weights",
-        "GB of one device. Weights of queries, keys and values are whole on devices that share the same KV heads: beyond 8 "
-        f"devices those of attention's output, MLP and vocabulary go on shrinking. {_floor()}",
+        "GB of one device. Weights of queries, keys and values are whole on devices that share the same KV heads: "
+        f"beyond 8 devices those of attention's output, MLP and vocabulary go on shrinking. {_floor()}",
         _weights(),
         "## Decode steps",
         f"Steps of {FEW} layers were compiled for each line, at about the batch that fits, and whole models "
