@@ -12,10 +12,21 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from kvjax.cache.ledger import allocated_bytes
+from kvjax.cache.ledger import allocated_bytes, device_bytes
 from kvjax.engine.decode import step_shapes
 from kvjax.engine.extend import read_more
-from kvjax.engine.prepare import bucket, check_tokens, check_vocabulary, instead, lines_of, plan_slots, ready
+from kvjax.engine.mesh import placed_on, policy_specs
+from kvjax.engine.prepare import (
+    among_devices,
+    bucket,
+    check_rows,
+    check_tokens,
+    check_vocabulary,
+    instead,
+    lines_of,
+    plan_slots,
+    ready,
+)
 from kvjax.engine.tuning import settle_before
 from kvjax.model import Model
 from kvjax.policies.policy import Policy
@@ -71,6 +82,7 @@ class Device:
         self.model, config = model, model.config
         budget = whole_number("budget", budget)
         self.rows = whole_number("rows", rows)
+        check_rows(self.rows, model.mesh)
         self.chunk, self.steps = whole_number("chunk", chunk, 16), whole_number("steps", steps)
         self.policy = _served(ready(model, policy, budget, None), model)
         self.context = config.max_positions if context is None else whole_number("context", context, 2)
@@ -84,17 +96,21 @@ class Device:
         limits, capacities = zip(*slots, strict=True)
         self._sizes = Sizes(
             config=config,
-            capacities=tuple(map(max, zip(*capacities, strict=True))),
+            capacities=among_devices(tuple(map(max, zip(*capacities, strict=True))), model.mesh),
             lines=tuple(map(max, zip(*map(lines_of, limits), strict=True))),
             dtype=model.weights.embedding.dtype,
+            mesh=model.mesh,
         )
-        self._placed = jax.tree.map(jnp.asarray, self.policy)  # numbers would travel to the device at every step
+        # Numbers would travel to the device at every step.
+        self._placed = placed_on(jax.tree.map(jnp.asarray, self.policy), policy_specs(self.policy), model.mesh)
         self._one = _planned(limits[0])
         rows_made = self._emptied()
         self.state: Rows | None = rows_made
         """None once something has failed: the next text that is put into a row makes rows anew."""
         self.bytes = allocated_bytes(rows_made.state.storage)
         """Of the caches of all rows."""
+        self.device_bytes = device_bytes(rows_made.state.storage)
+        """Of these on one device."""
         self._depends = dependencies(model.weights, self._placed, self.begin(self._one), self.chunk)
 
     @property
@@ -200,7 +216,8 @@ class Device:
             self.free({0})
             jax.block_until_ready(self.state)
 
-        with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        # Programs that send something wait for each other forever where two threads start them.
+        with concurrent.futures.ThreadPoolExecutor(os.cpu_count() if self.model.mesh is None else 1) as pool:
             for job in [pool.submit(writes), *(pool.submit(reads, size) for size in sizes[1:])]:
                 job.result()
 
@@ -260,8 +277,10 @@ def _served(policy: Policy, model: Model) -> Policy:
         ValueError: naming the remedy.
     """
     name = name_of(policy)
-    if model.mesh is not None:
-        raise ValueError("a server's rows lie on one device; load the model without a mesh.")
+    if model.mesh is not None and model.mesh.is_multi_process:
+        raise ValueError(
+            "requests come to one process, and the others would not know of them; give the server a mesh of one process."
+        )
     if policy.plan.per_head or policy.plan.decides:
         raise ValueError(
             f"{name} gives each head slots of its own once a prompt has been read, so that a row's memory is not known "
