@@ -172,10 +172,7 @@ class Device:
 
     def read(self, text: Text, chunk: Sequence[int]) -> tuple[Text, Float[Array, "1 vocab"]]:
         """A text with a chunk more, and the logits for the token after it."""
-        tokens = np.zeros((1, self._padded(len(chunk))), np.int32)
-        tokens[0, : len(chunk)] = chunk
-        lengths: Any = np.asarray([len(chunk)], np.int32)
-        return read(self.model.weights, self._placed, text, tokens, lengths)  # type: ignore[arg-type]
+        return read(*self._reading(text, chunk))
 
     def put(self, row: int, text: Text, logits: Float[Array, "1 vocab"], request: Request) -> None:
         """Give a row to a text that has been read."""
@@ -205,21 +202,24 @@ class Device:
         """Compile all programs, several at a time; the first row is nobody's afterwards."""
         sizes = sorted({self._padded(length) for length in range(1, self.chunk + 1)})
 
-        def reads(size: int) -> tuple[Text, Any]:
-            return jax.block_until_ready(self.read(self.begin(self._one), [0] * size))
-
         self._settle(sizes)
+        text = self.begin(self._one)
+
+        def compiles(size: int) -> None:
+            read.lower(*self._reading(text, [0] * size)).compile()
 
         def writes() -> None:
-            self.put(0, *reads(sizes[0]), Request((0,), max_tokens=1))
+            self.put(0, *self.read(text, [0] * sizes[0]), Request((0,), max_tokens=1))
             self.write(1, leave=False)
             self.free({0})
             jax.block_until_ready(self.state)
 
-        # Programs that send something wait for each other forever where two threads start them.
-        with concurrent.futures.ThreadPoolExecutor(os.cpu_count() if self.model.mesh is None else 1) as pool:
-            for job in [pool.submit(writes), *(pool.submit(reads, size) for size in sizes[1:])]:
+        # On a mesh, programs that two threads start may wait for each other forever: of these only the first runs any.
+        with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+            for job in [pool.submit(writes), *(pool.submit(compiles, size) for size in sizes[1:])]:
                 job.result()
+        for size in sizes[1:]:
+            jax.block_until_ready(self.read(text, [0] * size))
 
     def _settle(self, sizes: Sequence[int]) -> None:
         """Race what chunks of these sizes and steps ask, where races decide."""
@@ -233,6 +233,11 @@ class Device:
             step_shapes(jax.eval_shape(self._emptied).state.replace(**settings))
 
         settle_before(trace, Kernels())
+
+    def _reading(self, text: Text, chunk: Sequence[int]) -> tuple[Any, ...]:
+        tokens = np.zeros((1, self._padded(len(chunk))), np.int32)
+        tokens[0, : len(chunk)] = chunk
+        return self.model.weights, self._placed, text, tokens, np.asarray([len(chunk)], np.int32)
 
     def _emptied(self) -> Rows:
         planned = jax.tree.map(lambda leaf: np.repeat(leaf, self.rows, axis=0), self._one)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 from jax.sharding import Mesh
 from jax.typing import ArrayLike, DTypeLike
-from jaxtyping import Array, Bool, Float, Int, UInt32
+from jaxtyping import Array, Bool, Float, Int, Key, UInt32
 
 from kvjax.cache.dense import Dense, empty
 from kvjax.engine.decode import step
@@ -159,13 +159,13 @@ def empty_rows(policy: Policy, planned: Planned, *, ends: int, sizes: Sizes) -> 
 
 def _text_specs(text: Text) -> Any:
     """Where texts lie on their mesh."""
-    return Text(_state_specs(text.state), logits_spec(text.state.config, text.state.mesh))
+    return Text(_state_specs(text.state), OF_ROWS)
 
 
 def _rows_specs(rows: Rows) -> Any:
     """Where rows lie on their mesh."""
-    of_logits = dict.fromkeys(("logits", "seen", "written"), logits_spec(rows.state.config, rows.state.mesh))
-    return rows.replace(state=_state_specs(rows.state), wishes=OF_ROWS, **of_logits)
+    logits = logits_spec(rows.state.config, rows.state.mesh)
+    return Rows(_state_specs(rows.state), logits, OF_ROWS, OF_ROWS, OF_ROWS)
 
 
 def _state_specs(state: State) -> State:
@@ -241,7 +241,7 @@ def generate(
     Returns:
         The rows, what was written, and what the model thought of it, which means nothing where no row asks.
     """
-    began, each = rows.state.active.sum(), jnp.arange(len(rows.logits))
+    began, each = rows.state.active.sum(), len(rows.logits)
 
     def more(carry: Any) -> Bool[Array, ""]:
         i, rows, _, _ = carry
@@ -250,12 +250,12 @@ def generate(
 
     def one(carry: Any) -> Any:
         i, rows, count, made = carry
-        rows, drawn, belongs = _written(weights, policy, rows, each, logprobs)
+        rows, drawn, belongs = _written(weights, policy, rows, logprobs)
         made = jax.tree.map(lambda all, new: all.at[:, i].set(new), made, drawn)
         return i + 1, rows, count + belongs, made
 
-    made = room_for((len(each), most), weights.embedding.dtype, logprobs)
-    _, rows, count, made = jax.lax.while_loop(more, one, (jnp.int32(0), rows, jnp.zeros(len(each), jnp.int32), made))
+    made = room_for((each, most), weights.embedding.dtype, logprobs)
+    _, rows, count, made = jax.lax.while_loop(more, one, (jnp.int32(0), rows, jnp.zeros(each, jnp.int32), made))
     state = rows.state
     held = jnp.stack([(layer >= 0).sum(-1).mean(-1) for layer in state.storage.stored_positions()]).mean(0)
     written = Written(made.token, count, state.active, rows.wishes.left, state.position, held)
@@ -263,35 +263,47 @@ def generate(
 
 
 def _written(
-    weights: Weights, policy: Policy, rows: Rows, each: Int[Array, " b"], logprobs: int
+    weights: Weights, policy: Policy, rows: Rows, logprobs: int
 ) -> tuple[Rows, Drawn, Bool[Array, " b"]]:
     """One token of each active row, read by its cache unless it is the last; and whether it belongs to its text."""
-    state, wishes = rows.state, rows.wishes
-    often, active = rows.written, state.active
-    penalty: Any = wishes.sampling.repetition_penalty
-    logits = penalised(rows.logits, rows.seen, penalty)
-    logits -= (wishes.presence_penalty[:, None] * (often > 0)).astype(logits.dtype)
-    logits -= (wishes.frequency_penalty[:, None] * often).astype(logits.dtype)
-    token = sample(logits, jax.vmap(jax.random.fold_in)(state.key, state.position), wishes.sampling)
+    state = rows.state
+    given = rows.logits, rows.seen, rows.written, rows.wishes, state.key, state.position, state.active
+    # Each device draws for its rows, or logits would travel to those of others.
+    draw = on_mesh(functools.partial(_drawn, logprobs=logprobs), state.mesh, (OF_ROWS,) * len(given), OF_ROWS)
+    drawn, belongs, going, seen, often, left = draw(*given)
+    after, logits = step(state.replace(weights=weights, policy=policy, active=going), drawn.token)
+    state, wishes = after.replace(weights=None, policy=None), rows.wishes._replace(left=left)
+    return Rows(state, logits, seen, often, wishes), drawn, belongs
+
+
+def _drawn(
+    logits: Float[Array, "b vocab"],
+    seen: Bool[Array, "b vocab"],
+    often: Int[Array, "b vocab"],
+    wishes: Wishes,
+    key: Key[Array, " b"],
+    position: Int[Array, " b"],
+    active: Bool[Array, " b"],
+    *,
+    logprobs: int,
+) -> tuple[Drawn, Bool[Array, " b"], Bool[Array, " b"], Bool[Array, "b vocab"], Int[Array, "b vocab"], Int[Array, " b"]]:
+    """A token of each row; whether it belongs to its text and whether that goes on; and what `Rows` know of it."""
+    each, penalty = jnp.arange(len(logits)), cast(Any, wishes.sampling.repetition_penalty)
+    held = penalised(logits, seen, penalty)
+    held -= (wishes.presence_penalty[:, None] * (often > 0)).astype(held.dtype)
+    held -= (wishes.frequency_penalty[:, None] * often).astype(held.dtype)
+    token = sample(held, jax.vmap(jax.random.fold_in)(key, position), wishes.sampling)
 
     # One program whoever asks for more, or a row's numbers might depend on what its neighbours ask for.
     def told() -> Drawn:
-        return thought(rows.logits, token, logprobs)
+        return thought(logits, token, logprobs)
 
     def untold() -> Drawn:
-        return jax.tree.map(lambda leaf: leaf[:, 0], room_for((len(each), 1), rows.logits.dtype, logprobs))
+        return jax.tree.map(lambda leaf: leaf[:, 0], room_for((len(each), 1), logits.dtype, logprobs))
 
     drawn = jax.lax.cond((wishes.tells & active).any(), told, untold)._replace(token=token)
-    undefined = active & jnp.isnan(rows.logits.max(-1))
+    undefined = active & jnp.isnan(logits.max(-1))
     belongs = active & ~undefined & ~(token[:, None] == wishes.ends).any(-1)
     left = jnp.where(undefined, UNDEFINED, wishes.left - belongs)
-    going = belongs & (left > 0)
-    after, logits = step(state.replace(weights=weights, policy=policy, active=going), token)
-    rows = Rows(
-        state=after.replace(weights=None, policy=None),
-        logits=logits,
-        seen=rows.seen.at[each, token].max(belongs),
-        written=often.at[each, token].add(belongs),
-        wishes=wishes._replace(left=left),
-    )
-    return rows, drawn, belongs
+    seen, often = seen.at[each, token].max(belongs), often.at[each, token].add(belongs)
+    return drawn, belongs, belongs & (left > 0), seen, often, left
