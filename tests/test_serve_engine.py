@@ -423,6 +423,13 @@ def test_engines_that_cannot_be(policy: Any, changes: dict[str, Any], message: s
         engine(policy, **changes)
 
 
+def test_an_engine_is_of_one_process() -> None:
+    spread = random_model(CONFIG)
+    spread.mesh = SimpleNamespace(shape={"rows": 1}, is_multi_process=True)
+    with pytest.raises(ValueError, match="a mesh of one process"):
+        Engine(spread)
+
+
 def test_budget_means_nothing_where_nothing_leaves() -> None:
     with engine("full", context=64) as full:
         assert full.budget == full.context == 64
