@@ -67,13 +67,14 @@ class Device:
         model: what writes.
         policy: which tokens stay; a name or a `Policy`.
         budget: slots of each head.
-        rows: texts that are written at once.
+        rows: texts that are written at once; on a mesh as many on each device along `data`.
         context: tokens of a text; None for the model's positions.
         chunk: tokens that are read at once, at least 16.
         steps: tokens of each row that are written at once.
 
     Raises:
-        ValueError: a setting is out of range, or the policy is not one whose memory is known before a text is read.
+        ValueError: a setting is out of range, the policy is not one whose memory is known before a text is read, or the
+            model's devices cannot share the rows or are of several processes.
     """
 
     def __init__(
@@ -284,7 +285,7 @@ def _served(policy: Policy, model: Model) -> Policy:
     name = name_of(policy)
     if model.mesh is not None and model.mesh.is_multi_process:
         raise ValueError(
-            "requests come to one process, and the others would not know of them; give the server a mesh of one process."
+            "requests come to one process, and others would not know of them; give the server a mesh of one process."
         )
     if policy.plan.per_head or policy.plan.decides:
         raise ValueError(

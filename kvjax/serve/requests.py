@@ -143,6 +143,6 @@ class Serving(Protocol):
 
     def numbers(self) -> Mapping[str, float]:
         """Gauges and counters by name: `rows`, `rows_busy`, `waiting`, `cache_bytes`, `cache_device_bytes`,
-        `snapshot_bytes`, `snapshot_device_bytes`, `compilations`, `requests_total`, `prompt_tokens_total`, `tokens_total`, `reused_tokens_total`,
-        `dispatches_total`, `failed_dispatches_total`."""
+        `snapshot_bytes`, `snapshot_device_bytes`, `compilations`, `requests_total`, `prompt_tokens_total`,
+        `tokens_total`, `reused_tokens_total`, `dispatches_total`, `failed_dispatches_total`."""
         ...

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 from jax.sharding import Mesh
 from jax.typing import ArrayLike, DTypeLike
-from jaxtyping import Array, Bool, Float, Int, Key, UInt32
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from kvjax.cache.dense import Dense, empty
 from kvjax.engine.decode import step
 from kvjax.engine.extend import read_more
 from kvjax.engine.mesh import OF_ROWS, WHOLE, copying, logits_spec, lying, on_mesh, storage_specs, whole_rows
 from kvjax.engine.read_prompts import policy_seeds
-from kvjax.engine.state import ROWS as OF_EACH
+from kvjax.engine.state import ROWS as ROW_FIELDS
 from kvjax.engine.state import State
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Weights
@@ -164,12 +164,12 @@ def _text_specs(text: Text) -> Any:
 
 def _rows_specs(rows: Rows) -> Any:
     """Where rows lie on their mesh."""
-    logits = logits_spec(rows.state.config, rows.state.mesh)
+    logits: Any = logits_spec(rows.state.config, rows.state.mesh)
     return Rows(_state_specs(rows.state), logits, OF_ROWS, OF_ROWS, OF_ROWS)
 
 
 def _state_specs(state: State) -> State:
-    return state.replace(storage=storage_specs(state.storage), **dict.fromkeys(OF_EACH, OF_ROWS))
+    return state.replace(storage=storage_specs(state.storage), **dict.fromkeys(ROW_FIELDS, OF_ROWS))
 
 
 @jax.jit
@@ -262,48 +262,41 @@ def generate(
     return lying(rows, _rows_specs(rows), state.mesh), written, made
 
 
-def _written(
-    weights: Weights, policy: Policy, rows: Rows, logprobs: int
-) -> tuple[Rows, Drawn, Bool[Array, " b"]]:
+def _written(weights: Weights, policy: Policy, rows: Rows, logprobs: int) -> tuple[Rows, Drawn, Bool[Array, " b"]]:
     """One token of each active row, read by its cache unless it is the last; and whether it belongs to its text."""
-    state = rows.state
-    given = rows.logits, rows.seen, rows.written, rows.wishes, state.key, state.position, state.active
+    storage, mesh = rows.state.storage, rows.state.mesh
     # Each device draws for its rows, or logits would travel to those of others.
-    draw = on_mesh(functools.partial(_drawn, logprobs=logprobs), state.mesh, (OF_ROWS,) * len(given), OF_ROWS)
-    drawn, belongs, going, seen, often, left = draw(*given)
-    after, logits = step(state.replace(weights=weights, policy=policy, active=going), drawn.token)
-    state, wishes = after.replace(weights=None, policy=None), rows.wishes._replace(left=left)
-    return Rows(state, logits, seen, often, wishes), drawn, belongs
+    draw = on_mesh(functools.partial(_drawn, logprobs=logprobs), mesh, (OF_ROWS,), OF_ROWS)
+    rows, drawn, belongs = draw(rows.replace(state=rows.state.replace(storage=())))
+    state, logits = step(rows.state.replace(weights=weights, policy=policy, storage=storage), drawn.token)
+    return rows.replace(state=state.replace(weights=None, policy=None), logits=logits), drawn, belongs
 
 
-def _drawn(
-    logits: Float[Array, "b vocab"],
-    seen: Bool[Array, "b vocab"],
-    often: Int[Array, "b vocab"],
-    wishes: Wishes,
-    key: Key[Array, " b"],
-    position: Int[Array, " b"],
-    active: Bool[Array, " b"],
-    *,
-    logprobs: int,
-) -> tuple[Drawn, Bool[Array, " b"], Bool[Array, " b"], Bool[Array, "b vocab"], Int[Array, "b vocab"], Int[Array, " b"]]:
-    """A token of each row; whether it belongs to its text and whether that goes on; and what `Rows` know of it."""
-    each, penalty = jnp.arange(len(logits)), cast(Any, wishes.sampling.repetition_penalty)
-    held = penalised(logits, seen, penalty)
-    held -= (wishes.presence_penalty[:, None] * (often > 0)).astype(held.dtype)
-    held -= (wishes.frequency_penalty[:, None] * often).astype(held.dtype)
-    token = sample(held, jax.vmap(jax.random.fold_in)(key, position), wishes.sampling)
+def _drawn(rows: Rows, *, logprobs: int) -> tuple[Rows, Drawn, Bool[Array, " b"]]:
+    """What `_written` does before caches read."""
+    state, wishes, each = rows.state, rows.wishes, jnp.arange(len(rows.logits))
+    often, active = rows.written, state.active
+    penalty: Any = wishes.sampling.repetition_penalty
+    logits = penalised(rows.logits, rows.seen, penalty)
+    logits -= (wishes.presence_penalty[:, None] * (often > 0)).astype(logits.dtype)
+    logits -= (wishes.frequency_penalty[:, None] * often).astype(logits.dtype)
+    token = sample(logits, jax.vmap(jax.random.fold_in)(state.key, state.position), wishes.sampling)
 
     # One program whoever asks for more, or a row's numbers might depend on what its neighbours ask for.
     def told() -> Drawn:
-        return thought(logits, token, logprobs)
+        return thought(rows.logits, token, logprobs)
 
     def untold() -> Drawn:
-        return jax.tree.map(lambda leaf: leaf[:, 0], room_for((len(each), 1), logits.dtype, logprobs))
+        return jax.tree.map(lambda leaf: leaf[:, 0], room_for((len(each), 1), rows.logits.dtype, logprobs))
 
     drawn = jax.lax.cond((wishes.tells & active).any(), told, untold)._replace(token=token)
-    undefined = active & jnp.isnan(logits.max(-1))
+    undefined = active & jnp.isnan(rows.logits.max(-1))
     belongs = active & ~undefined & ~(token[:, None] == wishes.ends).any(-1)
     left = jnp.where(undefined, UNDEFINED, wishes.left - belongs)
-    seen, often = seen.at[each, token].max(belongs), often.at[each, token].add(belongs)
-    return drawn, belongs, belongs & (left > 0), seen, often, left
+    rows = rows.replace(
+        state=state.replace(active=belongs & (left > 0)),
+        seen=rows.seen.at[each, token].max(belongs),
+        written=often.at[each, token].add(belongs),
+        wishes=wishes._replace(left=left),
+    )
+    return rows, drawn, belongs
