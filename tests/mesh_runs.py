@@ -162,10 +162,10 @@ def served(policy: str, config: ModelConfig, shapes: list[tuple[int, int]]) -> N
     wanted, _ = answers(model, policy)
     for shape in shapes:
         spread = placed(model, shape)
+        found, numbers = answers(spread, policy)
         if shape[0] > 1:
             with pytest.raises(ValueError, match=f"3 rows cannot lie on data={shape[0]} devices"):
                 Engine(spread, rows=3)
-        found, numbers = answers(spread, policy)
         several, one = ([(each.text, each.tokens, each.end.reason) for each in some] for some in (found, wanted))
         thought, before = ([of.logprob for each in some for of in each.logprobs] for some in (found, wanted))
         off = max(abs(x - y) for x, y in zip(thought, before, strict=True))

@@ -15,7 +15,6 @@ import pytest
 from kvjax.bench import parts
 from kvjax.evaluate import command
 from kvjax.models.sharding import parse_mesh
-from kvjax.serve import command as serve
 from tests.cases import PAIRS, POLICIES, slow
 
 ROOT = Path(__file__).parents[1]
@@ -127,11 +126,6 @@ def test_a_server_on_a_mesh_answers_as_on_one_device(told: list[Told]) -> None:
             (data, model), seen = row["mesh"], row["snapshot_bytes"] / 100
             assert row["cache_device_bytes"] < 1.1 * row["cache_bytes"] / (data * model), row
             assert row["snapshot_device_bytes"] < row["snapshot_bytes"] / model + seen, row
-
-
-def test_a_servers_mesh_is_of_one_process_and_shares_its_rows(capsys: pytest.CaptureFixture[str]) -> None:
-    assert serve.main(["--distributed"]) == 2
-    assert "leave --distributed out" in capsys.readouterr().err
 
 
 def test_a_command_of_one_device_refuses_a_mesh(capsys: pytest.CaptureFixture[str]) -> None:

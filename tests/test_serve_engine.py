@@ -426,6 +426,7 @@ def test_engines_that_cannot_be(policy: Any, changes: dict[str, Any], message: s
 
 def test_an_engine_is_of_one_process() -> None:
     spread: Any = random_model(CONFIG)
+    spread.tokenizer = Letters()
     spread.mesh = SimpleNamespace(shape={"rows": 1}, is_multi_process=True)
     with pytest.raises(ValueError, match="a mesh of one process"):
         Engine(spread)
