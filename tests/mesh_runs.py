@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import math
 import re
 import sys
 import tempfile
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,7 @@ from kvjax.model import Model
 from kvjax.models import ModelConfig
 from kvjax.models.sharding import parse_mesh, weight_shardings
 from kvjax.serve.engine import Engine
+from kvjax.serve.requests import Finished, Piece
 from pallas_kernels.prefill_scores import prefill_scores
 from tests import models
 from tests.cases import PAIRS, POLICIES, Case
@@ -142,16 +145,22 @@ def answers(model: Model, policy: str) -> tuple[list[Answer], dict[str, float]]:
     with Engine(model, policy_of(policy), budget=24, rows=4, context=128, chunk=24, steps=4) as engine:
         engine.warm_up()
         warm = engine.numbers()
-        endless = Client(engine, GREEDY, max_tokens=80)
+        told, taken = list[Piece | Finished](), threading.Event()
+
+        def cancel(news: Piece | Finished) -> None:
+            taken.wait(60)
+            told.append(news)
+            ticket.cancel()
+
+        ticket = engine.submit(dataclasses.replace(GREEDY, max_tokens=80), cancel)
+        taken.set()
         requests = crowd(engine.device.policy.plan.bounded)
         clients = [Client(engine, request) for request in requests[:6]]
-        assert endless.first().tokens
-        endless.ticket.cancel()
         found = [clients[0].answer()]
         clients += [Client(engine, request) for request in requests[6:]]
         found += [client.answer() for client in clients[1:]]
         found.append(ask(engine, requests[4]))
-        assert endless.answer().end.reason == "cancelled"
+        assert isinstance(told[0], Piece) and isinstance(told[-1], Finished) and told[-1].reason == "cancelled"
         numbers = dict(engine.numbers())
     return found, numbers | {"compiled": numbers["compilations"] - warm["compilations"]}
 
