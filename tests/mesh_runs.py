@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import math
 import re
 import sys
 import tempfile
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
+import pytest
 
 import kvjax
 from kvjax.cache import evidence
@@ -22,10 +25,13 @@ from kvjax.evaluate import command
 from kvjax.model import Model
 from kvjax.models import ModelConfig
 from kvjax.models.sharding import parse_mesh, weight_shardings
+from kvjax.serve.engine import Engine
+from kvjax.serve.requests import Finished, Piece
 from pallas_kernels.prefill_scores import prefill_scores
 from tests import models
 from tests.cases import PAIRS, POLICIES, Case
 from tests.compiling import compile_fast
+from tests.test_serve_engine import GREEDY, Answer, Client, Letters, ask, crowd, policy_of
 
 LENGTHS, STEPS = (41, 57, 50, 44), 20
 Follow = Callable[[Model, Case], tuple[list[np.ndarray], list[np.ndarray]]]
@@ -130,6 +136,52 @@ def reported(report: str, shape: tuple[int, int]) -> None:
         print(json.dumps(kept["streaming"]["result"]), flush=True)
 
 
+def answers(model: Model, policy: str) -> tuple[list[Answer], dict[str, float]]:
+    """What a crowd is told that joins a server and leaves it at different times, and what the server counts.
+
+    Some prompts begin alike, the last one as an earlier one; a text that was cancelled is not among the answers.
+    """
+    model.tokenizer = Letters()
+    with Engine(model, policy_of(policy), budget=24, rows=4, context=128, chunk=24, steps=4) as engine:
+        engine.warm_up()
+        warm = engine.numbers()
+        told, taken = list[Piece | Finished](), threading.Event()
+
+        def cancel(news: Piece | Finished) -> None:
+            taken.wait(60)
+            told.append(news)
+            ticket.cancel()
+
+        ticket = engine.submit(dataclasses.replace(GREEDY, max_tokens=80), cancel)
+        taken.set()
+        requests = crowd(engine.device.policy.plan.bounded)
+        clients = [Client(engine, request) for request in requests[:6]]
+        found = [clients[0].answer()]
+        clients += [Client(engine, request) for request in requests[6:]]
+        found += [client.answer() for client in clients[1:]]
+        found.append(ask(engine, requests[4]))
+        assert isinstance(told[0], Piece) and isinstance(told[-1], Finished) and told[-1].reason == "cancelled"
+        numbers = dict(engine.numbers())
+    return found, numbers | {"compiled": numbers["compilations"] - warm["compilations"]}
+
+
+def served(policy: str, config: ModelConfig, shapes: list[tuple[int, int]]) -> None:
+    """Print for each mesh whether a server on it answers as one on one device, and what it counts."""
+    model = models.sharp_model(config)
+    wanted, _ = answers(model, policy)
+    for shape in shapes:
+        spread = placed(model, shape)
+        found, numbers = answers(spread, policy)
+        if shape[0] > 1:
+            with pytest.raises(ValueError, match=f"3 rows cannot lie on data={shape[0]} devices"):
+                Engine(spread, rows=3)
+        several, one = ([(each.text, each.tokens, each.end.reason) for each in some] for some in (found, wanted))
+        thought, before = ([of.logprob for each in some for of in each.logprobs] for some in (found, wanted))
+        off = max(abs(x - y) for x, y in zip(thought, before, strict=True))
+        told = {"same": several == one, "off": off, "reused": found[-1].end.reused, **numbers}
+        print(json.dumps({"case": policy, "mesh": shape} | told), flush=True)
+
+
 def main(what: str, cases: list[str], kv_heads: int, meshes: list[list[int]], model: str | None = None) -> None:
     """Run what test_mesh asks for."""
     config = getattr(models, model) if model else models.small_config(2 * kv_heads, kv_heads)
@@ -137,6 +189,8 @@ def main(what: str, cases: list[str], kv_heads: int, meshes: list[list[int]], mo
     for name in cases:
         if what in FOLLOWED:
             compared(name, config, shapes, FOLLOWED[what])
+        elif what == "served":
+            served(name, config, shapes)
         elif what == "reported":
             reported(name, shapes[0])
         else:
@@ -147,7 +201,7 @@ def main(what: str, cases: list[str], kv_heads: int, meshes: list[list[int]], mo
 if __name__ == "__main__":
     jax.config.update("jax_num_cpu_devices", 8)
     several = json.loads(sys.argv[1])
-    jax.config.update("jax_enable_x64", all(told["what"] in FOLLOWED for told in several))
+    jax.config.update("jax_enable_x64", all(told["what"] in (*FOLLOWED, "served") for told in several))
     compile_fast()
     for told in several:
         main(**told)

@@ -56,7 +56,7 @@ class FakeEngine:
     def __init__(self) -> None:
         self.tokenizer = Letters()
         self.model: Any = SimpleNamespace(
-            name="letters", tokenizer=self.tokenizer, config=SimpleNamespace(vocab_size=256)
+            name="letters", tokenizer=self.tokenizer, mesh=None, config=SimpleNamespace(vocab_size=256)
         )
         self.policy_name, self.budget, self.context = "h2o", 64, 256
         self.told = threading.Condition()

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
+from kvjax.bench import parts
 from kvjax.evaluate import command
 from kvjax.models.sharding import parse_mesh
-from kvjax.serve import command as serve
 from tests.cases import PAIRS, POLICIES, slow
 
 ROOT = Path(__file__).parents[1]
@@ -102,9 +102,35 @@ def test_every_report_takes_a_mesh(report: str, tmp_path: Path, capsys: pytest.C
     assert "--mesh model=9999 asks for 9999 devices" in capsys.readouterr().err
 
 
-def test_a_server_refuses_a_mesh(capsys: pytest.CaptureFixture[str]) -> None:
+def served(cases: list[str], kv_heads: int, *meshes: tuple[int, int]) -> Told:
+    return dict(what="served", cases=cases, kv_heads=kv_heads, meshes=meshes)
+
+
+SERVED = ("full", "streaming", "snapkv", "lightkv", "less", "keyformer", "tova", "random")
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        [served(["own"], 2, (1, 1), (2, 2)), served(["own"], 1, (1, 4))],
+        *(slow([served([name], 2, (2, 2), (1, 4)), served([name], 1, (2, 4))]) for name in ("h2o", *SERVED)),
+    ],
+)
+def test_a_server_on_a_mesh_answers_as_on_one_device(told: list[Told]) -> None:
+    found = run(*told)
+    assert len(found) == sum(len(each["cases"]) * len(each["meshes"]) for each in told)
+    for row in found:
+        assert row["same"] and row["off"] < 1e-9 and row["compiled"] == row["failed_dispatches_total"] == 0, row
+        assert row["reused"] == 48, row
+        if row["case"] == "own":  # which remembers little of heads as wholes
+            (data, model), seen = row["mesh"], row["snapshot_bytes"] / 100
+            assert row["cache_device_bytes"] < 1.1 * row["cache_bytes"] / (data * model), row
+            assert row["snapshot_device_bytes"] < row["snapshot_bytes"] / model + seen, row
+
+
+def test_a_command_of_one_device_refuses_a_mesh(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        serve.parser().parse_args(["--mesh", "model=2"])
+        parts.main(["--mesh", "model=2"])
     assert "model=2 asks for several devices, but this command runs on one" in capsys.readouterr().err
 
 

@@ -348,7 +348,7 @@ def test_snapshots_save_reading_and_change_nothing(served: Engine) -> None:
 
 
 def text_of(size: int) -> Any:
-    return SimpleNamespace(state=SimpleNamespace(storage=np.zeros(size, np.uint8)), seen=np.zeros(0, bool))
+    return SimpleNamespace(state=SimpleNamespace(storage=jnp.zeros(size, jnp.uint8)), seen=jnp.zeros(0, bool))
 
 
 def test_snapshots_wanted_longest_ago_leave_first() -> None:
@@ -359,11 +359,12 @@ def test_snapshots_wanted_longest_ago_leave_first() -> None:
     held.put(b"large", text_of(101))
     assert held.longest([b"a", b"ab", b"x"]) == (2, texts[1]) and held.longest([b"x"]) == (0, None)
     held.put(b"d", texts[3])
-    assert held.bytes == 90 and len(held) == 3
+    assert held.bytes == held.device_bytes == 90 and len(held) == 3
     assert held.longest([b"abc"])[0] == held.longest([b"large"])[0] == 0
     held.put(b"e", text_of(60))
     # The shorter beginning stays longer than the one that goes on from it.
     assert (held.longest([b"a"])[0], held.longest([b"ab"])[0], held.bytes) == (0, 0, 90)
+    assert held.device_bytes == 90
     assert not Snapshots(0).put(b"a", text_of(1))
 
 
@@ -421,6 +422,14 @@ class Neighbours(kvjax.Score):
 def test_engines_that_cannot_be(policy: Any, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         engine(policy, **changes)
+
+
+def test_an_engine_is_of_one_process() -> None:
+    spread: Any = random_model(CONFIG)
+    spread.tokenizer = Letters()
+    spread.mesh = SimpleNamespace(shape={"rows": 1}, is_multi_process=True)
+    with pytest.raises(ValueError, match="a mesh of one process"):
+        Engine(spread)
 
 
 def test_budget_means_nothing_where_nothing_leaves() -> None:

@@ -539,6 +539,7 @@ def test_a_signal_ends_the_command_once_all_is_told(tmp_path: Path, capsys: pyte
     [
         ("--host 0.0.0.0 --port 0", "0.0.0.0 can be reached from elsewhere; give --api-key-file FILE, or --no-key"),
         ("--port 70000", "port=70000 is not a whole number from 0 to 65535."),
+        ("--distributed", "requests come to one process, and others would not know what to run with it: leave"),
         ("--rows 0", "rows=0 is not a whole number from 1"),
         ("--grace nan", "grace=nan is not a number of seconds"),
         ("--policy nonsense", "there is no policy 'nonsense'"),

@@ -17,6 +17,7 @@ from kvjax.bench.entries import say
 from kvjax.bench.footprint import footprint
 from kvjax.bench.models import SHAPES, shaped_model
 from kvjax.bench.targets import GIB, MEMORY, devices_of
+from kvjax.cache.ledger import device_bytes
 from kvjax.commands import Help, finish
 from kvjax.engine.decode import lower_step
 from kvjax.engine.extend import lower_prefill
@@ -130,8 +131,7 @@ def compiled_prompt(deployment: Deployment, context: int) -> dict[str, Any]:
 
 def row_bytes(deployment: Deployment, variant: Variant, context: int) -> float:
     """Of one device for one row of the whole model's caches, from the shapes and their shardings."""
-    storage = jax.tree.leaves(_state(deployment, Size(FEW, 1, variant, context)).storage)
-    each = sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in storage)
+    each = device_bytes(_state(deployment, Size(FEW, 1, variant, context)).storage)
     return each * SHAPES[deployment.model].layers / FEW
 
 

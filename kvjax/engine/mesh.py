@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from kvjax.cache.dense import Dense
 from kvjax.cache.paged import Paged, Selected
@@ -58,6 +58,31 @@ def on_mesh(function: Callable[..., Any], mesh: Mesh | None, given: PyTree, made
     return run
 
 
+def lying(tree: PyTree, specs: PyTree, mesh: Mesh | None) -> Any:
+    """The same arrays where specs say, in a program whose results are another's arguments.
+
+    Elsewhere they would travel, and that program be compiled for once more.
+
+    Args:
+        tree: arrays.
+        specs: a `PartitionSpec` for each leaf, or for whole trees of them.
+        mesh: from `kvjax.models.sharding.program_mesh`; None for the default device.
+    """
+    return on_mesh(lambda same: same, mesh, (specs,), specs)(tree)
+
+
+def copying(mesh: Mesh) -> Mesh:
+    """The devices of a `program_mesh` for rows of which all along `ROWS` have a copy: fewer than could be shared."""
+    axes = ("copies", *mesh.axis_names)
+    devices = mesh.devices.reshape(mesh.shape[ROWS], 1, *mesh.devices.shape[1:])
+    return Mesh(devices, axes, axis_types=(AxisType.Auto,) * len(axes))
+
+
+def whole_rows(specs: PyTree) -> Any:
+    """Where arrays lie of which all devices along `ROWS` have a copy."""
+    return jax.tree.map(lambda spec: PartitionSpec(*(None if axis == ROWS else axis for axis in spec)), specs)
+
+
 def _each(specs: PyTree, arguments: PyTree) -> tuple[PartitionSpec, ...]:
     """A spec for each leaf of arguments, from specs that may be those of whole trees."""
 
@@ -81,6 +106,15 @@ def placed_shapes(specs: PyTree, tree: PyTree, mesh: Mesh | None) -> PyTree:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
     return jax.tree.map(lambda spec, each: jax.tree.map(lambda leaf: placed(spec, leaf), each), specs, tree)
+
+
+def placed_on(tree: PyTree, specs: PyTree, mesh: Mesh | None) -> Any:
+    """A tree of arrays where specs say; the tree itself where there is no mesh."""
+    if mesh is None:
+        return tree
+    leaves, structure = jax.tree.flatten(tree)
+    lie = [NamedSharding(mesh, spec) for spec in jax.tree.leaves(specs)]
+    return jax.tree.unflatten(structure, jax.device_put(leaves, lie))
 
 
 def logits_spec(config: ModelConfig, mesh: Mesh | None) -> PartitionSpec:

@@ -85,12 +85,7 @@ def prepare(
     padded, real = _pad_rows(tokens, lengths)
     rows, width = padded.shape
     _check_prompts(padded, real, policy, config)
-    devices = 1 if model.mesh is None else model.mesh.shape[ROWS]
-    if rows % devices:
-        raise ValueError(
-            f"{rows} rows cannot lie on data={devices} devices, as many on each; give a multiple of {devices} rows, or "
-            "a mesh with fewer devices along data."
-        )
+    check_rows(rows, model.mesh)
     policy.score.check_prompt(int(real.min()))
     policy.codec.check_layers(config.layer_configs)
     limits, capacities = plan_slots(policy, budget, real, max_new_tokens, config, width, budget_of)
@@ -163,6 +158,20 @@ def bucket_rows(rows: int, mesh: Mesh | None = None) -> int:
     """The rows that batches share a program at: the next power of two or halfway point, as many on each device."""
     devices = 1 if mesh is None else mesh.shape[ROWS]
     return -(-(bucket(16 * rows) // 16) // devices) * devices
+
+
+def check_rows(rows: int, mesh: Mesh | None) -> None:
+    """Refuse rows that devices cannot share, as many on each.
+
+    Raises:
+        ValueError: naming both.
+    """
+    devices = 1 if mesh is None else mesh.shape[ROWS]
+    if rows % devices:
+        raise ValueError(
+            f"{rows} rows cannot lie on data={devices} devices, as many on each; give a multiple of {devices} rows, or "
+            "a mesh with fewer devices along data."
+        )
 
 
 def round_slots(slots: int) -> int:

@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Int, Key, UInt32
 from kvjax.cache.dense import Dense
 from kvjax.cache.ledger import allocated_bytes
 from kvjax.engine.layer import Storage
-from kvjax.engine.mesh import OF_ROWS, OF_VIEW, on_mesh, policy_specs, shared, storage_specs
+from kvjax.engine.mesh import OF_ROWS, OF_VIEW, lying, on_mesh, policy_specs, shared, storage_specs
 from kvjax.engine.prepare import full_slots, round_slots
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Weights
@@ -94,8 +94,7 @@ def placed(state: State) -> State:
 def _placed(
     rows: dict[str, Array], leaves: list[Array], *, mesh: Mesh, specs: tuple[PartitionSpec, ...]
 ) -> tuple[dict[str, Array], list[Array]]:
-    lie: Any = OF_ROWS, list(specs)
-    return on_mesh(lambda *same: same, mesh, lie, lie)(rows, leaves)
+    return lying((rows, leaves), (OF_ROWS, list(specs)), mesh)
 
 
 def unpacked(state: State) -> State:

@@ -23,7 +23,8 @@ NEEDS = ("prometheus_client", "starlette", "uvicorn")
 def parser() -> argparse.ArgumentParser:
     """The command line's options."""
     options = argparse.ArgumentParser(prog="kvjax serve", description=__doc__, allow_abbrev=False, formatter_class=Help)
-    add_model_options(options, spread=False)
+    add_model_options(options, processes=False)
+    options.add_argument("--distributed", nargs="?", const="", help=argparse.SUPPRESS)
     options.add_argument("--name", help="what clients call the model (default: as --model does)")
     options.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of weights and cache")
     options.add_argument(
@@ -73,6 +74,11 @@ def run(options: argparse.Namespace) -> None:
         ValueError: it asks for something that cannot be, said in one sentence.
         KeyboardInterrupt: it was interrupted from a terminal; what ran has been finished.
     """
+    if options.distributed is not None:
+        raise ValueError(
+            "requests come to one process, and others would not know what to run with it: leave --distributed out, and "
+            "start a server on each host, or one with a --mesh of its host's devices."
+        )
     missing = [name for name in NEEDS if importlib.util.find_spec(name) is None]
     if missing:
         raise ValueError(f"the server needs {', '.join(missing)}; install it with pip install 'kvjax[serve]'.")
@@ -105,7 +111,7 @@ def _serve(
     from kvjax.serve.engine import Engine
     from kvjax.serve.http import Server, Service
 
-    model = load(options.model, options.dtype, options.revision, options.weights)
+    model = load(options.model, options.dtype, options.revision, options.weights, options.mesh)
     model.name = options.name or model.name
     names = "context", "chunk", "steps", "snapshot_bytes"
     given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
@@ -118,8 +124,9 @@ def _serve(
         server = Server(service, options.grace, options.write_timeout)
         host, port = listener.getsockname()[:2]
         url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        on = "" if model.mesh is None else f" on {model.mesh.size} devices"
         print(
-            f"kvjax serve: {model.name} under {engine.policy_name} with {engine.budget} slots listens on {url}",
+            f"kvjax serve: {model.name} under {engine.policy_name} with {engine.budget} slots{on} listens on {url}",
             file=sys.stderr,
             flush=True,
         )

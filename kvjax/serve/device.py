@@ -12,10 +12,21 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from kvjax.cache.ledger import allocated_bytes
+from kvjax.cache.ledger import allocated_bytes, device_bytes
 from kvjax.engine.decode import step_shapes
 from kvjax.engine.extend import read_more
-from kvjax.engine.prepare import bucket, check_tokens, check_vocabulary, instead, lines_of, plan_slots, ready
+from kvjax.engine.mesh import placed_on, policy_specs
+from kvjax.engine.prepare import (
+    among_devices,
+    bucket,
+    check_rows,
+    check_tokens,
+    check_vocabulary,
+    instead,
+    lines_of,
+    plan_slots,
+    ready,
+)
 from kvjax.engine.tuning import settle_before
 from kvjax.model import Model
 from kvjax.policies.policy import Policy
@@ -56,13 +67,14 @@ class Device:
         model: what writes.
         policy: which tokens stay; a name or a `Policy`.
         budget: slots of each head.
-        rows: texts that are written at once.
+        rows: texts that are written at once; on a mesh as many on each device along `data`.
         context: tokens of a text; None for the model's positions.
         chunk: tokens that are read at once, at least 16.
         steps: tokens of each row that are written at once.
 
     Raises:
-        ValueError: a setting is out of range, or the policy is not one whose memory is known before a text is read.
+        ValueError: a setting is out of range, the policy is not one whose memory is known before a text is read, or the
+            model's devices cannot share the rows or are of several processes.
     """
 
     def __init__(
@@ -71,6 +83,7 @@ class Device:
         self.model, config = model, model.config
         budget = whole_number("budget", budget)
         self.rows = whole_number("rows", rows)
+        check_rows(self.rows, model.mesh)
         self.chunk, self.steps = whole_number("chunk", chunk, 16), whole_number("steps", steps)
         self.policy = _served(ready(model, policy, budget, None), model)
         self.context = config.max_positions if context is None else whole_number("context", context, 2)
@@ -84,17 +97,21 @@ class Device:
         limits, capacities = zip(*slots, strict=True)
         self._sizes = Sizes(
             config=config,
-            capacities=tuple(map(max, zip(*capacities, strict=True))),
+            capacities=among_devices(tuple(map(max, zip(*capacities, strict=True))), model.mesh),
             lines=tuple(map(max, zip(*map(lines_of, limits), strict=True))),
             dtype=model.weights.embedding.dtype,
+            mesh=model.mesh,
         )
-        self._placed = jax.tree.map(jnp.asarray, self.policy)  # numbers would travel to the device at every step
+        # Numbers would travel to the device at every step.
+        self._placed = placed_on(jax.tree.map(jnp.asarray, self.policy), policy_specs(self.policy), model.mesh)
         self._one = _planned(limits[0])
         rows_made = self._emptied()
         self.state: Rows | None = rows_made
         """None once something has failed: the next text that is put into a row makes rows anew."""
         self.bytes = allocated_bytes(rows_made.state.storage)
         """Of the caches of all rows."""
+        self.device_bytes = device_bytes(rows_made.state.storage)
+        """Of these on one device."""
         self._depends = dependencies(model.weights, self._placed, self.begin(self._one), self.chunk)
 
     @property
@@ -156,10 +173,7 @@ class Device:
 
     def read(self, text: Text, chunk: Sequence[int]) -> tuple[Text, Float[Array, "1 vocab"]]:
         """A text with a chunk more, and the logits for the token after it."""
-        tokens = np.zeros((1, self._padded(len(chunk))), np.int32)
-        tokens[0, : len(chunk)] = chunk
-        lengths: Any = np.asarray([len(chunk)], np.int32)
-        return read(self.model.weights, self._placed, text, tokens, lengths)  # type: ignore[arg-type]
+        return read(*self._reading(text, chunk))
 
     def put(self, row: int, text: Text, logits: Float[Array, "1 vocab"], request: Request) -> None:
         """Give a row to a text that has been read."""
@@ -189,20 +203,24 @@ class Device:
         """Compile all programs, several at a time; the first row is nobody's afterwards."""
         sizes = sorted({self._padded(length) for length in range(1, self.chunk + 1)})
 
-        def reads(size: int) -> tuple[Text, Any]:
-            return jax.block_until_ready(self.read(self.begin(self._one), [0] * size))
-
         self._settle(sizes)
+        text = self.begin(self._one)
+
+        def compiles(size: int) -> None:
+            read.lower(*self._reading(text, [0] * size)).compile()
 
         def writes() -> None:
-            self.put(0, *reads(sizes[0]), Request((0,), max_tokens=1))
+            self.put(0, *self.read(text, [0] * sizes[0]), Request((0,), max_tokens=1))
             self.write(1, leave=False)
             self.free({0})
             jax.block_until_ready(self.state)
 
+        # On a mesh, programs that two threads start may wait for each other forever: of these only the first runs any.
         with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-            for job in [pool.submit(writes), *(pool.submit(reads, size) for size in sizes[1:])]:
+            for job in [pool.submit(writes), *(pool.submit(compiles, size) for size in sizes[1:])]:
                 job.result()
+        for size in sizes[1:]:
+            jax.block_until_ready(self.read(text, [0] * size))
 
     def _settle(self, sizes: Sequence[int]) -> None:
         """Race what chunks of these sizes and steps ask, where races decide."""
@@ -216,6 +234,11 @@ class Device:
             step_shapes(jax.eval_shape(self._emptied).state.replace(**settings))
 
         settle_before(trace, Kernels())
+
+    def _reading(self, text: Text, chunk: Sequence[int]) -> tuple[Any, ...]:
+        tokens = np.zeros((1, self._padded(len(chunk))), np.int32)
+        tokens[0, : len(chunk)] = chunk
+        return self.model.weights, self._placed, text, tokens, np.asarray([len(chunk)], np.int32)
 
     def _emptied(self) -> Rows:
         planned = jax.tree.map(lambda leaf: np.repeat(leaf, self.rows, axis=0), self._one)
@@ -260,8 +283,10 @@ def _served(policy: Policy, model: Model) -> Policy:
         ValueError: naming the remedy.
     """
     name = name_of(policy)
-    if model.mesh is not None:
-        raise ValueError("a server's rows lie on one device; load the model without a mesh.")
+    if model.mesh is not None and model.mesh.is_multi_process:
+        raise ValueError(
+            "requests come to one process, and others would not know of them; give the server a mesh of one process."
+        )
     if policy.plan.per_head or policy.plan.decides:
         raise ValueError(
             f"{name} gives each head slots of its own once a prompt has been read, so that a row's memory is not known "

@@ -70,7 +70,7 @@ class Engine:
         model: from `kvjax.load`, with a tokenizer.
         policy: which tokens stay; a name or a `Policy`.
         budget: slots of each head that a text may use; means nothing to policies that keep everything.
-        rows: texts that are written at once.
+        rows: texts that are written at once; on a mesh as many on each device along `data`.
         context: tokens that a text may come to, for which policies that keep everything have slots; None for the
             model's positions.
         chunk: tokens of a prompt that are read between two dispatches, at least 16.
@@ -80,8 +80,8 @@ class Engine:
         snapshot_bytes: that beginnings of texts may take, to be read once; 0 for none.
 
     Raises:
-        ValueError: a setting is out of range, the policy is not one whose memory is known before a text is read, or the
-            model has no tokenizer.
+        ValueError: a setting is out of range, the policy is not one whose memory is known before a text is read, the
+            model has no tokenizer, or its devices cannot share the rows or are of several processes.
     """
 
     def __init__(
@@ -204,7 +204,9 @@ class Engine:
                 "rows_busy": len(self._busy) + (self._reading is not None),
                 "waiting": len(self._waiting),
                 "cache_bytes": self.device.bytes,
+                "cache_device_bytes": self.device.device_bytes,
                 "snapshot_bytes": self._snapshots.bytes,
+                "snapshot_device_bytes": self._snapshots.device_bytes,
                 "compilations": self._compiling.programs,
                 "longest_gap_seconds": self._longest,
                 **self._counts,

@@ -165,7 +165,8 @@ class Service:
     async def _health(self, request: Request) -> Response:
         serving = self.serving
         numbers = await asyncio.to_thread(serving.numbers)
-        told = {name: numbers[name] for name in ("rows", "rows_busy", "waiting", "cache_bytes") if name in numbers}
+        names = "rows", "rows_busy", "waiting", "cache_bytes", "cache_device_bytes"
+        told = {name: numbers[name] for name in names if name in numbers}
         status = "stopping" if self.stopping else "ok"
         about = {"model": serving.model.name, "policy": serving.policy_name, "budget": serving.budget}
         return _Json({"status": status, **about, "context": serving.context, **told}, 503 if self.stopping else 200)

@@ -142,7 +142,7 @@ class Serving(Protocol):
         ...
 
     def numbers(self) -> Mapping[str, float]:
-        """Gauges and counters by name: `rows`, `rows_busy`, `waiting`, `cache_bytes`, `snapshot_bytes`,
-        `compilations`, `requests_total`, `prompt_tokens_total`, `tokens_total`, `reused_tokens_total`,
-        `dispatches_total`, `failed_dispatches_total`."""
+        """Gauges and counters by name: `rows`, `rows_busy`, `waiting`, `cache_bytes`, `cache_device_bytes`,
+        `snapshot_bytes`, `snapshot_device_bytes`, `compilations`, `requests_total`, `prompt_tokens_total`,
+        `tokens_total`, `reused_tokens_total`, `dispatches_total`, `failed_dispatches_total`."""
         ...

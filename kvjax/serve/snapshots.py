@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jax.interpreters import partial_eval
 
-from kvjax.cache.ledger import allocated_bytes
+from kvjax.cache.ledger import allocated_bytes, device_bytes
 from kvjax.models.decoder import Weights
 from kvjax.policies.policy import Policy
 from kvjax.serve.rows import Text, read
@@ -22,26 +22,29 @@ class Snapshots:
     """Texts by what their reading depended on; the one that was wanted longest ago leaves first.
 
     Args:
-        limit: bytes that they may take together; 0 for none.
+        limit: bytes that they may take together, copies on other devices not counted; 0 for none.
     """
 
     def __init__(self, limit: int) -> None:
-        self.limit, self.bytes = limit, 0
-        self._held: collections.OrderedDict[Key, tuple[Text, int]] = collections.OrderedDict()
+        self.limit, self.bytes, self.device_bytes = limit, 0, 0
+        self._held: collections.OrderedDict[Key, tuple[Text, int, int]] = collections.OrderedDict()
 
     def __len__(self) -> int:
         return len(self._held)
 
     def put(self, key: Key, text: Text) -> None:
         """Keep a text, which is not copied; one that alone is too large is not kept."""
-        size = allocated_bytes((text.state.storage, text.seen))
+        taken = text.state.storage, text.seen
+        size, here = allocated_bytes(taken), device_bytes(taken)
         if key in self._held or size > self.limit:
             return
-        self._held[key] = text, size
+        self._held[key] = text, size, here
         self.bytes += size
+        self.device_bytes += here
         while self.bytes > self.limit:
-            _, (_, freed) = self._held.popitem(last=False)
-            self.bytes -= freed
+            _, (_, size, here) = self._held.popitem(last=False)
+            self.bytes -= size
+            self.device_bytes -= here
 
     def longest(self, keys: Sequence[Key]) -> tuple[int, Text | None]:
         """Which of a text's beginnings, given from the shortest on, is the longest that is held, from 1; 0 for none.
@@ -58,7 +61,7 @@ class Snapshots:
     def clear(self) -> None:
         """Keep nothing."""
         self._held.clear()
-        self.bytes = 0
+        self.bytes = self.device_bytes = 0
 
 
 def beginnings(depends: bytes, tokens: Sequence[int], chunk: int) -> list[Key]:
