@@ -23,6 +23,10 @@ class Plan(Part):
 
     Args:
         extra_slots: slots per head beyond the budget that the user names, for comparisons at equal memory.
+
+    Example:
+        >>> kvjax.policies.PLANS["arithmetic"](ratio=3.0).budgets(64, layers=4).tolist()
+        [96, 75, 53, 32]
     """
 
     per_head: ClassVar[bool] = False
