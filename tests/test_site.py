@@ -122,8 +122,8 @@ def test_public_names_are_in_the_reference(site: Path) -> None:
     text = (site / "reference.html").read_text(encoding="utf-8")
     missing = [name for name in kvjax.__all__ if f'id="kvjax.{name}"' not in text and name != "policies"]
     assert not missing
-    said = html.unescape(re.sub(r"<[^>]+>", "", text))
-    assert "kvjax.decode_step(state: State, token: Int[Array, 'b'] | ArrayLike | Sequence[int])" in said
+    said = " ".join(html.unescape(re.sub(r"<[^>]+>", "", text)).split())
+    assert "token: Int[Array, 'b'] | ArrayLike | Sequence[int]" in said and "Float[Array, 'b vocab']" in said
 
 
 def test_pages_fit(site: Path, address: str, browser: Any, tmp_path: Path) -> None:

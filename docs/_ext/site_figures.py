@@ -49,7 +49,7 @@ def quality(found: Sequence[Row], name: str, part: str, folder: Path) -> list[Pa
         figure = Figure(figsize=(4.4, 3.3), layout="constrained")
         axes = figure.subplots()
         _draw(axes, [row for row in found if row["text"] == text], name, part)
-        axes.set_title(TITLES.get(text, text), fontsize=9)
+        axes.set_title(TITLES[text], fontsize=9)
         axes.set(xlabel="bytes of the cache, share of the full one's", ylabel="perplexity")
         files.append(folder / f"{name}_{text}.svg")
         _save(figure, files[-1])

@@ -55,14 +55,16 @@ class Costs(NamedTuple):
     Args:
         slot: bytes of a slot beside key and value.
         head: bytes of a KV head beside its slots.
-        operations: of a decode step beyond `window`'s, for each slot of each KV head; None if that depends on the text.
+        operations: of a decode step beyond `window`'s, for each slot of each KV head; None if they cannot be counted.
         fixed: the same for each KV head, however many slots it has.
+        uncounted: why they cannot be.
     """
 
     slot: int
     head: int
     operations: float | None
     fixed: float | None
+    uncounted: str = ""
 
 
 def costs(model: kvjax.Model, policy: Policy) -> Costs:
@@ -71,7 +73,9 @@ def costs(model: kvjax.Model, policy: Policy) -> Costs:
     layer = model.config.layer_configs[0]
     pair = (layer.key_width + layer.value_width) * model.weights.embedding.dtype.itemsize
     if policy.plan.per_head:
-        return Costs(slot - pair, head, None, None)
+        return Costs(slot - pair, head, None, None, "Heads have slots of their own: a step depends on the text.")
+    if "stablehlo.while" in _step(model, policy, SLOTS).as_text():
+        return Costs(slot - pair, head, None, None, "A step has loops in it, whose operations XLA does not count.")
     heads = model.config.layers * layer.kv_heads
     few, many = (_operations(model, policy, slots) - _window_operations(slots) for slots in (SLOTS, 2 * SLOTS))
     each = (many - few) / SLOTS / heads
@@ -84,8 +88,11 @@ def _window_operations(slots: int) -> float:
 
 
 def _operations(model: kvjax.Model, policy: Policy, slots: int) -> float:
-    state = state_shapes(model, policy, 1, slots, slots, max_new_tokens=slots)
-    return trace_step(state).lower().cost_analysis()["flops"]
+    return _step(model, policy, slots).cost_analysis()["flops"]
+
+
+def _step(model: kvjax.Model, policy: Policy, slots: int) -> Any:
+    return trace_step(state_shapes(model, policy, 1, slots, slots, max_new_tokens=slots)).lower()
 
 
 def _bytes(model: kvjax.Model, policy: Policy) -> tuple[int, int]:
@@ -99,7 +106,7 @@ def page(entry: Entry, part: str, body: Sequence[str]) -> str:
     """A page of Markdown about a member of a table."""
     return "\n\n".join(
         [
-            f"# {entry.name}",
+            f"# {entry.name}" if part == "policy" else f"# {entry.name}, a {part}",
             f"{_prose(entry.summary)} From: {entry.paper.rstrip('.')}.",
             f"**When to take it:** {_prose(entry.when)}",
             *body,
@@ -137,7 +144,9 @@ def _explained(sources: Iterable[Any]) -> str:
 def _title(source: Any) -> str:
     summary = (inspect.getdoc(source) or "").partition("\n")[0]
     kind = next((base.__name__.lower() for base in getattr(source, "__mro__", ()) if base in _KINDS), "policy")
-    return f"{kind.capitalize()}: {summary[0].lower()}{summary[1:].rstrip('.')}."
+    first = summary.partition(" ")[0]
+    begun = summary if first[1:].lower() != first[1:] else summary[0].lower() + summary[1:]
+    return f"{kind.capitalize()}: {begun.rstrip('.')}."
 
 
 _KINDS = (kvjax.Score, kvjax.Protection, kvjax.Plan, kvjax.Residual, kvjax.Selection)
@@ -175,7 +184,7 @@ def _costs(found: Costs) -> str:
         f"- {found.head:,} bytes for each KV head beside its slots.",
     ]
     if found.operations is None or found.fixed is None:
-        lines.append("- Heads have slots of their own, in pages: what a step does depends on the text.")
+        lines.append(f"- {found.uncounted}")
     else:
         lines.append(
             f"- {_count(found.operations)} for each slot and {_count(found.fixed)} for each KV head of a decode step "

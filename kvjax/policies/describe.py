@@ -17,7 +17,7 @@ from kvjax.policies.registry import (
     REGISTRY,
     RESIDUALS,
     SELECTIONS,
-    annotations,
+    annotations_of,
     combine,
     policy,
     settings_of,
@@ -67,7 +67,7 @@ def described(name: str, own: bool = False) -> Entry:
     known: dict[str, str] = {}
     for source in (combine, *(base for part in reversed(parts) for base in reversed(type(part).__mro__)), method):
         known |= _meanings(source)
-    kinds = annotations(combine) | annotations(method)
+    kinds = annotations_of(combine) | annotations_of(method)
     usual = {setting.name: setting.default for setting in common()}
     settings = [
         Setting(setting, kinds[setting], default, known.get(setting, ""))

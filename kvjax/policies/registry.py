@@ -448,7 +448,7 @@ def _registered(name: str, own: Mapping[str, Any]) -> Policy:
     for setting in own:
         if setting not in known and "base" not in known:
             raise ValueError(f"policy {name!r} has no setting {setting!r}; it takes {', '.join(known)}.")
-    made = REGISTRY[name](**_typed(own, annotations(REGISTRY[name]) | annotations(combine)))
+    made = REGISTRY[name](**_typed(own, annotations_of(REGISTRY[name]) | annotations_of(combine)))
     return made if name in ("less", "baseline_plus") else dataclasses.replace(made, name=name)
 
 
@@ -612,7 +612,7 @@ def settings_of(name: str) -> dict[str, Any]:
     return own | ({k: v for k, v in _keywords(combine).items() if k not in own} if "common" in takes else {})
 
 
-def annotations(function: Callable[..., Any]) -> dict[str, Any]:
+def annotations_of(function: Callable[..., Any]) -> dict[str, Any]:
     """The types that a function's parameters say they have."""
     return {p.name: p.annotation for p in inspect.signature(function).parameters.values()}
 
