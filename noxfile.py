@@ -61,6 +61,12 @@ def slow(session: nox.Session) -> None:
     run(session, "pytest", "-n", "auto", "-m", "slow", *session.posargs)
 
 
+@nox.session(venv_backend="none")
+def docs(session: nox.Session) -> None:
+    """The site in docs/_build/html, without a warning (a minute; it takes the extra `docs`)."""
+    run(session, "sphinx-build", "-W", "--keep-going", "docs", "docs/_build/html", *session.posargs)
+
+
 @nox.session
 def tpu(session: nox.Session) -> None:
     """Kernels and steps compile for TPUs that are not there (5 minutes)."""

@@ -97,6 +97,10 @@ class Model:
 
         Raises:
             ValueError: for a wrong shape, length or id.
+
+        Example:
+            >>> kvjax.load("tiny").logits([[5, 17, 42]]).shape
+            (1, 3, 2048)
         """
         # Checked on the host: an id outside the table would silently read another row.
         ids = np.asarray(tokens)
@@ -120,6 +124,11 @@ class Model:
         Raises:
             TypeError: a prompt is no text, or there is no such keyword.
             ValueError: a prompt is empty or too long, or a setting is out of range.
+
+        Example:
+            >>> model = kvjax.load("tiny")
+            >>> model.generate("Once upon a time", policy="h2o", budget=16, max_new_tokens=6, temperature=0.0)
+            [', there was a little girl']
         """
         from kvjax.sampling.texts import begin, generate_ids, generate_texts
 
@@ -132,6 +141,12 @@ class Model:
         Raises:
             TypeError: the prompt is no text, or there is no such keyword.
             ValueError: there are several prompts, one is empty or too long, or a setting is out of range.
+
+        Example:
+            >>> model = kvjax.load("tiny")
+            >>> pieces = model.stream("Once upon a time", policy="h2o", budget=16, max_new_tokens=6, temperature=0.0)
+            >>> "".join(pieces)
+            ', there was a little girl'
         """
         from kvjax.sampling.texts import begin, stream_text
 
@@ -166,6 +181,10 @@ def load(
     Raises:
         LoadError: for a checkpoint that is absent, damaged or not supported.
         ValueError: for a dtype, weights or axes of a mesh that are not supported.
+
+    Example:
+        >>> kvjax.load("tiny")
+        Model('tiny', 1.0M parameters, float32)
     """
     mesh = parse_mesh(mesh) if isinstance(mesh, str) else mesh
     read = read_checkpoint(path_or_hub_id, dtype, revision, weights, mesh)

@@ -126,7 +126,6 @@ def list_policies(file: TextIO) -> None:
     console.print(*tables, sep="\n", highlight=False)
     usual = ", ".join(f"{setting.name}={setting.default!r}" for setting in describe.common())
     console.print(
-        f"codecs (--codec): {', '.join(policies.CODECS)}\n\n"
         f"Nearly every policy also takes {usual}. --policy NAME --help says what settings mean.",
         highlight=False,
         markup=False,
@@ -144,6 +143,7 @@ def explain_policy(name: str, file: TextIO) -> None:
     entry = describe.described(name)
     console = _console(file)
     console.print(f"{entry.name}: {entry.summary} From: {entry.paper}.", highlight=False, markup=False)
+    console.print(f"When: {entry.when}\n", highlight=False, markup=False)
     table = Table(
         title="settings (--set key=value)", title_justify="left", title_style="bold", box=None, padding=(0, 1)
     )

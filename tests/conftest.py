@@ -61,10 +61,12 @@ ONE_WORKER = {
     "test_models": "transformers",
     "test_rope": "transformers",
     "test_chat": "prompting",
+    "test_docs": "docs",
     "test_prompting": "prompting",
     "test_serve_engine": "engine",
     "test_serve_http": "serving",
     "test_serve_page": "serving",
+    "test_site": "site",
     "test_train_less": "train_less",
 }
 """Files whose tests run on one worker, for they share a slow import, many programs, a run or a server."""

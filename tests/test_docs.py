@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import doctest
+import inspect
 import json
 import re
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import kvjax
+from kvjax.policies import describe
 from tests.serving import FakeEngine, events, served
 
 DOCS = Path(__file__).parent.parent / "docs"
@@ -18,10 +22,66 @@ API = (DOCS / "api.md").read_text(encoding="utf-8")
 SERVING = (DOCS / "serving.md").read_text(encoding="utf-8")
 
 
+PAGES = {page.stem: page.read_text(encoding="utf-8") for page in [*DOCS.glob("*.md"), *(DOCS / "guides").glob("*.md")]}
+GUIDES = sorted(name for name, text in PAGES.items() if "```python" in text and name not in ("api", "serving"))
+
+
+@pytest.mark.parametrize("name", GUIDES)
+def test_the_code_of_guides_runs(name: str) -> None:
+    exec("\n".join(re.findall(r"```python\n(.*?)```", PAGES[name], flags=re.DOTALL)), {"__name__": name})
+
+
 def test_every_public_name_is_explained() -> None:
     table = API[: API.index("## Texts")]
     named = set(re.findall(r"`(\w+)", "".join(re.findall(r"^\| (`.*?) \|", table, flags=re.MULTILINE))))
     assert named == set(kvjax.__all__)
+
+
+def documented() -> dict[str, Any]:
+    """What has an example: public names, and methods of public classes."""
+    public = {name: getattr(kvjax, name) for name in kvjax.__all__ if name != "policies"}
+    methods = {
+        f"{name}.{method}": value
+        for name, kind in public.items()
+        if inspect.isclass(kind)
+        for method, value in vars(kind).items()
+        if inspect.isfunction(value)
+    }
+    return {name: each for name, each in (public | methods).items() if ">>>" in (each.__doc__ or "")}
+
+
+EXAMPLES = documented()
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_examples_of_docstrings(name: str) -> None:
+    text = inspect.cleandoc(EXAMPLES[name].__doc__)
+    example = doctest.DocTestParser().get_doctest(text, {"kvjax": kvjax}, name, None, 0)
+    said: list[str] = []
+    runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)
+    assert runner.run(example, out=said.append).failed == 0, "".join(said)
+
+
+def test_what_is_used_most_has_an_example() -> None:
+    functions = {name for name in kvjax.__all__ if inspect.isfunction(getattr(kvjax, name))}
+    wanted = functions - {"enable_compilation_cache"} | {"Policy", "Score", "Model.generate", "Model.stream"}
+    assert wanted <= set(EXAMPLES)
+
+
+def members() -> dict[str, describe.Entry]:
+    """Every policy and part by name."""
+    policies = {name: describe.described(name) for name in kvjax.policies.REGISTRY}
+    return policies | {f"{part} {e.name}": e for part, entries in describe.parts().items() for e in entries}
+
+
+@pytest.mark.parametrize("name", members())
+def test_every_member_says_what_its_page_needs(name: str) -> None:
+    entry = members()[name]
+    assert entry.summary.endswith(".") and entry.paper and entry.when.endswith(".")
+    assert all(setting.kind and setting.meaning for setting in entry.settings)
+    said = [describe.explanation(source) for source in entry.sources]
+    assert any(".. math::" in text for text in said)
+    assert not any(word in text for text in said for word in ("When: ", "From: ", "Args:"))
 
 
 @pytest.mark.slow

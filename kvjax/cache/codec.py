@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -319,17 +319,62 @@ def _with(view: View, order: Int[Array, "b h c"], state: CodecState) -> View:
     return view.replace(slots=view.slots.replace(codec=order), state=view.state.replace(codec=state))
 
 
+def plain(positions: str = "original") -> Codec:
+    r"""Numbers in the model's own dtype.
+
+    .. math:: \hat k_i = k_i, \quad \hat v_i = v_i
+
+    From: the reference.
+
+    When: where codes of 8 bits are refused, as with `positions="cache"` under most scores; otherwise take these.
+    """
+    return Codec(positions)
+
+
+def int8(positions: str = "original") -> Codec:
+    r"""Codes of 8 bits, with one scale for each key and each value.
+
+    .. math:: \hat x_i = s \, \mathrm{round}(x_i / s), \quad s = \max_i |x_i| / 127
+
+    Keys are first divided by a factor for each channel, a power of two that the prompt decides and that queries are
+    multiplied by. Attention reads the codes themselves.
+
+    From: symmetric rounding, no paper's recipe.
+
+    When: before fewer slots: nothing lost that could be measured, for 28% of the bytes of float32 slots and about 55%
+    of 16-bit ones (SmolLM2; `h2o` with half of the slots has 13.25 in perplexity, in floats 13.22).
+    """
+    return Codec(positions, 8)
+
+
+def int4(positions: str = "original") -> Codec:
+    r"""Codes of 4 bits, two to a byte, with one scale for each key and each value.
+
+    .. math:: \hat x_i = s \, \mathrm{round}(x_i / s), \quad s = \max_i |x_i| / 7
+
+    Otherwise as `int8`.
+
+    From: symmetric rounding, no paper's recipe.
+
+    When: rarely. It loses more than fewer slots would: 16.7 in perplexity in 8% of the full cache's bytes, where
+    codes of 8 bits with a quarter of the slots have 14.9 in 7% (SmolLM2 on WikiText-2).
+    """
+    return Codec(positions, 4)
+
+
+CODECS: dict[str, Callable[[str], Codec]] = {"plain": plain, "int8": int8, "int4": int4}
+
+
 def codec(name: str, positions: str = "original") -> Codec:
     """A codec by name.
 
     Args:
-        name: `plain`, `int8` or `int4`.
+        name: a key of `CODECS`.
         positions: `original` or `cache`.
 
     Raises:
         ValueError: there is no such codec.
     """
-    kinds = {"plain": None, "int8": 8, "int4": 4}
-    if name not in kinds:
-        raise ValueError(f"there is no codec {name!r}; choose one of {', '.join(kinds)}.")
-    return Codec(positions, kinds[name])
+    if name not in CODECS:
+        raise ValueError(f"there is no codec {name!r}; choose one of {', '.join(CODECS)}.")
+    return CODECS[name](positions)

@@ -43,6 +43,13 @@ def decode_step(
     Raises:
         TypeError: the tokens are no integers.
         ValueError: there is not one for each row, or one is not in the vocabulary.
+
+    Example:
+        >>> model = kvjax.load("tiny")
+        >>> state, logits = kvjax.prefill(model, "h2o", [[5, 17, 42]], budget=16, max_new_tokens=8)
+        >>> after, logits = kvjax.decode_step(state, logits.argmax(-1))
+        >>> state.position.tolist(), after.position.tolist(), logits.shape
+        ([3], [4], (1, 2048))
     """
     token = checked_token(state, token)
     moving, logits = _step(*split_state(state), token)
@@ -52,7 +59,16 @@ def decode_step(
 def decode_step_in_place(
     state: State, token: Int[Array, " b"] | ArrayLike | Sequence[int]
 ) -> tuple[State, Float[Array, "b vocab"]]:
-    """`decode_step` that reuses the memory of the given state's caches, which are gone afterwards; weights stay."""
+    """`decode_step` that reuses the memory of the given state's caches, which are gone afterwards; weights stay.
+
+    Example:
+        >>> model = kvjax.load("tiny")
+        >>> state, logits = kvjax.prefill(model, "h2o", [[5, 17, 42]], budget=16, max_new_tokens=8)
+        >>> for _ in range(4):
+        ...     state, logits = kvjax.decode_step_in_place(state, logits.argmax(-1))
+        >>> state.position.tolist()
+        [7]
+    """
     token = checked_token(state, token)
     moving, logits = _step_in_place(*split_state(state), token)
     return join_state(state, moving), logits

@@ -78,6 +78,12 @@ def prefill(
         ValueError: a prompt is empty or does not fit the model, the budget does not fit the policy, or a score of
             somebody's own gives NaN or not one number for each slot.
         TypeError: there are no rows of ids, or a class stands where an instance belongs.
+
+    Example:
+        >>> model = kvjax.load("tiny")
+        >>> state, logits = kvjax.prefill(model, "h2o", [[5, 17, 42]], budget=16, max_new_tokens=8)
+        >>> state.position.tolist(), logits.shape
+        ([3], (1, 2048))
     """
     settings: dict[str, Any] = dict(max_new_tokens=max_new_tokens, key=key, plan=plan, chunk=prefill_chunk)
     prompts = prepare(model, policy, tokens, budget, lengths, budget_of=budget_of, **settings)
@@ -168,6 +174,13 @@ def extend(
         TypeError: the tokens are a list of anything but rows.
         ValueError: the tokens do not fit the state or the model, or the text does not fit what the cache was planned
             for, under policies that set slots aside for all of it.
+
+    Example:
+        >>> model = kvjax.load("tiny")
+        >>> state, logits = kvjax.prefill(model, "h2o", [[5, 17, 42]], budget=16, max_new_tokens=8)
+        >>> state, logits = kvjax.extend(state, [[8, 15, 99]])
+        >>> state.position.tolist(), logits.shape
+        ([6], (1, 2048))
     """
     if logits not in ("last", "all"):
         raise ValueError(f"logits={logits!r} is not 'last' or 'all'.")

@@ -118,6 +118,12 @@ def take_rows(state: State, index: ArrayLike | Sequence[int]) -> State:
     Raises:
         ValueError: there is no such row, none is named, or heads have slots of their own and the rows do not lie on the
             state's mesh, as many on each device.
+
+    Example:
+        >>> model = kvjax.load("tiny")
+        >>> state, logits = kvjax.prefill(model, "h2o", [[5, 17, 42]], budget=16, max_new_tokens=8)
+        >>> kvjax.take_rows(state, [0, 0]).position.tolist()
+        [3, 3]
     """
     rows = _rows(state, index)
     fields = {name: getattr(state, name)[rows] for name in ROWS}
@@ -134,6 +140,12 @@ def put_rows(state: State, index: ArrayLike | Sequence[int], rows: State) -> Sta
 
     Raises:
         ValueError: the states differ in model, policy or storage, or the rows do not fit.
+
+    Example:
+        >>> model = kvjax.load("tiny")
+        >>> state, logits = kvjax.prefill(model, "h2o", [[5, 17, 42], [8]], budget=16, max_new_tokens=8)
+        >>> kvjax.put_rows(state, [1], kvjax.take_rows(state, [0])).position.tolist()
+        [3, 3]
     """
     where = _rows(state, index)
     count = len(rows.position)
@@ -171,12 +183,26 @@ def _rows(state: State, index: ArrayLike | Sequence[int]) -> Int[np.ndarray, " m
 
 
 def cache_bytes(state: State) -> int:
-    """Bytes that the caches occupy: keys, values, positions, scores, codes and states, empty slots included."""
+    """Bytes that the caches occupy: keys, values, positions, scores, codes and states, empty slots included.
+
+    Example:
+        >>> model = kvjax.load("tiny")
+        >>> state, logits = kvjax.prefill(model, "h2o", [[5, 17, 42]], budget=16, max_new_tokens=8)
+        >>> kvjax.cache_bytes(state)
+        33824
+    """
     return allocated_bytes(state.storage)
 
 
 def full_cache_bytes(state: State) -> int:
-    """Bytes that policy `full` would allocate for these rows: of their prompts and of all tokens that were planned."""
+    """Bytes that policy `full` would allocate for these rows: of their prompts and of all tokens that were planned.
+
+    Example:
+        >>> model = kvjax.load("tiny")
+        >>> state, logits = kvjax.prefill(model, "h2o", [[5, 17, 42]], budget=16, max_new_tokens=8)
+        >>> kvjax.full_cache_bytes(state)
+        66592
+    """
     size = state.weights.embedding.dtype.itemsize
     slots = full_slots(int(on_host(state.end - state.horizon).max()), int(on_host(state.horizon).max()))
     number = np.dtype(np.int32).itemsize  # a slot's position, a head's limit
@@ -195,7 +221,15 @@ def allocated_slots(state: State) -> float:
 
 
 def held_positions(state: State) -> list[np.ndarray]:
-    """For each layer the position of the token in each slot, int [b, h, c] on the host, -1 where there is none."""
+    """For each layer the position of the token in each slot, int [b, h, c] on the host, -1 where there is none.
+
+    Example:
+        >>> model = kvjax.load("tiny")
+        >>> state, logits = kvjax.prefill(model, "h2o", [[5, 17, 42]], budget=16, max_new_tokens=8)
+        >>> first, *_ = kvjax.held_positions(state)
+        >>> first.shape, sorted(first[0, 0].tolist())[-4:]
+        ((1, 2, 16), [-1, 0, 1, 2])
+    """
     return state.storage.positions()
 
 

@@ -37,6 +37,13 @@ class Policy:
         codec: how a slot lies in memory.
         selection: which of the tokens that are held a query reads; None for all.
         name: for reports; a registered one where that is how it was made.
+
+    Example:
+        >>> h2o = kvjax.policy("h2o")
+        >>> sinks = kvjax.Policy(h2o.score, kvjax.Protection(sinks=4, recent=0.25))
+        >>> model = kvjax.load("tiny")
+        >>> model.generate("Once upon a time", policy=sinks, budget=16, max_new_tokens=6, temperature=0.0)
+        [', there was a little girl']
     """
 
     score: Score

@@ -21,6 +21,12 @@ class Protection(Part):
         sinks: first tokens of the text that never leave.
         recent: newest tokens that never leave, the one being read included: slots, or a fraction of the budget.
         special: token ids that never leave.
+
+    Example:
+        >>> kvjax.Protection(sinks=4, recent=0.5).check_budget(6)
+        Traceback (most recent call last):
+            ...
+        ValueError: sinks + recent = 4 + 3 slots do not fit in a budget of 6 slots per head; use a budget of at least...
     """
 
     sinks: int = number(0)

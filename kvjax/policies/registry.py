@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from kvjax.cache.codec import CODECS as CODECS
 from kvjax.cache.codec import Codec, codec
 from kvjax.policies.fastgen import Profiled, TokenClasses
 from kvjax.policies.lightkv import AfterLimit, LambdaMask
@@ -44,7 +45,6 @@ PLANS: dict[str, type[Plan]] = {
 }
 RESIDUALS: dict[str, type[Residual]] = {"less": LowRankMemory}
 SELECTIONS: dict[str, type[Selection]] = {"topk": TopK}
-CODECS = ("plain", "int8", "int4")
 WINDOWS: dict[str, type[LastQueries | RunningQueries]] = {"exact": LastQueries, "running": RunningQueries}
 
 
@@ -72,37 +72,65 @@ def combine(
 
 
 def full(**common: Any) -> Policy:
-    """Keep every token of the prompt and of `max_new_tokens`; beyond that, logits are NaN."""
+    """Keep every token of the prompt and of `max_new_tokens`; beyond that, logits are NaN.
+
+    When: wherever it fits. With half of the slots most policies lose 5 to 10% in perplexity (SmolLM2 on WikiText-2).
+    """
     return combine(Recency(), plan=Unbounded(), **common)
 
 
 def window(**common: Any) -> Policy:
-    """The most recent tokens: the oldest leaves first (Longformer's sliding window as a cache)."""
+    """The most recent tokens: the oldest leaves first (Longformer's sliding window as a cache).
+
+    When: as a control. SmolLM2 leans on its first tokens: at a quarter of the slots its perplexity is 36.8 here and
+    17.3 under `lambda_mask`, which holds four of them besides.
+    """
     return combine(Recency(), **common)
 
 
 def dilated_window(*, dilation: int = Dilated.dilation, **common: Any) -> Policy:
-    """A window with gaps: every (dilation + 1)-th token of the recent text and the newest one."""
+    """A window with gaps: every (dilation + 1)-th token of the recent text and the newest one.
+
+    When: as a control, beside `window`. SmolLM2 cannot do with gaps: its perplexity is 222 at a quarter of the slots
+    (WikiText-2), where `window` has 36.8.
+    """
     return combine(Dilated(dilation), **common)
 
 
 def streaming(*, sinks: int = 4, positions: str = "cache", **common: Any) -> Policy:
-    """The first tokens and the most recent ones, seen at their positions in the cache (StreamingLLM, 3.2)."""
+    """The first tokens and the most recent ones, seen at their positions in the cache.
+
+    When: where nothing may look at attention, or where text has no end: the embedded model, trained on 1,152
+    positions, keeps its quality over 20,000 tokens on 256 slots.
+    """
     return combine(Recency(), sinks=sinks, positions=positions, **common)
 
 
 def lambda_mask(*, sinks: int = 4, **common: Any) -> Policy:
-    """The first tokens and the most recent ones, seen at their positions in the text (LM-Infinite, 3; LESS, 4)."""
+    """The first tokens and the most recent ones, seen at their positions in the text.
+
+    When: as `streaming` within the trained length, where both have the same quality and its keys never have to be
+    turned again; beyond it the embedded model loses up to 0.46 nats per token against `streaming`.
+    """
     return combine(Recency(), sinks=sinks, **common)
 
 
 def random(**common: Any) -> Policy:
-    """A uniformly random subset of the text at every step: each token draws one priority, the lowest leaves."""
+    """A uniformly random subset of the text at every step: each token draws one priority, the lowest leaves.
+
+    When: as the control that a method has to beat: with sinks and a recent half it has a perplexity of 17.0 at a
+    quarter of the slots (SmolLM2 on WikiText-2), where `h2o` has 14.9.
+    """
     return combine(Random(), **common)
 
 
 def h2o(*, recent: int | float = 0.5, **common: Any) -> Policy:
-    """Heavy hitters by accumulated attention."""
+    """Heavy hitters by accumulated attention.
+
+    When: first, where text goes on. Among policies that only evict it is ahead on WikiText-2 at every budget
+    (SmolLM2, perplexity 12.6 with the full cache): 13.2 with half of the slots, 14.9 with a quarter, 18.0 with a
+    tenth.
+    """
     return combine(Accumulated(), recent=recent, **common)
 
 
@@ -117,17 +145,29 @@ def keyformer(
     damping: float = GumbelSoftmax.damping,
     **common: Any,
 ) -> Policy:
-    """Key tokens by accumulated Gumbel softmax."""
+    """Key tokens by accumulated Gumbel softmax.
+
+    When: as an alternative to `h2o` at a quarter of the slots or more, where they are level (14.9 in perplexity,
+    SmolLM2 on WikiText-2); with a tenth it is behind, 20.5 against 18.0.
+    """
     return combine(GumbelSoftmax(noise, tau_init, tau_end, fresh_noise, shared, damping), recent=recent, **common)
 
 
 def tova(*, recent: int | float = 1, **common: Any) -> Policy:
-    """Last attention, one score for all heads of a layer."""
+    """Last attention, one score for all heads of a layer.
+
+    When: where a long prompt is going to be asked about: it finds a needle in the middle of 1,024 tokens with half (4
+    of 4) and a quarter of the slots (2 of 4), where `h2o` finds none. For text that goes on `h2o` is ahead.
+    """
     return combine(LastAttention(), recent=recent, **common)
 
 
 def scissorhands(*, history: int = Persistence.history, recent: int | float = 0.25, **common: Any) -> Policy:
-    """Persistence of importance over a history window."""
+    """Persistence of importance over a history window.
+
+    When: next to `h2o` with half of the slots (13.3 against 13.2 in perplexity, SmolLM2 on WikiText-2); with a
+    quarter it lies between `h2o` and `streaming`.
+    """
     return combine(Persistence(history), recent=recent, **common)
 
 
@@ -139,7 +179,11 @@ def snapkv(
     group: str = PromptWindow.group,
     **common: Any,
 ) -> Policy:
-    """Attention of the last `recent` prompt queries, pooled over neighbours."""
+    """Attention of the last `recent` prompt queries, pooled over neighbours.
+
+    When: where a long prompt is followed by little text. It ranks the prompt once: where half of the text is written
+    afterwards it is behind `streaming`, 18.3 against 17.4 at a quarter of the slots (SmolLM2 on WikiText-2).
+    """
     return combine(PromptWindow(recent, kernel, pooling, group), recent=recent, **common)
 
 
@@ -152,7 +196,11 @@ def pyramidkv(
     group: str = PromptWindow.group,
     **common: Any,
 ) -> Policy:
-    """SnapKV with budgets that fall from the first layer to the last, which gets 1/beta beyond the window."""
+    """SnapKV with budgets that fall from the first layer to the last, which gets 1/beta beyond the window.
+
+    When: to compare with `snapkv`, which is ahead of it at every budget here: 18.3 against 20.5 in perplexity at a
+    quarter of the slots (SmolLM2 on WikiText-2).
+    """
     plan = Pyramid(beta, recent if isinstance(recent, int) else 0)
     return combine(PromptWindow(recent, kernel, pooling, group), recent=recent, plan=plan, **common)
 
@@ -173,6 +221,10 @@ def lightkv(
 ) -> Policy:
     """Sinks and streaming tokens by a mask, the middle by attention of the last queries, fewer slots in higher layers.
 
+    When: on text like books, where `window="running"` is level with `h2o` at a tenth of the slots; on WikiText-2
+    `h2o` is ahead (15.9 against 14.9 in perplexity at a quarter). The exact window keeps queries and looks at them at
+    every step.
+
     Args:
         window: `exact` for the last alpha queries, which are kept and count anew; `running` for two sums instead.
         middle: `rest` (eq. 6), or `mask` for as many middle tokens as there are sinks (the example of section 4).
@@ -186,7 +238,11 @@ def lightkv(
 
 
 def l2(*, skip_layers: int = KeyNorm.skip_layers, **common: Any) -> Policy:
-    """The norm of the key, which rotary embeddings do not change: the largest leaves first."""
+    """The norm of the key, which rotary embeddings do not change: the largest leaves first.
+
+    When: as a control. Alone it lets go of the recent tokens: 140 in perplexity at a quarter of the slots, 17.3 with
+    `sinks=4 recent=0.5`, where `random` has 17.0 (SmolLM2 on WikiText-2).
+    """
     return combine(KeyNorm(skip_layers), **common)
 
 
@@ -199,12 +255,20 @@ def lsh_e(
     recent: int | float = 10,
     **common: Any,
 ) -> Policy:
-    """Hamming distance between hashes of the newest query and of the keys, at every step anew."""
+    """Hamming distance between hashes of the newest query and of the keys, at every step anew.
+
+    When: where attention cannot be looked at and tokens shall be chosen by content: at a quarter of the slots it is
+    level with `streaming` (17.5 against 17.4 in perplexity, SmolLM2 on WikiText-2), with fewer behind it.
+    """
     return combine(Hamming(bits, prompt, seed), sinks=sinks, recent=recent, **common)
 
 
 def topk_oracle(*, k: int | float | None = TopK.k, **common: Any) -> Policy:
-    """The k strongest keys of every query, chosen with a full cache: it frees nothing and says so."""
+    """The k strongest keys of every query, chosen with a full cache: it frees nothing and says so.
+
+    When: to see how little of a cache attention needs: with the strongest tenth of what is held perplexity is 13.8,
+    with all of it 12.6 (SmolLM2 on WikiText-2), where `h2o` with a tenth of the slots has 18.0.
+    """
     return combine(Recency(), plan=Unbounded(), selection=TopK(k), **common)
 
 
@@ -224,7 +288,11 @@ def fastgen(
     special: tuple[int, ...] = (),
     **common: Any,
 ) -> Policy:
-    """A cache of its own for every head, the cheapest that recovers the prompt's attention."""
+    """A cache of its own for every head, the cheapest that recovers the prompt's attention.
+
+    When: close to the full cache only: a threshold of 0.95 saves 15% of the bytes for 12% in perplexity, and below
+    0.8 it collapses (SmolLM2 on WikiText-2).
+    """
     kept = TokenClasses(sinks, recent, special, punctuation, markers)
     plan = Profiled(threshold, local, frequent, order, spare_special, spare_punctuation, recent, frequent_among)
     return combine(Accumulated(), protection=kept, plan=plan, **common)
@@ -241,6 +309,9 @@ def less(
 ) -> Policy:
     """Any policy, whose evicted pairs stay in R x d + R numbers per KV head; further settings are the base's.
 
+    When: with a small budget and kernels trained for the model: over `h2o` 23.8 in perplexity becomes 21.2 with 5% of
+    the slots, 49.5 becomes 32.1 with 2% (SmolLM2 on WikiText-2); with half of them there is nothing left to gain.
+
     Args:
         base: the policy that evicts, by name or made.
     """
@@ -250,7 +321,12 @@ def less(
 
 
 def baseline_plus(*, base: str | Policy = "h2o", features: int = 8, **settings: Any) -> Policy:
-    """Any policy with R/2 more slots per head: R x d numbers are R/2 keys and as many values.
+    r"""Any policy with R/2 more slots per head: R x d numbers are R/2 keys and as many values.
+
+    .. math:: C^+ = C + R / 2
+
+    When: as the control for `less` at equal memory. With 5 and 10% of the slots these close 2 to 8% of the distance
+    to the full cache, LESS's kernels 32 to 59% (embedded model).
 
     Args:
         base: the policy that evicts, by name or made.
@@ -345,6 +421,11 @@ def policy(
 
     Raises:
         ValueError: a name or a setting is unknown, a value is out of range, or parts mean nothing together.
+
+    Example:
+        >>> policy = kvjax.policy("keyformer", recent=0.25, plan="adakv", codec="int8", **{"plan.floor": 0.3})
+        >>> policy.protection, policy.plan
+        (Protection(sinks=0, recent=0.25, special=()), AdaKV(extra_slots=0, floor=0.3))
     """
     of_parts, own = _by_part(settings)
     made = _registered(name, own) if isinstance(name, str) else name
@@ -367,7 +448,7 @@ def _registered(name: str, own: Mapping[str, Any]) -> Policy:
     for setting in own:
         if setting not in known and "base" not in known:
             raise ValueError(f"policy {name!r} has no setting {setting!r}; it takes {', '.join(known)}.")
-    made = REGISTRY[name](**_typed(own, _annotations(REGISTRY[name]) | _annotations(combine)))
+    made = REGISTRY[name](**_typed(own, annotations_of(REGISTRY[name]) | annotations_of(combine)))
     return made if name in ("less", "baseline_plus") else dataclasses.replace(made, name=name)
 
 
@@ -531,7 +612,8 @@ def settings_of(name: str) -> dict[str, Any]:
     return own | ({k: v for k, v in _keywords(combine).items() if k not in own} if "common" in takes else {})
 
 
-def _annotations(function: Callable[..., Any]) -> dict[str, Any]:
+def annotations_of(function: Callable[..., Any]) -> dict[str, Any]:
+    """The types that a function's parameters say they have."""
     return {p.name: p.annotation for p in inspect.signature(function).parameters.values()}
 
 

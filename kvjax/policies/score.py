@@ -19,6 +19,17 @@ class Score(Part):
     if there is any); `slot` of the new token, stored beside its key and value; and after attention, where the score
     `asks` for something, `fold` and `advance`. A prompt, a turn or a chunk is read as a whole: `slot`, attention,
     `fold`, `advance`, `settle`, then the slots that rank highest stay.
+
+    Example:
+        >>> import flax
+        >>> @flax.struct.dataclass
+        ... class Oldest(kvjax.Score):
+        ...     def score(self, view, new):
+        ...         return -view.position.astype("float32")
+        >>> model = kvjax.load("tiny")
+        >>> state, _ = kvjax.prefill(model, kvjax.Policy(Oldest()), [range(5, 45)], budget=16)
+        >>> sorted(kvjax.held_positions(state)[0][0, 0].tolist())[:8]
+        [0, 1, 2, 3, 4, 5, 6, 7]
     """
 
     paper: ClassVar[str] = ""

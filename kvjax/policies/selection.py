@@ -26,7 +26,13 @@ class Selection(Part):
 
 @struct.dataclass
 class TopK(Selection):
-    """The k strongest keys of every query (LESS, arXiv 2402.09398, Figure 3).
+    r"""The k strongest keys of every query, of all that are held.
+
+    .. math:: o = \mathrm{softmax}(q K_S^\top / \sqrt d) V_S, \quad S = \text{the k largest of}\ q K^\top
+
+    From: LESS, arXiv 2402.09398, Figure 3.
+
+    When: to see what a cache of fixed size could reach at best. It reads less and frees nothing.
 
     Args:
         k: tokens that each query reads, or a fraction of those it sees; None for the budget.

@@ -41,7 +41,12 @@ class LowRankMemory(Residual):
         \text{(eq. 3)}
 
     computed as one more part of the attention, of logarithmic mass log(phi z), so that nothing overflows. Kernels see
-    keys and queries rotated by original positions. LESS, arXiv 2402.09398, Algorithm 1.
+    keys and queries rotated by original positions.
+
+    From: LESS, arXiv 2402.09398, Algorithm 1.
+
+    When: with small budgets, where it gives back most: 23.8 in perplexity becomes 21.2 over `h2o` with 5% of the
+    slots and 28.2 becomes 25.4 over `tova`, each with kernels of its own (SmolLM2 on WikiText-2).
 
     Args:
         checkpoint: directory of kernels from `python -m kvjax.train_less`, or the name of shipped ones; empty for those

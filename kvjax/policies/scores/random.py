@@ -13,7 +13,10 @@ from pallas_kernels.noise import uniform_at
 
 @struct.dataclass
 class Random(Score):
-    """A uniformly random subset of the text at every step: each token draws one priority, the lowest leaves."""
+    r"""A uniformly random subset of the text at every step: each token draws one priority, the lowest leaves.
+
+    .. math:: F(i) = u_i, \quad u_i \sim U(0, 1)
+    """
 
     paper = "control"
 

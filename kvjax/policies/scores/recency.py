@@ -12,7 +12,10 @@ from kvjax.types import New, View, check, number, written
 
 @struct.dataclass
 class Recency(Score):
-    """The most recent tokens: the oldest leaves first (Longformer's sliding window as a cache)."""
+    r"""The most recent tokens: the oldest leaves first (Longformer's sliding window as a cache).
+
+    .. math:: F(i) = i
+    """
 
     paper = "Beltagy et al. 2020, section 3.1"
     slides = True

@@ -16,6 +16,8 @@ class LastAttention(Score):
     r"""Last attention, one score for all heads of a layer.
 
     .. math:: F_t(i) = \frac{1}{H} \sum_{h} a_{t,h}(i)
+
+    over the H query heads of the layer, from the newest query alone.
     """
 
     paper = "TOVA, Oren et al. 2024, section 4"
