@@ -432,6 +432,7 @@ def programs() -> Iterator[Program]:
     yield prefill("8 rows of weights, soft cap", 1, 8, 4, 4096, 128, half, "weights", rows=8, soft_cap=50.0)
     yield prefill("16 rows of weights, values of 64", 1, 4, 4, 2048, 128, half, "weights", "noise", rows=16, e=64)
     yield prefill("a quarter of 8192 tokens, window", 1, 8, 4, 8192, 128, half, readers=4, window=1024)
+    yield prefill("float32, 128 tokens after 262144 slots", 1, 1, 1, 128, 64, whole, "noise", cached=1 << 18, tau=2.0)
     yield prefill("embedded model, 48 tokens", 1, 2, 2, 48, 32, whole)
     yield features("phi", "one token of 64 rows, 32 heads, d 128", 64, 32, 1, 1, 128, half)
     yield features("psi", "one token of 64 rows, 32 heads, d 128", 64, 32, 1, 1, 128, half)

@@ -17,6 +17,7 @@ from kvjax.bench import chip_steps
 from kvjax.cache.dense import Dense
 from kvjax.models.weights import weight_shapes
 from pallas_kernels import aot
+from pallas_kernels.aot import page
 from pallas_kernels.aot.bundles import Schedule, read_schedule
 from pallas_kernels.aot.module import read_module
 from pallas_kernels.aot.tpu import Grid, Kernel, grids_of
@@ -209,6 +210,8 @@ def test_a_kernel_takes_the_longer_of_cycles_and_traffic_and_waits_for_its_copie
     assert heavy.seconds(chip) == pytest.approx(1)
     shared = Kernel(instruction, grid._replace(parallel=True), schedule)
     assert shared.cycles(chip) == 100 + 16 * 1000 + 2 * 50
+    looped = Kernel(instruction, grid._replace(turns=8), schedule._replace(inner=20))
+    assert looped.cycles(chip) == cycles + 4 * 7 * 20
 
 
 def test_grids_of_kernels_are_found_in_functions_that_a_program_calls():
@@ -217,6 +220,12 @@ def test_grids_of_kernels_are_found_in_functions_that_a_program_calls():
     assert grid.name == "decode_attention" and grid.sizes[0] == 32
     keys = 2 * 32 * 8 * 4096 * 128 * 2
     assert keys < grid.traffic < 1.1 * keys
+
+
+def test_kernels_say_how_many_turns_their_loops_take():
+    program = next(each for each in PROGRAMS if each.op == "prefill_scores")
+    (grid,) = grids_of(program.trace("pallas", "tpu").jaxpr)
+    assert (grid.sizes, grid.turns) == ((1, 8, 4, 16, 16), 16)
 
 
 def _row(compiler: str, **more: object) -> dict[str, object]:
@@ -249,6 +258,14 @@ def test_rows_are_compiled_once_by_each_compiler(tmp_path, monkeypatch, capsys):
     assert "29 + 8 x 784 + 4 x 141; 32 copies awaited where they start, in 2 waits" in capsys.readouterr().out
     page = (tmp_path / "chips.md").read_text()
     assert "29 + 8 x 784 + 4 x 141 | 32 in 2 | 10 | 20.0 | 20.0 |" in page and compiler in page
+
+
+@pytest.mark.parametrize("turns, text", [({}, "4 x 141 |  | 10 | ≥ 20.0"), ({"turns": 3}, "4 x 155 |  | 10 | 20.0")])
+def test_loops_whose_turns_nobody_has_counted_are_marked(turns, text):
+    program, row = PROGRAMS[0], _row("jax 1")
+    kernel = dict(name="a.1", grid=[4, 2], once=29, step=784, rarely=141, inner=7, copies=0, waits=0, cycles=9) | turns
+    row |= dict(op=program.op, size=program.label, bytes=1, kernels=[kernel])
+    assert text in page.markdown({"v5e": {"kernels": {"a": row}, "steps": {}}})
 
 
 def test_a_refusal_is_told_and_keeps_the_others(tmp_path, monkeypatch, capsys):

@@ -17,6 +17,7 @@ from kvjax.cache import evidence
 from kvjax.policies.scores.keyformer import GumbelSoftmax
 from kvjax.types import Heads, New, Parts
 from pallas_kernels import noise
+from pallas_kernels.aot.tpu import grids_of
 from pallas_kernels.attention import AttentionSpec, attend
 from pallas_kernels.common import VARIABLE, Unsupported
 from pallas_kernels.prefill_scores import Joined, Own, prefill_scores
@@ -168,13 +169,37 @@ def test_what_no_query_counts_is_not_summed(way):
 def test_auto_reads_operands_with_xla_and_arrays_with_a_kernel(monkeypatch):
     monkeypatch.delenv(VARIABLE, raising=False)
     made = inputs(1, 1, 1, 16, 8)
+    assert len(grids(made)) == 1
+    assert not grids(made | {"k": operand("int8", made["k"])})
 
-    def kernels(k: Any) -> int:
-        run = functools.partial(prefill_scores, spec=SPEC, platform="tpu", interpret=True)
-        return str(jax.make_jaxpr(run)(**made | {"k": k})).count("pallas_call")
 
-    assert kernels(made["k"]) == 2
-    assert kernels(operand("int8", made["k"])) == 0
+def grids(made: dict[str, Any], **options: Any) -> list[tuple[int, ...]]:
+    """Of the kernels that the form for TPU calls."""
+    run = functools.partial(prefill_scores, spec=SPEC, platform="tpu", interpret=True, **options)
+    return [grid.sizes for grid in grids_of(jax.make_jaxpr(run)(**made).jaxpr)]
+
+
+def test_what_does_not_fit_the_memory_of_a_chip_takes_smaller_blocks_then_a_second_pass():
+    def of(cached: int, **options: Any) -> list[tuple[int, ...]]:
+        return grids(inputs(1, 1, 1, 512, 8, cached=cached), **options)
+
+    assert of(3000) == [(1, 1, 1, 1, 7)]
+    assert of(7000) == [(1, 1, 1, 2, 15)]
+    assert of(30000) == [(1, 1, 1, 1, 60), (1, 1, 60, 1, 1)]
+    assert of(30000, scores=False) == [(1, 1, 1, 1, 60)]
+    check(case("long", 1, 1, 1, 512, 8, cached=7000), Way("pallas", True, "tpu"))
+
+
+@pytest.mark.parametrize(
+    "extra, tau, dtype",
+    [(("weights",), 1.0, "float32"), (("noise",), 1.0, "bfloat16"), (("noise", "weights"), 0.5, "float32")],
+)
+def test_a_second_pass_finds_the_same(monkeypatch, extra, tau, dtype):
+    monkeypatch.setattr("pallas_kernels.prefill_scores.pallas._chip", lambda interpret: (128, 0))
+    options: dict[str, Any] = dict(extra=extra, tau=tau, dtype=dtype, cached=40, window=200, soft_cap=20.0)
+    made = case("again", 2, 2, 2, 600, 16, rows=2 if tau == 1 else None, **options)
+    assert len(grids(made.arrays[0], tau=tau)) == 2
+    check(made, Way("pallas", True, "tpu"))
 
 
 @pytest.mark.compiled_well

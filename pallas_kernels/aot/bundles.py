@@ -34,14 +34,15 @@ class Schedule(NamedTuple):
     rare_waits: int = 0
     """How often it does where it may jump: at a row's beginning or end."""
 
-    def cycles(self, steps: int, rows: int) -> int:
+    def cycles(self, steps: int, rows: int, turns: int = 0) -> int:
         """Of the whole kernel.
 
         Args:
             steps: of its grid.
             rows: how often the grid's last dimension begins anew.
+            turns: of a loop at a row's end; 0 where nobody has counted them, and one is.
         """
-        return self.once + steps * self.step + rows * self.rarely
+        return self.once + steps * self.step + rows * (self.rarely + max(turns - 1, 0) * self.inner)
 
 
 class _Bundle(NamedTuple):

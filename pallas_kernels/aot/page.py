@@ -35,7 +35,8 @@ made of what TPU compilers know before anything runs, and no less than the limit
   Copies that a later step awaits are free. Where two cores make up a chip they share what is parallel.
 - A fusion of XLA takes the cycles that XLA estimates. Weights that are fetched beforehand are in no estimate; all
   products of weights together take no less than their bytes. Gathers and scatters have no estimate, and loops, also
-  those inside of a grid step, count one turn (marked ≥, but for the lookup of embeddings).
+  those inside of a grid step, count one turn (marked ≥, but for the lookup of embeddings) unless their kernel says how
+  many there are at most.
 - What a kernel without products of matrices (`evict`) jumps over counts in every grid step.
 - Work under a mask counts as if nothing were masked, so prompts are estimated high, about twofold where causal; their
   products of matrices, and not their bytes, are what bounds them.
@@ -124,7 +125,11 @@ def _in_order(rows: Iterable[Row]) -> list[Row]:
 def _least(row: Row) -> str:
     # The rows of the embedding table are few.
     unknown = any(part != "rest" or "layer" in origin.split("/") for _, part, origin in row["unknown"])
-    return "≥ " if row["loops"] or unknown or any(kernel["inner"] for kernel in row["kernels"]) else ""
+    return "≥ " if row["loops"] or unknown or any(map(_uncounted, row["kernels"])) else ""
+
+
+def _uncounted(kernel: Row) -> bool:
+    return bool(kernel["inner"]) and not kernel.get("turns")
 
 
 def _tpu_kernels(rows: list[Row]) -> str:
@@ -172,7 +177,8 @@ def bundles(kernel: Row) -> str:
     for size in kernel["grid"]:
         steps *= size
     rows = steps // kernel["grid"][-1] if kernel["grid"] else 1
-    ends = f" + {rows:,} x {kernel['rarely']:,}" if kernel["rarely"] else ""
+    rarely = kernel["rarely"] + max(kernel.get("turns", 0) - 1, 0) * kernel["inner"]
+    ends = f" + {rows:,} x {rarely:,}" if rarely else ""
     return f"{kernel['once']:,} + {steps:,} x {kernel['step']:,}{ends}"
 
 

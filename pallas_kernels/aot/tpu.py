@@ -47,6 +47,8 @@ class Grid(NamedTuple):
     """Bytes of its operands and results that come in blocks; what it copies by itself is not among them."""
     dynamic: bool = False
     """Whether its size is only known when it runs; the steps are those of whole operands."""
+    turns: int = 0
+    """Most turns of a loop at a row's end, if the kernel's metadata say so (`turns`)."""
 
     @property
     def steps(self) -> int:
@@ -69,7 +71,7 @@ class Kernel(NamedTuple):
     def cycles(self, chip: Chip) -> int:
         """Of one core, where cores share what is parallel."""
         shared = chip.cores if self.grid.parallel else 1
-        return self.schedule.cycles(-(-self.grid.steps // shared), -(-self.grid.rows // shared))
+        return self.schedule.cycles(-(-self.grid.steps // shared), -(-self.grid.rows // shared), self.grid.turns)
 
     def waiting(self, chip: Chip) -> float:
         """Seconds for copies that a grid step starts and awaits."""
@@ -134,6 +136,7 @@ def kernel_row(kernel: Kernel, chip: Chip) -> dict[str, Any]:
         kernel.schedule._asdict(),
         name=kernel.instruction.name,
         grid=list(kernel.grid.sizes),
+        turns=kernel.grid.turns,
         traffic=kernel.grid.traffic,
         cycles=kernel.cycles(chip),
         waiting=kernel.waiting(chip),
@@ -249,6 +252,7 @@ def _grid(equation: Any) -> Grid:
         results=tuple(tuple(variable.aval.shape) for variable in equation.outvars),
         traffic=sum(array.size * array.dtype.itemsize for array, _ in blocked),
         dynamic=len(static) < len(mapping.grid),
+        turns=int(dict(equation.params["metadata"] or {}).get("turns", 0)),
     )
 
 

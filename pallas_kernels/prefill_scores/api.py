@@ -46,10 +46,12 @@ def prefill_scores(
     (equation 9) with it; the output always is plain attention.
 
     Implementations: `xla` everywhere, any dtype (float64 as itself), decoding one block of keys and values at a time
-    and holding the weights of a few thousand query rows, so that a logit is computed once; `pallas` in two passes, the
-    second of which computes the logits again and holds nothing: arrays of float32 or bfloat16, d and e a multiple of 8
-    up to 256 on TPU and a power of two from 16 to 256 on GPU. Both forms compile for their chips and
-    have run in interpreters, never on a chip.
+    and holding the weights of a few thousand query rows, so that a logit is computed once; `pallas` for
+    arrays of float32 or bfloat16, d and e a multiple of 8 up to 256 on TPU and a power of two from 16 to 256 on GPU. On
+    TPU it holds the exponentials of one block of queries in VMEM, in the dtype of the keys, until their softmax is
+    known: under bfloat16 each term of a sum is off by up to 2^-8 of itself. On GPU, and where there are too many keys
+    for VMEM (16 MiB on v4: from about 17,000 in bfloat16), a second pass computes the logits again and holds
+    nothing. Both forms compile for their chips and have run in interpreters, never on a chip.
 
     Args:
         q: queries of tokens in the order of the text.

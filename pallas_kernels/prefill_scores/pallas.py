@@ -1,16 +1,19 @@
-"""Prompt attention and its column sums for TPU, in two passes: what each query sums to, then what each key received.
+"""Prompt attention and its column sums for TPU.
 
-Logits lie transposed, [keys, queries]: maxima and sums of a query's softmax then are rows along the lanes. The grids
-are (rows, query heads, blocks of queries, blocks of keys) and (rows, heads, blocks of keys, query heads of a group,
-blocks of queries); what comes after the first kind of blocks runs in order, so that sums stay in scratch memory.
+Logits lie transposed, [keys, queries]: maxima and sums of a query's softmax then are rows along the lanes. The grid is
+(rows, heads, query heads of a group, blocks of queries, blocks of keys). Where sums are wanted, the exponentials of a
+block of queries are held in VMEM until all of its keys have been seen; each block of them then meets the reciprocals of
+its queries' sums in one product. Where they are too many for VMEM, a second pass computes them again, its grid (rows,
+heads, blocks of keys, query heads of a group, blocks of queries).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,13 +22,26 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.attention import AttentionSpec
-from pallas_kernels.prefill_scores.tiles import Tiles
+from pallas_kernels.prefill_scores.tiles import Tiles, row
 from pallas_kernels.prefill_scores.types import Own, PromptAttention
 
 LANES = 128
 BLOCK = 512
 """Queries and keys of one grid step, at most."""
+SPILLS = 2 << 20
+"""Bytes of VMEM that the compiler may take besides."""
 LOWEST = float(jnp.finfo(jnp.float32).min)
+LOG2E = math.log2(math.e)
+
+
+class _Common(NamedTuple):
+    # What both passes are made for; `part` keys' logits are computed together.
+    bounds: tuple[Int[Array, "3 m"], ...]
+    tiles: Tiles
+    spec: AttentionSpec
+    tau: float
+    part: int
+    interpret: Any
 
 
 def prefill_scores(
@@ -44,100 +60,217 @@ def prefill_scores(
     interpret: Any,
 ) -> PromptAttention:
     """See `pallas_kernels.prefill_scores.api`; compiled for v4 to v6e, interpreted, never run on a chip."""
-    (b, h, g, n, _), c = q.shape, k.shape[2]
+    (b, h, g, n, _), c, e = q.shape, k.shape[2], v.shape[3]
+    if not scores:
+        noise, tau = None, 1.0
     size, width = (min(BLOCK, -(-x // LANES) * LANES) for x in (n, c))
+    part, capacity = _chip(interpret)
+    spare = capacity - _other_bytes(size, width, q, v, rows=g + (1 if weights is None else weights.shape[2]))
+    # Half as many queries before a second pass; with fewer this would be no faster.
+    fitting = [x for x in (size, min(size, BLOCK // 2)) if -(-c // width) * width * x * q.dtype.itemsize <= spare]
+    held = scores and bool(fitting)
+    size = fitting[0] if held else size
     tiles = Tiles(n, c, size, width, spec.window, n if own is None else own.of)
-    noisy = scores and (noise is not None or tau != 1)
-    blocks = tiles.padded(q, k, v, query_position, key_position, noise if noisy else None)
+
+    # The chip's exponentials are powers of two, and so are all of these.
+    cap = None if spec.soft_cap is None else spec.soft_cap * LOG2E
+    spec = dataclasses.replace(spec, scale=spec.scale * LOG2E, soft_cap=cap)
+    factor = None
+    if noise is not None and tau == 1:
+        # The noise is a factor per key, of the same exponentials: e^(x + zeta) = e^x e^zeta.
+        factor, noise = jnp.exp(noise - noise.max(-1, keepdims=True)).astype(jnp.float32), None
+    noise = None if noise is None else noise * (LOG2E / tau)
+    blocks = tiles.padded(q, k, v, query_position, key_position, noise)
+    if factor is not None:
+        blocks["factor"] = row(factor, tiles.keys * width - c, 0)
     if spec.slopes is not None:
-        slopes = spec.slopes.astype(jnp.float32).reshape(1, -1, 1, 1)
+        slopes = LOG2E * spec.slopes.astype(jnp.float32).reshape(1, -1, 1, 1)
         blocks["slope"] = jnp.broadcast_to(slopes, (1, h * g, 1, LANES))
     bounds = () if own is None else (tiles.bounds_of(own),)
-    numbers: dict[str, Any] = dict(bounds=bounds, tiles=tiles, spec=spec, tau=tau, noisy=noisy, interpret=interpret)
-    out, lse, noisy_lse = _attend(blocks, **numbers)
-    sums = None
-    if scores:
-        del blocks["v"]
-        blocks |= {"lse": noisy_lse, "weight": tiles.weights(weights, b)}
-        sums = _collect(blocks, **numbers)[..., :c]
-    return PromptAttention(out.reshape(b, h, g, *out.shape[2:])[..., :n, :], lse.reshape(b, h, g, -1)[..., :n], sums)
+    common = _Common(bounds, tiles, spec, tau, part, interpret)
+    if held:
+        if weights is not None:
+            blocks["weight"] = tiles.weights(weights, b)
+        out, rows = _attend(blocks, common, capacity)
+        lse, sums = rows[:, :, :g], rows[:, :, g:]
+    else:
+        out, lse, *tempered_lse = _attend(blocks, common)
+        sums = None
+        if scores:
+            again = {name: x for name, x in blocks.items() if name not in ("v", "factor")}
+            again |= {"lse": [lse, *tempered_lse][-1], "weight": tiles.weights(weights, b)}
+            sums = _collect(again, common)
+        lse = lse.reshape(b, h, g, -1)
+    if sums is not None:
+        sums = sums[..., :c] if factor is None else sums[..., :c] * factor[:, :, None]
+    return PromptAttention(out.reshape(b, h, g, -1, e)[..., :n, :], lse[..., :n] / LOG2E, sums)
 
 
-def _attend(
-    blocks: dict[str, Array],
-    *,
-    bounds: tuple[Int[Array, "3 m"], ...],
-    tiles: Tiles,
-    spec: AttentionSpec,
-    tau: float,
-    noisy: bool,
-    interpret: Any,
-) -> tuple[Array, Array, Array]:
-    """Output, log-sum-exp [b, query heads, 1, n], and that of the second softmax (or the same)."""
-    (b, heads, n, _), e = blocks["q"].shape, blocks["v"].shape[3]
+def _chip(interpret: Any) -> tuple[int, int]:
+    """Columns of the matrix unit that is compiled for, and the bytes of VMEM that a kernel may take."""
+    columns, capacity = LANES, 16 << 20
+    if interpret is False:
+        try:
+            info = pltpu.get_tpu_info()
+            columns, capacity = info.mxu_column_size, info.vmem_capacity_bytes
+        except ValueError:  # a chip that jax does not know
+            pass
+    return columns, capacity // 8 * 7
+
+
+def _other_bytes(size: int, width: int, q: Array, v: Array, *, rows: int) -> int:
+    """Of VMEM besides what is held: blocks, each twice, the scratch memory of a step, and what the compiler spills."""
+    length = max(q.shape[3], v.shape[2]) + BLOCK
+    d, e = (max(x.shape[-1], LANES) for x in (q, v))
+    blocks = q.dtype.itemsize * (size * d + width * (d + e)) + 4 * (size * e + -(-rows // 8) * 8 * length)
+    return 2 * blocks + 4 * size * (width + e) + SPILLS
+
+
+def _attend(blocks: dict[str, Array], common: _Common, held: int | None = None) -> list[Array]:
+    """Output [b, query heads, n, e] and binary log-sum-exps.
+
+    If exponentials may be held in `held` bytes of VMEM, the latter lie above the column sums, [b, heads, g + rows of
+    weights, n or c]; if None, they are [b, query heads, 1, n], followed by those of the softmax that is to be summed if
+    that is another.
+    """
+    bounds, tiles, *_ = common
+    (b, heads, n, _), (h, c, e), dtype = blocks["q"].shape, blocks["v"].shape[1:], blocks["v"].dtype
+    g, weights = heads // h, blocks["weight"].shape[2] if "weight" in blocks else 1
+
+    def whole(*shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+    one = (1, tiles.size)
+    # Maximum and sum so far of attention's softmax, and of the one that is to be summed if that is another.
+    softmaxes = [("highest", "total")]
+    if common.tau != 1:
+        softmaxes.append(("tempered_highest", "tempered_total"))
+    elif "factor" in blocks:
+        softmaxes.append(("highest", "tempered_total"))
+    scratch = {name: pltpu.VMEM(one, jnp.float32) for names in softmaxes for name in names}
+    scratch["sum"] = pltpu.VMEM((e, tiles.size), jnp.float32)
+    scratch["x"] = pltpu.VMEM((tiles.width, tiles.size), jnp.float32)
+    block = pl.BlockSpec((1, 1, tiles.size, e), lambda r, m, member, i, j, *_: (r, m * g + member, i, 0))
+    outputs = {"out": (whole(b, heads, n, e), block)}
+    if held is None:
+        block = pl.BlockSpec((1, 1, *one), lambda r, m, member, i, j, *_: (r, m * g + member, 0, i))
+        outputs |= {name: (whole(b, heads, 1, n), block) for name in ("lse", "tempered_lse")[: len(softmaxes)]}
+    else:
+        # Together in one array: every output costs every grid step something.
+        rows = (g + weights, max(n, c))
+        block = pl.BlockSpec((1, 1, *rows), lambda r, m, *_: (r, m, 0, 0))
+        outputs["rows"] = whole(b, h, *rows), block
+        # Words, as registers hold them: stored as bfloat16 they would be shuffled, and again when they are read.
+        scratch["p"] = pltpu.VMEM((tiles.keys, tiles.width * dtype.itemsize // 4, tiles.size), jnp.uint32)
+        scratch["then"] = pltpu.VMEM((tiles.keys, tiles.size), jnp.float32)
 
     def kernel(*refs: Any) -> None:
         known, refs = _bound(tiles, refs[: len(bounds)]), refs[len(bounds) :]
-        ref = dict(zip(blocks, refs, strict=False))
-        out_ref, *rest = refs[len(blocks) :]
-        lse_refs, (sum_ref, *running) = rest[: 1 + noisy], rest[1 + noisy :]
-        i, j = pl.program_id(2), pl.program_id(3)
+        ref = dict(zip((*blocks, *outputs, *scratch), refs, strict=True))
+        member, i, j = (pl.program_id(axis) for axis in (2, 3, 4))
 
         @pl.when(j == 0)
         def _() -> None:
-            for at in (sum_ref, *running[1::2]):
-                at[...] = jnp.zeros(at.shape, jnp.float32)
-            for at in running[::2]:  # half of the lowest: exp(lowest - half) is 0 also where nothing has been seen
-                at[...] = jnp.full(at.shape, LOWEST / 2, jnp.float32)
+            ref["sum"][...] = jnp.zeros((e, tiles.size), jnp.float32)
+            for highest, total in softmaxes:
+                # Half of the lowest: the power of lowest - half is 0 also where nothing has been seen.
+                ref[highest][...] = jnp.full(one, LOWEST / 2, jnp.float32)
+                ref[total][...] = jnp.zeros(one, jnp.float32)
+            if held is not None:
+
+                @pl.when((member == 0) & (i == 0))
+                def _() -> None:
+                    ref["rows"][...] = jnp.zeros(ref["rows"].shape, jnp.float32)
 
         @pl.when(known.seen(i, j))
         def _() -> None:
-            x, tempered = _logits(ref, spec, tau, noisy)
-            p, shrink = _add(x, *running[:2])
-            v = ref["v"][0, 0]
-            sum_ref[...] = sum_ref[...] * shrink + _dot(v, p.astype(v.dtype), (0, 0))
-            if noisy:
-                _add(tempered, *running[2:])
+            _see(ref, common, j)
 
         @pl.when(j == tiles.keys - 1)
         def _() -> None:
-            out_ref[0, 0] = (sum_ref[...] / _safe(running[1][...])).T
-            for at, highest, total in zip(lse_refs, running[::2], running[1::2], strict=True):
-                lse = highest[...] + jnp.log(_safe(total[...]))
-                at[0, 0] = jnp.where(total[...] > 0, lse, -jnp.inf)
+            ref["out"][0, 0] = (ref["sum"][...] / _safe(ref["total"][...])).T
+            found = [_logarithm(ref[highest][...], ref[total][...]) for highest, total in softmaxes]
+            if held is None:
+                for name, lse in zip(("lse", "tempered_lse"), found, strict=False):
+                    ref[name][0, 0] = lse
+                return
+            ref["rows"][0, 0, pl.ds(member, 1), _block(i, tiles.size)] = found[0]
+            highest, total = (ref[name][...] for name in softmaxes[-1])
+            share, first, end = 1 / _safe(total), known.first(i), known.last(i) + 1
+            if "weight" in ref:
+                share *= ref["weight"][0, 0]
+                end = jnp.where(jnp.max(jnp.abs(ref["weight"][0, 0])) > 0, end, first)
 
-    specs = _specs(blocks, tiles, 4, lambda known, r, m, i, j: (r, m, i, known.of_keys(i, j)))
-    row, one_lse = pltpu.VMEM((1, tiles.size), jnp.float32), jax.ShapeDtypeStruct((b, heads, 1, n), jnp.float32)
-    out_spec = pl.BlockSpec((1, 1, tiles.size, e), lambda r, m, i, j, *_: (r, m, i, 0))
-    lse_spec = pl.BlockSpec((1, 1, 1, tiles.size), lambda r, m, i, j, *_: (r, m, 0, i))
-    out, *lse = pl.pallas_call(
+            def add(j: Any, _: None) -> None:
+                # What was held is relative to the maximum at that time.
+                factor = (share * jnp.exp2(ref["then"][pl.ds(j, 1)] - highest)).astype(dtype)
+                ref["rows"][0, 0, g:, _block(j, tiles.width)] += _dot(factor, pltpu.bitcast(ref["p"][j], dtype), (1, 1))
+
+            jax.lax.fori_loop(first, end, add, None)
+
+    specs = _specs(blocks, tiles, 5, lambda known, r, m, member, i, j: (r, m * g + member, i, known.of_keys(i, j)))
+    return pl.pallas_call(
         kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(bounds),
-            grid=(b, heads, tiles.queries, tiles.keys),
+            grid=(b, h, g, tiles.queries, tiles.keys),
             in_specs=specs,
-            out_specs=[out_spec, *[lse_spec] * (1 + noisy)],
-            scratch_shapes=[pltpu.VMEM((e, tiles.size), jnp.float32), *[row] * (4 if noisy else 2)],
+            out_specs=[spec for _, spec in outputs.values()],
+            scratch_shapes=list(scratch.values()),
         ),
-        out_shape=[jax.ShapeDtypeStruct((b, heads, n, e), jnp.float32), *[one_lse] * (1 + noisy)],
-        compiler_params=_in_order(3, 1),
-        interpret=interpret,
+        out_shape=[shape for shape, _ in outputs.values()],
+        compiler_params=_in_order(4, 1) if held is None else _in_order(2, 3, held),
+        interpret=common.interpret,
         name="prefill_attend",
+        metadata=None if held is None else {"turns": str(tiles.keys)},  # of the loop at a row's end, for the estimate
     )(*bounds, *blocks.values())
-    return out, lse[0], lse[-1]
 
 
-def _collect(
-    blocks: dict[str, Array],
-    *,
-    bounds: tuple[Int[Array, "3 m"], ...],
-    tiles: Tiles,
-    spec: AttentionSpec,
-    tau: float,
-    noisy: bool,
-    interpret: Any,
-) -> Array:
+def _see(ref: dict[str, Any], common: _Common, j: Any) -> None:
+    """Let a block of queries see block j of the keys."""
+    (width, _), dtype, tau = ref["x"].shape, ref["v"].dtype, common.tau
+    parts = [slice(at, min(at + common.part, width)) for at in range(0, width, common.part)]
+    column = {name: _column(ref[name][0, 0]) for name in ("key", "noise", "factor") if name in ref}
+    tops: list[Array] = []
+    tempered_tops: list[Array] = []
+    for part in parts:
+        x = _logits(ref, common.spec, column["key"][part], part)
+        ref["x"][part] = x
+        tops.append(_by_eight(jnp.max, x))
+        if tau != 1:
+            tempered_tops.append(_by_eight(jnp.max, _tempered(x, column, part, tau)))
+    highest, shrink = _raised(ref["highest"], tops)
+    tempered_highest, tempered_shrink = highest, shrink
+    if tau != 1:
+        tempered_highest, tempered_shrink = _raised(ref["tempered_highest"], tempered_tops)
+    summed = ref["sum"][...] * shrink
+    totals: list[Array] = []
+    tempered_totals: list[Array] = []
+    for part in parts:
+        x = ref["x"][part]
+        p = jnp.exp2(x - highest)
+        totals.append(_by_eight(jnp.sum, p))
+        rounded = held = p.astype(dtype)
+        if tau != 1:
+            p = jnp.exp2(_tempered(x, column, part, tau) - tempered_highest)
+            held = p.astype(dtype)
+        if "p" in ref:
+            words = pltpu.bitcast(held, jnp.uint32)
+            ref["p"][j, pl.ds(part.start * dtype.itemsize // 4, len(words))] = words
+        summed += _dot(ref["v"][0, 0, part], rounded, (0, 0))
+        if "tempered_total" in ref:
+            tempered_totals.append(_by_eight(jnp.sum, p * column["factor"][part] if "factor" in column else p))
+    ref["sum"][...] = summed
+    ref["total"][...] = ref["total"][...] * shrink + _row_sum(totals)
+    if "tempered_total" in ref:
+        ref["tempered_total"][...] = ref["tempered_total"][...] * tempered_shrink + _row_sum(tempered_totals)
+    if "then" in ref:
+        ref["then"][pl.ds(j, 1)] = tempered_highest
+
+
+def _collect(blocks: dict[str, Array], common: _Common) -> Array:
     """Column sums [b, heads, rows of weights, c]."""
+    bounds, tiles, spec, tau, *_ = common
     b, h, c, _ = blocks["k"].shape
     g, rows = blocks["q"].shape[1] // h, blocks["weight"].shape[2]
 
@@ -155,9 +288,11 @@ def _collect(
 
         @pl.when(known.seen(i, j) & (jnp.max(jnp.abs(weight)) > 0))
         def _() -> None:
-            lse = ref["lse"][0, 0]
-            x = _logits(ref, spec, tau, noisy)[1]
-            p = jnp.exp(x - jnp.where(lse == -jnp.inf, 0.0, lse))
+            lse, all_ = ref["lse"][0, 0], slice(0, tiles.width)
+            column = {name: _column(ref[name][0, 0]) for name in ("key", "noise") if name in ref}
+            x = _logits(ref, spec, column["key"], all_)
+            x = x if tau == 1 else _tempered(x, column, all_, tau)
+            p = jnp.exp2(x - jnp.where(lse == -jnp.inf, 0.0, lse))
             for m in range(rows):
                 counted = p * weight[m : m + 1]
                 parts = [counted[:, at : at + LANES] for at in range(0, tiles.size, LANES)]
@@ -182,7 +317,7 @@ def _collect(
         ),
         out_shape=jax.ShapeDtypeStruct((b, h, rows, c), jnp.float32),
         compiler_params=_in_order(3, 2),
-        interpret=interpret,
+        interpret=common.interpret,
         name="prefill_column_sums",
     )(*bounds, *blocks.values())
 
@@ -215,34 +350,55 @@ def _specs(blocks: dict[str, Array], tiles: Tiles, steps: int, at: Callable[...,
     return [spec(name, array) for name, array in blocks.items()]
 
 
-def _in_order(parallel: int, arbitrary: int) -> pltpu.CompilerParams:
-    return pltpu.CompilerParams(dimension_semantics=("parallel",) * parallel + ("arbitrary",) * arbitrary)
+def _in_order(parallel: int, arbitrary: int, vmem: int | None = None) -> pltpu.CompilerParams:
+    return pltpu.CompilerParams(
+        dimension_semantics=("parallel",) * parallel + ("arbitrary",) * arbitrary, vmem_limit_bytes=vmem
+    )
 
 
-def _logits(ref: dict[str, Any], spec: AttentionSpec, tau: float, noisy: bool) -> tuple[Array, Array]:
-    """Masked logits [keys, queries], and with noise at temperature tau (or the same)."""
-    q, k = ref["q"][0, 0], ref["k"][0, 0]
-    query, key = ref["query"][0, 0], _column(ref["key"][0, 0])
-    visible = (key >= 0) & (key <= query)
+def _logits(ref: dict[str, Any], spec: AttentionSpec, key: Array, part: slice) -> Array:
+    """Masked logits [keys, queries] of a part of the keys."""
+    query = ref["query"][0, 0]
+    visible = jnp.where(key < 0, jnp.iinfo(jnp.int32).max, key) <= query
     if spec.window is not None:
         visible &= key > query - spec.window
-    x = spec.capped(_dot(k, q, (1, 1)))
+    x = spec.capped(_dot(ref["k"][0, 0, part], ref["q"][0, 0], (1, 1)))
     if "slope" in ref:
         x += ref["slope"][0, 0][:, :1] * (key - query).astype(jnp.float32)
-    x = jnp.where(visible, x, LOWEST)
-    if not noisy:
-        return x, x
-    drawn = x + _column(ref["noise"][0, 0]) if "noise" in ref else x
-    return x, jnp.where(visible, drawn / tau, LOWEST)
+    return jnp.where(visible, x, LOWEST)
 
 
-def _add(x: Array, highest_ref: Any, total_ref: Any) -> tuple[Array, Array]:
-    """One more block of an online softmax: its weights, and by what earlier ones shrink."""
-    highest = jnp.maximum(highest_ref[...], jnp.max(x, axis=0, keepdims=True))
-    p, shrink = jnp.exp(x - highest), jnp.exp(highest_ref[...] - highest)
+def _tempered(x: Array, column: dict[str, Array], part: slice, tau: float) -> Array:
+    """Masked logits at a temperature, with noise that is at it already."""
+    drawn = x * (1 / tau)
+    if "noise" in column:
+        drawn += column["noise"][part]
+    return jnp.where(x > LOWEST, drawn, LOWEST)
+
+
+def _raised(highest_ref: Any, tops: list[Array]) -> tuple[Array, Array]:
+    """The maximum after one more block of an online softmax, and by what the sums before it shrink."""
+    before = highest_ref[...]
+    highest = jnp.maximum(before, jnp.max(functools.reduce(jnp.maximum, tops), axis=0, keepdims=True))
     highest_ref[...] = highest
-    total_ref[...] = total_ref[...] * shrink + jnp.sum(p, axis=0, keepdims=True)
-    return p, shrink
+    return highest, jnp.exp2(before - highest)
+
+
+def _by_eight(reduced: Callable[..., Array], x: Array) -> Array:
+    """[n, queries] to [8, queries]: the rows of a register stay apart."""
+    return reduced(x.reshape(-1, 8, x.shape[1]), axis=0)
+
+
+def _row_sum(parts: list[Array]) -> Array:
+    return jnp.sum(functools.reduce(jnp.add, parts), axis=0, keepdims=True)
+
+
+def _logarithm(highest: Array, total: Array) -> Array:
+    return jnp.where(total > 0, highest + jnp.log2(_safe(total)), -jnp.inf)
+
+
+def _block(i: Any, length: int) -> Any:
+    return pl.ds(pl.multiple_of(i * length, length), length)
 
 
 def _dot(a: Array, b: Array, over: tuple[int, int]) -> Array:

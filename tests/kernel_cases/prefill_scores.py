@@ -181,6 +181,8 @@ CASES = (
     case("after-a-cache", 2, 2, 2, 140, 8, cached=48, window=100),
     case("alibi", 2, 2, 3, 90, 16, cached=16, extra=("slopes",)),
     case("bfloat16", 2, 1, 4, 160, 64, dtype="bfloat16", extra=("noise",)),
+    case("bfloat16-over-blocks", 1, 2, 4, 600, 64, dtype="bfloat16", cached=37, extra=("weights",), rows=2),
+    case("bfloat16-at-a-temperature", 1, 1, 8, 140, 64, dtype="bfloat16", extra=("noise",), tau=2.0, window=90),
     case("one-key-for-all-heads-of-many", 1, 8, 1, 140, 8, extra=("weights",)),
     case("soft-cap-and-scale", 2, 2, 2, 140, 16, soft_cap=3.0, scale=0.4, extra=("noise",)),
     case("narrow-values", 1, 2, 2, 140, 32, e=16, extra=("weights",)),
