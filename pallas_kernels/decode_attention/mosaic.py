@@ -17,6 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels import common
 from pallas_kernels.attention import AttentionSpec, Partial, merge, share_of_evicted
 from pallas_kernels.decode_attention.kernel_parts import LOWEST, seen
 from pallas_kernels.decode_attention.partials import PROGRAMS, ROWS, merged
@@ -27,8 +28,6 @@ BLOCK = 64
 RING = 96 * 1024
 """Bytes of keys and values in shared memory, so that two blocks of threads live on a multiprocessor."""
 
-PIECE = 256
-"""Channels of values that are multiplied at a time: more take so many registers that one block lives alone."""
 LEAST = 128
 """Bytes of a copy, one for each thread of a warp group."""
 
@@ -66,9 +65,10 @@ def decode_attention(
     }
     if spec.slopes is not None:
         inputs["slopes"] = padded(spec.slopes.astype(jnp.float32), 1, LEAST // 4)
+    columns = common.padded(g, 8)  # of a tile in registers, which is stored whole
     shapes = {"out": (b, h, splits, e, ROWS), "lse": (b, h, splits, ROWS)}
     if scores is not None:
-        shapes["logits"] = (b, h, blocks, BLOCK, ROWS)
+        shapes["logits"] = (b, h, blocks, BLOCK, columns)
 
     def tiled(*shape: int) -> Any:
         transforms = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
@@ -106,7 +106,7 @@ def decode_attention(
     )(inputs)
     found["out"] = found["out"].swapaxes(3, 4)
     if "logits" in found:
-        logits = found["logits"].reshape(b, h, blocks * BLOCK, ROWS)
+        logits = found["logits"].reshape(b, h, blocks * BLOCK, columns)
         found["logits"] = logits[:, :, :c, :g].swapaxes(2, 3)
     decoded = merged(found, g, splits, scores)
     if low_rank is None:
@@ -154,8 +154,8 @@ def kernel(
     def product(a: Any, b: Any, turned: bool = False) -> Array:
         """a b^T, or a^T b^T, in float32."""
         if not chip:
-            a, b = a[...], b[...]
-            return jax.lax.dot_general(a, b, (((0 if turned else 1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+            over = (((0 if turned else 1,), (1,)), ((), ()))
+            return jax.lax.dot_general(a[...], b[...], over, preferred_element_type=jnp.float32)
         a = plgpu.transpose_ref(a, (1, 0)) if turned else a
         b = plgpu.transpose_ref(b, (1, 0))
 
@@ -192,14 +192,13 @@ def kernel(
 
     @pl.when(jax.lax.axis_index("group") == 1)
     def _attend() -> None:
-        width = values.shape[-1]
-        pieces = [pl.ds(start, min(PIECE, width - start)) for start in range(0, width, PIECE)]
         of_slot, of_query = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
         query = refs["query_position"][row]
         plgpu.barrier_wait(q_ready)
 
         def step(i: Array, carry: Any) -> Any:
             acc, top, total = carry
+            # Behind a barrier the addresses in a ring of one stage are not held in registers all the while.
             stage = jax.lax.optimization_barrier(jax.lax.rem(i, stages))
             again = i + stages < steps
             plgpu.barrier_wait(k_ready.at[stage])
@@ -217,7 +216,8 @@ def kernel(
                 logits += over_rows(slope, shape) * (at - query).astype(jnp.float32)
             logits = jnp.where(seen(at, query, spec.window), logits, LOWEST)
             if "logits" in outputs:
-                outputs["logits"][row, head, first + i] = logits
+                columns = outputs["logits"].shape[-1]
+                outputs["logits"][row, head, first + i] = jax.lax.slice(logits, (0, 0), (BLOCK, columns))
             highest = jnp.maximum(top, logits.max(0))
             shares, kept = jnp.exp(logits - over_rows(highest, shape)), jnp.exp(top - highest)
             total = kept * total + shares.sum(0)
@@ -228,10 +228,7 @@ def kernel(
                 weights[...] = rounded.T
             plgpu.commit_smem()
             plgpu.barrier_wait(v_ready.at[stage])
-            acc = tuple(
-                over_rows(kept, some.shape) * some + product(values.at[stage, :, channels], weights, turned=True)
-                for some, channels in zip(acc, pieces, strict=True)
-            )
+            acc = over_rows(kept, acc.shape) * acc + product(values.at[stage], weights, turned=True)
 
             @pl.when(again)
             def _() -> None:
@@ -240,12 +237,11 @@ def kernel(
             return acc, highest, total
 
         start = (
-            tuple(laid(jnp.zeros((some.size, ROWS), jnp.float32), plgpu.Layout.WGMMA) for some in pieces),
+            laid(jnp.zeros((values.shape[-1], ROWS), jnp.float32), plgpu.Layout.WGMMA),
             laid(jnp.full(ROWS, LOWEST / 2, jnp.float32), of_query),
             laid(jnp.zeros(ROWS, jnp.float32), of_query),
         )
         acc, top, total = jax.lax.fori_loop(0, steps, step, start)
         some = jnp.where(total > 0, total, 1.0)
-        for piece, channels in zip(acc, pieces, strict=True):
-            outputs["out"][row, head, part, channels] = piece / over_rows(some, piece.shape)
+        outputs["out"][row, head, part] = acc / over_rows(some, acc.shape)
         outputs["lse"][row, head, part] = jnp.where(total > 0, top + jnp.log(some), LOWEST)
