@@ -48,8 +48,7 @@ def decode_attention(
     b, h, g, d = q.shape
     c, e = v.shape[2:]
     blocks = pl.cdiv(c, BLOCK)
-    split = pl.cdiv(blocks, min(max(1, PROGRAMS // (b * h)), max(1, c // 256)))
-    splits = pl.cdiv(blocks, split)
+    splits, split = splits_of(b * h, c)
     stages = max(1, min(split, RING // (BLOCK * (d + e) * q.dtype.itemsize)))
 
     def padded(x: Array, axis: int, size: int, value: int = 0) -> Array:
@@ -102,7 +101,7 @@ def decode_attention(
         num_threads=2,
         thread_name="group",
         kernel_name="decode_attention",
-        interpret=None if interpret is False else interpret,
+        interpret=simulated(interpret),
     )(inputs)
     found["out"] = found["out"].swapaxes(3, 4)
     if "logits" in found:
@@ -115,6 +114,23 @@ def decode_attention(
     of_slots = Partial(decoded.out[:, :, :, None], decoded.lse[:, :, :, None])
     whole = merge(of_slots, share_of_evicted(token))
     return decoded._replace(out=whole.out[:, :, :, 0], lse=whole.lse[:, :, :, 0])
+
+
+def splits_of(heads: int, c: int) -> tuple[int, int]:
+    """How many splits each head's c slots have, and of how many blocks each is; the last may have fewer."""
+    blocks = pl.cdiv(c, BLOCK)
+    split = pl.cdiv(blocks, min(max(1, PROGRAMS // heads), max(1, c // 256)))
+    return pl.cdiv(blocks, split), split
+
+
+def simulated(interpret: Any) -> Any:
+    """As `plgpu.kernel` takes it; jax has no public name for the parameters of its interpreter yet."""
+    if interpret is True:
+        from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
+
+        # Copies give zeros beyond an array's end, as a GPU's do.
+        return InterpretGPUParams(out_of_bounds_reads="uninitialized", uninitialized_memory="zero")
+    return None if interpret is False else interpret
 
 
 def kernel(
