@@ -27,9 +27,8 @@ BLOCK = 64
 """Slots of one step: the rows of a product."""
 RING = 96 * 1024
 """Bytes of keys and values in shared memory, so that two blocks of threads live on a multiprocessor."""
-
 LEAST = 128
-"""Bytes of a copy, one for each thread of a warp group."""
+"""Bytes of the smallest copy, one for each thread of a warp group."""
 
 
 def decode_attention(
@@ -64,7 +63,7 @@ def decode_attention(
     }
     if spec.slopes is not None:
         inputs["slopes"] = padded(spec.slopes.astype(jnp.float32), 1, LEAST // 4)
-    columns = common.padded(g, 8)  # of a tile in registers, which is stored whole
+    columns = common.padded(g, 8)  # registers are stored by tiles of as many
     shapes = {"out": (b, h, splits, e, ROWS), "lse": (b, h, splits, ROWS)}
     if scores is not None:
         shapes["logits"] = (b, h, blocks, BLOCK, columns)
@@ -154,6 +153,8 @@ def kernel(
     k_free: Any,
     v_free: Any,
 ) -> None:
+    # Where it is not compiled for a `chip`, arrays are multiplied instead of references, and have no layouts: jax's
+    # interpreter has no rules for those. They change where numbers lie, not what they are.
     part, head, row = (jax.lax.axis_index(name) for name in ("part", "head", "row"))
     first = part * split
     steps = jnp.minimum(split, blocks - first)
@@ -167,8 +168,7 @@ def kernel(
     def over_rows(x: Array, shape: tuple[int, ...]) -> Array:
         return laid(jax.lax.broadcast_in_dim(x, shape, (1,)), plgpu.Layout.WGMMA)
 
-    def product(a: Any, b: Any, turned: bool = False) -> Array:
-        """a b^T, or a^T b^T, in float32."""
+    def product(a: Any, b: Any, turned: bool = False) -> Array:  # a b^T, or a^T b^T
         if not chip:
             over = (((0 if turned else 1,), (1,)), ((), ()))
             return jax.lax.dot_general(a[...], b[...], over, preferred_element_type=jnp.float32)
