@@ -16,7 +16,7 @@ import subprocess
 import tempfile
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -137,7 +137,7 @@ def _of_xla(dump: Path) -> Iterator[_Kernel]:
 
 
 @contextlib.contextmanager
-def _mosaic_dumps(folder: Path) -> Iterator[Path]:
+def _mosaic_dumps(folder: Path) -> Generator[Path]:
     """Where Mosaic GPU leaves what it compiles; it asks the environment."""
     folder.mkdir()
     before = os.environ.get(DUMP_MOSAIC)

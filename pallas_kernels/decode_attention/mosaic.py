@@ -179,7 +179,7 @@ def kernel(
             plgpu.wgmma(acc, a, b)
             return acc[...]
 
-        return pl.run_scoped(multiply, plgpu.ACC((a.shape[0], b.shape[1]), jnp.float32))
+        return pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef((a.shape[0], b.shape[1]), jnp.float32))
 
     @pl.when(jax.lax.axis_index("group") == 0)
     def _copy() -> None:
