@@ -175,7 +175,8 @@ def _compile(chip: str, parsed: argparse.Namespace, rows: Rows) -> int:
         if row is None:
             try:
                 row = make() | {"compiler": compiler}
-            except Unsupported:
+            except Unsupported as error:
+                print(f"{chip} {name} is left out: {error}", file=sys.stderr, flush=True)
                 continue
             except Exception as error:  # whatever a compiler raises; all of them are wanted
                 refused += 1
