@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from pallas_kernels.gpus import capability
 from pallas_kernels.operands import Quantised
 
-IMPLEMENTATIONS = ("auto", "xla", "pallas", "triton")
+IMPLEMENTATIONS = ("auto", "xla", "pallas", "triton", "mosaic")
 VARIABLE = "KVJAX_KERNELS"
 """Environment variable that stands in for `implementation="auto"`."""
 
@@ -27,6 +28,9 @@ LISTED = ("TPU v4", "TPU v5 lite", "TPU v5e", "TPU v5", "TPU v5p", "TPU v6 lite"
 WINNERS: dict[str, dict[str, tuple[str, ...]]] = {}
 """What won on kinds of devices, for buckets of tasks: the right implementations, the fastest first. `auto` only looks
 them up, while programs are traced; who races (`pallas_kernels.race`) writes them."""
+
+HOPPER = 90
+"""Compute capability in tenths of the GPUs whose instructions `mosaic` is made of."""
 
 SIMULATED = "tpu"
 """The form of a Pallas kernel that interpreters run where there is no accelerator."""
@@ -100,17 +104,17 @@ def choose(
     interpret: Any = False,
     task: Task | None = None,
 ) -> str:
-    """The implementation that is going to run: `xla`, `pallas` or `triton`.
+    """The implementation that is going to run: `xla`, `pallas`, `triton` or `mosaic`.
 
     Args:
         op: name of the operation, for messages.
         implementation: `auto` (then the environment variable KVJAX_KERNELS, if set, or else who has won on this kind of
-            device, see `WINNERS`), `xla`, `pallas` or `triton`; or several of these names with commas between them, for
-            the first that can run; or a `Survey`.
-        limits: for `pallas` and `triton` what these arguments ask that it cannot do, or None; an implementation that
-            is missing here does not exist.
+            device, see `WINNERS`), `xla`, `pallas`, `triton` or `mosaic`; or several of these names with commas between
+            them, for the first that can run; or a `Survey`.
+        limits: for all but `xla` what these arguments ask that it cannot do, or None; an implementation that is missing
+            here does not exist.
         platform: `cpu`, `gpu` or `tpu`, for which the program is compiled; None for that of `jax.default_backend()`.
-        interpret: as given to `pallas_call`; anything but False lets `pallas` run on every backend.
+        interpret: as given to `pallas_call`; anything but False lets `pallas` and `mosaic` run on every backend.
         task: what is asked; None where nobody can win anything.
 
     Raises:
@@ -231,4 +235,19 @@ def _obstacle(name: str, limits: Mapping[str, str | None], platform: str, interp
         return f"it compiles for gpu, not for {platform}"
     if name == "triton" and importlib.util.find_spec("jax_triton") is None:
         return "it needs jax-triton, which pip install 'kvjax[gpu]' brings"
+    if name == "mosaic" and interpret is False:
+        if platform != "gpu":
+            return f"it compiles for gpu, not for {platform} (there only with interpret=True)"
+        if (found := _capability()) != HOPPER:
+            had = "there is none to ask here" if found is None else f"this one's is {found / 10}"
+            return f"it needs a GPU of compute capability {HOPPER / 10} (Hopper), and {had}"
     return limits[name]
+
+
+def _capability() -> int | None:
+    """Compute capability in tenths of the GPU that is compiled for; None where there is none to ask."""
+    known = capability()
+    if known is None and platform_of(jax.default_backend()) == "gpu":
+        major, minor = jax.local_devices()[0].compute_capability.split(".")
+        return 10 * int(major) + int(minor)
+    return known

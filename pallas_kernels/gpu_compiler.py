@@ -5,6 +5,7 @@ Needs jax-cuda12-plugin, jax-cuda12-pjrt and nvidia-cuda-nvcc-cu12, and for `tri
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import importlib.util
@@ -15,7 +16,7 @@ import subprocess
 import tempfile
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,6 +32,11 @@ ENVIRONMENT = {
     "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",  # of libraries that only running needs
 }
 """What has to be set before jax is asked for devices."""
+
+DUMP_MOSAIC = "MOSAIC_GPU_DUMP_TO"
+"""Environment variable that names the folder in which Mosaic GPU leaves PTX, and all that it came from."""
+MOSAIC = "mosaic"
+"""That folder, within XLA's."""
 
 MEMORY = ("argument", "output", "alias", "temp")
 """What the compiler says of a program's bytes in device memory; `temp` is what it needs besides."""
@@ -61,12 +67,12 @@ def compile_for(chip: str, program: Program, implementation: str) -> dict[str, A
         return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=NamedSharding(mesh, PartitionSpec()))
 
     began = time.perf_counter()
-    with tempfile.TemporaryDirectory() as dump:
+    with tempfile.TemporaryDirectory() as dump, _mosaic_dumps(Path(dump) / MOSAIC) as of_mosaic:
         with jax.set_mesh(mesh):  # kernels ask the mesh for which chip they are lowered
             traced = program.jit(implementation, "gpu").trace(**jax.tree.map(placed, program.shapes))
             lowered = traced.lower(lowering_platforms=("cuda",))
             compiled = lowered.compile(compiler_options={"xla_dump_to": dump})
-        kernels = [*_of_xla(Path(dump)), *_of_triton(lowered)]
+        kernels = [*_of_xla(Path(dump)), *_of_triton(lowered), *_of_mosaic(of_mosaic)]
         resources = [_assembled(kernel) for kernel in kernels]
     seconds = time.perf_counter() - began
     memory = compiled.memory_analysis()
@@ -113,6 +119,8 @@ class _Kernel(NamedTuple):
     shared: int
     """Bytes of a block that are given at launch, besides those that PTX declares."""
     of_triton: bool = False
+    said: str | None = None
+    """What the assembler said of it, where that has run."""
 
 
 def _of_xla(dump: Path) -> Iterator[_Kernel]:
@@ -126,6 +134,33 @@ def _of_xla(dump: Path) -> Iterator[_Kernel]:
         ptx = file.read_text()
         for name in re.findall(r"\.entry (\w+)", ptx):
             yield _Kernel(name, name, ptx, *launches[name])
+
+
+@contextlib.contextmanager
+def _mosaic_dumps(folder: Path) -> Generator[Path]:
+    """Where Mosaic GPU leaves what it compiles; it asks the environment."""
+    folder.mkdir()
+    before = os.environ.get(DUMP_MOSAIC)
+    os.environ[DUMP_MOSAIC] = str(folder)
+    try:
+        yield folder
+    finally:
+        del os.environ[DUMP_MOSAIC]
+        if before is not None:
+            os.environ[DUMP_MOSAIC] = before
+
+
+def _of_mosaic(dump: Path) -> Iterator[_Kernel]:
+    # Shared memory stands in the launch, among what its compiler's passes made of the module.
+    for file in dump.glob("*.ptx"):
+        ptx = file.read_text()
+        passes = file.with_suffix(".mlir-passes.log").read_text()
+        entry, threads = re.search(r"\.entry (\w+)", ptx), re.search(r"\.maxntid (\d+)", ptx)
+        shared = re.search(r"dynamic_shared_memory_size %c(\d+)_i32", passes)
+        assert entry is not None and threads is not None and shared is not None
+        name = entry[1].removesuffix("_mosaic_gpu_kernel")
+        # It has an assembler of its own, whose PTX is newer than that of nvidia-cuda-nvcc-cu12.
+        yield _Kernel(name, entry[1], ptx, int(threads[1]), int(shared[1]), said=file.with_suffix(".ptxas").read_text())
 
 
 def _of_triton(lowered: jax.stages.Lowered) -> Iterator[_Kernel]:
@@ -175,14 +210,7 @@ def _fields(message: bytes) -> dict[int, Any]:
 
 def _assembled(kernel: _Kernel) -> tuple[int, int, int]:
     """Registers of a thread, bytes that it spills, and all shared memory of a block."""
-    target = re.search(r"^\.target (sm_(\d+)\w*)", kernel.ptx, re.MULTILINE)
-    assert target is not None
-    assembler = _assembler(int(target[2]) if kernel.of_triton else None)
-    command = [assembler, "-v", f"-arch={target[1]}", "-", "-o", os.devnull]
-    said = subprocess.run(command, input=kernel.ptx, capture_output=True, text=True, check=False)
-    if said.returncode:
-        raise RuntimeError(f"ptxas refuses {kernel.name}: {said.stderr.strip()}")
-    told = said.stderr.partition(f"entry function '{kernel.entry}'")[2]
+    told = (kernel.said or _said(kernel)).partition(f"entry function '{kernel.entry}'")[2]
 
     def number(pattern: str) -> int:
         found = re.search(pattern, told)
@@ -190,6 +218,17 @@ def _assembled(kernel: _Kernel) -> tuple[int, int, int]:
 
     shared = kernel.shared + number(r"(\d+) bytes smem")
     return number(r"Used (\d+) registers"), number(r"(\d+) bytes spill stores"), shared
+
+
+def _said(kernel: _Kernel) -> str:
+    target = re.search(r"^\.target (sm_(\d+)\w*)", kernel.ptx, re.MULTILINE)
+    assert target is not None
+    assembler = _assembler(int(target[2]) if kernel.of_triton else None)
+    command = [assembler, "-v", f"-arch={target[1]}", "-", "-o", os.devnull]
+    said = subprocess.run(command, input=kernel.ptx, capture_output=True, text=True, check=False)
+    if said.returncode:
+        raise RuntimeError(f"ptxas refuses {kernel.name}: {said.stderr.strip()}")
+    return said.stderr
 
 
 @functools.cache

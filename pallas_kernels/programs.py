@@ -28,7 +28,7 @@ from pallas_kernels.prefill_scores import Own, prefill_scores
 from pallas_kernels.ranking import Protection
 
 Shape = jax.ShapeDtypeStruct
-IMPLEMENTATIONS = ("xla", "pallas", "triton")
+IMPLEMENTATIONS = ("xla", "pallas", "triton", "mosaic")
 
 H100 = AbstractMesh((1,), ("one",), abstract_device=AbstractDevice("NVIDIA H100 80GB HBM3", None, "gpu"))
 """What kernels are lowered for where there is no GPU to ask."""

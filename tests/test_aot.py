@@ -284,6 +284,20 @@ def test_a_refusal_is_told_and_keeps_the_others(tmp_path, monkeypatch, capsys):
     ]
 
 
+def test_what_an_implementation_does_not_take_is_left_out(tmp_path, monkeypatch, capsys):
+    def compile_for(chip, program, implementation):
+        if implementation == "pallas":
+            raise Unsupported("d=80 is odd")
+        return _row("")
+
+    main = importlib.import_module("pallas_kernels.aot.__main__")
+    monkeypatch.setattr(main, "compile_for", compile_for)
+    monkeypatch.setattr(main, "compiler_name", lambda chip: "jax 1 with libtpu 1")
+    assert main.main(["--chips", "v5e", "--only", "hamming the same", "--out", str(tmp_path)]) == 0
+    assert "v5e hamming the same, 64 bits, pallas is left out: d=80 is odd" in capsys.readouterr().err
+    assert [*json.loads((tmp_path / "chips" / "v5e.json").read_text())["kernels"]] == ["hamming the same, 64 bits, xla"]
+
+
 def test_gpus_have_columns_of_their_own(tmp_path, monkeypatch, capsys):
     def compile_for(chip, program, implementation):
         told = dict(registers={"decode": 168, "sum": 20}, spills={"decode": 64, "sum": 0})

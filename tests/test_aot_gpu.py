@@ -35,6 +35,9 @@ def test_every_kernel_compiles_for_gpus_without_spilling():
     compiled = {(row["chip"], row["op"], row["size"]) for row in rows if row["implementation"] == "pallas"}
     assert compiled == {(chip, program.op, program.label) for chip in GPUS for program in of_gpu()}
     assert {row["chip"] for row in rows if row["implementation"] == "triton"} == set(GPUS)
+    mosaic = [row for row in rows if row["implementation"] == "mosaic"]
+    assert {row["chip"] for row in mosaic} == {"h100"}
+    assert len(mosaic) == 6
     for row in rows:
         name = f"{row['op']} {row['size']} as {row['implementation']} for {row['chip']}"
         assert max(row["spills"].values()) <= MOST_SPILLED, f"{name} spills {row['spills']}"

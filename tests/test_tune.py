@@ -348,6 +348,7 @@ def test_the_command_shows_what_is_kept(chip, monkeypatch, capsys):
         "9.5",
         "3.0",
         "2.0",
+        "",
         "NaN",
         "triton",
     ]

@@ -68,8 +68,8 @@ def prefill(
             None is the policy's own way, mostly the whole prompt; 1 reads it by decode steps.
         budget_of: what a fractional budget is of: `text` (prompt + `max_new_tokens`), `prompt`, or `context` (the
             model's positions).
-        implementation: of every operation: `auto`, `xla`, `pallas`, `triton`, or `pallas,xla` for the first that can
-            run, see `pallas_kernels.common.choose`.
+        implementation: of every operation: `auto`, `xla`, `pallas`, `triton`, `mosaic`, or `pallas,xla` for the first
+            that can run, see `pallas_kernels.common.choose`.
 
     Returns:
         The state to decode from, and the logits for the first new token [b, vocab].

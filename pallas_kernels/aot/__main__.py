@@ -21,6 +21,7 @@ from pallas_kernels.aot.chips import CHIPS, ENVIRONMENT, SPECIFICATIONS
 from pallas_kernels.aot.page import bundles, markdown, plot
 from pallas_kernels.aot.rows import Kind, Rows
 from pallas_kernels.aot.tpu import compile_for, mesh_of
+from pallas_kernels.common import Unsupported
 from pallas_kernels.programs import Program, programs
 
 
@@ -45,7 +46,7 @@ def wanted(chip: str, implementations: Sequence[str], steps: bool, only: str) ->
     for program in programs():
         for implementation in implementations:
             name = f"{program}, {implementation}"
-            exists = implementation == "xla" or (form in program.forms and (implementation, form) != ("triton", "tpu"))
+            exists = implementation == "xla" or form in program.forms
             if not exists or only not in name:
                 continue
 
@@ -127,7 +128,8 @@ def main(argv: list[str] | None = None) -> int:
     """The command line; returns its exit code."""
     options = argparse.ArgumentParser(prog="pallas_kernels.aot", description=__doc__, allow_abbrev=False)
     options.add_argument("--chips", default=",".join(CHIPS), help=f"of {', '.join(SPECIFICATIONS)}, with commas")
-    options.add_argument("--implementations", help="of kernels, with commas (default: pallas,xla, and of GPUs triton)")
+    everything = "of kernels, with commas (default: pallas,xla, and of GPUs triton,mosaic)"
+    options.add_argument("--implementations", help=everything)
     options.add_argument("--only", default="", help="programs whose name has this text in it")
     options.add_argument("--steps", action="store_true", help="also whole decode steps")
     options.add_argument("--schedule", action="store_true", help="print regions of kernels and the dearest fusions")
@@ -166,13 +168,16 @@ def _compile(chip: str, parsed: argparse.Namespace, rows: Rows) -> int:
     except Exception as error:  # whatever a plugin raises that is not there
         package = "jax[tpu]" if chip in CHIPS else "jax-cuda12-plugin, jax-cuda12-pjrt and nvidia-cuda-nvcc-cu12"
         raise RuntimeError(f"there is no compiler for {chip}, install {package}: {error}") from error
-    default = "pallas,xla" if chip in CHIPS else "pallas,triton,xla"
+    default = "pallas,xla" if chip in CHIPS else "pallas,triton,mosaic,xla"
     refused, names = 0, (parsed.implementations or default).split(",")
     for kind, name, make in wanted(chip, names, parsed.steps, parsed.only):
         row = None if parsed.redo else rows.get(kind, name, compiler)
         if row is None:
             try:
                 row = make() | {"compiler": compiler}
+            except Unsupported as error:
+                print(f"{chip} {name} is left out: {error}", file=sys.stderr, flush=True)
+                continue
             except Exception as error:  # whatever a compiler raises; all of them are wanted
                 refused += 1
                 reason = str(error).splitlines()[0] if str(error) else repr(error)

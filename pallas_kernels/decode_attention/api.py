@@ -52,14 +52,16 @@ def decode_attention(
         low_rank: the evicted tokens' share (LESS, equation 3), or None.
         scores: probabilities of `each` query head, their `sum` over the group, or a `Gumbel` (Keyformer, equation 9,
             summed over the group); None for none.
-        implementation: `auto`, `xla`, `pallas` or `triton`. `xla` takes everything. The others take queries of float32
-            and bfloat16 and arrays of the same, g up to 16, c up to 65536, R up to 128, no keys that are rotated, and
-            no places beside slopes. `pallas` takes d and e that are multiples of 8 up to 256 on TPU (of 16 with four
-            bits); on GPU powers of two from 16 to 256 (from 32 with four bits), and less than 2^31 numbers in k and in
-            v. `triton` is for GPU, needs jax-triton, and takes any d and e up to 256, but neither gaussian noise nor
-            codes of four bits. All compile for their chips and have run in interpreters, none on a chip; what
-            `auto` is says `pallas_kernels.common.choose`.
-        interpret: `True`, or `pltpu.InterpretParams()`, to run `pallas` without an accelerator.
+        implementation: `auto`, `xla`, `pallas`, `triton` or `mosaic`. `xla` takes everything. The others take queries
+            of float32 and bfloat16 and arrays of the same, g up to 16, c up to 65536, R up to 128, no keys that are
+            rotated, and no places beside slopes. `pallas` takes d and e that are multiples of 8 up to 256 on TPU (of 16
+            with four bits); on GPU powers of two from 16 to 256 (from 32 with four bits), and less than 2^31 numbers
+            in k and in v. `triton` is for GPU, needs jax-triton, and takes any d and e up to 256, but neither gaussian
+            noise nor codes of four bits. `mosaic` is for Hopper, and takes queries and arrays of bfloat16, d and e that
+            are multiples of 64 up to 256, c that is one of 8, and no `Gumbel`. All compile for their chips and have run
+            in interpreters, none on a chip; what `auto` is says `pallas_kernels.common.choose`.
+        interpret: `True`, or `pltpu.InterpretParams()`, to run `pallas` without an accelerator; `True`, or the
+            parameters of jax's interpreter for Mosaic GPU, to run `mosaic`.
         platform: for which the program is compiled; None for that of `jax.default_backend()`.
 
     Raises:
@@ -75,6 +77,7 @@ def decode_attention(
     limits = {
         "pallas": limit(q, k, v, spec, places, low_rank, common.pallas_form(platform)),
         "triton": triton_limit(q, k, v, spec, places, low_rank, scores),
+        "mosaic": mosaic_limit(q, k, v, spec, places, low_rank, scores),
     }
     arguments: dict[str, Any] = dict(low_rank=low_rank, scores=scores)
     asked = dict(q=q, k=k, v=v, position=position, query_position=query_position, spec=spec, places=places)
@@ -92,9 +95,10 @@ def decode_attention(
         arguments |= dict(places=places, platform=common.platform_of(platform))
         return reference.decode_attention(q, k, v, position, query_position, spec, **arguments)
     # Kernels are imported where one runs: Pallas takes long, jax-triton is not everywhere.
-    if chosen == "pallas":
-        chosen = "pallas_gpu" if common.pallas_form(platform) == "gpu" else "pallas"
+    if chosen in ("pallas", "mosaic"):
         arguments["interpret"] = interpret
+    if chosen == "pallas" and common.pallas_form(platform) == "gpu":
+        chosen = "pallas_gpu"
     form = importlib.import_module(f"pallas_kernels.decode_attention.{chosen}")
     return form.decode_attention(q, k, v, position, query_position, spec, **arguments)
 
@@ -131,6 +135,29 @@ def triton_limit(
         *((x.shape[-1] <= 256, f"{name}={x.shape[-1]} is more than 256") for name, x in (("d", k), ("e", v))),
         (not four, "it has no codes of four bits"),
         (not gaussian, "it has no gaussian noise"),
+    )
+
+
+def mosaic_limit(
+    q: Array,
+    k: Operand,
+    v: Operand,
+    spec: AttentionSpec,
+    places: Places | None,
+    low_rank: LowRank | None,
+    scores: str | Gumbel | None,
+) -> str | None:
+    """What these arguments ask that the Mosaic GPU kernel cannot do, or None."""
+    c = k.shape[2]
+    widths = (("d", k.shape[-1]), ("e", v.shape[-1]))
+    return common.first_limit(
+        *operand_limits(q, k, v, spec, places),
+        *_limits(k, low_rank),
+        (not isinstance(k, Quantised) and not isinstance(v, Quantised), "it has no codes"),
+        (q.dtype == jnp.bfloat16, f"q, k, v are of {q.dtype}, and it multiplies bfloat16 alone"),
+        *((x % 64 == 0 and x <= 256, f"{name}={x} is not a multiple of 64 up to 256") for name, x in widths),
+        (c % 8 == 0, f"c={c} slots are not a multiple of 8"),
+        (not isinstance(scores, Gumbel), "it has neither noise nor temperature"),
     )
 
 

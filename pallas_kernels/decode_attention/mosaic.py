@@ -1,0 +1,263 @@
+"""Decode attention for Hopper through Pallas's Mosaic GPU lowering: one warp group copies, another multiplies.
+
+A block of threads has one split of a head's slots. One of its warp groups has the copy engine (TMA) fill a ring in
+shared memory, the other multiplies there on tensor cores (WGMMA). Their products have 64 rows at least, so that slots
+and channels are rows and the few queries are columns: logits are K q^T, results V^T p. XLA merges the splits.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels import common
+from pallas_kernels.attention import AttentionSpec, Partial, merge, share_of_evicted
+from pallas_kernels.decode_attention.kernel_parts import LOWEST, seen
+from pallas_kernels.decode_attention.partials import PROGRAMS, ROWS, merged
+from pallas_kernels.decode_attention.types import Decoded, LowRank
+
+BLOCK = 64
+"""Slots of one step: the rows of a product."""
+RING = 96 * 1024
+"""Bytes of keys and values in shared memory, so that two blocks of threads live on a multiprocessor."""
+LEAST = 128
+"""Bytes of the smallest copy, one for each thread of a warp group."""
+
+
+def decode_attention(
+    q: Float[Array, "b h g d"],
+    k: Float[Array, "b h c d"],
+    v: Float[Array, "b h c e"],
+    position: Int[Array, "b h c"],
+    query_position: Int[Array, " b"],
+    spec: AttentionSpec,
+    *,
+    low_rank: LowRank | None,
+    scores: str | None,
+    interpret: Any,
+) -> Decoded:
+    """See `api.decode_attention`."""
+    b, h, g, d = q.shape
+    c, e = v.shape[2:]
+    blocks = pl.cdiv(c, BLOCK)
+    splits, split = splits_of(b * h, c)
+    stages = max(1, min(split, RING // (BLOCK * (d + e) * q.dtype.itemsize)))
+
+    def padded(x: Array, axis: int, size: int, value: int = 0) -> Array:
+        wanted = [(0, size - x.shape[axis] if i == axis else 0) for i in range(x.ndim)]
+        return jnp.pad(x, wanted, constant_values=value)
+
+    inputs = {
+        "query_position": query_position,
+        "q": padded(q, 2, ROWS),
+        "k": k,
+        "v": v,
+        "position": padded(position, 2, blocks * BLOCK, -1).reshape(b, h, blocks, BLOCK),
+    }
+    if spec.slopes is not None:
+        inputs["slopes"] = padded(spec.slopes.astype(jnp.float32), 1, LEAST // 4)
+    columns = common.padded(g, 8)  # registers are stored by tiles of as many
+    shapes = {"out": (b, h, splits, e, ROWS), "lse": (b, h, splits, ROWS)}
+    if scores is not None:
+        shapes["logits"] = (b, h, blocks, BLOCK, columns)
+
+    def tiled(*shape: int) -> Any:
+        transforms = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+        return plgpu.SMEM(shape, q.dtype, transforms=transforms)
+
+    found = plgpu.kernel(
+        functools.partial(
+            kernel,
+            split=split,
+            blocks=blocks,
+            stages=stages,
+            spec=dataclasses.replace(spec, slopes=None),
+            chip=interpret is False,
+        ),
+        out_type={name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()},
+        scratch_types=dict(
+            queries=tiled(ROWS, d),
+            keys=tiled(stages, BLOCK, d),
+            values=tiled(stages, BLOCK, e),
+            weights=tiled(ROWS, BLOCK),
+            positions=plgpu.SMEM((stages, BLOCK), jnp.int32),
+            slopes=plgpu.SMEM((LEAST // 4,), jnp.float32),
+            q_ready=plgpu.Barrier(num_arrivals=1 + ("slopes" in inputs)),
+            k_ready=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+            v_ready=plgpu.Barrier(num_barriers=stages),
+            k_free=plgpu.Barrier(num_barriers=stages),
+            v_free=plgpu.Barrier(num_barriers=stages),
+        ),
+        grid=(splits, h, b),
+        grid_names=("part", "head", "row"),
+        num_threads=2,
+        thread_name="group",
+        kernel_name="decode_attention",
+        interpret=simulated(interpret),
+    )(inputs)
+    found["out"] = found["out"].swapaxes(3, 4)
+    if "logits" in found:
+        logits = found["logits"].reshape(b, h, blocks * BLOCK, columns)
+        found["logits"] = logits[:, :, :c, :g].swapaxes(2, 3)
+    decoded = merged(found, g, splits, scores)
+    if low_rank is None:
+        return decoded
+    token = low_rank._replace(features=low_rank.features[:, :, :, None])
+    of_slots = Partial(decoded.out[:, :, :, None], decoded.lse[:, :, :, None])
+    whole = merge(of_slots, share_of_evicted(token))
+    return decoded._replace(out=whole.out[:, :, :, 0], lse=whole.lse[:, :, :, 0])
+
+
+def splits_of(heads: int, c: int) -> tuple[int, int]:
+    """How many splits each head's c slots have, and of how many blocks each is; the last may have fewer."""
+    blocks = pl.cdiv(c, BLOCK)
+    split = pl.cdiv(blocks, min(max(1, PROGRAMS // heads), max(1, c // 256)))
+    return pl.cdiv(blocks, split), split
+
+
+def simulated(interpret: Any) -> Any:
+    """As `plgpu.kernel` takes it; jax has no public name for the parameters of its interpreter yet."""
+    if interpret is True:
+        from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
+
+        # Copies give zeros beyond an array's end, as a GPU's do.
+        return InterpretGPUParams(out_of_bounds_reads="uninitialized", uninitialized_memory="zero")
+    return None if interpret is False else interpret
+
+
+def kernel(
+    refs: Any,
+    outputs: Any,
+    *,
+    split: int,
+    blocks: int,
+    stages: int,
+    spec: AttentionSpec,
+    chip: bool,
+    queries: Any,
+    keys: Any,
+    values: Any,
+    weights: Any,
+    positions: Any,
+    slopes: Any,
+    q_ready: Any,
+    k_ready: Any,
+    v_ready: Any,
+    k_free: Any,
+    v_free: Any,
+) -> None:
+    # Where it is not compiled for a `chip`, arrays are multiplied instead of references, and have no layouts: jax's
+    # interpreter has no rules for those. They change where numbers lie, not what they are.
+    part, head, row = (jax.lax.axis_index(name) for name in ("part", "head", "row"))
+    first = part * split
+    steps = jnp.minimum(split, blocks - first)
+
+    def laid(x: Array, layout: Any) -> Array:
+        return plgpu.layout_cast(x, layout) if chip else x
+
+    def over_columns(x: Array, shape: tuple[int, ...]) -> Array:
+        return laid(jax.lax.broadcast_in_dim(x, shape, (0,)), plgpu.Layout.WGMMA)
+
+    def over_rows(x: Array, shape: tuple[int, ...]) -> Array:
+        return laid(jax.lax.broadcast_in_dim(x, shape, (1,)), plgpu.Layout.WGMMA)
+
+    def product(a: Any, b: Any, turned: bool = False) -> Array:  # a b^T, or a^T b^T
+        if not chip:
+            over = (((0 if turned else 1,), (1,)), ((), ()))
+            return jax.lax.dot_general(a[...], b[...], over, preferred_element_type=jnp.float32)
+        a = plgpu.transpose_ref(a, (1, 0)) if turned else a
+        b = plgpu.transpose_ref(b, (1, 0))
+
+        def multiply(acc: Any) -> Array:
+            plgpu.wgmma(acc, a, b)
+            return acc[...]
+
+        return pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef((a.shape[0], b.shape[1]), jnp.float32))
+
+    @pl.when(jax.lax.axis_index("group") == 0)
+    def _copy() -> None:
+        plgpu.copy_gmem_to_smem(refs["q"].at[row, head], queries, q_ready)
+        if "slopes" in refs:
+            plgpu.copy_gmem_to_smem(refs["slopes"].at[head], slopes, q_ready)
+
+        def step(i: Array, _: None) -> None:
+            stage, block = jax.lax.rem(i, stages), first + i
+            slots = pl.ds(block * BLOCK, BLOCK)
+
+            @pl.when(i >= stages)
+            def _() -> None:
+                plgpu.barrier_wait(k_free.at[stage])
+
+            plgpu.copy_gmem_to_smem(refs["position"].at[row, head, block], positions.at[stage], k_ready.at[stage])
+            plgpu.copy_gmem_to_smem(refs["k"].at[row, head, slots], keys.at[stage], k_ready.at[stage])
+
+            @pl.when(i >= stages)
+            def _() -> None:
+                plgpu.barrier_wait(v_free.at[stage])
+
+            plgpu.copy_gmem_to_smem(refs["v"].at[row, head, slots], values.at[stage], v_ready.at[stage])
+
+        jax.lax.fori_loop(0, steps, step, None)
+
+    @pl.when(jax.lax.axis_index("group") == 1)
+    def _attend() -> None:
+        of_slot, of_query = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
+        query = refs["query_position"][row]
+        plgpu.barrier_wait(q_ready)
+
+        def step(i: Array, carry: Any) -> Any:
+            acc, top, total = carry
+            # Behind a barrier the addresses in a ring of one stage are not held in registers all the while.
+            stage = jax.lax.optimization_barrier(jax.lax.rem(i, stages))
+            again = i + stages < steps
+            plgpu.barrier_wait(k_ready.at[stage])
+            at = laid(positions[stage], of_slot)
+            logits = spec.capped(product(keys.at[stage], queries))
+
+            @pl.when(again)
+            def _() -> None:
+                plgpu.barrier_arrive(k_free.at[stage])
+
+            shape = logits.shape
+            at = over_columns(at, shape)
+            if "slopes" in refs:
+                slope = laid(slopes[:ROWS], of_query)
+                logits += over_rows(slope, shape) * (at - query).astype(jnp.float32)
+            logits = jnp.where(seen(at, query, spec.window), logits, LOWEST)
+            if "logits" in outputs:
+                columns = outputs["logits"].shape[-1]
+                outputs["logits"][row, head, first + i] = jax.lax.slice(logits, (0, 0), (BLOCK, columns))
+            highest = jnp.maximum(top, logits.max(0))
+            shares, kept = jnp.exp(logits - over_rows(highest, shape)), jnp.exp(top - highest)
+            total = kept * total + shares.sum(0)
+            rounded = shares.astype(weights.dtype)
+            if chip:
+                plgpu.transpose_ref(weights, (1, 0))[...] = laid(rounded, plgpu.Layout.WGMMA_TRANSPOSED)
+            else:
+                weights[...] = rounded.T
+            plgpu.commit_smem()
+            plgpu.barrier_wait(v_ready.at[stage])
+            acc = over_rows(kept, acc.shape) * acc + product(values.at[stage], weights, turned=True)
+
+            @pl.when(again)
+            def _() -> None:
+                plgpu.barrier_arrive(v_free.at[stage])
+
+            return acc, highest, total
+
+        start = (
+            laid(jnp.zeros((values.shape[-1], ROWS), jnp.float32), plgpu.Layout.WGMMA),
+            laid(jnp.full(ROWS, LOWEST / 2, jnp.float32), of_query),
+            laid(jnp.zeros(ROWS, jnp.float32), of_query),
+        )
+        acc, top, total = jax.lax.fori_loop(0, steps, step, start)
+        some = jnp.where(total > 0, total, 1.0)
+        outputs["out"][row, head, part] = acc / over_rows(some, acc.shape)
+        outputs["lse"][row, head, part] = jnp.where(total > 0, top + jnp.log(some), LOWEST)
