@@ -79,9 +79,9 @@ def _devices() -> list[str]:
 
 def _size(path: Path | None) -> dict[str, Any]:
     if path is None:
-        return {"path": None, "bytes": 0}
+        return {"path": None, "files": 0, "bytes": 0}
     files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
-    return {"path": str(path), "bytes": sum(file.stat().st_size for file in files)}
+    return {"path": str(path), "files": len(files), "bytes": sum(file.stat().st_size for file in files)}
 
 
 def text(found: dict[str, Any]) -> str:
