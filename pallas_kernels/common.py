@@ -235,6 +235,8 @@ def _obstacle(name: str, limits: Mapping[str, str | None], platform: str, interp
         return f"it compiles for gpu, not for {platform}"
     if name == "triton" and importlib.util.find_spec("jax_triton") is None:
         return "it needs jax-triton, which pip install 'kvjax[gpu]' brings"
+    if name == "mosaic" and jax.__version_info__ < (0, 10, 2):  # what Mosaic GPU is called with changed there
+        return f"it needs jax 0.10.2, and this is {jax.__version__}"
     if name == "mosaic" and interpret is False:
         if platform != "gpu":
             return f"it compiles for gpu, not for {platform} (there only with interpret=True)"

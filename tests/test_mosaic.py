@@ -83,6 +83,12 @@ def test_noise_is_refused():
         decode_attention(**some, scores=noise, implementation="mosaic", interpret=True)
 
 
+def test_an_older_jax_is_refused(monkeypatch):
+    monkeypatch.setattr(jax, "__version_info__", (0, 10, 1))
+    with pytest.raises(Unsupported, match=r"it needs jax 0\.10\.2, and this is"):
+        decode_attention(**arguments(case(1, 1, 2, 64, 64, dtype="bfloat16")), implementation="mosaic", interpret=True)
+
+
 def lowered(kind: str) -> Any:
     """The first of the programs, for a GPU of a kind."""
     program = next(programs())
