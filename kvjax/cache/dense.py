@@ -86,7 +86,7 @@ class Dense(struct.PyTreeNode):
             taken = _exchange(rules, view, new, held)
         left, taken, position, buffers = taken
         written = view.replace(position=position, **buffers)
-        written = rules.codec.exchanged(config, written, new, taken["slots"].codec, left)
+        written = rules.codec.exchanged(written, new, taken["slots"].codec, left)
         kv = jax.tree.map(lambda leaf: leaf[:, :, None], taken["kv"])
         pair = rules.codec.restore(config, kv, left[..., None], view.state.codec, new.k.dtype)
         remembered = (left >= 0) & slots.in_window(left, new)
@@ -112,11 +112,16 @@ class Dense(struct.PyTreeNode):
         spec = config.spec
 
         def one_pass(scores: Any) -> bool:
-            queries = jax.eval_shape(lambda q: q[:, :, :, 0], new.q)
-            return step_in_one_pass(queries, view.kv.k, view.kv.v, spec, scores, **new.kernels._asdict())
+            def operands() -> tuple[Any, ...] | None:
+                given = rules.codec.operands(config, view, new)
+                return None if given.places is not None else (given.q[:, :, :, 0], *given.stored, spec, given.sinks)
 
-        ranked = rules.ranked or slots.windowed(new)
-        if new.spread.slots > 1 or not ranked or rules.codec.positions != "original" or not one_pass(None):
+            shapes = jax.eval_shape(operands)
+            return shapes is not None and step_in_one_pass(*shapes, scores, **new.kernels._asdict())
+
+        local = slots.windowed(new)
+        unknown = rules.codec.ordered or (rules.codec.sliding and local)  # where the model is going to see keys
+        if new.spread.slots > 1 or unknown or not (rules.ranked or local) or not one_pass(None):
             return None
         wanted = asks(view)
         own = evidence.without_again(wanted)
@@ -129,7 +134,7 @@ class Dense(struct.PyTreeNode):
         view = view.replace(state=view.state.replace(codec=rules.codec.begin(view, new)))
         entry = jax.tree.map(lambda leaf: leaf[:, :, 0], _entries(rules, view, new))
         standing, bounds, keep = _ranked(rules, view, new)
-        given = rules.codec.operands(config, view, new)
+        given = rules.codec.operands(config, view, new, room=bounds.limit)
         done = decode_step(
             standing,
             view.position,
@@ -142,6 +147,7 @@ class Dense(struct.PyTreeNode):
             protection=bounds,
             keep=keep,
             shrinks=rules.shrinks,
+            sinks=given.sinks,
             scores=scores,
             **new.kernels._asdict(),
         )
@@ -161,7 +167,7 @@ class Dense(struct.PyTreeNode):
         added = _entries(rules, view, new) | {"position": position}
         held = {"kv": view.kv, "slots": view.slots, "position": view.position}
         joined = jax.tree.map(lambda old, block: jnp.concatenate([old, block], axis=2), held, added)
-        return self.replace_layer(layer, rules.codec.settle(config, view.replace(**joined), new))
+        return self.replace_layer(layer, rules.codec.settle(view.replace(**joined), new))
 
     def attend(
         self,
@@ -177,7 +183,7 @@ class Dense(struct.PyTreeNode):
     ) -> tuple[Dense, Attended]:
         """Attention of new tokens, which have slots, over all slots of a layer."""
         view = self.layers[layer]
-        given = rules.codec.operands(config, view, new)
+        given = rules.codec.operands(config, view, new, block=block)
         attend = evidence.attend_block if block else evidence.attend_token
         own = evidence.without_again(asks)
         out, answers = attend(config, given, view, new, own, low_rank, selection)
@@ -220,7 +226,7 @@ class Dense(struct.PyTreeNode):
             position=jnp.where(kept, slots.gather(view.position, best), -1),
         )
         if rules.codec.ordered:
-            smaller = rules.codec.settle(config, smaller, new)
+            smaller = rules.codec.settle(smaller, new)
         return self.replace_layer(layer, smaller), leaving
 
     def _shrunk(
@@ -241,7 +247,7 @@ class Dense(struct.PyTreeNode):
         def losing(self: Dense) -> Any:
             leaving = _settled(rules, view, new, view.capacity * new.spread.slots)[2] & fewer[..., None]
             after = view.replace(position=jnp.where(leaving, -1, view.position))
-            after = rules.codec.settle(config, after, new) if rules.codec.ordered else after
+            after = rules.codec.settle(after, new) if rules.codec.ordered else after
             return leaving, after.slots.codec, after.state.codec
 
         def same(self: Dense) -> Any:

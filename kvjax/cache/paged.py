@@ -569,7 +569,7 @@ def select(rules: Rules, config: LayerConfig, view: View, new: New) -> tuple[Sel
     if rules.codec.ordered:
         # Those behind a token that leaves move up.
         staying = view.replace(position=jnp.where(leaving, -1, view.position))
-        after = rules.codec.settle(config, staying, new)
+        after = rules.codec.settle(staying, new)
         view = after.replace(position=view.position)
     return Selected(view, order, count), leaving
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.attention import AttentionSpec
-from pallas_kernels.common import SUBLANES, padded
+from pallas_kernels.common import LANES, SUBLANES, padded
 from pallas_kernels.decode_attention.kernel_parts import LOWEST, products, tempered
 from pallas_kernels.decode_attention.types import Gumbel
 
@@ -24,6 +24,8 @@ def logits_of(
     spec: AttentionSpec,
     channels: int,
     integers: bool,
+    sinks: int,
+    first: Any,
 ) -> tuple[Float[Array, "h rows s"], Bool[Array, "h rows s"]]:
     """Of a block of slots, `LOWEST` where a slot is not seen, and which are.
 
@@ -36,9 +38,21 @@ def logits_of(
         spec: the layer's, without slopes.
         channels: the axis of keys that is that of channels.
         integers: as `products` takes it.
+        sinks: how many first tokens, at most `LANES`, see the query `sinks_q` instead; 0 where there is none.
+        first: the number of the block's first slot.
     """
-    scale = refs["k_scale"][0] if "k_scale" in refs else None
-    logits = spec.capped(products(q, refs["k"][0], scale, channels, integers))
+    k, scale = refs["k"][0], refs["k_scale"][0] if "k_scale" in refs else None
+    found = products(q, k, scale, channels, integers)
+    if sinks:
+        near = min(LANES, position.shape[1])
+        keys = k[:, :, :near] if channels == 1 else k[:, :near]
+        own = products(
+            rows_of(refs["sinks_q"][0], len(q)), keys, None if scale is None else scale[:, :near], channels, integers
+        )
+        index = first + jax.lax.broadcasted_iota(jnp.int32, (len(q), near), 1)
+        here = ((position[:, :near] < sinks) & (index < sinks))[:, None, :]
+        found = jnp.concatenate([jnp.where(here, own, found[..., :near]), found[..., near:]], axis=-1)
+    logits = spec.capped(found)
     if "slopes" in refs:
         logits += refs["slopes"][...] * (position - query).astype(jnp.float32)[:, None, :]
     seen = jnp.broadcast_to(visible[:, None, :], logits.shape)

@@ -41,7 +41,7 @@ from pallas_kernels.decode_attention.running import (
     rows_of,
     slope_rows,
 )
-from pallas_kernels.decode_attention.types import Decoded
+from pallas_kernels.decode_attention.types import Decoded, Sinks
 from pallas_kernels.decode_step.types import Stepped
 from pallas_kernels.evict.pallas import ROWS
 from pallas_kernels.evict.reference import written_through
@@ -63,6 +63,7 @@ def decode_step(
     protection: Protection,
     keep: Bool[Array, "b h c"] | None,
     shrinks: bool,
+    sinks: Sinks | None,
     scores: str | Gumbel | None,
     interpret: Any,
 ) -> Stepped:
@@ -94,6 +95,8 @@ def decode_step(
         "position": (position, block(c)),
         "q": (q.reshape(b, h * g, d), packed(d)),
     }
+    if sinks is not None:
+        inputs["sinks_q"] = (sinks.q.reshape(b, h * g, d), packed(d))
     inputs |= {name: (x.astype(jnp.int32)[..., None], block(1)) for name, x in protection._asdict().items()}
     if keep is not None:
         inputs["keep"] = (keep.astype(jnp.int32), block(c))
@@ -113,9 +116,8 @@ def decode_step(
         else:
             inputs[name] = (array, block(slots, width, along=0))
             inputs[f"{name}_entry"] = (wide, block(width))
-        # As attention sees it.
-        seen_as = operands.values(new, jnp.float32)[:, :, None]
-        inputs[f"{name}_new"] = (seen_as, block(1, operand.shape[-1]))
+        if scale is not None or name in turned:  # attention sees other numbers, or needs them in another place
+            inputs[f"{name}_new"] = (operands.values(new, jnp.float32), block(operand.shape[-1]))
     if spec.slopes is not None:
         inputs["slopes"] = (
             slope_rows(spec.slopes),
@@ -166,6 +168,7 @@ def decode_step(
         shrinks=shrinks,
         scores=scores.static if isinstance(scores, Gumbel) else scores,
         integers=multiplies_integers(interpret),
+        sinks=0 if sinks is None else sinks.count,
     )
     # The places of inputs and outputs among the leaves of their dictionaries.
     came, went = (sorted(names) for names in (inputs, outputs))
@@ -242,6 +245,7 @@ def _kernel(
     shrinks: bool,
     scores: str | Gumbel | None,
     integers: bool,
+    sinks: int,
 ) -> None:
     step, split, splits = pl.program_id(1), pl.program_id(2), pl.num_programs(2)
     row, block = row_and_block(pl.program_id(0), step, units, blocks)
@@ -272,12 +276,13 @@ def _kernel(
         outputs["slot"][0] = jnp.where(writes, slot, capacity)
         outputs["position"][0] = jnp.where(here & writes, newest, position)
         # The new token is what the running softmax begins with.
-        logits = (q.astype(jnp.float32) * refs["k_new"][0]).sum(-1, keepdims=True)
+        key, value = (refs.get(f"{name}_new", refs[f"{name}_entry"])[0] for name in "kv")
+        logits = (q.astype(jnp.float32) * jnp.broadcast_to(key[:, None], q.shape)).sum(-1, keepdims=True)
         logits = jnp.where(writes, spec.capped(logits), LOWEST)
         scratch["top"][...] = jnp.maximum(logits, LOWEST / 2)
         scratch["total"][...] = jnp.where(writes, jnp.ones_like(logits), 0.0)
-        value = jnp.where(writes, refs["v_new"][0], 0.0)
-        scratch["acc"][...] = jnp.broadcast_to(value, scratch["acc"].shape)
+        value = jnp.broadcast_to(value[:, None], scratch["acc"].shape)
+        scratch["acc"][...] = jnp.where(writes, value, 0.0)
         if gumbel is not None:
             written = jnp.full(logits.shape, writes)
             logits = noisy(refs, logits, written, jnp.full((heads, 1), newest), gumbel, row, block * heads)
@@ -292,7 +297,8 @@ def _kernel(
     visible = seen(position, newest, spec.window) & (index != scratch["slot"][...])
     v_scale = refs["v_scale"][0] if "v_scale" in refs else None
     k_channels, v_channels = (1 if name in turned else 2 for name in "kv")
-    logits, visible = logits_of(refs, q, position, visible, newest, spec, k_channels, integers)
+    first = split * slots
+    logits, visible = logits_of(refs, q, position, visible, newest, spec, k_channels, integers, sinks, first)
     advance(scratch, logits, lambda weights: weighted(weights, refs["v"][0], v_scale, v_channels, integers))
     if gumbel is not None:
         logits = noisy(refs, logits, visible, position, gumbel, row, block * heads)
