@@ -139,7 +139,7 @@ def test_one_pass_is_exchange_then_attention(name):
 
 @pytest.mark.parametrize(
     "change",
-    [dict(positions="cache"), dict(name="lsh_e"), dict(c=40), dict(way=XLA), dict(way=GPU_WAYS[0])],
+    [dict(name="h2o", positions="cache"), dict(name="lsh_e"), dict(c=40), dict(way=XLA), dict(way=GPU_WAYS[0])],
     ids=str,
 )
 def test_what_one_pass_cannot_do_is_left_to_two_calls(change):
@@ -231,7 +231,7 @@ def test_limits_of_one_pass_are_named(c, d, dtype, bits, platform, reason):
     q: Any = jax.ShapeDtypeStruct((1, 8, 2, d), dtype)
     pair = operand((1, 8, c, d), dtype, bits)
     spec = AttentionSpec(1.0)
-    assert re.match(reason, limit(q, pair, pair, spec, "sum", platform) or "")
+    assert re.match(reason, limit(q, pair, pair, spec, None, "sum", platform) or "")
 
 
 @pytest.mark.parametrize(

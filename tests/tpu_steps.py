@@ -39,7 +39,7 @@ def cases() -> dict[str, tuple[kvjax.Policy, tuple[str, ...]]]:
         "threshold": 1.0,
     }
     return {
-        "streaming": (kvjax.policy("streaming"), evicting),
+        "streaming": (kvjax.policy("streaming"), stepping),
         "h2o": (kvjax.policy("h2o"), stepping),
         "h2o-int8": (kvjax.policy("h2o", codec="int8"), stepping),
         "keyformer": (kvjax.policy("keyformer"), stepping),

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from pallas_kernels.attention import AttentionSpec
-from pallas_kernels.decode_attention import Gumbel
+from pallas_kernels.decode_attention import Gumbel, Sinks
 from pallas_kernels.decode_step import decode_step
 from tests.kernel_cases import decode_attention, evict
 from tests.kernels import TPU_WAYS, XLA, Case, normal
@@ -23,7 +23,7 @@ def oracle(inputs: dict[str, Any], *, shrinks: bool, **settings: Any) -> dict[st
     found = evict.oracle(exchanged, shrinks=shrinks)
     names = [name for name in found if name.startswith("buffer")]
     held = jax.tree.unflatten(jax.tree.structure(held), [found[name] for name in names])
-    asked = {name: inputs[name] for name in ("q", "slopes", "seed", "tau", "first") if name in inputs}
+    asked = {name: inputs[name] for name in ("q", "slopes", "seed", "tau", "first", "sinks") if name in inputs}
     asked |= {"k": held["k"], "v": held["v"], "position": found["position"], "query_position": inputs["new_position"]}
     attended = decode_attention.oracle(asked, **settings)
     return {name: array for name, array in found.items() if not name.startswith("taken")} | attended
@@ -61,6 +61,7 @@ def case(
     window: int | None = None,
     soft_cap: float | None = None,
     alibi: bool = False,
+    sinks: int = 0,
     first: int = 0,
     ways: Any = (XLA, *TPU_WAYS),
 ) -> Case:
@@ -94,6 +95,10 @@ def case(
         inputs["protection"] = inputs["protection"]._replace(limit=lived)
     if keep:
         inputs["keep"] = rng.random((b, h, c)) < 0.3
+    if sinks:
+        position[..., sinks:][position[..., sinks:] < sinks] = -1
+        position[..., :sinks] = np.arange(sinks)
+        inputs["sinks"] = Sinks(normal(rng, (b, h, g, d), dtype), sinks)  # type: ignore[arg-type]
     if alibi:
         inputs["slopes"] = (2.0 ** -np.arange(1, h * g + 1)).reshape(h, g).astype(np.float32)
     if scores not in (None, "each", "sum"):
@@ -108,6 +113,7 @@ def case(
         "cap": soft_cap,
         "window": window,
         "alibi": alibi,
+        f"sinks{sinks}": sinks,
     }
     return Case(
         "decode_step",
@@ -129,4 +135,7 @@ CASES = (
     case(3, 2, 1, 128, 64, bits=4, scores="gaussian", ways=(XLA, TPU_WAYS[1])),
     case(1, 2, 1, 32, 128, alibi=True, ways=(XLA, TPU_WAYS[0])),
     case(2, 2, 2, 32, 128, bits=8, live="none", dtype="bfloat16", ways=(XLA, TPU_WAYS[1])),
+    case(2, 2, 1, 208, 128, dtype="bfloat16", live="ragged", sinks=4, ways=(XLA, TPU_WAYS[1])),
+    case(2, 8, 4, 512, 64, sinks=3, bits=8, scores="sum"),
+    case(2, 2, 3, 128, 64, sinks=5, soft_cap=3.0, ways=(XLA, TPU_WAYS[0])),
 )
