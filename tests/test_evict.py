@@ -139,17 +139,25 @@ def test_one_pass_is_exchange_then_attention(name):
 
 @pytest.mark.parametrize(
     "change",
-    [dict(name="h2o", positions="cache"), dict(name="lsh_e"), dict(c=40), dict(way=XLA), dict(way=GPU_WAYS[0])],
+    [
+        dict(name="h2o", positions="cache"),
+        dict(positions="cache", window=64),
+        dict(name="lsh_e"),
+        dict(c=40),
+        dict(way=XLA),
+        dict(way=GPU_WAYS[0]),
+    ],
     ids=str,
 )
 def test_what_one_pass_cannot_do_is_left_to_two_calls(change):
     settings = {"name": "streaming", "positions": "original", "way": TPU_WAYS[0], "c": 48} | change
     way, name, c = (settings.pop(key) for key in ("way", "name", "c"))
+    config = dataclasses.replace(CONFIG, window=settings.pop("window", None))
     policy = kvjax.policy(name, **settings)
-    new = new_token(jax.random.key(2), 1, 2, 2, 64, jnp.asarray([70]), way)
+    new = new_token(jax.random.key(2), 1, 2, 2, 64, jnp.asarray([70]), way).replace(config=config)
     view = full_view(1, 2, c, 64, lambda k, scores: None)
     dense = Dense((view,))
-    assert dense.exchange_and_attend(policy, CONFIG, 0, new, lambda heads: ()) is None
+    assert dense.exchange_and_attend(policy, config, 0, new, lambda heads: ()) is None
 
 
 @pytest.mark.parametrize("way", [XLA, TPU_WAYS[0]], ids=str)

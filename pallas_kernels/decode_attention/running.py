@@ -14,6 +14,9 @@ from pallas_kernels.common import LANES, SUBLANES, padded
 from pallas_kernels.decode_attention.kernel_parts import LOWEST, products, tempered
 from pallas_kernels.decode_attention.types import Gumbel
 
+TILE = 32
+"""Slots of an aligned part of a block of keys, whatever their numbers."""
+
 
 def logits_of(
     refs: Any,
@@ -45,10 +48,11 @@ def logits_of(
     found = products(q, k, scale, channels, integers)
     if sinks:
         near = min(LANES, position.shape[1])
-        keys = k[:, :, :near] if channels == 1 else k[:, :near]
-        own = products(
-            rows_of(refs["sinks_q"][0], len(q)), keys, None if scale is None else scale[:, :near], channels, integers
-        )
+        some = near if channels == 1 else min(padded(sinks, TILE), near)
+        keys = k[:, :, :some] if channels == 1 else k[:, :some]
+        scales = None if scale is None else scale[:, :some]
+        own = products(rows_of(refs["sinks_q"][0], len(q)), keys, scales, channels, integers)
+        own = jnp.pad(own, ((0, 0), (0, 0), (0, near - some)))
         index = first + jax.lax.broadcasted_iota(jnp.int32, (len(q), near), 1)
         here = ((position[:, :near] < sinks) & (index < sinks))[:, None, :]
         found = jnp.concatenate([jnp.where(here, own, found[..., :near]), found[..., near:]], axis=-1)
