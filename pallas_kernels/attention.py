@@ -161,10 +161,11 @@ def merge(a: Partial, b: Partial) -> Partial:
 def share_of_evicted(memory: LowRank) -> Partial:
     """Attention over what LESS remembers (equation 3): phi H / phi z, of mass phi z; nothing where that is 0."""
     phi, h, z = memory
-    mass = jnp.einsum("bhgtr,bhr->bhgt", phi, z)
+    exact = jax.lax.Precision.HIGHEST  # a TPU would round float32 to bfloat16
+    mass = jnp.einsum("bhgtr,bhr->bhgt", phi, z, precision=exact)
     nothing = mass <= 0
     mass = jnp.where(nothing, 1.0, mass)
-    out = jnp.einsum("bhgtr,bhrd->bhgtd", phi, h) / mass[..., None]
+    out = jnp.einsum("bhgtr,bhrd->bhgtd", phi, h, precision=exact) / mass[..., None]
     return Partial(jnp.where(nothing[..., None], 0.0, out), jnp.where(nothing, -jnp.inf, jnp.log(mass)))
 
 

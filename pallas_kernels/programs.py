@@ -331,10 +331,11 @@ def stepping(
     soft_cap: float | None = None,
     keep: bool = False,
     apart: int = 0,
+    pairs: bool = False,
 ) -> Program:
     """`decode_step` with an accumulated score, in place; `noisy` asks for Keyformer's increments.
 
-    So many first tokens are set `apart`: they see a query of their own.
+    So many first tokens are set `apart`: they see a query of their own. `pairs` that leave are handed out, if asked.
     """
 
     def run(
@@ -351,7 +352,7 @@ def stepping(
         asked |= dict(spec=AttentionSpec(d**-0.5, soft_cap, window, slopes))
         asked |= dict(sinks=None if near is None else Sinks(near, apart))
         wanted = scores if seed is None or tau is None else Gumbel(seed, tau)
-        return decode_step(**arrays, **asked, scores=wanted)
+        return decode_step(**arrays, **asked, scores=wanted, pairs=pairs)
 
     e = d if e is None else e
     shapes: dict[str, Any] = {name: Shape((b, h), jnp.int32) for name in Protection._fields}
@@ -426,6 +427,9 @@ def programs() -> Iterator[Program]:
     yield stepping("multi-head, 256 slots, d 128, bfloat16", 64, 32, 1, 256, 128, half, scores="sum")
     yield stepping("the same with Gumbel scores", 64, 32, 1, 256, 128, half, noisy=True)
     yield stepping("multi-head, 208 slots, 4 sinks, d 128, bfloat16", 64, 32, 1, 208, 128, half, apart=4)
+    yield stepping(
+        "multi-head, 208 slots, pairs that leave, bfloat16", 64, 32, 1, 208, 128, half, scores="sum", pairs=True
+    )
     yield stepping("float32, d 64, ALiBi, window", 2, 4, 4, 1024, 64, whole, slopes=True, scores="each", window=512)
     yield stepping("8 heads x 4, 4096 slots, d 128, 8 bits", 32, 8, 4, 4096, 128, half, bits=8, scores="sum")
     yield stepping("4096 slots, d 256 and e 128, 4 bits", 32, 8, 2, 4096, 256, half, e=128, bits=4, noisy=True)

@@ -16,7 +16,7 @@ from tests.kernels import GPU_WAYS, TPU_WAYS
 
 PROMPT = "The name is Tom. What is the name?"
 STEPS = 8
-EVICTING, READING, STEPPING = {"decode_attention", "evict"}, {"decode_attention"}, {"decode_step"}
+READING, STEPPING = {"decode_attention"}, {"decode_step"}
 KERNELS = ("decode_attention", "decode_step", "evict", "hamming", "less_phi", "less_psi", "paged_attention")
 PERFORMER = {"residual.kernels": "performer"}
 
@@ -42,7 +42,7 @@ def greedy(model, policy, kernels):
         (kvjax.policy("streaming"), TPU_WAYS[0], STEPPING),
         slow(kvjax.policy("streaming"), GPU_WAYS[0], READING),
         slow(kvjax.policy("streaming", codec="int8"), TPU_WAYS[0], READING),
-        slow(kvjax.policy("streaming", residual="less"), TPU_WAYS[0], EVICTING | {"less_phi", "less_psi"}),
+        slow(kvjax.policy("streaming", residual="less"), TPU_WAYS[0], STEPPING | {"less_phi", "less_psi"}),
         slow(kvjax.policy("h2o"), GPU_WAYS[0], READING),
         slow(kvjax.policy("h2o"), TPU_WAYS[0], STEPPING),
         slow(kvjax.policy("h2o"), TPU_WAYS[1], STEPPING),
@@ -57,7 +57,7 @@ def greedy(model, policy, kernels):
         slow(kvjax.policy("lsh_e", sinks=2, recent=4), TPU_WAYS[0], {"decode_attention", "hamming"}),
         slow(kvjax.policy("tova"), TPU_WAYS[0], STEPPING),
         slow(kvjax.policy("less", kernels="performer"), GPU_WAYS[0], READING),
-        (kvjax.policy("less", base="keyformer"), TPU_WAYS[0], EVICTING | {"less_phi", "less_psi"}),
+        (kvjax.policy("less", base="keyformer"), TPU_WAYS[0], STEPPING | {"less_phi", "less_psi"}),
         slow(kvjax.policy("fastgen", threshold=0.7, **PERFORMER), GPU_WAYS[0], {"paged_attention"}),
     ],
     ids=lambda value: value.name or "less" if isinstance(value, kvjax.Policy) else None,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,13 +17,23 @@ from kvjax.cache import evidence, slots
 from kvjax.cache.codec import Codec
 from kvjax.cache.slots import Attended, Rules
 from kvjax.processes import on_host
-from kvjax.types import Evicted, Heads, LayerConfig, New, Parts, PyTree, View
-from pallas_kernels.attention import LowRank
+from kvjax.types import KV, Evicted, Heads, LayerConfig, New, Parts, PyTree, View
+from pallas_kernels.attention import LowRank, Partial
 from pallas_kernels.decode_step import decode_step
 from pallas_kernels.decode_step import one_pass as step_in_one_pass
 from pallas_kernels.evict import evict
 from pallas_kernels.evict import exchange as exchange_slots
 from pallas_kernels.ranking import Protection
+
+
+class Stepped(NamedTuple):
+    """What one kernel tells that exchanges and attends."""
+
+    partial: Partial
+    """Attention over the slots."""
+    answers: PyTree
+    evicted: Evicted | None
+    """What has left, where that was asked for."""
 
 
 class Dense(struct.PyTreeNode):
@@ -87,15 +97,17 @@ class Dense(struct.PyTreeNode):
         left, taken, position, buffers = taken
         written = view.replace(position=position, **buffers)
         written = rules.codec.exchanged(written, new, taken["slots"].codec, left)
-        kv = jax.tree.map(lambda leaf: leaf[:, :, None], taken["kv"])
-        pair = rules.codec.restore(config, kv, left[..., None], view.state.codec, new.k.dtype)
-        remembered = (left >= 0) & slots.in_window(left, new)
-        evicted = Evicted(pair.k, pair.v, remembered[..., None], new.layer, new.kernels)
-        return self.replace_layer(layer, written), evicted
+        return self.replace_layer(layer, written), _evicted(rules, config, view, new, taken["kv"], left)
 
     def exchange_and_attend(
-        self, rules: Rules, config: LayerConfig, layer: int, new: New, asks: Callable[[Heads], PyTree]
-    ) -> tuple[Dense, PyTree, Attended] | None:
+        self,
+        rules: Rules,
+        config: LayerConfig,
+        layer: int,
+        new: New,
+        asks: Callable[[Heads], PyTree],
+        absorb: Callable[[PyTree, Evicted], PyTree] | None = None,
+    ) -> tuple[Dense, PyTree, Stepped] | None:
         """`exchange`, then `attend`, by a kernel that reads keys and values once; None where there has to be more.
 
         Args:
@@ -104,9 +116,10 @@ class Dense(struct.PyTreeNode):
             layer: which one.
             new: one token per row; a row of padding changes nothing.
             asks: what is asked of attention, given what is known of the heads.
+            absorb: what becomes of what leaves, as in `exchange`.
 
         Returns:
-            The storage, what has been asked, and attention with the answers.
+            The storage, what has been asked, and attention with the answers and what has left.
         """
         view = self.layers[layer]
         spec = config.spec
@@ -129,7 +142,7 @@ class Dense(struct.PyTreeNode):
         if not one_pass(scores):
             return None
         if rules.shrinks:
-            self = self._shrunk(rules, config, layer, new, None)
+            self = self._shrunk(rules, config, layer, new, absorb)
         view = self.layers[layer]
         view = view.replace(state=view.state.replace(codec=rules.codec.begin(view, new)))
         entry = jax.tree.map(lambda leaf: leaf[:, :, 0], _entries(rules, view, new))
@@ -147,6 +160,7 @@ class Dense(struct.PyTreeNode):
             protection=bounds,
             keep=keep,
             shrinks=rules.shrinks,
+            pairs=absorb is not None,
             sinks=given.sinks,
             scores=scores,
             **new.kernels._asdict(),
@@ -156,8 +170,11 @@ class Dense(struct.PyTreeNode):
         given = given._replace(k=done.k, v=done.v)
         earlier = functools.partial(rules.codec.earlier, config, written, given, new)
         answers = evidence.with_again(wanted, answers, config, given, written, earlier)
-        found = Attended(done.attended.out[:, :, :, None], answers)
-        return self.replace_layer(layer, written), wanted, found
+        partial = Partial(done.attended.out[:, :, :, None], done.attended.lse[..., None])
+        evicted = None
+        if done.pair is not None:
+            evicted = _evicted(rules, config, view, new, KV(*done.pair), done.left)
+        return self.replace_layer(layer, written), wanted, Stepped(partial, answers, evicted)
 
     def append(self, rules: Rules, config: LayerConfig, layer: int, new: New) -> Dense:
         """New slots behind those that are there, for a block of text: nothing leaves."""
@@ -404,6 +421,14 @@ def empty(
 
     kv, remembered = jax.tree.map(room, held)
     return View(limit, state, kv, jnp.full((rows, heads, slots), -1, jnp.int32), remembered)
+
+
+def _evicted(rules: Rules, config: LayerConfig, view: View, new: New, kv: KV, left: Int[Array, "b h"]) -> Evicted:
+    # What has left for a token per row, from what its slot held and its position.
+    stored = jax.tree.map(lambda leaf: leaf[:, :, None], kv)
+    pair = rules.codec.restore(config, stored, left[..., None], view.state.codec, new.k.dtype)
+    remembered = (left >= 0) & slots.in_window(left, new)
+    return Evicted(pair.k, pair.v, remembered[..., None], new.layer, new.kernels)
 
 
 Exchanged = tuple[Int[Array, "b h"], dict[str, Any], Int[Array, "b h c"], dict[str, PyTree]]

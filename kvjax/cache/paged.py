@@ -103,7 +103,13 @@ class Paged(struct.PyTreeNode):
         return pool, taken.evicted(rules, config, state, new)
 
     def exchange_and_attend(
-        self, rules: Rules, config: LayerConfig, layer: int, new: New, asks: Callable[[Heads], PyTree]
+        self,
+        rules: Rules,
+        config: LayerConfig,
+        layer: int,
+        new: New,
+        asks: Callable[[Heads], PyTree],
+        absorb: Callable[[PyTree, Evicted], PyTree] | None = None,
     ) -> None:
         """None: no kernel does both on pages; see `Dense.exchange_and_attend`."""
 

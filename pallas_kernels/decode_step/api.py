@@ -40,6 +40,7 @@ def decode_step(
     protection: Protection,
     keep: Bool[Array, "b h c"] | None = None,
     shrinks: bool = False,
+    pairs: bool = False,
     sinks: Sinks | None = None,
     scores: str | Gumbel | None = None,
     implementation: str = "auto",
@@ -63,6 +64,7 @@ def decode_step(
         protection: sinks, recent window and limit of each head.
         keep: slots that never leave, or None.
         shrinks: live slots may lie beyond the limit, as for policies whose budget falls.
+        pairs: whether the pair that leaves is handed out.
         sinks: first tokens that see another query, as `decode_attention` takes them, or None.
         scores: as `decode_attention` takes them: `each`, `sum`, a `Gumbel`, or None.
         implementation: `auto`, `xla` or `pallas`. `xla` takes everything. `pallas` is for TPU; it takes what both
@@ -82,7 +84,8 @@ def decode_step(
         raise ValueError(f"scores={scores!r} is not None, 'each', 'sum' or a Gumbel with a noise of `noise.KINDS`.")
     refuse_turned(v)
     limits = {"pallas": limit(q, k, v, spec, sinks, scores, common.pallas_form(platform))}
-    arguments: dict[str, Any] = dict(protection=protection, keep=keep, shrinks=shrinks, sinks=sinks, scores=scores)
+    arguments: dict[str, Any] = dict(protection=protection, keep=keep, shrinks=shrinks, pairs=pairs)
+    arguments |= dict(sinks=sinks, scores=scores)
     arrays = (standing, position, new_position, k, v, buffers, added, q, spec)
     names = ("standing", "position", "new_position", "k", "v", "buffers", "added", "q", "spec")
     task = common.Task(

@@ -63,6 +63,7 @@ def decode_step(
     protection: Protection,
     keep: Bool[Array, "b h c"] | None,
     shrinks: bool,
+    pairs: bool,
     sinks: Sinks | None,
     scores: str | Gumbel | None,
     interpret: Any,
@@ -141,6 +142,10 @@ def decode_step(
         "position": (position.shape, position.dtype, block(c)),
         **{name: (inputs[name][0].shape, inputs[name][0].dtype, anywhere) for name in "kv"},
     }
+    if pairs:
+        for name in "kv":
+            entries, whole_row = inputs[f"{name}_entry"]
+            outputs[f"{name}_taken"] = (entries.shape, entries.dtype, whole_row)
     scratch: dict[str, Any] = {"acc": (heads, rows, e), "top": (heads, rows, 1), "total": (heads, rows, 1)}
     if isinstance(scores, Gumbel):
         scratch |= {"noisy_top": (heads, rows, 1), "noisy_total": (heads, rows, 1)}
@@ -200,10 +205,18 @@ def decode_step(
             return Quantised(array, written(old.scale, new.scale))
         return array
 
+    def taken(name: str, old: Operand) -> Operand:
+        array = found[f"{name}_taken"].reshape(b, h, -1).astype(found[name].dtype)
+        if not isinstance(old, Quantised):
+            return array
+        here = jnp.arange(c) == slot[..., None]
+        return Quantised(array, jnp.where(here, old.scale, 0.0).sum(-1))
+
     attended = Decoded(found["out"].reshape(b, h, g, e), found["lse"][:, :, :g], found.get("scores"))
     pair = whole("k", k, added[0]), whole("v", v, added[1])
     others = jax.tree.map(written, buffers, added[2])
-    return Stepped(attended, slot, found["left"][..., 0], found["position"], *pair, others)
+    leaving = (taken("k", k), taken("v", v)) if pairs else None
+    return Stepped(attended, slot, found["left"][..., 0], found["position"], *pair, others, leaving)
 
 
 def unit(array: Array) -> int:
@@ -322,10 +335,12 @@ def _kernel(
         @when((slot >= split * slots) & (slot < (split + 1) * slots))
         def _(head: int = head, slot: Any = slot) -> None:
             for i, name in enumerate("kv"):
+                own = 0, head if name in turned else pl.ds(head, 1)
                 _send(
                     refs[name].at[0, head],
                     outputs[name].at[row, block * heads + head],
-                    refs[f"{name}_entry"].at[0, head if name in turned else pl.ds(head, 1)],
+                    refs[f"{name}_entry"].at[own],
+                    outputs[f"{name}_taken"].at[own] if f"{name}_taken" in outputs else None,
                     scratch[f"{name}_tile"].at[head],
                     scratch["sent"].at[i],
                     slot,
@@ -362,11 +377,20 @@ def _kernel(
 
 
 def _send(
-    block: Any, cache: Any, entry: Any, tile: Any, semaphore: Any, slot: Any, first: Any, writes: Any, axis: int
+    block: Any,
+    cache: Any,
+    entry: Any,
+    taken: Any,
+    tile: Any,
+    semaphore: Any,
+    slot: Any,
+    first: Any,
+    writes: Any,
+    axis: int,
 ) -> None:
     """Begin to copy the tile around a slot, the new token's entry in it, from a block whose slots begin at `first`.
 
-    A row of padding writes nothing: its tiles go back as they came.
+    A row of padding writes nothing: its tiles go back as they came. What the slot held is `taken`, if that is asked.
     """
     size = tile.shape[axis]
     start = pl.multiple_of(slot & -size, size)
@@ -376,6 +400,8 @@ def _send(
 
     counted = jnp.float32 if jnp.issubdtype(tile.dtype, jnp.floating) else jnp.int32
     old = block[slots(start - first)].astype(counted)
-    chosen = (jax.lax.broadcasted_iota(jnp.int32, old.shape, axis) == slot - start) & writes
-    tile[...] = jnp.where(chosen, entry[...], old).astype(tile.dtype)
+    chosen = jax.lax.broadcasted_iota(jnp.int32, old.shape, axis) == slot - start
+    if taken is not None:
+        taken[...] = jnp.where(chosen, old, jnp.zeros_like(old)).sum(axis, keepdims=True)
+    tile[...] = jnp.where(chosen & writes, entry[...], old).astype(tile.dtype)
     pltpu.make_async_copy(tile, cache.at[slots(start)], semaphore).start()

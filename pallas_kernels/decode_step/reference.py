@@ -29,14 +29,15 @@ def decode_step(
     protection: Protection,
     keep: Bool[Array, "b h c"] | None,
     shrinks: bool,
+    pairs: bool,
     sinks: Sinks | None,
     scores: str | Gumbel | None,
     platform: str,
 ) -> Stepped:
     """See `api.decode_step`."""
-    slot, left, _, position, (k, v, buffers) = eviction.evict(
+    slot, left, taken, position, (k, v, buffers) = eviction.evict(
         standing, position, new_position, (k, v, buffers), added, protection=protection, keep=keep, shrinks=shrinks
     )
     asked: dict[str, Any] = dict(places=None, low_rank=None, sinks=sinks, scores=scores, platform=platform)
     attended = attention.decode_attention(q, k, v, position, new_position, spec, **asked)
-    return Stepped(attended, slot, left, position, k, v, buffers)
+    return Stepped(attended, slot, left, position, k, v, buffers, taken[:2] if pairs else None)

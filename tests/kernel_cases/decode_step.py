@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.attention import AttentionSpec
@@ -14,7 +15,7 @@ from tests.kernel_cases import decode_attention, evict
 from tests.kernels import TPU_WAYS, XLA, Case, normal
 
 
-def oracle(inputs: dict[str, Any], *, shrinks: bool, **settings: Any) -> dict[str, Any]:
+def oracle(inputs: dict[str, Any], *, shrinks: bool, pairs: bool, **settings: Any) -> dict[str, Any]:
     """The oracle of eviction, then that of attention."""
     held = {name: inputs[name] for name in ("k", "v", "buffers")}
     added = dict(zip(held, inputs["added"], strict=True))
@@ -26,7 +27,17 @@ def oracle(inputs: dict[str, Any], *, shrinks: bool, **settings: Any) -> dict[st
     asked = {name: inputs[name] for name in ("q", "slopes", "seed", "tau", "first", "sinks") if name in inputs}
     asked |= {"k": held["k"], "v": held["v"], "position": found["position"], "query_position": inputs["new_position"]}
     attended = decode_attention.oracle(asked, **settings)
-    return {name: array for name, array in found.items() if not name.startswith("taken")} | attended
+    taken = jax.tree.unflatten(jax.tree.structure(held), [found.pop(name.replace("buffer", "taken")) for name in names])
+    return found | attended | (left((taken["k"], taken["v"]), inputs["new_position"]) if pairs else {})
+
+
+def left(pair: Any, new_position: Any) -> dict[str, Any]:
+    """What has left, and zeros for rows of padding, of which anything may be said."""
+    writes = new_position >= 0
+    return {
+        f"pair{i}": jnp.where(writes.reshape(-1, *(1,) * (leaf.ndim - 1)), leaf, 0)
+        for i, leaf in enumerate(jax.tree.leaves(pair))
+    }
 
 
 def run(
@@ -41,7 +52,8 @@ def run(
     attended = {name: value for name, value in done.attended._asdict().items() if value is not None}
     held = {"k": done.k, "v": done.v, "buffers": done.buffers}
     leaves = {f"buffer{i}": leaf for i, leaf in enumerate(jax.tree.leaves(held))}
-    return {"slot": done.slot, "left": done.left, "position": done.position} | leaves | attended
+    gone = {} if done.pair is None else left(done.pair, inputs["new_position"])
+    return {"slot": done.slot, "left": done.left, "position": done.position} | leaves | attended | gone
 
 
 def case(
@@ -58,6 +70,7 @@ def case(
     scores: str | None = None,
     keep: bool = False,
     shrinks: bool = False,
+    pairs: bool = False,
     window: int | None = None,
     soft_cap: float | None = None,
     alibi: bool = False,
@@ -105,11 +118,13 @@ def case(
         inputs |= {"seed": rng.integers(2**32, size=b, dtype=np.uint32), "first": np.full(b, first, np.int32)}
         inputs["tau"] = rng.uniform(1, 2, size=b).astype(np.float32)
     settings: dict[str, Any] = dict(scale=d**-0.5, soft_cap=soft_cap, window=window, scores=scores, shrinks=shrinks)
+    settings["pairs"] = pairs
     extra = {
         f"e{e}": e != d,
         f"bits{bits}": bits,
         "keep": keep,
         "shrinks": shrinks,
+        "pairs": pairs,
         "cap": soft_cap,
         "window": window,
         "alibi": alibi,
@@ -136,6 +151,7 @@ CASES = (
     case(1, 2, 1, 32, 128, alibi=True, ways=(XLA, TPU_WAYS[0])),
     case(2, 2, 2, 32, 128, bits=8, live="none", dtype="bfloat16", ways=(XLA, TPU_WAYS[1])),
     case(2, 2, 1, 208, 128, dtype="bfloat16", live="ragged", sinks=4, ways=(XLA, TPU_WAYS[1])),
-    case(2, 8, 4, 512, 64, sinks=3, bits=8, scores="sum"),
-    case(2, 2, 3, 128, 64, sinks=5, soft_cap=3.0, ways=(XLA, TPU_WAYS[0])),
+    case(2, 8, 4, 512, 64, sinks=3, bits=8, scores="sum", pairs=True),
+    case(2, 2, 3, 128, 64, sinks=5, soft_cap=3.0, pairs=True, ways=(XLA, TPU_WAYS[0])),
+    case(2, 3, 2, 64, 128, live="ragged", scores="sum", pairs=True),
 )
