@@ -58,10 +58,11 @@ def decode_attention(
             of float32 and bfloat16 and arrays of the same, g up to 16, c up to 65536, R up to 128, no keys that are
             rotated, no places beside slopes, and sinks up to 128 on TPU, on GPU where no scores are asked for. `pallas`
             takes d and e that are multiples of 8 up to 256 on TPU (of 16 with four bits); on GPU powers of two from 16
-            to 256 (from 32 with four bits), and less than 2^31 numbers in k and in v. `triton` is for GPU, needs jax-triton, and takes any d and e up to 256, but neither gaussian
-            noise nor codes of four bits. `mosaic` is for Hopper, and takes queries and arrays of bfloat16, d and e that
-            are multiples of 64 up to 256, c that is one of 8, and no `Gumbel`. All compile for their chips and have run
-            in interpreters, none on a chip; what `auto` is says `pallas_kernels.common.choose`.
+            to 256 (from 32 with four bits), and less than 2^31 numbers in k and in v. `triton` is for GPU, needs
+            jax-triton, and takes any d and e up to 256, but neither gaussian noise nor codes of four bits. `mosaic` is
+            for Hopper, and takes queries and arrays of bfloat16, d and e that are multiples of 64 up to 256, c that is
+            one of 8, and no `Gumbel`. All compile for their chips and have run in interpreters, none on a chip; what
+            `auto` is says `pallas_kernels.common.choose`.
         interpret: `True`, or `pltpu.InterpretParams()`, to run `pallas` without an accelerator; `True`, or the
             parameters of jax's interpreter for Mosaic GPU, to run `mosaic`.
         platform: for which the program is compiled; None for that of `jax.default_backend()`.
