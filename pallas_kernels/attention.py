@@ -123,7 +123,8 @@ def attend(
 
     products = jnp.einsum("bhgtd,bhnsd->bhngts", q, blocks_k, preferred_element_type=float_type)
     if others is not None:
-        products = jnp.where(*map(blocks, others), products)
+        elsewhere, found = others
+        products = jnp.where(blocks(elsewhere), blocks(found), products)
     logits = spec.capped(products)
     if bias is not None:
         logits += blocks(bias)

@@ -368,7 +368,7 @@ def stepping(
         shapes["keep"] = Shape((b, h, c), jnp.bool_)
     if apart:
         shapes["near"] = Shape((b, h, g, d), dtype)
-    pairs = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves((shapes["k"], shapes["v"])))
+    held = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves((shapes["k"], shapes["v"])))
     rows = 4 * b * h * c * (4 + (scores is not None or noisy))  # scores and positions, before and after; what is asked
     return Program(
         "decode_step",
@@ -378,7 +378,7 @@ def stepping(
         forms=("tpu",),
         donated=("position", "k", "v", "buffers"),
         again=lambda found: {name: getattr(found, name) for name in ("position", "k", "v", "buffers")},
-        traffic=pairs + rows,
+        traffic=held + rows,
     )
 
 

@@ -19,10 +19,12 @@ from kvjax.cache.slots import Attended, Rules
 from kvjax.processes import on_host
 from kvjax.types import KV, Evicted, Heads, LayerConfig, New, Parts, PyTree, View
 from pallas_kernels.attention import LowRank, Partial
+from pallas_kernels.decode_attention import Sinks
 from pallas_kernels.decode_step import decode_step
 from pallas_kernels.decode_step import one_pass as step_in_one_pass
 from pallas_kernels.evict import evict
 from pallas_kernels.evict import exchange as exchange_slots
+from pallas_kernels.operands import Operand
 from pallas_kernels.ranking import Protection
 
 
@@ -125,12 +127,15 @@ class Dense(struct.PyTreeNode):
         spec = config.spec
 
         def one_pass(scores: Any) -> bool:
-            def operands() -> tuple[Any, ...] | None:
-                given = rules.codec.operands(config, view, new)
-                return None if given.places is not None else (given.q[:, :, :, 0], *given.stored, spec, given.sinks)
+            def given() -> tuple[Array, Operand, Operand, Sinks | None] | None:
+                found = rules.codec.operands(config, view, new)
+                return None if found.places is not None else (found.q[:, :, :, 0], *found.stored, found.sinks)
 
-            shapes = jax.eval_shape(operands)
-            return shapes is not None and step_in_one_pass(*shapes, scores, **new.kernels._asdict())
+            shapes = jax.eval_shape(given)
+            if shapes is None:
+                return False
+            q, k, v, sinks = shapes
+            return step_in_one_pass(q, k, v, spec, sinks, scores, **new.kernels._asdict())
 
         local = slots.windowed(new)
         unknown = rules.codec.ordered or (rules.codec.sliding and local)  # where the model is going to see keys

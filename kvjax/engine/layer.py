@@ -127,6 +127,7 @@ def _step(
         if told.evicted is not None:  # as if it had left before: what remembers it is a part of its own
             storage = absorbed(policy, storage, layer, told.evicted)
             remembered = share(policy, storage, layer, new)
+            assert remembered is not None  # or nobody would have asked for what has left
             with jax.named_scope("residual"):
                 partial = merge(partial, share_of_evicted(remembered))
         found = Attended(partial.out, told.answers)

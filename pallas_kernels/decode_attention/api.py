@@ -114,10 +114,12 @@ def decode_attention(
     here = first < sinks.count
     rest = position.at[:, :, : sinks.count].set(jnp.where(here, -1, first))
     found = form.decode_attention(q, k, v, rest, query_position, spec, **arguments)
-    near = (cut(x, 0, first.shape[2], 2) for x in (k, v))
-    asked = (sinks.q, *near, jnp.where(here, first, -1), query_position, spec)
-    parts = found, decode_attention(*asked, implementation="xla", platform=platform)
-    whole = merge(*(Partial(part.out[:, :, :, None], part.lse[..., None]) for part in parts))
+    near_k, near_v = (cut(x, 0, first.shape[2], 2) for x in (k, v))
+    held = jnp.where(here, first, -1)
+    near = decode_attention(
+        sinks.q, near_k, near_v, held, query_position, spec, implementation="xla", platform=platform
+    )
+    whole = merge(*(Partial(part.out[:, :, :, None], part.lse[..., None]) for part in (found, near)))
     return Decoded(whole.out[:, :, :, 0], whole.lse[..., 0], None)
 
 

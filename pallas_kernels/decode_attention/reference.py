@@ -130,7 +130,8 @@ def attend_codes(
         return jnp.moveaxis(x.reshape(b, h, g, n, s), 3, 2)
 
     if others is not None:
-        found = jnp.where(*map(of_blocks, others), found)
+        elsewhere, other = others
+        found = jnp.where(of_blocks(elsewhere), of_blocks(other), found)
     logits = spec.capped(found)
     if bias is not None:
         logits += of_blocks(bias)

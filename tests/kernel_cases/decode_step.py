@@ -82,11 +82,11 @@ def case(
     e = d if e is None else e
     rng = np.random.default_rng(b + h + g + c + d)
     position, new = evict.positions(rng, b, h, c, live)
-    pairs: list[Any] = [normal(rng, (b, h, c + 1, width), dtype) for width in (d, e)]
+    both: list[Any] = [normal(rng, (b, h, c + 1, width), dtype) for width in (d, e)]
     if bits is not None:
-        pairs = [decode_attention.quantised(pair, bits) for pair in pairs]
-    k, v = (jax.tree.map(lambda leaf: leaf[:, :, :c], pair) for pair in pairs)
-    added = [jax.tree.map(lambda leaf: leaf[:, :, c], pair) for pair in pairs]
+        both = [decode_attention.quantised(pair, bits) for pair in both]
+    k, v = (jax.tree.map(lambda leaf: leaf[:, :, :c], pair) for pair in both)
+    added = [jax.tree.map(lambda leaf: leaf[:, :, c], pair) for pair in both]
 
     def statistics(*slots: int) -> dict[str, Any]:
         words = rng.integers(2**32, size=(b, h, *slots, 3), dtype=np.uint32)
