@@ -94,6 +94,7 @@ def attend(
     mask: Bool[Array, "b #h t c"],
     spec: AttentionSpec,
     bias: Float[Array, "b h g t c"] | None = None,
+    others: tuple[Bool[Array, "b h g t c"], Float[Array, "b h g t c"]] | None = None,
 ) -> tuple[Partial, Float[Array, "b h g t c"]]:
     """Softmax attention with its log-sum-exp and, for those who ask, its probabilities.
 
@@ -104,6 +105,7 @@ def attend(
         mask: True where a query may see a key; a query that sees none returns zeros.
         spec: scale and soft cap; its window and slopes are in `mask` and `bias`.
         bias: added to the logits (ALiBi), or None.
+        others: where products of queries and keys are other ones, and these; None for nowhere.
 
     Returns:
         The unmerged attention, and the probabilities (free when they are not used).
@@ -115,10 +117,18 @@ def attend(
     n = c // slot_block(c, SLOT_BLOCK, most) if t == 1 else 1
     blocks_k, blocks_v = k.reshape(b, h, n, c // n, d), v.reshape(b, h, n, c // n, v.shape[-1])
     float_type = wide(q.dtype)
-    logits = spec.capped(jnp.einsum("bhgtd,bhnsd->bhngts", q, blocks_k, preferred_element_type=float_type))
+
+    def blocks(x: Array) -> Array:
+        return jnp.moveaxis(x.reshape(*x.shape[:-1], n, c // n), -2, 2)
+
+    products = jnp.einsum("bhgtd,bhnsd->bhngts", q, blocks_k, preferred_element_type=float_type)
+    if others is not None:
+        elsewhere, found = others
+        products = jnp.where(blocks(elsewhere), blocks(found), products)
+    logits = spec.capped(products)
     if bias is not None:
-        logits += jnp.moveaxis(bias.reshape(b, h, g, t, n, c // n), -2, 2)
-    visible = jnp.moveaxis(mask.reshape(b, mask.shape[1], 1, t, n, c // n), -2, 2)
+        logits += blocks(bias)
+    visible = blocks(mask[:, :, None])
     lowest = jnp.finfo(float_type).min
     logits = jnp.where(visible, logits, lowest)
     highest = jnp.maximum(logits.max((2, 5), keepdims=True), lowest / 2)
@@ -152,10 +162,11 @@ def merge(a: Partial, b: Partial) -> Partial:
 def share_of_evicted(memory: LowRank) -> Partial:
     """Attention over what LESS remembers (equation 3): phi H / phi z, of mass phi z; nothing where that is 0."""
     phi, h, z = memory
-    mass = jnp.einsum("bhgtr,bhr->bhgt", phi, z)
+    exact = jax.lax.Precision.HIGHEST  # a TPU would round float32 to bfloat16
+    mass = jnp.einsum("bhgtr,bhr->bhgt", phi, z, precision=exact)
     nothing = mass <= 0
     mass = jnp.where(nothing, 1.0, mass)
-    out = jnp.einsum("bhgtr,bhrd->bhgtd", phi, h) / mass[..., None]
+    out = jnp.einsum("bhgtr,bhrd->bhgtd", phi, h, precision=exact) / mass[..., None]
     return Partial(jnp.where(nothing[..., None], 0.0, out), jnp.where(nothing, -jnp.inf, jnp.log(mass)))
 
 

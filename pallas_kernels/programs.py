@@ -17,7 +17,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from pallas_kernels.attention import AttentionSpec
-from pallas_kernels.decode_attention import Gumbel, LowRank, decode_attention
+from pallas_kernels.decode_attention import Gumbel, LowRank, Sinks, decode_attention
 from pallas_kernels.decode_step import decode_step
 from pallas_kernels.evict import evict
 from pallas_kernels.hamming import hamming
@@ -330,8 +330,13 @@ def stepping(
     window: int | None = None,
     soft_cap: float | None = None,
     keep: bool = False,
+    apart: int = 0,
+    pairs: bool = False,
 ) -> Program:
-    """`decode_step` with an accumulated score, in place; `noisy` asks for Keyformer's increments."""
+    """`decode_step` with an accumulated score, in place; `noisy` asks for Keyformer's increments.
+
+    So many first tokens are set `apart`: they see a query of their own. `pairs` that leave are handed out, if asked.
+    """
 
     def run(
         sinks: Array,
@@ -340,12 +345,14 @@ def stepping(
         seed: Array | None = None,
         tau: Array | None = None,
         slopes: Array | None = None,
+        near: Array | None = None,
         **arrays: Any,
     ) -> Any:
+        asked: dict[str, Any] = dict(standing=arrays["buffers"], protection=Protection(sinks, recent, limit))
+        asked |= dict(spec=AttentionSpec(d**-0.5, soft_cap, window, slopes))
+        asked |= dict(sinks=None if near is None else Sinks(near, apart))
         wanted = scores if seed is None or tau is None else Gumbel(seed, tau)
-        spec = AttentionSpec(d**-0.5, soft_cap, window, slopes)
-        bounds = Protection(sinks, recent, limit)
-        return decode_step(**arrays, standing=arrays["buffers"], spec=spec, protection=bounds, scores=wanted)
+        return decode_step(**arrays, **asked, scores=wanted, pairs=pairs)
 
     e = d if e is None else e
     shapes: dict[str, Any] = {name: Shape((b, h), jnp.int32) for name in Protection._fields}
@@ -359,7 +366,9 @@ def stepping(
         shapes["slopes"] = Shape((h, g), jnp.float32)
     if keep:
         shapes["keep"] = Shape((b, h, c), jnp.bool_)
-    pairs = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves((shapes["k"], shapes["v"])))
+    if apart:
+        shapes["near"] = Shape((b, h, g, d), dtype)
+    held = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves((shapes["k"], shapes["v"])))
     rows = 4 * b * h * c * (4 + (scores is not None or noisy))  # scores and positions, before and after; what is asked
     return Program(
         "decode_step",
@@ -369,7 +378,7 @@ def stepping(
         forms=("tpu",),
         donated=("position", "k", "v", "buffers"),
         again=lambda found: {name: getattr(found, name) for name in ("position", "k", "v", "buffers")},
-        traffic=pairs + rows,
+        traffic=held + rows,
     )
 
 
@@ -417,6 +426,10 @@ def programs() -> Iterator[Program]:
     yield stepping("8 heads x 8, 1008 slots, d 128, bfloat16", 32, 8, 8, 1008, 128, half, keep=True, soft_cap=50.0)
     yield stepping("multi-head, 256 slots, d 128, bfloat16", 64, 32, 1, 256, 128, half, scores="sum")
     yield stepping("the same with Gumbel scores", 64, 32, 1, 256, 128, half, noisy=True)
+    yield stepping("multi-head, 208 slots, 4 sinks, d 128, bfloat16", 64, 32, 1, 208, 128, half, apart=4)
+    yield stepping(
+        "multi-head, 208 slots, pairs that leave, bfloat16", 64, 32, 1, 208, 128, half, scores="sum", pairs=True
+    )
     yield stepping("float32, d 64, ALiBi, window", 2, 4, 4, 1024, 64, whole, slopes=True, scores="each", window=512)
     yield stepping("8 heads x 4, 4096 slots, d 128, 8 bits", 32, 8, 4, 4096, 128, half, bits=8, scores="sum")
     yield stepping("4096 slots, d 256 and e 128, 4 bits", 32, 8, 2, 4096, 256, half, e=128, bits=4, noisy=True)

@@ -9,13 +9,14 @@ import pytest
 
 import kvjax
 from kvjax.engine.decode import step
+from kvjax.engine.state import held_positions
 from kvjax.types import Kernels
 from tests.cases import slow
 from tests.kernels import GPU_WAYS, TPU_WAYS
 
 PROMPT = "The name is Tom. What is the name?"
 STEPS = 8
-EVICTING, READING, STEPPING = {"decode_attention", "evict"}, {"decode_attention"}, {"decode_step"}
+READING, STEPPING = {"decode_attention"}, {"decode_step"}
 KERNELS = ("decode_attention", "decode_step", "evict", "hamming", "less_phi", "less_psi", "paged_attention")
 PERFORMER = {"residual.kernels": "performer"}
 
@@ -38,7 +39,10 @@ def greedy(model, policy, kernels):
 @pytest.mark.parametrize(
     ("policy", "way", "called"),
     [
-        (kvjax.policy("streaming"), TPU_WAYS[0], EVICTING),
+        (kvjax.policy("streaming"), TPU_WAYS[0], STEPPING),
+        slow(kvjax.policy("streaming"), GPU_WAYS[0], READING),
+        slow(kvjax.policy("streaming", codec="int8"), TPU_WAYS[0], READING),
+        slow(kvjax.policy("streaming", residual="less"), TPU_WAYS[0], STEPPING | {"less_phi", "less_psi"}),
         slow(kvjax.policy("h2o"), GPU_WAYS[0], READING),
         slow(kvjax.policy("h2o"), TPU_WAYS[0], STEPPING),
         slow(kvjax.policy("h2o"), TPU_WAYS[1], STEPPING),
@@ -53,7 +57,7 @@ def greedy(model, policy, kernels):
         slow(kvjax.policy("lsh_e", sinks=2, recent=4), TPU_WAYS[0], {"decode_attention", "hamming"}),
         slow(kvjax.policy("tova"), TPU_WAYS[0], STEPPING),
         slow(kvjax.policy("less", kernels="performer"), GPU_WAYS[0], READING),
-        (kvjax.policy("less", base="keyformer"), TPU_WAYS[0], EVICTING | {"less_phi", "less_psi"}),
+        (kvjax.policy("less", base="keyformer"), TPU_WAYS[0], STEPPING | {"less_phi", "less_psi"}),
         slow(kvjax.policy("fastgen", threshold=0.7, **PERFORMER), GPU_WAYS[0], {"paged_attention"}),
     ],
     ids=lambda value: value.name or "less" if isinstance(value, kvjax.Policy) else None,
@@ -67,3 +71,22 @@ def test_kernels_give_the_same_tokens(policy, way, called):
     np.testing.assert_allclose(found[1], expected[1], rtol=1e-3, atol=1e-3)
     assert "pallas_call" not in expected[2]
     assert {name for name in KERNELS if f"name={name}" in found[2]} == called
+
+
+@pytest.mark.parametrize("budget", [4, slow(5), 16])
+def test_sinks_are_as_near_before_a_slot_is_empty_as_after(budget):
+    """A kernel that finds the slot itself is told where sinks are going to stand."""
+    model = kvjax.load("tiny")
+    tokens = np.asarray([model.tokenizer.encode(PROMPT)])
+    found = []
+    for kernels in (Kernels("xla"), Kernels("pallas,xla", TPU_WAYS[0].interpret, TPU_WAYS[0].platform)):
+        state, logits = kvjax.prefill(
+            model, kvjax.policy("streaming"), tokens[:, :2], budget, max_new_tokens=32, implementation=kernels
+        )
+        seen = [logits]
+        for token in np.tile(tokens[0], 3)[:26]:
+            state, logits = kvjax.decode_step(state, jnp.asarray([token], jnp.int32))
+            seen.append(logits)
+        found.append((np.stack(seen), held_positions(state)))
+    np.testing.assert_allclose(found[1][0], found[0][0], rtol=1e-3, atol=1e-3)
+    jax.tree.map(np.testing.assert_array_equal, found[1][1], found[0][1])

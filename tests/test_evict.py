@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 import kvjax
 from kvjax.cache import slots
 from kvjax.cache.dense import Dense
+from kvjax.cache.slots import Attended
 from kvjax.policies.scores.lsh_e import Hamming, hashes, projections
 from kvjax.types import KV, Kernels, New, Parts, View
 from pallas_kernels.attention import AttentionSpec
@@ -133,23 +134,32 @@ def test_one_pass_is_exchange_then_attention(name):
     asks = policy.score.asks(expected.heads(0), plain)
     expected, attended = expected.attend(policy, CONFIG, 0, plain, asks, None, None)
     found, _, answered = done
-    for mine, theirs in ((found, expected), (answered, attended)):
+    given = Attended(answered.partial.out, answered.answers)
+    for mine, theirs in ((found, expected), (given, attended)):
         jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), mine, theirs)
 
 
 @pytest.mark.parametrize(
     "change",
-    [dict(positions="cache"), dict(name="lsh_e"), dict(c=40), dict(way=XLA), dict(way=GPU_WAYS[0])],
+    [
+        dict(name="h2o", positions="cache"),
+        dict(positions="cache", window=64),
+        dict(name="lsh_e"),
+        dict(c=40),
+        dict(way=XLA),
+        dict(way=GPU_WAYS[0]),
+    ],
     ids=str,
 )
 def test_what_one_pass_cannot_do_is_left_to_two_calls(change):
     settings = {"name": "streaming", "positions": "original", "way": TPU_WAYS[0], "c": 48} | change
     way, name, c = (settings.pop(key) for key in ("way", "name", "c"))
+    config = dataclasses.replace(CONFIG, window=settings.pop("window", None))
     policy = kvjax.policy(name, **settings)
-    new = new_token(jax.random.key(2), 1, 2, 2, 64, jnp.asarray([70]), way)
+    new = new_token(jax.random.key(2), 1, 2, 2, 64, jnp.asarray([70]), way).replace(config=config)
     view = full_view(1, 2, c, 64, lambda k, scores: None)
     dense = Dense((view,))
-    assert dense.exchange_and_attend(policy, CONFIG, 0, new, lambda heads: ()) is None
+    assert dense.exchange_and_attend(policy, config, 0, new, lambda heads: ()) is None
 
 
 @pytest.mark.parametrize("way", [XLA, TPU_WAYS[0]], ids=str)
@@ -231,7 +241,7 @@ def test_limits_of_one_pass_are_named(c, d, dtype, bits, platform, reason):
     q: Any = jax.ShapeDtypeStruct((1, 8, 2, d), dtype)
     pair = operand((1, 8, c, d), dtype, bits)
     spec = AttentionSpec(1.0)
-    assert re.match(reason, limit(q, pair, pair, spec, "sum", platform) or "")
+    assert re.match(reason, limit(q, pair, pair, spec, None, "sum", platform) or "")
 
 
 @pytest.mark.parametrize(

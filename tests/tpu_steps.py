@@ -31,7 +31,7 @@ ROWS, SLOTS = 8, 2048
 def cases() -> dict[str, tuple[kvjax.Policy, tuple[str, ...]]]:
     """Policies, and the kernels that a step under each is to call."""
     kernels = init_kernels(jax.random.key(0), CONFIG)
-    evicting, stepping = ("decode_attention", "evict"), ("decode_step",)
+    stepping = ("decode_step",)
     # A head that keeps everything has all slots, so that the pool is large.
     classes: dict[str, Any] = {
         "special": (1,),
@@ -39,11 +39,11 @@ def cases() -> dict[str, tuple[kvjax.Policy, tuple[str, ...]]]:
         "threshold": 1.0,
     }
     return {
-        "streaming": (kvjax.policy("streaming"), evicting),
+        "streaming": (kvjax.policy("streaming"), stepping),
         "h2o": (kvjax.policy("h2o"), stepping),
         "h2o-int8": (kvjax.policy("h2o", codec="int8"), stepping),
         "keyformer": (kvjax.policy("keyformer"), stepping),
-        "less": (kvjax.policy("less", base="keyformer", kernels=kernels), (*evicting, "less_phi", "less_psi")),
+        "less": (kvjax.policy("less", base="keyformer", kernels=kernels), (*stepping, "less_phi", "less_psi")),
         "lsh_e": (kvjax.policy("lsh_e"), ("decode_attention", "hamming")),
         "fastgen": (kvjax.policy("fastgen", **classes), ("paged_attention",)),
         "less-fastgen": (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -12,10 +13,11 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from kvjax.cache.quantise import channel_factors, quantise
-from kvjax.rope import rotate, table
+from kvjax.rope import Rope, rotate, table
 from kvjax.types import KV, Heads, LayerConfig, New, View, check, setting
 from pallas_kernels import operands
 from pallas_kernels.attention import QUERY_BLOCK, wide
+from pallas_kernels.decode_attention import Sinks
 from pallas_kernels.operands import Operand, Turned
 from pallas_kernels.prefill_scores import Joined
 
@@ -30,6 +32,8 @@ class Operands(NamedTuple):
     """Where the model sees queries and keys, where that is not their position."""
     factor: Float[Array, "b h d"] | None = None
     """By which the channels of queries have been multiplied, where keys are codes."""
+    sinks: Sinks | None = None
+    """The query of a single token as the first tokens see it, where that is another one."""
 
     @property
     def stored(self) -> tuple[Operand, Operand]:
@@ -50,8 +54,6 @@ class CodecState(struct.PyTreeNode):
 
     factor: Float[Array, "b h d"] | None = None
     """By which the channels of stored keys are divided; 0 before any is stored. None without codes."""
-    sinks: Float[Array, "b h s d"] | None = None
-    """Unrotated keys of the first tokens, where they are turned anew at every step."""
     count: Int[Array, "b h"] | None = None
     """Live slots, where keys are rotated by their order."""
 
@@ -65,7 +67,7 @@ class Codec:
             model sees a key's place among the live slots as its position (StreamingLLM, 3.2; *New Pos*).
         bits: of a stored number, 8 or 4; None for the model's own dtype.
         sliding: the same as `cache` where all that is live beyond `sinks` is the newest tokens without a gap: these are
-            as far from the query as in the text, and only the sinks have to be turned, which costs a few keys.
+            as far from the query as in the text, and only the sinks see it from nearer, by a second query.
         sinks: first tokens that never leave, for `sliding`.
     """
 
@@ -106,11 +108,10 @@ class Codec:
     def init(self, shape: New) -> CodecState | None:
         """What is known of a layer before anything is read; `shape` holds no tokens."""
         rows, heads, _, width = shape.k.shape
-        if self.positions == "original" and self.bits is None:
+        if not self.ordered and self.bits is None:
             return None
         return CodecState(
             factor=None if self.bits is None else jnp.zeros((rows, heads, width), wide(shape.k.dtype)),
-            sinks=jnp.zeros((rows, heads, self.sinks, width), shape.k.dtype) if self.sliding else None,
             count=jnp.zeros((rows, heads), jnp.int32) if self.ordered else None,
         )
 
@@ -156,7 +157,16 @@ class Codec:
             keys = (keys * state.factor[:, :, None]).astype(dtype)
         return Restored(rotate(config.rope, keys, position) if self.ordered else keys, values)
 
-    def operands(self, config: LayerConfig, view: View, new: New, places: int | None = None) -> Operands:
+    def operands(
+        self,
+        config: LayerConfig,
+        view: View,
+        new: New,
+        *,
+        places: int | None = None,
+        block: bool = False,
+        room: Int[Array, "b h"] | None = None,
+    ) -> Operands:
         """Queries, keys and values for attention over slots that hold the new tokens already.
 
         Args:
@@ -164,6 +174,8 @@ class Codec:
             view: its slots; those of a block that is being read are the last ones.
             new: the tokens whose queries these are.
             places: more than any head has slots, where `view` is some of a head's slots; None for all of them.
+            block: whether they are a block of text.
+            room: slots that a head may use, where the new token has yet to take one; None where it has.
         """
         tokens, capacity = new.k.shape[2], view.capacity * new.spread.slots
         if tokens == capacity and places is None:  # a whole text: places are positions, and nothing has been stored yet
@@ -178,21 +190,29 @@ class Codec:
                 cos, sin = table(config.rope, places or capacity, k.dtype)
                 k = Turned(k, order, cos, sin, config.rope.interleaved)
             return Operands(q, k, v, (place, order))
-        seen = None
-        if self.sliding and config.slopes is not None:
-            gap = self._gap(view, new.spread.most_of_slots(view.position[:, :1].max(-1)) + 1, new)[..., None]
-            sinks = view.live & (view.position < self.sinks)
-            here = jnp.broadcast_to(new.position[:, None], (*view.limit.shape, tokens))
-            seen = here, jnp.where(sinks, view.position + gap, view.position)
+        seen, near = None, None
+        if self.sliding and self.sinks:
+            gap = self._gap(view, new, room)[..., None]
+            if config.slopes is not None:
+                sinks = view.live & (view.position < self.sinks)
+                here = jnp.broadcast_to(new.position[:, None], (*view.limit.shape, tokens))
+                seen = here, jnp.where(sinks, view.position + gap, view.position)
+            if config.rope is not None and block:
+                k = self._nearer(config.rope, view, new, gap)
+            elif config.rope is not None:
+                # The model would see the sinks right before the window: turned back by as much, the query stands as it
+                # would to them, and they stay as they are.
+                near = rotate(config.rope, new.raw_q, new.position[:, None, None] - gap[..., None], new.end)[:, :, :, 0]
         if self.bits is None:
-            return Operands(q, k, v, seen)
+            return Operands(q, k, v, seen, sinks=None if near is None else Sinks(near, self.sinks))
         factor = view.state.codec.factor
         if tokens > 1:
             old = capacity - tokens
             first = jax.tree.map(lambda leaf: leaf[:, :, :old], (k, v))
             scaled = (new.k.astype(factor.dtype) / jnp.where(factor > 0, factor, 1.0)[:, :, None]).astype(q.dtype)
             k, v = Joined(first[0], scaled), Joined(first[1], new.v)
-        return Operands((q * factor[:, :, None, None]).astype(q.dtype), k, v, seen, factor)
+        q, near = jax.tree.map(lambda x: (x * jnp.expand_dims(factor, range(2, x.ndim - 1))).astype(x.dtype), (q, near))
+        return Operands(q, k, v, seen, factor, None if near is None else Sinks(near, self.sinks))
 
     def earlier(
         self,
@@ -225,7 +245,7 @@ class Codec:
         live = jnp.sort(jnp.where(view.live, view.position, jnp.iinfo(jnp.int32).max), axis=-1)
         return jnp.vectorize(jnp.searchsorted, signature="(c),(t)->(t)")(live, new.position[:, None])
 
-    def settle(self, config: LayerConfig, view: View, new: New) -> View:
+    def settle(self, view: View, new: New) -> View:
         """A layer's slots as attention may read them, after a block has been appended or some slots have left."""
         if self.ordered:
             live = new.spread.all_slots(jnp.where(view.live, view.position, jnp.iinfo(jnp.int32).max))
@@ -236,14 +256,13 @@ class Codec:
             reads = new.valid.any(1)[:, None]
             order = jnp.where(reads[..., None], order, view.slots.codec)
             return _with(view, order, known.replace(count=jnp.where(reads, count, known.count)))
-        return self._turned(config, view, new)
+        return view
 
-    def exchanged(self, config: LayerConfig, view: View, new: New, place: Any, left: Int[Array, "b h"]) -> View:
+    def exchanged(self, view: View, new: New, place: Any, left: Int[Array, "b h"]) -> View:
         """A layer's slots as attention may read them, after a token has taken a slot of each head.
 
         Args:
-            config: of the layer.
-            view: its slots, the new token in them; `state` is that of before.
+            view: the slots, the new token in them; `state` is that of before.
             new: one token per row.
             place: of the token that left, from `slots`.
             left: its position; -1 where none did.
@@ -251,7 +270,7 @@ class Codec:
         if self.ordered:
             codec = view.state.codec
             return _with(view, self.requeued(view, new, place, left), self.counted(codec, new, left))
-        return self._turned(config, view, new)
+        return view
 
     def requeued(self, view: View, new: New, place: Int[Array, "b h"], left: Int[Array, "b h"]) -> Int[Array, "b h c"]:
         """The queue without the one that left: those behind it move up, the new one is last. Slotwise."""
@@ -268,51 +287,33 @@ class Codec:
         arrived = new.valid[:, :1] & arrives
         return state.replace(count=state.count + arrived - (left >= 0))
 
-    def _turned(self, config: LayerConfig, view: View, new: New) -> View:
-        # The sinks where they are to be seen: right before the window.
-        if not self.sliding or self.sinks == 0:
-            return view
-        state: CodecState = view.state.codec
-        assert state.sinks is not None
-        place = jnp.arange(self.sinks)
-        index = place - new.position[:, :1]  # texts are read in order
-        arrives = (index >= 0) & (place < new.read[:, None]) & new.valid[:, :1]
+    def _nearer(self, rope: Rope, view: View, new: New, gap: Int[Array, "b 1 1"]) -> Operand:
+        """Keys whose sinks stand right before the window, as all queries of a block see them."""
+        # Sinks lie first (`best_first`); where they have just been read they may not, but there is no gap.
+        count = min(self.sinks, view.capacity)
+        first = jax.tree.map(lambda leaf: leaf[:, :, :count], view.kv.k)
+        turned = dataclasses.replace(rope, attention_factor=1.0)  # they have been multiplied
+        held = view.position[:, :, :count] < self.sinks
+        state = view.state.codec
+        keys = operands.values(first, new.k.dtype)
+        if self.bits is not None:
+            keys = operands.values(first, state.factor.dtype) * state.factor[:, :, None]
+        near = self._key(rotate(turned, keys, gap, new.end), state)
 
-        def told(sinks: Array) -> Array:
-            raw = jnp.take_along_axis(new.raw_k, jnp.clip(index, 0, new.raw_k.shape[2] - 1)[:, None, :, None], axis=2)
-            return jnp.where(arrives[:, None, :, None], raw, sinks)
+        def write(leaf: Array, old: Array, value: Array) -> Array:
+            kept = held.reshape(*held.shape, *(1,) * (leaf.ndim - 3))
+            return leaf.at[:, :, :count].set(jnp.where(kept, value, old))
 
-        # Hardly any step has a sink to write, and all would copy them.
-        sinks = jax.lax.cond(arrives.any(), told, lambda sinks: sinks, state.sinks)
-        place = place[: view.capacity * new.spread.slots]
-        gap = self._gap(view, new.read[:, None], new)
-        turned = self._key(rotate(config.rope, sinks[:, :, : len(place)], place + gap[..., None], new.end), state)
-        reads = new.valid.any(1)[:, None, None]
-        if config.window is None and new.spread.slots == 1:
-            # Sinks lie first (`best_first`); where they have just been read they may not, but there is no gap.
-            held = (view.position[:, :, : len(place)] == place) & reads
+        return jax.tree.map(write, view.kv.k, first, near)
 
-            def write(leaf: Array, value: Array) -> Array:
-                first = leaf[:, :, : len(place)]
-                kept = held.reshape(*held.shape, *(1,) * (leaf.ndim - 3))
-                return leaf.at[:, :, : len(place)].set(jnp.where(kept, value, first))
-
-        else:  # where they pass one after the other, or may lie with another device
-            found = view.position[:, :, None] == place[:, None]
-            slot = jnp.where(found.any(-1) & reads, jnp.argmax(found, axis=-1), view.capacity + place)
-            row, head = jnp.arange(slot.shape[0])[:, None, None], jnp.arange(slot.shape[1])[:, None]
-
-            def write(leaf: Array, value: Array) -> Array:
-                return leaf.at[row, head, slot].set(value, unique_indices=True, mode="drop")
-
-        keys = jax.tree.map(write, view.kv.k, turned)
-        known = view.state.replace(codec=state.replace(sinks=sinks))
-        return view.replace(kv=view.kv.replace(k=keys), state=known)
-
-    def _gap(self, view: View, read: Int[Array, "b 1"], new: New) -> Int[Array, "b 1"]:
-        """How many tokens between sinks and window, of a text read so far, are not live: the same ones in all heads."""
-        live = new.spread.over_slots((view.position[:, :1] >= self.sinks).sum(-1))
-        return jnp.maximum(read - self.sinks, 0) - live
+    def _gap(self, view: View, new: New, room: Int[Array, "b h"] | None) -> Int[Array, "b 1"]:
+        """How many tokens between sinks and window are not live: the same ones in all heads."""
+        position = view.position[:, :1]
+        live = new.spread.over_slots((position >= self.sinks).sum(-1))
+        if room is not None:  # the window's oldest token leaves where no slot is empty
+            full = (position >= 0).sum(-1) >= room[:, :1]
+            live += (new.position >= self.sinks) & ~(full & (live > 0))
+        return jnp.maximum(new.read[:, None] - self.sinks, 0) - live
 
 
 def _with(view: View, order: Int[Array, "b h c"], state: CodecState) -> View:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,13 +17,25 @@ from kvjax.cache import evidence, slots
 from kvjax.cache.codec import Codec
 from kvjax.cache.slots import Attended, Rules
 from kvjax.processes import on_host
-from kvjax.types import Evicted, Heads, LayerConfig, New, Parts, PyTree, View
-from pallas_kernels.attention import LowRank
+from kvjax.types import KV, Evicted, Heads, LayerConfig, New, Parts, PyTree, View
+from pallas_kernels.attention import LowRank, Partial
+from pallas_kernels.decode_attention import Sinks
 from pallas_kernels.decode_step import decode_step
 from pallas_kernels.decode_step import one_pass as step_in_one_pass
 from pallas_kernels.evict import evict
 from pallas_kernels.evict import exchange as exchange_slots
+from pallas_kernels.operands import Operand
 from pallas_kernels.ranking import Protection
+
+
+class Stepped(NamedTuple):
+    """What one kernel tells that exchanges and attends."""
+
+    partial: Partial
+    """Attention over the slots."""
+    answers: PyTree
+    evicted: Evicted | None
+    """What has left, where that was asked for."""
 
 
 class Dense(struct.PyTreeNode):
@@ -86,16 +98,18 @@ class Dense(struct.PyTreeNode):
             taken = _exchange(rules, view, new, held)
         left, taken, position, buffers = taken
         written = view.replace(position=position, **buffers)
-        written = rules.codec.exchanged(config, written, new, taken["slots"].codec, left)
-        kv = jax.tree.map(lambda leaf: leaf[:, :, None], taken["kv"])
-        pair = rules.codec.restore(config, kv, left[..., None], view.state.codec, new.k.dtype)
-        remembered = (left >= 0) & slots.in_window(left, new)
-        evicted = Evicted(pair.k, pair.v, remembered[..., None], new.layer, new.kernels)
-        return self.replace_layer(layer, written), evicted
+        written = rules.codec.exchanged(written, new, taken["slots"].codec, left)
+        return self.replace_layer(layer, written), _evicted(rules, config, view, new, taken["kv"], left)
 
     def exchange_and_attend(
-        self, rules: Rules, config: LayerConfig, layer: int, new: New, asks: Callable[[Heads], PyTree]
-    ) -> tuple[Dense, PyTree, Attended] | None:
+        self,
+        rules: Rules,
+        config: LayerConfig,
+        layer: int,
+        new: New,
+        asks: Callable[[Heads], PyTree],
+        absorb: Callable[[PyTree, Evicted], PyTree] | None = None,
+    ) -> tuple[Dense, PyTree, Stepped] | None:
         """`exchange`, then `attend`, by a kernel that reads keys and values once; None where there has to be more.
 
         Args:
@@ -104,19 +118,28 @@ class Dense(struct.PyTreeNode):
             layer: which one.
             new: one token per row; a row of padding changes nothing.
             asks: what is asked of attention, given what is known of the heads.
+            absorb: what becomes of what leaves, as in `exchange`.
 
         Returns:
-            The storage, what has been asked, and attention with the answers.
+            The storage, what has been asked, and attention with the answers and what has left.
         """
         view = self.layers[layer]
         spec = config.spec
 
         def one_pass(scores: Any) -> bool:
-            queries = jax.eval_shape(lambda q: q[:, :, :, 0], new.q)
-            return step_in_one_pass(queries, view.kv.k, view.kv.v, spec, scores, **new.kernels._asdict())
+            def given() -> tuple[Array, Operand, Operand, Sinks | None] | None:
+                found = rules.codec.operands(config, view, new)
+                return None if found.places is not None else (found.q[:, :, :, 0], *found.stored, found.sinks)
 
-        ranked = rules.ranked or slots.windowed(new)
-        if new.spread.slots > 1 or not ranked or rules.codec.positions != "original" or not one_pass(None):
+            shapes = jax.eval_shape(given)
+            if shapes is None:
+                return False
+            q, k, v, sinks = shapes
+            return step_in_one_pass(q, k, v, spec, sinks, scores, **new.kernels._asdict())
+
+        local = slots.windowed(new)
+        unknown = rules.codec.ordered or (rules.codec.sliding and local)  # where the model is going to see keys
+        if new.spread.slots > 1 or unknown or not (rules.ranked or local) or not one_pass(None):
             return None
         wanted = asks(view)
         own = evidence.without_again(wanted)
@@ -124,12 +147,12 @@ class Dense(struct.PyTreeNode):
         if not one_pass(scores):
             return None
         if rules.shrinks:
-            self = self._shrunk(rules, config, layer, new, None)
+            self = self._shrunk(rules, config, layer, new, absorb)
         view = self.layers[layer]
         view = view.replace(state=view.state.replace(codec=rules.codec.begin(view, new)))
         entry = jax.tree.map(lambda leaf: leaf[:, :, 0], _entries(rules, view, new))
         standing, bounds, keep = _ranked(rules, view, new)
-        given = rules.codec.operands(config, view, new)
+        given = rules.codec.operands(config, view, new, room=bounds.limit)
         done = decode_step(
             standing,
             view.position,
@@ -142,6 +165,8 @@ class Dense(struct.PyTreeNode):
             protection=bounds,
             keep=keep,
             shrinks=rules.shrinks,
+            pairs=absorb is not None,
+            sinks=given.sinks,
             scores=scores,
             **new.kernels._asdict(),
         )
@@ -150,8 +175,11 @@ class Dense(struct.PyTreeNode):
         given = given._replace(k=done.k, v=done.v)
         earlier = functools.partial(rules.codec.earlier, config, written, given, new)
         answers = evidence.with_again(wanted, answers, config, given, written, earlier)
-        found = Attended(done.attended.out[:, :, :, None], answers)
-        return self.replace_layer(layer, written), wanted, found
+        partial = Partial(done.attended.out[:, :, :, None], done.attended.lse[..., None])
+        evicted = None
+        if done.pair is not None:
+            evicted = _evicted(rules, config, view, new, KV(*done.pair), done.left)
+        return self.replace_layer(layer, written), wanted, Stepped(partial, answers, evicted)
 
     def append(self, rules: Rules, config: LayerConfig, layer: int, new: New) -> Dense:
         """New slots behind those that are there, for a block of text: nothing leaves."""
@@ -161,7 +189,7 @@ class Dense(struct.PyTreeNode):
         added = _entries(rules, view, new) | {"position": position}
         held = {"kv": view.kv, "slots": view.slots, "position": view.position}
         joined = jax.tree.map(lambda old, block: jnp.concatenate([old, block], axis=2), held, added)
-        return self.replace_layer(layer, rules.codec.settle(config, view.replace(**joined), new))
+        return self.replace_layer(layer, rules.codec.settle(view.replace(**joined), new))
 
     def attend(
         self,
@@ -177,7 +205,7 @@ class Dense(struct.PyTreeNode):
     ) -> tuple[Dense, Attended]:
         """Attention of new tokens, which have slots, over all slots of a layer."""
         view = self.layers[layer]
-        given = rules.codec.operands(config, view, new)
+        given = rules.codec.operands(config, view, new, block=block)
         attend = evidence.attend_block if block else evidence.attend_token
         own = evidence.without_again(asks)
         out, answers = attend(config, given, view, new, own, low_rank, selection)
@@ -220,7 +248,7 @@ class Dense(struct.PyTreeNode):
             position=jnp.where(kept, slots.gather(view.position, best), -1),
         )
         if rules.codec.ordered:
-            smaller = rules.codec.settle(config, smaller, new)
+            smaller = rules.codec.settle(smaller, new)
         return self.replace_layer(layer, smaller), leaving
 
     def _shrunk(
@@ -241,7 +269,7 @@ class Dense(struct.PyTreeNode):
         def losing(self: Dense) -> Any:
             leaving = _settled(rules, view, new, view.capacity * new.spread.slots)[2] & fewer[..., None]
             after = view.replace(position=jnp.where(leaving, -1, view.position))
-            after = rules.codec.settle(config, after, new) if rules.codec.ordered else after
+            after = rules.codec.settle(after, new) if rules.codec.ordered else after
             return leaving, after.slots.codec, after.state.codec
 
         def same(self: Dense) -> Any:
@@ -398,6 +426,14 @@ def empty(
 
     kv, remembered = jax.tree.map(room, held)
     return View(limit, state, kv, jnp.full((rows, heads, slots), -1, jnp.int32), remembered)
+
+
+def _evicted(rules: Rules, config: LayerConfig, view: View, new: New, kv: KV, left: Int[Array, "b h"]) -> Evicted:
+    # What has left for a token per row, from what its slot held and its position.
+    stored = jax.tree.map(lambda leaf: leaf[:, :, None], kv)
+    pair = rules.codec.restore(config, stored, left[..., None], view.state.codec, new.k.dtype)
+    remembered = (left >= 0) & slots.in_window(left, new)
+    return Evicted(pair.k, pair.v, remembered[..., None], new.layer, new.kernels)
 
 
 Exchanged = tuple[Int[Array, "b h"], dict[str, Any], Int[Array, "b h c"], dict[str, PyTree]]

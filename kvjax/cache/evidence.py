@@ -77,6 +77,7 @@ def attend_token(
         config.spec,
         places=None if given.places is None else (given.places[0][..., 0], given.places[1]),
         low_rank=_of_token(low_rank) if alone else None,  # which comes after what a selection leaves
+        sinks=given.sinks,
         scores=scores,
         **new.kernels._asdict(),
     )

@@ -103,7 +103,13 @@ class Paged(struct.PyTreeNode):
         return pool, taken.evicted(rules, config, state, new)
 
     def exchange_and_attend(
-        self, rules: Rules, config: LayerConfig, layer: int, new: New, asks: Callable[[Heads], PyTree]
+        self,
+        rules: Rules,
+        config: LayerConfig,
+        layer: int,
+        new: New,
+        asks: Callable[[Heads], PyTree],
+        absorb: Callable[[PyTree, Evicted], PyTree] | None = None,
     ) -> None:
         """None: no kernel does both on pages; see `Dense.exchange_and_attend`."""
 
@@ -569,7 +575,7 @@ def select(rules: Rules, config: LayerConfig, view: View, new: New) -> tuple[Sel
     if rules.codec.ordered:
         # Those behind a token that leaves move up.
         staying = view.replace(position=jnp.where(leaving, -1, view.position))
-        after = rules.codec.settle(config, staying, new)
+        after = rules.codec.settle(staying, new)
         view = after.replace(position=view.position)
     return Selected(view, order, count), leaving
 

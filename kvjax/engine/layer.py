@@ -15,13 +15,14 @@ from kvjax.asks import is_ask, of_all_layers, questions
 from kvjax.cache import slots
 from kvjax.cache.dense import Dense
 from kvjax.cache.paged import Paged, Selected, select
+from kvjax.cache.slots import Attended
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import LayerWeights, Weights, block, embed
 from kvjax.policies.part import of_kvjax
 from kvjax.policies.policy import Policy
 from kvjax.rope import rotate
 from kvjax.types import Evicted, Kernels, LayerConfig, New, PyTree, setting
-from pallas_kernels.attention import LowRank
+from pallas_kernels.attention import LowRank, merge, share_of_evicted
 
 Storage = Dense | Paged
 
@@ -114,11 +115,22 @@ def _step(
     if policy.score.offloads:
         storage = storage.moved(layer, jax.memory.Space.Device)
     done = None
-    if policy.residual is None and policy.selection is None:
+    if policy.selection is None:
+        absorb = None if policy.residual is None else policy.residual.absorb
         with jax.named_scope("attention"):
-            done = storage.exchange_and_attend(policy, config, layer, new, lambda heads: policy.score.asks(heads, new))
+            done = storage.exchange_and_attend(
+                policy, config, layer, new, lambda heads: policy.score.asks(heads, new), absorb
+            )
     if done is not None:
-        storage, asks, found = done
+        storage, asks, told = done
+        partial = told.partial
+        if told.evicted is not None:  # as if it had left before: what remembers it is a part of its own
+            storage = absorbed(policy, storage, layer, told.evicted)
+            remembered = share(policy, storage, layer, new)
+            assert remembered is not None  # or nobody would have asked for what has left
+            with jax.named_scope("residual"):
+                partial = merge(partial, share_of_evicted(remembered))
+        found = Attended(partial.out, told.answers)
     else:
         storage, _ = exchange(config, policy, storage, layer, new)
         asks = policy.score.asks(storage.heads(layer), new)
@@ -141,11 +153,15 @@ def exchange(config: LayerConfig, policy: Policy, storage: Any, layer: int, new:
     absorb = None if policy.residual is None else policy.residual.absorb
     with jax.named_scope("eviction"):
         storage, evicted = storage.exchange(policy, config, layer, new, absorb)
-    if absorb is not None:
-        remembered = storage.heads(layer).state.residual
-        with jax.named_scope("residual"):
-            storage = storage.put_state(layer, residual=absorb(remembered, evicted))
-    return storage, evicted
+    return absorbed(policy, storage, layer, evicted), evicted
+
+
+def absorbed(policy: Policy, storage: Any, layer: int, evicted: Evicted) -> Any:
+    """A storage whose residual, if there is one, has been told of what has left."""
+    if policy.residual is None:
+        return storage
+    with jax.named_scope("residual"):
+        return storage.put_state(layer, residual=policy.residual.absorb(storage.heads(layer).state.residual, evicted))
 
 
 def heard(policy: Policy, storage: Any, layer: int, asks: PyTree, answers: Any, new: New) -> Any:

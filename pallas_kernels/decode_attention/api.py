@@ -10,10 +10,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import common, noise
-from pallas_kernels.attention import AttentionSpec
+from pallas_kernels.attention import AttentionSpec, Partial, merge
 from pallas_kernels.decode_attention import reference
-from pallas_kernels.decode_attention.types import Decoded, Gumbel, LowRank, Places
-from pallas_kernels.operands import Operand, Quantised, Turned
+from pallas_kernels.decode_attention.types import Decoded, Gumbel, LowRank, Places, Sinks
+from pallas_kernels.operands import Operand, Quantised, Turned, cut
 
 DTYPES = (jnp.dtype("float32"), jnp.dtype("bfloat16"))
 
@@ -31,6 +31,7 @@ def decode_attention(
     *,
     places: Places | None = None,
     low_rank: LowRank | None = None,
+    sinks: Sinks | None = None,
     scores: str | Gumbel | None = None,
     implementation: str = "auto",
     interpret: Any = False,
@@ -50,16 +51,18 @@ def decode_attention(
         places: where the model sees the query [b h] and the keys [b h c], if not at their positions; they matter for
             slopes only.
         low_rank: the evicted tokens' share (LESS, equation 3), or None.
+        sinks: first tokens that see another query than the others do, or None.
         scores: probabilities of `each` query head, their `sum` over the group, or a `Gumbel` (Keyformer, equation 9,
             summed over the group); None for none.
         implementation: `auto`, `xla`, `pallas`, `triton` or `mosaic`. `xla` takes everything. The others take queries
             of float32 and bfloat16 and arrays of the same, g up to 16, c up to 65536, R up to 128, no keys that are
-            rotated, and no places beside slopes. `pallas` takes d and e that are multiples of 8 up to 256 on TPU (of 16
-            with four bits); on GPU powers of two from 16 to 256 (from 32 with four bits), and less than 2^31 numbers
-            in k and in v. `triton` is for GPU, needs jax-triton, and takes any d and e up to 256, but neither gaussian
-            noise nor codes of four bits. `mosaic` is for Hopper, and takes queries and arrays of bfloat16, d and e that
-            are multiples of 64 up to 256, c that is one of 8, and no `Gumbel`. All compile for their chips and have run
-            in interpreters, none on a chip; what `auto` is says `pallas_kernels.common.choose`.
+            rotated, no places beside slopes, and sinks up to 128 on TPU, on GPU where no scores are asked for. `pallas`
+            takes d and e that are multiples of 8 up to 256 on TPU (of 16 with four bits); on GPU powers of two from 16
+            to 256 (from 32 with four bits), and less than 2^31 numbers in k and in v. `triton` is for GPU, needs
+            jax-triton, and takes any d and e up to 256, but neither gaussian noise nor codes of four bits. `mosaic` is
+            for Hopper, and takes queries and arrays of bfloat16, d and e that are multiples of 64 up to 256, c that is
+            one of 8, and no `Gumbel`. All compile for their chips and have run in interpreters, none on a chip; what
+            `auto` is says `pallas_kernels.common.choose`.
         interpret: `True`, or `pltpu.InterpretParams()`, to run `pallas` without an accelerator; `True`, or the
             parameters of jax's interpreter for Mosaic GPU, to run `mosaic`.
         platform: for which the program is compiled; None for that of `jax.default_backend()`.
@@ -75,16 +78,18 @@ def decode_attention(
         raise ValueError(f"scores={scores!r} is not None, 'each', 'sum' or a Gumbel.")
     refuse_turned(v)
     limits = {
-        "pallas": limit(q, k, v, spec, places, low_rank, common.pallas_form(platform)),
-        "triton": triton_limit(q, k, v, spec, places, low_rank, scores),
-        "mosaic": mosaic_limit(q, k, v, spec, places, low_rank, scores),
+        "pallas": limit(q, k, v, spec, places, low_rank, sinks, scores, common.pallas_form(platform)),
+        "triton": triton_limit(q, k, v, spec, places, low_rank, sinks, scores),
+        "mosaic": mosaic_limit(q, k, v, spec, places, low_rank, sinks, scores),
     }
     arguments: dict[str, Any] = dict(low_rank=low_rank, scores=scores)
-    asked = dict(q=q, k=k, v=v, position=position, query_position=query_position, spec=spec, places=places)
+    arrays = dict(q=q, k=k, v=v, position=position, query_position=query_position)
+    asked = arrays | dict(spec=spec, places=places, sinks=sinks)
     settings: dict[str, Any] = dict(
         operand_settings(q, k, v, spec),
         scores=scores.noise if isinstance(scores, Gumbel) else scores,
         rank=None if low_rank is None else low_rank.features.shape[-1],
+        sinks=sinks is not None,
     )
     sizes = dict(b=q.shape[0], c=k.shape[2])
     task = common.Task(common.bucket("decode_attention", sizes, settings), decode_attention, asked | arguments)
@@ -92,7 +97,7 @@ def decode_attention(
         "decode_attention", implementation, limits, platform=platform, interpret=interpret, task=task
     )
     if chosen == "xla":
-        arguments |= dict(places=places, platform=common.platform_of(platform))
+        arguments |= dict(places=places, sinks=sinks, platform=common.platform_of(platform))
         return reference.decode_attention(q, k, v, position, query_position, spec, **arguments)
     # Kernels are imported where one runs: Pallas takes long, jax-triton is not everywhere.
     if chosen in ("pallas", "mosaic"):
@@ -100,7 +105,22 @@ def decode_attention(
     if chosen == "pallas" and common.pallas_form(platform) == "gpu":
         chosen = "pallas_gpu"
     form = importlib.import_module(f"pallas_kernels.decode_attention.{chosen}")
-    return form.decode_attention(q, k, v, position, query_position, spec, **arguments)
+    if chosen == "pallas":
+        return form.decode_attention(q, k, v, position, query_position, spec, sinks=sinks, **arguments)
+    if sinks is None:
+        return form.decode_attention(q, k, v, position, query_position, spec, **arguments)
+    # These know one query: sinks are a part of their own.
+    first = position[:, :, : sinks.count]
+    here = first < sinks.count
+    rest = position.at[:, :, : sinks.count].set(jnp.where(here, -1, first))
+    found = form.decode_attention(q, k, v, rest, query_position, spec, **arguments)
+    near_k, near_v = (cut(x, 0, first.shape[2], 2) for x in (k, v))
+    held = jnp.where(here, first, -1)
+    near = decode_attention(
+        sinks.q, near_k, near_v, held, query_position, spec, implementation="xla", platform=platform
+    )
+    whole = merge(*(Partial(part.out[:, :, :, None], part.lse[..., None]) for part in (found, near)))
+    return Decoded(whole.out[:, :, :, 0], whole.lse[..., 0], None)
 
 
 def limit(
@@ -110,10 +130,13 @@ def limit(
     spec: AttentionSpec,
     places: Places | None,
     low_rank: LowRank | None,
+    sinks: Sinks | None,
+    scores: str | Gumbel | None,
     form: str,
 ) -> str | None:
     """What these arguments ask that the Pallas kernel for `tpu` or `gpu` cannot do, or None."""
-    limits = [*operand_limits(q, k, v, spec, places), *_limits(k, low_rank)]
+    of_sinks = sinks_limit(sinks) if form == "tpu" else _one_query(sinks, scores)
+    limits = [*operand_limits(q, k, v, spec, places), *_limits(k, low_rank), of_sinks]
     return common.first_limit(*limits, *width_limits(k, v, form))
 
 
@@ -124,6 +147,7 @@ def triton_limit(
     spec: AttentionSpec,
     places: Places | None,
     low_rank: LowRank | None,
+    sinks: Sinks | None,
     scores: str | Gumbel | None,
 ) -> str | None:
     """What these arguments ask that the Triton kernel cannot do, or None."""
@@ -135,6 +159,7 @@ def triton_limit(
         *((x.shape[-1] <= 256, f"{name}={x.shape[-1]} is more than 256") for name, x in (("d", k), ("e", v))),
         (not four, "it has no codes of four bits"),
         (not gaussian, "it has no gaussian noise"),
+        _one_query(sinks, scores),
     )
 
 
@@ -145,6 +170,7 @@ def mosaic_limit(
     spec: AttentionSpec,
     places: Places | None,
     low_rank: LowRank | None,
+    sinks: Sinks | None,
     scores: str | Gumbel | None,
 ) -> str | None:
     """What these arguments ask that the Mosaic GPU kernel cannot do, or None."""
@@ -158,6 +184,7 @@ def mosaic_limit(
         *((x % 64 == 0 and x <= 256, f"{name}={x} is not a multiple of 64 up to 256") for name, x in widths),
         (c % 8 == 0, f"c={c} slots are not a multiple of 8"),
         (not isinstance(scores, Gumbel), "it has neither noise nor temperature"),
+        _one_query(sinks, scores),
     )
 
 
@@ -203,6 +230,16 @@ def width_limits(k: Operand, v: Operand, form: str) -> Limits:
             numbers = math.prod(operand.shape)
             found.append((numbers < 2**31, f"{x} holds {numbers} numbers, more than 32 bits can count"))
     return found
+
+
+def sinks_limit(sinks: Sinks | None) -> tuple[bool, str]:
+    """How many sinks the kernels for TPU take."""
+    count = 0 if sinks is None else sinks.count
+    return count <= common.LANES, f"{count} sinks are more than {common.LANES}"
+
+
+def _one_query(sinks: Sinks | None, scores: str | Gumbel | None) -> tuple[bool, str]:
+    return sinks is None or scores is None, "scores of slots where sinks see a query of their own"
 
 
 def _limits(k: Operand, low_rank: LowRank | None) -> Limits:

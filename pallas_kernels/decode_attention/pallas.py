@@ -29,7 +29,7 @@ from pallas_kernels.decode_attention.running import (
     rows_of,
     slope_rows,
 )
-from pallas_kernels.decode_attention.types import Decoded, Gumbel, LowRank
+from pallas_kernels.decode_attention.types import Decoded, Gumbel, LowRank, Sinks
 from pallas_kernels.operands import Operand
 
 BLOCK_BYTES = 1 << 20
@@ -48,6 +48,7 @@ def decode_attention(
     spec: AttentionSpec,
     *,
     low_rank: LowRank | None,
+    sinks: Sinks | None,
     scores: str | Gumbel | None,
     interpret: Any,
 ) -> Decoded:
@@ -73,6 +74,8 @@ def decode_attention(
         "q": (q.reshape(b, h * g, d), of_queries(d)),
         "position": (position, of_slots),
     }
+    if sinks is not None:
+        inputs["sinks_q"] = (sinks.q.reshape(b, h * g, d), of_queries(d))
     turned = []  # whose blocks come as [channels, slots]
     for name, operand in (("k", k), ("v", v)):
         array, scale = stored(operand)
@@ -126,6 +129,7 @@ def decode_attention(
         spec=dataclasses.replace(spec, slopes=None),
         scores=_static(scores),
         integers=multiplies_integers(interpret),
+        sinks=0 if sinks is None else sinks.count,
     )
     called = pl.pallas_call(
         kernel,
@@ -174,6 +178,7 @@ def _kernel(
     spec: AttentionSpec,
     scores: str | Gumbel | None,
     integers: bool,
+    sinks: int,
 ) -> None:
     row, block, split = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     heads, slots = refs["position"].shape[1:]
@@ -206,7 +211,7 @@ def _kernel(
         v, v_scale = refs["v"][0], live(v_scale, 1)
 
     q = rows_of(refs["q"][0], heads)
-    logits, visible = logits_of(refs, q, position, visible, query, spec, k_channels, integers)
+    logits, visible = logits_of(refs, q, position, visible, query, spec, k_channels, integers, sinks, split * slots)
     advance(scratch, logits, lambda weights: weighted(weights, v, v_scale, v_channels, integers))
     if gumbel is not None:
         logits = noisy(refs, logits, visible, position, gumbel, row, block * heads)

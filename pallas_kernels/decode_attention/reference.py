@@ -20,7 +20,7 @@ from pallas_kernels.attention import (
     tempered,
     wide,
 )
-from pallas_kernels.decode_attention.types import Decoded, Gumbel, LowRank, Places
+from pallas_kernels.decode_attention.types import Decoded, Gumbel, LowRank, Places, Sinks
 from pallas_kernels.operands import Operand, Quantised, Turned, cut
 from pallas_kernels.quantised import products, weighted
 
@@ -38,6 +38,7 @@ def decode_attention(
     *,
     places: Places | None,
     low_rank: LowRank | None,
+    sinks: Sinks | None,
     scores: str | Gumbel | None,
     platform: str,
 ) -> Decoded:
@@ -45,8 +46,9 @@ def decode_attention(
     mask = spec.mask(query_position[:, None], position)
     query_place, key_place = (query_position[:, None], position) if places is None else places
     bias = spec.bias(query_place[:, :, None], key_place)
+    others = None if sinks is None else products_of_sinks(sinks, k, position, platform)
     if isinstance(k, Quantised) or isinstance(v, Quantised):
-        partial, probs = attend_codes(q, k, v, mask, spec, bias, platform)
+        partial, probs = attend_codes(q, k, v, mask, spec, bias, others, platform)
     else:
         assert not isinstance(v, Turned)  # refused before
         keys = k.values(q.dtype) if isinstance(k, Turned) else k
@@ -57,8 +59,8 @@ def decode_attention(
         def repeated(x: Array) -> Array:
             return jnp.broadcast_to(x, (*x.shape[:2], rows, *x.shape[3:]))
 
-        biases = None if bias is None else repeated(bias)
-        partial, probs = attend(repeated(q)[:, :, :, None], keys, v, mask, spec, biases)
+        biases, others = jax.tree.map(repeated, (bias, others))
+        partial, probs = attend(repeated(q)[:, :, :, None], keys, v, mask, spec, biases, others)
         partial, probs = jax.tree.map(lambda x: x[:, :, :g], (partial, probs[:, :, :, 0]))
     if low_rank is not None:
         token = low_rank._replace(features=low_rank.features[:, :, :, None])
@@ -71,6 +73,20 @@ def decode_attention(
     return Decoded(partial.out[:, :, :, 0], partial.lse[:, :, :, 0], found)
 
 
+def products_of_sinks(
+    sinks: Sinks, k: Operand, position: Int[Array, "b h c"], platform: str
+) -> tuple[Bool[Array, "b h g 1 c"], Float[Array, "b h g 1 c"]]:
+    """Where sinks lie among the slots, and their products with the query that they see."""
+    count = min(sinks.count, position.shape[-1])
+    found = products(sinks.q, cut(k, 0, count, 2), platform)
+    here = jnp.broadcast_to((position[:, :, :count] < sinks.count)[:, :, None], found.shape)
+
+    def among(x: Array) -> Array:
+        return jnp.pad(x, [(0, 0)] * 3 + [(0, position.shape[-1] - count)])[:, :, :, None]
+
+    return among(here), among(found)
+
+
 def attend_codes(
     q: Float[Array, "b h g d"],
     k: Operand,
@@ -78,6 +94,7 @@ def attend_codes(
     mask: Bool[Array, "b #h 1 c"],
     spec: AttentionSpec,
     bias: Float[Array, "b h g 1 c"] | None,
+    others: tuple[Bool[Array, "b h g 1 c"], Float[Array, "b h g 1 c"]] | None,
     platform: str,
 ) -> tuple[Partial, Float[Array, "b h g c"]]:
     """`attention.attend` of one query where keys or values are codes, of which no decoded copy is made."""
@@ -107,9 +124,17 @@ def attend_codes(
         return products(q[:, :, None], cut(k, i * together, together, 2), platform)
 
     found = jax.lax.map(logits_of, jnp.arange(n // together)) if together < n else logits_of(jnp.int32(0))[None]
-    logits = spec.capped(jnp.moveaxis(found, 0, 2).reshape(b, h, n, g, s))
+    found = jnp.moveaxis(found, 0, 2).reshape(b, h, n, g, s)
+
+    def of_blocks(x: Array) -> Array:
+        return jnp.moveaxis(x.reshape(b, h, g, n, s), 3, 2)
+
+    if others is not None:
+        elsewhere, other = others
+        found = jnp.where(of_blocks(elsewhere), of_blocks(other), found)
+    logits = spec.capped(found)
     if bias is not None:
-        logits += jnp.moveaxis(bias.reshape(b, h, g, n, s), 3, 2)
+        logits += of_blocks(bias)
     lowest = jnp.finfo(logits.dtype).min
     logits = jnp.where(blocks(mask[:, :, 0])[:, :, :, None], logits, lowest)
     highest = jnp.maximum(logits.max((2, 4), keepdims=True), lowest / 2)

@@ -10,9 +10,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.attention import AttentionSpec
-from pallas_kernels.common import SUBLANES, padded
+from pallas_kernels.common import LANES, SUBLANES, padded
 from pallas_kernels.decode_attention.kernel_parts import LOWEST, products, tempered
 from pallas_kernels.decode_attention.types import Gumbel
+
+TILE = 32
+"""Slots of an aligned part of a block of keys, whatever their numbers."""
 
 
 def logits_of(
@@ -24,6 +27,8 @@ def logits_of(
     spec: AttentionSpec,
     channels: int,
     integers: bool,
+    sinks: int,
+    first: Any,
 ) -> tuple[Float[Array, "h rows s"], Bool[Array, "h rows s"]]:
     """Of a block of slots, `LOWEST` where a slot is not seen, and which are.
 
@@ -36,9 +41,22 @@ def logits_of(
         spec: the layer's, without slopes.
         channels: the axis of keys that is that of channels.
         integers: as `products` takes it.
+        sinks: how many first tokens, at most `LANES`, see the query `sinks_q` instead; 0 where there is none.
+        first: the number of the block's first slot.
     """
-    scale = refs["k_scale"][0] if "k_scale" in refs else None
-    logits = spec.capped(products(q, refs["k"][0], scale, channels, integers))
+    k, scale = refs["k"][0], refs["k_scale"][0] if "k_scale" in refs else None
+    found = products(q, k, scale, channels, integers)
+    if sinks:
+        near = min(LANES, position.shape[1])
+        some = near if channels == 1 else min(padded(sinks, TILE), near)
+        keys = k[:, :, :some] if channels == 1 else k[:, :some]
+        scales = None if scale is None else scale[:, :some]
+        own = products(rows_of(refs["sinks_q"][0], len(q)), keys, scales, channels, integers)
+        own = jnp.pad(own, ((0, 0), (0, 0), (0, near - some)))
+        index = first + jax.lax.broadcasted_iota(jnp.int32, (len(q), near), 1)
+        here = ((position[:, :near] < sinks) & (index < sinks))[:, None, :]
+        found = jnp.concatenate([jnp.where(here, own, found[..., :near]), found[..., near:]], axis=-1)
+    logits = spec.capped(found)
     if "slopes" in refs:
         logits += refs["slopes"][...] * (position - query).astype(jnp.float32)[:, None, :]
     seen = jnp.broadcast_to(visible[:, None, :], logits.shape)

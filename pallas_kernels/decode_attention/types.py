@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from typing import NamedTuple
 
+import jax
 from jaxtyping import Array, Float, Int, UInt32
 
 from pallas_kernels.attention import LowRank as LowRank
 
 Places = tuple[Int[Array, "b h"], Int[Array, "b h c"]]
 """Where the model sees the query and the keys, if not at their positions."""
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["q"], meta_fields=["count"])
+@dataclasses.dataclass(frozen=True)
+class Sinks:
+    """The first tokens, if they see the query from another place than the others do (StreamingLLM, section 3.2)."""
+
+    q: Float[Array, "b h g d"]
+    """The query as it stands to them."""
+    count: int
+    """They are those at positions below it, and lie in as many first slots."""
 
 
 class Gumbel(NamedTuple):

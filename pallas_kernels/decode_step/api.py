@@ -10,8 +10,14 @@ from jaxtyping import Array, Bool, Float, Int
 from pallas_kernels import common, noise
 from pallas_kernels.attention import AttentionSpec
 from pallas_kernels.common import Unsupported
-from pallas_kernels.decode_attention import Gumbel, decode_attention
-from pallas_kernels.decode_attention.api import operand_limits, operand_settings, refuse_turned, width_limits
+from pallas_kernels.decode_attention import Gumbel, Sinks, decode_attention
+from pallas_kernels.decode_attention.api import (
+    operand_limits,
+    operand_settings,
+    refuse_turned,
+    sinks_limit,
+    width_limits,
+)
 from pallas_kernels.decode_attention.kernel_parts import stored
 from pallas_kernels.decode_step import reference
 from pallas_kernels.decode_step.types import Stepped
@@ -34,6 +40,8 @@ def decode_step(
     protection: Protection,
     keep: Bool[Array, "b h c"] | None = None,
     shrinks: bool = False,
+    pairs: bool = False,
+    sinks: Sinks | None = None,
     scores: str | Gumbel | None = None,
     implementation: str = "auto",
     interpret: Any = False,
@@ -56,6 +64,8 @@ def decode_step(
         protection: sinks, recent window and limit of each head.
         keep: slots that never leave, or None.
         shrinks: live slots may lie beyond the limit, as for policies whose budget falls.
+        pairs: whether the pair that leaves is handed out.
+        sinks: first tokens that see another query, as `decode_attention` takes them, or None.
         scores: as `decode_attention` takes them: `each`, `sum`, a `Gumbel`, or None.
         implementation: `auto`, `xla` or `pallas`. `xla` takes everything. `pallas` is for TPU; it takes what both
             kernels take that it stands for, c a multiple of 16 (of 32 with codes, of 128 where XLA stores slots
@@ -73,17 +83,20 @@ def decode_step(
     if kind not in kinds:
         raise ValueError(f"scores={scores!r} is not None, 'each', 'sum' or a Gumbel with a noise of `noise.KINDS`.")
     refuse_turned(v)
-    limits = {"pallas": limit(q, k, v, spec, scores, common.pallas_form(platform))}
-    arguments: dict[str, Any] = dict(protection=protection, keep=keep, shrinks=shrinks, scores=scores)
+    limits = {"pallas": limit(q, k, v, spec, sinks, scores, common.pallas_form(platform))}
+    arguments: dict[str, Any] = dict(protection=protection, keep=keep, shrinks=shrinks, pairs=pairs)
+    arguments |= dict(sinks=sinks, scores=scores)
     arrays = (standing, position, new_position, k, v, buffers, added, q, spec)
     names = ("standing", "position", "new_position", "k", "v", "buffers", "added", "q", "spec")
-    task = common.Task(_bucket(q, k, v, spec, scores), decode_step, dict(zip(names, arrays, strict=True)) | arguments)
+    task = common.Task(
+        _bucket(q, k, v, spec, sinks, scores), decode_step, dict(zip(names, arrays, strict=True)) | arguments
+    )
     chosen = common.choose("decode_step", implementation, limits, platform=platform, interpret=interpret, task=task)
     if isinstance(implementation, common.Survey):  # of the two calls, too, that follow where one pass does not win
         how: dict[str, Any] = dict(implementation=implementation, platform=platform)
         bounds: dict[str, Any] = dict(protection=protection, keep=keep, shrinks=shrinks)
         evict(standing, position, new_position, (k, v, buffers), added, **bounds, **how)
-        decode_attention(q, k, v, position, new_position, spec, scores=scores, **how)
+        decode_attention(q, k, v, position, new_position, spec, sinks=sinks, scores=scores, **how)
     if chosen == "xla":
         return reference.decode_step(*arrays, **arguments, platform=common.platform_of(platform))
     from pallas_kernels.decode_step import pallas  # which takes long to import
@@ -96,6 +109,7 @@ def one_pass(
     k: Operand,
     v: Operand,
     spec: AttentionSpec,
+    sinks: Sinks | None,
     scores: str | Gumbel | None,
     *,
     implementation: str = "auto",
@@ -103,10 +117,10 @@ def one_pass(
     platform: str | None = None,
 ) -> bool:
     """Whether `decode_step` is one kernel for these arguments here; where not, two calls leave more to choose."""
-    limits = {"pallas": limit(q, k, v, spec, scores, common.pallas_form(platform))}
+    limits = {"pallas": limit(q, k, v, spec, sinks, scores, common.pallas_form(platform))}
     if isinstance(implementation, common.Survey):
         implementation = "pallas"
-    task = common.Task(_bucket(q, k, v, spec, scores), decode_step, {})
+    task = common.Task(_bucket(q, k, v, spec, sinks, scores), decode_step, {})
     try:
         chosen = common.choose("decode_step", implementation, limits, platform=platform, interpret=interpret, task=task)
     except Unsupported:
@@ -114,18 +128,29 @@ def one_pass(
     return chosen == "pallas"
 
 
-def _bucket(q: Array, k: Operand, v: Operand, spec: AttentionSpec, scores: str | Gumbel | None) -> str:
+def _bucket(
+    q: Array, k: Operand, v: Operand, spec: AttentionSpec, sinks: Sinks | None, scores: str | Gumbel | None
+) -> str:
     settings = operand_settings(q, k, v, spec)
-    settings["scores"] = scores.noise if isinstance(scores, Gumbel) else scores
+    settings |= dict(scores=scores.noise if isinstance(scores, Gumbel) else scores, sinks=sinks is not None)
     return common.bucket("decode_step", dict(b=q.shape[0], c=k.shape[2]), settings)
 
 
-def limit(q: Array, k: Operand, v: Operand, spec: AttentionSpec, scores: str | Gumbel | None, form: str) -> str | None:
+def limit(
+    q: Array,
+    k: Operand,
+    v: Operand,
+    spec: AttentionSpec,
+    sinks: Sinks | None,
+    scores: str | Gumbel | None,
+    form: str,
+) -> str | None:
     """What these arguments ask that the Pallas kernel cannot do, or None."""
     refused = common.first_limit(
         (form == "tpu", "it is written for tpu alone"),
         *operand_limits(q, k, v, spec, None),
         *width_limits(k, v, "tpu"),
+        sinks_limit(sinks),
     )
     if refused is not None:
         return refused

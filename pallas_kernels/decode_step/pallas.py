@@ -41,7 +41,7 @@ from pallas_kernels.decode_attention.running import (
     rows_of,
     slope_rows,
 )
-from pallas_kernels.decode_attention.types import Decoded
+from pallas_kernels.decode_attention.types import Decoded, Sinks
 from pallas_kernels.decode_step.types import Stepped
 from pallas_kernels.evict.pallas import ROWS
 from pallas_kernels.evict.reference import written_through
@@ -63,6 +63,8 @@ def decode_step(
     protection: Protection,
     keep: Bool[Array, "b h c"] | None,
     shrinks: bool,
+    pairs: bool,
+    sinks: Sinks | None,
     scores: str | Gumbel | None,
     interpret: Any,
 ) -> Stepped:
@@ -94,6 +96,8 @@ def decode_step(
         "position": (position, block(c)),
         "q": (q.reshape(b, h * g, d), packed(d)),
     }
+    if sinks is not None:
+        inputs["sinks_q"] = (sinks.q.reshape(b, h * g, d), packed(d))
     inputs |= {name: (x.astype(jnp.int32)[..., None], block(1)) for name, x in protection._asdict().items()}
     if keep is not None:
         inputs["keep"] = (keep.astype(jnp.int32), block(c))
@@ -113,9 +117,8 @@ def decode_step(
         else:
             inputs[name] = (array, block(slots, width, along=0))
             inputs[f"{name}_entry"] = (wide, block(width))
-        # As attention sees it.
-        seen_as = operands.values(new, jnp.float32)[:, :, None]
-        inputs[f"{name}_new"] = (seen_as, block(1, operand.shape[-1]))
+        if scale is not None or name in turned:  # attention sees other numbers, or needs them in another place
+            inputs[f"{name}_new"] = (operands.values(new, jnp.float32), block(operand.shape[-1]))
     if spec.slopes is not None:
         inputs["slopes"] = (
             slope_rows(spec.slopes),
@@ -139,6 +142,10 @@ def decode_step(
         "position": (position.shape, position.dtype, block(c)),
         **{name: (inputs[name][0].shape, inputs[name][0].dtype, anywhere) for name in "kv"},
     }
+    if pairs:
+        for name in "kv":
+            entries, whole_row = inputs[f"{name}_entry"]
+            outputs[f"{name}_taken"] = (entries.shape, entries.dtype, whole_row)
     scratch: dict[str, Any] = {"acc": (heads, rows, e), "top": (heads, rows, 1), "total": (heads, rows, 1)}
     if isinstance(scores, Gumbel):
         scratch |= {"noisy_top": (heads, rows, 1), "noisy_total": (heads, rows, 1)}
@@ -166,6 +173,7 @@ def decode_step(
         shrinks=shrinks,
         scores=scores.static if isinstance(scores, Gumbel) else scores,
         integers=multiplies_integers(interpret),
+        sinks=0 if sinks is None else sinks.count,
     )
     # The places of inputs and outputs among the leaves of their dictionaries.
     came, went = (sorted(names) for names in (inputs, outputs))
@@ -197,10 +205,18 @@ def decode_step(
             return Quantised(array, written(old.scale, new.scale))
         return array
 
+    def taken(name: str, old: Operand) -> Operand:
+        array = found[f"{name}_taken"].reshape(b, h, -1).astype(found[name].dtype)
+        if not isinstance(old, Quantised):
+            return array
+        here = jnp.arange(c) == slot[..., None]
+        return Quantised(array, jnp.where(here, old.scale, 0.0).sum(-1))
+
     attended = Decoded(found["out"].reshape(b, h, g, e), found["lse"][:, :, :g], found.get("scores"))
     pair = whole("k", k, added[0]), whole("v", v, added[1])
     others = jax.tree.map(written, buffers, added[2])
-    return Stepped(attended, slot, found["left"][..., 0], found["position"], *pair, others)
+    leaving = (taken("k", k), taken("v", v)) if pairs else None
+    return Stepped(attended, slot, found["left"][..., 0], found["position"], *pair, others, leaving)
 
 
 def unit(array: Array) -> int:
@@ -242,6 +258,7 @@ def _kernel(
     shrinks: bool,
     scores: str | Gumbel | None,
     integers: bool,
+    sinks: int,
 ) -> None:
     step, split, splits = pl.program_id(1), pl.program_id(2), pl.num_programs(2)
     row, block = row_and_block(pl.program_id(0), step, units, blocks)
@@ -272,12 +289,13 @@ def _kernel(
         outputs["slot"][0] = jnp.where(writes, slot, capacity)
         outputs["position"][0] = jnp.where(here & writes, newest, position)
         # The new token is what the running softmax begins with.
-        logits = (q.astype(jnp.float32) * refs["k_new"][0]).sum(-1, keepdims=True)
+        key, value = (refs.get(f"{name}_new", refs[f"{name}_entry"])[0] for name in "kv")
+        logits = (q.astype(jnp.float32) * jnp.broadcast_to(key[:, None], q.shape)).sum(-1, keepdims=True)
         logits = jnp.where(writes, spec.capped(logits), LOWEST)
         scratch["top"][...] = jnp.maximum(logits, LOWEST / 2)
         scratch["total"][...] = jnp.where(writes, jnp.ones_like(logits), 0.0)
-        value = jnp.where(writes, refs["v_new"][0], 0.0)
-        scratch["acc"][...] = jnp.broadcast_to(value, scratch["acc"].shape)
+        value = jnp.broadcast_to(value[:, None], scratch["acc"].shape)
+        scratch["acc"][...] = jnp.where(writes, value, 0.0)
         if gumbel is not None:
             written = jnp.full(logits.shape, writes)
             logits = noisy(refs, logits, written, jnp.full((heads, 1), newest), gumbel, row, block * heads)
@@ -292,7 +310,8 @@ def _kernel(
     visible = seen(position, newest, spec.window) & (index != scratch["slot"][...])
     v_scale = refs["v_scale"][0] if "v_scale" in refs else None
     k_channels, v_channels = (1 if name in turned else 2 for name in "kv")
-    logits, visible = logits_of(refs, q, position, visible, newest, spec, k_channels, integers)
+    first = split * slots
+    logits, visible = logits_of(refs, q, position, visible, newest, spec, k_channels, integers, sinks, first)
     advance(scratch, logits, lambda weights: weighted(weights, refs["v"][0], v_scale, v_channels, integers))
     if gumbel is not None:
         logits = noisy(refs, logits, visible, position, gumbel, row, block * heads)
@@ -316,10 +335,12 @@ def _kernel(
         @when((slot >= split * slots) & (slot < (split + 1) * slots))
         def _(head: int = head, slot: Any = slot) -> None:
             for i, name in enumerate("kv"):
+                own = 0, head if name in turned else pl.ds(head, 1)
                 _send(
                     refs[name].at[0, head],
                     outputs[name].at[row, block * heads + head],
-                    refs[f"{name}_entry"].at[0, head if name in turned else pl.ds(head, 1)],
+                    refs[f"{name}_entry"].at[own],
+                    outputs[f"{name}_taken"].at[own] if f"{name}_taken" in outputs else None,
                     scratch[f"{name}_tile"].at[head],
                     scratch["sent"].at[i],
                     slot,
@@ -356,11 +377,20 @@ def _kernel(
 
 
 def _send(
-    block: Any, cache: Any, entry: Any, tile: Any, semaphore: Any, slot: Any, first: Any, writes: Any, axis: int
+    block: Any,
+    cache: Any,
+    entry: Any,
+    taken: Any,
+    tile: Any,
+    semaphore: Any,
+    slot: Any,
+    first: Any,
+    writes: Any,
+    axis: int,
 ) -> None:
     """Begin to copy the tile around a slot, the new token's entry in it, from a block whose slots begin at `first`.
 
-    A row of padding writes nothing: its tiles go back as they came.
+    A row of padding writes nothing: its tiles go back as they came. What the slot held is `taken`, if that is asked.
     """
     size = tile.shape[axis]
     start = pl.multiple_of(slot & -size, size)
@@ -370,6 +400,8 @@ def _send(
 
     counted = jnp.float32 if jnp.issubdtype(tile.dtype, jnp.floating) else jnp.int32
     old = block[slots(start - first)].astype(counted)
-    chosen = (jax.lax.broadcasted_iota(jnp.int32, old.shape, axis) == slot - start) & writes
-    tile[...] = jnp.where(chosen, entry[...], old).astype(tile.dtype)
+    chosen = jax.lax.broadcasted_iota(jnp.int32, old.shape, axis) == slot - start
+    if taken is not None:
+        taken[...] = jnp.where(chosen, old, jnp.zeros_like(old)).sum(axis, keepdims=True)
+    tile[...] = jnp.where(chosen & writes, entry[...], old).astype(tile.dtype)
     pltpu.make_async_copy(tile, cache.at[slots(start)], semaphore).start()

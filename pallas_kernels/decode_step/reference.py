@@ -7,7 +7,7 @@ from typing import Any
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.attention import AttentionSpec
-from pallas_kernels.decode_attention import Gumbel
+from pallas_kernels.decode_attention import Gumbel, Sinks
 from pallas_kernels.decode_attention import reference as attention
 from pallas_kernels.decode_step.types import Stepped
 from pallas_kernels.evict import reference as eviction
@@ -29,14 +29,15 @@ def decode_step(
     protection: Protection,
     keep: Bool[Array, "b h c"] | None,
     shrinks: bool,
+    pairs: bool,
+    sinks: Sinks | None,
     scores: str | Gumbel | None,
     platform: str,
 ) -> Stepped:
     """See `api.decode_step`."""
-    slot, left, _, position, (k, v, buffers) = eviction.evict(
+    slot, left, taken, position, (k, v, buffers) = eviction.evict(
         standing, position, new_position, (k, v, buffers), added, protection=protection, keep=keep, shrinks=shrinks
     )
-    attended = attention.decode_attention(
-        q, k, v, position, new_position, spec, places=None, low_rank=None, scores=scores, platform=platform
-    )
-    return Stepped(attended, slot, left, position, k, v, buffers)
+    asked: dict[str, Any] = dict(places=None, low_rank=None, sinks=sinks, scores=scores, platform=platform)
+    attended = attention.decode_attention(q, k, v, position, new_position, spec, **asked)
+    return Stepped(attended, slot, left, position, k, v, buffers, taken[:2] if pairs else None)

@@ -22,3 +22,5 @@ class Stepped(NamedTuple):
     k: Operand
     v: Operand
     buffers: Any
+    pair: tuple[Operand, Operand] | None = None
+    """The key and value that the slot held, [b h ...], if they were asked for; anything for rows of padding."""

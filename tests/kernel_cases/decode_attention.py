@@ -10,7 +10,7 @@ import numpy as np
 from scipy.special import erfinv
 
 from pallas_kernels.attention import AttentionSpec
-from pallas_kernels.decode_attention import Gumbel, LowRank, decode_attention
+from pallas_kernels.decode_attention import Gumbel, LowRank, Sinks, decode_attention
 from pallas_kernels.operands import Quantised
 from tests.kernels import GPU_WAYS, TPU_WAYS, XLA, Case, normal
 
@@ -83,7 +83,11 @@ def oracle(
     visible = (position >= 0) & (position <= query)
     if window is not None:
         visible &= position > query - window
-    logits = capped(np.einsum("bhgd,bhcd->bhgc", q, k) * scale, soft_cap)
+    products = np.einsum("bhgd,bhcd->bhgc", q, k)
+    if "sinks" in inputs:
+        near = (np.arange(k.shape[2]) < inputs["sinks"].count) & (position < inputs["sinks"].count)
+        products = np.where(near, np.einsum("bhgd,bhcd->bhgc", inputs["sinks"].q.astype(np.float64), k), products)
+    logits = capped(products * scale, soft_cap)
     if "slopes" in inputs:
         seen_at, place = inputs.get("places", (inputs["query_position"][:, None], inputs["position"]))
         logits = logits + inputs["slopes"][:, :, None] * (place[:, :, None] - seen_at[:, :, None, None])
@@ -161,6 +165,7 @@ def case(
     scale: float | None = None,
     soft_cap: float | None = None,
     moved: bool = False,
+    sinks: int = 0,
     first: int = 0,
     label: str = "",
 ) -> Case:
@@ -180,6 +185,9 @@ def case(
         inputs["slopes"] = (2.0 ** -np.arange(1, h * g + 1)).reshape(h, g).astype(np.float32)
     if moved:
         inputs["places"] = (rng.integers(0, c, (b, h)).astype(np.int32), rng.integers(0, c, (b, h, c)).astype(np.int32))
+    if sinks:
+        position[..., :sinks][position[..., :sinks] >= 0] %= sinks
+        inputs["sinks"] = Sinks(normal(rng, (b, h, g, d), dtype), sinks)  # type: ignore[arg-type]
     if features:
         parts = [(b, h, g, features), (b, h, features, e), (b, h, features)]
         inputs["low_rank"] = tuple(normal(rng, shape, "float32") for shape in parts)
@@ -196,11 +204,19 @@ def case(
         scale=1 / math.sqrt(d) if scale is None else scale, soft_cap=soft_cap, window=window, scores=scores
     )
     extra = {f"R{features}": features, f"e{e}": e != d, f"bits{bits[0]},{bits[1]}": any(bits), "cap": soft_cap}
-    extra |= {"scale": scale, "alibi": alibi, "moved": moved, "window": window, f"first{first}": first}
+    extra |= {
+        "scale": scale,
+        "alibi": alibi,
+        "moved": moved,
+        "window": window,
+        f"sinks{sinks}": sinks,
+        f"first{first}": first,
+    }
     named = [name for name, wanted in extra.items() if wanted]
     kernels = TPU_WAYS if 4 not in bits or (d % 16 == 0 and e % 16 == 0) else ()
     least = 32 if 4 in bits else 16
-    kernels += GPU_WAYS if all(width >= least and width & (width - 1) == 0 for width in (d, e)) else ()
+    plain = not (sinks and scores)
+    kernels += GPU_WAYS if plain and all(width >= least and width & (width - 1) == 0 for width in (d, e)) else ()
     return Case(
         "decode_attention",
         "-".join(filter(None, [f"{b}x{h}x{g}x{c}x{d}", live, scores, label, *named])),
@@ -236,4 +252,8 @@ CASES = (
     case(1, 2, 2, 512, 64, bits=(4, 0), scores="sum"),
     case(2, 2, 2, 16, 64, bits=(8, 8), live="none", scores="each"),
     case(1, 2, 2, 320, 64, bits=(8, 8), moved=True, alibi=True),
+    case(2, 2, 3, 40, 64, sinks=4, dtype="bfloat16", features=3, soft_cap=4.0),
+    case(2, 8, 1, 150, 128, sinks=20, scores="each", window=100),
+    case(1, 2, 2, 512, 64, sinks=4, bits=(8, 8), live="full"),
+    case(1, 2, 1, 16, 32, sinks=20, bits=(4, 4), alibi=True),
 )

@@ -5,16 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.attention import AttentionSpec
-from pallas_kernels.decode_attention import Gumbel
+from pallas_kernels.decode_attention import Gumbel, Sinks
 from pallas_kernels.decode_step import decode_step
 from tests.kernel_cases import decode_attention, evict
 from tests.kernels import TPU_WAYS, XLA, Case, normal
 
 
-def oracle(inputs: dict[str, Any], *, shrinks: bool, **settings: Any) -> dict[str, Any]:
+def oracle(inputs: dict[str, Any], *, shrinks: bool, pairs: bool, **settings: Any) -> dict[str, Any]:
     """The oracle of eviction, then that of attention."""
     held = {name: inputs[name] for name in ("k", "v", "buffers")}
     added = dict(zip(held, inputs["added"], strict=True))
@@ -23,10 +24,20 @@ def oracle(inputs: dict[str, Any], *, shrinks: bool, **settings: Any) -> dict[st
     found = evict.oracle(exchanged, shrinks=shrinks)
     names = [name for name in found if name.startswith("buffer")]
     held = jax.tree.unflatten(jax.tree.structure(held), [found[name] for name in names])
-    asked = {name: inputs[name] for name in ("q", "slopes", "seed", "tau", "first") if name in inputs}
+    asked = {name: inputs[name] for name in ("q", "slopes", "seed", "tau", "first", "sinks") if name in inputs}
     asked |= {"k": held["k"], "v": held["v"], "position": found["position"], "query_position": inputs["new_position"]}
     attended = decode_attention.oracle(asked, **settings)
-    return {name: array for name, array in found.items() if not name.startswith("taken")} | attended
+    taken = jax.tree.unflatten(jax.tree.structure(held), [found.pop(name.replace("buffer", "taken")) for name in names])
+    return found | attended | (left((taken["k"], taken["v"]), inputs["new_position"]) if pairs else {})
+
+
+def left(pair: Any, new_position: Any) -> dict[str, Any]:
+    """What has left, and zeros for rows of padding, of which anything may be said."""
+    writes = new_position >= 0
+    return {
+        f"pair{i}": jnp.where(writes.reshape(-1, *(1,) * (leaf.ndim - 1)), leaf, 0)
+        for i, leaf in enumerate(jax.tree.leaves(pair))
+    }
 
 
 def run(
@@ -41,7 +52,8 @@ def run(
     attended = {name: value for name, value in done.attended._asdict().items() if value is not None}
     held = {"k": done.k, "v": done.v, "buffers": done.buffers}
     leaves = {f"buffer{i}": leaf for i, leaf in enumerate(jax.tree.leaves(held))}
-    return {"slot": done.slot, "left": done.left, "position": done.position} | leaves | attended
+    gone = {} if done.pair is None else left(done.pair, inputs["new_position"])
+    return {"slot": done.slot, "left": done.left, "position": done.position} | leaves | attended | gone
 
 
 def case(
@@ -58,9 +70,11 @@ def case(
     scores: str | None = None,
     keep: bool = False,
     shrinks: bool = False,
+    pairs: bool = False,
     window: int | None = None,
     soft_cap: float | None = None,
     alibi: bool = False,
+    sinks: int = 0,
     first: int = 0,
     ways: Any = (XLA, *TPU_WAYS),
 ) -> Case:
@@ -68,11 +82,11 @@ def case(
     e = d if e is None else e
     rng = np.random.default_rng(b + h + g + c + d)
     position, new = evict.positions(rng, b, h, c, live)
-    pairs: list[Any] = [normal(rng, (b, h, c + 1, width), dtype) for width in (d, e)]
+    both: list[Any] = [normal(rng, (b, h, c + 1, width), dtype) for width in (d, e)]
     if bits is not None:
-        pairs = [decode_attention.quantised(pair, bits) for pair in pairs]
-    k, v = (jax.tree.map(lambda leaf: leaf[:, :, :c], pair) for pair in pairs)
-    added = [jax.tree.map(lambda leaf: leaf[:, :, c], pair) for pair in pairs]
+        both = [decode_attention.quantised(pair, bits) for pair in both]
+    k, v = (jax.tree.map(lambda leaf: leaf[:, :, :c], pair) for pair in both)
+    added = [jax.tree.map(lambda leaf: leaf[:, :, c], pair) for pair in both]
 
     def statistics(*slots: int) -> dict[str, Any]:
         words = rng.integers(2**32, size=(b, h, *slots, 3), dtype=np.uint32)
@@ -94,20 +108,27 @@ def case(
         inputs["protection"] = inputs["protection"]._replace(limit=lived)
     if keep:
         inputs["keep"] = rng.random((b, h, c)) < 0.3
+    if sinks:
+        position[..., sinks:][position[..., sinks:] < sinks] = -1
+        position[..., :sinks] = np.arange(sinks)
+        inputs["sinks"] = Sinks(normal(rng, (b, h, g, d), dtype), sinks)  # type: ignore[arg-type]
     if alibi:
         inputs["slopes"] = (2.0 ** -np.arange(1, h * g + 1)).reshape(h, g).astype(np.float32)
     if scores not in (None, "each", "sum"):
         inputs |= {"seed": rng.integers(2**32, size=b, dtype=np.uint32), "first": np.full(b, first, np.int32)}
         inputs["tau"] = rng.uniform(1, 2, size=b).astype(np.float32)
     settings: dict[str, Any] = dict(scale=d**-0.5, soft_cap=soft_cap, window=window, scores=scores, shrinks=shrinks)
+    settings["pairs"] = pairs
     extra = {
         f"e{e}": e != d,
         f"bits{bits}": bits,
         "keep": keep,
         "shrinks": shrinks,
+        "pairs": pairs,
         "cap": soft_cap,
         "window": window,
         "alibi": alibi,
+        f"sinks{sinks}": sinks,
     }
     return Case(
         "decode_step",
@@ -129,4 +150,8 @@ CASES = (
     case(3, 2, 1, 128, 64, bits=4, scores="gaussian", ways=(XLA, TPU_WAYS[1])),
     case(1, 2, 1, 32, 128, alibi=True, ways=(XLA, TPU_WAYS[0])),
     case(2, 2, 2, 32, 128, bits=8, live="none", dtype="bfloat16", ways=(XLA, TPU_WAYS[1])),
+    case(2, 2, 1, 208, 128, dtype="bfloat16", live="ragged", sinks=4, ways=(XLA, TPU_WAYS[1])),
+    case(2, 8, 4, 512, 64, sinks=3, bits=8, scores="sum", pairs=True),
+    case(2, 2, 3, 128, 64, sinks=5, soft_cap=3.0, pairs=True, ways=(XLA, TPU_WAYS[0])),
+    case(2, 3, 2, 64, 128, live="ragged", scores="sum", pairs=True),
 )

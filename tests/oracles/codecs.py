@@ -52,13 +52,15 @@ class _Coded(Oracle):
         return rounded(key, self.code_bits) if factor is None else rounded(key / factor, self.code_bits) * factor
 
     def see(self, h, new, raw, turn):
-        """Under cache positions only the sinks move, to right before the window, and are rounded there."""
+        """Under cache positions only the sinks move, to right before the window; for a text they are rounded again."""
         head = self.heads[h]
         gap = new.position + 1 - len(head.positions) if self.positions == "cache" else 0
-        keys = [
-            self.key(h, turn(raw_key, position + gap)) if gap and position < self.sinks else key
-            for position, raw_key, key in zip(head.positions, head.raw_keys, head.keys, strict=True)
-        ]
+
+        def moved(key):
+            return self.key(h, turn(key, gap)) if self.given else turn(key, gap)
+
+        held = zip(head.positions, head.keys, strict=True)
+        keys = [moved(key) if gap and position < self.sinks else key for position, key in held]
         return np.array(keys), new.queries[h]
 
 

@@ -20,6 +20,7 @@ from kvjax.policies.scores.lightkv import LastQueries
 from kvjax.rope import rotate
 from kvjax.types import LayerConfig, New, wide
 from pallas_kernels.attention import Partial, attend, merge, share_of_evicted
+from pallas_kernels.decode_attention.reference import products_of_sinks
 from pallas_kernels.prefill_scores import prefill_scores
 
 MASKS = ("decode", "full-softmax")
@@ -217,13 +218,16 @@ def replay(
     left = jnp.where(evicted.leaving[..., 0], left, -1)
     given = policy.codec.operands(config, view, new)
     query_place, key_place = (new.position[:, None], view.position) if given.places is None else given.places
+    keys = evidence.whole(given.k, given.q.dtype)
+    others = None if given.sinks is None else products_of_sinks(given.sinks, keys, view.position, "cpu")
     partial, probs = attend(
         given.q,
-        evidence.whole(given.k, given.q.dtype),
+        keys,
         evidence.whole(given.v, given.q.dtype),
         config.spec.mask(new.position, view.position),
         config.spec,
         config.spec.bias(query_place, key_place),
+        others,
     )
     if mask == "full-softmax":  # the same logits, normalised by the mass of the whole text
         probs = probs * jnp.exp(partial.lse - full_lse)[..., None]
