@@ -92,6 +92,6 @@ def test_what_it_lacks_is_refused():
     inputs = case(1, 1, 1, 16, 64, bits=(8, 4)).arrays[0]
     q, k, v, spec = inputs["q"], inputs["k"], inputs["v"], AttentionSpec(1.0)
     noise = Gumbel(jnp.zeros(1, jnp.uint32), jnp.ones(1), noise="gaussian")
-    assert triton_limit(q, k, k, spec, None, None, noise) == "it has no gaussian noise"
-    assert triton_limit(q, k, k, spec, None, None, None) is None
-    assert triton_limit(q, k, v, spec, None, None, None) == "it has no codes of four bits"
+    assert triton_limit(q, k, k, spec, None, None, None, noise) == "it has no gaussian noise"
+    assert triton_limit(q, k, k, spec, None, None, None, None) is None
+    assert triton_limit(q, k, v, spec, None, None, None, None) == "it has no codes of four bits"

@@ -246,7 +246,8 @@ def test_a_step_in_one_pass_is_surveyed_beside_the_calls_it_stands_for(monkeypat
     assert ops == [(op, both) for op in ("prefill_scores", "decode_step", "evict", "decode_attention")]
     asked = survey.asked[next(bucket for bucket in survey.asked if bucket.startswith("decode_step"))]
     arguments = asked.task.arguments
-    fits = functools.partial(one_pass, *(arguments[name] for name in ("q", "k", "v", "spec", "scores")), platform="tpu")
+    names = "q", "k", "v", "spec", "sinks", "scores"
+    fits = functools.partial(one_pass, *(arguments[name] for name in names), platform="tpu")
     monkeypatch.setattr(common, "kind_of_device", lambda _: DEVICE)
     assert fits()
     monkeypatch.setattr(common, "WINNERS", {DEVICE: {asked.task.bucket: ("xla",)}})
