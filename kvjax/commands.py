@@ -87,7 +87,9 @@ def add_model_options(
         options.add_argument("--mesh", type=_one_device, help=argparse.SUPPRESS)
         return
     options.add_argument(
-        "--mesh", metavar="data=D,model=M", help="devices that share rows, and heads and columns (default: one device)"
+        "--mesh",
+        metavar="data=D,model=M,slots=S",
+        help="devices that share rows, heads and columns, and slots of the same heads (default: one device)",
     )
     if not processes:
         return

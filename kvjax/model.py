@@ -172,9 +172,10 @@ def load(
         dtype: of the weights: float32 (if None), bfloat16, or float64 where jax_enable_x64 is on.
         revision: branch, tag or commit on the hub; the default branch if None.
         weights: `int8` for linear maps of 8-bit integers with a scale for each output channel; None for the dtype.
-        mesh: devices with the axes `data` and `model`, or how many, as `data=2,model=4`. Rows lie along the first;
-            heads, columns of the MLP and the vocabulary along the second, where they can be divided, and slots where
-            there are more devices than KV heads, see `kvjax.models.sharding`. No host holds more than a tensor at a
+        mesh: devices with the axes `data`, `model` and `slots`, or how many, as `data=2,model=4`. Rows lie along the
+            first; heads, columns of the MLP and the vocabulary along the second, where they can be divided, and slots
+            where there are more devices than KV heads; along the third slots whatever the number of heads, see
+            `kvjax.models.sharding`. No host holds more than a tensor at a
             time, and each device's part is read alone but of GGUF files, of tensors that are stored transposed or
             joined with others, and of those that are rounded. None for the default device.
 

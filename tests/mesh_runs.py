@@ -24,7 +24,7 @@ from kvjax.engine import decode
 from kvjax.evaluate import command
 from kvjax.model import Model
 from kvjax.models import ModelConfig
-from kvjax.models.sharding import parse_mesh, weight_shardings
+from kvjax.models.sharding import mesh_of, weight_shardings
 from kvjax.serve.engine import Engine
 from kvjax.serve.requests import Finished, Piece
 from pallas_kernels.prefill_scores import prefill_scores
@@ -39,9 +39,9 @@ Follow = Callable[[Model, Case], tuple[list[np.ndarray], list[np.ndarray]]]
 TEXT = np.random.default_rng(0).integers(0, 64, (4, max(LENGTHS) + STEPS + 6))
 
 
-def placed(model: Model, shape: tuple[int, int]) -> Model:
+def placed(model: Model, shape: tuple[int, ...]) -> Model:
     """The model on a mesh."""
-    mesh = parse_mesh("data={},model={}".format(*shape))
+    mesh = mesh_of(jax.devices(), shape)
     weights = jax.device_put(model.weights, weight_shardings(model.config, mesh))
     return Model(weights, model.config, mesh=mesh)
 
@@ -74,7 +74,7 @@ def comings_and_goings(model: Model, case: Case) -> tuple[list[np.ndarray], list
     return [*found, np.asarray(logits)], [np.sort(layer, axis=-1) for layer in kvjax.held_positions(mixed)]
 
 
-def compared(name: str, config: ModelConfig, shapes: list[tuple[int, int]], follow: Follow) -> None:
+def compared(name: str, config: ModelConfig, shapes: list[tuple[int, ...]], follow: Follow) -> None:
     """Print for each mesh how far its logits are from those of one device, and whether the same tokens are held.
 
     And how many programs its steps are, those after a turn included.
@@ -94,7 +94,7 @@ def compared(name: str, config: ModelConfig, shapes: list[tuple[int, int]], foll
         print(json.dumps({"case": name, "mesh": shape, "off": off, "same": same, "programs": made}), flush=True)
 
 
-def collectives(name: str, config: ModelConfig, shape: tuple[int, int]) -> None:
+def collectives(name: str, config: ModelConfig, shape: tuple[int, ...]) -> None:
     """Print what a step's program sends: how often, the most numbers gathered at once, and a layer's keys.
 
     And of a prompt how many tokens there are, and how many of their queries a device reads.
@@ -185,7 +185,7 @@ def served(policy: str, config: ModelConfig, shapes: list[tuple[int, int]]) -> N
 def main(what: str, cases: list[str], kv_heads: int, meshes: list[list[int]], model: str | None = None) -> None:
     """Run what test_mesh asks for."""
     config = getattr(models, model) if model else models.small_config(2 * kv_heads, kv_heads)
-    shapes = [(data, among) for data, among in meshes]
+    shapes = [tuple(mesh) for mesh in meshes]
     for name in cases:
         if what in FOLLOWED:
             compared(name, config, shapes, FOLLOWED[what])
@@ -195,7 +195,7 @@ def main(what: str, cases: list[str], kv_heads: int, meshes: list[list[int]], mo
             reported(name, shapes[0])
         else:
             for shape in shapes:
-                collectives(name, config, shape)
+                collectives(name, dataclasses.replace(config, layers=4), shape)
 
 
 if __name__ == "__main__":

@@ -47,8 +47,8 @@ def main(out: Path) -> None:
     jax.config.update("jax_disable_most_optimizations", True)
     model = kvjax.load("tiny")
     features = features_of(model)
-    assert training_mesh(model.config).shape == {"data": 1, "model": 4}
-    assert training_mesh(model.config, parse_mesh("model=3,data=2")).shape == {"data": 2, "model": 2}
+    assert training_mesh(model.config).shape == {"data": 1, "model": 4, "slots": 1}
+    assert training_mesh(model.config, parse_mesh("model=3,data=2")).shape == {"data": 2, "model": 2, "slots": 1}
 
     def trained(name: str, mesh: str, epochs: int | None = None) -> Training:
         return train(model, features, out / name, RECIPE, mesh=parse_mesh(mesh), epochs=epochs)

@@ -33,7 +33,7 @@ def run(*told: Told) -> list[dict[str, Any]]:
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-def compared(cases: list[str], kv_heads: int, *meshes: tuple[int, int], model: str | None = None) -> Told:
+def compared(cases: list[str], kv_heads: int, *meshes: tuple[int, ...], model: str | None = None) -> Told:
     return dict(what="compared", cases=cases, kv_heads=kv_heads, meshes=meshes, model=model)
 
 
@@ -52,6 +52,9 @@ EVERYTHING = [slow([compared(names, n, *MESHES)]) for n in (1, 2, 8) for names i
         [compared(["less-performer", "fastgen", "lightkv"], 6, (2, 4))],
         *(slow([compared(names, 6, (2, 4))]) for names in groups(list(POLICIES | PAIRS), 10)),
         [compared(["less+h2o+int4", "h2o+topk", "lightkv-offload"], 1, (1, 4))],
+        # Slots alone, whatever the number of heads.
+        [compared(["h2o", "streaming", "less-performer", "lsh_e"], 2, (2, 1, 4), (1, 2, 2))],
+        *(slow([compared(names, 2, (1, 1, 4))]) for names in groups(list(POLICIES | PAIRS), 10)),
         [
             compared(["streaming", "h2o+adakv"], 2, (1, 4), model="SLOPED"),
             compared(["tova"], 2, (2, 2), model="LOCAL"),
@@ -73,20 +76,28 @@ def test_rows_with_slots_of_their_own_come_and_go() -> None:
 
 
 def test_a_step_sends_little() -> None:
-    """Two a layer and one for the table; where slots are shared one more for all victims, with heads one a layer."""
-    layers = 2
+    """Two a layer and one for the table; where slots are shared one more for all victims, with heads one a layer.
+
+    One more where pairs that have left are told or slots are counted.
+    """
+    layers = 4
     sent = run(
         dict(what="collectives", cases=["h2o", "tova", "fastgen"], kv_heads=4, meshes=[(2, 2)]),
         dict(what="collectives", cases=["h2o", "keyformer"], kv_heads=1, meshes=[(1, 4)]),
+        dict(what="collectives", cases=["h2o"], kv_heads=4, meshes=[(1, 1, 4)]),
         dict(what="collectives", cases=["h2o"], kv_heads=2, meshes=[(1, 4)]),
+        dict(what="collectives", cases=["streaming", "less-performer"], kv_heads=2, meshes=[(1, 1, 4)]),
+        dict(what="collectives", cases=["lsh_e"], kv_heads=2, meshes=[(1, 1, 4)]),
     )
-    heads, slots, both = sent[:3], sent[3:5], sent[5:]
+    heads, slots, both, more, hashes = sent[:3], sent[3:6], sent[6:7], sent[7:9], sent[9:]
     assert all(row["calls"] <= 2 * layers + 1 and row["gathered"] == 0 for row in heads), heads
     assert all(row["calls"] <= 2 * layers + 2 and row["gathered"] < row["keys"] / 2 for row in slots), slots
     assert all(row["calls"] <= 3 * layers + 2 and row["gathered"] < row["keys"] / 2 for row in both), both
+    assert all(row["calls"] <= 2 * layers + 3 and row["gathered"] < row["keys"] / 2 for row in more), more
+    assert all(row["calls"] <= 3 * layers + 1 and row["gathered"] < row["keys"] / 2 for row in hashes), hashes
     # Prompts are shared by queries where steps are by slots.
-    read = [(row["queries"], row["tokens"]) for row in sent]
-    assert read == [(64, 64)] * 3 + [(16, 64)] * 2 + [(32, 64)]
+    read = [(row["queries"], row["tokens"]) for row in sent[:9]]
+    assert read == [(64, 64)] * 3 + [(16, 64)] * 3 + [(32, 64)] + [(16, 64)] * 2
 
 
 def test_a_report_says_the_same_on_a_mesh() -> None:

@@ -68,7 +68,7 @@ def test_collectives_are_counted_once_each():
 
 
 def test_meshes_and_shapes_by_name():
-    assert mesh_shape("2x16") == (2, 16)
+    assert mesh_shape("2x16") == (2, 16, 1) and mesh_shape("1x2x8") == (1, 2, 8)
     assert config_named("llama-70b") is SHAPES["llama_70b"]
     assert config_named("tiny") == kvjax.load("tiny").config
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +41,8 @@ def run(options: argparse.Namespace) -> None:
     if any(budget == "same" for _, _, budget in named):
         raise ValueError("budget 'same' is for races; give slots or fractions.")
     config = config_named(options.model)
-    devices = devices_of(options.target, max(data * model for data, model in meshes))
-    if any(options.batch % data for data, _ in meshes):
+    devices = devices_of(options.target, max(map(math.prod, meshes)))
+    if any(options.batch % data for data, *_ in meshes):
         raise ValueError(f"--batch {options.batch} cannot be divided among the devices along data of {options.mesh}.")
     timed = options.throughput or (options.target == HERE and jax.default_backend() != "cpu")
     if timed and options.target != HERE:
@@ -70,10 +71,11 @@ def _sizes(options: argparse.Namespace) -> str:
 
 
 def _row(
-    options: argparse.Namespace, config: ModelConfig, devices: list[Any], shape: tuple[int, int], entry: Entry
+    options: argparse.Namespace, config: ModelConfig, devices: list[Any], shape: tuple[int, ...], entry: Entry
 ) -> Row:
     name, chosen, budget = entry
-    say(f"compiling {name} at {budget} for {shape[0]}x{shape[1]}")
+    written = "x".join(map(str, shape if shape[2] > 1 else shape[:2]))
+    say(f"compiling {name} at {budget} for {written}")
     model = shaped_model(config, options.dtype, options.weights, mesh_of(devices, shape))
     sizes = options.batch, options.prompt_tokens
     state = state_shapes(
@@ -85,7 +87,7 @@ def _row(
         implementation=options.implementation,
     )
     found = footprint(lower_step(state))
-    mesh = dict(mesh=f"{shape[0]}x{shape[1]}", devices=shape[0] * shape[1])
+    mesh = dict(mesh=written, devices=math.prod(shape))
     return mesh | dict(policy=name, budget=budget) | found._asdict()
 
 
@@ -131,7 +133,9 @@ def main(argv: list[str] | None = None) -> int:
         help="a shape, no weights are read: toy, synthetic, llama-7b, llama-70b, llama-405b, tiny, or a directory with "
         "a config.json",
     )
-    options.add_argument("--mesh", default="1x1", help="devices along data x along model, several with commas")
+    options.add_argument(
+        "--mesh", default="1x1", help="devices along data x model, or data x model x slots; several with commas"
+    )
     options.add_argument(
         "--for",
         default=HERE,

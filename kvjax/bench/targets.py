@@ -19,16 +19,19 @@ MEMORY = {"v5e": 15.75 * GIB, "v5p": 95.74 * GIB, "v6e": 31.25 * GIB, H100: GPUS
 """Bytes that programs may have on a chip: of TPUs as their compiler says when a program asks for more."""
 
 
-def mesh_shape(text: str) -> tuple[int, int]:
-    """`2x4` as two devices along `data` and four along `model`.
+def mesh_shape(text: str) -> tuple[int, int, int]:
+    """`2x4` as two devices along `data` and four along `model`, `1x2x4` with four along `slots`, too.
 
     Raises:
         ValueError: it is not of this form.
     """
-    found = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text)
+    found = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)(?:x([1-9]\d*))?", text)
     if found is None:
-        raise ValueError(f"mesh {text!r} is not of the form 2x4: devices along data, then along model, from 1 each.")
-    return int(found[1]), int(found[2])
+        raise ValueError(
+            f"mesh {text!r} is not of the form 2x4 or 2x2x2: devices along data, along model and along slots, from 1 "
+            "each."
+        )
+    return int(found[1]), int(found[2]), int(found[3] or 1)
 
 
 def devices_of(target: str, count: int) -> list[Any]:

@@ -18,8 +18,11 @@ from kvjax.models.decoder import Weights
 from kvjax.models.weights import leaf_name, weight_shapes
 from kvjax.types import HEADS, ROWS, SLOTS, PyTree, Spread
 
-MESH_AXES = ("data", "model")
-"""Rows of a batch lie along the first, heads and columns of the MLP along the second."""
+MESH_AXES = ("data", "model", "slots")
+"""Rows of a batch lie along the first, heads and columns of the MLP along the second.
+
+Along the third, too, lie columns of the MLP, but of heads their slots alone.
+"""
 
 RULES: Mapping[str, tuple[str, ...]] = {
     "heads": (HEADS,),
@@ -53,7 +56,7 @@ def check_mesh(mesh: Mesh) -> None:
         ValueError: naming them.
     """
     if not set(mesh.axis_names) <= set(MESH_AXES):
-        raise ValueError(f"a mesh with the axes {', '.join(mesh.axis_names)} is none of {' and '.join(MESH_AXES)}.")
+        raise ValueError(f"a mesh with the axes {', '.join(mesh.axis_names)} is none of {', '.join(MESH_AXES)}.")
 
 
 def parse_mesh(text: str) -> Mesh:
@@ -66,7 +69,7 @@ def parse_mesh(text: str) -> Mesh:
     sizes = {name.strip(): size.strip() for name, _, size in parts}
     known = set(sizes) <= set(MESH_AXES) and len(sizes) == len(parts)
     if not known or not all(re.fullmatch(r"[1-9]\d*", size) for size in sizes.values()):
-        raise ValueError(f"--mesh {text} is not made of {' and '.join(MESH_AXES)}, such as data=2,model=4.")
+        raise ValueError(f"--mesh {text} is not made of {', '.join(MESH_AXES)}, such as data=2,model=4.")
     shape = tuple(int(sizes.get(axis, 1)) for axis in MESH_AXES)
     there = jax.devices()
     if math.prod(shape) > len(there):
@@ -78,9 +81,10 @@ def parse_mesh(text: str) -> Mesh:
 
 
 def mesh_of(devices: Sequence[Any], shape: tuple[int, ...]) -> Mesh:
-    """The first of some devices along `MESH_AXES`."""
+    """The first of some devices along `MESH_AXES`, of which the last ones may be left out: one device each."""
+    shape = (*shape, *(1,) * (len(MESH_AXES) - len(shape)))
     chosen = np.array(devices[: math.prod(shape)]).reshape(shape)
-    return Mesh(chosen, MESH_AXES, axis_types=(AxisType.Auto,) * 2)
+    return Mesh(chosen, MESH_AXES, axis_types=(AxisType.Auto,) * len(shape))
 
 
 @functools.cache
@@ -88,7 +92,7 @@ def program_mesh(config: ModelConfig, mesh: Mesh) -> Mesh:
     """The same devices as programs see them, along `ROWS`, `HEADS` and `SLOTS`.
 
     As many devices of `model` as divide a layer's KV heads share these; where there are more, those that have the same
-    heads share their slots.
+    heads share their slots, and so do those along `slots`.
 
     Args:
         config: the model's shape.
@@ -100,8 +104,9 @@ def program_mesh(config: ModelConfig, mesh: Mesh) -> Mesh:
     check_mesh(mesh)
     names = [name for name in MESH_AXES if name in mesh.axis_names]
     devices = np.transpose(mesh.devices, [mesh.axis_names.index(name) for name in names])
-    heads = math.gcd(config.kv_heads, mesh.shape.get("model", 1))
-    shape = mesh.shape.get("data", 1), heads, mesh.shape.get("model", 1) // heads
+    data, model, slots = (mesh.shape.get(axis, 1) for axis in MESH_AXES)
+    heads = math.gcd(config.kv_heads, model)
+    shape = data, heads, model // heads * slots
     return Mesh(devices.reshape(shape), (ROWS, HEADS, SLOTS), axis_types=(AxisType.Auto,) * 3)
 
 

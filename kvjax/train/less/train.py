@@ -26,7 +26,7 @@ from kvjax.train.less.record import Features
 CHUNK = 128
 """Steps of a text that see each other's evictions pair by pair; what left before comes as one sum."""
 
-DATA, MODEL = MESH_AXES
+DATA, MODEL, _ = MESH_AXES
 
 OF_LAYERS = PartitionSpec(MODEL)
 """Where arrays [L ...] lie on a `training_mesh`."""
