@@ -125,7 +125,7 @@ def collectives(name: str, config: ModelConfig, shape: tuple[int, ...]) -> None:
 FOLLOWED: dict[str, Follow] = {"compared": trace, "rows": comings_and_goings}
 
 
-def reported(report: str, shape: tuple[int, int]) -> None:
+def reported(report: str, shape: tuple[int, ...]) -> None:
     """Print what a report of `kvjax evaluate` measures, on one device and on a mesh."""
     words = [report, "--text", __file__, "--length", "24", "--budget", "16", "--policies", "streaming", "--window", "8"]
     for mesh in ([], ["--mesh", "data={},model={}".format(*shape)]):
@@ -165,7 +165,7 @@ def answers(model: Model, policy: str) -> tuple[list[Answer], dict[str, float]]:
     return found, numbers | {"compiled": numbers["compilations"] - warm["compilations"]}
 
 
-def served(policy: str, config: ModelConfig, shapes: list[tuple[int, int]]) -> None:
+def served(policy: str, config: ModelConfig, shapes: list[tuple[int, ...]]) -> None:
     """Print for each mesh whether a server on it answers as one on one device, and what it counts."""
     model = models.sharp_model(config)
     wanted, _ = answers(model, policy)

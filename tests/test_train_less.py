@@ -228,11 +228,10 @@ def test_other_settings_are_refused(
 def test_a_mesh_is_a_number_for_each_axis() -> None:
     there = jax.device_count()
     mesh = parse_mesh(f" model = {there},data=1")
-    assert (
-        dict(mesh.shape) == {"data": 1, "model": there, "slots": 1} and mesh.devices.ravel().tolist() == jax.devices()
-    )
+    assert dict(mesh.shape) == {"data": 1, "model": there, "slots": 1}
+    assert mesh.devices.ravel().tolist() == jax.devices()
     for text in ("", "data", "data=2;model=1", "rows=1", "data=1,data=1", "model=0", "model=-1", "data=1.5", "data=1,"):
-        with pytest.raises(ValueError, match=f"{text} is not made of data and model"):
+        with pytest.raises(ValueError, match=f"{text} is not made of data, model, slots"):
             parse_mesh(text)
     with pytest.raises(ValueError, match=f"asks for {2 * there} devices, but there are {there}"):
         parse_mesh(f"data=2,model={there}")
