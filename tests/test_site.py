@@ -116,6 +116,7 @@ def test_every_member_has_a_page(site: Path) -> None:
         for name in table:
             text = (site / "parts" / folder / f"{name}.html").read_text(encoding="utf-8")
             assert "<math" in text and "When to take it" in text and "From:" in text, name
+            assert "Perplexity of SmolLM2 against the bytes" in text, name
             assert not re.search(r"[ˆˉ]</mo>\s*</munderover>", text), name  # the index of an accented letter
 
 

@@ -59,8 +59,14 @@ def quality(found: Sequence[Row], name: str, part: str, folder: Path) -> list[Pa
 TITLES = {"wikitext2_valid": "WikiText-2", "books_valid": "books"}
 
 
+SHOWN_BY = {("plan", "uniform"): "h2o", ("codec", "plain"): "h2o", ("selection", "topk"): "topk_oracle"}
+"""The policies that have parts which no row names: defaults, and what another name stands for."""
+
+
 def _is_of(row: Row, name: str, part: str) -> bool:
     first, *others = members(row["policy"])
+    if (part, name) in SHOWN_BY:
+        part, name = "policy", SHOWN_BY[part, name]
     if part == "policy" and name != "less":
         return name == first and not others
     return name in (first, *others)

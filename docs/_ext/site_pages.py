@@ -278,7 +278,8 @@ def make_pages(app: Sphinx) -> None:
 def _write(entry: Entry, part: str, folder: str, body: Sequence[str], measured: Sequence[Any]) -> set[Path]:
     file = MADE / folder / f"{entry.name}.md"
     figures = site_figures.quality(measured, entry.name, part, file.parent)
-    said = f"Perplexity of SmolLM2 against the bytes of the cache, {entry.name} among the others"
+    whose = site_figures.SHOWN_BY.get((part, entry.name), entry.name)
+    said = f"Perplexity of SmolLM2 against the bytes of the cache, {whose} among the others"
     shown = " ".join(f"![{said}]({figure.name}){{.half}}" for figure in figures)
     caption = f"*{said} ([all numbers](../../results/smollm2.md)).*" if figures else ""
     _put(file, page(entry, part, [*filter(None, [shown, caption, *body])]))
