@@ -282,7 +282,7 @@ def features(
 def eviction(
     label: str, b: int, h: int, c: int, d: int, dtype: DTypeLike, *, words: int = 0, keep: bool = False
 ) -> Program:
-    """`evict` of one pair with its accumulated score, and `words` of hashes, in place; integers come with scales."""
+    """`evict` of one pair with its accumulated score, and `words` a slot, in place; integers come with scales."""
 
     def run(sinks: Array, recent: Array, limit: Array, **arrays: Any) -> Any:
         return evict(**arrays, scores=arrays["buffers"]["stats"], protection=Protection(sinks, recent, limit))
@@ -391,7 +391,7 @@ def hashes(label: str, b: int, h: int, g: int, c: int, bits: int, *, keep: bool 
     shapes: dict[str, Any] = {name: Shape((b, h), jnp.int32) for name in Protection._fields}
     shapes |= {"position": Shape((b, h, c), jnp.int32), "new_position": Shape((b,), jnp.int32)}
     words = -(-bits // 32)
-    shapes |= {"query": Shape((b, h, g, words), jnp.uint32), "codes": Shape((b, h, c, words), jnp.uint32)}
+    shapes |= {"query": Shape((b, h, g, words), jnp.uint32), "codes": (Shape((b, h, c), jnp.uint32),) * words}
     if keep:
         shapes["keep"] = Shape((b, h, c), jnp.bool_)
     return Program("hamming", label, run, shapes, forms=("tpu",))
@@ -421,7 +421,7 @@ def programs() -> Iterator[Program]:
     yield eviction("float32, 16384 slots, d 256", 1, 1, 16384, 256, whole)
     yield eviction("int8, 8 heads, 4096 slots, d 128", 32, 8, 4096, 128, jnp.int8)
     yield eviction("int4, 8 heads, 4096 slots, d 256, hashes", 32, 8, 4096, 128, jnp.uint8, words=1, keep=True)
-    yield eviction("4 words of hashes, 8 heads, 4096 slots, d 128, bfloat16", 32, 8, 4096, 128, half, words=4)
+    yield eviction("4 words a slot, 8 heads, 4096 slots, d 128, bfloat16", 32, 8, 4096, 128, half, words=4)
     yield stepping("8 heads x 4, 4096 slots, d 128, bfloat16", 32, 8, 4, 4096, 128, half, scores="sum")
     yield stepping("8 heads x 8, 1008 slots, d 128, bfloat16", 32, 8, 8, 1008, 128, half, keep=True, soft_cap=50.0)
     yield stepping("multi-head, 256 slots, d 128, bfloat16", 64, 32, 1, 256, 128, half, scores="sum")

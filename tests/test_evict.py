@@ -120,10 +120,12 @@ def test_a_token_takes_the_slot_that_compression_would_drop(way):
     np.testing.assert_array_equal(jnp.where(here, written.slots.score, 0), 0)
 
 
-@pytest.mark.parametrize("name", ["h2o", "keyformer", "tova", "lambda_mask"])
+@pytest.mark.parametrize("name", ["h2o", "keyformer", "tova", "lambda_mask", "lsh_e"])
 def test_one_pass_is_exchange_then_attention(name):
     b, h, g, c, d = 2, 2, 2, 32, 64
     policy = kvjax.policy(name)
+    if name == "lsh_e":
+        policy = dataclasses.replace(policy, score=Hamming(bits=40, planes=(projections(0, 0, h, 40, d),)))
     new = new_token(jax.random.key(2), b, h, g, d, jnp.asarray([70, 50]), TPU_WAYS[0])
     view = full_view(b, h, c, d, lambda k, scores: policy.score.slot(new.replace(k=k), Parts()))
     dense = Dense((view.replace(limit=jnp.full((b, h), c - 1)),))
@@ -144,7 +146,6 @@ def test_one_pass_is_exchange_then_attention(name):
     [
         dict(name="h2o", positions="cache"),
         dict(positions="cache", window=64),
-        dict(name="lsh_e"),
         dict(c=40),
         dict(way=XLA),
         dict(way=GPU_WAYS[0]),
@@ -169,7 +170,7 @@ def test_hamming_finds_the_victim_of_lsh_e(way):
     planes = projections(0, 0, h, 40, d)
     policy = kvjax.policy("lsh_e", bits=40)
     policy = dataclasses.replace(policy, score=Hamming(bits=40, planes=(planes,)))
-    view = full_view(b, h, c, d, lambda k, scores: hashes(planes, k))
+    view = full_view(b, h, c, d, lambda k, scores: tuple(jnp.moveaxis(hashes(planes, k), -1, 0)))
     guard = policy.protection.guard(view, new)
     found = policy.victim(view, new, Protection(guard.sinks, guard.recent, view.limit), guard.keep)
     assert found is not None

@@ -139,7 +139,7 @@ class Dense(struct.PyTreeNode):
 
         local = slots.windowed(new)
         unknown = rules.codec.ordered or (rules.codec.sliding and local)  # where the model is going to see keys
-        if new.spread.slots > 1 or unknown or not (rules.ranked or local) or not one_pass(None):
+        if new.spread.slots > 1 or unknown or not one_pass(None):
             return None
         wanted = asks(view)
         own = evidence.without_again(wanted)

@@ -63,11 +63,6 @@ class Rules(Protocol):
         """Whether what leaves a layer is known before it has seen the new token: only the position tells."""
         ...
 
-    @property
-    def ranked(self) -> bool:
-        """Whether the slot that ranks lowest is found by its score, and not by a kernel that needs none (`victim`)."""
-        ...
-
     def slots(self, new: New, state: Parts) -> Parts:
         """What is remembered of each new token besides its pair: leaves [b h t ...]."""
         ...

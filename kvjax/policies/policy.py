@@ -111,11 +111,6 @@ class Policy:
         known = of_kvjax(type(self.score)) and of_kvjax(type(self.protection)) and not self.score.compares
         return known and not self.score.offloads and not self.shrinks
 
-    @property
-    def ranked(self) -> bool:
-        """Whether the slot that ranks lowest is found by its score, and not by a kernel that needs none (`victim`)."""
-        return type(self.score).victim is Score.victim
-
     def init(self, shape: New) -> Parts:
         """What the parts remember of a layer before anything is read."""
         return Parts(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 from jaxtyping import Array, Bool, Int, UInt32
@@ -14,7 +15,7 @@ from pallas_kernels.ranking import Protection
 
 def hamming(
     query: UInt32[Array, "b h g w"],
-    codes: UInt32[Array, "b h c w"],
+    codes: Sequence[UInt32[Array, "b h c"]],
     position: Int[Array, "b h c"],
     new_position: Int[Array, " b"],
     *,
@@ -30,7 +31,7 @@ def hamming(
 
     Args:
         query: codes of the g queries of a group, 32 bits to a word.
-        codes: of the slots' keys.
+        codes: of the slots' keys, a buffer for each of the w words.
         position: the token in each slot, -1 for none.
         new_position: of each row's new token, for the recent window.
         protection: sinks, recent window and limit of each head.
@@ -45,7 +46,7 @@ def hamming(
         Unsupported: the implementation asked for cannot run these arguments here.
         ValueError: there is no such implementation.
     """
-    groups, (c, words) = query.shape[2], codes.shape[2:]
+    (groups, words), c = query.shape[2:], position.shape[2]
     limits = {
         "pallas": common.first_limit(
             (common.pallas_form(platform) == "tpu", "it is written for tpu alone"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -18,7 +19,7 @@ VMEM_BYTES = 14 << 20
 
 def hamming(
     query: UInt32[Array, "b h g w"],
-    codes: UInt32[Array, "b h c w"],
+    codes: Sequence[UInt32[Array, "b h c"]],
     position: Int[Array, "b h c"],
     new_position: Int[Array, " b"],
     *,
@@ -27,18 +28,16 @@ def hamming(
     interpret: Any,
 ) -> Int[Array, "b h"]:
     """See `api.hamming`."""
-    b, h, c, words = codes.shape
+    b, h, c = position.shape
     heads = SUBLANES if h % SUBLANES == 0 else h
 
     def block(*tail: int) -> pl.BlockSpec:
         return pl.BlockSpec((1, heads, *tail), lambda b, h: (b, h) + (0,) * len(tail))
 
-    # Slots along the lanes; for one word this is a reshape.
-    planes = jnp.moveaxis(codes, -1, 1)
     inputs = {
         "new_position": (new_position, pl.BlockSpec(memory_space=pltpu.SMEM)),
-        "query": (query.reshape(b, h, -1), block(query.shape[2] * words)),
-        "codes": (planes, pl.BlockSpec((1, words, heads, c), lambda b, h: (b, 0, h, 0))),
+        "query": (query.reshape(b, h, -1), block(query.shape[2] * len(codes))),
+        "codes": (list(codes), [block(c)] * len(codes)),
         "position": (position, block(c)),
         **{name: (x.astype(jnp.int32)[..., None], block(1)) for name, x in protection._asdict().items()},
     }
@@ -58,11 +57,11 @@ def hamming(
 
 
 def _kernel(refs: dict[str, Any], slot: Any) -> None:
-    words = refs["codes"].shape[1]
+    words = len(refs["codes"])
     query = refs["query"][0]
     distance = jnp.zeros(refs["position"].shape[1:], jnp.int32)
     for i in range(query.shape[1]):
-        differing = query[:, i : i + 1] ^ refs["codes"][0, i % words]
+        differing = query[:, i : i + 1] ^ refs["codes"][i % words][0]
         distance += jax.lax.population_count(differing).astype(jnp.int32)
     scores = -distance.astype(jnp.float32)
     bounds = [refs[name][0] for name in Protection._fields]

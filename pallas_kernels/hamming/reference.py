@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, UInt32
@@ -11,7 +13,7 @@ from pallas_kernels.ranking import Protection, victim
 
 def hamming(
     query: UInt32[Array, "b h g w"],
-    codes: UInt32[Array, "b h c w"],
+    codes: Sequence[UInt32[Array, "b h c"]],
     position: Int[Array, "b h c"],
     new_position: Int[Array, " b"],
     *,
@@ -24,7 +26,7 @@ def hamming(
     return victim(scores, position, new_position[:, None, None], sinks, recent, limit, keep)[..., 0]
 
 
-def distances(query: UInt32[Array, "b h g w"], codes: UInt32[Array, "b h c w"]) -> UInt32[Array, "b h c"]:
+def distances(query: UInt32[Array, "b h g w"], codes: Sequence[UInt32[Array, "b h c"]]) -> UInt32[Array, "b h c"]:
     """In how many bits packed codes differ from those of a group's queries, summed over the group."""
-    differing = query[:, :, :, None] ^ codes[:, :, None]
-    return jax.lax.population_count(differing).sum((2, 4), dtype=jnp.uint32)
+    counts = (jax.lax.population_count(query[..., i, None] ^ word[:, :, None]) for i, word in enumerate(codes))
+    return sum(count.sum(2, dtype=jnp.uint32) for count in counts)

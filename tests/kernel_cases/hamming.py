@@ -13,7 +13,7 @@ from tests.kernels import TPU_WAYS, XLA, Case
 
 def oracle(inputs: dict[str, Any]) -> dict[str, Any]:
     """The victim of equation 6."""
-    words = inputs["query"][:, :, :, None] ^ inputs["codes"][:, :, None]
+    words = inputs["query"][:, :, :, None] ^ np.stack(inputs["codes"], axis=-1)[:, :, None]
     scores = -np.unpackbits(words.view(np.uint8), axis=-1).sum((2, -1)).astype(np.float64)
     b, h, _ = scores.shape
     return {"slot": np.array([[victim(inputs, scores, row, head) for head in range(h)] for row in range(b)])}
@@ -30,9 +30,9 @@ def case(b: int, h: int, g: int, c: int, bits: int, *, live: str = "full", keep:
     rng = np.random.default_rng(b + h + g + c + bits)
     position, new = positions(rng, b, h, c, live)
     words = -(-bits // 32)
-    shapes = {"query": (b, h, g, words), "codes": (b, h, c, words)}
     high = 2 ** min(bits, 32)
-    inputs: dict[str, Any] = {name: rng.integers(high, size=s, dtype=np.uint32) for name, s in shapes.items()}
+    inputs: dict[str, Any] = {"query": rng.integers(high, size=(b, h, g, words), dtype=np.uint32)}
+    inputs["codes"] = tuple(rng.integers(high, size=(words, b, h, c), dtype=np.uint32))
     inputs |= {"position": position, "new_position": new, "protection": protection(rng, b, h, c)}
     if keep:
         inputs["keep"] = rng.random((b, h, c)) < 0.3

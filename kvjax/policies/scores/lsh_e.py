@@ -75,9 +75,9 @@ class Hamming(Score):
         planes = self.planes[new.layer]
         return hashes(planes if new.head is None else planes[new.head], x)
 
-    def slot(self, new: New, state: PyTree) -> UInt32[Array, "b h t words"]:
-        """h(k)."""
-        return self._hashes(new.k, new)
+    def slot(self, new: New, state: PyTree) -> tuple[UInt32[Array, "b h t"], ...]:
+        """h(k), each of its words in a buffer of its own: numbers of a slot would lie in lanes of 128 on a TPU."""
+        return tuple(jnp.moveaxis(self._hashes(new.k, new), -1, 0))
 
     def victim(self, view: View, new: New, bounds: Protection, keep: Bool[Array, "b h c"] | None) -> Int[Array, "b h"]:
         """The least F_t, from packed codes alone."""
