@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
+import operator
 from collections.abc import Sequence
 
 import jax
@@ -26,7 +29,8 @@ def hamming(
     return victim(scores, position, new_position[:, None, None], sinks, recent, limit, keep)[..., 0]
 
 
-def distances(query: UInt32[Array, "b h g w"], codes: Sequence[UInt32[Array, "b h c"]]) -> UInt32[Array, "b h c"]:
+def distances(query: UInt32[Array, "b h g w"], codes: Sequence[UInt32[Array, "b h c"]]) -> Int[Array, "b h c"]:
     """In how many bits packed codes differ from those of a group's queries, summed over the group."""
-    counts = (jax.lax.population_count(query[..., i, None] ^ word[:, :, None]) for i, word in enumerate(codes))
-    return sum(count.sum(2, dtype=jnp.uint32) for count in counts)
+    pairs = itertools.product(range(query.shape[2]), enumerate(codes))
+    counts = (jax.lax.population_count(query[:, :, g, i, None] ^ word).astype(jnp.int32) for g, (i, word) in pairs)
+    return functools.reduce(operator.add, counts)
