@@ -10,11 +10,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import kvjax
 from kvjax import chat
+from kvjax.sampling import conversation
 from kvjax.sampling.conversation import Conversation
 
 SMALL: dict[str, Any] = dict(policy="h2o", budget=16, max_new_tokens=20, temperature=0.0)
@@ -70,6 +73,25 @@ def test_a_conversation_is_kept_and_never_grows(model: kvjax.Model, tmp_path: Pa
             other.load(directory)
     with pytest.raises(ValueError, match="is no saved conversation"):
         talk.save(tmp_path)
+
+
+def test_a_conversation_of_0_2_0_goes_on(model: kvjax.Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """LSH-E's words lay in one array then."""
+    settings: dict[str, Any] = SMALL | {"policy": kvjax.policy("lsh_e", bits=40)}
+    talk = Conversation(model, **settings)
+    "".join(talk.reply(TURNS[0]))
+    stored = conversation._stored
+
+    def stacked(leaf: Any) -> Any:
+        return jnp.stack(leaf, -1) if type(leaf) is tuple and leaf[0].dtype == jnp.uint32 else leaf
+
+    with monkeypatch.context() as before:
+        words = dict(is_leaf=lambda leaf: type(leaf) is tuple and hasattr(leaf[0], "dtype"))
+        before.setattr(conversation, "_stored", lambda state: jax.tree.map(stacked, stored(state), **words))
+        talk.save(tmp_path / "kept")
+    again = Conversation(model, **settings)
+    again.load(tmp_path / "kept")
+    assert again.use() == talk.use() and "".join(again.reply(TURNS[1])) == "".join(talk.reply(TURNS[1]))
 
 
 def test_an_answer_that_is_left_stays_as_far_as_it_came(model: kvjax.Model) -> None:

@@ -190,9 +190,10 @@ class Conversation:
         directory = directory.absolute()
         if directory.exists() and not (directory / SAVED).is_file():
             raise ValueError(f"{directory} is there and is no saved conversation; give another name.")
-        leaves = jax.tree.leaves(_stored(self._state()))
+        kept = _stored(self._state())
+        leaves = jax.tree.leaves(kept)
         told = {
-            "fits": self._fits(self._state()),
+            "fits": self._fits(self._state(), kept),
             "text": self.text,
             "leaves": [(list(leaf.shape), str(leaf.dtype)) for leaf in leaves],
         }
@@ -227,19 +228,24 @@ class Conversation:
         first = told["text"][:64]  # enough for every policy that could read its first turn
         planned: dict[str, Any] = self.settings | {"max_new_tokens": max(self.context - len(first), 1)}
         like = begin(self.model, [first], **planned)
-        if told["fits"] != self._fits(like.state):
+        kept = _stored(like.state)
+        earlier = jax.tree.map(lambda leaf: jnp.stack(leaf, -1) if _is_words(leaf) else leaf, kept, is_leaf=_is_words)
+        written = next((form for form in (kept, earlier) if self._fits(like.state, form) == told["fits"]), None)
+        if written is None:
             raise ValueError(f"{directory} has a conversation of another model, policy or dtype; start with those.")
         shapes = [jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for shape, dtype in told["leaves"]]
         with ocp.StandardCheckpointer() as checkpointer:
             leaves = checkpointer.restore(directory / "state", [np.empty(each.shape, each.dtype) for each in shapes])
-        found = jax.tree.unflatten(jax.tree.structure(_stored(like.state)), map(jnp.asarray, leaves))
+        found = jax.tree.unflatten(jax.tree.structure(written), map(jnp.asarray, leaves))
+        if written is earlier:
+            found = jax.tree.map(_as_words, kept, found, is_leaf=_is_words)
         key = jax.random.wrap_key_data(found.key)
         state = found.replace(weights=self.model.weights, policy=like.state.policy, key=key)
         self.begun, self.text = dataclasses.replace(like, state=state), told["text"]
 
-    def _fits(self, state: State) -> str:
-        """What model and policy a state is of: all of it but arrays."""
-        structure = jax.tree.structure(_stored(state)), *described(state.policy)
+    def _fits(self, state: State, kept: State) -> str:
+        """What model and policy a state is of that is kept in some form: all of it but arrays."""
+        structure = jax.tree.structure(kept), *described(state.policy)
         known = hashlib.sha256("\n".join(map(str, structure)).encode())
         known.update(np.asarray(self.model.weights.embedding[0]).tobytes())
         return known.hexdigest()
@@ -248,3 +254,12 @@ class Conversation:
 def _stored(state: State) -> State:
     """A state as it is kept: without weights and what the policy has learned, and random keys as their data."""
     return state.replace(weights=None, policy=None, key=jax.random.key_data(state.key))
+
+
+def _is_words(leaf: Any) -> bool:
+    """Whether these are the words of LSH-E's hashes, which kvjax 0.2.0 kept in one array [b h c words]."""
+    return type(leaf) is tuple and len(leaf) > 0 and all(getattr(word, "dtype", None) == jnp.uint32 for word in leaf)
+
+
+def _as_words(now: Any, then: Any) -> Any:
+    return tuple(jnp.moveaxis(then, -1, 0)) if _is_words(now) else then
