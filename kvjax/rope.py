@@ -168,6 +168,21 @@ def rotate(
         return turn(x, *_angles(rope, positions, x.dtype, length), rope.interleaved)
 
 
+def rotate_queries(
+    rope: Rope | None, q: Float[Array, "b h g t d"], positions: Int[Array, "b t"], length: Length | None = None
+) -> Float[Array, "b h g t d"]:
+    """`rotate` for queries in groups, with all heads in one axis: XLA copies halves of more axes on TPU.
+
+    Args:
+        rope: as for `rotate`, like `length`.
+        q: queries.
+        positions: their places in the text, the same in all heads.
+        length: tokens of the whole text.
+    """
+    rows, heads, groups, *tail = q.shape
+    return rotate(rope, q.reshape(rows, heads * groups, *tail), positions[:, None], length).reshape(q.shape)
+
+
 def table(rope: Rope, places: int, dtype: DTypeLike) -> tuple[Float[Array, "m half"], Float[Array, "m half"]]:
     """Cosines and sines of the angles of the first places, as constants of a program.
 

@@ -16,12 +16,12 @@ from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
-from pallas_kernels.attention import AttentionSpec
+from pallas_kernels.attention import AttentionSpec, Partial
 from pallas_kernels.decode_attention import Gumbel, LowRank, Sinks, decode_attention
 from pallas_kernels.decode_step import decode_step
 from pallas_kernels.evict import evict
 from pallas_kernels.hamming import hamming
-from pallas_kernels.less_kernels import phi, psi
+from pallas_kernels.less_kernels import phi, psi, remember
 from pallas_kernels.operands import Quantised
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.prefill_scores import Own, prefill_scores
@@ -94,11 +94,11 @@ class Program:
                 made = jax.random.normal(key, shape.shape, shape.dtype)
                 if field == "scale":  # codes come to numbers around one
                     return (jnp.abs(made) + 1) / (8 if getattr(self.shapes[name], "bits", 8) == 4 else 128)
-                if name in ("first", "second", "third", "layers") and made.ndim > 2:  # linear maps
+                if (name == "layers" or field in ("first", "second", "third")) and made.ndim > 2:  # linear maps
                     return made * made.shape[-2] ** -0.5
                 if name == "q":  # attention that a few slots have for themselves tells most when it is wrong
                     return 3 * made
-                return jnp.abs(made) + 1 if field == "tau" or name in ("weights", "low_rank") else made
+                return jnp.abs(made) + 1 if field == "tau" or name in ("weights", "low_rank", "memory") else made
             if shape.dtype == jnp.uint32:
                 return jnp.asarray(rng.integers(2**32, size=shape.shape, dtype=np.uint32))
             if shape.dtype == jnp.bool_:  # slots to keep: one in eight
@@ -279,6 +279,27 @@ def features(
     return Program("less_kernels", f"psi, {label}", psi, {"k": Shape((b, h, t, d), dtype), **shapes}, ("tpu",))
 
 
+def remembering(label: str, b: int, h: int, g: int, d: int, dtype: DTypeLike, *, hidden: int = 512) -> Program:
+    """`remember` of `less_kernels`, in place, with weights in the dtype."""
+    rank, single = 8, jnp.float32
+    pair = Shape((b, h, d), single), Shape((b, h, d), single), Shape((b, h), jnp.bool_)
+    scales = {name: Shape((h, rank), single) for name in ("outer_scale", "residual_scale")}
+    shapes = {
+        "memory": (Shape((b, h, rank, d), single), Shape((b, h, rank), single)),
+        "evicted": pair,
+        "q": Shape((b, h, g, d), dtype),
+        "attended": Partial(Shape((b, h, g, d), single), Shape((b, h, g), single)),  # type: ignore[arg-type]
+        "of_phi": {"first": Shape((h, g, d, hidden), dtype), "second": Shape((h, g, hidden, rank), dtype)},
+        "of_psi": scales
+        | {"first": Shape((h, d, hidden), dtype), "second": Shape((h, hidden, rank), dtype)}
+        | {"third": Shape((h, rank, rank), single)},
+    }
+    label = f"remember, {label}"
+    return Program(
+        "less_kernels", label, remember, shapes, ("tpu",), ("memory",), lambda found: {"memory": (found.h, found.z)}
+    )
+
+
 def eviction(
     label: str, b: int, h: int, c: int, d: int, dtype: DTypeLike, *, words: int = 0, keep: bool = False
 ) -> Program:
@@ -332,10 +353,12 @@ def stepping(
     keep: bool = False,
     apart: int = 0,
     pairs: bool = False,
+    adds: bool = False,
 ) -> Program:
     """`decode_step` with an accumulated score, in place; `noisy` asks for Keyformer's increments.
 
     So many first tokens are set `apart`: they see a query of their own. `pairs` that leave are handed out, if asked.
+    What is asked is told, or the kernel `adds` it to the score; where nothing is, the oldest leaves first.
     """
 
     def run(
@@ -348,12 +371,18 @@ def stepping(
         near: Array | None = None,
         **arrays: Any,
     ) -> Any:
-        asked: dict[str, Any] = dict(standing=arrays["buffers"], protection=Protection(sinks, recent, limit))
+        standing = arrays["buffers"]
+        if adds:
+            *pair, _ = arrays["added"]
+            arrays |= {"buffers": None, "added": (*pair, None)}
+        asked: dict[str, Any] = dict(standing=standing if asks else None, protection=Protection(sinks, recent, limit))
         asked |= dict(spec=AttentionSpec(d**-0.5, soft_cap, window, slopes))
         asked |= dict(sinks=None if near is None else Sinks(near, apart))
         wanted = scores if seed is None or tau is None else Gumbel(seed, tau)
-        return decode_step(**arrays, **asked, scores=wanted, pairs=pairs)
+        done = decode_step(**arrays, **asked, scores=wanted, pairs=pairs, adds=adds)
+        return done._replace(buffers=done.attended.scores) if adds else done
 
+    asks = scores is not None or noisy
     e = d if e is None else e
     shapes: dict[str, Any] = {name: Shape((b, h), jnp.int32) for name in Protection._fields}
     shapes |= {"position": Shape((b, h, c), jnp.int32), "new_position": Shape((b,), jnp.int32)}
@@ -369,7 +398,7 @@ def stepping(
     if apart:
         shapes["near"] = Shape((b, h, g, d), dtype)
     held = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves((shapes["k"], shapes["v"])))
-    rows = 4 * b * h * c * (4 + (scores is not None or noisy))  # scores and positions, before and after; what is asked
+    rows = 4 * b * h * c * (4 + (asks and not adds))  # scores and positions, before and after; what is asked
     return Program(
         "decode_step",
         label,
@@ -430,6 +459,8 @@ def programs() -> Iterator[Program]:
     yield stepping(
         "multi-head, 208 slots, pairs that leave, bfloat16", 64, 32, 1, 208, 128, half, scores="sum", pairs=True
     )
+    yield stepping("the same without pairs, in the scores", 64, 32, 1, 208, 128, half, scores="sum", adds=True)
+    yield stepping("8 heads x 4, 4096 slots, Gumbel, in the scores", 32, 8, 4, 4096, 128, half, noisy=True, adds=True)
     yield stepping("float32, d 64, ALiBi, window", 2, 4, 4, 1024, 64, whole, slopes=True, scores="each", window=512)
     yield stepping("8 heads x 4, 4096 slots, d 128, 8 bits", 32, 8, 4, 4096, 128, half, bits=8, scores="sum")
     yield stepping("4096 slots, d 256 and e 128, 4 bits", 32, 8, 2, 4096, 256, half, e=128, bits=4, noisy=True)
@@ -449,6 +480,9 @@ def programs() -> Iterator[Program]:
     yield prefill("embedded model, 48 tokens", 1, 2, 2, 48, 32, whole)
     yield features("phi", "one token of 64 rows, 32 heads, d 128", 64, 32, 1, 1, 128, half)
     yield features("psi", "one token of 64 rows, 32 heads, d 128", 64, 32, 1, 1, 128, half)
+    yield remembering("64 rows, 32 heads, d 128", 64, 32, 1, 128, half)
+    yield remembering("32 rows, 8 heads x 4, d 128", 32, 8, 4, 128, half)
+    yield remembering("float32, one row, 8 heads x 2, d 64", 1, 8, 2, 64, whole, hidden=256)
     yield features("phi", "4096 tokens, 8 heads x 4, d 128", 1, 8, 4, 4096, 128, half)
     yield features("psi", "4096 tokens, 8 heads, d 128", 1, 8, 4, 4096, 128, half)
     yield features("psi", "float32, d 256, hidden 2048", 1, 1, 1, 100, 256, whole, hidden=2048, rank=16)

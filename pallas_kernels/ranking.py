@@ -21,14 +21,15 @@ class Protection(NamedTuple):
 
 
 def rank(
-    scores: Float[Array, "*b c"],
+    scores: Float[Array, "*b c"] | None,
     position: Int[Array, "*b c"],
     newest: Int[Array, "*b 1"],
     sinks: Int[Array, "*b 1"],
     recent: Int[Array, "*b 1"],
     keep: Bool[Array, "*b c"] | None = None,
 ) -> Float[Array, "*b c"]:
-    """Order of leaving: expired (-inf) < empty < finite scores < protected (+inf)."""
+    """Order of leaving: expired (-inf) < empty < finite scores < protected (+inf); by position without scores."""
+    scores = position.astype(jnp.float32) if scores is None else scores
     protected = (position < sinks) | (position > newest - recent)
     if keep is not None:
         protected |= keep
@@ -37,7 +38,7 @@ def rank(
 
 
 def victim(
-    scores: Float[Array, "*b c"],
+    scores: Float[Array, "*b c"] | None,
     position: Int[Array, "*b c"],
     newest: Int[Array, "*b 1"],
     sinks: Int[Array, "*b 1"],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, cast
 
 import jax
@@ -12,9 +13,11 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from kvjax.policies.residuals.kernels import Phi, Psi
+from pallas_kernels.attention import Partial
 from pallas_kernels.common import Unsupported
-from pallas_kernels.less_kernels import phi, psi
-from tests.kernel_cases.less_kernels import WAYS, case_phi, case_psi
+from pallas_kernels.less_kernels import phi, psi, remember
+from pallas_kernels.less_kernels.api import remember_limit
+from tests.kernel_cases.less_kernels import WAYS, case_phi, case_psi, case_remember
 from tests.kernels import check
 
 
@@ -64,3 +67,35 @@ def test_what_cannot_run_is_refused_before_compilation(shape, hidden, platform, 
     first, second = jnp.ones((1, 1, shape[-1], hidden)), jnp.ones((1, 1, hidden, 8))
     with pytest.raises(Unsupported, match=reason):
         phi(jnp.ones(shape), first, second, implementation="pallas", platform=platform)
+
+
+@pytest.mark.parametrize(
+    ("rows", "heads", "groups", "reason"),
+    [
+        (1, 4, 1, "h=4 KV heads are not a multiple of 8"),
+        (129, 8, 1, "b=129 rows of g=1 queries are more than 128"),
+        (65, 8, 4, "b=65 rows of g=4 queries are more than 128, or 256 in all"),
+        (1, 8, 0, "there are no tokens"),
+    ],
+)
+def test_a_step_that_cannot_be_one_kernel_is_refused_or_left_to_several(rows, heads, groups, reason):
+    _, evicted, _, _, _, of_psi = case_remember(1, heads, 1, 16, 128, 8).arrays
+    q, evicted = jnp.ones((rows, heads, groups, 16)), (jnp.ones((rows, heads, 16)), *evicted[1:])
+    of_phi = {"first": jnp.ones((heads, groups, 16, 128)), "second": jnp.ones((heads, groups, 128, 8))}
+    found = remember_limit(q, evicted[0], of_phi, "tpu")
+    assert found is not None and reason in found
+    memory = jnp.zeros((rows, heads, 8, 16)), jnp.zeros((rows, heads, 8))
+    seen = Partial(jnp.ones((rows, heads, groups, 16)), jnp.zeros((rows, heads, groups)))
+    with pytest.raises(Unsupported, match=reason):
+        remember(memory, evicted, q, seen, of_phi, of_psi, implementation="pallas", platform="tpu")
+
+
+def test_a_step_is_what_phi_and_psi_make_of_it():
+    """Where one kernel takes all of it, and where it is made of the two others and XLA."""
+    for heads, kernels in ((8, 1), (4, 2)):
+        arrays = case_remember(3, heads, 2, 32, 128, 8).arrays
+        expected = remember(*arrays, implementation="xla")
+        step = partial(remember, implementation="pallas,xla", interpret=True, platform="tpu")
+        found = jax.jit(step)(*arrays)
+        assert str(jax.make_jaxpr(step)(*arrays)).count("pallas_call[") == kernels
+        jax.tree.map(partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-5), found, expected)

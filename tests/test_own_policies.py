@@ -36,7 +36,7 @@ def decorated(*bases: type, **members: Any) -> Any:
         (lambda: decorated(score=numbers, ask=numbers), "did you mean asks"),
         (
             lambda: decorated(score=numbers, observe=numbers),
-            r"never asks for Mine.observe \(there are advance, aligned,",
+            r"never asks for Mine.observe \(there are adds, advance, aligned,",
         ),
         (lambda: decorated(score=numbers, alligned=True), "did you mean aligned"),
         (lambda: decorated(Accumulated, foldd=numbers), "did you mean fold"),

@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from kvjax.cache.quantise import channel_factors, quantise
-from kvjax.rope import Rope, rotate, table
+from kvjax.rope import Rope, rotate, rotate_queries, table
 from kvjax.types import KV, Heads, LayerConfig, New, View, check, setting
 from pallas_kernels import operands
 from pallas_kernels.attention import QUERY_BLOCK, wide
@@ -202,7 +202,7 @@ class Codec:
             elif config.rope is not None:
                 # The model would see the sinks right before the window: turned back by as much, the query stands as it
                 # would to them, and they stay as they are.
-                near = rotate(config.rope, new.raw_q, new.position[:, None, None] - gap[..., None], new.end)[:, :, :, 0]
+                near = rotate_queries(config.rope, new.raw_q, new.position - gap[..., 0], new.end)[:, :, :, 0]
         if self.bits is None:
             return Operands(q, k, v, seen, sinks=None if near is None else Sinks(near, self.sinks))
         factor = view.state.codec.factor

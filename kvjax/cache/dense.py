@@ -17,7 +17,7 @@ from kvjax.cache import evidence, slots
 from kvjax.cache.codec import Codec
 from kvjax.cache.slots import Attended, Rules
 from kvjax.processes import on_host
-from kvjax.types import KV, Evicted, Heads, LayerConfig, New, Parts, PyTree, View
+from kvjax.types import KV, Evicted, Heads, LayerConfig, New, Parts, PyTree, View, wide
 from pallas_kernels.attention import LowRank, Partial
 from pallas_kernels.decode_attention import Sinks
 from pallas_kernels.decode_step import decode_step
@@ -34,6 +34,7 @@ class Stepped(NamedTuple):
     partial: Partial
     """Attention over the slots."""
     answers: PyTree
+    """None where they are in the scores already."""
     evicted: Evicted | None
     """What has left, where that was asked for."""
 
@@ -152,14 +153,18 @@ class Dense(struct.PyTreeNode):
         view = view.replace(state=view.state.replace(codec=rules.codec.begin(view, new)))
         entry = jax.tree.map(lambda leaf: leaf[:, :, 0], _entries(rules, view, new))
         standing, bounds, keep = _ranked(rules, view, new)
+        before = view.slots.score
+        adds = rules.adds and summed and standing is before and standing.dtype == jnp.float32
+        held = view.slots, entry["slots"]
+        remembered, begun = (each.replace(score=None) for each in held) if adds else held
         given = rules.codec.operands(config, view, new, room=bounds.limit)
         done = decode_step(
             standing,
             view.position,
             new.position[:, 0],
             *given.stored,
-            view.slots,
-            (entry["kv"].k, entry["kv"].v, entry["slots"]),
+            remembered,
+            (entry["kv"].k, entry["kv"].v, begun),
             given.q[:, :, :, 0],
             spec,
             protection=bounds,
@@ -168,13 +173,17 @@ class Dense(struct.PyTreeNode):
             pairs=absorb is not None,
             sinks=given.sinks,
             scores=scores,
+            adds=adds,
             **new.kernels._asdict(),
         )
         written = view.replace(position=done.position, kv=view.kv.replace(k=done.k, v=done.v), slots=done.buffers)
-        answers = evidence.told(own, done.attended, written.position, new, summed=summed)
-        given = given._replace(k=done.k, v=done.v)
-        earlier = functools.partial(rules.codec.earlier, config, written, given, new)
-        answers = evidence.with_again(wanted, answers, config, given, written, earlier)
+        if adds:
+            written, answers = written.replace(slots=done.buffers.replace(score=done.attended.scores)), None
+        else:
+            answers = evidence.told(own, done.attended, written.position, new, summed=summed)
+            given = given._replace(k=done.k, v=done.v)
+            earlier = functools.partial(rules.codec.earlier, config, written, given, new)
+            answers = evidence.with_again(wanted, answers, config, given, written, earlier)
         partial = Partial(done.attended.out[:, :, :, None], done.attended.lse[..., None])
         evicted = None
         if done.pair is not None:
@@ -213,7 +222,9 @@ class Dense(struct.PyTreeNode):
         return self, Attended(out, evidence.with_again(asks, answers, config, given, view, earlier))
 
     def fold(self, rules: Rules, layer: int, asks: PyTree, answers: PyTree, new: New) -> Dense:
-        """After the score has heard what it asked for."""
+        """After the score has heard what it asked for; without answers it has them already."""
+        if answers is None:
+            return self
         view = self.layers[layer]
         after = slots.where_read(new, rules.fold(answers, view, new), view.slots.score)
         return self.replace_layer(layer, view.replace(slots=view.slots.replace(score=after)))
@@ -429,9 +440,9 @@ def empty(
 
 
 def _evicted(rules: Rules, config: LayerConfig, view: View, new: New, kv: KV, left: Int[Array, "b h"]) -> Evicted:
-    # What has left for a token per row, from what its slot held and its position.
+    # What has left for a token per row, from what its slot held and its position; not rounded to 16 bits on the way.
     stored = jax.tree.map(lambda leaf: leaf[:, :, None], kv)
-    pair = rules.codec.restore(config, stored, left[..., None], view.state.codec, new.k.dtype)
+    pair = rules.codec.restore(config, stored, left[..., None], view.state.codec, wide(new.k.dtype))
     remembered = (left >= 0) & slots.in_window(left, new)
     return Evicted(pair.k, pair.v, remembered[..., None], new.layer, new.kernels)
 
@@ -440,9 +451,11 @@ Exchanged = tuple[Int[Array, "b h"], dict[str, Any], Int[Array, "b h c"], dict[s
 """The position that left each head, what its slot held, and positions and buffers with the new token."""
 
 
-def _ranked(rules: Rules, view: View, new: New) -> tuple[Array, Protection, Bool[Array, "b h c"] | None]:
-    # Scores, and what may not leave.
+def _ranked(rules: Rules, view: View, new: New) -> tuple[Array | None, Protection, Bool[Array, "b h c"] | None]:
+    # Scores, none where positions say as much, and what may not leave.
     scores, guard = slots.scores(rules, view, new)
+    if rules.slides and guard.last is None and not slots.windowed(new):
+        scores = None
     return scores, Protection(guard.sinks, guard.recent, slots.room(rules, view.limit, new)), guard.keep
 
 

@@ -63,6 +63,16 @@ class Rules(Protocol):
         """Whether what leaves a layer is known before it has seen the new token: only the position tells."""
         ...
 
+    @property
+    def slides(self) -> bool:
+        """Whether the oldest token leaves first of those that may."""
+        ...
+
+    @property
+    def adds(self) -> bool:
+        """Whether a score is what its slot remembers, begins at 0, and `fold` adds the answer to it."""
+        ...
+
     def slots(self, new: New, state: Parts) -> Parts:
         """What is remembered of each new token besides its pair: leaves [b h t ...]."""
         ...
@@ -156,7 +166,7 @@ class Victim(NamedTuple):
 
 
 def claim(
-    scores: Float[Array, "b h c"],
+    scores: Float[Array, "b h c"] | None,
     position: Int[Array, "b h c"],
     new: New,
     bounds: Protection,
@@ -166,7 +176,7 @@ def claim(
     """Which of its slots each head would give to a new token, as one of the devices that share them sees it.
 
     Args:
-        scores: how much each slot here matters.
+        scores: how much each slot here matters; None where the oldest leaves first.
         position: the token in each of them.
         new: one token per row.
         bounds: of whole heads.

@@ -20,9 +20,9 @@ from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import LayerWeights, Weights, block, embed
 from kvjax.policies.part import of_kvjax
 from kvjax.policies.policy import Policy
-from kvjax.rope import rotate
+from kvjax.rope import rotate, rotate_queries
 from kvjax.types import Evicted, Kernels, LayerConfig, New, PyTree, setting
-from pallas_kernels.attention import LowRank, merge, share_of_evicted
+from pallas_kernels.attention import LowRank
 
 Storage = Dense | Paged
 
@@ -43,7 +43,7 @@ class Reading(struct.PyTreeNode):
     def new(self, config: LayerConfig, layer: int | Int[Array, ""], x: Array, q: Array, k: Array, v: Array) -> New:
         """The tokens as a layer sees them, from what its block was given and its unrotated queries and keys."""
         return New(
-            q=rotate(config.rope, q, self.position[:, None, None], self.end),
+            q=rotate_queries(config.rope, q, self.position, self.end),
             k=rotate(config.rope, k, self.position[:, None], self.end),
             v=v,
             raw_q=q,
@@ -123,14 +123,14 @@ def _step(
             )
     if done is not None:
         storage, asks, told = done
-        partial = told.partial
+        out = told.partial.out
         if told.evicted is not None:  # as if it had left before: what remembers it is a part of its own
-            storage = absorbed(policy, storage, layer, told.evicted)
-            remembered = share(policy, storage, layer, new)
-            assert remembered is not None  # or nobody would have asked for what has left
+            assert policy.residual is not None  # or nobody would have asked for what has left
             with jax.named_scope("residual"):
-                partial = merge(partial, share_of_evicted(remembered))
-        found = Attended(partial.out, told.answers)
+                kept = storage.heads(layer).state.residual
+                kept, out = policy.residual.step(kept, told.evicted, new, told.partial)
+                storage = storage.put_state(layer, residual=kept)
+        found = Attended(out, told.answers)
     else:
         storage, _ = exchange(config, policy, storage, layer, new)
         asks = policy.score.asks(storage.heads(layer), new)

@@ -111,6 +111,16 @@ class Policy:
         known = of_kvjax(type(self.score)) and of_kvjax(type(self.protection)) and not self.score.compares
         return known and not self.score.offloads and not self.shrinks
 
+    @property
+    def slides(self) -> bool:
+        """Whether the oldest token leaves first of those that may."""
+        return self.score.slides
+
+    @property
+    def adds(self) -> bool:
+        """Whether a score is what its slot remembers, begins at 0, and `fold` adds the answer to it."""
+        return self.score.adds and of_kvjax(type(self.score))
+
     def init(self, shape: New) -> Parts:
         """What the parts remember of a layer before anything is read."""
         return Parts(

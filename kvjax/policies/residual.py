@@ -5,9 +5,11 @@ from __future__ import annotations
 import abc
 from typing import Any
 
+from jaxtyping import Array
+
 from kvjax.policies.part import Part
-from kvjax.types import Evicted, New
-from pallas_kernels.attention import LowRank
+from kvjax.types import Evicted, New, Partial
+from pallas_kernels.attention import LowRank, merge, share_of_evicted
 
 
 class Residual(Part):
@@ -20,3 +22,15 @@ class Residual(Part):
     @abc.abstractmethod
     def share(self, state: Any, new: New) -> LowRank:
         """The evicted tokens' share of the attention of `new.q`."""
+
+    def step(self, state: Any, evicted: Evicted, new: New, attended: Partial) -> tuple[Any, Array]:
+        """`absorb` of what a token per row has evicted, and its attention [b h g 1 e] with the `share` of all of that.
+
+        Args:
+            state: what is remembered of the layer.
+            evicted: one pair of each head.
+            new: one token per row.
+            attended: its attention over the slots.
+        """
+        state = self.absorb(state, evicted)
+        return state, merge(attended, share_of_evicted(self.share(state, new))).out

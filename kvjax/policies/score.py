@@ -39,7 +39,12 @@ class Score(Part):
     aligned_layers: bool = False
     """Whether slots have to hold the same tokens in all layers."""
     slides: ClassVar[bool] = False
-    """Whether what is live beyond sinks is always the newest tokens, without a gap."""
+    """Whether what is live beyond sinks is always the newest tokens, without a gap: `score` orders by position."""
+    adds: bool = False
+    """Whether `score` is what a slot remembers, begins at 0, and `fold` adds the answer to it; kvjax's own only.
+
+    A kernel that reads the score then adds to it on its way.
+    """
     compares: ClassVar[bool] = False
     """Whether `score` looks at more of the token that wants a slot than its position."""
     offloads: bool = False

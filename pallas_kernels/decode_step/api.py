@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels import common, noise
@@ -27,7 +28,7 @@ from pallas_kernels.ranking import Protection
 
 
 def decode_step(
-    standing: Float[Array, "b h c"],
+    standing: Float[Array, "b h c"] | None,
     position: Int[Array, "b h c"],
     new_position: Int[Array, " b"],
     k: Operand,
@@ -43,16 +44,17 @@ def decode_step(
     pairs: bool = False,
     sinks: Sinks | None = None,
     scores: str | Gumbel | None = None,
+    adds: bool = False,
     implementation: str = "auto",
     interpret: Any = False,
     platform: str | None = None,
 ) -> Stepped:
     """Exactly `evict`, then `decode_attention`, in one pass over keys and values.
 
-    In place where the caller donates `position`, `k`, `v` and `buffers`.
+    In place where the caller donates `position`, `k`, `v`, `buffers`, and `standing` if that is added to.
 
     Args:
-        standing: how much each slot matters, before the step.
+        standing: how much each slot matters, before the step; None where the oldest leaves first.
         position: the token in each slot, -1 for none.
         new_position: of each row's new token; -1 for a row of padding, which writes and sees nothing.
         k: keys [b h c d] of the slots: an array, or codes.
@@ -67,6 +69,7 @@ def decode_step(
         pairs: whether the pair that leaves is handed out.
         sinks: first tokens that see another query, as `decode_attention` takes them, or None.
         scores: as `decode_attention` takes them: `each`, `sum`, a `Gumbel`, or None.
+        adds: whether sums come added to `standing`, in which the new token begins at 0.
         implementation: `auto`, `xla` or `pallas`. `xla` takes everything. `pallas` is for TPU; it takes what both
             kernels take that it stands for, c a multiple of 16 (of 32 with codes, of 128 where XLA stores slots
             innermost), and no more than its blocks have room for on the chip. It compiles and has run in interpreters,
@@ -76,16 +79,20 @@ def decode_step(
 
     Raises:
         Unsupported: the implementation asked for cannot run these arguments here.
-        ValueError: `scores` or `implementation` is unknown, or values are `Turned`.
+        ValueError: `scores` or `implementation` is unknown, values are `Turned`, or there is nothing to add, or nothing
+            in float32 to add it to.
     """
     kinds = noise.KINDS if isinstance(scores, Gumbel) else ("sum", "each", None)
     kind = scores.noise if isinstance(scores, Gumbel) else scores
     if kind not in kinds:
         raise ValueError(f"scores={scores!r} is not None, 'each', 'sum' or a Gumbel with a noise of `noise.KINDS`.")
+    if adds and (scores in (None, "each") or standing is None or standing.dtype != jnp.float32):
+        onto = "None" if standing is None else standing.dtype.name
+        raise ValueError(f"adds=True adds sums to standing in float32, not scores={scores!r} to {onto}; leave it out.")
     refuse_turned(v)
     limits = {"pallas": limit(q, k, v, spec, sinks, scores, common.pallas_form(platform))}
     arguments: dict[str, Any] = dict(protection=protection, keep=keep, shrinks=shrinks, pairs=pairs)
-    arguments |= dict(sinks=sinks, scores=scores)
+    arguments |= dict(sinks=sinks, scores=scores, adds=adds)
     arrays = (standing, position, new_position, k, v, buffers, added, q, spec)
     names = ("standing", "position", "new_position", "k", "v", "buffers", "added", "q", "spec")
     task = common.Task(

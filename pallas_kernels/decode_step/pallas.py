@@ -50,7 +50,7 @@ from pallas_kernels.ranking import Protection, victim
 
 
 def decode_step(
-    standing: Float[Array, "b h c"],
+    standing: Float[Array, "b h c"] | None,
     position: Int[Array, "b h c"],
     new_position: Int[Array, " b"],
     k: Operand,
@@ -66,6 +66,7 @@ def decode_step(
     pairs: bool,
     sinks: Sinks | None,
     scores: str | Gumbel | None,
+    adds: bool,
     interpret: Any,
 ) -> Stepped:
     """See `api.decode_step`."""
@@ -92,13 +93,14 @@ def decode_step(
     scalars = pl.BlockSpec(memory_space=pltpu.SMEM)
     inputs: dict[str, tuple[Array, pl.BlockSpec]] = {
         "new_position": (new_position, scalars),
-        "standing": (standing.astype(jnp.float32), block(c)),
         "position": (position, block(c)),
         "q": (q.reshape(b, h * g, d), packed(d)),
     }
+    if standing is not None:
+        inputs["standing"] = (standing.astype(jnp.float32), block(c))
     if sinks is not None:
         inputs["sinks_q"] = (sinks.q.reshape(b, h * g, d), packed(d))
-    inputs |= {name: (x.astype(jnp.int32)[..., None], block(1)) for name, x in protection._asdict().items()}
+    inputs["bounds"] = jnp.stack(protection, -1).astype(jnp.int32), block(len(protection))
     if keep is not None:
         inputs["keep"] = (keep.astype(jnp.int32), block(c))
     turned = []  # whose blocks come as [channels, slots]
@@ -172,11 +174,13 @@ def decode_step(
         spec=dataclasses.replace(spec, slopes=None),
         shrinks=shrinks,
         scores=scores.static if isinstance(scores, Gumbel) else scores,
+        adds=adds,
         integers=multiplies_integers(interpret),
         sinks=0 if sinks is None else sinks.count,
     )
     # The places of inputs and outputs among the leaves of their dictionaries.
     came, went = (sorted(names) for names in (inputs, outputs))
+    shared = {name: name for name in ("position", "k", "v")} | ({"standing": "scores"} if adds else {})
     found = pl.pallas_call(
         kernel,
         grid=(cores, units, splits),
@@ -184,7 +188,7 @@ def decode_step(
         out_specs={name: spec for name, (_, _, spec) in outputs.items()},
         out_shape={name: jax.ShapeDtypeStruct(shape, dtype) for name, (shape, dtype, _) in outputs.items()},
         scratch_shapes=[scratch],
-        input_output_aliases={came.index(name): went.index(name) for name in ("position", "k", "v")},
+        input_output_aliases={came.index(given): went.index(result) for given, result in shared.items()},
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary", "arbitrary"), vmem_limit_bytes=VMEM_BYTES
         ),
@@ -206,9 +210,10 @@ def decode_step(
         return array
 
     def taken(name: str, old: Operand) -> Operand:
-        array = found[f"{name}_taken"].reshape(b, h, -1).astype(found[name].dtype)
+        array = found[f"{name}_taken"].reshape(b, h, -1)
         if not isinstance(old, Quantised):
             return array
+        array = array.astype(found[name].dtype)
         here = jnp.arange(c) == slot[..., None]
         return Quantised(array, jnp.where(here, old.scale, 0.0).sum(-1))
 
@@ -257,6 +262,7 @@ def _kernel(
     spec: AttentionSpec,
     shrinks: bool,
     scores: str | Gumbel | None,
+    adds: bool,
     integers: bool,
     sinks: int,
 ) -> None:
@@ -276,9 +282,10 @@ def _kernel(
     @when(split == 0)
     def _() -> None:
         position = refs["position"][0]
-        bounds = [refs[name][0] for name in Protection._fields]
+        bounds = [refs["bounds"][0, :, i : i + 1] for i in range(len(Protection._fields))]
         keep = refs["keep"][0] != 0 if "keep" in refs else None
-        slot = victim(refs["standing"][0], position, newest, *bounds, keep=keep, shrinks=shrinks)
+        standing = refs["standing"][0] if "standing" in refs else None
+        slot = victim(standing, position, newest, *bounds, keep=keep, shrinks=shrinks)
         for head in range(heads):
             own = jax.lax.broadcasted_iota(jnp.int32, slot.shape, 0) == head
             scratch["slots"][head] = jnp.where(own, slot, 0).sum()
@@ -368,7 +375,8 @@ def _kernel(
         if scores == "each":
             outputs["scores"][0] = jnp.where(here[:, None, :], new, found)
         else:
-            outputs["scores"][0] = jnp.where(here, new.sum(1), found.sum(1))
+            found = found.sum(1) + (refs["standing"][0] if adds else 0.0)
+            outputs["scores"][0] = jnp.where(here & writes, new.sum(1), found)
 
     # Of the next core's blocks none knows of these copies.
     @pl.when((step == units - 1) & (split == splits - 1))

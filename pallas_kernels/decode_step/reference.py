@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.attention import AttentionSpec
@@ -11,12 +12,13 @@ from pallas_kernels.decode_attention import Gumbel, Sinks
 from pallas_kernels.decode_attention import reference as attention
 from pallas_kernels.decode_step.types import Stepped
 from pallas_kernels.evict import reference as eviction
+from pallas_kernels.evict.reference import written_through
 from pallas_kernels.operands import Operand
 from pallas_kernels.ranking import Protection
 
 
 def decode_step(
-    standing: Float[Array, "b h c"],
+    standing: Float[Array, "b h c"] | None,
     position: Int[Array, "b h c"],
     new_position: Int[Array, " b"],
     k: Operand,
@@ -32,6 +34,7 @@ def decode_step(
     pairs: bool,
     sinks: Sinks | None,
     scores: str | Gumbel | None,
+    adds: bool,
     platform: str,
 ) -> Stepped:
     """See `api.decode_step`."""
@@ -40,4 +43,8 @@ def decode_step(
     )
     asked: dict[str, Any] = dict(places=None, low_rank=None, sinks=sinks, scores=scores, platform=platform)
     attended = attention.decode_attention(q, k, v, position, new_position, spec, **asked)
+    if adds:
+        assert standing is not None and attended.scores is not None
+        begun = written_through(standing, slot, jnp.zeros(slot.shape, standing.dtype))
+        attended = attended._replace(scores=begun + attended.scores)
     return Stepped(attended, slot, left, position, k, v, buffers, taken[:2] if pairs else None)

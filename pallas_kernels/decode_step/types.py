@@ -23,4 +23,7 @@ class Stepped(NamedTuple):
     v: Operand
     buffers: Any
     pair: tuple[Operand, Operand] | None = None
-    """The key and value that the slot held, [b h ...], if they were asked for; anything for rows of padding."""
+    """The key and value that the slot held, [b h ...], if they were asked for; anything for rows of padding.
+
+    What the cache holds in 16 bits may come in float32.
+    """

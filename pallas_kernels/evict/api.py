@@ -18,7 +18,7 @@ PLANES = 32768
 
 
 def evict(
-    scores: Float[Array, "b h c"],
+    scores: Float[Array, "b h c"] | None,
     position: Int[Array, "b h c"],
     new_position: Int[Array, " b"],
     buffers: Any,
@@ -37,7 +37,7 @@ def evict(
     oldest of equals first, slots beyond the limit never. In place where the caller donates `position` and `buffers`.
 
     Args:
-        scores: how much each slot matters.
+        scores: how much each slot matters; None where the oldest leaves first.
         position: the token in each slot, -1 for none.
         new_position: of each row's new token; -1 for a row of padding, which writes nothing.
         buffers: what slots hold besides, a tree of arrays [b h c ...]: keys, values, statistics.
@@ -66,7 +66,13 @@ def evict(
     asked = dict(scores=scores, position=position, new_position=new_position, buffers=buffers, added=added)
     b, h, c = position.shape
     leaves = sorted(f"{leaf.dtype.name}{list(leaf.shape[3:])}" for leaf in jax.tree.leaves(buffers))
-    settings = dict(h=h, scores=scores.dtype.name, buffers=",".join(leaves), keep=keep is not None, shrinks=shrinks)
+    settings = dict(
+        h=h,
+        scores=None if scores is None else scores.dtype.name,
+        buffers=",".join(leaves),
+        keep=keep is not None,
+        shrinks=shrinks,
+    )
     task = common.Task(common.bucket("evict", dict(b=b, c=c), settings), evict, asked | arguments)
     chosen = common.choose("evict", implementation, limits, platform=platform, interpret=interpret, task=task)
     if chosen == "xla":

@@ -28,7 +28,7 @@ VMEM_BYTES = 14 << 20
 
 
 def evict(
-    scores: Float[Array, "b h c"],
+    scores: Float[Array, "b h c"] | None,
     position: Int[Array, "b h c"],
     new_position: Int[Array, " b"],
     buffers: Any,
@@ -62,7 +62,6 @@ def evict(
 
     inputs = {
         "new_position": (new_position, pl.BlockSpec(memory_space=pltpu.SMEM)),
-        "scores": (scores.astype(jnp.float32), block(c)),
         **{name: (x.astype(jnp.int32)[..., None], block(1)) for name, x in protection._asdict().items()},
         "position": (position, block(c)),
         "narrow": ([_word(leaves[i]) for i in narrow], [block(c)] * len(narrow)),
@@ -73,6 +72,8 @@ def evict(
         "wide": ([leaves[i] for i in wide], [pl.BlockSpec(memory_space=pl.ANY)] * len(wide)),
         "wide_new": ([_whole(values[i]) for i in wide], [block(leaves[i].shape[-1], late=1) for i in wide]),
     }
+    if scores is not None:
+        inputs["scores"] = (scores.astype(jnp.float32), block(c))
     if keep is not None:
         inputs["keep"] = (keep.astype(jnp.int32), block(c))
     arrays = {name: array for name, (array, _) in inputs.items()}
@@ -209,7 +210,8 @@ def _choose(refs: Any, outputs: Any, slots: Any, newest: Any, shrinks: bool) -> 
     position = refs["position"][0]
     bounds = [refs[name][0] for name in Protection._fields]
     keep = refs["keep"][0] != 0 if "keep" in refs else None
-    slot = victim(refs["scores"][0], position, newest, *bounds, keep=keep, shrinks=shrinks)
+    scores = refs["scores"][0] if "scores" in refs else None
+    slot = victim(scores, position, newest, *bounds, keep=keep, shrinks=shrinks)
     for head in range(heads):
         slots[head] = jnp.where(jax.lax.broadcasted_iota(jnp.int32, slot.shape, 0) == head, slot, 0).sum()
     here = jax.lax.broadcasted_iota(jnp.int32, (heads, capacity), 1) == slot

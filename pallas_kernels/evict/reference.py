@@ -13,7 +13,7 @@ from pallas_kernels.ranking import Protection, victim
 
 
 def evict(
-    scores: Float[Array, "b h c"],
+    scores: Float[Array, "b h c"] | None,
     position: Int[Array, "b h c"],
     new_position: Int[Array, " b"],
     buffers: Any,

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
-from pallas_kernels.common import Task, bucket, choose, first_limit, pallas_form
+from pallas_kernels.attention import Partial
+from pallas_kernels.common import LANES, SUBLANES, Task, bucket, choose, first_limit, pallas_form
 from pallas_kernels.less_kernels import reference
+from pallas_kernels.less_kernels.types import Remembered
 
 
 def phi(
@@ -24,13 +27,13 @@ def phi(
     r"""Features of queries (LESS, equation 1): :math:`\phi(q) = |\sigma(\sigma(q W_1) W_2)|` with the exact GELU.
 
     Implementations: `xla` everywhere, any dtype; `pallas` for TPU with no hidden layer in device memory: queries in
-    float32 or bfloat16, weights in float32, d a multiple of 8 up to 256, r a multiple of 128 up to 2048, f up to 128.
+    float32 or bfloat16, W_1 and W_2 likewise, d a multiple of 8 up to 256, r a multiple of 128 up to 2048, f up to 128.
     There is no GPU kernel: Triton's GELU is another function.
 
     Args:
         q: queries, rotated.
         first: W_1, one per query head.
-        second: W_2.
+        second: W_2; a TPU rounds what meets weights in bfloat16.
         implementation: `auto`, `xla` or `pallas`.
         interpret: as for `pallas_call`.
         platform: for which the program is compiled; None for that of `jax.default_backend()`.
@@ -81,6 +84,77 @@ def psi(
     return _per_row(_run("psi", _per_head(k), weights, implementation, interpret, platform), len(k))
 
 
+def remember(
+    memory: tuple[Float[Array, "b h R e"], Float[Array, "b h R"]],
+    evicted: tuple[Float[Array, "b h d"], Float[Array, "b h e"], Bool[Array, "b h"]],
+    q: Float[Array, "b h g d"],
+    attended: Partial,
+    of_phi: Mapping[str, Array],
+    of_psi: Mapping[str, Array],
+    *,
+    implementation: str = "auto",
+    interpret: Any = False,
+    platform: str | None = None,
+) -> Remembered:
+    r"""A decode step of LESS's memory: what has left goes in, and queries attend to it, too (equations 3 to 5).
+
+    .. math:: H \leftarrow H + \psi(k)^\top v, \quad z \leftarrow z + \psi(k), \qquad
+        a = \frac{\phi(q) H + e^{l} o}{\phi(q) z^\top + e^{l}}
+
+    In place where the caller donates the memory.
+
+    Implementations: `xla` everywhere, with `phi` and `psi` as they are asked for; `pallas` for TPU, all in one pass
+    over the memory, which takes what `phi` and `psi` take, h a multiple of 8, and up to 128 rows and 256 of b g. It
+    compiles and has run in interpreters, never on a chip.
+
+    Args:
+        memory: H and z.
+        evicted: one pair of each head, the key rotated, and whether it is remembered.
+        q: queries, rotated; the g of a group share one memory.
+        attended: o and l, attention over the slots [b h g e] and the logarithm of its sum [b h g].
+        of_phi: weights, by the names of `phi`'s arguments.
+        of_psi: those of `psi`.
+        implementation: `auto`, `xla` or `pallas`.
+        interpret: as for `pallas_call`.
+        platform: for which the program is compiled; None for that of `jax.default_backend()`.
+
+    Raises:
+        Unsupported: the implementation asked for cannot run.
+    """
+    (b, h, g, d), features = q.shape, of_phi["second"].shape[-1]
+    limits = {"pallas": remember_limit(q, evicted[0], of_phi, platform)}
+    arguments = dict(memory=memory, evicted=evicted, q=q, attended=attended, of_phi=of_phi, of_psi=of_psi)
+    kinds = dict(dtype=q.dtype.name, weights=of_phi["first"].dtype.name)
+    settings = dict(h=h, g=g, d=d, r=of_phi["first"].shape[-1], f=features, **kinds)
+    task = Task(bucket("less_remember", dict(b=b), settings), remember, arguments)
+    how: dict[str, Any] = dict(implementation=implementation, interpret=interpret, platform=platform)
+    if choose("less_remember", implementation, limits, platform=platform, interpret=interpret, task=task) == "pallas":
+        from pallas_kernels.less_kernels import pallas
+
+        return pallas.remember(memory, evicted, q, attended, of_phi, of_psi, interpret=interpret)
+    return reference.remember(
+        memory,
+        evicted,
+        q,
+        attended,
+        lambda q: phi(q[:, :, :, None], **of_phi, **how)[:, :, :, 0],
+        lambda k: psi(k[:, :, None], **of_psi, **how)[:, :, 0],
+    )
+
+
+def remember_limit(q: Array, k: Array, of_phi: Mapping[str, Array], platform: str | None) -> str | None:
+    """What these arguments ask that the Pallas kernel of `remember` cannot do, or None."""
+    b, h, g, _ = q.shape
+    return limit(q, of_phi["first"], of_phi["second"], platform) or first_limit(
+        (k.dtype in (jnp.float32, jnp.bfloat16), f"it takes keys in float32 or bfloat16, not {k.dtype}"),
+        (h % SUBLANES == 0, f"h={h} KV heads are not a multiple of {SUBLANES}"),
+        (
+            b <= LANES and b * g <= 2 * LANES,
+            f"b={b} rows of g={g} queries are more than {LANES}, or {2 * LANES} in all",
+        ),
+    )
+
+
 def _run(
     op: str,
     x: Float[Array, "m bt d"],
@@ -109,7 +183,7 @@ def limit(x: Array, first: Array, second: Array, platform: str | None) -> str | 
         (pallas_form(platform) == "tpu", "its kernel is for tpu, as Triton has no exact GELU"),
         (x.size > 0, "there are no tokens"),
         (x.dtype in (jnp.float32, jnp.bfloat16), f"it takes float32 or bfloat16, not {x.dtype}"),
-        (first.dtype == jnp.float32, f"its weights are float32, not {first.dtype}"),
+        (first.dtype in (jnp.float32, jnp.bfloat16), f"its weights are float32 or bfloat16, not {first.dtype}"),
         (8 <= d <= 256 and d % 8 == 0, f"d={d} is not a multiple of 8 up to 256"),
         (hidden % 128 == 0 and hidden <= 2048, f"hidden={hidden} is not a multiple of 128 up to 2048"),
         (features <= 128, f"features={features} are more than 128"),

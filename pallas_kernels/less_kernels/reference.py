@@ -1,10 +1,15 @@
-"""Phi and psi of LESS in plain XLA, for one head per leading index."""
+"""Phi and psi of LESS in plain XLA, for one head per leading index, and a step of its memory."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
+
+from pallas_kernels.attention import LowRank, Partial, merge, share_of_evicted
+from pallas_kernels.less_kernels.types import Remembered
 
 
 def phi(x: Float[Array, "m t d"], first: Float[Array, "m d r"], second: Float[Array, "m r f"]) -> Float[Array, "m t f"]:
@@ -33,3 +38,21 @@ def _two_layers(x: Array, first: Array, second: Array) -> Array:
 
 def _gelu(x: Array) -> Array:
     return jax.nn.gelu(x, approximate=False)
+
+
+def remember(
+    memory: tuple[Float[Array, "b h R e"], Float[Array, "b h R"]],
+    evicted: tuple[Float[Array, "b h d"], Float[Array, "b h e"], Bool[Array, "b h"]],
+    q: Float[Array, "b h g d"],
+    attended: Partial,
+    of_phi: Callable[[Float[Array, "b h g d"]], Float[Array, "b h g R"]],
+    of_psi: Callable[[Float[Array, "b h d"]], Float[Array, "b h R"]],
+) -> Remembered:
+    """See `api.remember`; features are asked of functions."""
+    h, z = memory
+    k, v, leaving = evicted
+    features = jnp.where(leaving[..., None], of_psi(k), 0.0)
+    h, z = h + jnp.einsum("bhr,bhe->bhre", features, v.astype(h.dtype)), z + features
+    share = share_of_evicted(LowRank(of_phi(q)[:, :, :, None], h, z))
+    whole = merge(jax.tree.map(lambda x: x[:, :, :, None], attended), share)
+    return Remembered(h, z, whole.out[:, :, :, 0])

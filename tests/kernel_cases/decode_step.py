@@ -15,8 +15,10 @@ from tests.kernel_cases import decode_attention, evict
 from tests.kernels import TPU_WAYS, XLA, Case, normal
 
 
-def oracle(inputs: dict[str, Any], *, shrinks: bool, pairs: bool, **settings: Any) -> dict[str, Any]:
+def oracle(inputs: dict[str, Any], *, shrinks: bool, pairs: bool, adds: bool, **settings: Any) -> dict[str, Any]:
     """The oracle of eviction, then that of attention."""
+    standing = inputs["standing"]
+    inputs = inputs | {"standing": inputs["position"].astype(np.float64) if standing is None else standing}
     held = {name: inputs[name] for name in ("k", "v", "buffers")}
     added = dict(zip(held, inputs["added"], strict=True))
     exchanged = {"scores": inputs["standing"], "buffers": held, "added": added}
@@ -28,6 +30,9 @@ def oracle(inputs: dict[str, Any], *, shrinks: bool, pairs: bool, **settings: An
     asked |= {"k": held["k"], "v": held["v"], "position": found["position"], "query_position": inputs["new_position"]}
     attended = decode_attention.oracle(asked, **settings)
     taken = jax.tree.unflatten(jax.tree.structure(held), [found.pop(name.replace("buffer", "taken")) for name in names])
+    if adds:
+        begun = np.where(np.arange(standing.shape[2]) == np.asarray(found["slot"])[..., None], 0, standing)
+        attended["scores"] = begun + attended["scores"]
     return found | attended | (left((taken["k"], taken["v"]), inputs["new_position"]) if pairs else {})
 
 
@@ -76,9 +81,14 @@ def case(
     alibi: bool = False,
     sinks: int = 0,
     first: int = 0,
+    adds: bool = False,
+    oldest: bool = False,
     ways: Any = (XLA, *TPU_WAYS),
 ) -> Case:
-    """Random slots with many equal scores, and a statistic of each kind; `scores` may name a noise."""
+    """Random slots with many equal scores, and a statistic of each kind; `scores` may name a noise.
+
+    `oldest`: nothing tells of slots but their positions.
+    """
     e = d if e is None else e
     rng = np.random.default_rng(b + h + g + c + d)
     position, new = evict.positions(rng, b, h, c, live)
@@ -93,7 +103,7 @@ def case(
         return {"score": normal(rng, (b, h, *slots), "float32"), "flag": rng.random((b, h, *slots)) < 0.5, "w": words}
 
     inputs: dict[str, Any] = {
-        "standing": rng.integers(0, 4, size=(b, h, c)).astype(np.float32),
+        "standing": None if oldest else rng.integers(0, 4, size=(b, h, c)).astype(np.float32),
         "position": position,
         "new_position": new,
         "k": k,
@@ -118,7 +128,7 @@ def case(
         inputs |= {"seed": rng.integers(2**32, size=b, dtype=np.uint32), "first": np.full(b, first, np.int32)}
         inputs["tau"] = rng.uniform(1, 2, size=b).astype(np.float32)
     settings: dict[str, Any] = dict(scale=d**-0.5, soft_cap=soft_cap, window=window, scores=scores, shrinks=shrinks)
-    settings["pairs"] = pairs
+    settings |= dict(pairs=pairs, adds=adds)
     extra = {
         f"e{e}": e != d,
         f"bits{bits}": bits,
@@ -129,6 +139,8 @@ def case(
         "window": window,
         "alibi": alibi,
         f"sinks{sinks}": sinks,
+        "adds": adds,
+        "oldest": oldest,
     }
     return Case(
         "decode_step",
@@ -154,4 +166,8 @@ CASES = (
     case(2, 8, 4, 512, 64, sinks=3, bits=8, scores="sum", pairs=True),
     case(2, 2, 3, 128, 64, sinks=5, soft_cap=3.0, pairs=True, ways=(XLA, TPU_WAYS[0])),
     case(2, 3, 2, 64, 128, live="ragged", scores="sum", pairs=True),
+    case(3, 2, 2, 32, 128, live="ragged", scores="sum", adds=True),
+    case(2, 8, 4, 512, 64, scores="gumbel", adds=True, dtype="bfloat16", ways=(XLA, TPU_WAYS[1])),
+    case(2, 2, 2, 48, 128, live="ragged", oldest=True, keep=True),
+    case(2, 8, 2, 512, 128, oldest=True, shrinks=True, sinks=2, ways=(XLA, TPU_WAYS[0])),
 )

@@ -10,6 +10,7 @@ import numpy as np
 from scipy.special import erf
 
 from pallas_kernels import less_kernels
+from pallas_kernels.attention import Partial
 from tests.kernels import TPU_WAYS, XLA, Case, normal
 
 
@@ -65,6 +66,65 @@ def case_psi(b: int, h: int, t: int, d: int, r: int, f: int, dtype: str = "float
     return Case("less_kernels", label, arrays, partial(run, less_kernels.psi), psi, WAYS, dtype)
 
 
+def remembered(
+    memory: tuple[np.ndarray, np.ndarray],
+    evicted: tuple[np.ndarray, np.ndarray, np.ndarray],
+    q: np.ndarray,
+    attended: Partial,
+    of_phi: dict[str, np.ndarray],
+    of_psi: dict[str, np.ndarray],
+) -> dict[str, Any]:
+    """Algorithm 1's step, one head of one row after another."""
+    (h, z), (k, v, leaving) = (x.copy() for x in memory), evicted
+    out = np.zeros(np.shape(attended.out))
+    names = ("first", "second", "third", "outer_scale", "residual_scale")
+    of_keys = psi(k[:, :, None], *(of_psi[name] for name in names if name in of_psi))["features"][:, :, 0]
+    of_queries = phi(q[:, :, :, None], **of_phi)["features"][:, :, :, 0]
+    for row, head in np.ndindex(k.shape[:2]):
+        if leaving[row, head]:
+            h[row, head] += np.outer(of_keys[row, head], v[row, head])
+            z[row, head] += of_keys[row, head]
+        for i, features in enumerate(of_queries[row, head]):
+            mass = np.exp(attended.lse[row, head, i])
+            whole = features @ h[row, head] + mass * attended.out[row, head, i]
+            out[row, head, i] = whole / max(features @ z[row, head] + mass, 1e-300)
+    return {"h": h, "z": z, "out": out}
+
+
+def case_remember(
+    b: int, h: int, g: int, d: int, r: int, f: int, *, dtype: str = "float32", literal: bool = False
+) -> Case:
+    """Half of the pairs are remembered; the first row has neither seen nor remembered anything, the second not seen."""
+    rng = np.random.default_rng(b + h + g + d)
+    single = "float32"
+
+    def weights(*heads: int) -> dict[str, np.ndarray]:
+        first, second = (normal(rng, (*heads, m, n), single) / np.float32(m) ** 0.5 for m, n in ((d, r), (r, f)))
+        return {"first": first.astype(q.dtype), "second": second.astype(q.dtype)}
+
+    q = normal(rng, (b, h, g, d), dtype)
+    evicted = normal(rng, (b, h, d), dtype), normal(rng, (b, h, d), dtype), rng.random((b, h)) < 0.5
+    held, total = normal(rng, (b, h, f, d), single), abs(normal(rng, (b, h, f), single))
+    out, lse = normal(rng, (b, h, g, d), single), normal(rng, (b, h, g), single)
+    for row in range(min(b, 2)):
+        out[row], lse[row] = 0, -np.inf
+    held[0], total[0], evicted[2][0] = 0, 0, False
+    of_psi = weights(h) | {"third": normal(rng, (h, f, f), single), "outer_scale": normal(rng, (h, f), single)}
+    if not literal:
+        of_psi["residual_scale"] = normal(rng, (h, f), single)
+    arrays = (held, total), evicted, q, Partial(out, lse), weights(h, g), of_psi  # type: ignore[arg-type]
+    label = "remember-" + "x".join(map(str, (b, h, g, d, r, f))) + "-literal" * literal
+    return Case(
+        "less_kernels",
+        label,
+        arrays,
+        lambda *arrays, **options: less_kernels.remember(*arrays, **options)._asdict(),
+        remembered,
+        WAYS,
+        dtype,
+    )
+
+
 WAYS = (XLA, *TPU_WAYS)
 
 CASES = (
@@ -74,4 +134,7 @@ CASES = (
     case_psi(2, 2, 33, 64, 128, 8),
     case_psi(1, 1, 1, 16, 256, 5, dtype="bfloat16"),
     case_psi(2, 1, 130, 128, 128, 16, scales=1),
+    case_remember(3, 16, 1, 128, 128, 8),
+    case_remember(9, 8, 2, 64, 256, 5, dtype="bfloat16"),
+    case_remember(1, 8, 3, 32, 128, 8, literal=True),
 )

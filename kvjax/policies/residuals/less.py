@@ -13,7 +13,7 @@ from flax import struct
 from jaxtyping import Array, Float
 
 from kvjax.policies.residual import Residual
-from kvjax.types import Evicted, Kernels, New, check, setting, wide
+from kvjax.types import Evicted, Kernels, New, Partial, check, setting, wide
 from pallas_kernels import less_kernels
 from pallas_kernels.attention import LowRank
 
@@ -102,6 +102,8 @@ class LowRankMemory(Residual):
             kernels, trained = options[0][-1], tuple(options)
         kernels = unstack(kernels)
         self._check_shapes(kernels, model)
+        if model.weights.embedding.dtype == jnp.bfloat16:
+            kernels, trained = _in_bfloat16((kernels, trained))
         return dataclasses.replace(self, layers=kernels, trained=trained)
 
     def budgeted(self, budget: Any) -> LowRankMemory:
@@ -164,3 +166,25 @@ class LowRankMemory(Residual):
     def share(self, state: Memory, new: New) -> LowRank:
         """Equation 3's phi, H and z."""
         return LowRank(self.phi(int(new.layer), new.q, new.kernels), *state)
+
+    def step(self, state: Memory, evicted: Evicted, new: New, attended: Partial) -> tuple[Memory, Array]:
+        """Equations 3 to 5 in one operation, where kernels are learned."""
+        if self.layers is None or self.kernels == "performer":
+            return super().step(state, evicted, new, attended)
+        from kvjax.policies.residuals.kernels import layer_params
+
+        params = layer_params(self.layers, int(new.layer))
+        pair = evicted.k[:, :, 0], evicted.v[:, :, 0], evicted.leaving[:, :, 0]
+        seen = Partial(*(x[:, :, :, 0] for x in attended))
+        weights = params["phi"], params["psi"]
+        found = less_kernels.remember(state, pair, new.q[:, :, :, 0], seen, *weights, **new.kernels._asdict())
+        return Memory(found.h, found.z), found.out[:, :, :, None]
+
+
+def _in_bfloat16(kernels: Any) -> Any:
+    # As the model's weights are: the two large matrices, which are most of what a step reads for LESS.
+    def narrow(path: Any, leaf: Any) -> Any:
+        large = getattr(path[-1], "key", None) in ("first", "second")
+        return leaf.astype(jnp.bfloat16) if large else leaf
+
+    return jax.tree_util.tree_map_with_path(narrow, kernels)

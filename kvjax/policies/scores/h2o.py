@@ -19,6 +19,7 @@ class Accumulated(Score):
     summed over all queries j that saw token i, prompt and generation, and over the g query heads of the KV head.
     """
 
+    adds = True
     paper = "H2O, Zhang et al. 2023, Algorithm 1"
 
     def slot(self, new: New, state: PyTree) -> Float[Array, "b h t"]:

@@ -56,6 +56,11 @@ class GumbelSoftmax(Accumulated):
             object.__setattr__(self, "damped", self.damping != 1)
 
     @property
+    def adds(self) -> bool:  # type: ignore[override]
+        """Unless what is there shrinks first, or waits for other layers."""
+        return not self.damped and not self.shared
+
+    @property
     def aligned_layers(self) -> bool:  # type: ignore[override]
         """Layers that share a score hold the same tokens."""
         return self.shared
