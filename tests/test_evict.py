@@ -129,7 +129,11 @@ def test_one_pass_is_exchange_then_attention(name):
 
     def begun(k, scores):
         zeros = policy.score.slot(new.replace(k=k), Parts())
-        return None if zeros is None else jax.tree.map(lambda leaf: leaf + scores, zeros)
+        return (
+            None
+            if zeros is None
+            else jax.tree.map(lambda leaf: leaf + scores if leaf.dtype == jnp.float32 else leaf, zeros)
+        )
 
     view, heard = full_view(b, h, c, d, begun), []
     dense = Dense((view.replace(limit=jnp.full((b, h), c - 1)),))
