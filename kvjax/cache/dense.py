@@ -59,6 +59,10 @@ class Dense(struct.PyTreeNode):
         """With other slots in a layer."""
         return self.replace(layers=(*self.layers[:layer], view, *self.layers[layer + 1 :]))
 
+    def alone(self, layer: int) -> Dense:
+        """A storage of one layer."""
+        return Dense((self.layers[layer],), None if self.victims is None else (self.victims[layer],))
+
     def of_slots(self, change: Callable[[Array], Array]) -> Dense:
         """With other slots, a function of each array [b h c ...]."""
 

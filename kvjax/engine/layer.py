@@ -18,7 +18,7 @@ from kvjax.cache.paged import Paged, Selected, select
 from kvjax.cache.slots import Attended
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import LayerWeights, Weights, block, embed
-from kvjax.policies.part import of_kvjax
+from kvjax.policies.part import Part, of_kvjax
 from kvjax.policies.policy import Policy
 from kvjax.rope import rotate, rotate_queries
 from kvjax.types import Evicted, Kernels, LayerConfig, New, PyTree, setting
@@ -89,23 +89,62 @@ def read_token(
     pending: list[Pending] = []
     shapes, begun = config.layer_configs, x
     storage = storage.open(policy, shapes, lambda index: reading.ahead(shapes[index], index, begun))
+    alike = isinstance(storage, Dense) and layers_alike(policy)
     for index, (layer, shape) in enumerate(zip(weights.layers, shapes, strict=True)):
-
-        def attention(
-            q: Array, k: Array, v: Array, index: int = index, shape: LayerConfig = shape, x: Array = x
-        ) -> Array:
-            nonlocal storage
-            new = reading.new(shape, index, x, q, k, v)
-            storage, out, told = _step(shape, policy, storage, index, new)
-            pending.extend(told)
-            return out
-
         with jax.named_scope("layer"):
-            x = block(layer, config, shape, x, attention)
+            if alike:
+                assert isinstance(storage, Dense)
+                given = layer, policy, storage.alone(index), 0, jnp.asarray(index), reading, x
+                alone, x, told = _traced_once(*given, config=config, shape=shapes.index(shape))
+                storage = storage.replace_layer(index, alone.layers[0])
+            else:
+                given = layer, policy, storage, index, index, reading, x
+                storage, x, told = _through_layer(*given, config=config, shape=index)
+        pending.extend(told)
     for index, told in enumerate(over_layers(pending)):
         with jax.named_scope("layer"):
             storage = heard(policy, storage, index, told.asks, told.answers, told.new)
     return storage.close(), x
+
+
+def layers_alike(policy: Policy) -> bool:
+    """Whether layers of one shape may share a program: no part looks things up by their number, or is somebody's own.
+
+    Nor may they where a score moves what is held between memories.
+    """
+    parts = [getattr(policy, field.name) for field in dataclasses.fields(policy)]
+    alone = any(isinstance(part, Part) and (part.numbers_layers or not of_kvjax(type(part))) for part in parts)
+    return not alone and not policy.score.offloads
+
+
+def _through_layer(
+    layer: LayerWeights,
+    policy: Policy,
+    storage: Storage,
+    place: int,
+    number: int | Int[Array, ""],
+    reading: Reading,
+    x: Float[Array, "b 1 width"],
+    *,
+    config: ModelConfig,
+    shape: int,
+) -> tuple[Storage, Float[Array, "b 1 width"], list[Pending]]:
+    """One token per row through the layer that has a place in a storage, and a number and a shape in the model."""
+    kind, pending = config.layer_configs[shape], list[Pending]()
+
+    def attention(q: Array, k: Array, v: Array) -> Array:
+        nonlocal storage
+        new = reading.new(kind, number, x, q, k, v)
+        storage, out, told = _step(kind, policy, storage, place, new)
+        pending.extend(told)
+        return out
+
+    after = block(layer, config, kind, x, attention)
+    return storage, after, pending
+
+
+# Compilers inline it: what is saved is tracing and lowering.
+_traced_once = jax.jit(_through_layer, static_argnames=("place", "config", "shape"))
 
 
 def _step(

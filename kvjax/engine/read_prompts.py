@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int, Key, UInt32
 
 from kvjax.cache.dense import Dense, empty
 from kvjax.cache.paged import Selected
-from kvjax.engine.layer import Reading, read_block, read_layers, read_token
+from kvjax.engine.layer import Reading, layers_alike, read_block, read_layers, read_token
 from kvjax.engine.mesh import (
     OF_HEADS,
     OF_ROWS,
@@ -30,7 +30,6 @@ from kvjax.engine.prepare import Prompts
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import LayerWeights, Weights, embed, unembed
 from kvjax.models.sharding import on_device, weight_specs
-from kvjax.policies.part import Part, of_kvjax
 from kvjax.policies.policy import Policy
 from kvjax.types import Kernels
 
@@ -98,10 +97,8 @@ def _static(model: Model, prompts: Prompts, kernels: Kernels) -> dict[str, Any]:
 def _shared(config: ModelConfig, prompts: Prompts) -> bool:
     """Whether layers read prompts one after another, by programs that they share."""
     policy = prompts.policy
-    parts = [getattr(policy, field.name) for field in dataclasses.fields(policy)]
-    alone = any(isinstance(part, Part) and (part.numbers_layers or not of_kvjax(type(part))) for part in parts)
-    together = policy.score.aligned_layers or policy.score.offloads
-    return config.layers >= DEEP and prompts.chunk is None and not alone and not together
+    together = policy.score.aligned_layers
+    return config.layers >= DEEP and prompts.chunk is None and layers_alike(policy) and not together
 
 
 def _layers(model: Model, prompts: Prompts) -> list[tuple[LayerWeights, int, Int[Array, "b h"], int]]:
