@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 
 import kvjax
 from kvjax.cache.paged import Paged
+from kvjax.engine.decode import lower_step
 from kvjax.models import ModelConfig, Rope
 from kvjax.policies.plan import AdaKV
 from kvjax.policies.residuals import checkpoint
@@ -207,3 +209,17 @@ def test_layers_made_while_tracing_hold_no_tracers() -> None:
 def test_config_refuses(changes: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         small_config(4, 2, **changes)
+
+
+@pytest.mark.parametrize(
+    ("policy", "windows", "traced"),
+    [("h2o", None, 1), ("streaming", None, 1), ("h2o", (3, None, None, None), 2), ("lsh_e", None, 0)],
+)
+def test_a_step_traces_layers_of_one_shape_once(
+    policy: str, windows: tuple[int | None, ...] | None, traced: int
+) -> None:
+    model = random_model(small_config(4, 2, layers=4, windows=windows), 0)
+    state, _ = kvjax.prefill(model, policy, np.arange(3, 21)[None], 16, max_new_tokens=4)
+    text = lower_step(state).as_text()
+    assert len(re.findall(r"func private @_through_layer\w*\(", text)) == traced
+    assert len(re.findall(r"call @_through_layer\w*\(", text)) == (4 if traced else 0)
