@@ -167,6 +167,9 @@ backend_config={"window_config":{"estimated_cycles":"4588"}}
 metadata={op_name="jit(step)/layer/attention/rope/concatenate"}, backend_config={"estimated_cycles":"28026"}
   %add.1 = f32[64,32]{1,0} fusion(%p), kind=kLoop, calls=%fused_computation.4, backend_config={"estimated_cycles":"7"}
   %gather_fusion = bf16[64,4096]{1,0} fusion(%p), kind=kCustom, calls=%g, metadata={op_name="jit(step)/gather"}
+  %scatter_fusion.3 = s32[11]{0:T(128)} fusion(%p), kind=kCustom, calls=%g, \
+metadata={op_name="jit(step)/layer/attention/scatter-add"}, \
+backend_config={"window_config":{"estimated_cycles":"9223372036854775807","cost_model_type":"COST_MODEL_TYPE_INVALID"}}
   ROOT %evict.2 = (f32[64,32,208]{2,1,0:T(8,128)S(1)}, s32[64]{0}) custom-call(%p), \
 custom_call_target="tpu_custom_call", metadata={op_name="jit(step)/layer/eviction/evict/pallas_call"}
 }
@@ -181,6 +184,7 @@ def test_a_modules_instructions_are_told_with_their_cycles_and_classes():
         "fusion.4": 28026,
         "add.1": 7,
         "gather_fusion": 0,
+        "scatter_fusion.3": 0,
         "evict.2": 0,
     }
     classes = {name: chip_steps.class_of(each) for name, each in found.items()}
@@ -190,10 +194,12 @@ def test_a_modules_instructions_are_told_with_their_cycles_and_classes():
         "fusion.4": "rest",
         "add.1": "scores",
         "gather_fusion": "rest",
+        "scatter_fusion.3": "attention",
         "evict.2": "eviction",
     }
     assert [name for name, each in found.items() if each.kernel] == ["evict.2"]
-    assert [name for name, each in found.items() if not each.estimated] == ["gather_fusion", "evict.2"]
+    unknown = [name for name, each in found.items() if not each.estimated]
+    assert unknown == ["gather_fusion", "scatter_fusion.3", "evict.2"]
     assert found["evict.2"].base == "evict" and found["evict.2"].results == ((64, 32, 208), (64,))
 
 
@@ -282,6 +288,16 @@ def test_a_refusal_is_told_and_keeps_the_others(tmp_path, monkeypatch, capsys):
     assert [*json.loads((tmp_path / "chips" / "v5e.json").read_text())["kernels"]] == [
         "hamming the same, 64 bits, pallas"
     ]
+
+
+def test_an_estimate_past_any_sense_is_refused(tmp_path, monkeypatch, capsys):
+    main = importlib.import_module("pallas_kernels.aot.__main__")
+    monkeypatch.setattr(main, "compile_for", lambda *_: _row("", estimate=(2**62) / 1.75e9))
+    monkeypatch.setattr(main, "compiler_name", lambda chip: "jax 1 with libtpu 1")
+    words = ["--chips", "v5e", "--only", "hamming the same, 64 bits, xla"]
+    assert main.main([*words, "--out", str(tmp_path)]) == 2
+    assert "the estimate of hamming the same, 64 bits, xla is 2.64e+09 s, and none is over" in capsys.readouterr().err
+    assert not list(tmp_path.rglob("*.json"))
 
 
 def test_what_an_implementation_does_not_take_is_left_out(tmp_path, monkeypatch, capsys):

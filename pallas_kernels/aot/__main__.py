@@ -175,15 +175,17 @@ def _compile(chip: str, parsed: argparse.Namespace, rows: Rows) -> int:
         if row is None:
             try:
                 row = make() | {"compiler": compiler}
+                rows.put(kind, name, row)
             except Unsupported as error:
                 print(f"{chip} {name} is left out: {error}", file=sys.stderr, flush=True)
                 continue
-            except Exception as error:  # whatever a compiler raises; all of them are wanted
+            except (
+                Exception
+            ) as error:  # whatever a compiler raises, or rows refuse; all of them are wanted
                 refused += 1
                 reason = str(error).splitlines()[0] if str(error) else repr(error)
                 print(f"{chip} {name} FAILED: {reason}", file=sys.stderr, flush=True)
                 continue
-            rows.put(kind, name, row)
             print(f"{chip} {name}: {row['temp']:,} temporary bytes, {row['seconds']:.1f} s", flush=True)
         if parsed.schedule:
             show_schedule(name, row)

@@ -16,6 +16,8 @@ _COMPUTATION = re.compile(r"^(?:ENTRY )?%(\S+) \(.*\{$")
 _CALLS = re.compile(r"calls=%([\w.-]+)")
 _CUSTOM = "kind=kCustom"
 """Fusions around a gather or a scatter, for which XLA has no estimate."""
+_NO_ESTIMATE = 2**63 - 1
+"""What XLA says where it has no cost model: of scatters that go to a chip's sparse cores."""
 
 KERNEL = 'custom_call_target="tpu_custom_call"'
 
@@ -75,14 +77,16 @@ def _instructions(text: str) -> Iterator[Instruction]:
         head, _, _ = match[2].partition(f" {opcode[1]}(")
         called = _CALLS.search(line)
         name = inside.get(called[1], "") if called is not None else ""
+        estimate = _NO_ESTIMATE if cycles is None else int(cycles[1])
+        estimated = estimate < _NO_ESTIMATE
         yield Instruction(
             name=match[1],
             opcode=opcode[1],
             op_name=name if op_name is None else op_name[1],
-            cycles=0 if cycles is None else int(cycles[1]),
+            cycles=estimate if estimated else 0,
             results=tuple(_sizes(shape) for _, shape in _SHAPE.findall(head)),
             kernel=kernel,
-            estimated=cycles is not None,
+            estimated=estimated,
             output="kind=kOutput" in line or opcode[1] in ("convolution", "dot"),
         )
 

@@ -8,6 +8,9 @@ from typing import Any, Literal
 
 Kind = Literal["kernels", "steps"]
 
+LONGEST = 3600.0
+"""Seconds that no estimate exceeds: a compiler's mark for what it does not know would."""
+
 
 class Rows:
     """The rows of one chip in a JSON file.
@@ -34,7 +37,17 @@ class Rows:
         return row if row is not None and row["compiler"] == compiler else None
 
     def put(self, kind: Kind, name: str, row: dict[str, Any]) -> None:
-        """Keep a row, at once and whole: an interruption leaves the file as it was."""
+        """Keep a row, at once and whole: an interruption leaves the file as it was.
+
+        Raises:
+            ValueError: its estimate makes no sense.
+        """
+        seconds = row.get("estimate", 0.0)
+        if not 0 <= seconds <= LONGEST:
+            raise ValueError(
+                f"the estimate of {name} is {seconds:.3g} s, and none is over {LONGEST:.0f}: see which of its fusions "
+                "has no cost model, and have read_module leave that out."
+            )
         self.kept[kind][name] = row
         self.file.parent.mkdir(parents=True, exist_ok=True)
         aside = self.file.with_suffix(".tmp")
