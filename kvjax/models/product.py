@@ -30,6 +30,9 @@ def product(
             return _of_bfloat16(x.reshape(rows, -1), weight, dtype).reshape(*x.shape[:-1], -1)
         if 1 < rows <= FEW_ROWS:
             return jnp.moveaxis(jnp.einsum("oi,...i->o...", weight, x, preferred_element_type=dtype), 0, -1)
+    if rows == 1 and platform_of(None) == "tpu":
+        two = jnp.pad(x.reshape(1, -1), [(0, 1), (0, 0)])
+        return jnp.einsum("ni,oi->no", two, weight, preferred_element_type=dtype)[:1].reshape(*x.shape[:-1], -1)
     return jnp.einsum("...i,oi->...o", x, weight, preferred_element_type=dtype)
 
 
