@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.operands import turn
+from pallas_kernels.operands import turn, whole_widths
 
 STRETCH = 4096
 """Positions whose angles are computed as one product; those of models' usual texts are within the first."""
@@ -162,10 +162,26 @@ def rotate(
         positions: their places in the text.
         length: tokens of the whole text, one number or one for each row; only looked at where frequencies depend on it.
     """
-    if rope is None:
-        return x
+    return x if rope is None else rotate_by(rope, x, turns_of(rope, positions, x.dtype, length))
+
+
+class Turns(NamedTuple):
+    """What the channels of a token's queries and keys are multiplied with, and the others of their pairs."""
+
+    cos: Float[Array, "*b width"]
+    sin: Float[Array, "*b width"]
+
+
+def turns_of(rope: Rope, positions: Int[Array, "*b"], dtype: DTypeLike, length: Length | None = None) -> Turns:
+    """The rotations of tokens, for `rotate_by`; arguments as of `rotate`, `dtype` is that of queries and keys."""
     with jax.named_scope("rope"):
-        return turn(x, *_angles(rope, positions, x.dtype, length), rope.interleaved)
+        return Turns(*whole_widths(*_angles(rope, positions, dtype, length), rope.interleaved))
+
+
+def rotate_by(rope: Rope, x: Float[Array, "*b t d"], turns: Turns, flip: bool = False) -> Float[Array, "*b t d"]:
+    """`rotate` with the rotations of the tokens; `flip` as `turn` takes it."""
+    with jax.named_scope("rope"):
+        return turn(x, *turns, rope.interleaved, flip)
 
 
 def rotate_queries(

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 
@@ -69,7 +70,8 @@ class Turned:
     def values(self, dtype: Any) -> Float[Array, "*b c d"]:
         """The keys as attention sees them."""
         place = jnp.clip(self.order, 0, self.cos.shape[0] - 1)
-        return turn(self.keys, self.cos[place], self.sin[place], self.interleaved).astype(dtype)
+        cos, sin = whole_widths(self.cos[place], self.sin[place], self.interleaved)
+        return turn(self.keys, cos, sin, self.interleaved).astype(dtype)
 
 
 Operand = Array | Quantised | Turned
@@ -100,27 +102,56 @@ def cut(operand: Operand, at: Any, size: int, axis: int) -> Operand:
     return jax.tree.map(part, operand)
 
 
-def turn(
-    x: Float[Array, "*b d"], cos: Float[Array, "*b half"], sin: Float[Array, "*b half"], interleaved: bool
-) -> Float[Array, "*b d"]:
-    """Rotate the first channels in pairs by angles of which cosines and sines are given."""
-    wide, width = x.astype(cos.dtype), 2 * cos.shape[-1]
-    rotated, rest = wide[..., :width], wide[..., width:]
+def whole_widths(
+    cos: Float[Array, "*b half"], sin: Float[Array, "*b half"], interleaved: bool
+) -> tuple[Float[Array, "*b w"], Float[Array, "*b w"]]:
+    """What `turn` multiplies each channel and the other one of its pair with, from cosines and sines of pairs."""
     if interleaved:
-        first, second = rotated[..., 0::2], rotated[..., 1::2]
-        turned = (first * cos - second * sin, second * cos + first * sin)
-        rotated = jnp.stack(turned, axis=-1).reshape(rotated.shape)
-    else:
-        # Whole widths, of which halves change places: halves of 64 lanes would be padded and copied on TPU.
-        swapped = jax.lax.platform_dependent(rotated, tpu=_flipped, default=_rolled)
-        rotated = rotated * jnp.concatenate([cos, cos], axis=-1) + swapped * jnp.concatenate([-sin, sin], axis=-1)
-    return jnp.concatenate([rotated, rest], axis=-1).astype(x.dtype)
+        cos, sin = jnp.repeat(cos, 2, axis=-1), jnp.stack([-sin, sin], axis=-1).reshape(*sin.shape[:-1], -1)
+        return cos, sin
+    return jnp.concatenate([cos, cos], axis=-1), jnp.concatenate([-sin, sin], axis=-1)
 
 
-def _rolled(x: Float[Array, "*b d"]) -> Float[Array, "*b d"]:
+def turn(
+    x: Float[Array, "*b d"],
+    cos: Float[Array, "*#b w"],
+    sin: Float[Array, "*#b w"],
+    interleaved: bool,
+    flip: bool = False,
+) -> Float[Array, "*b d"]:
+    """Rotate the first channels in pairs.
+
+    Args:
+        x: queries or keys.
+        cos, sin: of the angles, as `whole_widths` gives them.
+        interleaved: which channels are pairs, as `Turned` says.
+        flip: whether halves change places in float32 on TPU, and not by a product; only where they are whole.
+    """
+    width = cos.shape[-1]
+    rotated, rest = x[..., :width], x[..., width:]
+    on_tpu = _flipped if flip and not interleaved else functools.partial(_swapped_by_product, interleaved)
+    kind = x.dtype if on_tpu is not _flipped else cos.dtype
+    on_others = functools.partial(_swapped, interleaved)
+    swapped = jax.lax.platform_dependent(rotated.astype(kind), tpu=on_tpu, default=on_others)
+    turned = rotated.astype(cos.dtype) * cos + swapped.astype(cos.dtype) * sin
+    return jnp.concatenate([turned, rest.astype(cos.dtype)], axis=-1).astype(x.dtype)
+
+
+def _swapped(interleaved: bool, x: Float[Array, "*b w"]) -> Float[Array, "*b w"]:
+    """Channels, each in the place of the other one of its pair."""
+    if interleaved:
+        return jnp.stack([x[..., 1::2], x[..., 0::2]], axis=-1).reshape(x.shape)
     return jnp.roll(x, x.shape[-1] // 2, axis=-1)
 
 
-def _flipped(x: Float[Array, "*b d"]) -> Float[Array, "*b d"]:
-    # The same, which XLA fuses with what follows on TPU, while on CPU it would go through numbers one by one.
+def _swapped_by_product(interleaved: bool, x: Float[Array, "*b w"]) -> Float[Array, "*b w"]:
+    # As exact, and XLA fuses it with what is around it, where halves of 64 lanes would be padded and copied.
+    channels = np.arange(x.shape[-1])
+    places = channels ^ 1 if interleaved else np.roll(channels, len(channels) // 2)
+    swap = jnp.asarray(np.eye(len(channels))[places], x.dtype)
+    return jnp.einsum("...i,oi->...o", x, swap, precision=jax.lax.Precision.HIGHEST)
+
+
+def _flipped(x: Float[Array, "*b w"]) -> Float[Array, "*b w"]:
+    # Fused with what follows right after a product of weights, but copied after a norm.
     return jnp.flip(x.reshape(*x.shape[:-1], 2, -1), -2).reshape(x.shape)

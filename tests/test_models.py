@@ -164,6 +164,13 @@ def test_products_of_any_rows(rows: int, dtype: str) -> None:
         assert product(x, weight, jnp.float32).dtype == jnp.float32
 
 
+def test_a_single_row_is_no_product_of_vectors_on_tpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvjax.models.product.platform_of", lambda _: "tpu")
+    x, weight = jax.random.normal(jax.random.key(0), (1, 1, 24)), jax.random.normal(jax.random.key(1), (40, 24))
+    np.testing.assert_allclose(product(x, weight), x @ weight.T, rtol=1e-5, atol=1e-6)
+    assert "f32[2,40] = dot_general" in str(jax.make_jaxpr(product)(x, weight))
+
+
 @pytest.mark.parametrize("rows", [1, 4])
 @pytest.mark.compiled_well
 def test_a_product_in_bfloat16_makes_no_wide_copy_of_the_weight(rows: int) -> None:

@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 
 import kvjax
+from kvjax.engine.decode import trace_step
 from kvjax.models.families.common import read_rope
 from kvjax.rope import Rope, rope_frequencies, rotate
+from pallas_kernels import operands
 from tests.models import random_model, small_config
 from tests.test_layers import assert_cached_equals_plain
 
@@ -118,3 +120,23 @@ def test_keys_by_rank_have_no_frequencies_of_a_whole_text() -> None:
 def test_rope_refuses(settings: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         Rope(**settings)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_channels_change_places_alike_on_all_platforms(interleaved: bool, dtype: str) -> None:
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(3, 2, 16)), dtype)
+    expected = np.asarray(operands._swapped(interleaved, x))
+    channels = np.arange(16)
+    np.testing.assert_array_equal(expected, np.asarray(x)[..., channels ^ 1 if interleaved else (channels + 8) % 16])
+    np.testing.assert_array_equal(operands._swapped_by_product(interleaved, x), expected)
+    if not interleaved:
+        np.testing.assert_array_equal(operands._flipped(x), expected)
+
+
+def test_a_step_computes_angles_once_for_all_layers() -> None:
+    local = Rope(8, theta=100.0)
+    config = small_config(4, 2, ropes=(Rope(8), local, Rope(8)), layers=3)
+    state, _ = kvjax.prefill(random_model(config), "h2o", [[1, 2, 3]], 8, max_new_tokens=8)
+    jaxpr = str(trace_step(state).jaxpr)
+    assert jaxpr.count("= cos ") == jaxpr.count("= sin ") == 2

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from kvjax.asks import is_ask, of_all_layers, questions
@@ -20,7 +21,7 @@ from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import LayerWeights, Weights, block, embed
 from kvjax.policies.part import Part, of_kvjax
 from kvjax.policies.policy import Policy
-from kvjax.rope import rotate, rotate_queries
+from kvjax.rope import Rope, Turns, rotate_by, turns_of
 from kvjax.types import Evicted, Kernels, LayerConfig, New, PyTree, setting
 from pallas_kernels.attention import LowRank
 
@@ -40,14 +41,44 @@ class Reading(struct.PyTreeNode):
     given: bool = setting(True)
     kernels: Kernels = setting(Kernels())
 
-    def new(self, config: LayerConfig, layer: int | Int[Array, ""], x: Array, q: Array, k: Array, v: Array) -> New:
-        """The tokens as a layer sees them, from what its block was given and its unrotated queries and keys."""
+    def turns(self, rope: Rope, dtype: DTypeLike) -> Turns:
+        """The rotations of the tokens' queries and keys."""
+        return turns_of(rope, self.position, dtype, self.end)
+
+    def new(
+        self,
+        config: LayerConfig,
+        layer: int | Int[Array, ""],
+        x: Array,
+        q: Array,
+        k: Array,
+        v: Array,
+        turns: Turns | None = None,
+    ) -> New:
+        """The tokens as a layer sees them, from what its block was given and its unrotated queries and keys.
+
+        Args:
+            config: of the layer.
+            layer: its number.
+            x: what its block was given.
+            q, k, v: unrotated.
+            turns: of `config.rope`, where layers share them.
+        """
+        raw_q, raw_k = q, k
+        if config.rope is not None:
+            cos, sin = turns or self.turns(config.rope, q.dtype)
+            of_heads = Turns(cos[:, None], sin[:, None])
+            # With queries and keys of as many heads both by products, XLA fetches no weights beforehand on v5e.
+            k = rotate_by(config.rope, k, of_heads, flip=config.groups == 1)
+            # All heads in one axis, as in `rotate_queries`.
+            rows, heads, groups, *tail = q.shape
+            q = rotate_by(config.rope, q.reshape(rows, heads * groups, *tail), of_heads).reshape(q.shape)
         return New(
-            q=rotate_queries(config.rope, q, self.position, self.end),
-            k=rotate(config.rope, k, self.position[:, None], self.end),
+            q=q,
+            k=k,
             v=v,
-            raw_q=q,
-            raw_k=k,
+            raw_q=raw_q,
+            raw_k=raw_k,
             hidden=x,
             position=self.position,
             token=self.token,
@@ -88,17 +119,20 @@ def read_token(
     x = embed(weights, config, reading.token, reading.position)
     pending: list[Pending] = []
     shapes, begun = config.layer_configs, x
+    ropes = dict.fromkeys(shape.rope for shape in shapes if shape.rope is not None)
+    turns: dict[Rope | None, Turns] = {rope: reading.turns(rope, x.dtype) for rope in ropes}
     storage = storage.open(policy, shapes, lambda index: reading.ahead(shapes[index], index, begun))
     alike = isinstance(storage, Dense) and layers_alike(policy)
     for index, (layer, shape) in enumerate(zip(weights.layers, shapes, strict=True)):
+        turned = turns.get(shape.rope)
         with jax.named_scope("layer"):
             if alike:
                 assert isinstance(storage, Dense)
-                given = layer, policy, storage.alone(index), 0, jnp.asarray(index), reading, x
+                given = layer, policy, storage.alone(index), 0, jnp.asarray(index), reading, turned, x
                 alone, x, told = _traced_once(*given, config=config, shape=shapes.index(shape))
                 storage = storage.replace_layer(index, alone.layers[0])
             else:
-                given = layer, policy, storage, index, index, reading, x
+                given = layer, policy, storage, index, index, reading, turned, x
                 storage, x, told = _through_layer(*given, config=config, shape=index)
         pending.extend(told)
     for index, told in enumerate(over_layers(pending)):
@@ -124,6 +158,7 @@ def _through_layer(
     place: int,
     number: int | Int[Array, ""],
     reading: Reading,
+    turns: Turns | None,
     x: Float[Array, "b 1 width"],
     *,
     config: ModelConfig,
@@ -134,7 +169,7 @@ def _through_layer(
 
     def attention(q: Array, k: Array, v: Array) -> Array:
         nonlocal storage
-        new = reading.new(kind, number, x, q, k, v)
+        new = reading.new(kind, number, x, q, k, v, turns)
         storage, out, told = _step(kind, policy, storage, place, new)
         pending.extend(told)
         return out

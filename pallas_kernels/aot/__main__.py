@@ -179,9 +179,7 @@ def _compile(chip: str, parsed: argparse.Namespace, rows: Rows) -> int:
             except Unsupported as error:
                 print(f"{chip} {name} is left out: {error}", file=sys.stderr, flush=True)
                 continue
-            except (
-                Exception
-            ) as error:  # whatever a compiler raises, or rows refuse; all of them are wanted
+            except Exception as error:  # whatever a compiler raises, or rows refuse; all of them are wanted
                 refused += 1
                 reason = str(error).splitlines()[0] if str(error) else repr(error)
                 print(f"{chip} {name} FAILED: {reason}", file=sys.stderr, flush=True)
