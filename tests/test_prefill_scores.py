@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.experimental.pallas import tpu as pltpu
 
 from kvjax.cache import evidence
 from kvjax.policies.scores.keyformer import GumbelSoftmax
@@ -188,6 +189,14 @@ def test_what_does_not_fit_the_memory_of_a_chip_takes_smaller_blocks_then_a_seco
     assert of(30000) == [(1, 1, 1, 1, 60), (1, 1, 60, 1, 1)]
     assert of(30000, scores=False) == [(1, 1, 1, 1, 60)]
     check(case("long", 1, 1, 1, 512, 8, cached=7000), Way("pallas", True, "tpu"))
+
+
+@pytest.mark.parametrize("interpret", [True, pltpu.InterpretParams(detect_races=True)], ids=["plain", "races"])
+def test_many_keys_of_16_bits_take_two_blocks_a_step(interpret):
+    made = case("wider", 1, 1, 2, 200, 8, extra=("noise",), tau=2.0, dtype="bfloat16", cached=3900, window=3000)
+    assert grids(made.arrays[0], tau=2.0) == [(1, 1, 2, 1, 5)]
+    assert grids(inputs(1, 1, 2, 200, 8, dtype="bfloat16", cached=3800), tau=2.0) == [(1, 1, 2, 1, 8)]
+    check(made, Way("pallas", interpret, "tpu"))
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,8 @@ from pallas_kernels.prefill_scores.types import Own, PromptAttention
 LANES = 128
 BLOCK = 512
 """Queries and keys of one grid step, at most."""
+LONG = 4096
+"""Keys from which on a step takes two blocks of them: before, causal prompts would compute more than that spares."""
 SPILLS = 2 << 20
 """Bytes of VMEM that the compiler may take besides."""
 LOWEST = float(jnp.finfo(jnp.float32).min)
@@ -65,23 +67,24 @@ def prefill_scores(
         noise, tau = None, 1.0
     size, width = (min(BLOCK, -(-x // LANES) * LANES) for x in (n, c))
     part, capacity = _chip(interpret)
-    spare = capacity - _other_bytes(size, width, q, v, rows=g + (1 if weights is None else weights.shape[2]))
+    rows = g + (1 if weights is None else weights.shape[2])
     # Half as many queries before a second pass; with fewer this would be no faster.
-    fitting = [x for x in (size, min(size, BLOCK // 2)) if -(-c // width) * width * x * q.dtype.itemsize <= spare]
+    shapes = [(size, width), (min(size, BLOCK // 2), width)]
+    if c >= LONG and q.dtype.itemsize == 2:
+        shapes.insert(0, (size, 2 * BLOCK))
+    fitting = [shape for shape in shapes if _held_bytes(*shape, c, q, v, rows=rows) <= capacity]
     held = scores and bool(fitting)
-    size = fitting[0] if held else size
+    size, width = fitting[0] if held else (size, width) if scores else shapes[0]
     tiles = Tiles(n, c, size, width, spec.window, n if own is None else own.of)
 
     # The chip's exponentials are powers of two, and so are all of these.
     cap = None if spec.soft_cap is None else spec.soft_cap * LOG2E
     spec = dataclasses.replace(spec, scale=spec.scale * LOG2E, soft_cap=cap)
+    blocks = tiles.padded(q, k, v, query_position, key_position)
     factor = None
-    if noise is not None and tau == 1:
-        # The noise is a factor per key, of the same exponentials: e^(x + zeta) = e^x e^zeta.
-        factor, noise = jnp.exp(noise - noise.max(-1, keepdims=True)).astype(jnp.float32), None
-    noise = None if noise is None else noise * (LOG2E / tau)
-    blocks = tiles.padded(q, k, v, query_position, key_position, noise)
-    if factor is not None:
+    if noise is not None:
+        # Of each key, and of exponentials without noise: e^((x + zeta) / tau) = e^(x / tau) e^(zeta / tau).
+        factor = jnp.exp((noise - noise.max(-1, keepdims=True)) / tau).astype(jnp.float32)
         blocks["factor"] = row(factor, tiles.keys * width - c, 0)
     if spec.slopes is not None:
         slopes = LOG2E * spec.slopes.astype(jnp.float32).reshape(1, -1, 1, 1)
@@ -118,12 +121,12 @@ def _chip(interpret: Any) -> tuple[int, int]:
     return columns, capacity // 8 * 7
 
 
-def _other_bytes(size: int, width: int, q: Array, v: Array, *, rows: int) -> int:
-    """Of VMEM besides what is held: blocks, each twice, the scratch memory of a step, and what the compiler spills."""
-    length = max(q.shape[3], v.shape[2]) + BLOCK
+def _held_bytes(size: int, width: int, c: int, q: Array, v: Array, *, rows: int) -> int:
+    """Of VMEM: exponentials that are held, blocks, each twice, the scratch memory of a step, and what is spilled."""
+    length = max(q.shape[3], c) + width
     d, e = (max(x.shape[-1], LANES) for x in (q, v))
     blocks = q.dtype.itemsize * (size * d + width * (d + e)) + 4 * (size * e + -(-rows // 8) * 8 * length)
-    return 2 * blocks + 4 * size * (width + e) + SPILLS
+    return -(-c // width) * width * size * q.dtype.itemsize + 2 * blocks + 4 * size * (width + e) + SPILLS
 
 
 def _attend(blocks: dict[str, Array], common: _Common, held: int | None = None) -> list[Array]:
@@ -141,20 +144,18 @@ def _attend(blocks: dict[str, Array], common: _Common, held: int | None = None) 
         return jax.ShapeDtypeStruct(shape, jnp.float32)
 
     one = (1, tiles.size)
-    # Maximum and sum so far of attention's softmax, and of the one that is to be summed if that is another.
-    softmaxes = [("highest", "total")]
-    if common.tau != 1:
-        softmaxes.append(("tempered_highest", "tempered_total"))
-    elif "factor" in blocks:
-        softmaxes.append(("highest", "tempered_total"))
-    scratch = {name: pltpu.VMEM(one, jnp.float32) for names in softmaxes for name in names}
+    # Sum so far of attention's softmax, and of the one that is to be summed if that is another.
+    totals = {"total": 1.0}
+    if common.tau != 1 or "factor" in blocks:
+        totals["tempered_total"] = common.tau
+    scratch = {name: pltpu.VMEM(one, jnp.float32) for name in ("highest", *totals)}
     scratch["sum"] = pltpu.VMEM((e, tiles.size), jnp.float32)
     scratch["x"] = pltpu.VMEM((tiles.width, tiles.size), jnp.float32)
     block = pl.BlockSpec((1, 1, tiles.size, e), lambda r, m, member, i, j, *_: (r, m * g + member, i, 0))
     outputs = {"out": (whole(b, heads, n, e), block)}
     if held is None:
         block = pl.BlockSpec((1, 1, *one), lambda r, m, member, i, j, *_: (r, m * g + member, 0, i))
-        outputs |= {name: (whole(b, heads, 1, n), block) for name in ("lse", "tempered_lse")[: len(softmaxes)]}
+        outputs |= {name: (whole(b, heads, 1, n), block) for name in ("lse", "tempered_lse")[: len(totals)]}
     else:
         # Together in one array: every output costs every grid step something.
         rows = (g + weights, max(n, c))
@@ -172,9 +173,9 @@ def _attend(blocks: dict[str, Array], common: _Common, held: int | None = None) 
         @pl.when(j == 0)
         def _() -> None:
             ref["sum"][...] = jnp.zeros((e, tiles.size), jnp.float32)
-            for highest, total in softmaxes:
-                # Half of the lowest: the power of lowest - half is 0 also where nothing has been seen.
-                ref[highest][...] = jnp.full(one, LOWEST / 2, jnp.float32)
+            # Half of the lowest: the power of lowest - half is 0 also where nothing has been seen.
+            ref["highest"][...] = jnp.full(one, LOWEST / 2, jnp.float32)
+            for total in totals:
                 ref[total][...] = jnp.zeros(one, jnp.float32)
             if held is not None:
 
@@ -189,21 +190,21 @@ def _attend(blocks: dict[str, Array], common: _Common, held: int | None = None) 
         @pl.when(j == tiles.keys - 1)
         def _() -> None:
             ref["out"][0, 0] = (ref["sum"][...] / _safe(ref["total"][...])).T
-            found = [_logarithm(ref[highest][...], ref[total][...]) for highest, total in softmaxes]
+            highest = ref["highest"][...]
+            found = [_logarithm(highest * (1 / tau), ref[total][...]) for total, tau in totals.items()]
             if held is None:
                 for name, lse in zip(("lse", "tempered_lse"), found, strict=False):
                     ref[name][0, 0] = lse
                 return
             ref["rows"][0, 0, pl.ds(member, 1), _block(i, tiles.size)] = found[0]
-            highest, total = (ref[name][...] for name in softmaxes[-1])
-            share, first, end = 1 / _safe(total), known.first(i), known.last(i) + 1
+            share, first, end = 1 / _safe(ref[[*totals][-1]][...]), known.first(i), known.last(i) + 1
             if "weight" in ref:
                 share *= ref["weight"][0, 0]
                 end = jnp.where(jnp.max(jnp.abs(ref["weight"][0, 0])) > 0, end, first)
 
             def add(j: Any, _: None) -> None:
                 # What was held is relative to the maximum at that time.
-                factor = (share * jnp.exp2(ref["then"][pl.ds(j, 1)] - highest)).astype(dtype)
+                factor = (share * _power(ref["then"][pl.ds(j, 1)] - highest, common.tau)).astype(dtype)
                 ref["rows"][0, 0, g:, _block(j, tiles.width)] += _dot(factor, pltpu.bitcast(ref["p"][j], dtype), (1, 1))
 
             jax.lax.fori_loop(first, end, add, None)
@@ -230,42 +231,41 @@ def _see(ref: dict[str, Any], common: _Common, j: Any) -> None:
     """Let a block of queries see block j of the keys."""
     (width, _), dtype, tau = ref["x"].shape, ref["v"].dtype, common.tau
     parts = [slice(at, min(at + common.part, width)) for at in range(0, width, common.part)]
-    column = {name: _column(ref[name][0, 0]) for name in ("key", "noise", "factor") if name in ref}
+    column = {name: _column(ref[name][0, 0]) for name in ("key", "factor") if name in ref}
     tops: list[Array] = []
-    tempered_tops: list[Array] = []
     for part in parts:
         x = _logits(ref, common.spec, column["key"][part], part)
         ref["x"][part] = x
         tops.append(_by_eight(jnp.max, x))
-        if tau != 1:
-            tempered_tops.append(_by_eight(jnp.max, _tempered(x, column, part, tau)))
-    highest, shrink = _raised(ref["highest"], tops)
-    tempered_highest, tempered_shrink = highest, shrink
-    if tau != 1:
-        tempered_highest, tempered_shrink = _raised(ref["tempered_highest"], tempered_tops)
+    before = ref["highest"][...]
+    highest = jnp.maximum(before, jnp.max(functools.reduce(jnp.maximum, tops), axis=0, keepdims=True))
+    ref["highest"][...] = highest
+    shrink = jnp.exp2(before - highest)
     summed = ref["sum"][...] * shrink
     totals: list[Array] = []
     tempered_totals: list[Array] = []
     for part in parts:
-        x = ref["x"][part]
-        p = jnp.exp2(x - highest)
+        x = ref["x"][part] - highest
+        # The one of a temperature is a power of the other, relative to the same maximum.
+        tempered = _power(x, tau)
+        p = tempered if tau == 1 else tempered * tempered if tau == 2 else jnp.exp2(x)
         totals.append(_by_eight(jnp.sum, p))
-        rounded = held = p.astype(dtype)
-        if tau != 1:
-            p = jnp.exp2(_tempered(x, column, part, tau) - tempered_highest)
-            held = p.astype(dtype)
+        rounded = p.astype(dtype)
         if "p" in ref:
-            words = pltpu.bitcast(held, jnp.uint32)
+            words = pltpu.bitcast(tempered.astype(dtype), jnp.uint32)
             ref["p"][j, pl.ds(part.start * dtype.itemsize // 4, len(words))] = words
         summed += _dot(ref["v"][0, 0, part], rounded, (0, 0))
         if "tempered_total" in ref:
-            tempered_totals.append(_by_eight(jnp.sum, p * column["factor"][part] if "factor" in column else p))
+            counted = tempered * column["factor"][part] if "factor" in column else tempered
+            tempered_totals.append(_by_eight(jnp.sum, counted))
     ref["sum"][...] = summed
     ref["total"][...] = ref["total"][...] * shrink + _row_sum(totals)
     if "tempered_total" in ref:
-        ref["tempered_total"][...] = ref["tempered_total"][...] * tempered_shrink + _row_sum(tempered_totals)
+        ref["tempered_total"][...] = ref["tempered_total"][...] * _power(before - highest, tau) + _row_sum(
+            tempered_totals
+        )
     if "then" in ref:
-        ref["then"][pl.ds(j, 1)] = tempered_highest
+        ref["then"][pl.ds(j, 1)] = highest
 
 
 def _collect(blocks: dict[str, Array], common: _Common) -> Array:
@@ -289,10 +289,8 @@ def _collect(blocks: dict[str, Array], common: _Common) -> Array:
         @pl.when(known.seen(i, j) & (jnp.max(jnp.abs(weight)) > 0))
         def _() -> None:
             lse, all_ = ref["lse"][0, 0], slice(0, tiles.width)
-            column = {name: _column(ref[name][0, 0]) for name in ("key", "noise") if name in ref}
-            x = _logits(ref, spec, column["key"], all_)
-            x = x if tau == 1 else _tempered(x, column, all_, tau)
-            p = jnp.exp2(x - jnp.where(lse == -jnp.inf, 0.0, lse))
+            x = _logits(ref, spec, _column(ref["key"][0, 0]), all_)
+            p = jnp.exp2(x * (1 / tau) - jnp.where(lse == -jnp.inf, 0.0, lse))
             for m in range(rows):
                 counted = p * weight[m : m + 1]
                 parts = [counted[:, at : at + LANES] for at in range(0, tiles.size, LANES)]
@@ -368,20 +366,9 @@ def _logits(ref: dict[str, Any], spec: AttentionSpec, key: Array, part: slice) -
     return jnp.where(visible, x, LOWEST)
 
 
-def _tempered(x: Array, column: dict[str, Array], part: slice, tau: float) -> Array:
-    """Masked logits at a temperature, with noise that is at it already."""
-    drawn = x * (1 / tau)
-    if "noise" in column:
-        drawn += column["noise"][part]
-    return jnp.where(x > LOWEST, drawn, LOWEST)
-
-
-def _raised(highest_ref: Any, tops: list[Array]) -> tuple[Array, Array]:
-    """The maximum after one more block of an online softmax, and by what the sums before it shrink."""
-    before = highest_ref[...]
-    highest = jnp.maximum(before, jnp.max(functools.reduce(jnp.maximum, tops), axis=0, keepdims=True))
-    highest_ref[...] = highest
-    return highest, jnp.exp2(before - highest)
+def _power(x: Array, tau: float) -> Array:
+    """Two to the power of logits at a temperature."""
+    return jnp.exp2(x if tau == 1 else x * (1 / tau))
 
 
 def _by_eight(reduced: Callable[..., Array], x: Array) -> Array:

@@ -82,7 +82,9 @@ class Tiles:
             return self.bounds[2, j]
         return jnp.maximum(j * self.width - (self.c - self.of), 0) // self.size
 
-    def padded(self, q: Array, k: Array, v: Array, query: Array, key: Array, noise: Array | None) -> dict[str, Array]:
+    def padded(
+        self, q: Array, k: Array, v: Array, query: Array, key: Array, noise: Array | None = None
+    ) -> dict[str, Array]:
         """Inputs by name in whole blocks; padding is in no one's sight, and numbers per token are [b, heads, 1, n]."""
         pad_n, pad_c = self.queries * self.size - self.n, self.keys * self.width - self.c
         b, h, g, n, d = q.shape
