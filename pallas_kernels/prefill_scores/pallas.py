@@ -67,12 +67,12 @@ def prefill_scores(
         noise, tau = None, 1.0
     size, width = (min(BLOCK, -(-x // LANES) * LANES) for x in (n, c))
     part, capacity = _chip(interpret)
-    rows = g + (1 if weights is None else weights.shape[2])
+    lines = g + (1 if weights is None else weights.shape[2])
     # Half as many queries before a second pass; with fewer this would be no faster.
     shapes = [(size, width), (min(size, BLOCK // 2), width)]
     if c >= LONG and q.dtype.itemsize == 2:
         shapes.insert(0, (size, 2 * BLOCK))
-    fitting = [shape for shape in shapes if _held_bytes(*shape, c, q, v, rows=rows) <= capacity]
+    fitting = [shape for shape in shapes if _held_bytes(*shape, c, q, v, rows=lines) <= capacity]
     held = scores and bool(fitting)
     size, width = fitting[0] if held else (size, width) if scores else shapes[0]
     tiles = Tiles(n, c, size, width, spec.window, n if own is None else own.of)
