@@ -158,7 +158,7 @@ class Dense(struct.PyTreeNode):
         entry = jax.tree.map(lambda leaf: leaf[:, :, 0], _entries(rules, view, new))
         standing, bounds, keep = _ranked(rules, view, new)
         before = view.slots.score
-        adds = rules.adds and summed and standing is before and standing.dtype == jnp.float32
+        adds = rules.adds and summed and standing is before and before.dtype == jnp.float32
         held = view.slots, entry["slots"]
         remembered, begun = (each.replace(score=None) for each in held) if adds else held
         given = rules.codec.operands(config, view, new, room=bounds.limit)

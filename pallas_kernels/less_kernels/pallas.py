@@ -25,8 +25,6 @@ from pallas_kernels.less_kernels.types import Remembered
 BLOCK = 512
 """Tokens of one grid step, at most."""
 VMEM_BYTES = 14 << 20
-PSI = ("first", "second", "third", "outer_scale", "residual_scale")
-"""Weights of psi, in the order in which the kernels take them."""
 
 
 def phi(
@@ -83,7 +81,7 @@ def remember(
         return x, pl.BlockSpec(shape, lambda block, head: (block * SUBLANES + head, *(0,) * (len(shape) - 1)))
 
     whole = pl.BlockSpec((b, 1, features, e), lambda block, head: (0, block * SUBLANES + head, 0, 0))
-    named = _weights_of_psi(*(of_psi.get(name) for name in PSI))
+    named = _weights_of_psi(**of_psi)
     inputs: dict[str, Any] = {
         "q": heads_of_rows(q.reshape(b, h * g, d), SUBLANES * g),
         "k": heads_of_rows(k, SUBLANES),
@@ -212,7 +210,7 @@ def _psi(
 
 
 def _weights_of_psi(
-    first: Array, second: Array, third: Array, outer_scale: Array, residual_scale: Array | None
+    first: Array, second: Array, third: Array, outer_scale: Array, residual_scale: Array | None = None
 ) -> tuple[Array, ...]:
     scales = [outer_scale] if residual_scale is None else [outer_scale, residual_scale]
     return first, _transposed(second), _transposed(third), *[scale[..., None] for scale in scales]

@@ -31,7 +31,8 @@ def oracle(inputs: dict[str, Any], *, shrinks: bool, pairs: bool, adds: bool, **
     attended = decode_attention.oracle(asked, **settings)
     taken = jax.tree.unflatten(jax.tree.structure(held), [found.pop(name.replace("buffer", "taken")) for name in names])
     if adds:
-        begun = np.where(np.arange(standing.shape[2]) == np.asarray(found["slot"])[..., None], 0, standing)
+        before = inputs["standing"]
+        begun = np.where(np.arange(before.shape[2]) == np.asarray(found["slot"])[..., None], 0, before)
         attended["scores"] = begun + attended["scores"]
     return found | attended | (left((taken["k"], taken["v"]), inputs["new_position"]) if pairs else {})
 
