@@ -68,11 +68,12 @@ class Reading(struct.PyTreeNode):
         if config.rope is not None:
             cos, sin = turns or self.turns(config.rope, q.dtype)
             of_heads = Turns(cos[:, None], sin[:, None])
-            # With queries and keys of as many heads both by products, XLA fetches no weights beforehand on v5e.
-            k = rotate_by(config.rope, k, of_heads, flip=config.groups == 1)
+            # By products XLA would fetch no weights of multi-head attention beforehand on v5e.
+            flip = config.groups == 1
+            k = rotate_by(config.rope, k, of_heads, flip)
             # All heads in one axis, as in `rotate_queries`.
             rows, heads, groups, *tail = q.shape
-            q = rotate_by(config.rope, q.reshape(rows, heads * groups, *tail), of_heads).reshape(q.shape)
+            q = rotate_by(config.rope, q.reshape(rows, heads * groups, *tail), of_heads, flip).reshape(q.shape)
         return New(
             q=q,
             k=k,
