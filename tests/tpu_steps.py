@@ -44,7 +44,7 @@ def cases() -> dict[str, tuple[kvjax.Policy, tuple[str, ...]]]:
         "h2o-int8": (kvjax.policy("h2o", codec="int8"), stepping),
         "keyformer": (kvjax.policy("keyformer"), stepping),
         "less": (kvjax.policy("less", base="keyformer", kernels=kernels), (*stepping, "less_remember")),
-        "lsh_e": (kvjax.policy("lsh_e"), ("decode_attention", "hamming")),
+        "lsh_e": (kvjax.policy("lsh_e"), stepping),
         "fastgen": (kvjax.policy("fastgen", **classes), ("paged_attention",)),
         "less-fastgen": (
             kvjax.policy("fastgen", **classes, **{"residual.kernels": kernels}),
