@@ -123,7 +123,7 @@ def read_token(
     ropes = dict.fromkeys(shape.rope for shape in shapes if shape.rope is not None)
     turns: dict[Rope | None, Turns] = {rope: reading.turns(rope, x.dtype) for rope in ropes}
     storage = storage.open(policy, shapes, lambda index: reading.ahead(shapes[index], index, begun))
-    alike = isinstance(storage, Dense) and layers_alike(policy)
+    alike = type(storage) is Dense and layers_alike(policy)
     for index, (layer, shape) in enumerate(zip(weights.layers, shapes, strict=True)):
         turned = turns.get(shape.rope)
         with jax.named_scope("layer"):
