@@ -153,11 +153,32 @@ def test_one_pass_is_exchange_then_attention(name):
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), *heard)
 
 
+@pytest.mark.parametrize("way", TPU_WAYS, ids=str)
+def test_one_pass_turns_the_sinks_that_a_layers_window_has_not_passed(way):
+    newest, window, c, sinks = np.array([50, 64, 65, 67, 68, 90]), 64, 48, 4
+    b, h = len(newest), 2
+    config, policy = dataclasses.replace(CONFIG, window=window), kvjax.policy("streaming", sinks=sinks)
+    new = new_token(jax.random.key(2), b, h, 2, 64, jnp.asarray(newest), way).replace(config=config)
+    view = full_view(b, h, c, 64, lambda k, scores: None)
+    held = np.full((b, h, c), -1)
+    for row, last in enumerate(newest):  # sinks that the window has passed before have left, the others have not
+        first = np.arange(max(0, last - window), sinks)
+        held[row, :, :sinks] = [*first, *range(last - c + 1, last - c + 1 + sinks - len(first))]
+        held[row, :, sinks : c - 1] = np.arange(last - c + 1 + sinks, last)
+    dense = Dense((view.replace(position=jnp.asarray(held, jnp.int32), limit=jnp.full((b, h), c - 1)),))
+    done = dense.exchange_and_attend(policy, config, 0, new, lambda heads: ())
+    assert done is not None
+    plain = new.replace(kernels=Kernels("xla"))
+    expected, _ = dense.exchange(policy, config, 0, plain)
+    expected, attended = expected.attend(policy, config, 0, plain, (), None, None)
+    np.testing.assert_array_equal(done[0].layers[0].position, expected.layers[0].position)
+    np.testing.assert_allclose(done[2].partial.out, attended.out, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     "change",
     [
         dict(name="h2o", positions="cache"),
-        dict(positions="cache", window=64),
         dict(c=40),
         dict(way=XLA),
         dict(way=GPU_WAYS[0]),
@@ -167,12 +188,11 @@ def test_one_pass_is_exchange_then_attention(name):
 def test_what_one_pass_cannot_do_is_left_to_two_calls(change):
     settings = {"name": "streaming", "positions": "original", "way": TPU_WAYS[0], "c": 48} | change
     way, name, c = (settings.pop(key) for key in ("way", "name", "c"))
-    config = dataclasses.replace(CONFIG, window=settings.pop("window", None))
     policy = kvjax.policy(name, **settings)
-    new = new_token(jax.random.key(2), 1, 2, 2, 64, jnp.asarray([70]), way).replace(config=config)
+    new = new_token(jax.random.key(2), 1, 2, 2, 64, jnp.asarray([70]), way)
     view = full_view(1, 2, c, 64, lambda k, scores: None)
     dense = Dense((view,))
-    assert dense.exchange_and_attend(policy, config, 0, new, lambda heads: ()) is None
+    assert dense.exchange_and_attend(policy, CONFIG, 0, new, lambda heads: ()) is None
 
 
 @pytest.mark.parametrize("way", [XLA, TPU_WAYS[0]], ids=str)

@@ -192,7 +192,7 @@ class Codec:
             return Operands(q, k, v, (place, order))
         seen, near = None, None
         if self.sliding and self.sinks:
-            gap = self._gap(view, new, room)[..., None]
+            gap = self._gap(config.window, view, new, room)[..., None]
             if config.slopes is not None:
                 sinks = view.live & (view.position < self.sinks)
                 here = jnp.broadcast_to(new.position[:, None], (*view.limit.shape, tokens))
@@ -306,12 +306,14 @@ class Codec:
 
         return jax.tree.map(write, view.kv.k, first, near)
 
-    def _gap(self, view: View, new: New, room: Int[Array, "b h"] | None) -> Int[Array, "b 1"]:
+    def _gap(self, window: int | None, view: View, new: New, room: Int[Array, "b h"] | None) -> Int[Array, "b 1"]:
         """How many tokens between sinks and window are not live: the same ones in all heads."""
         position = view.position[:, :1]
         live = new.spread.over_slots((position >= self.sinks).sum(-1))
-        if room is not None:  # the window's oldest token leaves where no slot is empty
+        if room is not None:  # the window's oldest token leaves where no slot is empty, unless a sink is out of sight
             full = (position >= 0).sum(-1) >= room[:, :1]
+            if window is not None:
+                full &= ~((position >= 0) & (position <= new.position[:, None] - window)).any(-1)
             live += (new.position >= self.sinks) & ~(full & (live > 0))
         return jnp.maximum(new.read[:, None] - self.sinks, 0) - live
 

@@ -142,9 +142,8 @@ class Dense(struct.PyTreeNode):
             q, k, v, sinks = shapes
             return step_in_one_pass(q, k, v, spec, sinks, scores, **new.kernels._asdict())
 
-        local = slots.windowed(new)
-        unknown = rules.codec.ordered or (rules.codec.sliding and local)  # where the model is going to see keys
-        if new.spread.slots > 1 or unknown or not one_pass(None):
+        # Under an order it is unknown where the model is going to see keys.
+        if new.spread.slots > 1 or rules.codec.ordered or not one_pass(None):
             return None
         wanted = asks(view)
         own = evidence.without_again(wanted)
