@@ -52,6 +52,8 @@ EVERYTHING = [slow([compared(names, n, *MESHES)]) for n in (1, 2, 8) for names i
         [compared(["less-performer", "fastgen", "lightkv"], 6, (2, 4))],
         *(slow([compared(names, 6, (2, 4))]) for names in groups(list(POLICIES | PAIRS), 10)),
         [compared(["less+h2o+int4", "h2o+topk", "lightkv-offload"], 1, (1, 4))],
+        # Pages of many heads, whose budgets tie.
+        [compared(["random+adakv"], 8, (1, 4))],
         # Slots alone, whatever the number of heads.
         [compared(["h2o", "streaming", "less-performer", "lsh_e"], 2, (2, 1, 4), (1, 2, 2))],
         *(slow([compared(names, 2, (1, 1, 4))]) for names in groups(list(POLICIES | PAIRS), 10)),

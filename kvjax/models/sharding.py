@@ -143,13 +143,20 @@ def weight_specs(weights: PyTree, config: ModelConfig, mesh: Mesh | None) -> Any
         mesh: the devices; None for one that has all of it.
     """
     spread = on_device(config, mesh).spread
+    sizes = {} if mesh is None else mesh.shape
     rules = dict(RULES, attended=RULES["attended" if spread.outputs > 1 else "heads"])
     spreads = {"heads": spread.heads > 1, "attended": spread.heads > 1, "mlp": spread.mlp, "vocab": spread.vocab}
 
+    def along(axis: str | None) -> str | tuple[str, ...] | None:
+        # As JAX writes it of results, or those that lie like a weight would be written otherwise than before a step.
+        several = () if axis is None or not spreads[axis] else tuple(it for it in rules[axis] if sizes[it] > 1)
+        return several[0] if len(several) == 1 else several or None
+
     def of(path: tuple[Any, ...], leaf: Any) -> PartitionSpec:
-        name = leaf_name(path)
-        axes = _axes(name)
-        return PartitionSpec(*(rules[axis] if axis is not None and spreads[axis] else None for axis in axes))
+        spec = [along(axis) for axis in _axes(leaf_name(path))]
+        while spec and spec[-1] is None:
+            spec.pop()
+        return PartitionSpec(*spec)
 
     return jax.tree_util.tree_map_with_path(of, weights)
 

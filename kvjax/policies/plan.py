@@ -268,7 +268,9 @@ class AdaKV(Uniform):
         left = total - counts.sum(1, keepdims=True)
         shares = self.floor * budget + (1 - self.floor) * (counts + left / heads)
         whole = jnp.floor(shares + 1e-4).astype(jnp.int32)
-        order = jnp.argsort(jnp.argsort(whole - shares, axis=-1, stable=True), axis=-1)
+        # Of equal remainders the first head's counts, whichever way a program rounds them.
+        remainders = jnp.round((shares - whole) * 64)
+        order = jnp.argsort(jnp.argsort(-remainders, axis=-1, stable=True), axis=-1)
         whole += order < total - whole.sum(1, keepdims=True)
         return jnp.minimum(whole, most).astype(jnp.int32)
 
