@@ -47,7 +47,7 @@ def main(directory: str) -> None:
     again = Path(directory).with_name("spread")
     convert(read_checkpoint(directory, "float32", mesh=mesh), again)
     jax.tree.map(np.testing.assert_array_equal, kvjax.load(again).weights, plain.weights)
-    with pytest.raises(ValueError, match="a mesh with the axes x is none of data and model"):
+    with pytest.raises(ValueError, match="a mesh with the axes x is none of data, model, slots"):
         kvjax.load("tiny", mesh=jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,)))
     print("all as on one device")
 
