@@ -252,7 +252,7 @@ def test_a_step_in_one_pass_is_surveyed_beside_the_calls_it_stands_for(monkeypat
     assert fits()
     monkeypatch.setattr(common, "WINNERS", {DEVICE: {asked.task.bucket: ("xla",)}})
     assert not fits()
-    assert race.program_of(asked).donated == ("position", "k", "v", "buffers")
+    assert race.program_of(asked).donated == ("position", "k", "v")  # slots hold nothing else but scores
 
 
 def test_random_inputs_tell_right_from_wrong(monkeypatch):
