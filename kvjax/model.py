@@ -175,9 +175,9 @@ def load(
         mesh: devices with the axes `data`, `model` and `slots`, or how many, as `data=2,model=4`. Rows lie along the
             first; heads, columns of the MLP and the vocabulary along the second, where they can be divided, and slots
             where there are more devices than KV heads; along the third slots whatever the number of heads, see
-            `kvjax.models.sharding`. No host holds more than a tensor at a
-            time, and each device's part is read alone but of GGUF files, of tensors that are stored transposed or
-            joined with others, and of those that are rounded. None for the default device.
+            `kvjax.models.sharding`. No host holds more than a tensor at a time, and each device's part is read alone
+            but of GGUF files, of tensors that are stored transposed or joined with others, and of those that are
+            rounded. None for the default device.
 
     Raises:
         LoadError: for a checkpoint that is absent, damaged or not supported.

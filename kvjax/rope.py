@@ -185,18 +185,18 @@ def rotate_by(rope: Rope, x: Float[Array, "*b t d"], turns: Turns, flip: bool = 
 
 
 def rotate_queries(
-    rope: Rope | None, q: Float[Array, "b h g t d"], positions: Int[Array, "b t"], length: Length | None = None
+    rope: Rope, q: Float[Array, "b h g t d"], turns: Turns, flip: bool = False
 ) -> Float[Array, "b h g t d"]:
-    """`rotate` for queries in groups, with all heads in one axis: XLA copies halves of more axes on TPU.
+    """`rotate_by` for queries in groups, with all heads in one axis: XLA copies halves of more axes on TPU.
 
     Args:
-        rope: as for `rotate`, like `length`.
+        rope: how.
         q: queries.
-        positions: their places in the text, the same in all heads.
-        length: tokens of the whole text.
+        turns: of the tokens, `[b 1 t width]`: the same in all heads.
+        flip: as `turn` takes it.
     """
     rows, heads, groups, *tail = q.shape
-    return rotate(rope, q.reshape(rows, heads * groups, *tail), positions[:, None], length).reshape(q.shape)
+    return rotate_by(rope, q.reshape(rows, heads * groups, *tail), turns, flip).reshape(q.shape)
 
 
 def table(rope: Rope, places: int, dtype: DTypeLike) -> tuple[Float[Array, "m half"], Float[Array, "m half"]]:

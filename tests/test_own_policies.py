@@ -10,7 +10,9 @@ import pytest
 from flax import struct
 
 import kvjax
+from kvjax.cache.codec import plain
 from kvjax.policies.scores.h2o import Accumulated
+from kvjax.policies.scores.recency import Recency
 from kvjax.types import setting
 from tests.models import GQA, random_model
 
@@ -72,6 +74,18 @@ def test_a_fold_that_changes_what_a_slot_remembers_is_refused() -> None:
     mine = decorated(Accumulated, fold=lambda self, answers, view, new: answers[..., None])
     with pytest.raises(ValueError, match=r"Mine\.fold gives .*, not what its slot began with"):
         kvjax.prefill(random_model(GQA), kvjax.Policy(mine()), [[1, 2, 3, 4, 5, 6]], 4)
+
+
+def test_a_score_over_one_that_orders_by_position_is_asked() -> None:
+    oldest = decorated(Recency, score=lambda self, view, new: -view.position.astype(jnp.float32))
+    model = random_model(GQA)
+    for positions in ("original", "cache"):
+        policy = kvjax.policy(kvjax.Policy(oldest()), codec=plain(positions))
+        state, _ = kvjax.prefill(model, policy, [[1, 2, 3, 4, 5, 6]], 4)
+        for token in (7, 8):
+            state, _ = kvjax.decode_step(state, [token])
+        held = kvjax.held_positions(state)[0][0, 0]
+        assert sorted(position for position in held.tolist() if position >= 0)[:3] == [0, 1, 2]
 
 
 UNTYPED: Any = kvjax  # type checkers refuse all of this, too

@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from kvjax.cache.quantise import channel_factors, quantise
-from kvjax.rope import Rope, rotate, rotate_queries, table
+from kvjax.rope import Rope, rotate, rotate_queries, table, turns_of
 from kvjax.types import KV, Heads, LayerConfig, New, View, check, setting
 from pallas_kernels import operands
 from pallas_kernels.attention import QUERY_BLOCK, wide
@@ -202,7 +202,8 @@ class Codec:
             elif config.rope is not None:
                 # The model would see the sinks right before the window: turned back by as much, the query stands as it
                 # would to them, and they stay as they are.
-                near = rotate_queries(config.rope, new.raw_q, new.position - gap[..., 0], new.end)[:, :, :, 0]
+                turns = turns_of(config.rope, new.position[:, None] - gap[:, None, :, 0], new.raw_q.dtype, new.end)
+                near = rotate_queries(config.rope, new.raw_q, turns)[:, :, :, 0]
         if self.bits is None:
             return Operands(q, k, v, seen, sinks=None if near is None else Sinks(near, self.sinks))
         factor = view.state.codec.factor

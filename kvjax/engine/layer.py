@@ -21,7 +21,7 @@ from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import LayerWeights, Weights, block, embed
 from kvjax.policies.part import Part, of_kvjax
 from kvjax.policies.policy import Policy
-from kvjax.rope import Rope, Turns, rotate_by, turns_of
+from kvjax.rope import Rope, Turns, rotate_by, rotate_queries, turns_of
 from kvjax.types import Evicted, Kernels, LayerConfig, New, PyTree, setting
 from pallas_kernels.attention import LowRank
 
@@ -71,9 +71,7 @@ class Reading(struct.PyTreeNode):
             # By products XLA would fetch no weights of multi-head attention beforehand on v5e.
             flip = config.groups == 1
             k = rotate_by(config.rope, k, of_heads, flip)
-            # All heads in one axis, as in `rotate_queries`.
-            rows, heads, groups, *tail = q.shape
-            q = rotate_by(config.rope, q.reshape(rows, heads * groups, *tail), of_heads, flip).reshape(q.shape)
+            q = rotate_queries(config.rope, q, of_heads, flip)
         return New(
             q=q,
             k=k,
@@ -228,15 +226,11 @@ def exchange(config: LayerConfig, policy: Policy, storage: Any, layer: int, new:
     absorb = None if policy.residual is None else policy.residual.absorb
     with jax.named_scope("eviction"):
         storage, evicted = storage.exchange(policy, config, layer, new, absorb)
-    return absorbed(policy, storage, layer, evicted), evicted
-
-
-def absorbed(policy: Policy, storage: Any, layer: int, evicted: Evicted) -> Any:
-    """A storage whose residual, if there is one, has been told of what has left."""
-    if policy.residual is None:
-        return storage
+    if absorb is None:
+        return storage, evicted
     with jax.named_scope("residual"):
-        return storage.put_state(layer, residual=policy.residual.absorb(storage.heads(layer).state.residual, evicted))
+        remembered = absorb(storage.heads(layer).state.residual, evicted)
+        return storage.put_state(layer, residual=remembered), evicted
 
 
 def heard(policy: Policy, storage: Any, layer: int, asks: PyTree, answers: Any, new: New) -> Any:

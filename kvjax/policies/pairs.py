@@ -54,7 +54,7 @@ PAIRS = (
         "use policy fastgen, and replace its other parts",
     ),
     Pair(
-        lambda policy: policy.codec.bits is not None and policy.codec.positions == "cache" and not policy.score.slides,
+        lambda policy: policy.codec.bits is not None and policy.codec.positions == "cache" and not policy.slides,
         "codec int{bits} holds keys as they are seen, but positions='cache' turns all of them at every step under "
         "{score}",
         "use positions='original', or a policy that keeps a window, such as streaming",
@@ -84,7 +84,7 @@ def fitted(policy: Policy) -> Policy:
         ValueError: naming the parts that do not, and the remedy.
     """
     simple = type(policy.protection) is Protection and not policy.protection.special
-    slides = policy.codec.positions == "cache" and policy.score.slides and simple and not policy.plan.per_head
+    slides = policy.codec.positions == "cache" and policy.slides and simple and not policy.plan.per_head
     codec = dataclasses.replace(policy.codec, sliding=slides, sinks=policy.protection.sinks if slides else 0)
     policy = dataclasses.replace(policy, codec=codec)
     for pair in PAIRS:

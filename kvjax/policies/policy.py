@@ -114,7 +114,7 @@ class Policy:
     @property
     def slides(self) -> bool:
         """Whether the oldest token leaves first of those that may."""
-        return self.score.slides
+        return self.score.slides and of_kvjax(type(self.score))
 
     @property
     def adds(self) -> bool:

@@ -39,7 +39,10 @@ class Score(Part):
     aligned_layers: bool = False
     """Whether slots have to hold the same tokens in all layers."""
     slides: ClassVar[bool] = False
-    """Whether what is live beyond sinks is always the newest tokens, without a gap: `score` orders by position."""
+    """Whether what is live beyond sinks is always the newest tokens, without a gap: `score` orders by position.
+
+    Of kvjax's own scores only: somebody's own is asked for its numbers.
+    """
     adds: bool = False
     """Whether `score` is what a slot remembers, begins at 0, and `fold` adds the answer to it; kvjax's own only.
 
