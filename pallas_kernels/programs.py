@@ -18,7 +18,7 @@ from jaxtyping import Array
 
 from pallas_kernels.attention import AttentionSpec, Partial
 from pallas_kernels.decode_attention import Gumbel, LowRank, Sinks, decode_attention
-from pallas_kernels.decode_step import decode_step
+from pallas_kernels.decode_step import Hashed, decode_step
 from pallas_kernels.evict import evict
 from pallas_kernels.hamming import hamming
 from pallas_kernels.less_kernels import phi, psi, remember
@@ -354,11 +354,13 @@ def stepping(
     apart: int = 0,
     pairs: bool = False,
     adds: bool = False,
+    words: int = 0,
 ) -> Program:
     """`decode_step` with an accumulated score, in place; `noisy` asks for Keyformer's increments.
 
     So many first tokens are set `apart`: they see a query of their own. `pairs` that leave are handed out, if asked.
-    What is asked is told, or the kernel `adds` it to the score; where nothing is, the oldest leaves first.
+    What is asked is told, or the kernel `adds` it to the score; where nothing is, the oldest leaves first. With `words`
+    a slot it is the farthest by its code, and there is no score.
     """
 
     def run(
@@ -371,24 +373,34 @@ def stepping(
         near: Array | None = None,
         **arrays: Any,
     ) -> Any:
-        standing = arrays["buffers"]
-        if adds:
-            *pair, _ = arrays["added"]
+        standing, (*pair, added) = arrays["buffers"] if asks else None, arrays["added"]
+        if words:
+            standing = Hashed(arrays.pop("query"), arrays["buffers"], added)
+        if adds or words:
             arrays |= {"buffers": None, "added": (*pair, None)}
-        asked: dict[str, Any] = dict(standing=standing if asks else None, protection=Protection(sinks, recent, limit))
+        asked: dict[str, Any] = dict(standing=standing, protection=Protection(sinks, recent, limit))
         asked |= dict(spec=AttentionSpec(d**-0.5, soft_cap, window, slopes))
         asked |= dict(sinks=None if near is None else Sinks(near, apart))
         wanted = scores if seed is None or tau is None else Gumbel(seed, tau)
         done = decode_step(**arrays, **asked, scores=wanted, pairs=pairs, adds=adds)
-        return done._replace(buffers=done.attended.scores) if adds else done
+        if adds:
+            return done._replace(buffers=done.attended.scores)
+        return done._replace(buffers=done.codes) if words else done
 
     asks = scores is not None or noisy
     e = d if e is None else e
     shapes: dict[str, Any] = {name: Shape((b, h), jnp.int32) for name in Protection._fields}
     shapes |= {"position": Shape((b, h, c), jnp.int32), "new_position": Shape((b,), jnp.int32)}
     shapes |= {"k": operand((b, h, c, d), dtype, bits), "v": operand((b, h, c, e), dtype, bits)}
-    new = (operand((b, h, d), dtype, bits), operand((b, h, e), dtype, bits), Shape((b, h), jnp.float32))
-    shapes |= {"q": Shape((b, h, g, d), dtype), "buffers": Shape((b, h, c), jnp.float32), "added": new}
+
+    def held(*slots: int) -> Any:
+        of_words = (Shape((b, h, *slots), jnp.uint32),) * words
+        return of_words or Shape((b, h, *slots), jnp.float32)
+
+    new = (operand((b, h, d), dtype, bits), operand((b, h, e), dtype, bits), held())
+    shapes |= {"q": Shape((b, h, g, d), dtype), "buffers": held(c), "added": new}
+    if words:
+        shapes["query"] = Shape((b, h, g, words), jnp.uint32)
     if noisy:
         shapes |= {"seed": Shape((b,), jnp.uint32), "tau": Shape((b,), jnp.float32)}
     if slopes:
@@ -397,8 +409,9 @@ def stepping(
         shapes["keep"] = Shape((b, h, c), jnp.bool_)
     if apart:
         shapes["near"] = Shape((b, h, g, d), dtype)
-    held = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves((shapes["k"], shapes["v"])))
-    rows = 4 * b * h * c * (4 + (asks and not adds))  # scores and positions, before and after; what is asked
+    stored = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves((shapes["k"], shapes["v"])))
+    # Positions and scores or words, before and after; what is asked.
+    rows = 4 * b * h * c * (2 + 2 * max(words, 1) + (asks and not adds))
     return Program(
         "decode_step",
         label,
@@ -407,7 +420,7 @@ def stepping(
         forms=("tpu",),
         donated=("position", "k", "v", "buffers"),
         again=lambda found: {name: getattr(found, name) for name in ("position", "k", "v", "buffers")},
-        traffic=held + rows,
+        traffic=stored + rows,
     )
 
 
@@ -461,6 +474,8 @@ def programs() -> Iterator[Program]:
     )
     yield stepping("the same without pairs, in the scores", 64, 32, 1, 208, 128, half, scores="sum", adds=True)
     yield stepping("8 heads x 4, 4096 slots, Gumbel, in the scores", 32, 8, 4, 4096, 128, half, noisy=True, adds=True)
+    yield stepping("multi-head, 208 slots, hashes, bfloat16", 64, 32, 1, 208, 128, half, words=1)
+    yield stepping("8 heads x 4, 4096 slots, hashes of 2 words", 32, 8, 4, 4096, 128, half, words=2)
     yield stepping("float32, d 64, ALiBi, window", 2, 4, 4, 1024, 64, whole, slopes=True, scores="each", window=512)
     yield stepping("8 heads x 4, 4096 slots, d 128, 8 bits", 32, 8, 4, 4096, 128, half, bits=8, scores="sum")
     yield stepping("4096 slots, d 256 and e 128, 4 bits", 32, 8, 2, 4096, 256, half, e=128, bits=4, noisy=True)

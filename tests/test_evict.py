@@ -204,8 +204,11 @@ def test_hamming_finds_the_victim_of_lsh_e(way):
     policy = dataclasses.replace(policy, score=Hamming(bits=40, planes=(planes,)))
     view = full_view(b, h, c, d, lambda k, scores: tuple(jnp.moveaxis(hashes(planes, k), -1, 0)))
     guard = policy.protection.guard(view, new)
-    found = policy.victim(view, new, Protection(guard.sinks, guard.recent, view.limit), guard.keep)
-    assert found is not None
+    code = policy.code(new)
+    assert code is not None
+    asked: dict[str, Any] = dict(keep=guard.keep, **new.kernels._asdict())
+    bounds = Protection(guard.sinks, guard.recent, view.limit)
+    found = hamming(code, view.slots.score, view.position, new.position[:, 0], protection=bounds, **asked)
     ranks = slots.rank(policy, view, new)
     lowest = ranks == ranks.min(-1, keepdims=True)
     oldest = jnp.where(lowest, view.position, 1000).argmin(-1)

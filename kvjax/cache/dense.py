@@ -20,10 +20,11 @@ from kvjax.processes import on_host
 from kvjax.types import KV, Evicted, Heads, LayerConfig, New, Parts, PyTree, View, wide
 from pallas_kernels.attention import LowRank, Partial
 from pallas_kernels.decode_attention import Sinks
-from pallas_kernels.decode_step import decode_step
+from pallas_kernels.decode_step import Hashed, decode_step
 from pallas_kernels.decode_step import one_pass as step_in_one_pass
 from pallas_kernels.evict import evict
 from pallas_kernels.evict import exchange as exchange_slots
+from pallas_kernels.hamming import hamming
 from pallas_kernels.operands import Operand
 from pallas_kernels.ranking import Protection
 
@@ -132,15 +133,18 @@ class Dense(struct.PyTreeNode):
         spec = config.spec
 
         def one_pass(scores: Any) -> bool:
-            def given() -> tuple[Array, Operand, Operand, Sinks | None] | None:
+            def given() -> tuple[Array, Operand, Operand, Sinks | None, Hashed | None] | None:
                 found = rules.codec.operands(config, view, new)
-                return None if found.places is not None else (found.q[:, :, :, 0], *found.stored, found.sinks)
+                if found.places is not None:
+                    return None
+                hashed = _hashed(rules.code(new), view.slots, rules.slots(new, view.state))
+                return found.q[:, :, :, 0], *found.stored, found.sinks, hashed
 
             shapes = jax.eval_shape(given)
             if shapes is None:
                 return False
-            q, k, v, sinks = shapes
-            return step_in_one_pass(q, k, v, spec, sinks, scores, **new.kernels._asdict())
+            q, k, v, sinks, hashed = shapes
+            return step_in_one_pass(q, k, v, spec, sinks, scores, hashed, **new.kernels._asdict())
 
         # Under an order it is unknown where the model is going to see keys.
         if new.spread.slots > 1 or rules.codec.ordered or not one_pass(None):
@@ -155,14 +159,16 @@ class Dense(struct.PyTreeNode):
         view = self.layers[layer]
         view = view.replace(state=view.state.replace(codec=rules.codec.begin(view, new)))
         entry = jax.tree.map(lambda leaf: leaf[:, :, 0], _entries(rules, view, new))
-        standing, bounds, keep = _ranked(rules, view, new)
+        standing, bounds, keep, code = _ranked(rules, view, new)
         before = view.slots.score
         adds = rules.adds and summed and standing is before and before.dtype == jnp.float32
         held = view.slots, entry["slots"]
-        remembered, begun = (each.replace(score=None) for each in held) if adds else held
+        hashed = _hashed(code, *held)
+        apart = adds or hashed is not None
+        remembered, begun = (each.replace(score=None) for each in held) if apart else held
         given = rules.codec.operands(config, view, new, room=bounds.limit)
         done = decode_step(
-            standing,
+            standing if hashed is None else hashed,
             view.position,
             new.position[:, 0],
             *given.stored,
@@ -180,6 +186,8 @@ class Dense(struct.PyTreeNode):
             **new.kernels._asdict(),
         )
         written = view.replace(position=done.position, kv=view.kv.replace(k=done.k, v=done.v), slots=done.buffers)
+        if done.codes is not None:
+            written = written.replace(slots=done.buffers.replace(score=done.codes))
         if adds:
             written, answers = written.replace(slots=done.buffers.replace(score=done.attended.scores)), None
         else:
@@ -454,27 +462,42 @@ Exchanged = tuple[Int[Array, "b h"], dict[str, Any], Int[Array, "b h c"], dict[s
 """The position that left each head, what its slot held, and positions and buffers with the new token."""
 
 
-def _ranked(rules: Rules, view: View, new: New) -> tuple[Array | None, Protection, Bool[Array, "b h c"] | None]:
-    # Scores, none where positions say as much, and what may not leave.
+class _Ranks(NamedTuple):
+    """What decides which slot a new token takes."""
+
+    scores: Array | None
+    """None where positions say as much."""
+    bounds: Protection
+    keep: Bool[Array, "b h c"] | None
+    code: Array | None
+    """Of the queries, where its distance from those that slots remember says as much as scores."""
+
+
+def _ranked(rules: Rules, view: View, new: New) -> _Ranks:
     scores, guard = slots.scores(rules, view, new)
-    if rules.slides and guard.last is None and not slots.windowed(new):
-        scores = None
-    return scores, Protection(guard.sinks, guard.recent, slots.room(rules, view.limit, new)), guard.keep
+    simple = guard.last is None and not slots.windowed(new)
+    bounds = Protection(guard.sinks, guard.recent, slots.room(rules, view.limit, new))
+    code = rules.code(new) if simple else None
+    return _Ranks(None if rules.slides and simple else scores, bounds, guard.keep, code)
+
+
+def _hashed(code: Array | None, held: Parts, added: Parts) -> Hashed | None:
+    return None if code is None else Hashed(code, held.score, added.score)
 
 
 def _exchange(rules: Rules, view: View, new: New, held: tuple[Any, ...]) -> Exchanged:
-    scores, bounds, keep = _ranked(rules, view, new)
-    slot = None if slots.windowed(new) else rules.victim(view, new, bounds, keep)
-    if slot is not None:
-        return exchange_slots(slot, *held)[1:]
-    return evict(scores, *held, protection=bounds, keep=keep, shrinks=rules.shrinks, **new.kernels._asdict())[1:]
+    scores, bounds, keep, code = _ranked(rules, view, new)
+    asked: dict[str, Any] = dict(protection=bounds, keep=keep, **new.kernels._asdict())
+    if code is None or rules.shrinks:
+        return evict(scores, *held, shrinks=rules.shrinks, **asked)[1:]
+    return exchange_slots(hamming(code, view.slots.score, view.position, new.position[:, 0], **asked), *held)[1:]
 
 
 def _victims(rules: Rules, views: Sequence[View], new: Sequence[New]) -> tuple[slots.Victim, ...]:
     # Of several layers at once, for each time that devices tell each other something takes as long.
     claims = []
     for view, tokens in zip(views, new, strict=True):
-        scores, bounds, keep = _ranked(rules, view, tokens)
+        scores, bounds, keep, _ = _ranked(rules, view, tokens)
         claims.append(slots.claim(scores, view.position, tokens, bounds, keep, rules.shrinks))
     return slots.victims_of_all(jnp.stack(claims), [view.capacity for view in views])
 

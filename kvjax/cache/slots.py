@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from kvjax.cache.codec import Codec
 from kvjax.types import SLOTS, Evicted, Heads, LayerConfig, New, Parts, PyTree, View
@@ -81,10 +81,8 @@ class Rules(Protocol):
         """How much each slot matters, and what protects it."""
         ...
 
-    def victim(
-        self, view: View, new: New, bounds: Protection, keep: Bool[Array, "b h c"] | None
-    ) -> Int[Array, "b h"] | None:
-        """The slot that a new token takes, where a kernel finds it without scores."""
+    def code(self, new: New) -> UInt32[Array, "b h g w"] | None:
+        """Of the queries, where how far it is from those that slots remember is all that their scores say."""
         ...
 
     def room(self, limit: Int[Array, "b h"], length: Int[Array, " b"]) -> Int[Array, "b h"]:

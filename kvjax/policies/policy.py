@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int, UInt32
 
 from kvjax.cache.codec import Codec
 from kvjax.cache.slots import Guard, Places
@@ -19,7 +19,6 @@ from kvjax.policies.residual import Residual
 from kvjax.policies.score import Score
 from kvjax.policies.selection import Selection
 from kvjax.types import Heads, New, Parts, PyTree, View, setting
-from pallas_kernels.ranking import Protection as Bounds
 
 if TYPE_CHECKING:
     from kvjax.model import Model
@@ -155,11 +154,9 @@ class Policy:
             )
         return found, self.protection.guard(view, new)
 
-    def victim(
-        self, view: View, new: New, bounds: Bounds, keep: Bool[Array, "b h c"] | None
-    ) -> Int[Array, "b h"] | None:
-        """The slot that a new token takes, where a kernel finds it without scores."""
-        return self.score.victim(view, new, bounds, keep)
+    def code(self, new: New) -> UInt32[Array, "b h g w"] | None:
+        """Of the queries, where how far it is from those that slots remember is all that their scores say."""
+        return self.score.code(new) if of_kvjax(type(self.score)) else None
 
     def room(self, limit: Int[Array, "b h"], length: Int[Array, " b"]) -> Int[Array, "b h"]:
         """Slots that may be used when a text has so many tokens, all of its prompt included."""

@@ -5,11 +5,10 @@ from __future__ import annotations
 import abc
 from typing import ClassVar
 
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, UInt32
 
 from kvjax.policies.part import Part
 from kvjax.types import Heads, New, PyTree, View
-from pallas_kernels.ranking import Protection
 
 
 class Score(Part):
@@ -91,8 +90,9 @@ class Score(Part):
             new: what is being read: the token that wants a slot, or a block that has them.
         """
 
-    def victim(
-        self, view: View, new: New, bounds: Protection, keep: Bool[Array, "b h c"] | None
-    ) -> Int[Array, "b h"] | None:
-        """The slot that a new token takes, for scores with a kernel that finds it; None: the one that ranks lowest."""
+    def code(self, new: New) -> UInt32[Array, "b h g w"] | None:
+        """Of the queries, where `score` is minus its Hamming distance from the words that slots remember; else None.
+
+        Kernels then find the slot that leaves without scores; kvjax's own only.
+        """
         return None

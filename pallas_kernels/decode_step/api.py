@@ -21,14 +21,16 @@ from pallas_kernels.decode_attention.api import (
 )
 from pallas_kernels.decode_attention.kernel_parts import stored
 from pallas_kernels.decode_step import reference
-from pallas_kernels.decode_step.types import Stepped
+from pallas_kernels.decode_step.types import Hashed, Stepped
 from pallas_kernels.evict import evict
+from pallas_kernels.hamming import hamming
+from pallas_kernels.hamming.api import words_limits
 from pallas_kernels.operands import Operand
 from pallas_kernels.ranking import Protection
 
 
 def decode_step(
-    standing: Float[Array, "b h c"] | None,
+    standing: Float[Array, "b h c"] | Hashed | None,
     position: Int[Array, "b h c"],
     new_position: Int[Array, " b"],
     k: Operand,
@@ -51,15 +53,16 @@ def decode_step(
 ) -> Stepped:
     """Exactly `evict`, then `decode_attention`, in one pass over keys and values.
 
-    In place where the caller donates `position`, `k`, `v`, `buffers`, and `standing` if that is added to.
+    In place where the caller donates `position`, `k`, `v`, `buffers`, and of `standing` what is written to.
 
     Args:
-        standing: how much each slot matters, before the step; None where the oldest leaves first.
+        standing: how much each slot matters, before the step: numbers, or codes whose distance from the queries' says
+            so (`hamming`); None where the oldest leaves first.
         position: the token in each slot, -1 for none.
         new_position: of each row's new token; -1 for a row of padding, which writes and sees nothing.
         k: keys [b h c d] of the slots: an array, or codes.
         v: values [b h c e].
-        buffers: what slots hold besides, a tree of arrays [b h c ...].
+        buffers: what slots hold besides, a tree of arrays [b h c ...]; codes of `standing` come and go with that.
         added: the new token's key, value and buffers, [b h ...].
         q: its queries; the g of a group share one KV head.
         spec: the layer's scale, soft cap, window and slopes.
@@ -86,23 +89,28 @@ def decode_step(
     kind = scores.noise if isinstance(scores, Gumbel) else scores
     if kind not in kinds:
         raise ValueError(f"scores={scores!r} is not None, 'each', 'sum' or a Gumbel with a noise of `noise.KINDS`.")
-    if adds and (scores in (None, "each") or standing is None or standing.dtype != jnp.float32):
-        onto = "None" if standing is None else standing.dtype.name
+    held = None if isinstance(standing, Hashed) else standing
+    if adds and (scores in (None, "each") or held is None or held.dtype != jnp.float32):
+        onto = type(standing).__name__ if held is None else held.dtype.name
         raise ValueError(f"adds=True adds sums to standing in float32, not scores={scores!r} to {onto}; leave it out.")
     refuse_turned(v)
-    limits = {"pallas": limit(q, k, v, spec, sinks, scores, common.pallas_form(platform))}
+    hashed = standing if isinstance(standing, Hashed) else None
+    limits = {"pallas": limit(q, k, v, spec, sinks, scores, common.pallas_form(platform), hashed)}
     arguments: dict[str, Any] = dict(protection=protection, keep=keep, shrinks=shrinks, pairs=pairs)
     arguments |= dict(sinks=sinks, scores=scores, adds=adds)
     arrays = (standing, position, new_position, k, v, buffers, added, q, spec)
     names = ("standing", "position", "new_position", "k", "v", "buffers", "added", "q", "spec")
-    task = common.Task(
-        _bucket(q, k, v, spec, sinks, scores), decode_step, dict(zip(names, arrays, strict=True)) | arguments
-    )
+    given = dict(zip(names, arrays, strict=True)) | arguments
+    task = common.Task(_bucket(q, k, v, spec, sinks, scores, hashed), decode_step, given)
     chosen = common.choose("decode_step", implementation, limits, platform=platform, interpret=interpret, task=task)
     if isinstance(implementation, common.Survey):  # of the two calls, too, that follow where one pass does not win
         how: dict[str, Any] = dict(implementation=implementation, platform=platform)
         bounds: dict[str, Any] = dict(protection=protection, keep=keep, shrinks=shrinks)
-        evict(standing, position, new_position, (k, v, buffers), added, **bounds, **how)
+        if isinstance(standing, Hashed):
+            del bounds["shrinks"]
+            hamming(standing.query, standing.codes, position, new_position, **bounds, **how)
+        else:
+            evict(standing, position, new_position, (k, v, buffers), added, **bounds, **how)
         decode_attention(q, k, v, position, new_position, spec, sinks=sinks, scores=scores, **how)
     if chosen == "xla":
         return reference.decode_step(*arrays, **arguments, platform=common.platform_of(platform))
@@ -118,16 +126,17 @@ def one_pass(
     spec: AttentionSpec,
     sinks: Sinks | None,
     scores: str | Gumbel | None,
+    hashed: Hashed | None = None,
     *,
     implementation: str = "auto",
     interpret: Any = False,
     platform: str | None = None,
 ) -> bool:
     """Whether `decode_step` is one kernel for these arguments here; where not, two calls leave more to choose."""
-    limits = {"pallas": limit(q, k, v, spec, sinks, scores, common.pallas_form(platform))}
+    limits = {"pallas": limit(q, k, v, spec, sinks, scores, common.pallas_form(platform), hashed)}
     if isinstance(implementation, common.Survey):
         implementation = "pallas"
-    task = common.Task(_bucket(q, k, v, spec, sinks, scores), decode_step, {})
+    task = common.Task(_bucket(q, k, v, spec, sinks, scores, hashed), decode_step, {})
     try:
         chosen = common.choose("decode_step", implementation, limits, platform=platform, interpret=interpret, task=task)
     except Unsupported:
@@ -136,10 +145,18 @@ def one_pass(
 
 
 def _bucket(
-    q: Array, k: Operand, v: Operand, spec: AttentionSpec, sinks: Sinks | None, scores: str | Gumbel | None
+    q: Array,
+    k: Operand,
+    v: Operand,
+    spec: AttentionSpec,
+    sinks: Sinks | None,
+    scores: str | Gumbel | None,
+    hashed: Hashed | None,
 ) -> str:
     settings = operand_settings(q, k, v, spec)
     settings |= dict(scores=scores.noise if isinstance(scores, Gumbel) else scores, sinks=sinks is not None)
+    if hashed is not None:
+        settings["words"] = len(hashed.codes)
     return common.bucket("decode_step", dict(b=q.shape[0], c=k.shape[2]), settings)
 
 
@@ -151,6 +168,7 @@ def limit(
     sinks: Sinks | None,
     scores: str | Gumbel | None,
     form: str,
+    hashed: Hashed | None = None,
 ) -> str | None:
     """What these arguments ask that the Pallas kernel cannot do, or None."""
     refused = common.first_limit(
@@ -163,10 +181,11 @@ def limit(
         return refused
     from pallas_kernels.decode_step import pallas
 
-    c = k.shape[2]
+    c, words = k.shape[2], 0 if hashed is None else len(hashed.codes)
     unit = math.lcm(*(pallas.unit(stored(x)[0]) for x in (k, v)))
-    needed = pallas.block_bytes(q, k, v, scores)
+    needed = pallas.block_bytes(q, k, v, scores, words)
     return common.first_limit(
+        *words_limits(q.shape[2], words, c),
         (c % unit == 0 and c <= 16384, f"c={c} slots are not a multiple of {unit} up to 16384"),
         (needed <= pallas.VMEM_BYTES, f"its blocks take {needed} bytes of the chip's memory, not {pallas.VMEM_BYTES}"),
     )

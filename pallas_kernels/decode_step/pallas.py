@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -42,15 +43,16 @@ from pallas_kernels.decode_attention.running import (
     slope_rows,
 )
 from pallas_kernels.decode_attention.types import Decoded, Sinks
-from pallas_kernels.decode_step.types import Stepped
+from pallas_kernels.decode_step.types import Hashed, Stepped
 from pallas_kernels.evict.pallas import ROWS
 from pallas_kernels.evict.reference import written_through
+from pallas_kernels.hamming.reference import distances_of_words
 from pallas_kernels.operands import Operand, Quantised
 from pallas_kernels.ranking import Protection, victim
 
 
 def decode_step(
-    standing: Float[Array, "b h c"] | None,
+    standing: Float[Array, "b h c"] | Hashed | None,
     position: Int[Array, "b h c"],
     new_position: Int[Array, " b"],
     k: Operand,
@@ -96,7 +98,13 @@ def decode_step(
         "position": (position, block(c)),
         "q": (q.reshape(b, h * g, d), packed(d)),
     }
-    if standing is not None:
+    words = []  # names of the codes, if these tell how slots stand
+    if isinstance(standing, Hashed):
+        inputs["query"] = standing.query.reshape(b, h, -1), block(math.prod(standing.query.shape[2:]))
+        inputs["code_entry"] = jnp.stack(standing.added, -1), block(len(standing.added))
+        words = [f"code{i}" for i in range(len(standing.codes))]
+        inputs |= {name: (code, block(c)) for name, code in zip(words, standing.codes, strict=True)}
+    elif standing is not None:
         inputs["standing"] = (standing.astype(jnp.float32), block(c))
     if sinks is not None:
         inputs["sinks_q"] = (sinks.q.reshape(b, h * g, d), packed(d))
@@ -141,7 +149,7 @@ def decode_step(
         "lse": ((b, h, rows), single, block(rows)),
         "slot": ((b, h, 1), jnp.int32, block(1)),
         "left": ((b, h, 1), jnp.int32, block(1)),
-        "position": (position.shape, position.dtype, block(c)),
+        **{name: (position.shape, inputs[name][0].dtype, block(c)) for name in ("position", *words)},
         **{name: (inputs[name][0].shape, inputs[name][0].dtype, anywhere) for name in "kv"},
     }
     if pairs:
@@ -175,12 +183,13 @@ def decode_step(
         shrinks=shrinks,
         scores=scores.static if isinstance(scores, Gumbel) else scores,
         adds=adds,
+        words=tuple(words),
         integers=multiplies_integers(interpret),
         sinks=0 if sinks is None else sinks.count,
     )
     # The places of inputs and outputs among the leaves of their dictionaries.
     came, went = (sorted(names) for names in (inputs, outputs))
-    shared = {name: name for name in ("position", "k", "v")} | ({"standing": "scores"} if adds else {})
+    shared = {name: name for name in ("position", "k", "v", *words)} | ({"standing": "scores"} if adds else {})
     found = pl.pallas_call(
         kernel,
         grid=(cores, units, splits),
@@ -221,7 +230,8 @@ def decode_step(
     pair = whole("k", k, added[0]), whole("v", v, added[1])
     others = jax.tree.map(written, buffers, added[2])
     leaving = (taken("k", k), taken("v", v)) if pairs else None
-    return Stepped(attended, slot, found["left"][..., 0], found["position"], *pair, others, leaving)
+    codes = tuple(found[name] for name in words) or None
+    return Stepped(attended, slot, found["left"][..., 0], found["position"], *pair, others, leaving, codes)
 
 
 def unit(array: Array) -> int:
@@ -236,14 +246,18 @@ def blocks_of(k: Operand, v: Operand) -> tuple[int, int]:
     return heads, next((slots for slots in range(most // LANES * LANES, most // 4, -LANES) if c % slots == 0), c)
 
 
-def block_bytes(q: Array, k: Operand, v: Operand, scores: str | Gumbel | None) -> int:
-    """About what a step holds on the chip: blocks twice, while the next ones arrive, and scratch memory."""
+def block_bytes(q: Array, k: Operand, v: Operand, scores: str | Gumbel | None, words: int = 0) -> int:
+    """About what a step holds on the chip: blocks twice, while the next ones arrive, and scratch memory.
+
+    Of a `Hashed` standing it holds so many words of each slot.
+    """
     g, c = q.shape[2], v.shape[2]
     arrays = [stored(x)[0] for x in (k, v)]
     heads, slots = blocks_of(k, v)
     rows, whole = padded(g, SUBLANES), padded(c, LANES)
     pairs = sum(padded(x.shape[-1], LANES) * x.dtype.itemsize for x in arrays) * padded(slots, LANES)
-    of_slots = 6 * 4 * whole  # positions before and after, standing, protected slots, two scales
+    # Positions before and after, standing, protected slots, two scales; words before and after.
+    of_slots = (6 + 2 * words) * 4 * whole
     held = 0 if scores is None else 4 * whole * (rows + 2 * (rows if scores == "each" else 1))
     small = 4 * LANES * (16 * rows + 4 * LANES)
     return heads * (2 * pairs + 2 * of_slots + held + small)
@@ -263,6 +277,7 @@ def _kernel(
     shrinks: bool,
     scores: str | Gumbel | None,
     adds: bool,
+    words: tuple[str, ...],
     integers: bool,
     sinks: int,
 ) -> None:
@@ -285,6 +300,9 @@ def _kernel(
         bounds = [refs["bounds"][0, :, i : i + 1] for i in range(len(Protection._fields))]
         keep = refs["keep"][0] != 0 if "keep" in refs else None
         standing = refs["standing"][0] if "standing" in refs else None
+        codes = [refs[name][0] for name in words]
+        if codes:
+            standing = -distances_of_words(refs["query"][0], codes).astype(jnp.float32)
         slot = victim(standing, position, newest, *bounds, keep=keep, shrinks=shrinks)
         for head in range(heads):
             own = jax.lax.broadcasted_iota(jnp.int32, slot.shape, 0) == head
@@ -295,6 +313,8 @@ def _kernel(
         outputs["left"][0] = jnp.where(writes, left, -1)
         outputs["slot"][0] = jnp.where(writes, slot, capacity)
         outputs["position"][0] = jnp.where(here & writes, newest, position)
+        for i, name in enumerate(words):
+            outputs[name][0] = jnp.where(here & writes, refs["code_entry"][0, :, i : i + 1], codes[i])
         # The new token is what the running softmax begins with.
         key, value = (refs.get(f"{name}_new", refs[f"{name}_entry"])[0] for name in "kv")
         logits = (q.astype(jnp.float32) * jnp.broadcast_to(key[:, None], q.shape)).sum(-1, keepdims=True)

@@ -10,15 +10,16 @@ from jaxtyping import Array, Bool, Float, Int
 from pallas_kernels.attention import AttentionSpec
 from pallas_kernels.decode_attention import Gumbel, Sinks
 from pallas_kernels.decode_attention import reference as attention
-from pallas_kernels.decode_step.types import Stepped
+from pallas_kernels.decode_step.types import Hashed, Stepped
 from pallas_kernels.evict import reference as eviction
 from pallas_kernels.evict.reference import written_through
+from pallas_kernels.hamming import distances
 from pallas_kernels.operands import Operand
 from pallas_kernels.ranking import Protection
 
 
 def decode_step(
-    standing: Float[Array, "b h c"] | None,
+    standing: Float[Array, "b h c"] | Hashed | None,
     position: Int[Array, "b h c"],
     new_position: Int[Array, " b"],
     k: Operand,
@@ -38,8 +39,14 @@ def decode_step(
     platform: str,
 ) -> Stepped:
     """See `api.decode_step`."""
-    slot, left, taken, position, (k, v, buffers) = eviction.evict(
-        standing, position, new_position, (k, v, buffers), added, protection=protection, keep=keep, shrinks=shrinks
+    held, codes = ((k, v, buffers), None), None
+    if isinstance(standing, Hashed):
+        held, added = ((k, v, buffers), standing.codes), (added, standing.added)
+        standing = -distances(standing.query, standing.codes).astype(jnp.float32)
+    else:
+        added = added, None
+    slot, left, taken, position, ((k, v, buffers), codes) = eviction.evict(
+        standing, position, new_position, held, added, protection=protection, keep=keep, shrinks=shrinks
     )
     asked: dict[str, Any] = dict(places=None, low_rank=None, sinks=sinks, scores=scores, platform=platform)
     attended = attention.decode_attention(q, k, v, position, new_position, spec, **asked)
@@ -47,4 +54,4 @@ def decode_step(
         assert standing is not None and attended.scores is not None
         begun = written_through(standing, slot, jnp.zeros(slot.shape, standing.dtype))
         attended = attended._replace(scores=begun + attended.scores)
-    return Stepped(attended, slot, left, position, k, v, buffers, taken[:2] if pairs else None)
+    return Stepped(attended, slot, left, position, k, v, buffers, taken[0][:2] if pairs else None, codes)

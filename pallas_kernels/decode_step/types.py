@@ -4,10 +4,21 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from jaxtyping import Array, Int
+from jaxtyping import Array, Int, UInt32
 
 from pallas_kernels.decode_attention.types import Decoded
 from pallas_kernels.operands import Operand
+
+
+class Hashed(NamedTuple):
+    """How much slots matter, where the farthest from a group's queries by their packed codes leaves first."""
+
+    query: UInt32[Array, "b h g w"]
+    """Codes of the queries, 32 bits to a word."""
+    codes: tuple[UInt32[Array, "b h c"], ...]
+    """Of the slots, a buffer for each word."""
+    added: tuple[UInt32[Array, "b h"], ...]
+    """Of the new token."""
 
 
 class Stepped(NamedTuple):
@@ -27,3 +38,5 @@ class Stepped(NamedTuple):
 
     What the cache holds in 16 bits may come in float32.
     """
+    codes: tuple[UInt32[Array, "b h c"], ...] | None = None
+    """Of a `Hashed` standing, the new token's among them."""

@@ -51,8 +51,7 @@ def hamming(
         "pallas": common.first_limit(
             (common.pallas_form(platform) == "tpu", "it is written for tpu alone"),
             (c <= 16384, f"c={c} slots are more than 16384"),
-            (groups * words <= 64, f"g={groups} queries of w={words} words are more than 64 words"),
-            (words * c <= 32768, f"c={c} codes of w={words} words are more than 32768 words"),
+            *words_limits(groups, words, c),
         )
     }
     asked = dict(query=query, codes=codes, position=position, new_position=new_position)
@@ -63,3 +62,11 @@ def hamming(
     chosen = common.choose("hamming", implementation, limits, platform=platform, interpret=interpret, task=task)
     form = reference.hamming if chosen == "xla" else functools.partial(pallas.hamming, interpret=interpret)
     return form(query, codes, position, new_position, protection=protection, keep=keep)
+
+
+def words_limits(groups: int, words: int, c: int) -> tuple[tuple[bool, str], ...]:
+    """What kernels can do with codes of so many words, and why not more."""
+    return (
+        (groups * words <= 64, f"g={groups} queries of w={words} words are more than 64 words"),
+        (words * c <= 32768, f"c={c} codes of w={words} words are more than 32768 words"),
+    )

@@ -12,6 +12,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Int, UInt32
 
 from pallas_kernels.common import SUBLANES
+from pallas_kernels.hamming.reference import distances_of_words
 from pallas_kernels.ranking import Protection, victim
 
 VMEM_BYTES = 14 << 20
@@ -57,12 +58,7 @@ def hamming(
 
 
 def _kernel(refs: dict[str, Any], slot: Any) -> None:
-    words = len(refs["codes"])
-    query = refs["query"][0]
-    distance = jnp.zeros(refs["position"].shape[1:], jnp.int32)
-    for i in range(query.shape[1]):
-        differing = query[:, i : i + 1] ^ refs["codes"][i % words][0]
-        distance += jax.lax.population_count(differing).astype(jnp.int32)
+    distance = distances_of_words(refs["query"][0], [code[0] for code in refs["codes"]])
     scores = -distance.astype(jnp.float32)
     bounds = [refs[name][0] for name in Protection._fields]
     keep = refs["keep"][0] != 0 if "keep" in refs else None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import operator
 from collections.abc import Sequence
 
@@ -31,6 +30,10 @@ def hamming(
 
 def distances(query: UInt32[Array, "b h g w"], codes: Sequence[UInt32[Array, "b h c"]]) -> Int[Array, "b h c"]:
     """In how many bits packed codes differ from those of a group's queries, summed over the group."""
-    pairs = itertools.product(range(query.shape[2]), enumerate(codes))
-    counts = (jax.lax.population_count(query[:, :, g, i, None] ^ word).astype(jnp.int32) for g, (i, word) in pairs)
-    return functools.reduce(operator.add, counts)
+    return distances_of_words(query.reshape(*query.shape[:2], -1), codes)
+
+
+def distances_of_words(query: UInt32[Array, "*b gw"], codes: Sequence[UInt32[Array, "*b c"]]) -> Int[Array, "*b c"]:
+    """`distances` from the words of all queries of a group in one axis, as kernels have them."""
+    words = ((query[..., i : i + 1], codes[i % len(codes)]) for i in range(query.shape[-1]))
+    return functools.reduce(operator.add, (jax.lax.population_count(a ^ b).astype(jnp.int32) for a, b in words))

@@ -10,18 +10,22 @@ import numpy as np
 
 from pallas_kernels.attention import AttentionSpec
 from pallas_kernels.decode_attention import Gumbel, Sinks
-from pallas_kernels.decode_step import decode_step
-from tests.kernel_cases import decode_attention, evict
+from pallas_kernels.decode_step import Hashed, decode_step
+from tests.kernel_cases import decode_attention, evict, hamming
 from tests.kernels import TPU_WAYS, XLA, Case, normal
 
 
 def oracle(inputs: dict[str, Any], *, shrinks: bool, pairs: bool, adds: bool, **settings: Any) -> dict[str, Any]:
     """The oracle of eviction, then that of attention."""
     standing = inputs["standing"]
-    inputs = inputs | {"standing": inputs["position"].astype(np.float64) if standing is None else standing}
     held = {name: inputs[name] for name in ("k", "v", "buffers")}
     added = dict(zip(held, inputs["added"], strict=True))
-    exchanged = {"scores": inputs["standing"], "buffers": held, "added": added}
+    if standing is None:
+        standing = inputs["position"].astype(np.float64)
+    elif isinstance(standing, Hashed):
+        held["codes"], added["codes"] = standing.codes, standing.added
+        standing = hamming.nearness(standing.query, standing.codes)  # type: ignore[arg-type]
+    exchanged = {"scores": standing, "buffers": held, "added": added}
     exchanged |= {name: inputs[name] for name in ("position", "new_position", "protection", "keep") if name in inputs}
     found = evict.oracle(exchanged, shrinks=shrinks)
     names = [name for name in found if name.startswith("buffer")]
@@ -31,8 +35,7 @@ def oracle(inputs: dict[str, Any], *, shrinks: bool, pairs: bool, adds: bool, **
     attended = decode_attention.oracle(asked, **settings)
     taken = jax.tree.unflatten(jax.tree.structure(held), [found.pop(name.replace("buffer", "taken")) for name in names])
     if adds:
-        before = inputs["standing"]
-        begun = np.where(np.arange(before.shape[2]) == np.asarray(found["slot"])[..., None], 0, before)
+        begun = np.where(np.arange(standing.shape[2]) == np.asarray(found["slot"])[..., None], 0, standing)
         attended["scores"] = begun + attended["scores"]
     return found | attended | (left((taken["k"], taken["v"]), inputs["new_position"]) if pairs else {})
 
@@ -57,6 +60,8 @@ def run(
     done = decode_step(**inputs, spec=spec, scores=scores, **options)
     attended = {name: value for name, value in done.attended._asdict().items() if value is not None}
     held = {"k": done.k, "v": done.v, "buffers": done.buffers}
+    if done.codes is not None:
+        held["codes"] = done.codes
     leaves = {f"buffer{i}": leaf for i, leaf in enumerate(jax.tree.leaves(held))}
     gone = {} if done.pair is None else left(done.pair, inputs["new_position"])
     return {"slot": done.slot, "left": done.left, "position": done.position} | leaves | attended | gone
@@ -84,11 +89,12 @@ def case(
     first: int = 0,
     adds: bool = False,
     oldest: bool = False,
+    hashed: int = 0,
     ways: Any = (XLA, *TPU_WAYS),
 ) -> Case:
     """Random slots with many equal scores, and a statistic of each kind; `scores` may name a noise.
 
-    `oldest`: nothing tells of slots but their positions.
+    `oldest`: nothing tells of slots but their positions. `hashed`: codes of so many bits do.
     """
     e = d if e is None else e
     rng = np.random.default_rng(b + h + g + c + d)
@@ -128,6 +134,10 @@ def case(
     if scores not in (None, "each", "sum"):
         inputs |= {"seed": rng.integers(2**32, size=b, dtype=np.uint32), "first": np.full(b, first, np.int32)}
         inputs["tau"] = rng.uniform(1, 2, size=b).astype(np.float32)
+    if hashed:
+        count = -(-hashed // 32)
+        of_words = [hamming.words(rng, hashed, *shape) for shape in ((b, h, g, count), (count, b, h, c), (count, b, h))]
+        inputs["standing"] = Hashed(of_words[0], tuple(of_words[1]), tuple(of_words[2]))  # type: ignore[arg-type]
     settings: dict[str, Any] = dict(scale=d**-0.5, soft_cap=soft_cap, window=window, scores=scores, shrinks=shrinks)
     settings |= dict(pairs=pairs, adds=adds)
     extra = {
@@ -142,6 +152,7 @@ def case(
         f"sinks{sinks}": sinks,
         "adds": adds,
         "oldest": oldest,
+        f"hashed{hashed}": hashed,
     }
     return Case(
         "decode_step",
@@ -171,4 +182,7 @@ CASES = (
     case(2, 8, 4, 512, 64, scores="gumbel", adds=True, dtype="bfloat16", ways=(XLA, TPU_WAYS[1])),
     case(2, 2, 2, 48, 128, live="ragged", oldest=True, keep=True),
     case(2, 8, 2, 512, 128, oldest=True, shrinks=True, sinks=2, ways=(XLA, TPU_WAYS[0])),
+    case(2, 3, 2, 64, 128, hashed=16, live="ragged", keep=True),
+    case(2, 8, 4, 512, 64, hashed=40, dtype="bfloat16", pairs=True, scores="sum", ways=(XLA, TPU_WAYS[1])),
+    case(1, 2, 1, 32, 128, hashed=8, shrinks=True, bits=8, ways=(XLA, TPU_WAYS[0])),
 )

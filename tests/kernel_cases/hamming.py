@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -13,10 +14,20 @@ from tests.kernels import TPU_WAYS, XLA, Case
 
 def oracle(inputs: dict[str, Any]) -> dict[str, Any]:
     """The victim of equation 6."""
-    words = inputs["query"][:, :, :, None] ^ np.stack(inputs["codes"], axis=-1)[:, :, None]
-    scores = -np.unpackbits(words.view(np.uint8), axis=-1).sum((2, -1)).astype(np.float64)
+    scores = nearness(inputs["query"], inputs["codes"])
     b, h, _ = scores.shape
     return {"slot": np.array([[victim(inputs, scores, row, head) for head in range(h)] for row in range(b)])}
+
+
+def nearness(query: np.ndarray, codes: Sequence[np.ndarray]) -> np.ndarray:
+    """Minus the bits in which codes differ from those of a group's queries (equation 5)."""
+    words = query[:, :, :, None] ^ np.stack(codes, axis=-1)[:, :, None]
+    return -np.unpackbits(words.view(np.uint8), axis=-1).sum((2, -1)).astype(np.float64)
+
+
+def words(rng: np.random.Generator, bits: int, *shape: int) -> np.ndarray:
+    """Random words of a code; few bits give many equal distances."""
+    return rng.integers(2 ** min(bits, 32), size=shape, dtype=np.uint32)
 
 
 def run(inputs: dict[str, Any], **options: Any) -> dict[str, Any]:
@@ -26,13 +37,12 @@ def run(inputs: dict[str, Any], **options: Any) -> dict[str, Any]:
 
 
 def case(b: int, h: int, g: int, c: int, bits: int, *, live: str = "full", keep: bool = False) -> Case:
-    """Random codes; few bits give many equal distances."""
+    """Random codes."""
     rng = np.random.default_rng(b + h + g + c + bits)
     position, new = positions(rng, b, h, c, live)
-    words = -(-bits // 32)
-    high = 2 ** min(bits, 32)
-    inputs: dict[str, Any] = {"query": rng.integers(high, size=(b, h, g, words), dtype=np.uint32)}
-    inputs["codes"] = tuple(rng.integers(high, size=(words, b, h, c), dtype=np.uint32))
+    count = -(-bits // 32)
+    inputs: dict[str, Any] = {"query": words(rng, bits, b, h, g, count)}
+    inputs["codes"] = tuple(words(rng, bits, count, b, h, c))
     inputs |= {"position": position, "new_position": new, "protection": protection(rng, b, h, c)}
     if keep:
         inputs["keep"] = rng.random((b, h, c)) < 0.3

@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Array, Bool, Float, Int, UInt32
+from jaxtyping import Array, Float, UInt32
 
 from kvjax.policies.score import Score
 from kvjax.types import New, PyTree, View, check, setting, wide
-from pallas_kernels.hamming import distances, hamming
-from pallas_kernels.ranking import Protection
+from pallas_kernels.hamming import distances
 
 if TYPE_CHECKING:
     from kvjax.model import Model
@@ -79,15 +78,13 @@ class Hamming(Score):
         """h(k), each of its words in a buffer of its own: numbers of a slot would lie in lanes of 128 on a TPU."""
         return tuple(jnp.moveaxis(self._hashes(new.k, new), -1, 0))
 
-    def victim(self, view: View, new: New, bounds: Protection, keep: Bool[Array, "b h c"] | None) -> Int[Array, "b h"]:
-        """The least F_t, from packed codes alone."""
-        query, position = self._hashes(new.last_query, new), new.position[:, 0]
-        held = query, view.slots.score, view.position, position
-        return hamming(*held, protection=bounds, keep=keep, **new.kernels._asdict())
+    def code(self, new: New) -> UInt32[Array, "b h g words"]:
+        """h(q_t)."""
+        return self._hashes(new.last_query, new)
 
     def score(self, view: View, new: New) -> Float[Array, "b h c"]:
         """F_t = -d_H(h(q_t), H), summed over the query group."""
-        return -distances(self._hashes(new.last_query, new), view.slots.score).astype(jnp.float32)
+        return -distances(self.code(new), view.slots.score).astype(jnp.float32)
 
 
 def projections(seed: int, layer: int, heads: int, bits: int, width: int) -> Float[Array, "h bits d"]:
