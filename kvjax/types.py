@@ -358,7 +358,9 @@ class New(struct.PyTreeNode):
 
     @property
     def last_query(self) -> Float[Array, "b h g d"]:
-        """The newest token's query; zeros for a row that has no text here."""
+        """The newest token's query; anything for a row that has no text here."""
+        if self.q.shape[3] == 1:
+            return self.q[:, :, :, 0]
         newest = self.position == self.newest[:, None]
         return jnp.einsum("bhgtd,bt->bhgd", self.q, newest.astype(self.q.dtype))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,9 @@ from flax import struct
 
 import kvjax
 from kvjax.cache.codec import plain
+from kvjax.policies.lightkv import AfterLimit
 from kvjax.policies.scores.h2o import Accumulated
+from kvjax.policies.scores.lsh_e import Hamming
 from kvjax.policies.scores.recency import Recency
 from kvjax.types import setting
 from tests.models import GQA, random_model
@@ -112,3 +115,17 @@ UNTYPED: Any = kvjax  # type checkers refuse all of this, too
 def test_a_part_is_an_instance_of_its_kind(make: Callable[[], Any], message: str) -> None:
     with pytest.raises(TypeError, match=message):
         make()
+
+
+def test_codes_single_out_the_same_slot_as_scores_where_a_budget_shrinks() -> None:
+    kernels = kvjax.policy("lsh_e", bits=8, sinks=1, recent=2)
+    mine = decorated(Hamming)(bits=8)  # whose scores are asked for
+    held = []
+    for score in (kernels.score, mine):
+        policy = dataclasses.replace(kernels, score=score, plan=AfterLimit(context_limit=12))
+        state, _ = kvjax.prefill(random_model(GQA), policy, [[1, 2, 3, 4, 5, 6, 7, 8]], 6, max_new_tokens=16)
+        for token in range(9, 22):
+            state, _ = kvjax.decode_step(state, [token])
+        held.append(kvjax.held_positions(state))
+    for one, other in zip(*held, strict=True):
+        assert (one == other).all()
