@@ -17,7 +17,7 @@ from kvjax.model import Model, load
 from kvjax.models import ModelConfig, Rope, Weights
 from kvjax.models.decoder import forward
 from kvjax.models.families import read_config
-from kvjax.models.product import product
+from kvjax.models.product import in_blocks, product
 from kvjax.models.saving import write_checkpoint
 from kvjax.rope import rotate
 from kvjax.sampling.texts import generate_ids
@@ -162,6 +162,18 @@ def test_products_of_any_rows(rows: int, dtype: str) -> None:
         exact = np.einsum("...i,oi->...o", *(np.asarray(each, np.float64) for each in (x, weight)))
         np.testing.assert_allclose(np.asarray(found, np.float64), exact, rtol=1e-2 if dtype == "bfloat16" else 1e-4)
         assert product(x, weight, jnp.float32).dtype == jnp.float32
+
+
+def test_rows_of_long_texts_go_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvjax.models.product.BLOCK", 4)
+    x, asked = jax.random.normal(jax.random.key(0), (2, 5, 3)), []
+
+    def doubled(rows: Array) -> Array:
+        asked.append(len(rows))
+        return jnp.concatenate([rows, rows], axis=-1)
+
+    np.testing.assert_array_equal(in_blocks(doubled, x), np.concatenate([x, x], axis=-1))
+    assert asked == [4, 2]  # two blocks by one trace, then what is left
 
 
 def test_a_single_row_is_no_product_of_vectors_on_tpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Int8
 
 from kvjax.models.config import ModelConfig
-from kvjax.models.product import product
+from kvjax.models.product import in_blocks, product
 from kvjax.rope import rotate
 from kvjax.types import HEADS, SLOTS, LayerConfig
 from pallas_kernels.attention import QUERY_BLOCK, attend, join_queries, query_block, split_queries, wide
@@ -184,8 +184,12 @@ def block(
 def mlp(layer: LayerWeights, config: ModelConfig, x: Float[Array, "b t width"]) -> Float[Array, "b t width"]:
     """The feed-forward half of a block, gated or plain."""
     activation = _ACTIVATIONS[config.activation]
-    inner = activation(layer.up(x)) if layer.gate is None else activation(layer.gate(x)) * layer.up(x)
-    return layer.down.over(config.spread.over_devices, inner) if config.spread.mlp else layer.down(inner)
+
+    def fed(x: Array) -> Array:
+        inner = activation(layer.up(x)) if layer.gate is None else activation(layer.gate(x)) * layer.up(x)
+        return layer.down.over(config.spread.over_devices, inner) if config.spread.mlp else layer.down(inner)
+
+    return fed(x) if config.spread.mlp else in_blocks(fed, x)
 
 
 def unembed(weights: Weights, config: ModelConfig, x: Float[Array, "*b width"]) -> Float[Array, "*b vocab"]:

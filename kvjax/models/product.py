@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
+import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
@@ -12,6 +14,23 @@ from pallas_kernels.common import platform_of
 
 FEW_ROWS = 32
 """Rows up to which a CPU is faster with the weight on the left."""
+
+
+BLOCK = 1024
+"""Rows whose products stay near the cores of a CPU."""
+
+
+def in_blocks(function: Callable[[Array], Array], x: Float[Array, "*b in"]) -> Float[Array, "*b out"]:
+    """A function of each row for itself, on a CPU of a long text's rows by blocks: what it makes on its way is wide."""
+    rows = math.prod(x.shape[:-1])
+    if platform_of(None) != "cpu" or rows <= BLOCK:
+        return function(x)
+    flat, whole = x.reshape(rows, -1), rows // BLOCK * BLOCK
+    found = jax.lax.map(function, flat[:whole].reshape(-1, BLOCK, flat.shape[1]))
+    found = found.reshape(whole, -1)
+    if whole < rows:
+        found = jnp.concatenate([found, function(flat[whole:])])
+    return found.reshape(*x.shape[:-1], -1)
 
 
 def product(

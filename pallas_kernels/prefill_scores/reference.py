@@ -26,7 +26,7 @@ class Blocks(NamedTuple):
     """Keys of a block, at most."""
 
 
-CPU = Blocks(2048, 256, 256)
+CPU = Blocks(4096, 256, 256)
 """What stays near the cores, measured."""
 
 ACCELERATOR = Blocks(8192, 512, 2048)
@@ -85,9 +85,44 @@ def prefill_scores(
     platform: str,
 ) -> PromptAttention:
     """See `pallas_kernels.prefill_scores.api`."""
+    (b, h, g, n, _), most = q.shape, CPU if platform == "cpu" else ACCELERATOR
+    heads = (b * h * g, h * g)
+    together, alone = (min(power_below(max(32, most.rows // x)), most.queries, _power_above(n)) for x in heads)
+    settings: dict[str, Any] = dict(tau=tau, scores=scores, most=most)
+    arrays = q, k, v, query_position, key_position, weights, noise, places
+    if platform != "cpu" or together == alone:
+        return _read(*arrays, spec, own, size=together, **settings)
+
+    def read_row(i: Any) -> PromptAttention:
+        def of_row(x: Any) -> Any:
+            return Joined(of_row(x.old), of_row(x.new)) if isinstance(x, Joined) else cut(x, i, 1, 0)
+
+        found = _read(*map(of_row, arrays), spec, own, size=alone, **settings)
+        return jax.tree.map(lambda x: x[0], found)
+
+    # In blocks as large as one row fills, keys pass the cores less often than in small ones of all rows.
+    return jax.lax.map(read_row, jnp.arange(b))
+
+
+def _read(
+    q: Float[Array, "b h g n d"],
+    k: Operand | Joined,
+    v: Operand | Joined,
+    query_position: Int[Array, "b n"],
+    key_position: Int[Array, "b #h c"],
+    weights: Float[Array, "b #h m n"] | None,
+    noise: Float[Array, "b h c"] | None,
+    places: tuple[Int[Array, "b #h n"], Int[Array, "b #h c"]] | None,
+    spec: AttentionSpec,
+    own: Own | None,
+    *,
+    tau: float,
+    scores: bool,
+    most: Blocks,
+    size: int,
+) -> PromptAttention:
+    """`prefill_scores` in blocks of so many queries."""
     (b, h, g, n, _), c, dtype = q.shape, k.shape[2], wide(q.dtype)
-    most = CPU if platform == "cpu" else ACCELERATOR
-    size = min(power_below(max(32, most.rows // (b * h * g))), most.queries, _power_above(n))
     pad, of = -n % size, n if own is None else own.of
     tokens = None if own is None else jnp.pad(own.token, (0, pad), mode="edge")
     query_place, key_place = (query_position[:, None], key_position) if places is None else places
