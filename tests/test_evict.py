@@ -104,7 +104,7 @@ def test_a_token_takes_the_slot_that_compression_would_drop(way):
     new = new_token(jax.random.key(0), b, h, 2, d, jnp.asarray([150, 120]), way)
     policy = kvjax.policy("h2o", sinks=2, recent=5)
     dense = Dense((full_view(b, h, c, d, lambda k, scores: scores),))
-    exchanged, pair = dense.exchange(policy, CONFIG, 0, new)
+    exchanged, pair = dense.exchange(policy, CONFIG, 0, new, lambda kept, evicted: kept)
     appended = dense.append(policy, CONFIG, 0, new)
     smaller, leaving = appended.compress(policy, CONFIG, 0, new, c)
     (written,), (joined,) = exchanged.layers, appended.layers

@@ -88,24 +88,27 @@ class Dense(struct.PyTreeNode):
             config: of the layer.
             layer: which one.
             new: one token per row; a row of padding changes nothing.
-            absorb: what becomes of what leaves, a residual's; None for nothing. It has been told of all but what is
-                returned.
+            absorb: what becomes of what leaves, a residual's; None for nothing, and nothing is returned. It has been
+                told of all but what is returned.
         """
         if rules.shrinks:
             self = self._shrunk(rules, config, layer, new, absorb)
         view = self.layers[layer]
         view = view.replace(state=view.state.replace(codec=rules.codec.begin(view, new)))
+        pairs = absorb is not None
         added = jax.tree.map(lambda leaf: leaf[:, :, 0], _entries(rules, view, new))
         held = (view.position, new.position[:, 0], {"kv": view.kv, "slots": view.slots}, added)
         if new.spread.slots > 1:
             known = self.victims[layer] if self.victims is not None else _victims(rules, [view], [new])[0]
-            taken = _exchange_among(view, new, known, held, pairs=absorb is not None)
+            taken = _exchange_among(view, new, known, held, pairs=pairs)
         else:
-            taken = _exchange(rules, view, new, held)
+            taken = _exchange(rules, view, new, held, pairs=pairs or rules.codec.ordered)
         left, taken, position, buffers = taken
         written = view.replace(position=position, **buffers)
-        written = rules.codec.exchanged(written, new, taken["slots"].codec, left)
-        return self.replace_layer(layer, written), _evicted(rules, config, view, new, taken["kv"], left)
+        if rules.codec.ordered:
+            written = rules.codec.exchanged(written, new, taken["slots"].codec, left)
+        evicted = _evicted(rules, config, view, new, taken["kv"], left) if pairs else slots.nothing_evicted(new)
+        return self.replace_layer(layer, written), evicted
 
     def exchange_and_attend(
         self,
@@ -458,8 +461,8 @@ def _evicted(rules: Rules, config: LayerConfig, view: View, new: New, kv: KV, le
     return Evicted(pair.k, pair.v, remembered[..., None], new.layer, new.kernels)
 
 
-Exchanged = tuple[Int[Array, "b h"], dict[str, Any], Int[Array, "b h c"], dict[str, PyTree]]
-"""The position that left each head, what its slot held, and positions and buffers with the new token."""
+Exchanged = tuple[Int[Array, "b h"], Any, Int[Array, "b h c"], dict[str, PyTree]]
+"""The position that left each head, what its slot held or None, and positions and buffers with the new token."""
 
 
 class _Ranks(NamedTuple):
@@ -485,12 +488,13 @@ def _hashed(code: Array | None, held: Parts, added: Parts) -> Hashed | None:
     return None if code is None else Hashed(code, held.score, added.score)
 
 
-def _exchange(rules: Rules, view: View, new: New, held: tuple[Any, ...]) -> Exchanged:
+def _exchange(rules: Rules, view: View, new: New, held: tuple[Any, ...], *, pairs: bool) -> Exchanged:
     scores, bounds, keep, code = _ranked(rules, view, new)
     asked: dict[str, Any] = dict(protection=bounds, keep=keep, **new.kernels._asdict())
     if code is None or rules.shrinks:
-        return evict(scores, *held, shrinks=rules.shrinks, **asked)[1:]
-    return exchange_slots(hamming(code, view.slots.score, view.position, new.position[:, 0], **asked), *held)[1:]
+        return evict(scores, *held, shrinks=rules.shrinks, pairs=pairs, **asked)[1:]
+    slot = hamming(code, view.slots.score, view.position, new.position[:, 0], **asked)
+    return exchange_slots(slot, *held, pairs=pairs)[1:]
 
 
 def _victims(rules: Rules, views: Sequence[View], new: Sequence[New]) -> tuple[slots.Victim, ...]:

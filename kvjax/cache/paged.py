@@ -532,8 +532,7 @@ class Taken(NamedTuple):
     def evicted(self, rules: Rules, config: LayerConfig, state: Parts, new: New) -> Evicted:
         """The pairs, as a residual takes them; none where they have not been read."""
         if self.kv is None:
-            nothing = jnp.zeros_like(new.k), jnp.zeros_like(new.v)
-            return Evicted(*nothing, jnp.zeros(new.k.shape[:3], bool), new.layer, new.kernels)
+            return slots.nothing_evicted(new)
         pair = rules.codec.restore(config, self.kv, self.left[..., None], state.codec, new.k.dtype)
         remembered = (self.left >= 0) & slots.in_window(self.left, new)
         return Evicted(pair.k, pair.v, remembered[..., None], new.layer, new.kernels)

@@ -301,6 +301,12 @@ def fold_evicted(
     return jax.lax.scan(add, remembered, parts)[0]
 
 
+def nothing_evicted(new: New) -> Evicted:
+    """What has left for some new tokens where nobody asks for it."""
+    nowhere = jnp.zeros(new.k.shape[:3], bool)
+    return Evicted(jnp.zeros_like(new.k), jnp.zeros_like(new.v), nowhere, new.layer, new.kernels)
+
+
 def where_read(new: New, after: PyTree, before: PyTree) -> PyTree:
     """What is remembered after a reading: rows that have read nothing do not change, whatever a score makes of it."""
     reads = new.valid.any(1)

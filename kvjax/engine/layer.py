@@ -221,9 +221,15 @@ def _step(
     return storage, found.out, []
 
 
-def exchange(config: LayerConfig, policy: Policy, storage: Any, layer: int, new: New) -> tuple[Any, Evicted]:
-    """One token per row in a slot of each head, and what was there, which the residual has been told of."""
-    absorb = None if policy.residual is None else policy.residual.absorb
+def exchange(
+    config: LayerConfig, policy: Policy, storage: Any, layer: int, new: New, *, pairs: bool = False
+) -> tuple[Any, Evicted]:
+    """One token per row in a slot of each head, and what was there, which the residual has been told of.
+
+    Without a residual it is nothing, unless its `pairs` are asked for.
+    """
+    unchanged = (lambda remembered, evicted: remembered) if pairs else None
+    absorb = unchanged if policy.residual is None else policy.residual.absorb
     with jax.named_scope("eviction"):
         storage, evicted = storage.exchange(policy, config, layer, new, absorb)
     if absorb is None:

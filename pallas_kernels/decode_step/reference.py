@@ -45,8 +45,9 @@ def decode_step(
         standing = -distances(standing.query, standing.codes).astype(jnp.float32)
     else:
         added = added, None
+    choice: dict[str, Any] = dict(protection=protection, keep=keep, shrinks=shrinks, pairs=pairs)
     slot, left, taken, position, ((k, v, buffers), codes) = eviction.evict(
-        standing, position, new_position, held, added, protection=protection, keep=keep, shrinks=shrinks
+        standing, position, new_position, held, added, **choice
     )
     asked: dict[str, Any] = dict(places=None, low_rank=None, sinks=sinks, scores=scores, platform=platform)
     attended = attention.decode_attention(q, k, v, position, new_position, spec, **asked)

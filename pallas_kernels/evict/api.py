@@ -27,6 +27,7 @@ def evict(
     protection: Protection,
     keep: Bool[Array, "b h c"] | None = None,
     shrinks: bool = False,
+    pairs: bool = True,
     implementation: str = "auto",
     interpret: Any = False,
     platform: str | None = None,
@@ -45,6 +46,7 @@ def evict(
         protection: sinks, recent window and limit of each head.
         keep: slots that never leave, or None.
         shrinks: live slots may lie beyond the limit, as for policies whose budget falls.
+        pairs: whether what `buffers` held in the slots is handed out.
         implementation: `auto`, `xla` or `pallas`. `xla` takes everything. `pallas` is for TPU; it takes c a multiple of
             16 (32 with numbers of 8 bits) up to 16384; buffers [b h c] of 32-bit numbers or bool; [b h c w] with w up
             to 256, of float32, bfloat16, int8 or uint8 where XLA stores w innermost (w a multiple of 128, or c so
@@ -54,8 +56,8 @@ def evict(
         platform: for which the program is compiled; None for that of `jax.default_backend()`.
 
     Returns:
-        The slots (c for rows of padding), what they held (position, -1 for none, and buffers [b h ...]), and the
-        position and buffers with the new token.
+        The slots (c for rows of padding), what they held (position, -1 for none, and buffers [b h ...] or None), and
+        the position and buffers with the new token.
 
     Raises:
         Unsupported: the implementation asked for cannot run these arguments here.
@@ -76,8 +78,11 @@ def evict(
     task = common.Task(common.bucket("evict", dict(b=b, c=c), settings), evict, asked | arguments)
     chosen = common.choose("evict", implementation, limits, platform=platform, interpret=interpret, task=task)
     if chosen == "xla":
-        return reference.evict(scores, position, new_position, buffers, added, **arguments)
-    return pallas.evict(scores, position, new_position, buffers, added, interpret=interpret, **arguments)
+        return reference.evict(scores, position, new_position, buffers, added, pairs=pairs, **arguments)
+    slot, left, taken, *written = pallas.evict(
+        scores, position, new_position, buffers, added, interpret=interpret, **arguments
+    )
+    return slot, left, taken if pairs else None, *written
 
 
 def limit(position: Array, buffers: Any, form: str) -> str | None:

@@ -22,32 +22,43 @@ def evict(
     protection: Protection,
     keep: Bool[Array, "b h c"] | None,
     shrinks: bool,
+    pairs: bool,
 ) -> tuple[Array, Array, Any, Array, Any]:
     """See `api.evict`."""
     sinks, recent, limit = (x[..., None] for x in protection)
     newest = new_position[:, None, None]
     slot = victim(scores, position, newest, sinks, recent, limit, keep, shrinks=shrinks)[..., 0]
-    return exchange(slot, position, new_position, buffers, added)
+    return exchange(slot, position, new_position, buffers, added, pairs=pairs)
 
 
 def exchange(
-    slot: Int[Array, "b h"], position: Int[Array, "b h c"], new_position: Int[Array, " b"], buffers: Any, added: Any
+    slot: Int[Array, "b h"],
+    position: Int[Array, "b h c"],
+    new_position: Int[Array, " b"],
+    buffers: Any,
+    added: Any,
+    *,
+    pairs: bool = True,
 ) -> tuple[Array, Array, Any, Array, Any]:
     """`api.evict`, given the slot of each head."""
     rows, heads, capacity = position.shape
     row, head = jnp.arange(rows)[:, None], jnp.arange(heads)[None]
     writes = new_position[:, None] >= 0
-    taken = jax.tree.map(lambda leaf: leaf[row, head, slot], {"position": position, "buffers": buffers})
-    slot = after_reading(jnp.where(writes, slot, capacity), taken)
+    at: dict[str, Any] = dict(unique_indices=True, wrap_negative_indices=False)
+    held = position, buffers if pairs else None
+    left, taken = held = jax.tree.map(lambda leaf: leaf.at[row, head, slot].get(**at), held)
+    slot = after_reading(jnp.where(writes, slot, capacity), held)
+    on_cpu = platform_of(None) == "cpu"
 
     def write(leaf: Array, value: Array) -> Array:
-        if leaf.dtype == jnp.bfloat16 and platform_of(None) == "cpu":
-            return written_through(leaf, slot, value)  # a scatter would turn all of it into float32 and back
-        return leaf.at[row, head, slot].set(value.astype(leaf.dtype), unique_indices=True, mode="drop")
+        # On a CPU XLA compiles every scatter anew, and would turn all of a buffer in bfloat16 into float32 and back.
+        if on_cpu and (leaf.ndim == 3 or leaf.dtype == jnp.bfloat16):
+            return written_through(leaf, slot, value)
+        return leaf.at[row, head, slot].set(value.astype(leaf.dtype), mode="drop", **at)
 
     position = write(position, jnp.broadcast_to(new_position[:, None], slot.shape))
     buffers = jax.tree.map(write, buffers, added)
-    return slot, jnp.where(writes, taken["position"], -1), taken["buffers"], position, buffers
+    return slot, jnp.where(writes, left, -1), taken, position, buffers
 
 
 def written_through(leaf: Array, slot: Int[Array, "b h"], value: Array) -> Array:

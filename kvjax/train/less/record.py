@@ -211,7 +211,7 @@ def replay(
     """
     layer = int(new.layer)
     before = storage.layers[layer].position
-    storage, evicted = exchange(config, policy, storage, layer, new)
+    storage, evicted = exchange(config, policy, storage, layer, new, pairs=True)
     view = storage.layers[layer]
     # One slot of each head has changed hands; what a window has passed is nobody's to remember.
     left = jnp.where(view.position != before, before, -1).max(-1)
