@@ -119,6 +119,16 @@ def test_a_token_takes_the_slot_that_compression_would_drop(way):
     np.testing.assert_array_equal(jnp.where(here, written.slots.score, 0), 0)
 
 
+@pytest.mark.parametrize(("absorb", "reads"), [(None, 1), (lambda kept, evicted: kept, 4)])
+def test_a_step_reads_what_leaves_only_for_who_asks(absorb, reads):
+    """The position alone is always read; and on a CPU keys and values alone are written by scatters."""
+    new = new_token(jax.random.key(0), 2, 2, 2, 64, jnp.asarray([150, 120]), XLA)
+    dense = Dense((full_view(2, 2, 48, 64, lambda k, scores: scores),))
+    text = jax.jit(lambda dense: dense.exchange(kvjax.policy("h2o"), CONFIG, 0, new, absorb)).lower(dense).as_text()
+    assert text.count('"stablehlo.gather"') == reads
+    assert text.count('"stablehlo.scatter"') == 2
+
+
 @pytest.mark.parametrize("name", ["h2o", "keyformer", "tova", "lambda_mask", "lsh_e"])
 def test_one_pass_is_exchange_then_attention(name):
     b, h, g, c, d = 2, 2, 2, 32, 64

@@ -228,8 +228,8 @@ def exchange(
 
     Without a residual it is nothing, unless its `pairs` are asked for.
     """
-    unchanged = (lambda remembered, evicted: remembered) if pairs else None
-    absorb = unchanged if policy.residual is None else policy.residual.absorb
+    told = _unchanged if pairs else None
+    absorb = told if policy.residual is None else policy.residual.absorb
     with jax.named_scope("eviction"):
         storage, evicted = storage.exchange(policy, config, layer, new, absorb)
     if absorb is None:
@@ -237,6 +237,10 @@ def exchange(
     with jax.named_scope("residual"):
         remembered = absorb(storage.heads(layer).state.residual, evicted)
         return storage.put_state(layer, residual=remembered), evicted
+
+
+def _unchanged(remembered: PyTree, evicted: Evicted) -> PyTree:
+    return remembered
 
 
 def heard(policy: Policy, storage: Any, layer: int, asks: PyTree, answers: Any, new: New) -> Any:
