@@ -119,6 +119,15 @@ def test_a_token_takes_the_slot_that_compression_would_drop(way):
     np.testing.assert_array_equal(jnp.where(here, written.slots.score, 0), 0)
 
 
+@pytest.mark.parametrize("way", [XLA, TPU_WAYS[0]], ids=str)
+def test_what_leaves_is_handed_out_where_it_is_asked_for(way):
+    inputs = jax.tree.map(jnp.asarray, case(2, 2, 48, 64, live="ragged").arrays[0])
+    slot, left, _, *written = evict(**inputs, **way.options)
+    alone = evict(**inputs, pairs=False, **way.options)
+    assert alone[2] is None
+    jax.tree.map(np.testing.assert_array_equal, (slot, left, *written), (*alone[:2], *alone[3:]))
+
+
 @pytest.mark.parametrize(("absorb", "reads"), [(None, 1), (lambda kept, evicted: kept, 4)])
 def test_a_step_reads_what_leaves_only_for_who_asks(absorb, reads):
     """The position alone is always read; and on a CPU keys and values alone are written by scatters."""

@@ -39,15 +39,13 @@ def decode_step(
     platform: str,
 ) -> Stepped:
     """See `api.decode_step`."""
-    held, codes = ((k, v, buffers), None), None
+    held, entry = ((k, v, buffers), None), (added, None)
     if isinstance(standing, Hashed):
-        held, added = ((k, v, buffers), standing.codes), (added, standing.added)
+        held, entry = ((k, v, buffers), standing.codes), (added, standing.added)
         standing = -distances(standing.query, standing.codes).astype(jnp.float32)
-    else:
-        added = added, None
     choice: dict[str, Any] = dict(protection=protection, keep=keep, shrinks=shrinks, pairs=pairs)
     slot, left, taken, position, ((k, v, buffers), codes) = eviction.evict(
-        standing, position, new_position, held, added, **choice
+        standing, position, new_position, held, entry, **choice
     )
     asked: dict[str, Any] = dict(places=None, low_rank=None, sinks=sinks, scores=scores, platform=platform)
     attended = attention.decode_attention(q, k, v, position, new_position, spec, **asked)

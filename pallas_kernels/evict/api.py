@@ -79,10 +79,8 @@ def evict(
     chosen = common.choose("evict", implementation, limits, platform=platform, interpret=interpret, task=task)
     if chosen == "xla":
         return reference.evict(scores, position, new_position, buffers, added, pairs=pairs, **arguments)
-    slot, left, taken, *written = pallas.evict(
-        scores, position, new_position, buffers, added, interpret=interpret, **arguments
-    )
-    return slot, left, taken if pairs else None, *written
+    found = pallas.evict(scores, position, new_position, buffers, added, interpret=interpret, **arguments)
+    return found if pairs else (*found[:2], None, *found[3:])
 
 
 def limit(position: Array, buffers: Any, form: str) -> str | None:
