@@ -48,7 +48,9 @@ class Persistence(Score):
         probs, position, visible = answers
         counts = position >= 0
         place = jnp.where(counts, position % self.history, 0).astype(jnp.uint32)
-        below = (probs > 0).any(2) & (probs.mean(2) * visible[..., None] < 1)
+        # An average share is none below, however a softmax rounds it: the first query's is 1, or just less.
+        average = 1 - 16 * jnp.finfo(probs.dtype).eps
+        below = (probs > 0).any(2) & (probs.mean(2) * visible[..., None] < average)
         words = self._bits(place, counts, WORD)
         if probs.shape[3] == 1:
             found = jnp.where(below[:, :, 0, :, None], words[:, None], jnp.uint32(0))
