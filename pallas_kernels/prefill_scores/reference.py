@@ -88,16 +88,16 @@ def prefill_scores(
     (b, h, g, n, _), most = q.shape, CPU if platform == "cpu" else ACCELERATOR
     heads = (b * h * g, h * g)
     together, alone = (min(power_below(max(32, most.rows // x)), most.queries, _power_above(n)) for x in heads)
-    settings: dict[str, Any] = dict(tau=tau, scores=scores, most=most)
+    settings: dict[str, Any] = dict(spec=spec, own=own, tau=tau, scores=scores, most=most)
     arrays = q, k, v, query_position, key_position, weights, noise, places
     if platform != "cpu" or together == alone:
-        return _read(*arrays, spec, own, size=together, **settings)
+        return _read(*arrays, size=together, **settings)
 
     def read_row(i: Any) -> PromptAttention:
         def of_row(x: Any) -> Any:
             return Joined(of_row(x.old), of_row(x.new)) if isinstance(x, Joined) else cut(x, i, 1, 0)
 
-        found = _read(*map(of_row, arrays), spec, own, size=alone, **settings)
+        found = _read(*map(of_row, arrays), size=alone, **settings)
         return jax.tree.map(lambda x: x[0], found)
 
     # In blocks as large as one row fills, keys pass the cores less often than in small ones of all rows.
@@ -113,9 +113,9 @@ def _read(
     weights: Float[Array, "b #h m n"] | None,
     noise: Float[Array, "b h c"] | None,
     places: tuple[Int[Array, "b #h n"], Int[Array, "b #h c"]] | None,
+    *,
     spec: AttentionSpec,
     own: Own | None,
-    *,
     tau: float,
     scores: bool,
     most: Blocks,
