@@ -199,7 +199,7 @@ def decode_step(
         scratch_shapes=[scratch],
         input_output_aliases={came.index(given): went.index(result) for given, result in shared.items()},
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "arbitrary", "arbitrary"), vmem_limit_bytes=VMEM_BYTES
+            dimension_semantics=("parallel", "arbitrary", "arbitrary"), vmem_limit_bytes=VMEM_BYTES, disable_bounds_checks=True
         ),
         interpret=interpret,
         name="decode_step",
