@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, UInt32
+from jaxtyping import Array, Bool, Float, Int, Shaped, UInt32
 
 from pallas_kernels import noise
 from pallas_kernels.decode_attention.types import Gumbel
@@ -39,11 +40,12 @@ def tempered(
     tau: Float[Array, ""],
     head: UInt32[Array, "*b #s"],
     position: Int[Array, "*b s"],
+    lay: Callable[[Array], Array] = lambda noise: jnp.expand_dims(noise, -2),
 ) -> Float[Array, "*b g s"]:
-    """The logits of equation 9 of Keyformer: with noise, and at a temperature."""
+    """The logits of equation 9 of Keyformer: with noise, as `lay` puts it beside them, and at a temperature."""
     if gumbel.noise != "none":
         bits = noise.hashed_bits(seed, gumbel.layer, head, position.astype(jnp.uint32))
-        logits += jnp.expand_dims(noise.KINDS[gumbel.noise](noise.uniform(bits)), -2)
+        logits += lay(noise.KINDS[gumbel.noise](noise.uniform(bits)))
     return jnp.where(visible, logits / tau, LOWEST)
 
 
@@ -68,7 +70,13 @@ def dot(a: Array, b: Array, axis: int) -> Float[Array, "n g s"]:
 
 
 def products(
-    q: Float[Array, "#n g d"], k: Array, scale: Float[Array, "n s"] | None, channels: int, integers: bool
+    q: Float[Array, "#n g d"],
+    k: Array,
+    scale: Float[Array, "n s"] | None,
+    channels: int,
+    integers: bool,
+    *,
+    shared: bool = False,
 ) -> Float[Array, "n g s"]:
     """Products of queries and a block of keys.
 
@@ -78,23 +86,47 @@ def products(
         scale: of codes; None for keys.
         channels: the axis of k that is that of channels, 1 or 2.
         integers: whether the chip multiplies them; what does not takes them as bfloat16, in which bytes are exact.
+        shared: whether rows are single ones of several heads, as `of_each` takes them.
     """
     rows, unit = (q, None) if scale is None else digits(q.astype(jnp.float32))
-    rows = jnp.broadcast_to(rows, (k.shape[0], *rows.shape[1:]))
+    if not shared:
+        rows = jnp.broadcast_to(rows, (k.shape[0], *rows.shape[1:]))
     if scale is None or unit is None:
-        return dot(rows, k, channels)
-    return joined(_dot_codes(rows, k, channels, channels, integers), unit) * scale[:, None, :]
+        return of_each(lambda rows: dot(rows, k, channels), rows, len(k))
+    found = of_each(lambda rows: _dot_codes(rows, k, channels, channels, integers), rows, len(k))
+    return joined(found, unit) * beside(scale, len(found))
 
 
 def weighted(
-    weights: Float[Array, "n g s"], v: Array, scale: Float[Array, "n s"] | None, channels: int, integers: bool
-) -> Float[Array, "n g e"]:
+    weights: Float[Array, "#n g s"], v: Array, scale: Float[Array, "n s"] | None, channels: int, integers: bool
+) -> Float[Array, "#n g e"]:
     """Sums of a block of values with weights that are not negative; arguments as those of `products`."""
     slots = 3 - channels
     if scale is None:
-        return dot(weights.astype(v.dtype), v, slots)
-    rows, unit = digits(weights * scale[:, None, :])
-    return joined(_dot_codes(rows, v, slots, channels, integers), unit)
+        return of_each(lambda rows: dot(rows, v, slots), weights.astype(v.dtype), len(v))
+    rows, unit = digits(weights * beside(scale, len(weights)))
+    return joined(of_each(lambda rows: _dot_codes(rows, v, slots, channels, integers), rows, len(v)), unit)
+
+
+def beside(x: Shaped[Array, "h s"], blocks: int) -> Shaped[Array, "n #rows s"]:
+    """What slots of each KV head have, beside the rows of its queries that lie in so many blocks."""
+    return x[:, None] if len(x) == blocks else x.reshape(blocks, -1, x.shape[1])
+
+
+def of_each(multiply: Callable[[Array], Array], rows: Array, heads: int) -> Array:
+    """Products of rows with what their KV heads have, where single rows of several heads may lie in one block.
+
+    Such a block is multiplied by what each of its heads has, which is as dear as one row, and each keeps its own.
+    """
+    blocks, together = len(rows), heads // len(rows)
+    if together == 1:
+        return multiply(rows)
+    found = multiply(jnp.repeat(rows, together, axis=0))
+    whose = jax.lax.broadcasted_iota(jnp.int32, found.shape[1:], 0) % together
+    kept = [found[block * together] for block in range(blocks)]
+    for i in range(1, together):
+        kept = [jnp.where(whose == i, found[block * together + i], own) for block, own in enumerate(kept)]
+    return jnp.stack(kept)
 
 
 def _dot_codes(rows: Array, codes: Array, axis: int, channels: int, integers: bool) -> Array:

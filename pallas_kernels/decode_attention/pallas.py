@@ -17,8 +17,17 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.attention import AttentionSpec
-from pallas_kernels.common import LANES, SUBLANES, padded, slots_lie_along_lanes
-from pallas_kernels.decode_attention.kernel_parts import LOWEST, dot, multiplies_integers, seen, stored, weighted
+from pallas_kernels.common import LANES, SUBLANES, slots_lie_along_lanes
+from pallas_kernels.decode_attention.kernel_parts import (
+    LOWEST,
+    beside,
+    dot,
+    multiplies_integers,
+    of_each,
+    seen,
+    stored,
+    weighted,
+)
 from pallas_kernels.decode_attention.running import (
     advance,
     along_lanes,
@@ -26,8 +35,10 @@ from pallas_kernels.decode_attention.running import (
     logits_of,
     noisy,
     packed,
+    rows_and_blocks,
     rows_of,
     slope_rows,
+    summed,
 )
 from pallas_kernels.decode_attention.types import Decoded, Gumbel, LowRank, Sinks
 from pallas_kernels.operands import Operand
@@ -56,8 +67,9 @@ def decode_attention(
     b, h, g, d = q.shape
     c, e = v.shape[2:]
     heads, slots = tile(h, c, max(d, e), min(stored(x)[0].dtype.itemsize for x in (k, v)))
-    splits, rows = pl.cdiv(c, slots), padded(g, SUBLANES)
-    held = 4 * heads * rows * splits * slots
+    splits, (blocks, rows) = pl.cdiv(c, slots), rows_and_blocks(heads, g)
+    shared = blocks < heads
+    held = 4 * blocks * rows * splits * slots
     keep = scores is not None and held <= HELD_BYTES
 
     def of_heads(*tail: int) -> pl.BlockSpec:
@@ -90,7 +102,7 @@ def decode_attention(
         else:
             inputs[name] = (array, pl.BlockSpec((1, heads, slots, width), lambda b, h, s: (b, h, s, 0)))
     if spec.slopes is not None:
-        block = pl.BlockSpec((heads, rows, 1), lambda b, h, s: (h, 0, 0))
+        block = pl.BlockSpec((blocks, rows, 1), lambda b, h, s: (h, 0, 0))
         inputs["slopes"] = (slope_rows(spec.slopes), block)
     if low_rank is not None:
         features = low_rank.features.shape[-1]
@@ -103,23 +115,22 @@ def decode_attention(
         if scores.first is not None:
             inputs["first"] = (scores.first, scalars)
 
+    told = 1 if shared else rows
     outputs: dict[str, tuple[tuple[int, ...], pl.BlockSpec]] = {
         "out": ((b, h * g, e), of_queries(e)),
-        "lse": ((b, h, rows), of_heads(rows)),
+        "lse": ((b, h, told), of_heads(told)),
     }
-    scratch = {"acc": (heads, rows, e), "top": (heads, rows, 1), "total": (heads, rows, 1)}
+    scratch = {"acc": (blocks, rows, e), "top": (blocks, rows, 1), "total": (blocks, rows, 1)}
     if isinstance(scores, Gumbel):
-        scratch |= {"noisy_top": (heads, rows, 1), "noisy_total": (heads, rows, 1)}
+        scratch |= {"noisy_top": (blocks, rows, 1), "noisy_total": (blocks, rows, 1)}
     if keep:
-        shape = (g, c) if scores == "each" else (c,)
+        shape = (g, c) if scores == "each" and not shared else (c,)
         outputs["scores"] = ((b, h, *shape), of_heads(*shape))
-        scratch["logits"] = (heads, rows, splits * slots)
+        scratch["logits"] = (blocks, rows, splits * slots)
     elif scores is not None:
-        outputs["logits"] = (
-            (b, h, rows, c),
-            pl.BlockSpec((1, heads, rows, slots), lambda b, h, s: (b, h, 0, s)),
-        )
-        outputs["scores_lse"] = ((b, h, rows), of_heads(rows))
+        several = pl.BlockSpec((1, heads, rows, slots), lambda b, h, s: (b, h, 0, s))
+        outputs["logits"] = ((b, h, c), of_slots) if shared else ((b, h, rows, c), several)
+        outputs["scores_lse"] = ((b, h, told), of_heads(told))
 
     kernel = functools.partial(
         _kernel,
@@ -149,8 +160,10 @@ def decode_attention(
     if "logits" in found:
         # Rows too long for the chip's memory: an elementwise epilogue.
         finite = jnp.where(jnp.isfinite(found["scores_lse"]), found["scores_lse"], 0.0)
-        result = jnp.exp(found["logits"] - finite[..., None])[:, :, :g]
+        result = jnp.exp(found["logits"].reshape(b, h, told, c) - finite[..., None])[:, :, :g]
         result = result if scores == "each" else result.sum(2)
+    if scores == "each":
+        result = found["scores"].reshape(b, h, g, c) if "scores" in found else result
     return Decoded(found["out"].reshape(b, h, g, e), found["lse"][:, :, :g], result)
 
 
@@ -212,6 +225,7 @@ def _kernel(
 
     q = rows_of(refs["q"][0], heads)
     logits, visible = logits_of(refs, q, position, visible, query, spec, k_channels, integers, sinks, split * slots)
+    shared = len(q) < heads
     advance(scratch, logits, lambda weights: weighted(weights, v, v_scale, v_channels, integers))
     if gumbel is not None:
         logits = noisy(refs, logits, visible, position, gumbel, row, block * heads)
@@ -220,37 +234,39 @@ def _kernel(
         here = slice(None) if slots == capacity else pl.ds(pl.multiple_of(split * slots, slots), slots)
         scratch["logits"][:, :, here] = logits
     elif "logits" in outputs:
-        outputs["logits"][0] = logits
+        outputs["logits"][0] = logits.reshape(heads, slots) if shared else logits
 
     @pl.when(split == pl.num_programs(2) - 1)
     def _() -> None:
         out, lse = _finish(refs, scratch)
-        outputs["out"][0], outputs["lse"][0] = packed(out, groups), along_lanes(lse)
+        outputs["out"][0], outputs["lse"][0] = packed(out, heads, groups), along_lanes(lse, heads)
         if scores is None:
             return
         top, total = ("top", "total") if gumbel is None else ("noisy_top", "noisy_total")
         top, total = scratch[top][...], scratch[total][...]
         if "scores_lse" in outputs:
-            outputs["scores_lse"][0] = along_lanes(log_sum(top, total))
+            outputs["scores_lse"][0] = along_lanes(log_sum(top, total), heads)
             return
-        share = jnp.exp(scratch["logits"][:, :groups, :capacity] - top[:, :groups])
-        share /= jnp.maximum(total, jnp.finfo(jnp.float32).tiny)[:, :groups]
-        outputs["scores"][0] = share if scores == "each" else share.sum(1)
+        used = slice(None) if shared else slice(groups)
+        share = jnp.exp(scratch["logits"][:, used, :capacity] - top[:, used])
+        share /= jnp.maximum(total, jnp.finfo(jnp.float32).tiny)[:, used]
+        outputs["scores"][0] = share if scores == "each" and not shared else summed(share, heads)
 
 
 def _finish(refs: Any, scratch: Any) -> tuple[Array, Array]:
     # Slots, and the low-rank share as one more split.
     top, total, acc = scratch["top"][...], scratch["total"][...], scratch["acc"][...]
     if "phi" in refs:
-        phi = rows_of(refs["phi"][0], len(acc))
-        mass = (phi * refs["z"][0][:, None]).sum(-1, keepdims=True)
+        z = refs["z"][0]
+        phi = rows_of(refs["phi"][0], len(z))
+        mass = (phi * beside(z, len(acc))).sum(-1, keepdims=True)
         some = mass > 0
         other = jnp.where(some, jnp.log(jnp.where(some, mass, 1.0)), LOWEST / 2)
         highest = jnp.maximum(top, other)
         kept = jnp.exp(top - highest)
         # Of phi H only the direction counts: its mass comes in as exp(log mass - highest), which cannot overflow.
         added = jnp.where(some, jnp.exp(other - highest) / jnp.where(some, mass, 1.0), 0.0)
-        acc = kept * acc + added * dot(phi, refs["h"][0], 1)
+        acc = kept * acc + added * of_each(lambda rows: dot(rows, refs["h"][0], 1), phi, len(z))
         total = kept * total + jnp.where(some, jnp.exp(other - highest), 0.0)
         top = highest
     return acc / jnp.maximum(total, jnp.finfo(jnp.float32).tiny), log_sum(top, total)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.attention import AttentionSpec
 from pallas_kernels.common import LANES, SUBLANES, padded
-from pallas_kernels.decode_attention.kernel_parts import LOWEST, products, tempered
+from pallas_kernels.decode_attention.kernel_parts import LOWEST, beside, products, tempered
 from pallas_kernels.decode_attention.types import Gumbel
 
 TILE = 32
@@ -20,7 +21,7 @@ TILE = 32
 
 def logits_of(
     refs: Any,
-    q: Float[Array, "h rows d"],
+    q: Float[Array, "n rows d"],
     position: Int[Array, "h s"],
     visible: Bool[Array, "h s"],
     query: Int[Array, ""],
@@ -29,12 +30,12 @@ def logits_of(
     integers: bool,
     sinks: int,
     first: Any,
-) -> tuple[Float[Array, "h rows s"], Bool[Array, "h rows s"]]:
+) -> tuple[Float[Array, "n rows s"], Bool[Array, "n rows s"]]:
     """Of a block of slots, `LOWEST` where a slot is not seen, and which are.
 
     Args:
         refs: the kernel's inputs by name.
-        q: queries of each head.
+        q: queries as `rows_of` lays them.
         position: the token in each slot.
         visible: whether the query sees it.
         query: the query's position.
@@ -45,42 +46,44 @@ def logits_of(
         first: the number of the block's first slot.
     """
     k, scale = refs["k"][0], refs["k_scale"][0] if "k_scale" in refs else None
-    found = products(q, k, scale, channels, integers)
+    heads = len(k)
+    found = products(q, k, scale, channels, integers, shared=len(q) < heads)
     if sinks:
         near = min(LANES, position.shape[1])
         some = near if channels == 1 else min(padded(sinks, TILE), near)
         keys = k[:, :, :some] if channels == 1 else k[:, :some]
         scales = None if scale is None else scale[:, :some]
-        own = products(rows_of(refs["sinks_q"][0], len(q)), keys, scales, channels, integers)
+        own = products(rows_of(refs["sinks_q"][0], heads), keys, scales, channels, integers, shared=len(q) < heads)
         own = jnp.pad(own, ((0, 0), (0, 0), (0, near - some)))
-        index = first + jax.lax.broadcasted_iota(jnp.int32, (len(q), near), 1)
-        here = ((position[:, :near] < sinks) & (index < sinks))[:, None, :]
+        index = first + jax.lax.broadcasted_iota(jnp.int32, (heads, near), 1)
+        here = (beside(position[:, :near], len(q)) < sinks) & (beside(index, len(q)) < sinks)
         found = jnp.concatenate([jnp.where(here, own, found[..., :near]), found[..., near:]], axis=-1)
     logits = spec.capped(found)
     if "slopes" in refs:
-        logits += refs["slopes"][...] * (position - query).astype(jnp.float32)[:, None, :]
-    seen = jnp.broadcast_to(visible[:, None, :], logits.shape)
+        logits += refs["slopes"][...] * beside((position - query).astype(jnp.float32), len(q))
+    seen = jnp.broadcast_to(beside(visible, len(q)), logits.shape)
     return jnp.where(seen, logits, LOWEST), seen
 
 
 def noisy(
     refs: Any,
-    logits: Float[Array, "h rows s"],
-    visible: Bool[Array, "h rows s"],
+    logits: Float[Array, "n rows s"],
+    visible: Bool[Array, "n rows s"],
     position: Int[Array, "h s"],
     gumbel: Gumbel,
     row: Any,
     head: Any,
-) -> Float[Array, "h rows s"]:
+) -> Float[Array, "n rows s"]:
     """Logits with Keyformer's noise at its temperature; `head` is the first one of the block."""
     seed = jax.lax.bitcast_convert_type(jnp.full(position.shape, refs["seed"][row], jnp.int32), jnp.uint32)
     heads = head + jax.lax.broadcasted_iota(jnp.int32, position.shape, 0)
     heads += refs["first"][row] if "first" in refs else 0
-    return tempered(logits, visible, gumbel, seed, refs["tau"][row], heads.astype(jnp.uint32), position)
+    lay = functools.partial(beside, blocks=len(logits))
+    return tempered(logits, visible, gumbel, seed, refs["tau"][row], heads.astype(jnp.uint32), position, lay)
 
 
 def advance(
-    scratch: Any, logits: Float[Array, "h rows s"], weigh: Callable[[Array], Array] | None = None, of: str = ""
+    scratch: Any, logits: Float[Array, "n rows s"], weigh: Callable[[Array], Array] | None = None, of: str = ""
 ) -> None:
     """Let a running softmax go on over a block.
 
@@ -105,38 +108,58 @@ def log_sum(top: Array, total: Array) -> Array:
     return jnp.where(some, top + jnp.log(jnp.where(some, total, 1.0)), -jnp.inf)
 
 
-def rows_of(x: Float[Array, "hg n"], heads: int) -> Float[Array, "h rows n"]:
-    """Packed rows with those of each head in registers of their own; what lies between groups means nothing."""
+def rows_and_blocks(heads: int, groups: int) -> tuple[int, int]:
+    """How the query heads of so many KV heads lie in registers: how many of these, and rows of each.
+
+    Those of a KV head have one of their own, but single ones share it: eight would be alike.
+    """
+    if groups == 1 and heads % SUBLANES == 0:
+        return heads // SUBLANES, SUBLANES
+    return heads, padded(groups, SUBLANES)
+
+
+def rows_of(x: Float[Array, "hg w"], heads: int) -> Float[Array, "n rows w"]:
+    """Packed rows as `rows_and_blocks` says; what lies between groups means nothing."""
     groups = len(x) // heads
-    rows = padded(groups, SUBLANES)
+    blocks, rows = rows_and_blocks(heads, groups)
     precise = x.astype(jnp.float32)  # of which a tile has as many rows
-    if groups == 1:
+    if blocks * rows == len(x):
+        tiles = precise.reshape(blocks, rows, x.shape[1])
+    elif groups == 1:
         tiles = jnp.broadcast_to(precise[:, None], (heads, rows, x.shape[1]))
-    elif groups == rows:
-        tiles = precise.reshape(heads, rows, x.shape[1])
     else:
         own = [precise[i * groups : (i + 1) * groups] for i in range(heads)]
         tiles = jnp.stack([jnp.pad(some, ((0, rows - groups), (0, 0))) for some in own])
     return tiles.astype(x.dtype)
 
 
-def slope_rows(slopes: Float[Array, "h g"]) -> Float[Array, "h rows 1"]:
+def slope_rows(slopes: Float[Array, "h g"]) -> Float[Array, "n rows 1"]:
     """ALiBi's slopes as `rows_of` lays out queries: a single one in all rows, which have to be alike."""
-    missing = padded(slopes.shape[1], SUBLANES) - slopes.shape[1]
+    blocks, rows = rows_and_blocks(*slopes.shape)
+    if blocks < len(slopes):
+        return slopes.astype(jnp.float32).reshape(blocks, rows, 1)
+    missing = rows - slopes.shape[1]
     return jnp.pad(slopes.astype(jnp.float32)[..., None], ((0, 0), (0, missing), (0, 0)), mode="edge")
 
 
-def packed(x: Float[Array, "h rows n"], groups: int) -> Float[Array, "hg n"]:
+def packed(x: Float[Array, "n rows w"], heads: int, groups: int) -> Float[Array, "hg w"]:
     """The inverse of `rows_of`."""
+    if len(x) < heads or groups == x.shape[1]:
+        return x.reshape(-1, x.shape[2])
     if groups == 1:
         return x.max(1)  # all rows are alike, and v4 cannot gather one of each tile
-    if groups == x.shape[1]:
-        return x.reshape(-1, x.shape[2])
     return jnp.concatenate([own[:groups] for own in x])
 
 
-def along_lanes(x: Float[Array, "h rows 1"]) -> Float[Array, "h rows"]:
+def summed(x: Float[Array, "n g s"], heads: int) -> Float[Array, "h s"]:
+    """Sums over the queries of each KV head, which are single ones where they share registers."""
+    return x.reshape(heads, -1) if len(x) < heads else x.sum(1)
+
+
+def along_lanes(x: Float[Array, "n rows 1"], heads: int) -> Float[Array, "h rows"]:
     """One number of each row, from a sublane each to a lane each: by a maximum, for v4 cannot gather from sublanes."""
+    if len(x) < heads:
+        return x.reshape(heads, 1)
     rows = x.shape[1]
     shape = (len(x), rows, rows)
     own = jax.lax.broadcasted_iota(jnp.int32, shape, 1) == jax.lax.broadcasted_iota(jnp.int32, shape, 2)

@@ -26,6 +26,7 @@ from pallas_kernels.common import LANES, SUBLANES, over_cores, padded, row_and_b
 from pallas_kernels.decode_attention import Gumbel
 from pallas_kernels.decode_attention.kernel_parts import (
     LOWEST,
+    beside,
     multiplies_integers,
     seen,
     stored,
@@ -39,8 +40,10 @@ from pallas_kernels.decode_attention.running import (
     logits_of,
     noisy,
     packed,
+    rows_and_blocks,
     rows_of,
     slope_rows,
+    summed,
 )
 from pallas_kernels.decode_attention.types import Decoded, Sinks
 from pallas_kernels.decode_step.types import Hashed, Stepped
@@ -75,7 +78,8 @@ def decode_step(
     b, h, g, d = q.shape
     c, e = v.shape[2:]
     heads, slots = blocks_of(k, v)
-    splits, rows, blocks = c // slots, padded(g, SUBLANES), h // heads
+    splits, blocks, (sets, rows) = c // slots, h // heads, rows_and_blocks(heads, g)
+    shared = sets < heads
     cores, units = over_cores(b * blocks)
 
     def block(*tail: int, along: int | None = None) -> pl.BlockSpec:
@@ -133,7 +137,7 @@ def decode_step(
         inputs["slopes"] = (
             slope_rows(spec.slopes),
             pl.BlockSpec(
-                (heads, rows, 1), lambda core, step, split: (row_and_block(core, step, units, blocks)[1], 0, 0)
+                (sets, rows, 1), lambda core, step, split: (row_and_block(core, step, units, blocks)[1], 0, 0)
             ),
         )
     if isinstance(scores, Gumbel):
@@ -143,10 +147,10 @@ def decode_step(
             inputs["first"] = (scores.first, scalars)
 
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
-    single = jnp.float32
+    single, told = jnp.float32, 1 if shared else rows
     outputs: dict[str, tuple[Any, Any, pl.BlockSpec]] = {
         "out": ((b, h * g, e), single, packed(e)),
-        "lse": ((b, h, rows), single, block(rows)),
+        "lse": ((b, h, told), single, block(told)),
         "slot": ((b, h, 1), jnp.int32, block(1)),
         "left": ((b, h, 1), jnp.int32, block(1)),
         **{name: (position.shape, inputs[name][0].dtype, block(c)) for name in ("position", *words)},
@@ -156,13 +160,13 @@ def decode_step(
         for name in "kv":
             entries, whole_row = inputs[f"{name}_entry"]
             outputs[f"{name}_taken"] = (entries.shape, entries.dtype, whole_row)
-    scratch: dict[str, Any] = {"acc": (heads, rows, e), "top": (heads, rows, 1), "total": (heads, rows, 1)}
+    scratch: dict[str, Any] = {"acc": (sets, rows, e), "top": (sets, rows, 1), "total": (sets, rows, 1)}
     if isinstance(scores, Gumbel):
-        scratch |= {"noisy_top": (heads, rows, 1), "noisy_total": (heads, rows, 1)}
+        scratch |= {"noisy_top": (sets, rows, 1), "noisy_total": (sets, rows, 1)}
     if scores is not None:
-        shape = (g, c) if scores == "each" else (c,)
+        shape = (g, c) if scores == "each" and not shared else (c,)
         outputs["scores"] = ((b, h, *shape), single, block(*shape))
-        scratch |= {"logits": (heads, rows, c), "new": (heads, rows, 1)}
+        scratch |= {"logits": (sets, rows, c), "new": (sets, rows, 1)}
     scratch = {name: pltpu.VMEM(shape, single) for name, shape in scratch.items()}
     scratch["slot"] = pltpu.VMEM((heads, 1), jnp.int32)
     scratch["slots"] = pltpu.SMEM((heads,), jnp.int32)
@@ -226,7 +230,10 @@ def decode_step(
         here = jnp.arange(c) == slot[..., None]
         return Quantised(array, jnp.where(here, old.scale, 0.0).sum(-1))
 
-    attended = Decoded(found["out"].reshape(b, h, g, e), found["lse"][:, :, :g], found.get("scores"))
+    told_of = found.get("scores")
+    if told_of is not None and scores == "each":
+        told_of = told_of.reshape(b, h, g, c)
+    attended = Decoded(found["out"].reshape(b, h, g, e), found["lse"][:, :, :g], told_of)
     pair = whole("k", k, added[0]), whole("v", v, added[1])
     others = jax.tree.map(written, buffers, added[2])
     leaving = (taken("k", k), taken("v", v)) if pairs else None
@@ -317,11 +324,11 @@ def _kernel(
             outputs[name][0] = jnp.where(here & writes, refs["code_entry"][0, :, i : i + 1], codes[i])
         # The new token is what the running softmax begins with.
         key, value = (refs.get(f"{name}_new", refs[f"{name}_entry"])[0] for name in "kv")
-        logits = (q.astype(jnp.float32) * jnp.broadcast_to(key[:, None], q.shape)).sum(-1, keepdims=True)
+        logits = (q.astype(jnp.float32) * jnp.broadcast_to(beside(key, len(q)), q.shape)).sum(-1, keepdims=True)
         logits = jnp.where(writes, spec.capped(logits), LOWEST)
         scratch["top"][...] = jnp.maximum(logits, LOWEST / 2)
         scratch["total"][...] = jnp.where(writes, jnp.ones_like(logits), 0.0)
-        value = jnp.broadcast_to(value[:, None], scratch["acc"].shape)
+        value = jnp.broadcast_to(beside(value, len(q)), scratch["acc"].shape)
         scratch["acc"][...] = jnp.where(writes, value, 0.0)
         if gumbel is not None:
             written = jnp.full(logits.shape, writes)
@@ -382,21 +389,22 @@ def _kernel(
         some = total > 0
         out = scratch["acc"][...] / jnp.where(some, total, 1.0)
         lse = log_sum(scratch["top"][...], total)
-        outputs["out"][0], outputs["lse"][0] = packed(out, groups), along_lanes(lse)
+        outputs["out"][0], outputs["lse"][0] = packed(out, heads, groups), along_lanes(lse, heads)
         if scores is None:
             return
         if gumbel is not None:
             total = scratch["noisy_total"][...]
-        top = scratch["noisy_top" if gumbel is not None else "top"][:, :groups]
-        share = 1 / jnp.maximum(total, jnp.finfo(jnp.float32).tiny)[:, :groups]
-        found = jnp.exp(scratch["logits"][:, :groups] - top) * share
-        new = jnp.exp(scratch["new"][:, :groups] - top) * share
+        used = slice(groups if len(q) == heads else None)
+        top = scratch["noisy_top" if gumbel is not None else "top"][:, used]
+        share = 1 / jnp.maximum(total, jnp.finfo(jnp.float32).tiny)[:, used]
+        found = jnp.exp(scratch["logits"][:, used] - top) * share
+        new = jnp.exp(scratch["new"][:, used] - top) * share
         here = jax.lax.broadcasted_iota(jnp.int32, (heads, capacity), 1) == scratch["slot"][...]
-        if scores == "each":
+        if scores == "each" and len(q) == heads:
             outputs["scores"][0] = jnp.where(here[:, None, :], new, found)
         else:
-            found = found.sum(1) + (refs["standing"][0] if adds else 0.0)
-            outputs["scores"][0] = jnp.where(here & writes, new.sum(1), found)
+            found = summed(found, heads) + (refs["standing"][0] if adds else 0.0)
+            outputs["scores"][0] = jnp.where(here & writes, summed(new, heads), found)
 
     # Of the next core's blocks none knows of these copies.
     @pl.when((step == units - 1) & (split == splits - 1))
