@@ -92,7 +92,7 @@ def products(
     if not shared:
         rows = jnp.broadcast_to(rows, (k.shape[0], *rows.shape[1:]))
     if scale is None or unit is None:
-        return of_each(lambda rows: dot(rows, k, channels), rows, len(k))
+        return of_each(lambda rows: dot(rows, full(k, 3 - channels), channels)[..., : k.shape[3 - channels]], rows, len(k))
     found = of_each(lambda rows: _dot_codes(rows, k, channels, channels, integers), rows, len(k))
     return joined(found, unit) * beside(scale, len(found))
 
@@ -103,7 +103,7 @@ def weighted(
     """Sums of a block of values with weights that are not negative; arguments as those of `products`."""
     slots = 3 - channels
     if scale is None:
-        return of_each(lambda rows: dot(rows, v, slots), weights.astype(v.dtype), len(v))
+        return of_each(lambda rows: dot(full(rows, 2, True), full(v, slots), slots), weights.astype(v.dtype), len(v))
     rows, unit = digits(weights * beside(scale, len(weights)))
     return joined(of_each(lambda rows: _dot_codes(rows, v, slots, channels, integers), rows, len(v)), unit)
 
@@ -127,6 +127,15 @@ def of_each(multiply: Callable[[Array], Array], rows: Array, heads: int) -> Arra
     for i in range(1, together):
         kept = [jnp.where(whose == i, found[block * together + i], own) for block, own in enumerate(kept)]
     return jnp.stack(kept)
+
+
+def full(x: Array, axis: int, zeros: bool = False) -> Array:
+    """Zeros behind the slots."""
+    missing = -x.shape[axis] % 256
+    if not 0 < missing < 128 or x.dtype != jnp.bfloat16:
+        return x
+    more = jax.lax.slice_in_dim(x, 0, missing, axis=axis)
+    return jnp.concatenate([x, jnp.zeros_like(more) if zeros else more], axis)
 
 
 def _dot_codes(rows: Array, codes: Array, axis: int, channels: int, integers: bool) -> Array:

@@ -346,13 +346,6 @@ def _kernel(
     k_channels, v_channels = (1 if name in turned else 2 for name in "kv")
     first = split * slots
     logits, visible = logits_of(refs, q, position, visible, newest, spec, k_channels, integers, sinks, first)
-    advance(scratch, logits, lambda weights: weighted(weights, refs["v"][0], v_scale, v_channels, integers))
-    if gumbel is not None:
-        logits = noisy(refs, logits, visible, position, gumbel, row, block * heads)
-        advance(scratch, logits, of="noisy_")
-    if scores is not None:
-        scratch["logits"][:, :, at] = logits
-
     def wait() -> None:
         # Semaphores count bytes: once for the tiles of all heads.
         for i, name in enumerate("kv"):
@@ -362,6 +355,13 @@ def _kernel(
     @pl.when((step > 0) & (split == 0))
     def _() -> None:
         wait()
+
+    advance(scratch, logits, lambda weights: weighted(weights, refs["v"][0], v_scale, v_channels, integers))
+    if gumbel is not None:
+        logits = noisy(refs, logits, visible, position, gumbel, row, block * heads)
+        advance(scratch, logits, of="noisy_")
+    if scores is not None:
+        scratch["logits"][:, :, at] = logits
 
     for head in range(heads):
         slot = scratch["slots"][head]
