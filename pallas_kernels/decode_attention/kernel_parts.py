@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped, UInt32
 
 from pallas_kernels import noise
+from pallas_kernels.common import LANES
 from pallas_kernels.decode_attention.types import Gumbel
 from pallas_kernels.operands import Operand, Quantised, Turned
 from pallas_kernels.quantised import digits, halves, joined
@@ -92,7 +93,8 @@ def products(
     if not shared:
         rows = jnp.broadcast_to(rows, (k.shape[0], *rows.shape[1:]))
     if scale is None or unit is None:
-        return of_each(lambda rows: dot(rows, full(k, 3 - channels), channels)[..., : k.shape[3 - channels]], rows, len(k))
+        whole = _filled(k, 3 - channels)
+        return of_each(lambda rows: dot(rows, whole, channels)[..., : k.shape[3 - channels]], rows, len(k))
     found = of_each(lambda rows: _dot_codes(rows, k, channels, channels, integers), rows, len(k))
     return joined(found, unit) * beside(scale, len(found))
 
@@ -103,7 +105,10 @@ def weighted(
     """Sums of a block of values with weights that are not negative; arguments as those of `products`."""
     slots = 3 - channels
     if scale is None:
-        return of_each(lambda rows: dot(full(rows, 2, True), full(v, slots), slots), weights.astype(v.dtype), len(v))
+        whole = _filled(v, slots)
+        unseen = whole.shape[slots] - weights.shape[2]
+        weights = jnp.pad(weights.astype(v.dtype), ((0, 0), (0, 0), (0, unseen)))
+        return of_each(lambda rows: dot(rows, whole, slots), weights, len(v))
     rows, unit = digits(weights * beside(scale, len(weights)))
     return joined(of_each(lambda rows: _dot_codes(rows, v, slots, channels, integers), rows, len(v)), unit)
 
@@ -129,13 +134,25 @@ def of_each(multiply: Callable[[Array], Array], rows: Array, heads: int) -> Arra
     return jnp.stack(kept)
 
 
-def full(x: Array, axis: int, zeros: bool = False) -> Array:
-    """Zeros behind the slots."""
-    missing = -x.shape[axis] % 256
-    if not 0 < missing < 128 or x.dtype != jnp.bfloat16:
+def _filled(x: Float[Array, "n ..."], slots: int) -> Float[Array, "n ..."]:
+    """A block with some of its slots again behind the last, where half of the matrix unit's columns would be idle.
+
+    The compiler fills a unit of 256 columns in half as many steps if it sees 256 slots and not zeros.
+    """
+    missing = -x.shape[slots] % (2 * LANES)
+    if x.dtype != jnp.bfloat16 or not 0 < missing <= LANES < x.shape[slots] or _columns() == LANES:
         return x
-    more = jax.lax.slice_in_dim(x, 0, missing, axis=axis)
-    return jnp.concatenate([x, jnp.zeros_like(more) if zeros else more], axis)
+    return jnp.concatenate([x, jax.lax.slice_in_dim(x, 0, missing, axis=slots)], slots)
+
+
+def _columns() -> int:
+    """Of the matrix unit of the TPU that is compiled for; interpreters take it for the widest."""
+    from jax.experimental.pallas import tpu as pltpu
+
+    try:
+        return pltpu.get_tpu_info().mxu_column_size
+    except ValueError:  # no TPU, or one that jax does not know
+        return 2 * LANES
 
 
 def _dot_codes(rows: Array, codes: Array, axis: int, channels: int, integers: bool) -> Array:

@@ -22,7 +22,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels import operands
 from pallas_kernels.attention import AttentionSpec
-from pallas_kernels.common import LANES, SUBLANES, over_cores, padded, row_and_block, slots_lie_along_lanes
+from pallas_kernels.common import LANES, over_cores, padded, row_and_block, slots_lie_along_lanes
 from pallas_kernels.decode_attention import Gumbel
 from pallas_kernels.decode_attention.kernel_parts import (
     LOWEST,
@@ -261,7 +261,8 @@ def block_bytes(q: Array, k: Operand, v: Operand, scores: str | Gumbel | None, w
     g, c = q.shape[2], v.shape[2]
     arrays = [stored(x)[0] for x in (k, v)]
     heads, slots = blocks_of(k, v)
-    rows, whole = padded(g, SUBLANES), padded(c, LANES)
+    (sets, rows), whole = rows_and_blocks(heads, g), padded(c, LANES)
+    rows = sets * rows // heads
     pairs = sum(padded(x.shape[-1], LANES) * x.dtype.itemsize for x in arrays) * padded(slots, LANES)
     # Positions before and after, standing, protected slots, two scales; words before and after.
     of_slots = (6 + 2 * words) * 4 * whole
@@ -312,8 +313,7 @@ def _kernel(
             standing = -distances_of_words(refs["query"][0], codes).astype(jnp.float32)
         slot = victim(standing, position, newest, *bounds, keep=keep, shrinks=shrinks)
         for head in range(heads):
-            own = jax.lax.broadcasted_iota(jnp.int32, slot.shape, 0) == head
-            scratch["slots"][head] = jnp.where(own, slot, 0).sum()
+            scratch["slots"][head] = slot[head, 0]
         scratch["slot"][...] = slot
         here = jax.lax.broadcasted_iota(jnp.int32, position.shape, 1) == slot
         left = jnp.where(here, position, 0).sum(-1, keepdims=True)
