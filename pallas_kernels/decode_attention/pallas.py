@@ -69,7 +69,8 @@ def decode_attention(
     heads, slots = tile(h, c, max(d, e), min(stored(x)[0].dtype.itemsize for x in (k, v)))
     splits, (blocks, rows) = pl.cdiv(c, slots), rows_and_blocks(heads, g)
     shared = blocks < heads
-    held = 4 * blocks * rows * splits * slots
+    # Of heads that share registers scores are as large as logits, and are there twice.
+    held = 4 * (blocks * rows + (2 * heads if shared else 0)) * splits * slots
     keep = scores is not None and held <= HELD_BYTES
 
     def of_heads(*tail: int) -> pl.BlockSpec:

@@ -256,4 +256,6 @@ CASES = (
     case(2, 8, 1, 150, 128, sinks=20, scores="each", window=100),
     case(1, 2, 2, 512, 64, sinks=4, bits=(8, 8), live="full"),
     case(1, 2, 1, 16, 32, sinks=20, bits=(4, 4), alibi=True),
+    case(2, 16, 1, 384, 128, scores="gumbel", dtype="bfloat16", alibi=True, first=2),
+    case(2, 16, 1, 40, 64, bits=(8, 4), scores="each", features=3),
 )
