@@ -48,6 +48,8 @@ BLOCK_BYTES = 1 << 20
 HELD_BYTES = 4 << 20
 """Logits that stay on the chip until their row is done; longer rows write them out and are scored by XLA."""
 VMEM_BYTES = 14 << 20
+ROOMY = 64 << 20
+"""On-chip memory that lets blocks, and what kernels may take, be twice as large: v4 has less, later chips have it."""
 
 
 def decode_attention(
@@ -151,7 +153,7 @@ def decode_attention(
         out_shape={name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, (shape, _) in outputs.items()},
         scratch_shapes=[{name: pltpu.VMEM(shape, jnp.float32) for name, shape in scratch.items()}],
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "parallel", "arbitrary"), vmem_limit_bytes=VMEM_BYTES
+            dimension_semantics=("parallel", "parallel", "arbitrary"), vmem_limit_bytes=VMEM_BYTES * room()
         ),
         interpret=interpret,
         name="decode_attention",
@@ -168,12 +170,20 @@ def decode_attention(
     return Decoded(found["out"].reshape(b, h, g, e), found["lse"][:, :, :g], result)
 
 
+def room() -> int:
+    """How many times as large as `BLOCK_BYTES` blocks may be on the TPU that is compiled for."""
+    try:
+        return 2 if pltpu.get_tpu_info().vmem_capacity_bytes >= ROOMY else 1
+    except ValueError:  # no TPU, or one that jax does not know
+        return 1
+
+
 def tile(h: int, c: int, d: int, itemsize: int) -> tuple[int, int]:
     """KV heads and slots of one grid step, for heads of d numbers that take so many bytes each."""
-    heads = SUBLANES if h % SUBLANES == 0 else h
-    while h % (2 * heads) == 0 and 2 * heads * c * d * itemsize <= BLOCK_BYTES:
+    heads, most = SUBLANES if h % SUBLANES == 0 else h, BLOCK_BYTES * room()
+    while h % (2 * heads) == 0 and 2 * heads * c * d * itemsize <= most:
         heads *= 2  # of short rows, lest a step be shorter than its start
-    slots = max(LANES, BLOCK_BYTES // (heads * d * itemsize) // LANES * LANES)
+    slots = max(LANES, most // (heads * d * itemsize) // LANES * LANES)
     return heads, min(slots, c)
 
 

@@ -183,9 +183,9 @@ def limit(
 
     c, words = k.shape[2], 0 if hashed is None else len(hashed.codes)
     unit = math.lcm(*(pallas.unit(stored(x)[0]) for x in (k, v)))
-    needed = pallas.block_bytes(q, k, v, scores, words)
+    needed, most = pallas.block_bytes(q, k, v, scores, words), pallas.VMEM_BYTES * pallas.room()
     return common.first_limit(
         *words_limits(q.shape[2], words, c),
         (c % unit == 0 and c <= 16384, f"c={c} slots are not a multiple of {unit} up to 16384"),
-        (needed <= pallas.VMEM_BYTES, f"its blocks take {needed} bytes of the chip's memory, not {pallas.VMEM_BYTES}"),
+        (needed <= most, f"its blocks take {needed} bytes of the chip's memory, not {most}"),
     )

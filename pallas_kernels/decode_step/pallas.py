@@ -32,7 +32,7 @@ from pallas_kernels.decode_attention.kernel_parts import (
     stored,
     weighted,
 )
-from pallas_kernels.decode_attention.pallas import VMEM_BYTES, tile
+from pallas_kernels.decode_attention.pallas import VMEM_BYTES, room, tile
 from pallas_kernels.decode_attention.running import (
     advance,
     along_lanes,
@@ -203,7 +203,10 @@ def decode_step(
         scratch_shapes=[scratch],
         input_output_aliases={came.index(given): went.index(result) for given, result in shared.items()},
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "arbitrary", "arbitrary"), vmem_limit_bytes=VMEM_BYTES, disable_bounds_checks=True
+            dimension_semantics=("parallel", "arbitrary", "arbitrary"),
+            vmem_limit_bytes=VMEM_BYTES * room(),
+            # Of each copy they take longer than all else: a victim is a slot, and its tile lies within the cache.
+            disable_bounds_checks=True,
         ),
         interpret=interpret,
         name="decode_step",
@@ -346,6 +349,7 @@ def _kernel(
     k_channels, v_channels = (1 if name in turned else 2 for name in "kv")
     first = split * slots
     logits, visible = logits_of(refs, q, position, visible, newest, spec, k_channels, integers, sinks, first)
+
     def wait() -> None:
         # Semaphores count bytes: once for the tiles of all heads.
         for i, name in enumerate("kv"):
