@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -17,7 +18,15 @@ from kvjax.policies.scores.keyformer import GumbelSoftmax
 from kvjax.types import Heads, New, Parts
 from pallas_kernels.attention import AttentionSpec
 from pallas_kernels.common import Unsupported, slots_lie_along_lanes
-from pallas_kernels.decode_attention import Gumbel, decode_attention, pallas, pallas_gpu, partials
+from pallas_kernels.decode_attention import (
+    Gumbel,
+    decode_attention,
+    kernel_parts,
+    pallas,
+    pallas_gpu,
+    partials,
+    running,
+)
 from pallas_kernels.operands import Quantised, Turned
 from tests.cases import slow
 from tests.kernel_cases.decode_attention import CASES, arguments, case
@@ -55,10 +64,10 @@ def test_any_shape(shape, dtype, scores, features, alibi, way, bits, e, soft_cap
 def test_many_splits_give_what_one_gives(monkeypatch, scores, held, way):
     monkeypatch.setattr(pallas, "BLOCK_BYTES", 1)
     monkeypatch.setattr(pallas, "HELD_BYTES", held)
-    for width in (64, 128):  # stored slots innermost, and as written
+    for width, heads, groups in ((64, 2, 3), (128, 2, 3), (128, 8, 1)):  # stored slots innermost, and as written
         for bits in (None, (8, 8)):
-            some = case(1, 2, 3, 300, width, scores=scores, features=4, bits=bits)
-            assert pallas.tile(2, 300, width, 4) == (2, 128)
+            some = case(1, heads, groups, 300, width, scores=scores, features=4, bits=bits)
+            assert pallas.tile(heads, 300, width, 4) == (heads, 128)
             assert slots_lie_along_lanes(300, width) == (width == 64)
             check(some, way)
 
@@ -77,6 +86,34 @@ def test_short_rows_share_a_step():
     assert pallas.tile(32, 256, 128, 1) == (32, 256)
     assert pallas.tile(8, 4096, 128, 1) == (8, 1024)
     assert pallas.tile(24, 256, 128, 1) == (8, 256)
+
+
+def test_blocks_are_larger_on_chips_with_more_memory(monkeypatch):
+    for memory, heads, slots in ((16 << 20, 16, 512), (128 << 20, 32, 1024)):
+        monkeypatch.setattr(
+            pallas.pltpu, "get_tpu_info", lambda memory=memory: SimpleNamespace(vmem_capacity_bytes=memory)
+        )
+        assert pallas.tile(32, 256, 128, 2) == (heads, 256)
+        assert pallas.tile(8, 4096, 128, 2) == (8, slots)
+
+
+@pytest.mark.parametrize(("heads", "groups", "expected"), [(16, 1, (2, 8)), (12, 1, (12, 8)), (8, 4, (8, 8))])
+def test_single_queries_of_eight_heads_share_a_register(heads, groups, expected):
+    assert running.rows_and_blocks(heads, groups) == expected
+    rows = jnp.arange(heads * groups * 128.0).reshape(heads * groups, 128)
+    laid = running.rows_of(rows, heads)
+    assert laid.shape == (*expected, 128)
+    assert (running.packed(laid, heads, groups) == rows).all()
+
+
+@pytest.mark.parametrize(("columns", "slots"), [(128, {}), (256, {208: 256, 384: 512})])
+def test_slots_fill_the_columns_of_a_wide_matrix_unit(monkeypatch, columns, slots):
+    monkeypatch.setattr(pallas.pltpu, "get_tpu_info", lambda: SimpleNamespace(mxu_column_size=columns))
+    for c in (64, 128, 208, 256, 304, 384):
+        q, k = jnp.zeros((2, 8, 128), jnp.bfloat16), jnp.zeros((2, c, 128), jnp.bfloat16)
+        told = str(jax.make_jaxpr(lambda q, k: kernel_parts.products(q, k, None, 2, True))(q, k))
+        assert ("concatenate" in told) == (c in slots)
+        assert f"f32[2,8,{slots.get(c, c)}]" in told
 
 
 @pytest.mark.parametrize("scores", ["each", "gumbel"])

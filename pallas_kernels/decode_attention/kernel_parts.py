@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped, UInt32
 
 from pallas_kernels import noise
-from pallas_kernels.common import LANES
+from pallas_kernels.common import LANES, SUBLANES
 from pallas_kernels.decode_attention.types import Gumbel
 from pallas_kernels.operands import Operand, Quantised, Turned
 from pallas_kernels.quantised import digits, halves, joined
@@ -139,8 +139,10 @@ def _filled(x: Float[Array, "n ..."], slots: int) -> Float[Array, "n ..."]:
 
     The compiler fills a unit of 256 columns in half as many steps if it sees 256 slots and not zeros.
     """
-    missing = -x.shape[slots] % (2 * LANES)
-    if x.dtype != jnp.bfloat16 or not 0 < missing <= LANES < x.shape[slots] or _columns() == LANES:
+    held = x.shape[slots]
+    missing = -held % (2 * LANES)
+    whole_tiles = x.dtype == jnp.bfloat16 and slots == 1 and held % (2 * SUBLANES) == 0
+    if not whole_tiles or not 0 < missing <= LANES < held or _columns() == LANES:
         return x
     return jnp.concatenate([x, jax.lax.slice_in_dim(x, 0, missing, axis=slots)], slots)
 

@@ -165,8 +165,8 @@ def decode_attention(
         finite = jnp.where(jnp.isfinite(found["scores_lse"]), found["scores_lse"], 0.0)
         result = jnp.exp(found["logits"].reshape(b, h, told, c) - finite[..., None])[:, :, :g]
         result = result if scores == "each" else result.sum(2)
-    if scores == "each":
-        result = found["scores"].reshape(b, h, g, c) if "scores" in found else result
+    elif scores == "each":
+        result = found["scores"].reshape(b, h, g, c)
     return Decoded(found["out"].reshape(b, h, g, e), found["lse"][:, :, :g], result)
 
 
@@ -236,7 +236,6 @@ def _kernel(
 
     q = rows_of(refs["q"][0], heads)
     logits, visible = logits_of(refs, q, position, visible, query, spec, k_channels, integers, sinks, split * slots)
-    shared = len(q) < heads
     advance(scratch, logits, lambda weights: weighted(weights, v, v_scale, v_channels, integers))
     if gumbel is not None:
         logits = noisy(refs, logits, visible, position, gumbel, row, block * heads)
@@ -245,7 +244,7 @@ def _kernel(
         here = slice(None) if slots == capacity else pl.ds(pl.multiple_of(split * slots, slots), slots)
         scratch["logits"][:, :, here] = logits
     elif "logits" in outputs:
-        outputs["logits"][0] = logits.reshape(heads, slots) if shared else logits
+        outputs["logits"][0] = logits if len(q) == heads else logits.reshape(heads, slots)
 
     @pl.when(split == pl.num_programs(2) - 1)
     def _() -> None:
@@ -258,10 +257,10 @@ def _kernel(
         if "scores_lse" in outputs:
             outputs["scores_lse"][0] = along_lanes(log_sum(top, total), heads)
             return
-        used = slice(None) if shared else slice(groups)
+        used = slice(groups if len(q) == heads else None)
         share = jnp.exp(scratch["logits"][:, used, :capacity] - top[:, used])
         share /= jnp.maximum(total, jnp.finfo(jnp.float32).tiny)[:, used]
-        outputs["scores"][0] = share if scores == "each" and not shared else summed(share, heads)
+        outputs["scores"][0] = share if scores == "each" and len(q) == heads else summed(share, heads)
 
 
 def _finish(refs: Any, scratch: Any) -> tuple[Array, Array]:

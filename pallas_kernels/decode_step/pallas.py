@@ -79,7 +79,6 @@ def decode_step(
     c, e = v.shape[2:]
     heads, slots = blocks_of(k, v)
     splits, blocks, (sets, rows) = c // slots, h // heads, rows_and_blocks(heads, g)
-    shared = sets < heads
     cores, units = over_cores(b * blocks)
 
     def block(*tail: int, along: int | None = None) -> pl.BlockSpec:
@@ -147,7 +146,7 @@ def decode_step(
             inputs["first"] = (scores.first, scalars)
 
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
-    single, told = jnp.float32, 1 if shared else rows
+    single, told = jnp.float32, 1 if sets < heads else rows
     outputs: dict[str, tuple[Any, Any, pl.BlockSpec]] = {
         "out": ((b, h * g, e), single, packed(e)),
         "lse": ((b, h, told), single, block(told)),
@@ -164,7 +163,7 @@ def decode_step(
     if isinstance(scores, Gumbel):
         scratch |= {"noisy_top": (sets, rows, 1), "noisy_total": (sets, rows, 1)}
     if scores is not None:
-        shape = (g, c) if scores == "each" and not shared else (c,)
+        shape = (g, c) if scores == "each" and sets == heads else (c,)
         outputs["scores"] = ((b, h, *shape), single, block(*shape))
         scratch |= {"logits": (sets, rows, c), "new": (sets, rows, 1)}
     scratch = {name: pltpu.VMEM(shape, single) for name, shape in scratch.items()}
@@ -233,10 +232,8 @@ def decode_step(
         here = jnp.arange(c) == slot[..., None]
         return Quantised(array, jnp.where(here, old.scale, 0.0).sum(-1))
 
-    told_of = found.get("scores")
-    if told_of is not None and scores == "each":
-        told_of = told_of.reshape(b, h, g, c)
-    attended = Decoded(found["out"].reshape(b, h, g, e), found["lse"][:, :, :g], told_of)
+    result = found["scores"].reshape(b, h, g, c) if scores == "each" else found.get("scores")
+    attended = Decoded(found["out"].reshape(b, h, g, e), found["lse"][:, :, :g], result)
     pair = whole("k", k, added[0]), whole("v", v, added[1])
     others = jax.tree.map(written, buffers, added[2])
     leaving = (taken("k", k), taken("v", v)) if pairs else None
