@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import pytest
 from flax import struct
@@ -13,9 +14,11 @@ from flax import struct
 import kvjax
 from kvjax.cache.codec import plain
 from kvjax.policies.lightkv import AfterLimit
+from kvjax.policies.plan import Uniform
 from kvjax.policies.scores.h2o import Accumulated
 from kvjax.policies.scores.lsh_e import Hamming
 from kvjax.policies.scores.recency import Recency
+from kvjax.policies.scores.tova import LastAttention
 from kvjax.types import setting
 from tests.models import GQA, random_model
 
@@ -115,6 +118,30 @@ UNTYPED: Any = kvjax  # type checkers refuse all of this, too
 def test_a_part_is_an_instance_of_its_kind(make: Callable[[], Any], message: str) -> None:
     with pytest.raises(TypeError, match=message):
         make()
+
+
+def policies_of_other_classes() -> list[kvjax.Policy]:
+    """In pairs that differ in nothing but classes."""
+    plans = (AfterLimit(plan=plan) for plan in (Uniform(), decorated(Uniform)()))
+    return [
+        kvjax.Policy(Recency()),
+        kvjax.Policy(LastAttention()),
+        *(kvjax.Policy(decorated(score=numbers)()) for _ in range(2)),
+        *(kvjax.Policy(Recency(), plan=plan) for plan in plans),
+        struct.dataclass(type("Mine", (kvjax.Policy,), {}))(Recency()),
+    ]
+
+
+def test_policies_of_other_classes_share_no_program() -> None:
+    """Of trees that differ in classes alone jax tells the hashes apart, but not the trees."""
+    made = policies_of_other_classes()
+    structures = [jax.tree.structure(policy) for policy in made]
+    for i, one in enumerate(structures):
+        assert [j for j, other in enumerate(structures) if one == other] == [i]
+    changed = dataclasses.replace(made[0], score=made[1].score)
+    assert jax.tree.structure(changed) == structures[1]
+    for policy, structure in zip(made, structures, strict=True):
+        assert jax.tree.structure(jax.tree.map(lambda leaf: object(), policy)) == structure
 
 
 def test_codes_single_out_the_same_slot_as_scores_where_a_budget_shrinks() -> None:

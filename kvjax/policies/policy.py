@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -18,7 +19,7 @@ from kvjax.policies.protection import Protection
 from kvjax.policies.residual import Residual
 from kvjax.policies.score import Score
 from kvjax.policies.selection import Selection
-from kvjax.types import Heads, New, Parts, PyTree, View, setting
+from kvjax.types import Heads, New, Parts, PyTree, View, derived, setting
 
 if TYPE_CHECKING:
     from kvjax.model import Model
@@ -52,6 +53,11 @@ class Policy:
     codec: Codec = Codec()
     selection: Selection | None = None
     name: str = setting("")
+    kinds: tuple[type, ...] = derived(())
+    """Of itself and its parts, for jax takes trees that differ in nothing but classes for equal (0.10.2).
+
+    It would now and then run the program of another policy, where their hashes happen to fall together.
+    """
 
     def __post_init__(self) -> None:
         # Trees of placeholders pass through here, too: only what cannot be one is refused.
@@ -61,6 +67,9 @@ class Policy:
                 raise TypeError(f"{name}={part.__name__} is a class; give an instance, {part.__name__}().")
             if isinstance(part, (Part, Codec)):
                 _check_part(name, part, kind)
+        parts = [getattr(self, name) for name in _KINDS]
+        if all(part is None or isinstance(part, (Part, Codec)) for part in parts):
+            object.__setattr__(self, "kinds", tuple(_kinds(self)))
 
     def bind(self, model: Model) -> Policy:
         """The policy with whatever its parts need to know of a model; `prefill` calls it, outside of compilation.
@@ -189,6 +198,14 @@ _KINDS: dict[str, type[Any]] = {
     "codec": Codec,
     "selection": Selection,
 }
+
+
+def _kinds(part: Any) -> Iterator[type]:
+    yield type(part)
+    for field in dataclasses.fields(part):
+        inner = getattr(part, field.name)
+        if isinstance(inner, (Part, Codec)):
+            yield from _kinds(inner)
 
 
 def _check_part(name: str, part: object, kind: type[Any]) -> None:
