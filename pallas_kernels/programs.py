@@ -497,6 +497,7 @@ def programs() -> Iterator[Program]:
     yield features("psi", "one token of 64 rows, 32 heads, d 128", 64, 32, 1, 1, 128, half)
     yield remembering("64 rows, 32 heads, d 128", 64, 32, 1, 128, half)
     yield remembering("32 rows, 8 heads x 4, d 128", 32, 8, 4, 128, half)
+    yield remembering("one row, 8 heads x 2, d 128", 1, 8, 2, 128, half)
     yield remembering("float32, one row, 8 heads x 2, d 64", 1, 8, 2, 64, whole, hidden=256)
     yield features("phi", "4096 tokens, 8 heads x 4, d 128", 1, 8, 4, 4096, 128, half)
     yield features("psi", "4096 tokens, 8 heads, d 128", 1, 8, 4, 4096, 128, half)

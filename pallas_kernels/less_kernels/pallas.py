@@ -182,8 +182,11 @@ def _call(
 
 
 def _two_layers(x: Float[Array, "t d"], first: Float[Array, "d r"], second: Float[Array, "f r"]) -> Float[Array, "f t"]:
+    tokens = len(x)
+    if tokens == 1:  # of one Mosaic makes products of vectors, which it cannot in 16 bits
+        x = jnp.broadcast_to(x, (SUBLANES, x.shape[1]))
     inner = _gelu(_dot(x.astype(first.dtype), first, (1, 0)))
-    return _gelu(_dot(second, inner.astype(second.dtype), (1, 1)))
+    return _gelu(_dot(second, inner.astype(second.dtype), (1, 1))[:, :tokens])
 
 
 def _dot(a: Array, b: Array, over: tuple[int, int]) -> Array:
