@@ -260,7 +260,7 @@ class Codec:
         return view
 
     def exchanged(self, view: View, new: New, place: Any, left: Int[Array, "b h"]) -> View:
-        """A layer's slots as attention may read them, after a token has taken a slot of each head.
+        """A layer's slots in their order, after a token has taken a slot of each head.
 
         Args:
             view: the slots, the new token in them; `state` is that of before.
@@ -268,10 +268,7 @@ class Codec:
             place: of the token that left, from `slots`.
             left: its position; -1 where none did.
         """
-        if self.ordered:
-            codec = view.state.codec
-            return _with(view, self.requeued(view, new, place, left), self.counted(codec, new, left))
-        return view
+        return _with(view, self.requeued(view, new, place, left), self.counted(view.state.codec, new, left))
 
     def requeued(self, view: View, new: New, place: Int[Array, "b h"], left: Int[Array, "b h"]) -> Int[Array, "b h c"]:
         """The queue without the one that left: those behind it move up, the new one is last. Slotwise."""

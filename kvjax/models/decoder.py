@@ -185,11 +185,12 @@ def mlp(layer: LayerWeights, config: ModelConfig, x: Float[Array, "b t width"]) 
     """The feed-forward half of a block, gated or plain."""
     activation = _ACTIVATIONS[config.activation]
 
-    def fed(x: Array) -> Array:
-        inner = activation(layer.up(x)) if layer.gate is None else activation(layer.gate(x)) * layer.up(x)
-        return layer.down.over(config.spread.over_devices, inner) if config.spread.mlp else layer.down(inner)
+    def inner(x: Array) -> Array:
+        return activation(layer.up(x)) if layer.gate is None else activation(layer.gate(x)) * layer.up(x)
 
-    return fed(x) if config.spread.mlp else in_blocks(fed, x)
+    if config.spread.mlp:
+        return layer.down.over(config.spread.over_devices, inner(x))
+    return in_blocks(lambda x: layer.down(inner(x)), x)
 
 
 def unembed(weights: Weights, config: ModelConfig, x: Float[Array, "*b width"]) -> Float[Array, "*b vocab"]:

@@ -89,12 +89,11 @@ def decode_step(
     kind = scores.noise if isinstance(scores, Gumbel) else scores
     if kind not in kinds:
         raise ValueError(f"scores={scores!r} is not None, 'each', 'sum' or a Gumbel with a noise of `noise.KINDS`.")
-    held = None if isinstance(standing, Hashed) else standing
+    hashed, held = (standing, None) if isinstance(standing, Hashed) else (None, standing)
     if adds and (scores in (None, "each") or held is None or held.dtype != jnp.float32):
         onto = type(standing).__name__ if held is None else held.dtype.name
         raise ValueError(f"adds=True adds sums to standing in float32, not scores={scores!r} to {onto}; leave it out.")
     refuse_turned(v)
-    hashed = standing if isinstance(standing, Hashed) else None
     limits = {"pallas": limit(q, k, v, spec, sinks, scores, common.pallas_form(platform), hashed)}
     arguments: dict[str, Any] = dict(protection=protection, keep=keep, shrinks=shrinks, pairs=pairs)
     arguments |= dict(sinks=sinks, scores=scores, adds=adds)
@@ -105,12 +104,11 @@ def decode_step(
     chosen = common.choose("decode_step", implementation, limits, platform=platform, interpret=interpret, task=task)
     if isinstance(implementation, common.Survey):  # of the two calls, too, that follow where one pass does not win
         how: dict[str, Any] = dict(implementation=implementation, platform=platform)
-        bounds: dict[str, Any] = dict(protection=protection, keep=keep, shrinks=shrinks)
-        if isinstance(standing, Hashed):
-            del bounds["shrinks"]
-            hamming(standing.query, standing.codes, position, new_position, **bounds, **how)
+        bounds: dict[str, Any] = dict(protection=protection, keep=keep)
+        if hashed is not None:
+            hamming(hashed.query, hashed.codes, position, new_position, **bounds, **how)
         else:
-            evict(standing, position, new_position, (k, v, buffers), added, **bounds, **how)
+            evict(held, position, new_position, (k, v, buffers), added, shrinks=shrinks, **bounds, **how)
         decode_attention(q, k, v, position, new_position, spec, sinks=sinks, scores=scores, **how)
     if chosen == "xla":
         return reference.decode_step(*arrays, **arguments, platform=common.platform_of(platform))

@@ -85,44 +85,23 @@ def prefill_scores(
     platform: str,
 ) -> PromptAttention:
     """See `pallas_kernels.prefill_scores.api`."""
-    (b, h, g, n, _), most = q.shape, CPU if platform == "cpu" else ACCELERATOR
-    heads = (b * h * g, h * g)
-    together, alone = (min(power_below(max(32, most.rows // x)), most.queries, _power_above(n)) for x in heads)
-    settings: dict[str, Any] = dict(spec=spec, own=own, tau=tau, scores=scores, most=most)
-    arrays = q, k, v, query_position, key_position, weights, noise, places
-    if platform != "cpu" or together == alone:
-        return _read(*arrays, size=together, **settings)
-
-    def read_row(i: Any) -> PromptAttention:
-        def of_row(x: Any) -> Any:
-            return Joined(of_row(x.old), of_row(x.new)) if isinstance(x, Joined) else cut(x, i, 1, 0)
-
-        found = _read(*map(of_row, arrays), size=alone, **settings)
-        return jax.tree.map(lambda x: x[0], found)
-
-    # In blocks as large as one row fills, keys pass the cores less often than in small ones of all rows.
-    return jax.lax.map(read_row, jnp.arange(b))
-
-
-def _read(
-    q: Float[Array, "b h g n d"],
-    k: Operand | Joined,
-    v: Operand | Joined,
-    query_position: Int[Array, "b n"],
-    key_position: Int[Array, "b #h c"],
-    weights: Float[Array, "b #h m n"] | None,
-    noise: Float[Array, "b h c"] | None,
-    places: tuple[Int[Array, "b #h n"], Int[Array, "b #h c"]] | None,
-    *,
-    spec: AttentionSpec,
-    own: Own | None,
-    tau: float,
-    scores: bool,
-    most: Blocks,
-    size: int,
-) -> PromptAttention:
-    """`prefill_scores` in blocks of so many queries."""
     (b, h, g, n, _), c, dtype = q.shape, k.shape[2], wide(q.dtype)
+    most, heads = CPU if platform == "cpu" else ACCELERATOR, (b * h * g, h * g)
+    size, alone = (min(power_below(max(32, most.rows // x)), most.queries, _power_above(n)) for x in heads)
+    if platform == "cpu" and size < alone:
+        # In blocks as large as one row fills, keys pass the cores less often than in small ones of all rows.
+        arrays: dict[str, Any] = dict(q=q, k=k, v=v, query_position=query_position, key_position=key_position)
+        arrays |= dict(weights=weights, noise=noise, places=places)
+        settings: dict[str, Any] = dict(spec=spec, own=own, tau=tau, scores=scores, platform=platform)
+
+        def read_row(i: Any) -> PromptAttention:
+            def of_row(x: Any) -> Any:
+                return Joined(of_row(x.old), of_row(x.new)) if isinstance(x, Joined) else cut(x, i, 1, 0)
+
+            found = prefill_scores(**{name: of_row(x) for name, x in arrays.items()}, **settings)
+            return jax.tree.map(lambda x: x[0], found)
+
+        return jax.lax.map(read_row, jnp.arange(b))
     pad, of = -n % size, n if own is None else own.of
     tokens = None if own is None else jnp.pad(own.token, (0, pad), mode="edge")
     query_place, key_place = (query_position[:, None], key_position) if places is None else places
