@@ -33,16 +33,17 @@ SPEC = AttentionSpec(8**-0.5)
     b=st.integers(1, 3),
     h=st.integers(1, 3),
     g=st.integers(1, 4),
-    n=st.integers(1, 300),
+    n=st.integers(1, 300) | st.integers(600, 1200),
     cached=st.sampled_from([0, 1, 37]),
     window=st.sampled_from([None, 1, 50]),
     extra=st.sets(st.sampled_from(["noise", "weights", "slopes", "places"])),
     rows=st.sampled_from([None, 1, 5]),
     e=st.sampled_from([8, 12]),
     soft_cap=st.sampled_from([None, 2.0]),
+    scores=st.booleans(),
 )
-def test_any_shape_agrees_with_numpy(b, h, g, n, cached, window, extra, rows, e, soft_cap):
-    options: dict[str, Any] = dict(cached=cached, window=window, rows=rows, e=e, soft_cap=soft_cap)
+def test_any_shape_agrees_with_numpy(b, h, g, n, cached, window, extra, rows, e, soft_cap, scores):
+    options: dict[str, Any] = dict(cached=cached, window=window, rows=rows, e=e, soft_cap=soft_cap, scores=scores)
     check(case("any", b, h, g, n, 8, extra=tuple(extra), ways=(XLA,), **options), XLA)
 
 

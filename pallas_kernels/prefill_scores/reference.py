@@ -29,6 +29,9 @@ class Blocks(NamedTuple):
 CPU = Blocks(4096, 256, 256)
 """What stays near the cores, measured."""
 
+CPU_LONG = Blocks(8192, 512, 512)
+"""For long texts of which no weights are held: products so large that two cores share them well, measured."""
+
 ACCELERATOR = Blocks(8192, 512, 2048)
 """Fewer and larger steps, as each costs the same time to start; never measured on a chip."""
 
@@ -67,6 +70,20 @@ class _Part(NamedTuple):
         first = jnp.maximum(begin - ahead - window + 1, 0) // self.width if ordered else 0
         return first, last
 
+    def hiding(
+        self, query_position: Int[Array, "b t"], key_position: Int[Array, "b #h c"], window: int | None, first: Any
+    ) -> Any:
+        # The first block from `first` on of which some query does not see every key.
+        whole = self.slots // self.width
+        blocks = key_position[:, :, self.start : self.start + whole * self.width]
+        blocks = blocks.reshape(*blocks.shape[:2], whole, self.width)
+        oldest, newest = (extreme(blocks, axis=(0, 1, 3)) for extreme in (jnp.min, jnp.max))
+        hides = (oldest < 0) | (newest > query_position.min())
+        if window is not None:
+            hides |= oldest <= query_position.max() - window
+        block = jnp.arange(whole)
+        return jnp.where(hides & (block >= first), block, whole).min(initial=whole)
+
 
 def prefill_scores(
     q: Float[Array, "b h g n d"],
@@ -86,7 +103,8 @@ def prefill_scores(
 ) -> PromptAttention:
     """See `pallas_kernels.prefill_scores.api`."""
     (b, h, g, n, _), c, dtype = q.shape, k.shape[2], wide(q.dtype)
-    most, heads = CPU if platform == "cpu" else ACCELERATOR, (b * h * g, h * g)
+    most = ACCELERATOR if platform != "cpu" else CPU if scores or n < CPU_LONG.queries else CPU_LONG
+    heads = b * h * g, h * g
     size, alone = (min(power_below(max(32, most.rows // x)), most.queries, _power_above(n)) for x in heads)
     if platform == "cpu" and size < alone:
         # In blocks as large as one row fills, keys pass the cores less often than in small ones of all rows.
@@ -111,6 +129,9 @@ def prefill_scores(
         query_place = jnp.pad(query_place, ((0, 0), (0, 0), (0, pad)))
         weights = None if weights is None else jnp.pad(weights, ((0, 0),) * 3 + ((0, pad),))
     parts, lowest = _parts(k, v, most.keys), jnp.finfo(dtype).min
+    if q.dtype == dtype:
+        # A pass over queries, in place of one over every block of products.
+        q, spec = q * jnp.asarray(spec.scale, dtype), dataclasses.replace(spec, scale=1.0)
     if spec.slopes is not None:
         spec = dataclasses.replace(spec, slopes=spec.slopes.astype(dtype))
     tempered = scores and tau != 1
@@ -127,7 +148,7 @@ def prefill_scores(
         weight = (position >= 0)[:, None, None].astype(dtype)
         weight = weight if weights is None else weight * of_queries(weights, axis=3).astype(dtype)
 
-        def look(part: _Part, j: Any, carry: Any) -> Any:
+        def look(part: _Part, masked: bool, j: Any, carry: Any) -> Any:
             seen, held = carry
             at = part.begin(j)
             take = functools.partial(
@@ -135,11 +156,18 @@ def prefill_scores(
             )
             block_k, block_v = (values(cut(x, at, part.width, 2), q.dtype) for x in (part.k, part.v))
             x = spec.capped(jnp.einsum("bhgtd,bhsd->bhgts", queries, block_k, preferred_element_type=dtype))
-            visible = spec.mask(position, take(key_position))[:, :, None]
-            if part.slots % part.width:
-                visible &= at + jnp.arange(part.width) >= j * part.width
             bias = spec.bias(of_queries(query_place, axis=2), take(key_place))
-            x = jnp.where(visible, x if bias is None else x + bias, lowest)
+            x = x if bias is None else x + bias
+
+            def unless_hidden(x: Array) -> Array:
+                if not masked:
+                    return x
+                visible = spec.mask(position, take(key_position))[:, :, None]
+                if part.slots % part.width:
+                    visible &= at + jnp.arange(part.width) >= j * part.width
+                return jnp.where(visible, x, lowest)
+
+            x = unless_hidden(x)
             highest = jnp.maximum(seen.highest, x.max(-1))
             p, shrink = jnp.exp(x - highest[..., None]), jnp.exp(seen.highest - highest)
             share = jnp.einsum("bhgts,bhse->bhgte", p.astype(q.dtype), block_v, preferred_element_type=dtype)
@@ -153,7 +181,7 @@ def prefill_scores(
                 after = after._replace(noisy_total=seen.noisy_total * shrink + mass)
             if tempered:
                 drawn = 0.0 if noise is None else take(noise).astype(dtype)[:, :, None, None]
-                y = jnp.where(visible, (x + drawn) / tau, lowest)
+                y = unless_hidden((x + drawn) / tau)
                 highest = jnp.maximum(seen.noisy_highest, y.max(-1))
                 p, shrink = jnp.exp(y - highest[..., None]), jnp.exp(seen.noisy_highest - highest)
                 after = after._replace(noisy_highest=highest, noisy_total=seen.noisy_total * shrink + p.sum(-1))
@@ -174,7 +202,10 @@ def prefill_scores(
         for at, part in enumerate(parts):
             first, last = part.seen(begin, end, c - of, spec.window)
             last = jnp.where((position >= 0).any(), last, 0)
-            seen, part_held = jax.lax.fori_loop(first, last, functools.partial(look, part), (seen, held[at]))
+            # Most blocks hide nothing, and a mask is a pass of its own over what products made.
+            hiding = jnp.clip(part.hiding(position, key_position, spec.window, first), first, last)
+            found = jax.lax.fori_loop(first, hiding, functools.partial(look, part, False), (seen, held[at]))
+            seen, part_held = jax.lax.fori_loop(hiding, last, functools.partial(look, part, True), found)
             held, ranges = (*held[:at], part_held, *held[at + 1 :]), [*ranges, (first, last)]
 
         put = functools.partial(jax.lax.dynamic_update_slice_in_dim, start_index=i * size, axis=3)
