@@ -70,19 +70,22 @@ class _Part(NamedTuple):
         first = jnp.maximum(begin - ahead - window + 1, 0) // self.width if ordered else 0
         return first, last
 
-    def hiding(
-        self, query_position: Int[Array, "b t"], key_position: Int[Array, "b #h c"], window: int | None, first: Any
-    ) -> Any:
-        # The first block from `first` on of which some query does not see every key.
+    def ages(self, key_position: Int[Array, "b #h c"]) -> tuple[Array, Array]:
+        # The oldest and the newest position of each block that has slots of its own only.
         whole = self.slots // self.width
         blocks = key_position[:, :, self.start : self.start + whole * self.width]
         blocks = blocks.reshape(*blocks.shape[:2], whole, self.width)
-        oldest, newest = (extreme(blocks, axis=(0, 1, 3)) for extreme in (jnp.min, jnp.max))
-        hides = (oldest < 0) | (newest > query_position.min())
-        if window is not None:
-            hides |= oldest <= query_position.max() - window
-        block = jnp.arange(whole)
-        return jnp.where(hides & (block >= first), block, whole).min(initial=whole)
+        return blocks.min((0, 1, 3)), blocks.max((0, 1, 3))
+
+
+def _hiding(ages: tuple[Array, Array], query_position: Int[Array, "b t"], window: int | None, first: Any) -> Any:
+    # The first block from `first` on of which some query does not see every key.
+    oldest, newest = ages
+    hides = (oldest < 0) | (newest > query_position.min())
+    if window is not None:
+        hides |= oldest <= query_position.max() - window
+    block = jnp.arange(len(oldest))
+    return jnp.where(hides & (block >= first), block, len(oldest)).min(initial=len(oldest))
 
 
 def prefill_scores(
@@ -129,6 +132,7 @@ def prefill_scores(
         query_place = jnp.pad(query_place, ((0, 0), (0, 0), (0, pad)))
         weights = None if weights is None else jnp.pad(weights, ((0, 0),) * 3 + ((0, pad),))
     parts, lowest = _parts(k, v, most.keys), jnp.finfo(dtype).min
+    ages = [part.ages(key_position) for part in parts]
     if q.dtype == dtype:
         # A pass over queries, in place of one over every block of products.
         q, spec = q * jnp.asarray(spec.scale, dtype), dataclasses.replace(spec, scale=1.0)
@@ -156,18 +160,11 @@ def prefill_scores(
             )
             block_k, block_v = (values(cut(x, at, part.width, 2), q.dtype) for x in (part.k, part.v))
             x = spec.capped(jnp.einsum("bhgtd,bhsd->bhgts", queries, block_k, preferred_element_type=dtype))
+            visible = spec.mask(position, take(key_position))[:, :, None] if masked else True
+            if masked and part.slots % part.width:
+                visible &= at + jnp.arange(part.width) >= j * part.width
             bias = spec.bias(of_queries(query_place, axis=2), take(key_place))
-            x = x if bias is None else x + bias
-
-            def unless_hidden(x: Array) -> Array:
-                if not masked:
-                    return x
-                visible = spec.mask(position, take(key_position))[:, :, None]
-                if part.slots % part.width:
-                    visible &= at + jnp.arange(part.width) >= j * part.width
-                return jnp.where(visible, x, lowest)
-
-            x = unless_hidden(x)
+            x = jnp.where(visible, x if bias is None else x + bias, lowest)
             highest = jnp.maximum(seen.highest, x.max(-1))
             p, shrink = jnp.exp(x - highest[..., None]), jnp.exp(seen.highest - highest)
             share = jnp.einsum("bhgts,bhse->bhgte", p.astype(q.dtype), block_v, preferred_element_type=dtype)
@@ -181,7 +178,7 @@ def prefill_scores(
                 after = after._replace(noisy_total=seen.noisy_total * shrink + mass)
             if tempered:
                 drawn = 0.0 if noise is None else take(noise).astype(dtype)[:, :, None, None]
-                y = unless_hidden((x + drawn) / tau)
+                y = jnp.where(visible, (x + drawn) / tau, lowest)
                 highest = jnp.maximum(seen.noisy_highest, y.max(-1))
                 p, shrink = jnp.exp(y - highest[..., None]), jnp.exp(seen.noisy_highest - highest)
                 after = after._replace(noisy_highest=highest, noisy_total=seen.noisy_total * shrink + p.sum(-1))
@@ -203,7 +200,7 @@ def prefill_scores(
             first, last = part.seen(begin, end, c - of, spec.window)
             last = jnp.where((position >= 0).any(), last, 0)
             # Most blocks hide nothing, and a mask is a pass of its own over what products made.
-            hiding = jnp.clip(part.hiding(position, key_position, spec.window, first), first, last)
+            hiding = jnp.clip(_hiding(ages[at], position, spec.window, first), first, last)
             found = jax.lax.fori_loop(first, hiding, functools.partial(look, part, False), (seen, held[at]))
             seen, part_held = jax.lax.fori_loop(hiding, last, functools.partial(look, part, True), found)
             held, ranges = (*held[:at], part_held, *held[at + 1 :]), [*ranges, (first, last)]
