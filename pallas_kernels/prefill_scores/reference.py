@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -133,9 +134,9 @@ def prefill_scores(
         weights = None if weights is None else jnp.pad(weights, ((0, 0),) * 3 + ((0, pad),))
     parts, lowest = _parts(k, v, most.keys), jnp.finfo(dtype).min
     ages = [part.ages(key_position) for part in parts]
-    if q.dtype == dtype:
-        # A pass over queries, in place of one over every block of products.
-        q, spec = q * jnp.asarray(spec.scale, dtype), dataclasses.replace(spec, scale=1.0)
+    if math.frexp(spec.scale)[0] == 0.5:
+        # A power of two rounds nothing: a pass over queries, in place of one over every block of products.
+        q, spec = q * jnp.asarray(spec.scale, q.dtype), dataclasses.replace(spec, scale=1.0)
     if spec.slopes is not None:
         spec = dataclasses.replace(spec, slopes=spec.slopes.astype(dtype))
     tempered = scores and tau != 1
