@@ -21,6 +21,7 @@ from kvjax.models.product import in_blocks, product
 from kvjax.models.saving import write_checkpoint
 from kvjax.rope import rotate
 from kvjax.sampling.texts import generate_ids
+from pallas_kernels.common import platform_of
 from tests.cases import slow
 from tests.models import GQA, LEARNED, MODELS, MQA, random_checkpoint, random_model, small_config
 
@@ -162,6 +163,15 @@ def test_products_of_any_rows(rows: int, dtype: str) -> None:
         exact = np.einsum("...i,oi->...o", *(np.asarray(each, np.float64) for each in (x, weight)))
         np.testing.assert_allclose(np.asarray(found, np.float64), exact, rtol=1e-2 if dtype == "bfloat16" else 1e-4)
         assert product(x, weight, jnp.float32).dtype == jnp.float32
+
+
+@pytest.mark.parametrize("outputs", [400, 401])
+def test_halves_of_the_outputs_are_the_whole_to_the_bit(outputs: int) -> None:
+    x, weight = jax.random.normal(jax.random.key(0), (1, 1, 256)), jax.random.normal(jax.random.key(1), (outputs, 256))
+    whole = jax.jit(lambda x, weight: jnp.einsum("...i,oi->...o", x, weight))
+    np.testing.assert_array_equal(jax.jit(product)(x, weight), whole(x, weight))
+    halved = platform_of(None) == "cpu" and outputs % 2 == 0
+    assert ("f32[2,200] = dot_general" in str(jax.make_jaxpr(product)(x, weight))) is halved
 
 
 def test_rows_of_long_texts_go_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
