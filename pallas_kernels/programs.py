@@ -455,6 +455,7 @@ def programs() -> Iterator[Program]:
         yield decode(f"float32, 1000 slots, d 64, {bits} bits", 2, 4, 4, 1000, 64, whole, bits=bits, noisy=True)
     yield decode("4096 slots, d 256 and e 64, soft cap", 8, 8, 4, 4096, 256, half, e=64, soft_cap=50.0)
     yield paged("8 heads x 4, 16384 pages of 32, d 128, bfloat16", 32, 8, 4, 16384, 32, 128, half)
+    yield paged("32 heads x 1, 28672 pages of 16, d 128, bfloat16", 64, 32, 1, 28672, 16, 128, half)
     yield paged("float32, d 64, 100 pages of 16", 2, 4, 2, 100, 16, 64, whole)
     yield paged("8 heads x 4, 16384 pages of 32, d 128, 8 bits", 32, 8, 4, 16384, 32, 128, half, bits=8)
     yield paged("8 heads x 4, 4096 pages of 32, d 256, 4 bits", 32, 8, 4, 4096, 32, 256, half, bits=4)

@@ -24,7 +24,7 @@ from pallas_kernels.attention import AttentionSpec
 from pallas_kernels.common import Unsupported
 from pallas_kernels.operands import Quantised, Turned
 from pallas_kernels.paged_attention import paged_attention
-from pallas_kernels.paged_attention.pages import ranges
+from pallas_kernels.paged_attention.pages import ranges, tile
 from pallas_kernels.programs import H100
 from pallas_kernels.programs import paged as paged_program
 from tests.cases import fastgen_case, slow
@@ -211,7 +211,7 @@ def test_it_lowers_to_cuda():
         (dict(d=128, bits=4), "tpu", "pages of four bits would be copied at every step, unless d and e are 256"),
         (dict(size=1040), "tpu", "s=1040 slots in a page are more than 1024"),
         (dict(g=17), "tpu", "g=17 query heads share a KV head, more than 16"),
-        (dict(b=2048, h=32), "tpu", "its steps are told 264193 numbers of rows, heads and pages, more than 240000"),
+        (dict(b=2048, h=32), "tpu", "its steps are told 264194 numbers of rows, heads and pages, more than 240000"),
     ],
 )
 def test_limits_are_named(changes, platform, reason):
@@ -224,3 +224,19 @@ def test_ranges_of_owners_with_pages_and_without():
     owner = jnp.asarray([3, 0, 0, 2, 2, 2, 0, 0])
     begin, end = ranges(owner, jnp.asarray([1, 6]), 4)
     assert list(zip(begin.tolist(), end.tolist(), strict=True)) == [(1, 3), (3, 3), (3, 6), (6, 6)]
+
+
+@pytest.mark.parametrize(("mean", "slots"), [(1, 128), (128, 128), (160, 256), (256, 256), (288, 512), (5000, 512)])
+def test_a_step_takes_the_pages_of_a_usual_head(mean, slots):
+    heads, layers, size = 40, 4, 16
+    held = heads * layers * mean // size
+    for count in (held, held * 17 // 16):  # pools are rounded up
+        assert tile(heads, layers, max(count, 64), size) * size == slots
+
+
+def test_few_and_many_pages_a_step_give_the_same():
+    some, (way, *_) = case(2, 2, 4, 16, 64, most=40), TPU_WAYS
+    (inputs,), pages = some.arrays, len(some.arrays[0]["owner"])
+    assert tile(4, 1, pages, 16) > tile(4, 8, pages, 16)
+    found = [some.run(inputs, layers=layers, **way.options) for layers in (1, 8)]
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), *found)

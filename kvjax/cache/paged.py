@@ -268,6 +268,7 @@ class Paged(struct.PyTreeNode):
             config.spec,
             places=None if given.places is None else (given.places[0][..., 0], given.places[1]),
             logits=self.logits,
+            layers=len(self.start) - 1,
             **new.kernels._asdict(),
         )
         partial = Partial(found.out[:, :, :, None], found.lse[..., None])

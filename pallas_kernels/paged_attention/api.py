@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
 from jaxtyping import Array, Float, Int
@@ -12,7 +11,7 @@ from pallas_kernels.attention import AttentionSpec
 from pallas_kernels.decode_attention.api import operand_limits, operand_settings, refuse_turned, width_limits
 from pallas_kernels.operands import Operand, Quantised
 from pallas_kernels.paged_attention import reference
-from pallas_kernels.paged_attention.pages import most_steps
+from pallas_kernels.paged_attention.pages import most_steps, tile
 from pallas_kernels.paged_attention.types import Paged, Places
 
 MOST_TOLD = 240_000
@@ -31,6 +30,7 @@ def paged_attention(
     *,
     places: Places | None = None,
     logits: Float[Array, "P g s"] | None = None,
+    layers: int = 1,
     implementation: str = "auto",
     interpret: Any = False,
     platform: str | None = None,
@@ -49,10 +49,11 @@ def paged_attention(
         places: where the model sees the query [b h] and the keys [P s], if not at their positions; they matter for
             slopes only.
         logits: of another layer, which `xla` writes over instead of making its own; None if there are none.
+        layers: how many share the pool; on TPU a step takes about as many pages as a head has in one, on average.
         implementation: `auto`, `xla` or `pallas`. `xla` takes everything. `pallas` takes queries, keys, values, widths
             and g as `decode_attention` does. On TPU four bits need d and e of 256, s goes up to 1024, and what its
-            steps are told (three numbers for each head of each row, and one for each row and for each 512 slots of the
-            pool) up to 240,000 numbers. It compiles for TPU and GPU and has run in interpreters, never on a chip.
+            steps are told (three numbers for each head of each row, and one for each row and for each 128 to 512 slots
+            of the pool) up to 240,000 numbers. It compiles for TPU and GPU; it ran in interpreters, never on a chip.
         interpret: `True`, or on TPU `pltpu.InterpretParams()`, to run `pallas` without an accelerator.
         platform: for which the program is compiled; None for that of `jax.default_backend()`.
 
@@ -62,10 +63,10 @@ def paged_attention(
     """
     refuse_turned(v)
     form = common.pallas_form(platform)
-    limits = {"pallas": limit(q, k, v, spec, places, form)}
+    limits = {"pallas": limit(q, k, v, spec, places, layers, form)}
     arrays = (q, k, v, position, owner, pages, query_position, spec)
     names = ("q", "k", "v", "position", "owner", "pages", "query_position", "spec")
-    asked = dict(zip(names, arrays, strict=True)) | dict(places=places, logits=logits)
+    asked = dict(zip(names, arrays, strict=True)) | dict(places=places, logits=logits, layers=layers)
     sizes = dict(b=q.shape[0], pages=k.shape[0])
     settings = dict(slots=k.shape[1], **operand_settings(q, k, v, spec))
     task = common.Task(common.bucket("paged_attention", sizes, settings), paged_attention, asked)
@@ -73,18 +74,25 @@ def paged_attention(
     if chosen == "xla":
         platform = common.platform_of(platform)
         return reference.paged_attention(*arrays, places=places, logits=logits, platform=platform)
-    module = importlib.import_module(f"pallas_kernels.paged_attention.{'pallas_gpu' if form == 'gpu' else 'pallas'}")
-    return module.paged_attention(*arrays, interpret=interpret)
+    if form == "gpu":
+        from pallas_kernels.paged_attention import pallas_gpu
+
+        return pallas_gpu.paged_attention(*arrays, interpret=interpret)
+    from pallas_kernels.paged_attention import pallas
+
+    return pallas.paged_attention(*arrays, layers=layers, interpret=interpret)
 
 
-def limit(q: Array, k: Operand, v: Operand, spec: AttentionSpec, places: Places | None, form: str) -> str | None:
+def limit(
+    q: Array, k: Operand, v: Operand, spec: AttentionSpec, places: Places | None, layers: int, form: str
+) -> str | None:
     """What these arguments ask that the Pallas kernel cannot do, or None."""
     b, h = q.shape[:2]
     pages, size = k.shape[:2]
     limits = [*operand_limits(q, k, v, spec, places), *width_limits(k, v, form)]
     if form == "tpu":
         narrow = [x for x in (k, v) if isinstance(x, Quantised) and x.bits == 4 and x.codes.shape[-1] % common.LANES]
-        told = most_steps(b * h, pages, size) + 3 * b * h + b
+        told = most_steps(b * h, pages, tile(b * h, layers, pages, size)) + 3 * b * h + b
         limits += [
             (not narrow, "pages of four bits would be copied at every step, unless d and e are 256"),
             (size <= 1024, f"s={size} slots in a page are more than 1024"),

@@ -7,8 +7,8 @@ from jaxtyping import Array, Int
 
 from pallas_kernels.common import SUBLANES, padded
 
-SLOTS = 512
-"""Slots of one grid step, about: of every head's last step some are read in vain."""
+SLOTS = (128, 512)
+"""Slots of one grid step, about, at least and at most: of every head's last step some are read in vain."""
 
 
 def ranges(owner: Int[Array, " P"], pages: Int[Array, "2"], owners: int) -> tuple[Int[Array, " o"], Int[Array, " o"]]:
@@ -19,11 +19,13 @@ def ranges(owner: Int[Array, " P"], pages: Int[Array, "2"], owners: int) -> tupl
     return found[:-1], found[1:]
 
 
-def tile(count: int, size: int) -> int:
-    """Pages of one grid step, in a pool of `count` with `size` slots each."""
-    return min(max(1, SLOTS // padded(size, 2 * SUBLANES)), count)
+def tile(owners: int, layers: int, count: int, size: int) -> int:
+    """Pages of one grid step, in a pool of `count` with `size` slots each: as many as an owner has on average."""
+    mean = count * size * 16 // 17 // (owners * layers)  # a pool is up to a sixteenth larger than what it holds
+    slots = min(max(mean, SLOTS[0]), SLOTS[1])
+    return min(max(1, (1 << (slots - 1).bit_length()) // padded(size, 2 * SUBLANES)), count)
 
 
-def most_steps(owners: int, count: int, size: int) -> int:
-    """Grid steps that there can be: whoever owns no page takes one as well."""
-    return owners + count // tile(count, size)
+def most_steps(owners: int, count: int, block: int) -> int:
+    """Grid steps of so many pages that there can be: whoever owns no page takes one as well."""
+    return owners + count // block

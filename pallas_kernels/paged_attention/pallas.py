@@ -36,18 +36,19 @@ def paged_attention(
     query_position: Int[Array, " b"],
     spec: AttentionSpec,
     *,
+    layers: int,
     interpret: Any,
 ) -> Paged:
     """See `api.paged_attention`."""
     (b, h, g, d), e = q.shape, v.shape[-1]
     count, size = position.shape
-    block, rows = tile(count, size), padded(g, SUBLANES)
+    block, rows = tile(b * h, layers, count, size), padded(g, SUBLANES)
     begin, end = ranges(owner, pages, b * h)
     # A head without pages takes a step as well, which writes its zeros.
     steps = jnp.maximum(1, pl.cdiv(end - begin, block))
     last = jnp.cumsum(steps)
     scalars = {
-        "owner": jnp.repeat(jnp.arange(b * h), steps, total_repeat_length=most_steps(b * h, count, size)),
+        "owner": jnp.repeat(jnp.arange(b * h), steps, total_repeat_length=most_steps(b * h, count, block)),
         "first": last - steps,
         "begin": begin,
         "end": end,
@@ -113,7 +114,11 @@ def paged_attention(
         name="paged_attention",
     )(scalars, {name: array for name, (array, _) in inputs.items()})
     out, lse = (found[name].reshape(b, h, rows, -1)[:, :, :g] for name in ("out", "lse"))
-    return Paged(out, lse[..., 0], found["logits"])
+    logits = found["logits"]
+    if g == 1:
+        # Its readers want pages in lanes: two dimensions are turned over in an eighth of the cycles of three on v6e.
+        logits = jax.lax.optimization_barrier(logits[:, 0])[:, None]
+    return Paged(out, lse[..., 0], logits)
 
 
 def _place(i: Array, scalars: Any, block: int, pool: int) -> tuple[Array, Array]:
@@ -137,7 +142,7 @@ def _kernel(
     i = pl.program_id(0)
     owner = scalars["owner"][i]
     block, _, size = refs["position"].shape
-    rows, groups = refs["q"].shape[1], outputs["logits"].shape[1]
+    groups = outputs["logits"].shape[1]
     page, at = _place(i, scalars, block, pool)
     mine = jnp.clip(scalars["end"][owner] - page, 0, block)
 
@@ -146,29 +151,32 @@ def _kernel(
         for name, value in (("acc", 0.0), ("top", LOWEST / 2), ("total", 0.0)):
             scratch[name][...] = jnp.full(scratch[name].shape, value, jnp.float32)
 
-    position, query = refs["position"][...], scalars["query_position"][owner // heads]
+    def row(name: str) -> Array:  # what all slots have, beside each other
+        return jnp.concatenate([refs[name][page] for page in range(block)], axis=1)
 
-    def real(shape: tuple[int, ...]) -> Array:  # a block may begin before these pages and end after them
-        which = jax.lax.broadcasted_iota(jnp.int32, shape, 0) + (at - page)
-        return (which >= 0) & (which < mine)
+    def real(shape: tuple[int, ...], axis: int, each: int = 1) -> Array:
+        # A block may begin before these pages and end after them.
+        which = jax.lax.broadcasted_iota(jnp.int32, shape, axis) + (at - page) * each
+        return (which >= 0) & (which < mine * each)
 
-    visible = seen(position, query, spec.window) & real(position.shape)
-    visible = jnp.broadcast_to(visible, (block, rows, size))
-    k_scale, v_scale = (refs[name][...][:, 0] if name in refs else None for name in ("k_scale", "v_scale"))
-    v = refs["v"][...]
+    position, query = row("position"), scalars["query_position"][owner // heads]
+    visible = seen(position, query, spec.window) & real(position.shape, 1, size)
+    k_scale, v_scale = (row(name) if name in refs else None for name in ("k_scale", "v_scale"))
+    k, v = refs["k"][...], refs["v"][...]
     if v_scale is None:
-        v = jnp.where(real(v.shape), v, jnp.zeros_like(v))  # a weight of 0 does not keep out another head's NaN
+        v = jnp.where(real(v.shape, 0), v, jnp.zeros_like(v))  # a weight of 0 does not keep out another head's NaN
     else:
-        v_scale = jnp.where(real(v_scale.shape), v_scale, 0.0)
-    x = spec.capped(products(refs["q"][...], refs["k"][...], k_scale, 2, integers))
+        v_scale = jnp.where(real(v_scale.shape, 1, size), v_scale, 0.0)
+    k, v = (x.reshape(1, block * size, -1) for x in (k, v))
+    x = spec.capped(products(refs["q"][...], k, k_scale, 2, integers))[0]
     if "slopes" in refs:
-        x += refs["slopes"][...] * (position - query).astype(jnp.float32)
+        x += refs["slopes"][0] * (position - query).astype(jnp.float32)
     x = jnp.where(visible, x, LOWEST)
-    highest = jnp.maximum(scratch["top"][...], x.max(0).max(-1, keepdims=True))
+    highest = jnp.maximum(scratch["top"][...], x.max(-1, keepdims=True))
     weights = jnp.exp(x - highest)
     kept = jnp.exp(scratch["top"][...] - highest)
-    scratch["total"][...] = kept * scratch["total"][...] + weights.sum(0).sum(-1, keepdims=True)
-    scratch["acc"][...] = kept * scratch["acc"][...] + weighted(weights, v, v_scale, 2, integers).sum(0)
+    scratch["total"][...] = kept * scratch["total"][...] + weights.sum(-1, keepdims=True)
+    scratch["acc"][...] = kept * scratch["acc"][...] + weighted(weights[None], v, v_scale, 2, integers)[0]
     scratch["top"][...] = highest
 
     def leave(pages: Array, start: bool) -> None:
@@ -184,7 +192,8 @@ def _kernel(
                 copy.start() if start else copy.wait()
 
     leave(jnp.where(i == 0, 0, scratch["leaving"][0]), start=False)  # those of the step before
-    scratch["logits"][...] = x[:, :groups]
+    for each in range(block):
+        scratch["logits"][each] = x[:groups, each * size : (each + 1) * size]
     scratch["leaving"][0] = mine
     leave(mine, start=True)
 
