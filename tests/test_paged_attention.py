@@ -24,7 +24,7 @@ from pallas_kernels.attention import AttentionSpec
 from pallas_kernels.common import Unsupported
 from pallas_kernels.operands import Quantised, Turned
 from pallas_kernels.paged_attention import paged_attention
-from pallas_kernels.paged_attention.pages import ranges, tile
+from pallas_kernels.paged_attention.pages import MOST_TOLD, ranges, tile, told
 from pallas_kernels.programs import H100
 from pallas_kernels.programs import paged as paged_program
 from tests.cases import fastgen_case, slow
@@ -211,7 +211,7 @@ def test_it_lowers_to_cuda():
         (dict(d=128, bits=4), "tpu", "pages of four bits would be copied at every step, unless d and e are 256"),
         (dict(size=1040), "tpu", "s=1040 slots in a page are more than 1024"),
         (dict(g=17), "tpu", "g=17 query heads share a KV head, more than 16"),
-        (dict(b=2048, h=32), "tpu", "its steps are told 264194 numbers of rows, heads and pages, more than 240000"),
+        (dict(b=2048, h=32), "tpu", "its steps are told 264193 numbers of rows, heads and pages, more than 240000"),
     ],
 )
 def test_limits_are_named(changes, platform, reason):
@@ -232,6 +232,13 @@ def test_a_step_takes_the_pages_of_a_usual_head(mean, slots):
     held = heads * layers * mean // size
     for count in (held, held * 17 // 16):  # pools are rounded up
         assert tile(heads, layers, max(count, 64), size) * size == slots
+
+
+def test_a_step_takes_more_pages_where_so_many_steps_could_not_be_told():
+    rows, heads, layers, size = 256, 32, 32, 16
+    count = rows * heads * layers * 8  # of 128 slots a head
+    block = tile(rows * heads, layers, count, size)
+    assert told(rows, rows * heads, count, 128 // size) > MOST_TOLD >= told(rows, rows * heads, count, block)
 
 
 def test_few_and_many_pages_a_step_give_the_same():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 from jaxtyping import Array, Float, Int
@@ -11,11 +12,8 @@ from pallas_kernels.attention import AttentionSpec
 from pallas_kernels.decode_attention.api import operand_limits, operand_settings, refuse_turned, width_limits
 from pallas_kernels.operands import Operand, Quantised
 from pallas_kernels.paged_attention import reference
-from pallas_kernels.paged_attention.pages import most_steps, tile
+from pallas_kernels.paged_attention.pages import MOST_TOLD, tile, told
 from pallas_kernels.paged_attention.types import Paged, Places
-
-MOST_TOLD = 240_000
-"""Numbers that fit in a TPU's scalar memory of a mebibyte."""
 
 
 def paged_attention(
@@ -74,13 +72,9 @@ def paged_attention(
     if chosen == "xla":
         platform = common.platform_of(platform)
         return reference.paged_attention(*arrays, places=places, logits=logits, platform=platform)
-    if form == "gpu":
-        from pallas_kernels.paged_attention import pallas_gpu
-
-        return pallas_gpu.paged_attention(*arrays, interpret=interpret)
-    from pallas_kernels.paged_attention import pallas
-
-    return pallas.paged_attention(*arrays, layers=layers, interpret=interpret)
+    module = importlib.import_module(f"pallas_kernels.paged_attention.{'pallas_gpu' if form == 'gpu' else 'pallas'}")
+    grid = {} if form == "gpu" else dict(layers=layers)
+    return module.paged_attention(*arrays, **grid, interpret=interpret)
 
 
 def limit(
@@ -92,10 +86,13 @@ def limit(
     limits = [*operand_limits(q, k, v, spec, places), *width_limits(k, v, form)]
     if form == "tpu":
         narrow = [x for x in (k, v) if isinstance(x, Quantised) and x.bits == 4 and x.codes.shape[-1] % common.LANES]
-        told = most_steps(b * h, pages, tile(b * h, layers, pages, size)) + 3 * b * h + b
+        numbers = told(b, b * h, pages, tile(b * h, layers, pages, size))
         limits += [
             (not narrow, "pages of four bits would be copied at every step, unless d and e are 256"),
             (size <= 1024, f"s={size} slots in a page are more than 1024"),
-            (told <= MOST_TOLD, f"its steps are told {told} numbers of rows, heads and pages, more than {MOST_TOLD}"),
+            (
+                numbers <= MOST_TOLD,
+                f"its steps are told {numbers} numbers of rows, heads and pages, more than {MOST_TOLD}",
+            ),
         ]
     return common.first_limit(*limits)
