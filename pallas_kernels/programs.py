@@ -479,6 +479,9 @@ def programs() -> Iterator[Program]:
     yield stepping("8 heads x 4, 4096 slots, hashes of 2 words", 32, 8, 4, 4096, 128, half, words=2)
     yield stepping("float32, d 64, ALiBi, window", 2, 4, 4, 1024, 64, whole, slopes=True, scores="each", window=512)
     yield stepping("8 heads x 4, 4096 slots, d 128, 8 bits", 32, 8, 4, 4096, 128, half, bits=8, scores="sum")
+    yield stepping(
+        "multi-head, 208 slots, 8 bits, in the scores", 64, 32, 1, 208, 128, half, bits=8, scores="sum", adds=True
+    )
     yield stepping("4096 slots, d 256 and e 128, 4 bits", 32, 8, 2, 4096, 256, half, e=128, bits=4, noisy=True)
     yield stepping("embedded model, 16 slots", 1, 2, 2, 16, 32, whole, scores="sum")
     yield hashes("8 heads x 4, 4096 slots, 16 bits", 32, 8, 4, 4096, 16)

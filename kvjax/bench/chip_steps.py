@@ -72,8 +72,8 @@ def compile_step(chip: str, step: Step) -> dict[str, Any]:
     parts: dict[str, float] = dict.fromkeys(CLASSES, 0.0)
     for kernel in compiled.kernels:
         # Pages of all layers are one pool, and each layer's grid is as long as it has pages.
-        share = step.layers if kernel.grid.dynamic else 1
-        parts[class_of(kernel.instruction)] += _times(kernel.instruction, config, step) * kernel.seconds(known) / share
+        kernel = kernel._replace(grid=kernel.grid.part(step.layers))
+        parts[class_of(kernel.instruction)] += _times(kernel.instruction, config, step) * kernel.seconds(known)
     for fusion in compiled.fusions:
         parts[class_of(fusion)] += _times(fusion, config, step) * known.seconds(fusion.cycles)
     # Weights that are fetched beforehand, beside other work, are in no estimate.

@@ -45,8 +45,10 @@ class Grid(NamedTuple):
     """Shapes of what it returns."""
     traffic: int
     """Bytes of its operands and results that come in blocks; what it copies by itself is not among them."""
-    dynamic: bool = False
-    """Whether its size is only known when it runs; the steps are those of whole operands."""
+    unknown: int | None = None
+    """Which of its sizes is only known when it runs; the steps are those of whole operands."""
+    least: int = 1
+    """Steps that it takes in any case: one for each block of what it returns."""
     turns: int = 0
     """Most turns of a loop at a row's end, if the kernel's metadata say so (`turns`)."""
 
@@ -59,6 +61,15 @@ class Grid(NamedTuple):
     def rows(self) -> int:
         """How often the last dimension begins anew."""
         return self.steps // self.sizes[-1] if self.sizes else 1
+
+    def part(self, calls: int) -> Grid:
+        """Of one of so many calls that share the operands, where a size is only known when it runs: as much smaller."""
+        if self.unknown is None:
+            return self
+        sizes, others = list(self.sizes), self.steps // self.sizes[self.unknown]
+        sizes[self.unknown] = -(-max(self.least, -(-self.steps // calls)) // others)
+        smaller = self._replace(sizes=tuple(sizes))
+        return smaller._replace(traffic=self.traffic * smaller.steps // self.steps)
 
 
 class Kernel(NamedTuple):
@@ -238,20 +249,26 @@ def grids_of(jaxpr: Any) -> Iterator[Grid]:
 def _grid(equation: Any) -> Grid:
     mapping, given = equation.params["grid_mapping"], equation.params["compiler_params"]
     arrays = [variable.aval for variable in (*equation.invars, *equation.outvars)][-len(mapping.block_mappings) :]
-    blocked = [
-        (array, block) for array, block in zip(arrays, mapping.block_mappings, strict=True) if _comes_in_blocks(block)
-    ]
-    static = [size for size in mapping.grid if isinstance(size, int)]
-    # A size that is only known when it runs: as many steps as the largest operand has blocks.
-    most = max((_blocks(array.shape, block.block_shape) for array, block in blocked), default=1)
-    dynamic = -(-most // math.prod(static))
+    pairs = list(zip(arrays, mapping.block_mappings, strict=True))
+    blocked, returned = (
+        [(array, block) for array, block in some if _comes_in_blocks(block)]
+        for some in (pairs, pairs[-len(equation.outvars) :])
+    )
+    sizes, traffic = list(mapping.grid), sum(array.size * array.dtype.itemsize for array, _ in blocked)
+    unknown = next((axis for axis, size in enumerate(sizes) if not isinstance(size, int)), None)
+    least = max((_blocks(array.shape, block) for array, block in returned), default=1)
+    if unknown is not None:  # as many steps as the largest operand has blocks, each of which takes whole blocks
+        others = math.prod(sizes[:unknown] + sizes[unknown + 1 :])
+        sizes[unknown] = -(-max(_blocks(array.shape, block) for array, block in blocked) // others)
+        traffic = math.prod(sizes) * sum(math.prod(_sizes(block)) * array.dtype.itemsize for array, block in blocked)
     return Grid(
         name=equation.params["name"] or "",
-        sizes=tuple(size if isinstance(size, int) else dynamic for size in mapping.grid),
+        sizes=tuple(sizes),
         parallel="parallel" in (getattr(given, "dimension_semantics", None) or ()),
         results=tuple(tuple(variable.aval.shape) for variable in equation.outvars),
-        traffic=sum(array.size * array.dtype.itemsize for array, _ in blocked),
-        dynamic=len(static) < len(mapping.grid),
+        traffic=traffic,
+        unknown=unknown,
+        least=least,
         turns=int(dict(equation.params["metadata"] or {}).get("turns", 0)),
     )
 
@@ -261,6 +278,11 @@ def _comes_in_blocks(block: Any) -> bool:
     return str(space) not in ("any", "hbm")
 
 
-def _blocks(shape: tuple[int, ...], block: tuple[Any, ...]) -> int:
-    sizes = (getattr(size, "block_size", size) for size in block)
-    return math.prod(-(-length // size) for length, size in zip(shape, sizes, strict=True) if isinstance(size, int))
+def _blocks(shape: tuple[int, ...], block: Any) -> int:
+    return math.prod(-(-length // size) for length, size in zip(shape, _sizes(block), strict=True))
+
+
+def _sizes(block: Any) -> list[int]:
+    # A dimension that is left out of a block has one of it.
+    sizes = (getattr(size, "block_size", size) for size in block.block_shape)
+    return [size if isinstance(size, int) else 1 for size in sizes]

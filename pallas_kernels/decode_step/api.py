@@ -74,9 +74,9 @@ def decode_step(
         scores: as `decode_attention` takes them: `each`, `sum`, a `Gumbel`, or None.
         adds: whether sums come added to `standing`, in which the new token begins at 0.
         implementation: `auto`, `xla` or `pallas`. `xla` takes everything. `pallas` is for TPU; it takes what both
-            kernels take that it stands for, c a multiple of 16 (of 32 with codes, of 128 where XLA stores slots
-            innermost), and no more than its blocks have room for on the chip. It compiles and has run in interpreters,
-            never on a chip. There is no form for GPU.
+            kernels take that it stands for, c a multiple of 16 (of 128 where XLA stores slots innermost), and no more
+            than its blocks have room for on the chip. It compiles and has run in interpreters, never on a chip. There
+            is no form for GPU.
         interpret: `True`, or `pltpu.InterpretParams()`, to run `pallas` without an accelerator.
         platform: for which the program is compiled; None for that of `jax.default_backend()`.
 

@@ -47,7 +47,7 @@ from pallas_kernels.decode_attention.running import (
 )
 from pallas_kernels.decode_attention.types import Decoded, Sinks
 from pallas_kernels.decode_step.types import Hashed, Stepped
-from pallas_kernels.evict.pallas import ROWS
+from pallas_kernels.evict.pallas import copied
 from pallas_kernels.evict.reference import written_through
 from pallas_kernels.hamming.reference import distances_of_words
 from pallas_kernels.operands import Operand, Quantised
@@ -170,9 +170,10 @@ def decode_step(
     scratch["slot"] = pltpu.VMEM((heads, 1), jnp.int32)
     scratch["slots"] = pltpu.SMEM((heads,), jnp.int32)
     for name in "kv":
-        width, dtype = stored({"k": k, "v": v}[name])[0].shape[-1], inputs[name][0].dtype
-        shape = (width, LANES) if name in turned else (ROWS[dtype.itemsize], width)
-        scratch[f"{name}_tile"] = pltpu.VMEM((heads, *shape), dtype)
+        array = stored({"k": k, "v": v}[name])[0]
+        width = array.shape[-1]
+        shape = (width, LANES) if name in turned else (copied(array), width)
+        scratch[f"{name}_tile"] = pltpu.VMEM((heads, *shape), array.dtype)
     scratch["sent"] = pltpu.SemaphoreType.DMA((2,))
 
     kernel = functools.partial(
@@ -243,7 +244,7 @@ def decode_step(
 
 def unit(array: Array) -> int:
     """Slots of one copy back: a tile of keys or values [b h c w], or two."""
-    return LANES if slots_lie_along_lanes(*array.shape[2:]) else ROWS[array.dtype.itemsize]
+    return LANES if slots_lie_along_lanes(*array.shape[2:]) else copied(array)
 
 
 def blocks_of(k: Operand, v: Operand) -> tuple[int, int]:

@@ -48,10 +48,10 @@ def evict(
         shrinks: live slots may lie beyond the limit, as for policies whose budget falls.
         pairs: whether what `buffers` held in the slots is handed out.
         implementation: `auto`, `xla` or `pallas`. `xla` takes everything. `pallas` is for TPU; it takes c a multiple of
-            16 (32 with numbers of 8 bits) up to 16384; buffers [b h c] of 32-bit numbers or bool; [b h c w] with w up
-            to 256, of float32, bfloat16, int8 or uint8 where XLA stores w innermost (w a multiple of 128, or c so
-            small), else of 32-bit numbers with w up to 16 and, in eights, w * c up to 32768. It compiles and has run
-            in interpreters, never on a chip. There is no form for GPU.
+            16 up to 16384; buffers [b h c] of 32-bit numbers or bool; [b h c w] with w up to 256, of float32, bfloat16,
+            int8 or uint8 where XLA stores w innermost (w a multiple of 128, or c so small), else of 32-bit numbers with
+            w up to 16 and, in eights, w * c up to 32768. It compiles and has run in interpreters, never on a chip.
+            There is no form for GPU.
         interpret: `True`, or `pltpu.InterpretParams()`, to run `pallas` without an accelerator.
         platform: for which the program is compiled; None for that of `jax.default_backend()`.
 
@@ -93,11 +93,10 @@ def limit(position: Array, buffers: Any, form: str) -> str | None:
     # Whole blocks are read and written of what lies along the lanes: too much for keys and values.
     turned = [leaf.shape[3] for leaf in planes if leaf.dtype not in WORDS or leaf.shape[3] > 16]
     large = [leaf.shape[3] for leaf in planes if common.padded(leaf.shape[3], common.SUBLANES) * c > PLANES]
-    unit = 32 if any(leaf.dtype.itemsize == 1 for leaf in several) else 16
     kinds = all(leaf.ndim == 4 and leaf.dtype in (*WIDE, *WORDS) for leaf in several)
     return common.first_limit(
         (form == "tpu", "it is written for tpu alone"),
-        (c % unit == 0 and c <= 16384, f"c={c} slots are not a multiple of {unit} up to 16384"),
+        (c % pallas.UNIT == 0 and c <= 16384, f"c={c} slots are not a multiple of {pallas.UNIT} up to 16384"),
         (not narrow, f"a buffer [b h c] holds {narrow and narrow[0]}, not one of {', '.join(WORDS)}, bool"),
         (kinds, f"a buffer of several numbers per slot is not [b h c w] of {', '.join(dict.fromkeys(WIDE + WORDS))}"),
         (all(leaf.shape[3] <= 256 for leaf in several), "a buffer holds more than 256 numbers per slot"),

@@ -11,6 +11,7 @@ and two steps more); no copy crosses the first axis, which chips with two cores 
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
 import jax
@@ -22,8 +23,8 @@ from jaxtyping import Array, Bool, Float, Int
 from pallas_kernels.common import SUBLANES, over_cores, row_and_block, slots_lie_along_lanes
 from pallas_kernels.ranking import Protection, victim
 
-ROWS = {4: 16, 2: 16, 1: 32}
-"""Slots of one aligned copy by the bytes of a number: a tile, two of float32."""
+UNIT = 16
+"""Slots of an aligned copy at least: a tile of 16 bits, two of 32."""
 VMEM_BYTES = 14 << 20
 
 
@@ -133,9 +134,14 @@ def in_planes(leaf: Array) -> bool:
     return slots_lie_along_lanes(*leaf.shape[2:])
 
 
+def copied(leaf: Array) -> int:
+    """Slots of one aligned copy of a buffer [b h c w]: a tile, two of 32 bits; of 8 bits half of one if need be."""
+    return max(UNIT, math.gcd(leaf.shape[2], 2 * UNIT)) if leaf.dtype.itemsize == 1 else UNIT
+
+
 def _tiles(leaf: Array, heads: int) -> Any:
     # Of two blocks of heads: one is read while the other is written.
-    return pltpu.VMEM((2, heads, ROWS[leaf.dtype.itemsize], leaf.shape[-1]), leaf.dtype)
+    return pltpu.VMEM((2, heads, copied(leaf), leaf.shape[-1]), leaf.dtype)
 
 
 def _word(x: Array) -> Array:

@@ -151,4 +151,5 @@ CASES = (
     case(2, 2, 64, 64, codes="int8", live="ragged", keep=True),
     case(1, 8, 32, 128, codes="uint8"),
     case(2, 3, 48, 64, words=3, live="ragged"),
+    case(2, 8, 48, 64, codes="int8", live="ragged"),
 )
