@@ -175,7 +175,13 @@ class Turns(NamedTuple):
 def turns_of(rope: Rope, positions: Int[Array, "*b"], dtype: DTypeLike, length: Length | None = None) -> Turns:
     """The rotations of tokens, for `rotate_by`; arguments as of `rotate`, `dtype` is that of queries and keys."""
     with jax.named_scope("rope"):
-        return Turns(*whole_widths(*_angles(rope, positions, dtype, length), rope.interleaved))
+        if positions.shape[-1] > 1:
+            return Turns(*whole_widths(*_angles(rope, positions, dtype, length), rope.interleaved))
+        # Halves of a single token's TPUs would pad and join in programs of their own.
+        cos, sin = _angles(rope, positions, dtype, length, of_channels=True)
+        first = np.arange(rope.width) % 2 == 0 if rope.interleaved else np.arange(rope.width) < rope.width // 2
+        signs = np.where(first, -1, 1)
+        return Turns(cos, sin * signs.astype(sin.dtype))
 
 
 def rotate_by(rope: Rope, x: Float[Array, "*b t d"], turns: Turns, flip: bool = False) -> Float[Array, "*b t d"]:
@@ -209,14 +215,22 @@ def table(rope: Rope, places: int, dtype: DTypeLike) -> tuple[Float[Array, "m ha
 
 
 def _angles(
-    rope: Rope, positions: Int[Array, "*b"], dtype: DTypeLike, length: Length | None = None
-) -> tuple[Float[Array, "*b half"], Float[Array, "*b half"]]:
-    """Cosines and sines of what each pair of channels is turned by, in at least float32."""
+    rope: Rope,
+    positions: Int[Array, "*b"],
+    dtype: DTypeLike,
+    length: Length | None = None,
+    of_channels: bool = False,
+) -> tuple[Float[Array, "*b w"], Float[Array, "*b w"]]:
+    """Cosines and sines of what each pair of channels, or each channel, is turned by, in at least float32."""
     # The product itself would lose an angle's last digits to its full turns, far out in a text.
     kind = jnp.promote_types(dtype, jnp.float32)
     if isinstance(length, jax.Array):
         length = length.reshape(-1, *(1,) * (positions.ndim - 1))
     frequencies = rope_frequencies(rope, length)
+    if of_channels:
+        xp = jnp if isinstance(frequencies, jax.Array) else np
+        both = [frequencies, frequencies]
+        frequencies = xp.stack(both, -1 if rope.interleaved else -2).reshape(*frequencies.shape[:-1], rope.width)
     per_stretch = (STRETCH * frequencies % (2 * math.pi)).astype(kind)
     stretch, place = jnp.divmod(positions[..., None], STRETCH)
     angles = stretch * per_stretch + place * frequencies.astype(kind)

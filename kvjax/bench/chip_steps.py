@@ -148,12 +148,12 @@ def _profiled(config: ModelConfig, step: Step) -> State:
 
 
 def _traffic(config: ModelConfig, step: Step, state: State) -> tuple[int, int]:
-    """Bytes of a whole model's step that have to move: of weights, and of caches and logits."""
+    """Bytes of a whole model's step that have to move: of weights, and of caches, a policy's own arrays and logits."""
     weights = weight_shapes(config, jnp.bfloat16)
     read = _bytes(weights)
     if not config.tied:  # of the embedding table only the rows of the tokens
         read -= _bytes(weights.embedding) - step.rows * config.width * 2
-    kept = _bytes(state.storage) * config.layers / step.layers
+    kept = _bytes((state.storage, state.policy)) * config.layers / step.layers
     return read, round(kept + step.rows * config.vocab_size * 4)
 
 

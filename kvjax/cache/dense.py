@@ -186,6 +186,7 @@ class Dense(struct.PyTreeNode):
             sinks=given.sinks,
             scores=scores,
             adds=adds,
+            rounds=absorb is None,
             **new.kernels._asdict(),
         )
         written = view.replace(position=done.position, kv=view.kv.replace(k=done.k, v=done.v), slots=done.buffers)

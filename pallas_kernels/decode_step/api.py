@@ -47,6 +47,7 @@ def decode_step(
     sinks: Sinks | None = None,
     scores: str | Gumbel | None = None,
     adds: bool = False,
+    rounds: bool = False,
     implementation: str = "auto",
     interpret: Any = False,
     platform: str | None = None,
@@ -73,6 +74,7 @@ def decode_step(
         sinks: first tokens that see another query, as `decode_attention` takes them, or None.
         scores: as `decode_attention` takes them: `each`, `sum`, a `Gumbel`, or None.
         adds: whether sums come added to `standing`, in which the new token begins at 0.
+        rounds: whether attention's output comes in the queries' dtype, as where nothing else is merged with it.
         implementation: `auto`, `xla` or `pallas`. `xla` takes everything. `pallas` is for TPU; it takes what both
             kernels take that it stands for, c a multiple of 16 (of 128 where XLA stores slots innermost), and no more
             than its blocks have room for on the chip. It compiles and has run in interpreters, never on a chip. There
@@ -96,7 +98,7 @@ def decode_step(
     refuse_turned(v)
     limits = {"pallas": limit(q, k, v, spec, sinks, scores, common.pallas_form(platform), hashed)}
     arguments: dict[str, Any] = dict(protection=protection, keep=keep, shrinks=shrinks, pairs=pairs)
-    arguments |= dict(sinks=sinks, scores=scores, adds=adds)
+    arguments |= dict(sinks=sinks, scores=scores, adds=adds, rounds=rounds)
     arrays = (standing, position, new_position, k, v, buffers, added, q, spec)
     names = ("standing", "position", "new_position", "k", "v", "buffers", "added", "q", "spec")
     given = dict(zip(names, arrays, strict=True)) | arguments

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels import operands
@@ -72,6 +73,7 @@ def decode_step(
     sinks: Sinks | None,
     scores: str | Gumbel | None,
     adds: bool,
+    rounds: bool,
     interpret: Any,
 ) -> Stepped:
     """See `api.decode_step`."""
@@ -114,15 +116,15 @@ def decode_step(
     inputs["bounds"] = jnp.stack(protection, -1).astype(jnp.int32), block(len(protection))
     if keep is not None:
         inputs["keep"] = (keep.astype(jnp.int32), block(c))
-    turned = []  # whose blocks come as [channels, slots]
+    turned: list[str] = []  # whose blocks come as [channels, slots]
+    scales: dict[str, Array] = {}  # of whose codes, and the new token's
     for name, operand, new in (("k", k, added[0]), ("v", v, added[1])):
-        array, scale = stored(operand)
-        entry, _ = stored(new)
+        (array, scale), (entry, entry_scale) = stored(operand), stored(new)
         width = array.shape[-1]
+        wide = entry.astype(_counted(entry.dtype))  # narrower ones XLA would have to turn over
         if scale is not None:
             inputs[f"{name}_scale"] = (scale, block(slots, along=0))
-        # A block of eight heads is no tile of numbers of 8 or 16 bits.
-        wide = entry.astype(jnp.int32 if scale is not None else jnp.float32)
+            scales[f"{name}_scale"] = entry_scale
         if slots_lie_along_lanes(c, width):
             turned.append(name)
             inputs[name] = (jnp.swapaxes(array, 2, 3), block(width, slots, along=1))
@@ -130,8 +132,10 @@ def decode_step(
         else:
             inputs[name] = (array, block(slots, width, along=0))
             inputs[f"{name}_entry"] = (wide, block(width))
-        if scale is not None or name in turned:  # attention sees other numbers, or needs them in another place
+        if name in turned or width < operand.shape[-1]:  # attention needs its numbers in another place
             inputs[f"{name}_new"] = (operands.values(new, jnp.float32), block(operand.shape[-1]))
+    if scales:
+        inputs["scale_entry"] = jnp.stack([*scales.values()], -1), block(len(scales))
     if spec.slopes is not None:
         inputs["slopes"] = (
             slope_rows(spec.slopes),
@@ -146,13 +150,14 @@ def decode_step(
             inputs["first"] = (scores.first, scalars)
 
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
-    single, told = jnp.float32, 1 if sets < heads else rows
+    single, lanes = jnp.float32, 1 if sets < heads else rows
     outputs: dict[str, tuple[Any, Any, pl.BlockSpec]] = {
-        "out": ((b, h * g, e), single, packed(e)),
-        "lse": ((b, h, told), single, block(told)),
+        "out": ((b, h * g, e), q.dtype if rounds else single, packed(e)),
+        "lse": ((b, h, lanes), single, block(lanes)),
         "slot": ((b, h, 1), jnp.int32, block(1)),
         "left": ((b, h, 1), jnp.int32, block(1)),
         **{name: (position.shape, inputs[name][0].dtype, block(c)) for name in ("position", *words)},
+        **{name: (scale.shape, single, block(slots, along=0)) for name in scales for scale in inputs[name][:1]},
         **{name: (inputs[name][0].shape, inputs[name][0].dtype, anywhere) for name in "kv"},
     }
     if pairs:
@@ -193,7 +198,7 @@ def decode_step(
     )
     # The places of inputs and outputs among the leaves of their dictionaries.
     came, went = (sorted(names) for names in (inputs, outputs))
-    shared = {name: name for name in ("position", "k", "v", *words)} | ({"standing": "scores"} if adds else {})
+    shared = {name: name for name in ("position", "k", "v", *words, *scales)} | ({"standing": "scores"} if adds else {})
     found = pl.pallas_call(
         kernel,
         grid=(cores, units, splits),
@@ -218,12 +223,9 @@ def decode_step(
         # Slot by slot, so that it is part of whatever a score makes of its buffers next.
         return written_through(leaf, slot, value)
 
-    def whole(name: str, old: Operand, new: Operand) -> Operand:
+    def whole(name: str) -> Operand:
         array = found[name].swapaxes(2, 3) if name in turned else found[name]
-        if isinstance(old, Quantised):
-            assert isinstance(new, Quantised)
-            return Quantised(array, written(old.scale, new.scale))
-        return array
+        return Quantised(array, found[f"{name}_scale"]) if f"{name}_scale" in found else array
 
     def taken(name: str, old: Operand) -> Operand:
         array = found[f"{name}_taken"].reshape(b, h, -1)
@@ -235,11 +237,15 @@ def decode_step(
 
     result = found["scores"].reshape(b, h, g, c) if scores == "each" else found.get("scores")
     attended = Decoded(found["out"].reshape(b, h, g, e), found["lse"][:, :, :g], result)
-    pair = whole("k", k, added[0]), whole("v", v, added[1])
+    pair = whole("k"), whole("v")
     others = jax.tree.map(written, buffers, added[2])
     leaving = (taken("k", k), taken("v", v)) if pairs else None
     codes = tuple(found[name] for name in words) or None
     return Stepped(attended, slot, found["left"][..., 0], found["position"], *pair, others, leaving, codes)
+
+
+def _counted(dtype: DTypeLike) -> Any:
+    return jnp.float32 if jnp.issubdtype(dtype, jnp.floating) else jnp.int32
 
 
 def unit(array: Array) -> int:
@@ -299,9 +305,21 @@ def _kernel(
     q = rows_of(refs["q"][0], heads)
     gumbel = scores if isinstance(scores, Gumbel) else None
 
+    scales = [name for name in ("k_scale", "v_scale") if name in refs]
+
     def when(condition: Any) -> Callable[[Callable[[], None]], None]:
         # Where there is one split it is first and last.
         return pl.when(condition) if several else lambda run: run()
+
+    def new(name: str) -> Array:
+        if f"{name}_new" in refs:
+            return refs[f"{name}_new"][0]
+        numbers = refs[f"{name}_entry"][0].astype(jnp.float32)
+        return numbers * new_scale(f"{name}_scale") if f"{name}_scale" in scales else numbers
+
+    def new_scale(name: str) -> Array:
+        at = scales.index(name)
+        return refs["scale_entry"][0, :, at : at + 1]
 
     @when(split == 0)
     def _() -> None:
@@ -324,7 +342,7 @@ def _kernel(
         for i, name in enumerate(words):
             outputs[name][0] = jnp.where(here & writes, refs["code_entry"][0, :, i : i + 1], codes[i])
         # The new token is what the running softmax begins with.
-        key, value = (refs.get(f"{name}_new", refs[f"{name}_entry"])[0] for name in "kv")
+        key, value = (new(name) for name in "kv")
         logits = (q.astype(jnp.float32) * jnp.broadcast_to(beside(key, len(q)), q.shape)).sum(-1, keepdims=True)
         logits = jnp.where(writes, spec.capped(logits), LOWEST)
         scratch["top"][...] = jnp.maximum(logits, LOWEST / 2)
@@ -343,6 +361,9 @@ def _kernel(
     index = split * slots + jax.lax.broadcasted_iota(jnp.int32, (heads, slots), 1)
     position = refs["position"][0, :, at]
     visible = seen(position, newest, spec.window) & (index != scratch["slot"][...])
+    for name in scales:
+        taken = writes & (index == scratch["slot"][...])
+        outputs[name][0] = jnp.where(taken, new_scale(name), refs[name][0])
     v_scale = refs["v_scale"][0] if "v_scale" in refs else None
     k_channels, v_channels = (1 if name in turned else 2 for name in "kv")
     first = split * slots
@@ -391,7 +412,8 @@ def _kernel(
         some = total > 0
         out = scratch["acc"][...] / jnp.where(some, total, 1.0)
         lse = log_sum(scratch["top"][...], total)
-        outputs["out"][0], outputs["lse"][0] = packed(out, heads, groups), along_lanes(lse, heads)
+        outputs["out"][0] = packed(out, heads, groups).astype(outputs["out"].dtype)
+        outputs["lse"][0] = along_lanes(lse, heads)
         if scores is None:
             return
         if gumbel is not None:
@@ -436,8 +458,7 @@ def _send(
     def slots(start: Any) -> tuple[Any, ...]:
         return (slice(None),) * axis + (pl.ds(pl.multiple_of(start, size), size),)
 
-    counted = jnp.float32 if jnp.issubdtype(tile.dtype, jnp.floating) else jnp.int32
-    old = block[slots(start - first)].astype(counted)
+    old = block[slots(start - first)].astype(_counted(tile.dtype))
     chosen = jax.lax.broadcasted_iota(jnp.int32, old.shape, axis) == slot - start
     if taken is not None:
         taken[...] = jnp.where(chosen, old, jnp.zeros_like(old)).sum(axis, keepdims=True)

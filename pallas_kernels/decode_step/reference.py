@@ -36,6 +36,7 @@ def decode_step(
     sinks: Sinks | None,
     scores: str | Gumbel | None,
     adds: bool,
+    rounds: bool,
     platform: str,
 ) -> Stepped:
     """See `api.decode_step`."""
@@ -53,4 +54,6 @@ def decode_step(
         assert standing is not None and attended.scores is not None
         begun = written_through(standing, slot, jnp.zeros(slot.shape, standing.dtype))
         attended = attended._replace(scores=begun + attended.scores)
+    if rounds:
+        attended = attended._replace(out=attended.out.astype(q.dtype))
     return Stepped(attended, slot, left, position, k, v, buffers, taken[0][:2] if pairs else None, codes)

@@ -95,19 +95,21 @@ def remember(
         "phi_second": own(_transposed(of_phi["second"].reshape(h * g, -1, features)), g),
         "psi": tuple(zip(*(own(x) for x in named), strict=True)),
     }
-    went = ("h", "out", "z")
+    went = ("h", "z")  # in place
     arrays = {name: array for name, (array, _) in inputs.items()}
     specs = {name: spec for name, (_, spec) in inputs.items()}
     came = [jax.tree_util.keystr(path[:1], simple=True) for path, _ in jax.tree.leaves_with_path(arrays)]
-    scratch = {"q": (SUBLANES * g, d), "k": (SUBLANES, d), "v": (SUBLANES, e)}
+    scratch = {"q": (SUBLANES * g, d), "k": (SUBLANES, d), "v": (SUBLANES, e), "out": (SUBLANES * g, e)}
+    shapes = {name: jax.ShapeDtypeStruct(arrays[name].shape, arrays[name].dtype) for name in went}
+    shapes["out"] = jax.ShapeDtypeStruct(arrays["out"].shape, q.dtype)
     found = pl.pallas_call(
         functools.partial(_remember, groups=g),
         grid=(h // SUBLANES, SUBLANES),
         in_specs=[specs],
-        out_specs={name: specs[name] for name in went},
-        out_shape={name: jax.ShapeDtypeStruct(arrays[name].shape, arrays[name].dtype) for name in went},
+        out_specs={name: specs[name] for name in shapes},
+        out_shape=shapes,
         scratch_shapes=[{name: pltpu.VMEM((b * m, width), jnp.float32) for name, (m, width) in scratch.items()}],
-        input_output_aliases={came.index(name): went.index(name) for name in went},
+        input_output_aliases={came.index(name): sorted(shapes).index(name) for name in went},
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=VMEM_BYTES
         ),
@@ -123,9 +125,8 @@ def _remember(refs: Any, outputs: Any, scratch: Any, *, groups: int) -> None:
     @pl.when(head == 0)
     def _() -> None:
         # A row's heads lie along sublanes: single numbers of 32 bits can be taken from there, every eighth at once.
-        for name, every in scratch.items():
-            every[...] = refs[name][...].astype(jnp.float32).reshape(every.shape)
-        outputs["out"][...] = refs["out"][...]
+        for name in ("q", "k", "v"):
+            scratch[name][...] = refs[name][...].astype(jnp.float32).reshape(scratch[name].shape)
 
     def of_head(name: str, which: Any, heads: int) -> Float[Array, "b w"]:
         return scratch[name][pl.ds(which, rows, stride=heads), :]
@@ -154,9 +155,15 @@ def _remember(refs: Any, outputs: Any, scratch: Any, *, groups: int) -> None:
         h = refs["h"][row, 0] + features[:, one] * v[one]
         outputs["h"][row, 0] = h
         for i, (phi, theirs) in enumerate(shares):
-            at = row, pl.ds(head * groups + i, 1)
+            at = head * groups + i
             low = (phi[:, one] * h).sum(0, keepdims=True)
-            outputs["out"][at] = refs["out"][at] * theirs[:, one] + low
+            merged = refs["out"][row, pl.ds(at, 1)] * theirs[:, one] + low
+            scratch["out"][pl.ds(row * SUBLANES * groups + at, 1)] = merged
+
+    @pl.when(head == SUBLANES - 1)
+    def _() -> None:
+        every = outputs["out"]
+        every[...] = scratch["out"][...].reshape(every.shape).astype(every.dtype)
 
 
 def _call(

@@ -55,4 +55,4 @@ def remember(
     h, z = h + jnp.einsum("bhr,bhe->bhre", features, v.astype(h.dtype)), z + features
     share = share_of_evicted(LowRank(of_phi(q)[:, :, :, None], h, z))
     whole = merge(jax.tree.map(lambda x: x[:, :, :, None], attended), share)
-    return Remembered(h, z, whole.out[:, :, :, 0])
+    return Remembered(h, z, whole.out[:, :, :, 0].astype(q.dtype))

@@ -15,3 +15,4 @@ class Remembered(NamedTuple):
     z: Float[Array, "b h R"]
     """The sum of psi(k)."""
     out: Float[Array, "b h g e"]
+    """In the queries' dtype."""
