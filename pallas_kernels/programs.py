@@ -358,9 +358,9 @@ def stepping(
 ) -> Program:
     """`decode_step` with an accumulated score, in place; `noisy` asks for Keyformer's increments.
 
-    So many first tokens are set `apart`: they see a query of their own. `pairs` that leave are handed out, if asked.
-    What is asked is told, or the kernel `adds` it to the score; where nothing is, the oldest leaves first. With `words`
-    a slot it is the farthest by its code, and there is no score.
+    So many first tokens are set `apart`: they see a query of their own, and slopes see them from nearer. `pairs` that
+    leave are handed out, if asked. What is asked is told, or the kernel `adds` it to the score; where nothing is, the
+    oldest leaves first. With `words` a slot it is the farthest by its code, and there is no score.
     """
 
     def run(
@@ -380,7 +380,8 @@ def stepping(
             arrays |= {"buffers": None, "added": (*pair, None)}
         asked: dict[str, Any] = dict(standing=standing, protection=Protection(sinks, recent, limit))
         asked |= dict(spec=AttentionSpec(d**-0.5, soft_cap, window, slopes))
-        asked |= dict(sinks=None if near is None else Sinks(near, apart))
+        gap = None if slopes is None else arrays["new_position"]
+        asked |= dict(sinks=None if near is None else Sinks(near, apart, gap))
         wanted = scores if seed is None or tau is None else Gumbel(seed, tau)
         done = decode_step(**arrays, **asked, scores=wanted, pairs=pairs, adds=adds)
         if adds:
@@ -470,6 +471,7 @@ def programs() -> Iterator[Program]:
     yield stepping("multi-head, 256 slots, d 128, bfloat16", 64, 32, 1, 256, 128, half, scores="sum")
     yield stepping("the same with Gumbel scores", 64, 32, 1, 256, 128, half, noisy=True)
     yield stepping("multi-head, 208 slots, 4 sinks, d 128, bfloat16", 64, 32, 1, 208, 128, half, apart=4)
+    yield stepping("the same with ALiBi", 64, 32, 1, 208, 128, half, apart=4, slopes=True)
     yield stepping(
         "multi-head, 208 slots, pairs that leave, bfloat16", 64, 32, 1, 208, 128, half, scores="sum", pairs=True
     )

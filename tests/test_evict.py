@@ -66,6 +66,7 @@ def test_any_codes(shape, live, way):
 
 
 CONFIG = small_config(4, 2, head_width=64).layer(0)
+SLOPED = small_config(4, 2, head_width=64, position="alibi", rope=None).layer(0)
 
 
 def new_token(key, b, h, g, d, position, way):
@@ -173,10 +174,11 @@ def test_one_pass_is_exchange_then_attention(name):
 
 
 @pytest.mark.parametrize("way", TPU_WAYS, ids=str)
-def test_one_pass_turns_the_sinks_that_a_layers_window_has_not_passed(way):
+@pytest.mark.parametrize("base", [CONFIG, SLOPED], ids=["rope", "alibi"])
+def test_one_pass_sees_the_sinks_that_a_layers_window_has_not_passed_from_near(base, way):
     newest, window, c, sinks = np.array([50, 64, 65, 67, 68, 90]), 64, 48, 4
     b, h = len(newest), 2
-    config, policy = dataclasses.replace(CONFIG, window=window), kvjax.policy("streaming", sinks=sinks)
+    config, policy = dataclasses.replace(base, window=window), kvjax.policy("streaming", sinks=sinks)
     new = new_token(jax.random.key(2), b, h, 2, 64, jnp.asarray(newest), way).replace(config=config)
     view = full_view(b, h, c, 64, lambda k, scores: None)
     held = np.full((b, h, c), -1)

@@ -190,30 +190,28 @@ class Codec:
                 cos, sin = table(config.rope, places or capacity, k.dtype)
                 k = Turned(k, order, cos, sin, config.rope.interleaved)
             return Operands(q, k, v, (place, order))
-        seen, near = None, None
+        seen, sinks = None, None
         if self.sliding and self.sinks:
             gap = self._gap(config.window, view, new, room)[..., None]
-            if config.slopes is not None:
-                sinks = view.live & (view.position < self.sinks)
+            if not block:
+                sinks = self._nearer_query(config, new, gap)
+            elif config.slopes is not None:
+                first = view.live & (view.position < self.sinks)
                 here = jnp.broadcast_to(new.position[:, None], (*view.limit.shape, tokens))
-                seen = here, jnp.where(sinks, view.position + gap, view.position)
+                seen = here, jnp.where(first, view.position + gap, view.position)
             if config.rope is not None and block:
                 k = self._nearer(config.rope, view, new, gap)
-            elif config.rope is not None:
-                # The model would see the sinks right before the window: turned back by as much, the query stands as it
-                # would to them, and they stay as they are.
-                turns = turns_of(config.rope, new.position[:, None] - gap[:, None, :, 0], new.raw_q.dtype, new.end)
-                near = rotate_queries(config.rope, new.raw_q, turns)[:, :, :, 0]
         if self.bits is None:
-            return Operands(q, k, v, seen, sinks=None if near is None else Sinks(near, self.sinks))
+            return Operands(q, k, v, seen, sinks=sinks)
         factor = view.state.codec.factor
         if tokens > 1:
             old = capacity - tokens
             first = jax.tree.map(lambda leaf: leaf[:, :, :old], (k, v))
             scaled = (new.k.astype(factor.dtype) / jnp.where(factor > 0, factor, 1.0)[:, :, None]).astype(q.dtype)
             k, v = Joined(first[0], scaled), Joined(first[1], new.v)
-        q, near = jax.tree.map(lambda x: (x * jnp.expand_dims(factor, range(2, x.ndim - 1))).astype(x.dtype), (q, near))
-        return Operands(q, k, v, seen, factor, None if near is None else Sinks(near, self.sinks))
+        if sinks is not None:
+            sinks = dataclasses.replace(sinks, q=(sinks.q * factor[:, :, None]).astype(q.dtype))
+        return Operands((q * factor[:, :, None, None]).astype(q.dtype), k, v, seen, factor, sinks)
 
     def earlier(
         self,
@@ -284,6 +282,16 @@ class Codec:
         assert state.count is not None
         arrived = new.valid[:, :1] & arrives
         return state.replace(count=state.count + arrived - (left >= 0))
+
+    def _nearer_query(self, config: LayerConfig, new: New, gap: Int[Array, "b 1 1"]) -> Sinks | None:
+        """A token's query as it stands to the sinks, which the model would see right before the window."""
+        if config.rope is None and config.slopes is None:
+            return None
+        near = new.q
+        if config.rope is not None:  # turned back by as much as they would be turned on, so that they stay as they are
+            turns = turns_of(config.rope, new.position[:, None] - gap[:, None, :, 0], new.raw_q.dtype, new.end)
+            near = rotate_queries(config.rope, new.raw_q, turns)
+        return Sinks(near[:, :, :, 0], self.sinks, None if config.slopes is None else gap[:, 0, 0])
 
     def _nearer(self, rope: Rope, view: View, new: New, gap: Int[Array, "b 1 1"]) -> Operand:
         """Keys whose sinks stand right before the window, as all queries of a block see them."""

@@ -51,7 +51,7 @@ def decode_attention(
         places: where the model sees the query [b h] and the keys [b h c], if not at their positions; they matter for
             slopes only.
         low_rank: the evicted tokens' share (LESS, equation 3), or None.
-        sinks: first tokens that see another query than the others do, or None.
+        sinks: first tokens that see another query than the others do, or that slopes see from nearer, or None.
         scores: probabilities of `each` query head, their `sum` over the group, or a `Gumbel` (Keyformer, equation 9,
             summed over the group); None for none.
         implementation: `auto`, `xla`, `pallas`, `triton` or `mosaic`. `xla` takes everything. The others take queries
@@ -116,8 +116,9 @@ def decode_attention(
     found = form.decode_attention(q, k, v, rest, query_position, spec, **arguments)
     near_k, near_v = (cut(x, 0, first.shape[2], 2) for x in (k, v))
     held = jnp.where(here, first, -1)
+    places = jnp.broadcast_to(query_position[:, None], held.shape[:2]), sinks.seen(held)
     near = decode_attention(
-        sinks.q, near_k, near_v, held, query_position, spec, implementation="xla", platform=platform
+        sinks.q, near_k, near_v, held, query_position, spec, places=places, implementation="xla", platform=platform
     )
     whole = merge(*(Partial(part.out[:, :, :, None], part.lse[..., None]) for part in (found, near)))
     return Decoded(whole.out[:, :, :, 0], whole.lse[..., 0], None)

@@ -91,6 +91,8 @@ def decode_attention(
     }
     if sinks is not None:
         inputs["sinks_q"] = (sinks.q.reshape(b, h * g, d), of_queries(d))
+        if sinks.gap is not None:
+            inputs["sinks_gap"] = (sinks.gap, scalars)
     turned = []  # whose blocks come as [channels, slots]
     for name, operand in (("k", k), ("v", v)):
         array, scale = stored(operand)
@@ -235,7 +237,10 @@ def _kernel(
         v, v_scale = refs["v"][0], live(v_scale, 1)
 
     q = rows_of(refs["q"][0], heads)
-    logits, visible = logits_of(refs, q, position, visible, query, spec, k_channels, integers, sinks, split * slots)
+    gap = refs["sinks_gap"][row] if "sinks_gap" in refs else None
+    logits, visible = logits_of(
+        refs, q, position, visible, query, spec, k_channels, integers, sinks, split * slots, gap
+    )
     advance(scratch, logits, lambda weights: weighted(weights, v, v_scale, v_channels, integers))
     if gumbel is not None:
         logits = noisy(refs, logits, visible, position, gumbel, row, block * heads)

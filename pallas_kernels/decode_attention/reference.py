@@ -44,7 +44,8 @@ def decode_attention(
 ) -> Decoded:
     """See `api.decode_attention`."""
     mask = spec.mask(query_position[:, None], position)
-    query_place, key_place = (query_position[:, None], position) if places is None else places
+    seen = position if sinks is None else sinks.seen(position)
+    query_place, key_place = (query_position[:, None], seen) if places is None else places
     bias = spec.bias(query_place[:, :, None], key_place)
     others = None if sinks is None else products_of_sinks(sinks, k, position, platform)
     if isinstance(k, Quantised) or isinstance(v, Quantised):

@@ -7,6 +7,7 @@ import functools
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt32
 
 from pallas_kernels.attention import LowRank as LowRank
@@ -15,7 +16,7 @@ Places = tuple[Int[Array, "b h"], Int[Array, "b h c"]]
 """Where the model sees the query and the keys, if not at their positions."""
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["q"], meta_fields=["count"])
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["q", "gap"], meta_fields=["count"])
 @dataclasses.dataclass(frozen=True)
 class Sinks:
     """The first tokens, if they see the query from another place than the others do (StreamingLLM, section 3.2)."""
@@ -24,6 +25,15 @@ class Sinks:
     """The query as it stands to them."""
     count: int
     """They are those at positions below it, and lie in as many first slots."""
+    gap: Int[Array, " b"] | None = None
+    """How much nearer than in the text a layer's slopes see them; None for not at all."""
+
+    def seen(self, position: Int[Array, "b h c"]) -> Int[Array, "b h c"]:
+        """Where a layer's slopes see the tokens at these positions."""
+        if self.gap is None:
+            return position
+        sinks = (position < self.count) & (jnp.arange(position.shape[2]) < self.count)
+        return position + jnp.where(sinks, self.gap[:, None, None], 0)
 
 
 class Gumbel(NamedTuple):

@@ -113,6 +113,8 @@ def decode_step(
         inputs["standing"] = (standing.astype(jnp.float32), block(c))
     if sinks is not None:
         inputs["sinks_q"] = (sinks.q.reshape(b, h * g, d), packed(d))
+        if sinks.gap is not None:
+            inputs["sinks_gap"] = (sinks.gap, scalars)
     inputs["bounds"] = jnp.stack(protection, -1).astype(jnp.int32), block(len(protection))
     if keep is not None:
         inputs["keep"] = (keep.astype(jnp.int32), block(c))
@@ -122,7 +124,7 @@ def decode_step(
         (array, scale), (entry, entry_scale) = stored(operand), stored(new)
         width = array.shape[-1]
         wide = entry.astype(_counted(entry.dtype))  # narrower ones XLA would have to turn over
-        if scale is not None:
+        if scale is not None and entry_scale is not None:
             inputs[f"{name}_scale"] = (scale, block(slots, along=0))
             scales[f"{name}_scale"] = entry_scale
         if slots_lie_along_lanes(c, width):
@@ -367,7 +369,8 @@ def _kernel(
     v_scale = refs["v_scale"][0] if "v_scale" in refs else None
     k_channels, v_channels = (1 if name in turned else 2 for name in "kv")
     first = split * slots
-    logits, visible = logits_of(refs, q, position, visible, newest, spec, k_channels, integers, sinks, first)
+    gap = refs["sinks_gap"][row] if "sinks_gap" in refs else None
+    logits, visible = logits_of(refs, q, position, visible, newest, spec, k_channels, integers, sinks, first, gap)
 
     def wait() -> None:
         # Semaphores count bytes: once for the tiles of all heads.

@@ -87,6 +87,9 @@ def oracle(
     if "sinks" in inputs:
         near = (np.arange(k.shape[2]) < inputs["sinks"].count) & (position < inputs["sinks"].count)
         products = np.where(near, np.einsum("bhgd,bhcd->bhgc", inputs["sinks"].q.astype(np.float64), k), products)
+        if inputs["sinks"].gap is not None:
+            moved = inputs["position"] + np.where(near[:, :, 0], inputs["sinks"].gap[:, None, None], 0)
+            inputs = inputs | {"places": (inputs["query_position"][:, None], moved)}
     logits = capped(products * scale, soft_cap)
     if "slopes" in inputs:
         seen_at, place = inputs.get("places", (inputs["query_position"][:, None], inputs["position"]))
@@ -187,7 +190,8 @@ def case(
         inputs["places"] = (rng.integers(0, c, (b, h)).astype(np.int32), rng.integers(0, c, (b, h, c)).astype(np.int32))
     if sinks:
         position[..., :sinks][position[..., :sinks] >= 0] %= sinks
-        inputs["sinks"] = Sinks(normal(rng, (b, h, g, d), dtype), sinks)  # type: ignore[arg-type]
+        gap = rng.integers(0, c, b).astype(np.int32) if alibi else None
+        inputs["sinks"] = Sinks(normal(rng, (b, h, g, d), dtype), sinks, gap)  # type: ignore[arg-type]
     if features:
         parts = [(b, h, g, features), (b, h, features, e), (b, h, features)]
         inputs["low_rank"] = tuple(normal(rng, shape, "float32") for shape in parts)
@@ -231,6 +235,7 @@ def case(
 
 CASES = (
     case(2, 2, 2, 48, 64, scores="each"),
+    case(2, 8, 1, 200, 64, live="ragged", sinks=4, alibi=True),
     case(2, 8, 1, 200, 64, scores="sum", features=8),
     case(1, 2, 4, 64, 128, scores="gumbel", dtype="bfloat16", features=8),
     case(1, 1, 16, 130, 256, scores="gaussian", dtype="bfloat16", window=100, first=3),

@@ -128,7 +128,8 @@ def case(
     if sinks:
         position[..., sinks:][position[..., sinks:] < sinks] = -1
         position[..., :sinks] = np.arange(sinks)
-        inputs["sinks"] = Sinks(normal(rng, (b, h, g, d), dtype), sinks)  # type: ignore[arg-type]
+        gap = rng.integers(0, c, b).astype(np.int32) if alibi else None
+        inputs["sinks"] = Sinks(normal(rng, (b, h, g, d), dtype), sinks, gap)  # type: ignore[arg-type]
     if alibi:
         inputs["slopes"] = (2.0 ** -np.arange(1, h * g + 1)).reshape(h, g).astype(np.float32)
     if scores not in (None, "each", "sum"):
@@ -186,6 +187,7 @@ CASES = (
     case(2, 8, 4, 512, 64, hashed=40, dtype="bfloat16", pairs=True, scores="sum", ways=(XLA, TPU_WAYS[1])),
     case(1, 2, 1, 32, 128, hashed=8, shrinks=True, bits=8, ways=(XLA, TPU_WAYS[0])),
     case(2, 8, 1, 48, 128, bits=8, live="ragged", scores="sum", adds=True),
+    case(2, 2, 2, 208, 128, live="ragged", sinks=4, alibi=True, oldest=True),
     case(2, 16, 1, 208, 128, dtype="bfloat16", live="ragged", sinks=4, scores="each", ways=(XLA, TPU_WAYS[1])),
     case(2, 24, 1, 32, 128, bits=8, live="ragged", scores="sum", alibi=True, pairs=True, ways=(XLA, TPU_WAYS[0])),
     case(2, 8, 1, 512, 128, live="ragged", scores="gumbel", adds=True, alibi=True, ways=(XLA, TPU_WAYS[0])),

@@ -217,7 +217,8 @@ def replay(
     left = jnp.where(view.position != before, before, -1).max(-1)
     left = jnp.where(evicted.leaving[..., 0], left, -1)
     given = policy.codec.operands(config, view, new)
-    query_place, key_place = (new.position[:, None], view.position) if given.places is None else given.places
+    seen = view.position if given.sinks is None else given.sinks.seen(view.position)
+    query_place, key_place = (new.position[:, None], seen) if given.places is None else given.places
     keys = evidence.whole(given.k, given.q.dtype)
     others = None if given.sinks is None else products_of_sinks(given.sinks, keys, view.position, "cpu")
     partial, probs = attend(
