@@ -212,6 +212,22 @@ def slots_lie_along_lanes(c: int, d: int) -> bool:
     return padded(d, SUBLANES) * padded(c, LANES) < padded(c, SUBLANES) * padded(d, LANES)
 
 
+def tpu_params(parallel: int, arbitrary: int = 0, vmem: int | None = None) -> Any:
+    """How kernels are compiled for TPU.
+
+    Without checks of each copy's bounds, which take up to two fifths of a grid step: interpreters check them.
+
+    Args:
+        parallel: the first dimensions of the grid, which cores may share.
+        arbitrary: the last ones, which run in order.
+        vmem: bytes of the chip's memory that a kernel may take; None for the compiler's own limit.
+    """
+    from jax.experimental.pallas import tpu as pltpu
+
+    semantics: Any = ("parallel",) * parallel + ("arbitrary",) * arbitrary
+    return pltpu.CompilerParams(dimension_semantics=semantics, vmem_limit_bytes=vmem, disable_bounds_checks=True)
+
+
 def over_cores(units: int) -> tuple[int, int]:
     """The first axes of a grid of so many units: cores of a chip, two at most, and the units of each."""
     cores = 2 if units % 2 == 0 else 1

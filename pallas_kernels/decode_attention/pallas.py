@@ -17,7 +17,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.attention import AttentionSpec
-from pallas_kernels.common import LANES, SUBLANES, slots_lie_along_lanes
+from pallas_kernels.common import LANES, SUBLANES, slots_lie_along_lanes, tpu_params
 from pallas_kernels.decode_attention.kernel_parts import (
     LOWEST,
     beside,
@@ -154,9 +154,7 @@ def decode_attention(
         out_specs={name: spec for name, (_, spec) in outputs.items()},
         out_shape={name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, (shape, _) in outputs.items()},
         scratch_shapes=[{name: pltpu.VMEM(shape, jnp.float32) for name, shape in scratch.items()}],
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "parallel", "arbitrary"), vmem_limit_bytes=VMEM_BYTES * room()
-        ),
+        compiler_params=tpu_params(2, 1, VMEM_BYTES * room()),
         interpret=interpret,
         name="decode_attention",
     )

@@ -23,7 +23,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels import operands
 from pallas_kernels.attention import AttentionSpec
-from pallas_kernels.common import LANES, over_cores, padded, row_and_block, slots_lie_along_lanes
+from pallas_kernels.common import LANES, over_cores, padded, row_and_block, slots_lie_along_lanes, tpu_params
 from pallas_kernels.decode_attention import Gumbel
 from pallas_kernels.decode_attention.kernel_parts import (
     LOWEST,
@@ -209,12 +209,7 @@ def decode_step(
         out_shape={name: jax.ShapeDtypeStruct(shape, dtype) for name, (shape, dtype, _) in outputs.items()},
         scratch_shapes=[scratch],
         input_output_aliases={came.index(given): went.index(result) for given, result in shared.items()},
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "arbitrary", "arbitrary"),
-            vmem_limit_bytes=VMEM_BYTES * room(),
-            # Of each copy they take longer than all else: a victim is a slot, and its tile lies within the cache.
-            disable_bounds_checks=True,
-        ),
+        compiler_params=tpu_params(1, 2, VMEM_BYTES * room()),
         interpret=interpret,
         name="decode_step",
     )({name: array for name, (array, _) in inputs.items()})

@@ -20,7 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels.common import SUBLANES, over_cores, row_and_block, slots_lie_along_lanes
+from pallas_kernels.common import SUBLANES, over_cores, row_and_block, slots_lie_along_lanes, tpu_params
 from pallas_kernels.ranking import Protection, victim
 
 UNIT = 16
@@ -112,9 +112,7 @@ def evict(
             pltpu.SemaphoreType.DMA((2, max(1, len(wide)), 2)),
         ],
         input_output_aliases=_aliases(arrays, out_shape),
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=VMEM_BYTES
-        ),
+        compiler_params=tpu_params(1, 1, VMEM_BYTES),
         interpret=interpret,
         name="evict",
     )(arrays)

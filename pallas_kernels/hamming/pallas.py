@@ -11,7 +11,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Int, UInt32
 
-from pallas_kernels.common import SUBLANES
+from pallas_kernels.common import SUBLANES, tpu_params
 from pallas_kernels.hamming.reference import distances_of_words
 from pallas_kernels.ranking import Protection, victim
 
@@ -50,7 +50,7 @@ def hamming(
         in_specs=[{name: spec for name, (_, spec) in inputs.items()}],
         out_specs=block(1),
         out_shape=jax.ShapeDtypeStruct((b, h, 1), jnp.int32),
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel"), vmem_limit_bytes=VMEM_BYTES),
+        compiler_params=tpu_params(2, vmem=VMEM_BYTES),
         interpret=interpret,
         name="hamming",
     )({name: array for name, (array, _) in inputs.items()})

@@ -18,7 +18,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float
 
 from pallas_kernels.attention import Partial
-from pallas_kernels.common import LANES, SUBLANES, padded
+from pallas_kernels.common import LANES, SUBLANES, padded, tpu_params
 from pallas_kernels.decode_attention.kernel_parts import LOWEST
 from pallas_kernels.less_kernels.types import Remembered
 
@@ -110,9 +110,7 @@ def remember(
         out_shape=shapes,
         scratch_shapes=[{name: pltpu.VMEM((b * m, width), jnp.float32) for name, (m, width) in scratch.items()}],
         input_output_aliases={came.index(name): sorted(shapes).index(name) for name in went},
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=VMEM_BYTES
-        ),
+        compiler_params=tpu_params(1, 1, VMEM_BYTES),
         interpret=interpret,
         name="less_remember",
     )(arrays)
@@ -181,7 +179,7 @@ def _call(
         in_specs=[pl.BlockSpec((1, size, d), lambda m, i: (m, i, 0)), *whole],
         out_specs=pl.BlockSpec((1, features, size), lambda m, i: (m, 0, i)),
         out_shape=jax.ShapeDtypeStruct((m, features, tokens), jnp.float32),
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel")),
+        compiler_params=tpu_params(2),
         interpret=interpret,
         name=name,
     )(x, *weights)

@@ -17,7 +17,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.attention import AttentionSpec
-from pallas_kernels.common import SUBLANES, padded
+from pallas_kernels.common import SUBLANES, padded, tpu_params
 from pallas_kernels.decode_attention.kernel_parts import LOWEST, multiplies_integers, products, seen, stored, weighted
 from pallas_kernels.operands import Operand
 from pallas_kernels.paged_attention.pages import most_steps, ranges, tile
@@ -109,7 +109,7 @@ def paged_attention(
             scratch_shapes=[scratch],
         ),
         out_shape={name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, (shape, _) in outputs.items()},
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",), vmem_limit_bytes=VMEM_BYTES),
+        compiler_params=tpu_params(0, 1, VMEM_BYTES),
         interpret=interpret,
         name="paged_attention",
     )(scalars, {name: array for name, (array, _) in inputs.items()})

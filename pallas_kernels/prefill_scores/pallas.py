@@ -22,6 +22,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.attention import AttentionSpec
+from pallas_kernels.common import tpu_params
 from pallas_kernels.prefill_scores.tiles import Tiles, row
 from pallas_kernels.prefill_scores.types import Own, PromptAttention
 
@@ -220,7 +221,7 @@ def _attend(blocks: dict[str, Array], common: _Common, held: int | None = None) 
             scratch_shapes=list(scratch.values()),
         ),
         out_shape=[shape for shape, _ in outputs.values()],
-        compiler_params=_in_order(4, 1) if held is None else _in_order(2, 3, held),
+        compiler_params=tpu_params(4, 1) if held is None else tpu_params(2, 3, held),
         interpret=common.interpret,
         name="prefill_attend",
         metadata=None if held is None else {"turns": str(tiles.keys)},  # of the loop at a row's end, for the estimate
@@ -314,7 +315,7 @@ def _collect(blocks: dict[str, Array], common: _Common) -> Array:
             scratch_shapes=[pltpu.VMEM((rows, tiles.width, LANES), jnp.float32)],
         ),
         out_shape=jax.ShapeDtypeStruct((b, h, rows, c), jnp.float32),
-        compiler_params=_in_order(3, 2),
+        compiler_params=tpu_params(3, 2),
         interpret=common.interpret,
         name="prefill_column_sums",
     )(*bounds, *blocks.values())
@@ -346,12 +347,6 @@ def _specs(blocks: dict[str, Array], tiles: Tiles, steps: int, at: Callable[...,
         return pl.BlockSpec((1, 1, *shape), index)
 
     return [spec(name, array) for name, array in blocks.items()]
-
-
-def _in_order(parallel: int, arbitrary: int, vmem: int | None = None) -> pltpu.CompilerParams:
-    return pltpu.CompilerParams(
-        dimension_semantics=("parallel",) * parallel + ("arbitrary",) * arbitrary, vmem_limit_bytes=vmem
-    )
 
 
 def _logits(ref: dict[str, Any], spec: AttentionSpec, key: Array, part: slice) -> Array:
