@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -97,6 +97,15 @@ def decode_step(
         whole = block(width)
         return pl.BlockSpec((1, heads * g, width), whole.index_map)
 
+    def of_rows(core: Array, step: Array, split: Array) -> tuple[Any, Any]:
+        row, which = row_and_block(core, step, units, blocks)
+        return which, row // LANES
+
+    def told(numbers: Mapping[str, Array]) -> dict[str, tuple[Array, pl.BlockSpec]]:
+        # One of each head, [b h]: rows lie in lanes, as XLA stores so few heads of many rows.
+        one = pl.BlockSpec((heads, min(b, LANES)), of_rows)
+        return {name: (x.T, one) for name, x in numbers.items()}
+
     scalars = pl.BlockSpec(memory_space=pltpu.SMEM)
     inputs: dict[str, tuple[Array, pl.BlockSpec]] = {
         "new_position": (new_position, scalars),
@@ -106,8 +115,8 @@ def decode_step(
     words = []  # names of the codes, if these tell how slots stand
     if isinstance(standing, Hashed):
         inputs["query"] = standing.query.reshape(b, h, -1), block(math.prod(standing.query.shape[2:]))
-        inputs["code_entry"] = jnp.stack(standing.added, -1), block(len(standing.added))
         words = [f"code{i}" for i in range(len(standing.codes))]
+        inputs |= told({f"{name}_entry": code for name, code in zip(words, standing.added, strict=True)})
         inputs |= {name: (code, block(c)) for name, code in zip(words, standing.codes, strict=True)}
     elif standing is not None:
         inputs["standing"] = (standing.astype(jnp.float32), block(c))
@@ -115,18 +124,19 @@ def decode_step(
         inputs["sinks_q"] = (sinks.q.reshape(b, h * g, d), packed(d))
         if sinks.gap is not None:
             inputs["sinks_gap"] = (sinks.gap, scalars)
-    inputs["bounds"] = jnp.stack(protection, -1).astype(jnp.int32), block(len(protection))
+    inputs |= told({name: x.astype(jnp.int32) for name, x in protection._asdict().items()})
     if keep is not None:
         inputs["keep"] = (keep.astype(jnp.int32), block(c))
     turned: list[str] = []  # whose blocks come as [channels, slots]
-    scales: dict[str, Array] = {}  # of whose codes, and the new token's
+    scales: list[str] = []  # names of what codes are multiplied with
     for name, operand, new in (("k", k, added[0]), ("v", v, added[1])):
         (array, scale), (entry, entry_scale) = stored(operand), stored(new)
         width = array.shape[-1]
         wide = entry.astype(_counted(entry.dtype))  # narrower ones XLA would have to turn over
         if scale is not None and entry_scale is not None:
             inputs[f"{name}_scale"] = (scale, block(slots, along=0))
-            scales[f"{name}_scale"] = entry_scale
+            inputs |= told({f"{name}_scale_entry": entry_scale})
+            scales.append(f"{name}_scale")
         if slots_lie_along_lanes(c, width):
             turned.append(name)
             inputs[name] = (jnp.swapaxes(array, 2, 3), block(width, slots, along=1))
@@ -136,8 +146,6 @@ def decode_step(
             inputs[f"{name}_entry"] = (wide, block(width))
         if name in turned or width < operand.shape[-1]:  # attention needs its numbers in another place
             inputs[f"{name}_new"] = (operands.values(new, jnp.float32), block(operand.shape[-1]))
-    if scales:
-        inputs["scale_entry"] = jnp.stack([*scales.values()], -1), block(len(scales))
     if spec.slopes is not None:
         inputs["slopes"] = (
             slope_rows(spec.slopes),
@@ -304,6 +312,12 @@ def _kernel(
 
     scales = [name for name in ("k_scale", "v_scale") if name in refs]
 
+    def of_heads(name: str) -> Array:  # [heads, 1]
+        numbers = refs[name][...]
+        here = jax.lax.broadcasted_iota(jnp.int32, numbers.shape, 1) == jax.lax.rem(row, LANES)
+        words = jax.lax.bitcast_convert_type(numbers, jnp.int32)
+        return jax.lax.bitcast_convert_type(jnp.where(here, words, 0).sum(-1, keepdims=True), numbers.dtype)
+
     def when(condition: Any) -> Callable[[Callable[[], None]], None]:
         # Where there is one split it is first and last.
         return pl.when(condition) if several else lambda run: run()
@@ -312,16 +326,12 @@ def _kernel(
         if f"{name}_new" in refs:
             return refs[f"{name}_new"][0]
         numbers = refs[f"{name}_entry"][0].astype(jnp.float32)
-        return numbers * new_scale(f"{name}_scale") if f"{name}_scale" in scales else numbers
-
-    def new_scale(name: str) -> Array:
-        at = scales.index(name)
-        return refs["scale_entry"][0, :, at : at + 1]
+        return numbers * of_heads(f"{name}_scale_entry") if f"{name}_scale" in scales else numbers
 
     @when(split == 0)
     def _() -> None:
         position = refs["position"][0]
-        bounds = [refs["bounds"][0, :, i : i + 1] for i in range(len(Protection._fields))]
+        bounds = [of_heads(name) for name in Protection._fields]
         keep = refs["keep"][0] != 0 if "keep" in refs else None
         standing = refs["standing"][0] if "standing" in refs else None
         codes = [refs[name][0] for name in words]
@@ -337,7 +347,7 @@ def _kernel(
         outputs["slot"][0] = jnp.where(writes, slot, capacity)
         outputs["position"][0] = jnp.where(here & writes, newest, position)
         for i, name in enumerate(words):
-            outputs[name][0] = jnp.where(here & writes, refs["code_entry"][0, :, i : i + 1], codes[i])
+            outputs[name][0] = jnp.where(here & writes, of_heads(f"{name}_entry"), codes[i])
         # The new token is what the running softmax begins with.
         key, value = (new(name) for name in "kv")
         logits = (q.astype(jnp.float32) * jnp.broadcast_to(beside(key, len(q)), q.shape)).sum(-1, keepdims=True)
@@ -360,7 +370,7 @@ def _kernel(
     visible = seen(position, newest, spec.window) & (index != scratch["slot"][...])
     for name in scales:
         taken = writes & (index == scratch["slot"][...])
-        outputs[name][0] = jnp.where(taken, new_scale(name), refs[name][0])
+        outputs[name][0] = jnp.where(taken, of_heads(f"{name}_entry"), refs[name][0])
     v_scale = refs["v_scale"][0] if "v_scale" in refs else None
     k_channels, v_channels = (1 if name in turned else 2 for name in "kv")
     first = split * slots

@@ -188,6 +188,7 @@ CASES = (
     case(1, 2, 1, 32, 128, hashed=8, shrinks=True, bits=8, ways=(XLA, TPU_WAYS[0])),
     case(2, 8, 1, 48, 128, bits=8, live="ragged", scores="sum", adds=True),
     case(2, 2, 2, 208, 128, live="ragged", sinks=4, alibi=True, oldest=True),
+    case(131, 1, 1, 16, 32, live="ragged", scores="sum", ways=(XLA, TPU_WAYS[0])),
     case(2, 16, 1, 208, 128, dtype="bfloat16", live="ragged", sinks=4, scores="each", ways=(XLA, TPU_WAYS[1])),
     case(2, 24, 1, 32, 128, bits=8, live="ragged", scores="sum", alibi=True, pairs=True, ways=(XLA, TPU_WAYS[0])),
     case(2, 8, 1, 512, 128, live="ragged", scores="gumbel", adds=True, alibi=True, ways=(XLA, TPU_WAYS[0])),
