@@ -228,6 +228,24 @@ def test_grids_of_kernels_are_found_in_functions_that_a_program_calls():
     assert keys < grid.traffic < 1.1 * keys
 
 
+def test_a_grid_known_at_run_time_takes_whole_blocks_and_a_step_for_each_result():
+    sizes = {
+        program.label.split(",")[0]: next(grids_of(program.trace("pallas", "tpu").jaxpr))
+        for program in programs()
+        if program.op == "paged_attention" and "d 128, bfloat16" in program.label
+    }
+    few, many = sizes["32 heads x 1"], sizes["8 heads x 4"]
+    assert (few.sizes, few.unknown, few.least) == ((64 * 32,), 0, 64 * 32)
+    block = 2 * 16 * 16 * 128 * 2 + 16 * 16 * 4  # 16 pages of keys, values and positions
+    per_head = 8 * 128 * 2 + 8 * 128 * 4 + 8 * 4  # queries, and results
+    assert few.traffic == few.steps * (block + per_head)
+    assert few.part(2) == few  # no head has less than a step
+    assert (many.least, many.steps) == (32 * 8, 1024)
+    assert many.part(2) == many._replace(sizes=(512,), traffic=many.traffic // 2)
+    known = Grid("evict", (4, 8), parallel=False, results=(), traffic=1228)
+    assert known.part(2) == known
+
+
 def test_kernels_say_how_many_turns_their_loops_take():
     program = next(each for each in PROGRAMS if each.op == "prefill_scores")
     (grid,) = grids_of(program.trace("pallas", "tpu").jaxpr)
