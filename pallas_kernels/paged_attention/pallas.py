@@ -83,14 +83,14 @@ def paged_attention(
     outputs: dict[str, tuple[tuple[int, ...], pl.BlockSpec]] = {
         "out": ((b * h, rows, e), of_head(rows, e)),
         "lse": ((b * h, rows, 1), of_head(rows, 1)),
-        "logits": ((count, g, size), pl.BlockSpec(memory_space=pl.ANY)),
+        # With room for a whole block that begins with the last page.
+        "logits": ((count + block, g, size), pl.BlockSpec(memory_space=pl.ANY)),
     }
     scratch = {
         "acc": pltpu.VMEM((rows, e), jnp.float32),
         "top": pltpu.VMEM((rows, 1), jnp.float32),
         "total": pltpu.VMEM((rows, 1), jnp.float32),
-        "logits": pltpu.VMEM((block, g, size), jnp.float32),
-        "leaving": pltpu.SMEM((1,), jnp.int32),
+        "logits": pltpu.VMEM((2 * block, g, size), jnp.float32),
         "written": pltpu.SemaphoreType.DMA(()),
     }
     found = pl.pallas_call(
@@ -179,27 +179,22 @@ def _kernel(
     scratch["acc"][...] = kept * scratch["acc"][...] + weighted(weights[None], v, v_scale, 2, integers)[0]
     scratch["top"][...] = highest
 
-    def leave(pages: Array, start: bool) -> None:
-        # A copy's size is fixed, so one for each binary digit of their number.
-        for some in (1 << digit for digit in range(block.bit_length())):
-            before = pages & -(2 * some)
+    # A whole block leaves, and what lies behind these pages is the next steps' to write; one that looks back leaves
+    # what it has of its own alone.
+    sent = scratch["logits"].at[pl.ds(block, block)]
+    leaving = pltpu.make_async_copy(sent, outputs["logits"].at[pl.ds(page, block)], scratch["written"])
 
-            @pl.when((pages & some) != 0)
-            def _(some: int = some, before: Array = before) -> None:
-                here = scratch["logits"].at[pl.ds(page - at + before, some)]
-                there = outputs["logits"].at[pl.ds(page + before, some)]
-                copy = pltpu.make_async_copy(here, there, scratch["written"])
-                copy.start() if start else copy.wait()
+    @pl.when(i > 0)
+    def _() -> None:
+        leaving.wait()  # for that of the step before, which is as large
 
-    leave(jnp.where(i == 0, 0, scratch["leaving"][0]), start=False)  # those of the step before
     for each in range(block):
-        scratch["logits"][each] = x[:groups, each * size : (each + 1) * size]
-    scratch["leaving"][0] = mine
-    leave(mine, start=True)
+        scratch["logits"][block + each - (page - at)] = x[:groups, each * size : (each + 1) * size]
+    leaving.start()
 
     @pl.when(i == pl.num_programs(0) - 1)
     def _() -> None:
-        leave(mine, start=False)
+        leaving.wait()
 
     @pl.when(page + block >= scalars["end"][owner])
     def _() -> None:

@@ -17,5 +17,6 @@ class Paged(NamedTuple):
     """Zeros for a head that sees nothing. At least float32."""
     lse: Float[Array, "b h g"]
     """Logarithm of the sum of exponentials."""
-    logits: Float[Array, "P g s"]
-    """Of the pages that were visited, the lowest number where a slot is not seen; of other pages anything at all."""
+    logits: Float[Array, "P_or_more g s"]
+    """Of the pages that were visited, the lowest number where a slot is not seen; of other pages, and of those that may
+    follow the pool's, anything at all."""

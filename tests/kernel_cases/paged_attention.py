@@ -52,7 +52,7 @@ def run(
     owner, pages = inputs["owner"], inputs["pages"]
     total = jnp.where(jnp.isfinite(found.lse), found.lse, 0.0).reshape(-1, found.lse.shape[-1])[owner]
     mine = (jnp.arange(len(owner)) >= pages[0]) & (jnp.arange(len(owner)) < pages[1])
-    probs = jnp.where(mine[:, None, None], jnp.exp(found.logits - total[..., None]), 0.0)
+    probs = jnp.where(mine[:, None, None], jnp.exp(found.logits[: len(owner)] - total[..., None]), 0.0)
     return {"out": found.out, "lse": found.lse, "probs": probs}
 
 
