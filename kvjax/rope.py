@@ -179,9 +179,8 @@ def turns_of(rope: Rope, positions: Int[Array, "*b"], dtype: DTypeLike, length: 
             return Turns(*whole_widths(*_angles(rope, positions, dtype, length), rope.interleaved))
         # Halves of a single token's TPUs would pad and join in programs of their own.
         cos, sin = _angles(rope, positions, dtype, length, of_channels=True)
-        first = np.arange(rope.width) % 2 == 0 if rope.interleaved else np.arange(rope.width) < rope.width // 2
-        signs = np.where(first, -1, 1)
-        return Turns(cos, sin * signs.astype(sin.dtype))
+        ones = jnp.ones(rope.width // 2, sin.dtype)
+        return Turns(cos, sin * whole_widths(ones, ones, rope.interleaved)[1])
 
 
 def rotate_by(rope: Rope, x: Float[Array, "*b t d"], turns: Turns, flip: bool = False) -> Float[Array, "*b t d"]:
@@ -227,12 +226,10 @@ def _angles(
     if isinstance(length, jax.Array):
         length = length.reshape(-1, *(1,) * (positions.ndim - 1))
     frequencies = rope_frequencies(rope, length)
+    per_stretch, per_place = (jnp.asarray(x, kind) for x in (STRETCH * frequencies % (2 * math.pi), frequencies))
     if of_channels:
-        xp = jnp if isinstance(frequencies, jax.Array) else np
-        both = [frequencies, frequencies]
-        frequencies = xp.stack(both, -1 if rope.interleaved else -2).reshape(*frequencies.shape[:-1], rope.width)
-    per_stretch = (STRETCH * frequencies % (2 * math.pi)).astype(kind)
+        per_stretch, per_place = (whole_widths(x, x, rope.interleaved)[0] for x in (per_stretch, per_place))
     stretch, place = jnp.divmod(positions[..., None], STRETCH)
-    angles = stretch * per_stretch + place * frequencies.astype(kind)
+    angles = stretch * per_stretch + place * per_place
     cos, sin = jnp.cos(angles), jnp.sin(angles)
     return (cos, sin) if rope.magnitude == 1 else (cos * rope.magnitude, sin * rope.magnitude)

@@ -58,7 +58,7 @@ class Paged(struct.PyTreeNode):
     """For each layer what the parts remember of it: leaves [b h ...]."""
     limit: tuple[Int[Array, "b h"], ...]
     """For each layer the slots that each head may use."""
-    logits: Float[Array, "P g s"] | None = None
+    logits: Float[Array, "P_or_more g s"] | None = None
     """Where a step keeps those of one layer after another; None between steps."""
     most: int = setting(0)
     """Slots that no head exceeds, of few different sizes, as programs depend on it."""
@@ -542,7 +542,7 @@ class Taken(NamedTuple):
 class PageAnswers(NamedTuple):
     """What the answers of a step on pages are made of, page by page."""
 
-    logits: Float[Array, "P g s"]
+    logits: Float[Array, "P_or_more g s"]
     lse: Float[Array, "o g"]
     totals: tuple[Any, ...]
     """For each question the sum of its own softmax's numerators [o g], or None."""

@@ -235,9 +235,8 @@ def _kernel(
         v, v_scale = refs["v"][0], live(v_scale, 1)
 
     q = rows_of(refs["q"][0], heads)
-    gap = refs["sinks_gap"][row] if "sinks_gap" in refs else None
     logits, visible = logits_of(
-        refs, q, position, visible, query, spec, k_channels, integers, sinks, split * slots, gap
+        refs, q, position, visible, query, spec, k_channels, integers, sinks, split * slots, row
     )
     advance(scratch, logits, lambda weights: weighted(weights, v, v_scale, v_channels, integers))
     if gumbel is not None:

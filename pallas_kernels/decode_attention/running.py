@@ -30,7 +30,7 @@ def logits_of(
     integers: bool,
     sinks: int,
     first: Any,
-    gap: Int[Array, ""] | None,
+    row: Any,
 ) -> tuple[Float[Array, "n rows s"], Bool[Array, "n rows s"]]:
     """Of a block of slots, `LOWEST` where a slot is not seen, and which are.
 
@@ -45,7 +45,7 @@ def logits_of(
         integers: as `products` takes it.
         sinks: how many first tokens, at most `LANES`, see the query `sinks_q` instead; 0 where there is none.
         first: the number of the block's first slot.
-        gap: how much nearer than in the text slopes see the sinks, or None.
+        row: of the batch.
     """
     distance = position - query
     k, scale = refs["k"][0], refs["k_scale"][0] if "k_scale" in refs else None
@@ -60,8 +60,8 @@ def logits_of(
         own = jnp.pad(own, ((0, 0), (0, 0), (0, near - some)))
         index = first + jax.lax.broadcasted_iota(jnp.int32, (heads, near), 1)
         here = (beside(position[:, :near], len(q)) < sinks) & (beside(index, len(q)) < sinks)
-        if gap is not None:
-            nearer = jnp.where((position[:, :near] < sinks) & (index < sinks), gap, 0)
+        if "sinks_gap" in refs:  # slopes see them from nearer
+            nearer = jnp.where((position[:, :near] < sinks) & (index < sinks), refs["sinks_gap"][row], 0)
             distance = jnp.concatenate([distance[:, :near] + nearer, distance[:, near:]], axis=1)
         found = jnp.concatenate([jnp.where(here, own, found[..., :near]), found[..., near:]], axis=-1)
     logits = spec.capped(found)

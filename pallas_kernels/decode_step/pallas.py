@@ -18,7 +18,6 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels import operands
@@ -48,7 +47,7 @@ from pallas_kernels.decode_attention.running import (
 )
 from pallas_kernels.decode_attention.types import Decoded, Sinks
 from pallas_kernels.decode_step.types import Hashed, Stepped
-from pallas_kernels.evict.pallas import copied
+from pallas_kernels.evict.pallas import copied, counted
 from pallas_kernels.evict.reference import written_through
 from pallas_kernels.hamming.reference import distances_of_words
 from pallas_kernels.operands import Operand, Quantised
@@ -132,7 +131,7 @@ def decode_step(
     for name, operand, new in (("k", k, added[0]), ("v", v, added[1])):
         (array, scale), (entry, entry_scale) = stored(operand), stored(new)
         width = array.shape[-1]
-        wide = entry.astype(_counted(entry.dtype))  # narrower ones XLA would have to turn over
+        wide = entry.astype(counted(entry.dtype))  # narrower ones XLA would have to turn over
         if scale is not None and entry_scale is not None:
             inputs[f"{name}_scale"] = (scale, block(slots, along=0))
             inputs |= told({f"{name}_scale_entry": entry_scale})
@@ -167,7 +166,7 @@ def decode_step(
         "slot": ((b, h, 1), jnp.int32, block(1)),
         "left": ((b, h, 1), jnp.int32, block(1)),
         **{name: (position.shape, inputs[name][0].dtype, block(c)) for name in ("position", *words)},
-        **{name: (scale.shape, single, block(slots, along=0)) for name in scales for scale in inputs[name][:1]},
+        **{name: (inputs[name][0].shape, single, inputs[name][1]) for name in scales},
         **{name: (inputs[name][0].shape, inputs[name][0].dtype, anywhere) for name in "kv"},
     }
     if pairs:
@@ -247,10 +246,6 @@ def decode_step(
     leaving = (taken("k", k), taken("v", v)) if pairs else None
     codes = tuple(found[name] for name in words) or None
     return Stepped(attended, slot, found["left"][..., 0], found["position"], *pair, others, leaving, codes)
-
-
-def _counted(dtype: DTypeLike) -> Any:
-    return jnp.float32 if jnp.issubdtype(dtype, jnp.floating) else jnp.int32
 
 
 def unit(array: Array) -> int:
@@ -374,8 +369,7 @@ def _kernel(
     v_scale = refs["v_scale"][0] if "v_scale" in refs else None
     k_channels, v_channels = (1 if name in turned else 2 for name in "kv")
     first = split * slots
-    gap = refs["sinks_gap"][row] if "sinks_gap" in refs else None
-    logits, visible = logits_of(refs, q, position, visible, newest, spec, k_channels, integers, sinks, first, gap)
+    logits, visible = logits_of(refs, q, position, visible, newest, spec, k_channels, integers, sinks, first, row)
 
     def wait() -> None:
         # Semaphores count bytes: once for the tiles of all heads.
@@ -466,7 +460,7 @@ def _send(
     def slots(start: Any) -> tuple[Any, ...]:
         return (slice(None),) * axis + (pl.ds(pl.multiple_of(start, size), size),)
 
-    old = block[slots(start - first)].astype(_counted(tile.dtype))
+    old = block[slots(start - first)].astype(counted(tile.dtype))
     chosen = jax.lax.broadcasted_iota(jnp.int32, old.shape, axis) == slot - start
     if taken is not None:
         taken[...] = jnp.where(chosen, old, jnp.zeros_like(old)).sum(axis, keepdims=True)

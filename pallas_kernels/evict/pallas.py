@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.common import SUBLANES, over_cores, row_and_block, slots_lie_along_lanes, tpu_params
@@ -137,6 +138,11 @@ def copied(leaf: Array) -> int:
     return max(UNIT, math.gcd(leaf.shape[2], 2 * UNIT)) if leaf.dtype.itemsize == 1 else UNIT
 
 
+def counted(dtype: DTypeLike) -> Any:
+    """In which numbers kernels choose and sum those of a dtype: of 32 bits."""
+    return jnp.float32 if jnp.issubdtype(dtype, jnp.floating) else jnp.int32
+
+
 def _tiles(leaf: Array, heads: int) -> Any:
     # Of two blocks of heads: one is read while the other is written.
     return pltpu.VMEM((2, heads, copied(leaf), leaf.shape[-1]), leaf.dtype)
@@ -238,13 +244,12 @@ def _choose(refs: Any, outputs: Any, slots: Any, newest: Any, shrinks: bool) -> 
 
 def _exchange(tile: Any, slots: Any, new: Any, taken: Any, writes: Any) -> None:
     """The exchange in tiles that have arrived; of a row of padding they go back as they came."""
-    counted = jnp.float32 if jnp.issubdtype(tile.dtype, jnp.floating) else jnp.int32
     for head in range(tile.shape[0]):
-        old = tile[head].astype(counted)
+        old = tile[head].astype(counted(tile.dtype))
         chosen = jax.lax.broadcasted_iota(jnp.int32, old.shape, 0) == slots[head] & (tile.shape[1] - 1)
         here_only = jnp.where(chosen, old, jnp.zeros_like(old)).sum(0, keepdims=True)
         taken[0, pl.ds(head, 1)] = here_only.astype(taken.dtype)
-        value = new[0, pl.ds(head, 1)].astype(counted)
+        value = new[0, pl.ds(head, 1)].astype(old.dtype)
         tile[head] = jnp.where(chosen & writes, value, old).astype(tile.dtype)
 
 

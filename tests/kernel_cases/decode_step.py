@@ -58,6 +58,8 @@ def run(
         noise = decode_attention.LAYER, scores, inputs.pop("first", None)
         scores = Gumbel(inputs.pop("seed"), inputs.pop("tau"), *noise)
     done = decode_step(**inputs, spec=spec, scores=scores, **options)
+    if options["rounds"]:
+        assert done.attended.out.dtype == inputs["q"].dtype
     attended = {name: value for name, value in done.attended._asdict().items() if value is not None}
     held = {"k": done.k, "v": done.v, "buffers": done.buffers}
     if done.codes is not None:
@@ -90,6 +92,7 @@ def case(
     adds: bool = False,
     oldest: bool = False,
     hashed: int = 0,
+    rounds: bool = False,
     ways: Any = (XLA, *TPU_WAYS),
 ) -> Case:
     """Random slots with many equal scores, and a statistic of each kind; `scores` may name a noise.
@@ -154,12 +157,13 @@ def case(
         "adds": adds,
         "oldest": oldest,
         f"hashed{hashed}": hashed,
+        "rounds": rounds,
     }
     return Case(
         "decode_step",
         "-".join([f"{b}x{h}x{g}x{c}x{d}", live, *filter(None, [scores]), *(name for name, on in extra.items() if on)]),
         (inputs,),
-        lambda inputs, **options: run(inputs, **settings, **options),
+        lambda inputs, **options: run(inputs, rounds=rounds, **settings, **options),
         lambda inputs: oracle(inputs, **settings),
         ways=ways,
         dtype=dtype,
@@ -188,6 +192,8 @@ CASES = (
     case(1, 2, 1, 32, 128, hashed=8, shrinks=True, bits=8, ways=(XLA, TPU_WAYS[0])),
     case(2, 8, 1, 48, 128, bits=8, live="ragged", scores="sum", adds=True),
     case(2, 2, 2, 208, 128, live="ragged", sinks=4, alibi=True, oldest=True),
+    case(2, 16, 1, 48, 128, dtype="bfloat16", live="ragged", scores="sum", adds=True, rounds=True),
+    case(1, 2, 4, 48, 128, dtype="bfloat16", oldest=True, rounds=True, ways=(XLA, TPU_WAYS[1])),
     case(131, 1, 1, 16, 32, live="ragged", scores="sum", ways=(XLA, TPU_WAYS[0])),
     case(2, 16, 1, 208, 128, dtype="bfloat16", live="ragged", sinks=4, scores="each", ways=(XLA, TPU_WAYS[1])),
     case(2, 24, 1, 32, 128, bits=8, live="ragged", scores="sum", alibi=True, pairs=True, ways=(XLA, TPU_WAYS[0])),
