@@ -73,9 +73,9 @@ def prefill_scores(
     shapes = [(size, width), (min(size, BLOCK // 2), width)]
     if c >= LONG and q.dtype.itemsize == 2:
         shapes.insert(0, (size, 2 * BLOCK))
-    fitting = [shape for shape in shapes if _held_bytes(*shape, c, q, v, rows=lines) <= capacity]
-    held = scores and bool(fitting)
-    size, width = fitting[0] if held else (size, width) if scores else shapes[0]
+    needs = {shape: _held_bytes(*shape, c, q, v, rows=lines) for shape in shapes} if scores else {}
+    fitting = [shape for shape, need in needs.items() if need <= capacity]
+    size, width = fitting[0] if fitting else (size, width) if scores else shapes[0]
     tiles = Tiles(n, c, size, width, spec.window, n if own is None else own.of)
 
     # The chip's exponentials are powers of two, and so are all of these.
@@ -92,10 +92,11 @@ def prefill_scores(
         blocks["slope"] = jnp.broadcast_to(slopes, (1, h * g, 1, LANES))
     bounds = () if own is None else (tiles.bounds_of(own),)
     common = _Common(bounds, tiles, spec, tau, part, interpret)
-    if held:
+    if fitting:
         if weights is not None:
             blocks["weight"] = tiles.weights(weights, b)
-        out, rows = _attend(blocks, common, capacity)
+        # No more than twice the estimate: where a kernel may take VMEM, XLA holds none of its arrays.
+        out, rows = _attend(blocks, common, min(2 * needs[size, width], capacity))
         lse, sums = rows[:, :, :g], rows[:, :, g:]
     else:
         out, lse, *tempered_lse = _attend(blocks, common)
@@ -119,7 +120,7 @@ def _chip(interpret: Any) -> tuple[int, int]:
             columns, capacity = info.mxu_column_size, info.vmem_capacity_bytes
         except ValueError:  # a chip that jax does not know
             pass
-    return columns, capacity // 8 * 7
+    return columns, capacity // 32 * 31
 
 
 def _held_bytes(size: int, width: int, c: int, q: Array, v: Array, *, rows: int) -> int:
