@@ -373,13 +373,19 @@ class KV(struct.PyTreeNode):
 
 
 class Evicted(struct.PyTreeNode):
-    """Pairs on their way out of the cache; keys rotated by their original positions, `leaving` masks the real ones."""
+    """Pairs on their way out of the cache, keys rotated by their original positions."""
 
     k: Float[Array, "b h m d"]
     v: Float[Array, "b h m e"]
-    leaving: Bool[Array, "b h m"]
+    position: Int[Array, "b h m"]
+    """-1 where there is none, or nobody is to remember it."""
     layer: int | Int[Array, ""] = 0
     kernels: Kernels = setting(Kernels())
+
+    @property
+    def leaving(self) -> Bool[Array, "b h m"]:
+        """Which of them there are."""
+        return self.position >= 0
 
 
 class Parts(struct.PyTreeNode):

@@ -45,6 +45,12 @@ FIELDS: tuple[str, ...] = (
 )
 _ORACLES, _CONTRACT = "tests/test_oracles.py", "tests/test_contract.py"
 _CORE, _DEFAULTS = f"{_ORACLES} -m core", "tests/test_defaults.py"
+_PAGES = (
+    f"{_ORACLES} -k 'fastgen or adakv'",
+    "tests/test_fastgen.py",
+    "tests/test_rows.py tests/test_extend.py",
+    "tests/test_paged_attention.py",
+)
 # For each file the tests that are about it, the quickest first. A mutant that all of them let live might still be
 # noticed elsewhere in the default suite: what is reported as killed is a lower bound.
 TESTS: dict[str, tuple[str, ...]] = {
@@ -131,12 +137,10 @@ TESTS: dict[str, tuple[str, ...]] = {
         _CONTRACT,
         "tests/test_fastgen.py",
     ),
-    "kvjax/cache/paged.py": (
-        f"{_ORACLES} -k 'fastgen or adakv'",
-        "tests/test_fastgen.py",
-        "tests/test_rows.py tests/test_extend.py",
-        "tests/test_paged_attention.py",
-    ),
+    "kvjax/cache/contest.py": _PAGES,
+    "kvjax/cache/page_rows.py": _PAGES,
+    "kvjax/cache/page_table.py": _PAGES,
+    "kvjax/cache/paged.py": _PAGES,
     "kvjax/cache/quantise.py": ("tests/test_codec.py", f"{_ORACLES} -k 'int8 or int4'"),
     "kvjax/cache/slots.py": (
         _CORE,

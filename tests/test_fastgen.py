@@ -14,6 +14,7 @@ import pytest
 import kvjax
 from kvjax import generate
 from kvjax.cache import evidence, paged
+from kvjax.cache.page_table import round_pages
 from kvjax.engine import decode, extend, read_prompts
 from kvjax.engine.prepare import prepare, round_slots
 from kvjax.engine.state import State, held_positions, slot_limits
@@ -317,7 +318,7 @@ def test_adakv_gives_no_head_more_than_the_text():
 
 def test_a_pool_rounds_up_by_a_sixteenth_at_most():
     for pages in (1, 7, 16, 17, 31, 100, 1000, 12345):
-        assert pages <= paged.round_pages(pages) <= 17 * pages / 16
+        assert pages <= round_pages(pages) <= 17 * pages / 16
 
 
 def test_the_command_line_shows_what_each_head_keeps(capsys):

@@ -148,8 +148,8 @@ def test_stable_form_is_equation_3(dtype: str, tolerance: float, evicted: int, x
     policy = LowRankMemory(layers=kernels_for(GQA))
     new = _new(jnp.asarray(q), jnp.zeros((2, 2, 1, 8), dtype))
     old_k, old_v = (jnp.asarray(rng.normal(size=(2, 2, max(evicted, 1), 8)), dtype) for _ in range(2))
-    leaving = jnp.full(old_k.shape[:3], evicted > 0)
-    state = policy.absorb(policy.init(new), Evicted(old_k, old_v, leaving))
+    position = jnp.full(old_k.shape[:3], 0 if evicted > 0 else -1)
+    state = policy.absorb(policy.init(new), Evicted(old_k, old_v, position))
     logits = np.einsum("bhgtd,bhsd->bhgts", q, k) / np.sqrt(8)
     weights = np.exp(logits)
     part = Partial(

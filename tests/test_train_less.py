@@ -140,7 +140,7 @@ def test_all_positions_at_once_equal_one_step_after_another(literal: bool, x64: 
     def step(state: Memory, at: jax.Array | int) -> tuple[Memory, jax.Array]:
         q, k, v, out = (at_position(x, at) for x in (seen.q, seen.k, seen.v, seen.sparse))
         leaving = jax.lax.dynamic_slice_in_dim(seen.leaving, at, 1, axis=-1) > 0
-        state = less.absorb(state, Evicted(k, v, leaving))
+        state = less.absorb(state, Evicted(k, v, jnp.where(leaving, 0, -1)))
         share = share_of_evicted(less.share(state, new_tokens(q, k, v)))
         lse = jax.lax.dynamic_slice_in_dim(seen.lse, at, 1, axis=-1)
         return state, merge(Partial(out, lse), share).out

@@ -8,7 +8,6 @@ every prompt whose pool has the same number of pages.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -16,24 +15,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
-from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.asks import Again, Probs, Seen, Sums, questions
 from kvjax.cache import evidence, slots
+from kvjax.cache.contest import NOBODY, Contest, better, lowest, owned, victim
 from kvjax.cache.dense import Dense
+from kvjax.cache.page_rows import gathered
 from kvjax.cache.slots import Attended, Rules
 from kvjax.processes import on_host
-from kvjax.types import HEADS, KV, ROWS, Evicted, Heads, LayerConfig, New, Parts, PyTree, View, setting, wide
+from kvjax.types import KV, Evicted, Heads, LayerConfig, New, Parts, PyTree, View, setting, wide
 from pallas_kernels.attention import LowRank, Partial, merge, share_of_evicted
 from pallas_kernels.evict.reference import after_reading
 from pallas_kernels.paged_attention import paged_attention
 
 PAGE_BLOCK = 64
 """Pages whose keys and values are read together, at most."""
-
-NOBODY = jnp.iinfo(jnp.int32).max
-"""The slot of who has none, beyond all others."""
 
 VIEW_BLOCK = 256
 """Pages whose positions and scores are looked at together, at most: they are small."""
@@ -93,7 +90,7 @@ class Paged(struct.PyTreeNode):
         heads = pool.heads(layer)
         state = heads.state.replace(codec=codec.begin(heads, new))
         pool = pool.put_state(layer, codec=state.codec)
-        slot = _victim(contest, new)
+        slot = victim(contest, new)
         added: dict[str, PyTree] = {"kv": codec.encode(new, state.codec), "slots": rules.slots(new, state)}
         added["position"] = jnp.broadcast_to(new.position[:, None], new.k.shape[:3]).astype(jnp.int32)
         taken = pool._taken(slot, absorb is not None)
@@ -195,13 +192,13 @@ class Paged(struct.PyTreeNode):
             ranks, position = slots.rank(rules, view, seen)[:, 0], view.position[:, 0]
             here = usable(at, valid, owner)
             flat = (at + jnp.arange(len(valid), dtype=jnp.int32))[:, None] * size + jnp.arange(size, dtype=jnp.int32)
-            members = _members(owner, valid, rows * heads)
+            members = owned(owner, valid, rows * heads)
             if places is None:
-                return _better(carry[0], _lowest(here, ranks, position, flat, members)), *carry[1:]
+                return better(carry[0], lowest(here, ranks, position, flat, members)), *carry[1:]
             competes = here & (position >= 0) & (ranks < slots.last_resort(ranks.dtype))
             count = jnp.where(members, competes.sum(-1, dtype=jnp.int32), 0).sum(1, dtype=jnp.int32)
-            weakest = _better(carry[1], _lowest(competes, ranks, position, flat, members))
-            rest = _better(carry[0], _lowest(here & ~competes, ranks, position, flat, members))
+            weakest = better(carry[1], lowest(competes, ranks, position, flat, members))
+            rest = better(carry[0], lowest(here & ~competes, ranks, position, flat, members))
             return rest, weakest, carry[2] + count
 
         kind = jax.eval_shape(lambda: slots.rank(rules, *self._view(layer, new, 0, 1)[:2])).dtype
@@ -220,10 +217,10 @@ class Paged(struct.PyTreeNode):
         def ahead(count: Array, at: Array, valid: Array) -> Array:
             view, seen, owner = self._view(layer, new, at, len(valid))
             score, position = rules.standing(view, seen)[0][:, 0], view.position[:, 0]
-            lowest, age = weakest[0][owner][:, None], weakest[1][owner][:, None]
-            higher = (score > lowest) | ((score == lowest) & (position > age))
+            low, age = weakest[0][owner][:, None], weakest[1][owner][:, None]
+            higher = (score > low) | ((score == low) & (position > age))
             higher &= usable(at, valid, owner) & (position >= 0)
-            members = _members(owner, valid, rows * heads)
+            members = owned(owner, valid, rows * heads)
             return count + jnp.where(members, higher.sum(-1, dtype=jnp.int32), 0).sum(1, dtype=jnp.int32)
 
         place = self.over_pages(layer, ahead, none) + 1
@@ -291,7 +288,7 @@ class Paged(struct.PyTreeNode):
         def add(carry: Any, at: Array, valid: Array) -> Any:
             view, seen, owner = self._view(layer, new, at, len(valid))
             probs = _probabilities(logits, lse, at, owner, len(valid))
-            members = _members(owner, valid, len(lse)).astype(lse.dtype)
+            members = owned(owner, valid, len(lse)).astype(lse.dtype)
 
             def more(total: Any, ask: Any) -> Any:
                 if total is None:
@@ -310,7 +307,7 @@ class Paged(struct.PyTreeNode):
             owner = _cut(self.owner, at, len(valid))
             probs = _probabilities(logits, lse, at, owner, len(valid))
             here = (probs > 0).any(2)[:, 0, 0].sum(-1, dtype=jnp.int32)
-            return carry + jnp.where(_members(owner, valid, len(lse)), here, 0).sum(1, dtype=jnp.int32)
+            return carry + jnp.where(owned(owner, valid, len(lse)), here, 0).sum(1, dtype=jnp.int32)
 
         return self.over_pages(layer, count, jnp.zeros(len(lse), jnp.int32))
 
@@ -405,14 +402,14 @@ class Paged(struct.PyTreeNode):
 
     def take(self, index: Int[np.ndarray, " m"]) -> Paged:
         """Some rows, in any order; which pages are theirs is read on the host."""
-        return _gathered([self], [(0, int(row)) for row in index])
+        return gathered([self], [(0, int(row)) for row in index])
 
     def put(self, index: Int[np.ndarray, " m"], rows: Paged) -> Paged:
         """With some rows replaced: the pool grows or shrinks with what they hold."""
         size = min(self.page_size, rows.page_size)
         chosen = {int(row): (1, place) for place, row in enumerate(index)}
         count = self.limit[0].shape[0]
-        return _gathered([self._split(size), rows._split(size)], [chosen.get(row, (0, row)) for row in range(count)])
+        return gathered([self._split(size), rows._split(size)], [chosen.get(row, (0, row)) for row in range(count)])
 
     def _split(self, size: int) -> Paged:
         # The same slots in smaller pages.
@@ -506,21 +503,6 @@ class Paged(struct.PyTreeNode):
         return view, new.replace(**of_heads, **of_rows, hidden=hidden, head=(first + owner % heads)[:, None]), owner
 
 
-Choice = tuple[Float[Array, " o"], Int[Array, " o"], Int[Array, " o"]]
-"""Rank, position and slot of one token of each owner."""
-
-
-class Contest(NamedTuple):
-    """Whose slot may be had in each head."""
-
-    rest: Choice
-    """The lowest of those that do not compete: an empty slot, or a token that leaves last or never."""
-    weakest: Choice
-    """The lowest of those that compete."""
-    surplus: Int[Array, " o"]
-    """The weakest one has to leave if this is above 0, and others with it only if it is above 1."""
-
-
 class Taken(NamedTuple):
     """What lies in one slot of each head."""
 
@@ -535,7 +517,7 @@ class Taken(NamedTuple):
         if self.kv is None:
             return slots.nothing_evicted(new)
         pair = rules.codec.restore(config, self.kv, self.left[..., None], state.codec, new.k.dtype)
-        remembered = (self.left >= 0) & slots.in_window(self.left, new)
+        remembered = jnp.where(slots.in_window(self.left, new), self.left, -1)
         return Evicted(pair.k, pair.v, remembered[..., None], new.layer, new.kernels)
 
 
@@ -578,52 +560,6 @@ def select(rules: Rules, config: LayerConfig, view: View, new: New) -> tuple[Sel
         after = rules.codec.settle(staying, new)
         view = after.replace(position=view.position)
     return Selected(view, order, count), leaving
-
-
-def page_slots(tokens: int) -> int:
-    """Slots in a page for texts of up to so many tokens: small enough that a head's last page wastes little."""
-    return 16 if tokens <= 256 else 32 if tokens <= 512 else 64
-
-
-def round_pages(pages: int) -> int:
-    """Pages in the pool: the next multiple of a sixteenth of the next lower power of two, at most 6.25% more."""
-    unit = max(1, 1 << (max(1, pages).bit_length() - 5)) if pages >= 16 else 1
-    return -(-pages // unit) * unit
-
-
-class Table(NamedTuple):
-    """Which page is whose; where several devices have pools of their own, their tables one behind the other."""
-
-    owner: Int[np.ndarray, " P"]
-    first: Int[np.ndarray, " P"]
-    start: Int[np.ndarray, " layers_and_1"]
-    most: int
-
-
-def table(limits: Int[np.ndarray, "layers b h"], page_size: int, devices: tuple[int, int] = (1, 1)) -> Table:
-    """Pages for all heads.
-
-    Args:
-        limits: slots that each head may use.
-        page_size: slots in a page.
-        devices: among how many rows and heads lie.
-    """
-    parts = [of_head for of_row in np.split(limits, devices[0], 1) for of_head in np.split(of_row, devices[1], 2)]
-    pages = [-(-part.reshape(len(part), -1) // page_size) for part in parts]
-    total = round_pages(max(int(part.sum()) for part in pages))
-    owners, firsts, starts = [], [], []
-    for part in pages:
-        start, flat = np.concatenate([[0], np.cumsum(part.sum(1))]), part.reshape(-1)
-        before, rest = np.repeat(np.cumsum(flat) - flat, flat), (0, total - start[-1])
-        owners.append(np.pad(np.repeat(np.arange(flat.size) % part.shape[1], flat), rest))
-        firsts.append(np.pad((np.arange(start[-1]) - before) * page_size, rest))
-        starts.append(start)
-    owner, first, start = (np.concatenate(x).astype(np.int32) for x in (owners, firsts, starts))
-    return Table(owner, first, start, _power_above(int(limits.max())))
-
-
-def _power_above(count: int) -> int:
-    return max(16, 1 << (count - 1).bit_length())
 
 
 def pack(
@@ -695,123 +631,6 @@ def _cut(leaf: Array, at: Array | int, count: int) -> Array:
 def _write(room: Array, value: Array, at: Array, valid: Bool[Array, " p"]) -> Array:
     mask = valid.reshape(-1, *(1,) * (room.ndim - 1))
     return jax.lax.dynamic_update_slice_in_dim(room, jnp.where(mask, value, _cut(room, at, len(valid))), at, 0)
-
-
-def _members(owner: Int[Array, " p"], valid: Bool[Array, " p"], owners: int) -> Bool[Array, "o p"]:
-    return (owner == jnp.arange(owners)[:, None]) & valid
-
-
-def _victim(contest: Contest, new: New) -> Int[Array, "b h"]:
-    """The slot, counted over the whole pool, that the next token takes in each head; beyond them for padding.
-
-    Where the places of tokens that compete are limited, the weakest leaves when it has none; otherwise an empty slot is
-    taken, or the oldest token kept as a last resort, or the weakest after all.
-    """
-    rest, weakest, surplus = contest
-    competes = (surplus > 0) | ((rest[0] == jnp.inf) & (weakest[2] < NOBODY))
-    chosen = jnp.where(competes, weakest[2], rest[2]).reshape(new.k.shape[:2])
-    return jnp.where(new.valid[:, :1], chosen, NOBODY)
-
-
-def _lowest(allowed: Bool[Array, "p s"], ranks: Array, position: Array, flat: Array, members: Array) -> Choice:
-    """Each owner's lowest rank, of equals the oldest."""
-    low = jnp.where(allowed, ranks, jnp.inf)
-    best = low.min(1)
-    tied = allowed & (low == best[:, None])
-    age = jnp.where(tied, position, NOBODY)
-    oldest = age.min(1)
-    slot = jnp.where(tied & (age == oldest[:, None]), flat, NOBODY).min(1)
-    by_owner = jnp.where(members, best, jnp.inf)
-    lowest = by_owner.min(1)
-    tied = members & (by_owner == lowest[:, None])
-    ages = jnp.where(tied, oldest, NOBODY)
-    first = ages.min(1)
-    return lowest, first, jnp.where(tied & (ages == first[:, None]), slot, NOBODY).min(1)
-
-
-def _better(a: Choice, b: Choice) -> Choice:
-    second = (b[0] < a[0]) | ((b[0] == a[0]) & (b[1] < a[1]))
-    return tuple(jnp.where(second, y, x) for x, y in zip(a, b, strict=True))  # type: ignore[return-value]
-
-
-def _gathered(pools: Sequence[Paged], rows: Sequence[tuple[int, int]]) -> Paged:
-    """The pool of some rows of pools with pages of one size; each row as (which pool, which of its rows)."""
-    devices = pools[0].devices
-    if any(pool.devices != devices for pool in pools):
-        raise ValueError("rows of a state on one mesh do not fit a state on another one; read both on the same.")
-    if len(rows) % devices[0]:
-        raise ValueError(
-            f"{len(rows)} rows whose heads have slots of their own cannot lie on data={devices[0]} devices, as many on "
-            f"each; take a multiple of {devices[0]} rows, or read these prompts on fewer devices along data."
-        )
-    layers, heads, here = len(pools[0].limit), pools[0].limit[0].shape[1] // devices[1], len(rows) // devices[0]
-    tables = [tuple(on_host(x).reshape(*devices, -1) for x in (pool.owner, pool.first, pool.start)) for pool in pools]
-    owned = [pool.limit[0].shape[0] // devices[0] for pool in pools]
-    # A device gathers from all pages of its heads: those of one pool behind the other's.
-    counts = [first.shape[-1] for _, first, _ in tables]
-    before = np.concatenate([[0], np.cumsum(counts) * devices[0]])
-    sources, owners, starts = [], [], []
-    for of_rows, of_heads in np.ndindex(devices):
-        source, owner, start = [], [], [0]
-        for layer in range(layers):
-            for row, (which, old) in enumerate(rows[of_rows * here : (of_rows + 1) * here]):
-                device, place = divmod(old, owned[which])
-                theirs, _, begin = (table[device, of_heads] for table in tables[which])
-                for head in range(heads):
-                    mine = np.flatnonzero(theirs[begin[layer] : begin[layer + 1]] == place * heads + head)
-                    source.append(before[which] + device * counts[which] + begin[layer] + mine)
-                    owner += [row * heads + head] * len(mine)
-            start.append(len(owner))
-        sources.append(np.concatenate(source))
-        owners.append(np.array(owner))
-        starts.append(np.array(start))
-    total = round_pages(max(map(len, sources)))
-    index = np.stack([np.pad(source, (0, total - len(source))) for source in sources])
-    real = np.arange(total) < np.array([[len(source)] for source in sources])
-    firsts = [
-        np.concatenate([first[:, of_heads].reshape(-1) for _, first, _ in tables])
-        for _, of_heads in np.ndindex(devices)
-    ]
-    first = np.where(real, np.take_along_axis(np.stack(firsts), index, 1), 0)
-    owner = np.stack([np.pad(owner, (0, total - len(owner))) for owner in owners])
-    numbers = (jnp.asarray(x.reshape(-1), jnp.int32) for x in (index, owner, first, np.stack(starts)))
-    held = [(pool.kv, pool.position, pool.slots) for pool in pools]
-    mesh = None if devices == (1, 1) else pools[0].position.sharding.mesh  # type: ignore[attr-defined]
-    (kv, position, remembered), owner, first, start = _moved(held, jnp.asarray(real.reshape(-1)), *numbers, mesh=mesh)
-    offset = np.concatenate([[0], np.cumsum([pool.limit[0].shape[0] for pool in pools])])
-    chosen = np.array([offset[which] + row for which, row in rows])
-
-    def rows_of(*leaves: Array) -> Array:
-        return (leaves[0] if len(pools) == 1 else jnp.concatenate(leaves))[chosen]
-
-    state, limit = jax.tree.map(rows_of, *((pool.state, pool.limit) for pool in pools))
-    most = max(pool.most for pool in pools)
-    return Paged(kv, position, remembered, owner, first, start, state, limit, most=most, devices=devices)
-
-
-@functools.partial(jax.jit, static_argnames="mesh")
-def _moved(
-    held: list[PyTree],
-    real: Bool[Array, " P"],
-    index: Int[Array, " P"],
-    *table: Int[Array, " n"],
-    mesh: Mesh | None,
-) -> tuple[PyTree, ...]:
-    """The pages at an index of pools, beside the table of them; on a mesh each device's."""
-
-    def here(held: list[PyTree], real: Array, index: Array, *table: Array) -> tuple[PyTree, ...]:
-        def pages_of(*leaves: Array) -> Array:
-            if mesh is not None:
-                leaves = tuple(jax.lax.all_gather(leaf, ROWS, tiled=True) for leaf in leaves)
-            return (leaves[0] if len(leaves) == 1 else jnp.concatenate(leaves))[index]
-
-        kv, position, remembered = jax.tree.map(pages_of, *held)
-        return (kv, jnp.where(real[:, None], position, -1), remembered), *table
-
-    if mesh is None:
-        return here(held, real, index, *table)
-    spec = PartitionSpec((ROWS, HEADS))
-    return jax.shard_map(here, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)(held, real, index, *table)
 
 
 def _probabilities(logits: Array, lse: Array, at: Array, owner: Array, count: int) -> Float[Array, "p 1 g 1 s"]:

@@ -284,26 +284,26 @@ def fold_evicted(
         new: what is being read.
         leaving: which of them do; what the layer's window has passed is not remembered.
     """
-    leaving &= in_window(view.position, new)
+    position = jnp.where(leaving & in_window(view.position, new), view.position, -1)
     size = min(TOKEN_BLOCK, view.capacity)
     padding = -view.capacity % size
 
-    def blocks(leaf: Array) -> Array:
-        leaf = jnp.pad(leaf, [(0, 0), (0, 0), (0, padding)] + [(0, 0)] * (leaf.ndim - 3))
+    def blocks(leaf: Array, fill: int = 0) -> Array:
+        leaf = jnp.pad(leaf, [(0, 0), (0, 0), (0, padding)] + [(0, 0)] * (leaf.ndim - 3), constant_values=fill)
         return jnp.moveaxis(leaf.reshape(*leaf.shape[:2], -1, size, *leaf.shape[3:]), 2, 0)
 
     def add(remembered: PyTree, block: Any) -> tuple[PyTree, None]:
-        kv, position, leaving = block
-        pair = rules.codec.restore(config, kv, position, view.state.codec, new.k.dtype)
-        return absorb(remembered, Evicted(pair.k, pair.v, leaving, new.layer, new.kernels)), None
+        kv, held, position = block
+        pair = rules.codec.restore(config, kv, held, view.state.codec, new.k.dtype)
+        return absorb(remembered, Evicted(pair.k, pair.v, position, new.layer, new.kernels)), None
 
-    parts = jax.tree.map(blocks, (view.kv, view.position, leaving))
+    parts = jax.tree.map(blocks, view.kv), blocks(view.position, -1), blocks(position, -1)
     return jax.lax.scan(add, remembered, parts)[0]
 
 
 def nothing_evicted(new: New) -> Evicted:
     """What has left for some new tokens where nobody asks for it."""
-    nowhere = jnp.zeros(new.k.shape[:3], bool)
+    nowhere = jnp.full(new.k.shape[:3], -1, jnp.int32)
     return Evicted(jnp.zeros_like(new.k), jnp.zeros_like(new.v), nowhere, new.layer, new.kernels)
 
 

@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Int, Key
 
 from kvjax.cache import paged
 from kvjax.cache.dense import Dense
+from kvjax.cache.page_table import page_slots, table
 from kvjax.engine.decode import settle_step
 from kvjax.engine.layer import Reading, read_block
 from kvjax.engine.mesh import OF_POOL, OF_ROWS, OF_SELECTED, joined, logits_spec, on_mesh, pool_specs, shared
@@ -96,7 +97,7 @@ def prefill(
             f"{score.__name__}.score gives NaN for tokens of a prompt; it has to give numbers, or -inf, +inf."
         )
     if prompts.policy.plan.per_head:
-        storage = _on_pages(storage, paged.page_slots(prompts.tokens.shape[1] + max_new_tokens), model.mesh)
+        storage = _on_pages(storage, page_slots(prompts.tokens.shape[1] + max_new_tokens), model.mesh)
     state = State(
         weights=model.weights,
         policy=jax.tree.map(jnp.asarray, prompts.policy),  # numbers would travel to the device anew at every step
@@ -121,7 +122,7 @@ def _on_pages(selected: tuple[paged.Selected, ...], page_size: int, mesh: Mesh |
     # Sizes are read on the host, then one program moves the tokens.
     limits = np.stack([on_host(layer.view.limit) for layer in selected])
     devices = (1, 1) if mesh is None else (mesh.shape[ROWS], mesh.shape[HEADS])
-    *tables, most = paged.table(limits, page_size, devices)
+    *tables, most = table(limits, page_size, devices)
     return _pack(selected, *map(jnp.asarray, tables), page_size=page_size, most=most, devices=devices, mesh=mesh)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Float, Int
 
 from pallas_kernels.attention import Partial
 from pallas_kernels.common import LANES, SUBLANES, Task, bucket, choose, first_limit, pallas_form
@@ -86,7 +86,7 @@ def psi(
 
 def remember(
     memory: tuple[Float[Array, "b h R e"], Float[Array, "b h R"]],
-    evicted: tuple[Float[Array, "b h d"], Float[Array, "b h e"], Bool[Array, "b h"]],
+    evicted: tuple[Float[Array, "b h d"], Float[Array, "b h e"], Int[Array, "b h"]],
     q: Float[Array, "b h g d"],
     attended: Partial,
     of_phi: Mapping[str, Array],
@@ -109,7 +109,7 @@ def remember(
 
     Args:
         memory: H and z.
-        evicted: one pair of each head, the key rotated, and whether it is remembered.
+        evicted: one pair of each head, the key rotated, and its position; -1 where none is remembered.
         q: queries, rotated; the g of a group share one memory.
         attended: o and l, attention over the slots [b h g e] and the logarithm of its sum [b h g].
         of_phi: weights, by the names of `phi`'s arguments.

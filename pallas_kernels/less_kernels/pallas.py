@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Float, Int
 
 from pallas_kernels.attention import Partial
 from pallas_kernels.common import LANES, SUBLANES, padded, tpu_params
@@ -25,6 +26,8 @@ from pallas_kernels.less_kernels.types import Remembered
 BLOCK = 512
 """Tokens of one grid step, at most."""
 VMEM_BYTES = 14 << 20
+FEW = 16
+"""Features whose products with each other are sums of rows; of more of them the matrix unit is faster."""
 
 
 def phi(
@@ -52,15 +55,17 @@ def psi(
 
     def kernel(x_ref: Any, *refs: Any) -> None:
         *weights, out_ref = refs
-        out_ref[0] = _psi(x_ref[0], *(ref[0] for ref in weights))
+        first, second, third, *scales = (ref[0] for ref in weights)
+        out_ref[0] = _psi(x_ref[0], first, second, lambda outer: _dot(third, outer, (1, 0)), *scales)
 
-    weights = _weights_of_psi(first, second, third, outer_scale, residual_scale)
+    scales = [outer_scale] if residual_scale is None else [outer_scale, residual_scale]
+    weights = first, _transposed(second), _transposed(third), *(scale[..., None] for scale in scales)
     return _call(kernel, x, weights, interpret, "less_psi")
 
 
 def remember(
     memory: tuple[Float[Array, "b h R e"], Float[Array, "b h R"]],
-    evicted: tuple[Float[Array, "b h d"], Float[Array, "b h e"], Bool[Array, "b h"]],
+    evicted: tuple[Float[Array, "b h d"], Float[Array, "b h e"], Int[Array, "b h"]],
     q: Float[Array, "b h g d"],
     attended: Partial,
     of_phi: Mapping[str, Array],
@@ -69,7 +74,7 @@ def remember(
     interpret: Any,
 ) -> Remembered:
     """See `api.remember`; the grid is (blocks of eight heads, heads), so that a step has one head of all rows."""
-    (b, h, g, d), (k, v, leaving), (held, total) = q.shape, evicted, memory
+    (b, h, g, d), (k, v, position), (held, total) = q.shape, evicted, memory
     features, e = held.shape[2:]
 
     def heads_of_rows(x: Float[Array, "b m w"], heads: int) -> tuple[Array, pl.BlockSpec]:
@@ -81,25 +86,35 @@ def remember(
         return x, pl.BlockSpec(shape, lambda block, head: (block * SUBLANES + head, *(0,) * (len(shape) - 1)))
 
     whole = pl.BlockSpec((b, 1, features, e), lambda block, head: (0, block * SUBLANES + head, 0, 0))
-    named = _weights_of_psi(**of_psi)
+    scales = [of_psi[name] for name in ("outer_scale", "residual_scale") if of_psi.get(name) is not None]
+
+    def of_all_heads(x: Float[Array, "h *f"]) -> tuple[Array, pl.BlockSpec]:
+        # Heads last, as XLA stores so few numbers of each.
+        x = jnp.moveaxis(x, 0, -1)
+        return x, pl.BlockSpec(x.shape, lambda block, head: (0,) * x.ndim)
+
     inputs: dict[str, Any] = {
         "q": heads_of_rows(q.reshape(b, h * g, d), SUBLANES * g),
         "k": heads_of_rows(k, SUBLANES),
         "v": heads_of_rows(v, SUBLANES),
         "out": heads_of_rows(attended.out.reshape(b, h * g, e), SUBLANES * g),
-        "lse": own(attended.lse.transpose(1, 2, 0)),
-        "leaving": own(leaving.astype(jnp.float32).T[:, None]),
+        "lse": heads_of_rows(attended.lse.reshape(b, h * g, 1), SUBLANES * g),
+        "position": heads_of_rows(position[..., None], SUBLANES),
         "h": (held, whole),
         "z": own(total.transpose(1, 2, 0)),
         "phi_first": own(of_phi["first"].reshape(h * g, d, -1), g),
         "phi_second": own(_transposed(of_phi["second"].reshape(h * g, -1, features)), g),
-        "psi": tuple(zip(*(own(x) for x in named), strict=True)),
+        "psi_first": own(of_psi["first"]),
+        "psi_second": own(_transposed(of_psi["second"])),
+        "psi_third": of_all_heads(of_psi["third"]) if features <= FEW else own(_transposed(of_psi["third"])),
+        "psi_scales": tuple(zip(*map(of_all_heads, scales), strict=True)),
     }
     went = ("h", "z")  # in place
     arrays = {name: array for name, (array, _) in inputs.items()}
     specs = {name: spec for name, (_, spec) in inputs.items()}
     came = [jax.tree_util.keystr(path[:1], simple=True) for path, _ in jax.tree.leaves_with_path(arrays)]
-    scratch = {"q": (SUBLANES * g, d), "k": (SUBLANES, d), "v": (SUBLANES, e), "out": (SUBLANES * g, e)}
+    scratch = {name: inputs[name][1].block_shape[1:] for name in ("q", "k", "v", "out", "lse", "position")}
+    scratch["merged"] = scratch["out"]
     shapes = {name: jax.ShapeDtypeStruct(arrays[name].shape, arrays[name].dtype) for name in went}
     shapes["out"] = jax.ShapeDtypeStruct(arrays["out"].shape, q.dtype)
     found = pl.pallas_call(
@@ -118,50 +133,95 @@ def remember(
 
 
 def _remember(refs: Any, outputs: Any, scratch: Any, *, groups: int) -> None:
-    head, rows = pl.program_id(1), refs["h"].shape[0]
+    block, head, rows = pl.program_id(0), pl.program_id(1), refs["h"].shape[0]
 
     @pl.when(head == 0)
     def _() -> None:
         # A row's heads lie along sublanes: single numbers of 32 bits can be taken from there, every eighth at once.
-        for name in ("q", "k", "v"):
+        for name in ("q", "k", "v", "out", "lse", "position"):
             scratch[name][...] = refs[name][...].astype(jnp.float32).reshape(scratch[name].shape)
 
     def of_head(name: str, which: Any, heads: int) -> Float[Array, "b w"]:
         return scratch[name][pl.ds(which, rows, stride=heads), :]
 
-    features = _psi(of_head("k", head, SUBLANES), *(ref[0] for ref in refs["psi"]))
-    features = jnp.where(refs["leaving"][0] > 0, features, 0.0)
+    def weight(x: Float[Array, "*f h"]) -> Float[Array, "*f 1"]:
+        here = jax.lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 1) == block * SUBLANES + head
+        return jnp.where(here, x, 0.0).sum(-1, keepdims=True)
+
+    def mix(outer: Float[Array, "f b"]) -> Float[Array, "f b"]:
+        if len(outer) > FEW:
+            return _dot(refs["psi_third"][0], outer, (1, 0))
+        third = weight(refs["psi_third"][...])
+        return _total(third[i] * outer[i : i + 1] for i in range(len(outer)))
+
+    scales = [weight(ref[...]) for ref in refs["psi_scales"]]
+    features = _psi(of_head("k", head, SUBLANES), refs["psi_first"][0], refs["psi_second"][0], mix, *scales)
+    features = jnp.where(_turned(of_head("position", head, SUBLANES)) >= 0, features, 0.0)
     z = refs["z"][0] + features
     outputs["z"][0] = z
     shares = []
     for i in range(groups):
-        x = of_head("q", head * groups + i, SUBLANES * groups)
-        phi = jnp.abs(_two_layers(x, refs["phi_first"][i], refs["phi_second"][i]))
+        at = head * groups + i
+        phi = jnp.abs(_two_layers(of_head("q", at, SUBLANES * groups), refs["phi_first"][i], refs["phi_second"][i]))
         mass = (phi * z).sum(0, keepdims=True)
         some = mass > 0
         mass = jnp.where(some, mass, 1.0)
         # Both as parts of the larger one; what has seen nothing has no part.
         ours = jnp.where(some, jnp.log(mass), LOWEST)
-        theirs = jnp.maximum(refs["lse"][0, i : i + 1], LOWEST)
+        theirs = jnp.maximum(_turned(of_head("lse", at, SUBLANES * groups)), LOWEST)
         top = jnp.maximum(ours, theirs)
         ours, theirs = jnp.where(some, jnp.exp(ours - top), 0.0), jnp.exp(theirs - top)
         share = 1 / (ours + theirs)
         shares.append((phi * (ours * share / mass), theirs * share))
     v = of_head("v", head, SUBLANES)
-    for row in range(rows):
-        one = slice(row, row + 1)
-        h = refs["h"][row, 0] + features[:, one] * v[one]
-        outputs["h"][row, 0] = h
-        for i, (phi, theirs) in enumerate(shares):
-            at = head * groups + i
-            low = (phi[:, one] * h).sum(0, keepdims=True)
-            merged = refs["out"][row, pl.ds(at, 1)] * theirs[:, one] + low
-            scratch["out"][pl.ds(row * SUBLANES * groups + at, 1)] = merged
+    low: list[list[Array]] = [[] for _ in shares]
+    for first in range(0, rows, SUBLANES):
+        parts: list[list[Array]] = [[] for _ in shares]
+        for row in range(first, min(first + SUBLANES, rows)):
+            one = slice(row, row + 1)
+            h = refs["h"][row, 0] + features[:, one] * v[one]
+            outputs["h"][row, 0] = h
+            for own, (phi, _) in zip(parts, shares, strict=True):
+                own.append(phi[:, one] * h)
+        for found, own in zip(low, parts, strict=True):
+            found.append(_sums(own))
+    for i, (found, (_, theirs)) in enumerate(zip(low, shares, strict=True)):
+        at = head * groups + i
+        merged = of_head("out", at, SUBLANES * groups) * _turned(theirs) + jnp.concatenate(found)
+        scratch["merged"][pl.ds(at, rows, stride=SUBLANES * groups), :] = merged
 
     @pl.when(head == SUBLANES - 1)
     def _() -> None:
         every = outputs["out"]
-        every[...] = scratch["out"][...].reshape(every.shape).astype(every.dtype)
+        every[...] = scratch["merged"][...].reshape(every.shape).astype(every.dtype)
+
+
+def _sums(parts: Sequence[Float[Array, "f e"]]) -> Float[Array, "n e"]:
+    """The sums over features of some rows, each in its own sublane."""
+    features, rows = len(parts[0]), len(parts)
+    if rows < SUBLANES or features % SUBLANES:
+        return jnp.concatenate([part.sum(0, keepdims=True) for part in parts])
+    held = [_total(part[i : i + SUBLANES] for i in range(0, features, SUBLANES)) for part in parts]
+    sublane = jax.lax.broadcasted_iota(jnp.int32, held[0].shape, 0)
+    for apart in (4, 2, 1):
+        # Two arrays become one, in which each sublane has the sum of two of one row.
+        first = sublane & apart == 0
+        held = [
+            jnp.where(first, a, b) + jnp.where(first, pltpu.roll(a, SUBLANES - apart, 0), pltpu.roll(b, apart, 0))
+            for a, b in zip(held[:apart], held[apart:], strict=True)
+        ]
+    return held[0]
+
+
+def _total(parts: Iterable[Array]) -> Array:
+    return functools.reduce(operator.add, parts)
+
+
+def _turned(x: Array) -> Array:
+    """A row [1 n] as a column [n 1], or the other way, by a sum along the axis that it lies along."""
+    n, axis = x.size, 0 if x.shape[1] == 1 else 1
+    places = [jax.lax.broadcasted_iota(jnp.int32, (n, n), axis) for axis in (0, 1)]
+    return jnp.where(places[0] == places[1], x, 0.0).sum(axis, keepdims=True)
 
 
 def _call(
@@ -201,27 +261,36 @@ def _dot(a: Array, b: Array, over: tuple[int, int]) -> Array:
 
 
 def _gelu(x: Array) -> Array:
-    return 0.5 * x * (1 + jax.lax.erf(x / math.sqrt(2)))
+    if _has_erf():
+        return 0.5 * x * (1 + jax.lax.erf(x / math.sqrt(2)))
+    # Abramowitz and Stegun, 7.1.26: of erfc, with an error of 3e-7 here, by fewer operations than `erf` takes.
+    size = jnp.abs(x)
+    t = 1 / (1 + (0.3275911 * math.sqrt(0.5)) * size)
+    poly = jnp.zeros_like(x)
+    for coefficient in (1.061405429, -1.453152027, 1.421413741, -0.284496736, 0.254829592):
+        poly = t * (poly + 0.5 * coefficient)
+    return jnp.maximum(x, 0) - size * poly * jnp.exp(-0.5 * x * x)
+
+
+def _has_erf() -> bool:
+    """Whether the TPU that is compiled for has an instruction for it."""
+    try:
+        return pltpu.get_tpu_info().generation >= 6
+    except ValueError:  # no TPU, or one that jax does not know
+        return False
 
 
 def _psi(
     x: Float[Array, "t d"],
     first: Float[Array, "d r"],
     second: Float[Array, "f r"],
-    third: Float[Array, "f f"],
+    mix: Callable[[Float[Array, "f t"]], Float[Array, "f t"]],
     outer_scale: Float[Array, "f 1"],
     residual_scale: Float[Array, "f 1"] | None = None,
 ) -> Float[Array, "f t"]:
     outer = jnp.abs(outer_scale) * _two_layers(x, first, second)
-    mixed = _dot(third, outer, (1, 0))
+    mixed = mix(outer)
     return jnp.abs(mixed if residual_scale is None else outer + residual_scale * mixed)
-
-
-def _weights_of_psi(
-    first: Array, second: Array, third: Array, outer_scale: Array, residual_scale: Array | None = None
-) -> tuple[Array, ...]:
-    scales = [outer_scale] if residual_scale is None else [outer_scale, residual_scale]
-    return first, _transposed(second), _transposed(third), *[scale[..., None] for scale in scales]
 
 
 def _transposed(x: Float[Array, "m r f"]) -> Float[Array, "m f r"]:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Float, Int
 
 from pallas_kernels.attention import LowRank, Partial, merge, share_of_evicted
 from pallas_kernels.less_kernels.types import Remembered
@@ -42,7 +42,7 @@ def _gelu(x: Array) -> Array:
 
 def remember(
     memory: tuple[Float[Array, "b h R e"], Float[Array, "b h R"]],
-    evicted: tuple[Float[Array, "b h d"], Float[Array, "b h e"], Bool[Array, "b h"]],
+    evicted: tuple[Float[Array, "b h d"], Float[Array, "b h e"], Int[Array, "b h"]],
     q: Float[Array, "b h g d"],
     attended: Partial,
     of_phi: Callable[[Float[Array, "b h g d"]], Float[Array, "b h g R"]],
@@ -50,8 +50,8 @@ def remember(
 ) -> Remembered:
     """See `api.remember`; features are asked of functions."""
     h, z = memory
-    k, v, leaving = evicted
-    features = jnp.where(leaving[..., None], of_psi(k), 0.0)
+    k, v, position = evicted
+    features = jnp.where(position[..., None] >= 0, of_psi(k), 0.0)
     h, z = h + jnp.einsum("bhr,bhe->bhre", features, v.astype(h.dtype)), z + features
     share = share_of_evicted(LowRank(of_phi(q)[:, :, :, None], h, z))
     whole = merge(jax.tree.map(lambda x: x[:, :, :, None], attended), share)

@@ -75,13 +75,13 @@ def remembered(
     of_psi: dict[str, np.ndarray],
 ) -> dict[str, Any]:
     """Algorithm 1's step, one head of one row after another."""
-    (h, z), (k, v, leaving) = (x.copy() for x in memory), evicted
+    (h, z), (k, v, position) = (x.copy() for x in memory), evicted
     out = np.zeros(np.shape(attended.out))
     names = ("first", "second", "third", "outer_scale", "residual_scale")
     of_keys = psi(k[:, :, None], *(of_psi[name] for name in names if name in of_psi))["features"][:, :, 0]
     of_queries = phi(q[:, :, :, None], **of_phi)["features"][:, :, :, 0]
     for row, head in np.ndindex(k.shape[:2]):
-        if leaving[row, head]:
+        if position[row, head] >= 0:
             h[row, head] += np.outer(of_keys[row, head], v[row, head])
             z[row, head] += of_keys[row, head]
         for i, features in enumerate(of_queries[row, head]):
@@ -103,12 +103,13 @@ def case_remember(
         return {"first": first.astype(q.dtype), "second": second.astype(q.dtype)}
 
     q = normal(rng, (b, h, g, d), dtype)
-    evicted = normal(rng, (b, h, d), dtype), normal(rng, (b, h, d), dtype), rng.random((b, h)) < 0.5
+    pairs = normal(rng, (b, h, d), dtype), normal(rng, (b, h, d), dtype)
+    evicted = *pairs, np.where(rng.random((b, h)) < 0.5, 7, -1).astype(np.int32)
     held, total = normal(rng, (b, h, f, d), single), abs(normal(rng, (b, h, f), single))
     out, lse = normal(rng, (b, h, g, d), single), normal(rng, (b, h, g), single)
     for row in range(min(b, 2)):
         out[row], lse[row] = 0, -np.inf
-    held[0], total[0], evicted[2][0] = 0, 0, False
+    held[0], total[0], evicted[2][0] = 0, 0, -1
     of_psi = weights(h) | {"third": normal(rng, (h, f, f), single), "outer_scale": normal(rng, (h, f), single)}
     if not literal:
         of_psi["residual_scale"] = normal(rng, (h, f), single)
@@ -137,4 +138,5 @@ CASES = (
     case_remember(3, 16, 1, 128, 128, 8),
     case_remember(9, 8, 2, 64, 256, 5, dtype="bfloat16"),
     case_remember(1, 8, 3, 32, 128, 8, literal=True),
+    case_remember(17, 8, 1, 64, 128, 24),
 )

@@ -174,7 +174,7 @@ class LowRankMemory(Residual):
         from kvjax.policies.residuals.kernels import layer_params
 
         params = layer_params(self.layers, int(new.layer))
-        pair = evicted.k[:, :, 0], evicted.v[:, :, 0], evicted.leaving[:, :, 0]
+        pair = evicted.k[:, :, 0], evicted.v[:, :, 0], evicted.position[:, :, 0]
         seen = Partial(*(x[:, :, :, 0] for x in attended))
         weights = params["phi"], params["psi"]
         found = less_kernels.remember(state, pair, new.q[:, :, :, 0], seen, *weights, **new.kernels._asdict())

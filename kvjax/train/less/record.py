@@ -210,12 +210,9 @@ def replay(
         The storage after the step, what the score has yet to hear, and what the step did.
     """
     layer = int(new.layer)
-    before = storage.layers[layer].position
     storage, evicted = exchange(config, policy, storage, layer, new, pairs=True)
     view = storage.layers[layer]
-    # One slot of each head has changed hands; what a window has passed is nobody's to remember.
-    left = jnp.where(view.position != before, before, -1).max(-1)
-    left = jnp.where(evicted.leaving[..., 0], left, -1)
+    left = evicted.position[..., 0]
     given = policy.codec.operands(config, view, new)
     seen = view.position if given.sinks is None else given.sinks.seen(view.position)
     query_place, key_place = (new.position[:, None], seen) if given.places is None else given.places
