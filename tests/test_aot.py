@@ -20,7 +20,7 @@ from pallas_kernels import aot
 from pallas_kernels.aot import page
 from pallas_kernels.aot.bundles import Schedule, read_schedule
 from pallas_kernels.aot.module import read_module
-from pallas_kernels.aot.tpu import Grid, Kernel, grids_of
+from pallas_kernels.aot.tpu import Grid, Kernel, counted, grids_of
 from pallas_kernels.common import Unsupported
 from pallas_kernels.operands import Quantised
 from pallas_kernels.programs import programs
@@ -162,6 +162,8 @@ MODULE = """
 }
 ENTRY %main.21 (p: bf16[64,4096]) -> (f32[64,32,208], s32[64]) {
   %p = bf16[64,4096]{1,0:T(8,128)(2,1)} parameter(0)
+  %one = s32[]{:T(128)S(6)} copy(%s), metadata={op_name="state.policy.protection.sinks"}
+  %reshape.3 = f32[64,2,64]{2,1,0:T(2,128)} reshape(%p), metadata={op_name="jit(step)/layer/attention/rope/reshape"}
   %slice-start = ((bf16[64,4096]{1,0}), bf16[16,4096]{1,0:S(1)}, s32[]) slice-start(%p), slice={[0:16], [0:4096]}
   %fusion.11 = (f32[64]{0:T(128)S(1)}, bf16[64,4096]{1,0:T(8,128)(2,1)}) fusion(%p, %w), kind=kOutput, calls=%f, \
 metadata={op_name="jit(step)/layer/...i,oi->...o/dot_general"}, backend_config={"estimated_cycles":"244112"}
@@ -183,6 +185,7 @@ custom_call_target="tpu_custom_call", metadata={op_name="jit(step)/layer/evictio
 def test_a_modules_instructions_are_told_with_their_cycles_and_classes():
     found = {each.name: each for each in read_module(MODULE)}
     assert {name: each.cycles for name, each in found.items()} == {
+        "reshape.3": 0,
         "fusion.11": 244112,
         "copy.72": 4588,
         "fusion.4": 28026,
@@ -193,6 +196,7 @@ def test_a_modules_instructions_are_told_with_their_cycles_and_classes():
     }
     classes = {name: chip_steps.class_of(each) for name, each in found.items()}
     assert classes == {
+        "reshape.3": "rest",
         "fusion.11": "products",
         "copy.72": "rest",
         "fusion.4": "rest",
@@ -203,8 +207,22 @@ def test_a_modules_instructions_are_told_with_their_cycles_and_classes():
     }
     assert [name for name, each in found.items() if each.kernel] == ["evict.2"]
     unknown = [name for name, each in found.items() if not each.estimated]
-    assert unknown == ["gather_fusion", "scatter_fusion.3", "evict.2"]
+    assert unknown == ["reshape.3", "gather_fusion", "scatter_fusion.3", "evict.2"]
     assert found["evict.2"].base == "evict" and found["evict.2"].results == ((64, 32, 208), (64,))
+
+
+def test_what_has_no_estimate_takes_the_bundles_of_its_schedule_and_loops_more():
+    instructions = read_module(MODULE)
+    (moves,) = (each for each in instructions if each.name == "reshape.3")
+    again = moves._replace(name="reshape.4")  # the compiler makes one program of both
+    schedule = Schedule(once=10, step=4000, rarely=0, inner=0, copies=0, waits=0)
+    for loops, known in ((0, True), (129, False)):
+        found = counted(again, [*instructions, again], {"reshape.3": schedule._replace(inner=loops)})
+        assert (found.name, found.cycles, found.estimated) == ("reshape.4", 4010, known)
+    (gather,) = (each for each in instructions if each.name == "gather_fusion")
+    assert counted(gather, instructions, {"gather_fusion": schedule}) == gather, "its copies are in no bundle"
+    (told,) = (each for each in instructions if each.name == "copy.72")
+    assert counted(told, instructions, {"copy.72": schedule}) == told
 
 
 def test_a_kernel_takes_the_longer_of_cycles_and_traffic_and_waits_for_its_copies():
@@ -334,6 +352,18 @@ def test_what_an_implementation_does_not_take_is_left_out(tmp_path, monkeypatch,
     assert main.main(["--chips", "v5e", "--only", "hamming the same", "--out", str(tmp_path)]) == 0
     assert "v5e hamming the same, 64 bits, pallas is left out: d=80 is odd" in capsys.readouterr().err
     assert [*json.loads((tmp_path / "chips" / "v5e.json").read_text())["kernels"]] == ["hamming the same, 64 bits, xla"]
+
+
+@pytest.mark.parametrize(
+    ("words", "searched"),
+    [((), "kernel (and of steps only --steps looks at the names)"), (("--steps",), "kernel or step")],
+)
+def test_a_name_of_nothing_is_one_sentence(words, searched, tmp_path, monkeypatch, capsys):
+    main = importlib.import_module("pallas_kernels.aot.__main__")
+    monkeypatch.setattr(main, "compiler_name", lambda chip: "jax 1 with libtpu 1")
+    assert main.main(["--chips", "v5e", "--only", "64 x 204", *words, "--out", str(tmp_path)]) == 2
+    assert f"'64 x 204' is in the name of no {searched}; give a part of one, as" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
 
 
 def test_gpus_have_columns_of_their_own(tmp_path, monkeypatch, capsys):

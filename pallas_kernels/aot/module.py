@@ -14,10 +14,21 @@ _OP_NAME = re.compile(r'op_name="([^"]*)"')
 
 _COMPUTATION = re.compile(r"^(?:ENTRY )?%(\S+) \(.*\{$")
 _CALLS = re.compile(r"calls=%([\w.-]+)")
+_INNER = re.compile(r"(?:calls|to_apply)=%([\w.-]+)")
+"""Computations whose instructions are part of another one: of fusions, reductions, copies that run beside others."""
 _CUSTOM = "kind=kCustom"
 """Fusions around a gather or a scatter, for which XLA has no estimate."""
 _NO_ESTIMATE = 2**63 - 1
 """What XLA says where it has no cost model: of scatters that go to a chip's sparse cores."""
+
+_TIMELESS = frozenset(
+    (
+        *("parameter", "constant", "bitcast", "tuple", "get-tuple-element", "after-all", "custom-call"),
+        *("copy-start", "copy-done", "slice-start", "slice-done", "async-start", "async-update", "async-done"),
+        *("while", "conditional", "call"),
+    )
+)
+"""Opcodes of what takes no time, runs beside others, or has instructions of its own."""
 
 KERNEL = 'custom_call_target="tpu_custom_call"'
 
@@ -37,7 +48,7 @@ class Instruction(NamedTuple):
     output: bool
     """Whether XLA fused into it what follows a product of matrices."""
     estimated: bool
-    """Whether the compiler says how long it takes: not of kernels, nor of gathers and scatters."""
+    """Whether the compiler says how long it takes: not of kernels, gathers, scatters, and what only moves numbers."""
 
     @property
     def base(self) -> str:
@@ -58,7 +69,7 @@ def read_module(text: str) -> list[Instruction]:
 
 def _instructions(text: str) -> Iterator[Instruction]:
     inside: dict[str, str] = {}  # what the last named instruction of each computation comes from
-    computation = ""
+    computation, parts = "", set(_INNER.findall(text))
     for line in text.splitlines():
         match = _INSTRUCTION.match(line)
         if match is None:
@@ -69,12 +80,14 @@ def _instructions(text: str) -> Iterator[Instruction]:
         if op_name is not None:
             inside[computation] = op_name[1]
         cycles, kernel = _CYCLES.search(line), KERNEL in line
-        if cycles is None and not kernel and _CUSTOM not in line:
-            continue
         opcode = _OPCODE.search(f" {match[2]}" if match[2].startswith("(") else match[2])
         if opcode is None:
             continue
         head, _, _ = match[2].partition(f" {opcode[1]}(")
+        results = tuple(_sizes(shape) for _, shape in _SHAPE.findall(head))
+        told = cycles is not None or kernel or _CUSTOM in line
+        if not told and (computation in parts or opcode[1] in _TIMELESS or not any(results)):
+            continue
         called = _CALLS.search(line)
         name = inside.get(called[1], "") if called is not None else ""
         estimate = _NO_ESTIMATE if cycles is None else int(cycles[1])
@@ -84,7 +97,7 @@ def _instructions(text: str) -> Iterator[Instruction]:
             opcode=opcode[1],
             op_name=name if op_name is None else op_name[1],
             cycles=estimate if estimated else 0,
-            results=tuple(_sizes(shape) for _, shape in _SHAPE.findall(head)),
+            results=results,
             kernel=kernel,
             estimated=estimated,
             output="kind=kOutput" in line or opcode[1] in ("convolution", "dot"),

@@ -33,10 +33,11 @@ made of what TPU compilers know before anything runs, and no less than the limit
   every grid step, at a row's end) and of the traffic of its blocks. Copies that a grid step starts and awaits itself
   are a wait of {LATENCY * 1e6:.0f} microsecond for all that are in flight together: a model, nobody has measured it.
   Copies that a later step awaits are free. Where two cores make up a chip they share what is parallel.
-- A fusion of XLA takes the cycles that XLA estimates. Weights that are fetched beforehand are in no estimate; all
-  products of weights together take no less than their bytes. Gathers and scatters have no estimate (where XLA gives
-  2⁶³ - 1 cycles, that is what it means), and loops, also those inside of a grid step, count one turn (marked ≥, but for
-  the lookup of embeddings) unless their kernel says how many there are at most.
+- A fusion of XLA takes the cycles that XLA estimates, and what XLA only moves (reshapes, reversals), for which it has
+  no estimate, the bundles of its schedule. Weights that are fetched beforehand are in no estimate; all products of
+  weights together take no less than their bytes. Gathers and scatters have no estimate (where XLA gives 2⁶³ - 1 cycles,
+  that is what it means), and loops, also those inside of a grid step, count one turn (marked ≥, but for the lookup of
+  embeddings) unless their kernel says how many there are at most.
 - What a kernel without products of matrices (`evict`) jumps over counts in every grid step.
 - Work under a mask counts as if nothing were masked, so prompts are estimated high, about twofold where causal; their
   products of matrices, and not their bytes, are what bounds them.

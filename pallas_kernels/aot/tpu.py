@@ -204,10 +204,10 @@ def compile_traced(traced: Any) -> Compiled:
     text = compiled.as_text() or ""
     instructions = read_module(text)
     kernels = [each for each in instructions if each.kernel]
-    schedules = _schedules(directory) if kernels else {}
-    grids = list(grids_of(traced.jaxpr))
+    schedules, grids = _schedules(directory), list(grids_of(traced.jaxpr))
     found = [_kernel(each, kernels, grids, schedules) for each in kernels]
-    return Compiled(sizes, found, [each for each in instructions if not each.kernel], text.count(" while("), seconds)
+    others = [counted(each, instructions, schedules) for each in instructions if not each.kernel]
+    return Compiled(sizes, found, others, text.count(" while("), seconds)
 
 
 def _schedules(directory: Path) -> dict[str, Schedule]:
@@ -219,13 +219,31 @@ def _schedules(directory: Path) -> dict[str, Schedule]:
     }
 
 
+def _schedule(each: Instruction, others: list[Instruction], schedules: dict[str, Schedule]) -> Schedule | None:
+    # Of calls that are the same the compiler makes one program, under the first one's name.
+    alike = (other for other in others if other.base == each.base and sorted(other.results) == sorted(each.results))
+    return next((schedules[name] for name in (each.name, *(other.name for other in alike)) if name in schedules), None)
+
+
+def counted(each: Instruction, others: list[Instruction], schedules: dict[str, Schedule]) -> Instruction:
+    """An instruction with the bundles of its schedule, if it has no estimate; what has loops takes more.
+
+    Args:
+        each: of a module.
+        others: all of the module.
+        schedules: those that the compiler has left, by name.
+    """
+    schedule = None if each.estimated else _schedule(each, others, schedules)
+    if schedule is None or each.opcode == "fusion":
+        return each
+    return each._replace(cycles=schedule.cycles(1, 1), estimated=schedule.inner == 0)
+
+
 def _kernel(each: Instruction, kernels: list[Instruction], grids: list[Grid], schedules: dict[str, Schedule]) -> Kernel:
     def alike(results: tuple[tuple[int, ...], ...]) -> bool:
         return sorted(results) == sorted(each.results)
 
-    # Of calls that are the same the compiler makes one kernel, under the first one's name.
-    names = [each.name, *(other.name for other in kernels if other.base == each.base and alike(other.results))]
-    schedule = next((schedules[name] for name in names if name in schedules), None)
+    schedule = _schedule(each, kernels, schedules)
     named = [grid for grid in grids if grid.name == each.base]
     grid = next((grid for grid in named if alike(grid.results)), named[0] if named else None)
     if schedule is None or grid is None:
