@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Literal, NamedTuple
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,9 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.common import or_xla
 from pallas_kernels.operands import turn, whole_widths
+from pallas_kernels.rotate import rotate as rotate_token
 
 STRETCH = 4096
 """Positions whose angles are computed as one product; those of models' usual texts are within the first."""
@@ -183,25 +186,52 @@ def turns_of(rope: Rope, positions: Int[Array, "*b"], dtype: DTypeLike, length: 
         return Turns(cos, sin * whole_widths(ones, ones, rope.interleaved)[1])
 
 
-def rotate_by(rope: Rope, x: Float[Array, "*b t d"], turns: Turns, flip: bool = False) -> Float[Array, "*b t d"]:
-    """`rotate` with the rotations of the tokens; `flip` as `turn` takes it."""
+def rotate_by(rope: Rope, x: Float[Array, "*b t d"], turns: Turns) -> Float[Array, "*b t d"]:
+    """`rotate` with the rotations of the tokens."""
     with jax.named_scope("rope"):
-        return turn(x, *turns, rope.interleaved, flip)
+        return turn(x, *turns, rope.interleaved)
 
 
-def rotate_queries(
-    rope: Rope, q: Float[Array, "b h g t d"], turns: Turns, flip: bool = False
-) -> Float[Array, "b h g t d"]:
-    """`rotate_by` for queries in groups, with all heads in one axis: XLA copies halves of more axes on TPU.
+def rotate_heads(
+    rope: Rope,
+    turned: Sequence[Float[Array, "b *h t d"]],
+    turns: Turns,
+    still: Sequence[Float[Array, "b *h t e"]] = (),
+    *,
+    implementation: str = "auto",
+    interpret: Any = False,
+    platform: str | None = None,
+) -> tuple[Float[Array, "b *h t d"], ...]:
+    """Queries and keys rotated, and values as they are: of single tokens by the operation `rotate`.
 
     Args:
         rope: how.
-        q: queries.
-        turns: of the tokens, `[b 1 t width]`: the same in all heads.
-        flip: as `turn` takes it.
+        turned: queries, in groups or not, and keys.
+        turns: of the tokens, `[b t width]`: the same in all heads.
+        still: values, whose heads a TPU has to move, too.
+        implementation: of the operation, which XLA does wherever another one cannot.
+        interpret, platform: as the operation takes them.
     """
-    rows, heads, groups, *tail = q.shape
-    return rotate_by(rope, q.reshape(rows, heads * groups, *tail), turns, flip).reshape(q.shape)
+    # All heads in one axis: XLA copies halves of more axes on TPU.
+    given = (*turned, *still)
+    joined = [x.reshape(len(x), -1, *x.shape[-2:]) for x in given]
+    if turns.cos.shape[1] > 1:
+        of_heads = Turns(*(x[:, None] for x in turns))
+        found = [*(rotate_by(rope, x, of_heads) for x in joined[: len(turned)]), *still]
+    else:
+        heads, (cos, sin) = [x[:, :, 0] for x in joined], (x[:, 0] for x in turns)
+        with jax.named_scope("rope"):
+            found = rotate_token(
+                heads[: len(turned)],
+                cos,
+                sin,
+                heads[len(turned) :],
+                interleaved=rope.interleaved,
+                implementation=or_xla(implementation),
+                interpret=interpret,
+                platform=platform,
+            )
+    return tuple(x.reshape(like.shape) for x, like in zip(found, given, strict=True))
 
 
 def table(rope: Rope, places: int, dtype: DTypeLike) -> tuple[Float[Array, "m half"], Float[Array, "m half"]]:

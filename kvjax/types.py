@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -13,7 +13,7 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from kvjax.rope import Rope
+from kvjax.rope import Rope, Turns, rotate_heads
 from pallas_kernels.attention import AttentionSpec
 from pallas_kernels.attention import Partial as Partial
 from pallas_kernels.attention import wide as wide
@@ -245,6 +245,7 @@ class LayerConfig:
         slopes: ALiBi's of each query head, by KV head [kv_heads][groups]; None for none.
         local: whether another layer of the model sees further: budgets are about those that see furthest.
         spread: how its heads lie on devices; `kv_heads` are those that are here, `slopes` those of all.
+        normed: whether each head of queries and keys comes out of a norm, and not out of a product of all heads.
     """
 
     kv_heads: int
@@ -258,6 +259,7 @@ class LayerConfig:
     slopes: tuple[tuple[float, ...], ...] | None = None
     local: bool = False
     spread: Spread = ALONE
+    normed: bool = False
 
     @property
     def heads(self) -> int:
@@ -276,6 +278,17 @@ class LayerConfig:
         """The same, as operations take it."""
         slopes = None if self.slopes is None else self.spread.own_heads(jnp.asarray(self.slopes)[None])[0]
         return AttentionSpec(self.scale, self.soft_cap, self.window, slopes)
+
+    def rotated(
+        self, turned: Sequence[Array], turns: Turns, kernels: Kernels, still: Sequence[Array] = ()
+    ) -> tuple[Array, ...]:
+        """Queries and keys rotated and values as they are, see `kvjax.rope.rotate_heads`."""
+        assert self.rope is not None
+        if self.normed:  # XLA rotates heads that lie apart where it normalises them
+            apart = kernels._replace(implementation="xla")
+            found = rotate_heads(self.rope, turned, turns, **apart._asdict())
+            return (*found, *(rotate_heads(self.rope, (), turns, still, **kernels._asdict()) if still else ()))
+        return rotate_heads(self.rope, turned, turns, still, **kernels._asdict())
 
     def bounds(self, end: int | Int[Array, "*b"] | Int[np.ndarray, "*b"]) -> Any:
         """Which texts of so many tokens outgrow the layer's window: it keeps that, whatever the policy and its budget.

@@ -146,6 +146,18 @@ def choose(
     raise Unsupported(f"{op} cannot run as {reasons}; use 'xla' or 'auto'.")
 
 
+def or_xla(implementation: str) -> str:
+    """The same implementation, but `xla` where that cannot run: of what every model asks for, whatever its shape.
+
+    Args:
+        implementation: as `choose` takes it.
+    """
+    if isinstance(implementation, Survey):
+        return implementation
+    named = os.environ.get(VARIABLE) if implementation == "auto" else implementation
+    return f"{named},xla" if named and named != "auto" else "auto"
+
+
 def platform_of(platform: str | None) -> str:
     """`cpu`, `gpu` or `tpu`: the one named, that of the devices in `jax.set_mesh`, or the default backend."""
     device = jax.sharding.get_abstract_mesh().abstract_device

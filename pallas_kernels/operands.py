@@ -113,11 +113,7 @@ def whole_widths(
 
 
 def turn(
-    x: Float[Array, "*b d"],
-    cos: Float[Array, "*#b w"],
-    sin: Float[Array, "*#b w"],
-    interleaved: bool,
-    flip: bool = False,
+    x: Float[Array, "*b d"], cos: Float[Array, "*#b w"], sin: Float[Array, "*#b w"], interleaved: bool
 ) -> Float[Array, "*b d"]:
     """Rotate the first channels in pairs.
 
@@ -125,14 +121,14 @@ def turn(
         x: queries or keys.
         cos, sin: of the angles, as `whole_widths` gives them.
         interleaved: which channels are pairs, as `Turned` says.
-        flip: whether halves change places in float32 on TPU, and not by a product; only where they are whole.
     """
     width = cos.shape[-1]
     rotated, rest = x[..., :width], x[..., width:]
-    on_tpu = _flipped if flip and not interleaved else functools.partial(_swapped_by_product, interleaved)
-    kind = x.dtype if on_tpu is not _flipped else cos.dtype
-    on_others = functools.partial(_swapped, interleaved)
-    swapped = jax.lax.platform_dependent(rotated.astype(kind), tpu=on_tpu, default=on_others)
+    swapped = jax.lax.platform_dependent(
+        rotated,
+        tpu=functools.partial(_swapped_by_product, interleaved),
+        default=functools.partial(_swapped, interleaved),
+    )
     turned = rotated.astype(cos.dtype) * cos + swapped.astype(cos.dtype) * sin
     return jnp.concatenate([turned, rest.astype(cos.dtype)], axis=-1).astype(x.dtype)
 
@@ -150,8 +146,3 @@ def _swapped_by_product(interleaved: bool, x: Float[Array, "*b w"]) -> Float[Arr
     places = channels ^ 1 if interleaved else np.roll(channels, len(channels) // 2)
     swap = jnp.asarray(np.eye(len(channels))[places], x.dtype)
     return jnp.einsum("...i,oi->...o", x, swap, precision=jax.lax.Precision.HIGHEST)
-
-
-def _flipped(x: Float[Array, "*b w"]) -> Float[Array, "*b w"]:
-    # Fused with what follows right after a product of weights, but copied after a norm.
-    return jnp.flip(x.reshape(*x.shape[:-1], 2, -1), -2).reshape(x.shape)

@@ -26,6 +26,7 @@ from pallas_kernels.operands import Quantised
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.prefill_scores import Own, prefill_scores
 from pallas_kernels.ranking import Protection
+from pallas_kernels.rotate import rotate
 
 Shape = jax.ShapeDtypeStruct
 IMPLEMENTATIONS = ("xla", "pallas", "triton", "mosaic")
@@ -282,7 +283,7 @@ def features(
 def remembering(label: str, b: int, h: int, g: int, d: int, dtype: DTypeLike, *, hidden: int = 512) -> Program:
     """`remember` of `less_kernels`, in place, with weights in the dtype."""
     rank, single = 8, jnp.float32
-    pair = Shape((b, h, d), single), Shape((b, h, d), single), Shape((b, h), jnp.bool_)
+    pair = Shape((b, h, d), single), Shape((b, h, d), single), Shape((b, h), jnp.int32)
     scales = {name: Shape((h, rank), single) for name in ("outer_scale", "residual_scale")}
     shapes = {
         "memory": (Shape((b, h, rank, d), single), Shape((b, h, rank), single)),
@@ -440,6 +441,13 @@ def hashes(label: str, b: int, h: int, g: int, c: int, bits: int, *, keep: bool 
     return Program("hamming", label, run, shapes, forms=("tpu",))
 
 
+def rotating(label: str, b: int, h: int, g: int, d: int, dtype: DTypeLike) -> Program:
+    """`rotate` of queries and keys, with values beside them."""
+    q, k = Shape((b, h * g, d), dtype), Shape((b, h, d), dtype)
+    angles = {name: Shape((b, d), jnp.float32) for name in ("cos", "sin")}
+    return Program("rotate", label, rotate, {"turned": (q, k), **angles, "still": (k,)}, ("tpu",))
+
+
 def programs() -> Iterator[Program]:
     """Every operation at sizes of real models, and at odd ones."""
     half, whole = jnp.bfloat16, jnp.float32
@@ -499,6 +507,9 @@ def programs() -> Iterator[Program]:
     yield prefill("a quarter of 8192 tokens, window", 1, 8, 4, 8192, 128, half, readers=4, window=1024)
     yield prefill("float32, 128 tokens after 262144 slots", 1, 1, 1, 128, 64, whole, "noise", cached=1 << 18, tau=2.0)
     yield prefill("embedded model, 48 tokens", 1, 2, 2, 48, 32, whole)
+    yield rotating("64 rows, 32 heads, d 128, bfloat16", 64, 32, 1, 128, half)
+    yield rotating("32 rows, 8 heads x 4, d 128, bfloat16", 32, 8, 4, 128, half)
+    yield rotating("8 rows, 8 heads x 2, d 128, float32", 8, 8, 2, 128, whole)
     yield features("phi", "one token of 64 rows, 32 heads, d 128", 64, 32, 1, 1, 128, half)
     yield features("psi", "one token of 64 rows, 32 heads, d 128", 64, 32, 1, 1, 128, half)
     yield remembering("64 rows, 32 heads, d 128", 64, 32, 1, 128, half)

@@ -31,6 +31,7 @@ def test_it_races_every_operation(tmp_path: Path, capsys: pytest.CaptureFixture[
         "decode_step",
         "hamming",
         "prefill_scores",
+        "rotate",
         "less_kernels",
     ]
     for table in tables:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import jax
+import jax.numpy as jnp
 import pytest
 
-from pallas_kernels.common import VARIABLE, Unsupported, choose
+from pallas_kernels.common import VARIABLE, Unsupported, choose, or_xla
+from pallas_kernels.rotate.api import limit
 from tests.kernel_cases import CASES
 from tests.kernels import XLA, Case, Way, check
 
@@ -52,6 +55,38 @@ def test_the_first_of_several_that_can_run_does(monkeypatch):
     for unknown in ("pallas,fast", "pallas,auto", ""):
         with pytest.raises(ValueError, match="is not one of"):
             choose("op", unknown, {}, platform="gpu")
+
+
+def test_xla_stands_in_for_what_every_model_asks(monkeypatch):
+    monkeypatch.delenv(VARIABLE, raising=False)
+    assert [or_xla(name) for name in ("auto", "xla", "pallas")] == ["auto", "xla,xla", "pallas,xla"]
+    monkeypatch.setenv(VARIABLE, "pallas")
+    assert choose("op", or_xla("auto"), {"pallas": "d=64 is not 128"}, platform="tpu") == "xla"
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        (dict(platform="gpu"), "it is written for tpu alone"),
+        (
+            dict(dtype=jnp.float64),
+            "it takes heads all in float32 or all in bfloat16, and angles in float32, not float64",
+        ),
+        (dict(interleaved=True), "pairs of neighbours are not halves of a head"),
+        (dict(d=64), "d=64,64 is not 128"),
+        (dict(w=32), "w=32 of 128 channels are not whole heads"),
+        (dict(n=4), "n=4,8 heads are not multiples of 8"),
+        (dict(b=12), "b=12 rows are not a multiple of 16"),
+        (dict(n=512), "n=512,8 heads of 16 rows are too many at once"),
+    ],
+)
+def test_limits_of_rotate_are_named(changes, reason):
+    asked = dict(b=32, n=32, d=128, w=128, dtype=jnp.bfloat16, platform="tpu", interleaved=False) | changes
+    if asked["d"] < asked["w"]:
+        asked["w"] = asked["d"]
+    heads = [jax.ShapeDtypeStruct((asked["b"], n, asked["d"]), asked["dtype"]) for n in (asked["n"], 8)]
+    angles = jax.ShapeDtypeStruct((asked["b"], asked["w"]), jnp.float32)
+    assert (limit(heads[:1], angles, heads[1:], asked["interleaved"], asked["platform"]) or "").startswith(reason)
 
 
 @pytest.mark.parametrize(

@@ -262,6 +262,17 @@ def test_learned_positions_are_not_those_of_the_cache(policy: Any) -> None:
         generate_ids(model, [[1] * 4095], max_new_tokens=2)
 
 
+@pytest.mark.parametrize("policy", ["full", "streaming", "h2o", kvjax.policy("h2o", positions="cache")], ids=str)
+def test_heads_out_of_norms_are_rotated_as_those_out_of_products(policy: Any) -> None:
+    model = random_model(small_config(4, 2, query_key_norms=True), 0)
+    tokens = np.random.default_rng(3).integers(0, 64, (2, 24))
+    state, logits = kvjax.prefill(model, policy, tokens[:, :16], 32, max_new_tokens=8)
+    whole = model.logits(tokens)
+    for place in range(16, 24):
+        np.testing.assert_allclose(logits, whole[:, place - 1], atol=2e-5)
+        state, logits = kvjax.decode_step(state, tokens[:, place])
+
+
 def test_a_llama_that_is_written_is_read_again(tmp_path: Path) -> None:
     model = random_model(GQA)
     write_checkpoint(model.weights, GQA, tmp_path)

@@ -25,13 +25,13 @@ from pallas_kernels import aot
 from tests.models import random_model, small_config
 
 CONFIG = small_config(32, 8, head_width=128, rope=Rope(width=128), width=256)
-ROWS, SLOTS = 8, 2048
+ROWS, SLOTS = 16, 2048
 
 
 def cases() -> dict[str, tuple[kvjax.Policy, tuple[str, ...]]]:
     """Policies, and the kernels that a step under each is to call."""
     kernels = init_kernels(jax.random.key(0), CONFIG)
-    stepping = ("decode_step",)
+    stepping = ("rotate", "decode_step")
     # A head that keeps everything has all slots, so that the pool is large.
     classes: dict[str, Any] = {
         "special": (1,),
@@ -45,10 +45,10 @@ def cases() -> dict[str, tuple[kvjax.Policy, tuple[str, ...]]]:
         "keyformer": (kvjax.policy("keyformer"), stepping),
         "less": (kvjax.policy("less", base="keyformer", kernels=kernels), (*stepping, "less_remember")),
         "lsh_e": (kvjax.policy("lsh_e"), stepping),
-        "fastgen": (kvjax.policy("fastgen", **classes), ("paged_attention",)),
+        "fastgen": (kvjax.policy("fastgen", **classes), ("rotate", "paged_attention")),
         "less-fastgen": (
             kvjax.policy("fastgen", **classes, **{"residual.kernels": kernels}),
-            ("paged_attention", "less_phi", "less_psi"),
+            ("rotate", "paged_attention", "less_phi", "less_psi"),
         ),
     }
 

@@ -15,10 +15,10 @@ import jax.numpy as jnp
 from kvjax.commands import Help, finish
 from kvjax.files import write_text
 from kvjax.settings import whole_number
-from pallas_kernels.programs import Program, decode, eviction, features, hashes, paged, prefill, stepping
+from pallas_kernels.programs import Program, decode, eviction, features, hashes, paged, prefill, rotating, stepping
 from pallas_kernels.race import Runner, race, ways
 
-OPS = ("decode", "paged", "evict", "step", "hamming", "prefill", "less")
+OPS = ("decode", "paged", "evict", "step", "hamming", "prefill", "rotate", "less")
 COPY, JAX = "copy", "jax.nn"
 PAGE = 32
 """Slots of a page."""
@@ -109,6 +109,9 @@ def groups(options: argparse.Namespace) -> Iterator[tuple[str, list[Runner]]]:
             program = prefill(label, 1, h, g, n, d, dtype, *extra, **settings)
             runners += [*ways(program), *(peers(program, True) if label == "plain" else ())]
         yield f"prefill_scores: 1 row, {n} tokens, {heads}, d {d}, {dtype.name}", runners
+    if "rotate" in options.ops.split(","):
+        program = rotating("one token", b, h, g, d, dtype)
+        yield f"rotate: {b} rows, {heads}, d {d}, {dtype.name}", [copy(plain.bytes), *ways(program)]
     if "less" in options.ops.split(","):
         runners = [copy(plain.bytes)]
         for which, rows, tokens in (("phi", b, 1), ("psi", b, 1), ("psi", 1, n)):

@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from kvjax.cache.quantise import channel_factors, quantise
-from kvjax.rope import Rope, rotate, rotate_queries, table, turns_of
+from kvjax.rope import Rope, rotate, table, turns_of
 from kvjax.types import KV, Heads, LayerConfig, New, View, check, setting
 from pallas_kernels import operands
 from pallas_kernels.attention import QUERY_BLOCK, wide
@@ -289,8 +289,8 @@ class Codec:
             return None
         near = new.q
         if config.rope is not None:  # turned back by as much as they would be turned on, so that they stay as they are
-            turns = turns_of(config.rope, new.position[:, None] - gap[:, None, :, 0], new.raw_q.dtype, new.end)
-            near = rotate_queries(config.rope, new.raw_q, turns)
+            turns = turns_of(config.rope, new.position - gap[:, :, 0], new.raw_q.dtype, new.end)
+            (near,) = config.rotated((new.raw_q,), turns, new.kernels)
         return Sinks(near[:, :, :, 0], self.sinks, None if config.slopes is None else gap[:, 0, 0])
 
     def _nearer(self, rope: Rope, view: View, new: New, gap: Int[Array, "b 1 1"]) -> Operand:

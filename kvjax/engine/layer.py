@@ -21,7 +21,7 @@ from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import LayerWeights, Weights, block, embed
 from kvjax.policies.part import Part, of_kvjax
 from kvjax.policies.policy import Policy
-from kvjax.rope import Rope, Turns, rotate_by, rotate_queries, turns_of
+from kvjax.rope import Rope, Turns, turns_of
 from kvjax.types import Evicted, Kernels, LayerConfig, New, PyTree, setting
 from pallas_kernels.attention import LowRank
 
@@ -66,12 +66,8 @@ class Reading(struct.PyTreeNode):
         """
         raw_q, raw_k = q, k
         if config.rope is not None:
-            cos, sin = turns or self.turns(config.rope, q.dtype)
-            of_heads = Turns(cos[:, None], sin[:, None])
-            # By products XLA would fetch no weights of multi-head attention beforehand on v5e.
-            flip = config.groups == 1
-            k = rotate_by(config.rope, k, of_heads, flip)
-            q = rotate_queries(config.rope, q, of_heads, flip)
+            turns = turns or self.turns(config.rope, q.dtype)
+            q, k, v = config.rotated((q, k), turns, self.kernels, (v,))
         return New(
             q=q,
             k=k,

@@ -136,6 +136,7 @@ class ModelConfig:
                 slopes=slopes,
                 local=window is not None and window != furthest,
                 spread=self.spread,
+                normed=self.query_key_norms,
             )
             for scale, window, rope in zip(scales, windows, self._layer_ropes, strict=True)
         )

@@ -22,7 +22,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels import operands
 from pallas_kernels.attention import AttentionSpec
-from pallas_kernels.common import LANES, over_cores, padded, row_and_block, slots_lie_along_lanes, tpu_params
+from pallas_kernels.common import LANES, SUBLANES, over_cores, padded, row_and_block, slots_lie_along_lanes, tpu_params
 from pallas_kernels.decode_attention import Gumbel
 from pallas_kernels.decode_attention.kernel_parts import (
     LOWEST,
@@ -131,18 +131,20 @@ def decode_step(
     for name, operand, new in (("k", k, added[0]), ("v", v, added[1])):
         (array, scale), (entry, entry_scale) = stored(operand), stored(new)
         width = array.shape[-1]
-        wide = entry.astype(counted(entry.dtype))  # narrower ones XLA would have to turn over
+        turns = slots_lie_along_lanes(c, width)
+        if turns or not widens(entry, heads):  # narrow ones XLA would have to turn over
+            entry = entry.astype(counted(entry.dtype))
         if scale is not None and entry_scale is not None:
             inputs[f"{name}_scale"] = (scale, block(slots, along=0))
             inputs |= told({f"{name}_scale_entry": entry_scale})
             scales.append(f"{name}_scale")
-        if slots_lie_along_lanes(c, width):
+        if turns:
             turned.append(name)
             inputs[name] = (jnp.swapaxes(array, 2, 3), block(width, slots, along=1))
-            inputs[f"{name}_entry"] = (wide[..., None], block(width, 1))
+            inputs[f"{name}_entry"] = (entry[..., None], block(width, 1))
         else:
             inputs[name] = (array, block(slots, width, along=0))
-            inputs[f"{name}_entry"] = (wide, block(width))
+            inputs[f"{name}_entry"] = (entry, block(width))
         if name in turned or width < operand.shape[-1]:  # attention needs its numbers in another place
             inputs[f"{name}_new"] = (operands.values(new, jnp.float32), block(operand.shape[-1]))
     if spec.slopes is not None:
@@ -172,7 +174,7 @@ def decode_step(
     if pairs:
         for name in "kv":
             entries, whole_row = inputs[f"{name}_entry"]
-            outputs[f"{name}_taken"] = (entries.shape, entries.dtype, whole_row)
+            outputs[f"{name}_taken"] = (entries.shape, counted(entries.dtype), whole_row)
     scratch: dict[str, Any] = {"acc": (sets, rows, e), "top": (sets, rows, 1), "total": (sets, rows, 1)}
     if isinstance(scores, Gumbel):
         scratch |= {"noisy_top": (sets, rows, 1), "noisy_total": (sets, rows, 1)}
@@ -188,6 +190,9 @@ def decode_step(
         width = array.shape[-1]
         shape = (width, LANES) if name in turned else (copied(array), width)
         scratch[f"{name}_tile"] = pltpu.VMEM((heads, *shape), array.dtype)
+        entry = inputs[f"{name}_entry"][0]
+        if entry.dtype != counted(entry.dtype):  # single rows can be taken in 32 bits alone
+            scratch[f"{name}_entry"] = pltpu.VMEM((heads, width), counted(entry.dtype))
     scratch["sent"] = pltpu.SemaphoreType.DMA((2,))
 
     kernel = functools.partial(
@@ -218,6 +223,12 @@ def decode_step(
         input_output_aliases={came.index(given): went.index(result) for given, result in shared.items()},
         compiler_params=tpu_params(1, 2, VMEM_BYTES * room()),
         interpret=interpret,
+        # XLA fetches weights beside what it knows to take long.
+        cost_estimate=pl.CostEstimate(
+            flops=4 * b * h * g * c * d,
+            transcendentals=b * h * g * c,
+            bytes_accessed=sum(x.size * x.dtype.itemsize for x, _ in inputs.values()),
+        ),
         name="decode_step",
     )({name: array for name, (array, _) in inputs.items()})
 
@@ -251,6 +262,11 @@ def decode_step(
 def unit(array: Array) -> int:
     """Slots of one copy back: a tile of keys or values [b h c w], or two."""
     return LANES if slots_lie_along_lanes(*array.shape[2:]) else copied(array)
+
+
+def widens(entry: Array, heads: int) -> bool:
+    """Whether the kernel takes new keys or values [b h w] as they are: whole registers of so many heads of a block."""
+    return entry.dtype == jnp.bfloat16 and heads % SUBLANES == 0
 
 
 def blocks_of(k: Operand, v: Operand) -> tuple[int, int]:
@@ -343,6 +359,10 @@ def _kernel(
         outputs["position"][0] = jnp.where(here & writes, newest, position)
         for i, name in enumerate(words):
             outputs[name][0] = jnp.where(here & writes, of_heads(f"{name}_entry"), codes[i])
+        for name in "kv":
+            if f"{name}_entry" in scratch:
+                wide = scratch[f"{name}_entry"]
+                wide[...] = refs[f"{name}_entry"][0].astype(wide.dtype)
         # The new token is what the running softmax begins with.
         key, value = (new(name) for name in "kv")
         logits = (q.astype(jnp.float32) * jnp.broadcast_to(beside(key, len(q)), q.shape)).sum(-1, keepdims=True)
@@ -394,11 +414,12 @@ def _kernel(
         @when((slot >= split * slots) & (slot < (split + 1) * slots))
         def _(head: int = head, slot: Any = slot) -> None:
             for i, name in enumerate("kv"):
-                own = 0, head if name in turned else pl.ds(head, 1)
+                row_of_head = head if name in turned else pl.ds(head, 1)
+                own, entry = (0, row_of_head), scratch.get(f"{name}_entry")
                 _send(
                     refs[name].at[0, head],
                     outputs[name].at[row, block * heads + head],
-                    refs[f"{name}_entry"].at[own],
+                    refs[f"{name}_entry"].at[own] if entry is None else entry.at[row_of_head],
                     outputs[f"{name}_taken"].at[own] if f"{name}_taken" in outputs else None,
                     scratch[f"{name}_tile"].at[head],
                     scratch["sent"].at[i],

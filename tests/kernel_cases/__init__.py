@@ -10,6 +10,7 @@ from tests.kernel_cases import (
     less_kernels,
     paged_attention,
     prefill_scores,
+    rotate,
 )
 from tests.kernels import Case
 
@@ -20,5 +21,6 @@ CASES: tuple[Case, ...] = (
     *evict.CASES,
     *hamming.CASES,
     *prefill_scores.CASES,
+    *rotate.CASES,
     *less_kernels.CASES,
 )

@@ -1,0 +1,85 @@
+"""Queries and keys of one token rotated by its place, each head in a row of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from jaxtyping import Array, Float
+
+from pallas_kernels.common import LANES, SUBLANES, Task, bucket, choose, first_limit, pallas_form
+from pallas_kernels.operands import turn
+from pallas_kernels.rotate import pallas
+
+
+def rotate(
+    turned: Sequence[Float[Array, "b n d"]],
+    cos: Float[Array, "b w"],
+    sin: Float[Array, "b w"],
+    still: Sequence[Float[Array, "b n d"]] = (),
+    *,
+    interleaved: bool = False,
+    implementation: str = "auto",
+    interpret: Any = False,
+    platform: str | None = None,
+) -> tuple[Float[Array, "b n d"], ...]:
+    """Heads of one token of each row, the first channels rotated in pairs.
+
+    A TPU's products leave the channels of all heads side by side, kernels take a head a row. XLA moves the heads, and
+    the halves that change places, by programs of their own; `pallas` does all of that in one pass.
+
+    Args:
+        turned: queries and keys, if any.
+        cos, sin: of the angles, as `whole_widths` gives them.
+        still: values, whose heads are only moved.
+        interleaved: pairs (0, 1), (2, 3), ... instead of (0, w/2), (1, w/2 + 1), ...
+        implementation: `auto`, `xla` or `pallas`. `xla` takes everything. `pallas` is for TPU; it takes float32 and
+            bfloat16, d = 128, halves of whole heads, n a multiple of 8, and b of 8, or of 16 in bfloat16; it compiles
+            and has run in interpreters, never on a chip. There is no form for GPU.
+        interpret: `True`, or `pltpu.InterpretParams()`, to run `pallas` without an accelerator.
+        platform: for which the program is compiled; None for that of `jax.default_backend()`.
+
+    Raises:
+        Unsupported: the implementation asked for cannot run these arguments here.
+        ValueError: there is no such implementation.
+    """
+    given = [*turned, *still]
+    heads, widths = (_listed([x.shape[axis] for x in given]) for axis in (1, 2))
+    settings = dict(n=heads, d=widths, w=cos.shape[-1], dtype=given[0].dtype.name)
+    name = bucket("rotate", dict(b=len(cos)), settings | dict(still=len(still) > 0, interleaved=interleaved))
+    arguments = dict(turned=tuple(turned), cos=cos, sin=sin, still=tuple(still), interleaved=interleaved)
+    limits = {"pallas": limit(turned, cos, still, interleaved, platform)}
+    task = Task(name, rotate, arguments)
+    if choose("rotate", implementation, limits, platform=platform, interpret=interpret, task=task) == "pallas":
+        return pallas.rotate(turned, cos, sin, still, interpret=interpret)
+    return (*(turn(x, cos[:, None], sin[:, None], interleaved) for x in turned), *still)
+
+
+def limit(
+    turned: Sequence[Array], cos: Array, still: Sequence[Array], interleaved: bool, platform: str | None
+) -> str | None:
+    """What these arguments ask that the Pallas kernel cannot do, or None."""
+    given, b = [*turned, *still], len(cos)
+    dtypes, heads, widths = ([x.dtype.name for x in given], *([x.shape[axis] for x in given] for axis in (1, 2)))
+    rows = pallas.rows_of_block(given[0].dtype)
+    return first_limit(
+        (pallas_form(platform) == "tpu", "it is written for tpu alone"),
+        (
+            len({*dtypes}) == 1 and dtypes[0] in ("float32", "bfloat16") and cos.dtype.name == "float32",
+            f"it takes heads all in float32 or all in bfloat16, and angles in float32, not {_listed(dtypes)} and "
+            f"{cos.dtype}",
+        ),
+        (not interleaved, "pairs of neighbours are not halves of a head"),
+        ({*widths} == {LANES}, f"d={_listed(widths)} is not {LANES}"),
+        (cos.shape[1] == LANES, f"w={cos.shape[1]} of {LANES} channels are not whole heads"),
+        (all(n % SUBLANES == 0 for n in heads), f"n={_listed(heads)} heads are not multiples of {SUBLANES}"),
+        (b % rows == 0, f"b={b} rows are not a multiple of {rows}"),
+        (
+            pallas.block_bytes(given) <= pallas.VMEM_BYTES,
+            f"n={_listed(heads)} heads of {rows} rows are too many at once",
+        ),
+    )
+
+
+def _listed(numbers: Sequence[Any]) -> str:
+    return ",".join(map(str, numbers))

@@ -1,0 +1,78 @@
+"""RoPE for TPU: some rows of all heads at a time, each head a row of its own afterwards."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Float
+
+from pallas_kernels.common import SUBLANES, over_cores, tpu_params
+
+VMEM_BYTES = 14 << 20
+
+
+def rows_of_block(dtype: Any) -> int:
+    """Rows of one grid step: those of a tile."""
+    return SUBLANES * 4 // jnp.dtype(dtype).itemsize
+
+
+def block_bytes(given: Sequence[Array]) -> int:
+    """About what a step holds on the chip: heads before and after, twice while others arrive, and once in between."""
+    numbers = sum(x.shape[1] * x.shape[2] for x in given)
+    return rows_of_block(given[0].dtype) * numbers * (2 * given[0].dtype.itemsize + 3 * 4)
+
+
+def rotate(
+    turned: Sequence[Float[Array, "b n d"]],
+    cos: Float[Array, "b d"],
+    sin: Float[Array, "b d"],
+    still: Sequence[Float[Array, "b n d"]],
+    *,
+    interpret: Any,
+) -> tuple[Float[Array, "b n d"], ...]:
+    """See `api.rotate`."""
+    given = [*turned, *still]
+    b, rows = len(cos), rows_of_block(given[0].dtype)
+    cores, units = over_cores(b // rows)
+
+    def of_rows(heads: int, width: int) -> pl.BlockSpec:
+        return pl.BlockSpec((rows * heads, width), lambda core, step: (core * units + step, 0))
+
+    found = pl.pallas_call(
+        functools.partial(_kernel, turned=len(turned)),
+        grid=(cores, units),
+        in_specs=[
+            [of_rows(1, x.shape[1] * x.shape[2]) for x in given],
+            of_rows(1, cos.shape[1]),
+            of_rows(1, sin.shape[1]),
+        ],
+        out_specs=[of_rows(*x.shape[1:]) for x in given],
+        out_shape=[jax.ShapeDtypeStruct((b * x.shape[1], x.shape[2]), x.dtype) for x in given],
+        scratch_shapes=[[pltpu.VMEM((rows * x.shape[1], x.shape[2]), jnp.float32) for x in given]],
+        compiler_params=tpu_params(1, 1, VMEM_BYTES),
+        interpret=interpret,
+        name="rotate",
+    )([x.reshape(b, -1) for x in given], cos, sin)
+    return tuple(x.reshape(like.shape) for x, like in zip(found, given, strict=True))
+
+
+def _kernel(given: Sequence[Any], cos: Any, sin: Any, *results: Any, turned: int) -> None:
+    *found, scratch = results
+    rows = len(cos)
+    for i, (heads, out) in enumerate(zip(given, found, strict=True)):
+        wide = out if out.dtype == jnp.float32 else scratch[i]
+        count, width = len(out) // rows, out.shape[1]
+        for head in range(count):
+            x = heads[:, head * width : (head + 1) * width].astype(jnp.float32)
+            if i < turned:
+                x = x * cos[...] + pltpu.roll(x, width // 2, 1) * sin[...]
+            # Rows that lie apart can be written in 32 bits alone.
+            wide[pl.ds(head, rows, stride=count), :] = x
+        if wide is not out:
+            out[...] = wide[...].astype(out.dtype)
