@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -84,8 +86,8 @@ def test_limits_of_rotate_are_named(changes, reason):
     asked = dict(b=32, n=32, d=128, w=128, dtype=jnp.bfloat16, platform="tpu", interleaved=False) | changes
     if asked["d"] < asked["w"]:
         asked["w"] = asked["d"]
-    heads = [jax.ShapeDtypeStruct((asked["b"], n, asked["d"]), asked["dtype"]) for n in (asked["n"], 8)]
-    angles = jax.ShapeDtypeStruct((asked["b"], asked["w"]), jnp.float32)
+    heads: list[Any] = [jax.ShapeDtypeStruct((asked["b"], n, asked["d"]), asked["dtype"]) for n in (asked["n"], 8)]
+    angles: Any = jax.ShapeDtypeStruct((asked["b"], asked["w"]), jnp.float32)
     assert (limit(heads[:1], angles, heads[1:], asked["interleaved"], asked["platform"]) or "").startswith(reason)
 
 
