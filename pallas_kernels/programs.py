@@ -442,10 +442,15 @@ def hashes(label: str, b: int, h: int, g: int, c: int, bits: int, *, keep: bool 
 
 
 def rotating(label: str, b: int, h: int, g: int, d: int, dtype: DTypeLike) -> Program:
-    """`rotate` of queries and keys, with values beside them."""
-    q, k = Shape((b, h * g, d), dtype), Shape((b, h, d), dtype)
-    angles = {name: Shape((b, d), jnp.float32) for name in ("cos", "sin")}
-    return Program("rotate", label, rotate, {"turned": (q, k), **angles, "still": (k,)}, ("tpu",))
+    """`rotate` of queries and keys, with values beside them, all as products of weights leave them."""
+
+    def run(q: Array, k: Array, v: Array, cos: Array, sin: Array, **how: Any) -> tuple[Array, ...]:
+        q, k, v = (x.reshape(b, -1, d) for x in (q, k, v))
+        return rotate((q, k), cos, sin, (v,), **how)
+
+    shapes = {name: Shape((b, heads * d), dtype) for name, heads in (("q", h * g), ("k", h), ("v", h))}
+    shapes |= {name: Shape((b, d), jnp.float32) for name in ("cos", "sin")}
+    return Program("rotate", label, run, shapes, ("tpu",))
 
 
 def programs() -> Iterator[Program]:
