@@ -233,7 +233,7 @@ def test_prompts_and_steps_are_surveyed_before_they_run(monkeypatch):
     assert asked == ["prefill_scores"]
     monkeypatch.setattr(tuning, "_SURVEY", Survey())
     settle_step(state_shapes(model, "h2o", 1, 3, 16, max_new_tokens=40))
-    assert asked == ["prefill_scores", "evict", "decode_attention"]
+    assert asked == ["prefill_scores", "rotate", "evict", "decode_attention"]
 
 
 def test_a_step_in_one_pass_is_surveyed_beside_the_calls_it_stands_for(monkeypatch):
@@ -243,7 +243,9 @@ def test_a_step_in_one_pass_is_surveyed_beside_the_calls_it_stands_for(monkeypat
     )
     ops = [(bucket.split()[0], each.candidates) for bucket, each in survey.asked.items()]
     both = ("xla", "pallas")
-    assert ops == [(op, both) for op in ("prefill_scores", "decode_step", "evict", "decode_attention")]
+    first, turning, *others = ops
+    assert turning == ("rotate", ("xla",))  # heads of 32 channels
+    assert [first, *others] == [(op, both) for op in ("prefill_scores", "decode_step", "evict", "decode_attention")]
     asked = survey.asked[next(bucket for bucket in survey.asked if bucket.startswith("decode_step"))]
     arguments = asked.task.arguments
     names = "q", "k", "v", "spec", "sinks", "scores"
@@ -371,7 +373,7 @@ def test_the_command_races_all_shapes_of_a_model(monkeypatch, capsys):
         [cell.strip() for cell in line.split("│")[1:-1]] for line in capsys.readouterr().out.splitlines()
     ]
     told = [(row[0], row[1].split()[0], row[-1]) for row in rows if row and row[0]]
-    steps = [("evict", "xla, alone"), ("decode_attention", "triton")]
+    steps = [("rotate", "triton"), ("evict", "xla, alone"), ("decode_attention", "triton")]
     expected = [("prefill_scores", "triton"), *steps]
     assert told == [(op, f"b<={batch}", winner) for batch in (1, 4) for op, winner in expected]
 
