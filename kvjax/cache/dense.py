@@ -458,7 +458,7 @@ def _evicted(rules: Rules, config: LayerConfig, view: View, new: New, kv: KV, le
     # What has left for a token per row, from what its slot held and its position; not rounded to 16 bits on the way.
     stored = jax.tree.map(lambda leaf: leaf[:, :, None], kv)
     pair = rules.codec.restore(config, stored, left[..., None], view.state.codec, wide(new.k.dtype))
-    remembered = jnp.where(slots.in_window(left, new), left, -1)
+    remembered = slots.remembered_positions(left, new)
     return Evicted(pair.k, pair.v, remembered[..., None], new.layer, new.kernels)
 
 

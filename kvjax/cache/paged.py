@@ -517,7 +517,7 @@ class Taken(NamedTuple):
         if self.kv is None:
             return slots.nothing_evicted(new)
         pair = rules.codec.restore(config, self.kv, self.left[..., None], state.codec, new.k.dtype)
-        remembered = jnp.where(slots.in_window(self.left, new), self.left, -1)
+        remembered = slots.remembered_positions(self.left, new)
         return Evicted(pair.k, pair.v, remembered[..., None], new.layer, new.kernels)
 
 

@@ -139,6 +139,11 @@ def in_window(position: Int[Array, "b h *c"], new: New) -> Bool[Array, "b h *c"]
     return position > newest - new.config.window
 
 
+def remembered_positions(position: Int[Array, "b h *c"], new: New) -> Int[Array, "b h *c"]:
+    """Positions of what leaves, as `Evicted` has them: -1 for what a layer's window has passed."""
+    return jnp.where(in_window(position, new), position, -1)
+
+
 def room(rules: Rules, limit: Int[Array, "b h"], new: New, length: Int[Array, " b"] | None = None) -> Int[Array, "b h"]:
     """Slots that may be used in a text of so many tokens, or as long as it is; all of them where a window bounds it."""
     found = rules.room(limit, new.length if length is None else length)
@@ -284,7 +289,7 @@ def fold_evicted(
         new: what is being read.
         leaving: which of them do; what the layer's window has passed is not remembered.
     """
-    position = jnp.where(leaving & in_window(view.position, new), view.position, -1)
+    position = remembered_positions(jnp.where(leaving, view.position, -1), new)
     size = min(TOKEN_BLOCK, view.capacity)
     padding = -view.capacity % size
 
@@ -293,11 +298,11 @@ def fold_evicted(
         return jnp.moveaxis(leaf.reshape(*leaf.shape[:2], -1, size, *leaf.shape[3:]), 2, 0)
 
     def add(remembered: PyTree, block: Any) -> tuple[PyTree, None]:
-        kv, held, position = block
-        pair = rules.codec.restore(config, kv, held, view.state.codec, new.k.dtype)
+        kv, position = block
+        pair = rules.codec.restore(config, kv, position, view.state.codec, new.k.dtype)
         return absorb(remembered, Evicted(pair.k, pair.v, position, new.layer, new.kernels)), None
 
-    parts = jax.tree.map(blocks, view.kv), blocks(view.position, -1), blocks(position, -1)
+    parts = jax.tree.map(blocks, view.kv), blocks(position, -1)
     return jax.lax.scan(add, remembered, parts)[0]
 
 
