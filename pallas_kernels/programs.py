@@ -20,7 +20,7 @@ from pallas_kernels.attention import AttentionSpec, Partial
 from pallas_kernels.decode_attention import Gumbel, LowRank, Sinks, decode_attention
 from pallas_kernels.decode_step import Hashed, decode_step
 from pallas_kernels.evict import evict
-from pallas_kernels.hamming import hamming
+from pallas_kernels.hamming import Hashing, hamming
 from pallas_kernels.less_kernels import phi, psi, remember
 from pallas_kernels.operands import Quantised
 from pallas_kernels.paged_attention import paged_attention
@@ -355,13 +355,13 @@ def stepping(
     apart: int = 0,
     pairs: bool = False,
     adds: bool = False,
-    words: int = 0,
+    hashed: int = 0,
 ) -> Program:
     """`decode_step` with an accumulated score, in place; `noisy` asks for Keyformer's increments.
 
     So many first tokens are set `apart`: they see a query of their own, and slopes see them from nearer. `pairs` that
     leave are handed out, if asked. What is asked is told, or the kernel `adds` it to the score; where nothing is, the
-    oldest leaves first. With `words` a slot it is the farthest by its code, and there is no score.
+    oldest leaves first. With codes of so many bits, `hashed`, it is the farthest by them, and there is no score.
     """
 
     def run(
@@ -374,9 +374,10 @@ def stepping(
         near: Array | None = None,
         **arrays: Any,
     ) -> Any:
-        standing, (*pair, added) = arrays["buffers"] if asks else None, arrays["added"]
+        standing, (*pair, _) = arrays["buffers"] if asks else None, arrays["added"]
         if words:
-            standing = Hashed(arrays.pop("query"), arrays["buffers"], added)
+            planes, keys = arrays.pop("planes"), arrays.pop("hashed_key")
+            standing = Hashed(Hashing(planes, arrays["q"], keys[:, :, None]), arrays["buffers"])
         if adds or words:
             arrays |= {"buffers": None, "added": (*pair, None)}
         asked: dict[str, Any] = dict(standing=standing, protection=Protection(sinks, recent, limit))
@@ -390,7 +391,7 @@ def stepping(
         return done._replace(buffers=done.codes) if words else done
 
     asks = scores is not None or noisy
-    e = d if e is None else e
+    e, words = d if e is None else e, -(-hashed // 32)
     shapes: dict[str, Any] = {name: Shape((b, h), jnp.int32) for name in Protection._fields}
     shapes |= {"position": Shape((b, h, c), jnp.int32), "new_position": Shape((b,), jnp.int32)}
     shapes |= {"k": operand((b, h, c, d), dtype, bits), "v": operand((b, h, c, e), dtype, bits)}
@@ -402,7 +403,7 @@ def stepping(
     new = (operand((b, h, d), dtype, bits), operand((b, h, e), dtype, bits), held())
     shapes |= {"q": Shape((b, h, g, d), dtype), "buffers": held(c), "added": new}
     if words:
-        shapes["query"] = Shape((b, h, g, words), jnp.uint32)
+        shapes |= {"planes": Shape((h, hashed, d), jnp.float32), "hashed_key": Shape((b, h, d), dtype)}
     if noisy:
         shapes |= {"seed": Shape((b,), jnp.uint32), "tau": Shape((b,), jnp.float32)}
     if slopes:
@@ -490,8 +491,8 @@ def programs() -> Iterator[Program]:
     )
     yield stepping("the same without pairs, in the scores", 64, 32, 1, 208, 128, half, scores="sum", adds=True)
     yield stepping("8 heads x 4, 4096 slots, Gumbel, in the scores", 32, 8, 4, 4096, 128, half, noisy=True, adds=True)
-    yield stepping("multi-head, 208 slots, hashes, bfloat16", 64, 32, 1, 208, 128, half, words=1)
-    yield stepping("8 heads x 4, 4096 slots, hashes of 2 words", 32, 8, 4, 4096, 128, half, words=2)
+    yield stepping("multi-head, 208 slots, hashes, bfloat16", 64, 32, 1, 208, 128, half, hashed=16)
+    yield stepping("8 heads x 4, 4096 slots, hashes of 2 words", 32, 8, 4, 4096, 128, half, hashed=64)
     yield stepping("float32, d 64, ALiBi, window", 2, 4, 4, 1024, 64, whole, slopes=True, scores="each", window=512)
     yield stepping("8 heads x 4, 4096 slots, d 128, 8 bits", 32, 8, 4, 4096, 128, half, bits=8, scores="sum")
     yield stepping(

@@ -17,13 +17,13 @@ from hypothesis import strategies as st
 import kvjax
 from kvjax.cache import slots
 from kvjax.cache.dense import Dense
-from kvjax.policies.scores.lsh_e import Hamming, hashes, projections
+from kvjax.policies.scores.lsh_e import Hamming, projections
 from kvjax.types import KV, Kernels, New, Parts, View
 from pallas_kernels.attention import AttentionSpec
 from pallas_kernels.common import Unsupported
 from pallas_kernels.decode_step.api import limit
 from pallas_kernels.evict import Protection, evict
-from pallas_kernels.hamming import hamming
+from pallas_kernels.hamming import hamming, hashes
 from pallas_kernels.programs import operand
 from tests.kernel_cases.evict import case, run
 from tests.kernel_cases.hamming import case as hamming_case
@@ -225,11 +225,13 @@ def test_hamming_finds_the_victim_of_lsh_e(way):
     policy = dataclasses.replace(policy, score=Hamming(bits=40, planes=(planes,)))
     view = full_view(b, h, c, d, lambda k, scores: tuple(jnp.moveaxis(hashes(planes, k), -1, 0)))
     guard = policy.protection.guard(view, new)
-    code = policy.code(new)
-    assert code is not None
+    hashing = policy.hashing(new)
+    assert hashing is not None
     asked: dict[str, Any] = dict(keep=guard.keep, **new.kernels._asdict())
     bounds = Protection(guard.sinks, guard.recent, view.limit)
-    found = hamming(code, view.slots.score, view.position, new.position[:, 0], protection=bounds, **asked)
+    found = hamming(
+        hashing.of_queries(), view.slots.score, view.position, new.position[:, 0], protection=bounds, **asked
+    )
     ranks = slots.rank(policy, view, new)
     lowest = ranks == ranks.min(-1, keepdims=True)
     oldest = jnp.where(lowest, view.position, 1000).argmin(-1)

@@ -8,7 +8,7 @@ import pytest
 
 from kvjax.policies.scores import lsh_e
 from pallas_kernels import noise
-from pallas_kernels.hamming import distances
+from pallas_kernels.hamming import distances, hashes, pack, unpack
 
 POSITIONS = jnp.arange(40_000)[None, None]
 UNIFORM = np.asarray(noise.uniform_at(jnp.array([7], jnp.uint32), 3, jnp.repeat(POSITIONS, 2, 1)), np.float64)
@@ -68,7 +68,7 @@ def test_hamming_distance_estimates_the_angle():
     variances = {}
     for bits in (16, 64, 256):
         planes = lsh_e.projections(5, 0, 2000, bits, 32)
-        codes = [lsh_e.hashes(planes, jnp.asarray(v, jnp.float32)[None, None]) for v in (x, y)]
+        codes = [hashes(planes, jnp.asarray(v, jnp.float32)[None, None]) for v in (x, y)]
         x_code, y_code = codes
         found = distances(x_code[None], tuple(jnp.moveaxis(y_code[None], -1, 0)))
         share = np.asarray(found, np.float64).reshape(-1) / bits
@@ -81,6 +81,6 @@ def test_hamming_distance_estimates_the_angle():
 @pytest.mark.parametrize("bits", [1, 4, 16, 32, 33, 64])
 def test_codes_are_packed_without_loss(bits):
     planes = lsh_e.projections(0, 0, 2, bits, 8)
-    code = lsh_e.hashes(planes, jnp.asarray(np.random.default_rng(0).normal(size=(2, 5, 8)), jnp.float32))
+    code = hashes(planes, jnp.asarray(np.random.default_rng(0).normal(size=(2, 5, 8)), jnp.float32))
     assert code.dtype == jnp.uint32 and code.shape == (2, 5, -(-bits // 32))
-    np.testing.assert_array_equal(lsh_e.pack(lsh_e.unpack(code, bits)), code)
+    np.testing.assert_array_equal(pack(unpack(code, bits)), code)

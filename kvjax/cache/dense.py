@@ -24,7 +24,7 @@ from pallas_kernels.decode_step import Hashed, decode_step
 from pallas_kernels.decode_step import one_pass as step_in_one_pass
 from pallas_kernels.evict import evict
 from pallas_kernels.evict import exchange as exchange_slots
-from pallas_kernels.hamming import hamming
+from pallas_kernels.hamming import Hashing, hamming
 from pallas_kernels.operands import Operand
 from pallas_kernels.ranking import Protection
 
@@ -140,7 +140,7 @@ class Dense(struct.PyTreeNode):
                 found = rules.codec.operands(config, view, new)
                 if found.places is not None:
                     return None
-                hashed = _hashed(rules.code(new), view.slots, rules.slots(new, view.state))
+                hashed = _hashed(rules.hashing(new), view.slots)
                 return found.q[:, :, :, 0], *found.stored, found.sinks, hashed
 
             shapes = jax.eval_shape(given)
@@ -162,11 +162,11 @@ class Dense(struct.PyTreeNode):
         view = self.layers[layer]
         view = view.replace(state=view.state.replace(codec=rules.codec.begin(view, new)))
         entry = jax.tree.map(lambda leaf: leaf[:, :, 0], _entries(rules, view, new))
-        standing, bounds, keep, code = _ranked(rules, view, new)
+        standing, bounds, keep, hashing = _ranked(rules, view, new)
         before = view.slots.score
         adds = rules.adds and summed and standing is before and before.dtype == jnp.float32
         held = view.slots, entry["slots"]
-        hashed = _hashed(code, *held)
+        hashed = _hashed(hashing, view.slots)
         apart = adds or hashed is not None
         remembered, begun = (each.replace(score=None) for each in held) if apart else held
         given = rules.codec.operands(config, view, new, room=bounds.limit)
@@ -473,28 +473,28 @@ class _Ranks(NamedTuple):
     """None where positions say as much."""
     bounds: Protection
     keep: Bool[Array, "b h c"] | None
-    code: Array | None
-    """Of the queries, where its distance from those that slots remember says as much as scores."""
+    hashing: Hashing | None
+    """Of the new token, where how far its code is from those that slots remember says as much as scores."""
 
 
 def _ranked(rules: Rules, view: View, new: New) -> _Ranks:
     scores, guard = slots.scores(rules, view, new)
     simple = guard.last is None and not slots.windowed(new)
     bounds = Protection(guard.sinks, guard.recent, slots.room(rules, view.limit, new))
-    code = rules.code(new) if simple else None
-    return _Ranks(None if rules.slides and simple else scores, bounds, guard.keep, code)
+    hashing = rules.hashing(new) if simple else None
+    return _Ranks(None if rules.slides and simple else scores, bounds, guard.keep, hashing)
 
 
-def _hashed(code: Array | None, held: Parts, added: Parts) -> Hashed | None:
-    return None if code is None else Hashed(code, held.score, added.score)
+def _hashed(hashing: Hashing | None, held: Parts) -> Hashed | None:
+    return None if hashing is None else Hashed(hashing, held.score)
 
 
 def _exchange(rules: Rules, view: View, new: New, held: tuple[Any, ...], *, pairs: bool) -> Exchanged:
-    scores, bounds, keep, code = _ranked(rules, view, new)
+    scores, bounds, keep, hashing = _ranked(rules, view, new)
     asked: dict[str, Any] = dict(protection=bounds, keep=keep, **new.kernels._asdict())
-    if code is None or rules.shrinks:
+    if hashing is None or rules.shrinks:
         return evict(scores, *held, shrinks=rules.shrinks, pairs=pairs, **asked)[1:]
-    slot = hamming(code, view.slots.score, view.position, new.position[:, 0], **asked)
+    slot = hamming(hashing.of_queries(), view.slots.score, view.position, new.position[:, 0], **asked)
     return exchange_slots(slot, *held, pairs=pairs)[1:]
 
 

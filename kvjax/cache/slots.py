@@ -8,11 +8,12 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int, UInt32
+from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache.codec import Codec
 from kvjax.types import SLOTS, Evicted, Heads, LayerConfig, New, Parts, PyTree, View
 from pallas_kernels import ranking
+from pallas_kernels.hamming import Hashing
 from pallas_kernels.ranking import Protection
 
 TOKEN_BLOCK = 64
@@ -81,8 +82,8 @@ class Rules(Protocol):
         """How much each slot matters, and what protects it."""
         ...
 
-    def code(self, new: New) -> UInt32[Array, "b h g w"] | None:
-        """Of the queries, where how far it is from those that slots remember is all that their scores say."""
+    def hashing(self, new: New) -> Hashing | None:
+        """What codes are made of, where how far apart they are is all that scores say."""
         ...
 
     def room(self, limit: Int[Array, "b h"], length: Int[Array, " b"]) -> Int[Array, "b h"]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Array, Float, Int, UInt32
+from jaxtyping import Array, Float, Int
 
 from kvjax.cache.codec import Codec
 from kvjax.cache.slots import Guard, Places
@@ -20,6 +20,7 @@ from kvjax.policies.residual import Residual
 from kvjax.policies.score import Score
 from kvjax.policies.selection import Selection
 from kvjax.types import Heads, New, Parts, PyTree, View, derived, setting
+from pallas_kernels.hamming import Hashing
 
 if TYPE_CHECKING:
     from kvjax.model import Model
@@ -163,9 +164,9 @@ class Policy:
             )
         return found, self.protection.guard(view, new)
 
-    def code(self, new: New) -> UInt32[Array, "b h g w"] | None:
-        """Of the queries, where how far it is from those that slots remember is all that their scores say."""
-        return self.score.code(new) if of_kvjax(type(self.score)) else None
+    def hashing(self, new: New) -> Hashing | None:
+        """What codes are made of, where how far apart they are is all that scores say."""
+        return self.score.hashing(new) if of_kvjax(type(self.score)) else None
 
     def room(self, limit: Int[Array, "b h"], length: Int[Array, " b"]) -> Int[Array, "b h"]:
         """Slots that may be used when a text has so many tokens, all of its prompt included."""

@@ -5,10 +5,11 @@ from __future__ import annotations
 import abc
 from typing import ClassVar
 
-from jaxtyping import Array, Float, UInt32
+from jaxtyping import Array, Float
 
 from kvjax.policies.part import Part
 from kvjax.types import Heads, New, PyTree, View
+from pallas_kernels.hamming import Hashing
 
 
 class Score(Part):
@@ -90,9 +91,10 @@ class Score(Part):
             new: what is being read: the token that wants a slot, or a block that has them.
         """
 
-    def code(self, new: New) -> UInt32[Array, "b h g w"] | None:
-        """Of the queries, where `score` is minus its Hamming distance from the words that slots remember; else None.
+    def hashing(self, new: New) -> Hashing | None:
+        """What codes are made of, where `score` is minus the distance of the queries' from the keys'; else None.
 
-        Kernels then find the slot that leaves without scores; kvjax's own only.
+        Slots remember the words of their keys' codes, and kernels then find the slot that leaves without scores; for
+        kvjax's own only.
         """
         return None

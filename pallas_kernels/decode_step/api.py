@@ -108,7 +108,7 @@ def decode_step(
         how: dict[str, Any] = dict(implementation=implementation, platform=platform)
         bounds: dict[str, Any] = dict(protection=protection, keep=keep)
         if hashed is not None:
-            hamming(hashed.query, hashed.codes, position, new_position, **bounds, **how)
+            hamming(hashed.hashing.of_queries(), hashed.codes, position, new_position, **bounds, **how)
         else:
             evict(held, position, new_position, (k, v, buffers), added, shrinks=shrinks, **bounds, **how)
         decode_attention(q, k, v, position, new_position, spec, sinks=sinks, scores=scores, **how)
@@ -156,7 +156,7 @@ def _bucket(
     settings = operand_settings(q, k, v, spec)
     settings |= dict(scores=scores.noise if isinstance(scores, Gumbel) else scores, sinks=sinks is not None)
     if hashed is not None:
-        settings["words"] = len(hashed.codes)
+        settings["bits"] = hashed.hashing.planes.shape[1]
     return common.bucket("decode_step", dict(b=q.shape[0], c=k.shape[2]), settings)
 
 
@@ -181,9 +181,10 @@ def limit(
         return refused
     from pallas_kernels.decode_step import pallas
 
-    c, words = k.shape[2], 0 if hashed is None else len(hashed.codes)
+    c, bits = k.shape[2], 0 if hashed is None else hashed.hashing.planes.shape[1]
+    words = 0 if hashed is None else len(hashed.codes)
     unit = math.lcm(*(pallas.unit(stored(x)[0]) for x in (k, v)))
-    needed, most = pallas.block_bytes(q, k, v, scores, words), pallas.VMEM_BYTES * pallas.room()
+    needed, most = pallas.block_bytes(q, k, v, scores, bits), pallas.VMEM_BYTES * pallas.room()
     return common.first_limit(
         *words_limits(q.shape[2], words, c),
         (c % unit == 0 and c <= 16384, f"c={c} slots are not a multiple of {unit} up to 16384"),

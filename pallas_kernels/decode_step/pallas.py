@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -18,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from pallas_kernels import operands
 from pallas_kernels.attention import AttentionSpec
@@ -49,6 +48,7 @@ from pallas_kernels.decode_attention.types import Decoded, Sinks
 from pallas_kernels.decode_step.types import Hashed, Stepped
 from pallas_kernels.evict.pallas import copied, counted
 from pallas_kernels.evict.reference import written_through
+from pallas_kernels.hamming.hashing import WORD
 from pallas_kernels.hamming.reference import distances_of_words
 from pallas_kernels.operands import Operand, Quantised
 from pallas_kernels.ranking import Protection, victim
@@ -100,6 +100,9 @@ def decode_step(
         row, which = row_and_block(core, step, units, blocks)
         return which, row // LANES
 
+    def of_block(core: Array, step: Array, split: Array) -> tuple[Any, ...]:
+        return row_and_block(core, step, units, blocks)[1], 0, 0
+
     def told(numbers: Mapping[str, Array]) -> dict[str, tuple[Array, pl.BlockSpec]]:
         # One of each head, [b h]: rows lie in lanes, as XLA stores so few heads of many rows.
         one = pl.BlockSpec((heads, min(b, LANES)), of_rows)
@@ -113,9 +116,13 @@ def decode_step(
     }
     words = []  # names of the codes, if these tell how slots stand
     if isinstance(standing, Hashed):
-        inputs["query"] = standing.query.reshape(b, h, -1), block(math.prod(standing.query.shape[2:]))
+        planes, queries, keys = standing.hashing
+        bits, width = planes.shape[1:]
+        of_heads = pl.BlockSpec((heads, bits, width), of_block)
+        inputs["planes"] = planes.astype(jnp.float32), of_heads
+        inputs["hashed_queries"] = queries.reshape(b, h * g, width), packed(width)
+        inputs["hashed_key"] = keys[:, :, 0], block(width)
         words = [f"code{i}" for i in range(len(standing.codes))]
-        inputs |= told({f"{name}_entry": code for name, code in zip(words, standing.added, strict=True)})
         inputs |= {name: (code, block(c)) for name, code in zip(words, standing.codes, strict=True)}
     elif standing is not None:
         inputs["standing"] = (standing.astype(jnp.float32), block(c))
@@ -148,12 +155,7 @@ def decode_step(
         if name in turned or width < operand.shape[-1]:  # attention needs its numbers in another place
             inputs[f"{name}_new"] = (operands.values(new, jnp.float32), block(operand.shape[-1]))
     if spec.slopes is not None:
-        inputs["slopes"] = (
-            slope_rows(spec.slopes),
-            pl.BlockSpec(
-                (sets, rows, 1), lambda core, step, split: (row_and_block(core, step, units, blocks)[1], 0, 0)
-            ),
-        )
+        inputs["slopes"] = (slope_rows(spec.slopes), pl.BlockSpec((sets, rows, 1), of_block))
     if isinstance(scores, Gumbel):
         inputs["seed"] = (jax.lax.bitcast_convert_type(scores.seed, jnp.int32), scalars)
         inputs["tau"] = (scores.tau.astype(jnp.float32), scalars)
@@ -276,10 +278,10 @@ def blocks_of(k: Operand, v: Operand) -> tuple[int, int]:
     return heads, next((slots for slots in range(most // LANES * LANES, most // 4, -LANES) if c % slots == 0), c)
 
 
-def block_bytes(q: Array, k: Operand, v: Operand, scores: str | Gumbel | None, words: int = 0) -> int:
+def block_bytes(q: Array, k: Operand, v: Operand, scores: str | Gumbel | None, bits: int = 0) -> int:
     """About what a step holds on the chip: blocks twice, while the next ones arrive, and scratch memory.
 
-    Of a `Hashed` standing it holds so many words of each slot.
+    Of a `Hashed` standing it holds codes of so many bits of each slot, and their planes.
     """
     g, c = q.shape[2], v.shape[2]
     arrays = [stored(x)[0] for x in (k, v)]
@@ -288,10 +290,11 @@ def block_bytes(q: Array, k: Operand, v: Operand, scores: str | Gumbel | None, w
     rows = sets * rows // heads
     pairs = sum(padded(x.shape[-1], LANES) * x.dtype.itemsize for x in arrays) * padded(slots, LANES)
     # Positions before and after, standing, protected slots, two scales; words before and after.
-    of_slots = (6 + 2 * words) * 4 * whole
+    of_slots = (6 + 2 * -(-bits // WORD)) * 4 * whole
     held = 0 if scores is None else 4 * whole * (rows + 2 * (rows if scores == "each" else 1))
+    planes = 4 * padded(bits, SUBLANES) * padded(q.shape[3], LANES)
     small = 4 * LANES * (16 * rows + 4 * LANES)
-    return heads * (2 * pairs + 2 * of_slots + held + small)
+    return heads * (2 * (pairs + of_slots + planes) + held + small)
 
 
 def _kernel(
@@ -347,7 +350,10 @@ def _kernel(
         standing = refs["standing"][0] if "standing" in refs else None
         codes = [refs[name][0] for name in words]
         if codes:
-            standing = -distances_of_words(refs["query"][0], codes).astype(jnp.float32)
+            queries = refs["hashed_queries"][0].astype(jnp.float32)
+            rows = queries[:, None] if groups == 1 else rows_of(queries, heads)
+            hashed = [word for group in range(groups) for word in _words(refs["planes"], rows[:, group : group + 1])]
+            standing = -distances_of_words(hashed, codes).astype(jnp.float32)
         slot = victim(standing, position, newest, *bounds, keep=keep, shrinks=shrinks)
         for head in range(heads):
             scratch["slots"][head] = slot[head, 0]
@@ -357,8 +363,10 @@ def _kernel(
         outputs["left"][0] = jnp.where(writes, left, -1)
         outputs["slot"][0] = jnp.where(writes, slot, capacity)
         outputs["position"][0] = jnp.where(here & writes, newest, position)
-        for i, name in enumerate(words):
-            outputs[name][0] = jnp.where(here & writes, of_heads(f"{name}_entry"), codes[i])
+        if codes:
+            key = _words(refs["planes"], refs["hashed_key"][0].astype(jnp.float32)[:, None])
+            for name, code, word in zip(words, codes, key, strict=True):
+                outputs[name][0] = jnp.where(here & writes, word, code)
         for name in "kv":
             if f"{name}_entry" in scratch:
                 wide = scratch[f"{name}_entry"]
@@ -457,6 +465,17 @@ def _kernel(
     @pl.when((step == units - 1) & (split == splits - 1))
     def _() -> None:
         wait()
+
+
+def _words(planes: Any, x: Float[Array, "h 1 d"]) -> list[UInt32[Array, "h 1"]]:
+    """The words of a vector's code (`hamming.hashes`) in each head, given the planes [h bits d]."""
+    projected = (planes[...] * x).sum(-1, keepdims=True)
+    found = []
+    for first in range(0, projected.shape[1], WORD):
+        part = projected[:, first : first + WORD]
+        bit = jnp.left_shift(1, jax.lax.broadcasted_iota(jnp.int32, part.shape, 1))
+        found.append(jax.lax.bitcast_convert_type(jnp.where(part >= 0, bit, 0).sum(1), jnp.uint32))
+    return found
 
 
 def _send(

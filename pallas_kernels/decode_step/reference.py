@@ -42,8 +42,9 @@ def decode_step(
     """See `api.decode_step`."""
     held, entry = ((k, v, buffers), None), (added, None)
     if isinstance(standing, Hashed):
-        held, entry = ((k, v, buffers), standing.codes), (added, standing.added)
-        standing = -distances(standing.query, standing.codes).astype(jnp.float32)
+        hashing, codes = standing
+        held, entry = ((k, v, buffers), codes), (added, tuple(word[:, :, 0] for word in hashing.of_keys()))
+        standing = -distances(hashing.of_queries(), codes).astype(jnp.float32)
     choice: dict[str, Any] = dict(protection=protection, keep=keep, shrinks=shrinks, pairs=pairs)
     slot, left, taken, position, ((k, v, buffers), codes) = eviction.evict(
         standing, position, new_position, held, entry, **choice

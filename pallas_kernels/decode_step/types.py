@@ -7,18 +7,17 @@ from typing import Any, NamedTuple
 from jaxtyping import Array, Int, UInt32
 
 from pallas_kernels.decode_attention.types import Decoded
+from pallas_kernels.hamming import Hashing
 from pallas_kernels.operands import Operand
 
 
 class Hashed(NamedTuple):
     """How much slots matter, where the farthest from a group's queries by their packed codes leaves first."""
 
-    query: UInt32[Array, "b h g w"]
-    """Codes of the queries, 32 bits to a word."""
+    hashing: Hashing
+    """What the codes of the queries and of the new token's key are made of."""
     codes: tuple[UInt32[Array, "b h c"], ...]
-    """Of the slots, a buffer for each word."""
-    added: tuple[UInt32[Array, "b h"], ...]
-    """Of the new token."""
+    """Of the slots, 32 bits to a word, a buffer for each word."""
 
 
 class Stepped(NamedTuple):

@@ -1,5 +1,9 @@
 """Hamming distances between packed codes, and the slot that they single out."""
 
 from pallas_kernels.hamming.api import hamming as hamming
+from pallas_kernels.hamming.hashing import Hashing as Hashing
+from pallas_kernels.hamming.hashing import hashes as hashes
+from pallas_kernels.hamming.hashing import pack as pack
+from pallas_kernels.hamming.hashing import unpack as unpack
 from pallas_kernels.hamming.reference import distances as distances
 from pallas_kernels.ranking import Protection as Protection

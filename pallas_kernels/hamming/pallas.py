@@ -58,7 +58,9 @@ def hamming(
 
 
 def _kernel(refs: dict[str, Any], slot: Any) -> None:
-    distance = distances_of_words(refs["query"][0], [code[0] for code in refs["codes"]])
+    words = refs["query"][0]
+    query = [words[:, i : i + 1] for i in range(words.shape[1])]
+    distance = distances_of_words(query, [code[0] for code in refs["codes"]])
     scores = -distance.astype(jnp.float32)
     bounds = [refs[name][0] for name in Protection._fields]
     keep = refs["keep"][0] != 0 if "keep" in refs else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import operator
 from collections.abc import Sequence
 
@@ -30,10 +31,13 @@ def hamming(
 
 def distances(query: UInt32[Array, "b h g w"], codes: Sequence[UInt32[Array, "b h c"]]) -> Int[Array, "b h c"]:
     """In how many bits packed codes differ from those of a group's queries, summed over the group."""
-    return distances_of_words(query.reshape(*query.shape[:2], -1), codes)
+    words = query.reshape(*query.shape[:2], -1)
+    return distances_of_words([words[..., i : i + 1] for i in range(words.shape[-1])], codes)
 
 
-def distances_of_words(query: UInt32[Array, "*b gw"], codes: Sequence[UInt32[Array, "*b c"]]) -> Int[Array, "*b c"]:
-    """`distances` from the words of all queries of a group in one axis, as kernels have them."""
-    words = ((query[..., i : i + 1], codes[i % len(codes)]) for i in range(query.shape[-1]))
+def distances_of_words(
+    query: Sequence[UInt32[Array, "*b 1"]], codes: Sequence[UInt32[Array, "*b c"]]
+) -> Int[Array, "*b c"]:
+    """`distances` from the words of all queries of a group, one query's after the other's, as kernels have them."""
+    words = zip(query, itertools.cycle(codes), strict=False)
     return functools.reduce(operator.add, (jax.lax.population_count(a ^ b).astype(jnp.int32) for a, b in words))

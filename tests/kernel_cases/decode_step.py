@@ -11,6 +11,7 @@ import numpy as np
 from pallas_kernels.attention import AttentionSpec
 from pallas_kernels.decode_attention import Gumbel, Sinks
 from pallas_kernels.decode_step import Hashed, decode_step
+from pallas_kernels.hamming import Hashing
 from tests.kernel_cases import decode_attention, evict, hamming
 from tests.kernels import TPU_WAYS, XLA, Case, normal
 
@@ -23,8 +24,10 @@ def oracle(inputs: dict[str, Any], *, shrinks: bool, pairs: bool, adds: bool, **
     if standing is None:
         standing = inputs["position"].astype(np.float64)
     elif isinstance(standing, Hashed):
-        held["codes"], added["codes"] = standing.codes, standing.added
-        standing = hamming.nearness(standing.query, standing.codes)  # type: ignore[arg-type]
+        (planes, *vectors), codes = standing
+        queries, keys = (hamming.hashed(np.asarray(planes), np.asarray(x, np.float64)) for x in vectors)
+        held["codes"], added["codes"] = codes, tuple(keys[:, :, 0, word] for word in range(keys.shape[3]))
+        standing = hamming.nearness(queries, codes)  # type: ignore[arg-type]
     exchanged = {"scores": standing, "buffers": held, "added": added}
     exchanged |= {name: inputs[name] for name in ("position", "new_position", "protection", "keep") if name in inputs}
     found = evict.oracle(exchanged, shrinks=shrinks)
@@ -139,9 +142,10 @@ def case(
         inputs |= {"seed": rng.integers(2**32, size=b, dtype=np.uint32), "first": np.full(b, first, np.int32)}
         inputs["tau"] = rng.uniform(1, 2, size=b).astype(np.float32)
     if hashed:
-        count = -(-hashed // 32)
-        of_words = [hamming.words(rng, hashed, *shape) for shape in ((b, h, g, count), (count, b, h, c), (count, b, h))]
-        inputs["standing"] = Hashed(of_words[0], tuple(of_words[1]), tuple(of_words[2]))  # type: ignore[arg-type]
+        planes = rng.standard_normal((h, hashed, d)).astype(np.float32)
+        key = normal(rng, (b, h, 1, d), dtype)
+        codes = tuple(hamming.words(rng, hashed, -(-hashed // 32), b, h, c))
+        inputs["standing"] = Hashed(Hashing(planes, inputs["q"], key), codes)  # type: ignore[arg-type]
     settings: dict[str, Any] = dict(scale=d**-0.5, soft_cap=soft_cap, window=window, scores=scores, shrinks=shrinks)
     settings |= dict(pairs=pairs, adds=adds)
     extra = {

@@ -25,6 +25,14 @@ def nearness(query: np.ndarray, codes: Sequence[np.ndarray]) -> np.ndarray:
     return -np.unpackbits(words.view(np.uint8), axis=-1).sum((2, -1)).astype(np.float64)
 
 
+def hashed(planes: np.ndarray, x: np.ndarray) -> np.ndarray:
+    """Codes of vectors [b h n d] (equation 2), 32 bits to a word, the first one lowest."""
+    signs = np.einsum("bhnd,hkd->bhnk", x, planes) >= 0
+    packed = np.packbits(signs, axis=-1, bitorder="little")
+    padded = np.pad(packed, [(0, 0)] * 3 + [(0, -packed.shape[-1] % 4)])
+    return np.ascontiguousarray(padded).view("<u4").astype(np.uint32)
+
+
 def words(rng: np.random.Generator, bits: int, *shape: int) -> np.ndarray:
     """Random words of a code; few bits give many equal distances."""
     return rng.integers(2 ** min(bits, 32), size=shape, dtype=np.uint32)

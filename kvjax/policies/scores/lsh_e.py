@@ -11,14 +11,11 @@ from flax import struct
 from jaxtyping import Array, Float, UInt32
 
 from kvjax.policies.score import Score
-from kvjax.types import New, PyTree, View, check, setting, wide
-from pallas_kernels.hamming import distances
+from kvjax.types import New, PyTree, View, check, setting
+from pallas_kernels.hamming import Hashing, distances
 
 if TYPE_CHECKING:
     from kvjax.model import Model
-
-WORD = 32
-"""Bits of one stored word."""
 
 
 @struct.dataclass
@@ -46,6 +43,7 @@ class Hamming(Score):
     paper = "LSH-E, arXiv 2412.16187, Algorithm 1"
     compares = True
     numbers_layers = True
+    of_heads = ("planes",)
 
     bits: int = setting(16)
     prompt: str = setting("sequential")
@@ -68,55 +66,22 @@ class Hamming(Score):
         planes = (projections(self.seed, i, layer.kv_heads, self.bits, layer.key_width) for i, layer in layers)
         return dataclasses.replace(self, planes=tuple(planes))
 
-    def _hashes(self, x: Float[Array, "b h n d"], new: New) -> UInt32[Array, "b h n words"]:
+    def hashing(self, new: New) -> Hashing:
+        """R, q_t and k_t."""
         if self.planes is None:
             raise ValueError("lsh_e has no hyperplanes yet: call bind(model), as prefill does.")
-        planes = self.planes[new.layer]
-        return hashes(planes if new.head is None else planes[new.head], x)
+        return Hashing(self.planes[new.layer], new.last_query, new.k)
 
     def slot(self, new: New, state: PyTree) -> tuple[UInt32[Array, "b h t"], ...]:
         """h(k), each of its words in a buffer of its own: numbers of a slot would lie in lanes of 128 on a TPU."""
-        return tuple(jnp.moveaxis(self._hashes(new.k, new), -1, 0))
-
-    def code(self, new: New) -> UInt32[Array, "b h g words"]:
-        """h(q_t)."""
-        return self._hashes(new.last_query, new)
+        return self.hashing(new).of_keys()
 
     def score(self, view: View, new: New) -> Float[Array, "b h c"]:
         """F_t = -d_H(h(q_t), H), summed over the query group."""
-        return -distances(self.code(new), view.slots.score).astype(jnp.float32)
+        return -distances(self.hashing(new).of_queries(), view.slots.score).astype(jnp.float32)
 
 
 def projections(seed: int, layer: int, heads: int, bits: int, width: int) -> Float[Array, "h bits d"]:
     """The random hyperplanes R of a layer; float32 whatever the model's dtype, so that hashes do not depend on it."""
     key = jax.random.fold_in(jax.random.key(seed), layer)
     return jax.random.normal(key, (heads, bits, width), jnp.float32)
-
-
-def hashes(planes: Float[Array, "*h bits d"], x: Float[Array, "*bh n d"]) -> UInt32[Array, "*bh n words"]:
-    r"""SimHash :math:`h(x) = \mathbb 1[R x \ge 0]` (equation 2, Charikar 2002), packed.
-
-    Args:
-        planes: R; its leading axes broadcast against those of `x`.
-        x: vectors, n to each matrix.
-    """
-    dtype = wide(x.dtype)
-    x, planes = x.astype(dtype), planes.astype(dtype)
-    # Accelerators would round both factors first, and with them the signs of small numbers.
-    projected = jnp.einsum("...nd,...kd->...nk", x, planes, precision=jax.lax.Precision.HIGHEST)
-    return pack(projected >= 0)
-
-
-def pack(bits: Array) -> UInt32[Array, "*n words"]:
-    """Bits [... bits], 32 to a word, the first one lowest; what the last word has too many is zero."""
-    count = bits.shape[-1]
-    words = -(-count // WORD)
-    padding = [(0, 0)] * (bits.ndim - 1) + [(0, words * WORD - count)]
-    padded = jnp.pad(bits, padding).reshape(*bits.shape[:-1], words, WORD)
-    return jnp.sum(padded.astype(jnp.uint32) << jnp.arange(WORD, dtype=jnp.uint32), axis=-1, dtype=jnp.uint32)
-
-
-def unpack(words: UInt32[Array, "*n words"], bits: int) -> Array:
-    """The inverse of `pack`: bool [... bits]."""
-    spread = words[..., None] >> jnp.arange(WORD, dtype=jnp.uint32) & 1
-    return spread.reshape(*words.shape[:-1], -1)[..., :bits].astype(bool)

@@ -1,0 +1,58 @@
+"""Codes of queries and keys by random hyperplanes (LSH-E, arXiv 2412.16187, equation 2)."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, UInt32
+
+WORD = 32
+"""Bits of one stored word."""
+
+
+class Hashing(NamedTuple):
+    """What codes are made of."""
+
+    planes: Float[Array, "h bits d"]
+    """R of each KV head."""
+    queries: Float[Array, "b h g d"]
+    keys: Float[Array, "b h t d"]
+
+    def of_queries(self) -> UInt32[Array, "b h g words"]:
+        """h(q)."""
+        return hashes(self.planes, self.queries)
+
+    def of_keys(self) -> tuple[UInt32[Array, "b h t"], ...]:
+        """h(k), each of its words in an array of its own."""
+        return tuple(jnp.moveaxis(hashes(self.planes, self.keys), -1, 0))
+
+
+def hashes(planes: Float[Array, "*h bits d"], x: Float[Array, "*bh n d"]) -> UInt32[Array, "*bh n words"]:
+    r"""SimHash :math:`h(x) = \mathbb 1[R x \ge 0]` (equation 2, Charikar 2002), packed.
+
+    Args:
+        planes: R; its leading axes broadcast against those of `x`.
+        x: vectors, n to each matrix.
+    """
+    dtype = jnp.promote_types(x.dtype, jnp.float32)
+    x, planes = x.astype(dtype), planes.astype(dtype)
+    # Accelerators would round both factors first, and with them the signs of small numbers.
+    projected = jnp.einsum("...nd,...kd->...nk", x, planes, precision=jax.lax.Precision.HIGHEST)
+    return pack(projected >= 0)
+
+
+def pack(bits: Array) -> UInt32[Array, "*n words"]:
+    """Bits [... bits], 32 to a word, the first one lowest; what the last word has too many is zero."""
+    count = bits.shape[-1]
+    words = -(-count // WORD)
+    padding = [(0, 0)] * (bits.ndim - 1) + [(0, words * WORD - count)]
+    padded = jnp.pad(bits, padding).reshape(*bits.shape[:-1], words, WORD)
+    return jnp.sum(padded.astype(jnp.uint32) << jnp.arange(WORD, dtype=jnp.uint32), axis=-1, dtype=jnp.uint32)
+
+
+def unpack(words: UInt32[Array, "*n words"], bits: int) -> Array:
+    """The inverse of `pack`: bool [... bits]."""
+    spread = words[..., None] >> jnp.arange(WORD, dtype=jnp.uint32) & 1
+    return spread.reshape(*words.shape[:-1], -1)[..., :bits].astype(bool)
