@@ -12,12 +12,16 @@ from jaxtyping import Array, Bool, Float, Int
 class Protection(NamedTuple):
     """What may leave a head, and how many slots it may use."""
 
-    sinks: Int[Array, "b h"]
-    """First positions that never leave."""
-    recent: Int[Array, "b h"]
-    """Newest tokens that never leave, the new one included."""
+    sinks: Int[Array, "b h"] | Int[Array, ""]
+    """First positions that never leave; one number where it is the same in all heads of all rows."""
+    recent: Int[Array, "b h"] | Int[Array, ""]
+    """Newest tokens that never leave, the new one included; one number, too, where it can be."""
     limit: Int[Array, "b h"]
     """Slots that the head may use."""
+
+    def of_heads(self) -> Protection:
+        """With numbers of each head."""
+        return Protection(*(jnp.broadcast_to(x, self.limit.shape).astype(jnp.int32) for x in self))
 
 
 def rank(

@@ -23,10 +23,10 @@ TOKEN_BLOCK = 64
 class Guard(NamedTuple):
     """What may not leave a head, or only at the end."""
 
-    sinks: Int[Array, "b h"]
-    """First positions that never leave."""
-    recent: Int[Array, "b h"]
-    """Newest tokens that never leave, the one being read included."""
+    sinks: Int[Array, "b h"] | Int[Array, ""]
+    """First positions that never leave; one number where it is the same in all heads."""
+    recent: Int[Array, "b h"] | Int[Array, ""]
+    """Newest tokens that never leave, the one being read included; one number, too, where it can be."""
     keep: Bool[Array, "b h c"] | None = None
     """Slots that never leave."""
     last: Bool[Array, "b h c"] | None = None
@@ -228,7 +228,7 @@ def victims_of_all(claims: Int[Array, "m 3 b h"], capacities: Sequence[int]) -> 
 
 
 def best_first(
-    ranks: Float[Array, "b h c"], position: Int[Array, "b h c"], sinks: Int[Array, "b h"]
+    ranks: Float[Array, "b h c"], position: Int[Array, "b h c"], sinks: Int[Array, "b h"] | Int[Array, ""]
 ) -> tuple[Int[Array, "b h c"], Int[Array, "b h"]]:
     """Slots from the most to the least important one, and how many of them are worth keeping.
 

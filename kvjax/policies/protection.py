@@ -48,12 +48,12 @@ class Protection(Part):
             return None
         return jnp.broadcast_to(jnp.isin(new.token, jnp.asarray(self.special))[:, None], new.k.shape[:3])
 
-    def sink_slots(self, limit: Int[Array, "*b"]) -> Int[Array, "*b"]:
-        """How many first tokens stay, for heads of `limit` slots."""
-        return jnp.full_like(limit, self.sinks)
+    def sink_slots(self, limit: Int[Array, "*b"]) -> Int[Array, "*b"] | Int[Array, ""]:
+        """How many first tokens stay, for heads of `limit` slots; one number if that does not matter."""
+        return jnp.asarray(self.sinks, jnp.int32)
 
-    def recent_slots(self, limit: Int[Array, "*b"]) -> Int[Array, "*b"]:
-        """The recent window in slots, for heads of `limit` slots."""
+    def recent_slots(self, limit: Int[Array, "*b"]) -> Int[Array, "*b"] | Int[Array, ""]:
+        """The recent window in slots, for heads of `limit` slots; one number if that does not matter."""
         return recent_slots(self.recent, limit)
 
     def guard(self, view: View, new: New) -> Guard:
@@ -91,8 +91,8 @@ def _protected(protection: Protection, limit: Int[Array, ""]) -> tuple[Int[Array
     return protection.sink_slots(limit), protection.recent_slots(limit)
 
 
-def recent_slots(recent: int | float, limit: Int[Array, "*b"]) -> Int[Array, "*b"]:
+def recent_slots(recent: int | float, limit: Int[Array, "*b"]) -> Int[Array, "*b"] | Int[Array, ""]:
     """A number of slots, or a fraction of those that heads may use, in slots."""
     if is_share(recent):
         return jnp.floor(recent * limit + 1e-6).astype(jnp.int32)
-    return jnp.full_like(limit, recent)
+    return jnp.asarray(recent, jnp.int32)

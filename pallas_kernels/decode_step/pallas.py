@@ -130,7 +130,9 @@ def decode_step(
         inputs["sinks_q"] = (sinks.q.reshape(b, h * g, d), packed(d))
         if sinks.gap is not None:
             inputs["sinks_gap"] = (sinks.gap, scalars)
-    inputs |= told({name: x.astype(jnp.int32) for name, x in protection._asdict().items()})
+    bounds = {name: x.astype(jnp.int32) for name, x in protection._asdict().items()}
+    inputs |= told({name: x for name, x in bounds.items() if x.ndim})
+    inputs |= {name: (x[None], scalars) for name, x in bounds.items() if not x.ndim}
     if keep is not None:
         inputs["keep"] = (keep.astype(jnp.int32), block(c))
     turned: list[str] = []  # whose blocks come as [channels, slots]
@@ -345,7 +347,7 @@ def _kernel(
     @when(split == 0)
     def _() -> None:
         position = refs["position"][0]
-        bounds = [of_heads(name) for name in Protection._fields]
+        bounds = [of_heads(name) if refs[name].ndim > 1 else refs[name][0] for name in Protection._fields]
         keep = refs["keep"][0] != 0 if "keep" in refs else None
         standing = refs["standing"][0] if "standing" in refs else None
         codes = [refs[name][0] for name in words]

@@ -64,7 +64,7 @@ def evict(
 
     inputs = {
         "new_position": (new_position, pl.BlockSpec(memory_space=pltpu.SMEM)),
-        **{name: (x.astype(jnp.int32)[..., None], block(1)) for name, x in protection._asdict().items()},
+        **{name: (x[..., None], block(1)) for name, x in protection.of_heads()._asdict().items()},
         "position": (position, block(c)),
         "narrow": ([_word(leaves[i]) for i in narrow], [block(c)] * len(narrow)),
         "narrow_new": ([_word(values[i])[..., None] for i in narrow], [block(1)] * len(narrow)),

@@ -40,7 +40,7 @@ def hamming(
         "query": (query.reshape(b, h, -1), block(query.shape[2] * len(codes))),
         "codes": (list(codes), [block(c)] * len(codes)),
         "position": (position, block(c)),
-        **{name: (x.astype(jnp.int32)[..., None], block(1)) for name, x in protection._asdict().items()},
+        **{name: (x[..., None], block(1)) for name, x in protection.of_heads()._asdict().items()},
     }
     if keep is not None:
         inputs["keep"] = (keep.astype(jnp.int32), block(c))
