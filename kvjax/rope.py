@@ -175,13 +175,18 @@ class Turns(NamedTuple):
     sin: Float[Array, "*b width"]
 
 
-def turns_of(rope: Rope, positions: Int[Array, "*b"], dtype: DTypeLike, length: Length | None = None) -> Turns:
-    """The rotations of tokens, for `rotate_by`; arguments as of `rotate`, `dtype` is that of queries and keys."""
+def turns_of(
+    rope: Rope, positions: Int[Array, "*b"], dtype: DTypeLike, length: Length | None = None, places: int | None = None
+) -> Turns:
+    """The rotations of tokens, for `rotate_by`; arguments as of `rotate`.
+
+    `dtype` is that of queries and keys, `places` a number that all positions are below, if one is known.
+    """
     with jax.named_scope("rope"):
         if positions.shape[-1] > 1:
             return Turns(*whole_widths(*_angles(rope, positions, dtype, length), rope.interleaved))
         # Halves of a single token's TPUs would pad and join in programs of their own.
-        cos, sin = _angles(rope, positions, dtype, length, of_channels=True)
+        cos, sin = _angles(rope, positions, dtype, length, of_channels=True, places=places)
         ones = jnp.ones(rope.width // 2, sin.dtype)
         return Turns(cos, sin * whole_widths(ones, ones, rope.interleaved)[1])
 
@@ -249,6 +254,7 @@ def _angles(
     dtype: DTypeLike,
     length: Length | None = None,
     of_channels: bool = False,
+    places: int | None = None,
 ) -> tuple[Float[Array, "*b w"], Float[Array, "*b w"]]:
     """Cosines and sines of what each pair of channels, or each channel, is turned by, in at least float32."""
     # The product itself would lose an angle's last digits to its full turns, far out in a text.
@@ -259,7 +265,10 @@ def _angles(
     per_stretch, per_place = (jnp.asarray(x, kind) for x in (STRETCH * frequencies % (2 * math.pi), frequencies))
     if of_channels:
         per_stretch, per_place = (whole_widths(x, x, rope.interleaved)[0] for x in (per_stretch, per_place))
-    stretch, place = jnp.divmod(positions[..., None], STRETCH)
-    angles = stretch * per_stretch + place * per_place
+    if places is not None and places <= STRETCH:
+        angles = positions[..., None] * per_place
+    else:
+        stretch, place = jnp.divmod(positions[..., None], STRETCH)
+        angles = stretch * per_stretch + place * per_place
     cos, sin = jnp.cos(angles), jnp.sin(angles)
     return (cos, sin) if rope.magnitude == 1 else (cos * rope.magnitude, sin * rope.magnitude)

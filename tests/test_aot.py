@@ -211,6 +211,32 @@ def test_a_modules_instructions_are_told_with_their_cycles_and_classes():
     assert found["evict.2"].base == "evict" and found["evict.2"].results == ((64, 32, 208), (64,))
 
 
+LAYERS = """
+%body.1 (q: f32[8]) -> f32[8] {
+  %add.9 = f32[8]{0} fusion(%q), kind=kLoop, calls=%g, metadata={op_name="jit(step)/layer/attention/add"}, CYCLES
+}
+ENTRY %main.3 (e: f32[8], w: f32[8], t: s32[8]) -> f32[8] {
+  %e = f32[8]{0} parameter(0), metadata={op_name="fixed.weights.embedding"}
+  %w = f32[8]{0} parameter(1), metadata={op_name="fixed.weights.layers[0].gate.weight"}
+  %t = s32[8]{0} parameter(2), metadata={op_name="moving[1]"}
+  %sum.1 = f32[8]{0} fusion(%e, %t), kind=kLoop, calls=%g, metadata={op_name="jit(step)/layer/reduce_sum"}, CYCLES
+  %fusion.1 = (f32[8]{0}, f32[8]{0}) fusion(%sum.1, %w), kind=kLoop, calls=%g, \
+metadata={op_name="jit(step)/layer/mul"}, CYCLES
+  %half.1 = f32[8]{0} get-tuple-element(%fusion.1), index=1
+  %sum.2 = f32[8]{0} fusion(%half.1), kind=kLoop, calls=%g, metadata={op_name="jit(step)/layer/reduce_sum"}, CYCLES
+  ROOT %norm.1 = f32[8]{0} fusion(%sum.2), kind=kLoop, calls=%g, metadata={op_name="jit(step)/rsqrt"}, CYCLES
+}
+""".replace("CYCLES", 'backend_config={"estimated_cycles":"7"}')
+
+
+def test_what_needs_nothing_of_a_layer_is_there_once():
+    found = {each.name: each for each in read_module(LAYERS)}
+    assert found["sum.1"].arguments == {"fixed.weights.embedding", "moving[1]"}
+    step = chip_steps.Step("llama_7b", 64, 204, "h2o")
+    times = {name: chip_steps._times(each, chip_steps.SHAPES["llama_7b"], step) for name, each in found.items()}
+    assert times == {"add.9": 16, "sum.1": 1, "fusion.1": 16, "sum.2": 16, "norm.1": 1}
+
+
 def test_what_has_no_estimate_takes_the_bundles_of_its_schedule_and_loops_more():
     instructions = read_module(MODULE)
     (moves,) = (each for each in instructions if each.name == "reshape.3")

@@ -11,7 +11,7 @@ import pytest
 import kvjax
 from kvjax.engine.decode import trace_step
 from kvjax.models.families.common import read_rope
-from kvjax.rope import Rope, rope_frequencies, rotate
+from kvjax.rope import STRETCH, Rope, rope_frequencies, rotate, turns_of
 from pallas_kernels import operands
 from tests.models import random_model, small_config
 from tests.test_layers import assert_cached_equals_plain
@@ -138,3 +138,9 @@ def test_a_step_computes_angles_once_for_all_layers() -> None:
     state, _ = kvjax.prefill(random_model(config), "h2o", [[1, 2, 3]], 8, max_new_tokens=8)
     jaxpr = str(trace_step(state).jaxpr)
     assert jaxpr.count("= cos ") == jaxpr.count("= sin ") == 2
+
+
+def test_a_bound_of_positions_changes_no_bit():
+    rope, positions = Rope(128), jnp.asarray([[0], [1], [209], [STRETCH - 1]])
+    expected, found = turns_of(rope, positions, "float32"), turns_of(rope, positions, "float32", None, STRETCH)
+    np.testing.assert_array_equal(found, expected)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -33,6 +34,10 @@ SCOPES = ("attention", "eviction", "scores", "residual")
 CLASSES = ("products", *SCOPES, "rest")
 
 POLICIES = ("full", "streaming", "h2o", "keyformer", "lsh_e", "less", "fastgen", "h2o, int8")
+
+
+_OF_LAYER = re.compile(r"\.\w+\[\d+\]")
+"""What the names of arguments that one layer has have in them: `fixed.weights.layers[0].gate`."""
 
 
 class Step(NamedTuple):
@@ -98,9 +103,11 @@ def class_of(instruction: Instruction) -> str:
 
 
 def _times(instruction: Instruction, config: ModelConfig, step: Step) -> float:
-    # What is of no layer (embedding, last norm, logits) is there once; what has lost its name is taken to be of one.
-    name = instruction.op_name
+    # What is of no layer (embedding, last norm, logits) is there once, and so is what all layers have in common, or the
+    # first one of the embedding alone; what has lost its name is taken to be of a layer.
+    name, arguments = instruction.op_name, instruction.arguments
     inside = "layer" in name.split("/") or ".layers[" in name or not name
+    inside &= arguments is None or any(map(_OF_LAYER.search, arguments))
     return config.layers / step.layers if inside else 1.0
 
 

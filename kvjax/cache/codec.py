@@ -194,7 +194,7 @@ class Codec:
         if self.sliding and self.sinks:
             gap = self._gap(config.window, view, new, room)[..., None]
             if not block:
-                sinks = self._nearer_query(config, new, gap)
+                sinks = self._nearer_query(config, new, gap, capacity + self.sinks + 1)
             elif config.slopes is not None:
                 first = view.live & (view.position < self.sinks)
                 here = jnp.broadcast_to(new.position[:, None], (*view.limit.shape, tokens))
@@ -283,13 +283,16 @@ class Codec:
         arrived = new.valid[:, :1] & arrives
         return state.replace(count=state.count + arrived - (left >= 0))
 
-    def _nearer_query(self, config: LayerConfig, new: New, gap: Int[Array, "b 1 1"]) -> Sinks | None:
-        """A token's query as it stands to the sinks, which the model would see right before the window."""
+    def _nearer_query(self, config: LayerConfig, new: New, gap: Int[Array, "b 1 1"], places: int) -> Sinks | None:
+        """A token's query as it stands to the sinks, which the model would see right before the window.
+
+        Its place among what is live is below `places`.
+        """
         if config.rope is None and config.slopes is None:
             return None
         near = new.q
         if config.rope is not None:  # turned back by as much as they would be turned on, so that they stay as they are
-            turns = turns_of(config.rope, new.position - gap[:, :, 0], new.raw_q.dtype, new.end)
+            turns = turns_of(config.rope, new.position - gap[:, :, 0], new.raw_q.dtype, new.end, places)
             (near,) = config.rotated((new.raw_q,), turns, new.kernels)
         return Sinks(near[:, :, :, 0], self.sinks, None if config.slopes is None else gap[:, 0, 0])
 

@@ -12,7 +12,8 @@ _SHAPE = re.compile(r"\b([a-z]+\d*)\[([\d,]*)\]")
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
 
-_COMPUTATION = re.compile(r"^(?:ENTRY )?%(\S+) \(.*\{$")
+_COMPUTATION = re.compile(r"^(ENTRY )?%(\S+) \(.*\{$")
+_OPERANDS = re.compile(r"%([\w.-]+)")
 _CALLS = re.compile(r"calls=%([\w.-]+)")
 _INNER = re.compile(r"(?:calls|to_apply)=%([\w.-]+)")
 """Computations whose instructions are part of another one: of fusions, reductions, copies that run beside others."""
@@ -49,6 +50,8 @@ class Instruction(NamedTuple):
     """Whether XLA fused into it what follows a product of matrices."""
     estimated: bool
     """Whether the compiler says how long it takes: not of kernels, gathers, scatters, and what only moves numbers."""
+    arguments: frozenset[str] | None = None
+    """Where what it needs, and what that needs, comes from among the program's arguments; None inside of loops."""
 
     @property
     def base(self) -> str:
@@ -69,12 +72,14 @@ def read_module(text: str) -> list[Instruction]:
 
 def _instructions(text: str) -> Iterator[Instruction]:
     inside: dict[str, str] = {}  # what the last named instruction of each computation comes from
-    computation, parts = "", set(_INNER.findall(text))
+    needed: dict[str, frozenset[str]] = {}  # arguments that each instruction of the whole program needs
+    computation, whole, parts = "", False, set(_INNER.findall(text))
     for line in text.splitlines():
         match = _INSTRUCTION.match(line)
         if match is None:
             begun = _COMPUTATION.match(line)
-            computation = begun[1] if begun is not None else computation
+            if begun is not None:
+                whole, computation = begun[1] is not None, begun[2]
             continue
         op_name = _OP_NAME.search(line)
         if op_name is not None:
@@ -83,7 +88,10 @@ def _instructions(text: str) -> Iterator[Instruction]:
         opcode = _OPCODE.search(f" {match[2]}" if match[2].startswith("(") else match[2])
         if opcode is None:
             continue
-        head, _, _ = match[2].partition(f" {opcode[1]}(")
+        head, _, tail = match[2].partition(f" {opcode[1]}(")
+        if whole:
+            own = {op_name[1]} if opcode[1] == "parameter" and op_name is not None else ()
+            needed[match[1]] = frozenset(own).union(*(needed.get(name, ()) for name in _OPERANDS.findall(tail)))
         results = tuple(_sizes(shape) for _, shape in _SHAPE.findall(head))
         told = cycles is not None or kernel or _CUSTOM in line
         if not told and (computation in parts or opcode[1] in _TIMELESS or not any(results)):
@@ -101,6 +109,7 @@ def _instructions(text: str) -> Iterator[Instruction]:
             kernel=kernel,
             estimated=estimated,
             output="kind=kOutput" in line or opcode[1] in ("convolution", "dot"),
+            arguments=needed.get(match[1]) if whole else None,
         )
 
 

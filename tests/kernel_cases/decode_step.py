@@ -96,11 +96,13 @@ def case(
     oldest: bool = False,
     hashed: int = 0,
     rounds: bool = False,
+    alike: bool = False,
     ways: Any = (XLA, *TPU_WAYS),
 ) -> Case:
     """Random slots with many equal scores, and a statistic of each kind; `scores` may name a noise.
 
-    `oldest`: nothing tells of slots but their positions. `hashed`: codes of so many bits do.
+    `oldest`: nothing tells of slots but their positions. `hashed`: codes of so many bits do. `alike`: sinks and the
+    recent window are the same in all heads.
     """
     e = d if e is None else e
     rng = np.random.default_rng(b + h + g + c + d)
@@ -129,6 +131,8 @@ def case(
     if shrinks:
         lived = np.maximum((position >= 0).sum(-1), 1).astype(np.int32)
         inputs["protection"] = inputs["protection"]._replace(limit=lived)
+    if alike:
+        inputs["protection"] = inputs["protection"]._replace(sinks=jnp.int32(c // 8), recent=jnp.int32(c // 4))
     if keep:
         inputs["keep"] = rng.random((b, h, c)) < 0.3
     if sinks:
@@ -162,6 +166,7 @@ def case(
         "oldest": oldest,
         f"hashed{hashed}": hashed,
         "rounds": rounds,
+        "alike": alike,
     }
     return Case(
         "decode_step",
@@ -190,6 +195,7 @@ CASES = (
     case(3, 2, 2, 32, 128, live="ragged", scores="sum", adds=True),
     case(2, 8, 4, 512, 64, scores="gumbel", adds=True, dtype="bfloat16", ways=(XLA, TPU_WAYS[1])),
     case(2, 2, 2, 48, 128, live="ragged", oldest=True, keep=True),
+    case(2, 3, 2, 48, 128, live="ragged", scores="sum", adds=True, alike=True),
     case(2, 8, 2, 512, 128, oldest=True, shrinks=True, sinks=2, ways=(XLA, TPU_WAYS[0])),
     case(2, 3, 2, 64, 128, hashed=16, live="ragged", keep=True),
     case(2, 8, 4, 512, 64, hashed=40, dtype="bfloat16", pairs=True, scores="sum", ways=(XLA, TPU_WAYS[1])),

@@ -14,7 +14,7 @@ from tests.kernels import TPU_WAYS, XLA, Case, normal
 def victim(inputs: dict[str, Any], scores: np.ndarray, row: int, head: int, shrinks: bool = False) -> int:
     """Expired, then empty, then lowest, then protected; the oldest of equals."""
     position, newest = inputs["position"][row, head], inputs["new_position"][row]
-    sinks, recent, limit = (bound[row, head] for bound in inputs["protection"])
+    sinks, recent, limit = (bound[row, head] if np.ndim(bound) else bound for bound in inputs["protection"])
     keep = inputs["keep"][row, head] if "keep" in inputs else np.zeros(len(position), bool)
     order = []
     for slot, at in enumerate(position):
