@@ -42,6 +42,33 @@ class Quantised:
         return unpacked(self.codes).astype(dtype) * self.scale[..., None].astype(dtype)
 
 
+LEVELS = {8: 127, 4: 7}
+"""The largest code of so many bits; the smallest is its negative."""
+
+
+def quantise(x: Float[Array, "*b c d"], bits: int) -> Quantised:
+    r"""Codes of each slot's numbers, symmetric about zero.
+
+    .. math:: s = \max_i |x_i| / L, \quad code_i = \mathrm{round}(x_i / s), \quad L = 127 \text{ or } 7
+
+    Args:
+        x: numbers, d of each slot; d is even for 4 bits.
+        bits: 8, or 4, which lie in pairs in a byte: the first half of the channels low, the second high.
+    """
+    levels, scale = codes_and_scale(x.astype(jnp.promote_types(x.dtype, jnp.float32)), bits)
+    codes = levels.astype(jnp.int8)
+    if bits == 4:
+        low, high = jnp.split((codes + 8).astype(jnp.uint8), 2, axis=-1)
+        codes = low | (high << 4)
+    return Quantised(codes, scale[..., 0])
+
+
+def codes_and_scale(x: Float[Array, "*b d"], bits: int) -> tuple[Float[Array, "*b d"], Float[Array, "*b 1"]]:
+    """Codes as whole numbers, and what they are multiplied with, in lines that kernels run, too."""
+    scale = jnp.maximum(jnp.abs(x).max(-1, keepdims=True), jnp.finfo(jnp.float32).tiny) / LEVELS[bits]
+    return jnp.round(x / scale), scale
+
+
 @functools.partial(
     jax.tree_util.register_dataclass, data_fields=["keys", "order", "cos", "sin"], meta_fields=["interleaved"]
 )

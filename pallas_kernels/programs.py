@@ -400,7 +400,7 @@ def stepping(
         of_words = (Shape((b, h, *slots), jnp.uint32),) * words
         return of_words or Shape((b, h, *slots), jnp.float32)
 
-    new = (operand((b, h, d), dtype, bits), operand((b, h, e), dtype, bits), held())
+    new = (Shape((b, h, d), dtype), Shape((b, h, e), dtype), held())
     shapes |= {"q": Shape((b, h, g, d), dtype), "buffers": held(c), "added": new}
     if words:
         shapes |= {"planes": Shape((h, hashed, d), jnp.float32), "hashed_key": Shape((b, h, d), dtype)}

@@ -141,7 +141,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "kvjax/cache/page_rows.py": _PAGES,
     "kvjax/cache/page_table.py": _PAGES,
     "kvjax/cache/paged.py": _PAGES,
-    "kvjax/cache/quantise.py": ("tests/test_codec.py", f"{_ORACLES} -k 'int8 or int4'"),
+    "kvjax/cache/channel_factors.py": ("tests/test_codec.py", f"{_ORACLES} -k 'int8 or int4'"),
     "kvjax/cache/slots.py": (
         _CORE,
         "tests/test_plan.py",

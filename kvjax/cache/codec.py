@@ -12,7 +12,7 @@ from flax import struct
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from kvjax.cache.quantise import channel_factors, quantise
+from kvjax.cache.channel_factors import channel_factors
 from kvjax.rope import Rope, rotate, table, turns_of
 from kvjax.types import KV, Heads, LayerConfig, New, View, check, setting
 from pallas_kernels import operands
@@ -134,18 +134,21 @@ class Codec:
 
     def encode(self, new: New, state: CodecState | None) -> KV:
         """Pairs of new tokens as slots hold them."""
-        keys = new.raw_k if self.ordered else new.k
-        return KV(self._key(keys, state), self._value(new.v))
+        pair = self.numbers(new, state)
+        return KV(self._coded(pair.k), self._coded(pair.v))
 
-    def _key(self, keys: Float[Array, "b h t d"], state: CodecState | None) -> Operand:
+    def numbers(self, new: New, state: CodecState | None) -> KV:
+        """Pairs of new tokens as they are before they become codes, where they do."""
+        return KV(self._levelled(new.raw_k if self.ordered else new.k, state), new.v)
+
+    def _coded(self, x: Any) -> Operand:
+        return x if self.bits is None else operands.quantise(x, self.bits)
+
+    def _levelled(self, keys: Float[Array, "b h t d"], state: CodecState | None) -> Float[Array, "b h t d"]:
         if self.bits is None:
             return keys
         assert state is not None and state.factor is not None
-        factor = jnp.where(state.factor > 0, state.factor, 1.0)[:, :, None]
-        return quantise(keys.astype(factor.dtype) / factor, self.bits)
-
-    def _value(self, values: Float[Array, "b h t e"]) -> Operand:
-        return values if self.bits is None else quantise(values, self.bits)
+        return keys.astype(state.factor.dtype) / jnp.where(state.factor > 0, state.factor, 1.0)[:, :, None]
 
     def restore(
         self, config: LayerConfig, kv: KV, position: Int[Array, "b h m"], state: CodecState | None, dtype: DTypeLike
@@ -307,7 +310,7 @@ class Codec:
         keys = operands.values(first, new.k.dtype)
         if self.bits is not None:
             keys = operands.values(first, state.factor.dtype) * state.factor[:, :, None]
-        near = self._key(rotate(turned, keys, gap, new.end), state)
+        near = self._coded(self._levelled(rotate(turned, keys, gap, new.end), state))
 
         def write(leaf: Array, old: Array, value: Array) -> Array:
             kept = held.reshape(*held.shape, *(1,) * (leaf.ndim - 3))

@@ -161,7 +161,8 @@ class Dense(struct.PyTreeNode):
             self = self._shrunk(rules, config, layer, new, absorb)
         view = self.layers[layer]
         view = view.replace(state=view.state.replace(codec=rules.codec.begin(view, new)))
-        entry = jax.tree.map(lambda leaf: leaf[:, :, 0], _entries(rules, view, new))
+        added = {"kv": rules.codec.numbers(new, view.state.codec), "slots": rules.slots(new, view.state)}
+        entry = jax.tree.map(lambda leaf: leaf[:, :, 0], added)
         standing, bounds, keep, hashing = _ranked(rules, view, new)
         before = view.slots.score
         adds = rules.adds and summed and standing is before and before.dtype == jnp.float32

@@ -36,7 +36,7 @@ def decode_step(
     k: Operand,
     v: Operand,
     buffers: Any,
-    added: tuple[Operand, Operand, Any],
+    added: tuple[Float[Array, "b h d"], Float[Array, "b h e"], Any],
     q: Float[Array, "b h g d"],
     spec: AttentionSpec,
     *,
@@ -64,7 +64,7 @@ def decode_step(
         k: keys [b h c d] of the slots: an array, or codes.
         v: values [b h c e].
         buffers: what slots hold besides, a tree of arrays [b h c ...]; codes of `standing` come and go with that.
-        added: the new token's key, value and buffers, [b h ...].
+        added: the new token's key and value, which are coded here if the slots' are, and its buffers [b h ...].
         q: its queries; the g of a group share one KV head.
         spec: the layer's scale, soft cap, window and slopes.
         protection: sinks, recent window and limit of each head.

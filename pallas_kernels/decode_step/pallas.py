@@ -61,7 +61,7 @@ def decode_step(
     k: Operand,
     v: Operand,
     buffers: Any,
-    added: tuple[Operand, Operand, Any],
+    added: tuple[Float[Array, "b h d"], Float[Array, "b h e"], Any],
     q: Float[Array, "b h g d"],
     spec: AttentionSpec,
     *,
@@ -138,15 +138,19 @@ def decode_step(
     turned: list[str] = []  # whose blocks come as [channels, slots]
     scales: list[str] = []  # names of what codes are multiplied with
     for name, operand, new in (("k", k, added[0]), ("v", v, added[1])):
-        (array, scale), (entry, entry_scale) = stored(operand), stored(new)
+        array = stored(operand)[0]
         width = array.shape[-1]
         turns = slots_lie_along_lanes(c, width)
+        entry = coded = new
+        if isinstance(operand, Quantised):
+            inputs[f"{name}_scale"] = (operand.scale, block(slots, along=0))
+            scales.append(f"{name}_scale")
+            if turns or operand.bits < 8:  # else codes are made on the chip
+                coded = operands.quantise(new, operand.bits)
+                entry = coded.codes
+                inputs |= told({f"{name}_scale_entry": coded.scale})
         if turns or not widens(entry, heads):  # narrow ones XLA would have to turn over
             entry = entry.astype(counted(entry.dtype))
-        if scale is not None and entry_scale is not None:
-            inputs[f"{name}_scale"] = (scale, block(slots, along=0))
-            inputs |= told({f"{name}_scale_entry": entry_scale})
-            scales.append(f"{name}_scale")
         if turns:
             turned.append(name)
             inputs[name] = (jnp.swapaxes(array, 2, 3), block(width, slots, along=1))
@@ -155,7 +159,7 @@ def decode_step(
             inputs[name] = (array, block(slots, width, along=0))
             inputs[f"{name}_entry"] = (entry, block(width))
         if name in turned or width < operand.shape[-1]:  # attention needs its numbers in another place
-            inputs[f"{name}_new"] = (operands.values(new, jnp.float32), block(operand.shape[-1]))
+            inputs[f"{name}_new"] = (operands.values(coded, jnp.float32), block(operand.shape[-1]))
     if spec.slopes is not None:
         inputs["slopes"] = (slope_rows(spec.slopes), pl.BlockSpec((sets, rows, 1), of_block))
     if isinstance(scores, Gumbel):
@@ -178,7 +182,7 @@ def decode_step(
     if pairs:
         for name in "kv":
             entries, whole_row = inputs[f"{name}_entry"]
-            outputs[f"{name}_taken"] = (entries.shape, counted(entries.dtype), whole_row)
+            outputs[f"{name}_taken"] = (entries.shape, counted(inputs[name][0].dtype), whole_row)
     scratch: dict[str, Any] = {"acc": (sets, rows, e), "top": (sets, rows, 1), "total": (sets, rows, 1)}
     if isinstance(scores, Gumbel):
         scratch |= {"noisy_top": (sets, rows, 1), "noisy_total": (sets, rows, 1)}
@@ -194,9 +198,10 @@ def decode_step(
         width = array.shape[-1]
         shape = (width, LANES) if name in turned else (copied(array), width)
         scratch[f"{name}_tile"] = pltpu.VMEM((heads, *shape), array.dtype)
-        entry = inputs[f"{name}_entry"][0]
-        if entry.dtype != counted(entry.dtype):  # single rows can be taken in 32 bits alone
-            scratch[f"{name}_entry"] = pltpu.VMEM((heads, width), counted(entry.dtype))
+        if inputs[f"{name}_entry"][0].dtype != counted(array.dtype):  # single rows can be taken in 32 bits alone
+            scratch[f"{name}_entry"] = pltpu.VMEM((heads, width), counted(array.dtype))
+        if f"{name}_scale" in scales and f"{name}_scale_entry" not in inputs:
+            scratch[f"{name}_scale_entry"] = pltpu.VMEM((heads, 1), single)
     scratch["sent"] = pltpu.SemaphoreType.DMA((2,))
 
     kernel = functools.partial(
@@ -329,6 +334,8 @@ def _kernel(
     scales = [name for name in ("k_scale", "v_scale") if name in refs]
 
     def of_heads(name: str) -> Array:  # [heads, 1]
+        if name in scratch:
+            return scratch[name][...]
         numbers = refs[name][...]
         here = jax.lax.broadcasted_iota(jnp.int32, numbers.shape, 1) == jax.lax.rem(row, LANES)
         words = jax.lax.bitcast_convert_type(numbers, jnp.int32)
@@ -341,7 +348,7 @@ def _kernel(
     def new(name: str) -> Array:
         if f"{name}_new" in refs:
             return refs[f"{name}_new"][0]
-        numbers = refs[f"{name}_entry"][0].astype(jnp.float32)
+        numbers = scratch.get(f"{name}_entry", refs[f"{name}_entry"].at[0])[...].astype(jnp.float32)
         return numbers * of_heads(f"{name}_scale_entry") if f"{name}_scale" in scales else numbers
 
     @when(split == 0)
@@ -371,8 +378,10 @@ def _kernel(
                 outputs[name][0] = jnp.where(here & writes, word, code)
         for name in "kv":
             if f"{name}_entry" in scratch:
-                wide = scratch[f"{name}_entry"]
-                wide[...] = refs[f"{name}_entry"][0].astype(wide.dtype)
+                numbers, wide = refs[f"{name}_entry"][0].astype(jnp.float32), scratch[f"{name}_entry"]
+                if f"{name}_scale_entry" in scratch:
+                    numbers, scratch[f"{name}_scale_entry"][...] = operands.codes_and_scale(numbers, 8)
+                wide[...] = numbers.astype(wide.dtype)
         # The new token is what the running softmax begins with.
         key, value = (new(name) for name in "kv")
         logits = (q.astype(jnp.float32) * jnp.broadcast_to(beside(key, len(q)), q.shape)).sum(-1, keepdims=True)

@@ -14,7 +14,7 @@ from pallas_kernels.decode_step.types import Hashed, Stepped
 from pallas_kernels.evict import reference as eviction
 from pallas_kernels.evict.reference import written_through
 from pallas_kernels.hamming import distances
-from pallas_kernels.operands import Operand
+from pallas_kernels.operands import Operand, Quantised, quantise
 from pallas_kernels.ranking import Protection
 
 
@@ -25,7 +25,7 @@ def decode_step(
     k: Operand,
     v: Operand,
     buffers: Any,
-    added: tuple[Operand, Operand, Any],
+    added: tuple[Float[Array, "b h d"], Float[Array, "b h e"], Any],
     q: Float[Array, "b h g d"],
     spec: AttentionSpec,
     *,
@@ -40,10 +40,11 @@ def decode_step(
     platform: str,
 ) -> Stepped:
     """See `api.decode_step`."""
-    held, entry = ((k, v, buffers), None), (added, None)
+    pair = [quantise(x, held.bits) if isinstance(held, Quantised) else x for x, held in ((added[0], k), (added[1], v))]
+    held, entry = ((k, v, buffers), None), ((*pair, added[2]), None)
     if isinstance(standing, Hashed):
         hashing, codes = standing
-        held, entry = ((k, v, buffers), codes), (added, tuple(word[:, :, 0] for word in hashing.of_keys()))
+        held, entry = ((k, v, buffers), codes), ((*pair, added[2]), tuple(word[:, :, 0] for word in hashing.of_keys()))
         standing = -distances(hashing.of_queries(), codes).astype(jnp.float32)
     choice: dict[str, Any] = dict(protection=protection, keep=keep, shrinks=shrinks, pairs=pairs)
     slot, left, taken, position, ((k, v, buffers), codes) = eviction.evict(

@@ -49,9 +49,10 @@ def softmax(logits: np.ndarray, visible: np.ndarray) -> tuple[np.ndarray, np.nda
 
 
 def quantised(x: np.ndarray, bits: int) -> Quantised:
-    """Symmetric codes of each slot."""
-    most = 2 ** (bits - 1) - 1
-    scale = np.abs(x.astype(np.float64)).max(-1, keepdims=True) / most
+    """Symmetric codes of each slot, in float32: halves are rounded by what a division of that precision says."""
+    most = np.float32(2 ** (bits - 1) - 1)
+    x = x.astype(np.float32)
+    scale = np.abs(x).max(-1, keepdims=True) / most
     codes = np.round(x / scale).astype(np.int8)
     if bits == 4:
         low, high = np.split((codes + 8).astype(np.uint8), 2, axis=-1)

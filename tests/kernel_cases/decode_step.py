@@ -12,6 +12,7 @@ from pallas_kernels.attention import AttentionSpec
 from pallas_kernels.decode_attention import Gumbel, Sinks
 from pallas_kernels.decode_step import Hashed, decode_step
 from pallas_kernels.hamming import Hashing
+from pallas_kernels.operands import Quantised
 from tests.kernel_cases import decode_attention, evict, hamming
 from tests.kernels import TPU_WAYS, XLA, Case, normal
 
@@ -21,6 +22,9 @@ def oracle(inputs: dict[str, Any], *, shrinks: bool, pairs: bool, adds: bool, **
     standing = inputs["standing"]
     held = {name: inputs[name] for name in ("k", "v", "buffers")}
     added = dict(zip(held, inputs["added"], strict=True))
+    for name in "kv":
+        if isinstance(held[name], Quantised):
+            added[name] = decode_attention.quantised(np.asarray(added[name]), held[name].bits)
     if standing is None:
         standing = inputs["position"].astype(np.float64)
     elif isinstance(standing, Hashed):
@@ -108,10 +112,8 @@ def case(
     rng = np.random.default_rng(b + h + g + c + d)
     position, new = evict.positions(rng, b, h, c, live)
     both: list[Any] = [normal(rng, (b, h, c + 1, width), dtype) for width in (d, e)]
-    if bits is not None:
-        both = [decode_attention.quantised(pair, bits) for pair in both]
-    k, v = (jax.tree.map(lambda leaf: leaf[:, :, :c], pair) for pair in both)
-    added = [jax.tree.map(lambda leaf: leaf[:, :, c], pair) for pair in both]
+    added = [pair[:, :, c] for pair in both]
+    k, v = (pair[:, :, :c] if bits is None else decode_attention.quantised(pair[:, :, :c], bits) for pair in both)
 
     def statistics(*slots: int) -> dict[str, Any]:
         words = rng.integers(2**32, size=(b, h, *slots, 3), dtype=np.uint32)
