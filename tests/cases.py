@@ -88,7 +88,7 @@ class Case:
             }
             read = 0 if evicts_first or self.oracle.evicts_first else 1
             recents = np.maximum(np.asarray(Protection.recent_slots(policy.protection, limit[row])) - read, 0)
-            shape |= {"recents": recents.tolist(), "evicts_first": not read}
+            shape |= {"recents": np.broadcast_to(recents, limit[row].shape).tolist(), "evicts_first": not read}
             kind, of_policy = self.oracle, settings_of(policy) | injected
             if config.layer(layer).bounds(tokens):  # a window of its own, and nothing else
                 kind, of_policy = basic.Window, {"sinks": 0, "special": (), "positions": "original"}

@@ -148,7 +148,8 @@ class Codec:
         if self.bits is None:
             return keys
         assert state is not None and state.factor is not None
-        return keys.astype(state.factor.dtype) / jnp.where(state.factor > 0, state.factor, 1.0)[:, :, None]
+        # Powers of two, which change no digit of any dtype.
+        return keys * (1 / jnp.where(state.factor > 0, state.factor, 1.0))[:, :, None].astype(keys.dtype)
 
     def restore(
         self, config: LayerConfig, kv: KV, position: Int[Array, "b h m"], state: CodecState | None, dtype: DTypeLike
@@ -213,8 +214,8 @@ class Codec:
             scaled = (new.k.astype(factor.dtype) / jnp.where(factor > 0, factor, 1.0)[:, :, None]).astype(q.dtype)
             k, v = Joined(first[0], scaled), Joined(first[1], new.v)
         if sinks is not None:
-            sinks = dataclasses.replace(sinks, q=(sinks.q * factor[:, :, None]).astype(q.dtype))
-        return Operands((q * factor[:, :, None, None]).astype(q.dtype), k, v, seen, factor, sinks)
+            sinks = dataclasses.replace(sinks, q=sinks.q * factor[:, :, None].astype(q.dtype))
+        return Operands(q * factor[:, :, None, None].astype(q.dtype), k, v, seen, factor, sinks)
 
     def earlier(
         self,
@@ -234,7 +235,7 @@ class Codec:
             before = view.live[:, :, None] & (view.position[:, :, None] < position[:, None, :, None])
             place = new.spread.over_slots(before.sum(-1))
         q = rotate(config.rope, raw_q, place[:, :, None], new.end)
-        return q if given.factor is None else (q * given.factor[:, :, None, None]).astype(q.dtype), place
+        return q if given.factor is None else q * given.factor[:, :, None, None].astype(q.dtype), place
 
     def _places(self, view: View, new: New) -> Int[Array, "b h t"]:
         """How many live slots hold an earlier position, for each new token."""
