@@ -21,9 +21,10 @@ from kvjax.policies.scores.lsh_e import Hamming, projections
 from kvjax.types import KV, Kernels, New, Parts, View
 from pallas_kernels.attention import AttentionSpec
 from pallas_kernels.common import Unsupported
+from pallas_kernels.decode_step import Hashed
 from pallas_kernels.decode_step.api import limit
 from pallas_kernels.evict import Protection, evict
-from pallas_kernels.hamming import hamming, hashes
+from pallas_kernels.hamming import Hashing, hamming, hashes
 from pallas_kernels.programs import operand
 from tests.kernel_cases.evict import case, run
 from tests.kernel_cases.hamming import case as hamming_case
@@ -300,6 +301,16 @@ def test_limits_of_one_pass_are_named(c, d, dtype, bits, platform, reason):
     pair = operand((1, 8, c, d), dtype, bits)
     spec = AttentionSpec(1.0)
     assert re.match(reason, limit(q, pair, pair, spec, None, "sum", platform) or "")
+
+
+def test_one_pass_hashes_by_the_same_planes_in_all_rows():
+    of: Any = jax.ShapeDtypeStruct
+    q, pair = of((1, 8, 2, 128), jnp.float32), operand((1, 8, 64, 128), jnp.float32, None)
+    codes = (of((1, 8, 64), jnp.uint32),)
+    for planes, reason in (((8, 16, 128), None), ((1, 8, 16, 128), r"not by [1, 8, 16, 128] [b h bits d]")):
+        hashing = Hashing(of(planes, jnp.float32), q, of((1, 8, 1, 128), jnp.float32))
+        found = limit(q, pair, pair, AttentionSpec(1.0), None, None, "tpu", Hashed(hashing, codes))
+        assert found is None if reason is None else reason in str(found)
 
 
 @pytest.mark.parametrize(

@@ -156,7 +156,7 @@ def _bucket(
     settings = operand_settings(q, k, v, spec)
     settings |= dict(scores=scores.noise if isinstance(scores, Gumbel) else scores, sinks=sinks is not None)
     if hashed is not None:
-        settings["bits"] = hashed.hashing.planes.shape[1]
+        settings["bits"] = hashed.hashing.planes.shape[-2]
     return common.bucket("decode_step", dict(b=q.shape[0], c=k.shape[2]), settings)
 
 
@@ -181,11 +181,12 @@ def limit(
         return refused
     from pallas_kernels.decode_step import pallas
 
-    c, bits = k.shape[2], 0 if hashed is None else hashed.hashing.planes.shape[1]
+    c, planes = k.shape[2], () if hashed is None else hashed.hashing.planes.shape
     words = 0 if hashed is None else len(hashed.codes)
     unit = math.lcm(*(pallas.unit(stored(x)[0]) for x in (k, v)))
-    needed, most = pallas.block_bytes(q, k, v, scores, bits), pallas.VMEM_BYTES * pallas.room()
+    needed, most = pallas.block_bytes(q, k, v, scores, planes[-2] if planes else 0), pallas.VMEM_BYTES * pallas.room()
     return common.first_limit(
+        (len(planes) < 4, f"it hashes by the same planes in all rows, not by {list(planes)} [b h bits d]"),
         *words_limits(q.shape[2], words, c),
         (c % unit == 0 and c <= 16384, f"c={c} slots are not a multiple of {unit} up to 16384"),
         (needed <= most, f"its blocks take {needed} bytes of the chip's memory, not {most}"),

@@ -15,8 +15,8 @@ WORD = 32
 class Hashing(NamedTuple):
     """What codes are made of."""
 
-    planes: Float[Array, "h bits d"]
-    """R of each KV head."""
+    planes: Float[Array, "*b h bits d"]
+    """R of each KV head, the same in all rows or not."""
     queries: Float[Array, "b h g d"]
     keys: Float[Array, "b h t d"]
 

@@ -70,7 +70,10 @@ class Hamming(Score):
         """R, q_t and k_t."""
         if self.planes is None:
             raise ValueError("lsh_e has no hyperplanes yet: call bind(model), as prefill does.")
-        return Hashing(self.planes[new.layer], new.last_query, new.k)
+        planes = self.planes[new.layer]
+        if new.head is not None and new.k.shape[1] < len(planes):  # heads on pages, each on its own
+            planes = planes[new.head - new.spread.first(len(planes))]
+        return Hashing(planes, new.last_query, new.k)
 
     def slot(self, new: New, state: PyTree) -> tuple[UInt32[Array, "b h t"], ...]:
         """h(k), each of its words in a buffer of its own: numbers of a slot would lie in lanes of 128 on a TPU."""
