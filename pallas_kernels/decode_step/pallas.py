@@ -121,7 +121,7 @@ def decode_step(
         of_heads = pl.BlockSpec((heads, bits, width), of_block)
         inputs["planes"] = planes.astype(jnp.float32), of_heads
         inputs["hashed_queries"] = queries.reshape(b, h * g, width), packed(width)
-        inputs["hashed_key"] = keys[:, :, 0], block(width)
+        inputs["hashed_key"] = in_registers(keys[:, :, 0], heads), block(width)
         words = [f"code{i}" for i in range(len(standing.codes))]
         inputs |= {name: (code, block(c)) for name, code in zip(words, standing.codes, strict=True)}
     elif standing is not None:
@@ -149,8 +149,7 @@ def decode_step(
                 coded = operands.quantise(new, operand.bits)
                 entry = coded.codes
                 inputs |= told({f"{name}_scale_entry": coded.scale})
-        if turns or not widens(entry, heads):  # narrow ones XLA would have to turn over
-            entry = entry.astype(counted(entry.dtype))
+        entry = entry.astype(counted(entry.dtype)) if turns else in_registers(entry, heads)
         if turns:
             turned.append(name)
             inputs[name] = (jnp.swapaxes(array, 2, 3), block(width, slots, along=1))
@@ -273,9 +272,13 @@ def unit(array: Array) -> int:
     return LANES if slots_lie_along_lanes(*array.shape[2:]) else copied(array)
 
 
-def widens(entry: Array, heads: int) -> bool:
-    """Whether the kernel takes new keys or values [b h w] as they are: whole registers of so many heads of a block."""
-    return entry.dtype == jnp.bfloat16 and heads % SUBLANES == 0
+def in_registers(entry: Array, heads: int) -> Array:
+    """New keys or values [b h w] as the kernel takes them in blocks of so many heads: narrow ones in whole registers.
+
+    Of fewer heads XLA would have to turn them over; these come in 32 bits.
+    """
+    fills = entry.dtype == jnp.bfloat16 and heads % SUBLANES == 0
+    return entry if fills else entry.astype(counted(entry.dtype))
 
 
 def blocks_of(k: Operand, v: Operand) -> tuple[int, int]:

@@ -202,6 +202,7 @@ CASES = (
     case(2, 3, 2, 64, 128, hashed=16, live="ragged", keep=True),
     case(2, 8, 4, 512, 64, hashed=40, dtype="bfloat16", pairs=True, scores="sum", ways=(XLA, TPU_WAYS[1])),
     case(1, 2, 1, 32, 128, hashed=8, shrinks=True, bits=8, ways=(XLA, TPU_WAYS[0])),
+    case(2, 8, 1, 2048, 128, bits=8, dtype="bfloat16", pairs=True, ways=(TPU_WAYS[0],)),
     case(2, 8, 1, 48, 128, bits=8, live="ragged", scores="sum", adds=True),
     case(2, 2, 2, 208, 128, live="ragged", sinks=4, alibi=True, oldest=True),
     case(2, 16, 1, 48, 128, dtype="bfloat16", live="ragged", scores="sum", adds=True, rounds=True),
