@@ -11,6 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.attention import wide
+
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["codes", "scale"], meta_fields=[])
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +57,7 @@ def quantise(x: Float[Array, "*b c d"], bits: int) -> Quantised:
         x: numbers, d of each slot; d is even for 4 bits.
         bits: 8, or 4, which lie in pairs in a byte: the first half of the channels low, the second high.
     """
-    levels, scale = codes_and_scale(x.astype(jnp.promote_types(x.dtype, jnp.float32)), bits)
+    levels, scale = codes_and_scale(x.astype(wide(x.dtype)), bits)
     codes = levels.astype(jnp.int8)
     if bits == 4:
         low, high = jnp.split((codes + 8).astype(jnp.uint8), 2, axis=-1)

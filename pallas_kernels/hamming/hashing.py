@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, UInt32
 
+from pallas_kernels.attention import wide
+
 WORD = 32
 """Bits of one stored word."""
 
@@ -36,7 +38,7 @@ def hashes(planes: Float[Array, "*h bits d"], x: Float[Array, "*bh n d"]) -> UIn
         planes: R; its leading axes broadcast against those of `x`.
         x: vectors, n to each matrix.
     """
-    dtype = jnp.promote_types(x.dtype, jnp.float32)
+    dtype = wide(x.dtype)
     x, planes = x.astype(dtype), planes.astype(dtype)
     # Accelerators would round both factors first, and with them the signs of small numbers.
     projected = jnp.einsum("...nd,...kd->...nk", x, planes, precision=jax.lax.Precision.HIGHEST)
