@@ -79,9 +79,10 @@ def markdown(kept: dict[str, dict[str, dict[str, Row]]]) -> str:
 
 STEPS = """\
 Milliseconds of one decode step of a whole model in bfloat16, of which two layers (of Gemma 3 six, its period) were
-compiled; what needs nothing of any layer counts once. The limit moves the weights, the caches, what a policy computes with (the kernels of LESS) and the logits once
-each. *Besides* is what is neither products of the model's weights nor this traffic, as a share of the limit: the
-estimate without the products and without the time of all bytes but the weights'."""
+compiled; what needs nothing of a layer counts once. The limit moves the weights, the caches, what a policy computes
+with (the kernels of LESS) and the logits once each. *Besides* is what is neither products of the model's weights nor
+this traffic, as a share of the limit: the estimate without the products and without the time of all bytes but the
+weights'."""
 
 KERNELS = """\
 MB: what has to move, each byte once. Bundles: once, per grid step, and at a row's end (the parts of a step that are
