@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Shaped, UInt32
 
 from pallas_kernels import noise
@@ -95,8 +96,9 @@ def products(
     if scale is None or unit is None:
         whole = _filled(k, 3 - channels)
         return of_each(lambda rows: dot(rows, whole, channels)[..., : k.shape[3 - channels]], rows, len(k))
-    found = of_each(lambda rows: _dot_codes(rows, k, channels, channels, integers), rows, len(k))
-    return joined(found, unit) * beside(scale, len(found))
+    codes, step = _bytes(k, channels)
+    found = of_each(lambda rows: _dot_codes(rows, codes, channels, integers), rows, len(k))
+    return joined(found, unit * step) * beside(scale, len(found))
 
 
 def weighted(
@@ -110,7 +112,8 @@ def weighted(
         weights = jnp.pad(weights.astype(v.dtype), ((0, 0), (0, 0), (0, unseen)))
         return of_each(lambda rows: dot(rows, whole, slots), weights, len(v))
     rows, unit = digits(weights * beside(scale, len(weights)))
-    return joined(of_each(lambda rows: _dot_codes(rows, v, slots, channels, integers), rows, len(v)), unit)
+    codes, step = _bytes(v, channels)
+    return joined(of_each(lambda rows: _dot_codes(rows, codes, slots, integers), rows, len(v)), unit * step)
 
 
 def beside(x: Shaped[Array, "h s"], blocks: int) -> Shaped[Array, "n #rows s"]:
@@ -157,6 +160,21 @@ def _columns() -> int:
         return 2 * LANES
 
 
-def _dot_codes(rows: Array, codes: Array, axis: int, channels: int, integers: bool) -> Array:
-    codes = jnp.concatenate(halves(codes), channels)
+def _bytes(codes: Int[Array, "n ..."], channels: int) -> tuple[Int[Array, "n ..."], float]:
+    """Codes as int8, all channels of them, and what these are to be multiplied with."""
+    if codes.dtype == jnp.int8:
+        return codes, 1.0
+    if codes.shape[1] % (4 * SUBLANES):
+        return jnp.concatenate(halves(codes), channels), 1.0
+    from jax.experimental.pallas import tpu as pltpu
+
+    # A TPU does not compute with bytes, but four of them are a word. Four bits with the highest one turned over are the
+    # upper half of sixteen times their code.
+    words = pltpu.bitcast(codes, jnp.int32) ^ np.uint32(0x88888888).astype(np.int32)
+    upper = np.uint32(0xF0F0F0F0).astype(np.int32)
+    parts = [pltpu.bitcast(half & upper, jnp.int8) for half in (words << 4, words)]
+    return jnp.concatenate(parts, channels), 1 / 16
+
+
+def _dot_codes(rows: Array, codes: Array, axis: int, integers: bool) -> Array:
     return dot(rows, codes, axis) if integers else dot(rows.astype(jnp.bfloat16), codes.astype(jnp.bfloat16), axis)
