@@ -184,7 +184,7 @@ def turns_of(
     """
     with jax.named_scope("rope"):
         if positions.shape[-1] > 1:
-            return Turns(*whole_widths(*_angles(rope, positions, dtype, length), rope.interleaved))
+            return Turns(*whole_widths(*_angles(rope, positions, dtype, length, places=places), rope.interleaved))
         # Halves of a single token's TPUs would pad and join in programs of their own.
         cos, sin = _angles(rope, positions, dtype, length, of_channels=True, places=places)
         ones = jnp.ones(rope.width // 2, sin.dtype)

@@ -211,8 +211,7 @@ class Codec:
         if tokens > 1:
             old = capacity - tokens
             first = jax.tree.map(lambda leaf: leaf[:, :, :old], (k, v))
-            scaled = (new.k.astype(factor.dtype) / jnp.where(factor > 0, factor, 1.0)[:, :, None]).astype(q.dtype)
-            k, v = Joined(first[0], scaled), Joined(first[1], new.v)
+            k, v = Joined(first[0], self._levelled(new.k, view.state.codec)), Joined(first[1], new.v)
         if sinks is not None:
             sinks = dataclasses.replace(sinks, q=sinks.q * factor[:, :, None].astype(q.dtype))
         return Operands(q * factor[:, :, None, None].astype(q.dtype), k, v, seen, factor, sinks)
