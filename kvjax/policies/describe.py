@@ -8,6 +8,7 @@ import re
 from typing import Any, NamedTuple
 
 from kvjax.cache.codec import Codec
+from kvjax.policies.methods import combine
 from kvjax.policies.plan import Uniform
 from kvjax.policies.protection import Protection
 from kvjax.policies.registry import (
@@ -18,7 +19,6 @@ from kvjax.policies.registry import (
     RESIDUALS,
     SELECTIONS,
     annotations_of,
-    combine,
     policy,
     settings_of,
 )
