@@ -45,6 +45,13 @@ FIELDS: tuple[str, ...] = (
 )
 _ORACLES, _CONTRACT = "tests/test_oracles.py", "tests/test_contract.py"
 _CORE, _DEFAULTS = f"{_ORACLES} -m core", "tests/test_defaults.py"
+_ATTENTION = (
+    _CORE,
+    f"{_ORACLES} -k 'snapkv or scissorhands or keyformer'",
+    "tests/test_window_attention.py tests/test_layers.py",
+    _CONTRACT,
+    "tests/test_fastgen.py",
+)
 _PAGES = (
     f"{_ORACLES} -k 'fastgen or adakv'",
     "tests/test_fastgen.py",
@@ -130,14 +137,13 @@ TESTS: dict[str, tuple[str, ...]] = {
         "tests/test_rows.py tests/test_extend.py",
     ),
     "kvjax/cache/dense.py": (_CORE, "tests/test_extend.py tests/test_rows.py", "tests/test_window_attention.py"),
-    "kvjax/cache/evidence.py": (
-        _CORE,
-        f"{_ORACLES} -k 'snapkv or scissorhands or keyformer'",
-        "tests/test_window_attention.py tests/test_layers.py",
-        _CONTRACT,
-        "tests/test_fastgen.py",
-    ),
+    "kvjax/cache/exchange.py": (_CORE, f"{_ORACLES} -k 'lsh_e or less'", "tests/test_extend.py tests/test_rows.py"),
+    "kvjax/cache/answers.py": _ATTENTION,
+    "kvjax/cache/evidence.py": _ATTENTION,
+    "kvjax/cache/recomputed.py": _ATTENTION,
     "kvjax/cache/contest.py": _PAGES,
+    "kvjax/cache/packing.py": _PAGES,
+    "kvjax/cache/page_answers.py": _PAGES,
     "kvjax/cache/page_rows.py": _PAGES,
     "kvjax/cache/page_table.py": _PAGES,
     "kvjax/cache/paged.py": _PAGES,

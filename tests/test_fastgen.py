@@ -13,7 +13,7 @@ import pytest
 
 import kvjax
 from kvjax import generate
-from kvjax.cache import evidence, paged
+from kvjax.cache import paged, recomputed
 from kvjax.cache.page_table import round_pages
 from kvjax.engine import decode, extend, read_prompts
 from kvjax.engine.prepare import prepare, round_slots
@@ -226,7 +226,7 @@ def test_long_prompts_are_profiled_in_blocks(monkeypatch: pytest.MonkeyPatch) ->
     prompts = TEXT[:2, :96]
     settings: dict[str, Any] = dict(local=0.6, threshold=0.9, **IDS)
     whole, _ = read(random_model(GQA), prompts, **settings)
-    monkeypatch.setattr(evidence, "query_block", lambda tokens, rows: 16)
+    monkeypatch.setattr(recomputed, "query_block", lambda tokens, rows: 16)
     read_prompts._read_prompts.clear_cache()  # type: ignore[attr-defined]
     blocks, _ = read(random_model(GQA), prompts, **settings)
     read_prompts._read_prompts.clear_cache()  # type: ignore[attr-defined]

@@ -15,18 +15,16 @@ from jaxtyping import Array, Bool, Int
 
 from kvjax.cache import evidence, slots
 from kvjax.cache.codec import Codec
+from kvjax.cache.exchange import evicted_pairs, exchange, exchange_among, hashed_codes, ranked, victims_of
+from kvjax.cache.recomputed import Selection, with_again, without_again
 from kvjax.cache.slots import Attended, Rules
 from kvjax.processes import on_host
-from kvjax.types import KV, Evicted, Heads, LayerConfig, New, Parts, PyTree, View, wide
+from kvjax.types import KV, Evicted, Heads, LayerConfig, New, Parts, PyTree, View
 from pallas_kernels.attention import LowRank, Partial
 from pallas_kernels.decode_attention import Sinks
 from pallas_kernels.decode_step import Hashed, decode_step
 from pallas_kernels.decode_step import one_pass as step_in_one_pass
-from pallas_kernels.evict import evict
-from pallas_kernels.evict import exchange as exchange_slots
-from pallas_kernels.hamming import Hashing, hamming
 from pallas_kernels.operands import Operand
-from pallas_kernels.ranking import Protection
 
 
 class Stepped(NamedTuple):
@@ -99,15 +97,17 @@ class Dense(struct.PyTreeNode):
         added = jax.tree.map(lambda leaf: leaf[:, :, 0], _entries(rules, view, new))
         held = (view.position, new.position[:, 0], {"kv": view.kv, "slots": view.slots}, added)
         if new.spread.slots > 1:
-            known = self.victims[layer] if self.victims is not None else _victims(rules, [view], [new])[0]
-            taken = _exchange_among(view, new, known, held, pairs=pairs)
+            known = self.victims[layer] if self.victims is not None else victims_of(rules, [view], [new])[0]
+            taken = exchange_among(view, new, known, held, pairs=pairs)
         else:
-            taken = _exchange(rules, view, new, held, pairs=pairs or rules.codec.ordered)
+            taken = exchange(rules, view, new, held, pairs=pairs or rules.codec.ordered)
         left, taken, position, buffers = taken
         written = view.replace(position=position, **buffers)
         if rules.codec.ordered:
             written = rules.codec.exchanged(written, new, taken["slots"].codec, left)
-        evicted = _evicted(rules, config, view, new, taken["kv"], left) if pairs else slots.nothing_evicted(new)
+        evicted = (
+            evicted_pairs(rules, config, view.state, new, taken["kv"], left) if pairs else slots.nothing_evicted(new)
+        )
         return self.replace_layer(layer, written), evicted
 
     def exchange_and_attend(
@@ -140,7 +140,7 @@ class Dense(struct.PyTreeNode):
                 found = rules.codec.operands(config, view, new)
                 if found.places is not None:
                     return None
-                hashed = _hashed(rules.hashing(new), view.slots)
+                hashed = hashed_codes(rules.hashing(new), view.slots)
                 return found.q[:, :, :, 0], *found.stored, found.sinks, hashed
 
             shapes = jax.eval_shape(given)
@@ -153,7 +153,7 @@ class Dense(struct.PyTreeNode):
         if new.spread.slots > 1 or rules.codec.ordered or not one_pass(None):
             return None
         wanted = asks(view)
-        own = evidence.without_again(wanted)
+        own = without_again(wanted)
         scores, summed = evidence.wanted(own, new)
         if not one_pass(scores):
             return None
@@ -163,11 +163,11 @@ class Dense(struct.PyTreeNode):
         view = view.replace(state=view.state.replace(codec=rules.codec.begin(view, new)))
         added = {"kv": rules.codec.numbers(new, view.state.codec), "slots": rules.slots(new, view.state)}
         entry = jax.tree.map(lambda leaf: leaf[:, :, 0], added)
-        standing, bounds, keep, hashing = _ranked(rules, view, new)
+        standing, bounds, keep, hashing = ranked(rules, view, new)
         before = view.slots.score
         adds = rules.adds and summed and standing is before and before.dtype == jnp.float32
         held = view.slots, entry["slots"]
-        hashed = _hashed(hashing, view.slots)
+        hashed = hashed_codes(hashing, view.slots)
         apart = adds or hashed is not None
         remembered, begun = (each.replace(score=None) for each in held) if apart else held
         given = rules.codec.operands(config, view, new, room=bounds.limit)
@@ -199,11 +199,11 @@ class Dense(struct.PyTreeNode):
             answers = evidence.told(own, done.attended, written.position, new, summed=summed)
             given = given._replace(k=done.k, v=done.v)
             earlier = functools.partial(rules.codec.earlier, config, written, given, new)
-            answers = evidence.with_again(wanted, answers, config, given, written, earlier)
+            answers = with_again(wanted, answers, config, given, written, earlier)
         partial = Partial(done.attended.out[:, :, :, None], done.attended.lse[..., None])
         evicted = None
         if done.pair is not None:
-            evicted = _evicted(rules, config, view, new, KV(*done.pair), done.left)
+            evicted = evicted_pairs(rules, config, view.state, new, KV(*done.pair), done.left)
         return self.replace_layer(layer, written), wanted, Stepped(partial, answers, evicted)
 
     def append(self, rules: Rules, config: LayerConfig, layer: int, new: New) -> Dense:
@@ -224,7 +224,7 @@ class Dense(struct.PyTreeNode):
         new: New,
         asks: PyTree,
         low_rank: LowRank | None,
-        selection: evidence.Selection | None,
+        selection: Selection | None,
         *,
         block: bool = False,
     ) -> tuple[Dense, Attended]:
@@ -232,10 +232,10 @@ class Dense(struct.PyTreeNode):
         view = self.layers[layer]
         given = rules.codec.operands(config, view, new, block=block)
         attend = evidence.attend_block if block else evidence.attend_token
-        own = evidence.without_again(asks)
+        own = without_again(asks)
         out, answers = attend(config, given, view, new, own, low_rank, selection)
         earlier = functools.partial(rules.codec.earlier, config, view, given, new)
-        return self, Attended(out, evidence.with_again(asks, answers, config, given, view, earlier))
+        return self, Attended(out, with_again(asks, answers, config, given, view, earlier))
 
     def fold(self, rules: Rules, layer: int, asks: PyTree, answers: PyTree, new: New) -> Dense:
         """After the score has heard what it asked for; without answers it has them already."""
@@ -328,7 +328,7 @@ class Dense(struct.PyTreeNode):
         """
         if configs[0].spread.slots == 1 or not rules.foresees:
             return self
-        return self.replace(victims=_victims(rules, self.layers, [ahead(index) for index in range(len(configs))]))
+        return self.replace(victims=victims_of(rules, self.layers, [ahead(index) for index in range(len(configs))]))
 
     def close(self) -> Dense:
         """As it waits for the next step."""
@@ -453,73 +453,6 @@ def empty(
 
     kv, remembered = jax.tree.map(room, held)
     return View(limit, state, kv, jnp.full((rows, heads, slots), -1, jnp.int32), remembered)
-
-
-def _evicted(rules: Rules, config: LayerConfig, view: View, new: New, kv: KV, left: Int[Array, "b h"]) -> Evicted:
-    # What has left for a token per row, from what its slot held and its position; not rounded to 16 bits on the way.
-    stored = jax.tree.map(lambda leaf: leaf[:, :, None], kv)
-    pair = rules.codec.restore(config, stored, left[..., None], view.state.codec, wide(new.k.dtype))
-    remembered = slots.remembered_positions(left, new)
-    return Evicted(pair.k, pair.v, remembered[..., None], new.layer, new.kernels)
-
-
-Exchanged = tuple[Int[Array, "b h"], Any, Int[Array, "b h c"], dict[str, PyTree]]
-"""The position that left each head, what its slot held or None, and positions and buffers with the new token."""
-
-
-class _Ranks(NamedTuple):
-    """What decides which slot a new token takes."""
-
-    scores: Array | None
-    """None where positions say as much."""
-    bounds: Protection
-    keep: Bool[Array, "b h c"] | None
-    hashing: Hashing | None
-    """Of the new token, where how far its code is from those that slots remember says as much as scores."""
-
-
-def _ranked(rules: Rules, view: View, new: New) -> _Ranks:
-    scores, guard = slots.scores(rules, view, new)
-    simple = guard.last is None and not slots.windowed(new)
-    bounds = Protection(guard.sinks, guard.recent, slots.room(rules, view.limit, new))
-    hashing = rules.hashing(new) if simple else None
-    return _Ranks(None if rules.slides and simple else scores, bounds, guard.keep, hashing)
-
-
-def _hashed(hashing: Hashing | None, held: Parts) -> Hashed | None:
-    return None if hashing is None else Hashed(hashing, held.score)
-
-
-def _exchange(rules: Rules, view: View, new: New, held: tuple[Any, ...], *, pairs: bool) -> Exchanged:
-    scores, bounds, keep, hashing = _ranked(rules, view, new)
-    asked: dict[str, Any] = dict(protection=bounds, keep=keep, **new.kernels._asdict())
-    if hashing is None or rules.shrinks:
-        return evict(scores, *held, shrinks=rules.shrinks, pairs=pairs, **asked)[1:]
-    slot = hamming(hashing.of_queries(), view.slots.score, view.position, new.position[:, 0], **asked)
-    return exchange_slots(slot, *held, pairs=pairs)[1:]
-
-
-def _victims(rules: Rules, views: Sequence[View], new: Sequence[New]) -> tuple[slots.Victim, ...]:
-    # Of several layers at once, for each time that devices tell each other something takes as long.
-    claims = []
-    for view, tokens in zip(views, new, strict=True):
-        scores, bounds, keep, _ = _ranked(rules, view, tokens)
-        claims.append(slots.claim(scores, view.position, tokens, bounds, keep, rules.shrinks))
-    return slots.victims_of_all(jnp.stack(claims), [view.capacity for view in views])
-
-
-def _exchange_among(view: View, new: New, victim: slots.Victim, held: tuple[Any, ...], *, pairs: bool) -> Exchanged:
-    # Several devices have a head's slots, and one of them the one that is taken: it tells the others what they need.
-    _, _, taken, position, buffers = exchange_slots(victim.slot, *held)
-    here = victim.slot < view.capacity
-
-    def told(leaf: Array) -> Array:
-        return new.spread.over_slots(jnp.where(here.reshape(*here.shape, *(1,) * (leaf.ndim - 2)), leaf, 0))
-
-    kv = jax.tree.map(told, taken["kv"]) if pairs else taken["kv"]
-    remembered = taken["slots"].replace(codec=jax.tree.map(told, taken["slots"].codec))
-    left = jnp.where(new.valid[:, :1], victim.position, -1)
-    return left, {"kv": kv, "slots": remembered}, position, buffers
 
 
 def _settled(rules: Rules, view: View, new: New, capacity: int) -> tuple[Array, Array, Bool[Array, "b h c"]]:

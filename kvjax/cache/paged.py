@@ -17,20 +17,20 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.asks import Again, Probs, Seen, Sums, questions
-from kvjax.cache import evidence, slots
+from kvjax.asks import Again, questions
+from kvjax.cache import slots
 from kvjax.cache.contest import NOBODY, Contest, better, lowest, owned, victim
 from kvjax.cache.dense import Dense
+from kvjax.cache.exchange import evicted_pairs
+from kvjax.cache.page_answers import PageAnswers, of_pages, page_answers
 from kvjax.cache.page_rows import gathered
+from kvjax.cache.recomputed import Selection
 from kvjax.cache.slots import Attended, Rules
 from kvjax.processes import on_host
 from kvjax.types import KV, Evicted, Heads, LayerConfig, New, Parts, PyTree, View, setting, wide
 from pallas_kernels.attention import LowRank, Partial, merge, share_of_evicted
 from pallas_kernels.evict.reference import after_reading
 from pallas_kernels.paged_attention import paged_attention
-
-PAGE_BLOCK = 64
-"""Pages whose keys and values are read together, at most."""
 
 VIEW_BLOCK = 256
 """Pages whose positions and scores are looked at together, at most: they are small."""
@@ -159,7 +159,7 @@ class Paged(struct.PyTreeNode):
             every = leaf.reshape(-1, *leaf.shape[2:])
             return every[jnp.minimum(flat, len(every) - 1)].reshape(*slot.shape, *leaf.shape[2:])
 
-        kv = jax.tree.map(lambda leaf: take(leaf)[:, :, None], self.kv) if pairs else None
+        kv = jax.tree.map(take, self.kv) if pairs else None
         place = None if self.slots.codec is None else take(self.slots.codec)
         return Taken(kv, jnp.where(real, take(self.position), -1), place)
 
@@ -169,9 +169,9 @@ class Paged(struct.PyTreeNode):
         codec, known = rules.codec, self.state[layer].codec
 
         def look(queue: Array, at: Array, valid: Array) -> Array:
-            view, seen, owner = self.replace(slots=self.slots.replace(codec=queue))._view(layer, new, at, len(valid))
+            view, seen, owner = self.replace(slots=self.slots.replace(codec=queue)).view(layer, new, at, len(valid))
             after = codec.requeued(view, seen, place.reshape(-1, 1)[owner], left.reshape(-1, 1)[owner])
-            return _write(queue, after[:, 0], at, valid)
+            return write_pages(queue, after[:, 0], at, valid)
 
         queue = self.over_pages(layer, look, self.slots.codec)
         pool = self.replace(slots=self.slots.replace(codec=queue))
@@ -184,11 +184,11 @@ class Paged(struct.PyTreeNode):
         size = self.page_size
 
         def usable(at: Array, valid: Array, owner: Array) -> Bool[Array, "p s"]:
-            slot = _cut(self.first, at, len(valid))[:, None] + jnp.arange(size, dtype=jnp.int32)
+            slot = jax.lax.dynamic_slice_in_dim(self.first, at, len(valid))[:, None] + jnp.arange(size, dtype=jnp.int32)
             return valid[:, None] & (slot < limit[owner][:, None])
 
         def look(carry: Any, at: Array, valid: Array) -> Any:
-            view, seen, owner = self._view(layer, new, at, len(valid))
+            view, seen, owner = self.view(layer, new, at, len(valid))
             ranks, position = slots.rank(rules, view, seen)[:, 0], view.position[:, 0]
             here = usable(at, valid, owner)
             flat = (at + jnp.arange(len(valid), dtype=jnp.int32))[:, None] * size + jnp.arange(size, dtype=jnp.int32)
@@ -201,7 +201,7 @@ class Paged(struct.PyTreeNode):
             rest = better(carry[0], lowest(here & ~competes, ranks, position, flat, members))
             return rest, weakest, carry[2] + count
 
-        kind = jax.eval_shape(lambda: slots.rank(rules, *self._view(layer, new, 0, 1)[:2])).dtype
+        kind = jax.eval_shape(lambda: slots.rank(rules, *self.view(layer, new, 0, 1)[:2])).dtype
         nobody = (
             jnp.full(rows * heads, jnp.inf, kind),
             jnp.full(rows * heads, NOBODY, jnp.int32),
@@ -215,7 +215,7 @@ class Paged(struct.PyTreeNode):
             return Contest(rest, weakest, count - places.most.reshape(-1))
 
         def ahead(count: Array, at: Array, valid: Array) -> Array:
-            view, seen, owner = self._view(layer, new, at, len(valid))
+            view, seen, owner = self.view(layer, new, at, len(valid))
             score, position = rules.standing(view, seen)[0][:, 0], view.position[:, 0]
             low, age = weakest[0][owner][:, None], weakest[1][owner][:, None]
             higher = (score > low) | ((score == low) & (position > age))
@@ -246,7 +246,7 @@ class Paged(struct.PyTreeNode):
         new: New,
         asks: PyTree,
         low_rank: LowRank | None,
-        selection: evidence.Selection | None,
+        selection: Selection | None,
         *,
         block: bool = False,
     ) -> tuple[Paged, Attended]:
@@ -271,45 +271,8 @@ class Paged(struct.PyTreeNode):
         partial = Partial(found.out[:, :, :, None], found.lse[..., None])
         if low_rank is not None:
             partial = merge(partial, share_of_evicted(low_rank))
-        lse = found.lse.reshape(-1, found.lse.shape[-1])
-        lse = jnp.where(lse > -jnp.inf, lse, jnp.inf)  # who sees nothing gives nothing
-        answers = PageAnswers(found.logits, lse, self._totals(layer, new, asks, found.logits, lse), None)
-        if any(isinstance(ask, Probs) for ask in questions(asks)[0]):
-            answers = answers._replace(visible=self._visible(layer, new, found.logits, lse))
+        answers = page_answers(self, layer, new, asks, found)
         return self.replace(logits=found.logits), Attended(partial.out, answers)
-
-    def _totals(self, layer: int, new: New, asks: PyTree, logits: Array, lse: Array) -> tuple[Any, ...]:
-        # Softmaxes of their own are normalised over all of a head's pages: one pass more, over logits alone.
-        leaves = questions(asks)[0]
-        tempered = [isinstance(ask, Sums) and not ask.plain for ask in leaves]
-        if not any(tempered):
-            return (None,) * len(leaves)
-
-        def add(carry: Any, at: Array, valid: Array) -> Any:
-            view, seen, owner = self._view(layer, new, at, len(valid))
-            probs = _probabilities(logits, lse, at, owner, len(valid))
-            members = owned(owner, valid, len(lse)).astype(lse.dtype)
-
-            def more(total: Any, ask: Any) -> Any:
-                if total is None:
-                    return None
-                shares = evidence.tempered(_of_pages(ask, owner, new), probs, view.position, seen)[:, 0, :, 0].sum(-1)
-                # Other layers' pages hold other layers' logits.
-                return total + jnp.einsum("op,pg->og", members, jnp.where(valid[:, None], shares, 0.0))
-
-            return tuple(more(total, ask) for total, ask in zip(carry, leaves, strict=True))
-
-        return self.over_pages(layer, add, tuple(jnp.zeros_like(lse) if wanted else None for wanted in tempered))
-
-    def _visible(self, layer: int, new: New, logits: Array, lse: Array) -> Int[Array, " o"]:
-        # How many keys each head's query saw.
-        def count(carry: Array, at: Array, valid: Array) -> Array:
-            owner = _cut(self.owner, at, len(valid))
-            probs = _probabilities(logits, lse, at, owner, len(valid))
-            here = (probs > 0).any(2)[:, 0, 0].sum(-1, dtype=jnp.int32)
-            return carry + jnp.where(owned(owner, valid, len(lse)), here, 0).sum(1, dtype=jnp.int32)
-
-        return self.over_pages(layer, count, jnp.zeros(len(lse), jnp.int32))
 
     def with_scores(self, layer: int, out: Array) -> tuple[Paged, Array]:
         """Attention as it is: all layers' scores lie in one pool, which passes from one to the next."""
@@ -317,27 +280,12 @@ class Paged(struct.PyTreeNode):
 
     def fold(self, rules: Rules, layer: int, asks: PyTree, answers: PageAnswers, new: New) -> Paged:
         """After the score has heard what it asked for, a block of pages at a time."""
-        leaves, tree = questions(asks)
 
         def look(score: PyTree, at: Array, valid: Array) -> PyTree:
-            view, seen, owner = self.replace(slots=self.slots.replace(score=score))._view(layer, new, at, len(valid))
-            probs = _probabilities(answers.logits, answers.lse, at, owner, len(valid))
-
-            def told(ask: Any, total: Any) -> Any:
-                if isinstance(ask, Probs):
-                    assert answers.visible is not None
-                    return Seen(probs, seen.position, answers.visible[owner][:, None, None])
-                ask = _of_pages(ask, owner, new)
-                shares = probs
-                if total is not None:
-                    shares = evidence.tempered(ask, probs, view.position, seen)
-                    shares = evidence.normalised(shares, total[owner][:, None, :, None, None])
-                return evidence.summed(ask, shares)
-
-            heard = tree.unflatten(told(ask, total) for ask, total in zip(leaves, answers.totals, strict=True))
-            after = rules.fold(heard, view, seen)
+            view, seen, owner = self.replace(slots=self.slots.replace(score=score)).view(layer, new, at, len(valid))
+            after = rules.fold(of_pages(asks, answers, view, seen, at, owner, new), view, seen)
             here = valid & seen.valid[:, 0]
-            return jax.tree.map(lambda room, leaf: _write(room, leaf[:, 0], at, here), score, after)
+            return jax.tree.map(lambda room, leaf: write_pages(room, leaf[:, 0], at, here), score, after)
 
         score = self.over_pages(layer, look, self.slots.score)
         return self.replace(slots=self.slots.replace(score=score))
@@ -476,17 +424,17 @@ class Paged(struct.PyTreeNode):
 
         return jax.lax.fori_loop(0, (end - start + size - 1) // size, look_at, carry)
 
-    def _view(self, layer: int, new: New, at: Array | int, count: int) -> tuple[View, New, Int[Array, " p"]]:
+    def view(self, layer: int, new: New, at: Array | int, count: int) -> tuple[View, New, Int[Array, " p"]]:
         """A block of pages as a part sees it: a layer with a page in each row and one head."""
         heads = new.k.shape[1]
-        owner = _cut(self.owner, at, count)
+        owner = jax.lax.dynamic_slice_in_dim(self.owner, at, count)
         row = owner // heads
 
         def of_head(leaf: Array) -> Array:
             return leaf.reshape(-1, *leaf.shape[2:])[owner][:, None]
 
         def of_page(leaf: Array) -> Array:
-            return _cut(leaf, at, count)[:, None]
+            return jax.lax.dynamic_slice_in_dim(leaf, at, count)[:, None]
 
         view = View(
             limit=of_head(self.limit[layer]),
@@ -516,133 +464,12 @@ class Taken(NamedTuple):
         """The pairs, as a residual takes them; none where they have not been read."""
         if self.kv is None:
             return slots.nothing_evicted(new)
-        pair = rules.codec.restore(config, self.kv, self.left[..., None], state.codec, new.k.dtype)
-        remembered = slots.remembered_positions(self.left, new)
-        return Evicted(pair.k, pair.v, remembered[..., None], new.layer, new.kernels)
+        return evicted_pairs(rules, config, state, new, self.kv, self.left)
 
 
-class PageAnswers(NamedTuple):
-    """What the answers of a step on pages are made of, page by page."""
-
-    logits: Float[Array, "P_or_more g s"]
-    lse: Float[Array, "o g"]
-    totals: tuple[Any, ...]
-    """For each question the sum of its own softmax's numerators [o g], or None."""
-    visible: Int[Array, " o"] | None
-    """How many keys each head's query saw, where that was asked for."""
-
-
-class Selected(struct.PyTreeNode):
-    """A layer's prompt and what of it is going to stay."""
-
-    view: View
-    """All of the prompt; `limit` is what each head calls for."""
-    order: Int[Array, "b h c"]
-    """Slots from the most to the least important one."""
-    count: Int[Array, "b h"]
-    """How many of them stay."""
-
-
-def select(rules: Rules, config: LayerConfig, view: View, new: New) -> tuple[Selected, Bool[Array, "b h c"]]:
-    """Decide what stays of a prompt, head by head, before there is a place for it.
-
-    Returns:
-        The decision, and which slots leave.
-    """
-    order, count = slots.chosen(rules, view, new)
-    leaving = view.live & (jnp.argsort(order, axis=-1) >= count[..., None])
-    if rules.ends:
-        # A head gets one more token at a time: what it could never fill is not set aside.
-        view = view.replace(limit=jnp.minimum(view.limit, count + (new.end - new.read)[:, None]))
-    if rules.codec.ordered:
-        # Those behind a token that leaves move up.
-        staying = view.replace(position=jnp.where(leaving, -1, view.position))
-        after = rules.codec.settle(staying, new)
-        view = after.replace(position=view.position)
-    return Selected(view, order, count), leaving
-
-
-def pack(
-    selected: tuple[Selected, ...],
-    owner: Int[Array, " P"],
-    first: Int[Array, " P"],
-    start: Int[Array, " layers_and_1"],
-    *,
-    page_size: int,
-    most: int,
-    devices: tuple[int, int] = (1, 1),
-) -> Paged:
-    """The pool that holds what was selected.
-
-    Args:
-        selected: for each layer.
-        owner: from `table`, as the next three; where several devices have pools, one's part of it.
-        first: which of its head's slots a page begins with.
-        start: the first page of each layer.
-        page_size: slots in a page.
-        most: slots that no head exceeds.
-        devices: as for `table`.
-    """
-
-    def room(leaf: Array) -> Array:
-        return jnp.zeros((len(owner), page_size, *leaf.shape[3:]), leaf.dtype)
-
-    example = selected[0].view
-    pool = Paged(
-        kv=jax.tree.map(room, example.kv),
-        position=room(example.position) - 1,
-        slots=jax.tree.map(room, example.slots),
-        owner=owner,
-        first=first,
-        start=start,
-        state=tuple(layer.view.state for layer in selected),
-        limit=tuple(layer.view.limit for layer in selected),
-        most=most,
-        devices=devices,
-    )
-    for index, layer in enumerate(selected):
-
-        def move(pool: Paged, at: Array, valid: Array, layer: Selected = layer) -> Paged:
-            tokens = layer.order.shape[-1]
-            order, count = layer.order.reshape(-1, tokens), layer.count.reshape(-1)
-            owner = _cut(pool.owner, at, len(valid))
-            slot = _cut(pool.first, at, len(valid))[:, None] + jnp.arange(page_size)
-            real = slot < count[owner][:, None]
-            source = order[owner[:, None], jnp.minimum(slot, tokens - 1)] + (owner * tokens)[:, None]
-
-            def fetch(leaf: Array) -> Array:
-                return leaf.reshape(-1, *leaf.shape[3:])[source]
-
-            view = layer.view
-            moved = jax.tree.map(fetch, (view.kv, view.position, view.slots))
-            moved = moved[0], jnp.where(real, moved[1], -1), moved[2]
-            held = pool.kv, pool.position, pool.slots
-            kv, position, slots = jax.tree.map(lambda room, value: _write(room, value, at, valid), held, moved)
-            return pool.replace(kv=kv, position=position, slots=slots)
-
-        pool = pool.over_pages(index, move, pool, PAGE_BLOCK)
-    return pool
-
-
-def _cut(leaf: Array, at: Array | int, count: int) -> Array:
-    return jax.lax.dynamic_slice_in_dim(leaf, at, count)
-
-
-def _write(room: Array, value: Array, at: Array, valid: Bool[Array, " p"]) -> Array:
+def write_pages(room: Array, value: Array, at: Array, valid: Bool[Array, " p"]) -> Array:
+    """What all pages hold, with a block's in place of it from page `at` on where `valid`."""
     mask = valid.reshape(-1, *(1,) * (room.ndim - 1))
-    return jax.lax.dynamic_update_slice_in_dim(room, jnp.where(mask, value, _cut(room, at, len(valid))), at, 0)
-
-
-def _probabilities(logits: Array, lse: Array, at: Array, owner: Array, count: int) -> Float[Array, "p 1 g 1 s"]:
-    return jnp.exp(_cut(logits, at, count) - lse[owner][..., None])[:, None, :, None]
-
-
-def _of_pages(ask: Sums, owner: Int[Array, " p"], new: New) -> Sums:
-    """A question about rows and heads as one about pages."""
-    rows, heads = new.k.shape[:2]
-    tau = ask.tau if isinstance(ask.tau, float) else ask.tau[owner // heads]
-    weights = ask.weights
-    if weights is not None:
-        whole = jnp.broadcast_to(weights, (rows, heads, new.position.shape[1]))
-        weights = whole.reshape(-1, 1, whole.shape[-1])[owner]
-    return ask.replace(tau=tau, weights=weights)
+    return jax.lax.dynamic_update_slice_in_dim(
+        room, jnp.where(mask, value, jax.lax.dynamic_slice_in_dim(room, at, len(valid))), at, 0
+    )

@@ -13,9 +13,10 @@ from jax.sharding import Mesh, PartitionSpec
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int, Key
 
-from kvjax.cache import paged
+from kvjax.cache import packing
 from kvjax.cache.dense import Dense
 from kvjax.cache.page_table import page_slots, table
+from kvjax.cache.paged import Paged
 from kvjax.engine.decode import settle_step
 from kvjax.engine.layer import Reading, read_block
 from kvjax.engine.mesh import OF_POOL, OF_ROWS, OF_SELECTED, joined, logits_spec, on_mesh, pool_specs, shared
@@ -118,7 +119,7 @@ def prefill(
     return state, logits
 
 
-def _on_pages(selected: tuple[paged.Selected, ...], page_size: int, mesh: Mesh | None) -> paged.Paged:
+def _on_pages(selected: tuple[packing.Selected, ...], page_size: int, mesh: Mesh | None) -> Paged:
     # Sizes are read on the host, then one program moves the tokens.
     limits = np.stack([on_host(layer.view.limit) for layer in selected])
     devices = (1, 1) if mesh is None else (mesh.shape[ROWS], mesh.shape[HEADS])
@@ -127,10 +128,10 @@ def _on_pages(selected: tuple[paged.Selected, ...], page_size: int, mesh: Mesh |
 
 
 @functools.partial(jax.jit, static_argnames=("page_size", "most", "devices", "mesh"))
-def _pack(selected: tuple[paged.Selected, ...], *tables: Array, mesh: Mesh | None, **sizes: Any) -> paged.Paged:
+def _pack(selected: tuple[packing.Selected, ...], *tables: Array, mesh: Mesh | None, **sizes: Any) -> Paged:
     given = (OF_SELECTED,) * len(selected), *(OF_POOL,) * 3
     made = pool_specs(len(selected), sizes["most"], sizes["devices"])
-    return on_mesh(functools.partial(paged.pack, **sizes), mesh, given, made)(selected, *tables)
+    return on_mesh(functools.partial(packing.pack, **sizes), mesh, given, made)(selected, *tables)
 
 
 def lower_prefill(

@@ -15,7 +15,8 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 from kvjax.asks import is_ask, of_all_layers, questions
 from kvjax.cache import slots
 from kvjax.cache.dense import Dense
-from kvjax.cache.paged import Paged, Selected, select
+from kvjax.cache.packing import Selected, select
+from kvjax.cache.paged import Paged
 from kvjax.cache.slots import Attended
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import LayerWeights, Weights, block, embed

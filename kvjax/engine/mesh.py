@@ -10,7 +10,8 @@ import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from kvjax.cache.dense import Dense
-from kvjax.cache.paged import Paged, Selected
+from kvjax.cache.packing import Selected
+from kvjax.cache.paged import Paged
 from kvjax.models.config import ModelConfig
 from kvjax.models.sharding import on_device
 from kvjax.policies.policy import Policy

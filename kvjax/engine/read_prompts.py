@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int, Key, UInt32
 
 from kvjax.cache.dense import Dense, empty
-from kvjax.cache.paged import Selected
+from kvjax.cache.packing import Selected
 from kvjax.engine.layer import Reading, layers_alike, read_block, read_layers, read_token
 from kvjax.engine.mesh import (
     OF_HEADS,

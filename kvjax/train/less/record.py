@@ -9,8 +9,9 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float, Int
 
-from kvjax.cache import evidence
+from kvjax.cache.answers import answered
 from kvjax.cache.dense import Dense, empty
+from kvjax.cache.recomputed import whole, with_again, without_again
 from kvjax.engine.layer import Pending, Reading, exchange, heard, over_layers, share
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Weights, block, embed
@@ -216,12 +217,12 @@ def replay(
     given = policy.codec.operands(config, view, new)
     seen = view.position if given.sinks is None else given.sinks.seen(view.position)
     query_place, key_place = (new.position[:, None], seen) if given.places is None else given.places
-    keys = evidence.whole(given.k, given.q.dtype)
+    keys = whole(given.k, given.q.dtype)
     others = None if given.sinks is None else products_of_sinks(given.sinks, keys, view.position, "cpu")
     partial, probs = attend(
         given.q,
         keys,
-        evidence.whole(given.v, given.q.dtype),
+        whole(given.v, given.q.dtype),
         config.spec.mask(new.position, view.position),
         config.spec,
         config.spec.bias(query_place, key_place),
@@ -233,9 +234,9 @@ def replay(
     if remembered is not None:
         partial = merge(partial, share_of_evicted(remembered))
     asks = policy.score.asks(view, new)
-    answers = evidence.answered(evidence.without_again(asks), probs, view.position, new)
+    answers = answered(without_again(asks), probs, view.position, new)
     earlier = functools.partial(policy.codec.earlier, config, view, given, new)
-    told = Pending(asks, evidence.with_again(asks, answers, config, given, view, earlier), new)
+    told = Pending(asks, with_again(asks, answers, config, given, view, earlier), new)
     return storage, told, Replayed(evicted.k, evicted.v, left, partial, probs)
 
 
