@@ -10,14 +10,13 @@ import dataclasses
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import pytest
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call as interpreter
 from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 from jax.sharding import AbstractDevice, AbstractMesh
 
 from pallas_kernels.common import Unsupported
-from pallas_kernels.decode_attention import Gumbel, decode_attention, mosaic
+from pallas_kernels.decode_attention import decode_attention, mosaic
 from pallas_kernels.gpus import GPUS
 from pallas_kernels.programs import programs
 from tests.kernel_cases.decode_attention import arguments, case
@@ -37,6 +36,8 @@ RAGGED = dataclasses.replace(POISONED, out_of_bounds_reads="uninitialized", unin
         (case(1, 1, 1, 192, 256, dtype="bfloat16", features=4, live="full"), 1),
         (case(1, 1, 9, 64, 192, e=64, dtype="bfloat16", scores="each", live="one"), 1),
         (case(1, 1, 2, 64, 64, dtype="bfloat16", scores="sum", live="none"), 1),
+        (case(1, 2, 3, 72, 64, dtype="bfloat16", scores="gumbel"), 1),
+        (case(1, 1, 4, 64, 64, dtype="bfloat16", scores="gaussian", alibi=True), 1),
     ],
     ids=str,
 )
@@ -74,13 +75,6 @@ def test_interpret_needs_no_parameters():
 def test_what_it_lacks_is_refused(some: Case, reason: str):
     with pytest.raises(Unsupported, match=reason):
         decode_attention(**arguments(some), implementation="mosaic", interpret=True)
-
-
-def test_noise_is_refused():
-    noise = Gumbel(jnp.zeros(1, jnp.uint32), jnp.ones(1))
-    some = arguments(case(1, 1, 2, 64, 64, dtype="bfloat16"))
-    with pytest.raises(Unsupported, match="it has neither noise nor temperature"):
-        decode_attention(**some, scores=noise, implementation="mosaic", interpret=True)
 
 
 def test_an_older_jax_is_refused(monkeypatch):

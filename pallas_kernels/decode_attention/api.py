@@ -60,9 +60,9 @@ def decode_attention(
             takes d and e that are multiples of 8 up to 256 on TPU (of 16 with four bits); on GPU powers of two from 16
             to 256 (from 32 with four bits), and less than 2^31 numbers in k and in v. `triton` is for GPU, needs
             jax-triton, and takes any d and e up to 256, but neither gaussian noise nor codes of four bits. `mosaic` is
-            for Hopper, and takes queries and arrays of bfloat16, d and e that are multiples of 64 up to 256, c that is
-            one of 8, and no `Gumbel`. All compile for their chips and have run in interpreters, none on a chip; what
-            `auto` is says `pallas_kernels.common.choose`.
+            for Hopper, and takes queries and arrays of bfloat16, d and e that are multiples of 64 up to 256, and c that
+            is one of 8. All compile for their chips and have run in interpreters, none on a chip; what `auto` is says
+            `pallas_kernels.common.choose`.
         interpret: `True`, or `pltpu.InterpretParams()`, to run `pallas` without an accelerator; `True`, or the
             parameters of jax's interpreter for Mosaic GPU, to run `mosaic`.
         platform: for which the program is compiled; None for that of `jax.default_backend()`.
@@ -184,7 +184,6 @@ def mosaic_limit(
         (q.dtype == jnp.bfloat16, f"q, k, v are of {q.dtype}, and it multiplies bfloat16 alone"),
         *((x % 64 == 0 and x <= 256, f"{name}={x} is not a multiple of 64 up to 256") for name, x in widths),
         (c % 8 == 0, f"c={c} slots are not a multiple of 8"),
-        (not isinstance(scores, Gumbel), "it has neither noise nor temperature"),
         _one_query(sinks, scores),
     )
 

@@ -2,7 +2,8 @@
 
 A block of threads has one split of a head's slots. One of its warp groups has the copy engine (TMA) fill a ring in
 shared memory, the other multiplies there on tensor cores (WGMMA). Their products have 64 rows at least, so that slots
-and channels are rows and the few queries are columns: logits are K q^T, results V^T p. XLA merges the splits.
+and channels are rows and the few queries are columns: logits are K q^T, results V^T p. XLA merges the splits, and
+adds noise to probabilities.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from pallas_kernels import common
 from pallas_kernels.attention import AttentionSpec, Partial, merge, share_of_evicted
 from pallas_kernels.decode_attention.kernel_parts import LOWEST, seen
 from pallas_kernels.decode_attention.partials import PROGRAMS, ROWS, merged
-from pallas_kernels.decode_attention.types import Decoded, LowRank
+from pallas_kernels.decode_attention.reference import increments
+from pallas_kernels.decode_attention.types import Decoded, Gumbel, LowRank
 
 BLOCK = 64
 """Slots of one step: the rows of a product."""
@@ -40,7 +42,7 @@ def decode_attention(
     spec: AttentionSpec,
     *,
     low_rank: LowRank | None,
-    scores: str | None,
+    scores: str | Gumbel | None,
     interpret: Any,
 ) -> Decoded:
     """See `api.decode_attention`."""
@@ -106,7 +108,12 @@ def decode_attention(
     if "logits" in found:
         logits = found["logits"].reshape(b, h, blocks * BLOCK, columns)
         found["logits"] = logits[:, :, :c, :g].swapaxes(2, 3)
-    decoded = merged(found, g, splits, scores)
+    if isinstance(scores, Gumbel):
+        decoded = merged(found, g, splits, "each")
+        assert decoded.scores is not None
+        decoded = decoded._replace(scores=increments(decoded.scores, position, scores))
+    else:
+        decoded = merged(found, g, splits, scores)
     if low_rank is None:
         return decoded
     token = low_rank._replace(features=low_rank.features[:, :, :, None])
