@@ -72,7 +72,7 @@ def compile_for(chip: str, program: Program, implementation: str) -> dict[str, A
             traced = program.jit(implementation, "gpu").trace(**jax.tree.map(placed, program.shapes))
             lowered = traced.lower(lowering_platforms=("cuda",))
             compiled = lowered.compile(compiler_options={"xla_dump_to": dump})
-        kernels = [*_of_xla(Path(dump)), *_of_triton(lowered), *_of_mosaic(of_mosaic)]
+        kernels = [*_of_xla(Path(dump)), *_of_triton(lowered), *_of_mosaic(lowered, of_mosaic)]
         resources = [_assembled(kernel) for kernel in kernels]
     seconds = time.perf_counter() - began
     memory = compiled.memory_analysis()
@@ -150,7 +150,24 @@ def _mosaic_dumps(folder: Path) -> Generator[Path]:
             os.environ[DUMP_MOSAIC] = before
 
 
-def _of_mosaic(dump: Path) -> Iterator[_Kernel]:
+_MOSAIC_KERNELS: dict[bytes, _Kernel] = {}
+"""By the hash that Mosaic GPU itself knows a kernel by, which it compiles once in the life of a process."""
+
+
+def _of_mosaic(lowered: jax.stages.Lowered, dump: Path) -> Iterator[_Kernel]:
+    module = lowered.compiler_ir("stablehlo")
+    assert module is not None
+    calls = [call["mhlo.backend_config"] for call in _custom_calls(module.operation, "mosaic_gpu_v2")]
+    hashes = {call["kernel_hash"].value_bytes for call in calls}
+    new = hashes - set(_MOSAIC_KERNELS)
+    assert len(new) < 2, "which of several new kernels a dump is of, nothing says"
+    for kernel in _dumped(dump):
+        _MOSAIC_KERNELS[new.pop()] = kernel
+    for each in hashes:
+        yield _MOSAIC_KERNELS[each]
+
+
+def _dumped(dump: Path) -> Iterator[_Kernel]:
     # Shared memory stands in the launch, among what its compiler's passes made of the module.
     for file in dump.glob("*.ptx"):
         ptx = file.read_text()
@@ -167,21 +184,22 @@ def _of_triton(lowered: jax.stages.Lowered) -> Iterator[_Kernel]:
     # jax-triton compiles to PTX when it lowers, and hands that over in a message (jaxlib/gpu/triton.proto).
     module = lowered.compiler_ir("stablehlo")
     assert module is not None
-    for message in _messages(module.operation):
-        call = _fields(zlib.decompress(message))
+    for attributes in _custom_calls(module.operation, "triton_kernel_call"):
+        call = _fields(zlib.decompress(attributes["backend_config"].value_bytes))
         kernel = _fields(_fields(call[1])[1])
         name, entry, ptx = (text.decode() for text in (call[4], kernel[1], kernel[4]))
         yield _Kernel(name, entry, ptx, WARP * kernel[2], kernel.get(3, 0), of_triton=True)
 
 
-def _messages(operation: Any) -> Iterator[bytes]:
+def _custom_calls(operation: Any, target: str) -> Iterator[Any]:
+    # The attributes of calls of a target, in an operation and all that it holds.
     attributes = operation.attributes
-    if operation.name == "stablehlo.custom_call" and attributes["call_target_name"].value == "triton_kernel_call":
-        yield attributes["backend_config"].value_bytes
+    if operation.name == "stablehlo.custom_call" and attributes["call_target_name"].value == target:
+        yield attributes
     for region in operation.regions:
         for block in region.blocks:
             for inner in block.operations:
-                yield from _messages(inner.operation)
+                yield from _custom_calls(inner.operation, target)
 
 
 def _fields(message: bytes) -> dict[int, Any]:
