@@ -105,10 +105,8 @@ class Dense(struct.PyTreeNode):
         written = view.replace(position=position, **buffers)
         if rules.codec.ordered:
             written = rules.codec.exchanged(written, new, taken["slots"].codec, left)
-        evicted = (
-            evicted_pairs(rules, config, view.state, new, taken["kv"], left) if pairs else slots.nothing_evicted(new)
-        )
-        return self.replace_layer(layer, written), evicted
+        kv = taken["kv"] if pairs else None
+        return self.replace_layer(layer, written), evicted_pairs(rules, config, view.state, new, kv, left)
 
     def exchange_and_attend(
         self,

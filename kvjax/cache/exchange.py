@@ -95,7 +95,7 @@ def exchange_among(view: View, new: New, victim: slots.Victim, held: tuple[Any, 
 
 
 def evicted_pairs(
-    rules: Rules, config: LayerConfig, state: Parts, new: New, kv: KV, left: Int[Array, "b h"]
+    rules: Rules, config: LayerConfig, state: Parts, new: New, kv: KV | None, left: Int[Array, "b h"]
 ) -> Evicted:
     """What has left for a token per row, as a residual takes it: not rounded to 16 bits on the way.
 
@@ -104,9 +104,11 @@ def evicted_pairs(
         config: of the layer.
         state: what the parts remember of its heads.
         new: the token.
-        kv: what its slot held, leaves [b h ...].
+        kv: what its slot held, leaves [b h ...]; None where nobody asked, and nothing is told.
         left: the position of that, -1 where the slot was empty.
     """
+    if kv is None:
+        return slots.nothing_evicted(new)
     stored = jax.tree.map(lambda leaf: leaf[:, :, None], kv)
     pair = rules.codec.restore(config, stored, left[..., None], state.codec, wide(new.k.dtype))
     remembered = slots.remembered_positions(left, new)

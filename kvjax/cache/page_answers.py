@@ -67,7 +67,7 @@ def of_pages(
         if isinstance(ask, Probs):
             assert answers.visible is not None
             return Seen(probs, seen.position, answers.visible[owner][:, None, None])
-        ask = _of_pages(ask, owner, new)
+        ask = _question_of_pages(ask, owner, new)
         shares = probs
         if total is not None:
             shares = tempered(ask, probs, view.position, seen)
@@ -92,7 +92,7 @@ def _totals(pool: Paged, layer: int, new: New, asks: PyTree, logits: Array, lse:
         def more(total: Any, ask: Any) -> Any:
             if total is None:
                 return None
-            shares = tempered(_of_pages(ask, owner, new), probs, view.position, seen)[:, 0, :, 0].sum(-1)
+            shares = tempered(_question_of_pages(ask, owner, new), probs, view.position, seen)[:, 0, :, 0].sum(-1)
             # Other layers' pages hold other layers' logits.
             return total + jnp.einsum("op,pg->og", members, jnp.where(valid[:, None], shares, 0.0))
 
@@ -116,7 +116,7 @@ def _probabilities(logits: Array, lse: Array, at: Array, owner: Array, count: in
     return jnp.exp(jax.lax.dynamic_slice_in_dim(logits, at, count) - lse[owner][..., None])[:, None, :, None]
 
 
-def _of_pages(ask: Sums, owner: Int[Array, " p"], new: New) -> Sums:
+def _question_of_pages(ask: Sums, owner: Int[Array, " p"], new: New) -> Sums:
     """A question about rows and heads as one about pages."""
     rows, heads = new.k.shape[:2]
     tau = ask.tau if isinstance(ask.tau, float) else ask.tau[owner // heads]

@@ -97,7 +97,7 @@ class Paged(struct.PyTreeNode):
         pool = pool._write_slots(after_reading(slot, taken._asdict()), added)
         if taken.place is not None:
             pool = pool._requeued(rules, layer, new, taken)
-        return pool, taken.evicted(rules, config, state, new)
+        return pool, evicted_pairs(rules, config, state, new, taken.kv, taken.left)
 
     def exchange_and_attend(
         self,
@@ -140,7 +140,7 @@ class Paged(struct.PyTreeNode):
             pool, slot = whole(*carry[0]), leaving(carry[1])
             taken, known = pool._taken(slot, absorb is not None), pool.state[layer]
             if absorb is not None:
-                evicted = taken.evicted(rules, config, known, new)
+                evicted = evicted_pairs(rules, config, known, new, taken.kv, taken.left)
                 pool = pool.put_state(layer, residual=absorb(known.residual, evicted))
             pool = pool._write_slots(slot, {"position": jnp.full_like(slot, -1)})
             if taken.place is not None:
@@ -455,16 +455,11 @@ class Taken(NamedTuple):
     """What lies in one slot of each head."""
 
     kv: KV | None
+    """None where nobody asked."""
     left: Int[Array, "b h"]
     """Position; -1 where there is none."""
     place: Int[Array, "b h"] | None
     """In the queue, where slots know their order."""
-
-    def evicted(self, rules: Rules, config: LayerConfig, state: Parts, new: New) -> Evicted:
-        """The pairs, as a residual takes them; none where they have not been read."""
-        if self.kv is None:
-            return slots.nothing_evicted(new)
-        return evicted_pairs(rules, config, state, new, self.kv, self.left)
 
 
 def write_pages(room: Array, value: Array, at: Array, valid: Bool[Array, " p"]) -> Array:

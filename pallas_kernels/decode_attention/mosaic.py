@@ -108,12 +108,10 @@ def decode_attention(
     if "logits" in found:
         logits = found["logits"].reshape(b, h, blocks * BLOCK, columns)
         found["logits"] = logits[:, :, :c, :g].swapaxes(2, 3)
+    decoded = merged(found, g, splits, "each" if isinstance(scores, Gumbel) else scores)
     if isinstance(scores, Gumbel):
-        decoded = merged(found, g, splits, "each")
         assert decoded.scores is not None
         decoded = decoded._replace(scores=increments(decoded.scores, position, scores))
-    else:
-        decoded = merged(found, g, splits, scores)
     if low_rank is None:
         return decoded
     token = low_rank._replace(features=low_rank.features[:, :, :, None])
