@@ -62,6 +62,13 @@ def slow(session: nox.Session) -> None:
 
 
 @nox.session(venv_backend="none")
+def fuzz(session: nox.Session) -> None:
+    """Draw configurations and check kvjax's promises against each other (hours; KVJAX_FUZZ_EXAMPLES=40 a promise)."""
+    words = ("-m", "slow", "--hypothesis-profile", "fuzz", "--hypothesis-show-statistics", *session.posargs)
+    run(session, "pytest", "tests/test_fuzz.py", "tests/test_fuzz_texts.py", *words, JAX_NUM_CPU_DEVICES="8")
+
+
+@nox.session(venv_backend="none")
 def docs(session: nox.Session) -> None:
     """The site in docs/_build/html, without a warning (a minute; it takes the extra `docs`)."""
     run(session, "sphinx-build", "-W", "--keep-going", "docs", "docs/_build/html", *session.posargs)

@@ -20,6 +20,9 @@ from tests.compiling import compile_fast
 # Compiling dominates an example's time, hence few examples and no deadline.
 hypothesis.settings.register_profile("local", deadline=None, max_examples=8)
 hypothesis.settings.register_profile("ci", deadline=None, max_examples=8, derandomize=True, database=None)
+# Of `nox -s fuzz`: examples that differ each time, kept for the next run where they fail.
+EXAMPLES = int(os.environ.get("KVJAX_FUZZ_EXAMPLES", "40"))
+hypothesis.settings.register_profile("fuzz", deadline=None, max_examples=EXAMPLES, print_blob=True)
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
 
 
