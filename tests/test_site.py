@@ -76,6 +76,10 @@ def browser() -> Iterator[Any]:
         made.close()
 
 
+CUT = "[...document.querySelectorAll('pre')].filter(e => e.scrollWidth > e.clientWidth + 1).map(e => e.textContent)"
+"""Code that goes on beyond the edge of its block."""
+
+
 def look_at(browser: Any, address: str, names: list[str], folder: Path) -> dict[str, Any]:
     """What is wrong with pages at each width; screenshots go to a folder."""
     wrong: dict[str, Any] = {}
@@ -90,8 +94,9 @@ def look_at(browser: Any, address: str, names: list[str], folder: Path) -> dict[
             page.goto(f"{address}/{name}", wait_until="load")
             beyond = page.evaluate("document.documentElement.scrollWidth") - width
             unseen = page.evaluate("[...document.images].filter(i => !i.complete || !i.naturalWidth).map(i => i.src)")
-            if beyond > 0 or faults or unseen:
-                wrong[f"{device}: {name}"] = (beyond, list(faults), unseen)
+            cut = page.evaluate(CUT)
+            if beyond > 0 or faults or unseen or cut:
+                wrong[f"{device}: {name}"] = (beyond, list(faults), unseen, cut)
             page.screenshot(path=folder / f"{device}_{name.replace('/', '_').removesuffix('.html')}.png")
         page.close()
     return wrong
