@@ -21,11 +21,12 @@ from kvjax.evaluate.fidelity import hellinger
 from kvjax.evaluate.lowrank_oracle import Split
 from kvjax.evaluate.perplexity import begin
 from kvjax.evaluate.reports import weights
-from kvjax.evaluate.reports.claims import Claim, paired, table
+from kvjax.evaluate.reports.claims import Claim, table
 from kvjax.evaluate.reports.figures import Point, new_figure, plot_quality, save_figure
 from kvjax.evaluate.reports.less.shelf import even_slots, open_shelf
 from kvjax.evaluate.runs import describe
 from kvjax.evaluate.store import Store
+from kvjax.evaluate.summary import paired
 from kvjax.evaluate.texts import passages
 from kvjax.policies.residuals import checkpoint
 from kvjax.policies.residuals.less import LowRankMemory
@@ -293,7 +294,9 @@ def test_less_report_is_written_and_resumes(saved: Path, tmp_path: Path, capsys:
     words += ["--budgets", "0.012", "--checkpoints", f"kernels={copied(saved, tmp_path / 'kernels', budget=12)}"]
     assert evaluate.main([*words, "--only", "performer"]) == 0
     first = capsys.readouterr().err.splitlines()
-    assert first == [f"perplexity: {name}, 12 slots" for name in ("h2o", "h2o performer", "less kernels on h2o")]
+    measured_names = [f"perplexity: {name}, 12 slots" for name in ("h2o", "h2o performer", "less kernels on h2o")]
+    assert [line.rpartition(": ")[0] for line in first] == measured_names
+    assert all("nats per token, cache" in line for line in first)
     written = (tmp_path / "out" / "less.md").read_text()
     assert "performer" in written and "| not measured |" not in written and "**not measured**" in written
     measured = json.loads((tmp_path / "out" / "less" / "measurements.json").read_text())

@@ -85,6 +85,45 @@ def test_a_grid_goes_on_where_it_was_cut(tmp_path: Path, capsys: pytest.CaptureF
     assert rows[0]["cases"] == len(rows[0]["of_cases"]) == 2
 
 
+MINE = """
+import flax
+import kvjax
+
+
+@flax.struct.dataclass
+class Mine(kvjax.Score):
+    def score(self, view, new):
+        return {sign}view.position.astype("float32")
+"""
+
+
+def test_results_are_told_as_they_come_and_beside_each_other(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text, out, mine = tmp_path / "words.txt", tmp_path / "out", tmp_path / "mine.py"
+    text.write_text(WORDS)
+    mine.write_text(MINE.format(sign=""))
+    words = ["compare", "--text", str(text), "--rows", "2", "--lengths", "32", "--budgets", "8", "--out", str(out)]
+    words += ["--policies", f"{mine}:Mine,h2o,lightkv[context_limit=3]"]
+    assert command.main(words) == 0
+    found = capsys.readouterr()
+    rows = {task: Rows(out / f"{task}.jsonl").rows for task in ("perplexity", "fidelity")}
+    full, h2o = (next(row for row in rows["perplexity"] if row["policy"] == name) for name in ("full", "h2o"))
+    change = f"{h2o['perplexity']:.4g} ({h2o['perplexity'] / full['perplexity'] - 1:+.1%})"
+    (line,) = (line for line in found.err.splitlines() if "h2o at 8: perplexity" in line)
+    assert line.startswith("[3/4") and change in line and f"{h2o['cache_bytes'] / h2o['full_cache_bytes']:.0%}" in line
+    assert "lightkv[context_limit=3] at 8: left out: " in found.err
+    (shown,) = (line for line in found.out.splitlines() if line.startswith("h2o"))
+    agreement = next(row["agreement"] for row in rows["fidelity"] if row["policy"] == "h2o")
+    assert change in shown and f"{agreement:.4g} ({agreement - 1:+.3f})" in shown
+    assert any(line.startswith(f"{mine}:Mine") for line in found.out.splitlines())
+    # What has been measured is found again, but for a policy whose file has changed.
+    mine.write_text(MINE.format(sign="-"))
+    assert command.main(words) == 0
+    again = Rows(out / "perplexity.jsonl").rows
+    assert [row["policy"] for row in again[len(rows["perplexity"]) :]] == [f"{mine}:Mine"]
+
+
 def test_questions_are_asked_after_the_context_was_compressed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -76,3 +76,11 @@ def _queries_and_keys(model: Model) -> tuple[list[np.ndarray], list[np.ndarray]]
 def test_refuses_scores_of_all_layers_together(model: Model) -> None:
     with pytest.raises(ValueError, match="all layers together"):
         ordering(model, kvjax.policy("keyformer", shared=True), TOKENS)
+
+
+@pytest.mark.parametrize("name", ["snapkv", "pyramidkv", "streaming"])
+def test_scores_that_ask_nothing_of_a_written_token_stay_as_they_are(name: str, model: Model) -> None:
+    policy = kvjax.policy(name, recent=4)
+    found = ordering(model, policy, TOKENS)
+    assert found.loss_ratio.shape == (len(TOKENS), GQA.layers, GQA.kv_heads)
+    assert np.isfinite(found.loss_ratio).all()

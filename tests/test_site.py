@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import html
 import http.server
+import importlib
 import importlib.util
 import os
 import re
@@ -76,6 +77,10 @@ def browser() -> Iterator[Any]:
         made.close()
 
 
+CUT = "[...document.querySelectorAll('pre')].filter(e => e.scrollWidth > e.clientWidth + 1).map(e => e.textContent)"
+"""Code that goes on beyond the edge of its block."""
+
+
 def look_at(browser: Any, address: str, names: list[str], folder: Path) -> dict[str, Any]:
     """What is wrong with pages at each width; screenshots go to a folder."""
     wrong: dict[str, Any] = {}
@@ -90,8 +95,9 @@ def look_at(browser: Any, address: str, names: list[str], folder: Path) -> dict[
             page.goto(f"{address}/{name}", wait_until="load")
             beyond = page.evaluate("document.documentElement.scrollWidth") - width
             unseen = page.evaluate("[...document.images].filter(i => !i.complete || !i.naturalWidth).map(i => i.src)")
-            if beyond > 0 or faults or unseen:
-                wrong[f"{device}: {name}"] = (beyond, list(faults), unseen)
+            cut = page.evaluate(CUT)
+            if beyond > 0 or faults or unseen or cut:
+                wrong[f"{device}: {name}"] = (beyond, list(faults), unseen, cut)
             page.screenshot(path=folder / f"{device}_{name.replace('/', '_').removesuffix('.html')}.png")
         page.close()
     return wrong
@@ -118,6 +124,19 @@ def test_every_member_has_a_page(site: Path) -> None:
             assert "<math" in text and "When to take it" in text and "From:" in text, name
             assert "Perplexity of SmolLM2 against the bytes" in text, name
             assert not re.search(r"[ˆˉ]</mo>\s*</munderover>", text), name  # the index of an accented letter
+
+
+def test_the_overview_tells_its_curves_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib", reason="figures need matplotlib")
+    monkeypatch.syspath_prepend(str(HERE / "docs" / "_ext"))
+    site_figures = importlib.import_module("site_figures")
+    found = site_figures.rows(HERE / "docs" / "results" / "smollm2")
+    assert {row["policy"] for row in found} > set(site_figures.CHOICES)
+    site_figures.overview(found, "wikitext2_valid", tmp_path / "quality.svg")
+    drawn = (tmp_path / "quality.svg").read_text(encoding="utf-8")
+    colours = re.findall(r"stroke: (#[0-9a-f]{6}); stroke-width: 1.8", drawn)  # each in its curve and in the legend
+    assert len(set(colours)) == len(site_figures.CHOICES) == len(colours) // 2
+    assert (HERE / "docs" / "quality.svg").is_file()
 
 
 def test_public_names_are_in_the_reference(site: Path) -> None:

@@ -63,6 +63,44 @@ SHOWN_BY = {("plan", "uniform"): "h2o", ("codec", "plain"): "h2o", ("selection",
 """The policies that have parts which no row names: defaults, and what another name stands for."""
 
 
+CHOICES = {
+    "streaming": "streaming: sinks and the newest tokens",
+    "snapkv": "snapkv: attention of the prompt's end",
+    "keyformer": "keyformer: Gumbel-softmax scores",
+    "h2o": "h2o: accumulated attention",
+    "less[checkpoint=smollm2_h2o_10]": "less: h2o and a low-rank state",
+    "h2o+int8": "h2o+int8: h2o in 8 bits",
+}
+"""Curves of the overview by what rows call them; the others are grey."""
+
+
+def overview(found: Sequence[Row], text: str, file: Path) -> None:
+    """Draw perplexity against bytes on one text, a few policies in colours of their own among all others.
+
+    Args:
+        found: of `rows`.
+        text: name of the text.
+        file: an SVG.
+    """
+    figure = Figure(figsize=(7.2, 4.2), layout="constrained")
+    axes = figure.subplots()
+    of_text = [row for row in found if row["text"] == text]
+    full = next(row["perplexity"] for row in of_text if row["policy"] == "full")
+    colours = dict(zip(CHOICES, (*CHOSEN, "black"), strict=True))
+    for label, points in _curves(of_text).items():
+        points = sorted(points, key=lambda row: row["cache_bytes"])
+        style: dict[str, Any] = dict(color=GREY, linewidth=0.8, markersize=2, zorder=1)
+        if label in CHOICES:
+            style = dict(color=colours[label], linewidth=1.8, markersize=4.5, zorder=3, label=CHOICES[label])
+        axes.plot(*_of_curve(points), marker="o", **style)
+    axes.axhline(full, color="black", linewidth=1, linestyle=":", label="full cache")
+    _scale(axes, full, 5 * full)
+    axes.set(xlabel="bytes of the cache, share of the full one's", ylabel="perplexity")
+    axes.set_title(f"SmolLM2-135M on {TITLES[text]}; grey: the other policies", fontsize=9)
+    axes.legend(fontsize=8, loc=(0.42, 0.62))
+    _save(figure, file)
+
+
 def _is_of(row: Row, name: str, part: str) -> bool:
     first, *others = members(row["policy"])
     if (part, name) in SHOWN_BY:
@@ -74,16 +112,11 @@ def _is_of(row: Row, name: str, part: str) -> bool:
 
 def _draw(axes: Any, found: Sequence[Row], name: str, part: str) -> None:
     full = next(row["perplexity"] for row in found if row["policy"] == "full")
-    curves: dict[str, list[Row]] = {}
-    for row in found:
-        # What has no budget makes a curve by its settings.
-        label = row["policy"] if row["budget"] != 1 else members(row["policy"])[0]
-        curves.setdefault(label, []).append(row)
     colours, highest = iter(CHOSEN), 5 * full
-    for label, points in curves.items():
+    for label, points in _curves(found).items():
         chosen = _is_of(points[0], name, part)
         points = sorted(points, key=lambda row: row["cache_bytes"])
-        x, y = [[row["cache_bytes"] / row["full_cache_bytes"] for row in points], [row["perplexity"] for row in points]]
+        x, y = _of_curve(points)
         style: dict[str, Any] = dict(color=GREY, linewidth=0.8, markersize=2, zorder=1)
         if chosen and label != "full":
             highest = max(highest, *y)
@@ -92,16 +125,35 @@ def _draw(axes: Any, found: Sequence[Row], name: str, part: str) -> None:
             style |= dict(color="#555555", label="h2o")
         axes.plot(x, y, marker="o", **style)
     axes.axhline(full, color="black", linewidth=1.6 if name == "full" else 0.8, linestyle=":", label="full")
+    _scale(axes, full, min(1.1 * highest, 30 * full))
+    axes.legend(fontsize=7)
+
+
+def _curves(found: Sequence[Row]) -> dict[str, list[Row]]:
+    """Return the rows of each curve: a policy over budgets, or over its settings where it has no budget."""
+    curves: dict[str, list[Row]] = {}
+    for row in found:
+        label = row["policy"] if row["budget"] != 1 else members(row["policy"])[0]
+        curves.setdefault(label, []).append(row)
+    return curves
+
+
+def _of_curve(points: Sequence[Row]) -> tuple[list[float], list[float]]:
+    """Return shares of a full cache's bytes, and perplexities."""
+    shares = [row["cache_bytes"] / row["full_cache_bytes"] for row in points]
+    return shares, [row["perplexity"] for row in points]
+
+
+def _scale(axes: Any, full: float, highest: float) -> None:
+    """Show perplexities from the full cache's to `highest`, both axes logarithmic."""
     axes.set_xscale("log")
     axes.set_yscale("log")
-    highest = min(1.1 * highest, 30 * full)
     axes.set_ylim(0.95 * full, highest)
     axes.set_xticks([0.02, 0.05, 0.1, 0.25, 0.5, 1], ["2%", "5%", "10%", "25%", "50%", "100%"])
     ticks = [round(full * factor) for factor in (1, 1.25, 1.5, 2, 3, 4, 6, 10, 20) if full * factor < highest]
     axes.set_yticks(ticks, [str(tick) for tick in ticks])
     axes.minorticks_off()
     axes.tick_params(labelsize=8)
-    axes.legend(fontsize=7)
 
 
 def _short(label: str) -> str:
@@ -173,3 +225,8 @@ def _save(figure: Figure, file: Path) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     with matplotlib.rc_context({"svg.hashsalt": "kvjax"}), written_aside(file) as aside:
         figure.savefig(aside, format="svg", metadata={"Date": None})
+
+
+if __name__ == "__main__":  # the figure of the README
+    DOCS = Path(__file__).parent.parent
+    overview(rows(DOCS / "results" / "smollm2"), "wikitext2_valid", DOCS / "quality.svg")

@@ -241,7 +241,9 @@ def _unchanged(remembered: PyTree, evicted: Evicted) -> PyTree:
 
 
 def heard(policy: Policy, storage: Any, layer: int, asks: PyTree, answers: Any, new: New) -> Any:
-    """A storage whose layer remembers what the score makes of its answers."""
+    """Return a storage whose layer remembers what the score makes of its answers; the same where it asked nothing."""
+    if not questions(asks)[0]:
+        return storage
     heads = storage.heads(layer)
     with jax.named_scope("scores"):
         advanced = policy.score.advance(heads, new)

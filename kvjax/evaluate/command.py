@@ -16,10 +16,15 @@ from typing import Any
 from kvjax.commands import add_model_options, finish
 from kvjax.compilation import enable_compilation_cache
 from kvjax.evaluate.grid import Rows, entries, fill
-from kvjax.evaluate.texts import check_texts
+from kvjax.evaluate.summary import print_table
+from kvjax.evaluate.tasks import texts
+from kvjax.evaluate.texts import SAMPLE, check_texts
 from kvjax.model import load
 
-POLICIES_HELP = "name+part[setting=value] with commas between them, as h2o,h2o+less+int8,keyformer[noise=none]"
+POLICIES_HELP = (
+    "name+part[setting=value] with commas between them, as h2o,h2o+less+int8,keyformer[noise=none]; FILE.py:NAME is "
+    "your own"
+)
 TASKS = {
     "perplexity": ("kvjax.evaluate.tasks.perplexity", "how surprising text is after a prompt, through real eviction"),
     "fidelity": ("kvjax.evaluate.tasks.fidelity", "how far attention and next tokens are from the full cache's"),
@@ -28,6 +33,9 @@ TASKS = {
     "harness": ("kvjax.evaluate.tasks.harness", "tasks of lm-evaluation-harness, scored through real eviction"),
 }
 """Modules with `add_arguments(parser)`, `check(options)`, `cells(model, options)` and `measure`: see `grid.fill`."""
+COMPARE = ("compare", "policies beside each other, your own among them: perplexity, and agreement with the full cache")
+COMPARED = ("perplexity", "fidelity")
+"""Tasks that `compare` runs."""
 JOINED = ("kvjax.evaluate.reports.joined", "the rows of tasks on one page, as Markdown and as HTML")
 """A module with `add_arguments(parser)` and `run(options)`, which measures nothing."""
 REPORTS = {
@@ -47,13 +55,10 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(prog="kvjax evaluate", description=__doc__, allow_abbrev=False)
     reports = made.add_subparsers(dest="report", required=True, metavar="TASK")
     for name, (module, summary) in TASKS.items():
-        task = reports.add_parser(name, help=summary, description=summary, allow_abbrev=False)
-        add_model_options(task)
-        task.add_argument("--policies", default="streaming,h2o,keyformer", help=POLICIES_HELP)
-        task.add_argument("--budgets", default="0.05,0.1,0.25", help="slots, or fractions of the whole text")
-        task.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-        task.add_argument("--out", type=Path, default=Path("results"), help="directory of rows: TASK.jsonl, TASK.csv")
-        importlib.import_module(module).add_arguments(task)
+        importlib.import_module(module).add_arguments(_add_grid(reports, name, summary))
+    compare = _add_grid(reports, *COMPARE)
+    texts.add_arguments(compare, default=[SAMPLE], rows=4, lengths=[512])
+    compare.set_defaults(masked=None)
     joined = reports.add_parser("report", help=JOINED[1], description=JOINED[1], allow_abbrev=False)
     importlib.import_module(JOINED[0]).add_arguments(joined)
     for name, (module, summary) in REPORTS.items():
@@ -70,6 +75,17 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
+def _add_grid(tasks: Any, name: str, summary: str) -> argparse.ArgumentParser:
+    """Add a task that compares policies at budgets."""
+    task = tasks.add_parser(name, help=summary, description=summary, allow_abbrev=False)
+    add_model_options(task)
+    task.add_argument("--policies", default="streaming,h2o,keyformer", help=POLICIES_HELP)
+    task.add_argument("--budgets", default="0.05,0.1,0.25", help="slots, or fractions of the whole text")
+    task.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    task.add_argument("--out", type=Path, default=Path("results"), help="directory of rows: TASK.jsonl, TASK.csv")
+    return task
+
+
 def main(argv: list[str] | None = None) -> int:
     """The command line; returns its exit code."""
     words = sys.argv[1:] if argv is None else argv
@@ -82,8 +98,8 @@ def main(argv: list[str] | None = None) -> int:
         if options.report == "report":
             check_directory(options.out)
             importlib.import_module(JOINED[0]).run(options)
-        elif options.report in TASKS:
-            measure(importlib.import_module(TASKS[options.report][0]), options)
+        elif options.report in TASKS or options.report == COMPARE[0]:
+            measure([options.report] if options.report in TASKS else COMPARED, options)
         else:
             check(options)
             importlib.import_module(REPORTS[options.report][0]).run(options)
@@ -91,21 +107,27 @@ def main(argv: list[str] | None = None) -> int:
     return finish("evaluate", run, vars(options).get("distributed"))
 
 
-def measure(task: Any, options: argparse.Namespace) -> None:
-    """Fill a task's grid, all of it that is not there.
+def measure(names: Sequence[str], options: argparse.Namespace) -> None:
+    """Fill the grids of some tasks, all of them that is not there, and print a table.
 
     Raises:
-        ValueError: a policy, a budget or an argument of the task is wrong.
+        ValueError: a policy, a budget or an argument of a task is wrong.
     """
+    tasks = {name: importlib.import_module(TASKS[name][0]) for name in names}
     compared = entries(options.policies, options.budgets)
-    task.check(options)
+    for task in tasks.values():
+        task.check(options)
     check_directory(options.out)
-    rows = Rows(options.out / f"{options.report}.jsonl")
+    files = {name: Rows(options.out / f"{name}.jsonl") for name in tasks}
     model = load(options.model, options.dtype, options.revision, options.weights, options.mesh)
-    made = fill(rows, model, compared, task.cells(model, options), functools.partial(task.measure, model, options))
-    for refused in dict.fromkeys(row["refused"] for row in made if "refused" in row):
-        print(f"left out: {refused}", file=sys.stderr)
-    print(f"{rows.file}: {len(made)} rows, made or found, by {options.command}")
+    made: dict[str, list[Any]] = {}
+    cases: dict[str, list[Any]] = {}
+    for name, task in tasks.items():
+        cases[name] = task.cells(model, options)
+        made[name] = fill(files[name], model, compared, cases[name], functools.partial(task.measure, model, options))
+    print_table(made, cases)
+    for name, rows in files.items():
+        print(f"{rows.file}: {len(made[name])} rows, made or found, by {options.command}")
 
 
 def check(options: argparse.Namespace) -> None:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import csv
+import hashlib
 import json
 import re
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvjax import policies
-from kvjax.commands import progress
+from kvjax.commands import Bar
 from kvjax.compilation import drop_programs
 from kvjax.evaluate.runs import describe
 from kvjax.evaluate.store import plain
+from kvjax.evaluate.summary import result_line
 from kvjax.files import append_line, write_text, written_aside
 from kvjax.model import Model
 from kvjax.policies.policy import Policy
@@ -25,6 +26,8 @@ from kvjax.settings import parse_budget, parse_settings
 Cell = dict[str, Any]
 """What a row is of, fit for JSON: rows of one file have cells of the same names."""
 
+DIGESTS = ("passages", "content")
+"""Parts of a cell that identify its text and tell a reader nothing."""
 _PARTS = {"plan": PLANS, "residual": RESIDUALS, "selection": SELECTIONS, "codec": CODECS}
 
 
@@ -37,14 +40,21 @@ class Entry(NamedTuple):
 
     def cell(self, model: Model) -> Cell:
         """What rows say of it, and of the model."""
+        file = re.search(r"(?:^|,|=)([^,=\[\]]+\.py):", self.label)
+        source = {} if file is None else {"source": _digest(Path(file[1]).expanduser())}
         return {
             "model": model.name,
             "fingerprint": fingerprint(model),
             "dtype": str(model.weights.embedding.dtype),
             "policy": self.label,
-            "parts": describe(self.policy),
+            "parts": describe(self.policy) | source,
             "budget": self.budget,
         }
+
+
+def _digest(file: Path) -> str:
+    """Twelve hex digits of a file, whose rows are measured again once it has changed."""
+    return hashlib.sha256(file.read_bytes()).hexdigest()[:12]
 
 
 def combination(text: str) -> Policy:
@@ -146,7 +156,7 @@ Measure = Callable[[Entry, Cell], dict[str, Any]]
 
 
 def fill(rows: Rows, model: Model, compared: Sequence[Entry], cells: Iterable[Cell], measure: Measure) -> list[Any]:
-    """Measure what is not there, with a bar that tells the time left.
+    """Measure what is not there; print each result as it comes, and the time left.
 
     Args:
         rows: where results are kept; they go on where they were cut.
@@ -161,20 +171,28 @@ def fill(rows: Rows, model: Model, compared: Sequence[Entry], cells: Iterable[Ce
     named = [(entry, entry.cell(model)) for entry in compared]
     wanted = [(entry, cell, plain(of_entry | cell)) for cell in cells for entry, of_entry in named]
     made: list[Any] = []
-    with progress("cells", total=len(wanted)) as advance:
+    full: dict[str, Any] | None = None
+    task, before = rows.file.stem, ""
+    with Bar("cells", total=len(wanted)) as bar:
         for entry, cell, whole in wanted:
+            told = {name: value for name, value in cell.items() if value is not None and name not in DIGESTS}
+            said = ", ".join(f"{name} {value}" for name, value in told.items())
+            if said != before:
+                bar.say(f"{task}: {said}")
             row = rows.of(whole)
+            new = row is None
             if row is None:
                 drop_programs()
-                if not sys.stderr.isatty():
-                    said = ", ".join(f"{name} {value}" for name, value in cell.items() if value is not None)
-                    print(f"{entry.label} at {entry.budget:g}: {said}", file=sys.stderr, flush=True)
                 try:
                     found = measure(entry, cell)
                 except ValueError as error:
                     found = {"refused": str(error)}
                 row = rows.add(whole | found)
+            if entry.label == "full":
+                full = row
             made.append(row)
-            advance()
+            bar.advance(new)
+            bar.say(result_line(task, row, full if full is not None and before == said else None))
+            before = said
     rows.write_csv()
     return made

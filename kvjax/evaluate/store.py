@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ class Store:
     Args:
         file: where they are; made with the first measurement.
         redo: measure again whatever is asked for.
-        show: called with a line for each measurement.
+        show: called with a line for each measurement once it is made.
 
     Raises:
         ValueError: the file is there and holds something else.
@@ -53,12 +54,24 @@ class Store:
         found = self.stored(name, settings)
         if found is not None and not (self.redo and name not in self._fresh):
             return found
-        self.show(name)
         drop_programs()
         self._kept[name] = {"settings": plain(settings), "result": plain(make())}
+        self.show(f"{name}: {brief(self._kept[name]['result'])}")
         self._fresh.add(name)
         write_text(self.file, json.dumps(dict(sorted(self._kept.items())), indent=1) + "\n")
         return self._kept[name]["result"]
+
+
+def brief(result: Any) -> str:
+    """Return a measurement in a few words: its number, or the mean of its rows and the bytes of the cache."""
+    if isinstance(result, (int, float)):
+        return f"{result:.4g}"
+    if not isinstance(result, dict) or "rows" not in result:
+        return "done"
+    found = f"{statistics.fmean(result['rows']):.4g} nats per token"
+    if "cache_bytes" in result:
+        found += f", cache {result['cache_bytes'] / result['full_cache_bytes']:.0%} of a full one"
+    return found
 
 
 def plain(value: Any) -> Any:

@@ -6,8 +6,6 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import numpy as np
-
 SHOWS, NOT, UNKNOWN = "shows", "does not show", "not measured"
 
 
@@ -54,10 +52,3 @@ def table(headings: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
 
     lines = [headings, ["---:" if right else "---" for right in numeric], *([cell(v) for v in row] for row in rows)]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
-
-
-def paired(a: Sequence[float], b: Sequence[float]) -> tuple[float, float]:
-    """Mean of a - b over rows, and its standard error: both read the same texts, so that differences count."""
-    difference = np.asarray(a) - np.asarray(b)
-    spread = difference.std(ddof=1) / np.sqrt(len(difference)) if len(difference) > 1 else np.nan
-    return float(difference.mean()), float(spread)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from kvjax.evaluate.grid import Rows
-from kvjax.evaluate.reports.claims import paired, table
+from kvjax.evaluate.reports.claims import table
 from kvjax.evaluate.reports.figures import (
     Point,
     legend_beside,
@@ -23,6 +23,7 @@ from kvjax.evaluate.reports.figures import (
     plot_quality,
     save_figure,
 )
+from kvjax.evaluate.summary import paired
 from kvjax.files import read_text, write_text
 
 Row = dict[str, Any]

@@ -4,18 +4,32 @@ from __future__ import annotations
 
 import argparse
 import functools
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from kvjax.evaluate.grid import Cell
 from kvjax.evaluate.texts import Passages, check_texts, passages
 from kvjax.model import Model
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What tasks that read have in common."""
-    parser.add_argument("--text", nargs="+", type=Path, required=True, metavar="FILE", help="held-out texts")
-    parser.add_argument("--rows", type=int, default=8, help="passages of each text")
-    parser.add_argument("--lengths", type=int, nargs="+", default=[1024], help="tokens of each passage")
+def add_arguments(
+    parser: argparse.ArgumentParser, default: Sequence[Path] = (), rows: int = 8, lengths: Sequence[int] = (1024,)
+) -> None:
+    """Add what tasks that read have in common.
+
+    Args:
+        parser: gets the options.
+        default: texts where none are named; empty where some have to be.
+        rows: passages of each text, by default.
+        lengths: tokens of each passage, by default.
+    """
+    usual: dict[str, Any] = {"default": list(default)} if default else {"required": True}
+    held_out = "held-out texts" + (f" (default: {', '.join(file.name for file in default)})" if default else "")
+    parser.add_argument("--text", nargs="+", type=Path, metavar="FILE", help=held_out, **usual)
+    parser.add_argument("--rows", type=int, default=rows, help=f"passages of each text (default: {rows})")
+    tokens = f"tokens of each passage (default: {', '.join(map(str, lengths))})"
+    parser.add_argument("--lengths", type=int, nargs="+", default=list(lengths), help=tokens)
     parser.add_argument("--prefix", type=float, default=0.5, help="share of a passage that is read as a prompt")
 
 

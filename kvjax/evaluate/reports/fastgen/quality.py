@@ -6,10 +6,11 @@ from typing import Any
 
 from kvjax import policies
 from kvjax.evaluate.recall import recall
-from kvjax.evaluate.reports.claims import Claim, paired, table
+from kvjax.evaluate.reports.claims import Claim, table
 from kvjax.evaluate.reports.fastgen.measurements import Report, Section
 from kvjax.evaluate.reports.figures import Point, new_figure, plot_quality, save_figure
 from kvjax.evaluate.runs import describe
+from kvjax.evaluate.summary import paired
 from kvjax.policies.fastgen import PARTS
 
 FIXED = {

@@ -5,11 +5,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-from kvjax.evaluate.reports.claims import Claim, paired, table
+from kvjax.evaluate.reports.claims import Claim, table
 from kvjax.evaluate.reports.figures import Point, new_figure, plot_quality
 from kvjax.evaluate.reports.less.measurements import Less, Section
 from kvjax.evaluate.reports.less.shelf import LENT, matches
 from kvjax.evaluate.runs import Run
+from kvjax.evaluate.summary import paired
 
 GAP = 0.2
 """Share of the gap between baseline and full that LESS should close where the budgets match."""

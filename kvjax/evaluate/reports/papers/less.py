@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 
-from kvjax.evaluate.reports.claims import paired
 from kvjax.evaluate.reports.papers.paper import (
     FULL,
     Check,
@@ -21,6 +20,7 @@ from kvjax.evaluate.reports.papers.paper import (
     of_special,
     ratio,
 )
+from kvjax.evaluate.summary import paired
 
 PERFORMER = "residual.kernels=performer"
 

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvjax.evaluate.reports.claims import Claim, paired
+from kvjax.evaluate.reports.claims import Claim
+from kvjax.evaluate.summary import paired
 
 FULL = "full"
 

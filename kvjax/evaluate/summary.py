@@ -1,0 +1,140 @@
+"""Results of a grid in words: each as it comes, and a table of all at the end."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from rich import filesize
+from rich.console import Console
+from rich.table import Table
+
+Row = dict[str, Any]
+
+
+class Measure(NamedTuple):
+    """The number of a task's rows that people compare."""
+
+    key: str
+    label: str
+    relative: bool = False
+    """Whether its change against the full cache is a ratio."""
+
+
+MEASURES = {
+    "perplexity": Measure("perplexity", "perplexity", relative=True),
+    "fidelity": Measure("agreement", "agreement"),
+    "retrieval": Measure("string_match", "string match"),
+    "generation": Measure("f1", "F1"),
+}
+"""The measure of each task; the harness's is the first metric of a row."""
+WIDE = 1000
+"""Columns of a file or pipe, in which no cell is folded."""
+MOST_COLUMNS = 4
+"""Cases that have a column each in the table at the end; of more it shows the mean."""
+
+
+def measure_of(task: str, row: Row) -> Measure:
+    """Return what to compare of a task's row."""
+    if task in MEASURES:
+        return MEASURES[task]
+    metrics = [name.removesuffix("_standard_error") for name in row if name.endswith("_standard_error")]
+    return Measure(metrics[0], metrics[0]) if metrics else Measure("", "result")
+
+
+def result_line(task: str, row: Row, full: Row | None) -> str:
+    """One row in words.
+
+    Args:
+        task: what was measured.
+        row: of the grid.
+        full: the full cache's row of the same case; None where there is none.
+    """
+    name = f"{row['policy']} at {row['budget']:g}"
+    if "refused" in row:
+        return f"{name}: left out: {row['refused']}"
+    measure = measure_of(task, row)
+    shown = _with_change(measure, row, full)
+    change = " against the full cache" if "(" in shown else ""
+    kept, whole = row["cache_bytes"], row["full_cache_bytes"]
+    return f"{name}: {measure.label} {shown}{change}; cache {_size(kept)}, {kept / whole:.0%} of {_size(whole)}"
+
+
+def paired(a: Sequence[float], b: Sequence[float]) -> tuple[float, float]:
+    """Return the mean of a - b over cases and its standard error; both have the same cases, in the same order."""
+    difference = np.asarray(a) - np.asarray(b)
+    spread = difference.std(ddof=1) / np.sqrt(len(difference)) if len(difference) > 1 else np.nan
+    return float(difference.mean()), float(spread)
+
+
+def print_table(tasks: Mapping[str, Sequence[Row]], cases: Mapping[str, Sequence[Row]]) -> None:
+    """Print a line for each policy and budget, with its numbers, their change against the full cache, and its bytes.
+
+    Args:
+        tasks: rows by task.
+        cases: what each task was measured on, in the order of its columns.
+    """
+    shown = Table(box=None, padding=(0, 2, 0, 0), title_justify="left")
+    shown.add_column("policy", no_wrap=True)
+    shown.add_column("budget", justify="right")
+    columns = [column for task, rows in tasks.items() for column in _columns(task, rows, cases[task])]
+    for heading, _ in columns:
+        shown.add_column(heading, justify="right")
+    shown.add_column("bytes", justify="right")
+    everything = [row for rows in tasks.values() for row in rows]
+    for policy, budget in dict.fromkeys((row["policy"], row["budget"]) for row in everything):
+        mine = [
+            row for row in everything if (row["policy"], row["budget"]) == (policy, budget) and "refused" not in row
+        ]
+        share = sum(row["cache_bytes"] for row in mine) / sum(row["full_cache_bytes"] for row in mine) if mine else None
+        numbers = [of.get((policy, budget), "–") for _, of in columns]
+        shown.add_row(policy, f"{budget:g}", *numbers, "–" if share is None else f"{share:.0%}")
+    terminal = sys.stdout.isatty()
+    Console(highlight=False, markup=False, width=None if terminal else WIDE).print(shown)
+
+
+def _columns(task: str, rows: Sequence[Row], cases: Sequence[Row]) -> list[tuple[str, dict[tuple[str, float], str]]]:
+    """Headings, and what stands below them for each policy and budget."""
+    groups = [(case, [row for row in rows if _is_of(row, case)]) for case in cases]
+    known = [row for row in rows if "refused" not in row]
+    if not known:
+        return []
+    measure = measure_of(task, known[0])
+    if len(cases) > MOST_COLUMNS:
+        return [(f"{measure.label}\nmean of {len(cases)}", _of_entries(measure, rows, len(cases)))]
+    differ = [name for name in cases[0] if len({str(case.get(name)) for case in cases}) > 1]
+    return [
+        ("\n".join([measure.label, *(f"{name} {case[name]}" for name in differ)]), _of_entries(measure, of_case, 1))
+        for case, of_case in groups
+    ]
+
+
+def _of_entries(measure: Measure, rows: Iterable[Row], cases: int) -> dict[tuple[str, float], str]:
+    """The mean over as many cases, of policies and budgets that have all of them."""
+    values: dict[tuple[str, float], list[float]] = {}
+    for row in rows:
+        if row.get(measure.key) is not None:
+            values.setdefault((row["policy"], row["budget"]), []).append(row[measure.key])
+    means = {entry: {measure.key: float(np.mean(found))} for entry, found in values.items() if len(found) == cases}
+    full = next((mean for (policy, _), mean in means.items() if policy == "full"), None)
+    return {entry: _with_change(measure, mean, full if entry[0] != "full" else None) for entry, mean in means.items()}
+
+
+def _with_change(measure: Measure, row: Row, full: Row | None) -> str:
+    value = row.get(measure.key)
+    before = None if full is None or full is row else full.get(measure.key)
+    if value is None:
+        return "–"
+    if before is None:
+        return f"{value:.4g}"
+    return f"{value:.4g} ({value / before - 1:+.1%})" if measure.relative else f"{value:.4g} ({value - before:+.3f})"
+
+
+def _is_of(row: Row, case: Row) -> bool:
+    return all(row.get(name) == value for name, value in case.items())
+
+
+def _size(size: float) -> str:
+    return filesize.decimal(round(size))
