@@ -33,8 +33,8 @@ class Sums(struct.PyTreeNode):
         tau: temperature above 0, one number or [b t].
         noise: zeta; None for none.
         group: `sum` or `max` over the query heads of a KV head.
-        over: `group` for each KV head's own; `layer` for the mean over the layer's heads; `model` for the sum over all
-            layers, which is answered after the last one.
+        over: `group` for each KV head's own; `layer` for the mean over the layer's heads; `device` for the mean over
+            those of them on one device; `model` for the sum over all layers, which is answered after the last one.
     """
 
     weights: Float[Array, "b #h t"] | None = None
@@ -111,6 +111,20 @@ def is_ask(x: Any) -> bool:
 def questions(asks: Any) -> tuple[list[Ask], Any]:
     """The questions of a tree, and its structure."""
     return jax.tree.flatten(asks, is_leaf=is_ask)
+
+
+def of_own_heads(asks: Any) -> Any:
+    """Return the same questions, those over a layer's heads about the heads of one device: sums over devices follow."""
+
+    def own(ask: Ask) -> Ask:
+        return ask.replace(over="device") if isinstance(ask, Sums) and ask.over == "layer" else ask
+
+    return jax.tree.map(own, asks, is_leaf=is_ask)
+
+
+def of_devices(asks: Any) -> bool:
+    """Whether a tree of questions has one whose answer is still to be summed over devices."""
+    return any(isinstance(ask, Sums) and ask.over == "device" for ask in questions(asks)[0])
 
 
 def of_all_layers(asks: Any) -> bool:

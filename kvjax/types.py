@@ -141,6 +141,26 @@ class Spread:
         """The sum of what the output weights make, on each device, of its features of a layer's attention."""
         return jax.lax.psum(parts, (HEADS, SLOTS)) if self.outputs > 1 else self.over_heads(parts)
 
+    def over_attention_and_heads(
+        self, parts: Float[Array, "b t f"], means: Sequence[Float[Array, "b h c"]]
+    ) -> tuple[Float[Array, "b t f"], list[Float[Array, "b h c"]]]:
+        """Return `over_attention` of what output weights make, and means over all heads of a layer, sent at once.
+
+        Args:
+            parts: what the output weights make of the features here.
+            means: over the heads here, the same for each of them.
+        """
+        rows, kind = parts.shape[0], jnp.result_type(parts, *means)
+        told = [each.astype(kind) for each in (parts.reshape(rows, -1), *(mean[:, 0] for mean in means))]
+        sent = jax.lax.psum(jnp.concatenate(told, axis=1), HEADS)
+        sizes = [each.shape[1] for each in told]
+        summed, *sums = jnp.split(sent, list(np.cumsum(sizes))[:-1], axis=1)
+        heard = [
+            jnp.broadcast_to(total[:, None] / self.heads, mean.shape).astype(mean.dtype)
+            for total, mean in zip(sums, means, strict=True)
+        ]
+        return summed.reshape(parts.shape).astype(parts.dtype), heard
+
     def own_features(self, every: Float[Array, "*b f"]) -> Float[Array, "*b own"]:
         """Of the features of the attention of the heads here those that the output weights here take in."""
         if self.outputs == 1:

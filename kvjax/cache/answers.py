@@ -36,9 +36,11 @@ def weighed(ask: Ask, sums: Float[Array, "b h c"]) -> Float[Array, "b h c"]:
 def over_heads(ask: Ask, found: Float[Array, "b h c"], new: New) -> Float[Array, "b h c"]:
     """A sum over a KV head's queries, as the question wants it over heads."""
     assert isinstance(ask, Sums)
-    if ask.over != "layer":
+    if ask.over not in ("layer", "device"):
         return found
-    mean = new.spread.over_heads(found.mean(1, keepdims=True)) / new.spread.heads
+    mean = found.mean(1, keepdims=True)
+    if ask.over == "layer":
+        mean = new.spread.over_heads(mean) / new.spread.heads
     return jnp.broadcast_to(mean, found.shape)
 
 

@@ -12,7 +12,7 @@ from flax import struct
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from kvjax.asks import is_ask, of_all_layers, questions
+from kvjax.asks import is_ask, of_all_layers, of_devices, of_own_heads, questions
 from kvjax.cache import slots
 from kvjax.cache.dense import Dense
 from kvjax.cache.packing import Selected, select
@@ -23,7 +23,7 @@ from kvjax.models.decoder import LayerWeights, Weights, block, embed
 from kvjax.policies.part import Part, of_kvjax
 from kvjax.policies.policy import Policy
 from kvjax.rope import Rope, Turns, turns_of
-from kvjax.types import Evicted, Kernels, LayerConfig, New, PyTree, setting
+from kvjax.types import Evicted, Heads, Kernels, LayerConfig, New, PyTree, setting
 from pallas_kernels.attention import LowRank
 
 Storage = Dense | Paged
@@ -161,16 +161,33 @@ def _through_layer(
     shape: int,
 ) -> tuple[Storage, Float[Array, "b 1 width"], list[Pending]]:
     """One token per row through the layer that has a place in a storage, and a number and a shape in the model."""
-    kind, pending = config.layer_configs[shape], list[Pending]()
+    kind, pending, of_heads = config.layer_configs[shape], list[Pending](), list[Pending]()
 
     def attention(q: Array, k: Array, v: Array) -> Array:
         nonlocal storage
         new = reading.new(kind, number, x, q, k, v, turns)
         storage, out, told = _step(kind, policy, storage, place, new)
-        pending.extend(told)
+        for each in told:
+            (of_heads if of_devices(each.asks) else pending).append(each)
         return out
 
-    after = block(layer, config, kind, x, attention)
+    def total(parts: Array) -> Array:
+        # Means over a layer's heads travel with the sum that attention takes anyway.
+        if not of_heads:
+            return kind.spread.over_attention(parts)
+        told = of_heads.pop()
+        asks, tree = questions(told.asks)
+        answers = tree.flatten_up_to(told.answers)
+        waiting = [place for place, ask in enumerate(asks) if of_devices(ask)]
+        summed, means = kind.spread.over_attention_and_heads(parts, [answers[place] for place in waiting])
+        for place, mean in zip(waiting, means, strict=True):
+            answers[place] = mean
+        of_heads.append(told._replace(answers=tree.unflatten(answers)))
+        return summed
+
+    after = block(layer, config, kind, x, attention, total)
+    for told in of_heads:
+        storage = heard(policy, storage, place, told.asks, told.answers, told.new)
     return storage, after, pending
 
 
@@ -184,13 +201,17 @@ def _step(
     """One layer of a decode step, whatever the storage."""
     if policy.score.offloads:
         storage = storage.moved(layer, jax.memory.Space.Device)
+
+    def asked(heads: Heads) -> PyTree:
+        asks = policy.score.asks(heads, new)
+        # Where output weights sum over slots, too, answers about heads go alone.
+        return of_own_heads(asks) if new.spread.heads > 1 and new.spread.outputs == 1 else asks
+
     done = None
     if policy.selection is None:
         absorb = None if policy.residual is None else policy.residual.absorb
         with jax.named_scope("attention"):
-            done = storage.exchange_and_attend(
-                policy, config, layer, new, lambda heads: policy.score.asks(heads, new), absorb
-            )
+            done = storage.exchange_and_attend(policy, config, layer, new, asked, absorb)
     if done is not None:
         storage, asks, told = done
         out = told.partial.out
@@ -203,11 +224,11 @@ def _step(
         found = Attended(out, told.answers)
     else:
         storage, _ = exchange(config, policy, storage, layer, new)
-        asks = policy.score.asks(storage.heads(layer), new)
+        asks = asked(storage.heads(layer))
         remembered = share(policy, storage, layer, new)
         with jax.named_scope("attention"):
             storage, found = storage.attend(policy, config, layer, new, asks, remembered, policy.selection)
-    if of_all_layers(asks):
+    if of_all_layers(asks) or of_devices(asks):
         return storage, found.out, [Pending(asks, found.answers, new)]
     if questions(asks)[0]:
         storage = heard(policy, storage, layer, asks, found.answers, new)

@@ -147,6 +147,7 @@ def block(
     shape: LayerConfig,
     x: Float[Array, "b t width"],
     attention: Attention,
+    total: Callable[[Float[Array, "b t width"]], Float[Array, "b t width"]] | None = None,
 ) -> Float[Array, "b t width"]:
     """One decoder block around any attention.
 
@@ -157,6 +158,7 @@ def block(
         x: hidden states [b, t, width].
         attention: given unrotated queries [b, h, g, t, d], keys [b, h, t, d] and values [b, h, t, e], returns
             [b, h, g, t, e]. Query head i reads KV head i // g, so the heads of one group are neighbours.
+        total: sums what the output weights of all devices make, called after `attention`; None for the sum alone.
     """
     b, t, _ = x.shape
     normed = normalise(layer.attention_norm, x, config)
@@ -169,7 +171,7 @@ def block(
         q, k = normalise(layer.query_norm, q, config), normalise(layer.key_norm, k, config)
     attended = attention(q.transpose(0, 2, 3, 1, 4), k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3))
     attended = attended.astype(x.dtype).transpose(0, 3, 1, 2, 4).reshape(b, t, shape.heads * shape.value_width)
-    attended = layer.output.over(shape.spread.over_attention, shape.spread.own_features(attended))
+    attended = layer.output.over(total or shape.spread.over_attention, shape.spread.own_features(attended))
     if layer.attention_post_norm is not None:
         attended = normalise(layer.attention_post_norm, attended, config)
     if config.parallel:

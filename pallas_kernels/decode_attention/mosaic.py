@@ -173,12 +173,20 @@ def kernel(
     def over_rows(x: Array, shape: tuple[int, ...]) -> Array:
         return laid(jax.lax.broadcast_in_dim(x, shape, (1,)), plgpu.Layout.WGMMA)
 
+    def store(ref: Any, value: Array) -> None:
+        # jax 0.12 asks for stores of whole cache lines, which few queries in columns do not fill.
+        store_lines = getattr(plgpu, "store", None)
+        if chip and store_lines is not None:
+            store_lines(ref, value, optimized=False)
+        else:
+            ref[...] = value
+
     def product(a: Any, b: Any, turned: bool = False) -> Array:  # a b^T, or a^T b^T
         if not chip:
             over = (((0 if turned else 1,), (1,)), ((), ()))
             return jax.lax.dot_general(a[...], b[...], over, preferred_element_type=jnp.float32)
-        a = plgpu.transpose_ref(a, (1, 0)) if turned else a
-        b = plgpu.transpose_ref(b, (1, 0))
+        a = a.transpose((1, 0)) if turned else a
+        b = b.transpose((1, 0))
 
         def multiply(acc: Any) -> Array:
             plgpu.wgmma(acc, a, b)
@@ -228,6 +236,7 @@ def kernel(
 
             @pl.when(again)
             def _() -> None:
+                plgpu.commit_smem()  # positions are read by ordinary loads, and the next copy overwrites them
                 plgpu.barrier_arrive(k_free.at[stage])
 
             shape = logits.shape
@@ -238,13 +247,14 @@ def kernel(
             logits = jnp.where(seen(at, query, spec.window), logits, LOWEST)
             if "logits" in outputs:
                 columns = outputs["logits"].shape[-1]
-                outputs["logits"][row, head, first + i] = jax.lax.slice(logits, (0, 0), (BLOCK, columns))
+                some = jax.lax.slice(logits, (0, 0), (BLOCK, columns))
+                store(outputs["logits"].at[row, head, first + i], some)
             highest = jnp.maximum(top, logits.max(0))
             shares, kept = jnp.exp(logits - over_rows(highest, shape)), jnp.exp(top - highest)
             total = kept * total + shares.sum(0)
             rounded = shares.astype(weights.dtype)
             if chip:
-                plgpu.transpose_ref(weights, (1, 0))[...] = laid(rounded, plgpu.Layout.WGMMA_TRANSPOSED)
+                weights.transpose((1, 0))[...] = laid(rounded, plgpu.Layout.WGMMA_TRANSPOSED)
             else:
                 weights[...] = rounded.T
             plgpu.commit_smem()
@@ -253,6 +263,8 @@ def kernel(
 
             @pl.when(again)
             def _() -> None:
+                if not chip:  # where WGMMA does not read them
+                    plgpu.commit_smem()
                 plgpu.barrier_arrive(v_free.at[stage])
 
             return acc, highest, total
@@ -264,5 +276,5 @@ def kernel(
         )
         acc, top, total = jax.lax.fori_loop(0, steps, step, start)
         some = jnp.where(total > 0, total, 1.0)
-        outputs["out"][row, head, part] = acc / over_rows(some, acc.shape)
-        outputs["lse"][row, head, part] = jnp.where(total > 0, top + jnp.log(some), LOWEST)
+        store(outputs["out"].at[row, head, part], acc / over_rows(some, acc.shape))
+        store(outputs["lse"].at[row, head, part], jnp.where(total > 0, top + jnp.log(some), LOWEST))
