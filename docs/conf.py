@@ -17,6 +17,7 @@ project = "kvjax"
 author = "kvjax's authors"
 release = version = tomllib.loads((HERE.parent / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
 language = "en"
+repository = ""  # owner/name on GitHub, once there is one: notebooks then have a badge that opens them in Colab
 
 # site_math, site_pages and site_signatures are in _ext/.
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "site_math", "site_pages", "site_signatures"]

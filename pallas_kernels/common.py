@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import os
 from collections.abc import Callable, Mapping
@@ -263,6 +264,10 @@ def _obstacle(name: str, limits: Mapping[str, str | None], platform: str, interp
         return f"it compiles for gpu, not for {platform}"
     if name == "triton" and importlib.util.find_spec("jax_triton") is None:
         return "it needs jax-triton, which pip install 'kvjax[gpu]' brings"
+    if name == "triton" and jax.__version_info__ >= (0, 12):
+        found = importlib.metadata.version("jax-triton")
+        if tuple(map(int, found.split(".")[:3])) <= (0, 4, 1):  # its rules are called with other arguments there
+            return f"jax-triton {found} does not work with jax {jax.__version__}"
     if name == "mosaic" and jax.__version_info__ < (0, 10, 2):  # what Mosaic GPU is called with changed there
         return f"it needs jax 0.10.2, and this is {jax.__version__}"
     if name == "mosaic" and interpret is False:

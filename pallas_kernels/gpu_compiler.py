@@ -71,7 +71,7 @@ def compile_for(chip: str, program: Program, implementation: str) -> dict[str, A
         with jax.set_mesh(mesh):  # kernels ask the mesh for which chip they are lowered
             traced = program.jit(implementation, "gpu").trace(**jax.tree.map(placed, program.shapes))
             lowered = traced.lower(lowering_platforms=("cuda",))
-            compiled = lowered.compile(compiler_options={"xla_dump_to": dump})
+            compiled = lowered.compile(compiler_options={"xla_dump_to": dump, "xla_dump_emitter_re": ".*"})
         kernels = [*_of_xla(Path(dump)), *_of_triton(lowered), *_of_mosaic(lowered, of_mosaic)]
         resources = [_assembled(kernel) for kernel in kernels]
     seconds = time.perf_counter() - began
@@ -133,7 +133,8 @@ def _of_xla(dump: Path) -> Iterator[_Kernel]:
     for file in dump.glob("*.ptx"):
         ptx = file.read_text()
         for name in re.findall(r"\.entry (\w+)", ptx):
-            yield _Kernel(name, name, ptx, *launches[name])
+            if name in launches:  # and not of a candidate that lost
+                yield _Kernel(name, name, ptx, *launches[name])
 
 
 @contextlib.contextmanager

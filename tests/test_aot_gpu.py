@@ -7,6 +7,7 @@ import os
 import subprocess
 from pathlib import Path
 
+import jax
 import pytest
 
 from pallas_kernels.gpu_compiler import _fields
@@ -34,7 +35,8 @@ def test_every_kernel_compiles_for_gpus_without_spilling():
     rows = [json.loads(line) for line in done.stdout.splitlines()]
     compiled = {(row["chip"], row["op"], row["size"]) for row in rows if row["implementation"] == "pallas"}
     assert compiled == {(chip, program.op, program.label) for chip in GPUS for program in of_gpu()}
-    assert {row["chip"] for row in rows if row["implementation"] == "triton"} == set(GPUS)
+    of_triton = set() if jax.__version_info__ >= (0, 12) else set(GPUS)  # no jax-triton is made for newer ones yet
+    assert {row["chip"] for row in rows if row["implementation"] == "triton"} == of_triton
     mosaic = [row for row in rows if row["implementation"] == "mosaic"]
     assert {row["chip"] for row in mosaic} == {"h100"}
     assert len(mosaic) == 7

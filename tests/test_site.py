@@ -7,6 +7,7 @@ import html
 import http.server
 import importlib
 import importlib.util
+import json
 import os
 import re
 import subprocess
@@ -137,6 +138,17 @@ def test_the_overview_tells_its_curves_apart(tmp_path: Path, monkeypatch: pytest
     colours = re.findall(r"stroke: (#[0-9a-f]{6}); stroke-width: 1.8", drawn)  # each in its curve and in the legend
     assert len(set(colours)) == len(site_figures.CHOICES) == len(colours) // 2
     assert (HERE / "docs" / "quality.svg").is_file()
+
+
+def test_notebooks_open_in_colab_once_the_repository_has_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("sphinx", reason="the site needs the docs extra")
+    monkeypatch.syspath_prepend(str(HERE / "docs" / "_ext"))
+    site_pages = importlib.import_module("site_pages")
+    notebook = (HERE / "notebooks" / "quickstart.ipynb").read_text(encoding="utf-8")
+    assert site_pages.with_badge(notebook, "quickstart.ipynb", "") == notebook
+    first, *others = json.loads(site_pages.with_badge(notebook, "quickstart.ipynb", "someone/kvjax"))["cells"]
+    address = "https://colab.research.google.com/github/someone/kvjax/blob/main/notebooks/quickstart.ipynb"
+    assert f"]({address})" in "".join(first["source"]) and others == json.loads(notebook)["cells"]
 
 
 def test_public_names_are_in_the_reference(site: Path) -> None:

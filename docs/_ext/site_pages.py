@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import json
 import os
 import re
 from collections.abc import Iterable, Sequence
@@ -266,13 +267,33 @@ def make_pages(app: Sphinx) -> None:
     for name, file in PROJECT.items():
         written.add(_put(BORROWED / file, (HERE / name).read_text(encoding="utf-8")))
     for notebook in sorted((HERE / "notebooks").glob("*.ipynb")):
-        written.add(_put(BORROWED / "notebooks" / notebook.name, notebook.read_text(encoding="utf-8")))
+        text = with_badge(notebook.read_text(encoding="utf-8"), notebook.name, app.config.repository)
+        written.add(_put(BORROWED / "notebooks" / notebook.name, text))
     site_figures.floors(HERE / "pyproject.toml", BORROWED / "floors.svg")
     written.add(BORROWED / "floors.svg")
     for folder in (MADE, BORROWED):
         for file in folder.rglob("*"):
             if file.is_file() and file not in written and not file.name.startswith("."):
                 file.unlink()
+
+
+def with_badge(notebook: str, name: str, repository: str) -> str:
+    """Return a notebook's JSON with a badge on top that opens it in Colab.
+
+    Args:
+        notebook: its JSON.
+        name: of its file in `notebooks/`.
+        repository: `owner/name` on GitHub; empty for no badge.
+    """
+    if not repository:
+        return notebook
+    colab = "https://colab.research.google.com"
+    badge = (
+        f"[![Open in Colab]({colab}/assets/colab-badge.svg)]({colab}/github/{repository}/blob/main/notebooks/{name})"
+    )
+    content = json.loads(notebook)
+    content["cells"].insert(0, {"cell_type": "markdown", "id": "colab", "metadata": {}, "source": [badge]})
+    return json.dumps(content, indent=1)
 
 
 def _write(entry: Entry, part: str, folder: str, body: Sequence[str], measured: Sequence[Any]) -> set[Path]:
@@ -316,6 +337,7 @@ def mend_links(app: Sphinx, name: str, content: list[str]) -> None:
 
 def setup(app: Sphinx) -> ExtensionMetadata:
     """Tell Sphinx."""
+    app.add_config_value("repository", "", "html", str)
     app.connect("builder-inited", make_pages)
     app.connect("source-read", mend_links)
     return {"parallel_read_safe": True, "parallel_write_safe": True}
