@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shutil
 from pathlib import Path
 
 from kvjax.commands import Help, add_model_options, finish, leave
+from kvjax.files import directory_aside
 from kvjax.gguf_tokenizer import gguf_tokenizer
 from kvjax.models.loading import Checkpoint, read_checkpoint
 from kvjax.models.orbax import write_orbax
@@ -30,10 +30,7 @@ def convert(checkpoint: Checkpoint, out: Path) -> None:
         ValueError: it is there already.
     """
     check_new(out)
-    aside = out.with_name(f".{out.name}.{os.getpid()}")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    aside.mkdir()
-    try:
+    with directory_aside(out) as aside:
         if checkpoint.metadata is not None:
             lazy_tokenizer(*gguf_tokenizer(checkpoint.metadata)).whole.save_pretrained(aside)
         else:
@@ -42,9 +39,6 @@ def convert(checkpoint: Checkpoint, out: Path) -> None:
                     shutil.copyfile(file, aside / file.name)
         (aside / "config.json").write_text(json.dumps(dict(checkpoint.settings), indent=2) + "\n", encoding="utf-8")
         write_orbax(checkpoint.weights, aside / "weights")
-        aside.rename(out)
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
 
 
 def check_new(out: Path) -> None:

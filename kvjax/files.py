@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,9 +26,42 @@ def written_aside(file: Path) -> Generator[Path]:
     try:
         yield aside
         if writes():
-            aside.rename(file)
+            aside.replace(file)
     finally:
         aside.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def directory_aside(directory: Path) -> Generator[Path]:
+    """Give an empty directory to write to, which takes the name of another once everything has been written.
+
+    It has one name, so that what a killed process left is written over by the next. On Windows no directory takes the
+    place of another: one that is there steps aside before, and is found again where the process is killed in between.
+
+    Args:
+        directory: is replaced where it is there.
+    """
+    aside, before = (directory.with_name(f".{directory.name}.{word}") for word in ("writing", "before"))
+    recover_directory(directory)
+    shutil.rmtree(aside, ignore_errors=True)
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    aside.mkdir()
+    try:
+        yield aside
+        if directory.exists():
+            directory.replace(before)
+        aside.replace(directory)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+    shutil.rmtree(before, ignore_errors=True)
+
+
+def recover_directory(directory: Path) -> None:
+    """Give a directory back its name that a process was killed before replacing."""
+    before = directory.with_name(f".{directory.name}.before")
+    if before.exists() and not directory.exists():
+        before.replace(directory)
+    shutil.rmtree(before, ignore_errors=True)
 
 
 def read_text(file: Path) -> str:

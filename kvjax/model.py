@@ -182,11 +182,14 @@ def load(
     Raises:
         LoadError: for a checkpoint that is absent, damaged or not supported.
         ValueError: for a dtype, weights or axes of a mesh that are not supported.
+        TypeError: for a mesh that is none.
 
     Example:
         >>> kvjax.load("tiny")
         Model('tiny', 1.0M parameters, float32)
     """
+    if not isinstance(mesh, (Mesh, str, type(None))):
+        raise TypeError(f"mesh={mesh!r} is neither a jax.sharding.Mesh nor a text such as 'data=2,model=4'.")
     mesh = parse_mesh(mesh) if isinstance(mesh, str) else mesh
     read = read_checkpoint(path_or_hub_id, dtype, revision, weights, mesh)
     directory = read.place if read.metadata is None else None

@@ -12,6 +12,7 @@ import pytest
 
 import kvjax
 from kvjax.cli import main
+from kvjax.files import directory_aside, recover_directory
 from kvjax.models import LoadError
 from kvjax.models.loading import read_checkpoint
 
@@ -61,6 +62,32 @@ def test_a_mesh_gets_its_shards(tiny: Path) -> None:
 def test_what_is_there_is_left_alone(tiny: Path, capsys: pytest.CaptureFixture) -> None:
     assert main(["convert", "--model", "tiny", "--out", str(tiny)]) == 2
     assert "tiny is there already; give a directory that is not." in capsys.readouterr().err
+
+
+def test_what_a_killed_run_left_is_written_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rename = Path.replace
+
+    def as_windows_does(self: Path, target: Path) -> Path:
+        if target.is_dir():
+            raise PermissionError(f"{target} is there")
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "replace", as_windows_does)
+    monkeypatch.setattr(Path, "rename", None)
+    place = tmp_path / "model"
+    (tmp_path / ".model.writing").mkdir()  # as by kill -9
+    (tmp_path / ".model.writing" / "half").write_text("half")
+    for content in ("one", "two"):
+        with directory_aside(place) as aside:
+            (aside / "file").write_text(content)
+        assert [file.name for file in tmp_path.iterdir()] == ["model"]
+        assert [(file.name, file.read_text()) for file in place.iterdir()] == [("file", content)]
+    with pytest.raises(OSError, match="full"), directory_aside(place) as aside:
+        raise OSError("the disk is full")
+    assert (place / "file").read_text() == "two"
+    place.replace(tmp_path / ".model.before")  # killed between two renames
+    recover_directory(place)
+    assert (place / "file").read_text() == "two" and len(list(tmp_path.iterdir())) == 1
 
 
 def test_damage_is_named(tiny: Path) -> None:

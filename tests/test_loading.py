@@ -63,6 +63,15 @@ def split(directory: Path) -> None:
     (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": place}))
 
 
+def reindex(directory: Path, places: dict[str, str], swap: bool = False) -> None:
+    """Change the index alone: tensors are said to be in other shards."""
+    file = directory / "model.safetensors.index.json"
+    known = json.loads(file.read_text())["weight_map"]
+    if swap:
+        places = {name: SHARDS[known[name] == SHARDS[0]] for name in places}
+    file.write_text(json.dumps({"weight_map": known | places}))
+
+
 def edit(directory: Path, change: Callable[[dict], Any]) -> None:
     tensors = load_file(directory / "model.safetensors")
     change(tensors)
@@ -169,6 +178,45 @@ def test_other_dtypes_are_refused(dtype: str, tmp_path: Path) -> None:
         load(tmp_path, dtype)
 
 
+def test_an_unembedding_that_differs_from_tied_embeddings_is_taken(tmp_path: Path) -> None:
+    tensors = write(tmp_path, tie_word_embeddings=True)
+    table = tensors["model.embed_tokens.weight"]
+    edit(tmp_path, lambda stored: stored.update({"lm_head.weight": table}))
+    same = load(tmp_path)
+    assert same.config.tied and same.weights.unembedding is None
+    edit(tmp_path, lambda stored: stored.update({"lm_head.weight": 2 * table}))
+    with pytest.warns(UserWarning, match=r"ties the embeddings, but tensor lm_head\.weight differs"):
+        other = load(tmp_path)
+    assert not other.config.tied
+    np.testing.assert_allclose(other.logits([[1, 2, 3]]), 2 * same.logits([[1, 2, 3]]), rtol=1e-5)
+
+
+@pytest.mark.parametrize("inside", ["{base}language_model.{bare}", "language_model.{name}"])
+def test_the_text_half_of_a_multimodal_checkpoint(inside: str, tmp_path: Path) -> None:
+    (tmp_path / "text").mkdir()
+    tensors = write(tmp_path / "text", model_type="qwen2", tie_word_embeddings=True)
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    named = {
+        inside.format(name=name, base="model.", bare=name.removeprefix("model.")): tensor
+        for name, tensor in tensors.items()
+    }
+    save_file(named | {"visual.blocks.0.weight": np.ones((2, 2), np.float32)}, whole / "model.safetensors")
+    rope = {"type": "mrope", "rope_type": "default", "mrope_section": [1, 1, 2]}
+    settings = json.loads((tmp_path / "text" / "config.json").read_text())
+    text = {**settings, "model_type": "qwen2_5_vl_text", "rope_scaling": rope}
+    (whole / "config.json").write_text(json.dumps({"model_type": "qwen2_5_vl", "text_config": text}))
+    with pytest.warns(UserWarning, match="of qwen2_5_vl the text half alone is read"):
+        model = load(whole)
+    np.testing.assert_array_equal(model.logits([[1, 2, 3]]), load(tmp_path / "text").logits([[1, 2, 3]]))
+
+
+def test_a_mesh_is_one_or_a_text() -> None:
+    wrong: Any = 2
+    with pytest.raises(TypeError, match=r"mesh=2 is neither a jax\.sharding\.Mesh nor a text such as"):
+        load("tiny", mesh=wrong)
+
+
 def test_harmless_extras_are_ignored(tmp_path: Path) -> None:
     write(tmp_path, tie_word_embeddings=True)
     extras = {"lm_head.weight": np.zeros((64, 32)), "model.layers.0.self_attn.rotary_emb.inv_freq": np.zeros(4)}
@@ -218,6 +266,26 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
     "missing shard": (
         lambda d: (split(d), (d / SHARDS[1]).unlink()),
         rf"index\.json names the shard {SHARDS[1]}, which is missing from",
+    ),
+    "index and shard disagree": (
+        lambda d: (split(d), reindex(d, {QUERY: SHARDS[0], "model.norm.weight": SHARDS[0]}, swap=True)),
+        r"index\.json places tensor .* in .*, which does not hold it, but model-0000\d-of-00002\.safetensors does",
+    ),
+    "index names what nobody has": (
+        lambda d: (split(d), reindex(d, {"nothing": SHARDS[0]})),
+        rf"index\.json places tensor nothing in {SHARDS[0]}, which does not hold it; save",
+    ),
+    "tensor in two shards": (
+        lambda d: (split(d), save_file(load_file(d / SHARDS[0]) | load_file(d / SHARDS[1]), d / SHARDS[1])),
+        rf"tensor .* is in two shards, {SHARDS[0]} and {SHARDS[1]}",
+    ),
+    "LoRA": (
+        lambda d: ((d / "config.json").unlink(), (d / "adapter_config.json").write_text("{}")),
+        "is a LoRA adapter, which is no model: merge it into its base",
+    ),
+    "diffusion": (
+        lambda d: ((d / "config.json").unlink(), (d / "model_index.json").write_text("{}")),
+        "is a diffusion pipeline, not a language model",
     ),
     "shard elsewhere": (
         lambda d: (d / "model.safetensors.index.json").write_text('{"weight_map": {"x": "../x"}}'),

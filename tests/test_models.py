@@ -64,6 +64,84 @@ def test_an_empty_config_means_what_transformers_makes_of_it(name: str) -> None:
     assert read_config({"model_type": name})[1] == read_config(CONFIG_MAPPING[name]().to_dict())[1]
 
 
+TIED = ("llama-tied", "qwen2-tied", "gpt2", "falcon-7b", "mpt", "gemma", "gemma2", "gemma3")
+
+
+@pytest.mark.parametrize("name", [name if name in ("llama-tied", "gpt2", "gemma3") else slow(name) for name in TIED])
+def test_an_unembedding_beside_tied_embeddings_is_what_transformers_takes(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    import transformers
+
+    reference = random_checkpoint(name, tmp_path)
+    table = reference.get_input_embeddings().weight.detach().numpy()
+    file = tmp_path / "model.safetensors"
+    save_file(
+        load_file(file) | {"lm_head.weight": np.random.default_rng(1).normal(0, 0.2, table.shape).astype("f4")}, file
+    )
+    other = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    with pytest.warns(UserWarning, match="differs from them"):
+        model = load(tmp_path)
+    assert_parity(other, model)
+
+
+BARE = ("llama-gqa", "gpt2", "gptj", "gpt_neox", "falcon-7b", "mpt", "phi3", "gemma3", "qwen3")
+
+
+@pytest.mark.parametrize("name", [name if name in ("gpt2", "gemma3") else slow(name) for name in BARE])
+def test_names_without_the_models_prefix(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    random_checkpoint(name, tmp_path)
+    whole, file = load(tmp_path), tmp_path / "model.safetensors"
+    prefixes = ("model.", "transformer.", "gpt_neox.")
+    bare = {
+        name.removeprefix(next((p for p in prefixes if name.startswith(p)), "")): t
+        for name, t in load_file(file).items()
+    }
+    save_file(bare, file)
+    jax.tree.map(np.testing.assert_array_equal, load(tmp_path).weights, whole.weights)
+
+
+def multimodal(name: str) -> Any:
+    """A small config of a multimodal model, whose text half is one of ours."""
+    import transformers
+
+    text = {"vocab_size": 128, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
+    text |= {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.2}
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    if name == "gemma3":
+        vision |= {"image_size": 28, "patch_size": 14}
+        return transformers.Gemma3Config(
+            text_config=text | {"sliding_window": 16}, vision_config=vision, mm_tokens_per_image=4
+        )
+    if name == "mistral3":
+        return transformers.Mistral3Config(
+            text_config=text | {"model_type": "mistral"},
+            vision_config=vision | {"model_type": "pixtral", "head_dim": 8},
+        )
+    del text["head_dim"]
+    rope = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4}
+    return transformers.Qwen2_5_VLConfig(
+        text_config=text | {"rope_parameters": rope},
+        vision_config={"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32},
+    )
+
+
+@pytest.mark.parametrize("name", ["gemma3", "mistral3", "qwen2_5_vl"])
+def test_the_text_half_of_a_multimodal_model(name: str, tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    import transformers
+
+    torch.manual_seed(0)
+    reference = transformers.AutoModelForImageTextToText.from_config(multimodal(name)).eval()
+    reference.save_pretrained(tmp_path)
+    with pytest.warns(UserWarning, match=f"of {name} the text half alone is read"):
+        model = load(tmp_path)
+    ids = np.random.default_rng(3).integers(3, 100, (1, 24))
+    with torch.no_grad():
+        theirs = torch.log_softmax(reference(input_ids=torch.tensor(ids)).logits, -1).numpy()
+    np.testing.assert_allclose(jax.nn.log_softmax(model.logits(ids)), theirs, atol=1e-4)
+
+
 def test_checkpoint_of_the_model_without_its_head(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     reference = random_checkpoint("gpt2", tmp_path / "whole")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -19,11 +20,11 @@ from rich.progress import Progress
 
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Linear, Weights
-from kvjax.models.families import Family, LoadError, Settings, read_config, token_ids
+from kvjax.models.families import Family, LoadError, Settings, read_config, text_half, token_ids
 from kvjax.models.families.common import Source
 from kvjax.models.gguf import read_gguf
 from kvjax.models.orbax import read_orbax
-from kvjax.models.places import locate
+from kvjax.models.places import check_kind_of, locate
 from kvjax.models.sharding import check_mesh, weight_shardings
 from kvjax.models.stored import Stored, read_json, read_safetensors
 from kvjax.models.weights import leaf_name, quantised, weight_shapes
@@ -76,17 +77,49 @@ def read_checkpoint(
     if place.is_file():
         settings, metadata, stored = read_gguf(place)
         family, config = _read_config(settings, place)
-        made = _read_weights(stored, family, config, wanted, weights == "int8", mesh)
+        made, config = _read_weights(stored, family, config, wanted, weights == "int8", mesh)
         return Checkpoint(made, config, name, settings, place, metadata)
     file = place / "config.json"
-    settings = read_json(file)
+    check_kind_of(place)
+    given = read_json(file)
+    try:
+        settings = text_half(given)
+    except LoadError as error:
+        raise LoadError(f"{file}: {error}") from None
+    if settings is not given:
+        warnings.warn(f"{file}: of {given['model_type']} the text half alone is read, without its tower.", stacklevel=3)
     family, config = _read_config(settings, file)
     generation = place / "generation_config.json"
     if generation.exists() and (eos := token_ids(read_json(generation), "eos_token_id")):
         config = dataclasses.replace(config, eos=eos)
     stored = read_orbax(place / "weights") if (place / "weights").is_dir() else read_safetensors(place)
-    made = _read_weights(stored, family, config, wanted, weights == "int8", mesh)
-    return Checkpoint(made, config, name, settings, place)
+    made, found = _read_weights(stored, family, config, wanted, weights == "int8", mesh)
+    if found.tied != config.tied:
+        settings = {**settings, "tie_word_embeddings": found.tied}
+    return Checkpoint(made, found, name, settings, place)
+
+
+TOWERS = r"(model\.)?(vision_tower|vision_model|visual|multi_modal_projector|embed_vision|audio_tower)\..*"
+"""Tensors of a multimodal checkpoint that texts do not need."""
+
+
+def _spellings(name: str, base: str) -> tuple[str, ...]:
+    """Return what checkpoints call a tensor: with and without the model's prefix, and inside a multimodal model."""
+    bare = name.removeprefix(base)
+    return (name, bare, f"language_model.{name}", f"{base}language_model.{bare}")
+
+
+def _untied_table(stored: Stored, family: Family, config: ModelConfig, embedding: str) -> str | None:
+    """Return the name of an unembedding that is stored and differs from the embedding; None where there is none."""
+    name = stored.rename(Source("unembedding.weight").name if stored.ours else family.source("unembedding.weight").name)
+    table = next((found for found in _spellings(name, family.base) if found in stored.tensors), None)
+    if table is None or table == embedding or embedding not in stored.tensors:
+        return None
+    one, other = (stored.tensors[each] for each in (embedding, table))
+    if one.shape != other.shape:
+        return None
+    kind = np.dtype(np.float32)
+    return None if np.array_equal(one.read(kind), other.read(kind)) else table
 
 
 def _read_config(settings: Settings, file: Path) -> tuple[Family, ModelConfig]:
@@ -110,16 +143,25 @@ def _dtype(dtype: DTypeLike | None) -> jnp.dtype:
 
 def _read_weights(
     stored: Stored, family: Family, config: ModelConfig, dtype: jnp.dtype, int8: bool, mesh: Mesh | None
-) -> Weights:
-    """Check every name and shape, then move the tensors one by one to their devices, those of linear maps in 8 bits."""
+) -> tuple[Weights, ModelConfig]:
+    """Check every name and shape, then move the tensors one by one to their devices, those of linear maps in 8 bits.
+
+    Returns:
+        The weights, and the shape that they are of: that of the config but for embeddings which the file unties.
+    """
     shapes = weight_shapes(config)
     leaves = [leaf_name(path) for path, _ in jax.tree.leaves_with_path(shapes)]
     sources = {leaf: Source(leaf) if stored.ours else family.source(leaf) for leaf in leaves}
     tensors, names = stored.tensors, {leaf: stored.rename(source.name) for leaf, source in sources.items()}
     for leaf, name in names.items():
-        bare = name.removeprefix(family.base)
-        if name not in tensors and bare in tensors:
-            names[leaf] = bare
+        names[leaf] = next((found for found in _spellings(name, family.base) if found in tensors), name)
+    if config.tied and (table := _untied_table(stored, family, config, names["embedding"])) is not None:
+        warnings.warn(
+            f"{stored.place}: {stored.described} ties the embeddings, but tensor {table} differs from them; it is the "
+            "unembedding, as in transformers.",
+            stacklevel=4,
+        )
+        return _read_weights(stored, family, dataclasses.replace(config, tied=False), dtype, int8, mesh)
 
     for path, leaf in jax.tree.leaves_with_path(shapes):
         source, name = sources[leaf_name(path)], names[leaf_name(path)]
@@ -133,9 +175,9 @@ def _read_weights(
             )
     known = set(names.values())
     if config.tied:  # some checkpoints store the tied table twice
-        known.add(stored.rename(family.sources["unembedding.weight"].name))
+        known.update(_spellings(stored.rename(family.sources["unembedding.weight"].name), family.base))
     for name in sorted(tensors.keys() - known):
-        if not any(re.fullmatch(pattern, name) for pattern in family.ignored):
+        if not any(re.fullmatch(pattern, name) for pattern in (*family.ignored, TOWERS)):
             shape = list(tensors[name].shape)
             raise LoadError(
                 f"{tensors[name].file}: tensor {name} of shape {shape} has no place in the model of {stored.described}."
@@ -189,7 +231,8 @@ def _read_weights(
     total = sum(tensors[name].size for name in names.values())
     with Progress(console=Console(stderr=True), transient=True, disable=total < _LARGE) as bar:
         task = bar.add_task(f"loading {stored.place.name}", total=total)
-        return jax.tree_util.tree_map_with_path(load, shapes, is_leaf=lambda node: isinstance(node, Linear))
+        made = jax.tree_util.tree_map_with_path(load, shapes, is_leaf=lambda node: isinstance(node, Linear))
+    return made, config
 
 
 def _finite(tensor: np.ndarray) -> bool:

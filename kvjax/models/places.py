@@ -41,6 +41,28 @@ def locate(path_or_hub_id: str | Path, revision: str | None) -> Path:
     return found
 
 
+_OTHER_KINDS = {
+    "adapter_config.json": "a LoRA adapter, which is no model: merge it into its base (PEFT's merge_and_unload), save "
+    "that with save_pretrained, and load its directory",
+    "model_index.json": "a diffusion pipeline, not a language model: give a decoder-only language model",
+    "tokenizer.json": "a tokenizer without a model: give the directory that has config.json and the weights, too",
+}
+"""Files of directories that hold something else than a model, and what to do about it."""
+
+
+def check_kind_of(directory: Path) -> None:
+    """Refuse a directory without config.json by what it is.
+
+    Raises:
+        LoadError: saying so.
+    """
+    if (directory / "config.json").exists():
+        return
+    for file, what in _OTHER_KINDS.items():
+        if (directory / file).exists():
+            raise LoadError(f"{directory} is {what}.")
+
+
 _HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?").fullmatch
 
 

@@ -83,16 +83,28 @@ def read_safetensors(directory: Path) -> Stored:
     Raises:
         LoadError: files are missing or damaged.
     """
-    files = _weight_files(directory)
+    files, indexed = _weight_files(directory)
     tensors: dict[str, Tensor] = {}
     for file in files:
         with _open(file) as opened:
             for name in opened.keys():  # noqa: SIM118 (it is no dictionary, and cannot be iterated)
+                if name in tensors:
+                    raise LoadError(
+                        f"{directory}: tensor {name} is in two shards, {tensors[name].file.name} and {file.name}; save "
+                        "the checkpoint anew."
+                    )
                 header = opened.get_slice(name)
                 shape, kind = tuple(header.get_shape()), header.get_dtype()
                 size = math.prod(shape) * _SIZES.get(kind, 1)
                 place = functools.partial(_place, file, name, kind)
                 tensors[name] = Tensor(file, shape, size, functools.partial(_read, file, name, kind), place)
+    for name, shard in indexed.items():
+        if name not in tensors or tensors[name].file.name != shard:
+            where = f", but {tensors[name].file.name} does" if name in tensors else ""
+            raise LoadError(
+                f"{directory / _INDEX} places tensor {name} in {shard}, which does not hold it{where}; save the "
+                "checkpoint anew."
+            )
     return Stored(files[0] if len(files) == 1 else directory / _INDEX, "config.json", tensors)
 
 
@@ -132,15 +144,15 @@ def _open(file: Path) -> Any:
         raise LoadError(f"{file} is truncated or not a safetensors file ({error}).") from None
 
 
-def _weight_files(directory: Path) -> list[Path]:
-    """The checkpoint's safetensors files: all that the index names, or the only one."""
+def _weight_files(directory: Path) -> tuple[list[Path], dict[str, str]]:
+    """Return the checkpoint's safetensors files, and the file that its index has for each tensor."""
     index = directory / _INDEX
     if not index.exists():
         if not (directory / _SINGLE).exists():
             raise LoadError(
                 f"{directory} has neither {_SINGLE} nor {_INDEX}: only safetensors checkpoints can be read."
             )
-        return [directory / _SINGLE]
+        return [directory / _SINGLE], {}
     names = read_json(index).get("weight_map")
     if not isinstance(names, dict) or not names or not all(isinstance(name, str) for name in names.values()):
         raise LoadError(f"{index} has no weight_map from tensor names to file names.")
@@ -150,4 +162,4 @@ def _weight_files(directory: Path) -> list[Path]:
             raise LoadError(f"{index} names the shard {shard!r}, which is not a file name in its directory.")
         if not (directory / shard).is_file():
             raise LoadError(f"{index} names the shard {shard}, which is missing from {directory}.")
-    return [directory / shard for shard in shards]
+    return [directory / shard for shard in shards], names

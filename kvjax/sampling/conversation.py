@@ -6,7 +6,6 @@ import dataclasses
 import hashlib
 import json
 import math
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +17,7 @@ import numpy as np
 from kvjax.engine.extend import extend
 from kvjax.engine.prepare import instead, prepare
 from kvjax.engine.state import State, cache_bytes, described, held_positions, slot_limits
+from kvjax.files import directory_aside, recover_directory
 from kvjax.policies.registry import policy as policy_by_name
 from kvjax.sampling.pieces import Pieces
 from kvjax.sampling.prompts import render, token_ids, with_system
@@ -176,7 +176,7 @@ class Conversation:
             raise ValueError("nothing has been said yet; say something first.")
         return self.begun.state
 
-    def save(self, directory: Path) -> None:
+    def save(self, directory: str | Path) -> None:
         """Keep the conversation in a directory, which is whole or not there, in place of one kept there before.
 
         Args:
@@ -187,7 +187,8 @@ class Conversation:
         """
         import orbax.checkpoint as ocp
 
-        directory = directory.absolute()
+        directory = Path(directory).absolute()
+        recover_directory(directory)
         if directory.exists() and not (directory / SAVED).is_file():
             raise ValueError(f"{directory} is there and is no saved conversation; give another name.")
         kept = _stored(self._state())
@@ -197,18 +198,12 @@ class Conversation:
             "text": self.text,
             "leaves": [(list(leaf.shape), str(leaf.dtype)) for leaf in leaves],
         }
-        aside, before = (directory.with_name(f".{directory.name}.{word}") for word in ("writing", "before"))
-        for path in (aside, before):
-            shutil.rmtree(path, ignore_errors=True)
-        with ocp.StandardCheckpointer() as checkpointer:
-            checkpointer.save(aside / "state", leaves)
-        (aside / SAVED).write_text(json.dumps(told), encoding="utf-8")
-        if directory.exists():
-            directory.rename(before)
-        aside.rename(directory)
-        shutil.rmtree(before, ignore_errors=True)
+        with directory_aside(directory) as aside:
+            with ocp.StandardCheckpointer() as checkpointer:
+                checkpointer.save(aside / "state", leaves)
+            (aside / SAVED).write_text(json.dumps(told), encoding="utf-8")
 
-    def load(self, directory: Path) -> None:
+    def load(self, directory: str | Path) -> None:
         """Go on from a conversation that was saved with the same model, policy and settings of the policy.
 
         Its budget and what it was planned for are those that it was saved with.
@@ -221,7 +216,8 @@ class Conversation:
         """
         import orbax.checkpoint as ocp
 
-        directory = directory.absolute()
+        directory = Path(directory).absolute()
+        recover_directory(directory)
         if not (directory / SAVED).is_file():
             raise ValueError(f"{directory} has no saved conversation.")
         told = json.loads((directory / SAVED).read_text(encoding="utf-8"))

@@ -62,7 +62,7 @@ def save(directory: Path, training: Any, step: int) -> None:
     shutil.rmtree(aside, ignore_errors=True)
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(aside.absolute(), jax.tree.leaves(training))
-    aside.rename(target)
+    aside.replace(target)
     for old in _steps(directory)[:-1]:
         shutil.rmtree(old)
 

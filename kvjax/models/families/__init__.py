@@ -43,6 +43,42 @@ FAMILIES: Mapping[str, Family] = {
 """The family of each `model_type`."""
 
 
+TEXT_HALVES: Mapping[str, str] = {
+    "gemma3": "gemma3_text",
+    "mistral3": "mistral",
+    "qwen2_5_vl": "qwen2",
+    "qwen2_vl": "qwen2",
+    "llava": "llama",
+}
+"""The family of the text half of a multimodal `model_type`, where its `text_config` names none that is supported."""
+
+
+def text_half(settings: Settings) -> Settings:
+    """Return the settings of a multimodal model's text half; those of any other model as they are.
+
+    Raises:
+        LoadError: its text half is not supported.
+    """
+    inner = settings.get("text_config")
+    if settings.get("model_type") not in TEXT_HALVES:
+        return settings
+    if inner is None:  # Qwen2-VL's first configs have one level
+        inner = {name: value for name, value in settings.items() if name != "vision_config"}
+    name = inner.get("model_type")
+    family = name if name in FAMILIES else TEXT_HALVES[settings["model_type"]]
+    outer = ("tie_word_embeddings", "bos_token_id", "eos_token_id", "quantization_config")
+    given = {name: settings[name] for name in outer if settings.get(name) is not None}
+    made = {**given, **inner, "model_type": family}
+    if "tie_word_embeddings" in given:  # of the whole model
+        made["tie_word_embeddings"] = given["tie_word_embeddings"]
+    for key in ("rope_scaling", "rope_parameters"):  # text alone has one position in place of three
+        rope = made.get(key)
+        if isinstance(rope, dict) and "mrope_section" in rope:
+            plain = {name: value for name, value in rope.items() if name not in ("mrope_section", "type", "rope_type")}
+            made[key] = {**plain, "rope_type": "default"}
+    return made
+
+
 def read_config(settings: Settings) -> tuple[Family, ModelConfig]:
     """The family and the shape of the model that a Hugging Face config.json describes.
 
@@ -52,6 +88,7 @@ def read_config(settings: Settings) -> tuple[Family, ModelConfig]:
     Raises:
         LoadError: for an unknown architecture or a setting that kvjax does not support.
     """
+    settings = text_half(settings)
     name = settings.get("model_type")
     if not isinstance(name, str) or name not in FAMILIES:
         raise LoadError(f"Architecture (model_type) {name!r} is not supported; supported are {', '.join(FAMILIES)}.")

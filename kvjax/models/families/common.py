@@ -50,7 +50,6 @@ class Family:
         defaults: what its config means by a setting that is not there.
         only: settings of which kvjax knows these values alone.
         variant: sources that a model of this shape has in place of others.
-        base: how names of tensors begin, except in checkpoints of the model without its unembedding.
         ignored: patterns of tensors that some checkpoints hold and no model needs.
     """
 
@@ -59,8 +58,12 @@ class Family:
     defaults: Settings
     only: Settings = dataclasses.field(default_factory=dict)
     variant: Callable[[ModelConfig], Mapping[str, Source]] = lambda _: {}
-    base: str = ""
     ignored: tuple[str, ...] = (r".*\.rotary_emb\.inv_freq",)
+
+    @property
+    def base(self) -> str:
+        """Prefix of tensors' names, which checkpoints of the model without its unembedding leave out."""
+        return self.sources["embedding"].name.partition(".")[0] + "."
 
     def source(self, leaf: str) -> Source:
         """The source of a leaf such as `layers.3.query.weight`, its tensor's name complete."""

@@ -115,5 +115,4 @@ FALCON = Family(
     },
     only={"apply_residual_connection_post_layernorm": (None, False)},
     variant=_variant,
-    base="transformer.",
 )

@@ -63,6 +63,5 @@ GPT2 = Family(
         "eos_token_id": 50256,
     },
     only={"add_cross_attention": (False,)},
-    base="transformer.",
     ignored=(r"(transformer\.)?h\.\d+\.attn\.(masked_)?bias",),
 )

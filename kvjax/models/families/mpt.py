@@ -101,5 +101,4 @@ MPT = Family(
         "no_bias": (True,),
         "norm_type": ("layernorm", "low_precision_layernorm"),
     },
-    base="transformer.",
 )

@@ -82,7 +82,7 @@ def save(directory: str | Path, params: Params, settings: Settings, *, dtype: DT
     (target / _SETTINGS).unlink(missing_ok=True)
     shutil.rmtree(target / _KERNELS, ignore_errors=True)
     for name in (_KERNELS, _SETTINGS):
-        (aside / name).rename(target / name)
+        (aside / name).replace(target / name)
     aside.rmdir()
 
 
