@@ -8,7 +8,9 @@ import jax
 from flax import struct
 from jaxtyping import Array, Float, Int
 
-from kvjax.types import setting
+from kvjax.types import check, setting
+
+NOISES, GROUPS, OVER = ("gumbel", "gaussian"), ("sum", "max"), ("group", "layer", "device", "model")
 
 
 class Noise(struct.PyTreeNode):
@@ -21,6 +23,9 @@ class Noise(struct.PyTreeNode):
 
     kind: str = setting("gumbel")
     fresh: bool = setting(False)
+
+    def __post_init__(self) -> None:
+        check(self.kind in NOISES, "kind", self.kind, f"one of {', '.join(NOISES)}")
 
 
 class Sums(struct.PyTreeNode):
@@ -42,6 +47,10 @@ class Sums(struct.PyTreeNode):
     noise: Noise | None = None
     group: str = setting("sum")
     over: str = setting("group")
+
+    def __post_init__(self) -> None:
+        check(self.group in GROUPS, "group", self.group, f"one of {', '.join(GROUPS)}")
+        check(self.over in OVER, "over", self.over, f"one of {', '.join(OVER)}")
 
     @property
     def plain(self) -> bool:
@@ -109,8 +118,17 @@ def is_ask(x: Any) -> bool:
 
 
 def questions(asks: Any) -> tuple[list[Ask], Any]:
-    """The questions of a tree, and its structure."""
-    return jax.tree.flatten(asks, is_leaf=is_ask)
+    """The questions of a tree, and its structure.
+
+    Raises:
+        TypeError: something else is among them.
+    """
+    leaves, tree = jax.tree.flatten(asks, is_leaf=is_ask)
+    for leaf in leaves:
+        if not is_ask(leaf):
+            kinds = "kvjax.Sums, kvjax.Near, kvjax.Probs and kvjax.Again"
+            raise TypeError(f"asks gives {leaf!r}, which is no question about attention; there are {kinds}.")
+    return leaves, tree
 
 
 def of_own_heads(asks: Any) -> Any:

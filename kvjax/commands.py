@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import time
+import warnings
 from collections.abc import Callable, Generator
 from types import FrameType
 from typing import Any, NoReturn
@@ -169,6 +170,7 @@ def finish(command: str, run: Callable[[], object], distributed: str | None = No
         distributed: where the other processes of this run are, see `kvjax.processes.join`; None for none.
     """
     errors = sys.stderr
+    warnings.formatwarning = _formatted  # without the line of code that it came from
     try:
         if signal.getsignal(signal.SIGINT) is _leave_at_once:
             signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -192,6 +194,10 @@ def finish(command: str, run: Callable[[], object], distributed: str | None = No
     except KeyboardInterrupt:
         return INTERRUPTED
     return 0
+
+
+def _formatted(message: Warning | str, *_: Any) -> str:
+    return f"kvjax: {message}\n"
 
 
 def heed_interruptions() -> None:

@@ -15,6 +15,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 from numpy.typing import ArrayLike
 
+from kvjax.engine.prepare import rows_of
 from kvjax.gguf_tokenizer import gguf_tokenizer
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Weights, forward
@@ -92,7 +93,7 @@ class Model:
         """Next-token logits of every position, with plain causal attention over everything before it.
 
         Args:
-            tokens: ids [b, t] in [0, vocab_size), padded on the right.
+            tokens: ids [b, t] in [0, vocab_size), padded on the right; or a list of lists of unequal lengths.
             lengths: real tokens of each row [b] in [1, t]; None for no padding. Logits of the padding mean nothing.
 
         Raises:
@@ -103,6 +104,9 @@ class Model:
             (1, 3, 2048)
         """
         # Checked on the host: an id outside the table would silently read another row.
+        if isinstance(tokens, (list, tuple)) and len({np.shape(row) for row in tokens}) > 1:
+            tokens, counted = rows_of(tokens)
+            lengths = counted if lengths is None else lengths
         ids = np.asarray(tokens)
         if ids.ndim != 2 or 0 in ids.shape or not np.issubdtype(ids.dtype, np.integer):
             raise ValueError(f"tokens must be integers of shape [b, t], not {ids.dtype} of shape {list(ids.shape)}.")

@@ -81,6 +81,10 @@ def checked_token(state: State, token: ArrayLike | Sequence[int]) -> Int[Array, 
         TypeError: they are no integers.
         ValueError: there is not one for each row, or one that is known on the host is not in the vocabulary.
     """
+    if not isinstance(state, State):
+        raise TypeError(f"the first argument is a state, from kvjax.prefill, not {type(state).__name__}.")
+    if isinstance(token, State):
+        raise TypeError("the second argument is a token for each row, not a State; the state comes first.")
     if not isinstance(token, jax.Array):
         token = np.asarray(token)
     rows = state.active.shape[0]

@@ -184,6 +184,8 @@ def extend(
         >>> state.position.tolist(), logits.shape
         ([6], (1, 2048))
     """
+    if not isinstance(state, State):
+        raise TypeError(f"the first argument is a state, from kvjax.prefill, not {type(state).__name__}.")
     if logits not in ("last", "all"):
         raise ValueError(f"logits={logits!r} is not 'last' or 'all'.")
     rows = len(state.position)

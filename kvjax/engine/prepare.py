@@ -76,6 +76,11 @@ def prepare(
             f"{name_of(policy)} decides itself how many slots each head gets, so budget={budget!r} means nothing to "
             "it; leave it out and change its settings."
         )
+    if not policy.plan.bounded and policy.selection is None and not (isinstance(budget, float) and budget == 1.0):
+        raise ValueError(
+            f"budget={budget!r} means nothing to policy {name_of(policy)}, which keeps everything; leave it out, or "
+            "choose another policy."
+        )
     chunk = policy.score.prefill_chunk if chunk is None else whole_number("prefill_chunk", chunk)
     if policy.plan.per_head and chunk is not None:
         raise ValueError(
@@ -91,7 +96,7 @@ def prepare(
     limits, capacities = plan_slots(policy, budget, real, max_new_tokens, config, width, budget_of)
     size = bucket(width) if chunk is None or chunk >= width else -(-bucket(width) // chunk) * chunk
     chunk = None if chunk is None or (chunk >= width and chunk > 1) else chunk
-    keys = jax.random.key(0) if key is None else key
+    keys = checked_key(key, rows)
     return Prompts(
         policy=policy,
         tokens=np.pad(padded, ((0, 0), (0, size - width))).astype(np.int32),
@@ -103,6 +108,28 @@ def prepare(
         lines=lines_of(limits),
         chunk=chunk,
     )
+
+
+def checked_key(key: Any, rows: int) -> Key[Array, "*b"]:
+    """Return random keys: one for all rows, or one for each.
+
+    Args:
+        key: of `jax.random.key`, of `jax.random.PRNGKey`, a seed, or None for seed 0.
+        rows: how many there are.
+
+    Raises:
+        TypeError: it is none of these.
+        ValueError: there are other than one or `rows`.
+    """
+    if key is None or (isinstance(key, (int, np.integer)) and not isinstance(key, bool)):
+        return jax.random.key(0 if key is None else key)
+    if isinstance(key, jax.Array) and key.dtype == jnp.uint32 and key.ndim and key.shape[-1] == 2:
+        key = jax.random.wrap_key_data(key)  # of jax.random.PRNGKey
+    if not isinstance(key, jax.Array) or not jax.dtypes.issubdtype(key.dtype, jax.dtypes.prng_key):
+        raise TypeError(f"key={key!r} is no random key; give jax.random.key(seed), or one for each row.")
+    if key.shape not in ((), (rows,)):
+        raise ValueError(f"key has shape {list(key.shape)}; give one random key, or one for each of {rows} rows.")
+    return key
 
 
 def ready(model: Model, policy: Policy | str, budget: Budget, plan: Plan | str | None) -> Policy:
@@ -281,6 +308,11 @@ def _slots_per_row(budget: int | float, whole: Int[np.ndarray, " b"]) -> Int[np.
 def _pad_rows(
     tokens: Any, lengths: ArrayLike | Sequence[int] | None
 ) -> tuple[Int[np.ndarray, "b n"], Int[np.ndarray, " b"]]:
+    if isinstance(tokens, jax.core.Tracer) or isinstance(lengths, jax.core.Tracer):
+        raise TypeError(
+            "prefill plans slots on the host and cannot be traced by jit, vmap or scan; call it outside, and trace "
+            "decode_step."
+        )
     tokens, counted = rows_of(tokens)
     if tokens.size == 0:
         raise ValueError("a prompt is empty; give at least one token.")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+from jax.interpreters import partial_eval
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int, Key, UInt32
 
@@ -55,6 +56,19 @@ def prompt_shapes(model: Model, prompts: Prompts, kernels: Kernels) -> Read:
     if _shared(model.config, prompts):
         return _read_layer_by_layer(model, prompts, kernels, lambda program: program.eval_shape)
     return _read_prompts.eval_shape(*_arguments(model, prompts), **_static(model, prompts, kernels))
+
+
+def draws(model: Model, prompts: Prompts) -> bool:
+    """Whether what a cache holds of prompts depends on their random keys."""
+
+    def storage(keys: Key[Array, " b"], weights: Weights) -> Any:
+        texts = prompts.tokens, prompts.lengths, prompts.horizon, keys
+        made = _read_prompts(weights, prompts.policy, *texts, prompts.limits, **_static(model, prompts, Kernels()))
+        return made[0]
+
+    program = jax.make_jaxpr(storage)(prompts.keys, model.weights).jaxpr
+    _, used = partial_eval.dce_jaxpr(program, [True] * len(program.outvars))
+    return bool(used[0])
 
 
 def lower_prompts(model: Model, prompts: Prompts) -> list[jax.stages.Lowered]:

@@ -286,5 +286,8 @@ class Unbounded(Uniform):
     ends: ClassVar[bool] = True
 
     def spread_by(self, other: Plan) -> Plan:
-        """There is nothing to spread."""
-        return super().spread_by(other) if other.per_head else self
+        """Refuse a plan: there is nothing to spread."""
+        raise ValueError(
+            f"nothing leaves this cache, so plan={type(other).__name__} means nothing to it; leave it out, or choose "
+            "another policy such as h2o."
+        )

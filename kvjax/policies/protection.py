@@ -73,16 +73,18 @@ class Protection(Part):
                 )
 
     def check_budget(self, smallest: int) -> None:
-        """Refuse a budget that leaves no slot to choose, given the slots of the poorest head.
+        """Refuse a budget without a slot for the token that is being read, given the slots of the poorest head.
 
         Raises:
-            ValueError: sinks and recent window do not fit in the budget.
+            ValueError: sinks and the recent window, that token in it, do not fit in the budget.
         """
         sinks, recent = map(int, _protected(self, np.int32(smallest)))
-        if sinks + recent > smallest:
+        needed = sinks + max(recent, 1)
+        if needed > smallest:
+            read = "" if recent else " and the token that is being read"
             raise ValueError(
-                f"sinks + recent = {sinks} + {recent} slots do not fit in a budget of {smallest} slots per head; "
-                f"use a budget of at least {sinks + recent} or protect fewer tokens."
+                f"sinks + recent = {sinks} + {recent} slots{read} do not fit in a budget of {smallest} slots per head; "
+                f"use a budget of at least {needed} or protect fewer tokens."
             )
 
 

@@ -6,6 +6,7 @@ import dataclasses
 import importlib.util
 import inspect
 import sys
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -205,6 +206,11 @@ def _from_file(file: Path, attribute: str, own: Mapping[str, Any]) -> Policy:
             del sys.modules[name]
             raise ValueError(f"{file} cannot be run ({type(error).__name__}: {error}).") from error
     found = getattr(module, attribute, None)
+    common = {}
+    if isinstance(found, type) and issubclass(found, Score):  # settings that every policy has are not the score's
+        known = {field.name for field in dataclasses.fields(found)} if dataclasses.is_dataclass(found) else set[str]()
+        common = {name: own[name] for name in _keywords(methods.combine) if name in own and name not in known}
+        own = {name: value for name, value in own.items() if name not in common}
     try:
         made = found(**own) if callable(found) else found
     except TypeError as error:
@@ -212,7 +218,13 @@ def _from_file(file: Path, attribute: str, own: Mapping[str, Any]) -> Policy:
     if made is found and own:
         raise ValueError(f"{next(iter(own))} is no setting of {attribute} in {file}, which is made already.")
     if isinstance(made, Score):
-        made = Policy(made)
+        if not common:
+            warnings.warn(
+                f"{attribute} protects no token from its own score, also not the newest ones; recent=0.5 keeps the "
+                "newest half of the budget, as most policies here do.",
+                stacklevel=4,
+            )
+        made = methods.combine(made, **_typed(common, annotations_of(methods.combine)))
     if not isinstance(made, Policy):
         raise ValueError(f"{attribute} in {file} is no kvjax.Policy or Score, nor does it make one: {made!r}.")
     return made

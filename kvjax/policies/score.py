@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import abc
-from typing import ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from jaxtyping import Array, Float
 
 from kvjax.policies.part import Part
 from kvjax.types import Heads, New, PyTree, View
 from pallas_kernels.hamming import Hashing
+
+if TYPE_CHECKING:
+    from typing import Self
 
 
 class Score(Part):
@@ -31,6 +34,18 @@ class Score(Part):
         >>> sorted(kvjax.held_positions(state)[0][0, 0].tolist())[:8]
         [0, 1, 2, 3, 4, 5, 6, 7]
     """
+
+    def __new__(cls, *values: Any, **named: Any) -> Self:
+        """Checked: what it asks for is for `fold`, `advance` or `settle`."""
+        asks = cls.asks is not Part.asks
+        folds = any(getattr(cls, name) is not getattr(Score, name) for name in ("fold", "advance", "settle"))
+        if asks and not folds:
+            raise TypeError(
+                f"{cls.__name__} asks for statistics of attention and never takes them; override fold, which gets them."
+            )
+        if cls.fold is not Score.fold and not asks:
+            raise TypeError(f"{cls.__name__}.fold would never be called; override asks, which says what fold gets.")
+        return super().__new__(cls, *values, **named)
 
     paper: ClassVar[str] = ""
     """Where the method comes from, with its equation."""

@@ -16,7 +16,8 @@ from jaxtyping import Array, Float, Int, Key
 
 from kvjax.compilation import Compiling
 from kvjax.engine.extend import lower_prefill, prefill
-from kvjax.engine.prepare import bucket_rows, instead, ready
+from kvjax.engine.prepare import bucket_rows, instead, prepare, ready
+from kvjax.engine.read_prompts import draws, policy_seeds
 from kvjax.engine.state import State, held_positions, take_rows
 from kvjax.policies.plan import Plan
 from kvjax.policies.policy import Policy
@@ -155,10 +156,15 @@ def begin(
     rows, seeds = len(prompts), given if np.ndim(seed) else given * len(prompts)
     if len(seeds) != rows:
         raise ValueError(f"{len(seeds)} seeds do not fit {rows} prompts; give one seed, or one for each.")
-    index = _filled(prompts, model)
     chosen = ready(model, chosen, budget, plan)
     arguments: dict[str, Any] = dict(max_new_tokens=max_new_tokens, prefill_chunk=prefill_chunk, budget_of=budget_of)
     with Compiling() as compiling:
+        if num_samples > 1 and reading_draws(model, chosen, prompts, budget, **arguments):
+            # What each sample's cache holds is drawn, too, so that each reads its prompt with its own seed.
+            prompts = [prompt for prompt in prompts for _ in range(num_samples)]
+            seeds = [(each + i) % 2**32 for each in seeds for i in range(num_samples)]
+            rows, num_samples = len(prompts), 1
+        index = _filled(prompts, model)
         keys = _keys(np.asarray([seeds[row] for row in index], np.int64))
         compiling.lap()
         state, logits = prefill(model, chosen, [list(prompts[row]) for row in index], budget, key=keys, **arguments)
@@ -170,7 +176,9 @@ def begin(
         spare = bucket_rows(texts, model.mesh) - texts
         copied = np.r_[np.repeat(np.arange(rows), num_samples), np.zeros(spare, np.int64)]
         drawn = np.asarray([(seeds[row] + i % num_samples) % 2**32 for i, row in enumerate(copied)], np.int64)
-        state, logits, rows = take_rows(state, copied).replace(key=_keys(drawn)), logits[copied], texts
+        keys = _keys(drawn)
+        state, logits, rows = take_rows(state, copied), logits[copied], texts
+        state = state.replace(key=keys, seed=policy_seeds(keys))
     state = state.replace(active=jnp.asarray(np.arange(len(state.position)) < rows))
     return Begun(
         model=model,
@@ -186,6 +194,22 @@ def begin(
         compile_seconds=compiling.seconds,
         seconds=seconds,
     )
+
+
+def reading_draws(
+    model: Model,
+    policy: Policy,
+    prompts: Sequence[Sequence[int]],
+    budget: int | float | Sequence[int],
+    *,
+    prefill_chunk: int | None,
+    **settings: Any,
+) -> bool:
+    """Whether what a cache holds of prompts depends on the seed."""
+    planned = prepare(
+        model, policy, [list(prompts[0])], budget, None, key=None, plan=None, chunk=prefill_chunk, **settings
+    )
+    return draws(model, planned)
 
 
 def lower_begin(
