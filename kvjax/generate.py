@@ -195,8 +195,9 @@ def _continue_one(options: argparse.Namespace, settings: dict[str, Any], chat: b
     prompt, policy, stop = _prompt(options), settings["policy"], settings["stop"]
     model = _load(options)
     ids = encode(model, prompt, chat, options.system)
+    settings["chat"] = chat or not isinstance(prompt, str)
     streams = not options.json and options.num_samples == options.beams == 1
-    stream = Stream(model.tokenizer, lambda text: print(text, end="", flush=True), stop)
+    stream = Stream(model.tokenizer, lambda text: print(text, end="", flush=True), stop, ids)
     search = dict(beams=options.beams, length_penalty=options.length_penalty)
     made = generate_ids(model, [ids], **settings, **search, on_tokens=stream if streams else None)
     texts = told(model, made, stop)

@@ -23,6 +23,8 @@ _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _PLAIN = ("PreTrainedTokenizerFast", "TokenizersBackend")
 """Classes of transformers that add nothing of their own to a tokenizer.json."""
+_CHANGING = {"added_tokens_decoder", "add_bos_token", "add_eos_token"}
+"""Settings by which they do."""
 
 
 def read_tokenizer(directory: Path) -> Any:
@@ -36,7 +38,7 @@ def read_tokenizer(directory: Path) -> Any:
         from transformers import AutoTokenizer
 
         return AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
-    if not file.exists() or config.get("clean_up_tokenization_spaces") or "added_tokens_decoder" in config:
+    if not file.exists() or _CHANGING & set(config) or config.get("clean_up_tokenization_spaces"):
         return _of_directory(directory)
     from tokenizers import Tokenizer
 

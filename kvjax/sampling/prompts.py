@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from kvjax.sampling.spelling import special_tokens
 from kvjax.settings import Messages
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ def encode(model: Model, prompt: str | Messages, chat: bool = False, system: str
             tokens that the model does not have.
     """
     if not isinstance(prompt, str):
-        return token_ids(model, render(model, with_system(prompt, system)), begins=False)
+        return chat_ids(model, render(model, with_system(prompt, system)))
     if not prompt.strip():
         raise ValueError("the prompt is empty; give some text.")
     if chat:
@@ -52,6 +53,49 @@ def token_ids(model: Model, text: str, begins: bool = True) -> list[int]:
             "they do not belong together."
         )
     return ids
+
+
+def chat_ids(model: Model, text: str) -> list[int]:
+    """Return the ids of what a chat template wrote, from its beginning on.
+
+    The tokens that the tokenizer puts before all texts, such as bos, are added where the template wrote none.
+
+    Raises:
+        ValueError: it is no text, or tokenizer and model do not belong together.
+    """
+    ids, alone, usual = token_ids(model, text, begins=False), token_ids(model, "a", begins=False), token_ids(model, "a")
+    first = next((i for i in range(len(usual)) if usual[i : i + len(alone)] == alone), 0)
+    return ids if ids[:first] == usual[:first] else usual[:first] + ids
+
+
+def end_ids(model: Model, chat: bool = False) -> tuple[int, ...]:
+    """Return the ids that end a text.
+
+    Args:
+        model: whose config has the ids of its generation_config.json, or else those of its config.json or GGUF file:
+            they end any text.
+        chat: whether an answer of a chat is meant, which ends with the tokenizer's `eos_token`, too, and with the
+            special token that the chat template writes behind an answer.
+    """
+    ends = list(model.config.eos)
+    if chat:
+        own = getattr(model.tokenizer, "eos_token_id", None), _template_end(model)
+        ends += [token for token in own if isinstance(token, int) and token < model.config.vocab_size]
+    return tuple(dict.fromkeys(ends))
+
+
+def _template_end(model: Model) -> int | None:
+    """The special token that the chat template writes behind an answer; None if it writes none."""
+    if not getattr(model.tokenizer, "chat_template", None):
+        return None
+    turn, reply = "Qzjx", "Xjqz"
+    turns = [{"role": "user", "content": turn}, {"role": "assistant", "content": reply}]
+    try:
+        after = render(model, turns, answers=False).rpartition(reply)[2].lstrip()
+    except ValueError:  # it wants other turns
+        return None
+    ids = token_ids(model, after, begins=False)[:1]
+    return ids[0] if ids and ids[0] in special_tokens(model.tokenizer) else None
 
 
 def with_system(messages: Messages, system: str | None) -> Messages:
