@@ -140,7 +140,10 @@ def _prompt(options: argparse.Namespace) -> str | Messages:
         try:
             text = sys.stdin.read().removeprefix("\ufeff")
         except UnicodeDecodeError as error:
-            raise ValueError(f"standard input is not {error.encoding} text.") from None
+            raise ValueError(
+                f"standard input is not {error.encoding} text; give it in that encoding, or say which with "
+                "PYTHONIOENCODING."
+            ) from None
     return text.removesuffix("\n")  # which editors and echo put behind a text
 
 
