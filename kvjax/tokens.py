@@ -23,8 +23,6 @@ _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _PLAIN = ("PreTrainedTokenizerFast", "TokenizersBackend")
 """Classes of transformers that add nothing of their own to a tokenizer.json."""
-_CHANGING = {"added_tokens_decoder", "add_bos_token", "add_eos_token"}
-"""Settings by which they do."""
 
 
 def read_tokenizer(directory: Path) -> Any:
@@ -38,7 +36,7 @@ def read_tokenizer(directory: Path) -> Any:
         from transformers import AutoTokenizer
 
         return AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
-    if not file.exists() or _CHANGING & set(config) or config.get("clean_up_tokenization_spaces"):
+    if not file.exists() or config.get("clean_up_tokenization_spaces") or "added_tokens_decoder" in config:
         return _of_directory(directory)
     from tokenizers import Tokenizer
 
@@ -51,6 +49,16 @@ def read_tokenizer(directory: Path) -> Any:
     if all(token is None or (isinstance(token, str) and token in special) for token in named):
         return LazyTokenizer(fast, functools.partial(_of_directory, directory))
     return _of_directory(directory)
+
+
+def adds_bos(directory: Path) -> bool | None:
+    """Return what `add_bos_token` of a directory's tokenizer_config.json says; None if it says nothing.
+
+    Transformers leaves it unread beside a tokenizer.json, whose own rule holds for texts.
+    """
+    settings = directory / "tokenizer_config.json"
+    said = json.loads(settings.read_text(encoding="utf-8")).get("add_bos_token") if settings.exists() else None
+    return said if isinstance(said, bool) else None
 
 
 def _of_directory(directory: Path) -> Any:

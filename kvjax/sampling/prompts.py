@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvjax.sampling.spelling import special_tokens
 from kvjax.settings import Messages
+from kvjax.tokens import adds_bos
 
 if TYPE_CHECKING:
     from kvjax.model import Model
@@ -58,14 +60,25 @@ def token_ids(model: Model, text: str, begins: bool = True) -> list[int]:
 def chat_ids(model: Model, text: str) -> list[int]:
     """Return the ids of what a chat template wrote, from its beginning on.
 
-    The tokens that the tokenizer puts before all texts, such as bos, are added where the template wrote none.
+    A template that writes no bos gets one where tokenizer_config.json says `add_bos_token`, or where that says nothing
+    and the tokenizer puts one before all texts.
 
     Raises:
         ValueError: it is no text, or tokenizer and model do not belong together.
     """
-    ids, alone, usual = token_ids(model, text, begins=False), token_ids(model, "a", begins=False), token_ids(model, "a")
-    first = next((i for i in range(len(usual)) if usual[i : i + len(alone)] == alone), 0)
-    return ids if ids[:first] == usual[:first] else usual[:first] + ids
+    ids, begins = token_ids(model, text, begins=False), _beginning(model)
+    return ids if ids[: len(begins)] == begins else begins + ids
+
+
+def _beginning(model: Model) -> list[int]:
+    """The ids before a conversation."""
+    directory: Path | None = getattr(model, "directory", None)
+    said = None if directory is None else adds_bos(directory)
+    if said is not None:
+        bos = model.tokenizer.bos_token_id
+        return [bos] if said and bos is not None else []
+    alone, usual = token_ids(model, "a", begins=False), token_ids(model, "a")
+    return usual[: next((i for i in range(len(usual)) if usual[i : i + len(alone)] == alone), 0)]
 
 
 def end_ids(model: Model, chat: bool = False) -> tuple[int, ...]:
