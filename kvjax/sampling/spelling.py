@@ -9,6 +9,8 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
+from kvjax.tokens import LazyTokenizer
+
 _CONTEXT, _WINDOW, _CHARACTER = (4, 5, 6, 7, 16, 64), 16, 4
 """Tokens of a context that text may depend on; tokens decoded at once where bytes are no characters; bytes of one."""
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -35,7 +37,8 @@ class Spelling:
         self.tokenizer = tokenizer
         self.special = special_tokens(tokenizer)
         self._fast = _backend(tokenizer)
-        decoders = {} if self._fast is None else {each["type"]: each for each in _decoders(self._fast)}
+        known = self._fast is not None and not _cleans_up(tokenizer, self._fast)
+        decoders = {each["type"]: each for each in _decoders(self._fast)} if known else {}
         self._of_bytes = set(decoders) == {"ByteLevel"}
         self._space = None if self._of_bytes else _space(decoders)
         self._falls_back = "ByteFallback" in decoders
@@ -82,6 +85,13 @@ def _backend(tokenizer: Any) -> Any:
 
     kinds = (getattr(tokenizer, name, None) for name in ("fast", "backend_tokenizer"))
     return next((each for each in kinds if isinstance(each, Tokenizer)), None)
+
+
+def _cleans_up(tokenizer: Any, fast: Any) -> bool:
+    """Whether decoding leaves out spaces before punctuation, as transformers does but for BPE."""
+    if isinstance(tokenizer, LazyTokenizer) or type(fast.model).__name__ == "BPE":
+        return False
+    return bool(getattr(tokenizer, "clean_up_tokenization_spaces", False))
 
 
 def _decoders(fast: Any) -> Iterator[Mapping[str, Any]]:

@@ -145,7 +145,10 @@ def begin(
     chat: bool = False,
     logprobs: int | None = None,
 ) -> Begun:
-    """Read prompts that are going to be continued; see `generate_texts` for the settings."""
+    """Read prompts that are going to be continued; see `generate_texts` for the settings.
+
+    With `chat` the ids are those of conversations, whose answers end with all that `end_ids` names for a chat.
+    """
     chosen = policy_by_name(policy)
     max_new_tokens = whole_number("max_new_tokens", max_new_tokens)
     num_samples = whole_number("num_samples", num_samples)
