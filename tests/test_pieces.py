@@ -67,6 +67,7 @@ def test_stops_are_texts(stop: Any, message: str) -> None:
 TOKENIZERS = {
     "llama": lambda: tokenizing.sentencepiece(),
     "gemma": lambda: tokenizing.sentencepiece(strips=False),
+    "metaspace": lambda: tokenizing.sentencepiece(metaspace=True),
     "bytes": lambda: tokenizing.byte_level(),
     "words": lambda: tokenizing.words(),
 }

@@ -45,7 +45,7 @@ def talking(end: int | None, how: str = "") -> kvjax.Model:
     """A model whose answers end with a token that only its tokenizer or only its template says."""
     model = kvjax.Model(plain().weights, plain().config, "random")
     template = TEMPLATE.replace("END", f"'w{end} '" if how == "template" else "''")
-    eos = {"eos_token": f"w{end}"} if how == "eos_token" else {}
+    eos: dict[str, Any] = {"eos_token": f"w{end}"} if how == "eos_token" else {}
     special = (end,) if end is not None and how else ()
     model.tokenizer = tokenizing.words(special=special, chat_template=template, **eos)
     return model
@@ -212,8 +212,8 @@ def test_the_tokenizers_settings_say_what_a_chat_begins_with(said: bool | None, 
     config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
     config |= {"chat_template": PLAIN} | ({} if said is None else {"add_bos_token": said})
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    config = small_config(4, 2, vocab_size=320)
-    model = kvjax.Model(random_model(config).weights, config, directory=tmp_path)
+    small = random_model(small_config(4, 2, vocab_size=320))
+    model = kvjax.Model(small.weights, small.config, directory=tmp_path)
     assert (encode(model, "Once", chat=True)[0] == 1) == (begins if said is None else said)
     # Transformers reads tokenizer.json alone for any other text.
     text = encode(model, "Once")

@@ -75,7 +75,9 @@ class Pieces:
             return "" if self.stopped else new
         held = self._held + [(character, shown) for character in new]
         places = [place for place, (_, shown) in enumerate(held) if shown]
-        views = [("".join(held[place][0] for place in places), places, self.stop)]
+        views: list[tuple[str, list[int], Sequence[str]]] = [
+            ("".join(held[place][0] for place in places), places, self.stop)
+        ]
         if self._with_special:
             views.append(("".join(character for character, _ in held), list(range(len(held))), self._with_special))
         found = [places[at] for text, places, stops in views for at in map(text.find, stops) if at >= 0]
