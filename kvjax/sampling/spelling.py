@@ -160,11 +160,15 @@ class _Decoded:
 
     def __init__(self, tokenizer: Any, context: Sequence[int]) -> None:
         self._tokenizer = tokenizer
-        self._ids = next(filter(self._begins, (list(context[-size:]) for size in _CONTEXT)), [])
+        self._context: list[int] | None = list(context[-max(_CONTEXT) :])
+        self._ids: list[int] = []
         # Characters of the decoded ids that have been told, and ids that were there when all had been.
-        self._told, self._whole = len(self._decode(self._ids)), len(self._ids)
+        self._told, self._whole = 0, 0
 
     def add(self, token: int) -> str:
+        if self._context is not None:  # decoded with the first token: whoever gives that hears of what goes wrong
+            self._ids = next(filter(self._begins, (self._context[-size:] for size in _CONTEXT)), [])
+            self._told, self._whole, self._context = len(self._decode(self._ids)), len(self._ids), None
         self._ids.append(token)
         text, told = self._decode(self._ids), self._told
         # A character whose bytes are not all there yet waits for them, and so does a byte that nothing can complete.
