@@ -161,7 +161,10 @@ def _lines() -> Iterator[str]:
             print("\n(/quit leaves)", file=sys.stderr)  # it may have come right after an answer
             continue
         except UnicodeDecodeError as error:
-            raise ValueError(f"standard input is not {error.encoding} text.") from None
+            raise ValueError(
+                f"standard input is not {error.encoding} text; give it in that encoding, or say which with "
+                "PYTHONIOENCODING."
+            ) from None
         yield line
 
 

@@ -7,7 +7,7 @@ import importlib.util
 import sys
 from typing import NamedTuple
 
-from kvjax.commands import BROKEN_PIPE, INTERRUPTED, heed_interruptions, leave
+from kvjax.commands import BROKEN_PIPE, INTERRUPTED, heed_interruptions, leave, settle_streams
 from kvjax.compilation import version
 
 
@@ -42,6 +42,7 @@ def main(argv: list[str] | None = None) -> int:
     Returns:
         The exit code: the subcommand's own, 0 for the listing, 2 for an unknown name, 130 after an interruption.
     """
+    settle_streams()
     if argv is None:
         heed_interruptions()
         leave(main(sys.argv[1:]))

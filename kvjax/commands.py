@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import io
 import os
 import signal
 import sys
@@ -161,6 +162,15 @@ def progress(what: str, total: int, done: int = 0) -> Generator[Callable[[], Non
         yield bar.advance
 
 
+def settle_streams() -> None:
+    """Escape characters that the encoding of standard output or errors does not have, and refuse bytes that that of
+    standard input does not."""
+    for stream, errors in ((sys.stdin, "strict"), (sys.stdout, "backslashreplace"), (sys.stderr, "backslashreplace")):
+        # What a user has chosen in PYTHONIOENCODING stays.
+        if isinstance(stream, io.TextIOWrapper) and stream.errors in ("strict", "surrogateescape"):
+            stream.reconfigure(errors=errors)
+
+
 def finish(command: str, run: Callable[[], object], distributed: str | None = None) -> int:
     """Run a command: a user's mistake is one sentence on standard error and exit code 2, an interruption is 130.
 
@@ -169,6 +179,7 @@ def finish(command: str, run: Callable[[], object], distributed: str | None = No
         run: does the work.
         distributed: where the other processes of this run are, see `kvjax.processes.join`; None for none.
     """
+    settle_streams()
     errors = sys.stderr
     warnings.formatwarning = _formatted  # without the line of code that it came from
     try:

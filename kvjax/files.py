@@ -75,7 +75,7 @@ def read_text(file: Path) -> str:
     try:
         return file.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError:
-        raise ValueError(f"{file} is not UTF-8 text.") from None
+        raise ValueError(f"{file} is not UTF-8 text; save it in that encoding.") from None
 
 
 def read_lines(file: Path, read: Callable[[str], Read]) -> list[tuple[int, Read]]:

@@ -140,7 +140,10 @@ def _prompt(options: argparse.Namespace) -> str | Messages:
         try:
             text = sys.stdin.read().removeprefix("\ufeff")
         except UnicodeDecodeError as error:
-            raise ValueError(f"standard input is not {error.encoding} text.") from None
+            raise ValueError(
+                f"standard input is not {error.encoding} text; give it in that encoding, or say which with "
+                "PYTHONIOENCODING."
+            ) from None
     return text.removesuffix("\n")  # which editors and echo put behind a text
 
 
@@ -195,8 +198,9 @@ def _continue_one(options: argparse.Namespace, settings: dict[str, Any], chat: b
     prompt, policy, stop = _prompt(options), settings["policy"], settings["stop"]
     model = _load(options)
     ids = encode(model, prompt, chat, options.system)
+    settings["chat"] = chat or not isinstance(prompt, str)
     streams = not options.json and options.num_samples == options.beams == 1
-    stream = Stream(model.tokenizer, lambda text: print(text, end="", flush=True), stop)
+    stream = Stream(model.tokenizer, lambda text: print(text, end="", flush=True), stop, ids)
     search = dict(beams=options.beams, length_penalty=options.length_penalty)
     made = generate_ids(model, [ids], **settings, **search, on_tokens=stream if streams else None)
     texts = told(model, made, stop)

@@ -69,6 +69,9 @@ def add_sampling_options(options: argparse.ArgumentParser) -> None:
     options.add_argument(
         "--stop", nargs="+", action="extend", default=[], metavar="TEXT", help="texts that end a text before them"
     )
+    options.add_argument(
+        "--stop-token-ids", nargs="+", type=int, action="extend", default=[], metavar="ID", help="ids that end a text"
+    )
     options.add_argument("--seed", type=int, default=0, help="of all randomness, from 0 to 2^32 - 1")
 
 
@@ -81,7 +84,8 @@ def sampling_settings(options: argparse.Namespace) -> dict[str, Any]:
     names = "temperature", "top_k", "top_p", "min_p", "repetition_penalty"
     given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
     Sampling(**given)
-    return given | {"stop": stop_strings(options.stop), "seed": seed_number(options.seed)}
+    ends = {"stop": stop_strings(options.stop), "stop_token_ids": tuple(options.stop_token_ids)}
+    return given | ends | {"seed": seed_number(options.seed)}
 
 
 def tells_of_policies(options: argparse.Namespace, parser: Callable[[], argparse.ArgumentParser]) -> bool:

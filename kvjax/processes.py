@@ -54,7 +54,8 @@ def join(where: str = "") -> None:
     sys.stdout.flush()
     kept = os.dup(1)
     os.dup2(nowhere, 1)
-    sys.stdout = open(kept if jax.process_index() == 0 else nowhere, "w", encoding=sys.stdout.encoding)  # noqa: SIM115
+    usual, first = sys.stdout, jax.process_index() == 0
+    sys.stdout = open(kept if first else nowhere, "w", encoding=usual.encoding, errors=usual.errors)  # noqa: SIM115
     if jax.process_index() > 0:
         sys.stderr = sys.stdout
 

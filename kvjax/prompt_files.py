@@ -184,10 +184,16 @@ def continue_lines(work: Work) -> None:
 
     encoded = [(line, of_line(work.file, line.number, lambda line=line: ids_of(line))) for line in lines]
     left = sorted((pair for pair in encoded if pair[0].number not in results.done), key=lambda pair: len(pair[1]))
+    turns = {line.number: work.chat or not isinstance(line.prompt, str) for line, _ in left}
+    # Other tokens end an answer than any text.
+    alike = [[pair for pair in left if turns[pair[0].number] is chat] for chat in (False, True)]
+    batches = [
+        pairs[start : start + work.batch_size] for pairs in alike for start in range(0, len(pairs), work.batch_size)
+    ]
     with results:
-        for start in range(0, len(left), work.batch_size):
-            batch = left[start : start + work.batch_size]
-            made = generate_ids(model, [ids for _, ids in batch], **settings, **work.search)
+        for batch in batches:
+            chat = turns[batch[0][0].number]
+            made = generate_ids(model, [ids for _, ids in batch], chat=chat, **settings, **work.search)
             texts, each = told(model, made, settings["stop"]), settings["num_samples"]
             for row, (line, _) in enumerate(batch):
                 results.write(line.number, line.given | samples(texts[row * each : (row + 1) * each]))
@@ -207,6 +213,7 @@ def answer_lines(work: Work, prompt: str | Messages, in_json: bool) -> None:
 
     def answers() -> Iterator[dict[str, Any]]:
         questions, search = [ids for _, ids in left], work.search | {"batch_size": work.batch_size}
+        search["chat"] = work.chat or not isinstance(prompt, str)
         for made in answer(model, before, questions, longest=longest, **settings, **search) if left else ():
             texts, each = told(model, made, settings["stop"]), settings["num_samples"]
             for start in range(0, len(texts), each):

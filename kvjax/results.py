@@ -10,6 +10,7 @@ from kvjax import policies
 from kvjax.engine.state import allocated_slots, cache_bytes, full_cache_bytes, slot_limits
 from kvjax.policies.fastgen import Profiled
 from kvjax.policies.policy import Policy
+from kvjax.sampling.spelling import Spelling
 from kvjax.sampling.texts import Generation, texts_of
 
 if TYPE_CHECKING:
@@ -50,13 +51,21 @@ def told(model: Model, made: Generation, stop: tuple[str, ...]) -> list[dict[str
         {"text": text, "prompt_tokens": len(prompt), "new_tokens": len(tokens)}
         for text, prompt, tokens in zip(texts_of(model, made, stop), made.prompts, made.tokens, strict=True)
     ]
-    for each, known in zip(found, made.logprobs or (), strict=made.logprobs is not None):
+    if made.logprobs is None:
+        return found
+    spelling = Spelling(model.tokenizer)
+    for each, known in zip(found, made.logprobs, strict=True):
         each["logprobs"] = [
-            {"token": token, "text": model.tokenizer.decode([token]), "logprob": logprob}
+            {"token": token, "text": spelling.name(token), "bytes": _listed(spelling.bytes_of(token))}
+            | {"logprob": logprob}
             | ({"likeliest": [{"token": other, "logprob": its} for other, its in likeliest]} if likeliest else {})
             for token, logprob, likeliest in known
         ]
     return found
+
+
+def _listed(known: bytes | None) -> list[int] | None:
+    return None if known is None else list(known)
 
 
 def samples(texts: list[dict[str, Any]]) -> dict[str, Any]:

@@ -51,6 +51,16 @@ def read_tokenizer(directory: Path) -> Any:
     return _of_directory(directory)
 
 
+def adds_bos(directory: Path) -> bool | None:
+    """Return what `add_bos_token` of a directory's tokenizer_config.json says; None if it says nothing.
+
+    Transformers leaves it unread beside a tokenizer.json, whose own rule holds for texts.
+    """
+    settings = directory / "tokenizer_config.json"
+    said = json.loads(settings.read_text(encoding="utf-8")).get("add_bos_token") if settings.exists() else None
+    return said if isinstance(said, bool) else None
+
+
 def _of_directory(directory: Path) -> Any:
     # What AutoTokenizer would choose, too, without importing torch where that is installed.
     from transformers import PreTrainedTokenizerFast

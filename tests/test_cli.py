@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -13,8 +14,10 @@ from pathlib import Path
 import jax
 import pytest
 
-from kvjax import cli, commands, env
+from kvjax import chat, cli, commands, env, generate
 from kvjax.compilation import version
+from tests import tokenizing
+from tests.models import random_model, small_config
 
 ROOT = Path(__file__).parent.parent
 ECHO = "def main(argv=None):\n    print('echo', *argv)\n    return 7\n"
@@ -183,3 +186,76 @@ def test_env_says_why_there_are_no_devices(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(jax, "devices", failing)
     assert env.environment()["devices"] == ["none: the TPU is already in use by process 17"]
+
+
+EMOJI = "\N{GRINNING FACE}"
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "cp1252"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--prompt", f"{EMOJI}5", "--show-cache"],
+        ["--prompt", f"{EMOJI}5", "--json", "--logprobs", "1"],
+        ["--prompt", f"{EMOJI}5", "--num-samples", "2"],
+        ["--prompt-file", "lines.jsonl"],
+        ["--policy", "list"],
+    ],
+)
+def test_every_character_can_be_printed(
+    encoding: str, words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = random_model(small_config(4, 2))
+    model.tokenizer = tokenizing.words(letter=EMOJI)
+    monkeypatch.setattr("kvjax.model.load", lambda *_, **__: model)
+    monkeypatch.chdir(tmp_path)
+    Path("lines.jsonl").write_text(json.dumps({"prompt": f"{EMOJI}5"}))
+    out, err = (io.TextIOWrapper(io.BytesIO(), encoding) for _ in range(2))
+    monkeypatch.setattr("sys.stdout", out)
+    monkeypatch.setattr("sys.stderr", err)
+    short = ["--max-new-tokens", "2", "--temperature", "0"]
+    assert generate.main([*words, *([] if "list" in words else short)]) == 0
+    out.flush()
+    said = out.buffer.getvalue().decode(encoding)
+    if "list" in words:
+        assert "h2o" in said
+    elif said.startswith("{"):
+        assert json.loads(said)["text"].count(EMOJI) == 2
+    else:
+        assert said.count(r"\U0001f600") == 2 * (1 + ("--num-samples" in words))
+        assert "--show-cache" not in words or "\n ?5\n###\n" in said  # as wide as its marks
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "cp1252"])
+def test_every_character_can_be_said_in_a_chat(encoding: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = random_model(small_config(4, 2, max_positions=128))
+    model.tokenizer = tokenizing.words(letter=EMOJI)
+    monkeypatch.setattr("kvjax.model.load", lambda *_, **__: model)
+    streams = [io.TextIOWrapper(io.BytesIO(text), encoding) for text in (b"a turn\n/no\n", b"", b"")]
+    for name, stream in zip(("stdin", "stdout", "stderr"), streams, strict=True):
+        monkeypatch.setattr(f"sys.{name}", stream)
+    assert chat.main(["--policy", "full", "--max-new-tokens", "2"]) == 2  # for the unknown command
+    streams[1].flush()
+    assert streams[1].buffer.getvalue().count(rb"\U0001f600") == 2
+
+
+@pytest.mark.parametrize(
+    ("encoding", "errors"), [("utf-8", "strict"), ("utf-8", "surrogateescape"), ("ascii", "strict")]
+)
+def test_standard_input_in_another_encoding_is_one_sentence(
+    encoding: str, errors: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for command in (generate, chat):
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9\n"), encoding, errors))
+        assert command.main([]) == 2
+        said = capsys.readouterr().err
+        assert f"standard input is not {encoding} text; give it in that encoding, or say which" in said
+        assert said.count("\n") == 1
+
+
+def test_a_file_in_another_encoding_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, content in (("latin.txt", b"caf\xe9"), ("wide.jsonl", '{"prompt": "a"}'.encode("utf-16"))):
+        (tmp_path / name).write_bytes(content)
+        assert generate.main(["--prompt-file", str(tmp_path / name)]) == 2
+        said = capsys.readouterr().err
+        assert "is not UTF-8 text; save it in that encoding." in said and said.count("\n") == 1

@@ -350,7 +350,7 @@ class CompressedLM:
         self, prompts: list[list[int]], seeds: list[int], batch: Sequence[int], settings: dict[str, Any]
     ) -> list[str]:
         rows, drawn = [prompts[i] for i in batch], [seeds[i] for i in batch]
-        settings = settings | self.settings | {"policy": self.policy, "seed": drawn}
+        settings = settings | self.settings | {"policy": self.policy, "seed": drawn, "chat": True}
         read, last = zip(*map(_but_last, rows), strict=True)
         if last[0]:
             (made,) = answer_each(self.model, read, last, batch_size=len(rows), **settings)

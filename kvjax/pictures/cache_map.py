@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.text import Text
 
 from kvjax.files import check_writable, written_aside
+from kvjax.sampling.spelling import Spelling
 
 PLAIN_MARKS = " .:-=+*#"
 """From a token that no head holds to one that all of them hold."""
@@ -35,16 +36,21 @@ def share_held(positions: list[np.ndarray], tokens: int) -> Float[np.ndarray, "l
 
 
 def words_of(tokenizer: Any, ids: Sequence[int]) -> list[str]:
-    """The text of each token for itself."""
-    return [tokenizer.decode([token]) for token in ids]
+    """Return the text of each token as it stands behind others."""
+    spelling = Spelling(tokenizer)
+    known = [spelling.bytes_of(token) for token in ids]
+    return ["\ufffd" if each is None else each.decode(errors="replace") for each in known]
 
 
 def show(words: Sequence[str], share: Float[np.ndarray, " tokens"], file: TextIO) -> None:
     """Print a prompt with each token shaded by the share of heads that hold it, or marked below without colours."""
     console = Console(file=file)
     if console.color_system is None:
+        # A character that is escaped would be wider than its mark.
+        encoding = file.encoding or "utf-8"
+        words = [text.replace("\n", "\\n").encode(encoding, "replace").decode(encoding) for text in words]
         for start in range(0, len(words), 12):
-            row = [text.replace("\n", "\\n") for text in words[start : start + 12]]
+            row = words[start : start + 12]
             levels = np.rint(share[start : start + 12] * (len(PLAIN_MARKS) - 1)).astype(int)
             print("|".join(row), file=file)
             print("|".join(PLAIN_MARKS[level] * len(text) for level, text in zip(levels, row, strict=True)), file=file)

@@ -93,7 +93,7 @@ def beam_search(
     )
     ends = jnp.asarray(np.isin(np.arange(vocabulary), eos))
     # So many that at least as many as there are beams do not end.
-    candidates = min(max(2, 1 + len(state.config.eos)) * beams, beams * vocabulary)
+    candidates = min(max(2, 1 + len(eos)) * beams, beams * vocabulary)
     settle_step(state)
     fixed, moving = split_state(state)
     logits = jnp.repeat(logits, beams, axis=0)

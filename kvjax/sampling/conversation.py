@@ -20,7 +20,7 @@ from kvjax.engine.state import State, cache_bytes, described, held_positions, sl
 from kvjax.files import directory_aside, recover_directory
 from kvjax.policies.registry import policy as policy_by_name
 from kvjax.sampling.pieces import Pieces
-from kvjax.sampling.prompts import render, token_ids, with_system
+from kvjax.sampling.prompts import chat_ids, render, token_ids, with_system
 from kvjax.sampling.texts import Begun, begin, check_room
 from kvjax.settings import check_keywords, keywords, whole_number
 
@@ -69,7 +69,9 @@ class Conversation:
         self.max_new_tokens = whole_number("max_new_tokens", settings.get("max_new_tokens", 128))
         self.context = model.config.max_positions if context is None else whole_number("context", context, 2)
         self.templated = bool(getattr(model.tokenizer, "chat_template", None))
-        check_keywords("Conversation", settings, [name for name in keywords(begin) if name != "num_samples"])
+        check_keywords(
+            "Conversation", settings, [name for name in keywords(begin) if name not in ("num_samples", "chat")]
+        )
         self._check()
         if system is not None and not self.templated:
             raise ValueError(
@@ -118,10 +120,13 @@ class Conversation:
         if not turn.strip():
             raise ValueError("the turn is empty; give some text.")
         before, after = self._first if self.begun is None else self._between
-        begins = self.begun is None and not self.templated
-        ids = token_ids(self.model, before + turn + after, begins=begins)
+        text = before + turn + after
+        if self.begun is None:
+            ids = chat_ids(self.model, text) if self.templated else token_ids(self.model, text)
+        else:
+            ids = token_ids(self.model, text, begins=False)
         begun = self._read(ids)
-        pieces = Pieces(self.model.tokenizer, begun.stop)
+        pieces = Pieces(self.model.tokenizer, begun.stop, self.text)
         for block in begun.blocks(steps=1):
             self.begun = dataclasses.replace(begun, state=block.state)
             written = block.tokens[0][block.belongs[0]].tolist()
@@ -135,7 +140,7 @@ class Conversation:
         text = self.text + ids
         if self.begun is None:
             self._answer_room(len(text), self.context)
-            planned: dict[str, Any] = self.settings | {"max_new_tokens": self.context - len(ids)}
+            planned: dict[str, Any] = self.settings | {"max_new_tokens": self.context - len(ids), "chat": True}
             begun = begin(self.model, [ids], **planned)
             room = self._answer_room(len(text), self._end(begun.state))
         else:
@@ -222,7 +227,7 @@ class Conversation:
             raise ValueError(f"{directory} has no saved conversation.")
         told = json.loads((directory / SAVED).read_text(encoding="utf-8"))
         first = told["text"][:64]  # enough for every policy that could read its first turn
-        planned: dict[str, Any] = self.settings | {"max_new_tokens": max(self.context - len(first), 1)}
+        planned: dict[str, Any] = self.settings | {"max_new_tokens": max(self.context - len(first), 1), "chat": True}
         like = begin(self.model, [first], **planned)
         kept = _stored(like.state)
         earlier = jax.tree.map(lambda leaf: jnp.stack(leaf, -1) if _is_words(leaf) else leaf, kept, is_leaf=_is_words)

@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 from jaxtyping import Bool, Int
 
+from kvjax.sampling.spelling import characters, special_tokens
+
 
 def stop_strings(stop: str | Sequence[str] | None) -> tuple[str, ...]:
     """Texts that end a text, as a tuple; one text counts as a list of one.
@@ -32,47 +34,65 @@ def before_stop(text: str, stop: Sequence[str]) -> str:
 class Pieces:
     """One text in pieces, which together are its tokens' text up to the first stop string.
 
+    The text is what the tokens add to that of the context, so that the space with which a word begins stays. It does
+    not depend on how many tokens come at once.
+
     Args:
         tokenizer: of the ids.
-        stop: texts that end the text before them; special tokens are no part of a text.
+        stop: texts that end the text before them. Special tokens are no part of the text, but a stop string that
+            contains one is found where the token stands.
+        context: ids that the text follows, such as the prompt's.
     """
 
-    def __init__(self, tokenizer: Any, stop: Sequence[str] = ()) -> None:
+    def __init__(self, tokenizer: Any, stop: Sequence[str] = (), context: Sequence[int] = ()) -> None:
         self.tokenizer, self.stop = tokenizer, tuple(stop)
         self.stopped = False
         """Whether a stop string has come: nothing follows."""
-        self._ids: list[int] = []
-        # Text up to `_told` has been decoded; tokens from `_context` are decoded with what follows, not the whole text.
-        self._context, self._told = 0, 0
-        self._held = ""
+        named = special_tokens(tokenizer) if self.stop else {}
+        self._special = {token: text for token, text in named.items() if any(text in stop for stop in self.stop)}
+        self._with_special = [stop for stop in self.stop if any(text in stop for text in self._special.values())]
+        self._characters = characters(tokenizer, context)
+        self._held: list[tuple[str, bool]] = []
+        """Characters that may begin a stop string, and whether they are of the text and not of a special token."""
 
     def add(self, ids: Sequence[int]) -> str:
         """What is certain of the text once these tokens have come, and was not before."""
-        self._ids += ids
-        # A character whose bytes are not all there yet waits for them.
-        return "" if self._decode(self._context).endswith("\ufffd") else self._release(last=False)
+        return "".join(map(self._add, ids))
 
     def finish(self) -> str:
         """What has been held back, as no more tokens come."""
-        return self._release(last=True)
+        return self._release(self._characters.finish(), last=True)
 
-    def _release(self, last: bool) -> str:
+    def _add(self, token: int) -> str:
         if self.stopped:
             return ""
-        before = self.tokenizer.decode(self._ids[self._context : self._told], skip_special_tokens=True)
-        text = self._held + self._decode(self._context)[len(before) :]
-        if self._told < len(self._ids):
-            self._context, self._told = self._told, len(self._ids)
-        certain = before_stop(text, self.stop)
-        self.stopped = certain != text
-        if not self.stopped and not last:
-            begun = (n for stop in self.stop for n in range(1, len(stop)) if text.endswith(stop[:n]))
-            certain = text[: len(text) - max(begun, default=0)]
-        self._held = "" if self.stopped else text[len(certain) :]
-        return certain
+        if token in self._special:
+            return self._release(self._special[token], shown=False)
+        return self._release(self._characters.add(token))
 
-    def _decode(self, start: int) -> str:
-        return self.tokenizer.decode(self._ids[start:], skip_special_tokens=True)
+    def _release(self, new: str, shown: bool = True, last: bool = False) -> str:
+        if self.stopped or not self.stop:
+            return "" if self.stopped else new
+        held = self._held + [(character, shown) for character in new]
+        places = [place for place, (_, shown) in enumerate(held) if shown]
+        views: list[tuple[str, list[int], Sequence[str]]] = [
+            ("".join(held[place][0] for place in places), places, self.stop)
+        ]
+        if self._with_special:
+            views.append(("".join(character for character, _ in held), list(range(len(held))), self._with_special))
+        found = [places[at] for text, places, stops in views for at in map(text.find, stops) if at >= 0]
+        self.stopped = bool(found)
+        if not found and not last:
+            found = [
+                places[len(text) - n]
+                for text, places, stops in views
+                for stop in stops
+                for n in range(1, min(len(stop), len(text) + 1))
+                if text.endswith(stop[:n])
+            ]
+        end = min(found, default=len(held))
+        self._held = [] if self.stopped else held[end:]
+        return "".join(character for character, shown in held[:end] if shown)
 
 
 class Stops:
@@ -82,10 +102,11 @@ class Stops:
         tokenizer: of the ids.
         stop: texts that end a text before them.
         rows: of the blocks, from the first; others are left as they are.
+        contexts: ids that each row's text follows; none for texts that follow nothing.
     """
 
-    def __init__(self, tokenizer: Any, stop: Sequence[str], rows: int) -> None:
-        self.pieces = [Pieces(tokenizer, stop) for _ in range(rows)]
+    def __init__(self, tokenizer: Any, stop: Sequence[str], rows: int, contexts: Sequence[Sequence[int]] = ()) -> None:
+        self.pieces = [Pieces(tokenizer, stop, contexts[row] if contexts else ()) for row in range(rows)]
 
     def __call__(
         self, tokens: Int[np.ndarray, "b n"], belongs: Bool[np.ndarray, "b n"]
@@ -102,10 +123,23 @@ class Stops:
 
 
 class Stream:
-    """Writes the text of a block's first row as its tokens arrive: see `Pieces`."""
+    """Writes the text of a block's first row as its tokens arrive: see `Pieces`.
 
-    def __init__(self, tokenizer: Any, write: Callable[[str], Any], stop: Sequence[str] = ()) -> None:
-        self.pieces, self.write = Pieces(tokenizer, stop), write
+    Args:
+        tokenizer: of the ids.
+        write: gets each piece.
+        stop: texts that end the text before them.
+        context: ids that the text follows, such as the prompt's.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        write: Callable[[str], Any],
+        stop: Sequence[str] = (),
+        context: Sequence[int] = (),
+    ) -> None:
+        self.pieces, self.write = Pieces(tokenizer, stop, context), write
 
     def __call__(self, block: Int[np.ndarray, "b n"], belongs: Bool[np.ndarray, "b n"]) -> None:
         self._write(self.pieces.add(block[0][belongs[0]].tolist()))

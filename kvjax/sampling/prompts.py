@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvjax.sampling.spelling import special_tokens
 from kvjax.settings import Messages
+from kvjax.tokens import adds_bos
 
 if TYPE_CHECKING:
     from kvjax.model import Model
@@ -25,7 +28,7 @@ def encode(model: Model, prompt: str | Messages, chat: bool = False, system: str
             tokens that the model does not have.
     """
     if not isinstance(prompt, str):
-        return token_ids(model, render(model, with_system(prompt, system)), begins=False)
+        return chat_ids(model, render(model, with_system(prompt, system)))
     if not prompt.strip():
         raise ValueError("the prompt is empty; give some text.")
     if chat:
@@ -52,6 +55,60 @@ def token_ids(model: Model, text: str, begins: bool = True) -> list[int]:
             "they do not belong together."
         )
     return ids
+
+
+def chat_ids(model: Model, text: str) -> list[int]:
+    """Return the ids of what a chat template wrote, from its beginning on.
+
+    A template that writes no bos gets one where tokenizer_config.json says `add_bos_token`, or where that says nothing
+    and the tokenizer puts one before all texts.
+
+    Raises:
+        ValueError: it is no text, or tokenizer and model do not belong together.
+    """
+    ids, begins = token_ids(model, text, begins=False), _beginning(model)
+    return ids if ids[: len(begins)] == begins else begins + ids
+
+
+def _beginning(model: Model) -> list[int]:
+    """The ids before a conversation."""
+    directory: Path | None = getattr(model, "directory", None)
+    said = None if directory is None else adds_bos(directory)
+    if said is not None:
+        bos = model.tokenizer.bos_token_id
+        return [bos] if said and bos is not None else []
+    alone, usual = token_ids(model, "a", begins=False), token_ids(model, "a")
+    return usual[: next((i for i in range(len(usual)) if usual[i : i + len(alone)] == alone), 0)]
+
+
+def end_ids(model: Model, chat: bool = False) -> tuple[int, ...]:
+    """Return the ids that end a text.
+
+    Args:
+        model: whose config has the ids of its generation_config.json, or else those of its config.json or GGUF file:
+            they end any text.
+        chat: whether an answer of a chat is meant, which ends with the tokenizer's `eos_token`, too, and with the
+            special token that the chat template writes behind an answer.
+    """
+    ends = list(model.config.eos)
+    if chat:
+        own = getattr(model.tokenizer, "eos_token_id", None), _template_end(model)
+        ends += [token for token in own if isinstance(token, int) and token < model.config.vocab_size]
+    return tuple(dict.fromkeys(ends))
+
+
+def _template_end(model: Model) -> int | None:
+    """The special token that the chat template writes behind an answer; None if it writes none."""
+    if not getattr(model.tokenizer, "chat_template", None):
+        return None
+    turn, reply = "Qzjx", "Xjqz"
+    turns = [{"role": "user", "content": turn}, {"role": "assistant", "content": reply}]
+    try:
+        after = render(model, turns, answers=False).rpartition(reply)[2].lstrip()
+    except ValueError:  # it wants other turns
+        return None
+    ids = token_ids(model, after, begins=False)[:1]
+    return ids[0] if ids and ids[0] in special_tokens(model.tokenizer) else None
 
 
 def with_system(messages: Messages, system: str | None) -> Messages:

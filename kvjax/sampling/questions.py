@@ -12,7 +12,7 @@ import numpy as np
 from kvjax.engine.extend import extend
 from kvjax.engine.prepare import bucket, bucket_rows
 from kvjax.engine.state import take_rows
-from kvjax.sampling.prompts import encode, render, token_ids, with_system
+from kvjax.sampling.prompts import chat_ids, encode, render, token_ids, with_system
 from kvjax.sampling.texts import Begun, Generation, begin, check_beams, go_on
 from kvjax.settings import Messages, whole_number
 
@@ -54,9 +54,7 @@ def encode_questions(
             f"the chat template of {model.name!r} does not leave a prompt as it is when a question follows, so it "
             "cannot be read once for all of them; ask them one by one."
         )
-    return token_ids(model, before, begins=False), [
-        token_ids(model, text[len(before) :], begins=False) for text in texts
-    ]
+    return chat_ids(model, before), [token_ids(model, text[len(before) :], begins=False) for text in texts]
 
 
 def answer(

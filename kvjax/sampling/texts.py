@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int, Key
 
 from kvjax.compilation import Compiling
 from kvjax.engine.extend import lower_prefill, prefill
-from kvjax.engine.prepare import bucket_rows, instead, prepare, ready
+from kvjax.engine.prepare import bucket_rows, check_vocabulary, instead, prepare, ready
 from kvjax.engine.read_prompts import draws, policy_seeds
 from kvjax.engine.state import State, held_positions, take_rows
 from kvjax.policies.plan import Plan
@@ -24,9 +24,9 @@ from kvjax.policies.policy import Policy
 from kvjax.policies.registry import policy as policy_by_name
 from kvjax.sampling.beam import beam_search
 from kvjax.sampling.loop import STEPS_PER_DISPATCH, Block, Drawn, generate_tokens
-from kvjax.sampling.pieces import Pieces, Stops, before_stop, stop_strings
+from kvjax.sampling.pieces import Pieces, Stops, stop_strings
 from kvjax.sampling.pieces import Stream as Stream
-from kvjax.sampling.prompts import encode, encode_all
+from kvjax.sampling.prompts import encode, encode_all, end_ids
 from kvjax.sampling.sample import Sampling
 from kvjax.settings import Messages, seed_number, whole_number
 
@@ -102,7 +102,7 @@ class Begun:
     def blocks(self, steps: int = STEPS_PER_DISPATCH) -> Iterator[Block]:
         """Their continuations, for once: the caches are consumed."""
         rows = len(self.prompts)
-        narrow = Stops(self.model.tokenizer, self.stop, rows) if self.stop else None
+        narrow = Stops(self.model.tokenizer, self.stop, rows, self.prompts) if self.stop else None
         arguments = self.state, self.logits, self.max_new_tokens, self.sampling, self.eos, steps
         for block in generate_tokens(*arguments, texts=self.prompts, logprobs=self.logprobs, narrow=narrow):
             drawn = jax.tree.map(lambda leaf: leaf[:rows], block.drawn)
@@ -141,16 +141,21 @@ def begin(
     seed: int | Sequence[int] = 0,
     num_samples: int = 1,
     stop: str | Sequence[str] = (),
+    stop_token_ids: Sequence[int] = (),
     stop_at_eos: bool = True,
+    chat: bool = False,
     logprobs: int | None = None,
 ) -> Begun:
-    """Read prompts that are going to be continued; see `generate_texts` for the settings."""
+    """Read prompts that are going to be continued; see `generate_texts` for the settings.
+
+    With `chat` the ids are those of conversations, whose answers end with all that `end_ids` names for a chat.
+    """
     chosen = policy_by_name(policy)
     max_new_tokens = whole_number("max_new_tokens", max_new_tokens)
     num_samples = whole_number("num_samples", num_samples)
     logprobs = None if logprobs is None else whole_number("logprobs", logprobs, 0, model.config.vocab_size)
     sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty)
-    stop = stop_strings(stop)
+    stop, ends = stop_strings(stop), stop_ids(stop_token_ids, model)
     check_room(max((len(prompt) for prompt in prompts), default=0), max_new_tokens, chosen, model)
     given = [seed_number(each) for each in (seed if isinstance(seed, (list, tuple, np.ndarray)) else [seed])]
     rows, seeds = len(prompts), given if np.ndim(seed) else given * len(prompts)
@@ -188,7 +193,7 @@ def begin(
         held=[positions[:rows] for positions in held_positions(state)],
         max_new_tokens=max_new_tokens,
         sampling=sampling,
-        eos=model.config.eos if stop_at_eos else (),
+        eos=(*(end_ids(model, chat) if stop_at_eos else ()), *ends),
         stop=stop,
         logprobs=logprobs,
         compile_seconds=compiling.seconds,
@@ -210,6 +215,20 @@ def reading_draws(
         model, policy, [list(prompts[0])], budget, None, key=None, plan=None, chunk=prefill_chunk, **settings
     )
     return draws(model, planned)
+
+
+def stop_ids(given: Sequence[int], model: Model) -> tuple[int, ...]:
+    """Return ids that end a text beside the model's own.
+
+    Raises:
+        TypeError: they are no list of ids.
+        ValueError: the model does not have one.
+    """
+    several = isinstance(given, (list, tuple, np.ndarray))
+    if not several or any(isinstance(each, bool) or not isinstance(each, (int, np.integer)) for each in given):
+        raise TypeError(f"stop_token_ids={given!r} is not a list of token ids.")
+    check_vocabulary(np.asarray(given, np.int64), model.config)
+    return tuple(map(int, given))
 
 
 def lower_begin(
@@ -333,9 +352,13 @@ def _keys(seeds: Int[Array, " b"]) -> Key[Array, " b"]:
 
 
 def texts_of(model: Model, made: Generation, stop: str | Sequence[str] = ()) -> list[str]:
-    """The texts of a generation, each up to its first stop string."""
-    decode = functools.partial(model.tokenizer.decode, skip_special_tokens=True)
-    return [before_stop(decode(ids), stop_strings(stop)) for ids in made.tokens]
+    """The texts of a generation, what each adds to its prompt's, up to its first stop string."""
+
+    def text(prompt: list[int], ids: list[int]) -> str:
+        pieces = Pieces(model.tokenizer, stop_strings(stop), prompt)
+        return pieces.add(ids) + pieces.finish()
+
+    return [text(prompt, ids) for prompt, ids in zip(made.prompts, made.tokens, strict=True)]
 
 
 def generate_texts(
@@ -356,7 +379,9 @@ def generate_texts(
         system: the turn before all others of a chat.
         settings: `policy` ("full"), `budget` (1.0), `budget_of`, `plan`, `prefill_chunk`: see `kvjax.prefill`;
             `max_new_tokens` (128); `temperature` (0.8, 0 is greedy), `top_k`, `top_p`, `min_p`, `repetition_penalty`:
-            see `Sampling`; `stop`: texts that end a text before them; `stop_at_eos` (True);
+            see `Sampling`; `stop`: texts that end a text before them, among them those of special tokens;
+            `stop_token_ids`: ids that end it, too; `stop_at_eos` (True): whether the model's own ends do, and in a chat
+            the tokenizer's and the chat template's;
             `seed` (0): one number, or one for each prompt; the same seed gives a prompt the same text in any batch;
             `num_samples` (1): texts of each prompt, which is read once, one after the other in what is returned; the
             i-th is drawn as with seed + i, while the policy's own randomness is that of the prompt;
@@ -370,7 +395,8 @@ def generate_texts(
         ValueError: a prompt is empty or too long, or a setting is out of range.
     """
     texts = [prompts] if isinstance(prompts, str) else list(prompts)
-    made = generate_ids(model, encode_all(model, texts, chat, system), **settings)
+    turns = chat or not all(isinstance(text, str) for text in texts)
+    made = generate_ids(model, encode_all(model, texts, chat, system), chat=turns, **settings)
     return texts_of(model, made, settings.get("stop", ()))
 
 
@@ -393,10 +419,11 @@ def stream_text(
     """
     if settings.get("num_samples", 1) != 1:
         raise ValueError(f"num_samples={settings['num_samples']}: one text can be streamed; use model.generate.")
-    begun = begin(model, [encode(model, prompt, chat, system)], **settings)
+    turn = chat or not isinstance(prompt, str)
+    begun = begin(model, [encode(model, prompt, chat, system)], chat=turn, **settings)
 
     def pieces() -> Iterator[str]:
-        text = Pieces(model.tokenizer, begun.stop)
+        text = Pieces(model.tokenizer, begun.stop, begun.prompts[0])
         for block in begun.blocks(steps=1):
             if piece := text.add(block.tokens[0][block.belongs[0]].tolist()):
                 yield piece

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import functools
 import os
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -32,6 +33,7 @@ from kvjax.model import Model
 from kvjax.policies.policy import Policy
 from kvjax.policies.registry import name_of
 from kvjax.sampling.loop import Drawn
+from kvjax.sampling.prompts import end_ids
 from kvjax.sampling.sample import Sampling
 from kvjax.serve.requests import Request
 from kvjax.serve.rows import (
@@ -81,6 +83,7 @@ class Device:
         self, model: Model, policy: str | Policy, budget: int, rows: int, context: int | None, chunk: int, steps: int
     ) -> None:
         self.model, config = model, model.config
+        self._own_ends = functools.cache(functools.partial(end_ids, model))
         budget = whole_number("budget", budget)
         self.rows = whole_number("rows", rows)
         check_rows(self.rows, model.mesh)
@@ -251,7 +254,7 @@ class Device:
         return plan_slots(self.policy, budget, np.asarray([prompt]), end - prompt, self.model.config, prompt)
 
     def _ends(self, request: Request) -> tuple[int, ...]:
-        return tuple({*request.stop_ids, *(() if request.ignore_eos else self.model.config.eos)})
+        return tuple({*request.stop_ids, *(() if request.ignore_eos else self._own_ends(request.chat))})
 
     def _wishes(self, request: Request) -> Wishes:
         temperature, top_k, top_p, min_p, repetition = jax.tree.leaves(request.sampling)

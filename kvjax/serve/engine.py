@@ -168,7 +168,8 @@ class Engine:
         """
         planned = self.device.plan(request)
         keys = self.device.beginnings(request, planned) if self._snapshots.limit else []
-        work = _Work(request, tell, planned, keys, Pieces(self._tokenizer, stop_strings(request.stop)), self._changed)
+        pieces = Pieces(self._tokenizer, stop_strings(request.stop), request.prompt)
+        work = _Work(request, tell, planned, keys, pieces, self._changed)
         with self._changed:
             if self._stopping:
                 raise StoppingError("the server is stopping and takes no more requests.")

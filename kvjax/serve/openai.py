@@ -12,8 +12,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from kvjax.sampling.prompts import render, token_ids
+from kvjax.sampling.prompts import chat_ids, render, token_ids
 from kvjax.sampling.sample import Sampling
+from kvjax.sampling.spelling import Characters, Spelling, characters
 from kvjax.sampling.texts import Logprob
 from kvjax.serve.requests import Finished, Held, Piece, Request, Serving
 from kvjax.settings import conversation
@@ -279,9 +280,10 @@ def chat(serving: Serving, body: Mapping[str, Any], usual_tokens: int) -> Asked:
     messages = [_message(number, each) for number, each in enumerate(given["messages"])]
     if not getattr(model.tokenizer, "chat_template", None):
         raise Refused(f"the model {model.name!r} has no chat template; ask /v1/completions.", "messages")
-    ids = _encoded("messages", lambda: token_ids(model, render(model, conversation(messages)), begins=False))
+    ids = _encoded("messages", lambda: chat_ids(model, render(model, conversation(messages))))
     n = given.get("n", 1)
-    requests = _requests(serving, given, ids, "messages", usual_tokens, n)
+    asked = _requests(serving, given, ids, "messages", usual_tokens, n)
+    requests = [dataclasses.replace(each, chat=True) for each in asked]
     return Asked(tuple(requests), n, True, given.get("stream", False), given.get("stream_options", False))
 
 
@@ -390,9 +392,11 @@ def _requests(
 class _Choice:
     """What has been told of one text."""
 
+    characters: Characters
+    """Text of the tokens told so far."""
     text: str = ""
     offset: int = 0
-    """Characters of the tokens told so far."""
+    """Its length."""
     logprobs: list[Any] = dataclasses.field(default_factory=list)
     finished: Finished | None = None
 
@@ -407,7 +411,9 @@ class Answer:
 
     def __init__(self, serving: Serving, asked: Asked) -> None:
         self.serving, self.asked = serving, asked
-        self.choices = [_Choice() for _ in asked.requests]
+        tokenizer = serving.model.tokenizer
+        self.choices = [_Choice(characters(tokenizer, each.prompt)) for each in asked.requests]
+        self._spelling = Spelling(tokenizer)
         self.id = f"{'chatcmpl' if asked.chat else 'cmpl'}-{secrets.token_hex(12)}"
         self.created = int(time.time())
 
@@ -495,9 +501,9 @@ class Answer:
             pairs = zip(tokens, likeliest, strict=True)
             return {"content": [token | {"top_logprobs": others} for token, others in pairs]}
         offsets: list[int] = []
-        for token in tokens:
+        for each in told:
             offsets.append(choice.offset)
-            choice.offset += len(token["token"])
+            choice.offset += len(choice.characters.add(each.token))
         tables: list[dict[str, float]] = []
         for token, others in zip(tokens, likeliest, strict=True):
             tables.append({})
@@ -511,13 +517,12 @@ class Answer:
         }
 
     def _token(self, token: int, logprob: float) -> dict[str, Any]:
-        text = self.serving.model.tokenizer.decode([token])
-        whole = "\ufffd" not in text  # a token may be some bytes of a character
+        known = self._spelling.bytes_of(token)
         least = -9999.0  # JSON has no infinity
         return {
-            "token": text,
+            "token": self._spelling.name(token),
             "logprob": max(logprob, least) if math.isfinite(logprob) else least,
-            "bytes": list(text.encode()) if whole else None,
+            "bytes": None if known is None else list(known),
         }
 
 

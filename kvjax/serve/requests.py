@@ -27,6 +27,7 @@ class Request:
         stop: texts that end it before them.
         stop_ids: tokens that end it, beside those of the model.
         ignore_eos: whether the model's own end nothing.
+        chat: whether it is an answer of a chat, which all that ends a turn ends.
         budget: slots of each head, at most the engine's; None for that.
         logprobs: how many likeliest tokens to tell of beside each one, 0 for the token alone; None for no telling.
     """
@@ -40,6 +41,7 @@ class Request:
     stop: tuple[str, ...] = ()
     stop_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    chat: bool = False
     budget: int | None = None
     logprobs: int | None = None
 

@@ -62,6 +62,7 @@ def answers(
     if options.query_aware:  # all but its last token, which is read from the compressed cache
         asked = [([*context, *question[:-1]], question[-1:]) for context, question in asked]
     settings: dict[str, Any] = dict(policy=entry.policy, budget=entry.budget, max_new_tokens=max_new_tokens)
+    settings["chat"] = options.chat
     contexts, questions = ([pair[i] for pair in asked] for i in (0, 1))
     made = list(answer_each(model, contexts, questions, batch_size=options.batch_size, temperature=0.0, **settings))
     seconds, timed = (sum(getattr(each, name) for each in made) for name in ("decode_seconds", "timed_tokens"))
