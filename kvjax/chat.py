@@ -13,7 +13,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from kvjax.commands import Help, add_model_options, finish, leave
+from kvjax.commands import Help, Parser, add_model_options, finish, leave
 from kvjax.compilation import enable_compilation_cache
 from kvjax.options import (
     add_policy_options,
@@ -39,11 +39,10 @@ Anything else is your turn. Ctrl-C stops an answer; the conversation goes on fro
 
 def parser() -> argparse.ArgumentParser:
     """The command line's options."""
-    options = argparse.ArgumentParser(
+    options = Parser(
         prog="kvjax chat",
         description=(__doc__ or "").strip(),
         epilog=f"Each line of the input is a turn, or a command.\n{HELP}",
-        allow_abbrev=False,
         add_help=False,
         formatter_class=_Help,
     )

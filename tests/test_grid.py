@@ -11,7 +11,8 @@ import pytest
 
 import kvjax
 from kvjax.evaluate import command
-from kvjax.evaluate.grid import Rows, combination, entries
+from kvjax.evaluate.grid import Rows, entries
+from kvjax.options import combination
 from kvjax.policies.plan import AdaKV
 from kvjax.policies.residuals.less import LowRankMemory
 from kvjax.sampling.questions import answer_each

@@ -13,13 +13,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from kvjax.commands import add_model_options, finish
+from kvjax.commands import Parser, add_model_options, finish
 from kvjax.compilation import enable_compilation_cache
 from kvjax.evaluate.grid import Rows, entries, fill
 from kvjax.evaluate.texts import check_texts
 from kvjax.model import load
+from kvjax.options import add_policies, parts_of
 
-POLICIES_HELP = "name+part[setting=value] with commas between them, as h2o,h2o+less+int8,keyformer[noise=none]"
 TASKS = {
     "perplexity": ("kvjax.evaluate.tasks.perplexity", "how surprising text is after a prompt, through real eviction"),
     "fidelity": ("kvjax.evaluate.tasks.fidelity", "how far attention and next tokens are from the full cache's"),
@@ -44,22 +44,22 @@ REPORTS = {
 
 def parser() -> argparse.ArgumentParser:
     """The command line: arguments that all reports share, and each report's own."""
-    made = argparse.ArgumentParser(prog="kvjax evaluate", description=__doc__, allow_abbrev=False)
+    made = Parser(prog="kvjax evaluate", description=__doc__)
     reports = made.add_subparsers(dest="report", required=True, metavar="TASK")
     for name, (module, summary) in TASKS.items():
-        task = reports.add_parser(name, help=summary, description=summary, allow_abbrev=False)
+        task = reports.add_parser(name, help=summary, description=summary)
         add_model_options(task)
-        task.add_argument("--policies", default="streaming,h2o,keyformer", help=POLICIES_HELP)
+        add_policies(task, "streaming,h2o,keyformer")
         task.add_argument("--budgets", default="0.05,0.1,0.25", help="slots, or fractions of the whole text")
         task.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
         task.add_argument("--out", type=Path, default=Path("results"), help="directory of rows: TASK.jsonl, TASK.csv")
         importlib.import_module(module).add_arguments(task)
-    joined = reports.add_parser("report", help=JOINED[1], description=JOINED[1], allow_abbrev=False)
+    joined = reports.add_parser("report", help=JOINED[1], description=JOINED[1])
     importlib.import_module(JOINED[0]).add_arguments(joined)
     for name, (module, summary) in REPORTS.items():
         if importlib.util.find_spec(module) is None:
             continue
-        report = reports.add_parser(name, help=summary, description=summary, allow_abbrev=False)
+        report = reports.add_parser(name, help=summary, description=summary)
         add_model_options(report, rounded=False, processes=False, kernels=False)
         report.add_argument("--text", nargs="+", type=Path, required=True, metavar="FILE", help="held-out texts")
         report.add_argument("--out", type=Path, default=Path("results"), help="directory of the report")
@@ -97,7 +97,7 @@ def measure(task: Any, options: argparse.Namespace) -> None:
     Raises:
         ValueError: a policy, a budget or an argument of the task is wrong.
     """
-    compared = entries(options.policies, options.budgets)
+    compared = entries(options.policies, options.budgets, *parts_of(options))
     task.check(options)
     check_directory(options.out)
     rows = Rows(options.out / f"{options.report}.jsonl")
