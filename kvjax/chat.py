@@ -22,7 +22,7 @@ from kvjax.options import (
     sampling_settings,
     tells_of_policies,
 )
-from kvjax.sampling.conversation import Conversation
+from kvjax.sampling.conversation import Conversation, check_devices
 from kvjax.settings import whole_number
 
 POLICY, BUDGET, WHOLE = "h2o", 512, "context"
@@ -173,10 +173,13 @@ def run(options: argparse.Namespace) -> None:
     if tells_of_policies(options, parser):
         return
     from kvjax.model import load
+    from kvjax.models.sharding import parse_mesh
 
     policy, reading = chosen(options, POLICY, BUDGET, WHOLE)
     settings: dict[str, Any] = dict(policy=policy, **reading, **sampling_settings(options))
     settings["max_new_tokens"] = whole_number("max_new_tokens", options.max_new_tokens)
+    if options.mesh is not None:
+        check_devices(parse_mesh(options.mesh).shape["data"])
     model = load(options.model, options.dtype, options.revision, options.weights, options.mesh)
     chat = Chat(Conversation(model, system=options.system, context=options.context, **settings))
     if options.load is not None:

@@ -191,9 +191,8 @@ class Work:
     def results(self, lines: Sequence[Line], prompt: Any = None) -> Results:
         """Where results go; they go on where the same run was cut."""
         content = hashlib.sha256(self.file.read_bytes()).hexdigest()
-        return Results(
-            self.out, {"content": content, "prompt": prompt, "run": self.run}, [line.number for line in lines]
-        )
+        run = {"content": content, "prompt": prompt, "run": self.run}
+        return Results(self.out, run, [line.number for line in lines])
 
 
 def continue_lines(work: Work) -> None:

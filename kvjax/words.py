@@ -8,9 +8,9 @@ from collections.abc import Iterable
 
 def meant(word: str, known: Iterable[str]) -> str | None:
     """The known word that a mistyped one is closest to, or None."""
-    alike = {alike(each): each for each in known}
-    near = difflib.get_close_matches(alike(word), alike, 1)
-    return alike[near[0]] if near else None
+    plain = {alike(each): each for each in known}
+    near = difflib.get_close_matches(alike(word), plain, 1)
+    return plain[near[0]] if near else None
 
 
 def alike(word: str) -> str:
