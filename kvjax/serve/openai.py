@@ -567,5 +567,5 @@ def _joined(parts: Sequence[Mapping[str, list[Any]]]) -> dict[str, list[Any]]:
 def _kv(held: Held | None) -> dict[str, Any] | None:
     if held is None:
         return None
-    kept = round(held.kept, 2)  # the mean over layers and heads, whole where all of them hold as many
+    kept = round(float(held.kept), 2)  # the mean over layers and heads, whole where all of them hold as many
     return held._asdict() | {"kept": int(kept) if kept.is_integer() else kept}
