@@ -192,7 +192,7 @@ def test_rows_of_several_runs_are_joined_on_a_page(tmp_path: Path, capsys: pytes
         ("retrieval --system Be_kind", "--system"),
         ("generation --file {text}", "line 1"),
         ("perplexity --text NOWHERE.txt", "NOWHERE.txt is not a file"),
-        ("perplexity --text {text} --policies h2o+nothing", "'nothing' is none of"),
+        ("perplexity --text {text} --policies h2o+nothing", "there is no part 'nothing'"),
         ("perplexity --text {text} --budgets many", "budget='many'"),
         ("perplexity --text {text} --prefix 1.0", "--prefix 1.0 is not a share"),
         ("perplexity --text {text} --lengths 1", "nothing to predict"),

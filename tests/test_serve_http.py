@@ -630,7 +630,7 @@ def test_a_signal_ends_the_command_once_all_is_told(tmp_path: Path, capsys: pyte
     engine = MADE.pop()
     assert engine.warm and engine.settings["rows"] == 3 and engine.settings["steps"] == 4
     assert "context" not in engine.settings and engine.settings["policy"].codec.bits == 8
-    *lines, models, completion = "".join(said).splitlines()
+    *lines, models, completion = ("".join(said) + capsys.readouterr().err).splitlines()
     compiling = [f"kvjax serve: compiling {done} of 2" for done in range(3)]
     assert lines[:4] == ["kvjax serve: loading tiny", *compiling] and len(lines) == 5
     assert " GET /v1/models 200 " in models
@@ -647,7 +647,7 @@ def test_a_signal_ends_the_command_once_all_is_told(tmp_path: Path, capsys: pyte
         ("--grace nan", "grace=nan is not a number of seconds"),
         ("--policy nonsense", "there is no policy 'nonsense'"),
         ("--policy h20", "there is no policy 'h20'; did you mean h2o?"),
-        ("--config h2o", "budget=0.2 of config h2o is no number of slots"),
+        ("--config h2o", "budget=0.05 of config h2o is no number of slots"),
         ("--host nowhere.invalid", "there is no address 'nowhere.invalid' to listen on"),
         ("--api-key-file /dev/null", "/dev/null is not a file"),
     ],
