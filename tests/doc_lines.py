@@ -1,4 +1,4 @@
-"""Runs command lines of the documentation, one after another, on eight virtual devices: a line each of standard input."""
+"""Runs command lines of the documentation on eight virtual devices, a line each of standard input."""
 
 from __future__ import annotations
 
