@@ -46,7 +46,7 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, **settings: Any) -> None:
         super().__init__(**{"allow_abbrev": False, "formatter_class": Help} | settings)
 
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:  # type: ignore[override]
         """As `argparse` does, but nothing unknown is left over."""
         words = list(sys.argv[1:] if args is None else args)
         found, left = super().parse_known_args(self._named(words), namespace)

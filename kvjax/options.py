@@ -213,7 +213,7 @@ class Named(NamedTuple):
         Raises:
             ValueError: a name or a setting is unknown, or there are two of a kind.
         """
-        return policies.policy(self.name, **both(self.parts, parts), **self.settings | settings)
+        return policies.policy(self.name, **both(self.parts, parts), **(self.settings | dict(settings)))
 
 
 def both(written: Mapping[str, str], options: Mapping[str, str | None]) -> dict[str, str | None]:
