@@ -13,7 +13,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from kvjax.commands import Help, add_model_options, finish, leave
+from kvjax.commands import Help, Parser, add_model_options, finish, leave
 from kvjax.compilation import enable_compilation_cache
 from kvjax.options import (
     add_policy_options,
@@ -22,7 +22,7 @@ from kvjax.options import (
     sampling_settings,
     tells_of_policies,
 )
-from kvjax.sampling.conversation import Conversation
+from kvjax.sampling.conversation import Conversation, check_devices
 from kvjax.settings import whole_number
 
 POLICY, BUDGET, WHOLE = "h2o", 512, "context"
@@ -39,11 +39,10 @@ Anything else is your turn. Ctrl-C stops an answer; the conversation goes on fro
 
 def parser() -> argparse.ArgumentParser:
     """The command line's options."""
-    options = argparse.ArgumentParser(
+    options = Parser(
         prog="kvjax chat",
         description=(__doc__ or "").strip(),
         epilog=f"Each line of the input is a turn, or a command.\n{HELP}",
-        allow_abbrev=False,
         add_help=False,
         formatter_class=_Help,
     )
@@ -177,10 +176,13 @@ def run(options: argparse.Namespace) -> None:
     if tells_of_policies(options, parser):
         return
     from kvjax.model import load
+    from kvjax.models.sharding import parse_mesh
 
     policy, reading = chosen(options, POLICY, BUDGET, WHOLE)
     settings: dict[str, Any] = dict(policy=policy, **reading, **sampling_settings(options))
     settings["max_new_tokens"] = whole_number("max_new_tokens", options.max_new_tokens)
+    if options.mesh is not None:
+        check_devices(parse_mesh(options.mesh).shape["data"])
     model = load(options.model, options.dtype, options.revision, options.weights, options.mesh)
     chat = Chat(Conversation(model, system=options.system, context=options.context, **settings))
     if options.load is not None:

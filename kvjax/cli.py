@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from kvjax.commands import BROKEN_PIPE, INTERRUPTED, heed_interruptions, leave, settle_streams
 from kvjax.compilation import version
+from kvjax.words import choices
 
 
 class Command(NamedTuple):
@@ -64,10 +65,10 @@ def _run(words: list[str]) -> int:
         print(f"kvjax {version()}")
         return 0
     for command in commands:
-        if command.name == words[0]:
+        if command.name == words[0].replace("-", "_"):
             return importlib.import_module(command.module).main(words[1:])
-    names = ", ".join(command.name for command in commands)
-    print(f"kvjax has no command {words[0]!r}: choose one of {names}.", file=sys.stderr)
+    names = [command.name for command in commands]
+    print(f"kvjax has no command {words[0]!r}: {choices(words[0], names)}", file=sys.stderr)
     return 2
 
 

@@ -1,4 +1,4 @@
-"""What all commands share: how a run and its process end, and how help looks."""
+"""What all commands share: their parser, how help looks, and how a run and its process end."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ import signal
 import sys
 import time
 import warnings
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from types import FrameType
 from typing import Any, NoReturn
 
 from kvjax.processes import join
+from kvjax.words import alike, choices, meant
 from pallas_kernels.common import IMPLEMENTATIONS, VARIABLE
 
 INTERRUPTED, BROKEN_PIPE = 130, 141
@@ -33,6 +34,67 @@ class Help(argparse.ArgumentDefaultsHelpFormatter):
         ):
             return action.help
         return super()._get_help_string(action)
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser that answers a mistake with one sentence and exit code 2.
+
+    Dashes and underscores are alike in the names of options and subcommands, which are never abbreviated. An unknown
+    one is refused before anything else, with the known one that it resembles.
+
+    Args:
+        settings: those of `argparse.ArgumentParser`.
+    """
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**{"allow_abbrev": False, "formatter_class": Help} | settings)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:  # type: ignore[override]
+        """As `argparse` does, but nothing unknown is left over."""
+        words = list(sys.argv[1:] if args is None else args)
+        found, left = super().parse_known_args(self._named(words), namespace)
+        if left:
+            self.error(f"{left[0]!r} belongs to no option; see {self.prog} --help")
+        return found, []
+
+    def error(self, message: str) -> NoReturn:
+        """End the process with a sentence."""
+        said = " ".join(message.split()).rstrip(".")
+        self.exit(2, f"{self.prog}: {said}{'' if said.endswith('?') else '.'}\n")
+
+    def _named(self, words: Sequence[str]) -> list[str]:
+        """Words with the names of options, and of a subcommand, as they are spelt here."""
+        options = {alike(name): name for name in self._option_string_actions if name.startswith("--")}
+        named = list(words)
+        for index, word in enumerate(words):
+            if self._subparsers is not None and not word.startswith("-"):
+                # The rest is the subcommand's.
+                choices = next(each.choices for each in self._actions if each.nargs == argparse.PARSER) or {}
+                named[index] = next((each for each in choices if alike(each) == alike(word)), word)
+                break
+            if word == "--":
+                break
+            name, equals, value = word.partition("=")
+            if not name.startswith("--") or " " in name:  # which argparse takes for a value
+                continue
+            if alike(name) not in options:
+                near = meant(name, options.values())
+                hint = f"did you mean {near}?" if near else f"{self.prog} --help lists them"
+                self.error(f"there is no option {name}; {hint}")
+            named[index] = f"{options[alike(name)]}{equals}{value}"
+        return named
+
+    def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
+        if action.choices is not None and action.type is None and action.nargs != argparse.PARSER:
+            return next((each for each in action.choices if alike(each) == alike(arg_string)), arg_string)
+        return super()._get_value(action, arg_string)
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is None or value in action.choices:
+            return
+        known = [str(each) for each in action.choices]
+        name = "/".join(action.option_strings) or action.metavar or action.dest
+        raise argparse.ArgumentError(None, f"{name} {value!r} is not known; {choices(str(value), known)}")
 
 
 class _Kernels(argparse.Action):

@@ -7,7 +7,7 @@ import json
 import shutil
 from pathlib import Path
 
-from kvjax.commands import Help, add_model_options, finish, leave
+from kvjax.commands import Parser, add_model_options, finish, leave
 from kvjax.files import directory_aside
 from kvjax.gguf_tokenizer import gguf_tokenizer
 from kvjax.models.loading import Checkpoint, read_checkpoint
@@ -61,9 +61,7 @@ def run(options: argparse.Namespace) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """The command line; returns its exit code."""
-    options = argparse.ArgumentParser(
-        prog="kvjax convert", description=__doc__, allow_abbrev=False, formatter_class=Help
-    )
+    options = Parser(prog="kvjax convert", description=__doc__)
     add_model_options(options, rounded=False, processes=False, kernels=False)
     options.add_argument("--out", type=Path, required=True, metavar="DIR", help="the new directory")
     options.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="of the weights")

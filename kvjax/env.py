@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib.metadata
 import json
 import os
@@ -12,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from kvjax.commands import Help, finish, leave
+from kvjax.commands import Parser, finish, leave
 from kvjax.compilation import cache_directory, version
 from kvjax.engine.tuning import verdicts_file
 
@@ -99,7 +98,7 @@ def text(found: dict[str, Any]) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """The command line; returns its exit code."""
-    parser = argparse.ArgumentParser(prog="kvjax env", description=__doc__, allow_abbrev=False, formatter_class=Help)
+    parser = Parser(prog="kvjax env", description=__doc__)
     parser.add_argument("--json", action="store_true", help="one object instead of lines")
     options = parser.parse_args(argv)
     return finish("env", lambda: print((json.dumps if options.json else text)(environment())))

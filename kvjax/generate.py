@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvjax.commands import Help, add_model_options, finish, leave
+from kvjax.commands import Parser, add_model_options, finish, leave
 from kvjax.compilation import enable_compilation_cache
 from kvjax.engine.prepare import WHOLES
 from kvjax.files import JSON_LINES, read_text
@@ -33,13 +33,11 @@ if TYPE_CHECKING:
 
 def parser() -> argparse.ArgumentParser:
     """The command line's options."""
-    options = argparse.ArgumentParser(
+    options = Parser(
         prog="kvjax generate",
         description=__doc__,
         epilog="kvjax generate --policy NAME --help shows the settings of one policy.",
-        allow_abbrev=False,
         add_help=False,
-        formatter_class=Help,
     )
     options.add_argument("-h", "--help", action="store_true", help="show this, or with --policy NAME its settings")
     add_model_options(options)

@@ -6,12 +6,12 @@ import dataclasses
 import hashlib
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvjax.commands import progress
-from kvjax.engine.prepare import prepare
+from kvjax.engine.prepare import bucket_rows, prepare
 from kvjax.files import JSON_LINES, append_line, check_writable, of_line, parse_json, read_lines, write_text
 from kvjax.results import samples, told
 from kvjax.sampling.prompts import encode
@@ -73,25 +73,41 @@ class Results:
     Until all lines are done, those that are stand in a hidden file beside it, from which the same run goes on.
 
     Args:
-        file: None for standard output.
+        file: None for standard output. A finished one beside which stands what run it is of, in a hidden file, is left
+            as it is by that run, and is an error for all others.
         run: whatever decides what comes out, fit for `json.dumps`.
-        total: lines.
+        numbers: of the lines.
 
     Raises:
-        ValueError: the file cannot be written, or another run has begun it.
+        ValueError: the file cannot be written, or another run has begun or finished it.
     """
 
-    def __init__(self, file: Path | None, run: Any, total: int) -> None:
-        self.file, self.total = file, total
+    def __init__(self, file: Path | None, run: Any, numbers: Sequence[int]) -> None:
+        self.file, self.numbers, self.total = file, numbers, len(numbers)
         self.done: dict[int, str] = {}
         """Lines that are done, by their numbers."""
+        self._printed = 0
         if file is None:
             return
         check_writable(file, JSON_LINES)
         self._run = hashlib.sha256(json.dumps(run, sort_keys=True, default=str).encode()).hexdigest()
         self._aside = file.with_name(f".{file.name}.begun")
-        if self._aside.exists():
+        self._told = file.with_name(f".{file.name}.run")
+        if file.exists():
+            self._check_finished(file)
+        elif self._aside.exists():
             self._resume()
+
+    def _check_finished(self, file: Path) -> None:
+        content = file.read_bytes()
+        if not self._told.exists() or self._told.read_text(encoding="utf-8") != self._note(content):
+            raise ValueError(f"{file} is there, and not of this run; name another file, or delete it to write it anew.")
+        self.done = {json.loads(line)["line"]: line for line in content.decode().splitlines()}
+        print(f"{file}: all of {self.total} lines were done before.", file=sys.stderr)
+
+    def _note(self, content: bytes) -> str:
+        """Tells a finished file and its run from others."""
+        return json.dumps({"run": self._run, "file": hashlib.sha256(content).hexdigest()})
 
     def _resume(self) -> None:
         run, *lines = self._aside.read_text(encoding="utf-8").split("\n")[:-1] or [""]  # the last is cut, or nothing
@@ -118,17 +134,30 @@ class Results:
         """What came of a line."""
         text = self.done[number] = json.dumps({"line": number} | result)
         if self.file is None:
-            print(text, flush=True)
+            self._print()
         else:
             append_line(self._aside, text)
         self._advance()
 
+    def _print(self, rest: bool = False) -> None:
+        """Print lines in the order of their file, as far as all before them are done, or the `rest` of them."""
+        for number in sorted(self.numbers)[self._printed :]:
+            if number not in self.done and not rest:
+                return
+            self._printed += 1
+            if number in self.done:
+                print(self.done[number], flush=True)
+
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
         self._bar.__exit__(None, None, None)
         if self.file is None:
+            if error is not BrokenPipeError:
+                self._print(rest=True)
             return
         if error is None:
-            write_text(self.file, "".join(f"{self.done[number]}\n" for number in sorted(self.done)))
+            content = "".join(f"{self.done[number]}\n" for number in sorted(self.done))
+            write_text(self._told, self._note(content.encode()))
+            write_text(self.file, content)
         if error is None or not self.done:
             self._aside.unlink()
 
@@ -159,10 +188,11 @@ class Work:
     search: dict[str, Any]
     run: dict[str, Any]
 
-    def results(self, total: int, prompt: Any = None) -> Results:
+    def results(self, lines: Sequence[Line], prompt: Any = None) -> Results:
         """Where results go; they go on where the same run was cut."""
         content = hashlib.sha256(self.file.read_bytes()).hexdigest()
-        return Results(self.out, {"content": content, "prompt": prompt, "run": self.run}, total)
+        run = {"content": content, "prompt": prompt, "run": self.run}
+        return Results(self.out, run, [line.number for line in lines])
 
 
 def continue_lines(work: Work) -> None:
@@ -172,14 +202,16 @@ def continue_lines(work: Work) -> None:
         ValueError: a line cannot be continued, said with its number before any is.
     """
     lines, settings = read_prompts(work.file), work.settings
-    results, model = work.results(len(lines)), work.load()
+    results, model = work.results(lines), work.load()
     names = "budget", "budget_of", "max_new_tokens"
     reading: dict[str, Any] = {name: settings[name] for name in names} | {"lengths": None, "key": None, "plan": None}
+
+    rows = bucket_rows(1, model.mesh)  # as many as a batch of this line alone would have
 
     def ids_of(line: Line) -> list[int]:
         prompt, policy = encode(model, line.prompt, work.chat, work.system), settings["policy"]
         check_room(len(prompt), settings["max_new_tokens"], policy, model)
-        prepare(model, policy, [prompt], chunk=settings["prefill_chunk"], **reading)
+        prepare(model, policy, [prompt] * rows, chunk=settings["prefill_chunk"], **reading)
         return prompt
 
     encoded = [(line, of_line(work.file, line.number, lambda line=line: ids_of(line))) for line in lines]
@@ -206,7 +238,7 @@ def answer_lines(work: Work, prompt: str | Messages, in_json: bool) -> None:
         ValueError: a question or the prompt is wrong, or they do not fit together.
     """
     lines, settings = read_questions(work.file), work.settings
-    results, model = work.results(len(lines), prompt), work.load()
+    results, model = work.results(lines, prompt), work.load()
     before, asked = encode_questions(model, prompt, [str(line.prompt) for line in lines], work.chat, work.system)
     left = [(line, ids) for line, ids in zip(lines, asked, strict=True) if line.number not in results.done]
     longest = max(map(len, asked))

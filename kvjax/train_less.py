@@ -11,10 +11,10 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvjax import policies
-from kvjax.commands import add_model_options, finish, leave
+from kvjax.commands import Parser, add_model_options, finish, leave
 from kvjax.compilation import enable_compilation_cache
-from kvjax.settings import parse_budget, parse_settings
+from kvjax.options import add_policy, both, named, parse_policy, parts_of
+from kvjax.settings import parse_budget
 
 if TYPE_CHECKING:
     from kvjax.model import Model
@@ -22,18 +22,15 @@ if TYPE_CHECKING:
 
 def parser() -> argparse.ArgumentParser:
     """The command line's options."""
-    options = argparse.ArgumentParser(
+    options = Parser(
         prog="kvjax train_less",
         description=(__doc__ or "").splitlines()[0],
-        allow_abbrev=False,
         conflict_handler="resolve",  # a mesh is something else here than where a model runs
     )
     add_model_options(options, rounded=False, processes=False)
     options.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the model")
-    options.add_argument("--policy", default="h2o", help="the policy that evicts (default: h2o)")
-    options.add_argument("--set", nargs="+", action="extend", default=[], metavar="key=value", dest="settings")
+    add_policy(options, "h2o")
     options.add_argument("--budget", default="0.05", help="slots per head, or a fraction of the model's longest text")
-    options.add_argument("--plan", help="how the budget is spread over layers")
     options.add_argument("--text", type=Path, nargs="+", required=True, help="UTF-8 texts to learn from")
     options.add_argument("--out", type=Path, required=True, metavar="DIR", help="gets the kernels; continued if begun")
     options.add_argument("--sequences", type=int, default=256, help="passages of the texts (default: 256)")
@@ -84,7 +81,10 @@ def run(options: argparse.Namespace) -> None:
 
     names = {field.name for field in dataclasses.fields(Recipe)}
     recipe = Recipe(**{name: value for name, value in vars(options).items() if name in names})
-    policy = policies.policy(options.policy, **parse_settings(options.settings))
+    policy, _ = named(options, "h2o")
+    parts, settings = parts_of(options)
+    if any(setting.startswith("plan.") for setting in settings):
+        raise ValueError("kernels are trained under a plan with its usual settings; leave --set plan.* out.")
     check_policy(policy, options.mask)  # before the model is read
     split_texts(options.sequences, recipe)
     mesh = None if options.mesh is None else parse_mesh(options.mesh)
@@ -99,7 +99,7 @@ def run(options: argparse.Namespace) -> None:
         recipe,
         sequences=options.sequences,
         length=options.length or min(4096, model.config.max_positions),
-        plan=options.plan,
+        plan=both(parse_policy(options.policy or "h2o").parts, parts)["plan"],
         mask=options.mask,
         save_dtype=options.save_dtype,
         keep_features=options.keep_features,

@@ -11,7 +11,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from kvjax.commands import Help, add_model_options, finish, leave
+from kvjax.commands import Parser, add_model_options, finish, leave
 from kvjax.engine import tuning
 from kvjax.engine.decode import step_shapes
 from kvjax.engine.extend import prefill
@@ -137,7 +137,7 @@ def _console() -> Console:
 
 def parser() -> argparse.ArgumentParser:
     """The command line's options."""
-    options = argparse.ArgumentParser(prog="kvjax tune", description=__doc__, allow_abbrev=False, formatter_class=Help)
+    options = Parser(prog="kvjax tune", description=__doc__)
     add_model_options(options, processes=False, kernels=False)
     add_policy_options(options, "full", 1.0, "text")
     options.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the model")

@@ -84,4 +84,4 @@ def test_sizes_are_from_one(name: str, capsys: pytest.CaptureFixture[str]) -> No
 def test_there_is_no_other_type_of_numbers(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         kernels.main(["--dtype", "float8"])
-    assert "invalid choice: 'float8'" in capsys.readouterr().err
+    assert "--dtype 'float8' is not known; did you mean float32?" in capsys.readouterr().err

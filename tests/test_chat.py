@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -189,3 +190,28 @@ def test_lines_of_a_pipe_are_turns() -> None:
     assert done.returncode == 0, done.stderr
     uses = done.stderr.splitlines()
     assert len(uses) == 2 and all("16 of 16 slots per head hold one" in use for use in uses) and done.stdout.strip()
+
+
+def test_a_conversation_of_another_vocabulary_or_none_is_refused(
+    model: kvjax.Model, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    talk = Conversation(model, **SMALL)
+    "".join(talk.reply(TURNS[0]))
+    kept = tmp_path / "kept"
+    talk.save(kept)
+    told = json.loads((kept / conversation.SAVED).read_text())
+    (kept / conversation.SAVED).write_text(json.dumps(told | {"text": [10**6, *told["text"]]}))
+    with pytest.raises(ValueError, match="has a conversation of another model, policy or dtype; start with those"):
+        Conversation(model, **SMALL).load(kept)
+    for content in ("no JSON", "[1]", "{}", json.dumps(told | {"text": []})):
+        (kept / conversation.SAVED).write_text(content)
+        assert chat.main([*WORDS, "--load", str(kept)]) == 2
+        said = capsys.readouterr().err
+        assert said == f"kvjax chat: {kept / conversation.SAVED} is no saved conversation's; give another name.\n"
+
+
+def test_devices_along_data_are_refused_before_a_model_is_read(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ValueError, match="a conversation is one row, which data=2 devices cannot share"):
+        conversation.check_devices(2)
+    assert chat.main(["--model", "/nowhere", "--mesh", "data=999"]) == 2
+    assert "asks for 999 devices" in capsys.readouterr().err

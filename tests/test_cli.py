@@ -10,12 +10,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import jax
 import pytest
 
-from kvjax import chat, cli, commands, env, generate
+from kvjax import chat, cli, commands, env, generate, policies
 from kvjax.compilation import version
+from kvjax.policies.policy import Policy
 from tests import tokenizing
 from tests.models import random_model, small_config
 
@@ -259,3 +261,103 @@ def test_a_file_in_another_encoding_is_one_sentence(tmp_path: Path, capsys: pyte
         assert generate.main(["--prompt-file", str(tmp_path / name)]) == 2
         said = capsys.readouterr().err
         assert "is not UTF-8 text; save it in that encoding." in said and said.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("generate --promt x", "kvjax generate: there is no option --promt; did you mean --prompt?"),
+        ("generate --max-tokens 4", "kvjax generate: there is no option --max-tokens; did you mean --max-new-tokens?"),
+        ("train-less --txt x", "kvjax train_less: there is no option --txt; did you mean --text?"),
+        ("serve --prot 1", "kvjax serve: there is no option --prot; did you mean --port?"),
+        ("bench decod", "kvjax bench: what 'decod' is not known; did you mean decode?"),
+        ("evaluate perplexty", "kvjax evaluate: TASK 'perplexty' is not known; did you mean perplexity?"),
+        ("evaluate fidelity --polices h2o", "kvjax evaluate fidelity: there is no option --polices; did you mean"),
+        ("generate --dtype float31", "kvjax generate: --dtype 'float31' is not known; did you mean float32?"),
+        ("generate --frobnicate", "kvjax generate: there is no option --frobnicate; kvjax generate --help lists them."),
+        ("generate Once", "kvjax generate: 'Once' belongs to no option; see kvjax generate --help."),
+    ],
+)
+def test_a_mistyped_word_is_one_sentence(words: str, sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(words.split())
+    said = capsys.readouterr()
+    assert ended.value.code == 2 and said.out == ""
+    assert said.err.startswith(sentence) and said.err.count("\n") == 1
+
+
+def test_a_mistyped_command_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["generat"]) == 2
+    assert capsys.readouterr().err == "kvjax has no command 'generat': did you mean generate?\n"
+
+
+def test_dashes_and_underscores_are_alike(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["train-less", "--help"], ["evaluate", "Perplexity", "--help"]):
+        with pytest.raises(SystemExit) as ended:
+            cli.main(words)
+        assert ended.value.code == 0 and capsys.readouterr().out.startswith("usage: kvjax ")
+    options = generate.parser().parse_args(["--max_new_tokens=7", "--prefill_chunk", "9", "--prompt", "a --b_c"])
+    assert (options.max_new_tokens, options.prefill_chunk, options.prompt) == (7, 9, "a --b_c")
+
+
+OWN = "from kvjax.policies.registry import policy\n\ndef mine(recent=3):\n    return policy('h2o', recent=recent)\n"
+COMMANDS = {
+    "generate": "generate --prompt x",
+    "chat": "chat",
+    "serve": "serve --port 0 --no-warmup",
+    "bench": "bench decode",
+    "bench parts": "bench parts",
+    "bench scale": "bench scale --model toy --mesh 1x1",
+    "evaluate": "evaluate perplexity --text TEXT",
+    "evaluate quality": "evaluate quality --text TEXT",
+    "train_less": "train_less --text TEXT --out OUT",
+    "tune": "tune",
+}
+"""By name, each with what it cannot do without."""
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_takes_one_grammar_of_policies(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made: list[Policy] = []
+    real = policies.policy
+
+    def policy(*words: Any, **settings: Any) -> Policy:
+        found = real(*words, **settings)
+        if found.name != "full":
+            made.append(found)
+            raise ValueError("made.")
+        return found
+
+    (tmp_path / "text.txt").write_text("word " * 2000)
+    (tmp_path / "mine.py").write_text(OWN)
+    own = f"{tmp_path / 'mine.py'}:mine"
+    words = COMMANDS[name].replace("TEXT", str(tmp_path / "text.txt")).replace("OUT", str(tmp_path / "out")).split()
+    coded = real("h2o", codec="int8", plan="pyramid", recent=16)
+    monkeypatch.setattr("kvjax.options.policies.policy", policy)
+    performer: Any = {"residual": "less", "residual.kernels": "performer"}
+    for asked, wanted in (
+        ("--policy h2o+int8+pyramid[recent=16]", coded),
+        ("--policy h2o --codec int8 --plan pyramid --set recent=16", coded),
+        (
+            "--policy streaming --residual less --set residual.kernels=performer",
+            real("streaming", **performer),
+        ),
+        ("--policy h2o+topk --set sinks=2", real("h2o", selection="topk", sinks=2)),
+        (f"--policy {own}+int4[recent=5]", real(own, codec="int4", recent=5)),
+    ):
+        made.clear()
+        assert cli.main([*words, *asked.split()]) == 2
+        assert capsys.readouterr().err.startswith(f"kvjax {words[0]}")
+        assert made == [wanted], asked
+    for asked, said in (
+        ("--policy h20", "there is no policy 'h20'; did you mean h2o?"),
+        ("--policy H2O", "there is no policy 'H2O'; did you mean h2o?"),
+        ("--policy h2o+int", "there is no part 'int'; did you mean int"),
+        ("--policy h2o+int8 --codec int4", "--codec int4 does not go with int8 in the policy's name; name one codec."),
+        ("--policy h2o --codec INT8", "there is no codec 'INT8'; did you mean int8?"),
+    ):
+        assert cli.main([*words, *asked.split()]) == 2
+        told = capsys.readouterr().err
+        assert said in told and told.count("\n") == 1

@@ -5,9 +5,11 @@ from __future__ import annotations
 import doctest
 import inspect
 import json
+import os
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +84,66 @@ def test_every_member_says_what_its_page_needs(name: str) -> None:
     said = [describe.explanation(source) for source in entry.sources]
     assert any(".. math::" in text for text in said)
     assert not any(word in text for text in said for word in ("When: ", "From: ", "Args:"))
+
+
+def commands_of(name: str) -> list[str]:
+    """The command lines of a page, in blocks and within sentences, that say with what kvjax is to run."""
+    found = re.findall(r"^kvjax .*$|`(kvjax [^`]* --[^`]*)`", PAGES[name], flags=re.MULTILINE)
+    blocks = re.findall(r"^kvjax .*$", PAGES[name], flags=re.MULTILINE)
+    return list(dict.fromkeys([*blocks, *(line for line in found if line)]))
+
+
+def on_eight_devices(line: str) -> str:
+    """A line of the documentation with the embedded model and as many devices as there are here, and little to do."""
+    for large, small in (
+        ("--model DIR", "--model tiny"),
+        ("--model smollm2", "--model tiny"),
+        ("data=4,model=8 --distributed", "data=4,model=2"),
+        ("--model llama-70b --for v5p:2x2x4 --mesh 1x16,1x1x16", "--model toy --for cpu --mesh 1x8,1x1x8"),
+        ("--batch 32 --prompt-tokens 8192", "--batch 8 --prompt-tokens 64"),
+        ("--rows 32", "--rows 4"),
+    ):
+        line = line.replace(large, small)
+    if line.startswith("kvjax generate"):
+        return f"{line} --max-new-tokens 3"
+    return f"{line} --port 0 --no-warmup" if line.startswith("kvjax serve -") else line
+
+
+def run_lines(lines: list[str], directory: Path) -> list[dict[str, Any]]:
+    """What came of lines, all in one process."""
+    (directory / "prompts.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("One", "A cat")))
+    root = Path(__file__).parent.parent
+    environment = os.environ | {
+        "JAX_NUM_CPU_DEVICES": "8",
+        "PYTHONPATH": str(root),
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+    }
+    script = [sys.executable, "-m", "tests.doc_lines"]
+    run = subprocess.run(
+        script, cwd=directory, env=environment, input="\n".join(lines), capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 0, run.stderr
+    return [json.loads(line) for line in run.stdout.splitlines()]
+
+
+def test_a_file_of_prompts_runs_on_the_devices_that_are_documented(tmp_path: Path) -> None:
+    lines = [on_eight_devices(line) for line in commands_of("devices") if "--prompt-file" in line]
+    (told,) = run_lines(lines, tmp_path)
+    assert told["code"] == 0, told
+    answers = [json.loads(line) for line in (tmp_path / "answers.jsonl").read_text().splitlines()]
+    assert [(each["line"], each["new_tokens"]) for each in answers] == [(1, 3), (2, 3)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["devices", "serving"])
+def test_every_command_line_of_a_page_runs(name: str, tmp_path: Path) -> None:
+    lines = [on_eight_devices(line) for line in commands_of(name) if "--help" not in line]
+    assert len(lines) == {"devices": 8, "serving": 2}[name]
+    for told in run_lines(lines, tmp_path):
+        if told["line"].startswith("kvjax tune --model"):  # which is for a GPU
+            assert told["code"] == 2 and "there is nothing to race on cpu" in told["said"], told
+        else:
+            assert told["code"] == 0, told
 
 
 @pytest.mark.slow

@@ -11,7 +11,8 @@ import pytest
 
 import kvjax
 from kvjax.evaluate import command
-from kvjax.evaluate.grid import Rows, combination, entries
+from kvjax.evaluate.grid import Rows, entries
+from kvjax.options import combination
 from kvjax.policies.plan import AdaKV
 from kvjax.policies.residuals.less import LowRankMemory
 from kvjax.sampling.questions import answer_each
@@ -35,7 +36,7 @@ def test_a_name_says_which_parts() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("h2o+int5", "'int5' is none of uniform, "),
+        ("h2o+int5", "there is no part 'int5'; did you mean int"),
         ("h2o+int8+int4", "two of a kind, int8 and int4"),
         ("h2o]", "not of the form"),
         ("nobody", "nobody"),
@@ -230,7 +231,7 @@ def test_rows_of_several_runs_are_joined_on_a_page(tmp_path: Path, capsys: pytes
         ("retrieval --system Be_kind", "--system"),
         ("generation --file {text}", "line 1"),
         ("perplexity --text NOWHERE.txt", "NOWHERE.txt is not a file"),
-        ("perplexity --text {text} --policies h2o+nothing", "'nothing' is none of"),
+        ("perplexity --text {text} --policies h2o+nothing", "there is no part 'nothing'"),
         ("perplexity --text {text} --budgets many", "budget='many'"),
         ("perplexity --text {text} --prefix 1.0", "--prefix 1.0 is not a share"),
         ("perplexity --text {text} --lengths 1", "nothing to predict"),

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvjax.evaluate import command
-from kvjax.evaluate.grid import Rows, combination
+from kvjax.evaluate.grid import Rows
 from kvjax.evaluate.reports.papers.attention import _statistics
 from kvjax.evaluate.reports.papers.paper import (
     EqualBytes,
@@ -28,6 +28,7 @@ from kvjax.evaluate.reports.papers.paper import (
 )
 from kvjax.evaluate.reports.papers.report import PAPERS, write_page
 from kvjax.evaluate.reports.papers.subject import Subject, equal_name, learned
+from kvjax.options import combination
 
 CLAIMS = [claim for paper in PAPERS.values() for claim in paper.claims]
 NEEDED = list(dict.fromkeys(wanted for claim in CLAIMS for wanted in claim.check.needs))

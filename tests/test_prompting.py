@@ -176,7 +176,21 @@ def test_a_file_of_prompts_goes_on_where_it_was_cut(
     assert [each.get("id") for each in found] == [0, 1, 2, None]
     wanted = [model.generate(prompt, **GREEDY)[0] for prompt in prompts]
     assert [each["text"] for each in found] == [*wanted, *model.generate(asked, chat=True, **GREEDY)]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "out.jsonl"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".out.jsonl.run", "in.jsonl", "out.jsonl"]
+    assert generate.main(words) == 0
+    assert "all of 4 lines were done before" in capsys.readouterr().err and lines(out) == found
+    for settings in (["--seed", "5"], ["--top-k", "3"]):
+        assert generate.main([*words, *settings]) == 2
+        said = capsys.readouterr().err
+        assert said.startswith(f"kvjax generate: {out} is there, and not of this run;") and said.count("\n") == 1
+    assert lines(out) == found
+
+
+def test_lines_come_in_the_order_of_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "in.jsonl"
+    file.write_text("".join(json.dumps({"prompt": STORY[:end], "id": end}) + "\n" for end in (60, 9, 40, 20)))
+    assert generate.main(["--prompt-file", str(file), *WORDS, "--batch-size", "1"]) == 0
+    assert [json.loads(line)["id"] for line in capsys.readouterr().out.splitlines()] == [60, 9, 40, 20]
 
 
 def test_questions_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -257,4 +271,4 @@ def test_results_refuse_what_is_no_beginning(tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
     (tmp_path / ".out.jsonl.begun").write_text("")
     with pytest.raises(ValueError, match="has the beginning of a run with other prompts or settings"):
-        prompt_files.Results(out, {"seed": 0}, 3)
+        prompt_files.Results(out, {"seed": 0}, [1, 2, 3])

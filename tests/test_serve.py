@@ -26,8 +26,9 @@ def server() -> Iterator[tuple[subprocess.Popen[str], str]]:
     command = [sys.executable, "-m", "kvjax", *words.split()]
     with subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
+        assert process.stderr.readline() == "kvjax serve: loading tiny\n"
         said = process.stderr.readline()
-        assert "tiny under h2o with 64 slots listens on http://127.0.0.1:" in said
+        assert "tiny under h2o with 64 slots is ready at http://127.0.0.1:" in said
         yield process, said.split()[-1]
         process.kill()
 
@@ -52,5 +53,12 @@ def test_a_server_writes_what_the_model_does_and_ends_well(server: tuple[subproc
     last = chunks[-1].choices[0].model_dump()["kv"]
     assert last["kept"] == 64 and last["seen"] > 900 and last["bytes"] == told["bytes"]
     assert process.wait(60) == 0
+    assert process.stderr is not None
+    logged = [line.split() for line in process.stderr]
+    asked = [(line[2], line[3], line[4]) for line in logged]
+    assert asked == [("POST", "/v1/completions", "200")] * 2
+    usage = found.usage
+    assert usage is not None
+    assert f" {usage.prompt_tokens} tokens in, {usage.completion_tokens} out, " in " ".join(logged[0])
     with pytest.raises(openai.APIConnectionError):
         client.with_options(max_retries=0).models.list()

@@ -11,7 +11,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +24,8 @@ from hypothesis import strategies as st
 
 from kvjax.serve import command
 from kvjax.serve.http import Server, Service, is_loopback
-from kvjax.serve.openai import CHAT, COMPLETION
+from kvjax.serve.openai import CHAT, COMPLETION, Answer, Asked
+from kvjax.serve.requests import Finished, Held, Request
 from tests.serving import FakeEngine, events, served
 
 ENGINE = FakeEngine()
@@ -223,11 +224,19 @@ BAD: list[tuple[dict[str, Any], int, str | None]] = [
     ({"messages": ["hi"]}, 400, "messages"),
     ({"messages": [{"role": "tool", "content": "x"}]}, 400, "messages"),
     ({"messages": [{"role": "user"}]}, 400, "messages"),
-    ({"messages": [{"role": "user", "content": "x", "name": "Tom"}]}, 400, "messages"),
+    ({"messages": [{"role": "user", "content": "x", "name": 7}]}, 400, "messages"),
+    ({"messages": [{"role": "assistant", "content": "x", "tool_calls": [{"id": "1"}]}, *HI]}, 400, "messages"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, 400, "messages"),
     ({"messages": [*HI, {"role": "assistant", "content": "x"}]}, 400, "messages"),
     ({"messages": [{"role": "user", "content": "refused"}]}, 400, "messages"),
     ({"messages": HI, "tools": [{"type": "function"}]}, 400, "tools"),
+    ({"messages": HI, "tools": [{"type": "function"}], "tool_choice": "auto"}, 400, "tools"),
+    ({"messages": HI, "functions": [{"name": "f"}]}, 400, "functions"),
+    ({"messages": HI, "tool_choice": "required"}, 400, "tool_choice"),
+    ({"messages": HI, "verbosity": "high"}, 400, "verbosity"),
+    ({"messages": HI, "reasoning_effort": "high"}, 400, "reasoning_effort"),
+    ({"messages": HI, "min_tokens": 3}, 400, "min_tokens"),
+    ({"messages": HI, "chat_template_kwargs": {"enable_thinking": True}}, 400, "chat_template_kwargs"),
     ({"messages": HI, "response_format": {"type": "json_object"}}, 400, "response_format"),
     ({"messages": HI, "modalities": ["audio"]}, 400, "modalities"),
     ({"messages": HI, "top_logprobs": 2}, 400, "top_logprobs"),
@@ -269,6 +278,93 @@ def test_what_asks_for_nothing_is_let_through(web: httpx.Client, engine: FakeEng
     shared = {name: value for name, value in extra.items() if name in CHAT}
     answer = web.post("/v1/chat/completions", json={"messages": HI, "max_tokens": 1} | of_chats | shared)
     assert answer.status_code == 200, answer.text
+
+
+def test_any_field_may_be_null(web: httpx.Client, engine: FakeEngine) -> None:
+    for path, known, body in (
+        ("/v1/completions", COMPLETION, {"prompt": "a"}),
+        ("/v1/chat/completions", CHAT, {"messages": HI}),
+    ):
+        nothing = dict.fromkeys([*known, "of_a_later_client"])
+        answer = web.post(path, json=nothing | {"max_tokens": 1} | body)
+        assert answer.status_code == 200, answer.text
+
+
+def test_what_clients_send_beside_the_question(client: openai.OpenAI, engine: FakeEngine) -> None:
+    function: Any = {"name": "weather", "description": "tell it", "parameters": {"type": "object", "properties": {}}}
+    first = client.chat.completions.create(model="letters", messages=HI, max_tokens=1, seed=0)  # type: ignore[arg-type]
+    told = first.choices[0].message.model_dump() | {"reasoning_content": "I greet.", "name": "letters"}
+    talk: Any = [{"role": "user", "content": "hi", "name": "Tom"}, told, {"role": "user", "content": "more"}]
+    made = client.chat.completions.create(
+        model="letters",
+        messages=talk,
+        max_tokens=1,
+        n=1,
+        tools=[{"type": "function", "function": function}],
+        tool_choice="none",
+        parallel_tool_calls=True,
+        logit_bias={"5": 0},
+        service_tier="flex",
+        store=False,
+        reasoning_effort="medium",
+        verbosity="medium",
+        prompt_cache_key="k",
+        user="me",
+        extra_body={"skip_special_tokens": True, "min_tokens": 0, "length_penalty": 1.0, "echo": False},
+    )
+    assert made.choices[0].finish_reason == "length"
+    said = "user: hi\nassistant: a\nuser: more\n"
+    assert bytes(engine.requests[-1].prompt).decode() == said
+    last = client.completions.create(model="letters", prompt="a", max_tokens=1, best_of=1, echo=False, user="me")
+    assert last.choices[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize(("held", "shown"), [(64.0, "64"), (23.999998, "24"), (40.33333206, "40.33")])
+def test_kept_slots_are_as_a_reader_expects(held: float, shown: str) -> None:
+    told = Answer(ENGINE, Asked((Request((1,)),), 1, False, False, False)).finish(
+        0, Finished("stop", 1, 1, 0, Held(70, held, 4096, "h2o"))
+    )
+    assert json.dumps(told["kv"]["kept"]) == shown
+
+
+def test_pages_of_other_origins() -> None:
+    origin, other = "https://example.org", "https://evil.example"
+    asked = {"access-control-request-method": "POST", "access-control-request-headers": "content-type"}
+    path = "/v1/completions"
+    with served(FakeEngine(), origins=[origin], keys=["secret"]) as port, httpx.Client(timeout=20) as web:
+        url = f"http://127.0.0.1:{port}{path}"
+        allowed = web.options(url, headers={"origin": origin} | asked)
+        assert allowed.status_code == 200 and allowed.headers["access-control-allow-origin"] == origin
+        refused = web.options(url, headers={"origin": other} | asked)
+        assert refused.status_code == 400 and "access-control-allow-origin" not in refused.headers
+        key = {"authorization": "Bearer secret"}
+        answer = web.post(url, json={"prompt": "a", "max_tokens": 1}, headers={"origin": origin} | key)
+        assert answer.status_code == 200 and answer.headers["access-control-allow-origin"] == origin
+        assert web.post(url, json={"prompt": "a"}, headers={"origin": origin}).status_code == 401
+
+
+def test_no_other_page_may_ask_unless_said(web: httpx.Client) -> None:
+    asked = {"origin": "https://example.org", "access-control-request-method": "POST"}
+    assert web.options("/v1/completions", headers=asked).status_code == 405
+    found = web.get("/health", headers={"origin": "https://example.org"})
+    assert not any(name.startswith("access-control") for name in found.headers)
+
+
+def test_each_request_is_a_line_of_the_log(capsys: pytest.CaptureFixture[str]) -> None:
+    with served(FakeEngine(), log=True) as port, httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=20) as web:
+        web.get("/health?secret=1")
+        web.get("/a%0Ab")
+        web.post("/v1/completions", json={"prompt": "abc", "n": 2, "max_tokens": 4})
+        web.post("/v1/completions", json={"prompt": ""})
+        list(web.post("/v1/completions", json={"prompt": "abc", "max_tokens": 4, "stream": True}).iter_lines())
+    logged = [line.split(" ", 2)[2].rsplit(" ", 2)[0] for line in capsys.readouterr().err.splitlines()]
+    assert logged == [
+        "GET /health 200",
+        "GET /a%0Ab 404",
+        "POST /v1/completions 200 3 tokens in, 8 out,",
+        "POST /v1/completions 400",
+        "POST /v1/completions 200 3 tokens in, 4 out,",
+    ]
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b'"a"', b'{"prompt": NaN}', b"\xff", b"[" * 9000, b"1" * 5000])
@@ -465,7 +561,10 @@ class _Engine(FakeEngine):
         self.delay = 0.05
         MADE.append(self)
 
-    def warm_up(self) -> None:
+    def warm_up(self, told: Callable[[int, int], None]) -> None:
+        told(0, 2)
+        told(1, 2)
+        told(2, 2)
         self.warm = True
 
     def __enter__(self) -> _Engine:
@@ -493,7 +592,7 @@ def test_a_signal_ends_the_command_once_all_is_told(tmp_path: Path, capsys: pyte
     answers: list[httpx.Response] = []
 
     def ask() -> None:
-        while not (found := re.search(r"listens on (\S+)", "".join(said))):
+        while not (found := re.search(r"ready at (\S+)", "".join(said))):
             said.append(capsys.readouterr().err)
             time.sleep(0.01)
         asked = {"prompt": "a", "max_tokens": 20, "seed": 0}
@@ -531,7 +630,11 @@ def test_a_signal_ends_the_command_once_all_is_told(tmp_path: Path, capsys: pyte
     engine = MADE.pop()
     assert engine.warm and engine.settings["rows"] == 3 and engine.settings["steps"] == 4
     assert "context" not in engine.settings and engine.settings["policy"].codec.bits == 8
-    assert "".join(said).count("\n") == 1
+    *lines, models, completion = ("".join(said) + capsys.readouterr().err).splitlines()
+    compiling = [f"kvjax serve: compiling {done} of 2" for done in range(3)]
+    assert lines[:4] == ["kvjax serve: loading tiny", *compiling] and len(lines) == 5
+    assert " GET /v1/models 200 " in models
+    assert " POST /v1/completions 200 1 tokens in, 20 out, " in completion and completion.endswith(" s")
 
 
 @pytest.mark.parametrize(
@@ -543,6 +646,8 @@ def test_a_signal_ends_the_command_once_all_is_told(tmp_path: Path, capsys: pyte
         ("--rows 0", "rows=0 is not a whole number from 1"),
         ("--grace nan", "grace=nan is not a number of seconds"),
         ("--policy nonsense", "there is no policy 'nonsense'"),
+        ("--policy h20", "there is no policy 'h20'; did you mean h2o?"),
+        ("--config h2o", "budget=0.05 of config h2o is no number of slots"),
         ("--host nowhere.invalid", "there is no address 'nowhere.invalid' to listen on"),
         ("--api-key-file /dev/null", "/dev/null is not a file"),
     ],

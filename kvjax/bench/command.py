@@ -16,7 +16,7 @@ from kvjax.bench.entries import add_policy_options, entries, say
 from kvjax.bench.models import model_named
 from kvjax.bench.peers import transformers_decoder, transformers_reader
 from kvjax.bench.tables import table
-from kvjax.commands import add_model_options, finish
+from kvjax.commands import Parser, add_model_options, finish
 from kvjax.evaluate.speed import decoder, race, reader
 from kvjax.files import write_text
 
@@ -79,7 +79,7 @@ def main(argv: list[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else argv
     if words and words[0] in OTHERS:
         return importlib.import_module(f"kvjax.bench.{words[0]}").main(words[1:])
-    options = argparse.ArgumentParser(prog="kvjax bench", description=__doc__, allow_abbrev=False)
+    options = Parser(prog="kvjax bench", description=__doc__)
     options.add_argument(
         "what", choices=("decode", "prefill", *OTHERS), help=f"{', '.join(OTHERS)} have settings of their own"
     )

@@ -18,7 +18,7 @@ from kvjax.bench.footprint import footprint
 from kvjax.bench.models import SHAPES, shaped_model
 from kvjax.bench.targets import GIB, MEMORY, devices_of
 from kvjax.cache.ledger import device_bytes
-from kvjax.commands import Help, finish
+from kvjax.commands import Parser, finish
 from kvjax.engine.decode import lower_step
 from kvjax.engine.extend import lower_prefill
 from kvjax.engine.prepare import full_slots, round_slots
@@ -450,9 +450,7 @@ def run(options: argparse.Namespace) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """The command line; returns its exit code."""
-    options = argparse.ArgumentParser(
-        prog="kvjax bench deployments", description=__doc__, allow_abbrev=False, formatter_class=Help
-    )
+    options = Parser(prog="kvjax bench deployments", description=__doc__)
     options.add_argument("--chips", default=",".join(MEMORY), help="whose compilers are installed here, with commas")
     options.add_argument("--parts", default=",".join(PARTS), help="what to compile, with commas")
     options.add_argument("--contexts", default=",".join(map(str, CONTEXTS)), help="tokens of texts, with commas")

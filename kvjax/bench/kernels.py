@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from kvjax.commands import Help, finish
+from kvjax.commands import Parser, finish
 from kvjax.files import write_text
 from kvjax.settings import whole_number
 from pallas_kernels.programs import Program, decode, eviction, features, hashes, paged, prefill, rotating, stepping
@@ -184,9 +184,7 @@ def run(options: argparse.Namespace) -> None:
 def main(argv: list[str] | None = None) -> int:
     """The command line; returns its exit code."""
     sizes = SMALL if jax.default_backend() == "cpu" else LARGE
-    options = argparse.ArgumentParser(
-        prog="kvjax bench kernels", description=__doc__, allow_abbrev=False, formatter_class=Help
-    )
+    options = Parser(prog="kvjax bench kernels", description=__doc__)
     options.add_argument("--ops", default=",".join(OPS), help="names with commas between them")
     options.add_argument("--step", action="store_true", help="a decode step of a model with less against streaming")
     options.add_argument(

@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from kvjax.bench.entries import say
 from kvjax.bench.models import model_named
-from kvjax.commands import Help, add_model_options, finish
+from kvjax.commands import Parser, add_model_options, finish
 from kvjax.engine.decode import decode_step_in_place
 from kvjax.engine.extend import prefill
 from kvjax.evaluate.speed import Contender, decoder, race
@@ -24,8 +24,8 @@ from kvjax.files import write_text
 from kvjax.model import Model
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Weights, block, embed, unembed
+from kvjax.options import add_policy, named
 from kvjax.policies.policy import Policy
-from kvjax.policies.registry import policy
 from kvjax.sampling.loop import draw
 from kvjax.sampling.pieces import Pieces
 from kvjax.sampling.sample import Sampling
@@ -43,7 +43,7 @@ def run(options: argparse.Namespace) -> None:
     """
     for name in ("batch", "prompt_tokens", "new_tokens", "repeats"):
         whole_number(f"--{name.replace('_', '-')}", getattr(options, name))
-    chosen, budget = policy(options.policy), parse_budget(options.budget)
+    (chosen, config), budget = named(options, "h2o"), parse_budget(options.budget)
     model = model_named(options.model, options.dtype, options.revision, options.weights)
     tokens = np.random.default_rng(0).integers(3, model.config.vocab_size, (options.batch, options.prompt_tokens))
     say("compiling")
@@ -60,7 +60,8 @@ def run(options: argparse.Namespace) -> None:
         if part in taken
     ]
     title = (
-        f"{model.name}, {options.dtype}, {options.policy} at {options.budget}, batch {options.batch}, "
+        f"{model.name}, {options.dtype}, {options.policy or config.get('policy', 'h2o')} at {options.budget}, "
+        f"batch {options.batch}, "
         f"{options.prompt_tokens} prompt tokens, {jax.devices()[0].device_kind}, least of {options.repeats}"
     )
     table(title, rows)
@@ -159,11 +160,9 @@ def table(title: str, rows: list[dict[str, Any]]) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """The command line; returns its exit code."""
-    options = argparse.ArgumentParser(
-        prog="kvjax bench parts", description=__doc__, allow_abbrev=False, formatter_class=Help
-    )
+    options = Parser(prog="kvjax bench parts", description=__doc__)
     add_model_options(options, spread=False)
-    options.add_argument("--policy", default="h2o", help="its name")
+    add_policy(options, "h2o")
     options.add_argument("--budget", default="0.25", help="slots, or a fraction")
     options.add_argument("--batch", type=int, default=1, help="rows")
     options.add_argument("--prompt-tokens", type=int, default=512, help="that are read before")

@@ -15,7 +15,7 @@ from kvjax.bench.entries import Entry, add_policy_options, entries, say
 from kvjax.bench.footprint import footprint
 from kvjax.bench.models import config_named, random_model, shaped_model
 from kvjax.bench.targets import HERE, VIRTUAL, devices_of, mesh_shape
-from kvjax.commands import Help, finish
+from kvjax.commands import Parser, finish
 from kvjax.engine.decode import lower_step
 from kvjax.engine.shapes import state_shapes
 from kvjax.evaluate.speed import decoder, race
@@ -124,9 +124,7 @@ def table(title: str, rows: list[Row], layers: int) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """The command line; returns its exit code."""
-    options = argparse.ArgumentParser(
-        prog="kvjax bench scale", description=__doc__, allow_abbrev=False, formatter_class=Help
-    )
+    options = Parser(prog="kvjax bench scale", description=__doc__)
     options.add_argument(
         "--model",
         default="synthetic",

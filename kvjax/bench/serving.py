@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from kvjax.bench.entries import say
-from kvjax.commands import Help, finish, progress
+from kvjax.commands import Parser, finish, progress
 from kvjax.evaluate.reports.claims import table
 from kvjax.evaluate.store import Store
 from kvjax.files import write_text
@@ -412,9 +412,7 @@ def run(options: argparse.Namespace) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """The command line; returns its exit code."""
-    options = argparse.ArgumentParser(
-        prog="kvjax bench serving", description=__doc__, allow_abbrev=False, formatter_class=Help
-    )
+    options = Parser(prog="kvjax bench serving", description=__doc__)
     options.add_argument("--model", default="tiny", help="as for kvjax serve")
     options.add_argument("--requests", type=int, default=10_000, help="of the endurance run, 0 for none")
     options.add_argument("--repeats", type=int, default=3, help="of each comparison, whose medians are told")

@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Int
 from kvjax.cache.channel_factors import channel_factors
 from kvjax.rope import Rope, rotate, table, turns_of
 from kvjax.types import KV, Heads, LayerConfig, New, View, check, setting
+from kvjax.words import choices
 from pallas_kernels import operands
 from pallas_kernels.attention import QUERY_BLOCK, wide
 from pallas_kernels.decode_attention import Sinks
@@ -391,5 +392,5 @@ def codec(name: str, positions: str = "original") -> Codec:
         ValueError: there is no such codec.
     """
     if name not in CODECS:
-        raise ValueError(f"there is no codec {name!r}; choose one of {', '.join(CODECS)}.")
+        raise ValueError(f"there is no codec {name!r}; {choices(name, CODECS)}")
     return CODECS[name](positions)

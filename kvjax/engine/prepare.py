@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import Mesh
 from jax.typing import ArrayLike
 from jaxtyping import Array, Int, Key
@@ -76,11 +77,7 @@ def prepare(
             f"{name_of(policy)} decides itself how many slots each head gets, so budget={budget!r} means nothing to "
             "it; leave it out and change its settings."
         )
-    if not policy.plan.bounded and policy.selection is None and not (isinstance(budget, float) and budget == 1.0):
-        raise ValueError(
-            f"budget={budget!r} means nothing to policy {name_of(policy)}, which keeps everything; leave it out, or "
-            "choose another policy."
-        )
+    check_bounded(policy, budget)
     chunk = policy.score.prefill_chunk if chunk is None else whole_number("prefill_chunk", chunk)
     if policy.plan.per_head and chunk is not None:
         raise ValueError(
@@ -110,6 +107,19 @@ def prepare(
     )
 
 
+def check_bounded(policy: Policy, budget: Budget) -> None:
+    """Refuse a budget for a policy that keeps everything.
+
+    Raises:
+        ValueError: naming both.
+    """
+    if not policy.plan.bounded and policy.selection is None and not (isinstance(budget, float) and budget == 1.0):
+        raise ValueError(
+            f"budget={budget!r} means nothing to policy {name_of(policy)}, which keeps everything; leave it out, or "
+            "choose another policy."
+        )
+
+
 def checked_key(key: Any, rows: int) -> Key[Array, "*b"]:
     """Return random keys: one for all rows, or one for each.
 
@@ -125,7 +135,7 @@ def checked_key(key: Any, rows: int) -> Key[Array, "*b"]:
         return jax.random.key(0 if key is None else key)
     if isinstance(key, jax.Array) and key.dtype == jnp.uint32 and key.ndim and key.shape[-1] == 2:
         key = jax.random.wrap_key_data(key)  # of jax.random.PRNGKey
-    if not isinstance(key, jax.Array) or not jax.dtypes.issubdtype(key.dtype, jax.dtypes.prng_key):
+    if not isinstance(key, jax.Array) or not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
         raise TypeError(f"key={key!r} is no random key; give jax.random.key(seed), or one for each row.")
     if key.shape not in ((), (rows,)):
         raise ValueError(f"key has shape {list(key.shape)}; give one random key, or one for each of {rows} rows.")
@@ -308,7 +318,7 @@ def _slots_per_row(budget: int | float, whole: Int[np.ndarray, " b"]) -> Int[np.
 def _pad_rows(
     tokens: Any, lengths: ArrayLike | Sequence[int] | None
 ) -> tuple[Int[np.ndarray, "b n"], Int[np.ndarray, " b"]]:
-    if isinstance(tokens, jax.core.Tracer) or isinstance(lengths, jax.core.Tracer):
+    if isinstance(tokens, Tracer) or isinstance(lengths, Tracer):
         raise TypeError(
             "prefill plans slots on the host and cannot be traced by jit, vmap or scan; call it outside, and trace "
             "decode_step."

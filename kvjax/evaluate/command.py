@@ -13,18 +13,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from kvjax.commands import add_model_options, finish
+from kvjax.commands import Parser, add_model_options, finish
 from kvjax.compilation import enable_compilation_cache
 from kvjax.evaluate.grid import Rows, entries, fill
 from kvjax.evaluate.summary import print_table
 from kvjax.evaluate.tasks import texts
 from kvjax.evaluate.texts import SAMPLE, check_texts
 from kvjax.model import load
+from kvjax.options import add_policies, parts_of
 
-POLICIES_HELP = (
-    "name+part[setting=value] with commas between them, as h2o,h2o+less+int8,keyformer[noise=none]; FILE.py:NAME is "
-    "your own"
-)
 TASKS = {
     "perplexity": ("kvjax.evaluate.tasks.perplexity", "how surprising text is after a prompt, through real eviction"),
     "fidelity": ("kvjax.evaluate.tasks.fidelity", "how far attention and next tokens are from the full cache's"),
@@ -52,19 +49,19 @@ REPORTS = {
 
 def parser() -> argparse.ArgumentParser:
     """The command line: arguments that all reports share, and each report's own."""
-    made = argparse.ArgumentParser(prog="kvjax evaluate", description=__doc__, allow_abbrev=False)
+    made = Parser(prog="kvjax evaluate", description=__doc__)
     reports = made.add_subparsers(dest="report", required=True, metavar="TASK")
     for name, (module, summary) in TASKS.items():
         importlib.import_module(module).add_arguments(_add_grid(reports, name, summary))
     compare = _add_grid(reports, *COMPARE)
     texts.add_arguments(compare, default=[SAMPLE], rows=4, lengths=[512])
     compare.set_defaults(masked=None)
-    joined = reports.add_parser("report", help=JOINED[1], description=JOINED[1], allow_abbrev=False)
+    joined = reports.add_parser("report", help=JOINED[1], description=JOINED[1])
     importlib.import_module(JOINED[0]).add_arguments(joined)
     for name, (module, summary) in REPORTS.items():
         if importlib.util.find_spec(module) is None:
             continue
-        report = reports.add_parser(name, help=summary, description=summary, allow_abbrev=False)
+        report = reports.add_parser(name, help=summary, description=summary)
         add_model_options(report, rounded=False, processes=False, kernels=False)
         report.add_argument("--text", nargs="+", type=Path, required=True, metavar="FILE", help="held-out texts")
         report.add_argument("--out", type=Path, default=Path("results"), help="directory of the report")
@@ -77,9 +74,9 @@ def parser() -> argparse.ArgumentParser:
 
 def _add_grid(tasks: Any, name: str, summary: str) -> argparse.ArgumentParser:
     """Add a task that compares policies at budgets."""
-    task = tasks.add_parser(name, help=summary, description=summary, allow_abbrev=False)
+    task = tasks.add_parser(name, help=summary, description=summary)
     add_model_options(task)
-    task.add_argument("--policies", default="streaming,h2o,keyformer", help=POLICIES_HELP)
+    add_policies(task, "streaming,h2o,keyformer")
     task.add_argument("--budgets", default="0.05,0.1,0.25", help="slots, or fractions of the whole text")
     task.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     task.add_argument("--out", type=Path, default=Path("results"), help="directory of rows: TASK.jsonl, TASK.csv")
@@ -114,7 +111,7 @@ def measure(names: Sequence[str], options: argparse.Namespace) -> None:
         ValueError: a policy, a budget or an argument of a task is wrong.
     """
     tasks = {name: importlib.import_module(TASKS[name][0]) for name in names}
-    compared = entries(options.policies, options.budgets)
+    compared = entries(options.policies, options.budgets, *parts_of(options))
     for task in tasks.values():
         task.check(options)
     check_directory(options.out)

@@ -6,7 +6,7 @@ import csv
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,17 +18,16 @@ from kvjax.evaluate.store import plain
 from kvjax.evaluate.summary import result_line
 from kvjax.files import append_line, write_text, written_aside
 from kvjax.model import Model
+from kvjax.options import compared
 from kvjax.policies.policy import Policy
-from kvjax.policies.registry import CODECS, PLANS, RESIDUALS, SELECTIONS
 from kvjax.policies.residuals.checkpoint import fingerprint
-from kvjax.settings import parse_budget, parse_settings
+from kvjax.settings import parse_budget
 
 Cell = dict[str, Any]
 """What a row is of, fit for JSON: rows of one file have cells of the same names."""
 
 DIGESTS = ("passages", "content")
 """Parts of a cell that identify its text and tell a reader nothing."""
-_PARTS = {"plan": PLANS, "residual": RESIDUALS, "selection": SELECTIONS, "codec": CODECS}
 
 
 class Entry(NamedTuple):
@@ -57,49 +56,25 @@ def _digest(file: Path) -> str:
     return hashlib.sha256(file.read_bytes()).hexdigest()[:12]
 
 
-def combination(text: str) -> Policy:
-    """A policy of named parts: `h2o`, `h2o+less+int8+adakv`, `keyformer+int4[noise=none, recent=16]`.
-
-    Args:
-        text: a policy's name as `kvjax.policy` has it, names of plans, residuals, codecs and selections after plus
-            signs, and settings in brackets.
-
-    Raises:
-        ValueError: a name or a setting is unknown, or parts mean nothing together.
-    """
-    found = re.fullmatch(r"([^\[\]]*)(?:\[(.*)\])?", text.strip())
-    if found is None:
-        raise ValueError(f"{text!r} is not of the form name+part[setting=value].")
-    name, *parts = found[1].strip().split("+")
-    chosen: dict[str, Any] = {}
-    for part in parts:
-        kind = next((kind for kind, names in _PARTS.items() if part in names), None)
-        if kind is None:
-            known = ", ".join(each for names in _PARTS.values() for each in names)
-            raise ValueError(f"{text!r}: {part!r} is none of {known}.")
-        if kind in chosen:
-            raise ValueError(f"{text!r} has two of a kind, {chosen[kind]} and {part}; name one {kind}.")
-        chosen[kind] = part
-    words = [word.strip() for word in re.split(r",(?![^(]*\))", found[2])] if found[2] else []
-    return policies.policy(name, **chosen, **parse_settings(words))
-
-
-def entries(names: str, budgets: str) -> list[Entry]:
+def entries(
+    names: str, budgets: str, parts: Mapping[str, str | None] | None = None, settings: Mapping[str, Any] | None = None
+) -> list[Entry]:
     """What a grid compares: each of some policies at each of some budgets, the full cache first.
 
     Args:
-        names: of `combination`, with commas between them.
+        names: of `kvjax.options.combination`, with commas between them.
         budgets: slots or fractions, with commas between them; policies that find out themselves have one of their own.
+        parts: of all policies but the full cache.
+        settings: of all that have them.
 
     Raises:
         ValueError: a name, a setting or a budget is wrong.
     """
-    made = {text.strip(): combination(text) for text in re.split(r",(?![^\[]*\])", names)}
     sizes = [parse_budget(text) for text in budgets.split(",")]
     full = Entry("full", policies.policy("full"), 1.0)
     return [full] + [
         Entry(label, policy, budget)
-        for label, policy in made.items()
+        for label, policy in compared(names, parts or {}, settings or {}).items()
         if label != "full"
         for budget in (sizes if policy.plan.bounded and not policy.plan.decides else [1.0])
     ]

@@ -24,6 +24,7 @@ from kvjax.policies.residuals.less import LowRankMemory
 from kvjax.policies.score import Score
 from kvjax.policies.selection import Selection, TopK
 from kvjax.types import check, check_kind
+from kvjax.words import choices
 
 PLANS: dict[str, type[Plan]] = {
     "uniform": Uniform,
@@ -180,7 +181,7 @@ def _registered(name: str, own: Mapping[str, Any]) -> Policy:
         return _from_file(Path(file).expanduser(), attribute, own)
     if name not in REGISTRY:
         raise ValueError(
-            f"there is no policy {name!r}; choose one of {', '.join(REGISTRY)}, or one of your own as FILE.py:NAME."
+            f"there is no policy {name!r}; {choices(name, REGISTRY, ', or one of your own as FILE.py:NAME')}"
         )
     known = settings_of(name)
     for setting in own:
@@ -290,7 +291,7 @@ def _made(part: str, table: Mapping[str, Any], given: Any, settings: Mapping[str
             raise TypeError(f"a {part} is a name or an instance of {_BASES[part].__name__}, not {_described(given)}.")
         return given
     if given not in table:
-        raise ValueError(f"there is no {part} {given!r}; choose one of {', '.join(table)}.")
+        raise ValueError(f"there is no {part} {given!r}; {choices(given, table)}")
     known = [field.name for field in dataclasses.fields(table[given])]
     for setting in settings:
         if setting not in known:

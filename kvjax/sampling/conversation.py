@@ -23,6 +23,7 @@ from kvjax.sampling.pieces import Pieces
 from kvjax.sampling.prompts import chat_ids, render, token_ids, with_system
 from kvjax.sampling.texts import Begun, begin, check_room
 from kvjax.settings import check_keywords, keywords, whole_number
+from kvjax.types import ROWS
 
 if TYPE_CHECKING:
     from kvjax.model import Model
@@ -43,6 +44,19 @@ class CacheUse:
     """Slots that each head may use, on average."""
     bytes: int
     """Of the buffers, which stay as they are."""
+
+
+def check_devices(data: int) -> None:
+    """Refuse devices along `data`, which share out rows: a conversation has one.
+
+    Raises:
+        ValueError: there are several.
+    """
+    if data > 1:
+        raise ValueError(
+            f"a conversation is one row, which data={data} devices cannot share; use a mesh without data, such as "
+            f"model={data}."
+        )
 
 
 class Conversation:
@@ -85,6 +99,7 @@ class Conversation:
 
     def _check(self) -> None:
         # Whatever would be refused of every first turn.
+        check_devices(1 if self.model.mesh is None else self.model.mesh.shape[ROWS])
         tokens, given = min(64, self.context - 1), self.settings
         policy, budget = policy_by_name(given.get("policy", "full")), given.get("budget", 1.0)
         names = {"plan": "plan", "prefill_chunk": "chunk", "budget_of": "budget_of"}
@@ -225,15 +240,18 @@ class Conversation:
         recover_directory(directory)
         if not (directory / SAVED).is_file():
             raise ValueError(f"{directory} has no saved conversation.")
-        told = json.loads((directory / SAVED).read_text(encoding="utf-8"))
+        another = f"{directory} has a conversation of another model, policy or dtype; start with those."
+        told = _told(directory / SAVED)
         first = told["text"][:64]  # enough for every policy that could read its first turn
+        if max(first) >= self.model.config.vocab_size:
+            raise ValueError(another)
         planned: dict[str, Any] = self.settings | {"max_new_tokens": max(self.context - len(first), 1), "chat": True}
         like = begin(self.model, [first], **planned)
         kept = _stored(like.state)
         earlier = jax.tree.map(lambda leaf: jnp.stack(leaf, -1) if _is_words(leaf) else leaf, kept, is_leaf=_is_words)
         written = next((form for form in (kept, earlier) if self._fits(like.state, form) == told["fits"]), None)
         if written is None:
-            raise ValueError(f"{directory} has a conversation of another model, policy or dtype; start with those.")
+            raise ValueError(another)
         shapes = [jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for shape, dtype in told["leaves"]]
         with ocp.StandardCheckpointer() as checkpointer:
             leaves = checkpointer.restore(directory / "state", [np.empty(each.shape, each.dtype) for each in shapes])
@@ -250,6 +268,21 @@ class Conversation:
         known = hashlib.sha256("\n".join(map(str, structure)).encode())
         known.update(np.asarray(self.model.weights.embedding[0]).tobytes())
         return known.hexdigest()
+
+
+def _told(file: Path) -> dict[str, Any]:
+    """What a saved conversation has beside its arrays.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    try:
+        told = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError:
+        told = None
+    if not isinstance(told, dict) or not {"fits", "text", "leaves"} <= set(told) or not told["text"]:
+        raise ValueError(f"{file} is no saved conversation's; give another name.")
+    return told
 
 
 def _stored(state: State) -> State:

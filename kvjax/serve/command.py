@@ -5,35 +5,33 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import os
+import re
 import socket
 import sys
 from pathlib import Path
-from typing import Any
 
-from kvjax.commands import Help, add_model_options, finish, leave
+from kvjax.commands import Parser, add_model_options, finish, leave
 from kvjax.compilation import enable_compilation_cache
-from kvjax.evaluate.grid import combination
 from kvjax.files import read_text
+from kvjax.options import add_policy, named, tells_of_policies
+from kvjax.policies.policy import Policy
 from kvjax.settings import whole_number
 
 NEEDS = ("prometheus_client", "starlette", "uvicorn")
 """What the extra `kvjax[serve]` brings."""
+POLICY, BUDGET = "h2o", 512
+"""What is taken where nothing is said."""
 
 
 def parser() -> argparse.ArgumentParser:
     """The command line's options."""
-    options = argparse.ArgumentParser(prog="kvjax serve", description=__doc__, allow_abbrev=False, formatter_class=Help)
+    options = Parser(prog="kvjax serve", description=__doc__)
     add_model_options(options, processes=False)
     options.add_argument("--distributed", nargs="?", const="", help=argparse.SUPPRESS)
     options.add_argument("--name", help="what clients call the model (default: as --model does)")
     options.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of weights and cache")
-    options.add_argument(
-        "--policy",
-        default="h2o",
-        help="which tokens stay in the caches, with other parts and settings as h2o+int8[recent=16]; "
-        "kvjax generate --policy list shows all",
-    )
-    options.add_argument("--budget", type=int, default=512, help="slots per head of each row")
+    add_policy(options, POLICY)
+    options.add_argument("--budget", type=int, help=f"slots per head of each row (default: {BUDGET})")
     options.add_argument("--rows", type=int, default=8, help="texts that are written at once")
     options.add_argument("--context", type=int, help="tokens of a text at most (default: the model's positions)")
     options.add_argument("--chunk", type=int, help="prompt tokens read at once (default: the engine's)")
@@ -51,6 +49,15 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--chat-tokens", type=int, default=512, help="of a chat's answer, where it asks for no number")
     options.add_argument("--host", default="127.0.0.1", help="the address to listen on")
     options.add_argument("--port", type=int, default=8000, help="0 takes a free one")
+    options.add_argument(
+        "--cors",
+        action="append",
+        default=[],
+        metavar="ORIGIN",
+        type=_origin,
+        help="let pages of this origin ask, as https://example.org or * for any; may be given several times",
+    )
+    options.add_argument("--quiet", action="store_true", help="log no line for each request")
     key = options.add_mutually_exclusive_group()
     key.add_argument("--api-key-file", type=Path, metavar="FILE", help="the keys that clients may show, a line each")
     key.add_argument("--no-key", action="store_true", help="let anyone in who reaches a public address")
@@ -65,6 +72,13 @@ def parser() -> argparse.ArgumentParser:
         "--write-timeout", type=float, default=30.0, metavar="SECONDS", help="after which who reads nothing is cut off"
     )
     return options
+
+
+def _origin(text: str) -> str:
+    """An origin, checked."""
+    if text != "*" and re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s?#]+", text) is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is no origin such as https://example.org, without a path, nor *")
+    return text
 
 
 def run(options: argparse.Namespace) -> None:
@@ -82,7 +96,9 @@ def run(options: argparse.Namespace) -> None:
     missing = [name for name in NEEDS if importlib.util.find_spec(name) is None]
     if missing:
         raise ValueError(f"the server needs {', '.join(missing)}; install it with pip install 'kvjax[serve]'.")
-    for name in ("budget", "rows", "queue", "chat_tokens", "max_body"):
+    if tells_of_policies(options, parser):
+        return
+    for name in ("rows", "queue", "chat_tokens", "max_body"):
         whole_number(name, getattr(options, name))
     whole_number("port", options.port, 0, 65_535)
     for name, least in (("grace", 0.0), ("read_timeout", 0.001), ("write_timeout", 0.001)):
@@ -90,7 +106,16 @@ def run(options: argparse.Namespace) -> None:
             raise ValueError(f"{name}={getattr(options, name)} is not a number of seconds up to a day.")
     from kvjax.serve.http import is_loopback
 
-    policy = combination(options.policy)
+    policy, config = named(options, POLICY)
+    budget = config.get("budget", BUDGET) if options.budget is None else options.budget
+    if type(budget) is not int:
+        raise ValueError(
+            f"budget={budget} of config {options.config} is no number of slots, which rows of any text have; give "
+            "--budget SLOTS."
+        )
+    whole_number("budget", budget)
+    if options.chunk is None:
+        options.chunk = config.get("prefill_chunk")
     keys = [] if options.api_key_file is None else _keys(options.api_key_file)
     listener = _bound(options.host, options.port)  # before a model is read, in case the port is taken
     try:
@@ -99,40 +124,48 @@ def run(options: argparse.Namespace) -> None:
             raise ValueError(
                 f"{options.host} can be reached from elsewhere; give --api-key-file FILE, or --no-key to let anyone in."
             )
-        _serve(options, policy, listener, keys, hosts=None if public or keys else [options.host])
+        _serve(options, policy, budget, listener, keys, hosts=None if public or keys else [options.host])
     finally:
         listener.close()
 
 
 def _serve(
-    options: argparse.Namespace, policy: Any, listener: socket.socket, keys: list[str], hosts: list[str] | None
+    options: argparse.Namespace,
+    policy: Policy,
+    budget: int,
+    listener: socket.socket,
+    keys: list[str],
+    hosts: list[str] | None,
 ) -> None:
     from kvjax.model import load
     from kvjax.serve.engine import Engine
     from kvjax.serve.http import Server, Service
 
+    _say(f"loading {options.model}")
     model = load(options.model, options.dtype, options.revision, options.weights, options.mesh)
     model.name = options.name or model.name
     names = "context", "chunk", "steps", "snapshot_bytes"
     given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
-    engine = Engine(model, policy=policy, budget=options.budget, rows=options.rows, queue=options.queue, **given)
+    engine = Engine(model, policy=policy, budget=budget, rows=options.rows, queue=options.queue, **given)
     with engine:
         if options.warmup:
             getattr(model.tokenizer, "chat_template", None)  # imports transformers, which the first chat would wait for
-            engine.warm_up()
-        service = Service(engine, keys, hosts, options.max_body, options.chat_tokens, options.read_timeout)
-        server = Server(service, options.grace, options.write_timeout)
+            engine.warm_up(lambda done, total: _say(f"compiling {done} of {total}"))
+        settings = options.max_body, options.chat_tokens, options.read_timeout
+        service = Service(engine, keys, hosts, *settings, origins=options.cors, log=not options.quiet)
         host, port = listener.getsockname()[:2]
         url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         on = "" if model.mesh is None else f" on {model.mesh.size} devices"
-        print(
-            f"kvjax serve: {model.name} under {engine.policy_name} with {engine.budget} slots{on} listens on {url}",
-            file=sys.stderr,
-            flush=True,
-        )
+        what = f"{model.name} under {engine.policy_name} with {engine.budget} slots{on}"
+        server = Server(service, options.grace, options.write_timeout, lambda: _say(f"{what} is ready at {url}"))
         server.run([listener])
     if server.interrupted:
         raise KeyboardInterrupt
+
+
+def _say(line: str) -> None:
+    """What is going on, on standard error."""
+    print(f"kvjax serve: {line}", file=sys.stderr, flush=True)
 
 
 def _keys(file: Path) -> list[str]:

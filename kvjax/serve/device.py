@@ -5,7 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import functools
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -202,8 +202,12 @@ class Device:
             kept: Any = np.asarray([row not in rows for row in range(self.rows)])
             self.state = free(self.state, kept)
 
-    def warm_up(self) -> None:
-        """Compile all programs, several at a time; the first row is nobody's afterwards."""
+    def warm_up(self, told: Callable[[int, int], None] = lambda done, total: None) -> None:
+        """Compile all programs, several at a time; the first row is nobody's afterwards.
+
+        Args:
+            told: called with the programs that are done and all there are, first with none.
+        """
         sizes = sorted({self._padded(length) for length in range(1, self.chunk + 1)})
 
         self._settle(sizes)
@@ -220,8 +224,11 @@ class Device:
 
         # On a mesh, programs that two threads start may wait for each other forever: of these only the first runs any.
         with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-            for job in [pool.submit(writes), *(pool.submit(compiles, size) for size in sizes[1:])]:
+            jobs = [pool.submit(writes), *(pool.submit(compiles, size) for size in sizes[1:])]
+            told(0, len(jobs))
+            for done, job in enumerate(concurrent.futures.as_completed(jobs), 1):
                 job.result()
+                told(done, len(jobs))
         for size in sizes[1:]:
             jax.block_until_ready(self.read(text, [0] * size))
 

@@ -8,7 +8,7 @@ import dataclasses
 import logging
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Self
 
 from kvjax.compilation import Compiling
@@ -148,15 +148,18 @@ class Engine:
         """Tokens that a text may come to."""
         return self.device.context
 
-    def warm_up(self) -> None:
+    def warm_up(self, told: Callable[[int, int], None] = lambda done, total: None) -> None:
         """Compile all programs, several at a time, so that no request waits for one.
+
+        Args:
+            told: called with the programs that are done and all there are, first with none.
 
         Raises:
             RuntimeError: requests have been taken already.
         """
         if self._thread is not None:
             raise RuntimeError("the engine serves already; warm it up before the first request.")
-        self.device.warm_up()
+        self.device.warm_up(told)
 
     def submit(self, request: Request, tell: Tell) -> Ticket:
         """Take a request, from any thread; see `kvjax.serve.requests.Serving`.

@@ -23,6 +23,8 @@ import uvicorn
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -30,6 +32,7 @@ from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from kvjax.serve import openai
+from kvjax.serve.access import OUTCOME, AccessLog
 from kvjax.serve.metrics import Metrics
 from kvjax.serve.openai import Answer, Asked, Refused
 from kvjax.serve.requests import Finished, FullError, Piece, Serving, StoppingError, Tell, Ticket
@@ -78,6 +81,8 @@ class Service:
         max_body: bytes of a request, at most.
         chat_tokens: of an answer in a chat where the request does not say.
         read_timeout: seconds that a request may take to arrive.
+        origins: of pages that may ask beside the server's own, `*` for any; a browser refuses all others.
+        log: whether to write a line for each request.
     """
 
     def __init__(
@@ -88,6 +93,8 @@ class Service:
         max_body: int = 4 * 2**20,
         chat_tokens: int = 512,
         read_timeout: float = 30.0,
+        origins: Sequence[str] = (),
+        log: bool = False,
     ) -> None:
         self.serving, self.max_body, self.chat_tokens, self.read_timeout = serving, max_body, chat_tokens, read_timeout
         self.keys = [key.encode() for key in keys]
@@ -100,7 +107,12 @@ class Service:
         self.created = int(time.time())
         self.page_html = Path(__file__).with_name("page.html").read_bytes()
         get, post = ["GET"], ["POST"]
+        middleware = [Middleware(AccessLog)] if log else []
+        if origins:
+            allowed: dict[str, Any] = dict(allow_methods=[*get, *post], allow_headers=["*"], expose_headers=["*"])
+            middleware.append(Middleware(CORSMiddleware, allow_origins=origins, **allowed))
         self.app = Starlette(
+            middleware=middleware,
             routes=[
                 Route("/", self._guarded(self._page, needs_key=False), methods=get),
                 Route("/health", self._guarded(self._health, needs_key=False), methods=get),
@@ -129,6 +141,7 @@ class Service:
                 response = _of_error(refused)
             except ClientDisconnect:
                 self.metrics.responses.labels(GONE).inc()
+                request.scope[OUTCOME] = {"status": GONE}
                 return Response()  # which goes nowhere
             if not isinstance(response, _Told):
                 self.metrics.responses.labels(response.status_code).inc()
@@ -269,6 +282,8 @@ class _Told(Response):
         self.events: asyncio.Queue[tuple[int, Piece | Finished] | None] = asyncio.Queue()
         """As the engine tells them; None if the client went away. A slow reader's are no more than its text has."""
         self.tickets: list[Ticket] = []
+        self.written = 0
+        """Tokens that have been told."""
         self.answer: Answer
 
     def submit(self, asked: Asked) -> None:
@@ -328,7 +343,8 @@ class _Told(Response):
         finally:
             self._cancel()
             watch.cancel()
-        self.metrics.responses.labels(status).inc()
+            self.metrics.responses.labels(status).inc()
+            scope[OUTCOME] = {"status": status, "read": self.answer.asked.read, "written": self.written}
 
     async def _watch(self, receive: Receive) -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -353,6 +369,7 @@ class _Told(Response):
 
     def _note(self, index: int, event: Piece | Finished) -> dict[str, Any] | None:
         if isinstance(event, Piece):
+            self.written += len(event.tokens)
             return self.answer.piece(index, event)
         return self.answer.finish(index, event)
 
@@ -452,10 +469,13 @@ class Server(uvicorn.Server):
         service: the application.
         grace: seconds that what runs gets.
         write_timeout: seconds after which a client that reads nothing is cut off.
+        ready: called once requests are answered.
     """
 
-    def __init__(self, service: Service, grace: float, write_timeout: float = 30.0) -> None:
-        self.service, self.grace = service, grace
+    def __init__(
+        self, service: Service, grace: float, write_timeout: float = 30.0, ready: Callable[[], None] = lambda: None
+    ) -> None:
+        self.service, self.grace, self.ready = service, grace, ready
         self.interrupted = False
         """Whether it was an interruption from a terminal."""
         super().__init__(
@@ -472,6 +492,11 @@ class Server(uvicorn.Server):
                 timeout_graceful_shutdown=math.ceil(write_timeout),
             )
         )
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begin to answer."""
+        await super().startup(sockets)
+        self.ready()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """End at a signal; at once at the second one."""

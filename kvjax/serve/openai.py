@@ -65,6 +65,11 @@ class Asked(NamedTuple):
     include_usage: bool
     """With the end of a stream."""
 
+    @property
+    def read(self) -> int:
+        """Tokens of the prompts, each once."""
+        return sum(len(request.prompt) for request in self.requests[:: self.n])
+
 
 Check = Callable[[str, Any], Any]
 """Gives a field's value if it is what it has to be, and raises `Refused` otherwise."""
@@ -124,6 +129,12 @@ def _only(*values: Any) -> Check:
     return check
 
 
+def _no_bias(name: str, value: Any) -> None:
+    """Biases of tokens, all of them zero."""
+    if not isinstance(value, dict) or any(type(bias) not in (int, float) or bias != 0 for bias in value.values()):
+        raise Refused(f"{name}={_shown(value)} is not supported; leave it out, or give {{}}.", name)
+
+
 def _stops(name: str, value: Any) -> tuple[str, ...]:
     stops = [value] if isinstance(value, str) else value
     if not isinstance(stops, list) or not all(isinstance(each, str) and each for each in stops):
@@ -157,26 +168,41 @@ COMMON: Mapping[str, Check] = {
     "stream_options": _stream_options,
     "presence_penalty": _real(-2, 2),
     "frequency_penalty": _real(-2, 2),
-    "logit_bias": _only({}),
+    "logit_bias": _no_bias,
     "user": _text,
     "safety_identifier": _text,
     "prompt_cache_key": _text,
+    "prompt_cache_retention": _text,
+    "prompt_cache_options": _object,
     "metadata": _object,
     "store": _flag,
-    "service_tier": _only("auto", "default"),
+    "service_tier": _only("auto", "default", "flex", "scale", "priority", "fast"),
     "top_k": _whole(-1, 2**31 - 1),
     "min_p": _real(0, 1),
     "repetition_penalty": _real(0, 1000, above=True),
     "ignore_eos": _flag,
     "stop_token_ids": _ids,
     "kv_budget": _whole(1, 2**31 - 1),
+    "moderation": _only(),
+    "echo": _only(False),
+    "use_beam_search": _only(False),
+    "length_penalty": _only(1, 1.0),
+    "min_tokens": _only(0),
+    "bad_words": _only([]),
+    "allowed_token_ids": _only(),
+    "prompt_logprobs": _only(),
+    "truncate_prompt_tokens": _only(),
+    "include_stop_str_in_output": _only(False),
+    "skip_special_tokens": _only(True),
+    "spaces_between_special_tokens": _only(True),
+    "priority": _only(0),
 }
 """Fields of both kinds of bodies, of OpenAI's, then vLLM's, then kvjax's own."""
 
 COMPLETION: Mapping[str, Check] = COMMON | {
     "prompt": lambda name, value: value,
     "logprobs": _whole(0, 20),
-    "echo": _only(False),
+    "add_special_tokens": _only(True),
     "suffix": _only(""),
     "best_of": _whole(1, MOST_CHOICES),
 }
@@ -185,18 +211,24 @@ CHAT: Mapping[str, Check] = COMMON | {
     "max_completion_tokens": COMMON["max_tokens"],
     "logprobs": _flag,
     "top_logprobs": _whole(0, 20),
-    "tools": _only([]),
-    "functions": _only([]),
+    "tools": _of(list, "a list of tools"),
+    "functions": _of(list, "a list of functions"),
     "tool_choice": _only("none", "auto"),
     "function_call": _only("none", "auto"),
     "parallel_tool_calls": _flag,
     "response_format": _only({"type": "text"}),
     "modalities": _only(["text"]),
-    "reasoning_effort": _only("none"),
+    "reasoning_effort": _only("none", "medium"),
     "verbosity": _only("medium"),
     "audio": _only(),
     "prediction": _only(),
     "web_search_options": _only(),
+    "add_generation_prompt": _only(True),
+    "continue_final_message": _only(False),
+    "add_special_tokens": _only(False),
+    "chat_template": _only(),
+    "chat_template_kwargs": _only({}),
+    "documents": _only([]),
 }
 
 
@@ -228,6 +260,8 @@ def _checked(given: Mapping[str, Any], known: Mapping[str, Check], prefix: str =
     """
     found: dict[str, Any] = {}
     for name, value in given.items():
+        if name not in known and value is None:
+            continue  # it asks for nothing, whatever it is
         if name not in known:
             near = difflib.get_close_matches(name[:40], known, 1)
             meant = f"did you mean {prefix}{near[0]}?" if near else "leave it out."
@@ -272,6 +306,9 @@ def chat(serving: Serving, body: Mapping[str, Any], usual_tokens: int) -> Asked:
     _check_model(serving, given)
     if "max_completion_tokens" in given:
         given["max_tokens"] = given["max_completion_tokens"]
+    for name, choice in (("tools", "tool_choice"), ("functions", "function_call")):
+        if given.get(name) and given.get(choice) != "none":
+            raise Refused(f'{name} are not supported; leave them out, or give {choice}="none".', name)
     if given.get("top_logprobs") and not given.get("logprobs"):
         raise Refused("top_logprobs needs logprobs=true.", "top_logprobs")
     given["logprobs"] = given.get("top_logprobs", 0) if given.get("logprobs") else None
@@ -332,9 +369,11 @@ def _message(number: int, given: Any) -> dict[str, str]:
     name = f"messages[{number}]"
     if not isinstance(given, dict):
         raise Refused(f"{name} is {_shown(given)}, not an object with role and content.", "messages")
-    # A client sends back what an answer had, among it much that was empty.
+    # A client sends back what an answer had, among it much that was empty; templates get role and content alone.
     for key, value in given.items():
-        if key not in ("role", "content") and value not in (None, [], ""):
+        if key in ("name", "reasoning_content", "reasoning") and isinstance(value, str):
+            continue
+        if key not in ("role", "content") and value not in (None, [], "", {}):
             raise Refused(f"{name}.{key[:40]} is not supported; give role and content alone.", "messages")
     role, content = given.get("role"), given.get("content")
     if role not in ("system", "developer", "user", "assistant"):
@@ -531,4 +570,7 @@ def _joined(parts: Sequence[Mapping[str, list[Any]]]) -> dict[str, list[Any]]:
 
 
 def _kv(held: Held | None) -> dict[str, Any] | None:
-    return None if held is None else held._asdict()
+    if held is None:
+        return None
+    kept = round(float(held.kept), 2)  # the mean over layers and heads, whole where all of them hold as many
+    return held._asdict() | {"kept": int(kept) if kept.is_integer() else kept}

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.commands import finish, leave
+from kvjax.commands import Parser, finish, leave
 from kvjax.tiny import network
 from kvjax.tiny.lessons import Lessons
 from kvjax.tiny.recipe import RECIPES, Recipe
@@ -171,7 +171,7 @@ def train(
 
 def main(argv: list[str] | None = None) -> int:
     """The command line; returns its exit code."""
-    parser = argparse.ArgumentParser(prog="python -m kvjax.tiny.train", description=__doc__)
+    parser = Parser(prog="python -m kvjax.tiny.train", description=__doc__)
     parser.add_argument("--text", type=Path, nargs="+", help="UTF-8 texts to train on")
     parser.add_argument("--valid", type=Path, nargs="+", default=[], help="UTF-8 texts to report losses on")
     parser.add_argument("--prepare", type=Path, metavar="DIR", help="only prepare the data, into this directory")

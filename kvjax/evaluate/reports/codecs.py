@@ -21,8 +21,8 @@ from kvjax.evaluate.store import Store
 from kvjax.evaluate.texts import passages
 from kvjax.files import write_text
 from kvjax.model import Model, load
+from kvjax.options import add_policies, compared, parts_of
 from kvjax.policies import CODECS, Policy
-from kvjax.settings import parse_settings
 
 CODES = {"plain": "16 bits", "int8": "8 bits", "int4": "4 bits"}
 
@@ -74,8 +74,7 @@ def measure(runs: Runs, name: str, policy: Policy, codec: str, slots: int, dista
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command line of the report."""
-    parser.add_argument("--policies", default="streaming,h2o,keyformer,snapkv", help="names with commas between them")
-    parser.add_argument("--set", nargs="+", action="extend", default=[], metavar="key=value", dest="settings")
+    add_policies(parser, "streaming,h2o,keyformer,snapkv")
     parser.add_argument("--slots", type=int, nargs="+", default=[64, 128], help="slots of 16 bits per head")
     parser.add_argument("--prefix", type=int, default=64, help="tokens read at once before the rest, as a prompt")
     parser.add_argument("--recall", type=int, metavar="DISTANCE", help="also ask for facts so many tokens ago")
@@ -87,8 +86,7 @@ def run(options: argparse.Namespace) -> None:
     Raises:
         ValueError: a text, a policy or a number of slots does not fit.
     """
-    settings, names = parse_settings(options.settings), options.policies.split(",")
-    made = {name: policies.policy(name, **settings) for name in names}
+    made = compared(options.policies, *parts_of(options))
     model = load(options.model, "bfloat16", options.revision, mesh=options.mesh)
     read = passages(model, options.text, options.rows, options.length)
     file = options.out / "codecs" / "measurements.json"

@@ -7,12 +7,12 @@ import sys
 
 import numpy as np
 
-from kvjax import policies
 from kvjax.evaluate.perplexity import perplexity
 from kvjax.evaluate.reports.claims import table
 from kvjax.evaluate.store import Store
 from kvjax.evaluate.texts import passages
 from kvjax.files import write_text
+from kvjax.options import add_policies, compared, parts_of
 from kvjax.policies.policy import Policy
 from kvjax.policies.residuals.checkpoint import fingerprint
 from kvjax.settings import parse_budget
@@ -20,7 +20,7 @@ from kvjax.settings import parse_budget
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command line of the report."""
-    parser.add_argument("--policies", default="streaming,lambda_mask,window", help="names, separated by commas")
+    add_policies(parser, "streaming,lambda_mask,window")
     parser.add_argument("--budget", default="256", help="slots per head")
     parser.add_argument("--window", type=int, default=1000, help="tokens whose mean makes one row of the table")
     parser.set_defaults(rows=1, length=20_001)
@@ -36,8 +36,7 @@ def run(options: argparse.Namespace) -> None:
 
     if options.window < 1:
         raise ValueError(f"window={options.window} is not a number of tokens from 1.")
-    names, budget = options.policies.split(","), parse_budget(options.budget)
-    chosen = {name: policies.policy(name) for name in names}
+    chosen, budget = compared(options.policies, *parts_of(options)), parse_budget(options.budget)
     model = load(options.model, "float32", options.revision, mesh=options.mesh)
     read = passages(model, options.text, options.rows, options.length)
     store = Store(options.out / "long" / "measurements.json", options.redo, lambda line: print(line, file=sys.stderr))
@@ -57,13 +56,13 @@ def run(options: argparse.Namespace) -> None:
 
         columns[name] = store.measure(name, settings, measure)
     for file in read.rows:
-        means = [columns[name][file] for name in names]
+        means = [columns[name][file] for name in chosen]
         starts = range(0, options.window * len(means[0]), options.window)
         rows = [
             [f"{start + 1:,} to {min(start + options.window, read.tokens.shape[1] - 1):,}", *(f"{m:.3f}" for m in row)]
             for start, row in zip(starts, zip(*means, strict=True), strict=True)
         ]
-        text += [f"## {file}", table(["tokens", *(f"`{name}`" for name in names)], rows).strip()]
+        text += [f"## {file}", table(["tokens", *(f"`{name}`" for name in chosen)], rows).strip()]
     report = "\n\n".join(text) + "\n"
     write_text(options.out / "long.md", report)
     print(report)

@@ -15,8 +15,9 @@ from kvjax.evaluate.runs import Runs, describe
 from kvjax.evaluate.store import Store
 from kvjax.evaluate.texts import passages
 from kvjax.files import write_text
+from kvjax.options import add_policies, compared, parts_of
 from kvjax.policies.policy import Policy
-from kvjax.settings import parse_budget, parse_settings
+from kvjax.settings import parse_budget
 
 Choice = tuple[str, Policy, int | float]
 """A policy under a name, and its budget."""
@@ -75,8 +76,7 @@ def _recalled(runs: Runs, label: str, policy: Policy, budget: int | float, dista
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command line of the report."""
-    parser.add_argument("--policies", default="streaming,h2o,tova,keyformer", help="names with commas between them")
-    parser.add_argument("--set", nargs="+", action="extend", default=[], metavar="key=value", dest="settings")
+    add_policies(parser, "streaming,h2o,tova,keyformer")
     parser.add_argument("--budgets", default="0.05,0.1,0.25", help="slots, or fractions of the passages")
     parser.add_argument("--prefix", type=int, default=1, help="tokens read at once before the rest, as a prompt")
     parser.add_argument("--recall", type=int, nargs="+", default=[], metavar="DISTANCE", help="also ask for facts")
@@ -90,8 +90,7 @@ def run(options: argparse.Namespace) -> None:
     """
     from kvjax.model import load
 
-    settings, names = parse_settings(options.settings), options.policies.split(",")
-    made = {name: policies.policy(name, **settings) for name in names if name != "full"}
+    made = compared(options.policies, *parts_of(options))
     budgets = [parse_budget(text) for text in options.budgets.split(",")]
     model = load(options.model, "float32", options.revision, mesh=options.mesh)
     read = passages(model, options.text, options.rows, options.length)
@@ -100,7 +99,7 @@ def run(options: argparse.Namespace) -> None:
     )
     runs = Runs(model, read, store, (), options.out, options.prefix)
     # A policy that decides itself what it keeps has no budget.
-    choices = [(n, p, b) for n, p in made.items() for b in ([1.0] if p.plan.decides else budgets)]
+    choices = [(n, p, b) for n, p in made.items() if n != "full" for b in ([1.0] if p.plan.decides else budgets)]
     shown, file = against_bytes(runs, choices, options.recall)
     write_text(
         options.out / "quality.md",

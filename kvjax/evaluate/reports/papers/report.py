@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from kvjax.evaluate.grid import Entry, Rows, combination, fill
+from kvjax.evaluate.grid import Entry, Rows, fill
 from kvjax.evaluate.reports.claims import SHOWS, UNKNOWN, Claim, table
 from kvjax.evaluate.reports.fastgen.measurements import slots_within
 from kvjax.evaluate.reports.less.shelf import Shelf, open_shelf
@@ -33,6 +33,7 @@ from kvjax.evaluate.store import Store
 from kvjax.evaluate.texts import passages
 from kvjax.files import read_text, write_text
 from kvjax.model import Model, load
+from kvjax.options import combination
 from kvjax.policies.policy import Policy
 from kvjax.policies.residuals.checkpoint import fingerprint
 
