@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -77,7 +78,7 @@ class Case:
         here, where the token being read has a slot. `evicts_first` is kvjax's order, with kvjax's numbers.
         """
         config, policy = state.config, state.policy
-        oracles = []
+        oracles, outgrown = [], layers_outgrown(config, tokens)
         for layer, slots in enumerate(self.slots(policy, config, tokens)):
             injected = {} if self.inject is None else self.inject(policy, config, layer, int(state.seed[row]), tokens)
             shape: dict[str, Any] = {
@@ -92,7 +93,7 @@ class Case:
             shape |= {"recents": [recent] * config.kv_heads, "evicts_first": not read}
             if isinstance(policy.plan, AdaKV):
                 kind, shape["text"] = plans.adakv(kind), tokens
-            if config.layer(layer).bounds(tokens):  # a window of its own, and nothing else
+            if layer in outgrown:  # a window of its own, and nothing else
                 kind, of_policy = basic.Window, {"sinks": 0, "special": (), "positions": "original"}
                 of_policy["sequential"] = self.oracle.sequential
                 shape["recents"] = [0] * config.kv_heads
@@ -109,12 +110,18 @@ class Case:
         if not plan.bounded or plan.decides:
             return [min(tokens, window) for window in windows]
         assert isinstance(self.budget, int)
-        free = [layer for layer in range(config.layers) if not config.layer(layer).bounds(tokens)]
+        free = sorted({*range(config.layers)} - layers_outgrown(config, tokens))
         name = next(name for name, kind in PLANS.items() if type(plan) is kind)
         numbers = plain(plan)
         more, _ = numbers.pop("extra_slots"), numbers.pop("floor", None)
         planned = dict(zip(free, plans.layer_budgets(name, self.budget, len(free), **numbers), strict=True))
         return [min(planned[layer] + more, w) if layer in planned else w for layer, w in enumerate(windows)]
+
+
+def layers_outgrown(config: ModelConfig, tokens: int) -> set[int]:
+    """Layers whose window a text outgrows, in a model that has layers which see farther."""
+    windows = [config.layer(layer).window or math.inf for layer in range(config.layers)]
+    return {layer for layer, window in enumerate(windows) if window < min(tokens, max(windows))}
 
 
 def settings_of(policy: Policy) -> dict[str, Any]:
