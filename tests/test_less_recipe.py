@@ -185,7 +185,7 @@ def opposed_features(model: Model, n: int) -> Features:
     of_queries = *of_keys[:3], config.groups, n, config.head_width
     shapes = dict(q=of_queries, k=of_keys, v=of_keys, sparse=of_queries, full=of_queries, lse=of_queries[:-1])
     arrays = {name: rng.normal(size=shape) for name, shape in shapes.items()}
-    arrays["leaving"] = np.broadcast_to(np.arange(n) > 2, of_keys[:-1])
+    arrays["leaving"] = np.broadcast_to(np.where(np.arange(n) > 2, 1.0, 0.0), of_keys[:-1])
     twice = {name: np.concatenate([array, array], 1).astype(np.float32) for name, array in arrays.items()}
     lacking = arrays["full"] - arrays["sparse"]
     share = np.array([0.0, 0.1]).reshape(2, 1, 1, 1, 1)

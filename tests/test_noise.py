@@ -85,6 +85,7 @@ def test_hamming_distance_estimates_the_angle():
 def test_hyperplanes_are_normal_and_each_head_of_each_layer_has_its_own():
     """LSH-E: R is drawn once for a layer and KV head; the policy that a model is read with has these."""
     score = kvjax.policy("lsh_e", seed=5).bind(random_model(small_config(4, 2, layers=3, head_width=64))).score
+    assert isinstance(score, lsh_e.Hamming) and score.planes is not None
     drawn = np.stack([np.asarray(planes, np.float64) for planes in score.planes])
     assert drawn.shape == (3, 2, 16, 64)
     heads = drawn.reshape(6, -1)

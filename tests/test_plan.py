@@ -71,7 +71,7 @@ def test_interleaved_alternates():
 
 @pytest.mark.parametrize(("budget", "layers"), [(41, 2), (57, 3), (100, 5), (128, 26), (333, 32), (20, 1)])
 def test_budgets_are_those_of_the_papers_formulas(budget: int, layers: int) -> None:
-    for name, settings in (
+    tried: list[tuple[str, dict[str, Any]]] = [
         ("uniform", {}),
         ("arithmetic", {"ratio": 3.0}),
         ("arithmetic", {"ratio": 1.7}),
@@ -79,7 +79,8 @@ def test_budgets_are_those_of_the_papers_formulas(budget: int, layers: int) -> N
         ("pyramid", {"beta": 7.0, "window": 8}),
         ("interleaved", {"period": 2, "ratio": 4.0}),
         ("interleaved", {"period": 3, "ratio": 2.5}),
-    ):
+    ]
+    for name, settings in tried:
         found = PLANS[name](**settings).budgets(budget, layers).tolist()
         assert found == plans.layer_budgets(name, budget, layers, **settings), name
 
