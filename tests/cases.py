@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -12,12 +13,11 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.engine.state import slot_limits
 from kvjax.models import ModelConfig
-from kvjax.policies import Policy
+from kvjax.policies import PLANS, Policy
 from kvjax.policies.fastgen import TokenClasses
 from kvjax.policies.lightkv import AfterLimit
-from kvjax.policies.protection import Protection
+from kvjax.policies.plan import AdaKV
 from kvjax.policies.scores.keyformer import GumbelSoftmax
 from kvjax.policies.scores.lightkv import LastQueries
 from kvjax.policies.scores.lsh_e import Hamming, projections
@@ -30,6 +30,7 @@ from tests.oracles import (
     less,
     lightkv,
     lsh_e,
+    plans,
     scissorhands,
     snapkv,
     topk_oracle,
@@ -77,8 +78,8 @@ class Case:
         here, where the token being read has a slot. `evicts_first` is kvjax's order, with kvjax's numbers.
         """
         config, policy = state.config, state.policy
-        oracles = []
-        for layer, limit in enumerate(slot_limits(state)):
+        oracles, outgrown = [], layers_outgrown(config, tokens)
+        for layer, slots in enumerate(self.slots(policy, config, tokens)):
             injected = {} if self.inject is None else self.inject(policy, config, layer, int(state.seed[row]), tokens)
             shape: dict[str, Any] = {
                 "layer": layer,
@@ -87,34 +88,59 @@ class Case:
                 "groups": config.groups,
             }
             read = 0 if evicts_first or self.oracle.evicts_first else 1
-            recents = np.maximum(np.asarray(Protection.recent_slots(policy.protection, limit[row])) - read, 0)
-            shape |= {"recents": np.broadcast_to(recents, limit[row].shape).tolist(), "evicts_first": not read}
             kind, of_policy = self.oracle, settings_of(policy) | injected
-            if config.layer(layer).bounds(tokens):  # a window of its own, and nothing else
+            recent = max(0, plans.recent_window(of_policy["recent"], slots) - read)
+            shape |= {"recents": [recent] * config.kv_heads, "evicts_first": not read}
+            if isinstance(policy.plan, AdaKV):
+                kind, shape["text"] = plans.adakv(kind), tokens
+            if layer in outgrown:  # a window of its own, and nothing else
                 kind, of_policy = basic.Window, {"sinks": 0, "special": (), "positions": "original"}
                 of_policy["sequential"] = self.oracle.sequential
                 shape["recents"] = [0] * config.kv_heads
-            oracle = kind((limit[row] - read).tolist(), **(of_policy | shape))
+            oracle = kind([slots - read] * config.kv_heads, **(of_policy | shape))
             if self.prefill_chunk == 1:
                 oracle.sequential = True
             oracles.append(oracle)
         return oracles
 
+    def slots(self, policy: Policy, config: ModelConfig, tokens: int) -> list[int]:
+        """Slots of an average head of each layer, by the formulas of `tests/oracles/plans.py`."""
+        plan = policy.plan.plan if isinstance(policy.plan, AfterLimit) else policy.plan
+        windows = [config.layer(layer).window or tokens for layer in range(config.layers)]
+        if not plan.bounded or plan.decides:
+            return [min(tokens, window) for window in windows]
+        assert isinstance(self.budget, int)
+        free = sorted({*range(config.layers)} - layers_outgrown(config, tokens))
+        name = next(name for name, kind in PLANS.items() if type(plan) is kind)
+        numbers = plain(plan)
+        more, _ = numbers.pop("extra_slots"), numbers.pop("floor", None)
+        planned = dict(zip(free, plans.layer_budgets(name, self.budget, len(free), **numbers), strict=True))
+        return [min(planned[layer] + more, w) if layer in planned else w for layer, w in enumerate(windows)]
+
+
+def layers_outgrown(config: ModelConfig, tokens: int) -> set[int]:
+    """Layers whose window a text outgrows, in a model that has layers which see farther."""
+    windows = [config.layer(layer).window or math.inf for layer in range(config.layers)]
+    return {layer for layer, window in enumerate(windows) if window < min(tokens, max(windows))}
+
 
 def settings_of(policy: Policy) -> dict[str, Any]:
     """The settings of a policy's parts in one dictionary, by the names that oracles know."""
 
-    def fields(part: Any) -> dict[str, Any]:
-        return {} if part is None else {field.name: getattr(part, field.name) for field in dataclasses.fields(part)}
-
-    memory = fields(policy.residual)
-    known = fields(policy.plan) | fields(policy.score) | fields(policy.protection) | fields(policy.selection)
+    memory = plain(policy.residual)
+    known = plain(policy.plan) | plain(policy.score) | plain(policy.protection) | plain(policy.selection)
     known |= {"positions": policy.codec.positions, "code_bits": policy.codec.bits}
     known |= {"kernels": memory.get("kernels"), "parameters": memory.get("layers")}
     limited = policy.plan if isinstance(policy.plan, AfterLimit) else AfterLimit()
     known |= {"exact": isinstance(policy.score, LastQueries)}
     known |= {"context_limit": limited.context_limit, "middle": "rest" if limited.mask is None else "mask"}
-    # What a state holds as arrays.
+    return known
+
+
+def plain(part: Any) -> dict[str, Any]:
+    """The fields of a part; numbers that a state holds as arrays are numbers again."""
+    fields = () if part is None else dataclasses.fields(part)
+    known = {field.name: getattr(part, field.name) for field in fields}
     return {
         name: value.item() if isinstance(value, jax.Array) and value.ndim == 0 else value
         for name, value in known.items()

@@ -36,11 +36,11 @@ def random_model(config: ModelConfig, seed: int = 0, dtype: DTypeLike = jnp.floa
     return Model(random_weights(config, jax.random.key(seed), dtype), config, name="random")
 
 
-def sharp_model(config: ModelConfig, dtype: DTypeLike = jnp.float64) -> Model:
-    """Random weights, with queries so long that attention is far from even."""
+def sharp_model(config: ModelConfig, dtype: DTypeLike = jnp.float64, longer: float = 30) -> Model:
+    """Random weights, with queries so many times longer that attention is far from even."""
     model = random_model(config, dtype=dtype)
     layers = tuple(
-        dataclasses.replace(layer, query=dataclasses.replace(layer.query, weight=30 * layer.query.weight))
+        dataclasses.replace(layer, query=dataclasses.replace(layer.query, weight=longer * layer.query.weight))
         for layer in model.weights.layers
     )
     return Model(dataclasses.replace(model.weights, layers=layers), config)

@@ -80,6 +80,7 @@ TESTS: dict[str, tuple[str, ...]] = {
         f"{_ORACLES} -k lsh_e",
         f"{_CONTRACT} -k lsh_e",
         "tests/test_codec.py",
+        "tests/test_noise.py",
     ),
     "kvjax/policies/scores/random.py": (_DEFAULTS, f"{_ORACLES} -k random", f"{_CONTRACT} -k random"),
     "kvjax/policies/scores/recency.py": (
@@ -109,7 +110,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "kvjax/policies/plan.py": (
         _DEFAULTS,
         "tests/test_plan.py",
-        f"{_ORACLES} -k 'pyramid or interleaved or adakv'",
+        f"{_ORACLES} -k 'pyramid or interleaved or adakv or ada_kv'",
         "tests/test_fastgen.py",
         "tests/test_extend.py",
         f"{_CONTRACT} -k beyond_what",
@@ -128,6 +129,9 @@ TESTS: dict[str, tuple[str, ...]] = {
         "tests/test_train_less.py",
         "tests/test_generate.py -k one_sentence",
     ),
+    "kvjax/policies/residuals/kernels.py": (f"{_ORACLES} -k less", "tests/test_less.py", "tests/test_less_recipe.py"),
+    "kvjax/train/less/record.py": ("tests/test_less_recipe.py", "tests/test_train_less.py"),
+    "kvjax/train/less/train.py": ("tests/test_less_recipe.py", "tests/test_train_less.py"),
     "kvjax/policies/selection.py": (_DEFAULTS, f"{_ORACLES} -k topk", f"{_CONTRACT} -k topk"),
     "kvjax/cache/codec.py": (
         f"{_ORACLES} -k 'positions or streaming'",

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import statistics
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import kvjax
 from kvjax.policies.scores import lsh_e
 from pallas_kernels import noise
 from pallas_kernels.hamming import distances, hashes, pack, unpack
+from tests.models import random_model, small_config
 
 POSITIONS = jnp.arange(40_000)[None, None]
 UNIFORM = np.asarray(noise.uniform_at(jnp.array([7], jnp.uint32), 3, jnp.repeat(POSITIONS, 2, 1)), np.float64)
@@ -76,6 +80,21 @@ def test_hamming_distance_estimates_the_angle():
         variances[bits] = share.var()
         assert abs(variances[bits] * bits / (angle * (1 - angle)) - 1) < 0.15
     assert variances[16] > 3 * variances[64] > 9 * variances[256]
+
+
+def test_hyperplanes_are_normal_and_each_head_of_each_layer_has_its_own():
+    """LSH-E: R is drawn once for a layer and KV head; the policy that a model is read with has these."""
+    score = kvjax.policy("lsh_e", seed=5).bind(random_model(small_config(4, 2, layers=3, head_width=64))).score
+    assert isinstance(score, lsh_e.Hamming) and score.planes is not None
+    drawn = np.stack([np.asarray(planes, np.float64) for planes in score.planes])
+    assert drawn.shape == (3, 2, 16, 64)
+    heads = drawn.reshape(6, -1)
+    assert np.abs(np.corrcoef(heads) - np.eye(6)).max() < 0.15
+    share = np.sort(drawn.ravel())
+    quantiles = np.array([statistics.NormalDist().inv_cdf(p) for p in (0.05, 0.25, 0.5, 0.75, 0.95)])
+    np.testing.assert_allclose(np.quantile(share, [0.05, 0.25, 0.5, 0.75, 0.95]), quantiles, atol=0.08)
+    again = lsh_e.projections(6, 0, 2, 16, 64)
+    assert np.abs(np.corrcoef(np.asarray(again).ravel(), drawn[0].ravel())[0, 1]) < 0.1
 
 
 @pytest.mark.parametrize("bits", [1, 4, 16, 32, 33, 64])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -109,6 +110,28 @@ def test_equals_its_oracle_with_more_or_fewer_heads(name: str, shape: str, x64: 
 def test_equals_its_oracle_wherever_positions_enter(name: str, shape: str, x64: None) -> None:
     config, lengths = SHAPES[shape]
     _compare(POLICIES[name], _random(config), lengths, 40)
+
+
+def _uneven(config: ModelConfig) -> Model:
+    """Keys of each KV head longer than those of the one before: the first looks everywhere, the last at little."""
+    model = _random(config)
+    long = np.repeat(np.geomspace(0.1, 20, config.kv_heads), config.head_width)[:, None]
+    layers = tuple(
+        dataclasses.replace(layer, key=dataclasses.replace(layer.key, weight=layer.key.weight * long))
+        for layer in model.weights.layers
+    )
+    return Model(dataclasses.replace(model.weights, layers=layers), config)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [("l2", "gqa"), ("snapkv", "mha"), *(slow(name, "gqa") for name in ("h2o", "keyformer", "less+snapkv"))],
+)
+def test_heads_that_differ_get_slots_as_in_ada_kv(name: str, shape: str, x64: None) -> None:
+    """By the paper's Algorithm 1 with its safeguard, in rows of several lengths."""
+    case = (POLICIES | PAIRS)[name]
+    case = dataclasses.replace(case, settings={**case.settings, "recent": 4}, budget=18, plan="adakv")
+    _compare(case, _uneven(SHAPES[shape][0]), (41, 30, 12), 30)
 
 
 EMBEDDED = ("h2o", "keyformer", "less-performer", "fastgen", "lightkv", "lsh_e")

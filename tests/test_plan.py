@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given
@@ -14,10 +15,11 @@ import kvjax
 from kvjax.engine.prepare import round_slots
 from kvjax.engine.state import allocated_slots, held_positions
 from kvjax.policies import PLANS
-from kvjax.policies.plan import Arithmetic, Interleaved, Pyramid, Uniform
+from kvjax.policies.plan import AdaKV, Arithmetic, Interleaved, Pyramid, Uniform
 from pallas_kernels.attention import slot_block
 from tests.held import layers
 from tests.models import random_model, small_config
+from tests.oracles import plans
 
 MODEL = random_model(small_config(4, 2, layers=4))
 TEXT = np.random.default_rng(0).integers(0, 64, (2, 200))
@@ -65,6 +67,57 @@ def test_pyramid_falls_to_one_part_in_beta_above_its_window():
 def test_interleaved_alternates():
     np.testing.assert_array_equal(Interleaved().budgets(50, 4), [80, 20, 80, 20])
     np.testing.assert_array_equal(Interleaved(period=3, ratio=2.0).budgets(40, 3), [60, 30, 30])
+
+
+@pytest.mark.parametrize(("budget", "layers"), [(41, 2), (57, 3), (100, 5), (128, 26), (333, 32), (20, 1)])
+def test_budgets_are_those_of_the_papers_formulas(budget: int, layers: int) -> None:
+    tried: list[tuple[str, dict[str, Any]]] = [
+        ("uniform", {}),
+        ("arithmetic", {"ratio": 3.0}),
+        ("arithmetic", {"ratio": 1.7}),
+        ("pyramid", {"beta": 20.0, "window": 0}),
+        ("pyramid", {"beta": 7.0, "window": 8}),
+        ("interleaved", {"period": 2, "ratio": 4.0}),
+        ("interleaved", {"period": 3, "ratio": 2.5}),
+    ]
+    for name, settings in tried:
+        found = PLANS[name](**settings).budgets(budget, layers).tolist()
+        assert found == plans.layer_budgets(name, budget, layers, **settings), name
+
+
+def ranks(kind: str, heads: int, slots: int, rows: int, seed: int) -> np.ndarray:
+    """Scores [rows, heads, slots] of prompts of several lengths, the lowest number where there is no token."""
+    rng = np.random.default_rng(seed)
+    made = rng.random((rows, heads, slots)) * np.geomspace(1, 30, heads)[:, None]
+    if kind == "ties":
+        made = np.floor(2 * made) / 2
+    if kind == "one head":
+        made[:, 1:] /= 1e6
+    made[..., -3:] = np.inf  # a recent window
+    made = made.astype(np.float32)
+    for row in range(rows):
+        made[row, :, : 7 * row] = np.finfo(np.float32).min
+    return made
+
+
+@pytest.mark.parametrize("kind", ["spread", "ties", "one head"])
+@pytest.mark.parametrize("floor", [0.2, 0.0, 0.5, 1.0])
+def test_heads_get_what_ada_kv_allots(kind: str, floor: float) -> None:
+    """Algorithm 1 and its safeguard, in rows of several lengths, some too short for all slots."""
+    apart = 0
+    for seed, (heads, budget) in enumerate(((1, 9), (2, 20), (3, 17), (4, 5), (8, 12), (8, 33))):
+        scores = ranks(kind, heads, 40, 4, seed)
+        longest = np.array([44, 37, 30, 23])
+        split = AdaKV(floor=floor).split(
+            jnp.asarray(scores), jnp.full((4, heads), budget), jnp.asarray(longest, jnp.int32)[:, None]
+        )
+        for row, most in enumerate(longest.tolist()):
+            tokens = [head[head > np.finfo(np.float32).min].tolist() for head in scores[row]]
+            expected = plans.allot(tokens, budget, floor, most)
+            assert split[row].tolist() == expected
+            assert min(expected) >= min(most, int(floor * budget))
+            apart += len({*expected}) > 1
+    assert (apart > 0) == (floor < 1)
 
 
 @pytest.mark.parametrize(
