@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 
@@ -32,13 +33,22 @@ def rank(
     recent: Int[Array, "*b 1"],
     keep: Bool[Array, "*b c"] | None = None,
 ) -> Float[Array, "*b c"]:
-    """Order of leaving: expired (-inf) < empty < finite scores < protected (+inf); by position without scores."""
-    scores = position.astype(jnp.float32) if scores is None else scores
-    protected = (position < sinks) | (position > newest - recent)
+    """Order of leaving: expired (-inf) < empty < scores < protected < sinks (+inf); by position without scores."""
+    stays = position > newest - recent
     if keep is not None:
-        protected |= keep
-    scores = jnp.where(protected & (scores > -jnp.inf), jnp.inf, scores)
-    return jnp.where(position >= 0, scores, jnp.finfo(scores.dtype).min)
+        stays |= keep
+    kind = jnp.float32 if scores is None else scores.dtype
+    # A score may be infinite, too.
+    ranks = position.astype(kind) if scores is None else jnp.minimum(scores, protected(kind))
+    ranks = jnp.where(position < sinks, jnp.inf, jnp.where(stays, protected(kind), ranks))
+    if scores is not None:
+        ranks = jnp.where(scores > -jnp.inf, ranks, scores)
+    return jnp.where(position >= 0, ranks, jnp.finfo(kind).min)
+
+
+def protected(dtype: DTypeLike) -> float:
+    """Return the rank of protected tokens, which only sinks exceed."""
+    return float(jnp.finfo(dtype).max)
 
 
 def victim(

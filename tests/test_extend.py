@@ -241,3 +241,38 @@ def test_bad_text_is_one_sentence(tokens: Any, arguments: dict[str, Any], messag
     full, _ = kvjax.prefill(small, "full", TEXT[:, :20], max_new_tokens=4)
     with pytest.raises(ValueError, match=r"25 tokens does not fit the 24 that full set slots aside for"):
         kvjax.extend(full, np.zeros((2, 5), int))
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("l2", {"recent": 0}),  # the token being read stays although nothing protects it
+        slow("h2o", {"recent": 2}),
+        slow("lambda_mask", {}),
+        ("h2o", {"recent": 2, "plan": "adakv"}),
+    ],
+)
+def test_where_special_tokens_outnumber_slots_the_oldest_of_them_leaves(name: str, settings: dict[str, Any]) -> None:
+    """Whether a text is read as a prompt, as a turn or token by token."""
+    special, budget, begun = 7, 8, 10
+    rng = np.random.default_rng(0)
+    text = rng.integers(8, GQA.vocab_size, 30)
+    text[rng.permutation(30)[:18]] = special
+    text[-1] = 9
+    policy = kvjax.policy(name, special=(special,), **({"sinks": 2} | settings))
+    plain = random_model(GQA)
+    turned, _ = kvjax.prefill(plain, policy, [text[:begun].tolist()], budget, max_new_tokens=40)
+    stepped = turned
+    for token in text[begun:]:
+        stepped, _ = kvjax.decode_step(stepped, [int(token)])
+    turned, _ = kvjax.extend(turned, [text[begun:].tolist()])
+    found = [kept(turned, 0), kept(stepped, 0)]
+    protected = {*np.flatnonzero(text == special).tolist(), *range(30 - max(1, settings.get("recent", 0)), 30)} - {0, 1}
+    wanted = [0, 1, *sorted(protected)[2 - budget :]]
+    if policy.plan.per_head:
+        assert all(head[:2] == [0, 1] and set(head[2:]) <= protected for layer in found[0] for head in layer)
+    else:
+        prompt, _ = kvjax.prefill(plain, policy, [text.tolist()], budget, max_new_tokens=40)
+        found.append(kept(prompt, 0))
+        assert found[0] == [[wanted] * 2] * 2
+    assert all(each == found[0] for each in found)

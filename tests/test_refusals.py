@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 
 import kvjax
+from kvjax.engine.state import held_positions, slot_limits
 from kvjax.sampling.conversation import Conversation
-from tests.models import GQA, random_model
+from tests.models import GQA, MHA, random_model
 
 MODEL = random_model(GQA)
 IDS = [list(range(3, 23))]
@@ -119,6 +120,15 @@ def test_sinks_leave_a_slot_for_the_token_being_read(policy: str, budget: Any, s
         state, _ = kvjax.decode_step(state, [5])
         sinks = state.policy.protection.sinks
         assert all({*range(sinks)} <= {*held[0, 0].tolist()} for held in kvjax.held_positions(state))
+
+
+@pytest.mark.parametrize("floor", [0.0, 0.2])
+def test_no_head_gets_fewer_slots_than_sinks_and_the_token_being_read(floor: float) -> None:
+    policy = kvjax.policy("random", sinks=4, plan="adakv", **{"plan.floor": floor})
+    state, _ = kvjax.prefill(random_model(MHA), policy, IDS, 5, max_new_tokens=4)
+    assert min(limit.min() for limit in slot_limits(state)) >= 5
+    state, _ = kvjax.decode_step(state, [5])
+    assert all({0, 1, 2, 3, 20} <= {*head} for layer in held_positions(state) for head in layer[0].tolist())
 
 
 def test_arguments_of_functions() -> None:

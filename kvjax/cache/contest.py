@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.types import New
+from pallas_kernels.ranking import protected
 
 NOBODY = jnp.iinfo(jnp.int32).max
 """The slot of who has none, beyond all others."""
@@ -39,7 +40,7 @@ def victim(contest: Contest, new: New) -> Int[Array, "b h"]:
     taken, or the oldest token kept as a last resort, or the weakest after all.
     """
     rest, weakest, surplus = contest
-    competes = (surplus > 0) | ((rest[0] == jnp.inf) & (weakest[2] < NOBODY))
+    competes = (surplus > 0) | ((rest[0] >= protected(rest[0].dtype)) & (weakest[2] < NOBODY))
     chosen = jnp.where(competes, weakest[2], rest[2]).reshape(new.k.shape[:2])
     return jnp.where(new.valid[:, :1], chosen, NOBODY)
 

@@ -21,14 +21,17 @@ TOKEN_BLOCK = 64
 
 
 class Guard(NamedTuple):
-    """What may not leave a head, or only at the end."""
+    """What may not leave a head, or only at the end.
+
+    Where protected tokens outnumber the slots, sinks stay, and the oldest of the others leaves.
+    """
 
     sinks: Int[Array, "b h"] | Int[Array, ""]
     """First positions that never leave; one number where it is the same in all heads."""
     recent: Int[Array, "b h"] | Int[Array, ""]
     """Newest tokens that never leave, the one being read included; one number, too, where it can be."""
     keep: Bool[Array, "b h c"] | None = None
-    """Slots that never leave."""
+    """Slots that never leave while there is another one."""
     last: Bool[Array, "b h c"] | None = None
     """Slots that leave when no other can."""
 
@@ -154,10 +157,16 @@ def room(rules: Rules, limit: Int[Array, "b h"], new: New, length: Int[Array, " 
 
 
 def rank(rules: Rules, view: View, new: New) -> Float[Array, "b h c"]:
-    """Order of leaving: expired (-inf) < empty < finite scores < protected (+inf)."""
+    """Order of leaving: expired (-inf) < empty < scores < protected < sinks (+inf)."""
     found, guard = scores(rules, view, new)
     newest, sinks, recent = new.newest[:, None, None], guard.sinks[..., None], guard.recent[..., None]
     return ranking.rank(found, view.position, newest, sinks, recent, guard.keep)
+
+
+def with_newest(ranks: Float[Array, "b h c"], position: Int[Array, "b h c"], new: New) -> Float[Array, "b h c"]:
+    """Return ranks in which the newest token leaves as late as sinks."""
+    newest = (position == new.newest[:, None, None]) & (ranks > -jnp.inf)
+    return jnp.where(newest, jnp.inf, ranks)
 
 
 class Victim(NamedTuple):
@@ -232,8 +241,8 @@ def best_first(
 ) -> tuple[Int[Array, "b h c"], Int[Array, "b h"]]:
     """Slots from the most to the least important one, and how many of them are worth keeping.
 
-    Expired slots leave even when there is room, empty ones are not worth a slot. Of equals the newest stay; but sinks,
-    which all do, come first and in order.
+    Expired slots leave even when there is room, empty ones are not worth a slot. Of equals the newest stay; sinks come
+    first and in order.
     """
     worth = (position >= 0) & (ranks > -jnp.inf)
     slots = jnp.broadcast_to(jnp.arange(position.shape[-1], dtype=jnp.int32), position.shape)
@@ -246,6 +255,9 @@ def chosen(rules: Rules, view: View, new: New) -> tuple[Int[Array, "b h c"], Int
     """Slots of whole heads from the most to the least important one, and how many of them stay."""
     score, guard = rules.standing(view, new)
     ranks, position, score = map(new.spread.all_slots, (rank(rules, view, new), view.position, score))
+    # A step gives the token that it reads a slot, even where protected ones fill the head; so does a block.
+    full = (ranks >= ranking.protected(ranks.dtype)).sum(-1, keepdims=True) >= room(rules, view.limit, new)[..., None]
+    ranks = jnp.where(full, with_newest(ranks, position, new), ranks)
     order, count = best_first(ranks, position, guard.sinks)
     places = rules.competing(view, new)
     if places is not None:

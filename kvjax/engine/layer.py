@@ -423,7 +423,9 @@ def _settled(policy: Policy, storage: Dense, layer: int, told: Pending, first: b
     if not first:
         return storage
     view = storage.layers[layer]
-    ranks = slots.rank(policy, view, new) if policy.plan.per_head and not policy.plan.decides else None
+    ranks = None
+    if policy.plan.per_head and not policy.plan.decides:  # each head has a slot for the token that is being read
+        ranks = slots.with_newest(slots.rank(policy, view, new), view.position, new)
     limit, found = policy.plan.settle(answers["plan"], view, ranks, new)
     config = new.config
     if config is not None and config.window is not None:

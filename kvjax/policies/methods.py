@@ -43,7 +43,7 @@ def combine(
         score: which cached token matters least.
         sinks: first tokens of the text that never leave.
         recent: newest tokens that never leave, the one being read included: slots, or a fraction of the budget.
-        special: token ids that never leave.
+        special: token ids that leave only where no other token can.
         positions: `original`, or `cache` to let the model see a key's place in the cache as its position.
         parts: others, in place of the usual ones.
     """

@@ -17,10 +17,13 @@ from kvjax.types import New, PyTree, View, check, is_share, number, setting, wri
 class Protection(Part):
     """The first tokens, the newest ones, and tokens for what they are; in a layer with a window while it sees them.
 
+    A budget holds sinks and the recent window. Special tokens have no bound: where they outnumber the other slots, the
+    oldest of them leaves, whether a text is read as a prompt, in turns or token by token.
+
     Args:
         sinks: first tokens of the text that never leave.
         recent: newest tokens that never leave, the one being read included: slots, or a fraction of the budget.
-        special: token ids that never leave.
+        special: token ids that leave only where no other token can.
 
     Example:
         >>> kvjax.Protection(sinks=4, recent=0.5).check_budget(6)

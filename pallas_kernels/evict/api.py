@@ -34,7 +34,7 @@ def evict(
 ) -> tuple[Int[Array, "b h"], Int[Array, "b h"], Any, Int[Array, "b h c"], Any]:
     """Rank every slot, take what the lowest holds, and write the new token there.
 
-    Slots rank as in `pallas_kernels.ranking.rank`: expired (-inf) < empty < finite scores < protected (+inf), the
+    Slots rank as in `pallas_kernels.ranking.rank`: expired (-inf) < empty < scores < protected < sinks (+inf), the
     oldest of equals first, slots beyond the limit never. In place where the caller donates `position` and `buffers`.
 
     Args:

@@ -12,7 +12,7 @@ from tests.kernels import TPU_WAYS, XLA, Case, normal
 
 
 def victim(inputs: dict[str, Any], scores: np.ndarray, row: int, head: int, shrinks: bool = False) -> int:
-    """Expired, then empty, then lowest, then protected; the oldest of equals."""
+    """Expired, then empty, then lowest, then protected, then sinks; the oldest of equals."""
     position, newest = inputs["position"][row, head], inputs["new_position"][row]
     sinks, recent, limit = (bound[row, head] if np.ndim(bound) else bound for bound in inputs["protection"])
     keep = inputs["keep"][row, head] if "keep" in inputs else np.zeros(len(position), bool)
@@ -26,8 +26,8 @@ def victim(inputs: dict[str, Any], scores: np.ndarray, row: int, head: int, shri
         elif protected and score > -np.inf:
             score = np.inf
         if usable:
-            order.append((score, at, slot))
-    return min(order)[2]
+            order.append((score, 0 <= at < sinks and score > -np.inf, at, slot))
+    return min(order)[-1]
 
 
 def oracle(inputs: dict[str, Any], *, shrinks: bool) -> dict[str, Any]:
