@@ -170,7 +170,33 @@ import kvjax
 class Bare(kvjax.Score):
     def score(self, view, new):
         return -view.position.astype("float32")
+
+
+def bare():
+    return Bare()
+
+
+def made(recent=0.5):
+    return kvjax.policy("h2o", recent=recent)
+
+
+def passed(**settings):
+    return kvjax.policy("h2o", **settings)
+
+
+ready = kvjax.Policy(Bare(), kvjax.Protection(recent=3))
 """
+
+
+@pytest.mark.parametrize(("name", "recent"), [("Bare", 0), ("bare", 0), ("made", 0.5), ("passed", 0.5), ("ready", 3)])
+def test_a_policy_of_a_file_takes_what_is_protected(name: str, recent: int | float, tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(MINE)
+    settings: dict[str, Any] = {"recent": 4, "sinks": 2, "special": [7], "positions": "cache"}
+    found = kvjax.policy(f"{file}:{name}", **settings)
+    assert (found.protection, found.codec.positions) == (kvjax.Protection(2, 4, (7,)), "cache")
+    assert kvjax.policy(f"{file}:{name}", sinks=1).protection == kvjax.Protection(1, recent)
+    refused(lambda: kvjax.policy(f"{file}:{name}", rec=4), "rec")
 
 
 def test_every_policy_takes_what_is_protected(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ def decode_step(
     """Write one token per row into the cache and return the logits for the next.
 
     Pure, compiled, and fit for `jit`, `scan` and `vmap`. A function of your own that is jitted and returns a state
-    also returns (copies) its weights; return what changed, or donate, where that matters.
+    also copies its weights. Where that matters, return `storage` and `position` alone, and donate no more than these.
 
     Args:
         state: from `prefill` or an earlier step; it stays valid, so a prompt can be continued many times.

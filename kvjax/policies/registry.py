@@ -207,11 +207,11 @@ def _from_file(file: Path, attribute: str, own: Mapping[str, Any]) -> Policy:
             del sys.modules[name]
             raise ValueError(f"{file} cannot be run ({type(error).__name__}: {error}).") from error
     found = getattr(module, attribute, None)
-    common = {}
-    if isinstance(found, type) and issubclass(found, Score):  # settings that every policy has are not the score's
-        known = {field.name for field in dataclasses.fields(found)} if dataclasses.is_dataclass(found) else set[str]()
-        common = {name: own[name] for name in _keywords(methods.combine) if name in own and name not in known}
-        own = {name: value for name, value in own.items() if name not in common}
+    # What every policy has is no setting of the score, unless it says so.
+    takes = _taken_by(found)
+    usual = [name for name in _keywords(methods.combine) if name in own and name not in takes]
+    common = _typed({name: own[name] for name in usual}, annotations_of(methods.combine))
+    own = {name: value for name, value in own.items() if name not in common}
     try:
         made = found(**own) if callable(found) else found
     except TypeError as error:
@@ -219,16 +219,33 @@ def _from_file(file: Path, attribute: str, own: Mapping[str, Any]) -> Policy:
     if made is found and own:
         raise ValueError(f"{next(iter(own))} is no setting of {attribute} in {file}, which is made already.")
     if isinstance(made, Score):
-        if not common:
+        made = methods.combine(made, **common)
+        if not common.keys() & {"sinks", "recent", "special"}:
             warnings.warn(
                 f"{attribute} protects no token from its own score, also not the newest ones; recent=0.5 keeps the "
-                "newest half of the budget, as most policies here do.",
+                "newest half of the budget, as most policies here do, and recent=0 says that none is meant.",
                 stacklevel=4,
             )
-        made = methods.combine(made, **_typed(common, annotations_of(methods.combine)))
+    elif isinstance(made, Policy) and common:
+        positions = common.pop("positions", made.codec.positions)
+        protection = dataclasses.replace(made.protection, **common)
+        made = dataclasses.replace(made, protection=protection, codec=made.codec.replace(positions=positions))
     if not isinstance(made, Policy):
         raise ValueError(f"{attribute} in {file} is no kvjax.Policy or Score, nor does it make one: {made!r}.")
     return made
+
+
+def _taken_by(found: Any) -> set[str]:
+    # Settings of what makes a policy or a score; a score has its fields.
+    if isinstance(found, type):
+        return {field.name for field in dataclasses.fields(found)} if dataclasses.is_dataclass(found) else set()
+    if not callable(found):
+        return set()
+    parameters = inspect.signature(found).parameters.values()
+    names = {parameter.name for parameter in parameters}
+    return names | (
+        set(_keywords(methods.combine)) if inspect.Parameter.VAR_KEYWORD in {p.kind for p in parameters} else set()
+    )
 
 
 def replaced(
