@@ -8,6 +8,7 @@ import jax
 from flax import struct
 from jaxtyping import Array, Float, Int
 
+from kvjax.settings import whole_number
 from kvjax.types import check, setting
 
 NOISES, GROUPS, OVER = ("gumbel", "gaussian"), ("sum", "max"), ("group", "layer", "device", "model")
@@ -26,6 +27,7 @@ class Noise(struct.PyTreeNode):
 
     def __post_init__(self) -> None:
         check(self.kind in NOISES, "kind", self.kind, f"one of {', '.join(NOISES)}")
+        check(isinstance(self.fresh, bool), "fresh", self.fresh, "true or false")
 
 
 class Sums(struct.PyTreeNode):
@@ -51,6 +53,8 @@ class Sums(struct.PyTreeNode):
     def __post_init__(self) -> None:
         check(self.group in GROUPS, "group", self.group, f"one of {', '.join(GROUPS)}")
         check(self.over in OVER, "over", self.over, f"one of {', '.join(OVER)}")
+        check(not isinstance(self.noise, str), "noise", self.noise, "a kvjax.Noise, or None")
+        check(not isinstance(self.tau, (int, float)) or self.tau > 0, "tau", self.tau, "a temperature above 0")
 
     @property
     def plain(self) -> bool:
@@ -69,6 +73,9 @@ class Near(struct.PyTreeNode):
     width: Int[Array, "b t"] | None = None
     most: int = setting(1)
 
+    def __post_init__(self) -> None:
+        whole_number("most", self.most)
+
 
 class Probs(struct.PyTreeNode):
     """Every probability of the newest queries: answered by a `Seen`.
@@ -78,6 +85,9 @@ class Probs(struct.PyTreeNode):
     """
 
     newest: int = setting(1)
+
+    def __post_init__(self) -> None:
+        whole_number("newest", self.newest)
 
 
 class Again(struct.PyTreeNode):

@@ -104,6 +104,10 @@ class Model:
             (1, 3, 2048)
         """
         # Checked on the host: an id outside the table would silently read another row.
+        if isinstance(tokens, jax.core.Tracer) or isinstance(lengths, jax.core.Tracer):
+            raise TypeError(
+                "Model.logits checks ids on the host and cannot be traced; call it outside of jit and vmap."
+            )
         if isinstance(tokens, (list, tuple)) and len({np.shape(row) for row in tokens}) > 1:
             tokens, counted = rows_of(tokens)
             lengths = counted if lengths is None else lengths

@@ -17,12 +17,15 @@ from tests.models import GQA, random_model
 
 EXAMPLES: tuple[tuple[Callable[[], Policy], ...], ...] = (
     (
+        lambda: fitted(dataclasses.replace(kvjax.policy("full"), plan=Uniform())),
+        lambda: fitted(dataclasses.replace(kvjax.policy("topk_oracle"), plan=Uniform())),
+    ),
+    (
         lambda: kvjax.policy("tova", plan="adakv"),
         lambda: kvjax.policy("keyformer", shared=True, plan="adakv"),
         lambda: kvjax.policy("less", base="tova", kernels="performer", plan="adakv"),
     ),
     (
-        lambda: kvjax.policy("topk_oracle", plan="adakv"),
         lambda: kvjax.policy("h2o", selection="topk", plan="adakv"),
         lambda: kvjax.policy("fastgen", special=(7,), selection="topk"),
     ),
@@ -53,9 +56,9 @@ def test_a_pair_that_means_nothing_is_one_sentence_with_its_remedy(pair: Pair, m
 
 def test_a_pair_that_meets_in_prefill_is_refused_there() -> None:
     model = random_model(GQA)
-    for policy, plan in (("tova", "adakv"), ("topk_oracle", "adakv")):
+    for policy in (kvjax.policy("tova"), kvjax.policy("h2o", selection="topk")):
         with pytest.raises(ValueError, match="same slots in every head of a layer, which plan AdaKV does not give"):
-            kvjax.prefill(model, policy, [[1, 2, 3]], 2, plan=plan)
+            kvjax.prefill(model, policy, [[1, 2, 3]], 2, plan="adakv")
     made = dataclasses.replace(kvjax.policy("h2o", codec="int8"), codec=kvjax.Codec("cache", 8))
     with pytest.raises(ValueError, match="codec int8 holds keys as they are seen"):
         kvjax.prefill(model, made, [[1, 2, 3]], 2)

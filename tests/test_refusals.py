@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from kvjax.sampling.conversation import Conversation
 from tests.models import GQA, MHA, random_model
 
 MODEL = random_model(GQA)
+UNTYPED: Any = "gumbel"
 IDS = [list(range(3, 23))]
 
 
@@ -43,6 +45,12 @@ def test_the_same_of_texts_streams_and_conversations() -> None:
         refused(do, "budget=8 means nothing to policy full, which keeps everything; leave it out")
 
 
+@pytest.mark.parametrize("policy", ["full", "topk_oracle"])
+def test_a_policy_whose_plan_was_replaced_does_not_claim_to_keep_everything(policy: str) -> None:
+    evicts = dataclasses.replace(kvjax.policy(policy), plan=kvjax.policies.PLANS["uniform"]())
+    refused(lambda: kvjax.prefill(MODEL, evicts, IDS, 8), f"{policy} keeps everything, but plan Uniform evicts")
+
+
 @pytest.mark.parametrize("plan", ["adakv", "pyramid"])
 @pytest.mark.parametrize("policy", ["full", "topk_oracle"])
 def test_a_plan_means_nothing_where_nothing_leaves(policy: str, plan: str) -> None:
@@ -56,6 +64,10 @@ def test_a_plan_means_nothing_where_nothing_leaves(policy: str, plan: str) -> No
         (lambda: kvjax.Sums(group="mean"), "group='mean' is not one of sum, max"),
         (lambda: kvjax.Sums(over="heads"), "over='heads' is not one of group, layer, device, model"),
         (lambda: kvjax.Noise(kind="normal"), "kind='normal' is not one of gumbel, gaussian"),
+        (lambda: kvjax.Sums(tau=0.0), "tau=0.0 is not a temperature above 0"),
+        (lambda: kvjax.Sums(noise=UNTYPED), "noise='gumbel' is not a kvjax.Noise, or None"),
+        (lambda: kvjax.Near(most=0), "most=0 is not a whole number from 1"),
+        (lambda: kvjax.Probs(newest=0), "newest=0 is not a whole number from 1"),
     ],
 )
 def test_settings_of_statistics(make: Callable[[], Any], sentence: str) -> None:
@@ -138,15 +150,34 @@ def test_arguments_of_functions() -> None:
     refused(lambda: wrong.decode_step([3], state), "is a state, from kvjax.prefill, not list", TypeError)
     refused(lambda: wrong.decode_step(state, state), "is a token for each row, not a State", TypeError)
     refused(lambda: wrong.decode_step(state, [0.5]), "tokens of type float64 are no token ids", TypeError)
-    refused(lambda: wrong.extend(MODEL, IDS), "is a state, from kvjax.prefill, not Model", TypeError)
-    traced = jax.jit(lambda ids: kvjax.prefill(MODEL, "h2o", ids, 8))
-    refused(lambda: traced(np.array(IDS)), "prefill plans slots on the host and cannot be traced", TypeError)
+    refused(
+        lambda: wrong.decode_step(state, [[1], [2, 3]]), r"tokens=\[\[1\], \[2, 3\]\] are not one for each of 1 rows"
+    )
+    for function in ("held_positions", "cache_bytes", "full_cache_bytes"):
+        refused(lambda: getattr(wrong, function)(MODEL), "is a state, from kvjax.prefill, not Model", TypeError)  # noqa: B023
+    for function in ("extend", "take_rows", "decode_step_in_place"):
+        refused(lambda: getattr(wrong, function)(MODEL, [0]), "is a state, from kvjax.prefill, not Model", TypeError)  # noqa: B023
+    refused(lambda: wrong.put_rows(state, [0], MODEL), "the third argument is a state", TypeError)
+    for given in ("tiny", state):
+        refused(lambda: wrong.prefill(given, "h2o", IDS, 8), "is a model, from kvjax.load, not", TypeError)  # noqa: B023
+
+
+def test_what_plans_on_the_host_is_not_traced() -> None:
+    state, _ = kvjax.prefill(MODEL, "h2o", IDS, 8)
+    ids, sentence = np.array(IDS), "plans slots on the host and cannot be traced by jit, vmap or scan; call it outside"
+    traced = jax.jit(lambda ids: kvjax.prefill(MODEL, "h2o", ids, 8)[1])
+    refused(lambda: traced(ids), f"prefill {sentence}", TypeError)
+    keyed = jax.jit(lambda key: kvjax.prefill(MODEL, "random", IDS, 8, key=key)[1])
+    refused(lambda: keyed(jax.random.key(0)), f"prefill {sentence}", TypeError)
+    refused(lambda: jax.jit(kvjax.extend)(state, ids), f"extend {sentence}", TypeError)
+    refused(lambda: jax.jit(MODEL.logits)(ids), "cannot be traced", TypeError)
 
 
 def test_random_keys_of_all_kinds() -> None:
     policy = kvjax.policy("random")
     wanted, _ = kvjax.prefill(MODEL, policy, IDS, 8, key=jax.random.key(3))
-    keys: tuple[Any, ...] = (3, np.int64(3), jax.random.PRNGKey(3), jax.random.key(3)[None])
+    old = jax.random.PRNGKey(3)
+    keys: tuple[Any, ...] = (3, np.int64(3), old, np.asarray(old), jax.random.key(3)[None])
     for key in keys:
         found, _ = kvjax.prefill(MODEL, policy, IDS, 8, key=key)
         assert all(map(np.array_equal, kvjax.held_positions(found), kvjax.held_positions(wanted)))

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -258,17 +256,3 @@ def test_bad_rows_are_one_sentence() -> None:
         with pytest.raises(ValueError, match=message) as raised:
             call()
         assert "\n" not in str(raised.value)
-
-
-@pytest.mark.parametrize("name", ["h2o", "h2o+adakv"])
-def test_the_page_says_how_to_donate_a_cache_and_no_weights(name: str) -> None:
-    page = (Path(__file__).parent.parent / "docs" / "api.md").read_text(encoding="utf-8")
-    (code,) = [code for code in re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL) if "donate" in code]
-    state, other = (read(name, [0])[0] for _ in range(2))
-    given = {"kvjax": kvjax, "state": state}
-    exec(code, given)
-    for token in (5, 17, 42):
-        other, logits = kvjax.decode_step(other, [token])
-    assert jnp.array_equal(given["logits"][-1], logits)
-    assert kept(given["state"], 0) == kept(other, 0)
-    assert state.position.is_deleted() and not state.weights.embedding.is_deleted()

@@ -15,7 +15,7 @@ from kvjax.cache.dense import Dense
 from kvjax.engine.layer import Reading, read_token
 from kvjax.engine.mesh import OF_ROWS, logits_spec, on_mesh
 from kvjax.engine.prepare import check_vocabulary
-from kvjax.engine.state import Moving, State, join_state, split_state, state_specs
+from kvjax.engine.state import Moving, State, check_state, join_state, split_state, state_specs
 from kvjax.engine.tuning import settle_before
 from kvjax.models.decoder import unembed
 from kvjax.models.sharding import on_device
@@ -81,13 +81,15 @@ def checked_token(state: State, token: ArrayLike | Sequence[int]) -> Int[Array, 
         TypeError: they are no integers.
         ValueError: there is not one for each row, or one that is known on the host is not in the vocabulary.
     """
-    if not isinstance(state, State):
-        raise TypeError(f"the first argument is a state, from kvjax.prefill, not {type(state).__name__}.")
+    check_state(state)
     if isinstance(token, State):
         raise TypeError("the second argument is a token for each row, not a State; the state comes first.")
-    if not isinstance(token, jax.Array):
-        token = np.asarray(token)
     rows = state.active.shape[0]
+    if not isinstance(token, jax.Array):
+        try:
+            token = np.asarray(token)
+        except ValueError as error:
+            raise ValueError(f"tokens={token!r} are not one for each of {rows} rows.") from error
     if not jnp.issubdtype(token.dtype, jnp.integer):
         raise TypeError(f"tokens of type {token.dtype} are no token ids; give integers.")
     if token.shape != (rows,):

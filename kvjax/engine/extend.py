@@ -20,9 +20,9 @@ from kvjax.cache.paged import Paged
 from kvjax.engine.decode import settle_step
 from kvjax.engine.layer import Reading, read_block
 from kvjax.engine.mesh import OF_POOL, OF_ROWS, OF_SELECTED, joined, logits_spec, on_mesh, pool_specs, shared
-from kvjax.engine.prepare import Budget, Tokens, bucket, check_length, check_tokens, prepare, rows_of
+from kvjax.engine.prepare import Budget, Tokens, bucket, check_length, check_on_host, check_tokens, prepare, rows_of
 from kvjax.engine.read_prompts import lower_prompts, prompt_shapes, read_prompts
-from kvjax.engine.state import Moving, State, Storage, join_state, placed, split_state, state_specs
+from kvjax.engine.state import Moving, State, Storage, check_state, join_state, placed, split_state, state_specs
 from kvjax.engine.tuning import settle_before
 from kvjax.models.decoder import unembed
 from kvjax.models.sharding import on_device
@@ -184,8 +184,8 @@ def extend(
         >>> state.position.tolist(), logits.shape
         ([6], (1, 2048))
     """
-    if not isinstance(state, State):
-        raise TypeError(f"the first argument is a state, from kvjax.prefill, not {type(state).__name__}.")
+    check_state(state)
+    check_on_host("extend", state.position, tokens, lengths)
     if logits not in ("last", "all"):
         raise ValueError(f"logits={logits!r} is not 'last' or 'all'.")
     rows = len(state.position)

@@ -68,6 +68,9 @@ def prepare(
     Raises:
         ValueError: a prompt is empty or does not fit the model, or the budget does not fit the policy.
     """
+    check_on_host("prefill", tokens, lengths, key, budget)
+    if not hasattr(model, "name"):  # a state has a model's weights and config, too
+        raise TypeError(f"the first argument is a model, from kvjax.load, not {type(model).__name__}.")
     budget = checked_budget(budget)
     max_new_tokens = whole_number("max_new_tokens", max_new_tokens)
     policy = ready(model, policy, budget, plan)
@@ -107,6 +110,19 @@ def prepare(
     )
 
 
+def check_on_host(name: str, *values: Any) -> None:
+    """Refuse to plan with values that a program is traced with.
+
+    Raises:
+        TypeError: one of them is traced.
+    """
+    if any(isinstance(value, Tracer) for value in values):
+        raise TypeError(
+            f"{name} plans slots on the host and cannot be traced by jit, vmap or scan; call it outside, and trace "
+            "decode_step."
+        )
+
+
 def check_bounded(policy: Policy, budget: Budget) -> None:
     """Refuse a budget for a policy that keeps everything.
 
@@ -132,8 +148,8 @@ def checked_key(key: Any, rows: int) -> Key[Array, "*b"]:
         ValueError: there are other than one or `rows`.
     """
     if key is None or (isinstance(key, (int, np.integer)) and not isinstance(key, bool)):
-        return jax.random.key(0 if key is None else key)
-    if isinstance(key, jax.Array) and key.dtype == jnp.uint32 and key.ndim and key.shape[-1] == 2:
+        return jax.random.key(0 if key is None else whole_number("key", key, -(2**63), 2**63 - 1))
+    if isinstance(key, (jax.Array, np.ndarray)) and key.dtype == jnp.uint32 and key.ndim and key.shape[-1] == 2:
         key = jax.random.wrap_key_data(key)  # of jax.random.PRNGKey
     if not isinstance(key, jax.Array) or not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
         raise TypeError(f"key={key!r} is no random key; give jax.random.key(seed), or one for each row.")
@@ -318,11 +334,6 @@ def _slots_per_row(budget: int | float, whole: Int[np.ndarray, " b"]) -> Int[np.
 def _pad_rows(
     tokens: Any, lengths: ArrayLike | Sequence[int] | None
 ) -> tuple[Int[np.ndarray, "b n"], Int[np.ndarray, " b"]]:
-    if isinstance(tokens, Tracer) or isinstance(lengths, Tracer):
-        raise TypeError(
-            "prefill plans slots on the host and cannot be traced by jit, vmap or scan; call it outside, and trace "
-            "decode_step."
-        )
     tokens, counted = rows_of(tokens)
     if tokens.size == 0:
         raise ValueError("a prompt is empty; give at least one token.")

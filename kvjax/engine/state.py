@@ -57,6 +57,16 @@ class State(struct.PyTreeNode):
     """The devices that share all this, from `kvjax.models.sharding.program_mesh`; None for one."""
 
 
+def check_state(state: object, place: str = "first") -> None:
+    """Refuse what stands in the place of a state among a function's arguments.
+
+    Raises:
+        TypeError: it is none.
+    """
+    if not isinstance(state, State):
+        raise TypeError(f"the {place} argument is a state, from kvjax.prefill, not {type(state).__name__}.")
+
+
 Moving = tuple[Storage, Int[Array, " b"]]
 
 
@@ -125,6 +135,7 @@ def take_rows(state: State, index: ArrayLike | Sequence[int]) -> State:
         >>> kvjax.take_rows(state, [0, 0]).position.tolist()
         [3, 3]
     """
+    check_state(state)
     rows = _rows(state, index)
     fields = {name: getattr(state, name)[rows] for name in ROWS}
     return state.replace(storage=state.storage.take(rows), **fields)
@@ -147,6 +158,8 @@ def put_rows(state: State, index: ArrayLike | Sequence[int], rows: State) -> Sta
         >>> kvjax.put_rows(state, [1], kvjax.take_rows(state, [0])).position.tolist()
         [3, 3]
     """
+    check_state(state)
+    check_state(rows, "third")
     where = _rows(state, index)
     count = len(rows.position)
     if len(set(where.tolist())) != len(where) or len(where) != count:
@@ -191,6 +204,7 @@ def cache_bytes(state: State) -> int:
         >>> kvjax.cache_bytes(state)
         33824
     """
+    check_state(state)
     return allocated_bytes(state.storage)
 
 
@@ -203,6 +217,7 @@ def full_cache_bytes(state: State) -> int:
         >>> kvjax.full_cache_bytes(state)
         66592
     """
+    check_state(state)
     size = state.weights.embedding.dtype.itemsize
     slots = full_slots(int(on_host(state.end - state.horizon).max()), int(on_host(state.horizon).max()))
     number = np.dtype(np.int32).itemsize  # a slot's position, a head's limit
@@ -230,6 +245,7 @@ def held_positions(state: State) -> list[np.ndarray]:
         >>> first.shape, sorted(first[0, 0].tolist())[-4:]
         ((1, 2, 16), [-1, 0, 1, 2])
     """
+    check_state(state)
     return state.storage.positions()
 
 
