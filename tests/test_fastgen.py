@@ -331,3 +331,15 @@ def test_the_command_line_shows_what_each_head_keeps(capsys):
     lines = shown.err.splitlines()
     assert [line.split()[2:] for line in lines if line.startswith("layer")] == letters
     assert "s = special (" in lines[-1] and "F = full (" in lines[-1]
+
+
+@pytest.mark.parametrize(
+    ("spare", "said"), [(0.35, "punctuation that are written; 0 and "), (0.0, "the oldest may have left")]
+)
+def test_the_summary_says_whether_spare_slots_sufficed(
+    spare: float, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--policy", "fastgen", "--prompt", "Once upon a time, there was a girl.", "--temperature", "0"]
+    assert generate.main([*words, "--max-new-tokens", "20", "--set", f"spare_punctuation={spare}"]) == 0
+    told = capsys.readouterr().err
+    assert f"8 and {math.ceil(20 * spare)} slots are set aside" in told and said in told
