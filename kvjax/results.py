@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from kvjax import policies
 from kvjax.engine.state import allocated_slots, cache_bytes, full_cache_bytes, slot_limits
-from kvjax.policies.fastgen import Profiled
+from kvjax.policies.fastgen import PUNCTUATION, SPECIAL, Profiled, TokenClasses
 from kvjax.policies.policy import Policy
 from kvjax.sampling.spelling import Spelling
 from kvjax.sampling.texts import Generation, texts_of
@@ -101,6 +102,7 @@ def summary(made: Generation, report: dict[str, Any]) -> str:
         f"cache: {report['cache_bytes']:,} bytes, a full cache {report['full_cache_bytes']:,} bytes; "
         f"{report['policy']} kept {kept:.0f} of {report['prompt_tokens']} prompt tokens per head, "
         f"budget {report['budget']}: {report['allocated_slots']} slots{_local(made)}{_excess(made, report)}"
+        f"{_spare(made)}"
     )
 
 
@@ -113,6 +115,21 @@ def _local(made: Generation) -> str:
         f"\n{len(windows)} of {layers} layers see {', '.join(map(str, sorted(set(windows.values()))))} tokens only and "
         "hold so many under any policy; the budget is that of the other layers."
     )
+
+
+def _spare(made: Generation) -> str:
+    """Say what FastGen sets aside for the special tokens and punctuation that are written, and whether it sufficed."""
+    plan, protection = made.state.policy.plan, made.state.policy.protection
+    if not isinstance(plan, Profiled) or not isinstance(protection, TokenClasses) or protection.classes is None:
+        return ""
+    classes = np.asarray(protection.classes)
+    written = [np.asarray(tokens, np.int64) for tokens in made.tokens]
+    special, marks = (max(int((classes[ids] & bit > 0).sum()) for ids in written) for bit in (SPECIAL, PUNCTUATION))
+    slots = int(plan.spare_special), math.ceil(plan.spare_punctuation * int(np.max(made.state.horizon)) - 1e-6)
+    said = f"\n{slots[0]} and {slots[1]} slots are set aside for special tokens and punctuation that are written"
+    if special <= slots[0] and marks <= slots[1]:
+        return f"{said}; {special} and {marks} were."
+    return f"{said}, but {special} and {marks} were: in heads that keep them the oldest may have left."
 
 
 def _excess(made: Generation, report: dict[str, Any]) -> str:

@@ -146,6 +146,26 @@ def test_every_command_line_of_a_page_runs(name: str, tmp_path: Path) -> None:
             assert told["code"] == 0, told
 
 
+RESTORED = {
+    "fastgen": {},
+    "h2o, adakv": {"plan": "adakv"},
+    "h2o, int8": {"codec": "int8"},
+    "lightkv": {"offload": True},
+}
+
+
+@pytest.mark.parametrize("name", RESTORED)
+def test_the_recipes_for_memory_and_disk_go_for_every_storage(name: str) -> None:
+    blocks = re.findall(r"```python\n(.*?)```", API[API.index("### In place") :], flags=re.DOTALL)[1:3]
+    model = kvjax.load("tiny")
+    policy = kvjax.policy(name.partition(",")[0], **RESTORED[name])
+    ids = model.tokenizer.encode("Once upon a time there was a girl. She had a dog, a red ball and a boat.")
+    budget = 1.0 if policy.plan.decides else 16
+    state, logits = kvjax.prefill(model, policy, [ids], budget=budget, max_new_tokens=64)
+    known = {"kvjax": kvjax, "model": model, "policy": policy, "ids": ids, "state": state, "logits": logits}
+    exec("\n".join(blocks).replace("budget=16", f"budget={budget}"), known)
+
+
 @pytest.mark.slow
 def test_the_code_runs() -> None:
     blocks = re.findall(r"```python\n(.*?)```", API, flags=re.DOTALL)

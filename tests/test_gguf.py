@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import json
+import math
 import os
 import struct
 import sys
@@ -175,6 +176,39 @@ VARIANTS: dict[str, tuple[dict[str, Any], Callable[[Any], Any]]] = {
         settings(rope_parameters=rope(rope_type="linear", factor=4.0)),
         lambda w: (w.add_rope_scaling_type(gguf.RopeScalingType.LINEAR), w.add_rope_scaling_factor(4.0)),
     ),
+    "factor alone": (
+        settings(rope_parameters=rope(rope_type="linear", factor=4.0)),
+        lambda w: w.add_rope_scaling_factor(4.0),
+    ),
+    "old factor": (
+        settings(rope_parameters=rope(rope_type="linear", factor=4.0)),
+        lambda w: w.add_float32("llama.rope.scale_linear", 4.0),
+    ),
+    "yarn": (
+        settings(
+            rope_parameters=rope(
+                rope_type="yarn",
+                factor=4.0,
+                original_max_position_embeddings=64,
+                beta_fast=16.0,
+                beta_slow=2.0,
+                attention_factor=0.75 * (1 + 0.1 * math.log(4.0)),
+            )
+        ),
+        lambda w: (
+            w.add_rope_scaling_type(gguf.RopeScalingType.YARN),
+            w.add_rope_scaling_factor(4.0),
+            w.add_rope_scaling_orig_ctx_len(64),
+            w.add_float32("llama.rope.scaling.yarn_beta_fast", 16.0),
+            w.add_float32("llama.rope.scaling.yarn_beta_slow", 2.0),
+            w.add_float32("llama.rope.scaling.attn_factor", 0.75),
+            w.add_float32("llama.rope.scaling.yarn_ext_factor", 1.0),
+        ),
+    ),
+    "what means nothing": (
+        settings(),
+        lambda w: (w.add_causal_attention(True), w.add_expert_count(0), w.add_logit_scale(1.0), w.add_vocab_size(48)),
+    ),
     "head width": (settings(head_dim=32), lambda w: w.add_key_length(32)),
     "qwen2": (settings(model_type="qwen2"), lambda w: None),
     "qwen3": (settings(model_type="qwen3", head_dim=32), lambda w: w.add_key_length(32)),
@@ -240,6 +274,29 @@ def test_every_kind_that_can_be_dequantised(kind: Any, tmp_path: Path) -> None:
     loaded = kvjax.load(tmp_path / "model.gguf", "bfloat16").weights.layers[1].gate
     assert loaded is not None
     np.testing.assert_array_equal(loaded.weight, expected.astype(jnp.bfloat16))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "sentence"),
+    [
+        ("logit_scale", 0.5, r"metadata llama\.logit_scale \(0\.5\) is not supported"),
+        ("expert_count", 8, r"metadata llama\.expert_count \(8\) is not supported"),
+        ("attention.scale", 0.1, r"metadata llama\.attention\.scale \(0\.1\d*\) is not supported"),
+        ("attention.value_length", 8, r"attention\.value_length is 8, but the tensors' heads have"),
+        ("rope.scaling.yarn_log_multiplier", 0.5, r"yarn_log_multiplier \(0\.5\) is not supported"),
+        ("rope.scaling.attn_factor", 1.5, r"attn_factor \(1\.5\) is supported of yarn and longrope alone"),
+        ("final_logit_softcapping", 30.0, r"final_logit_softcapping \(30\.0\) is not supported"),
+        ("nobody.knows", 2, r"metadata llama\.nobody\.knows \(2\) is not supported"),
+    ],
+)
+def test_metadata_that_nobody_reads_is_refused(key: str, value: Any, sentence: str, tmp_path: Path) -> None:
+    file = tmp_path / "model.gguf"
+
+    def extra(writer: Any) -> None:
+        (writer.add_float32 if isinstance(value, float) else writer.add_uint32)(f"llama.{key}", value)
+
+    write_gguf(file, SETTINGS, tensors_of(SETTINGS), extra=extra)
+    refused(file, sentence)
 
 
 def test_halves_and_rows_that_are_dequantised_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

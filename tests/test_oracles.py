@@ -60,8 +60,9 @@ def _compare(case: Case, model: Model, lengths: tuple[int, ...], steps: int, pol
         decoder = Decoder(weights, model.config, case.oracles(state, row, length + steps), horizon=steps)
         np.testing.assert_allclose(first[row], decoder.prompt(prompts[row]), rtol=1e-8, atol=1e-9)
         # One slot more than the paper has is for the next token; until then a token has it that is going to leave.
-        more = 0 if decoder.oracles[0].evicts_first else 1
-        for layer, wanted in zip(kept(state, row), decoder.kept(), strict=True):
+        held = zip(decoder.oracles, kept(state, row), decoder.kept(), strict=True)
+        for oracle, layer, wanted in held:
+            more = 1 if oracle.fills and not oracle.evicts_first else 0
             for ours, papers in zip(layer, wanted, strict=True):
                 assert set(papers) <= set(ours), f"row {row} after the prompt"
                 assert len(ours) == min(len(papers) + more, length), f"row {row} after the prompt"

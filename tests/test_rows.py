@@ -33,13 +33,14 @@ TEXT = RNG.integers(0, GQA.vocab_size, (400,))
 CASES = POLICIES | PAIRS
 MIXED = ["h2o+adakv", "streaming+adakv", "less+snapkv+adakv", "h2o+adakv+int8", "less+fastgen-low+int8"]
 ROWS_OF = ["own", "full", "streaming", "keyformer", "tova", "scissorhands", "lightkv", "lsh_e", "less-performer"]
-ROWS_OF += ["fastgen", "h2o+int8", "h2o-cache-positions", "own+adakv", *MIXED]
+ROWS_OF += ["lightkv-offload", "fastgen", "h2o+int8", "h2o-cache-positions", "own+adakv", *MIXED]
 """Whatever differs in what heads and slots remember, and where."""
 SOME = (
     "own",
     "streaming",
     "scissorhands",
     "lightkv",
+    "lightkv-offload",
     "fastgen",
     "h2o+int8",
     "h2o-cache-positions",

@@ -351,7 +351,7 @@ class Dense(struct.PyTreeNode):
 
     def take(self, index: Int[np.ndarray, " m"] | Int[Array, " m"]) -> Dense:
         """Some rows, in any order."""
-        return jax.tree.map(lambda leaf: leaf[index], self)
+        return jax.tree.map(lambda leaf: _in_its_memory(leaf, _on_device(leaf)[index]), self)
 
     def put(self, index: Int[np.ndarray, " m"], rows: Dense) -> Dense:
         """With some rows replaced; buffers may be larger than those of `rows`.
@@ -361,7 +361,7 @@ class Dense(struct.PyTreeNode):
         """
         layers = []
         for number, (mine, theirs) in enumerate(zip(self.layers, rows.layers, strict=True)):
-            room, wanted = mine.capacity, theirs.capacity
+            room, wanted, theirs = mine.capacity, theirs.capacity, jax.tree.map(_on_device, theirs)
             if wanted > room:
                 raise ValueError(
                     f"rows with {wanted} slots per head in layer {number} do not fit a state that has {room}; read "
@@ -378,7 +378,9 @@ class Dense(struct.PyTreeNode):
                 position=position,
             )
             padded = padded.replace(state=jax.tree.map(_widened, mine.state, theirs.state))
-            layers.append(jax.tree.map(lambda old, row: old.at[index].set(row), mine, padded))
+            layers.append(
+                jax.tree.map(lambda old, row: _in_its_memory(old, _on_device(old).at[index].set(row)), mine, padded)
+            )
         return Dense(tuple(layers))
 
     def stored_positions(self) -> tuple[Int[Array, "b h c"], ...]:
@@ -472,6 +474,21 @@ def _settled(rules: Rules, view: View, new: New, capacity: int) -> tuple[Array, 
     staying = jnp.zeros(position.shape, bool)
     staying = staying.at[jnp.arange(rows)[:, None, None], jnp.arange(heads)[None, :, None], best].max(kept)
     return best, kept, new.spread.own_slots((position >= 0) & ~staying)
+
+
+def _on_device(leaf: Array) -> Array:
+    """Return an array in device memory, where alone rows can be gathered and scattered."""
+    return (
+        leaf
+        if jax.typeof(leaf).memory_space == jax.memory.Space.Device
+        else jax.device_put(leaf, jax.memory.Space.Device)
+    )
+
+
+def _in_its_memory(like: Array, leaf: Array) -> Array:
+    """Return an array in the memory that another one is in."""
+    space = jax.typeof(like).memory_space
+    return leaf if space == jax.memory.Space.Device else jax.device_put(leaf, space)
 
 
 def _widened(mine: Array, theirs: Array) -> Array:

@@ -55,11 +55,13 @@ class Architecture:
 
     Args:
         model_type: the family's.
+        reads: metadata that `adapt` reads, beside what all architectures have.
         adapt: from the settings that all architectures have and the header, those that this one has in addition.
         restore: of tensors (by the stem of their name) that the format changes, the way back.
     """
 
     model_type: str
+    reads: tuple[str, ...] = ()
     adapt: Callable[[Settings, Header], Settings] = lambda settings, header: {}
     restore: Mapping[str, Restore] = dataclasses.field(default_factory=dict)
 
@@ -109,6 +111,8 @@ def _llama(settings: Settings, header: Header) -> Settings:
 def _phi3(settings: Settings, header: Header) -> Settings:
     original = header.get("rope.scaling.original_context_length", settings["max_position_embeddings"])
     rope = {**settings["rope_parameters"], "original_max_position_embeddings": original}
+    if header.factors and (factor := header.get("rope.scaling.attn_factor")) is not None:
+        rope["attention_factor"] = factor
     if header.factors:
         lists = {f"{kind}_factor": header.factors[f"rope_factors_{kind}"].tolist() for kind in ("long", "short")}
         rope |= {"rope_type": "longrope", "factor": settings["max_position_embeddings"] / original, **lists}
@@ -116,6 +120,13 @@ def _phi3(settings: Settings, header: Header) -> Settings:
 
 
 def _gemma3(settings: Settings, header: Header) -> Settings:
+    pattern = header.get("attention.sliding_window_pattern", 6)
+    usual = [layer % 6 != 5 for layer in range(settings["num_hidden_layers"])]
+    if pattern != 6 and pattern != usual:
+        raise LoadError(
+            f"metadata {header.name}.attention.sliding_window_pattern is {pattern}; supported is a window in all "
+            "layers but every sixth."
+        )
     largest = settings["num_hidden_layers"] == 62  # the 27B, which alone scales by the width that a head would have
     ropes = {
         "full_attention": settings["rope_parameters"],
@@ -151,15 +162,21 @@ _GEMMA_NORMS = ("attn", "attn_q", "attn_k", "post_attention", "ffn", "post_ffw",
 _TABLE: Mapping[str, Architecture] = {
     "llama": Architecture(
         "llama",
+        (),
         _llama,
         {"attn_q": _unpermuted("num_attention_heads"), "attn_k": _unpermuted("num_key_value_heads")},
     ),
     "qwen2": Architecture("qwen2"),
     "qwen3": Architecture("qwen3"),
-    "gemma3": Architecture("gemma3_text", _gemma3, {f"{norm}_norm": _less_one for norm in _GEMMA_NORMS}),
-    "phi3": Architecture("phi3", _phi3),
-    "falcon": Architecture("falcon", _falcon, {"attn_qkv": _by_kv_head}),
-    "gptneox": Architecture("gpt_neox", _gpt_neox, {"attn_qkv": _by_kv_head}),
+    "gemma3": Architecture(
+        "gemma3_text",
+        ("rope.freq_base_swa", "final_logit_softcapping", "attention.sliding_window_pattern"),
+        _gemma3,
+        {f"{norm}_norm": _less_one for norm in _GEMMA_NORMS},
+    ),
+    "phi3": Architecture("phi3", (), _phi3),
+    "falcon": Architecture("falcon", (), _falcon, {"attn_qkv": _by_kv_head}),
+    "gptneox": Architecture("gpt_neox", ("use_parallel_residual",), _gpt_neox, {"attn_qkv": _by_kv_head}),
 }
 ARCHITECTURES: Mapping[str, Architecture] = {
     name: architecture for name, architecture in _TABLE.items() if architecture.model_type in FAMILIES
@@ -179,6 +196,50 @@ _KNOWN: Mapping[str, str] = {
     "attention.layer_norm_epsilon": "layer_norm_eps",
     "attention.sliding_window": "sliding_window",
 }
+
+
+_ROPE = ("dimension_count", "freq_base", "scale_linear", "scaling.type", "scaling.factor", "scaling.attn_factor")
+_ROPE += ("scaling.original_context_length", "scaling.yarn_beta_fast", "scaling.yarn_beta_slow")
+_READ = (*_NEEDED, *_KNOWN, *(f"rope.{name}" for name in _ROPE), "attention.key_length", "attention.value_length")
+"""Metadata of all architectures that is read."""
+_DESCRIBES = ("vocab_size", "tensor_data_layout", "rope.scaling.finetuned")
+"""Metadata that changes nothing."""
+_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "attention.causal": (True,),
+    "attention.clamp_kqv": (0,),
+    "attention.max_alibi_bias": (0,),
+    "attn_logit_softcapping": (0,),
+    "embedding_scale": (1,),
+    "expert_count": (0,),
+    "expert_used_count": (0,),
+    "final_logit_softcapping": (0,),
+    "logit_scale": (0, 1),
+    "pooling_type": (0,),
+    "residual_scale": (1,),
+    "rope.scaling.yarn_attn_factor": (1,),
+    "rope.scaling.yarn_ext_factor": (-1, 1),
+    "rope.scaling.yarn_log_multiplier": (0,),
+}
+"""Metadata that is not supported, with the values that mean nothing."""
+
+
+def _check_keys(header: Header, head_width: int) -> None:
+    """Refuse metadata of the architecture that nothing here reads and that changes what the model computes.
+
+    Raises:
+        LoadError: naming it.
+    """
+    known = {*_READ, *_DESCRIBES, *ARCHITECTURES[header.name].reads}
+    for key, value in header.metadata.items():
+        name = key.removeprefix(f"{header.name}.")
+        if name == key or name in known or value in _NEUTRAL.get(name, ()):
+            continue
+        raise LoadError(f"metadata {key} ({value!r}) is not supported.")
+    for name in ("attention.key_length", "attention.value_length"):
+        if header.get(name, head_width) != head_width:
+            raise LoadError(
+                f"metadata {header.name}.{name} is {header.get(name)}, but the tensors' heads have {head_width}."
+            )
 
 
 def read_gguf(file: Path) -> tuple[Settings, dict[str, Any], Stored]:
@@ -259,6 +320,7 @@ def _settings(header: Header) -> Settings:
     settings.setdefault("num_key_value_heads", heads)
     queries = header.shapes.get("blk.0.attn_q.weight")
     width = settings["hidden_size"] // heads if queries is None else queries[0] // heads
+    _check_keys(header, width)
     ids = {role: header.metadata.get(f"tokenizer.ggml.{role}_token_id") for role in ("bos", "eos", "eot", "eom")}
     settings |= {
         "vocab_size": header.shapes["token_embd.weight"][0],
@@ -274,14 +336,32 @@ def _settings(header: Header) -> Settings:
 
 
 def _rope(header: Header, head_width: int) -> Settings:
-    width, kind = header.get("rope.dimension_count", head_width), header.get("rope.scaling.type", "none")
+    """Return the settings of RoPE, which llama.cpp scales linearly where a factor stands alone.
+
+    Raises:
+        LoadError: a factor is not one that the type of scaling has.
+    """
+    width, factor = header.get("rope.dimension_count", head_width), header.get("rope.scaling.factor")
+    factor = header.get("rope.scale_linear") if factor is None else factor  # as files of 2023 have it
+    kind = header.get("rope.scaling.type", "none" if factor in (None, 0, 1) else "linear")
     rope: Settings = {"rope_type": "default", "rope_theta": header.get("rope.freq_base", 10_000.0)}
     if width != head_width:
         rope["partial_rotary_factor"] = width / head_width
     if kind != "none":
+        factor = 1.0 if factor in (None, 0) else factor
         original = header.get("rope.scaling.original_context_length")
-        rope |= {"rope_type": kind, "factor": header.get("rope.scaling.factor", 1.0)}
+        rope |= {"rope_type": kind, "factor": factor}
         rope |= {} if original is None else {"original_max_position_embeddings": original}
+    multiplier = header.get("rope.scaling.attn_factor", 1.0)
+    if kind == "yarn":
+        betas = {name: header.get(f"rope.scaling.yarn_{name}") for name in ("beta_fast", "beta_slow")}
+        rope |= {name: value for name, value in betas.items() if value is not None}
+        if multiplier != 1:
+            rope["attention_factor"] = multiplier * (1 + 0.1 * math.log(rope["factor"]))
+    elif multiplier != 1 and kind != "longrope" and not header.factors:
+        raise LoadError(
+            f"metadata {header.name}.rope.scaling.attn_factor ({multiplier}) is supported of yarn and longrope alone."
+        )
     return rope
 
 

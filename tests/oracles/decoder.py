@@ -123,6 +123,8 @@ class Oracle:
 
     sequential = False
     evicts_first = False
+    fills = True
+    """Whether kvjax's slot for the next token still has a token of the prompt that is going to leave."""
     layer: int
     layers: int
     limits: list[int]

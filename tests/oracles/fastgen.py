@@ -1,24 +1,38 @@
-"""FastGen (Algorithms 1 and 2): every head tries the choices in their order on whole attention matrices."""
+"""FastGen from the paper: Algorithm 1 profiles a prompt's attention maps, Algorithm 2 appends, attends and compresses.
+
+Where the paper is silent the module says what it takes: slots that fixed buffers run out of, and turns.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
+from fractions import Fraction
 
 import numpy as np
 
 from tests.oracles.decoder import Oracle
 
+Policy = tuple[str, ...]
+"""A sum of policies (eq. 2); none of them for the full cache."""
+FULL: Policy = ()
+
+
+def share(ratio: float, length: int) -> int:
+    """How many tokens a ratio of a length is, exactly: 0.3 of 10 is 3."""
+    return math.floor(Fraction(str(ratio)) * length)
+
 
 class FastGen(Oracle):
-    """Ids are given; a token's note is all attention it ever got. The length counts the token being read."""
+    """A token's note is its cumulative attention score, over all queries that saw it."""
 
-    evicts_first = True
+    fills = False
 
     threshold: float
     local: float
     frequent: float
     frequent_among: str
-    order: tuple[str, ...]
+    order: Policy
     special: tuple[int, ...]
     punctuation: tuple[int, ...]
     markers: tuple[tuple[int, ...], ...]
@@ -27,130 +41,165 @@ class FastGen(Oracle):
 
     def start(self):
         super().start()
-        self.chosen: list[tuple[str, ...] | None] = [None] * self.kv_heads
-        self.fixed: list[set[int]] = [set() for _ in range(self.kv_heads)]
+        self.feasible = [self.order[: i + 1] for i in range(len(self.order))]
+        self.optimal = [FULL] * self.kv_heads
+        self.marked: list[dict[str, set[int]]] = [{} for _ in range(self.kv_heads)]
+        """Positions of given text that are special or punctuation."""
         self.slots = [0] * self.kv_heads
-        self.end = 0
+        self.text_end = 0
 
-    def window(self, length: int, parts: tuple[str, ...]) -> int:
-        wide = math.floor(self.local * length + 1e-6) if "local" in parts else 0
-        return max(1, int(self.recent), wide)
+    @property
+    def chosen(self) -> list[int]:
+        """Each head's place in eq. 2."""
+        return [len(self.order) if policy == FULL else len(policy) - 1 for policy in self.optimal]
 
-    def most(self, length: int, parts: tuple[str, ...]) -> int:
-        return math.floor(self.frequent * length + 1e-6) if "frequent" in parts else 0
+    # Section 3.2: which indices of a head's lists each policy keeps of the K and V of so many tokens.
 
-    def kept_for_good(self, tokens: list[int], parts: tuple[str, ...], start: int = 0) -> set[int]:
-        """Which tokens of a text that was given, from position `start` on, the parts keep for what they are."""
-        kept = set()
-        if "special" in parts:
-            kept |= {i for i, token in enumerate(tokens) if token in self.special or start + i < self.sinks}
-            for marker in self.markers:
-                for start in range(len(tokens) - len(marker) + 1):
-                    if tuple(tokens[start : start + len(marker)]) == marker:
-                        kept |= set(range(start, start + len(marker)))
-        if "punctuation" in parts:
-            kept |= {i for i, token in enumerate(tokens) if token in self.punctuation}
-        return kept
+    def special_tokens(self, tokens: list[int], first: int) -> set[int]:
+        found = {i for i, token in enumerate(tokens) if token in self.special or first + i < self.sinks}
+        for marker in self.markers:
+            places = range(len(tokens) - len(marker) + 1)
+            starts = [i for i in places if tuple(tokens[i : i + len(marker)]) == marker]
+            found |= {i + j for i in starts for j in range(len(marker))}
+        return found
 
-    def best(self, h: int, among: list[int], count: int) -> set[int]:
-        """The indices that got most attention; of equals the newest."""
+    def punctuation_tokens(self, tokens: list[int], first: int) -> set[int]:
+        return {i for i, token in enumerate(tokens) if token in self.punctuation}
+
+    def mark(self, tokens: list[int], first: int) -> None:
+        """Text is given from a position on: what of it is kept for what it is."""
+        found = {"special": self.special_tokens(tokens, first), "punctuation": self.punctuation_tokens(tokens, first)}
+        for marked in self.marked:
+            for part, indices in found.items():
+                marked[part] = marked.get(part, set()) | {first + i for i in indices}
+
+    def of_prompt(self, h: int, policy: Policy) -> set[int]:
+        marked = [self.marked[h][part] for part in policy if part in ("special", "punctuation")]
+        return {i for i, position in enumerate(self.heads[h].positions) if any(position in part for part in marked)}
+
+    def generated(self, h: int, policy: Policy) -> set[int]:
+        head = self.heads[h]
+        ids = [getattr(self, part) for part in policy if part in ("special", "punctuation")]
+        return {
+            i
+            for i, (position, token) in enumerate(zip(head.positions, head.tokens, strict=True))
+            if position >= self.text_end and any(token in part for part in ids)
+        }
+
+    def local_tokens(self, h: int, policy: Policy, length: int) -> set[int]:
+        """The newest ones; kvjax's `recent` has one for the token being read."""
+        wide = share(self.local, length) if "local" in policy else 0
+        first = length - max(wide, int(self.recent) - 1)
+        return {i for i, position in enumerate(self.heads[h].positions) if position >= first}
+
+    def frequent_tokens(self, h: int, policy: Policy, length: int, others: Iterable[int]) -> set[int]:
+        """By cumulative attention score; of equals the newest."""
+        if "frequent" not in policy:
+            return set()
         notes = self.heads[h].notes
-        return set(sorted(among, key=lambda i: (notes[i], i), reverse=True)[:count])
+        among = range(len(notes)) if self.frequent_among == "all" else others
+        return set(sorted(among, key=lambda i: (-notes[i], -i))[: share(self.frequent, length)])
+
+    # Algorithm 1: prompt encoding.
 
     def read(self, prompt):
-        n = prompt.prompt_length
-        self.end = n + prompt.horizon
+        n, self.text_end = prompt.prompt_length, prompt.prompt_length
+        self.mark(prompt.tokens, 0)
         for h, head in enumerate(self.heads):
-            mean = np.mean(prompt.probs[h], axis=0)
-            for i in range(n):
-                head.notes[i] = self.groups * sum(mean[query, i] for query in range(n))
-            self.chosen[h] = None  # the full cache
-            for count in range(1, len(self.order) + 1):
-                parts = self.order[:count]
-                kept = self.kept_for_good(prompt.tokens, parts)
-                among = list(range(n))
-                if self.frequent_among == "others":
-                    among = [i for i in among if i not in kept and i < n - self.window(n, parts)]
-                kept_or_frequent = kept | self.best(h, among, self.most(n, parts))
-                recovered = 0.0
-                for query in range(n):
-                    for i in range(query + 1):
-                        near = i > query - self.window(query + 1, parts)
-                        if i in kept_or_frequent or near:
-                            recovered += mean[query, i]
-                if recovered / n >= self.threshold and self.threshold < 1:
-                    self.chosen[h], self.fixed[h] = parts, kept
+            head.notes = [sum(matrix[:, i].sum() for matrix in prompt.probs[h]) for i in range(n)]
+            attention = np.mean(prompt.probs[h], axis=0)
+            for policy in self.feasible:  # from the cheapest on
+                if self.threshold < 1 and self.distance(h, policy, attention) <= 1 - self.threshold:
+                    self.optimal[h] = policy
                     break
-            parts = self.chosen[h]
-            if parts is None:
-                self.slots[h] = self.end
-                continue
-            slots = len(self.fixed[h]) + self.window(self.end, parts) + self.most(self.end, parts)
-            slots += self.spare_special if "special" in parts else 0
-            slots += math.ceil(self.spare_punctuation * prompt.horizon - 1e-6) if "punctuation" in parts else 0
-            self.slots[h] = min(slots, self.end)
+            self.slots[h] = self.slots_of(h, n, n + prompt.horizon)
 
-    def lists(self, h: int, length: int):
-        """Cached tokens that stay for good, generated ones that stay if they can, and those that frequency keeps."""
-        parts, head = self.chosen[h], self.heads[h]
-        assert parts is not None
-        first = length - self.window(length, parts)
-        inside = [i for i, position in enumerate(head.positions) if position >= first]
-        prompt = [i for i, position in enumerate(head.positions) if position in self.fixed[h] and i not in inside]
-        rest = [i for i in range(len(head.positions)) if i not in inside and i not in prompt]
-        generated = [i for i in rest if head.positions[i] >= self.prompt_end and head.tokens[i] in self.wanted(parts)]
-        others = [i for i in rest if i not in generated]
-        among = list(range(len(head.positions))) if self.frequent_among == "all" else others
-        frequent = self.best(h, among, self.most(length, parts))
-        return inside + prompt, generated, [i for i in others if i in frequent]
+    def distance(self, h: int, policy: Policy, attention: np.ndarray) -> float:
+        """Eq. 1 in total variation, a mean over the rows of A; row i is of i + 1 tokens."""
+        n = len(attention)
+        everywhere = self.of_prompt(h, policy)
+        others = set(range(n)) - everywhere - self.local_tokens(h, policy, n)
+        everywhere |= self.frequent_tokens(h, policy, n, others)
+        total = 0.0
+        for i, row in enumerate(attention):
+            wide = share(self.local, i + 1) if "local" in policy else 0
+            near = set(range(max(0, i + 1 - max(wide, int(self.recent), 1)), i + 1))
+            kept = np.array([j in everywhere or j in near for j in range(n)])
+            compressed = np.where(kept, row, 0.0)
+            total += np.abs(row - compressed / compressed.sum()).sum() / 2
+        return total / n
 
-    def wanted(self, parts: tuple[str, ...]) -> tuple[int, ...]:
-        return (self.special if "special" in parts else ()) + (self.punctuation if "punctuation" in parts else ())
+    def slots_of(self, h: int, n: int, end: int) -> int:
+        """A fixed buffer for all that the policy may keep up to the text's end, and the token that is read."""
+        policy = self.optimal[h]
+        if policy == FULL:
+            return end
+        fixed = len(self.of_prompt(h, policy))
+        fixed += self.spare_special * ("special" in policy)
+        fixed += math.ceil(Fraction(str(self.spare_punctuation)) * (end - n)) * ("punctuation" in policy)
+
+        def shares(length: int) -> int:
+            frequent = share(self.frequent, length) * ("frequent" in policy)
+            return frequent + max(share(self.local, length) * ("local" in policy), int(self.recent) - 1, 0)
+
+        return min(end, fixed + max(shares(end), shares(end - 1) + 1))
+
+    # Algorithm 2: token generation. f(K, V, C), of so many tokens.
+
+    def compress(self, h: int, length: int) -> set[int]:
+        policy, every = self.optimal[h], set(range(len(self.heads[h].positions)))
+        if policy == FULL:
+            return every
+        kept = self.of_prompt(h, policy) | self.generated(h, policy) | self.local_tokens(h, policy, length)
+        return kept | self.frequent_tokens(h, policy, length, every - kept)
 
     def keep(self, prompt):
         staying = []
-        self.prompt_end = n = prompt.prompt_length
+        n, self.text_end = prompt.prompt_length, prompt.prompt_length
+        if prompt.start > 0:
+            self.adopt(prompt)
         for h, head in enumerate(self.heads):
-            parts = self.chosen[h]
-            if parts is None:
-                staying.append(list(range(len(head.positions))))
-                continue
-            if prompt.start > 0:
-                # What was written is given now; markers are recognised inside of a turn.
-                known, wanted = zip(head.positions, head.tokens, strict=True), self.wanted(parts)
-                self.fixed[h] |= {position for position, token in known if token in wanted}
-                self.fixed[h] |= {prompt.start + i for i in self.kept_for_good(prompt.tokens, parts, prompt.start)}
-            always, _, frequent = self.lists(h, n)
-            if prompt.start == 0:
-                # One token arrives at a time: more slots than that could not be filled.
-                self.slots[h] = min(self.slots[h], len(always) + len(frequent) + prompt.horizon)
-            # Where text is given that outgrows the slots, what is merely frequent leaves first, then the oldest.
-            ranked = sorted(always, reverse=True) + sorted(frequent, key=lambda i: (head.notes[i], i), reverse=True)
-            staying.append(ranked[: self.slots[h]])
+            kept = self.compress(h, n)
+            if prompt.start == 0:  # a buffer gets one token at a time: what could never be filled is not set aside
+                self.slots[h] = min(self.slots[h], len(kept) + prompt.horizon)
+            else:  # text that outgrows the buffer: what is merely frequent leaves first, then the oldest
+                policy = self.optimal[h]
+                for_good = kept if policy == FULL else self.of_prompt(h, policy) | self.local_tokens(h, policy, n)
+                ranked = sorted(kept, key=lambda i: (i not in for_good, -i if i in for_good else -head.notes[i], -i))
+                kept = set(ranked[: self.slots[h]])
+            staying.append(sorted(kept))
         return staying
 
-    def leaving(self, new):
-        leaving: list[int | None] = []
-        length = min(new.position + 1, self.end)
+    def adopt(self, turn):
+        """All that is held counts as given from now on; markers are recognised inside of a turn."""
+        self.mark(turn.tokens, turn.start)
         for h, head in enumerate(self.heads):
-            if self.chosen[h] is None:
-                leaving.append(None)
-                continue
-            always, generated, frequent = self.lists(h, length)
-            self.retain(h, sorted(always + generated + frequent))
-            always, generated, frequent = self.lists(h, length)
-            if len(head.positions) < self.slots[h]:
-                leaving.append(None)
-            elif generated:
-                leaving.append(min(generated))
-            else:
-                leaving.append(min(frequent, key=lambda i: (head.notes[i], i)) if frequent else min(always))
-        return leaving
+            for position, token in zip(head.positions, head.tokens, strict=True):
+                for part in ("special", "punctuation"):
+                    if position < turn.start and token in getattr(self, part):
+                        self.marked[h][part].add(position)
 
-    def note(self, h, new):
-        return 0.0
+    def leaving(self, new):
+        """The lists hold the new token and its attention, as in Algorithm 2, or not yet (kvjax's order, for turns)."""
+        length = new.position + (0 if self.evicts_first else 1)
+        for h, head in enumerate(self.heads):
+            policy = self.optimal[h]
+            if policy == FULL:
+                continue
+            self.retain(h, sorted(self.compress(h, length)))
+            if len(head.positions) < self.slots[h]:
+                continue
+            # The buffer has no slot for the next token.
+            local = self.local_tokens(h, policy, length)
+            generated = self.generated(h, policy) - local
+            frequent = set(range(len(head.positions))) - local - generated - self.of_prompt(h, policy)
+            oldest = min(generated or range(len(head.positions)))
+            weakest = min(frequent, key=lambda i: (head.notes[i], i), default=oldest)
+            leaves = oldest if generated else weakest
+            self.retain(h, [i for i in range(len(head.positions)) if i != leaves])
+        return [None] * self.kv_heads
 
     def after(self, new, probs):
         for h, head in enumerate(self.heads):
-            for i in range(len(head.notes)):
-                head.notes[i] += sum(probs[h][g][i] for g in range(self.groups))
+            # The new token's score begins here.
+            head.notes = [(note or 0.0) + sum(p[i] for p in probs[h]) for i, note in enumerate(head.notes)]
