@@ -206,7 +206,7 @@ def fastgen_case(threshold: float, **settings: Any) -> Case:
 
 
 POLICIES: dict[str, Case] = {
-    "full": Case("full", basic.Full),
+    "full": Case("full", basic.Full, budget=1.0),
     "window": Case("window", basic.Window),
     "window-cache-positions": Case("window", basic.Window, {"positions": "cache", "special": (7,)}),
     "streaming": Case("streaming", basic.Window),

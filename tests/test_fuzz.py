@@ -146,7 +146,7 @@ def protected_tokens_stay(of: Drawn) -> None:
     for layer, limits in enumerate(slot_limits(last)):
         if last.config.layer(layer).window is not None:
             continue
-        recents = np.asarray(Protection.recent_slots(protection, limits))
+        recents = np.asarray(Protection.recent_slots(protection, jnp.asarray(limits)))
         for row, text in enumerate(whole):
             for head, limit in enumerate(limits[row].tolist()):
                 newest = range(max(0, len(text) - int(np.broadcast_to(recents, limits.shape)[row, head])), len(text))
@@ -214,7 +214,7 @@ def test_promises_hold_of_a_plain_configuration(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PROMISES)
-@settings(suppress_health_check=list(HealthCheck))
+@settings(suppress_health_check=tuple(HealthCheck))
 @given(of=drawn())
 def test_promises_hold(name: str, of: Drawn) -> None:
     try:

@@ -17,10 +17,6 @@ from tests.models import GQA, random_model
 
 EXAMPLES: tuple[tuple[Callable[[], Policy], ...], ...] = (
     (
-        lambda: fitted(dataclasses.replace(kvjax.policy("full"), plan=Uniform())),
-        lambda: fitted(dataclasses.replace(kvjax.policy("topk_oracle"), plan=Uniform())),
-    ),
-    (
         lambda: kvjax.policy("tova", plan="adakv"),
         lambda: kvjax.policy("keyformer", shared=True, plan="adakv"),
         lambda: kvjax.policy("less", base="tova", kernels="performer", plan="adakv"),

@@ -403,6 +403,9 @@ class Neighbours(kvjax.Score):
     def asks(self, heads, new):
         return kvjax.Near()
 
+    def fold(self, answers, view, new):
+        return answers
+
     def score(self, view, new):
         return view.position.astype(jnp.float32)
 

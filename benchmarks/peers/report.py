@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int
 
-from kvjax.evaluate.reports import claims
+from kvjax.evaluate import summary
 from kvjax.evaluate.tasks.scoring import string_match
 
 Row = dict[str, Any]
@@ -46,7 +46,7 @@ def overlap(one: Int[np.ndarray, "layers h k"], other: Int[np.ndarray, "layers h
 
 def paired(one: Sequence[float], other: Sequence[float]) -> tuple[float, float]:
     """The mean of other - one over cases, and its standard error; NaN for fewer than two."""
-    return claims.paired(other, one)
+    return summary.paired(other, one)
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

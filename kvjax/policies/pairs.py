@@ -21,15 +21,7 @@ class Pair(NamedTuple):
     remedy: str
 
 
-KEEP_ALL = ("full", "topk_oracle")
-"""Names of policies that evict nothing."""
-
 PAIRS = (
-    Pair(
-        lambda policy: policy.name in KEEP_ALL and policy.plan.bounded,
-        "{name} keeps everything, but plan {plan} evicts",
-        "leave the plan out, or choose another policy such as h2o",
-    ),
     Pair(
         lambda policy: policy.plan.per_head and (policy.score.aligned or policy.score.aligned_layers),
         "{score} needs the same slots in every head of a layer, which plan {plan} does not give",
@@ -99,5 +91,5 @@ def fitted(policy: Policy) -> Policy:
         if pair.clash(policy):
             parts = ("score", "protection", "plan", "selection")
             names = {part: type(getattr(policy, part)).__name__ for part in parts}
-            raise ValueError(f"{pair.what.format(**names, name=policy.name, bits=policy.codec.bits)}; {pair.remedy}.")
+            raise ValueError(f"{pair.what.format(**names, bits=policy.codec.bits)}; {pair.remedy}.")
     return policy

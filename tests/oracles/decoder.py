@@ -225,7 +225,7 @@ class Oracle:
             for i in range(len(self.heads[h].positions))
         ]
 
-    def leaving(self, new: New) -> list[int | None]:
+    def leaving(self, new: New) -> Sequence[int | None]:
         leaving: list[int | None] = []
         for h in range(self.kv_heads):
             ranks = self.ranks(h, new)
