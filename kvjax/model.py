@@ -10,6 +10,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
@@ -104,7 +105,7 @@ class Model:
             (1, 3, 2048)
         """
         # Checked on the host: an id outside the table would silently read another row.
-        if isinstance(tokens, jax.core.Tracer) or isinstance(lengths, jax.core.Tracer):
+        if isinstance(tokens, Tracer) or isinstance(lengths, Tracer):
             raise TypeError(
                 "Model.logits checks ids on the host and cannot be traced; call it outside of jit and vmap."
             )

@@ -11,13 +11,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from kvjax.rope import Rope, Turns, rotate_heads
+from kvjax.rope import Rope, Turns, rotate, rotate_heads
 from pallas_kernels.attention import AttentionSpec
 from pallas_kernels.attention import Partial as Partial
 from pallas_kernels.attention import wide as wide
 from pallas_kernels.operands import Operand
+from pallas_kernels.operands import values as numbers
 
 PyTree = Any
 
@@ -254,6 +256,7 @@ class LayerConfig:
     """What a layer's attention is like: all that caches, policies and the engine know of a model's layers.
 
     Args:
+        width: of the hidden state.
         kv_heads: heads of keys and values.
         groups: query heads that share one of them.
         key_width: numbers of a query or a key.
@@ -268,6 +271,7 @@ class LayerConfig:
         normed: whether each head of queries and keys comes out of a norm, and not out of a product of all heads.
     """
 
+    width: int
     kv_heads: int
     groups: int
     key_width: int
@@ -339,8 +343,8 @@ class New(struct.PyTreeNode):
     """Queries before rotation."""
     raw_k: Float[Array, "b h t d"]
     """Keys before rotation."""
-    hidden: Float[Array, "b t width"] | None
-    """What the layer's block was given; None where there are only shapes."""
+    hidden: Float[Array, "b t width"]
+    """What the layer's block was given."""
     position: Int[Array, "b t"]
     """Position in the row's own text; -1 marks padding, which follows the tokens."""
     token: Int[Array, "b t"]
@@ -405,6 +409,41 @@ class KV(struct.PyTreeNode):
     v: Operand
 
 
+class CodecState(struct.PyTreeNode):
+    """What a codec knows of a layer's heads."""
+
+    factor: Float[Array, "b h d"] | None = None
+    """By which the channels of stored keys are divided; 0 before any is stored. None without codes."""
+    count: Int[Array, "b h"] | None = None
+    """Live slots, where keys are rotated by their order."""
+
+
+class Pairs(NamedTuple):
+    """Keys, rotated by their original positions, and values, as numbers."""
+
+    k: Float[Array, "b h m d"]
+    v: Float[Array, "b h m e"]
+
+
+def restored(
+    rope: Rope | None, kv: KV, position: Int[Array, "b h m"], state: CodecState | None, dtype: DTypeLike
+) -> Pairs:
+    """Return stored pairs as they were before they were stored.
+
+    Args:
+        rope: of the layer.
+        kv: as slots hold them.
+        position: of each.
+        state: of the layer's heads; None where slots hold keys and values as they are.
+        dtype: of the result.
+    """
+    keys, values = (numbers(x, dtype) for x in (kv.k, kv.v))
+    if state is not None and state.factor is not None:
+        keys = (keys * state.factor[:, :, None]).astype(dtype)
+    ordered = state is not None and state.count is not None
+    return Pairs(rotate(rope, keys, position) if ordered else keys, values)
+
+
 class Evicted(struct.PyTreeNode):
     """Pairs on their way out of the cache, keys rotated by their original positions."""
 
@@ -458,6 +497,26 @@ class View(Heads):
     def live(self) -> Bool[Array, "b h c"]:
         """Which slots hold a token."""
         return self.position >= 0
+
+    def keys(self, new: New) -> Float[Array, "b h c d"]:
+        """Return the keys, rotated by their original positions, whatever slots hold; anything in empty slots.
+
+        Args:
+            new: the tokens that are being read.
+        """
+        return self._pairs(new).k
+
+    def values(self, new: New) -> Float[Array, "b h c e"]:
+        """Return the values, whatever slots hold; anything in empty slots.
+
+        Args:
+            new: the tokens that are being read.
+        """
+        return self._pairs(new).v
+
+    def _pairs(self, new: New) -> Pairs:
+        rope = None if new.config is None else new.config.rope
+        return restored(rope, self.kv, self.position, self.state.codec, new.k.dtype)
 
 
 def nothing(new: New) -> Float[Array, "b h t"]:

@@ -131,10 +131,11 @@ def attend(
     visible = blocks(mask[:, :, None])
     lowest = jnp.finfo(float_type).min
     logits = jnp.where(visible, logits, lowest)
-    highest = jnp.maximum(logits.max((2, 5), keepdims=True), lowest / 2)
+    # Shifts numerators and total alike: no derivative goes through it.
+    highest = jax.lax.stop_gradient(jnp.maximum(logits.max((2, 5), keepdims=True), lowest / 2))
     weights = jnp.exp(logits - highest)
     total = weights.sum((2, 5), keepdims=True)
-    safe_total = jnp.maximum(total, jnp.finfo(float_type).tiny)
+    safe_total = jnp.where(total > 0, total, 1)  # tiny, squared by a derivative, would be 0
     out = jnp.einsum("bhngts,bhnsd->bhngtd", weights.astype(v.dtype), blocks_v, preferred_element_type=float_type)
     out = out.sum(2) / safe_total[:, :, 0]
     lse = jnp.where(total > 0, highest + jnp.log(safe_total), -jnp.inf)[:, :, 0, :, :, 0]
@@ -154,7 +155,7 @@ def merge(a: Partial, b: Partial) -> Partial:
     finite = jnp.where(jnp.isfinite(highest), highest, 0.0)
     share_a, share_b = jnp.exp(a.lse - finite), jnp.exp(b.lse - finite)
     total = share_a + share_b
-    safe_total = jnp.maximum(total, jnp.finfo(total.dtype).tiny)
+    safe_total = jnp.where(total > 0, total, 1)
     out = (share_a / safe_total)[..., None] * a.out + (share_b / safe_total)[..., None] * b.out
     return Partial(out, jnp.where(total > 0, finite + jnp.log(safe_total), -jnp.inf))
 
@@ -180,7 +181,8 @@ def tempered(
         zeta: noise, or None.
         tau: temperature above 0, that broadcasts against `probs`.
     """
-    x = jnp.log(probs)
+    some = probs > 0
+    x = jnp.where(some, jnp.log(jnp.where(some, probs, 1)), -jnp.inf)  # a derivative of log(0) would be NaN
     return jnp.exp((x if zeta is None else x + zeta) / tau)
 
 

@@ -152,7 +152,7 @@ def test_increments_are_those_of_keyformer():
         v=v,
         raw_q=q,
         raw_k=k,
-        hidden=None,
+        hidden=jnp.zeros((2, 1, 64)),
         position=some["query_position"][:, None],
         token=jnp.zeros((2, 1), jnp.int32),
         prompt_length=jnp.ones(2, jnp.int32),

@@ -36,7 +36,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "fastgen": COMMON
     | {"threshold": 0.95, "local": 0.3, "frequent": 0.3, "frequent_among": "all"}
     | {"order": ("special", "punctuation", "frequent", "local"), "punctuation": (), "markers": ()}
-    | {"spare_special": 4, "spare_punctuation": 0.2},
+    | {"spare_special": 8, "spare_punctuation": 0.35},
     "less": {"base": "h2o", "checkpoint": "", "kernels": "learned", "features": 0, "kernel_seed": 0},
     "baseline_plus": {"base": "h2o", "features": 8},
 }

@@ -78,7 +78,7 @@ def new_token(key, b, h, g, d, position, way):
         v=v,
         raw_q=q,
         raw_k=k,
-        hidden=None,
+        hidden=jnp.zeros((b, 1, d)),
         position=position[:, None],
         token=jnp.zeros((b, 1), jnp.int32),
         prompt_length=jnp.ones(b, jnp.int32),

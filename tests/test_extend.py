@@ -259,7 +259,7 @@ def test_where_special_tokens_outnumber_slots_the_oldest_of_them_leaves(name: st
     text = rng.integers(8, GQA.vocab_size, 30)
     text[rng.permutation(30)[:18]] = special
     text[-1] = 9
-    policy = kvjax.policy(name, special=(special,), **({"sinks": 2} | settings))
+    policy = kvjax.policy(name, **({"special": (special,), "sinks": 2} | settings))
     plain = random_model(GQA)
     turned, _ = kvjax.prefill(plain, policy, [text[:begun].tolist()], budget, max_new_tokens=40)
     stepped = turned

@@ -9,7 +9,6 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -28,6 +27,7 @@ from kvjax.sampling import loop
 from kvjax.sampling.texts import Stream, encode, generate_ids
 from kvjax.settings import config_directories, parse_value, read_config, seed_number
 from tests.cases import slow
+from tests.models import GQA, random_model
 
 CONFIGS = sorted({file.stem for directory in config_directories() for file in directory.glob("*.toml")})
 STORY = "Once upon a time there was a girl named Lily. She liked to play in the garden with her dog."
@@ -312,7 +312,7 @@ def test_prompts_are_rows_of_ids(model: kvjax.Model, tokens: Any, message: str) 
     ],
 )
 def test_a_step_takes_one_id_for_each_row(token: Any, message: str) -> None:
-    state: Any = SimpleNamespace(active=np.ones(2, bool), config=SimpleNamespace(vocab_size=64))
+    state, _ = kvjax.prefill(random_model(GQA), "h2o", [[1], [2]], 8)
     assert checked_token(state, [1, 63]).tolist() == checked_token(state, jnp.array([1, 63])).tolist() == [1, 63]
     with pytest.raises((TypeError, ValueError), match=message):
         checked_token(state, token)
@@ -336,13 +336,15 @@ def test_a_policy_of_ones_own_from_the_command_line(tmp_path: Path) -> None:
         "    def score(self, view, new): return -view.position.astype(float)\n"
         "made = kvjax.policy('streaming', sinks=2)\n"
     )
-    made = chosen("--policy", f"{file}:Old", "--set", "power=2", "--codec", "int8")
+    made = chosen("--policy", f"{file}:Old", "--set", "power=2", "recent=0", "--codec", "int8")
     assert made.score.power == 2 and made.codec.bits == 8  # type: ignore[attr-defined]
+    with pytest.warns(UserWarning, match="Old protects no token from its own score"):
+        chosen("--policy", f"{file}:Old")
     assert chosen("--policy", f"{file}:made") == kvjax.policy("streaming", sinks=2)
     for words, message in (
         ((f"{file}:none",), "none in .*mine.py is no kvjax.Policy or Score"),
-        ((f"{file}:made", "--set", "sinks=3"), "sinks is no setting of made"),
-        ((f"{file}:Old", "--set", "might=3"), "Old cannot be made .*might"),
+        ((f"{file}:made", "--set", "rank=3"), "rank is no setting of made"),
+        ((f"{file}:Old", "--set", "might=3", "recent=0"), "Old cannot be made .*might"),
     ):
         with pytest.raises(ValueError, match=message):
             chosen("--policy", *words)

@@ -94,7 +94,8 @@ def assert_cached_equals_plain(
         expected = np.asarray(model.logits(text))
         read, turn = np.array([20, 13]), np.array([5, 9])
         prompts = [row[:n].tolist() for row, n in zip(text, read, strict=True)]
-        state, logits = kvjax.prefill(model, policy, prompts, 40, max_new_tokens=30, **settings)
+        budget = 40 if policy.plan.bounded else 1.0
+        state, logits = kvjax.prefill(model, policy, prompts, budget, max_new_tokens=30, **settings)
         np.testing.assert_allclose(logits, expected[range(2), read - 1], rtol=0, atol=1e-9)
         turns = [row[n : n + more].tolist() for row, n, more in zip(text, read, turn, strict=True)]
         state, every = kvjax.extend(state, turns, logits="all")
@@ -161,7 +162,7 @@ def test_kernels_outlive_settings_that_a_model_does_not_have() -> None:
 
 def test_layers_of_a_plain_model_are_alike() -> None:
     config = small_config(4, 2, sliding_window=20)
-    alike = LayerConfig(2, 2, 8, 8, Rope(width=8), 8**-0.5, None, 20, None)
+    alike = LayerConfig(32, 2, 2, 8, 8, Rope(width=8), 8**-0.5, None, 20, None)
     assert config.layer_configs == (alike, alike) and config.layer(1) == alike
 
 

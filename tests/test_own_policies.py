@@ -8,11 +8,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import struct
 
 import kvjax
 from kvjax.cache.codec import plain
+from kvjax.compilation import temporary_bytes
+from kvjax.engine.extend import lower_prefill
 from kvjax.policies.lightkv import AfterLimit
 from kvjax.policies.plan import Uniform
 from kvjax.policies.scores.h2o import Accumulated
@@ -156,3 +159,91 @@ def test_codes_single_out_the_same_slot_as_scores_where_a_budget_shrinks() -> No
         held.append(kvjax.held_positions(state))
     for one, other in zip(*held, strict=True):
         assert (one == other).all()
+
+
+class Copied:
+    """H2O's members, as another package writes them."""
+
+    def slot(self, new, state):
+        return jnp.zeros(new.k.shape[:3])
+
+    def asks(self, heads, new):
+        return kvjax.Sums()
+
+    def fold(self, answers, view, new):
+        return view.slots.score + answers
+
+    def score(self, view, new):
+        return view.slots.score
+
+
+HELD = kvjax.Protection(recent=0.5)
+
+
+def test_a_prompt_takes_as_much_memory_as_that_of_the_same_built_in_policy() -> None:
+    deep = random_model(dataclasses.replace(GQA, layers=13, max_positions=512))
+    members = {name: value for name, value in vars(Copied).items() if not name.startswith("_")}
+    own = kvjax.Policy(decorated(**members)(), HELD)
+    text = np.zeros((1, 400), int)
+    taken = [temporary_bytes(lower_prefill(deep, policy, text, 32)) for policy in ("h2o", own)]
+    assert taken[0] == taken[1]
+    states = [kvjax.prefill(deep, policy, text[:, :40], 16, max_new_tokens=4)[0] for policy in ("h2o", own)]
+    for _ in range(3):
+        states = [kvjax.decode_step(state, [1])[0] for state in states]
+    for one, other in zip(*map(kvjax.held_positions, states), strict=True):
+        assert (np.sort(one) == np.sort(other)).all()
+
+
+@pytest.mark.parametrize("layers", [2, 13])
+def test_a_score_that_takes_the_layer_for_a_number_says_so_or_is_told_to(layers: int) -> None:
+    deep = random_model(dataclasses.replace(GQA, layers=layers))
+
+    def early(self: Any, view: Any, new: Any) -> Any:
+        return numbers(self, view, new) * (-1 if new.layer < 1 else 1)
+
+    with pytest.raises(TypeError, match=r"Mine takes an array for a number of Python .* write numbers_layers = True"):
+        state, _ = kvjax.prefill(deep, kvjax.Policy(decorated(score=early)()), [[1, 2, 3, 4, 5, 6]], 4)
+        kvjax.decode_step(state, [7])
+    policy = kvjax.Policy(decorated(score=early, numbers_layers=True)())
+    state, _ = kvjax.prefill(deep, policy, [[1, 2, 3, 4, 5, 6]], 4)
+    state, _ = kvjax.decode_step(state, [7])
+    first, *others = kvjax.held_positions(state)
+    assert set(first[0, 0].tolist()) == {0, 1, 2, 6}
+    assert all(set(other[0, 0].tolist()) == {3, 4, 5, 6} for other in others)
+
+
+def pairs_of_the_first_layer(codec: str | None, positions: str, plan: str | None) -> dict[tuple[int, int], np.ndarray]:
+    """Keys and values that a score sees, by head and position; in the first layer no policy changes them."""
+    seen: dict[tuple[int, int], np.ndarray] = {}
+
+    def collect(layer: Any, head: Any, position: Any, keys: Any, values: Any) -> None:
+        for b, h, c in np.argwhere((position >= 0) & (np.ravel(layer)[0] == 0)):
+            seen[int(head[b, h]), int(position[b, h, c])] = np.concatenate([keys[b, h, c], values[b, h, c]])
+
+    def watch(self: Any, view: Any, new: Any) -> Any:
+        head = jnp.broadcast_to(jnp.arange(GQA.kv_heads), view.limit.shape) if new.head is None else new.head
+        jax.debug.callback(collect, new.layer, head, view.position, view.keys(new), view.values(new))
+        assert new.hidden.shape == (*new.token.shape, GQA.width)
+        return numbers(self, view, new)
+
+    policy = kvjax.policy(kvjax.Policy(decorated(score=watch)(), HELD, codec=plain(positions)), codec=codec)
+    state, _ = kvjax.prefill(random_model(GQA), policy, [[1, 2, 3, 4, 5, 6, 7, 8]], 4, max_new_tokens=4, plan=plan)
+    state, _ = kvjax.decode_step(state, [9])
+    state, _ = kvjax.extend(state, [[10, 11]])
+    kvjax.decode_step(state, [12])
+    jax.effects_barrier()
+    return seen
+
+
+@pytest.mark.parametrize("plan", [None, "adakv"])
+@pytest.mark.parametrize(
+    ("codec", "positions", "tolerance"),
+    [(None, "cache", 1e-5), ("int8", "original", 0.01), ("int4", "original", 0.2)],
+)
+def test_a_score_sees_keys_and_values_as_numbers(
+    codec: str | None, positions: str, tolerance: float, plan: str | None
+) -> None:
+    wanted, found = pairs_of_the_first_layer(None, "original", plan), pairs_of_the_first_layer(codec, positions, plan)
+    assert wanted.keys() == found.keys() and {position for _, position in found} == set(range(12))
+    for place, pair in wanted.items():
+        np.testing.assert_allclose(found[place], pair, atol=tolerance * np.abs(pair).max())

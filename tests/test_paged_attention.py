@@ -116,7 +116,7 @@ def test_a_row_of_padding_reads_nothing_and_leaves_scores_as_they_are(way):
         v=v,
         raw_q=q,
         raw_k=k,
-        hidden=None,
+        hidden=jnp.zeros((b, 1, d)),
         position=position,
         token=jnp.zeros((b, 1), jnp.int32),
         prompt_length=state.prompt_length,

@@ -71,7 +71,7 @@ def test_keyformer_counts_the_same(x64):
     q, k, v, position = (made[name] for name in ("q", "k", "v", "query_position"))
     seed, length = jnp.array([3, 4], jnp.uint32), (position >= 0).sum(1)
     new = New(
-        q=q, k=k, v=v, raw_q=q, raw_k=k, hidden=None, position=position, token=position, prompt_length=length,
+        q=q, k=k, v=v, raw_q=q, raw_k=k, hidden=k[:, 0], position=position, token=position, prompt_length=length,
         read=length, horizon=jnp.full(2, 8), end=length + 8, seed=seed, layer=1,
     )  # fmt: skip
     slots = jnp.broadcast_to(position[:, None], (2, 2, 48))

@@ -118,10 +118,11 @@ def test_statistics_that_nobody_takes_or_asks_for() -> None:
     ],
 )
 def test_sinks_leave_a_slot_for_the_token_being_read(policy: str, budget: Any, settings: Any, least: int) -> None:
-    refused(lambda: kvjax.prefill(MODEL, kvjax.policy(policy, **settings), IDS, budget), f"at least {least} or protect")
+    made = kvjax.policy(policy, **settings)
+    refused(lambda: kvjax.prefill(MODEL, made, IDS, budget), f"at least {least} or protect")
     roomy = least if isinstance(budget, int) else [9, least]
     if "plan" not in settings:
-        state, _ = kvjax.prefill(MODEL, kvjax.policy(policy, **settings), IDS, roomy)
+        state, _ = kvjax.prefill(MODEL, made, IDS, roomy)
         state, _ = kvjax.decode_step(state, [5])
         sinks = state.policy.protection.sinks
         assert all({*range(sinks)} <= {*held[0, 0].tolist()} for held in kvjax.held_positions(state))
@@ -129,7 +130,8 @@ def test_sinks_leave_a_slot_for_the_token_being_read(policy: str, budget: Any, s
 
 @pytest.mark.parametrize("floor", [0.0, 0.2])
 def test_no_head_gets_fewer_slots_than_sinks_and_the_token_being_read(floor: float) -> None:
-    policy = kvjax.policy("random", sinks=4, plan="adakv", **{"plan.floor": floor})
+    wanted: dict[str, Any] = {"sinks": 4, "plan": "adakv", "plan.floor": floor}
+    policy = kvjax.policy("random", **wanted)
     state, _ = kvjax.prefill(random_model(MHA), policy, IDS, 5, max_new_tokens=4)
     assert min(limit.min() for limit in slot_limits(state)) >= 5
     state, _ = kvjax.decode_step(state, [5])
@@ -187,6 +189,7 @@ def test_rows_of_unequal_lengths_have_the_logits_that_they_have_alone() -> None:
 
 MINE = """
 import kvjax
+from flax import struct
 
 
 @struct.dataclass

@@ -134,7 +134,7 @@ def test_all_positions_at_once_equal_one_step_after_another(literal: bool, x64: 
 
     def new_tokens(q: jax.Array, k: jax.Array, v: jax.Array) -> New:
         each = ones[:, 0]
-        return New(q, k, v, q, k, None, ones, ones, each, each, each, each, each.astype(jnp.uint32))
+        return New(q, k, v, q, k, k[:, 0], ones, ones, each, each, each, each, each.astype(jnp.uint32))
 
     @jax.jit
     def step(state: Memory, at: jax.Array | int) -> tuple[Memory, jax.Array]:

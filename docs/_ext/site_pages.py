@@ -93,7 +93,8 @@ def _operations(model: kvjax.Model, policy: Policy, slots: int) -> float:
 
 
 def _step(model: kvjax.Model, policy: Policy, slots: int) -> Any:
-    return trace_step(state_shapes(model, policy, 1, slots, slots, max_new_tokens=slots)).lower()
+    budget = slots if policy.plan.bounded else 1.0
+    return trace_step(state_shapes(model, policy, 1, slots, budget, max_new_tokens=slots)).lower()
 
 
 def _bytes(model: kvjax.Model, policy: Policy) -> tuple[int, int]:

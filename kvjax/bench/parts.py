@@ -43,7 +43,9 @@ def run(options: argparse.Namespace) -> None:
     """
     for name in ("batch", "prompt_tokens", "new_tokens", "repeats"):
         whole_number(f"--{name.replace('_', '-')}", getattr(options, name))
-    (chosen, config), budget = named(options, "h2o"), parse_budget(options.budget)
+    chosen, config = named(options, "h2o")
+    words = options.budget or ("0.25" if chosen.plan.bounded and not chosen.plan.decides else "1.0")
+    budget = parse_budget(words)
     model = model_named(options.model, options.dtype, options.revision, options.weights)
     tokens = np.random.default_rng(0).integers(3, model.config.vocab_size, (options.batch, options.prompt_tokens))
     say("compiling")
@@ -60,7 +62,7 @@ def run(options: argparse.Namespace) -> None:
         if part in taken
     ]
     title = (
-        f"{model.name}, {options.dtype}, {options.policy or config.get('policy', 'h2o')} at {options.budget}, "
+        f"{model.name}, {options.dtype}, {options.policy or config.get('policy', 'h2o')} at {words}, "
         f"batch {options.batch}, "
         f"{options.prompt_tokens} prompt tokens, {jax.devices()[0].device_kind}, least of {options.repeats}"
     )
@@ -163,7 +165,7 @@ def main(argv: list[str] | None = None) -> int:
     options = Parser(prog="kvjax bench parts", description=__doc__)
     add_model_options(options, spread=False)
     add_policy(options, "h2o")
-    options.add_argument("--budget", default="0.25", help="slots, or a fraction")
+    options.add_argument("--budget", help="slots, or a fraction; 0.25 where tokens leave")
     options.add_argument("--batch", type=int, default=1, help="rows")
     options.add_argument("--prompt-tokens", type=int, default=512, help="that are read before")
     options.add_argument("--new-tokens", type=int, default=16, help="steps of a run")

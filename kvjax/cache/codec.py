@@ -9,12 +9,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from kvjax.cache.channel_factors import channel_factors
 from kvjax.rope import Rope, rotate, table, turns_of
-from kvjax.types import KV, Heads, LayerConfig, New, View, check, setting
+from kvjax.types import KV, CodecState, Heads, LayerConfig, New, View, check, setting
 from kvjax.words import choices
 from pallas_kernels import operands
 from pallas_kernels.attention import QUERY_BLOCK, wide
@@ -41,22 +40,6 @@ class Operands(NamedTuple):
         """Keys and values, all of which lie in slots, as they do for a written token."""
         assert not isinstance(self.k, Joined) and not isinstance(self.v, Joined)
         return self.k, self.v
-
-
-class Restored(NamedTuple):
-    """Pairs as they were before they were stored."""
-
-    k: Float[Array, "b h m d"]
-    v: Float[Array, "b h m e"]
-
-
-class CodecState(struct.PyTreeNode):
-    """What is known of a layer's heads."""
-
-    factor: Float[Array, "b h d"] | None = None
-    """By which the channels of stored keys are divided; 0 before any is stored. None without codes."""
-    count: Int[Array, "b h"] | None = None
-    """Live slots, where keys are rotated by their order."""
 
 
 @struct.dataclass
@@ -151,16 +134,6 @@ class Codec:
         assert state is not None and state.factor is not None
         # Powers of two, which change no digit of any dtype.
         return keys * (1 / jnp.where(state.factor > 0, state.factor, 1.0))[:, :, None].astype(keys.dtype)
-
-    def restore(
-        self, config: LayerConfig, kv: KV, position: Int[Array, "b h m"], state: CodecState | None, dtype: DTypeLike
-    ) -> Restored:
-        """Stored pairs as arrays, keys rotated by their original positions."""
-        keys, values = (operands.values(x, dtype) for x in (kv.k, kv.v))
-        if self.bits is not None:
-            assert state is not None and state.factor is not None
-            keys = (keys * state.factor[:, :, None]).astype(dtype)
-        return Restored(rotate(config.rope, keys, position) if self.ordered else keys, values)
 
     def operands(
         self,

@@ -433,7 +433,7 @@ def empty(
         v=jnp.zeros((rows, heads, 0, config.value_width), dtype),
         raw_q=queries,
         raw_k=keys,
-        hidden=None,
+        hidden=jnp.zeros((rows, 0, config.width), dtype),
         position=jnp.zeros((rows, 0), jnp.int32),
         token=jnp.zeros((rows, 0), jnp.int32),
         prompt_length=each,

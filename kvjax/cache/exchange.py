@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Int
 
 from kvjax.cache import slots
 from kvjax.cache.slots import Rules
-from kvjax.types import KV, Evicted, LayerConfig, New, Parts, PyTree, View, wide
+from kvjax.types import KV, Evicted, LayerConfig, New, Parts, PyTree, View, restored, wide
 from pallas_kernels.decode_step import Hashed
 from pallas_kernels.evict import evict
 from pallas_kernels.evict import exchange as exchange_slots
@@ -110,6 +110,6 @@ def evicted_pairs(
     if kv is None:
         return slots.nothing_evicted(new)
     stored = jax.tree.map(lambda leaf: leaf[:, :, None], kv)
-    pair = rules.codec.restore(config, stored, left[..., None], state.codec, wide(new.k.dtype))
+    pair = restored(config.rope, stored, left[..., None], state.codec, wide(new.k.dtype))
     remembered = slots.remembered_positions(left, new)
     return Evicted(pair.k, pair.v, remembered[..., None], new.layer, new.kernels)

@@ -444,11 +444,10 @@ class Paged(struct.PyTreeNode):
             slots=jax.tree.map(of_page, self.slots),
         )
         of_heads = {name: of_head(getattr(new, name)) for name in ("q", "k", "v", "raw_q", "raw_k")}
-        names = ("position", "token", "prompt_length", "read", "horizon", "end", "seed")
+        names = ("hidden", "position", "token", "prompt_length", "read", "horizon", "end", "seed")
         of_rows = {name: getattr(new, name)[row] for name in names}
-        hidden = None if new.hidden is None else new.hidden[row]
         first = new.spread.first(heads)
-        return view, new.replace(**of_heads, **of_rows, hidden=hidden, head=(first + owner % heads)[:, None]), owner
+        return view, new.replace(**of_heads, **of_rows, head=(first + owner % heads)[:, None]), owner
 
 
 class Taken(NamedTuple):

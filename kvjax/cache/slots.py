@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache.codec import Codec
-from kvjax.types import SLOTS, Evicted, Heads, LayerConfig, New, Parts, PyTree, View
+from kvjax.types import SLOTS, Evicted, Heads, LayerConfig, New, Parts, PyTree, View, restored
 from pallas_kernels import ranking
 from pallas_kernels.hamming import Hashing
 from pallas_kernels.ranking import Protection
@@ -312,7 +312,7 @@ def fold_evicted(
 
     def add(remembered: PyTree, block: Any) -> tuple[PyTree, None]:
         kv, position = block
-        pair = rules.codec.restore(config, kv, position, view.state.codec, new.k.dtype)
+        pair = restored(config.rope, kv, position, view.state.codec, new.k.dtype)
         return absorb(remembered, Evicted(pair.k, pair.v, position, new.layer, new.kernels)), None
 
     parts = jax.tree.map(blocks, view.kv), blocks(position, -1)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -97,7 +98,7 @@ class Reading(struct.PyTreeNode):
         values = jnp.zeros((rows, config.kv_heads, tokens, config.value_width), x.dtype)
         queries = jnp.zeros((rows, config.kv_heads, config.groups, tokens, config.key_width), x.dtype)
         unrotated = dataclasses.replace(config, rope=None)
-        return self.new(unrotated, layer, x, queries, keys, values).replace(hidden=None)
+        return self.new(unrotated, layer, jnp.zeros_like(x), queries, keys, values)
 
 
 class Pending(NamedTuple):
@@ -138,13 +139,39 @@ def read_token(
 
 
 def layers_alike(policy: Policy) -> bool:
-    """Whether layers of one shape may share a program: no part looks things up by their number, or is somebody's own.
+    """Whether layers of one shape may share a program: no part looks things up by their number.
 
     Nor may they where a score moves what is held between memories.
     """
-    parts = [getattr(policy, field.name) for field in dataclasses.fields(policy)]
-    alone = any(isinstance(part, Part) and (part.numbers_layers or not of_kvjax(type(part))) for part in parts)
-    return not alone and not policy.score.offloads
+    return not any(part.numbers_layers for part in _parts(policy)) and not policy.score.offloads
+
+
+def _parts(policy: Policy) -> list[Part]:
+    found = [getattr(policy, field.name) for field in dataclasses.fields(policy)]
+    return [part for part in found if isinstance(part, Part)]
+
+
+@contextlib.contextmanager
+def layer_numbered(policy: Policy, number: int | Int[Array, ""]) -> Generator[None]:
+    """Trace a layer; say what to do where a part of somebody's own takes its traced number for one of Python.
+
+    Raises:
+        TypeError: it does.
+    """
+    try:
+        yield
+    except (
+        jax.errors.ConcretizationTypeError,
+        jax.errors.TracerArrayConversionError,
+        jax.errors.TracerIntegerConversionError,
+    ) as error:
+        own = [type(part).__name__ for part in _parts(policy) if not of_kvjax(type(part))]
+        if isinstance(number, int) or not own:
+            raise
+        raise TypeError(
+            f"{' or '.join(own)} takes an array for a number of Python ({str(error).splitlines()[0]}); where that is "
+            "new.layer, write numbers_layers = True in the class, so that each layer has a program of its own."
+        ) from error
 
 
 def _through_layer(
@@ -185,9 +212,10 @@ def _through_layer(
         of_heads.append(told._replace(answers=tree.unflatten(answers)))
         return summed
 
-    after = block(layer, config, kind, x, attention, total)
-    for told in of_heads:
-        storage = heard(policy, storage, place, told.asks, told.answers, told.new)
+    with layer_numbered(policy, number):
+        after = block(layer, config, kind, x, attention, total)
+        for told in of_heads:
+            storage = heard(policy, storage, place, told.asks, told.answers, told.new)
     return storage, after, pending
 
 
@@ -405,7 +433,8 @@ def read_layers(
                 done(index, shape, told)
             return found.out
 
-        x = block(layer, config, shape, x, attention)
+        with layer_numbered(policy, numbers[index]):
+            x = block(layer, config, shape, x, attention)
     for index, told in enumerate(over_layers(pending)):
         done(index, shapes[index], told)
     for rows in undefined:  # what is kept by such scores means nothing, and neither do logits

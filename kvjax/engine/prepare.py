@@ -150,7 +150,7 @@ def checked_key(key: Any, rows: int) -> Key[Array, "*b"]:
     if key is None or (isinstance(key, (int, np.integer)) and not isinstance(key, bool)):
         return jax.random.key(0 if key is None else whole_number("key", key, -(2**63), 2**63 - 1))
     if isinstance(key, (jax.Array, np.ndarray)) and key.dtype == jnp.uint32 and key.ndim and key.shape[-1] == 2:
-        key = jax.random.wrap_key_data(key)  # of jax.random.PRNGKey
+        key = jax.random.wrap_key_data(jnp.asarray(key))  # of jax.random.PRNGKey
     if not isinstance(key, jax.Array) or not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
         raise TypeError(f"key={key!r} is no random key; give jax.random.key(seed), or one for each row.")
     if key.shape not in ((), (rows,)):

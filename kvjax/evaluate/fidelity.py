@@ -22,7 +22,7 @@ from kvjax.policies.policy import Policy
 from kvjax.policies.registry import name_of
 from kvjax.policies.registry import policy as policy_by_name
 from kvjax.policies.residuals.less import LowRankMemory
-from kvjax.types import LayerConfig, New, Parts, View, wide
+from kvjax.types import LayerConfig, New, Parts, View, restored, wide
 from pallas_kernels.attention import attend
 from pallas_kernels.operands import values
 
@@ -65,7 +65,7 @@ def _row(
     """The newest query's attention over all positions of a text, evicted ones included, and psi with its key."""
     here = (view.position == newest[:, None, None]).astype(view.slots.residual.dtype)
     q = jnp.einsum("bhcgd,bhc->bhgd", view.slots.residual, here)[:, :, :, None]
-    kv = policy.codec.restore(config, view.kv, view.position, view.state.codec, q.dtype)
+    kv = restored(config.rope, view.kv, view.position, view.state.codec, q.dtype)
     spec, place = config.spec, newest[:, None]
     mask, bias = spec.mask(place, view.position), spec.bias(place[:, None], view.position)
     keys = values(kv.k, q.dtype)

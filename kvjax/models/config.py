@@ -125,6 +125,7 @@ class ModelConfig:
         furthest = max(bounded) if len(bounded) == self.layers else None
         return tuple(
             LayerConfig(
+                width=self.width,
                 kv_heads=self.kv_heads // self.spread.heads,
                 groups=self.groups,
                 key_width=self.head_width,

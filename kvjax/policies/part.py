@@ -31,7 +31,7 @@ class Part(abc.ABC):  # noqa: B024 - no part has to do anything
     numbers_layers: bool = False
     """Whether what it does to a layer is another program for each, since it looks something up by the layer's number.
 
-    Layers of a deep model share one where no part does. Those of somebody's own parts do not.
+    Layers of a deep model share one where no part does; `new.layer` is then an array.
     """
     of_heads: ClassVar[tuple[str, ...]] = ()
     """Fields whose arrays begin with the KV heads of a layer: on a mesh a program has those of its own heads."""

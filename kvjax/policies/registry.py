@@ -229,7 +229,9 @@ def _from_file(file: Path, attribute: str, own: Mapping[str, Any]) -> Policy:
     elif isinstance(made, Policy) and common:
         positions = common.pop("positions", made.codec.positions)
         protection = dataclasses.replace(made.protection, **common)
-        made = dataclasses.replace(made, protection=protection, codec=made.codec.replace(positions=positions))
+        made = dataclasses.replace(
+            made, protection=protection, codec=dataclasses.replace(made.codec, positions=positions)
+        )
     if not isinstance(made, Policy):
         raise ValueError(f"{attribute} in {file} is no kvjax.Policy or Score, nor does it make one: {made!r}.")
     return made

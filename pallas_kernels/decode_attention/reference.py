@@ -138,10 +138,10 @@ def attend_codes(
         logits += of_blocks(bias)
     lowest = jnp.finfo(logits.dtype).min
     logits = jnp.where(blocks(mask[:, :, 0])[:, :, :, None], logits, lowest)
-    highest = jnp.maximum(logits.max((2, 4), keepdims=True), lowest / 2)
+    highest = jax.lax.stop_gradient(jnp.maximum(logits.max((2, 4), keepdims=True), lowest / 2))
     weights = jnp.exp(logits - highest)
     total = weights.sum((2, 4), keepdims=True)
-    safe_total = jnp.maximum(total, jnp.finfo(total.dtype).tiny)
+    safe_total = jnp.where(total > 0, total, 1)
     together = at_once(v, packed_anew=True)
 
     def add(i: Int[Array, ""], out: Float[Array, "b h g e"]) -> Float[Array, "b h g e"]:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.attention import AttentionSpec
 from pallas_kernels.common import Task, bucket, choose, first_limit, numbers_of, pallas_form, platform_of
 from pallas_kernels.operands import Operand, Quantised, Turned
-from pallas_kernels.prefill_scores import reference
+from pallas_kernels.prefill_scores import derivative, reference
 from pallas_kernels.prefill_scores.types import Joined, Own, PromptAttention
 
 ROWS = 16
@@ -95,24 +97,42 @@ def prefill_scores(
     asked: dict[str, Any] = dict(q=q, k=k, v=v, query_position=query_position, key_position=key_position, spec=spec)
     asked |= dict(scores=scores, weights=weights, noise=noise, tau=tau, places=places, own=own)
     b, h, g, queries, d = q.shape
-    settings = dict(h=h, g=g, d=d, e=v.shape[-1], dtype=q.dtype.name, keys=numbers_of(k), values=numbers_of(v))
-    settings |= dict(scores=scores, rows=None if weights is None else rows, noise=noise is not None)
-    settings |= dict(tau=None if tau == 1 else tau, readers=own is not None, **spec.described())
-    name = bucket("prefill_scores", dict(b=b, n=queries, c=c), settings)
+    described = dict(h=h, g=g, d=d, e=v.shape[-1], dtype=q.dtype.name, keys=numbers_of(k), values=numbers_of(v))
+    described |= dict(scores=scores, rows=None if weights is None else rows, noise=noise is not None)
+    described |= dict(tau=None if tau == 1 else tau, readers=own is not None, **spec.described())
+    name = bucket("prefill_scores", dict(b=b, n=queries, c=c), described)
     # Of a chunk that several readers share there are no random inputs.
     task = None if own is not None and own.of < c else Task(name, prefill_scores, asked)
     chosen = choose("prefill_scores", implementation, limits, platform=platform, interpret=interpret, task=task)
-    if chosen == "pallas":
-        # Pallas is imported where it is used: it takes longer to import than kvjax.
-        name = "pallas_gpu" if form == "gpu" else "pallas"
-        return importlib.import_module(f"pallas_kernels.prefill_scores.{name}").prefill_scores(
-            q, k, v, query_position, key_position, spec, weights, noise, own,
-            tau=tau, scores=scores, interpret=interpret,
+    settings: dict[str, Any] = dict(tau=tau, scores=scores)
+
+    @jax.custom_jvp
+    def run(
+        q: Array, k: Any, v: Any, position: Array, key_position: Array, slopes: Any, weights: Any, noise: Any,
+        places: Any, token: Any,
+    ) -> PromptAttention:  # fmt: skip
+        here = dataclasses.replace(spec, slopes=slopes)
+        whose = None if own is None else own._replace(token=token)
+        if chosen == "pallas":
+            # Pallas is imported where it is used: it takes longer to import than kvjax.
+            name = "pallas_gpu" if form == "gpu" else "pallas"
+            return importlib.import_module(f"pallas_kernels.prefill_scores.{name}").prefill_scores(
+                q, k, v, position, key_position, here, weights, noise, whose, interpret=interpret, **settings
+            )
+        return reference.prefill_scores(
+            q, k, v, position, key_position, here, weights, noise, places, whose,
+            platform=platform_of(platform), **settings,
         )  # fmt: skip
-    return reference.prefill_scores(
-        q, k, v, query_position, key_position, spec, weights, noise, places, own,
-        tau=tau, scores=scores, platform=platform_of(platform),
-    )  # fmt: skip
+
+    @run.defjvp
+    def _(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[PromptAttention, PromptAttention]:
+        def again(*arguments: Any) -> PromptAttention:
+            return derivative.prefill_scores(*arguments, spec=dataclasses.replace(spec, slopes=None), **settings)
+
+        return run(*primals), jax.jvp(again, primals[:-1], tangents[:-1])[1]
+
+    token = None if own is None else own.token
+    return run(q, k, v, query_position, key_position, spec.slopes, weights, noise, places, token)
 
 
 def limit(

@@ -1,0 +1,82 @@
+"""Prompt attention as JAX can differentiate it: blocks of queries over all keys, computed again on the way back.
+
+The forms that run have loops whose bounds depend on the prompt, through which no derivative goes backwards.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.attention import AttentionSpec, attend, tempered, wide
+from pallas_kernels.operands import Operand, values
+from pallas_kernels.prefill_scores.types import Joined, PromptAttention
+
+LOGITS = 1 << 22
+"""Logits of a block, about: these exist at one time."""
+
+
+def prefill_scores(
+    q: Float[Array, "b h g n d"],
+    k: Operand | Joined,
+    v: Operand | Joined,
+    query_position: Int[Array, "b n"],
+    key_position: Int[Array, "b #h c"],
+    slopes: Float[Array, "h g"] | None,
+    weights: Float[Array, "b #h m n"] | None,
+    noise: Float[Array, "b h c"] | None,
+    places: tuple[Int[Array, "b #h n"], Int[Array, "b #h c"]] | None,
+    *,
+    spec: AttentionSpec,
+    tau: float,
+    scores: bool,
+) -> PromptAttention:
+    """See `pallas_kernels.prefill_scores.api`; `slopes` are those of `spec`."""
+    (b, h, g, n, _), c, dtype = q.shape, k.shape[2], wide(q.dtype)
+    keys, vals = (_whole(x, q.dtype) for x in (k, v))
+    query_place, key_place = (query_position[:, None], key_position) if places is None else places
+    counted = (query_position >= 0)[:, None, None].astype(dtype)
+    counted = counted if weights is None else counted * weights.astype(dtype)
+    size = max(1, min(n, LOGITS // (b * h * g * c)))
+
+    @jax.checkpoint
+    def read(block: tuple[Array, ...]) -> PromptAttention:
+        queries, position, place, count = block
+        bias = None
+        if slopes is not None:
+            distance = key_place[:, :, None, None, :] - place[:, :, None, :, None]
+            bias = slopes.astype(dtype)[..., None, None] * distance
+        partial, probs = attend(queries, keys, vals, spec.mask(position, key_position), spec, bias)
+        if not scores:
+            return PromptAttention(*partial, None)
+        if tau != 1 or noise is not None:
+            probs = tempered(probs, None if noise is None else noise.astype(dtype)[:, :, None, None], tau)
+            total = probs.sum(-1, keepdims=True)
+            probs = probs / jnp.where(total > 0, total, 1)
+        count = jnp.broadcast_to(count, (b, h, *count.shape[2:]))
+        return PromptAttention(*partial, jnp.einsum("bhmt,bhgts->bhms", count, probs))
+
+    blocks = [_blocks(x, axis, size) for x, axis in ((q, 3), (query_position, 1), (query_place, 2), (counted, 3))]
+    # What fills the last block sees nothing.
+    blocks[1] = jnp.where((jnp.arange(blocks[1].shape[0] * size) < n).reshape(-1, 1, size), blocks[1], -1)
+    blocks[3] = jnp.where((blocks[1] >= 0)[:, :, None, None], blocks[3], 0)
+    found = jax.lax.map(read, tuple(blocks))
+    out, lse = (jnp.moveaxis(x, 0, 3).reshape(b, h, g, -1, *x.shape[5:])[:, :, :, :n] for x in found[:2])
+    return PromptAttention(out, lse, found.scores.sum(0) if scores else None)
+
+
+def _whole(x: Operand | Joined, dtype: Any) -> Array:
+    if isinstance(x, Joined):
+        return jnp.concatenate([values(x.old, dtype), values(x.new, dtype)], axis=2)
+    return values(x, dtype)
+
+
+def _blocks(x: Array, axis: int, size: int) -> Array:
+    # Along a new first axis; the last one is filled with what does not matter.
+    widths = [(0, -x.shape[axis] % size if at == axis else 0) for at in range(x.ndim)]
+    filled = jnp.pad(x, widths)
+    split = filled.reshape(*x.shape[:axis], -1, size, *x.shape[axis + 1 :])
+    return jnp.moveaxis(split, axis, 0)
