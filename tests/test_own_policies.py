@@ -208,8 +208,8 @@ def test_a_score_that_takes_the_layer_for_a_number_says_so_or_is_told_to(layers:
     state, _ = kvjax.prefill(deep, policy, [[1, 2, 3, 4, 5, 6]], 4)
     state, _ = kvjax.decode_step(state, [7])
     first, *others = kvjax.held_positions(state)
-    assert set(first[0, 0].tolist()) == {0, 1, 2, 6}
-    assert all(set(other[0, 0].tolist()) == {3, 4, 5, 6} for other in others)
+    assert set(first[0, 0].tolist()) - {-1} == {0, 1, 2, 6}
+    assert all(set(other[0, 0].tolist()) - {-1} == {3, 4, 5, 6} for other in others)
 
 
 def pairs_of_the_first_layer(codec: str | None, positions: str, plan: str | None) -> dict[tuple[int, int], np.ndarray]:
@@ -230,7 +230,7 @@ def pairs_of_the_first_layer(codec: str | None, positions: str, plan: str | None
     state, _ = kvjax.prefill(random_model(GQA), policy, [[1, 2, 3, 4, 5, 6, 7, 8]], 4, max_new_tokens=4, plan=plan)
     state, _ = kvjax.decode_step(state, [9])
     state, _ = kvjax.extend(state, [[10, 11]])
-    kvjax.decode_step(state, [12])
+    kvjax.decode_step(state, [12])  # a token that nothing is compared with: the one that leaves is chosen before
     jax.effects_barrier()
     return seen
 
@@ -244,6 +244,6 @@ def test_a_score_sees_keys_and_values_as_numbers(
     codec: str | None, positions: str, tolerance: float, plan: str | None
 ) -> None:
     wanted, found = pairs_of_the_first_layer(None, "original", plan), pairs_of_the_first_layer(codec, positions, plan)
-    assert wanted.keys() == found.keys() and {position for _, position in found} == set(range(12))
+    assert wanted.keys() == found.keys() and {position for _, position in found} == set(range(11))
     for place, pair in wanted.items():
         np.testing.assert_allclose(found[place], pair, atol=tolerance * np.abs(pair).max())
