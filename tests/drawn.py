@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from hypothesis import HealthCheck
 from hypothesis import strategies as st
 from jaxtyping import Array
 
@@ -19,6 +20,8 @@ from tests.cases import PAIRS, POLICIES
 from tests.models import GQA, LEARNED, LOCAL, MHA, MQA, PARTIAL, SLOPED, sharp_model
 
 CASES = POLICIES | PAIRS
+CHECKS: Any = tuple(HealthCheck)
+"""Of hypothesis, none of which matters here: an example compiles programs, and much of what is drawn is refused."""
 CONFIGS = {
     "mha": MHA,
     "gqa": GQA,

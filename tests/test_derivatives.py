@@ -121,7 +121,6 @@ def test_of_statistics_of_attention(tau: float, noisy: bool, rows: int | None, x
 
 def test_of_what_a_cache_holds(x64: None) -> None:
     state, _ = kvjax.prefill(random_model(GQA, dtype=jnp.float64), "h2o", IDS, 6, max_new_tokens=4)
-
     storage: Any = state.storage
 
     def of_pairs(pairs: Any) -> Any:

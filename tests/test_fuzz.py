@@ -10,14 +10,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, event, given, settings
+from hypothesis import event, given, settings
 
 import kvjax
 from kvjax.engine.state import slot_limits
 from kvjax.model import Model
 from kvjax.models.sharding import mesh_of, weight_shardings
 from kvjax.policies.protection import Protection
-from tests.drawn import CASES, Drawn, drawn, model_of
+from tests.drawn import CASES, CHECKS, Drawn, drawn, model_of
 
 Promise = Callable[[Drawn], None]
 PROMISES: dict[str, Promise] = {}
@@ -214,7 +214,7 @@ def test_promises_hold_of_a_plain_configuration(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PROMISES)
-@settings(suppress_health_check=(HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large))
+@settings(suppress_health_check=CHECKS)
 @given(of=drawn())
 def test_promises_hold(name: str, of: Drawn) -> None:
     try:

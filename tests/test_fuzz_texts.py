@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, event, given, settings
+from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 import kvjax
@@ -25,6 +25,7 @@ from kvjax.sampling.prompts import encode
 from kvjax.sampling.sample import Sampling
 from kvjax.serve.engine import Engine
 from kvjax.serve.requests import Request
+from tests.drawn import CHECKS
 from tests.test_serve_engine import ask
 
 PROMPTS = ("Once upon a time", " The secret number of Anna is 4921. What is", "; Lily tiger; Tom")
@@ -104,7 +105,7 @@ def wishes(draw: st.DrawFn) -> Wish:
 
 
 @pytest.mark.slow
-@settings(suppress_health_check=(HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large))
+@settings(suppress_health_check=CHECKS)
 @given(wish=wishes())
 def test_all_ways_to_a_text_agree(wish: Wish) -> None:
     try:
@@ -139,7 +140,7 @@ def served(wish: Wish) -> str | None:
 
 
 @pytest.mark.slow
-@settings(suppress_health_check=(HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large))
+@settings(suppress_health_check=CHECKS)
 @given(wish=wishes())
 def test_a_conversation_goes_on_from_where_it_was_saved(wish: Wish) -> None:
     arguments = wish.arguments() if not _refused(wish) else None

@@ -93,7 +93,7 @@ def _operations(model: kvjax.Model, policy: Policy, slots: int) -> float:
 
 
 def _step(model: kvjax.Model, policy: Policy, slots: int) -> Any:
-    budget = slots if policy.plan.bounded else 1.0
+    budget = slots if policy.bounded else 1.0
     return trace_step(state_shapes(model, policy, 1, slots, budget, max_new_tokens=slots)).lower()
 
 

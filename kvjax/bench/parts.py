@@ -44,7 +44,7 @@ def run(options: argparse.Namespace) -> None:
     for name in ("batch", "prompt_tokens", "new_tokens", "repeats"):
         whole_number(f"--{name.replace('_', '-')}", getattr(options, name))
     chosen, config = named(options, "h2o")
-    words = options.budget or ("0.25" if chosen.plan.bounded and not chosen.plan.decides else "1.0")
+    words = options.budget or ("0.25" if chosen.bounded and not chosen.plan.decides else "1.0")
     budget = parse_budget(words)
     model = model_named(options.model, options.dtype, options.revision, options.weights)
     tokens = np.random.default_rng(0).integers(3, model.config.vocab_size, (options.batch, options.prompt_tokens))
@@ -165,7 +165,7 @@ def main(argv: list[str] | None = None) -> int:
     options = Parser(prog="kvjax bench parts", description=__doc__)
     add_model_options(options, spread=False)
     add_policy(options, "h2o")
-    options.add_argument("--budget", help="slots, or a fraction; 0.25 where tokens leave")
+    options.add_argument("--budget", help="slots, or a fraction; 0.25 for policies that have one")
     options.add_argument("--batch", type=int, default=1, help="rows")
     options.add_argument("--prompt-tokens", type=int, default=512, help="that are read before")
     options.add_argument("--new-tokens", type=int, default=16, help="steps of a run")

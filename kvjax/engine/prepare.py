@@ -129,7 +129,7 @@ def check_bounded(policy: Policy, budget: Budget) -> None:
     Raises:
         ValueError: naming both.
     """
-    if not policy.plan.bounded and policy.selection is None and not (isinstance(budget, float) and budget == 1.0):
+    if not policy.bounded and not (isinstance(budget, float) and budget == 1.0):
         raise ValueError(
             f"budget={budget!r} means nothing to policy {name_of(policy)}, which keeps everything; leave it out, or "
             "choose another policy."

@@ -72,6 +72,11 @@ class Policy:
         if all(part is None or isinstance(part, (Part, Codec)) for part in parts):
             object.__setattr__(self, "kinds", tuple(_kinds(self)))
 
+    @property
+    def bounded(self) -> bool:
+        """Whether a budget bounds anything: tokens leave, or are left out of attention."""
+        return self.plan.bounded or self.selection is not None
+
     def bind(self, model: Model) -> Policy:
         """The policy with whatever its parts need to know of a model; `prefill` calls it, outside of compilation.
 

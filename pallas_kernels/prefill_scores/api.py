@@ -126,8 +126,11 @@ def prefill_scores(
 
     @run.defjvp
     def _(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[PromptAttention, PromptAttention]:
-        def again(*arguments: Any) -> PromptAttention:
-            return derivative.prefill_scores(*arguments, spec=dataclasses.replace(spec, slopes=None), **settings)
+        def again(
+            q: Array, k: Any, v: Any, position: Array, key_position: Array, slopes: Any, *others: Any
+        ) -> PromptAttention:
+            here = dataclasses.replace(spec, slopes=slopes)
+            return derivative.prefill_scores(q, k, v, position, key_position, here, *others, **settings)
 
         return run(*primals), jax.jvp(again, primals[:-1], tangents[:-1])[1]
 

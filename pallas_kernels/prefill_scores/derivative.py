@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.attention import AttentionSpec, attend, tempered, wide
+from pallas_kernels.attention import AttentionSpec, attend, join_queries, split_queries, tempered, wide
 from pallas_kernels.operands import Operand, values
 from pallas_kernels.prefill_scores.types import Joined, PromptAttention
 
@@ -25,16 +25,15 @@ def prefill_scores(
     v: Operand | Joined,
     query_position: Int[Array, "b n"],
     key_position: Int[Array, "b #h c"],
-    slopes: Float[Array, "h g"] | None,
+    spec: AttentionSpec,
     weights: Float[Array, "b #h m n"] | None,
     noise: Float[Array, "b h c"] | None,
     places: tuple[Int[Array, "b #h n"], Int[Array, "b #h c"]] | None,
     *,
-    spec: AttentionSpec,
     tau: float,
     scores: bool,
 ) -> PromptAttention:
-    """See `pallas_kernels.prefill_scores.api`; `slopes` are those of `spec`."""
+    """See `pallas_kernels.prefill_scores.api`."""
     (b, h, g, n, _), c, dtype = q.shape, k.shape[2], wide(q.dtype)
     keys, vals = (_whole(x, q.dtype) for x in (k, v))
     query_place, key_place = (query_position[:, None], key_position) if places is None else places
@@ -45,11 +44,8 @@ def prefill_scores(
     @jax.checkpoint
     def read(block: tuple[Array, ...]) -> PromptAttention:
         queries, position, place, count = block
-        bias = None
-        if slopes is not None:
-            distance = key_place[:, :, None, None, :] - place[:, :, None, :, None]
-            bias = slopes.astype(dtype)[..., None, None] * distance
-        partial, probs = attend(queries, keys, vals, spec.mask(position, key_position), spec, bias)
+        mask, bias = spec.mask(position, key_position), spec.bias(place, key_place)
+        partial, probs = attend(queries, keys, vals, mask, spec, bias)
         if not scores:
             return PromptAttention(*partial, None)
         if tau != 1 or noise is not None:
@@ -64,7 +60,7 @@ def prefill_scores(
     blocks[1] = jnp.where((jnp.arange(blocks[1].shape[0] * size) < n).reshape(-1, 1, size), blocks[1], -1)
     blocks[3] = jnp.where((blocks[1] >= 0)[:, :, None, None], blocks[3], 0)
     found = jax.lax.map(read, tuple(blocks))
-    out, lse = (jnp.moveaxis(x, 0, 3).reshape(b, h, g, -1, *x.shape[5:])[:, :, :, :n] for x in found[:2])
+    out, lse = (join_queries(x, 3)[:, :, :, :n] for x in found[:2])
     return PromptAttention(out, lse, found.scores.sum(0) if scores else None)
 
 
@@ -77,6 +73,4 @@ def _whole(x: Operand | Joined, dtype: Any) -> Array:
 def _blocks(x: Array, axis: int, size: int) -> Array:
     # Along a new first axis; the last one is filled with what does not matter.
     widths = [(0, -x.shape[axis] % size if at == axis else 0) for at in range(x.ndim)]
-    filled = jnp.pad(x, widths)
-    split = filled.reshape(*x.shape[:axis], -1, size, *x.shape[axis + 1 :])
-    return jnp.moveaxis(split, axis, 0)
+    return split_queries(jnp.pad(x, widths), axis, size)
