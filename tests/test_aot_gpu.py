@@ -19,8 +19,6 @@ VARIABLE = "KVJAX_GPU_PYTHON"
 
 MOST_SPILLED = 64
 """Bytes of a thread."""
-MOST_SECONDS = 20
-"""Of a program's compilers; a first call waits for them."""
 
 
 @pytest.mark.skipif(
@@ -43,7 +41,6 @@ def test_every_kernel_compiles_for_gpus_without_spilling():
     for row in rows:
         name = f"{row['op']} {row['size']} as {row['implementation']} for {row['chip']}"
         assert max(row["spills"].values()) <= MOST_SPILLED, f"{name} spills {row['spills']}"
-        assert row["cpu_seconds"] <= MOST_SECONDS, name
         if row["op"] in ("decode_attention", "paged_attention"):
             assert row["occupancy"][row["op"]] >= 2, f"{name}: one block alone is on a multiprocessor"
 
