@@ -44,7 +44,9 @@ def read_tokenizer(directory: Path) -> Any:
     fast.no_truncation()
     fast.no_padding()
     special = {token.content for token in fast.get_added_tokens_decoder().values() if token.special}
+    extra = config.get("extra_special_tokens") or []
     named = [config.get(role) for role in _ROLES] + list(config.get("additional_special_tokens") or [])
+    named += extra.values() if isinstance(extra, dict) else extra
     # Special tokens that the file does not have are added by transformers, and so are those of other forms.
     if all(token is None or (isinstance(token, str) and token in special) for token in named):
         return LazyTokenizer(fast, functools.partial(_of_directory, directory))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -105,6 +106,19 @@ def run(options: argparse.Namespace) -> None:
         keep_features=options.keep_features,
         mesh=mesh,
     )
+    print(f"they serve with: {serving_line(options)}")
+
+
+def serving_line(options: argparse.Namespace) -> str:
+    """Return the command that generates with the kernels which a command line trained."""
+    name, *others = (options.policy or ("" if options.config else "h2o")).partition("[")
+    words = ["--model", options.model] if options.model else []
+    words += ["--config", options.config] if options.config else []
+    words += ["--policy", "".join([f"{name}+less", *others])] if name else ["--residual", "less"]
+    words += ["--plan", options.plan] if options.plan else []
+    words += ["--set", *options.settings] if options.settings else []
+    words += ["--less-checkpoint", str(options.out), "--budget", options.budget, "--prompt", "Once upon a time"]
+    return shlex.join(["kvjax", "generate", *words])
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -49,6 +49,18 @@ def test_ids_and_texts_need_no_transformers(text):
     assert len(tokenizer) == len(whole) and tokenizer.chat_template == whole.chat_template
 
 
+@pytest.mark.parametrize("extra", [["<image>"], {"image_token": "<image>"}])
+def test_extra_special_tokens_are_those_of_transformers(tmp_path, extra):
+    tokenizer = Tokenizer(models.WordLevel({"<unk>": 0, "once": 1}, unk_token="<unk>"))
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "extra_special_tokens": extra}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    theirs = PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    ours = read_tokenizer(tmp_path)
+    assert ours.encode("once<image>") == theirs.encode("once<image>") == [1, 2]
+    assert token_classes(ours).special == token_classes(theirs).special
+
+
 def test_a_special_token_that_only_the_settings_name(tmp_path):
     words = Tokenizer(models.WordLevel({"<unk>": 0, "once": 1}, unk_token="<unk>"))
     words.save(str(tmp_path / "tokenizer.json"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -17,7 +18,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax import train_less
+from kvjax import cli, train_less
 from kvjax.cache.dense import Dense
 from kvjax.engine.prepare import plan_slots, ready
 from kvjax.engine.state import held_positions
@@ -242,6 +243,49 @@ def test_a_mesh_trains_as_one_device_does(tmp_path: Path) -> None:
     words = [sys.executable, "-m", "tests.mesh_training", str(tmp_path)]
     run = subprocess.run(words, cwd=Path(__file__).parents[1], capture_output=True, text=True, timeout=300)
     assert run.returncode == 0 and run.stdout.endswith("all as on one device\n"), run.stderr
+
+
+OWN = """
+import jax.numpy as jnp
+import kvjax
+from flax import struct
+
+@struct.dataclass
+class LongValues(kvjax.Score):
+    def slot(self, new, state):
+        return jnp.linalg.norm(new.v, axis=-1)
+
+    def score(self, view, new):
+        return view.slots.score
+
+def mine():
+    return kvjax.Policy(LongValues(), kvjax.Protection(recent=2))
+"""
+
+
+def test_more_epochs_go_on_and_the_last_line_serves(
+    text_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mine.py").write_text(OWN)
+
+    def run(name: str, epochs: int) -> list[str]:
+        words = ("--policy", f"{tmp_path / 'mine.py'}:mine", "--epochs", str(epochs))
+        assert train_less.main(arguments(text_file, tmp_path / name, *words)) == 0
+        return capsys.readouterr().out.splitlines()
+
+    run("more", 1)
+    *_, line = run("more", 2)
+    assert "already, of 2 epochs" in run("more", 1)[-2]
+    run("whole", 2)
+    more, whole = tmp_path / "more", tmp_path / "whole"
+    assert (more / "losses.csv").read_text() == (whole / "losses.csv").read_text()
+    model = kvjax.load("tiny")
+    kernels = [checkpoint.load(directory, model, "LongValues")[0] for directory in (more, whole)]
+    jax.tree.map(np.testing.assert_array_equal, *kernels)
+    command, generate, *words = shlex.split(line.removeprefix("they serve with: "))
+    assert (command, generate) == ("kvjax", "generate")
+    assert cli.main(["generate", *words, "--max-new-tokens", "4"]) == 0
+    assert "less kept 4 of 4" in capsys.readouterr().err
 
 
 def test_a_picture_of_losses_leaves_matplotlib_alone(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,12 +17,13 @@ T = TypeVar("T")
 _SETTINGS = "settings.json"
 
 
-def claim(directory: Path, settings: dict[str, Any]) -> None:
+def claim(directory: Path, settings: dict[str, Any], free: Collection[str] = ()) -> None:
     """Write the settings of a new run, or make sure that they are those of the run already in the directory.
 
     Args:
         directory: of the run.
         settings: everything that decides what comes out, fit for JSON.
+        free: names of settings that may change while a run goes on.
 
     Raises:
         ValueError: the directory holds a run with other settings.
@@ -33,7 +35,7 @@ def claim(directory: Path, settings: dict[str, Any]) -> None:
         file.write_text(json.dumps(settings, indent=2) + "\n")
         return
     stored = json.loads(file.read_text())
-    for name in sorted({*stored, *settings}):
+    for name in sorted({*stored, *settings} - {*free}):
         if stored.get(name) != settings.get(name):
             raise ValueError(
                 f"{directory} holds a run with {name}={stored.get(name)!r}, this one has {settings.get(name)!r}: "
@@ -44,6 +46,12 @@ def claim(directory: Path, settings: dict[str, Any]) -> None:
 def _steps(directory: Path) -> list[Path]:
     found = (path for path in directory.glob("step-*") if path.name.removeprefix("step-").isdigit())
     return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
+
+
+def newest_step(directory: Path) -> int:
+    """Return the step of the newest checkpoint, 0 where nothing was saved."""
+    steps = _steps(directory)
+    return int(steps[-1].name.removeprefix("step-")) if steps else 0
 
 
 def save(directory: Path, training: Any, step: int) -> None:

@@ -48,7 +48,8 @@ def train_kernels(
         policy: the one that evicts.
         slots: per head.
         texts: UTF-8 files to learn from.
-        out: directory that gets the kernels; its `training` holds the run, which is continued if begun.
+        out: directory that gets the kernels; its `training` holds the run, which is continued if begun, and if it has
+            ended with fewer epochs than the recipe's.
         recipe: how they are trained.
         sequences: passages of the texts.
         length: tokens of each.
@@ -81,11 +82,13 @@ def train_kernels(
         "save_dtype": save_dtype,
         **dataclasses.asdict(recipe),
     }
-    checkpoints.claim(run, asked)
+    checkpoints.claim(run, asked, free=("epochs",))
     if (out / "settings.json").exists():
-        print(table(checkpoint.read_settings(out).training["errors"]))
-        print(f"{out} holds these kernels already.")
-        return
+        made = checkpoint.read_settings(out).training
+        if made["epochs"] >= recipe.epochs:
+            print(table(made["errors"]))
+            print(f"{out} holds these kernels already, of {made['epochs']} epochs.")
+            return
     began = time.monotonic()
     tokens = sample_texts(model, texts, sequences, length, recipe.seed)
     print(f"{name} with {slots} of {length} slots, {len(tokens)} texts", flush=True)
@@ -104,7 +107,7 @@ def train_kernels(
         )
     finally:
         progress.close()
-    progress = Progress(recipe.epochs, 0)
+    progress = Progress(recipe.epochs, checkpoints.newest_step(run))
 
     def show(epoch: int, losses: Float[np.ndarray, "L 2"]) -> None:
         numbers = " ".join(f"{loss:.3g}" for loss in losses[:, 1])
@@ -133,7 +136,7 @@ def train_kernels(
     if not keep_features:
         shutil.rmtree(run / "features")
     print(table(errors))
-    print(f"{out}: kernels for --policy less --set base={name}, {time.monotonic() - began:.0f} s")
+    print(f"{out}: kernels for {name}, {time.monotonic() - began:.0f} s")
 
 
 def _digest(file: Path) -> str:

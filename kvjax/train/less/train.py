@@ -92,8 +92,8 @@ class Training(struct.PyTreeNode):
     """The kernels of the best epoch so far."""
     least: Float[Array, " L"]
     """Their error on the held-out texts."""
-    losses: Float[Array, "L epochs 2"]
-    """Mean squared error on training (with dropout) and on held-out texts, after each epoch."""
+    losses: Float[Array, "L epoch 2"]
+    """Mean squared error on training (with dropout) and on held-out texts, after each epoch done."""
     epoch: Int[Array, " L"]
     """Epochs done."""
 
@@ -329,7 +329,8 @@ def train(
     """Train the kernels of all layers, or go on where a run in this directory stopped; each epoch leaves a checkpoint.
 
     The order of the texts and the dropout depend on seed and epoch alone, so that a run that was interrupted ends with
-    the kernels of one that was not, and one that goes on with other devices with the same but for rounding.
+    the kernels of one that was not, and one that goes on with other devices with the same but for rounding. A run that
+    has ended goes on where the recipe has more epochs.
 
     Args:
         model: frozen.
@@ -361,7 +362,7 @@ def train(
         optimiser=jax.vmap(optax.scale_by_adam().init)(params),
         best=jax.tree.map(jnp.copy, params),
         least=jnp.full(layers, jnp.inf, jnp.float32),
-        losses=jnp.full((layers, recipe.epochs, 2), jnp.nan, jnp.float32),
+        losses=jnp.zeros((layers, checkpoints.newest_step(directory), 2), jnp.float32),
         epoch=jnp.zeros(layers, jnp.int32),
     )
     training = jax.device_put(training, sharding)
@@ -390,7 +391,7 @@ def train(
             optimiser=optimiser,
             best=_choose(better, params, training.best),
             least=jnp.where(better, held_out, training.least),
-            losses=training.losses.at[:, epoch].set(losses),
+            losses=jnp.concatenate([training.losses, losses[:, None]], axis=1),
             epoch=training.epoch + 1,
         )
         checkpoints.save(directory, training, epoch + 1)
