@@ -7,23 +7,17 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kvjax import policies as policies
-    from kvjax.asks import Again as Again
-    from kvjax.asks import Near as Near
-    from kvjax.asks import Noise as Noise
-    from kvjax.asks import Probs as Probs
-    from kvjax.asks import Sums as Sums
-    from kvjax.cache.codec import Codec as Codec
-    from kvjax.compilation import enable_compilation_cache as enable_compilation_cache
-    from kvjax.engine.decode import decode_step as decode_step
-    from kvjax.engine.decode import decode_step_in_place as decode_step_in_place
-    from kvjax.engine.extend import extend as extend
-    from kvjax.engine.extend import prefill as prefill
-    from kvjax.engine.state import State as State
-    from kvjax.engine.state import cache_bytes as cache_bytes
-    from kvjax.engine.state import full_cache_bytes as full_cache_bytes
-    from kvjax.engine.state import held_positions as held_positions
-    from kvjax.engine.state import put_rows as put_rows
-    from kvjax.engine.state import take_rows as take_rows
+    from kvjax.inference.decode import decode_step as decode_step
+    from kvjax.inference.decode import decode_step_in_place as decode_step_in_place
+    from kvjax.inference.extend import extend as extend
+    from kvjax.inference.extend import prefill as prefill
+    from kvjax.inference.state import State as State
+    from kvjax.inference.state import cache_bytes as cache_bytes
+    from kvjax.inference.state import full_cache_bytes as full_cache_bytes
+    from kvjax.inference.state import held_positions as held_positions
+    from kvjax.inference.state import put_rows as put_rows
+    from kvjax.inference.state import take_rows as take_rows
+    from kvjax.methods.registry import policy as policy
     from kvjax.model import Model as Model
     from kvjax.model import load as load
     from kvjax.models import ModelConfig as ModelConfig
@@ -33,19 +27,26 @@ if TYPE_CHECKING:
     from kvjax.policies import Residual as Residual
     from kvjax.policies import Score as Score
     from kvjax.policies import Selection as Selection
-    from kvjax.policies import policy as policy
+    from kvjax.policies.quantizer import Codec as Codec
+    from kvjax.policies.stats import Again as Again
+    from kvjax.policies.stats import Near as Near
+    from kvjax.policies.stats import Noise as Noise
+    from kvjax.policies.stats import Probs as Probs
+    from kvjax.policies.stats import Sums as Sums
+    from kvjax.utils.compilation import enable_compilation_cache as enable_compilation_cache
 
 # Where the names above are, imported when they are first used: a command line answers, and can be interrupted, at once.
 _HOMES = {
-    "kvjax.asks": ("Again", "Near", "Noise", "Probs", "Sums"),
-    "kvjax.cache.codec": ("Codec",),
-    "kvjax.compilation": ("enable_compilation_cache",),
-    "kvjax.engine.decode": ("decode_step", "decode_step_in_place"),
-    "kvjax.engine.extend": ("extend", "prefill"),
-    "kvjax.engine.state": ("State", "cache_bytes", "full_cache_bytes", "held_positions", "put_rows", "take_rows"),
+    "kvjax.policies.stats": ("Again", "Near", "Noise", "Probs", "Sums"),
+    "kvjax.policies.quantizer": ("Codec",),
+    "kvjax.utils.compilation": ("enable_compilation_cache",),
+    "kvjax.inference.decode": ("decode_step", "decode_step_in_place"),
+    "kvjax.inference.extend": ("extend", "prefill"),
+    "kvjax.inference.state": ("State", "cache_bytes", "full_cache_bytes", "held_positions", "put_rows", "take_rows"),
+    "kvjax.methods": ("policy",),
     "kvjax.model": ("Model", "load"),
     "kvjax.models": ("ModelConfig",),
-    "kvjax.policies": ("Plan", "Policy", "Protection", "Residual", "Score", "Selection", "policy"),
+    "kvjax.policies": ("Plan", "Policy", "Protection", "Residual", "Score", "Selection"),
 }
 _NAMES = {name: home for home, names in _HOMES.items() for name in names}
 __all__ = ["policies", *_NAMES]  # pyright: ignore[reportUnsupportedDunderAll]

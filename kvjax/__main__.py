@@ -1,6 +1,6 @@
 """`python -m kvjax` is the console script `kvjax`."""
 
-from kvjax.cli import main
+from kvjax.cli.main import main
 
 if __name__ == "__main__":
     main()

@@ -10,22 +10,22 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvjax.commands import Parser, add_model_options, finish, leave
-from kvjax.compilation import enable_compilation_cache
-from kvjax.engine.prepare import WHOLES
-from kvjax.files import JSON_LINES, read_text
-from kvjax.options import (
+from kvjax.cli.batch_files import Work, answer_lines, continue_lines
+from kvjax.cli.commands import Parser, add_model_options, finish, leave
+from kvjax.cli.options import (
     add_policy_options,
     add_sampling_options,
     chosen,
     sampling_settings,
     tells_of_policies,
 )
-from kvjax.prompt_files import Work, answer_lines, continue_lines
-from kvjax.results import report, samples, summary, told
-from kvjax.sampling.prompts import encode
-from kvjax.sampling.texts import Stream, check_beams, generate_ids
-from kvjax.settings import Messages, conversation, whole_number
+from kvjax.cli.output import report, samples, summary, told
+from kvjax.generation.generate import Stream, check_beams, generate_ids
+from kvjax.generation.prompts import encode
+from kvjax.inference.prepare import WHOLES
+from kvjax.utils.compilation import enable_compilation_cache
+from kvjax.utils.files import JSON_LINES, read_text
+from kvjax.utils.settings import Messages, conversation, whole_number
 
 if TYPE_CHECKING:
     from kvjax.model import Model
@@ -117,7 +117,7 @@ def _check(options: argparse.Namespace, settings: Mapping[str, Any]) -> None:
     if options.batch_size is not None:
         whole_number("batch_size", options.batch_size)
     if options.save_cache_map is not None:
-        from kvjax.pictures import cache_map
+        from kvjax.cli.main import cache_map
 
         cache_map.check_file(options.save_cache_map)
 
@@ -214,11 +214,11 @@ def _continue_one(options: argparse.Namespace, settings: dict[str, Any], chat: b
             print(f"{heading}{each['text']}", flush=True)
         print(summary(made, facts), file=sys.stderr)
     if "policy_map" in facts:
-        from kvjax.pictures import policy_map
+        from kvjax.cli.main import policy_map
 
         policy_map.show(facts["choices"], facts["policy_map"], sys.stderr)
     if options.show_cache or options.save_cache_map:
-        from kvjax.pictures import cache_map
+        from kvjax.cli.main import cache_map
 
         held = cache_map.share_held(made.cache_positions, len(ids))
         words = cache_map.words_of(model.tokenizer, ids)

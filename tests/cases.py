@@ -13,14 +13,15 @@ import numpy as np
 import pytest
 
 import kvjax
+from kvjax.methods import PLANS
+from kvjax.methods.fastgen import TokenClasses
+from kvjax.methods.keyformer import GumbelSoftmax
+from kvjax.methods.lightkv import AfterLimit
+from kvjax.methods.lightkv_score import LastQueries
+from kvjax.methods.lsh_e import Hamming, projections
 from kvjax.models import ModelConfig
-from kvjax.policies import PLANS, Policy
-from kvjax.policies.fastgen import TokenClasses
-from kvjax.policies.lightkv import AfterLimit
-from kvjax.policies.plan import AdaKV
-from kvjax.policies.scores.keyformer import GumbelSoftmax
-from kvjax.policies.scores.lightkv import LastQueries
-from kvjax.policies.scores.lsh_e import Hamming, projections
+from kvjax.policies import Policy
+from kvjax.policies.allocation import AdaKV
 from tests.oracles import (
     basic,
     codecs,

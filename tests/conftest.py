@@ -14,7 +14,7 @@ import hypothesis
 import jax
 import pytest
 
-from kvjax.compilation import drop_programs
+from kvjax.utils.compilation import drop_programs
 from tests.compiling import compile_fast
 
 # Compiling dominates an example's time, hence few examples and no deadline.

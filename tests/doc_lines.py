@@ -10,8 +10,8 @@ import shlex
 import signal
 import sys
 
-from kvjax import cli
-from kvjax.serve.http import Server
+from kvjax.cli.main import main
+from kvjax.serving.http import Server
 
 
 async def _ready(self: Server, sockets: object = None) -> None:
@@ -27,7 +27,7 @@ if __name__ == "__main__":
         out, said = io.StringIO(), io.StringIO()
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(said):
             try:
-                code = cli.main(shlex.split(line)[1:])
+                code = main.main(shlex.split(line)[1:])
             except SystemExit as ended:
                 code = ended.code
         print(

@@ -1,6 +1,6 @@
 """Every program of a GPU compiled for GPUs that are not there: `python -m tests.gpu_programs`, with jax's CUDA plugin.
 
-Prints for each program what `pallas_kernels.gpu_compiler` says of it, as a line of JSON; `cpu_seconds` do not
+Prints for each program what `benchmarks.aot.gpu` says of it, as a line of JSON; `cpu_seconds` do not
 count what other processes of the machine take.
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from pallas_kernels import gpu_compiler
+from benchmarks.aot import gpu
 from pallas_kernels.common import Unsupported
 from pallas_kernels.gpus import GPUS
 from pallas_kernels.programs import Program, decode, prefill, programs
@@ -43,14 +43,14 @@ def cpu_seconds() -> float:
 
 
 def main() -> None:
-    os.environ.update(gpu_compiler.ENVIRONMENT)
+    os.environ.update(gpu.ENVIRONMENT)
     warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated", DeprecationWarning)
     for program in of_gpu():
         for implementation in FORMS:
             for chip in GPUS:
                 began = cpu_seconds()
                 try:
-                    row = gpu_compiler.compile_for(chip, program, implementation)
+                    row = gpu.compile_for(chip, program, implementation)
                 except Unsupported:
                     if implementation == "pallas":
                         raise

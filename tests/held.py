@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from kvjax.cache.dense import Dense
-from kvjax.cache.paged import Paged
-from kvjax.engine.state import State
+from kvjax.cache.paged.storage import Paged
+from kvjax.inference.state import State
 from kvjax.types import View
 
 

@@ -12,11 +12,11 @@ import pytest
 from jax.sharding import AxisType
 
 import kvjax
-from kvjax.convert import convert
-from kvjax.models import orbax, stored
-from kvjax.models.loading import read_checkpoint
+from kvjax.cli.convert import convert
+from kvjax.generation.generate import generate_ids
+from kvjax.models.checkpoints import orbax
+from kvjax.models.checkpoints.loading import read_checkpoint
 from kvjax.models.sharding import weight_shardings
-from kvjax.sampling.texts import generate_ids
 
 
 def main(directory: str) -> None:

@@ -19,14 +19,14 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.cache import evidence
-from kvjax.engine import decode
-from kvjax.evaluate import command
+from kvjax.cache import attention
+from kvjax.cli.main import evaluate
+from kvjax.inference import decode
 from kvjax.model import Model
 from kvjax.models import ModelConfig
 from kvjax.models.sharding import mesh_of, weight_shardings
-from kvjax.serve.engine import Engine
-from kvjax.serve.requests import Finished, Piece
+from kvjax.serving.engine import Engine
+from kvjax.serving.requests import Finished, Piece
 from pallas_kernels.prefill_scores import prefill_scores
 from tests import models
 from tests.cases import PAIRS, POLICIES, Case
@@ -105,7 +105,7 @@ def collectives(name: str, config: ModelConfig, shape: tuple[int, ...]) -> None:
         read.append((k.shape[2], q.shape[3]))
         return prefill_scores(q, k, *rest, **settings)
 
-    evidence.prefill_scores = noted
+    attention.prefill_scores = noted
     case, model = (POLICIES | PAIRS)[name], placed(models.random_model(config), shape)
     prompts = TEXT[:, : max(LENGTHS)]
     state, _ = kvjax.prefill(model, case.make(), prompts, case.budget, plan=case.plan, max_new_tokens=40)
@@ -131,7 +131,7 @@ def reported(report: str, shape: tuple[int, ...]) -> None:
     for mesh in ([], ["--mesh", "data={},model={}".format(*shape)]):
         with tempfile.TemporaryDirectory() as out:
             with contextlib.redirect_stdout(sys.stderr):
-                assert command.main([*words, "--out", out, *mesh]) == 0
+                assert evaluate.main([*words, "--out", out, *mesh]) == 0
             kept = json.loads((Path(out) / report / "measurements.json").read_text())
         print(json.dumps(kept["streaming"]["result"]), flush=True)
 

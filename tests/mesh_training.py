@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax import train_less
+from kvjax.cli.main import train_less
+from kvjax.methods.less import checkpoint
 from kvjax.models.sharding import parse_mesh
-from kvjax.policies.residuals import checkpoint
-from kvjax.train.less import run
-from kvjax.train.less.record import Features
-from kvjax.train.less.train import Recipe, Training, train, training_mesh
+from kvjax.training.less import run
+from kvjax.training.less.record import Features
+from kvjax.training.less.train import Recipe, Training, train, training_mesh
 
 RECIPE = Recipe(features=2, hidden=4, batch=4, epochs=3, rate=1e-2, halve_every=2)
 LAYERS, TEXTS, N = 4, 16, 6  # two texts are held out: one for each device along data=2, too few for data=4

@@ -61,53 +61,53 @@ _PAGES = (
 # For each file the tests that are about it, the quickest first. A mutant that all of them let live might still be
 # noticed elsewhere in the default suite: what is reported as killed is a lower bound.
 TESTS: dict[str, tuple[str, ...]] = {
-    "kvjax/policies/scores/h2o.py": (_DEFAULTS, f"{_ORACLES} -k h2o", "tests/test_keyformer.py", f"{_CONTRACT} -k h2o"),
-    "kvjax/policies/scores/keyformer.py": (
+    "kvjax/methods/h2o.py": (_DEFAULTS, f"{_ORACLES} -k h2o", "tests/test_keyformer.py", f"{_CONTRACT} -k h2o"),
+    "kvjax/methods/keyformer.py": (
         _DEFAULTS,
         f"{_ORACLES} -k keyformer",
         "tests/test_keyformer.py tests/test_extend.py -k keyformer",
         f"{_CONTRACT} -k keyformer",
     ),
-    "kvjax/policies/scores/l2.py": (_DEFAULTS, f"{_ORACLES} -k l2", f"{_CONTRACT} -k l2"),
-    "kvjax/policies/scores/lightkv.py": (
+    "kvjax/methods/l2.py": (_DEFAULTS, f"{_ORACLES} -k l2", f"{_CONTRACT} -k l2"),
+    "kvjax/methods/lightkv_score.py": (
         _DEFAULTS,
         f"{_ORACLES} -k lightkv",
         "tests/test_window_attention.py",
         f"{_CONTRACT} -k lightkv",
     ),
-    "kvjax/policies/scores/lsh_e.py": (
+    "kvjax/methods/lsh_e.py": (
         _DEFAULTS,
         f"{_ORACLES} -k lsh_e",
         f"{_CONTRACT} -k lsh_e",
         "tests/test_codec.py",
         "tests/test_noise.py",
     ),
-    "kvjax/policies/scores/random.py": (_DEFAULTS, f"{_ORACLES} -k random", f"{_CONTRACT} -k random"),
-    "kvjax/policies/scores/recency.py": (
+    "kvjax/methods/random.py": (_DEFAULTS, f"{_ORACLES} -k random", f"{_CONTRACT} -k random"),
+    "kvjax/methods/recency.py": (
         _DEFAULTS,
         f"{_ORACLES} -k 'window or streaming or lambda or full'",
         f"{_CONTRACT} -k 'window or streaming or full'",
     ),
-    "kvjax/policies/scores/scissorhands.py": (_DEFAULTS, f"{_ORACLES} -k scissorhands", f"{_CONTRACT} -k scissorhands"),
-    "kvjax/policies/scores/snapkv.py": (
+    "kvjax/methods/scissorhands.py": (_DEFAULTS, f"{_ORACLES} -k scissorhands", f"{_CONTRACT} -k scissorhands"),
+    "kvjax/methods/snapkv.py": (
         _DEFAULTS,
         f"{_ORACLES} -k 'snapkv or pyramidkv'",
         f"{_CONTRACT} -k 'snapkv or pyramid'",
     ),
-    "kvjax/policies/scores/tova.py": (_DEFAULTS, f"{_ORACLES} -k tova", f"{_CONTRACT} -k tova"),
-    "kvjax/policies/fastgen.py": (
+    "kvjax/methods/tova.py": (_DEFAULTS, f"{_ORACLES} -k tova", f"{_CONTRACT} -k tova"),
+    "kvjax/methods/fastgen.py": (
         _DEFAULTS,
         f"{_ORACLES} -k fastgen",
         "tests/test_fastgen.py",
         f"{_CONTRACT} -k fastgen",
     ),
-    "kvjax/policies/lightkv.py": (
+    "kvjax/methods/lightkv.py": (
         _DEFAULTS,
         f"{_ORACLES} -k lightkv",
         "tests/test_window_attention.py",
         "tests/test_plan.py",
     ),
-    "kvjax/policies/plan.py": (
+    "kvjax/policies/allocation.py": (
         _DEFAULTS,
         "tests/test_plan.py",
         f"{_ORACLES} -k 'pyramid or interleaved or adakv or ada_kv'",
@@ -122,18 +122,18 @@ TESTS: dict[str, tuple[str, ...]] = {
         f"{_ORACLES} -m core",
         "tests/test_generate.py -k one_sentence",
     ),
-    "kvjax/policies/residuals/less.py": (
+    "kvjax/methods/less/memory.py": (
         _DEFAULTS,
         f"{_ORACLES} -k less",
         "tests/test_less.py",
         "tests/test_train_less.py",
         "tests/test_generate.py -k one_sentence",
     ),
-    "kvjax/policies/residuals/kernels.py": (f"{_ORACLES} -k less", "tests/test_less.py", "tests/test_less_recipe.py"),
-    "kvjax/train/less/record.py": ("tests/test_less_recipe.py", "tests/test_train_less.py"),
-    "kvjax/train/less/train.py": ("tests/test_less_recipe.py", "tests/test_train_less.py"),
+    "kvjax/methods/less/feature_maps.py": (f"{_ORACLES} -k less", "tests/test_less.py", "tests/test_less_recipe.py"),
+    "kvjax/training/less/record.py": ("tests/test_less_recipe.py", "tests/test_train_less.py"),
+    "kvjax/training/less/train.py": ("tests/test_less_recipe.py", "tests/test_train_less.py"),
     "kvjax/policies/selection.py": (_DEFAULTS, f"{_ORACLES} -k topk", f"{_CONTRACT} -k topk"),
-    "kvjax/cache/codec.py": (
+    "kvjax/policies/quantizer.py": (
         f"{_ORACLES} -k 'positions or streaming'",
         "tests/test_codec.py",
         f"{_ORACLES} -k 'int8 or int4'",
@@ -141,17 +141,17 @@ TESTS: dict[str, tuple[str, ...]] = {
         "tests/test_rows.py tests/test_extend.py",
     ),
     "kvjax/cache/dense.py": (_CORE, "tests/test_extend.py tests/test_rows.py", "tests/test_window_attention.py"),
-    "kvjax/cache/exchange.py": (_CORE, f"{_ORACLES} -k 'lsh_e or less'", "tests/test_extend.py tests/test_rows.py"),
-    "kvjax/cache/answers.py": _ATTENTION,
-    "kvjax/cache/evidence.py": _ATTENTION,
-    "kvjax/cache/recomputed.py": _ATTENTION,
-    "kvjax/cache/contest.py": _PAGES,
-    "kvjax/cache/packing.py": _PAGES,
-    "kvjax/cache/page_answers.py": _PAGES,
-    "kvjax/cache/page_rows.py": _PAGES,
-    "kvjax/cache/page_table.py": _PAGES,
-    "kvjax/cache/paged.py": _PAGES,
-    "kvjax/cache/channel_factors.py": ("tests/test_codec.py", f"{_ORACLES} -k 'int8 or int4'"),
+    "kvjax/cache/evict.py": (_CORE, f"{_ORACLES} -k 'lsh_e or less'", "tests/test_extend.py tests/test_rows.py"),
+    "kvjax/cache/stats.py": _ATTENTION,
+    "kvjax/cache/attention.py": _ATTENTION,
+    "kvjax/cache/recompute.py": _ATTENTION,
+    "kvjax/cache/paged/candidates.py": _PAGES,
+    "kvjax/cache/paged/build.py": _PAGES,
+    "kvjax/cache/paged/stats.py": _PAGES,
+    "kvjax/cache/paged/gather.py": _PAGES,
+    "kvjax/cache/paged/table.py": _PAGES,
+    "kvjax/cache/paged/storage.py": _PAGES,
+    "kvjax/policies/key_scales.py": ("tests/test_codec.py", f"{_ORACLES} -k 'int8 or int4'"),
     "kvjax/cache/slots.py": (
         _CORE,
         "tests/test_plan.py",

@@ -10,9 +10,9 @@ from collections.abc import Generator, Iterator
 from types import SimpleNamespace
 from typing import Any
 
-from kvjax.sampling.texts import Logprob
-from kvjax.serve.http import Server, Service
-from kvjax.serve.requests import Finished, FullError, Held, Piece, Request, StoppingError, Tell
+from kvjax.generation.generate import Logprob
+from kvjax.serving.http import Server, Service
+from kvjax.serving.requests import Finished, FullError, Held, Piece, Request, StoppingError, Tell
 
 
 class Letters:

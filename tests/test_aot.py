@@ -13,14 +13,13 @@ from pathlib import Path
 import jax
 import pytest
 
-from kvjax.bench import chip_steps
+from benchmarks import aot, chip_steps
+from benchmarks.aot import page
+from benchmarks.aot.bundles import Schedule, read_schedule
+from benchmarks.aot.module import read_module
+from benchmarks.aot.tpu import Grid, Kernel, counted, grids_of
 from kvjax.cache.dense import Dense
 from kvjax.models.weights import weight_shapes
-from pallas_kernels import aot
-from pallas_kernels.aot import page
-from pallas_kernels.aot.bundles import Schedule, read_schedule
-from pallas_kernels.aot.module import read_module
-from pallas_kernels.aot.tpu import Grid, Kernel, counted, grids_of
 from pallas_kernels.common import Unsupported
 from pallas_kernels.operands import Quantised
 from pallas_kernels.programs import programs
@@ -37,7 +36,7 @@ OF_TPU, OF_GPU = ([program for program in PROGRAMS if form in program.forms] for
 )
 @pytest.mark.parametrize("chip", aot.CHIPS)
 def test_every_kernel_compiles_for_tpu(chip, tmp_path):
-    words = ["-W", "ignore", "-m", "pallas_kernels.aot", "--chips", chip, "--implementations", "pallas"]
+    words = ["-W", "ignore", "-m", "benchmarks.aot", "--chips", chip, "--implementations", "pallas"]
     root = Path(__file__).parent.parent
     done = subprocess.run(
         [os.environ[VARIABLE], *words, "--out", str(tmp_path)], cwd=root, capture_output=True, text=True, check=False
@@ -93,7 +92,7 @@ def test_kernels_without_a_gpu_form_say_so():
 
 
 def test_an_unknown_chip_is_one_sentence(capsys):
-    assert importlib.import_module("pallas_kernels.aot.__main__").main(["--chips", "v1"]) == 2
+    assert importlib.import_module("benchmarks.aot.__main__").main(["--chips", "v1"]) == 2
     assert "v1 is not one of v4, v5e, v5p, v6e" in capsys.readouterr().err
 
 
@@ -315,7 +314,7 @@ def test_rows_are_compiled_once_by_each_compiler(tmp_path, monkeypatch, capsys):
         made.append(f"{program}, {implementation}")
         return _row("") | dict(op=program.op, size=program.label, implementation=implementation)
 
-    main = importlib.import_module("pallas_kernels.aot.__main__")
+    main = importlib.import_module("benchmarks.aot.__main__")
     monkeypatch.setattr(main, "compile_for", compile_for)
     monkeypatch.setattr(main, "compiler_name", lambda chip: compiler)
     words = ["--chips", "v5e", "--only", "hamming", "--out", str(tmp_path)]
@@ -346,7 +345,7 @@ def test_a_refusal_is_told_and_keeps_the_others(tmp_path, monkeypatch, capsys):
             raise RuntimeError("too large")
         return _row("")
 
-    main = importlib.import_module("pallas_kernels.aot.__main__")
+    main = importlib.import_module("benchmarks.aot.__main__")
     monkeypatch.setattr(main, "compile_for", compile_for)
     monkeypatch.setattr(main, "compiler_name", lambda chip: "jax 1 with libtpu 1")
     assert main.main(["--chips", "v5e", "--only", "hamming the same", "--out", str(tmp_path)]) == 1
@@ -357,7 +356,7 @@ def test_a_refusal_is_told_and_keeps_the_others(tmp_path, monkeypatch, capsys):
 
 
 def test_an_estimate_past_any_sense_is_refused(tmp_path, monkeypatch, capsys):
-    main = importlib.import_module("pallas_kernels.aot.__main__")
+    main = importlib.import_module("benchmarks.aot.__main__")
     monkeypatch.setattr(main, "compile_for", lambda *_: _row("", estimate=(2**62) / 1.75e9))
     monkeypatch.setattr(main, "compiler_name", lambda chip: "jax 1 with libtpu 1")
     words = ["--chips", "v5e", "--only", "hamming the same, 64 bits, xla"]
@@ -372,7 +371,7 @@ def test_what_an_implementation_does_not_take_is_left_out(tmp_path, monkeypatch,
             raise Unsupported("d=80 is odd")
         return _row("")
 
-    main = importlib.import_module("pallas_kernels.aot.__main__")
+    main = importlib.import_module("benchmarks.aot.__main__")
     monkeypatch.setattr(main, "compile_for", compile_for)
     monkeypatch.setattr(main, "compiler_name", lambda chip: "jax 1 with libtpu 1")
     assert main.main(["--chips", "v5e", "--only", "hamming the same", "--out", str(tmp_path)]) == 0
@@ -385,7 +384,7 @@ def test_what_an_implementation_does_not_take_is_left_out(tmp_path, monkeypatch,
     [((), "kernel (and of steps only --steps looks at the names)"), (("--steps",), "kernel or step")],
 )
 def test_a_name_of_nothing_is_one_sentence(words, searched, tmp_path, monkeypatch, capsys):
-    main = importlib.import_module("pallas_kernels.aot.__main__")
+    main = importlib.import_module("benchmarks.aot.__main__")
     monkeypatch.setattr(main, "compiler_name", lambda chip: "jax 1 with libtpu 1")
     assert main.main(["--chips", "v5e", "--only", "64 x 204", *words, "--out", str(tmp_path)]) == 2
     assert f"'64 x 204' is in the name of no {searched}; give a part of one, as" in capsys.readouterr().err
@@ -400,8 +399,8 @@ def test_gpus_have_columns_of_their_own(tmp_path, monkeypatch, capsys):
         return row | told | dict(chip=chip, op=program.op, size=program.label, implementation=implementation)
 
     compiler = types.SimpleNamespace(compile_for=compile_for, ENVIRONMENT={})
-    monkeypatch.setitem(sys.modules, "pallas_kernels.gpu_compiler", compiler)
-    main = importlib.import_module("pallas_kernels.aot.__main__")
+    monkeypatch.setitem(sys.modules, "benchmarks.aot.gpu", compiler)
+    main = importlib.import_module("benchmarks.aot.__main__")
     monkeypatch.setattr(main, "compiler_name", lambda chip: "jax 1 with jax-cuda12-pjrt 1")
     words = ["--chips", "h100", "--only", "multi-head, 256 slots, rank 8", "--schedule", "--steps"]
     assert main.main([*words, "--out", str(tmp_path)]) == 0
@@ -413,7 +412,7 @@ def test_gpus_have_columns_of_their_own(tmp_path, monkeypatch, capsys):
 
 
 def test_rows_of_nobody_are_one_sentence(tmp_path, capsys):
-    main = importlib.import_module("pallas_kernels.aot.__main__").main
+    main = importlib.import_module("benchmarks.aot.__main__").main
     assert main(["--page", "--out", str(tmp_path)]) == 2
     assert "there are no rows in" in capsys.readouterr().err
     (tmp_path / "chips").mkdir()

@@ -10,7 +10,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from pallas_kernels.gpu_compiler import _fields
+from benchmarks.aot.gpu import _fields
 from pallas_kernels.gpus import GPUS
 from tests.gpu_programs import of_gpu
 

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 import kvjax
+from kvjax.generation.beam import beam_search
+from kvjax.generation.generate import generate_ids
 from kvjax.model import Model
-from kvjax.sampling.beam import beam_search
-from kvjax.sampling.texts import generate_ids
 from tests.cases import PAIRS, POLICIES, slow
 from tests.models import GQA, random_checkpoint, random_model
 from tests.oracles.decoder import Decoder

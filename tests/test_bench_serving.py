@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from benchmarks import serving
 from kvjax import bench
-from kvjax.bench import serving
-from kvjax.serve.requests import Request
+from kvjax.serving.requests import Request
 from tests.serving import FakeEngine
 
 

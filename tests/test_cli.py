@@ -15,9 +15,10 @@ from typing import Any
 import jax
 import pytest
 
-from kvjax import chat, cli, commands, env, generate, policies
-from kvjax.compilation import version
+from kvjax import generate, methods
+from kvjax.cli.main import chat, commands, env, main
 from kvjax.policies.policy import Policy
+from kvjax.utils.compilation import version
 from tests import tokenizing
 from tests.models import random_model, small_config
 
@@ -32,10 +33,10 @@ def echo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "bare_directory").mkdir()
     monkeypatch.syspath_prepend(tmp_path)
     table = (
-        cli.Command("echo", "echo_command", "say it again"),
-        cli.Command("missing", "kvjax.no_such_module", "not there"),
-        cli.Command("orphan", "kvjax.no_such_package.module", "not there either"),
-        cli.Command("bare", "bare_directory", "a directory without a module"),
+        main.Command("echo", "echo_command", "say it again"),
+        main.Command("missing", "kvjax.no_such_module", "not there"),
+        main.Command("orphan", "kvjax.no_such_package.module", "not there either"),
+        main.Command("bare", "bare_directory", "a directory without a module"),
     )
     monkeypatch.setattr(cli, "COMMANDS", table)
 
@@ -43,7 +44,7 @@ def echo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("argv", [[], ["--help"], ["-h"]])
 @pytest.mark.usefixtures("echo")
 def test_lists_only_commands_that_exist(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(argv) == 0
+    assert main.main(argv) == 0
     out = capsys.readouterr().out
     assert "echo  say it again" in out
     assert not any(name in out for name in ("missing", "orphan", "bare"))
@@ -51,14 +52,14 @@ def test_lists_only_commands_that_exist(argv: list[str], capsys: pytest.CaptureF
 
 @pytest.mark.usefixtures("echo")
 def test_passes_words_and_exit_code_on(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["echo", "--budget", "64"]) == 7
+    assert main.main(["echo", "--budget", "64"]) == 7
     assert capsys.readouterr().out == "echo --budget 64\n"
 
 
 @pytest.mark.parametrize("name", ["missing", "nonsense", "--nonsense"])
 @pytest.mark.usefixtures("echo")
 def test_unknown_command_is_one_sentence(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main([name]) == 2
+    assert main.main([name]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err == f"kvjax has no command {name!r}: choose one of echo.\n"
@@ -72,12 +73,12 @@ def test_an_import_that_is_interrupted_ends_without_a_word(
 ) -> None:
     (tmp_path / f"slow_{code}.py").write_text(f"raise {error}")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(cli, "available", lambda: (cli.Command("slow", f"slow_{code}", ""),))
+    monkeypatch.setattr(cli, "available", lambda: (main.Command("slow", f"slow_{code}", ""),))
     if code == 3:
         with pytest.raises(SystemExit):
-            cli.main(["slow"])
+            main.main(["slow"])
     else:
-        assert cli.main(["slow"]) == code
+        assert main.main(["slow"]) == code
     assert capsys.readouterr() == ("", "")
 
 
@@ -129,8 +130,8 @@ def test_an_interrupted_process_ends_without_a_word(seconds: float) -> None:
 
 
 def test_says_its_version(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["--version"]) == 0
-    assert capsys.readouterr().out == f"kvjax {cli.version()}\n"
+    assert main.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"kvjax {main.version()}\n"
 
 
 def test_shows_public_names_alone() -> None:
@@ -145,14 +146,14 @@ def test_shows_public_names_alone() -> None:
 def test_every_listed_command_has_a_main() -> None:
     import importlib
 
-    for command in cli.available():
+    for command in main.available():
         assert callable(importlib.import_module(command.module).main), command.module
 
 
 def test_runs_as_a_module_and_imports_nothing_heavy() -> None:
     # flax itself imports rich.
     heavy = "{'transformers', 'torch', 'matplotlib', 'flax.nnx'}"
-    script = f"import sys, kvjax, kvjax.cli; kvjax.cli.main([]); sys.exit(', '.join({heavy} & set(sys.modules)) or 0)"
+    script = f"import sys, kvjax, kvjax.cli.main; kvjax.cli.main.main([]); sys.exit(', '.join({heavy} & set(sys.modules)) or 0)"
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}
     for arguments in (["-c", script], ["-m", "kvjax"]):
         run = subprocess.run([sys.executable, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True)
@@ -168,7 +169,7 @@ def test_env_says_what_an_issue_needs(
     (kept / "program").write_bytes(b"12345")
     for name, value in {"KVJAX_CACHE_DIR": str(kept), "KVJAX_KERNELS": "xla", "HF_TOKEN": "secret"}.items():
         monkeypatch.setenv(name, value)
-    assert cli.main(["env"]) == 0
+    assert main.main(["env"]) == 0
     lines = capsys.readouterr().out
     for said in (
         f"kvjax: {version()}",
@@ -178,7 +179,7 @@ def test_env_says_what_an_issue_needs(
     ):
         assert said in lines
     assert "secret" not in lines
-    assert cli.main(["env", "--json"]) == 0
+    assert main.main(["env", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["devices"][0].startswith("cpu")
 
 
@@ -280,27 +281,27 @@ def test_a_file_in_another_encoding_is_one_sentence(tmp_path: Path, capsys: pyte
 )
 def test_a_mistyped_word_is_one_sentence(words: str, sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        cli.main(words.split())
+        main.main(words.split())
     said = capsys.readouterr()
     assert ended.value.code == 2 and said.out == ""
     assert said.err.startswith(sentence) and said.err.count("\n") == 1
 
 
 def test_a_mistyped_command_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["generat"]) == 2
+    assert main.main(["generat"]) == 2
     assert capsys.readouterr().err == "kvjax has no command 'generat': did you mean generate?\n"
 
 
 def test_dashes_and_underscores_are_alike(capsys: pytest.CaptureFixture[str]) -> None:
     for words in (["train-less", "--help"], ["evaluate", "Perplexity", "--help"]):
         with pytest.raises(SystemExit) as ended:
-            cli.main(words)
+            main.main(words)
         assert ended.value.code == 0 and capsys.readouterr().out.startswith("usage: kvjax ")
     options = generate.parser().parse_args(["--max_new_tokens=7", "--prefill_chunk", "9", "--prompt", "a --b_c"])
     assert (options.max_new_tokens, options.prefill_chunk, options.prompt) == (7, 9, "a --b_c")
 
 
-OWN = "from kvjax.policies.registry import policy\n\ndef mine(recent=3):\n    return policy('h2o', recent=recent)\n"
+OWN = "from kvjax.methods.registry import policy\n\ndef mine(recent=3):\n    return policy('h2o', recent=recent)\n"
 COMMANDS = {
     "generate": "generate --prompt x",
     "chat": "chat",
@@ -321,7 +322,7 @@ def test_every_command_takes_one_grammar_of_policies(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     made: list[Policy] = []
-    real = policies.policy
+    real = methods.policy
 
     def policy(*words: Any, **settings: Any) -> Policy:
         found = real(*words, **settings)
@@ -335,7 +336,7 @@ def test_every_command_takes_one_grammar_of_policies(
     own = f"{tmp_path / 'mine.py'}:mine"
     words = COMMANDS[name].replace("TEXT", str(tmp_path / "text.txt")).replace("OUT", str(tmp_path / "out")).split()
     coded = real("h2o", codec="int8", plan="pyramid", recent=16)
-    monkeypatch.setattr("kvjax.options.policies.policy", policy)
+    monkeypatch.setattr("kvjax.cli.options.policies.policy", policy)
     performer: Any = {"residual": "less", "residual.kernels": "performer"}
     for asked, wanted in (
         ("--policy h2o+int8+pyramid[recent=16]", coded),
@@ -348,7 +349,7 @@ def test_every_command_takes_one_grammar_of_policies(
         (f"--policy {own}+int4[recent=5]", real(own, codec="int4", recent=5)),
     ):
         made.clear()
-        assert cli.main([*words, *asked.split()]) == 2
+        assert main.main([*words, *asked.split()]) == 2
         assert capsys.readouterr().err.startswith(f"kvjax {words[0]}")
         assert made == [wanted], asked
     for asked, said in (
@@ -358,6 +359,6 @@ def test_every_command_takes_one_grammar_of_policies(
         ("--policy h2o+int8 --codec int4", "--codec int4 does not go with int8 in the policy's name; name one codec."),
         ("--policy h2o --codec INT8", "there is no codec 'INT8'; did you mean int8?"),
     ):
-        assert cli.main([*words, *asked.split()]) == 2
+        assert main.main([*words, *asked.split()]) == 2
         told = capsys.readouterr().err
         assert said in told and told.count("\n") == 1

@@ -11,10 +11,10 @@ import pytest
 from flax import struct
 
 import kvjax
-from kvjax.cache.codec import Codec
-from kvjax.engine.state import held_positions
-from kvjax.policies.pairs import fitted
-from kvjax.policies.scores.recency import Recency
+from kvjax.inference.state import held_positions
+from kvjax.methods.compatibility import fitted
+from kvjax.methods.recency import Recency
+from kvjax.policies.quantizer import Codec
 from kvjax.rope import Rope, rope_frequencies, rotate
 from tests.models import GQA, random_model, small_config
 

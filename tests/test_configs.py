@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.engine.prepare import prepare
-from kvjax.policies import PLANS
-from kvjax.settings import PART_KEYS, config_directories, read_config
+from kvjax.inference.prepare import prepare
+from kvjax.methods import PLANS
+from kvjax.utils.settings import PART_KEYS, config_directories, read_config
 from tests.held import kept
 from tests.models import random_model, small_config
 

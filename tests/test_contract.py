@@ -15,15 +15,15 @@ from hypothesis import strategies as st
 from jaxtyping import Array
 
 import kvjax
-from kvjax.cache import paged
-from kvjax.compilation import temporary_bytes
-from kvjax.engine import decode, extend, read_prompts
-from kvjax.engine.extend import lower_prefill
-from kvjax.engine.state import held_positions, slot_limits
+from kvjax.cache.paged.storage import storage
+from kvjax.inference import decode, extend, prefill
+from kvjax.inference.extend import lower_prefill
+from kvjax.inference.state import held_positions, slot_limits
+from kvjax.methods.lightkv import AfterLimit
+from kvjax.methods.registry import REGISTRY
 from kvjax.model import Model
 from kvjax.models import Rope
-from kvjax.policies.lightkv import AfterLimit
-from kvjax.policies.registry import REGISTRY
+from kvjax.utils.compilation import temporary_bytes
 from pallas_kernels.operands import Quantised
 from tests.cases import FIRST, PAIRS, POLICIES, Case, slow
 from tests.held import unpacked
@@ -121,7 +121,7 @@ def close(a: Any, b: Any, tolerance: float = 2e-4) -> None:
 
 def programs() -> list[int]:
     """How many programs have been compiled to read prompts and to take steps."""
-    functions: list[Any] = [read_prompts._read_prompts, decode._step, extend._pack]
+    functions: list[Any] = [prefill._read_prompts, decode._step, extend._pack]
     return [function._cache_size() for function in functions]
 
 
@@ -146,7 +146,7 @@ def test_layers_that_share_a_program_read_the_same(name: str, monkeypatch: pytes
     case = CASES[name]
     state, logits = read(case)
     monkeypatch.setattr(read_prompts, "DEEP", GQA.layers)
-    layer: Any = read_prompts._read_layer
+    layer: Any = prefill._read_layer
     before = layer._cache_size()
     alone, found = read(case)
     sizes = 1 if state.policy.plan.per_head else len({view.shape for view in state.storage.positions()})
@@ -289,7 +289,7 @@ def test_a_row_does_not_know_its_neighbours(name: str) -> None:
 @every_mixture
 def test_bfloat16_stays_finite(name: str) -> None:
     state, logits = read(CASES[name], model=random_model(GQA, dtype=jnp.bfloat16))
-    pairs = state.storage.kv if isinstance(state.storage, paged.Paged) else state.storage.layers[0].kv
+    pairs = state.storage.kv if isinstance(state.storage, storage.Paged) else state.storage.layers[0].kv
     if isinstance(pairs.k, Quantised):
         assert pairs.k.codes.dtype == jnp.int8
     else:

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.cli import main
-from kvjax.files import directory_aside, recover_directory
+from kvjax.cli.main import main
 from kvjax.models import LoadError
-from kvjax.models.loading import read_checkpoint
+from kvjax.models.checkpoints.loading import read_checkpoint
+from kvjax.utils.files import directory_aside, recover_directory
 
 
 @pytest.fixture(scope="module")

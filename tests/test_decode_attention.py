@@ -13,8 +13,8 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from kvjax.cache import answers
-from kvjax.policies.scores.keyformer import GumbelSoftmax
+from kvjax.cache import stats
+from kvjax.methods.keyformer import GumbelSoftmax
 from kvjax.types import Heads, New, Parts
 from pallas_kernels.attention import AttentionSpec
 from pallas_kernels.common import Unsupported, slots_lie_along_lanes
@@ -167,7 +167,7 @@ def test_increments_are_those_of_keyformer():
     }
     probs = jnp.asarray(decode_attention(**asked, scores="each").scores)
     ask = GumbelSoftmax(tau_init=1.5, tau_end=1.5).asks(Heads(jnp.full((2, 2), 40), Parts()), new)
-    expected = answers.reduced(ask, probs[:, :, :, None], some["position"], new)
+    expected = stats.reduced(ask, probs[:, :, :, None], some["position"], new)
     gumbel = Gumbel(some["seed"], jnp.full(2, 1.5), layer=3)
     for way in (XLA, TPU_WAYS[0], GPU_WAYS[0]):
         found = decode_attention(**asked, scores=gumbel, **way.options)

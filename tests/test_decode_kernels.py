@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.engine.decode import step
-from kvjax.engine.state import held_positions
+from kvjax.inference.decode import step
+from kvjax.inference.state import held_positions
 from kvjax.types import Kernels
 from tests.cases import slow
 from tests.kernels import GPU_WAYS, TPU_WAYS

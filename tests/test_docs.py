@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 import kvjax
-from kvjax.policies import describe
+from kvjax.methods import describe
 from tests.serving import FakeEngine, events, served
 
 DOCS = Path(__file__).parent.parent / "docs"
@@ -72,7 +72,7 @@ def test_what_is_used_most_has_an_example() -> None:
 
 def members() -> dict[str, describe.Entry]:
     """Every policy and part by name."""
-    policies = {name: describe.described(name) for name in kvjax.policies.REGISTRY}
+    policies = {name: describe.described(name) for name in kvjax.methods.REGISTRY}
     return policies | {f"{part} {e.name}": e for part, entries in describe.parts().items() for e in entries}
 
 

@@ -14,23 +14,23 @@ import pytest
 from jaxtyping import Array
 
 import kvjax
-from kvjax import compilation, evaluate
-from kvjax.evaluate import lowrank_oracle
-from kvjax.evaluate.command import main
-from kvjax.evaluate.fidelity import hellinger
-from kvjax.evaluate.lowrank_oracle import Split
-from kvjax.evaluate.perplexity import begin
-from kvjax.evaluate.reports import weights
-from kvjax.evaluate.reports.claims import Claim, table
-from kvjax.evaluate.reports.figures import Point, new_figure, plot_quality, save_figure
-from kvjax.evaluate.reports.less.shelf import even_slots, open_shelf
-from kvjax.evaluate.runs import describe
-from kvjax.evaluate.store import Store
-from kvjax.evaluate.summary import paired
-from kvjax.evaluate.texts import passages
-from kvjax.policies.residuals import checkpoint
-from kvjax.policies.residuals.less import LowRankMemory
+from experiments import lowrank_oracle, weights
+from experiments.less.checkpoints import even_slots, open_shelf
+from experiments.lowrank_oracle import Split
+from kvjax import evaluation
+from kvjax.cli.evaluate import main
+from kvjax.evaluation.claims import Claim, table
+from kvjax.evaluation.fidelity import hellinger
+from kvjax.evaluation.figures import Point, new_figure, plot_quality, save_figure
+from kvjax.evaluation.perplexity import begin
+from kvjax.evaluation.runs import describe
+from kvjax.evaluation.store import Store
+from kvjax.evaluation.summary import paired
+from kvjax.evaluation.texts import passages
+from kvjax.methods.less import checkpoint
+from kvjax.methods.less.memory import LowRankMemory
 from kvjax.types import LayerConfig
+from kvjax.utils import compilation
 from pallas_kernels.attention import causal_mask
 from tests.models import GQA, random_model
 from tests.test_less import HIDDEN, kernels_for
@@ -47,7 +47,7 @@ def test_perplexity_of_a_full_budget_is_that_of_the_forward_pass(policy: str, pr
     model, tokens = random_model(GQA), ids()
     likelihood = jax.nn.log_softmax(model.logits(tokens)[:, :-1])
     expected = -np.take_along_axis(np.asarray(likelihood), tokens[:, 1:, None], -1)[..., 0][:, prefix - 1 :]
-    made = evaluate.perplexity(model, policy, tokens, 1.0, prefix=prefix)
+    made = evaluation.perplexity(model, policy, tokens, 1.0, prefix=prefix)
     np.testing.assert_allclose(made.nats, expected, atol=2e-5)
     assert made.nats_per_token() == pytest.approx(expected.mean(), abs=1e-5)
     assert made.rows(20).tolist() == pytest.approx(expected[:, 21 - prefix :].mean(1).tolist(), abs=1e-5)
@@ -62,7 +62,7 @@ def test_perplexity_is_what_prefill_and_decode_steps_say() -> None:
     for token in jnp.asarray(tokens[:, 1:], jnp.int32).T:
         nats.append(-jax.nn.log_softmax(logits)[jnp.arange(2), token])
         state, logits = kvjax.decode_step(state, token)
-    made = evaluate.perplexity(model, policy, tokens, 16)
+    made = evaluation.perplexity(model, policy, tokens, 16)
     np.testing.assert_allclose(made.nats.T, nats, atol=2e-5)
     assert made.cache_bytes == kvjax.cache_bytes(state) and made.full_cache_bytes == kvjax.full_cache_bytes(state)
 
@@ -77,9 +77,9 @@ def test_perplexity_is_what_prefill_and_decode_steps_say() -> None:
 )
 def test_perplexity_refuses_in_one_sentence(policy: str, settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        evaluate.perplexity(random_model(GQA), policy, ids(), 36, **settings)
+        evaluation.perplexity(random_model(GQA), policy, ids(), 36, **settings)
     with pytest.raises(ValueError, match="beyond 39"):
-        evaluate.Streamed(np.zeros((2, 39)), 1, 0, 0, 0, 0.0, 0.0).rows(39)
+        evaluation.Streamed(np.zeros((2, 39)), 1, 0, 0, 0, 0.0, 0.0).rows(39)
 
 
 SET: dict[str, dict[str, Any]] = {
@@ -95,11 +95,11 @@ SET: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", [name for name in kvjax.policies.REGISTRY if name != "less"])
+@pytest.mark.parametrize("name", [name for name in kvjax.methods.REGISTRY if name != "less"])
 def test_settings_are_read_off_parts(name: str) -> None:
     for settings in ({}, SET.get(name, {"sinks": 3, "positions": "original"})):
         made = kvjax.policy(name, **settings)
-        found = kvjax.policies.settings_in(made)
+        found = kvjax.methods.settings_in(made)
         assert found.items() >= settings.items() and kvjax.policy(name, **found) == made
 
 
@@ -126,8 +126,8 @@ def test_hellinger() -> None:
 
 def test_fidelity_is_zero_until_something_is_evicted() -> None:
     model, tokens = random_model(GQA), ids()
-    assert evaluate.fidelity(model, "h2o", tokens, 40).hellinger.max() < 1e-3
-    found = evaluate.fidelity(model, "h2o", tokens, 16)
+    assert evaluation.fidelity(model, "h2o", tokens, 40).hellinger.max() < 1e-3
+    found = evaluation.fidelity(model, "h2o", tokens, 16)
     apart = found.hellinger
     assert apart.shape == (2, 40, GQA.layers) and apart[:, :16].max() < 1e-3 and apart[:, 17:].min() > 0.01
     np.testing.assert_allclose(found.kept[:, :16], 1, atol=1e-5)
@@ -139,12 +139,12 @@ def test_fidelity_is_zero_until_something_is_evicted() -> None:
     ours, full = (jax.nn.log_softmax(each) for each in (logits, model.logits(tokens)[:, -1]))
     np.testing.assert_allclose(found.divergence[:, -1], jnp.sum(jnp.exp(full) * (full - ours), axis=-1), atol=1e-4)
     assert (found.agrees[:, -1] == (jnp.argmax(ours, -1) == jnp.argmax(full, -1))).all()
-    coded = evaluate.fidelity(model, kvjax.policy("h2o", codec="int8"), tokens, 40).hellinger
+    coded = evaluation.fidelity(model, kvjax.policy("h2o", codec="int8"), tokens, 40).hellinger
     assert 1e-4 < coded.max() < 0.05
     with pytest.raises(ValueError, match="positions=original"):
-        evaluate.fidelity(model, "streaming", tokens, 16)
+        evaluation.fidelity(model, "streaming", tokens, 16)
     with pytest.raises(ValueError, match="selection"):
-        evaluate.fidelity(model, "topk_oracle", tokens, 16)
+        evaluation.fidelity(model, "topk_oracle", tokens, 16)
 
 
 def test_fidelity_gives_evicted_tokens_their_share_of_equation_3() -> None:
@@ -173,7 +173,7 @@ def test_fidelity_gives_evicted_tokens_their_share_of_equation_3() -> None:
     ours = jnp.where(evicted, features, weights)
     rows = [x / x.sum(-1, keepdims=True) for x in (weights, ours)]
     expected = hellinger(*rows).mean((1, 2))
-    found = evaluate.fidelity(model, policy, tokens, budget).hellinger[..., 0]
+    found = evaluation.fidelity(model, policy, tokens, budget).hellinger[..., 0]
     np.testing.assert_allclose(found, expected, atol=1e-3)
     assert np.asarray(expected)[:, budget:].min() > 0.01
 
@@ -186,13 +186,13 @@ def tiny() -> kvjax.Model:
 def test_recall(tiny: kvjax.Model) -> None:
     text = np.asarray(tiny.tokenizer(TEXT)["input_ids"])
     settings: dict[str, Any] = dict(text=text, forms=("pair",), cases=4)
-    assert evaluate.recall(tiny, "full", 1.0, 50, **settings).share["pair"] > 0.5
-    forgetful = evaluate.recall(tiny, "window", 8, 50, **settings)
+    assert evaluation.recall(tiny, "full", 1.0, 50, **settings).share["pair"] > 0.5
+    forgetful = evaluation.recall(tiny, "window", 8, 50, **settings)
     assert forgetful.mean == 0.0 and forgetful.cache_bytes < forgetful.full_cache_bytes
     wrong: dict[str, Any]
     for wrong, message in (({"forms": ("poem",)}, "poem"), ({"length": 10**6}, "length=1000000")):
         with pytest.raises(ValueError, match=message):
-            evaluate.recall(tiny, "full", **(settings | wrong))
+            evaluation.recall(tiny, "full", **(settings | wrong))
 
 
 def test_passages(tiny: kvjax.Model, tmp_path: Path) -> None:
@@ -292,7 +292,7 @@ def test_less_report_is_written_and_resumes(saved: Path, tmp_path: Path, capsys:
     text.write_text(TEXT)
     words = ["less", "--text", str(text), "--out", str(tmp_path / "out"), "--rows", "2", "--length", "40"]
     words += ["--budgets", "0.012", "--checkpoints", f"kernels={copied(saved, tmp_path / 'kernels', budget=12)}"]
-    assert evaluate.main([*words, "--only", "performer"]) == 0
+    assert evaluation.main([*words, "--only", "performer"]) == 0
     first = capsys.readouterr().err.splitlines()
     measured_names = [f"perplexity: {name}, 12 slots" for name in ("h2o", "h2o performer", "less kernels on h2o")]
     assert [line.rpartition(": ")[0] for line in first] == measured_names
@@ -301,9 +301,9 @@ def test_less_report_is_written_and_resumes(saved: Path, tmp_path: Path, capsys:
     assert "performer" in written and "| not measured |" not in written and "**not measured**" in written
     measured = json.loads((tmp_path / "out" / "less" / "measurements.json").read_text())
     assert len(measured) == 3
-    assert evaluate.main([*words, "--only", "performer"]) == 0
+    assert evaluation.main([*words, "--only", "performer"]) == 0
     assert capsys.readouterr().err == "" and (tmp_path / "out" / "less.md").read_text() == written
-    assert evaluate.main([*words, "--only", "performer", "--redo"]) == 0
+    assert evaluation.main([*words, "--only", "performer", "--redo"]) == 0
     assert capsys.readouterr().err.splitlines() == first
 
 
@@ -312,7 +312,7 @@ def test_quality_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     text = tmp_path / "story.txt"
     text.write_text(TEXT)
     words = ["quality", "--text", str(text), "--out", str(tmp_path / "out"), "--rows", "2", "--length", "40"]
-    assert evaluate.main([*words, "--policies", "window,snapkv", "--budgets", "12"]) == 0
+    assert evaluation.main([*words, "--policies", "window,snapkv", "--budgets", "12"]) == 0
     assert capsys.readouterr().out == f"{tmp_path / 'out' / 'quality.md'}\n"
     written = (tmp_path / "out" / "quality.md").read_text()
     assert "| window | 12 |" in written and "snapkv at 12 is left out: sinks + recent" in written
@@ -334,7 +334,7 @@ def test_a_mistake_is_one_sentence(
 ) -> None:
     text = tmp_path / "story.txt"
     text.write_text(TEXT)
-    assert evaluate.main(["less", "--text", str(text), "--out", str(tmp_path / "out"), *words]) == 2
+    assert evaluation.main(["less", "--text", str(text), "--out", str(tmp_path / "out"), *words]) == 2
     caught = capsys.readouterr()
     assert caught.out == "" and message in caught.err and caught.err.count("\n") == 1
     assert not (tmp_path / "out").exists()

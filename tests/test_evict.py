@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 import kvjax
 from kvjax.cache import slots
 from kvjax.cache.dense import Dense
-from kvjax.policies.scores.lsh_e import Hamming, projections
+from kvjax.methods.lsh_e import Hamming, projections
 from kvjax.types import KV, Kernels, New, Parts, View
 from pallas_kernels.attention import AttentionSpec
 from pallas_kernels.common import Unsupported

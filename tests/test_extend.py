@@ -12,16 +12,16 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.cache.paged import Paged
-from kvjax.engine.state import slot_limits
+from kvjax.cache.paged.storage import Paged
+from kvjax.inference.state import slot_limits
 from kvjax.model import Model
-from kvjax.policies.plan import AdaKV
+from kvjax.policies.allocation import AdaKV
 from tests.cases import FIRST, PAIRS, POLICIES, Case, core, slow
 from tests.held import kept
 from tests.models import GQA, random_model, small_config
 from tests.oracles.decoder import Decoder
 
-engine = importlib.import_module("kvjax.engine.extend")  # the package has a function of this name
+engine = importlib.import_module("kvjax.inference.extend")  # the package has a function of this name
 CASES = POLICIES | PAIRS
 LENGTHS = (41, 9)
 TEXT = np.random.default_rng(4).integers(0, GQA.vocab_size, (2, 120))

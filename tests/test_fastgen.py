@@ -14,13 +14,13 @@ import pytest
 
 import kvjax
 from kvjax import generate
-from kvjax.cache import paged, recomputed
-from kvjax.cache.page_table import round_pages
-from kvjax.engine import decode, extend, read_prompts
-from kvjax.engine.prepare import prepare, round_slots
-from kvjax.engine.state import State, held_positions, slot_limits
+from kvjax.cache.paged.storage import storage
+from kvjax.cache.paged.table import round_pages
+from kvjax.inference import decode, extend, prefill
+from kvjax.inference.prepare import prepare, round_slots
+from kvjax.inference.state import State, held_positions, slot_limits
 from kvjax.models import Rope
-from kvjax.policies.plan import AdaKV
+from kvjax.policies.allocation import AdaKV
 from kvjax.types import Kernels
 from tests.cases import fastgen_case
 from tests.models import GQA, MHA, random_model, small_config
@@ -56,8 +56,8 @@ def choices(state) -> np.ndarray:
     return np.array([np.asarray(parts.plan.choice) for parts in pool(state).state])
 
 
-def pool(state) -> paged.Paged:
-    assert isinstance(state.storage, paged.Paged)
+def pool(state) -> storage.Paged:
+    assert isinstance(state.storage, storage.Paged)
     return state.storage
 
 
@@ -134,7 +134,7 @@ def test_a_second_prompt_of_the_bucket_compiles_nothing():
             decode.decode_step_in_place(jax.tree.map(jnp.copy, state), jnp.zeros(2, jnp.int32))
             sizes.add(pool(state).position.shape)
             layouts.add(np.asarray(pool(state).owner).tobytes())
-            programs: list[Any] = [read_prompts._read_prompts, extend._pack, decode._step_in_place]
+            programs: list[Any] = [prefill._read_prompts, extend._pack, decode._step_in_place]
             compiled.append([program._cache_size() for program in programs])
     reads, packs, steps = (after - before for before, after in zip(compiled[0], compiled[-1], strict=True))
     assert reads == 0 and packs == steps == len(sizes) - 1
@@ -227,9 +227,9 @@ def test_long_prompts_are_profiled_in_blocks(monkeypatch: pytest.MonkeyPatch) ->
     settings: dict[str, Any] = dict(local=0.6, threshold=0.9, **IDS)
     whole, _ = read(random_model(GQA), prompts, **settings)
     monkeypatch.setattr(recomputed, "query_block", lambda tokens, rows: 16)
-    read_prompts._read_prompts.clear_cache()  # type: ignore[attr-defined]
+    prefill._read_prompts.clear_cache()  # type: ignore[attr-defined]
     blocks, _ = read(random_model(GQA), prompts, **settings)
-    read_prompts._read_prompts.clear_cache()  # type: ignore[attr-defined]
+    prefill._read_prompts.clear_cache()  # type: ignore[attr-defined]
     for one, other in zip(whole.storage.states(), blocks.storage.states(), strict=True):
         np.testing.assert_allclose(one.plan.recovered, other.plan.recovered, atol=1e-5)
 
@@ -241,8 +241,8 @@ def dense_with_limits(model, policy, budget, limits):
         limits=tuple(np.asarray(limit, np.int32) for limit in limits),
         capacities=tuple(round_slots(int(limit.max())) for limit in limits),
     )
-    arrays, static = read_prompts._arguments(model, prompts), read_prompts._static(model, prompts, Kernels())
-    storage, _, seed, logits = read_prompts._read_prompts(*arrays, **static)
+    arrays, static = prefill._arguments(model, prompts), prefill._static(model, prompts, Kernels())
+    storage, _, seed, logits = prefill._read_prompts(*arrays, **static)
     start, horizon = jnp.asarray(prompts.lengths), jnp.asarray(prompts.horizon)
     active = jnp.ones(start.shape, bool)
     ends = start + horizon

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import event, given, settings
 
 import kvjax
-from kvjax.engine.state import slot_limits
+from kvjax.inference.state import slot_limits
 from kvjax.model import Model
 from kvjax.models.sharding import mesh_of, weight_shardings
 from kvjax.policies.protection import Protection

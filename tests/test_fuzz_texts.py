@@ -18,13 +18,14 @@ from hypothesis import strategies as st
 
 import kvjax
 from kvjax import generate
+from kvjax.generation.chat import Conversation
+from kvjax.generation.prompts import encode
+from kvjax.generation.sampling import Sampling
+from kvjax.methods import REGISTRY
 from kvjax.model import Model
-from kvjax.policies import REGISTRY, Policy
-from kvjax.sampling.conversation import Conversation
-from kvjax.sampling.prompts import encode
-from kvjax.sampling.sample import Sampling
-from kvjax.serve.engine import Engine
-from kvjax.serve.requests import Request
+from kvjax.policies import Policy
+from kvjax.serving.engine import Engine
+from kvjax.serving.requests import Request
 from tests.drawn import CHECKS
 from tests.test_serve_engine import ask
 

@@ -17,15 +17,15 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax import generate, options
-from kvjax.engine import read_prompts
-from kvjax.engine.decode import checked_token
-from kvjax.engine.prepare import prepare
-from kvjax.pictures import cache_map
-from kvjax.policies import describe
-from kvjax.sampling import loop
-from kvjax.sampling.texts import Stream, encode, generate_ids
-from kvjax.settings import config_directories, parse_value, read_config, seed_number
+from kvjax import generate
+from kvjax.cli.main import cache_map, options
+from kvjax.generation import loop
+from kvjax.generation.generate import Stream, encode, generate_ids
+from kvjax.inference import prefill
+from kvjax.inference.decode import checked_token
+from kvjax.inference.prepare import prepare
+from kvjax.methods import describe
+from kvjax.utils.settings import config_directories, parse_value, read_config, seed_number
 from tests.cases import slow
 from tests.models import GQA, random_model
 
@@ -70,7 +70,7 @@ def test_what_varies_between_calls_compiles_nothing(model: kvjax.Model) -> None:
     usual: dict[str, Any] = dict(policy="less", budget=32, max_new_tokens=24)
     first = generate_ids(model, ids, **usual)
     assert first.compile_seconds > 0
-    programs: list[Any] = [read_prompts._read_prompts, loop._many, loop.draw]
+    programs: list[Any] = [prefill._read_prompts, loop._many, loop.draw]
     before = [program._cache_size() for program in programs]
     changes: list[dict[str, Any]] = [
         dict(temperature=0.0),
@@ -405,14 +405,14 @@ def test_an_empty_prompt_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
 def test_policies_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert generate.main(["--policy", "list"]) == 0
     listed = capsys.readouterr().out
-    tables = (kvjax.policies.REGISTRY, kvjax.policies.PLANS, kvjax.policies.RESIDUALS, kvjax.policies.SELECTIONS)
-    assert all(name in listed for table in (*tables, kvjax.policies.CODECS) for name in table)
-    assert set().union(*kvjax.policies.PAPERS.values()) == set(kvjax.policies.REGISTRY)
+    tables = (kvjax.methods.REGISTRY, kvjax.methods.PLANS, kvjax.methods.RESIDUALS, kvjax.methods.SELECTIONS)
+    assert all(name in listed for table in (*tables, kvjax.methods.CODECS) for name in table)
+    assert set().union(*kvjax.methods.PAPERS.values()) == set(kvjax.methods.REGISTRY)
     assert "recent=0.5" in listed and "plan.floor=0.2" in listed and "residual.kernels='learned'" in listed
 
 
 def test_help_says_what_settings_mean(capsys: pytest.CaptureFixture[str]) -> None:
-    for name in kvjax.policies.REGISTRY:
+    for name in kvjax.methods.REGISTRY:
         assert all(setting.meaning for setting in describe.described(name).settings), name
     assert all(
         setting.meaning for entries in describe.parts().values() for entry in entries for setting in entry.settings
@@ -433,7 +433,7 @@ def test_configs_of_less_run(name: str, model: kvjax.Model) -> None:
     # The others run in test_configs.py, on a random model.
     config = read_config(name)
     if config["settings"].get("kernels") != "performer":
-        from kvjax.policies.residuals import checkpoint
+        from kvjax.methods.less import checkpoint
 
         try:
             checkpoint.find("", config["settings"]["base"])
@@ -481,5 +481,5 @@ def test_a_stream_shows_whole_characters(model: kvjax.Model) -> None:
 
 
 def test_shipped_configs_are_found() -> None:
-    assert set(kvjax.policies.REGISTRY) <= {read_config(name)["policy"] for name in CONFIGS}
+    assert set(kvjax.methods.REGISTRY) <= {read_config(name)["policy"] for name in CONFIGS}
     assert all(isinstance(directory, Path) for directory in config_directories())

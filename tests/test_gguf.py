@@ -21,8 +21,8 @@ from safetensors.numpy import save_file
 from tokenizers import Tokenizer
 
 import kvjax
-from kvjax.gguf_tokenizer import gguf_tokenizer
 from kvjax.models import FAMILIES, LoadError
+from kvjax.models.checkpoints.gguf_tokenizer import gguf_tokenizer
 from kvjax.models.families import read_config
 from kvjax.models.weights import leaf_name, weight_shapes
 from kvjax.rope import Rope, rope_frequencies
@@ -300,7 +300,7 @@ def test_metadata_that_nobody_reads_is_refused(key: str, value: Any, sentence: s
 
 
 def test_halves_and_rows_that_are_dequantised_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvjax.models.gguf._AT_ONCE", 1000)  # three rows at a time
+    monkeypatch.setattr("kvjax.models.checkpoints.gguf._AT_ONCE", 1000)  # three rows at a time
     tensors = tensors_of(SETTINGS)
     query = "model.layers.0.self_attn.q_proj.weight"
     down = "model.layers.0.mlp.down_proj.weight"

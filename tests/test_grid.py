@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 import kvjax
-from kvjax.evaluate import command
-from kvjax.evaluate.grid import Rows, entries
-from kvjax.options import combination
-from kvjax.policies.plan import AdaKV
-from kvjax.policies.residuals.less import LowRankMemory
-from kvjax.sampling.questions import answer_each
-from kvjax.sampling.texts import generate_ids
+from kvjax.cli.main import evaluate
+from kvjax.cli.options import combination
+from kvjax.evaluation.grid import Rows, entries
+from kvjax.generation.generate import generate_ids
+from kvjax.generation.questions import answer_each
+from kvjax.methods.less.memory import LowRankMemory
+from kvjax.policies.allocation import AdaKV
 
 WORDS = "The old man went down to the river with his dog and a lamp, for it was late. " * 12
 
@@ -72,10 +72,10 @@ def test_a_grid_goes_on_where_it_was_cut(tmp_path: Path, capsys: pytest.CaptureF
     text, out = tmp_path / "words.txt", tmp_path / "out"
     text.write_text(WORDS)
     words = f"perplexity --text {text} --rows 2 --lengths 32 --policies h2o --out {out} --budgets".split()
-    assert command.main([*words, "8"]) == 0
+    assert evaluate.main([*words, "8"]) == 0
     file = out / "perplexity.jsonl"
     first = file.read_text().splitlines()
-    assert command.main([*words, "8,40"]) == 0, capsys.readouterr().err
+    assert evaluate.main([*words, "8,40"]) == 0, capsys.readouterr().err
     rows: list[dict[str, Any]] = [json.loads(line) for line in file.read_text().splitlines()]
     assert file.read_text().splitlines()[:2] == first and len(rows) == 3
     assert [row["budget"] for row in rows] == [1.0, 8, 40]
@@ -107,7 +107,7 @@ def test_results_are_told_as_they_come_and_beside_each_other(
     words = ["compare", "--text", str(text), "--rows", "2", "--lengths", "32", "--budgets", "8", "--out", str(out)]
     words += ["--policies", f"{mine}:Mine,h2o,lightkv[context_limit=3]"]
     with pytest.warns(UserWarning, match="Mine protects no token"):
-        assert command.main(words) == 0
+        assert evaluate.main(words) == 0
     found = capsys.readouterr()
     rows = {task: Rows(out / f"{task}.jsonl").rows for task in ("perplexity", "fidelity")}
     full, h2o = (next(row for row in rows["perplexity"] if row["policy"] == name) for name in ("full", "h2o"))
@@ -122,7 +122,7 @@ def test_results_are_told_as_they_come_and_beside_each_other(
     # What has been measured is found again, but for a policy whose file has changed.
     mine.write_text(MINE.format(sign="-"))
     with pytest.warns(UserWarning, match="Mine protects no token"):
-        assert command.main(words) == 0
+        assert evaluate.main(words) == 0
     again = Rows(out / "perplexity.jsonl").rows
     assert [row["policy"] for row in again[len(rows["perplexity"]) :]] == [f"{mine}:Mine"]
 
@@ -134,7 +134,7 @@ def test_questions_are_asked_after_the_context_was_compressed(
     words = f"retrieval --families pass_key,frequent_words --lengths 400 --depths 0.5 --cases 2 --out {out}".split()
     words += ["--policies", "streaming", "--budgets", "32", "--max-new-tokens", "4"]
     for more in ([], ["--query-aware"], ["--chat"]):
-        assert command.main([*words, *more]) == 0, capsys.readouterr().err
+        assert evaluate.main([*words, *more]) == 0, capsys.readouterr().err
     assert "left out" not in capsys.readouterr().err
     rows = Rows(out / "retrieval.jsonl").rows
     assert len(rows) == 3 * 2 * 2 and {row["family"] for row in rows} == {"pass_key", "frequent_words"}
@@ -146,7 +146,7 @@ def test_questions_are_asked_after_the_context_was_compressed(
 
 def test_what_does_not_fit_is_left_out_and_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = f"retrieval --families frequent_words --lengths 200 --policies full --out {tmp_path}".split()
-    assert command.main(words) == 0
+    assert evaluate.main(words) == 0
     assert "left out: length=" in capsys.readouterr().err
     (row,) = Rows(tmp_path / "retrieval.jsonl").rows
     assert "too short for frequent_words" in row["refused"]
@@ -159,11 +159,11 @@ def test_answers_of_a_file_are_scored(tmp_path: Path, capsys: pytest.CaptureFixt
         json.dumps({"context": WORDS, "question": "Where did he go?", "answer": ["river", "the dog"]}) + "\n"
     )
     words = f"generation --file {file} --policies h2o --budgets 24 --max-new-tokens 4 --out {out}".split()
-    assert command.main(words) == 0, capsys.readouterr().err
+    assert evaluate.main(words) == 0, capsys.readouterr().err
     for row in Rows(out / "generation.jsonl").rows:
         assert {"rouge-1", "rouge-2", "rouge-l", "f1", "exact_match"} <= set(row) and row["cases"] == 1
     file.write_text("{}\n")
-    assert command.main(words) == 2
+    assert evaluate.main(words) == 2
     assert "line 1" in capsys.readouterr().err
 
 
@@ -201,7 +201,7 @@ def test_rows_of_several_runs_are_joined_on_a_page(tmp_path: Path, capsys: pytes
     notes = tmp_path / "notes.md"
     notes.write_text("What to see: nothing & all.\n")
     words = ["report", "--runs", str(first), str(second), "--out", str(out), "--name", "toy", "--title", "A toy"]
-    assert command.main([*words, "--notes", str(notes)]) == 0, capsys.readouterr().err
+    assert evaluate.main([*words, "--notes", str(notes)]) == 0, capsys.readouterr().err
     page = (out / "toy.md").read_text()
     assert page.startswith("# A toy\n") and "\nWhat to see: nothing & all.\n" in page and page.count("## ") == 5
     # Beside the full cache: 0.75, 0.75, 1.5 and 0.0 more, whose standard error is 0.3062.
@@ -218,7 +218,7 @@ def test_rows_of_several_runs_are_joined_on_a_page(tmp_path: Path, capsys: pytes
     ]
     whole = (out / "toy.html").read_text()
     assert whole.count("data:image/png;base64,") == 6 and "nothing &amp; all" in whole and "<td>0.125</td>" in whole
-    assert command.main(["report", "--runs", str(tmp_path / "nothing"), "--out", str(out)]) == 2
+    assert evaluate.main(["report", "--runs", str(tmp_path / "nothing"), "--out", str(out)]) == 2
     assert "there are no rows" in capsys.readouterr().err
 
 
@@ -246,6 +246,6 @@ def test_wrong_grids_are_refused_before_anything_is_loaded(
     monkeypatch.setattr(command, "load", None)
     text = tmp_path / "words.txt"
     text.write_text(WORDS)
-    assert command.main(words.format(text=text).split()) == 2
+    assert evaluate.main(words.format(text=text).split()) == 2
     said = capsys.readouterr().err
     assert message in said and said.count("\n") == 1

@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.engine.prepare import bucket_rows
-from kvjax.evaluate import command
-from kvjax.evaluate.grid import Rows
-from kvjax.evaluate.harness import adapter
+from kvjax.cli.main import evaluate
+from kvjax.evaluation.grid import Rows
+from kvjax.evaluation.harness import adapter
+from kvjax.inference.prepare import bucket_rows
 
 STORY = "Once upon a time there was a girl named Lily. She liked to play in the garden with her dog."
 PAIRS = [
@@ -113,7 +113,7 @@ def test_it_says_what_to_install(
     monkeypatch.delitem(sys.modules, "lm_eval.tasks", raising=False)
     with pytest.raises(ValueError, match=re.escape("pip install 'kvjax[harness]'")):
         adapter(model)
-    assert command.main(["harness", "--tasks", "a", "--out", str(tmp_path)]) == 2
+    assert evaluate.main(["harness", "--tasks", "a", "--out", str(tmp_path)]) == 2
     assert "pip install 'kvjax[harness]'" in capsys.readouterr().err
 
 
@@ -225,7 +225,7 @@ def test_a_task_in_a_grid(
     out = tmp_path / "out"
     words = f"harness --limit 2 --include-path {tmp_path} --out {out} --tasks".split()
     for more in ("choosing --policies streaming --budgets 6", "writing --policies full"):
-        assert command.main([*words, *more.split()]) == 0, capsys.readouterr().err
+        assert evaluate.main([*words, *more.split()]) == 0, capsys.readouterr().err
     assert "left out" not in capsys.readouterr().err
     choosing, streamed, writing = rows = Rows(out / "harness.jsonl").rows
     assert [(row["task"], row["policy"]) for row in rows] == [
@@ -241,5 +241,5 @@ def test_a_task_in_a_grid(
     assert choosing["acc"] == 1 and choosing["acc_standard_error"] == 0
     assert choosing["cache_bytes"] == choosing["full_cache_bytes"] == streamed["full_cache_bytes"]
     assert 0 <= writing["exact_match"] <= 1 and writing["exact_match_standard_error"] >= 0
-    assert command.main([*words, "nothing"]) == 2
+    assert evaluate.main([*words, "nothing"]) == 2
     assert "has no task 'nothing'" in capsys.readouterr().err

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.policies.scores.keyformer import GumbelSoftmax
+from kvjax.methods.keyformer import GumbelSoftmax
 from tests.held import layers
 from tests.models import GQA, random_model
 

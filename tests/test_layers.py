@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kvjax
-from kvjax.cache.paged import Paged
-from kvjax.engine.decode import lower_step
+from kvjax.cache.paged.storage import Paged
+from kvjax.inference.decode import lower_step
+from kvjax.methods.less import checkpoint
 from kvjax.models import ModelConfig, Rope
-from kvjax.policies.plan import AdaKV
-from kvjax.policies.residuals import checkpoint
+from kvjax.policies.allocation import AdaKV
 from kvjax.types import LayerConfig
 from tests.cases import slow
 from tests.models import random_model, small_config

@@ -14,14 +14,15 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax import generate, options
+from experiments import lowrank_oracle
+from kvjax import generate
 from kvjax.cache.slots import TOKEN_BLOCK
-from kvjax.evaluate import lowrank_oracle
+from kvjax.cli.main import options
+from kvjax.methods.less import checkpoint
+from kvjax.methods.less.feature_maps import Psi, init_kernels, layer_params, performer_kernels
+from kvjax.methods.less.memory import LowRankMemory
+from kvjax.methods.registry import REGISTRY
 from kvjax.models import ModelConfig
-from kvjax.policies.registry import REGISTRY
-from kvjax.policies.residuals import checkpoint
-from kvjax.policies.residuals.kernels import Psi, init_kernels, layer_params, performer_kernels
-from kvjax.policies.residuals.less import LowRankMemory
 from kvjax.types import Evicted, New, Partial
 from pallas_kernels.attention import merge, share_of_evicted
 from tests.cases import Case, fastgen_case, slow

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from kvjax.policies.residuals.kernels import Phi, Psi
+from kvjax.methods.less.feature_maps import Phi, Psi
 from pallas_kernels.attention import Partial
 from pallas_kernels.common import Unsupported
 from pallas_kernels.less_kernels import phi, psi, remember

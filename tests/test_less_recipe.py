@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.engine.prepare import plan_slots, ready
+from kvjax.inference.prepare import plan_slots, ready
+from kvjax.methods.less.feature_maps import Phi, Psi, init_kernels
 from kvjax.model import Model
-from kvjax.policies.residuals.kernels import Phi, Psi, init_kernels
-from kvjax.train.less.errors import held_out_errors
-from kvjax.train.less.record import Features, record
-from kvjax.train.less.train import Recipe, mean_error, output_projections, split_texts, train, training_mesh
+from kvjax.training.less.errors import held_out_errors
+from kvjax.training.less.record import Features, record
+from kvjax.training.less.train import Recipe, mean_error, output_projections, split_texts, train, training_mesh
 from tests.models import GQA, sharp_model
 from tests.oracles import less, less_training
 from tests.test_less import HIDDEN, kernels_for

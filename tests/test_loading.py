@@ -22,10 +22,10 @@ from safetensors.numpy import load_file, save_file
 import kvjax
 from kvjax.model import Model, load
 from kvjax.models import FAMILIES, LoadError, Rope, random_weights
+from kvjax.models.checkpoints.loading import _finite
+from kvjax.models.checkpoints.saving import write_checkpoint
 from kvjax.models.decoder import Linear
 from kvjax.models.families import read_config
-from kvjax.models.loading import _finite
-from kvjax.models.saving import write_checkpoint
 from kvjax.models.weights import leaf_name, quantised, weight_shapes
 
 SETTINGS = {
@@ -513,7 +513,7 @@ def test_large_checkpoints_show_how_far_they_are(
     monkeypatch.setenv("FORCE_COLOR", "1")  # which makes a terminal of whatever is written to
     load(tmp_path)
     assert capsys.readouterr() == ("", "")
-    monkeypatch.setattr("kvjax.models.loading._LARGE", 0)
+    monkeypatch.setattr("kvjax.models.checkpoints.loading._LARGE", 0)
     load(tmp_path)
     out, err = capsys.readouterr()
     assert out == "" and "loading model.safetensors" in err and "100%" in err

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax import evaluate, generate
-from kvjax.evaluate.reports.long import in_windows
+from experiments.long import in_windows
+from kvjax import evaluation, generate
 
 
 def stories(model: kvjax.Model, rows: int, tokens: int) -> str:
@@ -30,7 +30,7 @@ def test_perplexity_stays_as_low_as_within_the_trained_length(
     assert length > 2 * model.config.max_positions
     (tmp_path / "stories.txt").write_text(stories(model, rows, tokens), encoding="utf-8")
     words = ["long", "--text", str(tmp_path / "stories.txt"), "--out", str(tmp_path), "--length", str(length)]
-    assert evaluate.main([*words, "--policies", "streaming", "--budget", str(slots)]) == 0
+    assert evaluation.main([*words, "--policies", "streaming", "--budget", str(slots)]) == 0
     measured = json.loads((tmp_path / "long" / "measurements.json").read_text())
     nats = np.array(measured["streaming"]["result"]["stories"])
     assert len(nats) == (length - 1) // 1000 and np.isfinite(nats).all()

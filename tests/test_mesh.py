@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from kvjax.bench import parts
-from kvjax.evaluate import command
+from benchmarks import parts
+from kvjax.cli.main import evaluate
 from kvjax.models.sharding import parse_mesh
 from tests.cases import PAIRS, POLICIES, slow
 
@@ -107,11 +107,11 @@ def test_a_report_says_the_same_on_a_mesh() -> None:
     assert alone.keys() == several.keys() and all(several[name] == pytest.approx(alone[name]) for name in alone)
 
 
-@pytest.mark.parametrize("report", command.REPORTS)
+@pytest.mark.parametrize("report", evaluate.REPORTS)
 def test_every_report_takes_a_mesh(report: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "fox.txt").write_text("A fox. " * 20)
     words = [report, "--text", str(tmp_path / "fox.txt"), "--out", str(tmp_path), "--mesh", "model=9999"]
-    assert command.main(words) == 2
+    assert evaluate.main(words) == 2
     assert "--mesh model=9999 asks for 9999 devices" in capsys.readouterr().err
 
 

@@ -13,14 +13,14 @@ from jaxtyping import Array
 from safetensors.numpy import load_file, save_file
 
 import kvjax
+from kvjax.generation.generate import generate_ids
 from kvjax.model import Model, load
 from kvjax.models import ModelConfig, Rope, Weights
+from kvjax.models.checkpoints.saving import write_checkpoint
 from kvjax.models.decoder import forward
 from kvjax.models.families import read_config
-from kvjax.models.product import in_blocks, product
-from kvjax.models.saving import write_checkpoint
+from kvjax.models.matmul import in_blocks, product
 from kvjax.rope import rotate
-from kvjax.sampling.texts import generate_ids
 from pallas_kernels.common import platform_of
 from tests.cases import slow
 from tests.models import GQA, LEARNED, MODELS, MQA, random_checkpoint, random_model, small_config
@@ -253,7 +253,7 @@ def test_halves_of_the_outputs_are_the_whole_to_the_bit(outputs: int) -> None:
 
 
 def test_rows_of_long_texts_go_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvjax.models.product.BLOCK", 4)
+    monkeypatch.setattr("kvjax.models.matmul.BLOCK", 4)
     x, asked = jax.random.normal(jax.random.key(0), (2, 5, 3)), []
 
     def doubled(rows: Array) -> Array:
@@ -265,7 +265,7 @@ def test_rows_of_long_texts_go_in_blocks(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_single_row_is_no_product_of_vectors_on_tpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvjax.models.product.platform_of", lambda _: "tpu")
+    monkeypatch.setattr("kvjax.models.matmul.platform_of", lambda _: "tpu")
     x, weight = jax.random.normal(jax.random.key(0), (1, 1, 24)), jax.random.normal(jax.random.key(1), (40, 24))
     np.testing.assert_allclose(product(x, weight), x @ weight.T, rtol=1e-5, atol=1e-6)
     assert "f32[2,40] = dot_general" in str(jax.make_jaxpr(product)(x, weight))

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.policies.scores import lsh_e
+from kvjax.methods import lsh_e
 from pallas_kernels import noise
 from pallas_kernels.hamming import distances, hashes, pack, unpack
 from tests.models import random_model, small_config

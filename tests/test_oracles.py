@@ -12,7 +12,7 @@ import pytest
 from jaxtyping import Array, Float, Int
 
 import kvjax
-from kvjax.engine import decode
+from kvjax.inference import decode
 from kvjax.model import Model
 from kvjax.models import ModelConfig
 from kvjax.policies import Policy

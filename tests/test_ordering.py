@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kvjax
-from kvjax.evaluate.ordering import compare, ordering
+from kvjax.evaluation.ordering import compare, ordering
 from kvjax.model import Model
 from kvjax.rope import rotate
-from kvjax.train.less.record import read_full
+from kvjax.training.less.record import read_full
 from tests.models import GQA, sharp_model
 
 # No token twice: equal tokens have equal norms in the first layer, whose order rounding would decide.

@@ -13,16 +13,16 @@ import pytest
 from flax import struct
 
 import kvjax
-from kvjax.cache.codec import plain
-from kvjax.compilation import temporary_bytes
-from kvjax.engine.extend import lower_prefill
-from kvjax.policies.lightkv import AfterLimit
-from kvjax.policies.plan import Uniform
-from kvjax.policies.scores.h2o import Accumulated
-from kvjax.policies.scores.lsh_e import Hamming
-from kvjax.policies.scores.recency import Recency
-from kvjax.policies.scores.tova import LastAttention
+from kvjax.inference.extend import lower_prefill
+from kvjax.methods.h2o import Accumulated
+from kvjax.methods.lightkv import AfterLimit
+from kvjax.methods.lsh_e import Hamming
+from kvjax.methods.recency import Recency
+from kvjax.methods.tova import LastAttention
+from kvjax.policies.allocation import Uniform
+from kvjax.policies.quantizer import plain
 from kvjax.types import setting
+from kvjax.utils.compilation import temporary_bytes
 from tests.models import GQA, random_model
 
 
@@ -108,12 +108,12 @@ UNTYPED: Any = kvjax  # type checkers refuse all of this, too
             lambda: kvjax.prefill(random_model(GQA), UNTYPED.Policy("h2o"), [[1, 2]], 4),
             "score='h2o' is no Score; kvjax.policy takes names",
         ),
-        (lambda: UNTYPED.Policy(kvjax.policies.PLANS["adakv"]()), "is no Score"),
+        (lambda: UNTYPED.Policy(kvjax.methods.PLANS["adakv"]()), "is no Score"),
         (
             lambda: UNTYPED.policy(Accumulated()),
             r"a policy is a name or a kvjax.Policy, not a score; give kvjax.Policy\(",
         ),
-        (lambda: UNTYPED.policy("h2o", plan=kvjax.policies.PLANS["adakv"]), "not the class AdaKV; give an instance"),
+        (lambda: UNTYPED.policy("h2o", plan=kvjax.methods.PLANS["adakv"]), "not the class AdaKV; give an instance"),
         (lambda: UNTYPED.policy("h2o", codec=5), "a codec is a name or an instance of Codec, not 5"),
         (lambda: UNTYPED.prefill(random_model(GQA), None, [[1, 2]], 4), "not None"),
     ],

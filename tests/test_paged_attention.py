@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from jax.sharding import use_abstract_mesh
 
 import kvjax
-from kvjax.cache.paged import Paged
-from kvjax.engine import decode
-from kvjax.engine.state import State, held_positions, slot_limits
+from kvjax.cache.paged.storage import Paged
+from kvjax.inference import decode
+from kvjax.inference.state import State, held_positions, slot_limits
 from kvjax.models import Rope
-from kvjax.policies.plan import AdaKV
+from kvjax.policies.allocation import AdaKV
 from kvjax.types import Kernels, New
 from pallas_kernels.attention import AttentionSpec
 from pallas_kernels.common import Unsupported

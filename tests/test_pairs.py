@@ -9,10 +9,10 @@ from collections.abc import Callable
 import pytest
 
 import kvjax
+from kvjax.methods.compatibility import PAIRS, Pair, fitted
+from kvjax.methods.fastgen import Profiled
 from kvjax.policies import Policy
-from kvjax.policies.fastgen import Profiled
-from kvjax.policies.pairs import PAIRS, Pair, fitted
-from kvjax.policies.plan import Uniform
+from kvjax.policies.allocation import Uniform
 from tests.models import GQA, random_model
 
 EXAMPLES: tuple[tuple[Callable[[], Policy], ...], ...] = (

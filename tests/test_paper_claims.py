@@ -13,10 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvjax.evaluate import command
-from kvjax.evaluate.grid import Rows
-from kvjax.evaluate.reports.papers.attention import _statistics
-from kvjax.evaluate.reports.papers.paper import (
+from experiments.papers.attention import _statistics
+from experiments.papers.paper import (
     EqualBytes,
     Measured,
     PaperClaim,
@@ -26,9 +24,11 @@ from kvjax.evaluate.reports.papers.paper import (
     better,
     no_worse,
 )
-from kvjax.evaluate.reports.papers.report import PAPERS, write_page
-from kvjax.evaluate.reports.papers.subject import Subject, equal_name, learned
-from kvjax.options import combination
+from experiments.papers.report import PAPERS, write_page
+from experiments.papers.subject import Subject, equal_name, learned
+from kvjax.cli.main import evaluate
+from kvjax.cli.options import combination
+from kvjax.evaluation.grid import Rows
 
 CLAIMS = [claim for paper in PAPERS.values() for claim in paper.claims]
 NEEDED = list(dict.fromkeys(wanted for claim in CLAIMS for wanted in claim.check.needs))
@@ -183,19 +183,19 @@ def test_the_page_joins_the_models_whose_rows_are_there(tmp_path: Path) -> None:
 
 def test_commands_are_read_as_they_stand() -> None:
     equal = {equal_name(wanted): 9 for wanted in NEEDED if isinstance(wanted.budget, EqualBytes)}
-    subject, parser = Subject("tiny", 1, "a.txt", 4, 64, trained=114, equal=equal), command.parser()
+    subject, parser = Subject("tiny", 1, "a.txt", 4, 64, trained=114, equal=equal), evaluate.parser()
     for needs in dict.fromkeys(claim.check.needs for claim in CLAIMS if claim.check.needs):
         asked: dict[str, set[tuple[str, int | float]]] = {}
         for line in subject.commands(needs):
             options = parser.parse_args(_arguments(line))
-            made = command.entries(options.policies, options.budgets)
+            made = evaluate.entries(options.policies, options.budgets)
             asked.setdefault(options.report, set()).update((entry.label, entry.budget) for entry in made)
         for wanted in needs:
             assert learned(wanted.policy) or (wanted.policy, subject.budget(wanted)) in asked[wanted.task]
 
 
 def _arguments(line: str) -> list[str]:
-    """What a shell makes of a command."""
+    """What a shell makes of a evaluate."""
     for name, value in {"MODEL": "tiny", "TEXT": "a.txt", "ROWS": "4", "LENGTH": "64", "KERNELS": "h2o_10"}.items():
         line = line.replace(f"${name}", value).replace(name, value)
     line = re.sub(r"\$\(\([\d */]+\)\)", "32", line)
@@ -225,14 +225,14 @@ def test_measuring_fills_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[
     text = tmp_path / "fox.txt"
     text.write_text("Once upon a time there was a fox, who wondered what the story was about.\n" * 60)
     words = ["claims", "--text", str(text), "--out", str(tmp_path), "--rows", "2", "--length", "160"]
-    assert command.main([*words, "--only", "lightkv"]) == 0
+    assert evaluate.main([*words, "--only", "lightkv"]) == 0
     assert "lightkv at" in capsys.readouterr().err
     page = (tmp_path / "claims.md").read_text()
     lines = [line for line in page.splitlines() if re.match(r"\| V\d", line)]
     assert len(lines) == len(PAPERS["lightkv"].claims)
     undecided = [line for line in lines if "**not measured**" in line]
     assert all("nothing is found" in line and "needles" in line for line in undecided)
-    assert command.main([*words, "--only", "lightkv"]) == 0
+    assert evaluate.main([*words, "--only", "lightkv"]) == 0
     assert "lightkv at" not in capsys.readouterr().err and (tmp_path / "claims.md").read_text() == page
 
 
@@ -251,6 +251,6 @@ def test_a_mistake_is_one_sentence(
         file.write_text("A fox. " * 20)
     texts = [str(file) for file in (files if "SECOND" in words else files[:1])]
     more = [] if "SECOND" in words else words
-    assert command.main(["claims", "--text", *texts, "--out", str(tmp_path / "out"), *more]) == 2
+    assert evaluate.main(["claims", "--text", *texts, "--out", str(tmp_path / "out"), *more]) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "out").exists()

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvjax.sampling.pieces import Pieces, Stops, before_stop, stop_strings
-from kvjax.sampling.spelling import Spelling
+from kvjax.generation.detokenize import Pieces, Stops, before_stop, stop_strings
+from kvjax.generation.token_bytes import Spelling
 from tests import tokenizing
 
 

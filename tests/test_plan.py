@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvjax
-from kvjax.engine.prepare import round_slots
-from kvjax.engine.state import allocated_slots, held_positions
-from kvjax.policies import PLANS
-from kvjax.policies.plan import AdaKV, Arithmetic, Interleaved, Pyramid, Uniform
+from kvjax.inference.prepare import round_slots
+from kvjax.inference.state import allocated_slots, held_positions
+from kvjax.methods import PLANS
+from kvjax.policies.allocation import AdaKV, Arithmetic, Interleaved, Pyramid, Uniform
 from pallas_kernels.attention import slot_block
 from tests.held import layers
 from tests.models import random_model, small_config

@@ -14,11 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.experimental.pallas import tpu as pltpu
 
-from kvjax.cache import answers
-from kvjax.policies.scores.keyformer import GumbelSoftmax
+from benchmarks.aot.tpu import grids_of
+from kvjax.cache import stats
+from kvjax.methods.keyformer import GumbelSoftmax
 from kvjax.types import Heads, New, Parts
 from pallas_kernels import noise
-from pallas_kernels.aot.tpu import grids_of
 from pallas_kernels.attention import AttentionSpec, attend
 from pallas_kernels.common import VARIABLE, Unsupported
 from pallas_kernels.prefill_scores import Joined, Own, prefill_scores
@@ -77,7 +77,7 @@ def test_keyformer_counts_the_same(x64):
     slots = jnp.broadcast_to(position[:, None], (2, 2, 48))
     _, probs = attend(q, k, v, SPEC.mask(position, slots), SPEC)
     ask = GumbelSoftmax(damping=0.9).asks(Heads(jnp.full((2, 2), 48), Parts()), new)
-    wanted = answers.reduced(ask, probs, slots, new)
+    wanted = stats.reduced(ask, probs, slots, new)
     age = length[:, None] - 1 - position
     weights = jnp.where(position >= 0, 0.9**age, 0.0)[:, None]
     zeta = noise.gumbel(noise.uniform_at(seed, 1, slots).astype(jnp.float64))

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax import generate, prompt_files
-from kvjax.engine import read_prompts
-from kvjax.sampling.prompts import encode
-from kvjax.sampling.questions import answer, encode_questions
-from kvjax.sampling.texts import generate_ids, texts_of
+from kvjax import generate
+from kvjax.cli.main import batch_files
+from kvjax.generation.generate import generate_ids, texts_of
+from kvjax.generation.prompts import encode
+from kvjax.generation.questions import answer, encode_questions
 
 STORY = "Once upon a time there was a girl named Lily. She liked to play in the garden with her dog."
 GREEDY: dict[str, Any] = dict(policy="h2o", budget=16, max_new_tokens=20, temperature=0.0)
@@ -271,4 +271,4 @@ def test_results_refuse_what_is_no_beginning(tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
     (tmp_path / ".out.jsonl.begun").write_text("")
     with pytest.raises(ValueError, match="has the beginning of a run with other prompts or settings"):
-        prompt_files.Results(out, {"seed": 0}, [1, 2, 3])
+        batch_files.Results(out, {"seed": 0}, [1, 2, 3])

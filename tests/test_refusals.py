@@ -13,8 +13,8 @@ import pytest
 from flax import struct
 
 import kvjax
-from kvjax.engine.state import held_positions, slot_limits
-from kvjax.sampling.conversation import Conversation
+from kvjax.generation.chat import Conversation
+from kvjax.inference.state import held_positions, slot_limits
 from tests.models import GQA, MHA, random_model
 
 MODEL = random_model(GQA)
@@ -234,7 +234,7 @@ def test_every_policy_takes_what_is_protected(tmp_path: Path) -> None:
     assert mine.protection == kvjax.Protection(2, 4, (7,))
     state, _ = kvjax.prefill(MODEL, mine, IDS, 8)
     assert {0, 1, 4, 16, 17, 18, 19} <= {*kvjax.held_positions(state)[0][0, 0].tolist()}
-    for name in kvjax.policies.REGISTRY:
+    for name in kvjax.methods.REGISTRY:
         assert kvjax.policy(name, special=(7,)).protection.special == (7,), name
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.engine.decode import trace_step
+from kvjax.inference.decode import trace_step
 from kvjax.models.families.common import read_rope
 from kvjax.rope import STRETCH, Rope, rope_frequencies, rotate, turns_of
 from pallas_kernels import operands

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from jaxtyping import Array, Float, Int
 
 import kvjax
-from kvjax.cache.paged import Paged
-from kvjax.engine.state import ROWS
+from kvjax.cache.paged.storage import Paged
+from kvjax.inference.state import ROWS
 from kvjax.policies import Policy
-from kvjax.policies.plan import AdaKV, Plan, Uniform
+from kvjax.policies.allocation import AdaKV, Plan, Uniform
 from kvjax.types import Heads, New, PyTree, View, nothing
 from tests.cases import PAIRS, POLICIES, slow
 from tests.held import kept

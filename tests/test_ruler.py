@@ -14,11 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvjax
-from kvjax.evaluate.tasks.cases import Case, read_cases
-from kvjax.evaluate.tasks.ruler import FAMILIES, KINDS, cases
-from kvjax.evaluate.tasks.scoring import exact_match, f1, rouge, string_match
-from kvjax.evaluate.tasks.words import ADJECTIVES, NOUNS
-from kvjax.tokens import read_tokenizer
+from kvjax.evaluation.tasks.cases import Case, read_cases
+from kvjax.evaluation.tasks.ruler import FAMILIES, KINDS, cases
+from kvjax.evaluation.tasks.scoring import exact_match, f1, rouge, string_match
+from kvjax.evaluation.tasks.words import ADJECTIVES, NOUNS
+from kvjax.models.tokenizer import read_tokenizer
 
 ESSAY = " ".join(f"In the year {1000 + i} nothing of note was seen, or so they say!" for i in range(150))
 ENDLESS = "word " * 300

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvjax.sampling.sample import Sampling, sample
+from kvjax.generation.sampling import Sampling, sample
 
 PROBS = np.array([0.05, 0.4, 0.02, 0.3, 0.13, 0.1])
 LOGITS = jnp.log(jnp.asarray(PROBS, jnp.float32))

@@ -14,14 +14,14 @@ import numpy as np
 import pytest
 
 import kvjax
+from benchmarks import deployments
+from benchmarks.deployments import FEW, MORE, Deployment, Variant
+from benchmarks.footprint import collectives
+from benchmarks.targets import MEMORY, mesh_shape
 from kvjax import bench
-from kvjax.bench import deployments
-from kvjax.bench.deployments import FEW, MORE, Deployment, Variant
-from kvjax.bench.footprint import collectives
 from kvjax.bench.models import SHAPES, config_named, shaped_model
-from kvjax.bench.targets import MEMORY, mesh_shape
-from kvjax.engine import read_prompts
-from kvjax.engine.shapes import state_shapes
+from kvjax.inference import prefill
+from kvjax.inference.shapes import state_shapes
 from kvjax.models.weights import rounded_shapes, weight_shapes
 from tests.models import GQA, random_model
 from tests.test_aot import VARIABLE
@@ -38,7 +38,7 @@ def test_a_state_of_shapes_is_that_of_a_prompt(policy, monkeypatch):
     model, prompts = random_model(GQA), np.ones((2, 12), int)
     wanted, _ = kvjax.prefill(model, policy, prompts, 1.0 if policy == "full" else 8, max_new_tokens=4)
     shaped = shaped_model(GQA, "float32", None, None)
-    for deep in (read_prompts.DEEP, 1):  # in one program, and layer by layer
+    for deep in (prefill.DEEP, 1):  # in one program, and layer by layer
         monkeypatch.setattr(read_prompts, "DEEP", deep)
         found = state_shapes(shaped, policy, 2, 12, 1.0 if policy == "full" else 8, max_new_tokens=4)
         assert jax.tree.structure(found) == jax.tree.structure(wanted)
@@ -97,7 +97,7 @@ def test_a_missing_compiler_is_one_sentence(capsys, monkeypatch):
     def missing(**_):
         raise RuntimeError("no such plugin.\nand more")
 
-    monkeypatch.setattr("kvjax.bench.targets.ENVIRONMENT", {})
+    monkeypatch.setattr("benchmarks.targets.ENVIRONMENT", {})
     monkeypatch.setattr("jax.experimental.topologies.get_topology_desc", missing)
     assert bench.main(["scale", "--for", "v6e:2x4"]) == 2
     said = capsys.readouterr().err

@@ -17,13 +17,13 @@ import pytest
 from flax import struct
 
 import kvjax
-from kvjax.engine.state import cache_bytes
-from kvjax.sampling.sample import Sampling
-from kvjax.sampling.texts import generate_ids
-from kvjax.serve import device as serving
-from kvjax.serve.engine import SNAPSHOT_BYTES, Engine
-from kvjax.serve.requests import Finished, FullError, Held, Piece, Request, StoppingError
-from kvjax.serve.snapshots import Snapshots, beginnings
+from kvjax.generation.generate import generate_ids
+from kvjax.generation.sampling import Sampling
+from kvjax.inference.state import cache_bytes
+from kvjax.serving import scheduler as serving
+from kvjax.serving.engine import SNAPSHOT_BYTES, Engine
+from kvjax.serving.prefix_cache import Snapshots, beginnings
+from kvjax.serving.requests import Finished, FullError, Held, Piece, Request, StoppingError
 from tests.cases import slow
 from tests.models import random_model, small_config
 

@@ -22,10 +22,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvjax.serve import command
-from kvjax.serve.http import Server, Service, is_loopback
-from kvjax.serve.openai import CHAT, COMPLETION, Answer, Asked
-from kvjax.serve.requests import Finished, Held, Request
+from kvjax.cli.main import serve
+from kvjax.serving.http import Server, Service, is_loopback
+from kvjax.serving.openai import CHAT, COMPLETION, Answer, Asked
+from kvjax.serving.requests import Finished, Held, Request
 from tests.serving import FakeEngine, events, served
 
 ENGINE = FakeEngine()
@@ -581,7 +581,7 @@ MADE: list[_Engine] = []
 def faked(monkeypatch: pytest.MonkeyPatch) -> None:
     """A command that loads no model."""
     monkeypatch.setattr("kvjax.model.load", lambda *_: FakeEngine().model)
-    monkeypatch.setitem(sys.modules, "kvjax.serve.engine", SimpleNamespace(Engine=_Engine))  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "kvjax.serving.engine", SimpleNamespace(Engine=_Engine))  # type: ignore[arg-type]
 
 
 @pytest.mark.usefixtures("faked")
@@ -622,7 +622,7 @@ def test_a_signal_ends_the_command_once_all_is_told(tmp_path: Path, capsys: pyte
         "ours",
         "--api-key-file",
     ]
-    assert command.main([*words, str(keys)]) == 0
+    assert serve.main([*words, str(keys)]) == 0
     client.join(10)
     assert [answer.status_code for answer in answers] == [200, 200]
     assert answers[0].json()["data"][0]["id"] == "ours"
@@ -654,7 +654,7 @@ def test_a_signal_ends_the_command_once_all_is_told(tmp_path: Path, capsys: pyte
 )
 @pytest.mark.usefixtures("faked")
 def test_what_the_command_refuses(words: str, sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert command.main(words.split()) == 2
+    assert serve.main(words.split()) == 2
     assert capsys.readouterr().err.startswith(f"kvjax serve: {sentence}")
     assert MADE == []
 
@@ -662,13 +662,13 @@ def test_what_the_command_refuses(words: str, sentence: str, capsys: pytest.Capt
 def test_a_port_that_is_taken_is_said_before_a_model_is_read(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        assert command.main(["--port", str(port), "--model", "/nowhere"]) == 2
+        assert serve.main(["--port", str(port), "--model", "/nowhere"]) == 2
     assert f"127.0.0.1:{port} cannot be listened on" in capsys.readouterr().err
 
 
 def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(command, "NEEDS", ("uvicorn", "no_such_package"))
-    assert command.main([]) == 2
+    assert serve.main([]) == 2
     said = "the server needs no_such_package; install it with pip install 'kvjax[serve]'."
     assert capsys.readouterr().err == f"kvjax serve: {said}\n"
 

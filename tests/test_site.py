@@ -112,11 +112,11 @@ def screenshots(tmp_path: Path) -> Path:
 
 def test_every_member_has_a_page(site: Path) -> None:
     tables = {
-        "policies": kvjax.policies.REGISTRY,
-        "plans": kvjax.policies.PLANS,
-        "residuals": kvjax.policies.RESIDUALS,
-        "codecs": kvjax.policies.CODECS,
-        "selections": kvjax.policies.SELECTIONS,
+        "policies": kvjax.methods.REGISTRY,
+        "plans": kvjax.methods.PLANS,
+        "residuals": kvjax.methods.RESIDUALS,
+        "codecs": kvjax.methods.CODECS,
+        "selections": kvjax.methods.SELECTIONS,
     }
     for folder, table in tables.items():
         assert {page.stem for page in (site / "parts" / folder).glob("*.html")} == set(table)

@@ -10,13 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.evaluate.facts import FORMS
-from kvjax.tiny import export, train
-from kvjax.tiny.lessons import Lessons, Stage
-from kvjax.tiny.network import forward, start
-from kvjax.tiny.recipe import RECIPES, Recipe
-from kvjax.tiny.tokenizer import prepare, read_prepared
-from kvjax.tiny.train import train as run
+from experiments.tiny import export, train
+from experiments.tiny.curriculum import Lessons, Stage
+from experiments.tiny.network import forward, start
+from experiments.tiny.recipe import RECIPES, Recipe
+from experiments.tiny.tokenizer import prepare, read_prepared
+from experiments.tiny.train import train as run
+from kvjax.evaluation.planted_facts import FORMS
 
 NAMES = ["Anna", "Bruno", "Carla", "Dora", "Emil", "Fritz", "Greta", "Hanna", "Igor", "Jonas"]
 THINGS = [

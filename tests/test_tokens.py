@@ -11,8 +11,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 import kvjax
+from kvjax.models.tokenizer import is_punctuation, read_tokenizer, token_classes
 from kvjax.tiny import WEIGHTS
-from kvjax.tokens import is_punctuation, read_tokenizer, token_classes
 
 REAL = Path(os.environ.get("KVJAX_TOKENIZERS", Path(__file__).parents[2] / "shared/data/tokenizers"))
 """A directory with one tokenizer.json in each of its folders."""

@@ -18,19 +18,19 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax import cli, train_less
 from kvjax.cache.dense import Dense
-from kvjax.engine.prepare import plan_slots, ready
-from kvjax.engine.state import held_positions
-from kvjax.evaluate.perplexity import begin
+from kvjax.cli.main import main, train_less
+from kvjax.evaluation.perplexity import begin
+from kvjax.inference.prepare import plan_slots, ready
+from kvjax.inference.state import held_positions
+from kvjax.methods.less import checkpoint
+from kvjax.methods.less.feature_maps import unstack
+from kvjax.methods.less.memory import LowRankMemory, Memory
 from kvjax.model import Model
 from kvjax.models.sharding import parse_mesh
-from kvjax.policies.residuals import checkpoint
-from kvjax.policies.residuals.kernels import unstack
-from kvjax.policies.residuals.less import LowRankMemory, Memory
-from kvjax.train.less.errors import write_losses
-from kvjax.train.less.record import Features, record
-from kvjax.train.less.train import Recipe, memory_attention
+from kvjax.training.less.errors import write_losses
+from kvjax.training.less.record import Features, record
+from kvjax.training.less.train import Recipe, memory_attention
 from kvjax.types import Evicted, LayerConfig, New, Partial
 from pallas_kernels.attention import merge, share_of_evicted
 from pallas_kernels.operands import values
@@ -174,7 +174,7 @@ def start(*words: str) -> subprocess.Popen[bytes]:
     """A run in a process of its own: those that are compared to the last bit are compiled as users' runs are."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     return subprocess.Popen(
-        [sys.executable, "-m", "kvjax.train_less", *words], env=environment, stdout=subprocess.DEVNULL
+        [sys.executable, "-m", "kvjax.cli.train_less", *words], env=environment, stdout=subprocess.DEVNULL
     )
 
 
@@ -284,7 +284,7 @@ def test_more_epochs_go_on_and_the_last_line_serves(
     jax.tree.map(np.testing.assert_array_equal, *kernels)
     command, generate, *words = shlex.split(line.removeprefix("they serve with: "))
     assert (command, generate) == ("kvjax", "generate")
-    assert cli.main(["generate", *words, "--max-new-tokens", "4"]) == 0
+    assert main.main(["generate", *words, "--max-new-tokens", "4"]) == 0
     assert "less kept 4 of 4" in capsys.readouterr().err
 
 

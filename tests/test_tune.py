@@ -17,10 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax import cli, commands
-from kvjax.engine import extend, tuning
-from kvjax.engine.decode import settle_step, step_shapes
-from kvjax.engine.shapes import state_shapes
+from kvjax.cli.main import commands, main
+from kvjax.inference import autotune, extend
+from kvjax.inference.decode import settle_step, step_shapes
+from kvjax.inference.shapes import state_shapes
 from kvjax.model import load
 from kvjax.types import Kernels
 from pallas_kernels import common, race
@@ -44,7 +44,7 @@ def chip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(tuning, "tuned_device", lambda: DEVICE)
     monkeypatch.delenv(common.VARIABLE, raising=False)
     monkeypatch.setenv("KVJAX_CACHE_DIR", str(tmp_path / "cache"))
-    return tmp_path / "cache" / tuning.FILE
+    return tmp_path / "cache" / autotune.FILE
 
 
 def asked(name: str = "op b<=2", *candidates: str) -> Asked:
@@ -66,7 +66,7 @@ def contenders(each: Asked) -> Verdict | None:
 def test_the_fastest_that_is_right_wins_and_who_is_wrong_is_told(chip, capsys):
     told = r"op b<=2 as 'pallas' differs from 'xla' by 0.5, more than 0.01, and is not used"
     with pytest.warns(UserWarning, match=told):
-        found = tuning.settle([asked(), asked("alone b<=1", "xla")], DEVICE, by=contenders)
+        found = autotune.settle([asked(), asked("alone b<=1", "xla")], DEVICE, by=contenders)
     (verdict,) = found.values()
     assert verdict.order == ("triton", "xla") and verdict.errors["pallas"] == 0.5
     assert common.WINNERS == {DEVICE: {"op b<=2": ("triton", "xla")}}
@@ -75,7 +75,7 @@ def test_the_fastest_that_is_right_wins_and_who_is_wrong_is_told(chip, capsys):
     assert len(lines) > 10 and '   "op b<=2": {' in lines  # for people, too
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert tuning.settle([asked()], DEVICE, by=lambda _: pytest.fail("raced twice")) == {}
+        assert autotune.settle([asked()], DEVICE, by=lambda _: pytest.fail("raced twice")) == {}
 
 
 def test_results_that_are_no_numbers_are_wrong():
@@ -94,28 +94,28 @@ def test_nothing_is_told_where_the_reference_fails(chip, capsys):
         starts = {"xla": fail, "pallas": lambda: np.zeros(2)}
         return race.judge([Runner("op", "b<=2", name, 8, starts[name], compared=True) for name in starts], 1e-2)
 
-    assert tuning.settle([asked()], DEVICE, by=by) == {}
+    assert autotune.settle([asked()], DEVICE, by=by) == {}
     assert "op b<=2, xla is left out: out of memory" in capsys.readouterr().err
     assert common.WINNERS == {DEVICE: {"op b<=2": ()}} and not chip.exists()
 
 
 def test_a_verdict_is_used_by_the_next_process(chip):
-    tuning.keep(chip, DEVICE, {"op b<=2": VERDICT})
-    tuning.load(DEVICE)
+    autotune.keep(chip, DEVICE, {"op b<=2": VERDICT})
+    autotune.load(DEVICE)
     assert common.WINNERS == {DEVICE: {"op b<=2": ("triton", "xla")}}
-    assert tuning.settle([asked()], DEVICE, by=lambda _: pytest.fail("raced again")) == {}
-    assert tuning.read(chip) == {DEVICE: {"op b<=2": VERDICT}}
+    assert autotune.settle([asked()], DEVICE, by=lambda _: pytest.fail("raced again")) == {}
+    assert autotune.read(chip) == {DEVICE: {"op b<=2": VERDICT}}
 
 
 @pytest.mark.parametrize("name", ["kvjax", "jax"])
 def test_another_version_races_again(name, chip, capsys):
-    tuning.keep(chip, DEVICE, {"op b<=2": VERDICT})
+    autotune.keep(chip, DEVICE, {"op b<=2": VERDICT})
     chip.write_text(json.dumps(json.loads(chip.read_text()) | {name: "0.0.1"}))
-    tuning.load(DEVICE)
+    autotune.load(DEVICE)
     said = capsys.readouterr().err
     assert f"{name} 0.0.1" in said and "is not used" in said and said.count("\n") == 1
-    assert tuning.settle([asked()], DEVICE, by=lambda _: VERDICT._replace(order=("xla",)))
-    assert tuning.read(chip)[DEVICE]["op b<=2"].order == ("xla",)
+    assert autotune.settle([asked()], DEVICE, by=lambda _: VERDICT._replace(order=("xla",)))
+    assert autotune.read(chip)[DEVICE]["op b<=2"].order == ("xla",)
 
 
 @pytest.mark.parametrize(
@@ -125,42 +125,42 @@ def test_another_version_races_again(name, chip, capsys):
 def test_a_broken_file_is_one_sentence(content, chip, capsys):
     chip.parent.mkdir()
     chip.write_bytes(content if isinstance(content, bytes) else content.encode())
-    assert tuning.read(chip) == {}
+    assert autotune.read(chip) == {}
     said = capsys.readouterr().err
     assert said.startswith(f"kvjax: {chip} does not hold verdicts on kernels (") and said.count("\n") == 1
-    tuning.keep(chip, DEVICE, {"op b<=2": VERDICT})
-    assert tuning.read(chip) == {DEVICE: {"op b<=2": VERDICT}}
+    autotune.keep(chip, DEVICE, {"op b<=2": VERDICT})
+    assert autotune.read(chip) == {DEVICE: {"op b<=2": VERDICT}}
 
 
 @pytest.mark.parametrize("order", [["fastest"], "xla", None])
 def test_verdicts_of_unknown_implementations_are_refused(order, chip, capsys):
-    tuning.keep(chip, DEVICE, {"op b<=2": VERDICT})
+    autotune.keep(chip, DEVICE, {"op b<=2": VERDICT})
     content = json.loads(chip.read_text())
     content["devices"][DEVICE]["op b<=2"]["order"] = order
     chip.write_text(json.dumps(content))
-    assert tuning.read(chip) == {} and f"order={order!r}" in capsys.readouterr().err
+    assert autotune.read(chip) == {} and f"order={order!r}" in capsys.readouterr().err
 
 
 def test_writers_do_not_lose_each_others_verdicts(chip):
     wanted = {DEVICE: {f"op b<={b}" for b in range(6)}, "Chip 10": {"op b<=1", "op b<=2"}}
     with ThreadPoolExecutor(8) as pool:
         writers = [
-            pool.submit(tuning.keep, chip, device, {bucket: VERDICT})
+            pool.submit(autotune.keep, chip, device, {bucket: VERDICT})
             for device, buckets in wanted.items()
             for bucket in buckets
         ]
         for writer in writers:
             writer.result()
-    assert {device: set(found) for device, found in tuning.read(chip).items()} == wanted
+    assert {device: set(found) for device, found in autotune.read(chip).items()} == wanted
     assert [file.name for file in chip.parent.iterdir() if "lock" not in file.name] == [chip.name]
 
 
 def test_verdicts_live_for_a_process_where_nothing_can_be_kept(chip, monkeypatch, capsys):
     monkeypatch.setattr(tuning, "write_text", lambda *_: (_ for _ in ()).throw(PermissionError(13, "not yours")))
-    assert tuning.settle([asked()], DEVICE, by=lambda _: VERDICT)
+    assert autotune.settle([asked()], DEVICE, by=lambda _: VERDICT)
     assert f"{chip} cannot be written (not yours)" in capsys.readouterr().err
     monkeypatch.setenv("KVJAX_CACHE_DIR", "")
-    assert tuning.settle([asked("op b<=8")], DEVICE, by=lambda _: VERDICT)
+    assert autotune.settle([asked("op b<=8")], DEVICE, by=lambda _: VERDICT)
     assert common.WINNERS[DEVICE]["op b<=8"] == common.WINNERS[DEVICE]["op b<=2"] == VERDICT.order
     assert not chip.exists()
 
@@ -185,13 +185,13 @@ def test_races_are_left_out_where_a_variable_decides(monkeypatch):
     def trace(kernels: Kernels) -> None:
         pytest.fail("surveyed")
 
-    tuning.settle_before(trace, Kernels("xla"))
-    jax.eval_shape(lambda: tuning.settle_before(trace, Kernels()))  # inside a program
+    autotune.settle_before(trace, Kernels("xla"))
+    jax.eval_shape(lambda: autotune.settle_before(trace, Kernels()))  # inside a program
     monkeypatch.setenv(common.VARIABLE, "pallas,xla")
-    tuning.settle_before(trace, Kernels())
+    autotune.settle_before(trace, Kernels())
     monkeypatch.delenv(common.VARIABLE)
     monkeypatch.setattr(tuning, "tuned_device", lambda: None)
-    tuning.settle_before(trace, Kernels())
+    autotune.settle_before(trace, Kernels())
 
 
 def test_races_come_before_a_program_is_traced_and_see_its_shapes(monkeypatch):
@@ -202,14 +202,14 @@ def test_races_come_before_a_program_is_traced_and_see_its_shapes(monkeypatch):
         raced.append(each)
         return VERDICT
 
-    monkeypatch.setattr(tuning, "settle", functools.partial(tuning.settle, by=by))
+    monkeypatch.setattr(tuning, "settle", functools.partial(autotune.settle, by=by))
 
     def trace(kernels: Kernels) -> None:
         run = functools.partial(program.run, implementation=kernels.implementation, platform="gpu")
         jax.eval_shape(lambda arrays: run(**arrays), program.shapes)
 
     for _ in range(2):
-        tuning.settle_before(trace, Kernels())
+        autotune.settle_before(trace, Kernels())
     (each,) = raced
     assert each.task.bucket == (
         "decode_attention b<=2 c<=32 h=2 g=2 d=16 e=16 dtype=float32 keys=float32 values=float32 scores=sum"
@@ -305,27 +305,27 @@ def test_buckets_round_what_grows_and_tell_the_rest_exactly():
 )
 def test_races_decide_on_gpu_and_on_unlisted_tpus(platform, kind, said, decided, monkeypatch):
     monkeypatch.undo()
-    monkeypatch.setenv(tuning.VARIABLE, said)
+    monkeypatch.setenv(autotune.VARIABLE, said)
     monkeypatch.setattr(common, "platform_of", lambda _: platform)
     monkeypatch.setattr(common, "kind_of_device", lambda _: kind)
-    assert tuning.tuned_device() == (kind if decided else None)
+    assert autotune.tuned_device() == (kind if decided else None)
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    assert tuning.tuned_device() is None
-    monkeypatch.setenv(tuning.VARIABLE, "maybe")
+    assert autotune.tuned_device() is None
+    monkeypatch.setenv(autotune.VARIABLE, "maybe")
     with pytest.raises(ValueError, match="KVJAX_TUNE=maybe is neither on nor off"):
-        tuning.tuned_device()
+        autotune.tuned_device()
 
 
 def test_the_command_says_why_there_is_nothing_to_race(monkeypatch, capsys):
     monkeypatch.undo()
-    assert cli.main(["tune", "--policy", "h2o", "--budget", "64"]) == 2
+    assert main.main(["tune", "--policy", "h2o", "--budget", "64"]) == 2
     said = capsys.readouterr()
     assert said.err == (
         "kvjax tune: there is nothing to race on cpu, where each operation has one implementation; run it on a machine "
         "with a GPU, or add --show.\n"
     )
     assert said.out == ""
-    assert cli.main(["tune", "--batch", "0"]) == 2
+    assert main.main(["tune", "--batch", "0"]) == 2
     assert "--batch=0 is not a whole number from 1" in capsys.readouterr().err
     for platform, kind, said in (
         ("tpu", "TPU v4", "what runs on TPU v4 goes by its compiler's schedules and is not raced"),
@@ -333,15 +333,15 @@ def test_the_command_says_why_there_is_nothing_to_race(monkeypatch, capsys):
     ):
         monkeypatch.setattr(common, "platform_of", lambda _, platform=platform: platform)
         monkeypatch.setattr(common, "kind_of_device", lambda _, kind=kind: kind)
-        assert cli.main(["tune"]) == 2
+        assert main.main(["tune"]) == 2
         assert said in capsys.readouterr().err
 
 
 def test_the_command_shows_what_is_kept(chip, monkeypatch, capsys):
-    assert cli.main(["tune", "--show"]) == 0
+    assert main.main(["tune", "--show"]) == 0
     assert capsys.readouterr().out == f"There are no verdicts on kernels: none are in {chip}.\n"
-    tuning.keep(chip, DEVICE, {"evict b<=2 h=8": VERDICT})
-    assert cli.main(["tune", "--show"]) == 0
+    autotune.keep(chip, DEVICE, {"evict b<=2 h=8": VERDICT})
+    assert main.main(["tune", "--show"]) == 0
     out = capsys.readouterr().out
     assert str(chip) in out and DEVICE in out
     (row,) = (line for line in out.splitlines() if "evict" in line)
@@ -356,7 +356,7 @@ def test_the_command_shows_what_is_kept(chip, monkeypatch, capsys):
         "triton",
     ]
     monkeypatch.setenv("KVJAX_CACHE_DIR", "")
-    assert cli.main(["tune", "--show"]) == 0
+    assert main.main(["tune", "--show"]) == 0
     assert "KVJAX_CACHE_DIR is empty, so that none are kept" in capsys.readouterr().out
 
 
@@ -366,9 +366,9 @@ def test_the_command_races_all_shapes_of_a_model(monkeypatch, capsys):
 
     note = Survey.note
     monkeypatch.setattr(Survey, "note", candidates)
-    monkeypatch.setattr(tuning, "settle", functools.partial(tuning.settle, by=lambda _: VERDICT))
+    monkeypatch.setattr(tuning, "settle", functools.partial(autotune.settle, by=lambda _: VERDICT))
     words = "--policy h2o --budget 32 --batch 1 4 --prompt-length 40 --max-new-tokens 8"
-    assert cli.main(["tune", *words.split()]) == 0
+    assert main.main(["tune", *words.split()]) == 0
     rows: list[list[str]] = [
         [cell.strip() for cell in line.split("│")[1:-1]] for line in capsys.readouterr().out.splitlines()
     ]

@@ -14,16 +14,16 @@ from transformers import PreTrainedTokenizerFast
 
 import kvjax
 from kvjax import generate
-from kvjax.gguf_tokenizer import gguf_tokenizer
-from kvjax.sampling.conversation import Conversation
-from kvjax.sampling.prompts import encode, end_ids
-from kvjax.sampling.questions import encode_questions
-from kvjax.sampling.sample import Sampling
-from kvjax.sampling.texts import Logprob, generate_ids
-from kvjax.serve import openai
-from kvjax.serve.engine import Engine
-from kvjax.serve.requests import Finished, Piece, Request
-from kvjax.tokens import lazy_tokenizer
+from kvjax.generation.chat import Conversation
+from kvjax.generation.generate import Logprob, generate_ids
+from kvjax.generation.prompts import encode, end_ids
+from kvjax.generation.questions import encode_questions
+from kvjax.generation.sampling import Sampling
+from kvjax.models.checkpoints.gguf_tokenizer import gguf_tokenizer
+from kvjax.models.tokenizer import lazy_tokenizer
+from kvjax.serving import openai
+from kvjax.serving.engine import Engine
+from kvjax.serving.requests import Finished, Piece, Request
 from tests import tokenizing
 from tests.models import random_model, small_config
 

@@ -13,8 +13,8 @@ import pytest
 
 import kvjax
 from kvjax.cache.dense import empty
-from kvjax.cache.ledger import allocated_bytes
-from kvjax.engine.prepare import prepare
+from kvjax.cache.memory import allocated_bytes
+from kvjax.inference.prepare import prepare
 from tests.held import layers
 from tests.models import GQA, random_model
 

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvjax
-from kvjax.engine.prepare import plan_slots
-from kvjax.engine.state import held_positions, slot_limits
+from kvjax.inference.prepare import plan_slots
+from kvjax.inference.state import held_positions, slot_limits
 from kvjax.models.config import ModelConfig
 from tests.cases import PAIRS, slow
 from tests.cases import POLICIES as SINGLE

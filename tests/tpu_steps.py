@@ -17,11 +17,11 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 import kvjax
-from kvjax.engine.decode import _step_parts
-from kvjax.engine.state import split_state
+from benchmarks import aot
+from kvjax.inference.decode import _step_parts
+from kvjax.inference.state import split_state
+from kvjax.methods.less.feature_maps import init_kernels
 from kvjax.models import Rope
-from kvjax.policies.residuals.kernels import init_kernels
-from pallas_kernels import aot
 from tests.models import random_model, small_config
 
 CONFIG = small_config(32, 8, head_width=128, rope=Rope(width=128), width=256)

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import kvjax
-from kvjax.evaluate.tasks.ruler import NOISE, cases
-from kvjax.evaluate.texts import passages
-from kvjax.models.saving import write_checkpoint
+from kvjax.evaluation.tasks.ruler import NOISE, cases
+from kvjax.evaluation.texts import passages
+from kvjax.models.checkpoints.saving import write_checkpoint
 
 RATIOS = (0.25, 0.5, 0.75, 0.875)
 FAMILIES = ("single", "multi_key")
@@ -27,7 +27,7 @@ def questions(model: kvjax.Model, family: str, count: int) -> list[dict[str, Any
 
     Args:
         model: whose tokenizer is used.
-        family: of `kvjax.evaluate.tasks.ruler.FAMILIES`, with a needle that has a depth.
+        family: of `kvjax.evaluation.tasks.ruler.FAMILIES`, with a needle that has a depth.
         count: cases; their needles stand at evenly spaced depths.
     """
     encode, made = model.tokenizer.encode, list[dict[str, Any]]()

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int
 
-from kvjax.evaluate import summary
-from kvjax.evaluate.tasks.scoring import string_match
+from kvjax.evaluation import summary
+from kvjax.evaluation.tasks.scoring import string_match
 
 Row = dict[str, Any]
 PAIRS = {

@@ -13,8 +13,8 @@ import matplotlib
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from kvjax.files import written_aside
-from kvjax.policies.plan import Plan
+from kvjax.policies.allocation import Plan
+from kvjax.utils.files import written_aside
 
 GREY, CHOSEN = "#b8b8b8", ("#0b6e99", "#d1632a", "#4d7c0f", "#7c3aed", "#be123c")
 Row = dict[str, Any]

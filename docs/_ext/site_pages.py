@@ -22,13 +22,13 @@ from sphinx.util.typing import ExtensionMetadata
 import kvjax
 import site_figures
 from kvjax.cache.dense import empty
-from kvjax.cache.ledger import allocated_bytes, slot_bytes
-from kvjax.engine.decode import trace_step
-from kvjax.engine.shapes import state_shapes
-from kvjax.evaluate.reports.claims import table
-from kvjax.policies import describe
-from kvjax.policies.describe import Entry
-from kvjax.policies.part import Part
+from kvjax.cache.memory import allocated_bytes, slot_bytes
+from kvjax.evaluation.claims import table
+from kvjax.inference.decode import trace_step
+from kvjax.inference.shapes import state_shapes
+from kvjax.methods import describe
+from kvjax.methods.describe import Entry
+from kvjax.policies.base import Part
 from kvjax.policies.policy import Policy
 
 DOCS = Path(__file__).parent.parent
@@ -254,9 +254,9 @@ def make_pages(app: Sphinx) -> None:
     for part, entries in parts.items():
         for entry in entries:
             body = [_explained(entry.sources)]
-            if part == "plan" and not kvjax.policies.PLANS[entry.name].per_head:
+            if part == "plan" and not kvjax.methods.PLANS[entry.name].per_head:
                 file = MADE / f"{part}s" / f"{entry.name}_slots.svg"
-                site_figures.budgets(kvjax.policies.PLANS[entry.name](), file)
+                site_figures.budgets(kvjax.methods.PLANS[entry.name](), file)
                 written.add(file)
                 said = "Slots of a head in each of 32 layers, at a budget of 128"
                 body.append(f"![{said}]({file.name})\n\n*{said}.*")

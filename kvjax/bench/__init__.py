@@ -1,3 +1,3 @@
 """Speed and memory, measured: `kvjax bench`."""
 
-from kvjax.bench.command import main as main
+from kvjax.cli.bench import main as main

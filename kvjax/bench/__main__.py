@@ -1,7 +1,7 @@
 """`python -m kvjax.bench`."""
 
-from kvjax.bench.command import main
-from kvjax.commands import leave
+from kvjax.cli.bench import main
+from kvjax.cli.commands import leave
 
 if __name__ == "__main__":
     leave(main())

@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 import sys
 
-from kvjax import policies
-from kvjax.options import add_policies, compared, parts_of
+from kvjax import methods
+from kvjax.cli.options import add_policies, compared, parts_of
 from kvjax.policies.policy import Policy
-from kvjax.settings import parse_budget
+from kvjax.utils.settings import parse_budget
 
 Entry = tuple[str, Policy, int | float | str]
 """A policy under its name, and its budget, which may be `same`."""
@@ -25,7 +25,7 @@ def entries(options: argparse.Namespace) -> list[Entry]:
             raise ValueError(f"--{name.replace('_', '-')} {getattr(options, name)} is not a whole number from 1.")
     everyone = options.policies == "all"
     budgets = [text if text == "same" else parse_budget(text) for text in options.budgets.split(",")]
-    texts = ",".join(policies.REGISTRY) if everyone else options.policies
+    texts = ",".join(methods.REGISTRY) if everyone else options.policies
     made: list[Entry] = []
     decided = False
     for label, policy in compared(texts, *parts_of(options), left_out=say if everyone else None).items():

@@ -12,9 +12,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from kvjax.commands import Parser, finish
-from kvjax.files import write_text
-from kvjax.settings import whole_number
+from kvjax.cli.commands import Parser, finish
+from kvjax.utils.files import write_text
+from kvjax.utils.settings import whole_number
 from pallas_kernels.programs import Program, decode, eviction, features, hashes, paged, prefill, rotating, stepping
 from pallas_kernels.race import Runner, race, ways
 

@@ -14,13 +14,13 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Key
 
-from kvjax.engine.mesh import placed_shapes
+from kvjax.inference.sharding import placed_shapes
 from kvjax.model import Model, load
 from kvjax.models import ModelConfig, Rope, random_weights
+from kvjax.models.checkpoints.locate import locate
+from kvjax.models.checkpoints.tensors import read_json
 from kvjax.models.families import read_config
-from kvjax.models.places import locate
 from kvjax.models.sharding import parse_mesh, program_mesh, weight_shardings, weight_specs
-from kvjax.models.stored import read_json
 from kvjax.models.weights import rounded_shapes, weight_shapes
 
 SYNTHETIC = ModelConfig(

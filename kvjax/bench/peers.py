@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int
 
-from kvjax.evaluate.speed import Contender
+from kvjax.evaluation.speed import Contender
 from kvjax.model import Model
-from kvjax.models.saving import write_checkpoint
+from kvjax.models.checkpoints.saving import write_checkpoint
 
 
 def transformers_decoder(model: Model, tokens: Int[np.ndarray, "b n"], steps: int) -> Contender:

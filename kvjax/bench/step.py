@@ -11,9 +11,9 @@ import numpy as np
 
 from kvjax.bench.models import SHAPES, random_model
 from kvjax.bench.tables import table
-from kvjax.evaluate.speed import decoder, race
-from kvjax.policies import policy
-from kvjax.policies.residuals.kernels import init_kernels
+from kvjax.evaluation.speed import decoder, race
+from kvjax.methods import policy
+from kvjax.methods.less.feature_maps import init_kernels
 
 
 def step(options: argparse.Namespace, device: str) -> dict[str, Any]:

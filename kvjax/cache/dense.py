@@ -13,13 +13,14 @@ from flax import struct
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Int
 
-from kvjax.cache import evidence, slots
-from kvjax.cache.codec import Codec
-from kvjax.cache.exchange import evicted_pairs, exchange, exchange_among, hashed_codes, ranked, victims_of
-from kvjax.cache.recomputed import Selection, with_again, without_again
-from kvjax.cache.slots import Attended, Rules
-from kvjax.processes import on_host
+from kvjax.cache import attention, slots
+from kvjax.cache.evict import evicted_pairs, exchange, exchange_among, hashed_codes, ranked, victims_of
+from kvjax.cache.recompute import Selection, with_again, without_again
+from kvjax.cache.slots import Attended
+from kvjax.policies.policy import Policy
+from kvjax.policies.quantizer import Codec
 from kvjax.types import KV, Evicted, Heads, LayerConfig, New, Parts, PyTree, View
+from kvjax.utils.processes import on_host
 from pallas_kernels.attention import LowRank, Partial
 from pallas_kernels.decode_attention import Sinks
 from pallas_kernels.decode_step import Hashed, decode_step
@@ -73,7 +74,7 @@ class Dense(struct.PyTreeNode):
 
     def exchange(
         self,
-        rules: Rules,
+        policy: Policy,
         config: LayerConfig,
         layer: int,
         new: New,
@@ -82,35 +83,35 @@ class Dense(struct.PyTreeNode):
         """One new token per row in the slot that ranks lowest of each head, and what was there.
 
         Args:
-            rules: says which slot matters least, and how much room there is.
+            policy: says which slot matters least, and how much room there is.
             config: of the layer.
             layer: which one.
             new: one token per row; a row of padding changes nothing.
             absorb: what becomes of what leaves, a residual's; None for nothing, and nothing is returned. It has been
                 told of all but what is returned.
         """
-        if rules.shrinks:
-            self = self._shrunk(rules, config, layer, new, absorb)
+        if policy.shrinks:
+            self = self._shrunk(policy, config, layer, new, absorb)
         view = self.layers[layer]
-        view = view.replace(state=view.state.replace(codec=rules.codec.begin(view, new)))
+        view = view.replace(state=view.state.replace(codec=policy.codec.begin(view, new)))
         pairs = absorb is not None
-        added = jax.tree.map(lambda leaf: leaf[:, :, 0], _entries(rules, view, new))
+        added = jax.tree.map(lambda leaf: leaf[:, :, 0], _entries(policy, view, new))
         held = (view.position, new.position[:, 0], {"kv": view.kv, "slots": view.slots}, added)
         if new.spread.slots > 1:
-            known = self.victims[layer] if self.victims is not None else victims_of(rules, [view], [new])[0]
+            known = self.victims[layer] if self.victims is not None else victims_of(policy, [view], [new])[0]
             taken = exchange_among(view, new, known, held, pairs=pairs)
         else:
-            taken = exchange(rules, view, new, held, pairs=pairs or rules.codec.ordered)
+            taken = exchange(policy, view, new, held, pairs=pairs or policy.codec.ordered)
         left, taken, position, buffers = taken
         written = view.replace(position=position, **buffers)
-        if rules.codec.ordered:
-            written = rules.codec.exchanged(written, new, taken["slots"].codec, left)
+        if policy.codec.ordered:
+            written = policy.codec.exchanged(written, new, taken["slots"].codec, left)
         kv = taken["kv"] if pairs else None
-        return self.replace_layer(layer, written), evicted_pairs(rules, config, view.state, new, kv, left)
+        return self.replace_layer(layer, written), evicted_pairs(policy, config, view.state, new, kv, left)
 
     def exchange_and_attend(
         self,
-        rules: Rules,
+        policy: Policy,
         config: LayerConfig,
         layer: int,
         new: New,
@@ -120,7 +121,7 @@ class Dense(struct.PyTreeNode):
         """`exchange`, then `attend`, by a kernel that reads keys and values once; None where there has to be more.
 
         Args:
-            rules: says which slot matters least, and how much room there is.
+            policy: says which slot matters least, and how much room there is.
             config: of the layer.
             layer: which one.
             new: one token per row; a row of padding changes nothing.
@@ -135,10 +136,10 @@ class Dense(struct.PyTreeNode):
 
         def one_pass(scores: Any) -> bool:
             def given() -> tuple[Array, Operand, Operand, Sinks | None, Hashed | None] | None:
-                found = rules.codec.operands(config, view, new)
+                found = policy.codec.operands(config, view, new)
                 if found.places is not None:
                     return None
-                hashed = hashed_codes(rules.hashing(new), view.slots)
+                hashed = hashed_codes(policy.hashing(new), view.slots)
                 return found.q[:, :, :, 0], *found.stored, found.sinks, hashed
 
             shapes = jax.eval_shape(given)
@@ -148,27 +149,27 @@ class Dense(struct.PyTreeNode):
             return step_in_one_pass(q, k, v, spec, sinks, scores, hashed, **new.kernels._asdict())
 
         # Under an order it is unknown where the model is going to see keys.
-        if new.spread.slots > 1 or rules.codec.ordered or not one_pass(None):
+        if new.spread.slots > 1 or policy.codec.ordered or not one_pass(None):
             return None
         wanted = asks(view)
         own = without_again(wanted)
-        scores, summed = evidence.wanted(own, new)
+        scores, summed = attention.wanted(own, new)
         if not one_pass(scores):
             return None
-        if rules.shrinks:
-            self = self._shrunk(rules, config, layer, new, absorb)
+        if policy.shrinks:
+            self = self._shrunk(policy, config, layer, new, absorb)
         view = self.layers[layer]
-        view = view.replace(state=view.state.replace(codec=rules.codec.begin(view, new)))
-        added = {"kv": rules.codec.numbers(new, view.state.codec), "slots": rules.slots(new, view.state)}
+        view = view.replace(state=view.state.replace(codec=policy.codec.begin(view, new)))
+        added = {"kv": policy.codec.numbers(new, view.state.codec), "slots": policy.slots(new, view.state)}
         entry = jax.tree.map(lambda leaf: leaf[:, :, 0], added)
-        standing, bounds, keep, hashing = ranked(rules, view, new)
+        standing, bounds, keep, hashing = ranked(policy, view, new)
         before = view.slots.score
-        adds = rules.adds and summed and standing is before and before.dtype == jnp.float32
+        adds = policy.adds and summed and standing is before and before.dtype == jnp.float32
         held = view.slots, entry["slots"]
         hashed = hashed_codes(hashing, view.slots)
         apart = adds or hashed is not None
         remembered, begun = (each.replace(score=None) for each in held) if apart else held
-        given = rules.codec.operands(config, view, new, room=bounds.limit)
+        given = policy.codec.operands(config, view, new, room=bounds.limit)
         done = decode_step(
             standing if hashed is None else hashed,
             view.position,
@@ -180,7 +181,7 @@ class Dense(struct.PyTreeNode):
             spec,
             protection=bounds,
             keep=keep,
-            shrinks=rules.shrinks,
+            shrinks=policy.shrinks,
             pairs=absorb is not None,
             sinks=given.sinks,
             scores=scores,
@@ -194,29 +195,29 @@ class Dense(struct.PyTreeNode):
         if adds:
             written, answers = written.replace(slots=done.buffers.replace(score=done.attended.scores)), None
         else:
-            answers = evidence.told(own, done.attended, written.position, new, summed=summed)
+            answers = attention.told(own, done.attended, written.position, new, summed=summed)
             given = given._replace(k=done.k, v=done.v)
-            earlier = functools.partial(rules.codec.earlier, config, written, given, new)
+            earlier = functools.partial(policy.codec.earlier, config, written, given, new)
             answers = with_again(wanted, answers, config, given, written, earlier)
         partial = Partial(done.attended.out[:, :, :, None], done.attended.lse[..., None])
         evicted = None
         if done.pair is not None:
-            evicted = evicted_pairs(rules, config, view.state, new, KV(*done.pair), done.left)
+            evicted = evicted_pairs(policy, config, view.state, new, KV(*done.pair), done.left)
         return self.replace_layer(layer, written), wanted, Stepped(partial, answers, evicted)
 
-    def append(self, rules: Rules, config: LayerConfig, layer: int, new: New) -> Dense:
+    def append(self, policy: Policy, config: LayerConfig, layer: int, new: New) -> Dense:
         """New slots behind those that are there, for a block of text: nothing leaves."""
         view = self.layers[layer]
-        view = view.replace(state=view.state.replace(codec=rules.codec.begin(view, new)))
+        view = view.replace(state=view.state.replace(codec=policy.codec.begin(view, new)))
         position = jnp.broadcast_to(new.position[:, None], new.k.shape[:3]).astype(jnp.int32)
-        added = _entries(rules, view, new) | {"position": position}
+        added = _entries(policy, view, new) | {"position": position}
         held = {"kv": view.kv, "slots": view.slots, "position": view.position}
         joined = jax.tree.map(lambda old, block: jnp.concatenate([old, block], axis=2), held, added)
-        return self.replace_layer(layer, rules.codec.settle(view.replace(**joined), new))
+        return self.replace_layer(layer, policy.codec.settle(view.replace(**joined), new))
 
     def attend(
         self,
-        rules: Rules,
+        policy: Policy,
         config: LayerConfig,
         layer: int,
         new: New,
@@ -228,19 +229,19 @@ class Dense(struct.PyTreeNode):
     ) -> tuple[Dense, Attended]:
         """Attention of new tokens, which have slots, over all slots of a layer."""
         view = self.layers[layer]
-        given = rules.codec.operands(config, view, new, block=block)
-        attend = evidence.attend_block if block else evidence.attend_token
+        given = policy.codec.operands(config, view, new, block=block)
+        attend = attention.attend_block if block else attention.attend_token
         own = without_again(asks)
         out, answers = attend(config, given, view, new, own, low_rank, selection)
-        earlier = functools.partial(rules.codec.earlier, config, view, given, new)
+        earlier = functools.partial(policy.codec.earlier, config, view, given, new)
         return self, Attended(out, with_again(asks, answers, config, given, view, earlier))
 
-    def fold(self, rules: Rules, layer: int, asks: PyTree, answers: PyTree, new: New) -> Dense:
+    def fold(self, policy: Policy, layer: int, asks: PyTree, answers: PyTree, new: New) -> Dense:
         """After the score has heard what it asked for; without answers it has them already."""
         if answers is None:
             return self
         view = self.layers[layer]
-        after = slots.where_read(new, rules.fold(answers, view, new), view.slots.score)
+        after = slots.where_read(new, policy.fold(answers, view, new), view.slots.score)
         return self.replace_layer(layer, view.replace(slots=view.slots.replace(score=after)))
 
     def with_scores(self, layer: int, out: Array) -> tuple[Dense, Array]:
@@ -256,7 +257,7 @@ class Dense(struct.PyTreeNode):
         return self.replace_layer(layer, view.replace(slots=view.slots.replace(score=after)))
 
     def compress(
-        self, rules: Rules, config: LayerConfig, layer: int, new: New, capacity: int
+        self, policy: Policy, config: LayerConfig, layer: int, new: New, capacity: int
     ) -> tuple[Dense, Bool[Array, "b h c"]]:
         """The best slots of each head, as many as it may use, in buffers of `capacity` slots.
 
@@ -266,19 +267,19 @@ class Dense(struct.PyTreeNode):
             The smaller storage, and which slots of this one leave.
         """
         view = self.layers[layer]
-        best, kept, leaving = _settled(rules, view, new, capacity)
+        best, kept, leaving = _settled(policy, view, new, capacity)
         smaller = view.replace(
             kv=jax.tree.map(lambda leaf: slots.gather(leaf, best), view.kv),
             slots=jax.tree.map(lambda leaf: slots.gather(leaf, best), view.slots),
             position=jnp.where(kept, slots.gather(view.position, best), -1),
         )
-        if rules.codec.ordered:
-            smaller = rules.codec.settle(smaller, new)
+        if policy.codec.ordered:
+            smaller = policy.codec.settle(smaller, new)
         return self.replace_layer(layer, smaller), leaving
 
     def _shrunk(
         self,
-        rules: Rules,
+        policy: Policy,
         config: LayerConfig,
         layer: int,
         new: New,
@@ -287,14 +288,14 @@ class Dense(struct.PyTreeNode):
         """Rows whose room has just fallen without what ranks lowest; the new tokens have no slot yet."""
         view = self.layers[layer]
         before = jnp.maximum(new.read - 1, new.prompt_length)
-        fewer = slots.room(rules, view.limit, new) < slots.room(rules, view.limit, new, before)
+        fewer = slots.room(policy, view.limit, new) < slots.room(policy, view.limit, new, before)
         fewer &= new.valid[:, :1]
 
         # Only masks and the queue leave the branch: a cache that went through it would be copied at every step.
         def losing(self: Dense) -> Any:
-            leaving = _settled(rules, view, new, view.capacity * new.spread.slots)[2] & fewer[..., None]
+            leaving = _settled(policy, view, new, view.capacity * new.spread.slots)[2] & fewer[..., None]
             after = view.replace(position=jnp.where(leaving, -1, view.position))
-            after = rules.codec.settle(after, new) if rules.codec.ordered else after
+            after = policy.codec.settle(after, new) if policy.codec.ordered else after
             return leaving, after.slots.codec, after.state.codec
 
         def same(self: Dense) -> Any:
@@ -306,7 +307,7 @@ class Dense(struct.PyTreeNode):
             state = state.replace(
                 residual=jax.lax.cond(
                     fewer.any(),
-                    lambda kept: slots.fold_evicted(absorb, kept, rules, config, view, new, leaving),
+                    lambda kept: slots.fold_evicted(absorb, kept, policy, config, view, new, leaving),
                     lambda kept: kept,
                     state.residual,
                 )
@@ -316,17 +317,17 @@ class Dense(struct.PyTreeNode):
             layer, view.replace(position=position, slots=view.slots.replace(codec=queue), state=state)
         )
 
-    def open(self, rules: Rules, configs: Sequence[LayerConfig], ahead: Callable[[int], New]) -> Dense:
+    def open(self, policy: Policy, configs: Sequence[LayerConfig], ahead: Callable[[int], New]) -> Dense:
         """As a step over all layers begins with it.
 
         Args:
-            rules: say what leaves.
+            policy: say what leaves.
             configs: of the layers.
             ahead: the tokens as a layer is going to see them, with positions and shapes alone.
         """
-        if configs[0].spread.slots == 1 or not rules.foresees:
+        if configs[0].spread.slots == 1 or not policy.foresees:
             return self
-        return self.replace(victims=victims_of(rules, self.layers, [ahead(index) for index in range(len(configs))]))
+        return self.replace(victims=victims_of(policy, self.layers, [ahead(index) for index in range(len(configs))]))
 
     def close(self) -> Dense:
         """As it waits for the next step."""
@@ -405,7 +406,7 @@ class Dense(struct.PyTreeNode):
 
 
 def empty(
-    rules: Any,
+    policy: Any,
     config: LayerConfig,
     layer: int | Int[Array, ""],
     *,
@@ -416,7 +417,7 @@ def empty(
     """A layer's slots with nothing in them.
 
     Args:
-        rules: of the policy; its parts' `init` says what they remember of the layer.
+        policy: of the policy; its parts' `init` says what they remember of the layer.
         config: of the layer.
         layer: which one.
         limit: slots that each head may use.
@@ -444,9 +445,9 @@ def empty(
         head=config.numbers(rows),
         layer=layer,
     )
-    state = rules.init(shape)
-    codec: Codec = rules.codec
-    held = (codec.encode(shape, state.codec), rules.slots(shape, state))
+    state = policy.init(shape)
+    codec: Codec = policy.codec
+    held = (codec.encode(shape, state.codec), policy.slots(shape, state))
 
     def room(leaf: Array) -> Array:
         return jnp.zeros((rows, heads, slots, *leaf.shape[3:]), leaf.dtype)
@@ -455,11 +456,11 @@ def empty(
     return View(limit, state, kv, jnp.full((rows, heads, slots), -1, jnp.int32), remembered)
 
 
-def _settled(rules: Rules, view: View, new: New, capacity: int) -> tuple[Array, Array, Bool[Array, "b h c"]]:
+def _settled(policy: Policy, view: View, new: New, capacity: int) -> tuple[Array, Array, Bool[Array, "b h c"]]:
     # Of whole heads the slots that are best, in buffers of `capacity`, and which of these are kept; here, which leave.
     position = new.spread.all_slots(view.position)
     rows, heads, held = position.shape
-    best, count = slots.chosen(rules, view, new)
+    best, count = slots.chosen(policy, view, new)
     idle = ~new.valid.any(1)[:, None, None]
     best = jnp.where(idle, jnp.arange(held, dtype=jnp.int32), best)
     count = jnp.where(idle[..., 0], held, count)
@@ -502,6 +503,6 @@ def _widened(mine: Array, theirs: Array) -> Array:
     return jnp.pad(theirs, [(0, 0), *missing])
 
 
-def _entries(rules: Rules, view: View, new: New) -> dict[str, PyTree]:
+def _entries(policy: Policy, view: View, new: New) -> dict[str, PyTree]:
     """What slots hold of new tokens besides their positions: leaves [b h t ...]."""
-    return {"kv": rules.codec.encode(new, view.state.codec), "slots": rules.slots(new, view.state)}
+    return {"kv": policy.codec.encode(new, view.state.codec), "slots": policy.slots(new, view.state)}

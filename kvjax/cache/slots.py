@@ -3,103 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.cache.codec import Codec
-from kvjax.types import SLOTS, Evicted, Heads, LayerConfig, New, Parts, PyTree, View, restored
+from kvjax.policies.policy import Policy
+from kvjax.policies.protection import Protected
+from kvjax.types import SLOTS, Evicted, LayerConfig, New, PyTree, View, restored
 from pallas_kernels import ranking
-from pallas_kernels.hamming import Hashing
 from pallas_kernels.ranking import Protection
 
 TOKEN_BLOCK = 64
 """Evicted tokens that are decoded at once."""
-
-
-class Guard(NamedTuple):
-    """What may not leave a head, or only at the end.
-
-    Where protected tokens outnumber the slots, sinks stay, and the oldest of the others leaves.
-    """
-
-    sinks: Int[Array, "b h"] | Int[Array, ""]
-    """First positions that never leave; one number where it is the same in all heads."""
-    recent: Int[Array, "b h"] | Int[Array, ""]
-    """Newest tokens that never leave, the one being read included; one number, too, where it can be."""
-    keep: Bool[Array, "b h c"] | None = None
-    """Slots that never leave while there is another one."""
-    last: Bool[Array, "b h c"] | None = None
-    """Slots that leave when no other can."""
-
-
-class Places(NamedTuple):
-    """How many tokens a head may hold for their score alone."""
-
-    most: Int[Array, "b h"]
-    among_all: bool
-    """Whether protected tokens take such a place, too, where they score among the highest."""
-
-
-class Rules(Protocol):
-    """Who decides what leaves: a cache asks nothing else of a policy."""
-
-    @property
-    def codec(self) -> Codec:
-        """How a slot lies in memory."""
-        ...
-
-    @property
-    def shrinks(self) -> bool:
-        """Whether several tokens may have to leave at one step."""
-        ...
-
-    @property
-    def ends(self) -> bool:
-        """Whether slots suffice for the planned text only."""
-        ...
-
-    @property
-    def foresees(self) -> bool:
-        """Whether what leaves a layer is known before it has seen the new token: only the position tells."""
-        ...
-
-    @property
-    def slides(self) -> bool:
-        """Whether the oldest token leaves first of those that may."""
-        ...
-
-    @property
-    def adds(self) -> bool:
-        """Whether a score is what its slot remembers, begins at 0, and `fold` adds the answer to it."""
-        ...
-
-    def slots(self, new: New, state: Parts) -> Parts:
-        """What is remembered of each new token besides its pair: leaves [b h t ...]."""
-        ...
-
-    def standing(self, view: View, new: New) -> tuple[Float[Array, "b h c"], Guard]:
-        """How much each slot matters, and what protects it."""
-        ...
-
-    def hashing(self, new: New) -> Hashing | None:
-        """What codes are made of, where how far apart they are is all that scores say."""
-        ...
-
-    def room(self, limit: Int[Array, "b h"], length: Int[Array, " b"]) -> Int[Array, "b h"]:
-        """Slots that may be used when a text has so many tokens, all of its prompt included."""
-        ...
-
-    def competing(self, heads: Heads, new: New) -> Places | None:
-        """How many tokens a head may hold for their score alone; None for no such bound."""
-        ...
-
-    def fold(self, answers: PyTree, view: View, new: New) -> PyTree:
-        """What the score remembers of each slot, after attention."""
-        ...
 
 
 class Attended(NamedTuple):
@@ -115,14 +33,14 @@ def last_resort(dtype: DTypeLike) -> float:
     return float(jnp.finfo(dtype).max) / 2
 
 
-def scores(rules: Rules, view: View, new: New) -> tuple[Float[Array, "b h c"], Guard]:
+def scores(policy: Policy, view: View, new: New) -> tuple[Float[Array, "b h c"], Protected]:
     """How much each slot matters, last resorts above all others, and what protects it.
 
     What the layer's own window has passed is expired, protected or not: no later query sees it. So a layer whose heads
-    may use as many slots as its window is wide holds exactly that window, under any rules.
+    may use as many slots as its window is wide holds exactly that window, under any policy.
     """
     with jax.named_scope("scores"):
-        found, guard = rules.standing(view, new)
+        found, guard = policy.standing(view, new)
     if guard.last is not None:
         found = jnp.where(guard.last, last_resort(found.dtype), found)
     if windowed(new):
@@ -148,17 +66,19 @@ def remembered_positions(position: Int[Array, "b h *c"], new: New) -> Int[Array,
     return jnp.where(in_window(position, new), position, -1)
 
 
-def room(rules: Rules, limit: Int[Array, "b h"], new: New, length: Int[Array, " b"] | None = None) -> Int[Array, "b h"]:
+def room(
+    policy: Policy, limit: Int[Array, "b h"], new: New, length: Int[Array, " b"] | None = None
+) -> Int[Array, "b h"]:
     """Slots that may be used in a text of so many tokens, or as long as it is; all of them where a window bounds it."""
-    found = rules.room(limit, new.length if length is None else length)
+    found = policy.room(limit, new.length if length is None else length)
     if new.config is None or not new.config.local:
         return found
     return jnp.where(new.config.bounds(new.end)[:, None], limit, found)
 
 
-def rank(rules: Rules, view: View, new: New) -> Float[Array, "b h c"]:
+def rank(policy: Policy, view: View, new: New) -> Float[Array, "b h c"]:
     """Order of leaving: expired (-inf) < empty < scores < protected < sinks (+inf)."""
-    found, guard = scores(rules, view, new)
+    found, guard = scores(policy, view, new)
     newest, sinks, recent = new.newest[:, None, None], guard.sinks[..., None], guard.recent[..., None]
     return ranking.rank(found, view.position, newest, sinks, recent, guard.keep)
 
@@ -251,21 +171,21 @@ def best_first(
     return order, worth.sum(-1, dtype=jnp.int32)
 
 
-def chosen(rules: Rules, view: View, new: New) -> tuple[Int[Array, "b h c"], Int[Array, "b h"]]:
+def chosen(policy: Policy, view: View, new: New) -> tuple[Int[Array, "b h c"], Int[Array, "b h"]]:
     """Slots of whole heads from the most to the least important one, and how many of them stay."""
-    score, guard = rules.standing(view, new)
-    ranks, position, score = map(new.spread.all_slots, (rank(rules, view, new), view.position, score))
+    score, guard = policy.standing(view, new)
+    ranks, position, score = map(new.spread.all_slots, (rank(policy, view, new), view.position, score))
     # A step gives the token that it reads a slot, even where protected ones fill the head; so does a block.
-    full = (ranks >= ranking.protected(ranks.dtype)).sum(-1, keepdims=True) >= room(rules, view.limit, new)[..., None]
+    full = (ranks >= ranking.protected(ranks.dtype)).sum(-1, keepdims=True) >= room(policy, view.limit, new)[..., None]
     ranks = jnp.where(full, with_newest(ranks, position, new), ranks)
     order, count = best_first(ranks, position, guard.sinks)
-    places = rules.competing(view, new)
+    places = policy.competing(view, new)
     if places is not None:
         worth = (position >= 0) & (ranks > -jnp.inf)
         competes = (worth & (ranks < last_resort(ranks.dtype))).astype(jnp.int32)
         score = jnp.where(worth if places.among_all else competes, score, -jnp.inf)
         count += sum_of_most(score, position, competes, places.most) - competes.sum(-1)
-    return order, jnp.minimum(count, room(rules, view.limit, new))
+    return order, jnp.minimum(count, room(policy, view.limit, new))
 
 
 def sum_of_most(
@@ -285,7 +205,7 @@ def gather(leaf: Array, slots: Int[Array, "b h m"]) -> Array:
 def fold_evicted(
     absorb: Callable[[PyTree, Evicted], PyTree],
     remembered: PyTree,
-    rules: Rules,
+    policy: Policy,
     config: LayerConfig,
     view: View,
     new: New,
@@ -296,7 +216,7 @@ def fold_evicted(
     Args:
         absorb: the residual's.
         remembered: its state.
-        rules: of the policy.
+        policy: of the policy.
         config: of the layer.
         view: the slots, before they leave.
         new: what is being read.

@@ -11,11 +11,10 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float, Int
 
-from kvjax.cache.codec import Codec
-from kvjax.cache.slots import Guard, Places
-from kvjax.policies.part import Part, of_kvjax
-from kvjax.policies.plan import Plan, Uniform
-from kvjax.policies.protection import Protection
+from kvjax.policies.allocation import Plan, Quota, Uniform
+from kvjax.policies.base import Part, of_kvjax
+from kvjax.policies.protection import Protected, Protection
+from kvjax.policies.quantizer import Codec
 from kvjax.policies.residual import Residual
 from kvjax.policies.score import Score
 from kvjax.policies.selection import Selection
@@ -23,7 +22,7 @@ from kvjax.types import Heads, New, Parts, PyTree, View, derived, setting
 from pallas_kernels.hamming import Hashing
 
 if TYPE_CHECKING:
-    from kvjax.model import Model
+    from kvjax.models.model import LanguageModel
 
 
 @struct.dataclass
@@ -77,7 +76,7 @@ class Policy:
         """Whether a budget bounds anything: tokens leave, or are left out of attention."""
         return self.plan.bounded or self.selection is not None
 
-    def bind(self, model: Model) -> Policy:
+    def bind(self, model: LanguageModel) -> Policy:
         """The policy with whatever its parts need to know of a model; `prefill` calls it, outside of compilation.
 
         Raises:
@@ -106,8 +105,6 @@ class Policy:
         names = ("score", "protection", "plan", "residual", "selection")
         parts = {name: getattr(self, name) for name in names}
         return dataclasses.replace(self, **{name: change(part) for name, part in parts.items() if part is not None})
-
-    # What a cache asks: `kvjax.cache.slots.Rules`.
 
     @property
     def shrinks(self) -> bool:
@@ -154,7 +151,7 @@ class Policy:
             codec=self.codec.slot(new),
         )
 
-    def standing(self, view: View, new: New) -> tuple[Float[Array, "b h c"], Guard]:
+    def standing(self, view: View, new: New) -> tuple[Float[Array, "b h c"], Protected]:
         """How much each slot matters, and what protects it.
 
         Raises:
@@ -177,7 +174,7 @@ class Policy:
         """Slots that may be used when a text has so many tokens, all of its prompt included."""
         return self.plan.room(limit, length)
 
-    def competing(self, heads: Heads, new: New) -> Places | None:
+    def competing(self, heads: Heads, new: New) -> Quota | None:
         """How many tokens a head may hold for their score alone; None for no such bound."""
         return self.plan.competing(heads, new)
 

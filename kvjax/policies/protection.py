@@ -2,15 +2,32 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
 from jaxtyping import Array, Bool, Int
 
-from kvjax.cache.slots import Guard
-from kvjax.policies.part import Part
+from kvjax.policies.base import Part
 from kvjax.types import New, PyTree, View, check, is_share, number, setting, written
+
+
+class Protected(NamedTuple):
+    """What may not leave a head, or only at the end.
+
+    Where protected tokens outnumber the slots, sinks stay, and the oldest of the others leaves.
+    """
+
+    sinks: Int[Array, "b h"] | Int[Array, ""]
+    """First positions that never leave; one number where it is the same in all heads."""
+    recent: Int[Array, "b h"] | Int[Array, ""]
+    """Newest tokens that never leave, the one being read included; one number, too, where it can be."""
+    keep: Bool[Array, "b h c"] | None = None
+    """Slots that never leave while there is another one."""
+    last: Bool[Array, "b h c"] | None = None
+    """Slots that leave when no other can."""
 
 
 @struct.dataclass
@@ -59,9 +76,9 @@ class Protection(Part):
         """The recent window in slots, for heads of `limit` slots; one number if that does not matter."""
         return recent_slots(self.recent, limit)
 
-    def guard(self, view: View, new: New) -> Guard:
+    def guard(self, view: View, new: New) -> Protected:
         """What protects each slot of some heads."""
-        return Guard(self.sink_slots(view.limit), self.recent_slots(view.limit), view.slots.protection)
+        return Protected(self.sink_slots(view.limit), self.recent_slots(view.limit), view.slots.protection)
 
     def check_tokens(self, vocabulary: int) -> None:
         """Refuse special tokens that a model does not have.

@@ -7,7 +7,7 @@ from typing import Any
 
 from jaxtyping import Array
 
-from kvjax.policies.part import Part
+from kvjax.policies.base import Part
 from kvjax.types import Evicted, New, Partial
 from pallas_kernels.attention import LowRank, merge, share_of_evicted
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from jaxtyping import Array, Float
 
-from kvjax.policies.part import Part
+from kvjax.policies.base import Part
 from kvjax.types import Heads, New, PyTree, View
 from pallas_kernels.hamming import Hashing
 

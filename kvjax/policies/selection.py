@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float
 
-from kvjax.policies.part import Part
+from kvjax.policies.base import Part
 from kvjax.types import New, check, is_share, number, written
 
 

@@ -1,0 +1,200 @@
+"""Compile kernels and decode steps for chips that are not there, and write what their compilers say: `chips.md`.
+
+TPUs need `pip install jax[tpu]`, GPUs the CUDA plugin of jax and ptxas; one environment makes the rows of its chips and
+keeps those of others.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+
+from benchmarks.aot.chips import CHIPS, ENVIRONMENT, SPECIFICATIONS
+from benchmarks.aot.page import bundles, markdown, plot
+from benchmarks.aot.rows import Kind, Rows
+from benchmarks.aot.tpu import compile_for, mesh_of
+from pallas_kernels.common import Unsupported
+from pallas_kernels.programs import Program, programs
+
+
+class Work(NamedTuple):
+    """A row that is wanted."""
+
+    kind: Kind
+    name: str
+    make: Callable[[], dict[str, Any]]
+
+
+def wanted(chip: str, implementations: Sequence[str], steps: bool, only: str) -> Iterator[Work]:
+    """The rows of a chip whose names have a text in them.
+
+    Args:
+        chip: one of `SPECIFICATIONS`.
+        implementations: of kernels.
+        steps: whether whole decode steps are wanted, too; of TPUs, for nothing estimates cycles of GPUs.
+        only: the text.
+    """
+    form = "tpu" if chip in CHIPS else "gpu"
+    for program in programs():
+        for implementation in implementations:
+            name = f"{program}, {implementation}"
+            exists = implementation == "xla" or form in program.forms
+            if not exists or only not in name:
+                continue
+
+            def kernel(program: Program = program, implementation: str = implementation) -> dict[str, Any]:
+                traffic = {"bytes": program.bytes, "limit": SPECIFICATIONS[chip].limit(program.bytes)}
+                return compiler_of(chip)(chip, program, implementation) | traffic
+
+            yield Work("kernels", name, kernel)
+    if not steps or chip not in CHIPS:
+        return
+    # A workbench stands above all it measures: only here, and only for its steps, does this package look at kvjax.
+    from benchmarks import chip_steps
+
+    for number, step in enumerate(chip_steps.steps()):
+        if only in str(step):
+
+            def whole(step: chip_steps.Step = step, number: int = number) -> dict[str, Any]:
+                return chip_steps.compile_step(chip, step) | {"number": number}
+
+            yield Work("steps", str(step), whole)
+
+
+def compiler_of(chip: str) -> Callable[..., dict[str, Any]]:
+    """What compiles a kernel for a chip.
+
+    Raises:
+        ModuleNotFoundError: there is no such compiler in this package.
+    """
+    if chip in CHIPS:
+        return compile_for
+    # Only where it is wanted, for it needs another plugin and an environment of its own.
+    compiler = importlib.import_module("benchmarks.aot.gpu")
+    os.environ.update(compiler.ENVIRONMENT)
+    return compiler.compile_for
+
+
+def compiler_name(chip: str) -> str:
+    """Which compiler makes the rows of a chip here, with its version.
+
+    Raises:
+        RuntimeError: there is none.
+    """
+    package = "libtpu" if chip in CHIPS else "jax-cuda12-pjrt"
+    try:
+        name = f"jax {jax.__version__} with {package} {version(package)}"
+        if chip in CHIPS:
+            mesh_of(chip)
+    except PackageNotFoundError:
+        raise RuntimeError(f"the package {package} is not installed") from None
+    return name
+
+
+def show_schedule(name: str, row: dict[str, Any]) -> None:
+    """Print where the cycles of a row are: the regions of its kernels, and the dearest fusions."""
+    print(f"{row['chip']} {name}: limit {1e6 * row['limit']:,.1f} µs")
+    if row["chip"] not in CHIPS:
+        for kernel, registers in row["registers"].items():
+            spills, shared, blocks = (row[figure][kernel] for figure in ("spills", "shared", "occupancy"))
+            print(
+                f"  {registers:14,} registers {kernel}: {spills:,} bytes spilled, {shared:,} shared, {blocks} blocks "
+                "on a multiprocessor"
+            )
+        return
+    print(f"  {1e6 * row['estimate']:14,.1f} µs estimated")
+    for part, seconds in row.get("parts", {}).items():
+        print(f"  {1e6 * seconds:14,.1f} µs {part}")
+    for kernel in row["kernels"]:
+        copies = f"; {kernel['copies']} copies awaited where they start, in {kernel['waits']} waits"
+        more = copies if kernel["copies"] else ""
+        print(f"  {kernel['cycles']:14,} cycles {kernel['name']}: {bundles(kernel)}{more}")
+    for times, part, cycles, op_name in row["fusions"]:
+        print(f"  {cycles:14,} cycles, {times} x {part}: {op_name}")
+    for fusion, part, op_name in row["unknown"]:
+        print(f"  {'unknown':>14} cycles {fusion} ({part}): {op_name}")
+    print(f"  {row['fusion_cycles']:14,} cycles of all fusions that were compiled")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command line; returns its exit code."""
+    options = argparse.ArgumentParser(prog="benchmarks.aot", description=__doc__, allow_abbrev=False)
+    options.add_argument("--chips", default=",".join(CHIPS), help=f"of {', '.join(SPECIFICATIONS)}, with commas")
+    everything = "of kernels, with commas (default: pallas,xla, and of GPUs triton,mosaic)"
+    options.add_argument("--implementations", help=everything)
+    options.add_argument("--only", default="", help="programs whose name has this text in it")
+    options.add_argument("--steps", action="store_true", help="also whole decode steps")
+    options.add_argument("--schedule", action="store_true", help="print regions of kernels and the dearest fusions")
+    options.add_argument("--redo", action="store_true", help="compile what is on disk, too: programs have changed")
+    options.add_argument("--page", action="store_true", help="compile nothing: write the page of what is on disk")
+    options.add_argument("--out", type=Path, default=Path("docs/results"), help="where chips.md and its rows are")
+    parsed = options.parse_args(argv)
+    chips = parsed.chips.split(",")
+    unknown = [chip for chip in chips if chip not in SPECIFICATIONS]
+    if unknown:
+        print(f"benchmarks.aot: {', '.join(unknown)} is not one of {', '.join(SPECIFICATIONS)}.", file=sys.stderr)
+        return 2
+    directory, refused = parsed.out / "chips", 0
+    try:
+        for chip in [] if parsed.page else chips:
+            refused += _compile(chip, parsed, Rows(directory / f"{chip}.json"))
+        kept = {chip: rows for chip in SPECIFICATIONS if any((rows := Rows(directory / f"{chip}.json").kept).values())}
+        if not kept:
+            raise ValueError(f"there are no rows in {directory}; compile some first.")
+    except (RuntimeError, ModuleNotFoundError, ValueError) as error:
+        print(f"benchmarks.aot: {error}", file=sys.stderr)
+        return 2
+    (parsed.out / "chips.md").write_text(markdown(kept), encoding="utf-8")
+    try:
+        plot(kept, directory / "steps.png")
+    except ModuleNotFoundError as error:  # rows are made in environments of compilers, which need not have it
+        remedy = "pip install matplotlib, and give --page"
+        print(f"benchmarks.aot: {directory / 'steps.png'} is as it was ({error}): {remedy}.", file=sys.stderr)
+    return 1 if refused else 0
+
+
+def _compile(chip: str, parsed: argparse.Namespace, rows: Rows) -> int:
+    """Make the rows that are missing; returns how many programs the compiler refused."""
+    try:
+        compiler = compiler_name(chip)
+    except Exception as error:  # whatever a plugin raises that is not there
+        package = "jax[tpu]" if chip in CHIPS else "jax-cuda12-plugin, jax-cuda12-pjrt and nvidia-cuda-nvcc-cu12"
+        raise RuntimeError(f"there is no compiler for {chip}, install {package}: {error}") from error
+    default = "pallas,xla" if chip in CHIPS else "pallas,triton,mosaic,xla"
+    refused, names = 0, (parsed.implementations or default).split(",")
+    works = list(wanted(chip, names, parsed.steps, parsed.only))
+    if not works:
+        searched = "kernel or step" if parsed.steps else "kernel (and of steps only --steps looks at the names)"
+        example = "'decode_step multi-head' or 'llama_7b, 64 rows, 204 slots, h2o'"
+        raise ValueError(f"{parsed.only!r} is in the name of no {searched}; give a part of one, as {example}.")
+    for kind, name, make in works:
+        row = None if parsed.redo else rows.get(kind, name, compiler)
+        if row is None:
+            try:
+                row = make() | {"compiler": compiler}
+                rows.put(kind, name, row)
+            except Unsupported as error:
+                print(f"{chip} {name} is left out: {error}", file=sys.stderr, flush=True)
+                continue
+            except Exception as error:  # whatever a compiler raises, or rows refuse; all of them are wanted
+                refused += 1
+                reason = str(error).splitlines()[0] if str(error) else repr(error)
+                print(f"{chip} {name} FAILED: {reason}", file=sys.stderr, flush=True)
+                continue
+            print(f"{chip} {name}: {row['temp']:,} temporary bytes, {row['seconds']:.1f} s", flush=True)
+        if parsed.schedule:
+            show_schedule(name, row)
+    return refused
+
+
+if __name__ == "__main__":
+    os.environ.update(ENVIRONMENT)
+    raise SystemExit(main())

@@ -1,0 +1,125 @@
+"""Quality of slots of 16, 8 and 4 bits at equal bytes: `python -m kvjax.evaluation codecs --text FILE`."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import sys
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from kvjax import methods
+from kvjax.cache.dense import empty
+from kvjax.cache.memory import slot_bytes
+from kvjax.cli.options import add_policies, compared, parts_of
+from kvjax.evaluation.claims import table
+from kvjax.evaluation.recall import recall
+from kvjax.evaluation.runs import Run, Runs, describe
+from kvjax.evaluation.store import Store
+from kvjax.evaluation.texts import passages
+from kvjax.inference.prepare import round_slots
+from kvjax.methods import CODECS
+from kvjax.model import Model, load
+from kvjax.policies import Policy
+from kvjax.utils.files import write_text
+
+CODES = {"plain": "16 bits", "int8": "8 bits", "int4": "4 bits"}
+
+
+class Row(NamedTuple):
+    """One policy with slots of so many bits."""
+
+    policy: str
+    codec: str
+    slots: int
+    bytes_of_slot: int
+    run: Run
+    recalled: float | None
+
+
+def bytes_of_slot(model: Model, policy: Policy) -> int:
+    """Bytes of a slot of the first layer under a policy."""
+    bound, layer = policy.bind(model), model.config.layer_configs[0]
+    limit = jnp.ones((1, layer.kv_heads), jnp.int32)
+    dtype = model.weights.embedding.dtype
+    return slot_bytes(jax.eval_shape(functools.partial(empty, bound, layer, 0, slots=1, dtype=dtype), limit=limit))
+
+
+def equal_slots(model: Model, policy: Policy, codec: str, slots: int) -> int:
+    """The most slots of a codec whose buffers take no more bytes than those of so many plain ones."""
+    plain, coded = (bytes_of_slot(model, methods.replaced(policy, codec=name)) for name in ("plain", codec))
+    room = round_slots(slots) * plain
+    return max(count for count in range(1, 1 + room // coded) if round_slots(count) * coded <= room)
+
+
+def measure(runs: Runs, name: str, policy: Policy, codec: str, slots: int, distance: int | None) -> Row | None:
+    """Perplexity, and recall over a distance, of a policy on slots of a codec."""
+    coded = methods.replaced(policy, codec=codec)
+    label = f"{name}, {codec}"
+    run = runs.run(label, coded, slots, codec=codec)
+    if run is None:
+        return None
+    recalled = None
+    if distance is not None:
+        text = runs.passages.tokens[: 2 + distance // runs.passages.tokens.shape[1]].reshape(-1)
+        settings = runs.settings(policy=describe(coded), codec=codec, budget=slots, distance=distance)
+
+        def ask() -> Any:
+            return recall(runs.model, coded, slots, distance, text=text).mean
+
+        recalled = runs.keep(f"recall: {label}, {slots}, distance {distance}", settings, ask)
+    return Row(name, codec, slots, bytes_of_slot(runs.model, coded), run, recalled)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command line of the report."""
+    add_policies(parser, "streaming,h2o,keyformer,snapkv")
+    parser.add_argument("--slots", type=int, nargs="+", default=[64, 128], help="slots of 16 bits per head")
+    parser.add_argument("--prefix", type=int, default=64, help="tokens read at once before the rest, as a prompt")
+    parser.add_argument("--recall", type=int, metavar="DISTANCE", help="also ask for facts so many tokens ago")
+
+
+def run(options: argparse.Namespace) -> None:
+    """Measure what is not on disk, and write `codecs.md`.
+
+    Raises:
+        ValueError: a text, a policy or a number of slots does not fit.
+    """
+    made = compared(options.policies, *parts_of(options))
+    model = load(options.model, "bfloat16", options.revision, mesh=options.mesh)
+    read = passages(model, options.text, options.rows, options.length)
+    file = options.out / "codecs" / "measurements.json"
+    store = Store(file, options.redo, lambda line: print(line, file=sys.stderr))
+    runs = Runs(model, read, store, (), options.out, options.prefix)
+    shown = []
+    for slots in options.slots:
+        rows = []
+        for name, policy in made.items():
+            for codec in CODECS:
+                count = equal_slots(model, policy, codec, slots)
+                row = measure(runs, name, policy, codec, count, options.recall)
+                if row is not None:
+                    rows.append(row)
+        shown.append(f"## The bytes of {slots} slots of 16 bits\n\n{_table(runs, rows, options.recall)}")
+    words = (
+        f"# Slots of 16, 8 and 4 bits on {model.name}\n\nMade by `{options.command}`. The model runs in bfloat16; "
+        f"{options.prefix} tokens of each passage are read at once, the others through real eviction. "
+        "A slot holds key, value, position and score; "
+        "codes come with a scale for each key and each value, and keys with the prompt's factor for each channel. "
+        "Buffers come in steps of 16 or 64 slots: codes take at most the bytes of 16 bits, and mostly fewer.\n\n"
+    )
+    write_text(options.out / "codecs.md", words + "\n".join(shown))
+    print(options.out / "codecs.md")
+
+
+def _table(runs: Runs, rows: list[Row], distance: int | None) -> str:
+    headings = ["policy", "codec", "slots", "bytes of a slot", "bytes / full", *(f"{t}, nats" for t in runs.texts)]
+    headings += [] if distance is None else [f"recall at {distance}"]
+    lines = []
+    for row in rows:
+        nats = [row.run.nats(text) for text in runs.texts]
+        line = [row.policy, CODES[row.codec], row.slots, row.bytes_of_slot, f"{row.run.share:.1%}", *nats]
+        lines.append(line if distance is None else [*line, row.recalled])
+    return table(headings, lines)

@@ -1,0 +1,132 @@
+"""What the sections of FastGen's report share."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Int
+
+from kvjax import methods
+from kvjax.cache.dense import empty
+from kvjax.cache.paged.storage import Paged
+from kvjax.evaluation.claims import Claim
+from kvjax.evaluation.runs import Run, Runs, describe
+from kvjax.inference.extend import prefill
+from kvjax.methods.fastgen import PARTS
+from kvjax.model import Model
+
+
+@dataclasses.dataclass
+class Report:
+    """What the sections share, for one reading of what frequent tokens are.
+
+    Args:
+        runs: of perplexity.
+        thresholds: T of the curves, rising.
+        ablated: T of the ablations.
+        distances: of questions for recall.
+        among: which tokens the frequent ones are found among: `frequent_among` of the policy.
+    """
+
+    runs: Runs
+    thresholds: tuple[float, ...]
+    ablated: tuple[float, ...]
+    distances: tuple[int, ...]
+    among: str = "all"
+
+    @property
+    def suffix(self) -> str:
+        """What tells this reading's measurements and figures from those of the paper's."""
+        return "" if self.among == "all" else f"-{self.among}"
+
+    def policy(self, threshold: float, **settings: Any) -> methods.Policy:
+        """FastGen under this reading."""
+        return methods.policy("fastgen", threshold=threshold, frequent_among=self.among, **settings)
+
+    def profile(self, threshold: float, tokens: int) -> dict[str, Any]:
+        """Choices [layer, row, head] and recovered attention [layer, row, head, choice] of prompts of some tokens."""
+        policy = self.policy(threshold)
+        settings = self.runs.settings(policy=describe(policy), tokens=tokens)
+
+        def make() -> dict[str, Any]:
+            return profile_of(self.runs.model, policy, self.runs.passages.tokens[:, :tokens])
+
+        return self.measured(f"profile{self.suffix}: T {threshold:g}, {tokens} tokens", settings, make)
+
+    def slots_set_aside(self, threshold: float) -> dict[str, Any]:
+        """Slots of the passages' heads: by choice their share of the text, and those of the whole pool.
+
+        Returns:
+            `share`: by choice, mean slots of a head over the text's tokens, None where none chose it; `held`: the same
+            of what is left of the prompt; `pool`: slots in pages over those that heads call for.
+        """
+        policy, tokens = self.policy(threshold), self.runs.passages.tokens
+        settings = self.runs.settings(policy=describe(policy), prefix=self.runs.prefix)
+
+        def make() -> dict[str, Any]:
+            length, prefix = tokens.shape[1], self.runs.prefix
+            state, _ = prefill(self.runs.model, policy, tokens[:, :prefix], max_new_tokens=length - prefix)
+            assert isinstance(state.storage, Paged)
+            chosen = np.stack([np.asarray(layer.plan.choice) for layer in state.storage.states()])
+            limits = np.stack([np.asarray(limit) for limit in state.storage.limits()])
+            held = np.stack([(positions >= 0).sum(-1) for positions in state.storage.positions()])
+
+            def of_choice(counts: np.ndarray) -> list[float | None]:
+                choices = range(len(PARTS) + 1)
+                return [float(counts[chosen == i].mean() / length) if (chosen == i).any() else None for i in choices]
+
+            pool = state.storage.position.size / limits.sum()
+            return {"share": of_choice(limits), "held": of_choice(held), "pool": float(pool)}
+
+        return self.measured(f"slots{self.suffix}: T {threshold:g}", settings, make)
+
+    def measured(self, name: str, settings: dict[str, Any], make: Callable[[], Any]) -> Any:
+        """A measurement, from disk or made now."""
+        return self.runs.store.measure(name, settings, make)
+
+    def perplexity(self, label: str, policy: methods.Policy, budget: int | float = 1.0) -> Run:
+        """A policy on all passages."""
+        made = self.runs.run(label, policy, budget)
+        assert made is not None
+        return made
+
+    def fastgen(self, threshold: float, order: Sequence[str] = PARTS, label: str = "", recent: int = 0) -> Run:
+        """FastGen on all passages."""
+        policy = self.policy(threshold, order=tuple(order), recent=recent)
+        return self.perplexity(f"fastgen{self.suffix}{label} T {threshold:g}", policy)
+
+    def slots(self, held: int, tokens: int, policy: methods.Policy) -> int:
+        """Slots per head that a fixed policy gets for so many bytes, of so many rows."""
+        return slots_within(self.runs.model, held, tokens, policy)
+
+
+def profile_of(model: Model, policy: methods.Policy, prompts: Int[np.ndarray, "b n"]) -> dict[str, Any]:
+    """FastGen's choices [layer, row, head] and recovered attention [layer, row, head, choice] of prompts."""
+    state, _ = prefill(model, policy, prompts, max_new_tokens=1)
+    found = jax.device_get([(layer.plan.choice, layer.plan.recovered) for layer in state.storage.states()])
+    return {
+        "choice": [choice.tolist() for choice, _ in found],
+        "recovered": [np.round(shares.astype(float), 5).tolist() for _, shares in found],
+    }
+
+
+def slots_within(model: Model, held: int, tokens: int, policy: methods.Policy) -> int:
+    """Slots per head that a fixed policy gets for so many bytes, of so many rows."""
+
+    def one() -> list[Any]:
+        limit = [jnp.ones((1, shape.kv_heads), jnp.int32) for shape in model.config.layer_configs]
+        layers = enumerate(zip(model.config.layer_configs, limit, strict=True))
+        dtype = model.weights.embedding.dtype
+        made = [empty(policy, shape, layer, limit=limit, slots=1, dtype=dtype) for layer, (shape, limit) in layers]
+        return [(view.kv, view.position, view.slots) for view in made]
+
+    slot = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(jax.eval_shape(one)))
+    return max(2, held // (tokens * slot))
+
+
+Section = tuple[str, list[Claim], str]

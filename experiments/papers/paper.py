@@ -1,0 +1,235 @@
+"""What a claim of a paper is, what it needs to be measured, and how measurements decide it."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from kvjax.evaluation.claims import Claim
+from kvjax.evaluation.summary import paired
+
+FULL = "full"
+
+
+class EqualBytes(NamedTuple):
+    """As many slots per head as take the bytes of a policy that decides itself."""
+
+    policy: str
+
+
+class Trained(NamedTuple):
+    """The slots per head that LESS's kernels over h2o were trained at, times a number."""
+
+    times: float = 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Wanted:
+    """A row of a grid: what a task says of a policy at a budget.
+
+    Args:
+        policy: as `kvjax.evaluation.grid.combination` reads it.
+        budget: slots per head, a share of the text, or what gives them for a model.
+        task: `perplexity`, `fidelity` or `retrieval`.
+        prefix: share of a passage that is read as a prompt; 0 for all of it token by token.
+        length: tokens of a passage over those of the run.
+        depth: of the needle, where the task is `retrieval`.
+    """
+
+    policy: str
+    budget: int | float | EqualBytes | Trained = 1.0
+    task: str = "perplexity"
+    prefix: float = 0.5
+    length: float = 1.0
+    depth: float | None = None
+
+    def but(self, **changed: Any) -> Wanted:
+        """The same with some fields changed."""
+        return dataclasses.replace(self, **changed)
+
+
+class Missing(LookupError):
+    """Something that a claim needs was not measured."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """What was measured on one model.
+
+    Args:
+        rows: of grids.
+        special: measurements that are no rows, by name; see `experiments.papers.attention`.
+    """
+
+    rows: Mapping[Wanted, Mapping[str, Any]]
+    special: Mapping[str, Mapping[str, Any]]
+
+    def value(self, wanted: Wanted, column: str) -> Any:
+        """A column of a row.
+
+        Raises:
+            Missing: there is no such row, or it has no such column.
+        """
+        row = self.rows.get(wanted, {})
+        if row.get(column) is None:
+            raise Missing(row.get("refused", ""))
+        return row[column]
+
+    def cases(self, wanted: Wanted, column: str = "of_cases") -> list[float]:
+        """A column that has one number for each passage or question; the nats per token of passages."""
+        return self.value(wanted, column)
+
+    def of_special(self, name: str, key: str) -> Any:
+        """A number or a list of a special measurement.
+
+        Raises:
+            Missing: it was not made.
+        """
+        found = self.special.get(name, {}).get(key)
+        if found is None:
+            raise Missing("")
+        return found
+
+
+class Finding(NamedTuple):
+    """What measurements say of a claim."""
+
+    numbers: str
+    shown: bool | None
+
+
+class Check(NamedTuple):
+    """How a claim is decided.
+
+    Args:
+        needs: rows.
+        judge: makes a finding of them, or raises Missing.
+        special: names of special measurements that it needs, too.
+    """
+
+    needs: tuple[Wanted, ...]
+    judge: Callable[[Measured], Finding]
+    special: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class PaperClaim:
+    """Something that a paper says of its models, and how it is decided on another one.
+
+    Args:
+        what: the claim, in words.
+        place: in the paper.
+        number: the paper's.
+        check: how it is decided.
+    """
+
+    what: str
+    place: str
+    number: str
+    check: Check
+
+    def against(self, measured: Measured) -> Claim:
+        """The claim with its verdict on one model."""
+        try:
+            numbers, shown = self.check.judge(measured)
+        except Missing as missing:
+            return Claim(self.what, None, str(missing))
+        return Claim(self.what, shown, numbers)
+
+
+def better(*order: Wanted, column: str = "of_cases", higher: bool = False) -> Check:
+    """Each is better than the next by more than two standard errors of their paired difference."""
+
+    def judge(measured: Measured) -> Finding:
+        cases = [measured.cases(wanted, column) for wanted in order]
+        steps = [paired(a, b) if higher else paired(b, a) for a, b in itertools.pairwise(cases)]
+        return _finding(cases, steps, [gain > 2 * error for gain, error in steps])
+
+    return Check(order, judge)
+
+
+def best(ours: Wanted, *others: Wanted) -> Check:
+    """The first is better than every other by more than two standard errors of their paired difference."""
+
+    def judge(measured: Measured) -> Finding:
+        first, *rest = (measured.cases(wanted) for wanted in (ours, *others))
+        steps = [paired(case, first) for case in rest]
+        return _finding([first, *rest], steps, [gain > 2 * error for gain, error in steps])
+
+    return Check((ours, *others), judge)
+
+
+def alike(reference: Wanted, *others: Wanted, column: str = "of_cases") -> Check:
+    """None of the others differs from the first by more than two standard errors of their paired difference."""
+
+    def judge(measured: Measured) -> Finding:
+        first, *rest = (measured.cases(wanted, column) for wanted in (reference, *others))
+        steps = [paired(case, first) for case in rest]
+        return _finding([first, *rest], steps, [abs(gain) <= 2 * error for gain, error in steps])
+
+    return Check((reference, *others), judge)
+
+
+def no_worse(ours: Wanted, *others: Wanted, column: str = "of_cases", higher: bool = False) -> Check:
+    """The first is not worse than any other by more than two standard errors of their paired difference."""
+
+    def judge(measured: Measured) -> Finding:
+        first, *rest = (measured.cases(wanted, column) for wanted in (ours, *others))
+        steps = [paired(first, case) if higher else paired(case, first) for case in rest]
+        return _finding([first, *rest], steps, [gain >= -2 * error for gain, error in steps])
+
+    return Check((ours, *others), judge)
+
+
+def near(ours: Wanted, reference: Wanted, share: float, *, within: bool = True) -> Check:
+    """Nats are above those of a reference by at most a share of them; with `within` False, by more."""
+
+    def judge(measured: Measured) -> Finding:
+        mine, theirs = (float(np.mean(measured.cases(wanted))) for wanted in (ours, reference))
+        excess = mine / theirs - 1
+        return Finding(f"{mine:.3f}, {theirs:.3f}: {100 * excess:+.2f}%", (excess <= share) == within)
+
+    return Check((ours, reference), judge)
+
+
+def ratio(
+    column: str, above: Wanted, below: Wanted, *, least: float = -math.inf, most: float = math.inf, places: int = 2
+) -> Check:
+    """A column of one row over that of another is in a range."""
+
+    def judge(measured: Measured) -> Finding:
+        a, b = (float(measured.value(wanted, column)) for wanted in (above, below))
+        return Finding(f"{a / b:.{places}f}×", least <= a / b <= most)
+
+    return Check((above, below), judge)
+
+
+def falling(column: str, *order: Wanted) -> Check:
+    """A column gets smaller from each row to the next."""
+
+    def judge(measured: Measured) -> Finding:
+        values = [float(measured.value(wanted, column)) for wanted in order]
+        numbers = ", ".join(f"{value / values[0]:.3f}" for value in values)
+        return Finding(f"{numbers} of the first", all(b < a for a, b in itertools.pairwise(values)))
+
+    return Check(order, judge)
+
+
+def of_special(name: str, judge: Callable[[Callable[[str], Any]], Finding]) -> Check:
+    """A special measurement decides; `judge` gets what gives its numbers by key."""
+    return Check((), lambda measured: judge(lambda key: measured.of_special(name, key)), (name,))
+
+
+def _finding(cases: Sequence[Sequence[float]], steps: Sequence[tuple[float, float]], each: Sequence[bool]) -> Finding:
+    means = ", ".join(f"{np.mean(case):.3f}" for case in cases)
+    by = "; ".join(f"{gain:+.4f} ± {error:.4f}" for gain, error in steps)
+    if not any(any(case) for case in cases):  # not even with a full cache
+        return Finding("nothing is found", None)
+    # One passage has no standard error, and decides nothing.
+    shown = None if any(math.isnan(error) for _, error in steps) else all(each)
+    return Finding(f"{means} ({by})", shown)

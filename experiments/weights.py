@@ -1,0 +1,110 @@
+"""What rounding a model's weights costs: `python -m kvjax.evaluation weights --text FILE`."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from kvjax.evaluation.claims import table
+from kvjax.evaluation.store import Store
+from kvjax.evaluation.texts import Passages, passages
+from kvjax.methods.less.checkpoint import fingerprint
+from kvjax.model import Model, load
+from kvjax.utils.files import write_text
+
+
+class Variant(NamedTuple):
+    """One way to hold a model's weights."""
+
+    name: str
+    dtype: str
+    weights: Literal["int8"] | None = None
+
+
+VARIANTS = (
+    Variant("float32", "float32"),
+    Variant("bfloat16", "bfloat16"),
+    Variant("int8, float32", "float32", "int8"),
+    Variant("int8, bfloat16", "bfloat16", "int8"),
+)
+"""The first is what others are compared with; int8 is of linear maps, the dtype behind it of all else."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command line of the report."""
+    parser.add_argument("--models", nargs="+", metavar="MODEL", help="several models, in place of --model")
+    parser.set_defaults(rows=4, length=256)
+
+
+def run(options: argparse.Namespace) -> None:
+    """Measure what is not on disk, and write `weights.md`.
+
+    Raises:
+        ValueError: a text does not fit, or a model cannot be loaded.
+    """
+    store = Store(
+        options.out / "weights" / "measurements.json", options.redo, lambda line: print(line, file=sys.stderr)
+    )
+    text = [
+        "# Rounded weights",
+        "Linear maps in 8 bits have a scale for each output channel; embeddings and norms keep the dtype behind int8, "
+        "in which everything is computed. Nats per token of held-out text with a full cache, and of each token the "
+        "Kullback-Leibler divergence from what the model says in float32 and whether the likeliest next token is the "
+        "same. "
+        f"Made by `{options.command}`.",
+    ]
+    for name in options.models or [options.model]:
+        loading = functools.partial(load, name, revision=options.revision, mesh=options.mesh)
+        whole = loading(VARIANTS[0].dtype)
+        read = passages(whole, options.text, options.rows, options.length)
+        settings = {"model": fingerprint(whole), "text": read.digest}
+
+        def measure(
+            variant: Variant,
+            loading: Callable[..., Model] = loading,
+            whole: Model = whole,
+            read: Passages = read,
+        ) -> Any:
+            model = whole if variant is VARIANTS[0] else loading(variant.dtype, weights=variant.weights)
+            return compared(whole, model, read)
+
+        rows = []
+        for variant in VARIANTS:
+            found = store.measure(f"{name}: {variant.name}", settings, lambda variant=variant: measure(variant))
+            nats = [found["nats"][file] for file in read.rows]
+            rows.append([variant.name, f"{found['bytes']:,}", *nats, found["divergence"], f"{found['same']:.1%}"])
+        headings = ["weights", "bytes", *(f"{file}, nats" for file in read.rows), "divergence, nats", "same token"]
+        text += [f"## {name}", table(headings, rows).strip()]
+    report = "\n\n".join(text) + "\n"
+    write_text(options.out / "weights.md", report)
+    print(report)
+
+
+def compared(whole: Model, model: Model, read: Passages) -> dict[str, Any]:
+    """Nats per token by text, divergence from another model's predictions, and how often the likeliest token is its."""
+    measured = [_row(*(m.logits(row[None])[0] for m in (whole, model)), jnp.asarray(row)) for row in read.tokens]
+    nats, divergence, same = (np.asarray(values) for values in zip(*measured, strict=True))
+    return {
+        "bytes": sum(leaf.nbytes for leaf in jax.tree.leaves(model.weights)),
+        "nats": {file: float(nats[rows].mean()) for file, rows in read.rows.items()},
+        "divergence": float(divergence.mean()),
+        "same": float(same.mean()),
+    }
+
+
+@jax.jit
+def _row(
+    expected: Float[Array, "n vocab"], logits: Float[Array, "n vocab"], tokens: Int[Array, " n"]
+) -> tuple[Float[Array, ""], Float[Array, ""], Float[Array, ""]]:
+    p, q = jax.nn.log_softmax(expected[:-1]), jax.nn.log_softmax(logits[:-1])
+    nats = -jnp.take_along_axis(q, tokens[1:, None], -1).mean()
+    divergence = jnp.einsum("nv,nv->n", jnp.exp(p), p - q).mean()
+    return nats, divergence, (p.argmax(-1) == q.argmax(-1)).mean()

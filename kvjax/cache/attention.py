@@ -1,0 +1,272 @@
+"""Attention over a layer's slots that answers what the parts of a policy ask of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from kvjax.cache.query_shards import Share
+from kvjax.cache.recompute import Selection, by_blocks, narrowed, near_sums, newest_attention, select_by_blocks
+from kvjax.cache.stats import answered, drawn, normalised, over_heads, summed, tempered, weighed
+from kvjax.policies.quantizer import Operands
+from kvjax.policies.stats import Ask, Near, Noise, Probs, Seen, Sums, questions
+from kvjax.types import SLOTS, LayerConfig, New, PyTree, View, wide
+from pallas_kernels.attention import LowRank, Partial, merge, share_of_evicted
+from pallas_kernels.decode_attention import Decoded, Gumbel, decode_attention
+from pallas_kernels.prefill_scores import prefill_scores
+
+
+class Question(NamedTuple):
+    """What one pass of a kernel can answer: sums of one softmax, with several rows of weights."""
+
+    tau: Any
+    noise: Noise | None
+
+
+def attend_token(
+    config: LayerConfig,
+    given: Operands,
+    view: View,
+    new: New,
+    asks: PyTree,
+    low_rank: LowRank | None,
+    selection: Selection | None,
+) -> tuple[Float[Array, "b h g 1 e"], PyTree]:
+    """One token per row over its slots, and the answers to what is asked of it.
+
+    Args:
+        config: of the layer.
+        given: queries, keys and values.
+        view: the slots, the new token in one of them.
+        new: the token.
+        asks: a tree of questions.
+        low_rank: the evicted tokens' share, or None.
+        selection: which tokens the query reads; None for all.
+    """
+    alone = selection is None and new.spread.slots == 1
+    scores, summed = wanted(asks, new) if alone else ("each" if selection or questions(asks)[0] else None, False)
+    found = decode_attention(
+        given.q[:, :, :, 0],
+        *given.stored,
+        view.position,
+        new.position[:, 0],
+        config.spec,
+        places=None if given.places is None else (given.places[0][..., 0], given.places[1]),
+        low_rank=_of_token(low_rank) if alone else None,  # which comes after what a selection leaves
+        sinks=given.sinks,
+        scores=scores,
+        **new.kernels._asdict(),
+    )
+    if new.spread.slots > 1:
+        return _shared(found, given, view.position, new, asks, low_rank, selection)
+    if selection is None:
+        return found.out[:, :, :, None], told(asks, found, view.position, new, summed=summed)
+    assert found.scores is not None
+    probs = found.scores[:, :, :, None]
+    read = narrowed(selection, probs, given.v, new, found.lse[..., None])
+    out = read.out if low_rank is None else merge(read, share_of_evicted(low_rank)).out
+    return out, answered(asks, probs, view.position, new)
+
+
+def wanted(asks: PyTree, new: New) -> tuple[str | Gumbel | None, bool]:
+    """What a kernel has to tell of one token per row, and whether it sums what is asked itself.
+
+    Raises:
+        ValueError: the question is one about prompts.
+    """
+    leaves, _ = questions(asks)
+    if any(isinstance(ask, Near) for ask in leaves):
+        raise ValueError("what falls near a token is known of a prompt that is read whole, not of one more token.")
+    kinds = {_question(ask, prompt=False) for ask in leaves}
+    kind = kinds.pop() if len(kinds) == 1 else None
+    if kind is None:
+        return ("each" if leaves else None), False
+    return ("sum" if kind == Question(1.0, None) else _gumbel(leaves[0], new)), True
+
+
+def told(asks: PyTree, found: Decoded, position: Int[Array, "b h c"], new: New, *, summed: bool) -> PyTree:
+    """The answers to what is asked of one token per row, from what a kernel was `wanted` to tell."""
+    leaves, tree = questions(asks)
+    if not leaves:
+        return asks
+    scores = found.scores
+    assert scores is not None
+    if summed:
+        return tree.unflatten(over_heads(ask, weighed(ask, scores), new) for ask in leaves)
+    return answered(asks, scores[:, :, :, None], position, new)
+
+
+def _shared(
+    found: Decoded,
+    given: Operands,
+    position: Int[Array, "b h c"],
+    new: New,
+    asks: PyTree,
+    low_rank: LowRank | None,
+    selection: Selection | None,
+) -> tuple[Float[Array, "b h g 1 e"], PyTree]:
+    # What the output weights here take in of the attention of heads of which some slots are here, with nothing in the
+    # places of other features, and what is asked of these slots.
+    # Whatever devices have to tell each other goes at once: logarithms of sums, counts and outputs.
+    leaves, tree = questions(asks)
+    local = None if found.scores is None else found.scores[:, :, :, None]
+    powers: dict[int, Array] = {}
+    told, kind = [found.lse], found.lse.dtype
+    for i, ask in enumerate(leaves):
+        if isinstance(ask, Sums) and not ask.plain:
+            # Another softmax, of which each device has a part, too: of powers of the first one's probabilities.
+            assert local is not None
+            powers[i] = tempered(ask, local, position, new)
+            tau = jnp.asarray(ask.tau, kind)
+            lse = jnp.where(jnp.isfinite(found.lse), found.lse, 0.0) / (tau[:, :, None] if tau.ndim else tau)
+            told.append(jnp.log(powers[i].sum((-2, -1))) + lse)
+    sums = len(told)
+    if any(isinstance(ask, Probs) for ask in leaves):
+        assert local is not None
+        told.append(jnp.broadcast_to((local > 0).any(2).sum(-1), found.lse.shape).astype(kind))
+    here = jnp.stack(told, axis=-1)
+    rows, heads, groups, width = found.out.shape
+    if selection is None:
+        every, features = new.spread.of_slots(here.reshape(rows, -1), found.out.reshape(rows, -1))
+        every = every.reshape(-1, *here.shape)
+    else:
+        every, features = jax.lax.all_gather(here, SLOTS), None
+    totals = jax.nn.logsumexp(every[..., :sums], axis=0)
+    shares = _share(here[..., :sums], totals)
+    lse, probs = totals[..., 0], None if local is None else local * shares[..., :1, None]
+    if features is not None:
+        parts = _share(every[..., 0], lse)[..., None]
+        parts = jnp.broadcast_to(parts, (*parts.shape[:-1], width)).reshape(len(every), rows, -1)
+        out = new.spread.all_features((new.spread.own_features(parts) * features).sum(0))
+        out = out.reshape(rows, heads, groups, 1, width)
+    else:
+        assert probs is not None and selection is not None
+        out, lse = narrowed(selection, probs, given.v, new, lse[..., None])
+        out, lse = new.spread.over_slots(out), lse[..., 0]
+    if low_rank is not None:  # which all of these devices have
+        out = merge(Partial(out, lse[..., None]), share_of_evicted(low_rank)).out
+
+    def answer(i: int, ask: Ask) -> Any:
+        assert probs is not None
+        if isinstance(ask, Probs):
+            return Seen(probs, new.position, every[..., sums].sum(0)[..., :1].astype(jnp.int32))
+        assert isinstance(ask, Sums)
+        if i not in powers:
+            return over_heads(ask, summed(ask, probs), new)
+        of_here = normalised(powers[i], powers[i].sum(-1, keepdims=True))
+        own = shares[..., 1 + list(powers).index(i), None, None]
+        return over_heads(ask, summed(ask, of_here * own), new)
+
+    return out, tree.unflatten(answer(i, ask) for i, ask in enumerate(leaves))
+
+
+def _share(part: Float[Array, "*n"], whole: Float[Array, "*n"]) -> Float[Array, "*n"]:
+    # Of a sum that a part of it has, from the logarithms of both.
+    return jnp.where(jnp.isfinite(part), jnp.exp(part - jnp.where(jnp.isfinite(whole), whole, 0.0)), 0.0)
+
+
+def _of_token(low_rank: LowRank | None) -> LowRank | None:
+    return None if low_rank is None else low_rank._replace(features=low_rank.features[:, :, :, 0])
+
+
+def attend_block(
+    config: LayerConfig,
+    given: Operands,
+    view: View,
+    new: New,
+    asks: PyTree,
+    low_rank: LowRank | None,
+    selection: Selection | None,
+) -> tuple[Float[Array, "b h g t e"], PyTree]:
+    """A block of a text over its slots, the last of which are its own; see `attend_token`."""
+    leaves, tree = questions(asks)
+    kinds = [_question(ask, prompt=True) for ask in leaves]
+    fused = next((kind for kind in kinds if kind is not None), None)
+    together = [i for i, kind in enumerate(kinds) if kind is not None and kind == fused]
+    share = Share.of(given, new)
+    rows, weights = _stacked([share.weighed(leaves[i]) for i in together], share.new) if together else ([], None)
+    zeta = None if fused is None or fused.noise is None else drawn(fused.noise, view.position, new, wide(new.q.dtype))
+    found = prefill_scores(
+        share.given.q,
+        given.k,
+        given.v,
+        share.new.position,
+        view.position,
+        config.spec,
+        places=share.given.places,
+        scores=fused is not None,
+        weights=weights,
+        noise=zeta,
+        tau=1.0 if fused is None else fused.tau,
+        own=share.own,
+        **new.kernels._asdict(),
+    )
+    partial = Partial(found.out, found.lse)
+    lse = share.whole(found.lse, 3)
+    answers: dict[int, Any] = {}
+    sums = None if found.scores is None else new.spread.over_queries(found.scores)
+    for i, row in zip(together, rows, strict=True):
+        assert sums is not None
+        answers[i] = over_heads(leaves[i], sums[:, :, row], new)
+    rest = [i for i, ask in enumerate(leaves) if isinstance(ask, Sums) and i not in answers]
+    if rest:
+        more = by_blocks(config, share.given, view, share.new, [share.weighed(leaves[i]) for i in rest], partial.lse)
+        more = map(new.spread.over_queries, more)
+        answers |= {i: over_heads(leaves[i], sums, new) for i, sums in zip(rest, more, strict=True)}
+    for i, ask in enumerate(leaves):
+        if isinstance(ask, Near):
+            if view.capacity != new.position.shape[1]:
+                raise ValueError("what falls near a token is known of a prompt read whole, not of a part of it.")
+            answers[i] = near_sums(config, new, lse, ask.width, ask.most)
+        elif isinstance(ask, Probs):
+            answers[i] = newest_attention(config, given, view, new, ask, lse)
+    if selection is not None:
+        partial = select_by_blocks(config, share.given, view, share.new, selection, partial)
+        lse = share.whole(partial.lse, 3)
+    partial = Partial(share.whole(partial.out, 3), lse)
+    if low_rank is not None:
+        partial = merge(partial, share_of_evicted(low_rank))
+    return partial.out, tree.unflatten(answers[i] for i in range(len(leaves)))
+
+
+def _question(ask: Ask, prompt: bool) -> Question | None:
+    # What a kernel can answer, or None: it sums over a group, with one draw for each key.
+    if not isinstance(ask, Sums) or ask.group != "sum" or (ask.noise is not None and ask.noise.fresh):
+        return None
+    if prompt and not isinstance(ask.tau, float):
+        return None
+    return Question(ask.tau if isinstance(ask.tau, float) else id(ask), ask.noise)
+
+
+def _gumbel(ask: Ask, new: New) -> Gumbel:
+    assert isinstance(ask, Sums)
+    tau = jnp.asarray(ask.tau)
+    tau = tau[:, 0] if tau.ndim else jnp.full(new.seed.shape, tau)
+    kind = (0, "none") if ask.noise is None else (int(new.layer), ask.noise.kind)
+    return Gumbel(new.seed, tau, *kind, None if new.head is None else new.head[:, 0])
+
+
+def _stacked(asks: Sequence[Ask], new: New) -> tuple[list[int], Float[Array, "b #h m t"] | None]:
+    # One row of weights for each question; those that count every query once share a row.
+    if all(isinstance(ask, Sums) and ask.weights is None for ask in asks):
+        return [0] * len(asks), None
+    rows: list[int] = []
+    stack: list[Array] = []
+    everyone = None
+    for ask in asks:
+        assert isinstance(ask, Sums)
+        if ask.weights is None:
+            if everyone is None:
+                everyone = len(stack)
+                stack.append(jnp.ones((new.position.shape[0], 1, new.position.shape[1]), wide(new.q.dtype)))
+            rows.append(everyone)
+        else:
+            rows.append(len(stack))
+            stack.append(ask.weights.astype(wide(new.q.dtype)))
+    heads = max(row.shape[1] for row in stack)
+    shape = (stack[0].shape[0], heads, stack[0].shape[2])
+    return rows, jnp.stack([jnp.broadcast_to(row, shape) for row in stack], axis=2)

@@ -1,0 +1,1 @@
+"""Slots on pages, for heads with budgets of their own."""

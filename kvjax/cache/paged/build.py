@@ -1,0 +1,108 @@
+"""What stays of a prompt where every head has a cache of its own size: chosen head by head, then packed into pages."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Bool, Int
+
+from kvjax.cache import slots
+from kvjax.cache.paged.storage import Paged, write_pages
+from kvjax.policies.policy import Policy
+from kvjax.types import LayerConfig, New, View
+
+PAGE_BLOCK = 64
+"""Pages whose keys and values are read together, at most."""
+
+
+class Selected(struct.PyTreeNode):
+    """A layer's prompt and what of it is going to stay."""
+
+    view: View
+    """All of the prompt; `limit` is what each head calls for."""
+    order: Int[Array, "b h c"]
+    """Slots from the most to the least important one."""
+    count: Int[Array, "b h"]
+    """How many of them stay."""
+
+
+def select(policy: Policy, config: LayerConfig, view: View, new: New) -> tuple[Selected, Bool[Array, "b h c"]]:
+    """Decide what stays of a prompt, head by head, before there is a place for it.
+
+    Returns:
+        The decision, and which slots leave.
+    """
+    order, count = slots.chosen(policy, view, new)
+    leaving = view.live & (jnp.argsort(order, axis=-1) >= count[..., None])
+    if policy.ends:
+        # A head gets one more token at a time: what it could never fill is not set aside.
+        view = view.replace(limit=jnp.minimum(view.limit, count + (new.end - new.read)[:, None]))
+    if policy.codec.ordered:
+        # Those behind a token that leaves move up.
+        staying = view.replace(position=jnp.where(leaving, -1, view.position))
+        after = policy.codec.settle(staying, new)
+        view = after.replace(position=view.position)
+    return Selected(view, order, count), leaving
+
+
+def pack(
+    selected: tuple[Selected, ...],
+    owner: Int[Array, " P"],
+    first: Int[Array, " P"],
+    start: Int[Array, " layers_and_1"],
+    *,
+    page_size: int,
+    most: int,
+    devices: tuple[int, int] = (1, 1),
+) -> Paged:
+    """The pool that holds what was selected.
+
+    Args:
+        selected: for each layer.
+        owner: from `table`, as the next three; where several devices have pools, one's part of it.
+        first: which of its head's slots a page begins with.
+        start: the first page of each layer.
+        page_size: slots in a page.
+        most: slots that no head exceeds.
+        devices: as for `table`.
+    """
+
+    def room(leaf: Array) -> Array:
+        return jnp.zeros((len(owner), page_size, *leaf.shape[3:]), leaf.dtype)
+
+    example = selected[0].view
+    pool = Paged(
+        kv=jax.tree.map(room, example.kv),
+        position=room(example.position) - 1,
+        slots=jax.tree.map(room, example.slots),
+        owner=owner,
+        first=first,
+        start=start,
+        state=tuple(layer.view.state for layer in selected),
+        limit=tuple(layer.view.limit for layer in selected),
+        most=most,
+        devices=devices,
+    )
+    for index, layer in enumerate(selected):
+
+        def move(pool: Paged, at: Array, valid: Array, layer: Selected = layer) -> Paged:
+            tokens = layer.order.shape[-1]
+            order, count = layer.order.reshape(-1, tokens), layer.count.reshape(-1)
+            owner = jax.lax.dynamic_slice_in_dim(pool.owner, at, len(valid))
+            slot = jax.lax.dynamic_slice_in_dim(pool.first, at, len(valid))[:, None] + jnp.arange(page_size)
+            real = slot < count[owner][:, None]
+            source = order[owner[:, None], jnp.minimum(slot, tokens - 1)] + (owner * tokens)[:, None]
+
+            def fetch(leaf: Array) -> Array:
+                return leaf.reshape(-1, *leaf.shape[3:])[source]
+
+            view = layer.view
+            moved = jax.tree.map(fetch, (view.kv, view.position, view.slots))
+            moved = moved[0], jnp.where(real, moved[1], -1), moved[2]
+            held = pool.kv, pool.position, pool.slots
+            kv, position, slots = jax.tree.map(lambda room, value: write_pages(room, value, at, valid), held, moved)
+            return pool.replace(kv=kv, position=position, slots=slots)
+
+        pool = pool.over_pages(index, move, pool, PAGE_BLOCK)
+    return pool

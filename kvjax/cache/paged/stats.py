@@ -1,0 +1,127 @@
+"""What attention over pages answers to the questions of a score, a block of pages at a time."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from kvjax.cache.paged.candidates import owned
+from kvjax.cache.stats import normalised, summed, tempered
+from kvjax.policies.stats import Probs, Seen, Sums, questions
+from kvjax.types import New, PyTree, View
+from pallas_kernels.paged_attention.types import Paged as Found
+
+if TYPE_CHECKING:
+    from kvjax.cache.paged.storage import Paged
+
+
+class PageAnswers(NamedTuple):
+    """What the answers of a step on pages are made of, page by page."""
+
+    logits: Float[Array, "P_or_more g s"]
+    lse: Float[Array, "o g"]
+    totals: tuple[Any, ...]
+    """For each question the sum of its own softmax's numerators [o g], or None."""
+    visible: Int[Array, " o"] | None
+    """How many keys each head's query saw, where that was asked for."""
+
+
+def page_answers(pool: Paged, layer: int, new: New, asks: PyTree, found: Found) -> PageAnswers:
+    """What attention over a layer's pages found, as `of_pages` takes it.
+
+    Args:
+        pool: the pages.
+        layer: which one.
+        new: a token per row.
+        asks: a tree of questions.
+        found: from `paged_attention`.
+    """
+    lse = found.lse.reshape(-1, found.lse.shape[-1])
+    lse = jnp.where(lse > -jnp.inf, lse, jnp.inf)  # who sees nothing gives nothing
+    counts = any(isinstance(ask, Probs) for ask in questions(asks)[0])
+    visible = _visible(pool, layer, found.logits, lse) if counts else None
+    return PageAnswers(found.logits, lse, _totals(pool, layer, new, asks, found.logits, lse), visible)
+
+
+def of_pages(
+    asks: PyTree, answers: PageAnswers, view: View, seen: New, at: Array, owner: Int[Array, " p"], new: New
+) -> PyTree:
+    """The answers to a tree of questions about a block of pages.
+
+    Args:
+        asks: the questions.
+        answers: of the layer.
+        view: the pages, one in each row.
+        seen: the new tokens, in the rows of their pages.
+        at: the first page.
+        owner: whose the pages are.
+        new: the new tokens.
+    """
+    leaves, tree = questions(asks)
+    probs = _probabilities(answers.logits, answers.lse, at, owner, len(owner))
+
+    def told(ask: Any, total: Any) -> Any:
+        if isinstance(ask, Probs):
+            assert answers.visible is not None
+            return Seen(probs, seen.position, answers.visible[owner][:, None, None])
+        ask = _question_of_pages(ask, owner, new)
+        shares = probs
+        if total is not None:
+            shares = tempered(ask, probs, view.position, seen)
+            shares = normalised(shares, total[owner][:, None, :, None, None])
+        return summed(ask, shares)
+
+    return tree.unflatten(told(ask, total) for ask, total in zip(leaves, answers.totals, strict=True))
+
+
+def _totals(pool: Paged, layer: int, new: New, asks: PyTree, logits: Array, lse: Array) -> tuple[Any, ...]:
+    # Softmaxes of their own are normalised over all of a head's pages: one pass more, over logits alone.
+    leaves = questions(asks)[0]
+    wanted = [isinstance(ask, Sums) and not ask.plain for ask in leaves]
+    if not any(wanted):
+        return (None,) * len(leaves)
+
+    def add(carry: Any, at: Array, valid: Array) -> Any:
+        view, seen, owner = pool.view(layer, new, at, len(valid))
+        probs = _probabilities(logits, lse, at, owner, len(valid))
+        members = owned(owner, valid, len(lse)).astype(lse.dtype)
+
+        def more(total: Any, ask: Any) -> Any:
+            if total is None:
+                return None
+            shares = tempered(_question_of_pages(ask, owner, new), probs, view.position, seen)[:, 0, :, 0].sum(-1)
+            # Other layers' pages hold other layers' logits.
+            return total + jnp.einsum("op,pg->og", members, jnp.where(valid[:, None], shares, 0.0))
+
+        return tuple(more(total, ask) for total, ask in zip(carry, leaves, strict=True))
+
+    return pool.over_pages(layer, add, tuple(jnp.zeros_like(lse) if own else None for own in wanted))
+
+
+def _visible(pool: Paged, layer: int, logits: Array, lse: Array) -> Int[Array, " o"]:
+    # How many keys each head's query saw.
+    def count(carry: Array, at: Array, valid: Array) -> Array:
+        owner = jax.lax.dynamic_slice_in_dim(pool.owner, at, len(valid))
+        probs = _probabilities(logits, lse, at, owner, len(valid))
+        here = (probs > 0).any(2)[:, 0, 0].sum(-1, dtype=jnp.int32)
+        return carry + jnp.where(owned(owner, valid, len(lse)), here, 0).sum(1, dtype=jnp.int32)
+
+    return pool.over_pages(layer, count, jnp.zeros(len(lse), jnp.int32))
+
+
+def _probabilities(logits: Array, lse: Array, at: Array, owner: Array, count: int) -> Float[Array, "p 1 g 1 s"]:
+    return jnp.exp(jax.lax.dynamic_slice_in_dim(logits, at, count) - lse[owner][..., None])[:, None, :, None]
+
+
+def _question_of_pages(ask: Sums, owner: Int[Array, " p"], new: New) -> Sums:
+    """A question about rows and heads as one about pages."""
+    rows, heads = new.k.shape[:2]
+    tau = ask.tau if isinstance(ask.tau, float) else ask.tau[owner // heads]
+    weights = ask.weights
+    if weights is not None:
+        whole = jnp.broadcast_to(weights, (rows, heads, new.position.shape[1]))
+        weights = whole.reshape(-1, 1, whole.shape[-1])[owner]
+    return ask.replace(tau=tau, weights=weights)

@@ -1,0 +1,470 @@
+"""Heads with caches of their own sizes: one pool of pages for all layers, rows and heads.
+
+A page holds some slots of one head; the pages of a head, and those of a layer, lie side by side. Every page is one
+flash-decoding split, and what belongs to one head is merged by the page's owner, so nothing is gathered or padded. A
+layer's pages are visited in blocks, from its first to its last, both known only at run time: one program serves
+every prompt whose pool has the same number of pages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from jaxtyping import Array, Bool, Float, Int
+
+from kvjax.cache import slots
+from kvjax.cache.dense import Dense
+from kvjax.cache.evict import evicted_pairs
+from kvjax.cache.paged.candidates import NOBODY, Contest, better, lowest, owned, victim
+from kvjax.cache.paged.gather import gathered
+from kvjax.cache.paged.stats import PageAnswers, of_pages, page_answers
+from kvjax.cache.recompute import Selection
+from kvjax.cache.slots import Attended
+from kvjax.policies.policy import Policy
+from kvjax.policies.stats import Again, questions
+from kvjax.types import KV, Evicted, Heads, LayerConfig, New, Parts, PyTree, View, setting, wide
+from kvjax.utils.processes import on_host
+from pallas_kernels.attention import LowRank, Partial, merge, share_of_evicted
+from pallas_kernels.evict.reference import after_reading
+from pallas_kernels.paged_attention import paged_attention
+
+VIEW_BLOCK = 256
+"""Pages whose positions and scores are looked at together, at most: they are small."""
+
+
+class Paged(struct.PyTreeNode):
+    """The caches of a whole model: P pages of s slots each."""
+
+    kv: KV
+    """k, v [P s d]"""
+    position: Int[Array, "P s"]
+    """Original position of the token in each slot; -1 = empty."""
+    slots: Parts
+    """What the parts remember of each slot: leaves [P s ...]."""
+    owner: Int[Array, " P"]
+    """Which (row, KV head) a page belongs to: row * heads + head."""
+    first: Int[Array, " P"]
+    """Which of its head's slots a page begins with."""
+    start: Int[Array, " layers_and_1"]
+    """The first page of each layer, and the end of the last."""
+    state: tuple[Parts, ...]
+    """For each layer what the parts remember of it: leaves [b h ...]."""
+    limit: tuple[Int[Array, "b h"], ...]
+    """For each layer the slots that each head may use."""
+    logits: Float[Array, "P_or_more g s"] | None = None
+    """Where a step keeps those of one layer after another; None between steps."""
+    most: int = setting(0)
+    """Slots that no head exceeds, of few different sizes, as programs depend on it."""
+    devices: tuple[int, int] = setting((1, 1))
+    """Among how many devices rows and KV heads lie: pools of their own, one behind the other, as are their tables."""
+
+    @property
+    def page_size(self) -> int:
+        """Slots in a page."""
+        return self.position.shape[1]
+
+    def heads(self, layer: int) -> Heads:
+        """What is known of a layer's heads as wholes."""
+        return Heads(self.limit[layer], self.state[layer])
+
+    def put_state(self, layer: int, **state: PyTree) -> Paged:
+        """With what some parts remember of a layer, by the parts' names."""
+        changed = self.state[layer].replace(**state)
+        return self.replace(state=(*self.state[:layer], changed, *self.state[layer + 1 :]))
+
+    def exchange(
+        self,
+        policy: Policy,
+        config: LayerConfig,
+        layer: int,
+        new: New,
+        absorb: Callable[[PyTree, Evicted], PyTree] | None = None,
+    ) -> tuple[Paged, Evicted]:
+        """One new token per row in the slot that ranks lowest of each head; see `Dense.exchange`."""
+        codec = policy.codec
+        pool, contest = self._shrunk(policy, config, layer, new, absorb)
+        heads = pool.heads(layer)
+        state = heads.state.replace(codec=codec.begin(heads, new))
+        pool = pool.put_state(layer, codec=state.codec)
+        slot = victim(contest, new)
+        added: dict[str, PyTree] = {"kv": codec.encode(new, state.codec), "slots": policy.slots(new, state)}
+        added["position"] = jnp.broadcast_to(new.position[:, None], new.k.shape[:3]).astype(jnp.int32)
+        taken = pool._taken(slot, absorb is not None)
+        pool = pool._write_slots(after_reading(slot, taken._asdict()), added)
+        if taken.place is not None:
+            pool = pool._requeued(policy, layer, new, taken)
+        return pool, evicted_pairs(policy, config, state, new, taken.kv, taken.left)
+
+    def exchange_and_attend(
+        self,
+        policy: Policy,
+        config: LayerConfig,
+        layer: int,
+        new: New,
+        asks: Callable[[Heads], PyTree],
+        absorb: Callable[[PyTree, Evicted], PyTree] | None = None,
+    ) -> None:
+        """None: no kernel does both on pages; see `Dense.exchange_and_attend`."""
+
+    def _shrunk(
+        self,
+        policy: Policy,
+        config: LayerConfig,
+        layer: int,
+        new: New,
+        absorb: Callable[[PyTree, Evicted], PyTree] | None,
+    ) -> tuple[Paged, Contest]:
+        """Without all but the last of the tokens that have to leave a head, and whose slot the last one has."""
+        start = self._contest(policy, layer, new)
+        if not policy.shrinks:
+            return self, start
+
+        def leaving(contest: Contest) -> Int[Array, "b h"]:
+            slot = jnp.where(contest.surplus > 1, contest.weakest[2], NOBODY).reshape(new.k.shape[:2])
+            return jnp.where(new.valid[:, :1], slot, NOBODY)
+
+        # Only positions, the queue and what is remembered go through the loop: a pool that did would be copied.
+        def small(pool: Paged) -> tuple[PyTree, ...]:
+            known = pool.state[layer]
+            return pool.position, pool.slots.codec, known.codec, known.residual
+
+        def whole(position: Array, queue: PyTree, codec: PyTree, residual: PyTree) -> Paged:
+            pool = self.replace(position=position, slots=self.slots.replace(codec=queue))
+            return pool.put_state(layer, codec=codec, residual=residual)
+
+        def lose(carry: tuple[tuple[PyTree, ...], Contest]) -> tuple[tuple[PyTree, ...], Contest]:
+            pool, slot = whole(*carry[0]), leaving(carry[1])
+            taken, known = pool._taken(slot, absorb is not None), pool.state[layer]
+            if absorb is not None:
+                evicted = evicted_pairs(policy, config, known, new, taken.kv, taken.left)
+                pool = pool.put_state(layer, residual=absorb(known.residual, evicted))
+            pool = pool._write_slots(slot, {"position": jnp.full_like(slot, -1)})
+            if taken.place is not None:
+                pool = pool._requeued(policy, layer, new, taken, arrives=False)
+            return small(pool), pool._contest(policy, layer, new)
+
+        after, contest = jax.lax.while_loop(
+            lambda carry: (leaving(carry[1]) < NOBODY).any(), lose, (small(self), start)
+        )
+        return whole(*after), contest
+
+    def _taken(self, slot: Int[Array, "b h"], pairs: bool) -> Taken:
+        flat, real = slot.reshape(-1), slot < self.position.size
+
+        def take(leaf: Array) -> Array:
+            every = leaf.reshape(-1, *leaf.shape[2:])
+            return every[jnp.minimum(flat, len(every) - 1)].reshape(*slot.shape, *leaf.shape[2:])
+
+        kv = jax.tree.map(take, self.kv) if pairs else None
+        place = None if self.slots.codec is None else take(self.slots.codec)
+        return Taken(kv, jnp.where(real, take(self.position), -1), place)
+
+    def _requeued(self, policy: Policy, layer: int, new: New, taken: Taken, *, arrives: bool = True) -> Paged:
+        place, left = taken.place, taken.left
+        assert place is not None
+        codec, known = policy.codec, self.state[layer].codec
+
+        def look(queue: Array, at: Array, valid: Array) -> Array:
+            view, seen, owner = self.replace(slots=self.slots.replace(codec=queue)).view(layer, new, at, len(valid))
+            after = codec.requeued(view, seen, place.reshape(-1, 1)[owner], left.reshape(-1, 1)[owner])
+            return write_pages(queue, after[:, 0], at, valid)
+
+        queue = self.over_pages(layer, look, self.slots.codec)
+        pool = self.replace(slots=self.slots.replace(codec=queue))
+        return pool.put_state(layer, codec=codec.counted(known, new, left, arrives=arrives))
+
+    def _contest(self, policy: Policy, layer: int, new: New) -> Contest:
+        rows, heads = new.k.shape[:2]
+        limit = slots.room(policy, self.limit[layer], new).reshape(-1)
+        places = policy.competing(self.heads(layer), new)
+        size = self.page_size
+
+        def usable(at: Array, valid: Array, owner: Array) -> Bool[Array, "p s"]:
+            slot = jax.lax.dynamic_slice_in_dim(self.first, at, len(valid))[:, None] + jnp.arange(size, dtype=jnp.int32)
+            return valid[:, None] & (slot < limit[owner][:, None])
+
+        def look(carry: Any, at: Array, valid: Array) -> Any:
+            view, seen, owner = self.view(layer, new, at, len(valid))
+            ranks, position = slots.rank(policy, view, seen)[:, 0], view.position[:, 0]
+            here = usable(at, valid, owner)
+            flat = (at + jnp.arange(len(valid), dtype=jnp.int32))[:, None] * size + jnp.arange(size, dtype=jnp.int32)
+            members = owned(owner, valid, rows * heads)
+            if places is None:
+                return better(carry[0], lowest(here, ranks, position, flat, members)), *carry[1:]
+            competes = here & (position >= 0) & (ranks < slots.last_resort(ranks.dtype))
+            count = jnp.where(members, competes.sum(-1, dtype=jnp.int32), 0).sum(1, dtype=jnp.int32)
+            weakest = better(carry[1], lowest(competes, ranks, position, flat, members))
+            rest = better(carry[0], lowest(here & ~competes, ranks, position, flat, members))
+            return rest, weakest, carry[2] + count
+
+        kind = jax.eval_shape(lambda: slots.rank(policy, *self.view(layer, new, 0, 1)[:2])).dtype
+        nobody = (
+            jnp.full(rows * heads, jnp.inf, kind),
+            jnp.full(rows * heads, NOBODY, jnp.int32),
+            jnp.full(rows * heads, NOBODY, jnp.int32),
+        )
+        none = jnp.zeros(rows * heads, jnp.int32)
+        rest, weakest, count = self.over_pages(layer, look, (nobody, nobody, none))
+        if places is None:
+            return Contest(rest, weakest, none)
+        if not places.among_all:
+            return Contest(rest, weakest, count - places.most.reshape(-1))
+
+        def ahead(count: Array, at: Array, valid: Array) -> Array:
+            view, seen, owner = self.view(layer, new, at, len(valid))
+            score, position = policy.standing(view, seen)[0][:, 0], view.position[:, 0]
+            low, age = weakest[0][owner][:, None], weakest[1][owner][:, None]
+            higher = (score > low) | ((score == low) & (position > age))
+            higher &= usable(at, valid, owner) & (position >= 0)
+            members = owned(owner, valid, rows * heads)
+            return count + jnp.where(members, higher.sum(-1, dtype=jnp.int32), 0).sum(1, dtype=jnp.int32)
+
+        place = self.over_pages(layer, ahead, none) + 1
+        return Contest(rest, weakest, jnp.where(weakest[2] < NOBODY, place - places.most.reshape(-1), 0))
+
+    def _write_slots(self, slot: Int[Array, "b h"], added: dict[str, PyTree]) -> Paged:
+        """With one new entry per head over a slot; a slot out of bounds writes nothing."""
+        flat = slot.reshape(-1)
+
+        def write(leaf: Array, value: Array) -> Array:
+            value = value.reshape(flat.shape[0], *leaf.shape[2:]).astype(leaf.dtype)
+            every = leaf.reshape(-1, *leaf.shape[2:])
+            return every.at[flat].set(value, unique_indices=True, mode="drop").reshape(leaf.shape)
+
+        held = {name: getattr(self, name) for name in added}
+        return self.replace(**jax.tree.map(write, held, added))
+
+    def attend(
+        self,
+        policy: Policy,
+        config: LayerConfig,
+        layer: int,
+        new: New,
+        asks: PyTree,
+        low_rank: LowRank | None,
+        selection: Selection | None,
+        *,
+        block: bool = False,
+    ) -> tuple[Paged, Attended]:
+        """Attention of one new token per row over the pages of its heads; see `Dense.attend`."""
+        assert selection is None and not block and not any(isinstance(ask, Again) for ask in questions(asks)[0])
+        known = self.heads(layer)
+        every = View(known.limit, known.state, self.kv, self.position, self.slots)
+        given = policy.codec.operands(config, every, new, places=self.most)
+        found = paged_attention(
+            given.q[:, :, :, 0],
+            *given.stored,
+            self.position,
+            self.owner,
+            self.start[layer : layer + 2],
+            new.position[:, 0],
+            config.spec,
+            places=None if given.places is None else (given.places[0][..., 0], given.places[1]),
+            logits=self.logits,
+            layers=len(self.start) - 1,
+            **new.kernels._asdict(),
+        )
+        partial = Partial(found.out[:, :, :, None], found.lse[..., None])
+        if low_rank is not None:
+            partial = merge(partial, share_of_evicted(low_rank))
+        answers = page_answers(self, layer, new, asks, found)
+        return self.replace(logits=found.logits), Attended(partial.out, answers)
+
+    def with_scores(self, layer: int, out: Array) -> tuple[Paged, Array]:
+        """Attention as it is: all layers' scores lie in one pool, which passes from one to the next."""
+        return self, out
+
+    def fold(self, policy: Policy, layer: int, asks: PyTree, answers: PageAnswers, new: New) -> Paged:
+        """After the score has heard what it asked for, a block of pages at a time."""
+
+        def look(score: PyTree, at: Array, valid: Array) -> PyTree:
+            view, seen, owner = self.replace(slots=self.slots.replace(score=score)).view(layer, new, at, len(valid))
+            after = policy.fold(of_pages(asks, answers, view, seen, at, owner, new), view, seen)
+            here = valid & seen.valid[:, 0]
+            return jax.tree.map(lambda room, leaf: write_pages(room, leaf[:, 0], at, here), score, after)
+
+        score = self.over_pages(layer, look, self.slots.score)
+        return self.replace(slots=self.slots.replace(score=score))
+
+    def open(self, policy: Policy, configs: Sequence[LayerConfig], ahead: Callable[[int], New]) -> Paged:
+        """As a step over all layers begins with it; see `Dense.open`."""
+        kind = wide(self.slots_dtype)
+        return self.replace(logits=jnp.zeros((len(self.owner), configs[0].groups, self.page_size), kind))
+
+    @property
+    def slots_dtype(self) -> Any:
+        """Of the numbers that attention is computed from."""
+        return next(leaf.dtype for leaf in jax.tree.leaves(self.kv) if jnp.issubdtype(leaf.dtype, jnp.floating))
+
+    def close(self) -> Paged:
+        """As it waits for the next step."""
+        return self.replace(logits=None)
+
+    def unpack(self) -> Dense:
+        """All layers in buffers of `most` slots for each head."""
+        return Dense(tuple(self._layer(index) for index in range(len(self.limit))))
+
+    def _layer(self, index: int) -> View:
+        flat, real = self._flat(index)
+        rows, heads = self.limit[index].shape
+
+        def fetch(leaf: Array) -> Array:
+            found = leaf.reshape(-1, *leaf.shape[2:])[jnp.minimum(flat, self.position.size - 1)]
+            return found.reshape(rows, heads, self.most, *leaf.shape[2:])
+
+        position = jnp.where(real.reshape(rows, heads, self.most), fetch(self.position), -1)
+        kv, remembered = jax.tree.map(fetch, (self.kv, self.slots))
+        return View(self.limit[index], self.state[index], kv, position, remembered)
+
+    def pack(self, dense: Dense) -> Paged:
+        """With the slots of an `unpack`ed storage, as far as the heads' limits go."""
+        pool = self
+        for index, view in enumerate(dense.layers):
+            flat, real = self._flat(index)
+            flat = jnp.where(real, flat, self.position.size)
+
+            def write(leaf: Array, value: Array, flat: Array = flat) -> Array:
+                every = leaf.reshape(-1, *leaf.shape[2:])
+                return every.at[flat].set(value.reshape(-1, *leaf.shape[2:]), mode="drop").reshape(leaf.shape)
+
+            held = pool.kv, pool.position, pool.slots
+            kv, position, remembered = jax.tree.map(write, held, (view.kv, view.position, view.slots))
+            pool = pool.replace(kv=kv, position=position, slots=remembered)
+            state = (*pool.state[:index], view.state, *pool.state[index + 1 :])
+            pool = pool.replace(state=state)
+        return pool
+
+    def _flat(self, index: int) -> tuple[Int[Array, " n"], Bool[Array, " n"]]:
+        # Where each head's slots lie in the pool, `most` of them, and which of these there are.
+        owners = self.limit[index].size
+        page = jnp.arange(len(self.owner))
+        mine = (page >= self.start[index]) & (page < self.start[index + 1])
+        first = jnp.where((self.owner == jnp.arange(owners)[:, None]) & mine, page, len(page)).min(1)
+        slot = jnp.arange(self.most)
+        flat = (first[:, None] * self.page_size + slot).reshape(-1)
+        return flat, (slot < self.limit[index].reshape(-1)[:, None]).reshape(-1)
+
+    def take(self, index: Int[np.ndarray, " m"]) -> Paged:
+        """Some rows, in any order; which pages are theirs is read on the host."""
+        return gathered([self], [(0, int(row)) for row in index])
+
+    def put(self, index: Int[np.ndarray, " m"], rows: Paged) -> Paged:
+        """With some rows replaced: the pool grows or shrinks with what they hold."""
+        size = min(self.page_size, rows.page_size)
+        chosen = {int(row): (1, place) for place, row in enumerate(index)}
+        count = self.limit[0].shape[0]
+        return gathered([self._split(size), rows._split(size)], [chosen.get(row, (0, row)) for row in range(count)])
+
+    def _split(self, size: int) -> Paged:
+        # The same slots in smaller pages.
+        parts = self.page_size // size
+        if parts == 1:
+            return self
+
+        def cut(leaf: Array) -> Array:
+            return leaf.reshape(len(leaf) * parts, size, *leaf.shape[2:])
+
+        first = (self.first[:, None] + size * jnp.arange(parts, dtype=jnp.int32)).reshape(-1)
+        kv, position, remembered = jax.tree.map(cut, (self.kv, self.position, self.slots))
+        owner, start = jnp.repeat(self.owner, parts), self.start * parts
+        return self.replace(kv=kv, position=position, slots=remembered, owner=owner, first=first, start=start)
+
+    def stored_positions(self) -> Int[Array, "P s"]:
+        """Positions as they are stored, to be collected inside of a loop."""
+        return self.position
+
+    def positions(self, stored: Any = None) -> list[np.ndarray]:
+        """For each layer the position in each slot [b h c], -1 where there is none, on the host.
+
+        Args:
+            stored: another moment's `stored_positions`; None for now.
+        """
+        pools = int(np.prod(self.devices))
+        held = self.position if stored is None else stored
+        tables = zip(*(np.split(on_host(x), pools) for x in (held, self.owner, self.first, self.start)), strict=True)
+        counts = [-(-int(on_host(limit).max()) // self.page_size) * self.page_size for limit in self.limit]
+        layers = [np.full((*limit.shape, count), -1, np.int32) for limit, count in zip(self.limit, counts, strict=True)]
+        for pool, (positions, owner, first, start) in enumerate(tables):
+            for layer, dense in enumerate(layers):
+                rows, heads, count = dense.shape
+                rows, heads = rows // self.devices[0], heads // self.devices[1]
+                row, head = np.array(divmod(pool, self.devices[1])) * (rows, heads)
+                for page in range(start[layer], start[layer + 1]):
+                    room = max(0, min(self.page_size, count - first[page]))
+                    of_row, of_head = divmod(owner[page], heads)
+                    slots = slice(first[page], first[page] + room)
+                    dense[row + of_row, head + of_head, slots] = positions[page][:room]
+        return layers
+
+    def limits(self) -> tuple[Int[Array, "b h"], ...]:
+        """For each layer the slots that each head may use."""
+        return self.limit
+
+    def states(self) -> tuple[Parts, ...]:
+        """For each layer what the parts remember of its heads."""
+        return self.state
+
+    def over_pages(
+        self, layer: int, look: Callable[[Any, Array, Array], Any], carry: Any, block: int = VIEW_BLOCK
+    ) -> Any:
+        """Fold `look(carry, at, valid)` over a layer's pages: blocks start at page `at`, `valid` masks new pages."""
+        pages = self.owner.shape[0]
+        size = min(block, pages)
+        start, end = self.start[layer], self.start[layer + 1]
+
+        def look_at(i: Array, carry: Any) -> Any:
+            wanted = start + i * size
+            at = jnp.minimum(wanted, pages - size)  # the last block of the pool looks back
+            page = at + jnp.arange(size)
+            return look(carry, at, (page >= wanted) & (page < end))
+
+        return jax.lax.fori_loop(0, (end - start + size - 1) // size, look_at, carry)
+
+    def view(self, layer: int, new: New, at: Array | int, count: int) -> tuple[View, New, Int[Array, " p"]]:
+        """A block of pages as a part sees it: a layer with a page in each row and one head."""
+        heads = new.k.shape[1]
+        owner = jax.lax.dynamic_slice_in_dim(self.owner, at, count)
+        row = owner // heads
+
+        def of_head(leaf: Array) -> Array:
+            return leaf.reshape(-1, *leaf.shape[2:])[owner][:, None]
+
+        def of_page(leaf: Array) -> Array:
+            return jax.lax.dynamic_slice_in_dim(leaf, at, count)[:, None]
+
+        view = View(
+            limit=of_head(self.limit[layer]),
+            state=jax.tree.map(of_head, self.state[layer]),
+            kv=jax.tree.map(of_page, self.kv),
+            position=of_page(self.position),
+            slots=jax.tree.map(of_page, self.slots),
+        )
+        of_heads = {name: of_head(getattr(new, name)) for name in ("q", "k", "v", "raw_q", "raw_k")}
+        names = ("hidden", "position", "token", "prompt_length", "read", "horizon", "end", "seed")
+        of_rows = {name: getattr(new, name)[row] for name in names}
+        first = new.spread.first(heads)
+        return view, new.replace(**of_heads, **of_rows, head=(first + owner % heads)[:, None]), owner
+
+
+class Taken(NamedTuple):
+    """What lies in one slot of each head."""
+
+    kv: KV | None
+    """None where nobody asked."""
+    left: Int[Array, "b h"]
+    """Position; -1 where there is none."""
+    place: Int[Array, "b h"] | None
+    """In the queue, where slots know their order."""
+
+
+def write_pages(room: Array, value: Array, at: Array, valid: Bool[Array, " p"]) -> Array:
+    """What all pages hold, with a block's in place of it from page `at` on where `valid`."""
+    mask = valid.reshape(-1, *(1,) * (room.ndim - 1))
+    return jax.lax.dynamic_update_slice_in_dim(
+        room, jnp.where(mask, value, jax.lax.dynamic_slice_in_dim(room, at, len(valid))), at, 0
+    )

@@ -1,0 +1,241 @@
+"""What no kernel answers: attention computed again from logits, a few queries at a time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Int
+
+from kvjax.cache.stats import normalised, reduced
+from kvjax.policies.quantizer import Operands
+from kvjax.policies.stats import Again, Ask, Probs, Seen, is_ask
+from kvjax.types import LayerConfig, New, PyTree, View, wide
+from pallas_kernels import operands
+from pallas_kernels.attention import Partial, join_queries, query_block, split_queries
+from pallas_kernels.operands import Operand
+from pallas_kernels.prefill_scores import Joined
+
+
+class Selection(Protocol):
+    """Which of the tokens that it sees a query reads."""
+
+    def pick(self, probs: Float[Array, "b h g t c"], new: New) -> Bool[Array, "b h g t c"]:
+        """The chosen ones, from the attention of some queries."""
+        ...
+
+
+def whole(operand: Operand | Joined, dtype: DTypeLike) -> Float[Array, "b h c d"]:
+    """Keys or values of all slots as numbers."""
+    if isinstance(operand, Joined):
+        return jnp.concatenate([operands.values(part, dtype) for part in (operand.old, operand.new)], axis=2)
+    return operands.values(operand, dtype)
+
+
+def _probabilities(
+    config: LayerConfig,
+    given: Operands,
+    view: View,
+    q: Float[Array, "b h g t d"],
+    lse: Float[Array, "b h g t"],
+    position: Int[Array, "b t"],
+    place: Int[Array, "b h t"] | None,
+) -> Float[Array, "b h g t c"]:
+    spec = config.spec
+    keys = whole(given.k, q.dtype)
+    x = spec.capped(jnp.einsum("bhgtd,bhcd->bhgtc", q, keys, preferred_element_type=lse.dtype))
+    places = (position[:, None], view.position) if place is None or given.places is None else (place, given.places[1])
+    bias = spec.bias(*places)
+    x = x if bias is None else x + bias
+    seen = spec.mask(position, view.position)[:, :, None]
+    return jnp.where(seen, jnp.exp(x - jnp.where(jnp.isfinite(lse), lse, 0.0)[..., None]), 0.0)
+
+
+def _blocks(given: Operands, new: New, lse: Float[Array, "b h g t"]) -> tuple[int, Any]:
+    # Queries in blocks: how many each, and (q, lse, position, place) of each.
+    size = query_block(new.position.shape[1], new.q.shape[0])
+    place = None if given.places is None else split_queries(given.places[0], -1, size)
+    parts = (split_queries(given.q, -2, size), split_queries(lse, -1, size), split_queries(new.position, -1, size))
+    return size, (*parts, place)
+
+
+def by_blocks(
+    config: LayerConfig, given: Operands, view: View, new: New, asks: Sequence[Any], lse: Float[Array, "b h g t"]
+) -> list[Float[Array, "b h c"]]:
+    """Sums that no kernel gives: the logits again, a block of queries at a time."""
+    tokens = new.position.shape[1]
+    size, blocks = _blocks(given, new, lse)
+    every = jnp.ones((new.q.shape[0], 1, tokens), lse.dtype)
+    weights = [every if ask.weights is None else ask.weights for ask in asks]
+    taus = [jnp.broadcast_to(jnp.asarray(ask.tau, lse.dtype), new.position.shape) for ask in asks]
+
+    def add(sums: list[Array], block: Any) -> tuple[list[Array], None]:
+        (q, lse, position, place), weights, taus = block
+        part = new.replace(position=position)
+
+        def look() -> list[Array]:
+            probs = _probabilities(config, given, view, q, lse, position, place)
+            return [
+                total + reduced(ask.replace(weights=w, tau=1.0 if ask.plain else tau), probs, view.position, part)
+                for total, ask, w, tau in zip(sums, asks, weights, taus, strict=True)
+            ]
+
+        # Most of a prompt's queries may count for nothing: only the blocks that do cost anything.
+        counts = jnp.stack([(jnp.abs(w) > 0).any() for w in weights]).any()
+        return jax.lax.cond(counts, look, lambda: sums), None
+
+    zero = jnp.zeros(view.position.shape, lse.dtype)
+    split = [split_queries(w, -1, size) for w in weights], [split_queries(tau, -1, size) for tau in taus]
+    return jax.lax.scan(add, [zero] * len(asks), (blocks, *split))[0]
+
+
+Earlier = Callable[[Float[Array, "b h g a d"], Int[Array, "b a"]], tuple[Array, Int[Array, "b h a"]]]
+"""Unrotated queries and their positions -> the queries as attention takes them, and where the model sees them."""
+
+
+def without_again(asks: PyTree) -> PyTree:
+    """The questions about the new tokens' own attention, with nothing in the places of the others."""
+    return jax.tree.map(lambda ask: () if isinstance(ask, Again) else ask, asks, is_leaf=is_ask)
+
+
+def with_again(
+    asks: PyTree, answers: PyTree, config: LayerConfig, given: Operands, view: View, earlier: Earlier
+) -> PyTree:
+    """The answers to `without_again`, and in their places those to the others."""
+
+    def answer(ask: Ask, found: PyTree) -> PyTree:
+        return asked_again(config, given, view, ask, earlier) if isinstance(ask, Again) else found
+
+    return jax.tree.map(answer, asks, answers, is_leaf=is_ask)
+
+
+def asked_again(
+    config: LayerConfig, given: Operands, view: View, ask: Again, earlier: Earlier
+) -> Float[Array, "b h c"]:
+    """What kept queries give to each slot, a few of them at a time.
+
+    Args:
+        config: of the layer.
+        given: keys as attention takes them.
+        view: the slots.
+        ask: the queries.
+        earlier: makes them what attention takes.
+    """
+    spec, kind = config.spec, wide(ask.raw_q.dtype)
+    _, _, count, groups, width = ask.raw_q.shape
+    # Logits of a sixteenth of the size of the keys: of all queries at once they would be larger than the cache.
+    size = math.gcd(count, 1 << max(0, (width // (16 * groups)).bit_length() - 1))
+    keys = whole(given.k, ask.raw_q.dtype)
+
+    def add(index: Array, sums: Array) -> Array:
+        def cut(leaf: Array, axis: int) -> Array:
+            return jax.lax.dynamic_slice_in_dim(leaf, index * size, size, axis)
+
+        position, weights = cut(ask.position, 1), cut(ask.weights, 2)
+
+        def look() -> Array:
+            q, place = earlier(jnp.moveaxis(cut(ask.raw_q, 2), 3, 2), position)
+            # With keys in front, or they are turned and copied in each turn of the loop.
+            x = jnp.einsum("bhcd,bhgad->bhcga", keys, q, preferred_element_type=kind)
+            x = spec.capped(jnp.moveaxis(x, 2, 4))
+            bias = spec.bias(place, view.position if given.places is None else given.places[1])
+            x = x if bias is None else x + bias
+            # Logits are masked once, and their sums fuse with what they sum, so that little else lies in memory.
+            x = jnp.where(spec.mask(position, view.position)[:, :, None], x, jnp.finfo(kind).min)
+            highest = jnp.maximum(config.spread.most_of_slots(x.max(-1, keepdims=True)), jnp.finfo(kind).min / 2)
+            shares = jnp.exp(x - highest)
+            total = config.spread.over_slots(shares.sum(-1, keepdims=True))
+            share = normalised(weights.astype(kind)[:, :, None, :, None], total)
+            return sums + jnp.einsum("bhgac,bhga->bhc", shares, share[..., 0])
+
+        return jax.lax.cond((weights > 0).any(), look, lambda: sums)
+
+    return jax.lax.fori_loop(0, count // size, add, jnp.zeros(view.position.shape, kind))
+
+
+def newest_attention(
+    config: LayerConfig, given: Operands, view: View, new: New, ask: Probs, lse: Float[Array, "b h g t"]
+) -> Seen:
+    count = min(ask.newest, new.position.shape[1])
+    index = new.valid.sum(1, dtype=jnp.int32)[:, None] - count + jnp.arange(count)
+    at = jnp.maximum(index, 0)
+    position = jnp.where(index >= 0, jnp.take_along_axis(new.position, at, 1), -1)
+    q = jnp.take_along_axis(given.q, at[:, None, None, :, None], 3)
+    place = None if given.places is None else jnp.take_along_axis(given.places[0], at[:, None], 2)
+    probs = _probabilities(config, given, view, q, jnp.take_along_axis(lse, at[:, None, None], 3), position, place)
+    return Seen(probs, position, (probs > 0).any(2).sum(-1))
+
+
+def select_by_blocks(
+    config: LayerConfig, given: Operands, view: View, new: New, selection: Selection, partial: Partial
+) -> Partial:
+    def look(_: None, block: Any) -> tuple[None, Partial]:
+        q, lse, position, place = block
+        probs = _probabilities(config, given, view, q, lse, position, place)
+        return None, narrowed(selection, probs, given.v, new.replace(position=position), lse)
+
+    found = jax.lax.scan(look, None, _blocks(given, new, partial.lse)[1])[1]
+    return Partial(join_queries(found.out, -2), join_queries(found.lse, -1))
+
+
+def narrowed(
+    selection: Selection,
+    probs: Float[Array, "b h g t c"],
+    v: Operand | Joined,
+    new: New,
+    lse: Float[Array, "b h g t"],
+) -> Partial:
+    picked = new.spread.own_slots(selection.pick(new.spread.all_slots(probs, -1), new), -1)
+    if new.config is not None and new.config.local:
+        picked |= new.config.bounds(new.end)[:, None, None, None, None]
+    kept = jnp.where(picked, probs, 0.0)
+    mass = new.spread.over_slots(kept.sum(-1, keepdims=True))
+    safe = jnp.where(mass > 0, mass, 1.0)
+    out = jnp.einsum("bhgtc,bhcd->bhgtd", kept / safe, whole(v, kept.dtype))
+    return Partial(out, lse + jnp.log(safe)[..., 0])
+
+
+def near_sums(
+    config: LayerConfig,
+    new: New,
+    lse: Float[Array, "b h g t"],
+    width: Int[Array, "b t"] | None = None,
+    most: int = 1,
+) -> Float[Array, "b h t"]:
+    """What each token of a whole prompt gets from the queries that come soon after it, in blocks along the diagonal.
+
+    Args:
+        config: of the layer.
+        new: the prompt.
+        lse: of its queries.
+        width: how many of the newest tokens count for each query, itself included; None for itself alone.
+        most: what no width exceeds.
+    """
+    (b, h, _, t, _), kind, spec = new.q.shape, lse.dtype, config.spec
+    if width is None:
+        x = spec.capped(jnp.einsum("bhgtd,bhtd->bhgt", new.q, new.k, preferred_element_type=kind))
+        return jnp.where(new.position[:, None, None] >= 0, jnp.exp(x - lse), 0.0).sum(2)
+    size = query_block(t, b)
+    span = min(t, -(-most // size) * size + size)
+
+    def add(sums: Array, queries: Any) -> tuple[Array, None]:
+        q, lse, at, width, first = queries
+        start = jnp.maximum(first + size - span, 0)
+        keys = jax.lax.dynamic_slice_in_dim(new.k, start, span, axis=2)
+        where = jax.lax.dynamic_slice_in_dim(new.position, start, span, axis=1)
+        x = spec.capped(jnp.einsum("bhgtd,bhsd->bhgts", q, keys, preferred_element_type=kind))
+        bias = spec.bias(at[:, None], where[:, None])
+        x = x if bias is None else x + bias
+        seen = spec.mask(at, where[:, None])
+        seen &= (at[:, :, None] - where[:, None] < width[..., None])[:, None]
+        added = jnp.where(seen[:, :, None], jnp.exp(x - lse[..., None]), 0.0).sum((2, 3))
+        added += jax.lax.dynamic_slice_in_dim(sums, start, span, axis=2)
+        return jax.lax.dynamic_update_slice_in_dim(sums, added, start, axis=2), None
+
+    parts = ((new.q, -2), (lse, -1), (new.position, -1), (width, -1))
+    blocks = [split_queries(x, axis, size) for x, axis in parts]
+    return jax.lax.scan(add, jnp.zeros((b, h, t), kind), (*blocks, jnp.arange(0, t, size)))[0]

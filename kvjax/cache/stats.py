@@ -1,0 +1,91 @@
+"""What probabilities of attention answer to the questions of a policy's parts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from kvjax.policies.stats import Ask, Noise, Probs, Seen, Sums, questions
+from kvjax.types import New, PyTree
+from pallas_kernels import noise as hashed
+from pallas_kernels.attention import tempered as numerators
+
+
+def answered(asks: PyTree, probs: Float[Array, "b h g 1 c"], position: Int[Array, "b h c"], new: New) -> PyTree:
+    """What is asked of one token per row, from its attention over whole heads."""
+    leaves, tree = questions(asks)
+
+    def answer(ask: Ask) -> Any:
+        if isinstance(ask, Probs):
+            return Seen(probs, new.position, (probs > 0).any(2).sum(-1))
+        assert isinstance(ask, Sums)
+        return over_heads(ask, reduced(ask, probs, position, new), new)
+
+    return tree.unflatten(map(answer, leaves))
+
+
+def weighed(ask: Ask, sums: Float[Array, "b h c"]) -> Float[Array, "b h c"]:
+    """A sum over one query, as its weight has it."""
+    assert isinstance(ask, Sums)
+    return sums if ask.weights is None else sums * ask.weights.astype(sums.dtype)
+
+
+def over_heads(ask: Ask, found: Float[Array, "b h c"], new: New) -> Float[Array, "b h c"]:
+    """A sum over a KV head's queries, as the question wants it over heads."""
+    assert isinstance(ask, Sums)
+    if ask.over not in ("layer", "device"):
+        return found
+    mean = found.mean(1, keepdims=True)
+    if ask.over == "layer":
+        mean = new.spread.over_heads(mean) / new.spread.heads
+    return jnp.broadcast_to(mean, found.shape)
+
+
+def drawn(noise: Noise, position: Int[Array, "b h c"], new: New, dtype: DTypeLike) -> Array:
+    """zeta of every slot [b h c], or of every query and slot [b h t c] where each query draws anew."""
+    query = new.position if noise.fresh else None
+    return hashed.KINDS[noise.kind](hashed.uniform_at(new.seed, new.layer, position, query, new.head).astype(dtype))
+
+
+def tempered(
+    ask: Sums, probs: Float[Array, "b h g t c"], position: Int[Array, "b h c"], new: New
+) -> Float[Array, "b h g t c"]:
+    """Numerators of the softmax that a question is about."""
+    tau = jnp.asarray(ask.tau, probs.dtype)
+    tau = tau[:, None, None, :, None] if tau.ndim else tau
+    if ask.noise is None:
+        return numerators(probs, None, tau)
+    zeta = drawn(ask.noise, position, new, probs.dtype)
+    return numerators(probs, zeta[:, :, None] if ask.noise.fresh else zeta[:, :, None, None], tau)
+
+
+def normalised(shares: Float[Array, "*n c"], total: Float[Array, "*n 1"]) -> Float[Array, "*n c"]:
+    """Shares of a total, none where that is zero."""
+    return jnp.where(total > 0, shares / jnp.where(total > 0, total, 1.0), 0.0)
+
+
+def reduced(
+    ask: Sums, probs: Float[Array, "b h g t c"], position: Int[Array, "b h c"], new: New
+) -> Float[Array, "b h c"]:
+    """The answer of some queries to a question, before it is spread over heads, from their probabilities."""
+    if not ask.plain:
+        probs = tempered(ask, probs, position, new)
+        probs = normalised(probs, probs.sum(-1, keepdims=True))
+    return summed(ask, probs)
+
+
+def summed(ask: Sums, probs: Float[Array, "b h g t c"]) -> Float[Array, "b h c"]:
+    """Shares of attention summed over groups and queries."""
+    if ask.group == "max":
+        probs = probs.max(2)
+    elif ask.weights is None:
+        return probs.sum((2, 3))
+    else:
+        probs = probs.sum(2)
+    if ask.weights is None:
+        return probs.sum(2)
+    weights = jnp.broadcast_to(ask.weights, probs.shape[:3])
+    return jnp.einsum("bhtc,bht->bhc", probs, weights.astype(probs.dtype))

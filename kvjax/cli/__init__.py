@@ -1,0 +1,1 @@
+"""Commands: `kvjax NAME` runs the module of that name."""

@@ -1,0 +1,262 @@
+"""Files of prompts and of questions, and the lines of JSON of what comes of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from kvjax.cli.commands import progress
+from kvjax.cli.output import samples, told
+from kvjax.generation.generate import check_room, generate_ids
+from kvjax.generation.prompts import encode
+from kvjax.generation.questions import answer, encode_questions
+from kvjax.inference.prepare import bucket_rows, prepare
+from kvjax.utils.files import JSON_LINES, append_line, check_writable, of_line, parse_json, read_lines, write_text
+from kvjax.utils.settings import Messages, conversation
+
+if TYPE_CHECKING:
+    from kvjax.model import Model
+
+
+class Line(NamedTuple):
+    """A line of a file that has something to be continued."""
+
+    number: int
+    """From 1."""
+    prompt: str | Messages
+    given: dict[str, Any]
+    """What the result repeats: an `id`, if there is one, or the question."""
+
+
+def read_prompts(file: Path) -> list[Line]:
+    """Lines of JSON with a `prompt` or with `messages`, and perhaps an `id`; empty lines are none.
+
+    Raises:
+        ValueError: a line is something else, said with its number.
+    """
+
+    def prompt(value: Any) -> tuple[str | Messages, dict[str, Any]]:
+        keys = set(value) if isinstance(value, dict) else set[str]()
+        if keys - {"id"} not in ({"prompt"}, {"messages"}) or not isinstance(value.get("prompt", ""), str):
+            raise ValueError('it is not of the form {"prompt": "..."} or {"messages": [...]}, with an "id" or without.')
+        told = {"id": value["id"]} if "id" in keys else {}
+        return value["prompt"] if "prompt" in keys else conversation(value["messages"]), told
+
+    return [Line(number, *read) for number, read in read_lines(file, lambda text: prompt(parse_json(text)))]
+
+
+def read_questions(file: Path) -> list[Line]:
+    """Questions, a line each; or if the file is of JSON lines, as {"question": "..."}; empty lines are none.
+
+    Raises:
+        ValueError: a line is something else, said with its number.
+    """
+
+    def question(text: str) -> tuple[str, dict[str, Any]]:
+        value = parse_json(text) if file.suffix == JSON_LINES else {"question": text}
+        asked = value.get("question") if isinstance(value, dict) and set(value) == {"question"} else None
+        if not isinstance(asked, str) or not asked.strip():
+            raise ValueError('it is not of the form {"question": "..."}.')
+        return asked, {"question": asked}
+
+    return [Line(number, *read) for number, read in read_lines(file, question)]
+
+
+class Results:
+    """What came of each line, as lines of JSON on standard output, or in a file that is whole or not there.
+
+    Until all lines are done, those that are stand in a hidden file beside it, from which the same run goes on.
+
+    Args:
+        file: None for standard output. A finished one beside which stands what run it is of, in a hidden file, is left
+            as it is by that run, and is an error for all others.
+        run: whatever decides what comes out, fit for `json.dumps`.
+        numbers: of the lines.
+
+    Raises:
+        ValueError: the file cannot be written, or another run has begun or finished it.
+    """
+
+    def __init__(self, file: Path | None, run: Any, numbers: Sequence[int]) -> None:
+        self.file, self.numbers, self.total = file, numbers, len(numbers)
+        self.done: dict[int, str] = {}
+        """Lines that are done, by their numbers."""
+        self._printed = 0
+        if file is None:
+            return
+        check_writable(file, JSON_LINES)
+        self._run = hashlib.sha256(json.dumps(run, sort_keys=True, default=str).encode()).hexdigest()
+        self._aside = file.with_name(f".{file.name}.begun")
+        self._told = file.with_name(f".{file.name}.run")
+        if file.exists():
+            self._check_finished(file)
+        elif self._aside.exists():
+            self._resume()
+
+    def _check_finished(self, file: Path) -> None:
+        content = file.read_bytes()
+        if not self._told.exists() or self._told.read_text(encoding="utf-8") != self._note(content):
+            raise ValueError(f"{file} is there, and not of this run; name another file, or delete it to write it anew.")
+        self.done = {json.loads(line)["line"]: line for line in content.decode().splitlines()}
+        print(f"{file}: all of {self.total} lines were done before.", file=sys.stderr)
+
+    def _note(self, content: bytes) -> str:
+        """Tells a finished file and its run from others."""
+        return json.dumps({"run": self._run, "file": hashlib.sha256(content).hexdigest()})
+
+    def _resume(self) -> None:
+        run, *lines = self._aside.read_text(encoding="utf-8").split("\n")[:-1] or [""]  # the last is cut, or nothing
+        if run != json.dumps({"run": self._run}):
+            raise ValueError(
+                f"{self._aside} has the beginning of a run with other prompts or settings; go on with those, or delete "
+                "it to begin anew."
+            )
+        self.done = {json.loads(line)["line"]: line for line in lines}
+        print(f"{self.file}: {len(self.done)} of {self.total} lines were done before.", file=sys.stderr)
+
+    def __enter__(self) -> Results:
+        if self.file is not None:
+            # Anew, for the last line may have been cut.
+            write_text(self._aside, "".join(f"{line}\n" for line in self._begun()))
+        self._bar = progress("lines", self.total, len(self.done))
+        self._advance = self._bar.__enter__()
+        return self
+
+    def _begun(self) -> list[str]:
+        return [json.dumps({"run": self._run}), *self.done.values()]
+
+    def write(self, number: int, result: dict[str, Any]) -> None:
+        """What came of a line."""
+        text = self.done[number] = json.dumps({"line": number} | result)
+        if self.file is None:
+            self._print()
+        else:
+            append_line(self._aside, text)
+        self._advance()
+
+    def _print(self, rest: bool = False) -> None:
+        """Print lines in the order of their file, as far as all before them are done, or the `rest` of them."""
+        for number in sorted(self.numbers)[self._printed :]:
+            if number not in self.done and not rest:
+                return
+            self._printed += 1
+            if number in self.done:
+                print(self.done[number], flush=True)
+
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        self._bar.__exit__(None, None, None)
+        if self.file is None:
+            if error is not BrokenPipeError:
+                self._print(rest=True)
+            return
+        if error is None:
+            content = "".join(f"{self.done[number]}\n" for number in sorted(self.done))
+            write_text(self._told, self._note(content.encode()))
+            write_text(self.file, content)
+        if error is None or not self.done:
+            self._aside.unlink()
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """What is to be done with the lines of a file.
+
+    Args:
+        load: gives the model, once all that can be wrong without it has been looked for.
+        file: of prompts or of questions.
+        out: gets lines of JSON; None for standard output.
+        batch_size: lines at once.
+        chat: whether texts are users' turns.
+        system: the turn before them; None for what the template has there.
+        settings: those of `kvjax.generation.generate.begin`.
+        search: `beams` and `length_penalty`.
+        run: what else decides what comes out, fit for JSON.
+    """
+
+    load: Callable[[], Model]
+    file: Path
+    out: Path | None
+    batch_size: int
+    chat: bool
+    system: str | None
+    settings: dict[str, Any]
+    search: dict[str, Any]
+    run: dict[str, Any]
+
+    def results(self, lines: Sequence[Line], prompt: Any = None) -> Results:
+        """Where results go; they go on where the same run was cut."""
+        content = hashlib.sha256(self.file.read_bytes()).hexdigest()
+        run = {"content": content, "prompt": prompt, "run": self.run}
+        return Results(self.out, run, [line.number for line in lines])
+
+
+def continue_lines(work: Work) -> None:
+    """Continue each prompt of a file, those of about one length together.
+
+    Raises:
+        ValueError: a line cannot be continued, said with its number before any is.
+    """
+    lines, settings = read_prompts(work.file), work.settings
+    results, model = work.results(lines), work.load()
+    names = "budget", "budget_of", "max_new_tokens"
+    reading: dict[str, Any] = {name: settings[name] for name in names} | {"lengths": None, "key": None, "plan": None}
+
+    rows = bucket_rows(1, model.mesh)  # as many as a batch of this line alone would have
+
+    def ids_of(line: Line) -> list[int]:
+        prompt, policy = encode(model, line.prompt, work.chat, work.system), settings["policy"]
+        check_room(len(prompt), settings["max_new_tokens"], policy, model)
+        prepare(model, policy, [prompt] * rows, chunk=settings["prefill_chunk"], **reading)
+        return prompt
+
+    encoded = [(line, of_line(work.file, line.number, lambda line=line: ids_of(line))) for line in lines]
+    left = sorted((pair for pair in encoded if pair[0].number not in results.done), key=lambda pair: len(pair[1]))
+    turns = {line.number: work.chat or not isinstance(line.prompt, str) for line, _ in left}
+    # Other tokens end an answer than any text.
+    alike = [[pair for pair in left if turns[pair[0].number] is chat] for chat in (False, True)]
+    batches = [
+        pairs[start : start + work.batch_size] for pairs in alike for start in range(0, len(pairs), work.batch_size)
+    ]
+    with results:
+        for batch in batches:
+            chat = turns[batch[0][0].number]
+            made = generate_ids(model, [ids for _, ids in batch], chat=chat, **settings, **work.search)
+            texts, each = told(model, made, settings["stop"]), settings["num_samples"]
+            for row, (line, _) in enumerate(batch):
+                results.write(line.number, line.given | samples(texts[row * each : (row + 1) * each]))
+
+
+def answer_lines(work: Work, prompt: str | Messages, in_json: bool) -> None:
+    """Answer each question of a file about one prompt, which is read once.
+
+    Raises:
+        ValueError: a question or the prompt is wrong, or they do not fit together.
+    """
+    lines, settings = read_questions(work.file), work.settings
+    results, model = work.results(lines, prompt), work.load()
+    before, asked = encode_questions(model, prompt, [str(line.prompt) for line in lines], work.chat, work.system)
+    left = [(line, ids) for line, ids in zip(lines, asked, strict=True) if line.number not in results.done]
+    longest = max(map(len, asked))
+
+    def answers() -> Iterator[dict[str, Any]]:
+        questions, search = [ids for _, ids in left], work.search | {"batch_size": work.batch_size}
+        search["chat"] = work.chat or not isinstance(prompt, str)
+        for made in answer(model, before, questions, longest=longest, **settings, **search) if left else ():
+            texts, each = told(model, made, settings["stop"]), settings["num_samples"]
+            for start in range(0, len(texts), each):
+                yield samples(texts[start : start + each])
+
+    if in_json:
+        with results:
+            for (line, _), found in zip(left, answers(), strict=True):
+                results.write(line.number, line.given | found)
+        return
+    for (line, _), found in zip(left, answers(), strict=True):
+        print(f"--- {str(line.prompt).strip()}")
+        for each in found.get("samples", [found]):
+            print(each["text"], flush=True)

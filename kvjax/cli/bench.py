@@ -1,0 +1,96 @@
+"""Measure speed and memory of policies: `python -m kvjax.bench decode`, `prefill`; or `kernels` and other things."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib
+import json
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from kvjax.bench.entries import add_policy_options, entries, say
+from kvjax.bench.models import model_named
+from kvjax.bench.peers import transformers_decoder, transformers_reader
+from kvjax.bench.tables import table
+from kvjax.cli.commands import Parser, add_model_options, finish
+from kvjax.evaluation.speed import decoder, race, reader
+from kvjax.utils.files import write_text
+
+OTHERS = ("kernels", "parts", "scale", "deployments", "serving")
+"""Modules of what is no race of policies."""
+
+
+def run(options: argparse.Namespace) -> None:
+    """Race the contenders that the command line names.
+
+    Raises:
+        ValueError: there is no such policy, or a setting does not fit.
+    """
+    named = entries(options)
+    model = model_named(options.model, options.dtype, options.revision, options.weights, options.mesh)
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(3, model.config.vocab_size, (options.batch, options.prompt_tokens))
+    make = {
+        "decode": lambda policy, budget: decoder(model, policy, budget, tokens, options.new_tokens),
+        "prefill": lambda policy, budget: reader(model, policy, budget, tokens),
+    }[options.what]
+    say("compiling full")
+    contenders, own_slots = [make("full", 1.0)], 1
+    for name, policy, budget in named:
+        slots = own_slots if budget == "same" else budget
+        say(f"compiling {name}" + ("" if policy.plan.decides else f" at {slots}"))
+        try:
+            contenders.append(dataclasses.replace(make(policy, slots), name=name))
+        except ValueError as error:
+            if options.policies != "all":
+                raise
+            say(f"{name} at {slots} is left out: {error}")
+            continue
+        if policy.plan.decides:
+            own_slots = round(contenders[-1].slots or 1)
+            contenders[-1].budget = f"own: {own_slots}"
+    timed = contenders
+    if options.against:
+        reads = options.what == "prefill"
+        peer = transformers_reader(model, tokens) if reads else transformers_decoder(model, tokens, options.new_tokens)
+        timed = [*contenders, peer]
+    say(f"racing {len(contenders)} contenders, {options.repeats} rounds")
+    race(contenders, options.repeats)
+    if len(timed) > len(contenders):
+        for _ in range(options.repeats + 1):
+            timed[-1].run()
+        del timed[-1].seconds[0]
+    count = options.batch * (options.new_tokens if options.what == "decode" else options.prompt_tokens)
+    title = (
+        f"{options.what}: {model.name}, batch {options.batch}, {options.prompt_tokens} prompt tokens, "
+        f"{jax.devices()[0].device_kind}, medians of {options.repeats}"
+    )
+    rows = table(timed, count, title)
+    if options.json:
+        write_text(options.json, json.dumps({"title": title, "rows": rows}, indent=1))
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command line; returns its exit code."""
+    words = sys.argv[1:] if argv is None else argv
+    if words and words[0] in OTHERS:
+        return importlib.import_module(f"kvjax.bench.{words[0]}").main(words[1:])
+    options = Parser(prog="kvjax bench", description=__doc__)
+    options.add_argument(
+        "what", choices=("decode", "prefill", *OTHERS), help=f"{', '.join(OTHERS)} have settings of their own"
+    )
+    add_model_options(options, "synthetic", "synthetic, ")
+    add_policy_options(options)
+    options.add_argument("--batch", type=int, default=8)
+    options.add_argument("--prompt-tokens", type=int, default=4096)
+    options.add_argument("--new-tokens", type=int, default=16)
+    options.add_argument("--repeats", type=int, default=5)
+    options.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    options.add_argument("--against", choices=("transformers",), help="race Hugging Face's own, too")
+    options.add_argument("--json", type=Path, help="also write the numbers to this file")
+    chosen = options.parse_args(words)
+    return finish("bench", lambda: run(chosen), chosen.distributed)

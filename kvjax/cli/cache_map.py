@@ -1,0 +1,117 @@
+"""Pictures of a cache: which prompt tokens it still holds, in the terminal and as a figure."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TextIO
+
+import numpy as np
+from jaxtyping import Float
+from rich.console import Console
+from rich.text import Text
+
+from kvjax.generation.token_bytes import Spelling
+from kvjax.utils.files import check_writable, written_aside
+
+PLAIN_MARKS = " .:-=+*#"
+"""From a token that no head holds to one that all of them hold."""
+SHADES = ("white on #440154", "white on #3b528b", "white on #21918c", "black on #5ec962", "black on #fde725")
+"""The same for terminals: five steps of viridis, the colours of the figure."""
+MOST_WORDS = 64
+"""Tokens up to which every one is written below the figure."""
+
+
+def share_held(positions: list[np.ndarray], tokens: int) -> Float[np.ndarray, "layers tokens"]:
+    """Share of a layer's heads that hold each of the first tokens of row 0.
+
+    Args:
+        positions: for each layer, position in each slot [b, h, c], -1 = empty.
+        tokens: how many.
+    """
+    return np.array(
+        [[np.mean([(head == token).any() for head in layer[0]]) for token in range(tokens)] for layer in positions]
+    )
+
+
+def words_of(tokenizer: Any, ids: Sequence[int]) -> list[str]:
+    """Return the text of each token as it stands behind others."""
+    spelling = Spelling(tokenizer)
+    known = [spelling.bytes_of(token) for token in ids]
+    return ["\ufffd" if each is None else each.decode(errors="replace") for each in known]
+
+
+def show(words: Sequence[str], share: Float[np.ndarray, " tokens"], file: TextIO) -> None:
+    """Print a prompt with each token shaded by the share of heads that hold it, or marked below without colours."""
+    console = Console(file=file)
+    if console.color_system is None:
+        # A character that is escaped would be wider than its mark.
+        encoding = file.encoding or "utf-8"
+        words = [text.replace("\n", "\\n").encode(encoding, "replace").decode(encoding) for text in words]
+        for start in range(0, len(words), 12):
+            row = words[start : start + 12]
+            levels = np.rint(share[start : start + 12] * (len(PLAIN_MARKS) - 1)).astype(int)
+            print("|".join(row), file=file)
+            print("|".join(PLAIN_MARKS[level] * len(text) for level, text in zip(levels, row, strict=True)), file=file)
+        print(f"marks from 0% to 100% of heads: {PLAIN_MARKS!r}", file=file)
+        return
+    last = len(SHADES) - 1
+    shaded = Text()
+    for text, part in zip(words, share, strict=True):
+        shaded.append(text, style=SHADES[round(last * float(part))])
+    legend = Text("share of heads that hold a token: ")
+    for step, style in enumerate(SHADES):
+        legend.append(f" {step / last:.0%} ", style=style)
+    console.print(shaded)
+    console.print(legend)
+
+
+def check_file(file: Path) -> None:
+    """Refuse to draw where `save` could not.
+
+    Raises:
+        ValueError: matplotlib is not installed, or the file cannot be a PNG in an existing directory.
+    """
+    check_writable(file, ".png")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ValueError('drawing needs matplotlib: pip install matplotlib, or in a clone pip install -e ".[plots]".')
+
+
+def save(share: Float[np.ndarray, "layers tokens"], words: Sequence[str], file: Path, title: str) -> None:
+    """Draw layers x prompt tokens to a PNG file, written aside and then renamed.
+
+    Args:
+        share: of heads that hold each token.
+        words: the text of each token.
+        file: a new or an old `.png` in an existing directory.
+        title: what is shown.
+
+    Raises:
+        ValueError: matplotlib is not installed, or the file cannot be a PNG in an existing directory.
+    """
+    check_file(file)
+    from matplotlib.figure import Figure
+
+    layers, tokens = share.shape
+    figure = Figure(figsize=(max(7.0, min(14.0, 0.17 * tokens + 2.5)), 0.35 * layers + 2.0), layout="constrained")
+    axes = figure.subplots()
+    image = axes.imshow(share, aspect="auto", interpolation="nearest", vmin=0, vmax=1, cmap="viridis")
+    # Of a long prompt every so many tokens are named.
+    named = range(0, tokens, -(-tokens // MOST_WORDS))
+    names = [f"{_visible(words[token])}" for token in named]
+    axes.set_xticks(list(named), names, rotation=90, fontsize=7, parse_math=False)
+    every = -(-layers // 16)
+    axes.set(xlabel="prompt token" if tokens <= MOST_WORDS else f"prompt token (1 in {named.step} is named)")
+    axes.set(ylabel="layer", yticks=range(0, layers, every))
+    axes.set_title(title, fontsize=10, parse_math=False)
+    figure.colorbar(
+        image, label="share of KV heads\nthat hold the token", ticks=[0, 0.25, 0.5, 0.75, 1], format="{x:.0%}"
+    )
+    with written_aside(file) as aside:
+        figure.savefig(aside, format="png", dpi=120)
+
+
+def _visible(word: str) -> str:
+    # Without the space in front; of a token that is nothing else, its name.
+    return word.strip()[:14] or {"\n": "\\n", " ": "space"}.get(word, repr(word)[1:-1])

@@ -1,0 +1,212 @@
+"""Talk to a model whose cache never grows: `python -m kvjax.cli.chat`."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import os
+import signal
+import sys
+from collections.abc import Callable, Generator, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from kvjax.cli.commands import Help, Parser, add_model_options, finish, leave
+from kvjax.cli.options import (
+    add_policy_options,
+    add_sampling_options,
+    chosen,
+    sampling_settings,
+    tells_of_policies,
+)
+from kvjax.generation.chat import Conversation, check_devices
+from kvjax.utils.compilation import enable_compilation_cache
+from kvjax.utils.settings import whole_number
+
+POLICY, BUDGET, WHOLE = "h2o", 512, "context"
+"""What is taken where nothing is said."""
+
+HELP = """\
+/new          forget the conversation and begin another one
+/save NAME    keep the conversation in the directory NAME
+/load NAME    go on with the one kept there
+/help         show this
+/quit         leave, as the end of the input does
+Anything else is your turn. Ctrl-C stops an answer; the conversation goes on from what was written."""
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line's options."""
+    options = Parser(
+        prog="kvjax chat",
+        description=(__doc__ or "").strip(),
+        epilog=f"Each line of the input is a turn, or a command.\n{HELP}",
+        add_help=False,
+        formatter_class=_Help,
+    )
+    options.add_argument("-h", "--help", action="store_true", help="show this, or with --policy NAME its settings")
+    add_model_options(options)
+    options.add_argument("--system", metavar="TEXT", help="the system's turn before all others")
+    options.add_argument("--load", type=Path, metavar="NAME", help="go on with a conversation that was kept there")
+    add_policy_options(options, POLICY, BUDGET, WHOLE)
+    options.add_argument("--context", type=int, help="tokens planned for all of it (default: the model's positions)")
+    options.add_argument("--max-new-tokens", type=int, default=256, help="tokens of an answer")
+    add_sampling_options(options)
+    options.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of weights and cache")
+    return options
+
+
+class _Help(Help, argparse.RawDescriptionHelpFormatter):
+    """Leaves the lines of the commands as they are."""
+
+
+@contextlib.contextmanager
+def _interruptions() -> Generator[Callable[[], bool]]:
+    """Whether there has been an interruption, which only the second one raises: half a step would lose the cache."""
+    noted: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        if noted:
+            raise KeyboardInterrupt
+        noted.append(number)
+
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield lambda: bool(noted)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+class Chat:
+    """What each line does to a conversation."""
+
+    def __init__(self, conversation: Conversation) -> None:
+        self.conversation = conversation
+        self.commands: dict[str, Callable[[str], None]] = {
+            "/new": self._new,
+            "/save": self._save,
+            "/load": self._load,
+            "/help": self._help,
+        }
+
+    def line(self, line: str) -> None:
+        """Do what a line says.
+
+        Raises:
+            ValueError: it cannot be done.
+        """
+        word, _, rest = line.strip().partition(" ")
+        if not word.startswith("/"):
+            self._say(line)
+        elif word in self.commands:
+            self.commands[word](rest.strip())
+        else:
+            raise ValueError(f"there is no command {word}; /help shows those that there are.")
+
+    def _say(self, turn: str) -> None:
+        with _interruptions() as interrupted:
+            for piece in self.conversation.reply(turn):
+                print(piece, end="", flush=True)
+                if interrupted():
+                    break
+            print(flush=True)
+            if interrupted():
+                print("(stopped)", file=sys.stderr)
+        self._show()
+
+    def _show(self) -> None:
+        use = self.conversation.use()
+        told = f"{use.tokens:,} tokens seen; {use.slots:,.0f} of {use.limit:,.0f} slots per head hold one"
+        print(f"[{told}; {use.bytes:,} bytes]", file=sys.stderr, flush=True)
+
+    def _new(self, rest: str) -> None:
+        self.conversation.forget()
+
+    def _save(self, rest: str) -> None:
+        self.conversation.save(_name("/save", rest))
+
+    def _load(self, rest: str) -> None:
+        self.conversation.load(_name("/load", rest))
+        self._show()
+
+    def _help(self, rest: str) -> None:
+        print(HELP, file=sys.stderr)
+
+
+def _name(command: str, rest: str) -> Path:
+    if not rest:
+        raise ValueError(f"{command} needs a name: {command} NAME.")
+    return Path(rest).expanduser()
+
+
+def _lines() -> Iterator[str]:
+    """The lines of standard input, asked for where somebody types them."""
+    if sys.stdin is None or sys.stdin.closed:
+        raise ValueError("standard input is closed; a conversation needs turns.")
+    typed = sys.stdin.isatty()
+    if typed:
+        with contextlib.suppress(ImportError):
+            importlib.import_module("readline")  # with which lines can be edited
+    while True:
+        try:
+            line = input("> ") if typed else next(sys.stdin).removesuffix("\n").removeprefix("\ufeff")
+        except (EOFError, StopIteration):
+            return
+        except KeyboardInterrupt:
+            if not typed:
+                raise
+            print("\n(/quit leaves)", file=sys.stderr)  # it may have come right after an answer
+            continue
+        except UnicodeDecodeError as error:
+            raise ValueError(
+                f"standard input is not {error.encoding} text; give it in that encoding, or say which with "
+                "PYTHONIOENCODING."
+            ) from None
+        yield line
+
+
+def run(options: argparse.Namespace) -> None:
+    """What the command line asks for.
+
+    Raises:
+        ValueError: it asks for something that cannot be, or a line that nobody typed does, said in one sentence.
+    """
+    if tells_of_policies(options, parser):
+        return
+    from kvjax.model import load
+    from kvjax.models.sharding import parse_mesh
+
+    policy, reading = chosen(options, POLICY, BUDGET, WHOLE)
+    settings: dict[str, Any] = dict(policy=policy, **reading, **sampling_settings(options))
+    settings["max_new_tokens"] = whole_number("max_new_tokens", options.max_new_tokens)
+    if options.mesh is not None:
+        check_devices(parse_mesh(options.mesh).shape["data"])
+    model = load(options.model, options.dtype, options.revision, options.weights, options.mesh)
+    chat = Chat(Conversation(model, system=options.system, context=options.context, **settings))
+    if options.load is not None:
+        chat.line(f"/load {options.load}")
+    for line in _lines():
+        if line.strip() == "/quit":
+            return
+        if not line.strip():
+            continue
+        try:
+            chat.line(line)
+        except ValueError as error:
+            if not sys.stdin.isatty():
+                raise
+            print(" ".join(str(error).split()), file=sys.stderr)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command line; returns its exit code."""
+    options = parser().parse_args(argv)
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # tokenizers need no torch
+    enable_compilation_cache()
+    return finish("chat", lambda: run(options), options.distributed)
+
+
+if __name__ == "__main__":
+    leave(main())

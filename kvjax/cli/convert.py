@@ -1,0 +1,72 @@
+"""Write a model as an Orbax checkpoint that `kvjax.load` and `--model` take: `kvjax convert`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+from pathlib import Path
+
+from kvjax.cli.commands import Parser, add_model_options, finish, leave
+from kvjax.models.checkpoints.gguf_tokenizer import gguf_tokenizer
+from kvjax.models.checkpoints.loading import Checkpoint, read_checkpoint
+from kvjax.models.checkpoints.orbax import write_orbax
+from kvjax.models.sharding import parse_mesh
+from kvjax.models.tokenizer import lazy_tokenizer
+from kvjax.utils.files import directory_aside
+
+_BESIDE = ("*.json", "*.model", "*.txt", "*.jinja")
+"""Files of a Hugging Face directory that are not weights."""
+
+
+def convert(checkpoint: Checkpoint, out: Path) -> None:
+    """Write a checkpoint's weights with Orbax, its config and its tokenizer beside them.
+
+    Args:
+        checkpoint: what was read.
+        out: the new directory, which is there once it is whole.
+
+    Raises:
+        ValueError: it is there already.
+    """
+    check_new(out)
+    with directory_aside(out) as aside:
+        if checkpoint.metadata is not None:
+            lazy_tokenizer(*gguf_tokenizer(checkpoint.metadata)).whole.save_pretrained(aside)
+        else:
+            for file in (file for pattern in _BESIDE for file in checkpoint.place.glob(pattern)):
+                if not file.name.endswith(".index.json"):
+                    shutil.copyfile(file, aside / file.name)
+        (aside / "config.json").write_text(json.dumps(dict(checkpoint.settings), indent=2) + "\n", encoding="utf-8")
+        write_orbax(checkpoint.weights, aside / "weights")
+
+
+def check_new(out: Path) -> None:
+    """Refuse a directory that is there already.
+
+    Raises:
+        ValueError: it is.
+    """
+    if out.exists():
+        raise ValueError(f"{out} is there already; give a directory that is not.")
+
+
+def run(options: argparse.Namespace) -> None:
+    """What the command line asks for."""
+    check_new(options.out)
+    mesh = None if options.mesh is None else parse_mesh(options.mesh)
+    convert(read_checkpoint(options.model, options.dtype, options.revision, mesh=mesh), options.out)
+    print(f"{options.out}: kvjax generate --model {options.out} runs it")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command line; returns its exit code."""
+    options = Parser(prog="kvjax convert", description=__doc__)
+    add_model_options(options, rounded=False, processes=False, kernels=False)
+    options.add_argument("--out", type=Path, required=True, metavar="DIR", help="the new directory")
+    options.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="of the weights")
+    return finish("convert", lambda: run(options.parse_args(argv)))
+
+
+if __name__ == "__main__":
+    leave(main())

@@ -1,0 +1,108 @@
+"""What an issue has to say of a machine: versions, devices, settings and caches, as `kvjax env` prints them."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+from kvjax.cli.commands import Parser, finish, leave
+from kvjax.inference.autotune import verdicts_file
+from kvjax.utils.compilation import cache_directory, version
+
+BACKENDS = ("jaxlib", "libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin", "jax-rocm7-plugin")
+"""What jax runs on, which kvjax itself does not require."""
+WORKSHOP = ("docs", "notebooks", "page", "parity", "test")
+"""Extras that change nothing of what kvjax does."""
+PREFIXES = ("KVJAX_", "JAX_", "XLA_", "HF_", "CUDA_VISIBLE", "TPU_", "LIBTPU_")
+"""Of the environment variables that change what kvjax does."""
+
+
+def environment() -> dict[str, Any]:
+    """Versions, devices, settings and caches of this machine.
+
+    Returns:
+        `kvjax`, `python`, `system`; `packages`, a version for each that is installed of those that kvjax runs on;
+        `devices`, a line for each, or why there are none; `variables` of the environment, but those that hold tokens of
+        access; `caches`: for each its path, None where nothing is kept, and its bytes.
+    """
+    return {
+        "kvjax": version(),
+        "python": f"{platform.python_version()} ({sys.executable})",
+        "system": f"{platform.platform()}, {os.cpu_count()} cores",
+        "packages": _packages(),
+        "devices": _devices(),
+        "variables": {
+            name: value
+            for name, value in sorted(os.environ.items())
+            if name.startswith(PREFIXES) and not name.endswith(("TOKEN", "KEY"))
+        },
+        "caches": {"compiled programs": _size(cache_directory()), "verdicts on kernels": _size(verdicts_file())},
+    }
+
+
+def _packages() -> dict[str, str]:
+    try:
+        required = importlib.metadata.requires("kvjax") or []
+    except importlib.metadata.PackageNotFoundError:  # a checkout that is not installed
+        required = ["jax", "flax", "numpy", "optax", "orbax-checkpoint", "transformers"]
+    used = (each for each in required if not any(f'extra == "{name}"' in each.replace("'", '"') for name in WORKSHOP))
+    names = {re.split(r"[^\w.-]", each, maxsplit=1)[0] for each in used}
+    found: dict[str, str] = {}
+    for name in sorted(names | set(BACKENDS)):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _devices() -> list[str]:
+    import jax
+
+    try:
+        devices = jax.devices()
+    except RuntimeError as error:  # a plugin without its driver, a TPU that another process has
+        return [f"none: {' '.join(str(error).split())}"]
+    lines = [f"{jax.default_backend()}: {' '.join(devices[0].client.platform_version.split())}"]
+    for device in devices:
+        memory = (device.memory_stats() or {}).get("bytes_limit")
+        lines.append(f"{device.id}: {device.device_kind}" + (f", {memory:,} bytes" if memory else ""))
+    return lines
+
+
+def _size(path: Path | None) -> dict[str, Any]:
+    if path is None:
+        return {"path": None, "files": 0, "bytes": 0}
+    files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
+    return {"path": str(path), "files": len(files), "bytes": sum(file.stat().st_size for file in files)}
+
+
+def text(found: dict[str, Any]) -> str:
+    """The environment as lines to paste into an issue."""
+    lines = [f"{name}: {found[name]}" for name in ("kvjax", "python", "system")]
+    for name in ("packages", "variables"):
+        lines += [f"{name}:", *(f"  {key} {value}" for key, value in found[name].items())]
+    lines += ["devices:", *(f"  {line}" for line in found["devices"]), "caches:"]
+    for name, it in found["caches"].items():
+        lines.append(
+            f"  {name}: " + (f"{it['path']} ({it['files']} files, {it['bytes']:,} bytes)" if it["path"] else "none")
+        )
+    return "\n".join(lines)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command line; returns its exit code."""
+    parser = Parser(prog="kvjax env", description=__doc__)
+    parser.add_argument("--json", action="store_true", help="one object instead of lines")
+    options = parser.parse_args(argv)
+    return finish("env", lambda: print((json.dumps if options.json else text)(environment())))
+
+
+if __name__ == "__main__":
+    leave(main())

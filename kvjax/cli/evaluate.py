@@ -1,0 +1,158 @@
+"""The command line of all measurements: `python -m kvjax.evaluation TASK`, and of reports that stand on them."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import importlib
+import importlib.util
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from kvjax.cli.commands import Parser, add_model_options, finish
+from kvjax.cli.options import add_policies, parts_of
+from kvjax.evaluation.grid import Rows, entries, fill
+from kvjax.evaluation.summary import print_table
+from kvjax.evaluation.tasks import texts
+from kvjax.evaluation.texts import SAMPLE, check_texts
+from kvjax.model import load
+from kvjax.utils.compilation import enable_compilation_cache
+
+TASKS = {
+    "perplexity": ("kvjax.evaluation.tasks.perplexity", "how surprising text is after a prompt, through real eviction"),
+    "fidelity": ("kvjax.evaluation.tasks.fidelity", "how far attention and next tokens are from the full cache's"),
+    "retrieval": ("kvjax.evaluation.tasks.retrieval", "questions about what stands in a long text, made here"),
+    "generation": ("kvjax.evaluation.tasks.generation", "questions of a file, by ROUGE, exact match and F1"),
+    "harness": ("kvjax.evaluation.tasks.harness", "tasks of lm-evaluation-harness, scored through real eviction"),
+}
+"""Modules with `add_arguments(parser)`, `check(options)`, `cells(model, options)` and `measure`: see `grid.fill`."""
+COMPARE = ("compare", "policies beside each other, your own among them: perplexity, and agreement with the full cache")
+COMPARED = ("perplexity", "fidelity")
+"""Tasks that `compare` runs."""
+JOINED = ("kvjax.evaluation.report", "the rows of tasks on one page, as Markdown and as HTML")
+"""A module with `add_arguments(parser)` and `run(options)`, which measures nothing."""
+REPORTS = {
+    "quality": ("experiments.quality", "perplexity and recall of policies against the bytes that they keep"),
+    "codecs": ("experiments.codecs", "slots of 16, 8 and 4 bits at equal bytes"),
+    "weights": ("experiments.weights", "what rounding a model's weights costs"),
+    "less": ("experiments.less", "what LESS recovers of what eviction loses"),
+    "long": ("experiments.long", "text far beyond the trained length on a fixed cache"),
+    "fastgen": ("experiments.fastgen", "what FastGen keeps, and what it costs"),
+    "claims": ("experiments.papers", "what five papers claim, held against some models on one page"),
+}
+"""Modules with `add_arguments(parser)` and `run(options)`; one that is not there is not offered."""
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line: arguments that all reports share, and each report's own."""
+    made = Parser(prog="kvjax evaluate", description=__doc__)
+    reports = made.add_subparsers(dest="report", required=True, metavar="TASK")
+    for name, (module, summary) in TASKS.items():
+        importlib.import_module(module).add_arguments(_add_grid(reports, name, summary))
+    compare = _add_grid(reports, *COMPARE)
+    texts.add_arguments(compare, default=[SAMPLE], rows=4, lengths=[512])
+    compare.set_defaults(masked=None)
+    joined = reports.add_parser("report", help=JOINED[1], description=JOINED[1])
+    importlib.import_module(JOINED[0]).add_arguments(joined)
+    for name, (module, summary) in REPORTS.items():
+        if importlib.util.find_spec(module) is None:
+            continue
+        report = reports.add_parser(name, help=summary, description=summary)
+        add_model_options(report, rounded=False, processes=False, kernels=False)
+        report.add_argument("--text", nargs="+", type=Path, required=True, metavar="FILE", help="held-out texts")
+        report.add_argument("--out", type=Path, default=Path("results"), help="directory of the report")
+        report.add_argument("--rows", type=int, default=16, help="passages of each text")
+        report.add_argument("--length", type=int, default=1024, help="tokens of each passage")
+        report.add_argument("--redo", action="store_true", help="measure again what is on disk")
+        importlib.import_module(module).add_arguments(report)
+    return made
+
+
+def _add_grid(tasks: Any, name: str, summary: str) -> argparse.ArgumentParser:
+    """Add a task that compares policies at budgets."""
+    task = tasks.add_parser(name, help=summary, description=summary)
+    add_model_options(task)
+    add_policies(task, "streaming,h2o,keyformer")
+    task.add_argument("--budgets", default="0.05,0.1,0.25", help="slots, or fractions of the whole text")
+    task.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    task.add_argument("--out", type=Path, default=Path("results"), help="directory of rows: TASK.jsonl, TASK.csv")
+    return task
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command line; returns its exit code."""
+    words = sys.argv[1:] if argv is None else argv
+    options = parser().parse_args(words)
+    options.command = quoted(words)
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # tokenizers need no torch
+    enable_compilation_cache()
+
+    def run() -> None:
+        if options.report == "report":
+            check_directory(options.out)
+            importlib.import_module(JOINED[0]).run(options)
+        elif options.report in TASKS or options.report == COMPARE[0]:
+            measure([options.report] if options.report in TASKS else COMPARED, options)
+        else:
+            check(options)
+            importlib.import_module(REPORTS[options.report][0]).run(options)
+
+    return finish("evaluate", run, vars(options).get("distributed"))
+
+
+def measure(names: Sequence[str], options: argparse.Namespace) -> None:
+    """Fill the grids of some tasks, all of them that is not there, and print a table.
+
+    Raises:
+        ValueError: a policy, a budget or an argument of a task is wrong.
+    """
+    tasks = {name: importlib.import_module(TASKS[name][0]) for name in names}
+    compared = entries(options.policies, options.budgets, *parts_of(options))
+    for task in tasks.values():
+        task.check(options)
+    check_directory(options.out)
+    files = {name: Rows(options.out / f"{name}.jsonl") for name in tasks}
+    model = load(options.model, options.dtype, options.revision, options.weights, options.mesh)
+    made: dict[str, list[Any]] = {}
+    cases: dict[str, list[Any]] = {}
+    for name, task in tasks.items():
+        cases[name] = task.cells(model, options)
+        made[name] = fill(files[name], model, compared, cases[name], functools.partial(task.measure, model, options))
+    print_table(made, cases)
+    for name, rows in files.items():
+        print(f"{rows.file}: {len(made[name])} rows, made or found, by {options.command}")
+
+
+def check(options: argparse.Namespace) -> None:
+    """Refuse what all reports need and do not get, before anything is loaded.
+
+    Raises:
+        ValueError: a text is no file, or there is nothing to predict.
+    """
+    check_texts(options.text, options.rows, options.length)
+    check_directory(options.out)
+
+
+def check_directory(out: Path) -> None:
+    """Refuse a place for results that is a file.
+
+    Raises:
+        ValueError: naming it.
+    """
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"--out {out} is a file; name a directory.")
+
+
+def quoted(words: Sequence[str]) -> str:
+    """A command as its report shows it: all of it, with files by their names and the report's directory as DIR."""
+    shown, before = [], ""
+    for word in words:
+        name, equals, path = word.rpartition("=")
+        file = Path(path).name if os.sep in path and Path(path).exists() else path
+        shown.append("DIR" if before == "--out" else f"{name}{equals}{file}")
+        before = word
+    return shlex.join(["kvjax", "evaluate", *shown])

@@ -1,0 +1,102 @@
+"""The console script: `kvjax NAME ...` runs the module that NAME stands for."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from typing import NamedTuple
+
+from kvjax.cli.commands import BROKEN_PIPE, INTERRUPTED, heed_interruptions, leave, settle_streams
+from kvjax.utils.compilation import version
+from kvjax.utils.suggest import choices
+
+
+class Command(NamedTuple):
+    """A subcommand: the module whose `main(argv) -> int` it runs, and one line for the listing."""
+
+    name: str
+    module: str
+    summary: str
+
+
+COMMANDS = (
+    Command("generate", "kvjax.generate", "continue a prompt on a fixed KV budget"),
+    Command("chat", "kvjax.cli.chat", "talk, with a cache that never grows"),
+    Command("serve", "kvjax.cli.serve", "answer OpenAI's requests over HTTP"),
+    Command("bench", "kvjax.bench", "measure speed and memory of policies and budgets"),
+    Command("evaluate", "kvjax.evaluation", "measure what a policy and a budget cost in quality"),
+    Command("tune", "kvjax.cli.tune", "race kernels on this machine's GPU; keep who wins"),
+    Command("convert", "kvjax.cli.convert", "write a model as an Orbax checkpoint"),
+    Command("train_less", "kvjax.cli.train_less", "train LESS kernels for a model and a policy"),
+    Command("env", "kvjax.cli.env", "print versions, devices and caches, for an issue"),
+    Command("train_tiny", "experiments.tiny.train", "train the embedded model"),
+)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run a subcommand, or list them.
+
+    Args:
+        argv: the words after `kvjax`; None for those of the process, which then ends.
+
+    Returns:
+        The exit code: the subcommand's own, 0 for the listing, 2 for an unknown name, 130 after an interruption.
+    """
+    settle_streams()
+    if argv is None:
+        heed_interruptions()
+        leave(main(sys.argv[1:]))
+
+    try:
+        return _run(argv)
+    except KeyboardInterrupt:  # while a command's modules are imported
+        return INTERRUPTED
+    except BrokenPipeError:
+        return BROKEN_PIPE
+
+
+def _run(words: list[str]) -> int:
+    commands = available()
+    if not words or words[0] in ("-h", "--help"):
+        print(listing(commands))
+        return 0
+    if words[0] == "--version":
+        print(f"kvjax {version()}")
+        return 0
+    for command in commands:
+        if command.name == words[0].replace("-", "_"):
+            return importlib.import_module(command.module).main(words[1:])
+    names = [command.name for command in commands]
+    print(f"kvjax has no command {words[0]!r}: {choices(words[0], names)}", file=sys.stderr)
+    return 2
+
+
+def available() -> tuple[Command, ...]:
+    """The commands whose modules are there, found without importing them."""
+    return tuple(command for command in COMMANDS if _exists(command.module))
+
+
+def listing(commands: tuple[Command, ...]) -> str:
+    """Usage and one line per command."""
+    width = max((len(command.name) for command in commands), default=0)
+    lines = [f"  {command.name:<{width}}  {command.summary}" for command in commands]
+    return "\n".join(
+        [
+            "usage: kvjax COMMAND ...",
+            "",
+            *lines,
+            "",
+            "kvjax COMMAND --help lists the settings of one command, kvjax --version says which kvjax this is.",
+        ]
+    )
+
+
+def _exists(module: str) -> bool:
+    try:
+        spec = importlib.util.find_spec(module)
+    except ModuleNotFoundError as error:
+        if error.name is None or not module.startswith(error.name):
+            raise
+        return False  # the package around the module is missing
+    return spec is not None and spec.origin is not None  # a bare directory has a spec but no origin

@@ -1,0 +1,372 @@
+"""Options that commands share: the one grammar of policies, what it chooses, and tables of policies and settings."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, TextIO
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from kvjax import methods
+from kvjax.generation.detokenize import stop_strings
+from kvjax.generation.sampling import Sampling
+from kvjax.inference.prepare import WHOLES, check_bounded
+from kvjax.methods import describe
+from kvjax.policies.policy import Policy
+from kvjax.utils.settings import PART_KEYS, parse_budgets, parse_settings, read_config, seed_number
+from kvjax.utils.suggest import choices
+
+_PARTS = {
+    "plan": methods.PLANS,
+    "residual": methods.RESIDUALS,
+    "selection": methods.SELECTIONS,
+    "codec": methods.CODECS,
+}
+
+
+def add_policy_options(options: argparse.ArgumentParser, policy: str, budget: float, whole: str) -> None:
+    """Give a command the options of a policy and its budget; the defaults are for its help."""
+    add_policy(options, policy)
+    options.add_argument(
+        "--budget", help=f"slots per head, a fraction, or slots for each layer as 64,48,32,16 (default: {budget})"
+    )
+    options.add_argument(
+        "--budget-of", choices=WHOLES, help=f"what a fraction is of; text is prompt + new tokens (default: {whole})"
+    )
+    options.add_argument("--prefill-chunk", type=int, help="compress after every so many prompt tokens")
+
+
+def add_policy(options: argparse.ArgumentParser, policy: str) -> None:
+    """Give a command the options that `named` reads."""
+    options.add_argument(
+        "--policy",
+        help="which tokens stay in the cache, with other parts and settings as h2o+int8[recent=16]; `list` shows all, "
+        f"FILE.py:NAME is your own (default: {policy})",
+    )
+    add_parts(options)
+    options.add_argument("--less-checkpoint", metavar="DIR", help="kernels of LESS, from kvjax train_less")
+    options.add_argument("--config", help="a TOML file or the name of a shipped one; options override it")
+
+
+def add_policies(options: argparse.ArgumentParser, policies: str, also: str = "") -> None:
+    """Give a command that compares policies the options that `compared` reads.
+
+    Args:
+        options: gets them.
+        policies: the default.
+        also: a word that stands for several of them.
+    """
+    options.add_argument(
+        "--policies",
+        "--policy",
+        default=policies,
+        help=f"name+part[setting=value] with commas between them, as h2o,h2o+less+int8,keyformer[noise=none]{also}",
+    )
+    add_parts(options)
+
+
+def add_parts(options: argparse.ArgumentParser) -> None:
+    """Give a command the options of the parts and settings of its policies."""
+    for part, table, what in (
+        ("plan", methods.PLANS, "how the budget is spread over layers or heads"),
+        ("residual", methods.RESIDUALS, "what becomes of evicted pairs"),
+        ("codec", methods.CODECS, "how a slot lies in memory"),
+        ("selection", methods.SELECTIONS, "which of the held tokens a query reads"),
+    ):
+        options.add_argument(
+            f"--{part}", metavar="NAME", help=f"{what}: {', '.join(table)} (default: the policy's own)"
+        )
+    options.add_argument(
+        "--set",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="key=value",
+        dest="settings",
+        help="settings of the policy, and of its parts: recent=0.3 residual.kernels=performer plan.floor=0.3",
+    )
+
+
+def add_sampling_options(options: argparse.ArgumentParser) -> None:
+    """Give a command the options of how tokens are drawn and where texts end."""
+    options.add_argument("--temperature", type=float, help="divides the logits; 0 is greedy (default: 0.8)")
+    options.add_argument("--top-k", type=int, help="draw from this many likeliest tokens (default: all)")
+    options.add_argument("--top-p", type=float, help="draw from the likeliest tokens of this share (default: 1.0)")
+    options.add_argument(
+        "--min-p", type=float, help="draw from tokens at least this share as likely as the likeliest (default: 0.0)"
+    )
+    options.add_argument(
+        "--repetition-penalty", type=float, help="divides positive logits of tokens the text has (default: 1.0)"
+    )
+    options.add_argument(
+        "--stop", nargs="+", action="extend", default=[], metavar="TEXT", help="texts that end a text before them"
+    )
+    options.add_argument(
+        "--stop-token-ids", nargs="+", type=int, action="extend", default=[], metavar="ID", help="ids that end a text"
+    )
+    options.add_argument("--seed", type=int, default=0, help="of all randomness, from 0 to 2^32 - 1")
+
+
+def sampling_settings(options: argparse.Namespace) -> dict[str, Any]:
+    """What a command line says of drawing tokens and ending texts, as `kvjax.generation.generate.begin` has it.
+
+    Raises:
+        ValueError: a setting is out of its range.
+    """
+    names = "temperature", "top_k", "top_p", "min_p", "repetition_penalty"
+    given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
+    Sampling(**given)
+    ends = {"stop": stop_strings(options.stop), "stop_token_ids": tuple(options.stop_token_ids)}
+    return given | ends | {"seed": seed_number(options.seed)}
+
+
+def tells_of_policies(options: argparse.Namespace, parser: Callable[[], argparse.ArgumentParser]) -> bool:
+    """Whether a command line asks only what there is, which is then told on standard output.
+
+    Args:
+        options: what it asks, among it `policy` and, where `argparse` does not answer it, `help`.
+        parser: makes the command's own help.
+
+    Raises:
+        ValueError: help is asked for a policy that is not there.
+    """
+    helps = vars(options).get("help", False)
+    if helps and options.policy is not None:
+        explain_policy(options.policy, sys.stdout)
+    elif helps:
+        parser().print_help()
+    elif options.policy == "list":
+        list_policies(sys.stdout)
+    else:
+        return False
+    return True
+
+
+def list_policies(file: TextIO) -> None:
+    """A table of the policies in groups, and of the members of the other parts, with their settings."""
+    groups = [(f"policies (--policy): {group}", entries) for group, entries in describe.policies().items()]
+    groups += [(f"{part}s (--{part})", entries) for part, entries in describe.parts().items()]
+    tables: list[Any] = []
+    for title, entries in groups:
+        table = Table(
+            title=title, title_justify="left", title_style="bold", box=None, padding=(0, 1), show_header=False
+        )
+        table.add_column(no_wrap=True, min_width=15)
+        table.add_column(ratio=1)
+        table.add_column(width=24)
+        for entry in entries:
+            settings = "  ".join(f"{setting.name}={setting.default!r}" for setting in entry.settings)
+            text = Text(entry.summary)
+            table.add_row(entry.name, text.append(f"\n{settings}", "dim") if settings else text, entry.paper)
+        tables += [table, ""]
+    console = _console(file)
+    console.print(*tables, sep="\n", highlight=False)
+    usual = ", ".join(f"{setting.name}={setting.default!r}" for setting in describe.common())
+    console.print(
+        f"Nearly every policy also takes {usual}. --policy NAME --help says what settings mean.",
+        highlight=False,
+        markup=False,
+    )
+
+
+def explain_policy(name: str, file: TextIO) -> None:
+    """What a policy is, and a table of its settings, their defaults and meanings.
+
+    Raises:
+        ValueError: there is no such policy.
+    """
+    if name not in methods.REGISTRY:
+        raise ValueError(f"there is no policy {name!r}; {choices(name, methods.REGISTRY)}")
+    entry = describe.described(name)
+    console = _console(file)
+    console.print(f"{entry.name}: {entry.summary} From: {entry.paper}.", highlight=False, markup=False)
+    console.print(f"When: {entry.when}\n", highlight=False, markup=False)
+    table = Table(
+        title="settings (--set key=value)", title_justify="left", title_style="bold", box=None, padding=(0, 1)
+    )
+    for heading in ("setting", "default"):
+        table.add_column(heading, no_wrap=True, justify="left")
+    table.add_column("meaning", ratio=1)
+    for setting in entry.settings:
+        table.add_row(setting.name, Text(repr(setting.default)), Text(setting.meaning))
+    console.print(table)
+
+
+def _console(file: TextIO) -> Console:
+    return Console(file=file, width=None if file.isatty() else 110)
+
+
+class Named(NamedTuple):
+    """A policy as it is written: `h2o`, `h2o+less+int8+adakv`, `mine.py:Mine+int4[recent=16]`."""
+
+    name: str
+    """As `kvjax.policy` has it."""
+    parts: dict[str, str]
+    """Names of plan, residual, codec and selection, after plus signs."""
+    settings: dict[str, Any]
+    """In brackets."""
+
+    def made(self, parts: Mapping[str, str | None], settings: Mapping[str, Any]) -> Policy:
+        """The policy with the parts and settings of other options, too.
+
+        Raises:
+            ValueError: a name or a setting is unknown, or there are two of a kind.
+        """
+        return methods.policy(self.name, **both(self.parts, parts), **(self.settings | dict(settings)))
+
+
+def both(written: Mapping[str, str], options: Mapping[str, str | None]) -> dict[str, str | None]:
+    """Parts by kind, of a policy's name and of options beside it.
+
+    Raises:
+        ValueError: they name different ones of a kind.
+    """
+    for kind, name in options.items():
+        if name is not None and written.get(kind, name) != name:
+            raise ValueError(f"--{kind} {name} does not go with {written[kind]} in the policy's name; name one {kind}.")
+    return dict(options) | dict(written)
+
+
+def parse_policy(text: str) -> Named:
+    """A policy and its parts as command lines write them, of which nothing is made yet.
+
+    Raises:
+        ValueError: the form is another, a part is unknown, or there are two of a kind.
+    """
+    found = re.fullmatch(r"((?:.*\.py:)?[^\[\]+]*)((?:\+[^\[\]+]*)*)(?:\[(.*)\])?", text.strip())
+    if found is None:
+        raise ValueError(f"{text!r} is not of the form name+part[setting=value].")
+    parts: dict[str, str] = {}
+    for part in map(str.strip, found[2].split("+")[1:]):
+        kind = next((kind for kind, names in _PARTS.items() if part in names), None)
+        if kind is None:
+            known = [each for names in _PARTS.values() for each in names]
+            raise ValueError(f"{text!r}: there is no part {part!r}; {choices(part, known)}")
+        if kind in parts:
+            raise ValueError(f"{text!r} has two of a kind, {parts[kind]} and {part}; name one {kind}.")
+        parts[kind] = part
+    words = [word.strip() for word in re.split(r",(?![^(]*\))", found[3])] if found[3] else []
+    return Named(found[1].strip(), parts, parse_settings(words))
+
+
+def parts_of(options: argparse.Namespace) -> tuple[dict[str, str | None], dict[str, Any]]:
+    """Parts by kind, and settings, that a command line gives with options of `add_parts`.
+
+    Raises:
+        ValueError: a setting is not of the form key=value.
+    """
+    return {part: getattr(options, part) for part in PART_KEYS}, parse_settings(options.settings)
+
+
+def combination(text: str) -> Policy:
+    """A policy of named parts: see `Named`.
+
+    Raises:
+        ValueError: a name or a setting is unknown, or parts mean nothing together.
+    """
+    return parse_policy(text).made({}, {})
+
+
+def compared(
+    texts: str,
+    parts: Mapping[str, str | None],
+    settings: Mapping[str, Any],
+    left_out: Callable[[str], None] | None = None,
+) -> dict[str, Policy]:
+    """The policies of a comparison by their labels; the full cache stays as it is.
+
+    Args:
+        texts: as `--policies` has them, with commas between them.
+        parts: of all of them, by kind.
+        settings: of all that have them.
+        left_out: is told why a policy cannot have these parts, which is then left out; None to refuse it.
+
+    Raises:
+        ValueError: a name is unknown, nobody has a setting, or parts mean nothing together.
+    """
+    named = {text.strip(): parse_policy(text) for text in re.split(r",(?![^\[]*\])", texts)}
+    known = {name: _known(name) for name, _, _ in named.values()}
+    for setting in settings:
+        if "." not in setting and not any(its is None or "base" in its or setting in its for its in known.values()):
+            raise ValueError(f"--set {setting}: none of the policies {texts} has this setting.")
+    made: dict[str, Policy] = {}
+    for label, each in named.items():
+        if each.name == "full" and not each.parts:
+            made["full"] = methods.policy("full")
+            continue
+        its = known[each.name]
+        own = {key: value for key, value in settings.items() if "." in key or its is None or key in its}
+        more = [name for kind, name in parts.items() if name is not None and kind not in each.parts]
+        head, bracket, inside = label.partition("[")
+        words = [word for word in (inside.removesuffix("]"), *(f"{key}={value}" for key, value in own.items())) if word]
+        label = "+".join([head, *more]) + (f"[{','.join(words)}]" if bracket or words else "")
+        try:
+            made[label] = each.made(parts, own)
+        except ValueError as error:
+            if left_out is None:
+                raise
+            left_out(f"{label} is left out: {error}")
+    return made
+
+
+def _known(name: str) -> dict[str, Any] | None:
+    """The settings of a policy, None for one of your own, which says itself what it takes."""
+    if name in methods.REGISTRY:
+        return methods.settings_of(name)
+    return None if ".py:" in name else {}
+
+
+def chosen(
+    options: argparse.Namespace, usual: str = "full", slots: float = 1.0, whole: str = WHOLES[0]
+) -> tuple[Policy, dict[str, Any]]:
+    """The policy that a command line asks for, and the budget and the reading of prompts, as `kvjax.prefill` has them.
+
+    Args:
+        options: of `add_policy_options`.
+        usual: the policy where none is named.
+        slots: the budget where none is named, of policies that have one.
+        whole: what a fraction is of where that is not said.
+
+    Raises:
+        ValueError: there is no such policy, part, setting or budget.
+    """
+    policy, config = named(options, usual)
+    bounded = policy.plan.bounded and not policy.plan.decides
+    slots = config.get("budget", slots if bounded else 1.0)
+    budget = slots if options.budget is None else parse_budgets(options.budget)
+    check_bounded(policy, budget)
+    chunk = config.get("prefill_chunk") if options.prefill_chunk is None else options.prefill_chunk
+    whole = options.budget_of or config.get("budget_of", whole)
+    return policy, {"budget": budget, "budget_of": whole, "prefill_chunk": chunk}
+
+
+def named(options: argparse.Namespace, usual: str) -> tuple[Policy, dict[str, Any]]:
+    """The policy that a command line asks for, and the config that it names.
+
+    Args:
+        options: of `add_policy`.
+        usual: the policy where none is named.
+
+    Raises:
+        ValueError: there is no such policy, part or setting.
+    """
+    config = read_config(options.config) if options.config is not None else {}
+    its = parse_policy(config.get("policy", usual))
+    asked = its if options.policy is None else parse_policy(options.policy)
+    of_config = its.parts | {part: config[part] for part in PART_KEYS if part in config}
+    parts, settings_given = parts_of(options)
+    given = both(asked.parts, parts)
+    parts = of_config | {part: name for part, name in given.items() if name is not None}
+    # A config's settings are those of its own policy and parts.
+    own = its.settings | config.get("settings", {})
+    same = {"policy": asked.name == its.name} | {part: parts.get(part) == of_config.get(part) for part in PART_KEYS}
+    settings = {key: value for key, value in own.items() if same[key.partition(".")[0] if "." in key else "policy"]}
+    settings |= asked.settings | settings_given
+    if options.less_checkpoint is not None:
+        settings["checkpoint" if asked.name == "less" else "residual.checkpoint"] = options.less_checkpoint
+    return methods.policy(asked.name, **parts, **settings), config

@@ -1,0 +1,145 @@
+"""What is told of texts that were generated: as JSON, and in a few lines for those who read."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from kvjax import methods
+from kvjax.generation.generate import Generation, texts_of
+from kvjax.generation.token_bytes import Spelling
+from kvjax.inference.state import allocated_slots, cache_bytes, full_cache_bytes, slot_limits
+from kvjax.methods.fastgen import PUNCTUATION, SPECIAL, Profiled, TokenClasses
+from kvjax.policies.policy import Policy
+
+if TYPE_CHECKING:
+    from kvjax.model import Model
+
+
+def report(made: Generation, policy: Policy, seed: int, texts: dict[str, Any]) -> dict[str, Any]:
+    """What JSON says of one prompt: its texts, from `samples`, and what they cost."""
+    rate, local = made.decode_tokens_per_second, _local_windows(made)
+    return {
+        "text": texts["text"],
+        "prompt_tokens": len(made.prompts[0]),
+        "new_tokens": len(made.tokens[0]),
+        "policy": methods.name_of(policy),
+        "budget": round(float(np.mean([limit for i, limit in enumerate(slot_limits(made.state)) if i not in local]))),
+        "allocated_slots": round(allocated_slots(made.state)),
+        "cache_bytes": cache_bytes(made.state),
+        "full_cache_bytes": full_cache_bytes(made.state),
+        "compile_seconds": made.compile_seconds,
+        "prefill_seconds": made.prefill_seconds,
+        "decode_tokens_per_second": rate,
+        "seed": seed,
+        **({"local_windows": local} if local else {}),
+        **_choices(made),
+        **texts,
+    }
+
+
+def _local_windows(made: Generation) -> dict[int, int]:
+    """The window of each layer that it bounds, by its index: budgets are about the others."""
+    layers, end = enumerate(made.state.config.layer_configs), int(np.max(made.state.end))
+    return {index: layer.window for index, layer in layers if layer.window is not None and layer.bounds(end)}
+
+
+def told(model: Model, made: Generation, stop: tuple[str, ...]) -> list[dict[str, Any]]:
+    """What JSON says of each text."""
+    found = [
+        {"text": text, "prompt_tokens": len(prompt), "new_tokens": len(tokens)}
+        for text, prompt, tokens in zip(texts_of(model, made, stop), made.prompts, made.tokens, strict=True)
+    ]
+    if made.logprobs is None:
+        return found
+    spelling = Spelling(model.tokenizer)
+    for each, known in zip(found, made.logprobs, strict=True):
+        each["logprobs"] = [
+            {"token": token, "text": spelling.name(token), "bytes": _listed(spelling.bytes_of(token))}
+            | {"logprob": logprob}
+            | ({"likeliest": [{"token": other, "logprob": its} for other, its in likeliest]} if likeliest else {})
+            for token, logprob, likeliest in known
+        ]
+    return found
+
+
+def _listed(known: bytes | None) -> list[int] | None:
+    return None if known is None else list(known)
+
+
+def samples(texts: list[dict[str, Any]]) -> dict[str, Any]:
+    """What JSON says of the texts of one prompt, from `told`: the first one's, and all of them if there are several."""
+    return texts[0] | ({"samples": texts} if len(texts) > 1 else {})
+
+
+def _choices(made: Generation) -> dict[str, Any]:
+    """What each head of the first row was found to need, by layer, for policies that choose so."""
+    plan = made.state.policy.plan
+    if not isinstance(plan, Profiled):
+        return {}
+    maps = {} if made.beams > 1 else {"policy_map": _policy_map(made)}  # a search leaves the pages
+    return {
+        "choices": ["+".join(parts) or "full" for parts in plan.choices],
+        **maps,
+        "slots": [limit[0].tolist() for limit in slot_limits(made.state)],
+    }
+
+
+def _policy_map(made: Generation) -> list[list[int]]:
+    return [np.asarray(layer.plan.choice)[0].tolist() for layer in made.state.storage.states()]
+
+
+def summary(made: Generation, report: dict[str, Any]) -> str:
+    """The same for those who read, in two lines or three."""
+    kept = np.mean([(positions >= 0).sum(-1).mean() for positions in made.cache_positions])
+    rate = report["decode_tokens_per_second"]
+    speed = "too few to time" if rate is None else f"{rate:,.0f} tokens/s"
+    return (
+        f"prompt: {report['prompt_tokens']} tokens in {report['prefill_seconds']:.2f} s; "
+        f"new: {report['new_tokens']} tokens, {speed}; compilation: {report['compile_seconds']:.1f} s\n"
+        f"cache: {report['cache_bytes']:,} bytes, a full cache {report['full_cache_bytes']:,} bytes; "
+        f"{report['policy']} kept {kept:.0f} of {report['prompt_tokens']} prompt tokens per head, "
+        f"budget {report['budget']}: {report['allocated_slots']} slots{_local(made)}{_excess(made, report)}"
+        f"{_spare(made)}"
+    )
+
+
+def _local(made: Generation) -> str:
+    """What the budget is not about, if there is such a thing."""
+    windows, layers = _local_windows(made), made.state.config.layers
+    if not windows:
+        return ""
+    return (
+        f"\n{len(windows)} of {layers} layers see {', '.join(map(str, sorted(set(windows.values()))))} tokens only and "
+        "hold so many under any policy; the budget is that of the other layers."
+    )
+
+
+def _spare(made: Generation) -> str:
+    """Say what FastGen sets aside for the special tokens and punctuation that are written, and whether it sufficed."""
+    plan, protection = made.state.policy.plan, made.state.policy.protection
+    if not isinstance(plan, Profiled) or not isinstance(protection, TokenClasses) or protection.classes is None:
+        return ""
+    classes = np.asarray(protection.classes)
+    written = [np.asarray(tokens, np.int64) for tokens in made.tokens]
+    special, marks = (max(int((classes[ids] & bit > 0).sum()) for ids in written) for bit in (SPECIAL, PUNCTUATION))
+    slots = int(plan.spare_special), math.ceil(plan.spare_punctuation * int(np.max(made.state.horizon)) - 1e-6)
+    said = f"\n{slots[0]} and {slots[1]} slots are set aside for special tokens and punctuation that are written"
+    if special <= slots[0] and marks <= slots[1]:
+        return f"{said}; {special} and {marks} were."
+    return f"{said}, but {special} and {marks} were: in heads that keep them the oldest may have left."
+
+
+def _excess(made: Generation, report: dict[str, Any]) -> str:
+    """Why a cache is larger than the full one, if it is."""
+    if report["policy"] == "full" or report["cache_bytes"] <= report["full_cache_bytes"]:
+        return ""
+    needed = int(np.max(made.state.end))
+    if report["budget"] >= needed:
+        return f"\nThis is more than a full cache, for the whole text has no more than {needed} tokens."
+    return (
+        "\nThis is more than a full cache, for what the policy remembers beside keys and values takes more than the "
+        "slots that it saves; texts that are long for their budget save memory."
+    )

@@ -1,0 +1,203 @@
+"""Answer OpenAI's requests over HTTP, with caches that never grow."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import re
+import socket
+import sys
+from pathlib import Path
+
+from kvjax.cli.commands import Parser, add_model_options, finish, leave
+from kvjax.cli.options import add_policy, named, tells_of_policies
+from kvjax.policies.policy import Policy
+from kvjax.utils.compilation import enable_compilation_cache
+from kvjax.utils.files import read_text
+from kvjax.utils.settings import whole_number
+
+NEEDS = ("prometheus_client", "starlette", "uvicorn")
+"""What the extra `kvjax[serve]` brings."""
+POLICY, BUDGET = "h2o", 512
+"""What is taken where nothing is said."""
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line's options."""
+    options = Parser(prog="kvjax serve", description=__doc__)
+    add_model_options(options, processes=False)
+    options.add_argument("--distributed", nargs="?", const="", help=argparse.SUPPRESS)
+    options.add_argument("--name", help="what clients call the model (default: as --model does)")
+    options.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of weights and cache")
+    add_policy(options, POLICY)
+    options.add_argument("--budget", type=int, help=f"slots per head of each row (default: {BUDGET})")
+    options.add_argument("--rows", type=int, default=8, help="texts that are written at once")
+    options.add_argument("--context", type=int, help="tokens of a text at most (default: the model's positions)")
+    options.add_argument("--chunk", type=int, help="prompt tokens read at once (default: the engine's)")
+    options.add_argument("--steps", type=int, help="tokens of each row in one dispatch (default: the engine's)")
+    options.add_argument("--queue", type=int, default=64, help="requests that may wait; the next ones are refused")
+    options.add_argument(
+        "--snapshot-bytes", type=int, help="memory for the beginnings of prompts (default: the engine's)"
+    )
+    options.add_argument(
+        "--warmup",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="compile before the first request comes (default: yes)",
+    )
+    options.add_argument("--chat-tokens", type=int, default=512, help="of a chat's answer, where it asks for no number")
+    options.add_argument("--host", default="127.0.0.1", help="the address to listen on")
+    options.add_argument("--port", type=int, default=8000, help="0 takes a free one")
+    options.add_argument(
+        "--cors",
+        action="append",
+        default=[],
+        metavar="ORIGIN",
+        type=_origin,
+        help="let pages of this origin ask, as https://example.org or * for any; may be given several times",
+    )
+    options.add_argument("--quiet", action="store_true", help="log no line for each request")
+    key = options.add_mutually_exclusive_group()
+    key.add_argument("--api-key-file", type=Path, metavar="FILE", help="the keys that clients may show, a line each")
+    key.add_argument("--no-key", action="store_true", help="let anyone in who reaches a public address")
+    options.add_argument("--max-body", type=int, default=4 * 2**20, metavar="BYTES", help="of a request")
+    options.add_argument(
+        "--grace", type=float, default=30.0, metavar="SECONDS", help="for what runs when the server is told to end"
+    )
+    options.add_argument(
+        "--read-timeout", type=float, default=30.0, metavar="SECONDS", help="for a request to arrive in"
+    )
+    options.add_argument(
+        "--write-timeout", type=float, default=30.0, metavar="SECONDS", help="after which who reads nothing is cut off"
+    )
+    return options
+
+
+def _origin(text: str) -> str:
+    """An origin, checked."""
+    if text != "*" and re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s?#]+", text) is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is no origin such as https://example.org, without a path, nor *")
+    return text
+
+
+def run(options: argparse.Namespace) -> None:
+    """What the command line asks for, until a signal ends it.
+
+    Raises:
+        ValueError: it asks for something that cannot be, said in one sentence.
+        KeyboardInterrupt: it was interrupted from a terminal; what ran has been finished.
+    """
+    if options.distributed is not None:
+        raise ValueError(
+            "requests come to one process, and others would not know what to run with it: leave --distributed out, and "
+            "start a server on each host, or one with a --mesh of its host's devices."
+        )
+    missing = [name for name in NEEDS if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ValueError(f"the server needs {', '.join(missing)}; install it with pip install 'kvjax[serve]'.")
+    if tells_of_policies(options, parser):
+        return
+    for name in ("rows", "queue", "chat_tokens", "max_body"):
+        whole_number(name, getattr(options, name))
+    whole_number("port", options.port, 0, 65_535)
+    for name, least in (("grace", 0.0), ("read_timeout", 0.001), ("write_timeout", 0.001)):
+        if not least <= getattr(options, name) <= 86_400:
+            raise ValueError(f"{name}={getattr(options, name)} is not a number of seconds up to a day.")
+    from kvjax.serving.http import is_loopback
+
+    policy, config = named(options, POLICY)
+    budget = config.get("budget", BUDGET) if options.budget is None else options.budget
+    if type(budget) is not int:
+        raise ValueError(
+            f"budget={budget} of config {options.config} is no number of slots, which rows of any text have; give "
+            "--budget SLOTS."
+        )
+    whole_number("budget", budget)
+    if options.chunk is None:
+        options.chunk = config.get("prefill_chunk")
+    keys = [] if options.api_key_file is None else _keys(options.api_key_file)
+    listener = _bound(options.host, options.port)  # before a model is read, in case the port is taken
+    try:
+        public = not is_loopback(listener.getsockname()[0])
+        if public and not keys and not options.no_key:
+            raise ValueError(
+                f"{options.host} can be reached from elsewhere; give --api-key-file FILE, or --no-key to let anyone in."
+            )
+        _serve(options, policy, budget, listener, keys, hosts=None if public or keys else [options.host])
+    finally:
+        listener.close()
+
+
+def _serve(
+    options: argparse.Namespace,
+    policy: Policy,
+    budget: int,
+    listener: socket.socket,
+    keys: list[str],
+    hosts: list[str] | None,
+) -> None:
+    from kvjax.model import load
+    from kvjax.serving.engine import Engine
+    from kvjax.serving.http import Server, Service
+
+    _say(f"loading {options.model}")
+    model = load(options.model, options.dtype, options.revision, options.weights, options.mesh)
+    model.name = options.name or model.name
+    names = "context", "chunk", "steps", "snapshot_bytes"
+    given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
+    engine = Engine(model, policy=policy, budget=budget, rows=options.rows, queue=options.queue, **given)
+    with engine:
+        if options.warmup:
+            getattr(model.tokenizer, "chat_template", None)  # imports transformers, which the first chat would wait for
+            engine.warm_up(lambda done, total: _say(f"compiling {done} of {total}"))
+        settings = options.max_body, options.chat_tokens, options.read_timeout
+        service = Service(engine, keys, hosts, *settings, origins=options.cors, log=not options.quiet)
+        host, port = listener.getsockname()[:2]
+        url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        on = "" if model.mesh is None else f" on {model.mesh.size} devices"
+        what = f"{model.name} under {engine.policy_name} with {engine.budget} slots{on}"
+        server = Server(service, options.grace, options.write_timeout, lambda: _say(f"{what} is ready at {url}"))
+        server.run([listener])
+    if server.interrupted:
+        raise KeyboardInterrupt
+
+
+def _say(line: str) -> None:
+    """What is going on, on standard error."""
+    print(f"kvjax serve: {line}", file=sys.stderr, flush=True)
+
+
+def _keys(file: Path) -> list[str]:
+    keys = [line.strip() for line in read_text(file).splitlines() if line.strip()]
+    if not keys:
+        raise ValueError(f"{file} has no key; write one, or several on a line each.")
+    return keys
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    """A socket that has an address and does not listen yet."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    except OSError as error:
+        raise ValueError(f"there is no address {host!r} to listen on: {error.strerror}.") from None
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        listener.close()
+        raise ValueError(f"{host}:{port} cannot be listened on: {error.strerror}; give another --port.") from None
+    return listener
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command line; returns its exit code."""
+    options = parser().parse_args(argv)
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # tokenizers need no torch
+    enable_compilation_cache()
+    return finish("serve", lambda: run(options))
+
+
+if __name__ == "__main__":
+    leave(main())

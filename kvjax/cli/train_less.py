@@ -1,0 +1,133 @@
+"""Train LESS kernels for a model, a policy and a budget: `python -m kvjax.cli.train_less`.
+
+The commands that made the kernels of the embedded model are in kvjax/tiny/less/README.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvjax.cli.commands import Parser, add_model_options, finish, leave
+from kvjax.cli.options import add_policy, both, named, parse_policy, parts_of
+from kvjax.utils.compilation import enable_compilation_cache
+from kvjax.utils.settings import parse_budget
+
+if TYPE_CHECKING:
+    from kvjax.model import Model
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line's options."""
+    options = Parser(
+        prog="kvjax train_less",
+        description=(__doc__ or "").splitlines()[0],
+        conflict_handler="resolve",  # a mesh is something else here than where a model runs
+    )
+    add_model_options(options, rounded=False, processes=False)
+    options.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the model")
+    add_policy(options, "h2o")
+    options.add_argument("--budget", default="0.05", help="slots per head, or a fraction of the model's longest text")
+    options.add_argument("--text", type=Path, nargs="+", required=True, help="UTF-8 texts to learn from")
+    options.add_argument("--out", type=Path, required=True, metavar="DIR", help="gets the kernels; continued if begun")
+    options.add_argument("--sequences", type=int, default=256, help="passages of the texts (default: 256)")
+    options.add_argument("--length", type=int, help="tokens of each (default: the model's longest, at most 4096)")
+    options.add_argument("--mask", choices=("decode", "full-softmax"), default="decode", help="what the policy sees")
+    options.add_argument("--features", type=int, default=8, help="R (default: 8)")
+    options.add_argument("--hidden", type=int, default=512, help="R' (default: 512)")
+    options.add_argument("--literal", action="store_true", help="equation 2 as it is printed")
+    options.add_argument("--dropout", type=float, default=0.3)
+    options.add_argument("--epochs", type=int, default=40)
+    options.add_argument("--batch", type=int, default=2, help="passages per step (default: 2)")
+    options.add_argument("--rate", type=float, default=1e-3, help="Adam's, at first (default: 1e-3)")
+    options.add_argument("--halve-every", type=int, default=10, metavar="EPOCHS", help="(default: 10)")
+    options.add_argument("--seed", type=int, default=0)
+    options.add_argument(
+        "--mesh",
+        metavar="data=D,model=M",
+        help="devices that train, as data=2,model=4: texts of a batch along data, layers along model; a run may be "
+        "continued on others (default: all along model)",
+    )
+    options.add_argument("--save-dtype", choices=("float32", "bfloat16"), default="float32", help="of the kernels")
+    options.add_argument("--keep-features", action="store_true", help="do not delete what was collected at the end")
+    return options
+
+
+def slots_of(budget: int | float, model: Model) -> int:
+    """A budget in slots; a fraction is one of the model's longest text, rounded down to an even number (Table 1).
+
+    Raises:
+        ValueError: it is not positive, or a fraction above 1.
+    """
+    if (isinstance(budget, float) and not 0 < budget <= 1) or budget <= 0:
+        raise ValueError(f"budget={budget} is not a fraction in (0.0, 1.0], nor a whole number of slots.")
+    return budget if isinstance(budget, int) else max(2, 2 * int(budget * model.config.max_positions / 2 + 1e-9))
+
+
+def run(options: argparse.Namespace) -> None:
+    """What the command line asks for.
+
+    Raises:
+        ValueError: it asks for something that cannot be, said in one sentence.
+    """
+    from kvjax.model import load
+    from kvjax.models.sharding import parse_mesh
+    from kvjax.training.less.collect import check_policy
+    from kvjax.training.less.run import train_kernels
+    from kvjax.training.less.train import Recipe, check_batch, split_texts
+
+    names = {field.name for field in dataclasses.fields(Recipe)}
+    recipe = Recipe(**{name: value for name, value in vars(options).items() if name in names})
+    policy, _ = named(options, "h2o")
+    parts, settings = parts_of(options)
+    if any(setting.startswith("plan.") for setting in settings):
+        raise ValueError("kernels are trained under a plan with its usual settings; leave --set plan.* out.")
+    check_policy(policy, options.mask)  # before the model is read
+    split_texts(options.sequences, recipe)
+    mesh = None if options.mesh is None else parse_mesh(options.mesh)
+    check_batch(recipe.batch, mesh)
+    model = load(options.model, options.dtype, options.revision)
+    train_kernels(
+        model,
+        policy,
+        slots_of(parse_budget(options.budget), model),
+        options.text,
+        options.out,
+        recipe,
+        sequences=options.sequences,
+        length=options.length or min(4096, model.config.max_positions),
+        plan=both(parse_policy(options.policy or "h2o").parts, parts)["plan"],
+        mask=options.mask,
+        save_dtype=options.save_dtype,
+        keep_features=options.keep_features,
+        mesh=mesh,
+    )
+    print(f"they serve with: {serving_line(options)}")
+
+
+def serving_line(options: argparse.Namespace) -> str:
+    """Return the command that generates with the kernels which a command line trained."""
+    name, *others = (options.policy or ("" if options.config else "h2o")).partition("[")
+    words = ["--model", options.model] if options.model else []
+    words += ["--config", options.config] if options.config else []
+    words += ["--policy", "".join([f"{name}+less", *others])] if name else ["--residual", "less"]
+    words += ["--plan", options.plan] if options.plan else []
+    words += ["--set", *options.settings] if options.settings else []
+    words += ["--less-checkpoint", str(options.out), "--budget", options.budget, "--prompt", "Once upon a time"]
+    return shlex.join(["kvjax", "generate", *words])
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command line; returns its exit code."""
+    options = parser().parse_args(argv)
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # tokenizers need no torch
+    enable_compilation_cache()
+    return finish("train_less", lambda: run(options))
+
+
+if __name__ == "__main__":
+    leave(main())

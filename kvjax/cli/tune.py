@@ -1,0 +1,159 @@
+"""Race the kernels that a model's prompts and steps ask for on this machine's GPU, and tell who won: `kvjax tune`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from kvjax.cli.commands import Parser, add_model_options, finish, leave
+from kvjax.cli.options import add_policy_options, chosen
+from kvjax.inference import autotune
+from kvjax.inference.decode import step_shapes
+from kvjax.inference.extend import prefill
+from kvjax.inference.prepare import ready
+from kvjax.inference.shapes import state_shapes
+from kvjax.model import Model, load
+from kvjax.policies.policy import Policy
+from kvjax.types import Kernels
+from kvjax.utils.settings import whole_number
+from pallas_kernels import common
+from pallas_kernels.common import Survey
+from pallas_kernels.race import Verdict
+
+NAMES = common.IMPLEMENTATIONS[1:]
+
+
+def survey(model: Model, policy: Policy, rows: int, tokens: int, **reading: Any) -> Survey:
+    """What reading prompts of one length and a step after them ask of kernels.
+
+    Args:
+        model: that reads.
+        policy: which tokens stay.
+        rows: prompts.
+        tokens: of each prompt.
+        reading: budget and the like, as `kvjax.prefill` has them.
+
+    Raises:
+        ValueError: the prompts do not fit the model or the budget the policy.
+    """
+    found = Survey()
+    settings: dict[str, Any] = dict(reading, implementation=Kernels(found))
+    if ready(model, policy, reading["budget"], None).plan.per_head:  # only a prompt tells how many slots heads get
+        state, _ = prefill(model, policy, np.zeros((rows, tokens), np.int32), **settings)
+    else:
+        state = state_shapes(model, policy, rows, tokens, **settings)
+    step_shapes(state)
+    return found
+
+
+def table(title: str, verdicts: dict[str, Verdict | None]) -> Table:
+    """Verdicts by bucket, None for what one implementation alone can do."""
+    shown = Table(title=title, title_justify="left")
+    for heading in ("operation", "shape"):
+        shown.add_column(heading, overflow="fold")
+    for heading in (*(f"{name} µs" for name in NAMES), "error", "winner"):
+        shown.add_column(heading, justify="right", no_wrap=True)
+    for bucket, verdict in verdicts.items():
+        op, _, shape = bucket.partition(" ")
+        if verdict is None:
+            shown.add_row(op, shape, *("" for _ in NAMES), "", "xla, alone")
+            continue
+        times = (verdict.microseconds.get(name) for name in NAMES)
+        errors = [error for name, error in verdict.errors.items() if name != "xla"]
+        worst = "none" if not errors else "NaN" if None in errors else f"{max(e for e in errors if e is not None):.0e}"
+        cells = ("" if time is None else f"{time:,.1f}" for time in times)
+        shown.add_row(op, shape, *cells, worst, verdict.order[0] if verdict.order else "none")
+    return shown
+
+
+def show(file: Path | None) -> None:
+    """Print how all races ended that are kept on this machine."""
+    devices = {} if file is None else autotune.read(file)
+    if not devices:
+        where = "KVJAX_CACHE_DIR is empty, so that none are kept" if file is None else f"none are in {file}"
+        print(f"There are no verdicts on kernels: {where}.")
+        return
+    print(file)
+    for kind, verdicts in devices.items():
+        _console().print(table(kind, dict(verdicts)))
+
+
+def run(options: argparse.Namespace) -> None:
+    """What the command line asks for.
+
+    Raises:
+        ValueError: races do not decide on this machine, or the prompts do not fit.
+    """
+    file = autotune.verdicts_file()
+    if options.show:
+        show(file)
+        return
+    sizes = [
+        (whole_number("--batch", b), whole_number("--prompt-length", n))
+        for b in options.batch
+        for n in options.prompt_length
+    ]
+    policy, reading = chosen(options)
+    device = autotune.tuned_device()
+    if device is None:
+        raise ValueError(_why_not())
+    model = load(options.model, options.dtype, options.revision, options.weights, options.mesh)
+    asked: dict[str, common.Asked] = {}
+    for rows, tokens in sizes:
+        asked |= survey(model, policy, rows, tokens, max_new_tokens=options.max_new_tokens, **reading).asked
+    autotune.load(device)
+    raced = autotune.settle(asked.values(), device, again=options.again)
+    held = ({} if file is None else autotune.read(file).get(device, {})) | raced
+    _console().print(table(f"{model.name} on {device}", {bucket: held.get(bucket) for bucket in asked}))
+    if file is not None:
+        print(f"kept in {file}", file=sys.stderr)
+
+
+def _why_not() -> str:
+    platform = common.platform_of(None)
+    if platform not in ("gpu", "tpu"):
+        return (
+            f"there is nothing to race on {platform}, where each operation has one implementation; run it on a machine "
+            "with a GPU, or add --show."
+        )
+    kind = common.kind_of_device(platform)
+    if kind in common.LISTED:
+        return (
+            f"what runs on {kind} goes by its compiler's schedules and is not raced; kvjax bench kernels times "
+            "kernels, and --kernels chooses them."
+        )
+    return f"{autotune.VARIABLE}=off leaves races out; unset it."
+
+
+def _console() -> Console:
+    return Console(width=None if sys.stdout.isatty() else 160, highlight=False, markup=False)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line's options."""
+    options = Parser(prog="kvjax tune", description=__doc__)
+    add_model_options(options, processes=False, kernels=False)
+    add_policy_options(options, "full", 1.0, "text")
+    options.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the model")
+    options.add_argument("--batch", type=int, nargs="+", default=[1], help="rows of prompts")
+    options.add_argument("--prompt-length", type=int, nargs="+", default=[512], help="tokens of each prompt")
+    options.add_argument("--max-new-tokens", type=int, default=256, help="tokens that are going to be written")
+    options.add_argument("--again", action="store_true", help="race what there are verdicts for, too")
+    options.add_argument("--show", action="store_true", help="only tell how races ended, of all models and devices")
+    return options
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command line; returns its exit code."""
+    options = parser().parse_args(argv)
+    return finish("tune", lambda: run(options))
+
+
+if __name__ == "__main__":
+    leave(main())

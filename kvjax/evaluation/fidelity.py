@@ -1,0 +1,206 @@
+"""How far a model with a policy is from the full one: its attention, row by row, and what it says next."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from jax.typing import ArrayLike
+from jaxtyping import Array, Bool, Float, Int
+
+from kvjax.cache.dense import Dense
+from kvjax.evaluation.perplexity import begin
+from kvjax.inference.decode import step
+from kvjax.inference.state import Moving, State, cache_bytes, full_cache_bytes, join_state, split_state
+from kvjax.methods.less.memory import LowRankMemory
+from kvjax.methods.registry import name_of
+from kvjax.methods.registry import policy as policy_by_name
+from kvjax.model import Model
+from kvjax.policies.allocation import Plan
+from kvjax.policies.policy import Policy
+from kvjax.types import LayerConfig, New, Parts, View, restored, wide
+from pallas_kernels.attention import attend
+from pallas_kernels.operands import values
+
+
+def hellinger(p: Float[Array, "*b n"], q: Float[Array, "*b n"]) -> Float[Array, "*b"]:
+    """Distance of probability vectors, 0 to 1 (LESS, eq. 7)."""
+    return jnp.sqrt(0.5 * jnp.sum((jnp.sqrt(p) - jnp.sqrt(q)) ** 2, axis=-1))
+
+
+@struct.dataclass
+class Watched(Policy):
+    """Any policy, unchanged, whose slots also hold the queries of their tokens."""
+
+    def slots(self, new: New, state: Parts) -> Parts:
+        """What the parts remember of each new token, and its query where a residual remembers nothing."""
+        return super().slots(new, state).replace(residual=jnp.moveaxis(new.q, 3, 2))
+
+
+def watched(policy: Policy) -> Watched:
+    """The same policy, watched."""
+    return Watched(**{field.name: getattr(policy, field.name) for field in dataclasses.fields(policy)})  # type: ignore[arg-type]
+
+
+Features = list[Float[Array, "b h n R"] | None]
+"""For each layer psi of every key that has been read, where LESS remembers those that leave."""
+
+Carry = tuple[list[Moving], list[Features]]
+"""What changes in each of the two models."""
+
+
+def _row(
+    config: LayerConfig,
+    policy: Policy,
+    layer: int,
+    view: View,
+    newest: Int[Array, " b"],
+    length: int,
+    psi: Float[Array, "b h n R"] | None,
+) -> tuple[Float[Array, "b h g n"], Float[Array, "b h n R"] | None]:
+    """The newest query's attention over all positions of a text, evicted ones included, and psi with its key."""
+    here = (view.position == newest[:, None, None]).astype(view.slots.residual.dtype)
+    q = jnp.einsum("bhcgd,bhc->bhgd", view.slots.residual, here)[:, :, :, None]
+    kv = restored(config.rope, view.kv, view.position, view.state.codec, q.dtype)
+    spec, place = config.spec, newest[:, None]
+    mask, bias = spec.mask(place, view.position), spec.bias(place[:, None], view.position)
+    keys = values(kv.k, q.dtype)
+    partial, probs = attend(q, keys, values(kv.v, q.dtype), mask, spec, bias)
+    b, h = view.position.shape[:2]
+    row, head = jnp.arange(b)[:, None, None], jnp.arange(h)[:, None]
+    slot = jnp.where(view.live, view.position, length)
+    dense = jnp.zeros((b, h, length, probs.shape[2]), probs.dtype)
+    dense = dense.at[row, head, slot].set(jnp.moveaxis(probs[..., 0, :], 2, 3), mode="drop")
+    dense = jnp.moveaxis(dense, 2, 3)
+    if psi is None:
+        return dense, None
+    # Each evicted token's phi(q) psi(k), over the denominator of equation 3.
+    assert isinstance(policy.residual, LowRankMemory)
+    key = jnp.einsum("bhcd,bhc->bhd", keys, here)[:, :, None]
+    psi = jax.vmap(lambda all_, one, at: all_.at[:, at].set(one))(
+        psi, policy.residual.psi(layer, key)[:, :, 0].astype(psi.dtype), newest
+    )
+    gone = ~_held(view, length) & (jnp.arange(length) <= newest[:, None, None])
+    weights = jnp.einsum("bhgr,bhnr->bhgn", policy.residual.phi(layer, q)[..., 0, :], psi)
+    weights = jnp.where(gone[:, :, None], weights, 0.0)
+    highest = jnp.maximum(partial.lse, 0.0)  # both sums relative to it
+    slots, weights = jnp.exp(partial.lse - highest), weights * jnp.exp(-highest)
+    return (dense * slots + weights) / (slots + weights.sum(-1, keepdims=True)), psi
+
+
+class Compared(NamedTuple):
+    """What differs after each token of some texts."""
+
+    hellinger: Float[np.ndarray, "b n layers"]
+    """Distance of attention rows, mean over heads (LESS, eq. 7)."""
+    kept: Float[np.ndarray, "b n layers"]
+    """Share of the full model's attention on tokens that the policy holds, mean over heads."""
+    divergence: Float[np.ndarray, "b n"]
+    """Kullback-Leibler divergence of the next token's distribution from the full model's, in nats."""
+    agrees: Bool[np.ndarray, "b n"]
+    """Whether the likeliest next token is the same."""
+    cache_bytes: int
+    """Of all rows, as allocated, without what is only there to be looked at."""
+    full_cache_bytes: int
+    """What `full` allocates for them."""
+
+
+@jax.jit
+def _compared(full: State, probed: State, tokens: Int[Array, "b n"]) -> tuple[Array, Array, Array, Array]:
+    config, length = full.config, tokens.shape[1]
+    states = (full, probed)
+    fixed = [split_state(state)[0] for state in states]
+
+    def features(state: State) -> Features:
+        if state.policy.residual is None:
+            return [None] * config.layers
+        remembered = (state.storage.heads(layer).state.residual.z for layer in range(config.layers))
+        return [jnp.zeros((*z.shape[:2], length, z.shape[-1]), z.dtype) for z in remembered]
+
+    def one(carry: Carry, token: Int[Array, " b"]) -> tuple[Carry, tuple[Array, Array, Array, Array]]:
+        moved, known, rows, held, says = [], [], [], [], []
+        for state, moving, psi in zip(fixed, *carry, strict=True):
+            before = join_state(state, moving)
+            after, logits = step(before, token)
+            assert isinstance(after.storage, Dense)
+            held.append([_held(view, length) for view in after.storage.layers])
+            says.append(jax.nn.log_softmax(logits.astype(wide(logits.dtype))))
+            layers = zip(config.layer_configs, after.storage.layers, psi, strict=True)
+            looked = [
+                _row(shape, after.policy, layer, view, before.position, length, features)
+                for layer, (shape, view, features) in enumerate(layers)
+            ]
+            moved.append(split_state(after)[1])
+            rows.append([row for row, _ in looked])
+            known.append([seen for _, seen in looked])
+        apart = [hellinger(p, q).mean((1, 2)) for p, q in zip(*rows, strict=True)]
+        kept = [
+            jnp.where(here[:, :, None], p, 0.0).sum(-1).mean((1, 2)) for p, here in zip(rows[0], held[1], strict=True)
+        ]
+        divergence = jnp.sum(jnp.exp(says[0]) * (says[0] - says[1]), axis=-1)
+        agrees = jnp.argmax(says[0], axis=-1) == jnp.argmax(says[1], axis=-1)
+        return (moved, known), (jnp.stack(apart, axis=-1), jnp.stack(kept, axis=-1), divergence, agrees)
+
+    start = [split_state(state)[1] for state in states], [features(state) for state in states]
+    return jax.lax.scan(one, start, tokens.T)[1]
+
+
+def _held(view: View, length: int) -> Bool[Array, "b h n"]:
+    """Which positions of a text have a slot."""
+    rows, heads = view.position.shape[:2]
+    row, head = jnp.arange(rows)[:, None, None], jnp.arange(heads)[:, None]
+    slot = jnp.where(view.live, view.position, length)
+    return jnp.zeros((rows, heads, length), bool).at[row, head, slot].set(True, mode="drop")
+
+
+def fidelity(
+    model: Model,
+    policy: Policy | str,
+    tokens: ArrayLike,
+    budget: int | float,
+    *,
+    plan: Plan | str | None = None,
+    seed: int = 0,
+) -> Compared:
+    """A model with a policy beside the full one, after each token of texts that both read (LESS, eq. 7, Figure 6).
+
+    Both models read the same text token by token, each on its own cache, so that distances of deeper layers
+    include what the policy changed before. An evicted token has probability phi(q) psi(k) over the denominator of
+    equation 3 where LESS remembers it, and 0 elsewhere.
+
+    Args:
+        model: from `kvjax.load`.
+        policy: which tokens stay; with positions='original'.
+        tokens: texts [b, n] without padding.
+        budget: slots per KV head, or a fraction of n.
+        plan: how the budget is spread over the layers.
+        seed: of policies that draw numbers.
+
+    Raises:
+        ValueError: the policy sees other positions than the full model, reads only some tokens, or needs a prompt.
+    """
+    ids = np.asarray(tokens, np.int32)
+    chosen = policy_by_name(policy) if isinstance(policy, str) else policy
+    if chosen.codec.positions != "original":
+        raise ValueError(
+            f"policy {name_of(chosen)!r} sees positions in its cache, so that its attention rows compare with "
+            "nothing; set positions=original."
+        )
+    if chosen.selection is not None:
+        raise ValueError(
+            f"policy {name_of(chosen)!r} reads only some of the tokens that it holds, which its attention rows would "
+            "not show; leave the selection out."
+        )
+    if not isinstance(chosen.residual, LowRankMemory | None):
+        raise ValueError(f"residual {type(chosen.residual).__name__} does not tell evicted tokens apart; use less.")
+    rows, length = ids.shape
+    full = begin(model, watched(policy_by_name("full")), rows, length, 1.0, seed=seed)
+    probed = begin(model, watched(chosen), rows, length, budget, plan=plan, seed=seed)
+    plain = begin(model, chosen, rows, length, budget, plan=plan, seed=seed)
+    measured = (np.moveaxis(np.asarray(each), 0, 1) for each in _compared(full, probed, jnp.asarray(ids)))
+    apart, kept, divergence, agrees = measured
+    return Compared(apart, kept, divergence, agrees, cache_bytes(plain), full_cache_bytes(plain))

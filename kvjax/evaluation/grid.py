@@ -1,0 +1,173 @@
+"""Grids of measurements: policies, budgets and cases, each cell made once and kept as a line of JSON."""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from kvjax import methods
+from kvjax.cli.commands import Bar
+from kvjax.cli.options import compared
+from kvjax.evaluation.runs import describe
+from kvjax.evaluation.store import plain
+from kvjax.evaluation.summary import result_line
+from kvjax.methods.less.checkpoint import fingerprint
+from kvjax.model import Model
+from kvjax.policies.policy import Policy
+from kvjax.utils.compilation import drop_programs
+from kvjax.utils.files import append_line, write_text, written_aside
+from kvjax.utils.settings import parse_budget
+
+Cell = dict[str, Any]
+"""What a row is of, fit for JSON: rows of one file have cells of the same names."""
+
+DIGESTS = ("passages", "content")
+"""Parts of a cell that identify its text and tell a reader nothing."""
+
+
+class Entry(NamedTuple):
+    """A policy as the command line names it, at a budget."""
+
+    label: str
+    policy: Policy
+    budget: int | float
+
+    def cell(self, model: Model) -> Cell:
+        """What rows say of it, and of the model."""
+        file = re.search(r"(?:^|,|=)([^,=\[\]]+\.py):", self.label)
+        source = {} if file is None else {"source": _digest(Path(file[1]).expanduser())}
+        return {
+            "model": model.name,
+            "fingerprint": fingerprint(model),
+            "dtype": str(model.weights.embedding.dtype),
+            "policy": self.label,
+            "parts": describe(self.policy) | source,
+            "budget": self.budget,
+        }
+
+
+def _digest(file: Path) -> str:
+    """Twelve hex digits of a file, whose rows are measured again once it has changed."""
+    return hashlib.sha256(file.read_bytes()).hexdigest()[:12]
+
+
+def entries(
+    names: str, budgets: str, parts: Mapping[str, str | None] | None = None, settings: Mapping[str, Any] | None = None
+) -> list[Entry]:
+    """What a grid compares: each of some policies at each of some budgets, the full cache first.
+
+    Args:
+        names: of `kvjax.cli.options.combination`, with commas between them.
+        budgets: slots or fractions, with commas between them; policies that find out themselves have one of their own.
+        parts: of all policies but the full cache.
+        settings: of all that have them.
+
+    Raises:
+        ValueError: a name, a setting or a budget is wrong.
+    """
+    sizes = [parse_budget(text) for text in budgets.split(",")]
+    full = Entry("full", methods.policy("full"), 1.0)
+    return [full] + [
+        Entry(label, policy, budget)
+        for label, policy in compared(names, parts or {}, settings or {}).items()
+        if label != "full"
+        for budget in (sizes if policy.plan.bounded and not policy.plan.decides else [1.0])
+    ]
+
+
+class Rows:
+    """Rows in a file of JSON lines, to which each is added as soon as it is made.
+
+    Args:
+        file: where they are; made with the first row.
+
+    Raises:
+        ValueError: a line but the last is not JSON.
+    """
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+        self.rows: list[dict[str, Any]] = []
+        text = file.read_text(encoding="utf-8") if file.exists() else ""
+        *lines, cut = text.split("\n")
+        for number, line in enumerate(lines, 1):
+            try:
+                self.rows.append(json.loads(line))
+            except json.JSONDecodeError as error:
+                raise ValueError(
+                    f"{file}, line {number}, is no row ({error.msg}); delete it or name another directory."
+                ) from None
+        if cut:  # by the end of the process that was writing it
+            write_text(file, "".join(f"{line}\n" for line in lines))
+
+    def of(self, cell: Cell) -> dict[str, Any] | None:
+        """The row of a cell, or None."""
+        return next((row for row in self.rows if all(row.get(name) == value for name, value in cell.items())), None)
+
+    def add(self, row: dict[str, Any]) -> dict[str, Any]:
+        """One more row, on disk when this returns it."""
+        self.file.parent.mkdir(parents=True, exist_ok=True)
+        self.rows.append(plain(row))
+        append_line(self.file, json.dumps(self.rows[-1]))
+        return self.rows[-1]
+
+    def write_csv(self) -> Path:
+        """The same rows in a table, without what is a list or a tree."""
+        file = self.file.with_suffix(".csv")
+        shown = [{n: v for n, v in row.items() if not isinstance(v, (list, dict))} for row in self.rows]
+        with written_aside(file) as aside, aside.open("w", newline="", encoding="utf-8") as stream:
+            table = csv.DictWriter(stream, list(dict.fromkeys(name for row in shown for name in row)))
+            table.writeheader()
+            table.writerows(shown)
+        return file
+
+
+Measure = Callable[[Entry, Cell], dict[str, Any]]
+
+
+def fill(rows: Rows, model: Model, compared: Sequence[Entry], cells: Iterable[Cell], measure: Measure) -> list[Any]:
+    """Measure what is not there; print each result as it comes, and the time left.
+
+    Args:
+        rows: where results are kept; they go on where they were cut.
+        model: what is measured.
+        compared: policies and budgets.
+        cells: what each is measured on.
+        measure: gives what a row says beside its cell, fit for JSON.
+
+    Returns:
+        The rows of this grid, in order; where a policy cannot do with a cell, a row that says why (`refused`).
+    """
+    named = [(entry, entry.cell(model)) for entry in compared]
+    wanted = [(entry, cell, plain(of_entry | cell)) for cell in cells for entry, of_entry in named]
+    made: list[Any] = []
+    full: dict[str, Any] | None = None
+    task, before = rows.file.stem, ""
+    with Bar("cells", total=len(wanted)) as bar:
+        for entry, cell, whole in wanted:
+            told = {name: value for name, value in cell.items() if value is not None and name not in DIGESTS}
+            said = ", ".join(f"{name} {value}" for name, value in told.items())
+            if said != before:
+                bar.say(f"{task}: {said}")
+            row = rows.of(whole)
+            new = row is None
+            if row is None:
+                drop_programs()
+                try:
+                    found = measure(entry, cell)
+                except ValueError as error:
+                    found = {"refused": str(error)}
+                row = rows.add(whole | found)
+            if entry.label == "full":
+                full = row
+            made.append(row)
+            bar.advance(new)
+            bar.say(result_line(task, row, full if full is not None and before == said else None))
+            before = said
+    rows.write_csv()
+    return made

@@ -1,0 +1,398 @@
+"""A model on a compressed cache, as EleutherAI's lm-evaluation-harness (`lm_eval`) asks it.
+
+Contexts are read by `kvjax.prefill`, which compresses them, all but their last token: that one and the continuation go
+token by token through decode steps, so that every token is predicted from what the policy has left, with eviction at
+work. (A prompt's own logits know the whole prompt: by them a choice of one letter would cost no policy anything.)
+
+    lm = adapter(kvjax.load("smollm2"), policy="h2o", budget=256)
+    lm_eval.simple_evaluate(lm, tasks=["hellaswag"], limit=100)
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import importlib
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from kvjax.evaluation.perplexity import stream
+from kvjax.generation.detokenize import before_stop
+from kvjax.generation.generate import generate_ids, lower_begin
+from kvjax.generation.prompts import render, token_ids
+from kvjax.generation.questions import answer_each
+from kvjax.inference.extend import lower_prefill, prefill
+from kvjax.inference.prepare import Budget, bucket_rows, check_length, ready
+from kvjax.inference.state import cache_bytes, full_cache_bytes, take_rows
+from kvjax.methods.registry import name_of
+from kvjax.model import Model
+from kvjax.policies.allocation import Plan
+from kvjax.policies.policy import Policy
+from kvjax.utils.compilation import Compiling, temporary_bytes
+from kvjax.utils.settings import Messages, seed_number, whole_number
+
+FILTERS = ("top_k", "top_p", "min_p")
+"""Settings of a task's generation that mean something only to drawn tokens."""
+GENERATION = ("until", "max_gen_toks", "do_sample", "temperature", *FILTERS, "repetition_penalty")
+"""Settings of a task's generation that are there; `max_new_tokens` and others are names of `max_gen_toks`."""
+
+
+def required(module: str) -> Any:
+    """A module of lm-evaluation-harness, or of what it brings.
+
+    Args:
+        module: its name, as `lm_eval.utils`.
+
+    Raises:
+        ValueError: the package is not installed, or not all that it needs.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ValueError(f"lm-evaluation-harness cannot be imported ({error}): pip install 'kvjax[harness]'.") from None
+
+
+def adapter(
+    model: Model,
+    *,
+    policy: Policy | str = "full",
+    budget: Budget = 1.0,
+    plan: Plan | str | None = None,
+    budget_of: str = "text",
+    prefill_chunk: int | None = None,
+    batch_size: int = 8,
+    max_new_tokens: int = 256,
+    max_length: int | None = None,
+    seed: int = 0,
+) -> CompressedLM:
+    """A model under a policy, for `lm_eval.simple_evaluate(model=...)`.
+
+    Args:
+        model: from `kvjax.load`, with a tokenizer.
+        policy: which tokens stay; a name or a `Policy`.
+        budget: slots per KV head, a fraction, or slots for each layer. Fractions count a context and what may be
+            generated, or its continuation, rounded up to 1, 2, 3, 4, 6, 8, 12, ... tokens.
+        plan: how the budget is spread over layers, or their heads.
+        budget_of: what a fraction is of, see `kvjax.prefill`.
+        prefill_chunk: see `kvjax.prefill`.
+        batch_size: requests at once; no result depends on it.
+        max_new_tokens: of an answer whose task does not say, at least 1.
+        max_length: tokens that a text may have; contexts are cut to it from the left, which `cut` counts. None for the
+            model's positions, beyond which only policies go that see positions of the cache.
+        seed: of policies and tasks that draw; the i-th copy of a request is drawn with seed + i.
+
+    Returns:
+        An `lm_eval.api.model.LM`, whose chat template is applied by `simple_evaluate(apply_chat_template=True)`.
+
+    Raises:
+        ValueError: lm-evaluation-harness is not installed, the model has no tokenizer, or a setting is out of range.
+    """
+    settings: dict[str, Any] = dict(budget=budget, budget_of=budget_of, prefill_chunk=prefill_chunk)
+    base = required("lm_eval.api.model").TemplateLM
+    made = type(CompressedLM.__name__, (CompressedLM, base), {"__module__": __name__, "__doc__": CompressedLM.__doc__})
+    return made(model, ready(model, policy, budget, plan), settings, batch_size, max_new_tokens, max_length, seed)
+
+
+class _Text(NamedTuple):
+    """A context and its continuation."""
+
+    read: tuple[int, ...]
+    """At once, and compressed."""
+    rest: tuple[int, ...]
+    """By decode steps."""
+    scored: int
+    """Tokens of the rest, its last ones, that are the continuation."""
+
+
+class CompressedLM:
+    """What `adapter` adds to `lm_eval.api.model.TemplateLM`, from which come `loglikelihood` and `chat_template`.
+
+    Args:
+        model: with a tokenizer.
+        policy: that knows model and budget.
+        settings: of reading a context: `budget`, `budget_of` and `prefill_chunk`.
+        batch_size: requests at once.
+        max_new_tokens: of an answer whose task does not say.
+        max_length: tokens that a text may have.
+        seed: of all that is drawn.
+    """
+
+    cache_hook: Any
+    loglikelihood: Callable[..., list[tuple[float, bool]]]
+    chat_template: Callable[..., str | None]
+
+    def __init__(
+        self,
+        model: Model,
+        policy: Policy,
+        settings: dict[str, Any],
+        batch_size: int,
+        max_new_tokens: int,
+        max_length: int | None,
+        seed: int,
+    ) -> None:
+        super().__init__()
+        self.model, self.policy, self.settings = model, policy, settings
+        self.tokenizer = model.tokenizer
+        self.batch_size = whole_number("batch_size", batch_size)
+        self.max_new_tokens = whole_number("max_new_tokens", max_new_tokens)
+        self.max_length = whole_number(
+            "max_length", model.config.max_positions if max_length is None else max_length, 2
+        )
+        check_length(self.max_length, policy, model.config)
+        self.seed = seed_number(seed)
+        self.cut = 0
+        """Requests whose context has lost its beginning."""
+        self.cache_bytes = 0
+        """Of the caches of all batches so far."""
+        self.full_cache_bytes = 0
+        """The same under policy `full`."""
+        self.peak_temporary_bytes: int | None = None
+        """The most that a program that reads contexts takes beside its arguments and results."""
+        self.prefill_seconds = 0.0
+        """Reading contexts, without compilation."""
+        self.decode_seconds = 0.0
+        """Reading or writing `timed_tokens` by decode steps, without compilation."""
+        self.timed_tokens = 0
+
+    @property
+    def eot_token_id(self) -> int:
+        """The token that ends a text.
+
+        Raises:
+            ValueError: neither tokenizer nor model has one.
+        """
+        known = [self.tokenizer.eos_token_id, *self.model.config.eos]
+        found = next((token for token in known if token is not None), None)
+        if found is None:
+            raise ValueError(
+                f"model {self.model.name!r} has no token that ends a text; give its tokenizer an eos_token."
+            )
+        return found
+
+    @property
+    def prefix_token_id(self) -> int:
+        """The token that stands before what has no context: that which begins a text, or else ends one."""
+        begins = self.tokenizer.bos_token_id
+        return self.eot_token_id if begins is None else begins
+
+    @property
+    def tokenizer_name(self) -> str:
+        """What tells the tokenizer from others."""
+        return (self.tokenizer.name_or_path or self.model.name).replace("/", "__")
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+        """Ids of a text.
+
+        Args:
+            string: the text.
+            add_special_tokens: whether to put before it what the tokenizer puts before all texts; None for texts that
+                do not begin with it.
+        """
+        if add_special_tokens is None:
+            add_special_tokens = not string.startswith(self.tokenizer.decode([self.prefix_token_id]))
+        return token_ids(self.model, string, begins=add_special_tokens)
+
+    def apply_chat_template(self, chat_history: Messages, add_generation_prompt: bool = True) -> str:
+        """A conversation as the text that the model's chat template makes of it.
+
+        Args:
+            chat_history: the turns.
+            add_generation_prompt: whether an answer is to follow; otherwise the last turn is not at its end.
+        """
+        return render(self.model, chat_history, answers=add_generation_prompt, unfinished=not add_generation_prompt)
+
+    def _loglikelihood_tokens(
+        self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **_: Any
+    ) -> list[tuple[float, bool]]:
+        """Log-likelihoods of continuations, and whether each of their tokens was the model's first choice.
+
+        Args:
+            requests: what a result is remembered by, or None, and ids of context and continuation.
+            disable_tqdm: whether no progress is shown.
+
+        Raises:
+            ValueError: a continuation is empty or longer than a text may be, or the policy cannot do with a context.
+        """
+        texts = [self._split(context, continuation) for _, context, continuation in requests]
+        # Of nothing but the request, or its budget would depend on others.
+        planned = [bucket_rows(len(text.rest)) for text in texts]
+        order = sorted(range(len(texts)), key=lambda i: (-planned[i], -len(texts[i].read), texts[i].read))
+        found: list[tuple[float, bool]] = [(0.0, False)] * len(texts)
+        with required("tqdm").tqdm(total=len(texts), desc="Scoring continuations", disable=disable_tqdm) as bar:
+            for new, alike in itertools.groupby(order, key=planned.__getitem__):
+                for batch in _batches(list(alike), self.batch_size):
+                    for i, result in zip(batch, self._score([texts[i] for i in batch], new), strict=True):
+                        found[i] = result
+                        if requests[i][0] is not None:
+                            self.cache_hook.add_partial("loglikelihood", requests[i][0], result)
+                    bar.update(len(batch))
+        return found
+
+    def _split(self, context: Sequence[int], continuation: Sequence[int]) -> _Text:
+        if not 0 < len(continuation) <= self.max_length:
+            raise ValueError(
+                f"a continuation has {len(continuation)} tokens, not 1 to {self.max_length}; "
+                "change the task, or use a model with more positions."
+            )
+        surplus = max(0, len(context) + len(continuation) - self.max_length - 1)  # the last token is never read
+        self.cut += surplus > 0
+        read, last = _but_last(context[surplus:])
+        return _Text(tuple(read), (*last, *continuation), len(continuation))
+
+    def _score(self, texts: Sequence[_Text], new: int) -> list[tuple[float, bool]]:
+        """One batch, of which up to `new` tokens are streamed; what several read is read once."""
+        prompts = list(dict.fromkeys(text.read for text in texts))
+        shortest = min(prompts, key=len)
+        if self.policy.plan.per_head and len(shortest) == 1:
+            raise ValueError(
+                f"policy {name_of(self.policy)!r} with a budget for each head decides on a prompt, and here one is a "
+                "single token; use another plan, or tasks with longer contexts."
+            )
+        # Copies fill batches to sizes that have a program: rows do not know of each other, nor of padding.
+        room = functools.partial(bucket_rows, mesh=self.model.mesh)
+        filled = [list(row) for row in [*prompts, *[shortest] * (room(len(prompts)) - len(prompts))]]
+        key = jax.random.key(self.seed)
+        reading: dict[str, Any] = self.settings | {"max_new_tokens": new}
+        with Compiling() as compiling:
+            state, logits = prefill(self.model, self.policy, filled, key=key, **reading)
+            jax.block_until_ready(logits)
+            self.prefill_seconds += compiling.lap()
+        self._note(lower_prefill(self.model, self.policy, filled, **reading))
+        index = [prompts.index(text.read) for text in texts] + [0] * (room(len(texts)) - len(texts))
+        if index != list(range(len(filled))):
+            state, logits = take_rows(state, index), logits[np.asarray(index)]
+        self._count(state)
+        tokens = np.zeros((len(index), new), np.int32)
+        for row, text in zip(tokens, texts, strict=False):
+            row[: len(text.rest)] = text.rest
+        with Compiling() as compiling:
+            nats, first = stream(state, logits, tokens)
+            self.decode_seconds += compiling.lap()
+        self.timed_tokens += sum(len(text.rest) for text in texts)
+        parts = [(row, slice(len(text.rest) - text.scored, len(text.rest))) for row, text in enumerate(texts)]
+        return [(-float(nats[part].sum(dtype=np.float64)), bool(first[part].all())) for part in parts]
+
+    def _note(self, programs: Sequence[jax.stages.Lowered]) -> None:
+        self.peak_temporary_bytes = max(self.peak_temporary_bytes or 0, temporary_bytes(programs) or 0) or None
+
+    def _count(self, state: Any) -> None:
+        self.cache_bytes += cache_bytes(state)
+        self.full_cache_bytes += full_cache_bytes(state)
+
+    def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
+        """Log-likelihoods of whole texts: each token after those before it, the first after `prefix_token_id`.
+
+        Args:
+            requests: whose arguments are a text each; one longer than `max_length` is read in windows.
+            disable_tqdm: whether no progress is shown.
+        """
+        utils = required("lm_eval.utils")
+        windows: list[tuple[None, list[int], list[int]]] = []
+        counts: list[int] = []
+        for request in requests:
+            ids = self.tok_encode(request.args[0], add_special_tokens=False)
+            parts = list(utils.get_rolling_token_windows(ids, self.prefix_token_id, self.max_length, context_len=1))
+            windows += [(None, *utils.make_disjoint_window(part)) for part in parts]
+            counts.append(len(parts))
+        scores = iter(self._loglikelihood_tokens(windows, disable_tqdm))
+        found = [sum(score for score, _ in itertools.islice(scores, count)) for count in counts]
+        for request, score in zip(requests, found, strict=True):
+            self.cache_hook.add_partial("loglikelihood_rolling", request.args, score)
+        return found
+
+    def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
+        """Texts that continue contexts, up to their first stop string.
+
+        Args:
+            requests: whose arguments are a text and settings of generation each, of those in `GENERATION`.
+            disable_tqdm: whether no progress is shown.
+
+        Raises:
+            ValueError: there is another setting, or one is out of range.
+        """
+        asked = [(request.args[0], _generation(request.args[1], self.max_new_tokens)) for request in requests]
+        alike: dict[tuple[Any, ...], list[int]] = {}
+        copies: collections.Counter[Any] = collections.Counter()
+        prompts: list[list[int]] = []
+        seeds: list[int] = []
+        for i, (context, settings) in enumerate(asked):
+            kind = tuple(settings.items())
+            prompts.append(self._prompt(context, settings["max_new_tokens"]))
+            alike.setdefault((kind, len(prompts[i]) > 1), []).append(i)
+            seeds.append((self.seed + copies[context, kind]) % 2**32)
+            copies[context, kind] += 1
+        found = [""] * len(asked)
+        with required("tqdm").tqdm(total=len(asked), desc="Generating", disable=disable_tqdm) as bar:
+            for same in alike.values():
+                same.sort(key=lambda i: (-len(prompts[i]), prompts[i]))
+                for batch in _batches(same, self.batch_size):
+                    for i, text in zip(batch, self._answers(prompts, seeds, batch, asked[batch[0]][1]), strict=True):
+                        found[i] = text
+                        self.cache_hook.add_partial("generate_until", requests[i].args, text)
+                    bar.update(len(batch))
+        return found
+
+    def _prompt(self, context: str, new: int) -> list[int]:
+        if new >= self.max_length:
+            raise ValueError(
+                f"max_gen_toks={new} leaves a context no room in a text of {self.max_length} tokens; ask for fewer."
+            )
+        ids = self.tok_encode(context) or [self.prefix_token_id]
+        self.cut += len(ids) + new > self.max_length
+        return ids[-(self.max_length - new) :]
+
+    def _answers(
+        self, prompts: list[list[int]], seeds: list[int], batch: Sequence[int], settings: dict[str, Any]
+    ) -> list[str]:
+        rows, drawn = [prompts[i] for i in batch], [seeds[i] for i in batch]
+        settings = settings | self.settings | {"policy": self.policy, "seed": drawn, "chat": True}
+        read, last = zip(*map(_but_last, rows), strict=True)
+        if last[0]:
+            (made,) = answer_each(self.model, read, last, batch_size=len(rows), **settings)
+        else:
+            made = generate_ids(self.model, read, **settings)
+        self._count(made.padded)
+        self.prefill_seconds += made.prefill_seconds
+        self.decode_seconds += made.decode_seconds
+        self.timed_tokens += made.timed_tokens
+        planned = settings["max_new_tokens"] + max(map(len, last))
+        self._note(lower_begin(self.model, read, policy=self.policy, max_new_tokens=planned, **self.settings))
+        # A special token is no part of a text, in which its name as a stop string would not be found.
+        special = dict(zip(self.tokenizer.all_special_tokens, self.tokenizer.all_special_ids, strict=True))
+        ends = {special[stop] for stop in settings["stop"] if stop in special}
+        kept = [list(itertools.takewhile(lambda token: token not in ends, ids)) for ids in made.tokens]
+        decoded = [self.tokenizer.decode(ids, skip_special_tokens=True) for ids in kept]
+        return [before_stop(text, settings["stop"]) for text in decoded]
+
+
+def _but_last(context: Sequence[int]) -> tuple[Sequence[int], Sequence[int]]:
+    """What of a context is read at once, which cannot be nothing, and what after it was compressed."""
+    return (context[:-1], context[-1:]) if len(context) > 1 else (context, [])
+
+
+def _generation(given: dict[str, Any], max_new_tokens: int) -> dict[str, Any]:
+    """A task's settings of generation in the words of `generate_ids`, each of them hashable."""
+    settings = required("lm_eval.models.utils").normalize_gen_kwargs(given, max_new_tokens)
+    unknown = [name for name in settings if name not in GENERATION]
+    if unknown:
+        raise ValueError(
+            f"the task generates with {unknown[0]}={settings[unknown[0]]!r}, which is none of {', '.join(GENERATION)}; "
+            "leave it out of its generation_kwargs."
+        )
+    drawn = settings["do_sample"]
+    made: dict[str, Any] = {
+        "max_new_tokens": settings["max_gen_toks"],
+        "stop": tuple(stop for stop in settings["until"] if stop),
+        "temperature": settings.get("temperature", 1.0) if drawn else 0.0,
+        "repetition_penalty": settings.get("repetition_penalty"),
+    }
+    return made | {name: settings.get(name) or None for name in FILTERS if drawn}
+
+
+def _batches(items: Sequence[int], size: int) -> list[Sequence[int]]:
+    return [items[start : start + size] for start in range(0, len(items), size)]

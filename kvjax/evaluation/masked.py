@@ -1,0 +1,162 @@
+"""Perplexity by masks: whole texts at once, with what a policy would have evicted masked out of attention."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+from jaxtyping import Array, Float, Int
+
+from kvjax.cache.dense import Dense
+from kvjax.evaluation.perplexity import begin, judge
+from kvjax.inference.layers import Reading, heard
+from kvjax.inference.state import State, cache_bytes, full_cache_bytes
+from kvjax.methods.registry import name_of
+from kvjax.model import Model
+from kvjax.models.decoder import block, embed, unembed
+from kvjax.policies.allocation import Plan
+from kvjax.policies.policy import Policy
+from kvjax.rope import rotate
+from kvjax.training.less.record import Replayed, by_steps, check_mask, joined, replay
+from kvjax.types import LayerConfig, New, View, wide
+from pallas_kernels.prefill_scores import prefill_scores
+
+Look = Callable[[Any, View, New, Replayed], Any]
+"""Makes something of what it made before, of a layer's slots, the token that has been read and what that did."""
+
+
+class Masked(NamedTuple):
+    """What a model said of texts with a policy's masks."""
+
+    nats: Float[np.ndarray, "b m"]
+    """Negative log-likelihoods of all tokens but the first."""
+    cache_bytes: int
+    """Of all rows, as decode steps would allocate them."""
+    full_cache_bytes: int
+    """What `full` allocates for them."""
+
+
+def masked_perplexity(
+    model: Model,
+    policy: Policy | str,
+    tokens: ArrayLike,
+    budget: int | float = 1.0,
+    *,
+    mask: str = "full-softmax",
+    plan: Plan | str | None = None,
+    seed: int = 0,
+) -> Masked:
+    """How surprising each token was, as the harness of LESS measures it: given text, masked attention (section 4.1).
+
+    Each layer computes queries, keys and values of the whole text; the policy is replayed over them, and a query sees
+    the keys that it holds then, and what LESS remembers of the others. No memory is saved by it.
+
+    Args:
+        model: from `kvjax.load`.
+        policy: which tokens stay.
+        tokens: texts [b, n] without padding.
+        budget: slots per KV head, or a fraction of n.
+        mask: `full-softmax` shows the policy the same keys' probabilities in the softmax over everything, as the
+            published code does; `decode` what is left after masking, which is what `perplexity(prefix=1)` evicts by.
+        plan: how the budget is spread over the layers.
+        seed: of policies that draw numbers; row i has its own key.
+
+    Raises:
+        ValueError: the policy needs a prompt, or attention in ways that a mask does not have.
+    """
+    ids = np.asarray(tokens, np.int32)
+    if ids.ndim != 2 or ids.shape[1] < 2:
+        raise ValueError(f"texts of shape {ids.shape} have nothing to predict.")
+    state = begin(model, policy, ids.shape[0], ids.shape[1], budget, plan=plan, seed=seed)
+    check_replay(state.policy)
+    check_mask(state.policy, mask)
+    return Masked(np.asarray(_nats(state, jnp.asarray(ids), mask=mask)), cache_bytes(state), full_cache_bytes(state))
+
+
+def check_replay(policy: Policy) -> None:
+    """Refuse a policy that cannot be replayed layer by layer, a token at a time.
+
+    Raises:
+        ValueError: saying why.
+    """
+    name = name_of(policy)
+    if policy.score.aligned_layers:
+        raise ValueError(f"policy {name!r} scores all layers together, and is replayed layer by layer here.")
+    if policy.selection is not None or policy.plan.shrinks or policy.score.offloads:
+        raise ValueError(f"policy {name!r} does more than letting one token go at a time, all that is replayed.")
+
+
+@functools.partial(jax.jit, static_argnames="mask")
+def _nats(state: State, tokens: Int[Array, "b n"], *, mask: str) -> Float[Array, "b m"]:
+    x, _ = replayed(state, tokens, mask, lambda sums, view, new, found: None, lambda view: None)
+
+    def of_row(given: tuple[Float[Array, "m width"], Int[Array, " m"]]) -> Float[Array, " m"]:
+        return judge(unembed(state.weights, state.config, given[0]), given[1])[0]
+
+    return jax.lax.map(of_row, (x[:, :-1], tokens[:, 1:]))  # logits of one row at a time: they are large
+
+
+def replayed(
+    state: State, tokens: Int[Array, "b n"], mask: str, look: Look, start: Callable[[View], Any]
+) -> tuple[Float[Array, "b n width"], list[Any]]:
+    """Whole texts through all layers, in each of which a policy is replayed over queries, keys and values.
+
+    Args:
+        state: that has read nothing.
+        tokens: ids.
+        mask: see `record`.
+        look: at every step of a layer, after it: makes something of what it made before.
+        start: what `look` begins with, of a layer without tokens.
+
+    Returns:
+        Hidden states, and what `look` made of each layer.
+    """
+    weights, config, policy, empty = state.weights, state.config, state.policy, state.storage
+    assert isinstance(empty, Dense)
+    rows, n = tokens.shape
+    positions = jnp.broadcast_to(jnp.arange(n), tokens.shape)
+    looked: list[Any] = []
+
+    def attention(
+        index: int, shape: LayerConfig, x: Float[Array, "b n width"], q: Array, k: Array, v: Array
+    ) -> Float[Array, "b h g n e"]:
+        lse = jnp.zeros(q.shape[:-1], wide(q.dtype))
+        if mask == "full-softmax":
+            rotated, keys = (rotate(shape.rope, y, positions[0], n) for y in (q, k))
+            held = jnp.broadcast_to(positions[:, None], k.shape[:3])
+            lse = prefill_scores(rotated, keys, v, positions, held, shape.spec, scores=False).lse
+
+        def one(carry: tuple[Dense, Any], inputs: tuple[Array, ...]) -> tuple[tuple[Dense, Any], Array]:
+            storage, sums = carry
+            t, token, hidden, q, k, v, lse = inputs
+            position = jnp.broadcast_to(t, (rows, 1))
+            reading = Reading(
+                token=token[:, None],
+                position=position,
+                prompt_length=state.prompt_length,
+                read=position[:, 0] + 1,
+                horizon=state.horizon,
+                end=state.end,
+                seed=state.seed,
+                given=False,
+            )
+            new = reading.new(shape, index, hidden, q, k, v)
+            storage, told, found = replay(shape, policy, mask, storage, new, lse)
+            storage = heard(policy, storage, index, told.asks, told.answers, new)
+            return (storage, look(sums, storage.layers[index], new, found)), found.partial.out
+
+        steps = (by_steps(each, axis) for each, axis in ((x, 1), (q, 3), (k, 2), (v, 2), (lse, 3)))
+        begun = empty, start(empty.layers[index])
+        (_, sums), out = jax.lax.scan(one, begun, (jnp.arange(n), tokens.T, *steps))
+        looked.append(sums)
+        return joined(out, 3)
+
+    x = embed(weights, config, tokens, positions)
+    for index, (layer, shape) in enumerate(zip(weights.layers, config.layer_configs, strict=True)):
+        x = block(layer, config, shape, x, functools.partial(attention, index, shape, x))
+    return x, looked

@@ -1,0 +1,86 @@
+"""How well a policy's scores order tokens by the attention they get in the full model (LSH-E, appendices E, F)."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+from jaxtyping import Array, Float, Int
+
+from kvjax.evaluation.masked import check_replay, replayed
+from kvjax.evaluation.perplexity import begin
+from kvjax.inference.state import State
+from kvjax.model import Model
+from kvjax.policies.policy import Policy
+from kvjax.training.less.record import Replayed
+from kvjax.types import New, View
+
+
+class Ordering(NamedTuple):
+    """Scores beside attention, of each head."""
+
+    loss_ratio: Float[np.ndarray, "b layers h"]
+    """Attention lost to dropping tokens by score beyond what dropping by attention loses (equation 7), over n."""
+    correlation: Float[np.ndarray, "b layers h"]
+    """Pearson's, of scores and mean attention over positions; NaN where all scores are equal."""
+
+
+def ordering(model: Model, policy: Policy | str, tokens: ArrayLike, *, seed: int = 0) -> Ordering:
+    """Read whole texts with every token held, and compare scores with attention (LSH-E, equations 7 to 10, Table 10).
+
+    A token's score is its mean over all queries from its own on, for scores that change with every query; its attention
+    is the sum over queries and the mean over a KV head's query heads, over n (equation 8).
+
+    Args:
+        model: from `kvjax.load`.
+        policy: whose scores.
+        tokens: texts [b, n] without padding.
+        seed: of policies that draw numbers; row i has its own key.
+
+    Raises:
+        ValueError: the policy needs a prompt, or scores all layers together.
+    """
+    ids = np.asarray(tokens, np.int32)
+    state = begin(model, policy, ids.shape[0], ids.shape[1], 1.0, seed=seed)
+    check_replay(state.policy)
+    scores, attention = map(np.asarray, _sums(state, jnp.asarray(ids)))
+    queries = ids.shape[1] - np.arange(ids.shape[1])
+    return compare(scores / queries, attention / ids.shape[1])
+
+
+def compare(scores: Float[np.ndarray, "*b n"], attention: Float[np.ndarray, "*b n"]) -> Ordering:
+    """The attention loss ratio over n, and Pearson's correlation, of scores and the attention of the same tokens."""
+    order = np.argsort(scores, axis=-1, kind="stable")
+    lost = np.cumsum(np.take_along_axis(attention, order, axis=-1), axis=-1)
+    least = np.cumsum(np.sort(attention, axis=-1), axis=-1)
+    s, a = (x - x.mean(-1, keepdims=True) for x in (scores, attention))
+    spread = np.sqrt((s**2).sum(-1) * (a**2).sum(-1))
+    correlation = np.divide((s * a).sum(-1), spread, out=np.full(spread.shape, np.nan), where=spread > 0)
+    return Ordering((lost - least).mean(-1), correlation)
+
+
+@jax.jit
+def _sums(state: State, tokens: Int[Array, "b n"]) -> tuple[Float[Array, "b layers h n"], Float[Array, "b layers h n"]]:
+    n = tokens.shape[1]
+
+    def start(view: View) -> tuple[Array, Array, Array]:
+        nothing = jnp.zeros(view.position.shape)
+        return nothing, nothing, view.position
+
+    def look(sums: tuple[Array, Array, Array], view: View, new: New, found: Replayed) -> tuple[Array, Array, Array]:
+        scores, attention, _ = sums
+        score = jnp.where(view.live, state.policy.score.score(view, new), 0.0)
+        assert found.probs is not None
+        return scores + score, attention + found.probs.mean((2, 3)), view.position
+
+    def by_position(x: Float[Array, "b h c"], position: Int[Array, "b h c"]) -> Float[Array, "b h n"]:
+        b, h = jnp.arange(x.shape[0])[:, None, None], jnp.arange(x.shape[1])[:, None]
+        place = jnp.where(position >= 0, position, n)
+        return jnp.zeros((*x.shape[:2], n)).at[b, h, place].set(x, mode="drop")
+
+    looked = replayed(state, tokens, "decode", look, start)[1]
+    scores, attention = (jnp.stack([by_position(found[i], found[2]) for found in looked], axis=1) for i in (0, 1))
+    return scores, attention

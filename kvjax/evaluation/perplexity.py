@@ -1,0 +1,228 @@
+"""Perplexity of held-out text, streamed token by token through real eviction."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+from jaxtyping import Array, Bool, Float, Int
+
+from kvjax.cache.dense import Dense, empty
+from kvjax.inference.decode import step
+from kvjax.inference.extend import lower_prefill, prefill
+from kvjax.inference.prepare import among_devices, lines_of, plan_slots, ready
+from kvjax.inference.state import Moving, State, cache_bytes, full_cache_bytes, join_state, split_state
+from kvjax.methods.registry import name_of
+from kvjax.model import Model
+from kvjax.policies.allocation import Plan
+from kvjax.policies.policy import Policy
+from kvjax.types import wide
+from kvjax.utils.compilation import Compiling, temporary_bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class Streamed:
+    """What a model said of texts while a policy held its cache to a budget.
+
+    Args:
+        nats: negative log-likelihood of each predicted token [b, m].
+        prefix: tokens read before the first prediction: column i is made after `prefix + i` tokens.
+        cache_bytes: of all rows, as allocated.
+        full_cache_bytes: what `full` allocates for them.
+        peak_temporary_bytes: the most that a program takes beside its arguments and results; None where the backend
+            does not tell.
+        prefill_seconds: spent on reading the prefix; like the other one without compilation.
+        decode_seconds: spent on the steps after it.
+    """
+
+    nats: Float[np.ndarray, "b m"]
+    prefix: int
+    cache_bytes: int
+    full_cache_bytes: int
+    peak_temporary_bytes: int | None
+    prefill_seconds: float
+    decode_seconds: float
+
+    def rows(self, beyond: int = 0) -> Float[np.ndarray, " b"]:
+        """Mean nats per token of each row over predictions made after more than so many tokens.
+
+        Args:
+            beyond: the budget, to leave out what was predicted before anything had left.
+
+        Raises:
+            ValueError: no prediction is left.
+        """
+        first = max(0, beyond + 1 - self.prefix)
+        if first >= self.nats.shape[1]:
+            raise ValueError(
+                f"texts of {self.prefix + self.nats.shape[1]} tokens have no prediction beyond {beyond} slots; "
+                "use longer texts or a smaller budget."
+            )
+        return self.nats[:, first:].mean(1)
+
+    def nats_per_token(self, beyond: int = 0) -> float:
+        """Mean over all rows; see `rows`."""
+        return float(self.rows(beyond).mean())
+
+    def nats_per_byte(self, bytes_per_row: Int[np.ndarray, " b"]) -> float:
+        """Sum of nats over the bytes of the predicted tokens' text."""
+        return float(self.nats.sum() / np.sum(bytes_per_row))
+
+
+def judge(logits: Float[Array, "b vocab"], token: Int[Array, " b"]) -> tuple[Float[Array, " b"], Bool[Array, " b"]]:
+    """Negative log-likelihood of each token, and whether it was the likeliest."""
+    likelihood = jax.nn.log_softmax(logits.astype(wide(logits.dtype)))
+    nats = -jnp.take_along_axis(likelihood, token[:, None], axis=-1)[:, 0]
+    return nats, jnp.argmax(logits, axis=-1) == token
+
+
+@jax.jit
+def _read(
+    fixed: State, moving: Moving, read: Int[Array, "b m"], following: Int[Array, "b m"]
+) -> tuple[Float[Array, "b m"], Bool[Array, "b m"]]:
+    def one(
+        moving: Moving, tokens: tuple[Int[Array, " b"], Int[Array, " b"]]
+    ) -> tuple[Moving, tuple[Float[Array, " b"], Bool[Array, " b"]]]:
+        state, logits = step(join_state(fixed, moving), tokens[0])
+        return split_state(state)[1], judge(logits, tokens[1])
+
+    nats, hits = jax.lax.scan(one, moving, (read.T, following.T))[1]
+    return nats.T, hits.T
+
+
+def begin(
+    model: Model,
+    policy: Policy | str,
+    rows: int,
+    length: int,
+    budget: int | float | Sequence[int],
+    *,
+    plan: Plan | str | None = None,
+    seed: int = 0,
+) -> State:
+    """A state that has read nothing: texts go through it by decode steps alone, as with `prefill_chunk=1`.
+
+    Args:
+        model: from `kvjax.load`.
+        policy: which tokens stay; a name or a `Policy`.
+        rows: texts.
+        length: tokens of each.
+        budget: slots per KV head, a fraction of the length, or slots for each layer.
+        plan: how the budget is spread over the layers.
+        seed: of policies that draw numbers; every row has its own key.
+
+    Raises:
+        ValueError: the budget does not fit the policy, or the policy needs a prompt.
+    """
+    config, bound = model.config, ready(model, policy, budget, plan)
+    bound.score.check_prompt(1)
+    if bound.plan.per_head:
+        raise ValueError(
+            f"policy {name_of(bound)!r} with a budget for each head decides on a prompt; give a prefix of "
+            "more than one token."
+        )
+    limits, capacities = plan_slots(bound, budget, np.ones(rows, np.int64), length - 1, config, 1)
+    roomy = bound.sized(lines_of(limits))
+    dtype = model.weights.embedding.dtype
+    buffers = among_devices(capacities, model.mesh)
+    layers = enumerate(zip(config.layer_configs, limits, buffers, strict=True))
+    storage = Dense(
+        tuple(
+            empty(roomy, shape, layer, limit=jnp.asarray(limit, jnp.int32), slots=slots, dtype=dtype)
+            for layer, (shape, limit, slots) in layers
+        )
+    )
+    if bound.score.offloads:
+        for layer in range(config.layers):
+            storage = storage.moved(layer, jax.memory.Space.Host)
+    keys = jax.random.split(jax.random.key(seed), rows)
+    return State(
+        weights=model.weights,
+        policy=jax.tree.map(jnp.asarray, bound),
+        storage=storage,
+        position=jnp.zeros(rows, jnp.int32),
+        prompt_length=jnp.ones(rows, jnp.int32),
+        horizon=jnp.full(rows, length - 1, jnp.int32),
+        end=jnp.full(rows, length, jnp.int32),
+        key=keys,
+        seed=jax.vmap(lambda key: jax.random.bits(jax.random.fold_in(key, 1), dtype=jnp.uint32))(keys),
+        active=jnp.ones(rows, bool),
+        config=config,
+        mesh=model.mesh,
+    )
+
+
+def stream(
+    state: State, logits: Float[Array, "b vocab"], tokens: Int[np.ndarray | Array, "b m"]
+) -> tuple[Float[np.ndarray, "b m"], Bool[np.ndarray, "b m"]]:
+    """Given tokens through a prefilled state, in one compiled loop.
+
+    Args:
+        state: from `prefill`.
+        logits: for the first of the tokens, from `prefill`.
+        tokens: what the rows go on with.
+
+    Returns:
+        Nats of each token, and whether it was the model's first choice.
+    """
+    ids = jnp.asarray(tokens, jnp.int32)
+    # The last token is predicted, and never read.
+    after = _read(*split_state(state), ids[:, :-1], ids[:, 1:])
+    nats, hits = (
+        jnp.concatenate([first[:, None], rest], axis=1)
+        for first, rest in zip(judge(logits, ids[:, 0]), after, strict=True)
+    )
+    return np.asarray(nats), np.asarray(hits)
+
+
+def perplexity(
+    model: Model,
+    policy: Policy | str,
+    tokens: ArrayLike,
+    budget: int | float | Sequence[int] = 1.0,
+    *,
+    prefix: int = 1,
+    plan: Plan | str | None = None,
+    seed: int = 0,
+) -> Streamed:
+    """Read texts token by token as generation would, and say how surprising each token was.
+
+    Args:
+        model: from `kvjax.load`.
+        policy: which tokens stay; a name or a `Policy`.
+        tokens: texts [b, n] without padding.
+        budget: slots per KV head, a fraction of n, or slots for each layer.
+        prefix: tokens read at once before the rest, for policies that look at prompts; 1 reads all by decode steps.
+        plan: how the budget is spread over the layers.
+        seed: of policies that draw numbers; row i has its own key.
+
+    Raises:
+        ValueError: the texts are no longer than the prefix, or the budget does not fit.
+    """
+    ids = np.asarray(tokens)
+    if ids.ndim != 2 or not 1 <= prefix < ids.shape[1]:
+        raise ValueError(f"texts of shape {ids.shape} have nothing to predict after a prefix of {prefix} tokens.")
+    prompts, planned = ids[:, :prefix], {"max_new_tokens": ids.shape[1] - prefix, "plan": plan}
+    with Compiling() as compiling:
+        if prefix == 1:
+            state = begin(model, policy, ids.shape[0], ids.shape[1], budget, plan=plan, seed=seed)
+            read, prefill_seconds = jnp.asarray(ids, jnp.int32), 0.0
+            compiling.lap()
+            nats = np.asarray(_read(*split_state(state), read[:, :-1], read[:, 1:])[0])
+        else:
+            keys = jax.random.split(jax.random.key(seed), len(ids))
+            state, logits = prefill(model, policy, prompts, budget, key=keys, **planned)
+            jax.block_until_ready(logits)
+            prefill_seconds = compiling.lap()
+            read = jnp.asarray(ids[:, prefix:], jnp.int32)
+            nats = stream(state, logits, read)[0]
+        seconds = prefill_seconds, compiling.lap()
+    programs = [_read.lower(*split_state(state), read[:, :-1], read[:, 1:])]
+    if prefix > 1:  # binds the policy anew, which is no part of the time above
+        programs += lower_prefill(model, policy, prompts, budget, **planned)
+    sizes = cache_bytes(state), full_cache_bytes(state), temporary_bytes(programs)
+    return Streamed(nats, prefix, *sizes, *seconds)

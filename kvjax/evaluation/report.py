@@ -1,0 +1,265 @@
+"""`kvjax evaluate report`: the rows of any runs on one page, as Markdown and as HTML that needs no other file."""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import dataclasses
+import html
+import itertools
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvjax.evaluation.claims import table
+from kvjax.evaluation.figures import (
+    Point,
+    legend_beside,
+    new_figure,
+    plot_lines,
+    plot_quality,
+    save_figure,
+)
+from kvjax.evaluation.grid import Rows
+from kvjax.evaluation.summary import paired
+from kvjax.utils.files import read_text, write_text
+
+Row = dict[str, Any]
+
+MEASURES = {
+    "perplexity": ("nats_per_token", "nats per token"),
+    "fidelity": ("divergence", "divergence from the full cache, nats"),
+    "retrieval": ("string_match", "string match"),
+    "generation": ("f1", "F1"),
+}
+"""What a figure shows of each task's rows; of the harness's, the first metric that they have."""
+ALSO = {
+    "perplexity": ("perplexity", "nats_per_word", "nats_per_byte"),
+    "fidelity": ("agreement", "attention_kept", "hellinger", "attention_loss_ratio", "score_correlation"),
+    "retrieval": (),
+    "generation": ("exact_match", "rouge-1", "rouge-2", "rouge-l"),
+}
+"""What a table shows besides."""
+CASES = {
+    "perplexity": "of_cases",
+    "fidelity": "divergence_of_cases",
+    "retrieval": "string_match_of_cases",
+    "generation": "f1_of_cases",
+}
+"""Where rows have the measure of each case, which are compared with the full cache's case by case."""
+PEAK = "peak_temporary_bytes"
+SPEED = ("prefill_seconds", "decode_tokens_per_second")
+SUBJECTS = {
+    "perplexity": ("model", "dtype", "text", "length", "prefix", "masked"),
+    "fidelity": ("model", "dtype", "text", "length", "prefix"),
+    "retrieval": ("model", "dtype", "chat", "query_aware", "length"),
+    "generation": ("model", "dtype", "file", "chat", "query_aware"),
+    "harness": ("model", "dtype", "task", "limit", "num_fewshot", "chat"),
+}
+"""Rows that differ in any of these are not compared: each such group has a section."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Section:
+    """A part of the page.
+
+    Args:
+        title: its heading.
+        headings: of the table's columns.
+        rows: of the table.
+        figures: PNG files.
+    """
+
+    title: str
+    headings: Sequence[str]
+    rows: Sequence[Sequence[Any]]
+    figures: Sequence[Path]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command line of the page."""
+    parser.add_argument("--runs", type=Path, nargs="+", required=True, metavar="DIR", help="directories of rows")
+    parser.add_argument("--out", type=Path, default=Path("results"), help="directory of NAME.md, NAME.html and figures")
+    parser.add_argument("--name", default="report", help="of the page (default: report)")
+    parser.add_argument("--title", default="Measurements", help="its heading")
+    parser.add_argument("--notes", type=Path, metavar="FILE", help="Markdown that stands before all tables")
+
+
+def run(options: argparse.Namespace) -> None:
+    """Write the page.
+
+    Raises:
+        ValueError: there are no rows, or the notes are no text.
+    """
+    found: dict[str, list[Row]] = {}
+    directories: list[Path] = options.runs
+    notes = "" if options.notes is None else read_text(options.notes)
+    for task, directory in itertools.product(SUBJECTS, directories):
+        rows = [row for row in Rows(directory / f"{task}.jsonl").rows if "refused" not in row]
+        found.setdefault(task, []).extend(rows)
+    if not any(found.values()):
+        where = ", ".join(map(str, options.runs))
+        raise ValueError(f"{where}: there are no rows; make some with kvjax evaluate {'|'.join(SUBJECTS)}.")
+    figures = options.out / options.name
+    sections = [
+        _section(task, subject, rows, figures)
+        for task, all_rows in found.items()
+        for subject, rows in _groups(all_rows, SUBJECTS[task])
+    ]
+    sections += _needles(found["retrieval"], figures)
+    file = options.out / f"{options.name}.md"
+    write_text(file, markdown(sections, options.out, options.title, options.command, notes))
+    write_text(file.with_suffix(".html"), page(sections, options.title, options.command, notes))
+    print(file, file.with_suffix(".html"), sep="\n")
+
+
+def _groups(rows: Iterable[Row], names: Sequence[str]) -> list[tuple[tuple[Any, ...], list[Row]]]:
+    found: dict[tuple[Any, ...], list[Row]] = {}
+    for row in rows:
+        found.setdefault(tuple(row.get(name) for name in names), []).append(row)
+    return list(found.items())
+
+
+def _section(task: str, subject: tuple[Any, ...], rows: list[Row], directory: Path) -> Section:
+    metrics = [name.removesuffix("_standard_error") for name in rows[0] if name.endswith("_standard_error")]
+    measure, label = MEASURES[task] if task in MEASURES else (metrics[0], metrics[0])
+    also = ALSO.get(task, metrics[1:])
+    said = ", ".join(f"{n} {v}" for n, v in zip(SUBJECTS[task], subject, strict=True) if v not in (None, False))
+    lines, points, full = [], list[Point](), None
+    full_cases = _cases(task, [row for row in rows if row["policy"] == "full"])
+    for (policy, budget), of_choice in _groups(rows, ("policy", "budget")):
+        weights = [row["cases"] for row in of_choice]
+
+        def mean(name: str, of_choice: list[Row] = of_choice, weights: list[int] = weights) -> float | None:
+            known = [(row[name], n) for row, n in zip(of_choice, weights, strict=True) if row.get(name) is not None]
+            return sum(value * n for value, n in known) / sum(n for _, n in known) if known else None
+
+        share = sum(row["cache_bytes"] for row in of_choice) / sum(row["full_cache_bytes"] for row in of_choice)
+        quality = mean(measure)
+        if quality is None:
+            continue
+        cases = _cases(task, of_choice)
+        common = [(value, full_cases[case]) for case, value in cases.items() if case in full_cases]
+        difference, error = paired(*zip(*common, strict=True)) if common and policy != "full" else (None, None)
+        beside = [difference, None if error is None or np.isnan(error) else error] if task in CASES else []
+        peaks = [row[PEAK] for row in of_choice if row.get(PEAK) is not None]
+        rest = [*map(mean, also), max(peaks, default=None), *map(mean, SPEED)]
+        lines.append([policy, f"{budget:g}", f"{share:.1%}", sum(weights), quality, *beside, *rest])
+        if policy == "full":
+            full = quality
+        else:  # of policies that decide on their bytes, settings make the curve
+            points.append(Point(policy if budget != 1 else policy.partition("[")[0], share, quality))
+    headings = ["policy", "budget", "bytes / full", "cases", label]
+    headings += ["less the full cache's", "standard error of that"] if task in CASES else []
+    headings += [name.replace("_", " ") for name in (*also, PEAK, *SPEED)]
+    name = "_".join([task, *(str(value).replace("/", "-") for value in subject if value not in (None, False))])
+    figures = []
+    if points:
+        figure, (axes,) = new_figure(width=7.0, height=4.5)
+        plot_quality(axes, points, full, label, near=task == "perplexity")
+        axes.set_title(said, fontsize=8)
+        save_figure(figure, directory / f"{name}.png")
+        figures.append(directory / f"{name}.png")
+    return Section(f"{task}: {said}", headings, lines, figures + _curves(rows, directory / f"{name}_layers.png"))
+
+
+def _cases(task: str, rows: Iterable[Row]) -> dict[tuple[Any, ...], float]:
+    """The measure of each case by what names it."""
+    name = CASES.get(task, "")
+    return {
+        (row.get("family"), row.get("depth"), row.get("passages"), row.get("seed"), index): value
+        for row in rows
+        for index, value in enumerate(row.get(name, ()))
+    }
+
+
+def _curves(rows: list[Row], file: Path) -> list[Path]:
+    """What rows tell of each layer."""
+    names = [name for name in rows[0] if name.endswith("_of_layers")]
+    if not names:
+        return []
+    figure, axes = new_figure(len(names), width=6.0)
+    for axis, name in zip(axes, names, strict=True):
+        told = {f"{row['policy']}, {row['budget']:g}": row[name] for row in rows if row["policy"] != "full"}
+        plot_lines(axis, {label: (range(len(values)), values) for label, values in told.items()})
+        axis.set(xlabel="layer", ylabel=name.removesuffix("_of_layers").replace("_", " "))
+        legend_beside(axis)
+    save_figure(figure, file)
+    return [file]
+
+
+def _needles(rows: list[Row], directory: Path) -> list[Section]:
+    """String match of needles over families, lengths and depths, a map for each policy and budget."""
+    sections = []
+    for subject, needles in _groups((row for row in rows if row.get("depth") is not None), _NEEDLES):
+        depths = sorted({row["depth"] for row in needles})
+        places = sorted({(row["family"], row["length"]) for row in needles})
+        if len(depths) < 2:
+            continue
+        maps = _groups(needles, ("policy", "budget"))
+        figure, axes = new_figure(len(maps), width=2.6, height=1.0 + 0.35 * len(places))
+        for axis, ((policy, budget), of_choice) in zip(axes, maps, strict=True):
+            shown = np.full((len(places), len(depths)), np.nan)
+            for row in of_choice:
+                shown[places.index((row["family"], row["length"])), depths.index(row["depth"])] = row["string_match"]
+            image = axis.imshow(shown, vmin=0, vmax=1, cmap="viridis", aspect="auto")
+            axis.set_title(f"{policy}, {budget:g}", fontsize=8)
+            axis.set_xticks(range(len(depths)), [f"{depth:g}" for depth in depths], fontsize=7)
+            names = [f"{family}, {length}" for family, length in places]
+            axis.set_yticks(range(len(places)), names if axis is axes[0] else [""] * len(places), fontsize=7)
+            axis.set_xlabel("depth", fontsize=7)
+            if axis is axes[-1]:
+                figure.colorbar(image, ax=axis, label="string match")
+        said = ", ".join(f"{n} {v}" for n, v in zip(_NEEDLES, subject, strict=True) if v not in (None, False))
+        file = directory / f"{'_'.join(['needles', *(str(v).replace('/', '-') for v in subject if v)])}.png"
+        save_figure(figure, file)
+        sections.append(Section(f"needles over lengths and depths: {said}", [], [], [file]))
+    return sections
+
+
+_NEEDLES = ("model", "dtype", "chat", "query_aware")
+
+
+def markdown(sections: Sequence[Section], directory: Path, title: str, command: str, notes: str = "") -> str:
+    """The page as Markdown, with figures beside it."""
+    parts = [f"# {title}\n\nMade by `{command}`.\n", *([notes.strip() + "\n"] if notes else [])]
+    for section in sections:
+        parts += [f"## {section.title}\n", table(section.headings, section.rows)]
+        parts += [f"![{section.title}]({file.relative_to(directory)})\n" for file in section.figures]
+    return "\n".join(parts)
+
+
+def page(sections: Sequence[Section], title: str, command: str, notes: str = "") -> str:
+    """The page as HTML, with figures in it."""
+
+    def row(cells: Iterable[Any], tag: str) -> str:
+        return "<tr>" + "".join(f"<{tag}>{html.escape(_shown(cell))}</{tag}>" for cell in cells) + "</tr>"
+
+    parts = [f"<h1>{html.escape(title)}</h1><p>Made by <code>{html.escape(command)}</code>.</p>"]
+    parts += [f"<p>{html.escape(paragraph)}</p>" for paragraph in notes.split("\n\n") if paragraph.strip()]
+    for section in sections:
+        body = "\n".join([row(section.headings, "th"), *(row(line, "td") for line in section.rows)])
+        shown = f"\n<table>\n{body}\n</table>" if section.rows else ""
+        parts.append(f"<h2>{html.escape(section.title)}</h2>{shown}")
+        for file in section.figures:
+            content = base64.b64encode(file.read_bytes()).decode()
+            parts.append(f'<img alt="{html.escape(section.title)}" src="data:image/png;base64,{content}">')
+    return _PAGE.format(body="\n".join(parts))
+
+
+def _shown(cell: Any) -> str:
+    return "–" if cell is None else f"{cell:.4g}" if isinstance(cell, float) else str(cell)
+
+
+_PAGE = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><title>kvjax: measurements</title>
+<style>body{{font:15px sans-serif;margin:2em;max-width:75em}} table{{border-collapse:collapse;font-size:13px}}
+th,td{{padding:.2em .7em;border-bottom:1px solid #ddd;text-align:right}}
+th:first-child,td:first-child{{text-align:left}}
+img{{max-width:100%}}</style></head>
+<body>
+{body}
+</body></html>
+"""

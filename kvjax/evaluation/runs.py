@@ -1,0 +1,155 @@
+"""Perplexity runs that reports share: each made once, kept on disk, compared row by row."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvjax import methods
+from kvjax.evaluation.perplexity import perplexity
+from kvjax.evaluation.store import Store
+from kvjax.evaluation.texts import Passages
+from kvjax.methods.less.checkpoint import fingerprint
+from kvjax.model import Model
+from kvjax.policies.policy import Policy
+from kvjax.types import setting_names
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """One policy at one budget.
+
+    Args:
+        result: as it is stored.
+        passages: what was read.
+    """
+
+    result: dict[str, Any]
+    passages: Passages
+
+    def rows(self, text: str, beyond: int = 0) -> list[float]:
+        """Mean nats per token of each passage of a text; over the predictions beyond so many slots if given."""
+        rows = self.result["beyond"][str(beyond)] if beyond else self.result["rows"]
+        return rows[self.passages.rows[text]]
+
+    def nats(self, text: str, beyond: int = 0) -> float:
+        """Mean nats per token of a text."""
+        return float(np.mean(self.rows(text, beyond)))
+
+    def per_byte(self, text: str) -> float:
+        """Nats per byte of a text: those per token over the mean bytes of its tokens."""
+        where, predicted = self.passages.rows[text], self.passages.tokens.shape[1] - 1
+        return float(np.sum(self.result["rows"][where]) * predicted / np.sum(self.passages.bytes[where]))
+
+    @property
+    def share(self) -> float:
+        """Bytes of the cache over those of a full one."""
+        return self.result["cache_bytes"] / self.result["full_cache_bytes"]
+
+
+@dataclasses.dataclass
+class Runs:
+    """Makes runs of one model on the same passages.
+
+    Args:
+        model: that reads.
+        passages: what it reads.
+        store: where runs are kept.
+        beyond: budgets beyond which means are taken, too.
+        directory: where figures go.
+        prefix: tokens read at once before the rest; see `perplexity`.
+        measuring: whether what is not on disk is measured.
+    """
+
+    model: Model
+    passages: Passages
+    store: Store
+    beyond: tuple[int, ...]
+    directory: Path
+    prefix: int = 1
+    measuring: bool = True
+
+    @property
+    def texts(self) -> list[str]:
+        """Names of the texts."""
+        return list(self.passages.rows)
+
+    @contextlib.contextmanager
+    def only_stored(self, only: bool) -> Generator[None]:
+        """Inside, runs that are not on disk are None instead of being made, if `only`."""
+        before, self.measuring = self.measuring, self.measuring and not only
+        try:
+            yield
+        finally:
+            self.measuring = before
+
+    def settings(self, **more: Any) -> dict[str, Any]:
+        """What every measurement depends on, and more."""
+        made = {"model": self.model.name, "fingerprint": fingerprint(self.model), "texts": self.passages.digest}
+        return made | {"dtype": str(self.model.weights.embedding.dtype)} | more
+
+    def keep(self, name: str, settings: dict[str, Any], make: Any) -> Any | None:
+        """A measurement: from disk, or made now unless only stored ones are wanted."""
+        if not self.measuring:
+            return self.store.stored(name, settings)
+        return self.store.measure(name, settings, make)
+
+    def run(self, label: str, policy: Policy, budget: int | float = 1.0, **identity: Any) -> Run | None:
+        """A policy at a budget on all passages.
+
+        Args:
+            label: unique among policies.
+            policy: which tokens stay.
+            budget: slots per head, or a fraction of the text.
+            identity: what else the run depends on, such as a digest of kernels.
+        """
+        described = {"policy": describe(policy), "budget": budget, "beyond": list(self.beyond), "prefix": self.prefix}
+        name = f"perplexity: {label}, {budget if isinstance(budget, int) else f'{100 * budget:g}%'}"
+        name += " slots" if isinstance(budget, int) else ""
+        made = self.keep(name, self.settings(**described, **identity), lambda: self._make(policy, budget))
+        return None if made is None else Run(made, self.passages)
+
+    def _make(self, policy: Policy, budget: int | float) -> dict[str, Any]:
+        streamed = perplexity(self.model, policy, self.passages.tokens, budget, prefix=self.prefix)
+        return {
+            "rows": _rounded(streamed.rows()),
+            "beyond": {str(slots): _rounded(streamed.rows(slots)) for slots in self.beyond},
+            "cache_bytes": streamed.cache_bytes,
+            "full_cache_bytes": streamed.full_cache_bytes,
+        }
+
+
+def describe(policy: Policy) -> dict[str, Any]:
+    """A policy's name and settings, fit for JSON; where a residual is at work, those of the base are inside.
+
+    Parts that are not those of the name and its settings are there, too.
+    """
+    base = dataclasses.replace(policy, residual=None)
+    name, own = methods.name_of(base), methods.settings_in(base)
+    made: dict[str, Any] = {"name": name} | _plain(own)
+    if name in methods.REGISTRY:
+        usual = methods.policy(name, **own)
+        for part in ("plan", "codec", "selection"):
+            if getattr(base, part) != getattr(usual, part):
+                made[part] = {"kind": type(getattr(base, part)).__name__} | _settings(getattr(base, part))
+    if policy.residual is None:
+        return made
+    return {"name": methods.name_of(policy)} | _settings(policy.residual) | {"base": made}
+
+
+def _settings(part: Any) -> dict[str, Any]:
+    return _plain({name: getattr(part, name) for name in setting_names(part)})
+
+
+def _plain(settings: dict[str, Any]) -> dict[str, Any]:
+    kept = {name: value for name, value in settings.items() if isinstance(value, (int, float, str, tuple, list))}
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in kept.items()}
+
+
+def _rounded(values: Any) -> list[float]:
+    return [round(float(value), 6) for value in values]

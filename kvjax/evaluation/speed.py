@@ -1,0 +1,90 @@
+"""How fast policies read and write, and in how much memory: contenders that are raced against each other."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from kvjax.inference.decode import step
+from kvjax.inference.extend import lower_prefill, prefill
+from kvjax.inference.state import Moving, State, cache_bytes, join_state, slot_limits, split_state
+from kvjax.methods.registry import name_of
+from kvjax.model import Model
+from kvjax.policies.policy import Policy
+from kvjax.utils.compilation import temporary_bytes
+
+Carry = tuple[Moving, Int[Array, " b"]]
+
+
+@dataclasses.dataclass
+class Contender:
+    """One row of the table: something that can be run again and again."""
+
+    name: str
+    budget: str
+    run: Callable[[], Any]
+    cache_bytes: int | None = None
+    slots: float | None = None
+    """Slots of a head, on average over rows, layers and heads."""
+    temporary_bytes: int | None = None
+    seconds: list[float] = dataclasses.field(default_factory=list)
+
+    @property
+    def median(self) -> float:
+        """Seconds of the median run."""
+        return statistics.median(self.seconds)
+
+
+def race(contenders: list[Contender], repeats: int) -> None:
+    """Run all of them in turn, so that noise hits all alike, after one warm run each."""
+    for contender in contenders:
+        contender.run()
+    for _ in range(repeats):
+        for contender in contenders:
+            began = time.perf_counter()
+            contender.run()
+            contender.seconds.append(time.perf_counter() - began)
+
+
+def decoder(model: Model, name: str | Policy, budget: int | float, tokens: np.ndarray, steps: int) -> Contender:
+    """Greedy decoding of some steps in one program, from a prompt that has been read."""
+    state, logits = prefill(model, name, tokens, budget, max_new_tokens=steps)
+
+    @jax.jit
+    def run(fixed: State, moving: Moving, token: Int[Array, " b"]) -> Carry:
+        def one(carry: Carry, _: None) -> tuple[Carry, None]:
+            moving, token = carry
+            state, logits = step(join_state(fixed, moving), token)
+            return (split_state(state)[1], jnp.argmax(logits, -1).astype(jnp.int32)), None
+
+        return jax.lax.scan(one, (moving, token), None, length=steps)[0]
+
+    fixed, moving = split_state(state)
+    token = jnp.argmax(logits, -1).astype(jnp.int32)
+    slots = float(np.mean(slot_limits(state)))
+    shown = name if isinstance(name, str) else name_of(name)
+    return Contender(
+        shown, str(budget), lambda: jax.block_until_ready(run(fixed, moving, token)), cache_bytes(state), slots
+    )
+
+
+def reader(model: Model, name: str | Policy, budget: int | float, tokens: np.ndarray) -> Contender:
+    """Reading a prompt, with the compiler's own figure for temporary memory."""
+
+    def run() -> tuple[Any, Float[Array, "b vocab"]]:
+        state, logits = prefill(model, name, tokens, budget, max_new_tokens=64)
+        return jax.block_until_ready((state.storage, logits))
+
+    temporary = temporary_bytes(lower_prefill(model, name, tokens, budget, max_new_tokens=64))
+    state, _ = prefill(model, name, tokens, budget, max_new_tokens=64)
+    slots = float(np.mean(slot_limits(state)))
+    shown = name if isinstance(name, str) else name_of(name)
+    return Contender(shown, str(budget), run, cache_bytes(state), slots, temporary)

@@ -1,0 +1,79 @@
+"""Measurements kept on disk, each made once."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from kvjax.utils.compilation import drop_programs
+from kvjax.utils.files import write_text
+
+
+class Store:
+    """Measurements by name in one JSON file; one that was made with the same settings is not made again.
+
+    Args:
+        file: where they are; made with the first measurement.
+        redo: measure again whatever is asked for.
+        show: called with a line for each measurement once it is made.
+
+    Raises:
+        ValueError: the file is there and holds something else.
+    """
+
+    def __init__(self, file: Path, redo: bool = False, show: Callable[[str], None] = lambda line: None) -> None:
+        self.file, self.redo, self.show = file, redo, show
+        self._fresh: set[str] = set()
+        self._kept: dict[str, Any] = {}
+        if file.exists():
+            try:
+                self._kept = json.loads(file.read_text(encoding="utf-8"))
+            except (json.JSONDecodeError, UnicodeDecodeError) as error:
+                raise ValueError(f"{file} is no file of measurements ({error}); delete it or name another.") from None
+
+    def stored(self, name: str, settings: dict[str, Any]) -> Any | None:
+        """A measurement made with these settings, or None."""
+        kept = self._kept.get(name)
+        return kept["result"] if kept and kept["settings"] == plain(settings) else None
+
+    def results(self) -> dict[str, Any]:
+        """All measurements, whatever their settings."""
+        return {name: kept["result"] for name, kept in self._kept.items()}
+
+    def measure(self, name: str, settings: dict[str, Any], make: Callable[[], Any]) -> Any:
+        """A measurement, made now unless it is there.
+
+        Args:
+            name: what it is called in the file.
+            settings: everything that it depends on, fit for JSON.
+            make: returns it, fit for JSON.
+        """
+        found = self.stored(name, settings)
+        if found is not None and not (self.redo and name not in self._fresh):
+            return found
+        drop_programs()
+        self._kept[name] = {"settings": plain(settings), "result": plain(make())}
+        self.show(f"{name}: {brief(self._kept[name]['result'])}")
+        self._fresh.add(name)
+        write_text(self.file, json.dumps(dict(sorted(self._kept.items())), indent=1) + "\n")
+        return self._kept[name]["result"]
+
+
+def brief(result: Any) -> str:
+    """Return a measurement in a few words: its number, or the mean of its rows and the bytes of the cache."""
+    if isinstance(result, (int, float)):
+        return f"{result:.4g}"
+    if not isinstance(result, dict) or "rows" not in result:
+        return "done"
+    found = f"{statistics.fmean(result['rows']):.4g} nats per token"
+    if "cache_bytes" in result:
+        found += f", cache {result['cache_bytes'] / result['full_cache_bytes']:.0%} of a full one"
+    return found
+
+
+def plain(value: Any) -> Any:
+    """A value as JSON gives it back."""
+    return json.loads(json.dumps(value))

@@ -1,0 +1,55 @@
+"""`kvjax evaluate fidelity`: attention and next tokens beside the full cache's, in the second part of texts."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import numpy as np
+from jaxtyping import Int
+
+from kvjax.evaluation.fidelity import fidelity
+from kvjax.evaluation.grid import Cell, Entry
+from kvjax.evaluation.ordering import ordering
+from kvjax.evaluation.tasks import qa, texts
+from kvjax.model import Model
+
+add_arguments, check, cells = texts.add_arguments, texts.check, texts.cells
+
+
+def measure(model: Model, options: argparse.Namespace, entry: Entry, cell: Cell) -> dict[str, Any]:
+    """Means over the tokens after the first part of each passage, all of which is read token by token.
+
+    Raises:
+        ValueError: the policy has no attention rows that compare, or needs a prompt.
+    """
+    read, prefix = texts.of_cell(model, options, cell), cell["prefix"]
+    found = fidelity(model, entry.policy, read.tokens, entry.budget)
+    order = _ordering(model, entry, read.tokens)
+    layers = {
+        "hellinger_of_layers": found.hellinger[:, prefix:].mean((0, 1)),
+        "attention_kept_of_layers": found.kept[:, prefix:].mean((0, 1)),
+    }
+    return (
+        qa.mean("divergence", found.divergence[:, prefix:].mean(1).tolist())
+        | qa.mean("agreement", found.agrees[:, prefix:].mean(1).tolist())
+        | order
+        | {name: [round(float(value), 6) for value in values] for name, values in layers.items()}
+        | {
+            "hellinger": float(found.hellinger[:, prefix:].mean()),
+            "attention_kept": float(found.kept[:, prefix:].mean()),
+            "cases": len(read.tokens),
+            "cache_bytes": found.cache_bytes,
+            "full_cache_bytes": found.full_cache_bytes,
+        }
+    )
+
+
+def _ordering(model: Model, entry: Entry, tokens: Int[np.ndarray, "b n"]) -> dict[str, Any]:
+    """How scores order the passages' tokens, whatever the budget; None where they cannot be looked at alone."""
+    policy = entry.policy
+    if not policy.plan.bounded or policy.score.aligned_layers or policy.score.offloads or policy.plan.shrinks:
+        return {"attention_loss_ratio": None, "score_correlation": None}
+    found = ordering(model, policy, tokens)
+    told = {"attention_loss_ratio": found.loss_ratio, "score_correlation": found.correlation}
+    return {name: None if np.isnan(values).all() else float(np.nanmean(values)) for name, values in told.items()}

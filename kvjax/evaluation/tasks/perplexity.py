@@ -1,0 +1,65 @@
+"""`kvjax evaluate perplexity`: how surprising text is, streamed through real eviction after a prompt."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float
+
+from kvjax.evaluation.grid import Cell, Entry
+from kvjax.evaluation.masked import masked_perplexity
+from kvjax.evaluation.perplexity import perplexity
+from kvjax.evaluation.tasks import texts
+from kvjax.evaluation.texts import Passages
+from kvjax.model import Model
+from kvjax.training.less.record import MASKS
+
+check = texts.check
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command line of the task."""
+    texts.add_arguments(parser)
+    parser.add_argument("--masked", choices=MASKS, help="mask whole texts as LESS's harness does, and evict nothing")
+
+
+def cells(model: Model, options: argparse.Namespace) -> list[Cell]:
+    """Each text at each length."""
+    return [cell | {"masked": options.masked} for cell in texts.cells(model, options)]
+
+
+def measure(model: Model, options: argparse.Namespace, entry: Entry, cell: Cell) -> dict[str, Any]:
+    """Nats of each passage after the prompt, per token, word and byte, with the bytes and the time that it took.
+
+    Masked texts are not read in decode steps, so that there are no seconds to tell.
+    """
+    read, prefix = texts.of_cell(model, options, cell), cell["prefix"]
+    if options.masked is not None:
+        masked = masked_perplexity(model, entry.policy, read.tokens, entry.budget, mask=options.masked)
+        sizes = {"cache_bytes": masked.cache_bytes, "full_cache_bytes": masked.full_cache_bytes}
+        return _of_nats(model, read, prefix, masked.nats[:, prefix - 1 :]) | sizes
+    made = perplexity(model, entry.policy, read.tokens, entry.budget, prefix=prefix)
+    return _of_nats(model, read, prefix, made.nats) | {
+        "cache_bytes": made.cache_bytes,
+        "full_cache_bytes": made.full_cache_bytes,
+        "peak_temporary_bytes": made.peak_temporary_bytes,
+        "prefill_seconds": made.prefill_seconds,
+        "decode_tokens_per_second": made.nats.size / made.decode_seconds,
+    }
+
+
+def _of_nats(model: Model, read: Passages, prefix: int, nats: Float[np.ndarray, "b m"]) -> dict[str, Any]:
+    following = [model.tokenizer.decode(row[prefix:]) for row in read.tokens]
+    of_rows, per_token = nats.sum(1), nats.mean(1)
+    return {
+        "cases": len(of_rows),
+        "perplexity": math.exp(per_token.mean()),
+        "nats_per_token": float(per_token.mean()),
+        "standard_error": float(per_token.std(ddof=1) / math.sqrt(len(per_token))) if len(per_token) > 1 else None,
+        "nats_per_word": float(of_rows.sum() / sum(len(text.split()) for text in following)),
+        "nats_per_byte": float(of_rows.sum() / sum(len(text.encode()) for text in following)),
+        "of_cases": [round(float(nats), 6) for nats in per_token],
+    }

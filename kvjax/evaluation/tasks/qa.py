@@ -1,0 +1,91 @@
+"""Answers to questions about contexts, which are compressed before anybody knows the question."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from kvjax.evaluation.grid import Entry
+from kvjax.evaluation.tasks.cases import Case
+from kvjax.generation.generate import lower_begin, texts_of
+from kvjax.generation.prompts import encode, token_ids
+from kvjax.generation.questions import answer_each, encode_questions
+from kvjax.inference.state import cache_bytes, full_cache_bytes
+from kvjax.model import Model
+from kvjax.utils.compilation import temporary_bytes
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What tasks that ask have in common."""
+    parser.add_argument("--chat", action="store_true", help="context and question are a user's turn")
+    parser.add_argument("--system", help="the turn before it (default: what the model's chat template has there)")
+    parser.add_argument("--query-aware", action="store_true", help="the question is read before eviction, too")
+    parser.add_argument("--max-new-tokens", type=int, help="of an answer (default: what the task needs)")
+    parser.add_argument("--batch-size", type=int, default=8, help="contexts at once")
+
+
+def check(options: argparse.Namespace) -> None:
+    """Refuse what no model could do.
+
+    Raises:
+        ValueError: a number is below 1, or there is a system's turn without a chat.
+    """
+    for name in ("batch_size", "max_new_tokens"):
+        if (given := getattr(options, name)) is not None and given < 1:
+            raise ValueError(f"--{name.replace('_', '-')} {given} is not a whole number from 1.")
+    if options.system is not None and not options.chat:
+        raise ValueError("--system is a turn of a conversation; give --chat, too.")
+
+
+def way(options: argparse.Namespace) -> dict[str, Any]:
+    """How is asked, for the rows."""
+    return {"chat": options.chat, "system": options.system, "query_aware": options.query_aware}
+
+
+def encoded(model: Model, options: argparse.Namespace, case: Case) -> tuple[list[int], list[int]]:
+    """Ids of a context as it begins a text or a turn, and of the question with what begins its answer."""
+    if not options.chat:
+        return encode(model, case.context), token_ids(model, case.asked, begins=False)
+    context, (question,) = encode_questions(model, case.context, [case.question], chat=True, system=options.system)
+    return context, question + (token_ids(model, case.prefix, begins=False) if case.prefix else [])
+
+
+def answers(
+    model: Model, options: argparse.Namespace, entry: Entry, cases: Sequence[Case], max_new_tokens: int
+) -> tuple[list[str], dict[str, Any]]:
+    """Greedy answers of a policy at a budget, and what they cost."""
+    asked = [encoded(model, options, case) for case in cases]
+    if options.query_aware:  # all but its last token, which is read from the compressed cache
+        asked = [([*context, *question[:-1]], question[-1:]) for context, question in asked]
+    settings: dict[str, Any] = dict(policy=entry.policy, budget=entry.budget, max_new_tokens=max_new_tokens)
+    settings["chat"] = options.chat
+    contexts, questions = ([pair[i] for pair in asked] for i in (0, 1))
+    made = list(answer_each(model, contexts, questions, batch_size=options.batch_size, temperature=0.0, **settings))
+    seconds, timed = (sum(getattr(each, name) for each in made) for name in ("decode_seconds", "timed_tokens"))
+    longest = max(map(len, questions)) + max_new_tokens
+    programs = lower_begin(
+        model, contexts[: options.batch_size], policy=entry.policy, budget=entry.budget, max_new_tokens=longest
+    )
+    cost = {
+        "cases": len(cases),
+        "cache_bytes": sum(cache_bytes(each.state) for each in made),
+        "full_cache_bytes": sum(full_cache_bytes(each.state) for each in made),
+        "peak_temporary_bytes": temporary_bytes(programs),
+        "prefill_seconds": sum(each.prefill_seconds for each in made),
+        "decode_tokens_per_second": timed / seconds if timed else None,
+    }
+    return [text for each in made for text in texts_of(model, each, ())], cost
+
+
+def mean(name: str, scores: Sequence[float]) -> dict[str, Any]:
+    """A mean of scores under its name, with its standard error and the scores of all cases."""
+    error = float(np.std(scores, ddof=1)) / math.sqrt(len(scores)) if len(scores) > 1 else None
+    return {
+        name: float(np.mean(scores)),
+        f"{name}_standard_error": error,
+        f"{name}_of_cases": [round(float(score), 6) for score in scores],
+    }

@@ -1,0 +1,102 @@
+"""`kvjax evaluate retrieval`: what a model still finds in a long text once its cache has been compressed."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+from pathlib import Path
+from typing import Any
+
+from kvjax.evaluation.grid import Cell, Entry
+from kvjax.evaluation.tasks import qa
+from kvjax.evaluation.tasks.cases import Case
+from kvjax.evaluation.tasks.ruler import FAMILIES, HAYS, cases
+from kvjax.evaluation.tasks.scoring import string_match
+from kvjax.model import Model
+from kvjax.utils.files import read_text
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command line of the task."""
+    told = "; ".join(f"{name}: {family.summary}" for name, family in FAMILIES.items())
+    parser.add_argument("--families", default=",".join(FAMILIES), help=told)
+    parser.add_argument("--lengths", type=int, nargs="+", default=[1024], help="tokens of question and answer, too")
+    parser.add_argument("--depths", type=float, nargs="+", default=[0.1, 0.5, 0.9], help="of needles that have one")
+    parser.add_argument("--hay", choices=HAYS, help="what needles are hidden in (default: the family's own)")
+    parser.add_argument("--text", type=Path, metavar="FILE", help="for --hay essay")
+    parser.add_argument("--cases", type=int, default=8, help="of each family, length and depth")
+    parser.add_argument("--seed", type=int, default=0, help="of the cases")
+    qa.add_arguments(parser)
+
+
+def check(options: argparse.Namespace) -> None:
+    """Refuse what no model could do.
+
+    Raises:
+        ValueError: there is no such family, or a number is out of its range.
+    """
+    qa.check(options)
+    for name in options.families.split(","):
+        if name not in FAMILIES:
+            raise ValueError(f"--families: {name!r} is not one of {', '.join(FAMILIES)}.")
+    for name, least in (("cases", 1), ("seed", 0)):
+        if getattr(options, name) < least:
+            raise ValueError(f"--{name} {getattr(options, name)} is not a whole number from {least}.")
+    for depth in options.depths:
+        if not 0 <= depth <= 1:
+            raise ValueError(f"--depths {depth} is not from 0.0, before all hay, to 1.0, after it.")
+    if (options.hay == "essay") != (options.text is not None):
+        raise ValueError("--text is the hay of --hay essay; give both or none.")
+    if options.text is not None:
+        read_text(options.text)
+
+
+def cells(model: Model, options: argparse.Namespace) -> list[Cell]:
+    """Each family at each length and, where its needle has one, depth."""
+    common = {"hay": options.hay, "text": None if options.text is None else options.text.stem}
+    common |= {"seed": options.seed, "cases": options.cases} | qa.way(options)
+    common |= {"max_new_tokens": options.max_new_tokens}
+    return [
+        {"family": family, "length": length, "depth": depth} | common
+        for length in options.lengths
+        for family in options.families.split(",")
+        for depth in (options.depths if FAMILIES[family].depth else [None])
+    ]
+
+
+def measure(model: Model, options: argparse.Namespace, entry: Entry, cell: Cell) -> dict[str, Any]:
+    """The share of expected texts in answers, the texts, and what it cost; LSH-E's string match.
+
+    Raises:
+        ValueError: the family does not fit the length, or the text the model.
+    """
+    family = FAMILIES[cell["family"]]
+    new = options.max_new_tokens or family.max_new_tokens
+    taken = 0
+    if options.chat:  # what turns take besides
+        letters, outside = Case("a", "b", ("c",)), argparse.Namespace(chat=False)
+        turn, plain = (sum(map(len, qa.encoded(model, way, letters))) for way in (options, outside))
+        taken = turn - plain
+    length = cell["length"] - new - taken
+    made = _cases(model, cell["family"], length, cell["depth"], options.cases, options.seed, options.hay, options.text)
+    found, cost = qa.answers(model, options, entry, made, new)
+    scores = [string_match(answer, case.answers) for answer, case in zip(found, made, strict=True)]
+    return qa.mean("string_match", scores) | cost | {"answers": found}
+
+
+@functools.lru_cache(1)
+def _cases(
+    model: Model,
+    family: str,
+    length: int,
+    depth: float | None,
+    count: int,
+    seed: int,
+    hay: str | None,
+    text: Path | None,
+) -> list[Case]:
+    # All policies and budgets are asked the same.
+    hays = FAMILIES[family].hays
+    chosen = hay if hay in hays else None
+    essay = read_text(text) if text and "essay" in hays else None
+    return cases(model.tokenizer, family, length, depth, count=count, seed=seed, hay=chosen, text=essay)

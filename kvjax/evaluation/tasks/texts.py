@@ -1,0 +1,70 @@
+"""Texts that tasks read: passages of files, each with a share that is a prompt."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from kvjax.evaluation.grid import Cell
+from kvjax.evaluation.texts import Passages, check_texts, passages
+from kvjax.model import Model
+
+
+def add_arguments(
+    parser: argparse.ArgumentParser, default: Sequence[Path] = (), rows: int = 8, lengths: Sequence[int] = (1024,)
+) -> None:
+    """Add what tasks that read have in common.
+
+    Args:
+        parser: gets the options.
+        default: texts where none are named; empty where some have to be.
+        rows: passages of each text, by default.
+        lengths: tokens of each passage, by default.
+    """
+    usual: dict[str, Any] = {"default": list(default)} if default else {"required": True}
+    held_out = "held-out texts" + (f" (default: {', '.join(file.name for file in default)})" if default else "")
+    parser.add_argument("--text", nargs="+", type=Path, metavar="FILE", help=held_out, **usual)
+    parser.add_argument("--rows", type=int, default=rows, help=f"passages of each text (default: {rows})")
+    tokens = f"tokens of each passage (default: {', '.join(map(str, lengths))})"
+    parser.add_argument("--lengths", type=int, nargs="+", default=list(lengths), help=tokens)
+    parser.add_argument("--prefix", type=float, default=0.5, help="share of a passage that is read as a prompt")
+
+
+def check(options: argparse.Namespace) -> None:
+    """Refuse what no model could do.
+
+    Raises:
+        ValueError: a text is no file, or there is nothing to predict.
+    """
+    for length in options.lengths:
+        check_texts(options.text, options.rows, length)
+    if not 0 <= options.prefix < 1:
+        raise ValueError(f"--prefix {options.prefix} is not a share from 0 to below 1 of a passage.")
+
+
+def cells(model: Model, options: argparse.Namespace) -> list[Cell]:
+    """Each text at each length."""
+    return [
+        {
+            "text": file.stem,
+            "length": length,
+            "prefix": max(1, round(options.prefix * length)),
+            "passages": passages(model, [file], options.rows, length).digest,
+        }
+        for length in options.lengths
+        for file in options.text
+    ]
+
+
+def of_cell(model: Model, options: argparse.Namespace, cell: Cell) -> Passages:
+    """The passages of a cell."""
+    (file,) = (file for file in options.text if file.stem == cell["text"])
+    return _passages(model, file, options.rows, cell["length"])
+
+
+@functools.lru_cache(4)
+def _passages(model: Model, file: Path, rows: int, length: int) -> Passages:
+    return passages(model, [file], rows, length)

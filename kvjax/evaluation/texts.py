@@ -1,0 +1,103 @@
+"""Held-out text as rows of tokens."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Int
+
+from kvjax.model import Model
+from kvjax.utils.files import read_text
+
+SAMPLE = Path(__file__).with_name("portrait.txt")
+"""Nathaniel Hawthorne, "Edward Randolph's Portrait" (1838, public domain), 24 kB: text to measure with, from which the
+embedded model has not learned; others may have."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Passages:
+    """Passages of several texts, all of one length.
+
+    Args:
+        tokens: ids [b, n].
+        bytes: UTF-8 bytes of what follows the first token [b].
+        rows: which rows are whose, by name of the text.
+    """
+
+    tokens: Int[np.ndarray, "b n"]
+    bytes: Int[np.ndarray, " b"]
+    rows: dict[str, slice]
+
+    @property
+    def digest(self) -> str:
+        """Twelve hex digits of the tokens and names."""
+        content = np.ascontiguousarray(self.tokens, np.int32).tobytes() + "\n".join(self.rows).encode()
+        return hashlib.sha256(content).hexdigest()[:12]
+
+
+def passages(model: Model, files: Sequence[Path], rows: int, length: int) -> Passages:
+    """Passages from evenly spaced places of each text, each from the beginning of a line.
+
+    Args:
+        model: whose tokenizer is used.
+        files: UTF-8 texts.
+        rows: passages of each text.
+        length: tokens of each passage.
+
+    Raises:
+        ValueError: a file is missing, not text, or too short.
+    """
+    check_sizes(len(files), rows, length)
+    if len({file.stem for file in files}) < len(files):
+        raise ValueError("two texts have the same name; rename one, the report names texts by their files.")
+    made, sizes, where = [], [], {}
+    for file in files:
+        text = read_text(file)
+        where[file.stem] = slice(len(made), len(made) + rows)
+        for i in range(rows):
+            start = i * len(text) // rows
+            line = text.find("\n", start) + 1
+            ids = _at_least(model.tokenizer, text[line if i else 0 :], length)
+            if len(ids) < length:
+                raise ValueError(f"{file} is too short for {rows} passages of {length} tokens; ask for fewer.")
+            made.append(ids[:length])
+            sizes.append(len(model.tokenizer.decode(ids[1:length]).encode()))
+    return Passages(np.asarray(made, np.int32), np.asarray(sizes), where)
+
+
+def check_texts(files: Sequence[Path], rows: int, length: int) -> None:
+    """Refuse texts that are not there, and passages that hold nothing to predict.
+
+    Raises:
+        ValueError: naming the file, or how many passages there are and how long.
+    """
+    for file in files:
+        if not file.is_file():
+            raise ValueError(f"--text {file} is not a file; give text files.")
+    check_sizes(len(files), rows, length)
+
+
+def check_sizes(texts: int, rows: int, length: int) -> None:
+    """Refuse passages that hold nothing to predict.
+
+    Raises:
+        ValueError: naming how many there are, and how long.
+    """
+    if rows < 1 or length < 2 or not texts:
+        raise ValueError(f"{rows} rows of {length} tokens from {texts} texts hold nothing to predict.")
+
+
+def _at_least(tokenizer: Any, text: str, length: int) -> list[int]:
+    # Only as much of the text as is needed, for a tokenizer takes its time with megabytes.
+    characters = 6 * length
+    while True:
+        ids = list(tokenizer(text[:characters], verbose=False)["input_ids"])
+        # Not the last token, which the cut may have changed.
+        if len(ids) > length or characters >= len(text):
+            return ids
+        characters *= 2

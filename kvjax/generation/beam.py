@@ -1,0 +1,182 @@
+"""Beam search with caches that follow their beams."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from kvjax.cache.dense import Dense
+from kvjax.cache.paged.storage import Paged
+from kvjax.generation.loop import STEPS_PER_DISPATCH
+from kvjax.inference.decode import settle_step, step
+from kvjax.inference.prepare import bucket
+from kvjax.inference.state import Moving, State, join_state, split_state, take_rows, unpacked
+from kvjax.utils.processes import on_host
+
+NEVER = -1e9
+"""Added to what may not be chosen, as in transformers, whose order of candidates this is."""
+
+
+class Beams(NamedTuple):
+    """Texts of each prompt that go on, and those that have ended, by falling score."""
+
+    length: Int[Array, ""]
+    """Tokens of each text that goes on."""
+    score: Float[Array, "b k"]
+    """Sum of a text's log-probabilities."""
+    text: Int[Array, "b k n"]
+    ended: Bool[Array, "b k"]
+    """Which of the next three are there."""
+    ended_score: Float[Array, "b k"]
+    """The sum over the length to the power of the penalty."""
+    ended_text: Int[Array, "b k n"]
+    ended_length: Int[Array, "b k"]
+    open: Bool[Array, " b"]
+    """Whether a text that goes on may become better than one that has ended."""
+
+
+class Found(NamedTuple):
+    """The best text of each prompt."""
+
+    tokens: list[list[int]]
+    """Without an ending id."""
+    scores: list[float]
+    """Of each: the sum of its log-probabilities over its length to the power of the penalty."""
+    state: State
+    """Of all beams that went on."""
+    steps: int
+
+
+def beam_search(
+    state: State,
+    logits: Float[Array, "b vocab"],
+    beams: int,
+    max_new_tokens: int,
+    eos: tuple[int, ...] = (),
+    length_penalty: float = 1.0,
+) -> Found:
+    """The texts that a search over several beams finds likeliest, as transformers' `num_beams` does it.
+
+    At every step the likeliest continuations of all beams go on, each with the cache that its beam has: evictions
+    differ from beam to beam. A prompt's search ends where no beam that goes on can become better than the worst text
+    that has ended (`early_stopping=False` there), or after `max_new_tokens`. Heads with budgets of their own get
+    buffers of the largest one's size. A step gathers all caches anew, so that there are two of each while it does.
+
+    Args:
+        state: from `prefill`; it stays valid.
+        logits: for the first new token, from `prefill`.
+        beams: texts of each prompt that go on, at least 1.
+        max_new_tokens: tokens of a text, at least 1.
+        eos: ids that end a text.
+        length_penalty: to whose power lengths divide scores; above 0 favours long texts.
+    """
+    if isinstance(state.storage, Paged):  # whose pages are counted on the host
+        state = unpacked(state)
+    rows, vocabulary = logits.shape
+    state = take_rows(state, np.repeat(np.arange(rows), beams))
+    shape, wide = (rows, beams), jnp.promote_types(logits.dtype, jnp.float32)
+    text = jnp.zeros((*shape, bucket(max_new_tokens)), jnp.int32)
+    known = Beams(
+        length=jnp.int32(0),
+        score=jnp.broadcast_to(jnp.where(jnp.arange(beams) > 0, NEVER, 0.0).astype(wide), shape),
+        text=text,
+        ended=jnp.zeros(shape, bool),
+        ended_score=jnp.full(shape, NEVER, wide),
+        ended_text=text,
+        ended_length=jnp.zeros(shape, jnp.int32),
+        open=state.active.reshape(shape)[:, 0],
+    )
+    ends = jnp.asarray(np.isin(np.arange(vocabulary), eos))
+    # So many that at least as many as there are beams do not end.
+    candidates = min(max(2, 1 + len(eos)) * beams, beams * vocabulary)
+    settle_step(state)
+    fixed, moving = split_state(state)
+    logits = jnp.repeat(logits, beams, axis=0)
+    while bool(known.open.any()) and int(known.length) < max_new_tokens:
+        limits = STEPS_PER_DISPATCH, max_new_tokens, float(length_penalty)
+        moving, logits, known = _search(fixed, moving, logits, known, ends, *limits, candidates=candidates)
+    best, lengths = on_host(known.ended_text[:, 0]), on_host(known.ended_length[:, 0])
+    tokens = [row[:length].tolist() for row, length in zip(best, lengths, strict=True)]
+    tokens = [row[:-1] if row and row[-1] in eos else row for row in tokens]
+    scores = on_host(known.ended_score[:, 0]).tolist()
+    return Found(tokens, scores, join_state(fixed, moving), int(known.length))
+
+
+@functools.partial(jax.jit, static_argnames="candidates", donate_argnums=1)
+def _search(
+    fixed: State,
+    moving: Moving,
+    logits: Float[Array, "bk vocab"],
+    beams: Beams,
+    ends: Bool[Array, " vocab"],
+    steps: int,
+    most: int,
+    length_penalty: float,
+    *,
+    candidates: int,
+) -> tuple[Moving, Float[Array, "bk vocab"], Beams]:
+    until = jnp.minimum(beams.length + steps, most)
+
+    def more(carry: Any) -> Bool[Array, ""]:
+        return carry[2].open.any() & (carry[2].length < until)
+
+    def one(carry: Any) -> Any:
+        moving, logits, beams = carry
+        beams, parent = _select(beams, logits, ends, most, length_penalty, candidates)
+        rows, width = parent.shape
+        index = (parent + width * jnp.arange(rows)[:, None]).reshape(-1)
+        state, storage = join_state(fixed, moving), moving[0]
+        assert isinstance(storage, Dense)
+        token = jnp.take(beams.text, beams.length - 1, axis=2).reshape(-1)
+        state, logits = step(state.replace(storage=storage.take(index)), token)
+        return split_state(state)[1], logits, beams
+
+    return jax.lax.while_loop(more, one, (moving, logits, beams))
+
+
+def _select(
+    beams: Beams,
+    logits: Float[Array, "bk vocab"],
+    ends: Bool[Array, " vocab"],
+    most: int | Array,
+    length_penalty: float | Array,
+    candidates: int,
+) -> tuple[Beams, Int[Array, "b k"]]:
+    """One more token for each beam, and whose continuation each of them is."""
+    rows, width = beams.score.shape
+    length = beams.length + 1
+    known = jax.nn.log_softmax(logits.astype(beams.score.dtype)).reshape(rows, width, -1) + beams.score[..., None]
+    score, place = jax.lax.top_k(known.reshape(rows, -1), candidates)
+    parent, token = place // known.shape[-1], (place % known.shape[-1]).astype(jnp.int32)
+    text = _gather(beams.text, parent).at[:, :, beams.length].set(token)
+    ending = ends[token] | (length >= most)
+    running, chosen = jax.lax.top_k(score + jnp.where(ending, NEVER, 0.0), width)
+
+    divisor = length.astype(score.dtype) ** length_penalty
+    # Only what is among the best ends; the other candidates stand by for them.
+    enters = ending & (jnp.arange(candidates) < width) & beams.open[:, None]
+    scores = jnp.concatenate([beams.ended_score, jnp.where(enters, score / divisor, NEVER)], axis=1)
+    ended_score, kept = jax.lax.top_k(scores, width)
+    lengths = jnp.concatenate([beams.ended_length, jnp.broadcast_to(length, enters.shape)], axis=1)
+    ended = _gather(jnp.concatenate([beams.ended, enters], axis=1), kept)
+    worst = jnp.where(ended, ended_score.min(1, keepdims=True), NEVER)
+    after = Beams(
+        length=length,
+        score=running,
+        text=_gather(text, chosen),
+        ended=ended,
+        ended_score=ended_score,
+        ended_text=_gather(jnp.concatenate([beams.ended_text, text], axis=1), kept),
+        ended_length=_gather(lengths, kept),
+        open=beams.open & (running[:, :1] / divisor > worst).any(1) & ~ending.all(1),
+    )
+    return after, _gather(parent, chosen)
+
+
+def _gather(leaf: Array, index: Int[Array, "b m"]) -> Array:
+    return jnp.take_along_axis(leaf, index.reshape(*index.shape, *(1,) * (leaf.ndim - 2)), axis=1)

@@ -1,0 +1,301 @@
+"""A conversation whose cache never grows: turns are read on top of what it holds of those before."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax.generation.detokenize import Pieces
+from kvjax.generation.generate import Begun, begin, check_room
+from kvjax.generation.prompts import chat_ids, render, token_ids, with_system
+from kvjax.inference.extend import extend
+from kvjax.inference.prepare import instead, prepare
+from kvjax.inference.state import State, cache_bytes, described, held_positions, slot_limits
+from kvjax.methods.registry import policy as policy_by_name
+from kvjax.types import ROWS
+from kvjax.utils.files import directory_aside, recover_directory
+from kvjax.utils.settings import check_keywords, keywords, whole_number
+
+if TYPE_CHECKING:
+    from kvjax.models.model import LanguageModel
+
+SAVED = "conversation.json"
+"""Beside the arrays of a saved conversation: what is no array, written last."""
+
+
+@dataclasses.dataclass(frozen=True)
+class CacheUse:
+    """What a cache holds of a conversation."""
+
+    tokens: int
+    """Tokens read so far."""
+    slots: float
+    """Of each head, that hold a token, on average over layers and heads."""
+    limit: float
+    """Slots that each head may use, on average."""
+    bytes: int
+    """Of the buffers, which stay as they are."""
+
+
+def check_devices(data: int) -> None:
+    """Refuse devices along `data`, which share out rows: a conversation has one.
+
+    Raises:
+        ValueError: there are several.
+    """
+    if data > 1:
+        raise ValueError(
+            f"a conversation is one row, which data={data} devices cannot share; use a mesh without data, such as "
+            f"model={data}."
+        )
+
+
+class Conversation:
+    """Turns of a user and answers, of which the cache holds what its policy keeps.
+
+    An answer's tokens stay in the cache as they were written, and what the chat template puts between an answer and the
+    next one is read after them. A tokenizer without a chat template has its turns read as they are, each answer being
+    what continues them.
+
+    Args:
+        model: from `kvjax.load`.
+        system: the turn before all others; None for what the template has there.
+        context: tokens of the whole conversation, for which policies that set slots aside plan; None for the model's
+            positions.
+        settings: those of `kvjax.generation.generate.begin`, for one text.
+
+    Raises:
+        ValueError: a setting is out of range, there is a system's turn and no template for it, or the template writes
+            earlier turns otherwise when another one follows, so that no cache could go on.
+    """
+
+    def __init__(
+        self, model: LanguageModel, *, system: str | None = None, context: int | None = None, **settings: Any
+    ) -> None:
+        self.model, self.system, self.settings = model, system, settings
+        self.max_new_tokens = whole_number("max_new_tokens", settings.get("max_new_tokens", 128))
+        self.context = model.config.max_positions if context is None else whole_number("context", context, 2)
+        self.templated = bool(getattr(model.tokenizer, "chat_template", None))
+        check_keywords(
+            "Conversation", settings, [name for name in keywords(begin) if name not in ("num_samples", "chat")]
+        )
+        self._check()
+        if system is not None and not self.templated:
+            raise ValueError(
+                f"the tokenizer of {model.name!r} has no chat template, so no system's turn; leave it out."
+            )
+        self.begun: Begun | None = None
+        """What has been read, to go on from; None before the first turn."""
+        self.text: list[int] = []
+        """Ids of the conversation, in order; the cache may have to read the last one still."""
+        self._first, self._between = self._affixes() if self.templated else (("", ""), ("", ""))
+
+    def _check(self) -> None:
+        # Whatever would be refused of every first turn.
+        check_devices(1 if self.model.mesh is None else self.model.mesh.shape[ROWS])
+        tokens, given = min(64, self.context - 1), self.settings
+        policy, budget = policy_by_name(given.get("policy", "full")), given.get("budget", 1.0)
+        names = {"plan": "plan", "prefill_chunk": "chunk", "budget_of": "budget_of"}
+        reading: dict[str, Any] = {"plan": None} | {names[name]: given[name] for name in names if name in given}
+        planned = self.context - tokens
+        check_room(tokens, planned, policy, self.model)
+        prepare(self.model, policy, [[0] * tokens], budget, None, max_new_tokens=planned, key=None, **reading)
+
+    def _affixes(self) -> tuple[tuple[str, str], tuple[str, str]]:
+        """What the template puts around the first turn, and around those after an answer, from the answer's end on."""
+        turn, other, reply = "Qzjx", "Wkvq", "Xjqz"
+        first = with_system([{"role": "user", "content": turn}], self.system)
+        next_turn = [*first, {"role": "assistant", "content": reply}, {"role": "user", "content": other}]
+        begins, goes_on = render(self.model, first), render(self.model, next_turn)
+        if not goes_on.startswith(begins + reply) or begins.count(turn) != 1 or goes_on.count(other) != 1:
+            raise ValueError(
+                f"the chat template of {self.model.name!r} writes earlier turns otherwise when another one follows, so "
+                "that a cache cannot go on from them; use kvjax generate --messages, which reads them anew."
+            )
+        before, after = begins.split(turn)
+        between, end = goes_on[len(begins + reply) :].split(other)
+        return (before, after), (between, end)
+
+    def reply(self, turn: str) -> Iterator[str]:
+        """Read a turn, and write the answer in pieces; to stop it, leave the iterator: what was written stays.
+
+        Args:
+            turn: the user's text.
+
+        Raises:
+            ValueError: the turn is empty or no text, or does not fit the model's positions or what was planned.
+        """
+        if not turn.strip():
+            raise ValueError("the turn is empty; give some text.")
+        before, after = self._first if self.begun is None else self._between
+        text = before + turn + after
+        if self.begun is None:
+            ids = chat_ids(self.model, text) if self.templated else token_ids(self.model, text)
+        else:
+            ids = token_ids(self.model, text, begins=False)
+        begun = self._read(ids)
+        pieces = Pieces(self.model.tokenizer, begun.stop, self.text)
+        for block in begun.blocks(steps=1):
+            self.begun = dataclasses.replace(begun, state=block.state)
+            written = block.tokens[0][block.belongs[0]].tolist()
+            self.text += written
+            if piece := pieces.add(written):
+                yield piece
+        if piece := pieces.finish():
+            yield piece
+
+    def _read(self, ids: list[int]) -> Begun:
+        text = self.text + ids
+        if self.begun is None:
+            self._answer_room(len(text), self.context)
+            planned: dict[str, Any] = self.settings | {"max_new_tokens": self.context - len(ids), "chat": True}
+            begun = begin(self.model, [ids], **planned)
+            room = self._answer_room(len(text), self._end(begun.state))
+        else:
+            begun, read = self.begun, int(self.begun.state.position[0])
+            room = self._answer_room(len(text), self._end(begun.state))
+            # The last token of an answer that was cut has not been read yet.
+            state, logits = extend(begun.state, [text[read:]])
+            begun = dataclasses.replace(begun, state=state, logits=logits)
+        self.begun, self.text = dataclasses.replace(begun, prompts=[text], max_new_tokens=room), list(text)
+        return self.begun
+
+    def _end(self, state: State) -> float:
+        """Tokens that a conversation may come to."""
+        positions = state.config.max_positions if state.policy.codec.positions == "original" else math.inf
+        return min(positions, int(state.end[0]) if state.policy.plan.ends else math.inf)
+
+    def _answer_room(self, read: int, room: float) -> int:
+        if read >= room:
+            raise ValueError(
+                f"a conversation of {read} tokens leaves no room for an answer in the {room} that are planned; begin a "
+                f"new one, plan for more{instead(self.model.config)}."
+            )
+        return int(min(self.max_new_tokens, room - read))
+
+    def forget(self) -> None:
+        """Begin anew."""
+        self.begun, self.text = None, []
+
+    def use(self) -> CacheUse:
+        """What the cache holds; ValueError before the first turn."""
+        state = self._state()
+        held = np.mean([(positions >= 0).sum(-1).mean() for positions in held_positions(state)])
+        limit = np.mean([limits.mean() for limits in slot_limits(state)])
+        return CacheUse(int(state.position[0]), float(held), float(limit), cache_bytes(state))
+
+    def _state(self) -> State:
+        if self.begun is None:
+            raise ValueError("nothing has been said yet; say something first.")
+        return self.begun.state
+
+    def save(self, directory: str | Path) -> None:
+        """Keep the conversation in a directory, which is whole or not there, in place of one kept there before.
+
+        Args:
+            directory: that is not there, or has a conversation.
+
+        Raises:
+            ValueError: nothing has been said yet, or the directory is something else or cannot be written.
+        """
+        import orbax.checkpoint as ocp
+
+        directory = Path(directory).absolute()
+        recover_directory(directory)
+        if directory.exists() and not (directory / SAVED).is_file():
+            raise ValueError(f"{directory} is there and is no saved conversation; give another name.")
+        kept = _stored(self._state())
+        leaves = jax.tree.leaves(kept)
+        told = {
+            "fits": self._fits(self._state(), kept),
+            "text": self.text,
+            "leaves": [(list(leaf.shape), str(leaf.dtype)) for leaf in leaves],
+        }
+        with directory_aside(directory) as aside:
+            with ocp.StandardCheckpointer() as checkpointer:
+                checkpointer.save(aside / "state", leaves)
+            (aside / SAVED).write_text(json.dumps(told), encoding="utf-8")
+
+    def load(self, directory: str | Path) -> None:
+        """Go on from a conversation that was saved with the same model, policy and settings of the policy.
+
+        Its budget and what it was planned for are those that it was saved with.
+
+        Args:
+            directory: from `save`.
+
+        Raises:
+            ValueError: it has no conversation, or one of another model or policy.
+        """
+        import orbax.checkpoint as ocp
+
+        directory = Path(directory).absolute()
+        recover_directory(directory)
+        if not (directory / SAVED).is_file():
+            raise ValueError(f"{directory} has no saved conversation.")
+        another = f"{directory} has a conversation of another model, policy or dtype; start with those."
+        told = _told(directory / SAVED)
+        first = told["text"][:64]  # enough for every policy that could read its first turn
+        if max(first) >= self.model.config.vocab_size:
+            raise ValueError(another)
+        planned: dict[str, Any] = self.settings | {"max_new_tokens": max(self.context - len(first), 1), "chat": True}
+        like = begin(self.model, [first], **planned)
+        kept = _stored(like.state)
+        earlier = jax.tree.map(lambda leaf: jnp.stack(leaf, -1) if _is_words(leaf) else leaf, kept, is_leaf=_is_words)
+        written = next((form for form in (kept, earlier) if self._fits(like.state, form) == told["fits"]), None)
+        if written is None:
+            raise ValueError(another)
+        shapes = [jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for shape, dtype in told["leaves"]]
+        with ocp.StandardCheckpointer() as checkpointer:
+            leaves = checkpointer.restore(directory / "state", [np.empty(each.shape, each.dtype) for each in shapes])
+        found = jax.tree.unflatten(jax.tree.structure(written), map(jnp.asarray, leaves))
+        if written is earlier:
+            found = jax.tree.map(_as_words, kept, found, is_leaf=_is_words)
+        key = jax.random.wrap_key_data(found.key)
+        state = found.replace(weights=self.model.weights, policy=like.state.policy, key=key)
+        self.begun, self.text = dataclasses.replace(like, state=state), told["text"]
+
+    def _fits(self, state: State, kept: State) -> str:
+        """What model and policy a state is of that is kept in some form: all of it but arrays."""
+        structure = jax.tree.structure(kept), *described(state.policy)
+        known = hashlib.sha256("\n".join(map(str, structure)).encode())
+        known.update(np.asarray(self.model.weights.embedding[0]).tobytes())
+        return known.hexdigest()
+
+
+def _told(file: Path) -> dict[str, Any]:
+    """What a saved conversation has beside its arrays.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    try:
+        told = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError:
+        told = None
+    if not isinstance(told, dict) or not {"fits", "text", "leaves"} <= set(told) or not told["text"]:
+        raise ValueError(f"{file} is no saved conversation's; give another name.")
+    return told
+
+
+def _stored(state: State) -> State:
+    """A state as it is kept: without weights and what the policy has learned, and random keys as their data."""
+    return state.replace(weights=None, policy=None, key=jax.random.key_data(state.key))
+
+
+def _is_words(leaf: Any) -> bool:
+    """Whether these are the words of LSH-E's hashes, which kvjax 0.2.0 kept in one array [b h c words]."""
+    return type(leaf) is tuple and len(leaf) > 0 and all(getattr(word, "dtype", None) == jnp.uint32 for word in leaf)
+
+
+def _as_words(now: Any, then: Any) -> Any:
+    return tuple(jnp.moveaxis(then, -1, 0)) if _is_words(now) else then

@@ -1,0 +1,433 @@
+"""Prompts in, texts out: generation with what it cost, and text that appears as it is made."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int, Key
+
+from kvjax.generation.beam import beam_search
+from kvjax.generation.detokenize import Pieces, Stops, stop_strings
+from kvjax.generation.detokenize import Stream as Stream
+from kvjax.generation.loop import STEPS_PER_DISPATCH, Block, Drawn, generate_tokens
+from kvjax.generation.prompts import encode, encode_all, end_ids
+from kvjax.generation.sampling import Sampling
+from kvjax.inference.extend import lower_prefill, prefill
+from kvjax.inference.prefill import draws, policy_seeds
+from kvjax.inference.prepare import bucket_rows, check_vocabulary, instead, prepare, ready
+from kvjax.inference.state import State, held_positions, take_rows
+from kvjax.methods.registry import policy as policy_by_name
+from kvjax.policies.allocation import Plan
+from kvjax.policies.policy import Policy
+from kvjax.utils.compilation import Compiling
+from kvjax.utils.settings import Messages, seed_number, whole_number
+
+if TYPE_CHECKING:
+    from kvjax.models.model import LanguageModel
+
+
+class Logprob(NamedTuple):
+    """What the model thought of a token that was written, before anything was filtered or penalised."""
+
+    token: int
+    logprob: float
+    """Logarithm of its probability."""
+    likeliest: tuple[tuple[int, float], ...]
+    """The likeliest tokens in its place with theirs, the likeliest first."""
+
+
+@dataclasses.dataclass
+class Generation:
+    """What came out of a batch of prompts, and what it cost; times are in seconds and hold no compilation."""
+
+    prompts: list[list[int]]
+    """Of each text: a prompt of several samples stands there as often."""
+    tokens: list[list[int]]
+    """Of each text, up to the one that completes a stop string."""
+    padded: State
+    """After the last step, with rows beyond the texts' that fill the batch and are not active."""
+    cache_positions: list[np.ndarray]
+    """For each layer [b, h, c]: positions held when the prompts had been read."""
+    compile_seconds: float
+    """Spent on programs: tracing, lowering, compiling or fetching them; nothing where all were there."""
+    prefill_seconds: float
+    """Reading the prompts."""
+    decode_seconds: float
+    """Making `timed_tokens`: the tokens of all dispatches that did not wait for a program."""
+    timed_tokens: int
+    logprobs: list[list[Logprob]] | None = None
+    """Of each token of each text, if asked for."""
+    beams: int = 1
+    """Rows of the state for each text."""
+
+    @functools.cached_property
+    def state(self) -> State:
+        """After the last step, with the texts' rows."""
+        rows = len(self.prompts) * self.beams
+        return self.padded if len(self.padded.position) == rows else take_rows(self.padded, range(rows))
+
+    @property
+    def decode_tokens_per_second(self) -> float | None:
+        """Tokens of all rows per second; None if too few were made to tell."""
+        return self.timed_tokens / self.decode_seconds if self.timed_tokens else None
+
+
+@dataclasses.dataclass
+class Begun:
+    """Prompts that have been read, and how they are to go on."""
+
+    model: LanguageModel
+    prompts: list[list[int]]
+    """Of each row that is active."""
+    state: State
+    logits: Float[Array, "b vocab"]
+    held: list[np.ndarray]
+    max_new_tokens: int
+    sampling: Sampling
+    eos: tuple[int, ...]
+    stop: tuple[str, ...]
+    logprobs: int | None
+    compile_seconds: float
+    seconds: float
+    """Spent on reading them, without compilation."""
+
+    def blocks(self, steps: int = STEPS_PER_DISPATCH) -> Iterator[Block]:
+        """Their continuations, for once: the caches are consumed."""
+        rows = len(self.prompts)
+        narrow = Stops(self.model.tokenizer, self.stop, rows, self.prompts) if self.stop else None
+        arguments = self.state, self.logits, self.max_new_tokens, self.sampling, self.eos, steps
+        for block in generate_tokens(*arguments, texts=self.prompts, logprobs=self.logprobs, narrow=narrow):
+            drawn = jax.tree.map(lambda leaf: leaf[:rows], block.drawn)
+            yield Block(block.tokens[:rows], block.belongs[:rows], block.state, drawn)
+
+
+def check_room(longest: int, max_new_tokens: int, policy: Policy, model: LanguageModel) -> None:
+    """Refuse a text that would outgrow a model's positions, unless it sees those of the cache.
+
+    Raises:
+        ValueError: naming all three.
+    """
+    room = model.config.max_positions
+    if longest + max_new_tokens > room and policy.codec.positions == "original":
+        raise ValueError(
+            f"a prompt of {longest} tokens and {max_new_tokens} new ones do not fit the model's {room} positions; "
+            f"ask for fewer{instead(model.config)}."
+        )
+
+
+def begin(
+    model: LanguageModel,
+    prompts: Sequence[Sequence[int]],
+    *,
+    policy: str | Policy = "full",
+    budget: int | float | Sequence[int] = 1.0,
+    plan: str | Plan | None = None,
+    budget_of: str = "text",
+    prefill_chunk: int | None = None,
+    max_new_tokens: int = 128,
+    temperature: float = 0.8,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    min_p: float | None = None,
+    repetition_penalty: float | None = None,
+    seed: int | Sequence[int] = 0,
+    num_samples: int = 1,
+    stop: str | Sequence[str] = (),
+    stop_token_ids: Sequence[int] = (),
+    stop_at_eos: bool = True,
+    chat: bool = False,
+    logprobs: int | None = None,
+) -> Begun:
+    """Read prompts that are going to be continued; see `generate_texts` for the settings.
+
+    With `chat` the ids are those of conversations, whose answers end with all that `end_ids` names for a chat.
+    """
+    chosen = policy_by_name(policy)
+    max_new_tokens = whole_number("max_new_tokens", max_new_tokens)
+    num_samples = whole_number("num_samples", num_samples)
+    logprobs = None if logprobs is None else whole_number("logprobs", logprobs, 0, model.config.vocab_size)
+    sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty)
+    stop, ends = stop_strings(stop), stop_ids(stop_token_ids, model)
+    check_room(max((len(prompt) for prompt in prompts), default=0), max_new_tokens, chosen, model)
+    given = [seed_number(each) for each in (seed if isinstance(seed, (list, tuple, np.ndarray)) else [seed])]
+    rows, seeds = len(prompts), given if np.ndim(seed) else given * len(prompts)
+    if len(seeds) != rows:
+        raise ValueError(f"{len(seeds)} seeds do not fit {rows} prompts; give one seed, or one for each.")
+    chosen = ready(model, chosen, budget, plan)
+    arguments: dict[str, Any] = dict(max_new_tokens=max_new_tokens, prefill_chunk=prefill_chunk, budget_of=budget_of)
+    with Compiling() as compiling:
+        if num_samples > 1 and reading_draws(model, chosen, prompts, budget, **arguments):
+            # What each sample's cache holds is drawn, too, so that each reads its prompt with its own seed.
+            prompts = [prompt for prompt in prompts for _ in range(num_samples)]
+            seeds = [(each + i) % 2**32 for each in seeds for i in range(num_samples)]
+            rows, num_samples = len(prompts), 1
+        index = _filled(prompts, model)
+        keys = _keys(np.asarray([seeds[row] for row in index], np.int64))
+        compiling.lap()
+        state, logits = prefill(model, chosen, [list(prompts[row]) for row in index], budget, key=keys, **arguments)
+        jax.block_until_ready(logits)
+        seconds = compiling.lap()
+    if num_samples > 1:
+        # Prompts are read once, and every sample goes on from the same cache as another seed does.
+        texts = rows * num_samples
+        spare = bucket_rows(texts, model.mesh) - texts
+        copied = np.r_[np.repeat(np.arange(rows), num_samples), np.zeros(spare, np.int64)]
+        drawn = np.asarray([(seeds[row] + i % num_samples) % 2**32 for i, row in enumerate(copied)], np.int64)
+        keys = _keys(drawn)
+        state, logits, rows = take_rows(state, copied), logits[copied], texts
+        state = state.replace(key=keys, seed=policy_seeds(keys))
+    state = state.replace(active=jnp.asarray(np.arange(len(state.position)) < rows))
+    return Begun(
+        model=model,
+        prompts=[list(prompt) for prompt in prompts for _ in range(num_samples)],
+        state=state,
+        logits=logits,
+        held=[positions[:rows] for positions in held_positions(state)],
+        max_new_tokens=max_new_tokens,
+        sampling=sampling,
+        eos=(*(end_ids(model, chat) if stop_at_eos else ()), *ends),
+        stop=stop,
+        logprobs=logprobs,
+        compile_seconds=compiling.seconds,
+        seconds=seconds,
+    )
+
+
+def reading_draws(
+    model: LanguageModel,
+    policy: Policy,
+    prompts: Sequence[Sequence[int]],
+    budget: int | float | Sequence[int],
+    *,
+    prefill_chunk: int | None,
+    **settings: Any,
+) -> bool:
+    """Whether what a cache holds of prompts depends on the seed."""
+    planned = prepare(
+        model, policy, [list(prompts[0])], budget, None, key=None, plan=None, chunk=prefill_chunk, **settings
+    )
+    return draws(model, planned)
+
+
+def stop_ids(given: Sequence[int], model: LanguageModel) -> tuple[int, ...]:
+    """Return ids that end a text beside the model's own.
+
+    Raises:
+        TypeError: they are no list of ids.
+        ValueError: the model does not have one.
+    """
+    several = isinstance(given, (list, tuple, np.ndarray))
+    if not several or any(isinstance(each, bool) or not isinstance(each, (int, np.integer)) for each in given):
+        raise TypeError(f"stop_token_ids={given!r} is not a list of token ids.")
+    check_vocabulary(np.asarray(given, np.int64), model.config)
+    return tuple(map(int, given))
+
+
+def lower_begin(
+    model: LanguageModel,
+    prompts: Sequence[Sequence[int]],
+    *,
+    policy: str | Policy,
+    budget: int | float | Sequence[int],
+    max_new_tokens: int,
+    budget_of: str = "text",
+    prefill_chunk: int | None = None,
+) -> list[jax.stages.Lowered]:
+    """The programs by which `begin` reads prompts, to compile and ask for their `memory_analysis()`."""
+    batch = [list(prompts[row]) for row in _filled(prompts, model)]
+    reading: dict[str, Any] = dict(max_new_tokens=max_new_tokens, budget_of=budget_of, prefill_chunk=prefill_chunk)
+    return lower_prefill(model, policy, batch, budget, **reading)
+
+
+def _filled(prompts: Sequence[Sequence[int]], model: LanguageModel) -> list[int]:
+    """Which prompts a batch is of: rows do not know of each other, so that copies of the shortest may fill it up."""
+    rows = list(range(len(prompts)))
+    shortest = min(rows, key=lambda row: len(prompts[row]), default=0)
+    return rows + [shortest] * (bucket_rows(len(rows), model.mesh) - len(rows))
+
+
+def generate_ids(
+    model: LanguageModel,
+    prompts: Sequence[Sequence[int]],
+    *,
+    beams: int = 1,
+    length_penalty: float = 1.0,
+    on_tokens: Callable[[np.ndarray, np.ndarray], None] | None = None,
+    **settings: Any,
+) -> Generation:
+    """Continue token ids; see `generate_texts` for the settings.
+
+    Args:
+        model: from `kvjax.load`.
+        prompts: ids of each.
+        beams: of the search for the likeliest text; 1 for no search.
+        length_penalty: of the search.
+        on_tokens: called with each new block of tokens [b, n] and which of them belong to their row's text.
+        settings: those of `begin`.
+    """
+    check_beams(beams, length_penalty, settings)
+    if beams > 1 and on_tokens is not None:
+        raise ValueError("beams are known only at their end: nothing can be streamed; leave on_tokens out.")
+    return go_on(begin(model, prompts, **settings), beams, length_penalty, on_tokens)
+
+
+def check_beams(beams: int, length_penalty: float, settings: Mapping[str, Any]) -> None:
+    """Refuse what means nothing to a search, and a search's settings without one.
+
+    Raises:
+        ValueError: naming the setting.
+    """
+    if whole_number("beams", beams) == 1 and length_penalty != 1:
+        raise ValueError(f"length_penalty={length_penalty} means nothing without beams; give beams, too.")
+    if not math.isfinite(length_penalty):
+        raise ValueError(f"length_penalty={length_penalty} is not a finite number.")
+    usual = dict(temperature=0, top_k=None, top_p=None, min_p=None, repetition_penalty=None, logprobs=None)
+    for name, nothing in (usual | {"num_samples": 1}).items() if beams > 1 else ():
+        if settings.get(name) not in (None, nothing):
+            raise ValueError(f"{name}={settings[name]} means nothing to beams, which are not drawn; leave it out.")
+
+
+def go_on(
+    begun: Begun,
+    beams: int = 1,
+    length_penalty: float = 1.0,
+    on_tokens: Callable[[np.ndarray, np.ndarray], None] | None = None,
+) -> Generation:
+    """Continue what has been read, whose caches are consumed; see `generate_ids`."""
+    if beams > 1:
+        return _search(begun, beams, length_penalty)
+    with Compiling() as compiling:
+        tokens: list[list[int]] = [[] for _ in begun.prompts]
+        known: list[list[Logprob]] = [[] for _ in begun.prompts]
+        state = begun.state
+        seconds, timed, last, compiled = 0.0, 0, time.perf_counter(), compiling.seconds
+        for index, (block, belongs, after, drawn) in enumerate(begun.blocks()):
+            now, state = time.perf_counter(), after
+            if index and compiling.seconds == compiled:  # the first token took no step
+                seconds, timed = seconds + now - last, timed + block.size
+            for row, ids, keep in zip(tokens, block, belongs, strict=True):
+                row += ids[keep].tolist()
+            if drawn.logprob is not None:
+                for row, (found, keep) in enumerate(zip(known, belongs, strict=True)):
+                    found += [logprob_at(drawn, row, place) for place in np.flatnonzero(keep).tolist()]
+            if on_tokens is not None:
+                on_tokens(block, belongs)
+            last, compiled = time.perf_counter(), compiling.seconds
+    made = begun.prompts, tokens, state, begun.held
+    times = begun.compile_seconds + compiling.seconds, begun.seconds, seconds, timed
+    return Generation(*made, *times, known if begun.logprobs is not None else None)
+
+
+def logprob_at(drawn: Drawn, row: int, place: int) -> Logprob:
+    """What the model thought of one of the tokens [b n] of a block whose logarithms are known."""
+    likeliest: tuple[tuple[int, float], ...] = ()
+    assert drawn.logprob is not None
+    if drawn.likeliest is not None and drawn.likeliest_logprob is not None:
+        pairs = drawn.likeliest[row, place].tolist(), drawn.likeliest_logprob[row, place].tolist()
+        likeliest = tuple(zip(*pairs, strict=True))
+    return Logprob(int(drawn.token[row, place]), float(drawn.logprob[row, place]), likeliest)
+
+
+def _search(begun: Begun, beams: int, length_penalty: float) -> Generation:
+    with Compiling() as compiling:
+        began, wanted = time.perf_counter(), (beams, begun.max_new_tokens, begun.eos, length_penalty)
+        found = beam_search(begun.state, begun.logits, *wanted)
+        seconds = time.perf_counter() - began - compiling.seconds
+    made = begun.prompts, found.tokens[: len(begun.prompts)], found.state, begun.held
+    times = begun.compile_seconds + compiling.seconds, begun.seconds, seconds, found.steps * len(begun.prompts)
+    return Generation(*made, *times, beams=beams)
+
+
+@jax.jit
+def _keys(seeds: Int[Array, " b"]) -> Key[Array, " b"]:
+    return jax.vmap(jax.random.key)(seeds)
+
+
+def texts_of(model: LanguageModel, made: Generation, stop: str | Sequence[str] = ()) -> list[str]:
+    """The texts of a generation, what each adds to its prompt's, up to its first stop string."""
+
+    def text(prompt: list[int], ids: list[int]) -> str:
+        pieces = Pieces(model.tokenizer, stop_strings(stop), prompt)
+        return pieces.add(ids) + pieces.finish()
+
+    return [text(prompt, ids) for prompt, ids in zip(made.prompts, made.tokens, strict=True)]
+
+
+def generate_texts(
+    model: LanguageModel,
+    prompts: str | Sequence[str | Messages],
+    *,
+    chat: bool = False,
+    system: str | None = None,
+    **settings: Any,
+) -> list[str]:
+    """Texts that continue prompts.
+
+    Args:
+        model: from `kvjax.load`.
+        prompts: texts, or with `chat` conversations, lists of messages with `role` and `content`; one text counts as a
+            list of one.
+        chat: wrap each text as a user's turn with the tokenizer's chat template.
+        system: the turn before all others of a chat.
+        settings: `policy` ("full"), `budget` (1.0), `budget_of`, `plan`, `prefill_chunk`: see `kvjax.prefill`;
+            `max_new_tokens` (128); `temperature` (0.8, 0 is greedy), `top_k`, `top_p`, `min_p`, `repetition_penalty`:
+            see `Sampling`; `stop`: texts that end a text before them, among them those of special tokens;
+            `stop_token_ids`: ids that end it, too; `stop_at_eos` (True): whether the model's own ends do, and in a chat
+            the tokenizer's and the chat template's;
+            `seed` (0): one number, or one for each prompt; the same seed gives a prompt the same text in any batch;
+            `num_samples` (1): texts of each prompt, which is read once, one after the other in what is returned; the
+            i-th is drawn as with seed + i, while the policy's own randomness is that of the prompt;
+            `beams` (1), `length_penalty` (1.0): the likeliest text that a search finds, see `beam_search`;
+            `logprobs`, `on_tokens`: see `generate_ids`.
+
+    A batch is filled up to 1, 2, 3, 4, 6, 8, 12, 16, ... rows, for which there is a program and memory; what compiles
+    once more is in docs/compilation.md.
+
+    Raises:
+        ValueError: a prompt is empty or too long, or a setting is out of range.
+    """
+    texts = [prompts] if isinstance(prompts, str) else list(prompts)
+    turns = chat or not all(isinstance(text, str) for text in texts)
+    made = generate_ids(model, encode_all(model, texts, chat, system), chat=turns, **settings)
+    return texts_of(model, made, settings.get("stop", ()))
+
+
+def stream_text(
+    model: LanguageModel, prompt: str | Messages, *, chat: bool = False, system: str | None = None, **settings: Any
+) -> Iterator[str]:
+    """The text that continues one prompt, in pieces as they come.
+
+    Half a character and what may be the beginning of a stop string are held back until more is known.
+
+    Args:
+        model: from `kvjax.load`.
+        prompt: a text, or with `chat` a conversation.
+        chat: wrap a text as a user's turn.
+        system: the turn before all others of a chat.
+        settings: those of `begin`; several samples cannot be streamed.
+
+    Raises:
+        ValueError: the prompt is empty or too long, or a setting is out of range; before the first piece is asked for.
+    """
+    if settings.get("num_samples", 1) != 1:
+        raise ValueError(f"num_samples={settings['num_samples']}: one text can be streamed; use model.generate.")
+    turn = chat or not isinstance(prompt, str)
+    begun = begin(model, [encode(model, prompt, chat, system)], chat=turn, **settings)
+
+    def pieces() -> Iterator[str]:
+        text = Pieces(model.tokenizer, begun.stop, begun.prompts[0])
+        for block in begun.blocks(steps=1):
+            if piece := text.add(block.tokens[0][block.belongs[0]].tolist()):
+                yield piece
+        if piece := text.finish():
+            yield piece
+
+    return pieces()

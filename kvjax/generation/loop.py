@@ -1,0 +1,169 @@
+"""The compiled loop: many decode steps and draws per dispatch, each row on its own randomness."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Int, Key
+
+from kvjax.generation.sampling import Sampling, sample
+from kvjax.inference.decode import settle_step, step
+from kvjax.inference.state import Moving, State, join_state, split_state
+from kvjax.utils.processes import on_host
+
+STEPS_PER_DISPATCH = 16
+
+
+class Drawn(NamedTuple):
+    """A token of each row, or several [b n], and what the model thought of them before anything was filtered."""
+
+    token: Int[Array, " b"]
+    logprob: Float[Array, " b"] | None
+    """None where it was not asked for, as the next two."""
+    likeliest: Int[Array, "b k"] | None
+    """The k likeliest tokens in its place, the likeliest first."""
+    likeliest_logprob: Float[Array, "b k"] | None
+
+
+class Block(NamedTuple):
+    """What one dispatch made."""
+
+    tokens: Int[np.ndarray, "b n"]
+    belongs: Bool[np.ndarray, "b n"]
+    """Which tokens are of their row's text: an ending id is not, nor what an inactive row is given."""
+    state: State
+    """After them; the last token of a row that has not ended is not read yet."""
+    drawn: Drawn
+    """The tokens again, [b n] and [b n k] on the host."""
+
+
+Narrow = Callable[
+    [Int[np.ndarray, "b n"], Bool[np.ndarray, "b n"]], tuple[Bool[np.ndarray, "b n"], Bool[np.ndarray, " b"]]
+]
+"""Given a block of tokens and which of them belong: which do after all, and which rows have ended."""
+
+
+@functools.partial(jax.jit, static_argnames="logprobs")
+def draw(
+    key: Key[Array, " b"],
+    position: Int[Array, " b"],
+    logits: Float[Array, "b vocab"],
+    sampling: Sampling,
+    seen: Bool[Array, "b vocab"],
+    logprobs: int | None = None,
+) -> tuple[Drawn, Bool[Array, "b vocab"]]:
+    """The next token of each row, whose randomness is that of the row's key and the token's position alone.
+
+    Returns:
+        The tokens, with the logarithms of their probabilities if `logprobs` and of so many likeliest ones; and what
+        each row's text has then.
+    """
+    token = sample(logits, jax.vmap(jax.random.fold_in)(key, position), sampling, seen)
+    seen = seen.at[jnp.arange(len(token)), token].set(True)
+    return (Drawn(token, None, None, None) if logprobs is None else thought(logits, token, logprobs)), seen
+
+
+def thought(logits: Float[Array, "b vocab"], token: Int[Array, " b"], logprobs: int) -> Drawn:
+    """Tokens with the logarithms of their probabilities, and so many likeliest ones."""
+    known = jax.nn.log_softmax(logits.astype(jnp.promote_types(logits.dtype, jnp.float32)))
+    values, ids = jax.lax.top_k(known, logprobs) if logprobs else (None, None)
+    return Drawn(token, jnp.take_along_axis(known, token[:, None], axis=1)[:, 0], ids, values)
+
+
+def room_for(shape: tuple[int, int], dtype: DTypeLike, logprobs: int | None) -> Drawn:
+    """What tokens of so many rows and steps are written to; `dtype` is that of the model."""
+    wide = jnp.promote_types(dtype, jnp.float32)
+    return Drawn(
+        jnp.zeros(shape, jnp.int32),
+        None if logprobs is None else jnp.zeros(shape, wide),
+        jnp.zeros((*shape, logprobs), jnp.int32) if logprobs else None,
+        jnp.zeros((*shape, logprobs), wide) if logprobs else None,
+    )
+
+
+@functools.partial(jax.jit, static_argnames=("most", "logprobs"), donate_argnums=(1, 3))
+def _many(
+    fixed: State,
+    moving: Moving,
+    token: Int[Array, " b"],
+    seen: Bool[Array, "b vocab"],
+    ended: Bool[Array, " b"],
+    ends: Bool[Array, " vocab"],
+    sampling: Sampling,
+    steps: int,
+    most: int,
+    logprobs: int | None,
+) -> tuple[Array, Moving, Bool[Array, "b vocab"], Drawn]:
+    # As many steps as there are tokens to make, of `most` that there is room for: another number takes no new program.
+    # Rows that have ended read nothing more, so that a conversation can go on from its answer.
+    def more(carry: Any) -> Bool[Array, ""]:
+        i, _, _, _, ended, _ = carry
+        return (i < steps) & ~ended.all()
+
+    def one(carry: Any) -> Any:
+        i, moving, token, seen, ended, made = carry
+        state = join_state(fixed, moving)
+        state, logits = step(state.replace(active=state.active & ~ended), token)
+        drawn, seen = draw(state.key, state.position, logits, sampling, seen, logprobs)
+        made = jax.tree.map(lambda all, new: all.at[:, i].set(new), made, drawn)
+        return i + 1, split_state(state)[1], drawn.token, seen, ended | ends[drawn.token], made
+
+    made = room_for((token.shape[0], most), fixed.weights.embedding.dtype, logprobs)
+    i, moving, _, seen, _, made = jax.lax.while_loop(more, one, (jnp.int32(0), moving, token, seen, ended, made))
+    return i, moving, seen, made
+
+
+def generate_tokens(
+    state: State,
+    logits: Float[Array, "b vocab"],
+    max_new_tokens: int,
+    sampling: Sampling,
+    eos: tuple[int, ...] = (),
+    steps: int = STEPS_PER_DISPATCH,
+    *,
+    texts: Sequence[Sequence[int]] = (),
+    logprobs: int | None = None,
+    narrow: Narrow | None = None,
+) -> Iterator[Block]:
+    """Continue prompts in blocks of up to `steps` tokens.
+
+    Args:
+        state: from `prefill`; its caches are consumed.
+        logits: for the first new token, from `prefill`.
+        max_new_tokens: tokens per row, at least 1.
+        sampling: how tokens are drawn; other settings take the same program.
+        eos: ids that end a row, which reads nothing from there on; the rest of the row is masked.
+        steps: decode steps per dispatch, at most 16; the same program serves all of them.
+        texts: ids of each row so far, for the penalty on repetition; rows beyond them have none.
+        logprobs: how many likeliest tokens to tell of beside each one, 0 for the token alone; None for no telling.
+        narrow: is shown each block before it is given out, and may end rows.
+    """
+    seen, ends = np.zeros(logits.shape, bool), np.isin(np.arange(logits.shape[1]), eos)
+    for row, ids in zip(seen, texts, strict=False):
+        row[list(ids)] = True
+    settle_step(state)
+    drawn, held = draw(state.key, state.position, logits, sampling, jnp.asarray(seen), logprobs)
+    fixed, moving = split_state(state)
+    ended, made = ~on_host(state.active), 0
+    token, after = drawn.token, state
+    found: Drawn = jax.tree.map(lambda leaf: on_host(leaf)[:, None], drawn)
+    while True:
+        tokens = np.asarray(found.token)
+        belongs = ~(np.logical_or.accumulate(ends[tokens], axis=1) | ended[:, None])
+        made, ended = made + tokens.shape[1], ~belongs[:, -1]
+        if narrow is not None:
+            belongs, ended = narrow(tokens, belongs)
+        yield Block(tokens, belongs, after, found)
+        if made >= max_new_tokens or ended.all():
+            return
+        count = min(steps, STEPS_PER_DISPATCH, max_new_tokens - made)
+        arguments = token, held, jnp.asarray(ended), jnp.asarray(ends), sampling, count, STEPS_PER_DISPATCH, logprobs
+        done, moving, held, drawn = _many(fixed, moving, *arguments)
+        found = jax.tree.map(lambda leaf, done=int(done): on_host(leaf)[:, :done], drawn)
+        token, after = jnp.asarray(found.token[:, -1]), join_state(fixed, moving)

@@ -1,0 +1,153 @@
+"""Texts and conversations as token ids."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvjax.generation.token_bytes import special_tokens
+from kvjax.models.tokenizer import adds_bos
+from kvjax.utils.settings import Messages
+
+if TYPE_CHECKING:
+    from kvjax.models.model import LanguageModel
+
+
+def encode(model: LanguageModel, prompt: str | Messages, chat: bool = False, system: str | None = None) -> list[int]:
+    """A prompt's token ids, as the model's tokenizer starts a text; as a conversation if it is one or `chat`.
+
+    Args:
+        model: whose tokenizer it is.
+        prompt: a text, or a conversation that waits for an answer.
+        chat: whether a text is a user's turn.
+        system: the turn before all others; None for what the template has there.
+
+    Raises:
+        ValueError: the prompt is empty or no text, the tokenizer has no chat template or one that refuses it, or has
+            tokens that the model does not have.
+    """
+    if not isinstance(prompt, str):
+        return chat_ids(model, render(model, with_system(prompt, system)))
+    if not prompt.strip():
+        raise ValueError("the prompt is empty; give some text.")
+    if chat:
+        return encode(model, [{"role": "user", "content": prompt}], system=system)
+    if system is not None:
+        raise ValueError(f"system={system!r} is a turn of a conversation; give chat=True, too.")
+    return token_ids(model, prompt)
+
+
+def token_ids(model: LanguageModel, text: str, begins: bool = True) -> list[int]:
+    """Ids of a text, with what a tokenizer puts before all texts if it `begins` one.
+
+    Raises:
+        ValueError: it is no text, or tokenizer and model do not belong together.
+    """
+    lone = next((i for i, character in enumerate(text) if "\ud800" <= character <= "\udfff"), None)
+    if lone is not None:
+        raise ValueError(f"the prompt is no text: character {lone} is {text[lone]!a}, half of a surrogate pair.")
+    encoded = model.tokenizer.encode(text) if begins else model.tokenizer.encode(text, add_special_tokens=False)
+    ids = list(encoded)
+    if max(ids, default=0) >= model.config.vocab_size:
+        raise ValueError(
+            f"the tokenizer of {model.name!r} gives token {max(ids)}, but the model has {model.config.vocab_size}: "
+            "they do not belong together."
+        )
+    return ids
+
+
+def chat_ids(model: LanguageModel, text: str) -> list[int]:
+    """Return the ids of what a chat template wrote, from its beginning on.
+
+    A template that writes no bos gets one where tokenizer_config.json says `add_bos_token`, or where that says nothing
+    and the tokenizer puts one before all texts.
+
+    Raises:
+        ValueError: it is no text, or tokenizer and model do not belong together.
+    """
+    ids, begins = token_ids(model, text, begins=False), _beginning(model)
+    return ids if ids[: len(begins)] == begins else begins + ids
+
+
+def _beginning(model: LanguageModel) -> list[int]:
+    """The ids before a conversation."""
+    directory: Path | None = getattr(model, "directory", None)
+    said = None if directory is None else adds_bos(directory)
+    if said is not None:
+        bos = model.tokenizer.bos_token_id
+        return [bos] if said and bos is not None else []
+    alone, usual = token_ids(model, "a", begins=False), token_ids(model, "a")
+    return usual[: next((i for i in range(len(usual)) if usual[i : i + len(alone)] == alone), 0)]
+
+
+def end_ids(model: LanguageModel, chat: bool = False) -> tuple[int, ...]:
+    """Return the ids that end a text.
+
+    Args:
+        model: whose config has the ids of its generation_config.json, or else those of its config.json or GGUF file:
+            they end any text.
+        chat: whether an answer of a chat is meant, which ends with the tokenizer's `eos_token`, too, and with the
+            special token that the chat template writes behind an answer.
+    """
+    ends = list(model.config.eos)
+    if chat:
+        own = getattr(model.tokenizer, "eos_token_id", None), _template_end(model)
+        ends += [token for token in own if isinstance(token, int) and token < model.config.vocab_size]
+    return tuple(dict.fromkeys(ends))
+
+
+def _template_end(model: LanguageModel) -> int | None:
+    """The special token that the chat template writes behind an answer; None if it writes none."""
+    if not getattr(model.tokenizer, "chat_template", None):
+        return None
+    turn, reply = "Qzjx", "Xjqz"
+    turns = [{"role": "user", "content": turn}, {"role": "assistant", "content": reply}]
+    try:
+        after = render(model, turns, answers=False).rpartition(reply)[2].lstrip()
+    except ValueError:  # it wants other turns
+        return None
+    ids = token_ids(model, after, begins=False)[:1]
+    return ids[0] if ids and ids[0] in special_tokens(model.tokenizer) else None
+
+
+def with_system(messages: Messages, system: str | None) -> Messages:
+    """A conversation with a system's turn before all others.
+
+    Raises:
+        ValueError: it has one.
+    """
+    if system is None:
+        return messages
+    if messages and messages[0]["role"] == "system":
+        raise ValueError("the messages begin with a system's turn; leave out the other one.")
+    return [{"role": "system", "content": system}, *messages]
+
+
+def render(model: LanguageModel, messages: Messages, answers: bool = True, unfinished: bool = False) -> str:
+    """A conversation as the text that the model's chat template makes of it, up to where an answer begins.
+
+    Args:
+        model: whose tokenizer has the template.
+        messages: the turns.
+        answers: whether an answer is to follow.
+        unfinished: whether the last turn goes on instead, so that the text stops where it does.
+
+    Raises:
+        ValueError: there is no template, or it refuses the turns.
+    """
+    if not getattr(model.tokenizer, "chat_template", None):
+        raise ValueError(f"the tokenizer of {model.name!r} has no chat template; leave out --chat.")
+    try:
+        return model.tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=answers, continue_final_message=unfinished
+        )
+    except Exception as error:  # whatever the template's author has it raise
+        raise ValueError(f"the chat template of {model.name!r} refuses the prompt: {error}.") from error
+
+
+def encode_all(
+    model: LanguageModel, prompts: Sequence[str | Messages], chat: bool = False, system: str | None = None
+) -> list[list[int]]:
+    """Ids of several prompts; see `encode`."""
+    return [encode(model, prompt, chat, system) for prompt in prompts]

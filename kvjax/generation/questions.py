@@ -1,0 +1,156 @@
+"""Many questions about one prompt, which is read and compressed once."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax.generation.generate import Begun, Generation, begin, check_beams, go_on
+from kvjax.generation.prompts import chat_ids, encode, render, token_ids, with_system
+from kvjax.inference.extend import extend
+from kvjax.inference.prepare import bucket, bucket_rows
+from kvjax.inference.state import take_rows
+from kvjax.utils.settings import Messages, whole_number
+
+if TYPE_CHECKING:
+    from kvjax.models.model import LanguageModel
+
+
+def encode_questions(
+    model: LanguageModel,
+    prompt: str | Messages,
+    questions: Sequence[str],
+    chat: bool = False,
+    system: str | None = None,
+) -> tuple[list[int], list[list[int]]]:
+    """Ids of a prompt, and of each question as it follows the prompt.
+
+    Args:
+        model: whose tokenizer it is.
+        prompt: a text that each question goes on from, or if `chat` stands before it in one user's turn with an empty
+            line between them; or a conversation, whose next user's turn a question is.
+        questions: texts.
+        chat: whether a text is part of a user's turn.
+        system: the turn before all others of a chat.
+
+    Raises:
+        ValueError: a text is empty or no text, or the chat template writes the prompt otherwise where another question
+            follows.
+    """
+    if isinstance(prompt, str) and not chat:
+        return encode(model, prompt, system=system), [token_ids(model, text, begins=False) for text in questions]
+    if isinstance(prompt, str):
+        encode(model, prompt)  # refuses what is no text
+        turns = [[{"role": "user", "content": f"{prompt}\n\n{question}"}] for question in questions]
+    else:
+        turns = [[*prompt, {"role": "user", "content": question}] for question in questions]
+    texts = [render(model, with_system(turn, system)) for turn in turns]
+    if isinstance(prompt, str):
+        before = texts[0][: texts[0].find(prompt) + len(prompt)] if prompt in texts[0] else None
+    else:
+        before = render(model, with_system(prompt, system), answers=False)
+    if before is None or not all(text.startswith(before) for text in texts):
+        raise ValueError(
+            f"the chat template of {model.name!r} does not leave a prompt as it is when a question follows, so it "
+            "cannot be read once for all of them; ask them one by one."
+        )
+    return chat_ids(model, before), [token_ids(model, text[len(before) :], begins=False) for text in texts]
+
+
+def answer(
+    model: LanguageModel,
+    prompt: Sequence[int],
+    questions: Sequence[Sequence[int]],
+    *,
+    batch_size: int = 8,
+    longest: int = 0,
+    beams: int = 1,
+    length_penalty: float = 1.0,
+    **settings: Any,
+) -> Iterator[Generation]:
+    """Answers to questions that know nothing of each other, from one reading of their prompt.
+
+    Each batch of questions goes on from copies of the state that the prompt left, by `kvjax.take_rows` and
+    `kvjax.extend`. Budgets that are fractions, and schedules, count the prompt, `max_new_tokens`, and the longest
+    question rounded up to 16, 24, 32, 48, ... tokens.
+
+    Args:
+        model: from `kvjax.load`.
+        prompt: ids.
+        questions: ids of each, at least one.
+        batch_size: questions that are answered at once.
+        longest: tokens of the longest question there is, where these are not all of them.
+        beams: see `generate_ids`.
+        length_penalty: see `generate_ids`.
+        settings: those of `begin`.
+
+    Yields:
+        What came of each batch, in order; a question's samples follow each other.
+
+    Raises:
+        ValueError: a question is empty, the text becomes too long, or a setting is out of range; when the first batch
+            is asked for.
+    """
+    batch_size = whole_number("batch_size", batch_size)
+    check_beams(beams, length_penalty, settings)
+    if not questions or not all(questions):
+        raise ValueError("a question is empty; give at least one token.")
+    new = whole_number("max_new_tokens", settings.get("max_new_tokens", 128))
+    longest = max(longest, *map(len, questions))
+    longest = min(bucket(longest), max(longest, model.config.max_positions - len(prompt) - new))
+    planned: dict[str, Any] = settings | {"max_new_tokens": longest + new}
+    begun = begin(model, [prompt], **planned)
+    samples = len(begun.prompts)
+    for start in range(0, len(questions), batch_size):
+        asked = [question for question in questions[start : start + batch_size] for _ in range(samples)]
+        rows = len(asked)
+        index = np.r_[np.arange(rows) % samples, np.zeros(bucket_rows(rows, begun.state.mesh) - rows, np.int64)]
+        state = take_rows(begun.state, index).replace(active=jnp.asarray(np.arange(len(index)) < rows))
+        held = [positions[:1].repeat(rows, axis=0) for positions in begun.held]
+        copies = dataclasses.replace(begun, state=state, prompts=[list(prompt)] * rows, held=held)
+        yield go_on(_asked(copies, asked, new), beams, length_penalty)
+
+
+def answer_each(
+    model: LanguageModel,
+    prompts: Sequence[Sequence[int]],
+    questions: Sequence[Sequence[int]],
+    *,
+    batch_size: int = 8,
+    **settings: Any,
+) -> Iterator[Generation]:
+    """Answers to one question about each of some prompts, which is asked when the prompt has been compressed.
+
+    Args:
+        model: from `kvjax.load`.
+        prompts: ids of each.
+        questions: ids of each prompt's question.
+        batch_size: prompts that are read at once.
+        settings: those of `begin`; fractional budgets count the longest question, too.
+
+    Yields:
+        What came of each batch, in order.
+
+    Raises:
+        ValueError: there is not one question for each prompt, one is empty, or a setting is out of range; when the
+            first batch is asked for.
+    """
+    if len(prompts) != len(questions) or not all(questions):
+        raise ValueError(f"{len(questions)} questions, none of them empty, are not there for {len(prompts)} prompts.")
+    new = whole_number("max_new_tokens", settings.get("max_new_tokens", 128))
+    planned: dict[str, Any] = settings | {"max_new_tokens": max(map(len, questions), default=0) + new}
+    for start in range(0, len(prompts), whole_number("batch_size", batch_size)):
+        begun = begin(model, prompts[start : start + batch_size], **planned)
+        yield go_on(_asked(begun, questions[start : start + batch_size], new))
+
+
+def _asked(begun: Begun, questions: Sequence[Sequence[int]], new: int) -> Begun:
+    """Prompts that have been read with a question behind each, which is read, too."""
+    filling = len(begun.state.position) - len(questions)
+    state, logits = extend(begun.state, [*map(list, questions), *[[0]] * filling])
+    prompts = [[*prompt, *question] for prompt, question in zip(begun.prompts, questions, strict=True)]
+    return dataclasses.replace(begun, state=state, logits=logits, prompts=prompts, max_new_tokens=new)

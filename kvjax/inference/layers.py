@@ -1,0 +1,469 @@
+"""Tokens through all layers: one per row in a decode step, or a block of text at once."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Generator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Int, UInt32
+
+from kvjax.cache import slots
+from kvjax.cache.dense import Dense
+from kvjax.cache.paged.build import Selected, select
+from kvjax.cache.paged.storage import Paged
+from kvjax.cache.slots import Attended
+from kvjax.models.config import ModelConfig
+from kvjax.models.decoder import LayerWeights, Weights, block, embed
+from kvjax.policies.base import Part, of_kvjax
+from kvjax.policies.policy import Policy
+from kvjax.policies.stats import is_ask, of_all_layers, of_devices, of_own_heads, questions
+from kvjax.rope import Rope, Turns, turns_of
+from kvjax.types import Evicted, Heads, Kernels, LayerConfig, New, PyTree, setting
+from pallas_kernels.attention import LowRank
+
+Storage = Dense | Paged
+
+
+class Reading(struct.PyTreeNode):
+    """Which tokens are being read, for all layers alike; the fields are those of `New`."""
+
+    token: Int[Array, "b t"]
+    position: Int[Array, "b t"]
+    prompt_length: Int[Array, " b"]
+    read: Int[Array, " b"]
+    horizon: Int[Array, " b"]
+    end: Int[Array, " b"]
+    seed: UInt32[Array, " b"]
+    given: bool = setting(True)
+    kernels: Kernels = setting(Kernels())
+
+    def turns(self, rope: Rope, dtype: DTypeLike) -> Turns:
+        """The rotations of the tokens' queries and keys."""
+        return turns_of(rope, self.position, dtype, self.end)
+
+    def new(
+        self,
+        config: LayerConfig,
+        layer: int | Int[Array, ""],
+        x: Array,
+        q: Array,
+        k: Array,
+        v: Array,
+        turns: Turns | None = None,
+    ) -> New:
+        """The tokens as a layer sees them, from what its block was given and its unrotated queries and keys.
+
+        Args:
+            config: of the layer.
+            layer: its number.
+            x: what its block was given.
+            q, k, v: unrotated.
+            turns: of `config.rope`, where layers share them.
+        """
+        raw_q, raw_k = q, k
+        if config.rope is not None:
+            turns = turns or self.turns(config.rope, q.dtype)
+            q, k, v = config.rotated((q, k), turns, self.kernels, (v,))
+        return New(
+            q=q,
+            k=k,
+            v=v,
+            raw_q=raw_q,
+            raw_k=raw_k,
+            hidden=x,
+            position=self.position,
+            token=self.token,
+            prompt_length=self.prompt_length,
+            read=self.read,
+            horizon=self.horizon,
+            end=self.end,
+            seed=self.seed,
+            head=config.numbers(x.shape[0]),
+            layer=layer,
+            config=config,
+            given=self.given,
+            kernels=self.kernels,
+        )
+
+    def ahead(self, config: LayerConfig, layer: int, x: Array) -> New:
+        """The tokens as a layer is going to see them, with nothing of what it makes of them but its shape."""
+        rows, tokens = self.token.shape
+        keys = jnp.zeros((rows, config.kv_heads, tokens, config.key_width), x.dtype)
+        values = jnp.zeros((rows, config.kv_heads, tokens, config.value_width), x.dtype)
+        queries = jnp.zeros((rows, config.kv_heads, config.groups, tokens, config.key_width), x.dtype)
+        unrotated = dataclasses.replace(config, rope=None)
+        return self.new(unrotated, layer, jnp.zeros_like(x), queries, keys, values)
+
+
+class Pending(NamedTuple):
+    """A layer's answers, before the score has heard them."""
+
+    asks: PyTree
+    answers: Any
+    new: New
+
+
+def read_token(
+    weights: Weights, config: ModelConfig, policy: Policy, storage: Storage, reading: Reading
+) -> tuple[Storage, Float[Array, "b 1 width"]]:
+    """One token per row through all layers: the victim is chosen before attention, for everyone."""
+    x = embed(weights, config, reading.token, reading.position)
+    pending: list[Pending] = []
+    shapes, begun = config.layer_configs, x
+    ropes = dict.fromkeys(shape.rope for shape in shapes if shape.rope is not None)
+    turns: dict[Rope | None, Turns] = {rope: reading.turns(rope, x.dtype) for rope in ropes}
+    storage = storage.open(policy, shapes, lambda index: reading.ahead(shapes[index], index, begun))
+    alike = type(storage) is Dense and layers_alike(policy)
+    for index, (layer, shape) in enumerate(zip(weights.layers, shapes, strict=True)):
+        turned = turns.get(shape.rope)
+        with jax.named_scope("layer"):
+            if alike:
+                assert isinstance(storage, Dense)
+                given = layer, policy, storage.alone(index), 0, jnp.asarray(index), reading, turned, x
+                alone, x, told = _traced_once(*given, config=config, shape=shapes.index(shape))
+                storage = storage.replace_layer(index, alone.layers[0])
+            else:
+                given = layer, policy, storage, index, index, reading, turned, x
+                storage, x, told = _through_layer(*given, config=config, shape=index)
+        pending.extend(told)
+    for index, told in enumerate(over_layers(pending)):
+        with jax.named_scope("layer"):
+            storage = heard(policy, storage, index, told.asks, told.answers, told.new)
+    return storage.close(), x
+
+
+def layers_alike(policy: Policy) -> bool:
+    """Whether layers of one shape may share a program: no part looks things up by their number.
+
+    Nor may they where a score moves what is held between memories.
+    """
+    return not any(part.numbers_layers for part in _parts(policy)) and not policy.score.offloads
+
+
+def _parts(policy: Policy) -> list[Part]:
+    found = [getattr(policy, field.name) for field in dataclasses.fields(policy)]
+    return [part for part in found if isinstance(part, Part)]
+
+
+@contextlib.contextmanager
+def layer_numbered(policy: Policy, number: int | Int[Array, ""]) -> Generator[None]:
+    """Trace a layer; say what to do where a part of somebody's own takes its traced number for one of Python.
+
+    Raises:
+        TypeError: it does.
+    """
+    try:
+        yield
+    except (
+        jax.errors.ConcretizationTypeError,
+        jax.errors.TracerArrayConversionError,
+        jax.errors.TracerIntegerConversionError,
+    ) as error:
+        own = [type(part).__name__ for part in _parts(policy) if not of_kvjax(type(part))]
+        if isinstance(number, int) or not own:
+            raise
+        raise TypeError(
+            f"{' or '.join(own)} takes an array for a number of Python ({str(error).splitlines()[0]}); where that is "
+            "new.layer, write numbers_layers = True in the class, so that each layer has a program of its own."
+        ) from error
+
+
+def _through_layer(
+    layer: LayerWeights,
+    policy: Policy,
+    storage: Storage,
+    place: int,
+    number: int | Int[Array, ""],
+    reading: Reading,
+    turns: Turns | None,
+    x: Float[Array, "b 1 width"],
+    *,
+    config: ModelConfig,
+    shape: int,
+) -> tuple[Storage, Float[Array, "b 1 width"], list[Pending]]:
+    """One token per row through the layer that has a place in a storage, and a number and a shape in the model."""
+    kind, pending, of_heads = config.layer_configs[shape], list[Pending](), list[Pending]()
+
+    def attention(q: Array, k: Array, v: Array) -> Array:
+        nonlocal storage
+        new = reading.new(kind, number, x, q, k, v, turns)
+        storage, out, told = _step(kind, policy, storage, place, new)
+        for each in told:
+            (of_heads if of_devices(each.asks) else pending).append(each)
+        return out
+
+    def total(parts: Array) -> Array:
+        # Means over a layer's heads travel with the sum that attention takes anyway.
+        if not of_heads:
+            return kind.spread.over_attention(parts)
+        told = of_heads.pop()
+        asks, tree = questions(told.asks)
+        answers = tree.flatten_up_to(told.answers)
+        waiting = [place for place, ask in enumerate(asks) if of_devices(ask)]
+        summed, means = kind.spread.over_attention_and_heads(parts, [answers[place] for place in waiting])
+        for place, mean in zip(waiting, means, strict=True):
+            answers[place] = mean
+        of_heads.append(told._replace(answers=tree.unflatten(answers)))
+        return summed
+
+    with layer_numbered(policy, number):
+        after = block(layer, config, kind, x, attention, total)
+        for told in of_heads:
+            storage = heard(policy, storage, place, told.asks, told.answers, told.new)
+    return storage, after, pending
+
+
+# Compilers inline it: what is saved is tracing and lowering.
+_traced_once = jax.jit(_through_layer, static_argnames=("place", "config", "shape"))
+
+
+def _step(
+    config: LayerConfig, policy: Policy, storage: Any, layer: int, new: New
+) -> tuple[Storage, Float[Array, "b h g 1 e"], list[Pending]]:
+    """One layer of a decode step, whatever the storage."""
+    if policy.score.offloads:
+        storage = storage.moved(layer, jax.memory.Space.Device)
+
+    def asked(heads: Heads) -> PyTree:
+        asks = policy.score.asks(heads, new)
+        # Where output weights sum over slots, too, answers about heads go alone.
+        return of_own_heads(asks) if new.spread.heads > 1 and new.spread.outputs == 1 else asks
+
+    done = None
+    if policy.selection is None:
+        absorb = None if policy.residual is None else policy.residual.absorb
+        with jax.named_scope("attention"):
+            done = storage.exchange_and_attend(policy, config, layer, new, asked, absorb)
+    if done is not None:
+        storage, asks, told = done
+        out = told.partial.out
+        if told.evicted is not None:  # as if it had left before: what remembers it is a part of its own
+            assert policy.residual is not None  # or nobody would have asked for what has left
+            with jax.named_scope("residual"):
+                kept = storage.heads(layer).state.residual
+                kept, out = policy.residual.step(kept, told.evicted, new, told.partial)
+                storage = storage.put_state(layer, residual=kept)
+        found = Attended(out, told.answers)
+    else:
+        storage, _ = exchange(config, policy, storage, layer, new)
+        asks = asked(storage.heads(layer))
+        remembered = share(policy, storage, layer, new)
+        with jax.named_scope("attention"):
+            storage, found = storage.attend(policy, config, layer, new, asks, remembered, policy.selection)
+    if of_all_layers(asks) or of_devices(asks):
+        return storage, found.out, [Pending(asks, found.answers, new)]
+    if questions(asks)[0]:
+        storage = heard(policy, storage, layer, asks, found.answers, new)
+        storage, out = storage.with_scores(layer, found.out)
+        found = found._replace(out=out)
+    if policy.score.offloads:
+        storage = storage.moved(layer, jax.memory.Space.Host)
+    return storage, found.out, []
+
+
+def exchange(
+    config: LayerConfig, policy: Policy, storage: Any, layer: int, new: New, *, pairs: bool = False
+) -> tuple[Any, Evicted]:
+    """One token per row in a slot of each head, and what was there, which the residual has been told of.
+
+    Without a residual it is nothing, unless its `pairs` are asked for.
+    """
+    told = _unchanged if pairs else None
+    absorb = told if policy.residual is None else policy.residual.absorb
+    with jax.named_scope("eviction"):
+        storage, evicted = storage.exchange(policy, config, layer, new, absorb)
+    if absorb is None:
+        return storage, evicted
+    with jax.named_scope("residual"):
+        remembered = absorb(storage.heads(layer).state.residual, evicted)
+        return storage.put_state(layer, residual=remembered), evicted
+
+
+def _unchanged(remembered: PyTree, evicted: Evicted) -> PyTree:
+    return remembered
+
+
+def heard(policy: Policy, storage: Any, layer: int, asks: PyTree, answers: Any, new: New) -> Any:
+    """Return a storage whose layer remembers what the score makes of its answers; the same where it asked nothing."""
+    if not questions(asks)[0]:
+        return storage
+    heads = storage.heads(layer)
+    with jax.named_scope("scores"):
+        advanced = policy.score.advance(heads, new)
+        if not policy.score.spares_idle_rows:
+            advanced = slots.where_read(new, advanced, heads.state.score)
+        storage = storage.fold(policy, layer, asks, answers, new)
+    return storage if advanced is None else storage.put_state(layer, score=advanced)
+
+
+def share(policy: Policy, storage: Storage, layer: int, new: New) -> LowRank | None:
+    """What a residual remembers, as attention of the newest queries takes it."""
+    with jax.named_scope("residual"):
+        return None if policy.residual is None else policy.residual.share(storage.heads(layer).state.residual, new)
+
+
+def over_layers(pending: Sequence[Pending]) -> list[Pending]:
+    """What every layer waited for, in the place of its own: sums over all of them."""
+    if not pending:
+        return []
+    answers = [told.answers for told in pending]
+
+    def total(ask: Any, *found: Any) -> Any:
+        return sum(found) if of_all_layers(ask) else None
+
+    def choose(ask: Any, whole: Any, own: Any) -> Any:
+        return whole if of_all_layers(ask) else own
+
+    totals = jax.tree.map(total, pending[0].asks, *answers, is_leaf=is_ask)
+    return [
+        told._replace(answers=jax.tree.map(choose, told.asks, totals, told.answers, is_leaf=is_ask)) for told in pending
+    ]
+
+
+def read_block(
+    weights: Weights,
+    config: ModelConfig,
+    policy: Policy,
+    storage: Dense,
+    reading: Reading,
+    capacities: tuple[int, ...],
+    *,
+    first: bool = False,
+) -> tuple[Dense | tuple[Selected, ...], Float[Array, "b t width"]]:
+    """A prompt, a chunk or a turn through all layers: attend, tell the score, keep what ranks highest.
+
+    Args:
+        weights: of the model.
+        config: of the model.
+        policy: what stays.
+        storage: what is there already.
+        reading: the tokens.
+        capacities: slots of each layer's buffers afterwards.
+        first: whether this is a prompt that is read whole, so that the plan finds out what heads need.
+
+    Returns:
+        The storage, or for a plan that gives each head its own slots what is going to stay; and hidden states, NaN in
+        rows where a score of somebody's own is NaN.
+    """
+    x = embed(weights, config, reading.token, reading.position)
+    numbers = range(config.layers)
+    shapes = config.layer_configs
+    return read_layers(weights.layers, numbers, shapes, config, policy, storage, reading, capacities, x, first=first)
+
+
+def read_layers(
+    layers: Sequence[LayerWeights],
+    numbers: Sequence[int] | Sequence[Int[Array, ""]],
+    shapes: Sequence[LayerConfig],
+    config: ModelConfig,
+    policy: Policy,
+    storage: Dense,
+    reading: Reading,
+    capacities: tuple[int, ...],
+    x: Float[Array, "b t width"],
+    *,
+    first: bool = False,
+) -> tuple[Dense | tuple[Selected, ...], Float[Array, "b t width"]]:
+    """`read_block` through some layers of a model, of which `storage` holds only those.
+
+    Args:
+        layers: their weights.
+        numbers: which of the model's they are.
+        shapes: of each.
+        config: of the model.
+        policy: what stays.
+        storage: what is there already.
+        reading: the tokens.
+        capacities: slots of each layer's buffers afterwards.
+        x: hidden states.
+        first: whether this is a prompt that is read whole.
+    """
+    paged = first and policy.plan.per_head
+    pending: list[Pending] = []
+    selected: list[Selected] = []
+    undefined: list[Bool[Array, " b"]] = []
+
+    def done(index: int, shape: LayerConfig, told: Pending) -> None:
+        nonlocal storage
+        storage = _settled(policy, storage, index, told, first)
+        view = storage.layers[index]
+        if not of_kvjax(type(policy.score)):
+            undefined.append((jnp.isnan(policy.standing(view, told.new)[0]) & view.live).any((1, 2)))
+        if paged:
+            chosen, leaving = select(policy, shape, view, told.new)
+        else:
+            chosen = None
+            storage, leaving = storage.compress(policy, shape, index, told.new, capacities[index])
+        if policy.residual is not None:
+            absorb, before = policy.residual.absorb, view.state.residual
+            remembered = slots.fold_evicted(absorb, before, policy, shape, view, told.new, leaving)
+            storage = storage.put_state(index, residual=remembered)
+            if chosen is not None:
+                state = chosen.view.state.replace(residual=remembered)
+                chosen = chosen.replace(view=chosen.view.replace(state=state))
+        if chosen is not None:
+            selected.append(chosen)
+        if policy.score.offloads:
+            storage = storage.moved(index, jax.memory.Space.Host)
+
+    for index, (layer, shape) in enumerate(zip(layers, shapes, strict=True)):
+
+        def attention(
+            q: Array, k: Array, v: Array, index: int = index, shape: LayerConfig = shape, x: Array = x
+        ) -> Array:
+            nonlocal storage
+            new = reading.new(shape, numbers[index], x, q, k, v)
+            if policy.score.offloads:
+                storage = storage.moved(index, jax.memory.Space.Device)
+            storage = storage.append(policy, shape, index, new)
+            heads = storage.heads(index)
+            asks = {"score": policy.score.asks(heads, new), "plan": policy.plan.asks(heads, new) if first else ()}
+            remembered = share(policy, storage, index, new)
+            storage, found = storage.attend(policy, shape, index, new, asks, remembered, policy.selection, block=True)
+            told = Pending(asks, found.answers, new)
+            if of_all_layers(asks["score"]):
+                pending.append(told)
+            else:
+                done(index, shape, told)
+            return found.out
+
+        with layer_numbered(policy, numbers[index]):
+            x = block(layer, config, shape, x, attention)
+    for index, told in enumerate(over_layers(pending)):
+        done(index, shapes[index], told)
+    for rows in undefined:  # what is kept by such scores means nothing, and neither do logits
+        x = jnp.where(rows[:, None, None], jnp.nan, x)
+    return (tuple(selected) if paged else storage), x
+
+
+def _settled(policy: Policy, storage: Dense, layer: int, told: Pending, first: bool) -> Dense:
+    # The score has heard and looked across slots; the plan knows what each head needs.
+    asks, answers, new = told
+    if questions(asks["score"])[0]:
+        storage = heard(policy, storage, layer, asks["score"], answers["score"], new)
+    view = storage.layers[layer]
+    storage = storage.settle(layer, policy.score.settle(view, new), new)
+    if not first:
+        return storage
+    view = storage.layers[layer]
+    ranks = None
+    if policy.plan.per_head and not policy.plan.decides:  # each head has a slot for the token that is being read
+        ranks = slots.with_newest(slots.rank(policy, view, new), view.position, new)
+    limit, found = policy.plan.settle(answers["plan"], view, ranks, new)
+    config = new.config
+    if config is not None and config.window is not None:
+        limit = jnp.minimum(limit, config.window)
+        # Rows that a local layer's window bounds keep that.
+        apart = config.bounds(new.end)
+        settled, before = (limit, found), (view.limit, view.state.plan)
+        limit, found = jax.tree.map(
+            lambda after, old: jnp.where(apart.reshape(-1, *(1,) * (old.ndim - 1)), old, after), settled, before
+        )
+    storage = storage.replace_layer(layer, view.replace(limit=limit))
+    return storage if found is None else storage.put_state(layer, plan=found)

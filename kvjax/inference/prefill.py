@@ -1,0 +1,307 @@
+"""Prompts into an empty cache: in one program, or layer by layer where many layers are alike."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from jax.interpreters import partial_eval
+from jax.sharding import Mesh
+from jaxtyping import Array, Float, Int, Key, UInt32
+
+from kvjax.cache.dense import Dense, empty
+from kvjax.cache.paged.build import Selected
+from kvjax.inference.layers import Reading, layers_alike, read_block, read_layers, read_token
+from kvjax.inference.prepare import Prompts
+from kvjax.inference.sharding import (
+    OF_HEADS,
+    OF_ROWS,
+    WHOLE,
+    logits_spec,
+    on_mesh,
+    placed_shapes,
+    policy_specs,
+    read_specs,
+    shared,
+)
+from kvjax.models.config import ModelConfig
+from kvjax.models.decoder import LayerWeights, Weights, embed, unembed
+from kvjax.models.sharding import on_device, weight_specs
+from kvjax.policies.policy import Policy
+from kvjax.types import Kernels
+
+if TYPE_CHECKING:
+    from kvjax.models.model import LanguageModel
+
+DEEP = 12
+"""Layers from which on a prompt is read layer by layer: a program for all of them takes so long to compile."""
+
+Read = tuple[Any, Int[Array, " b"], UInt32[Array, " b"], Float[Array, "b vocab"]]
+"""The storage (or what is going to stay, for plans with slots for each head), positions, seeds and logits."""
+
+
+def read_prompts(model: LanguageModel, prompts: Prompts, kernels: Kernels) -> Read:
+    """What a cache holds after prompts, and what comes next."""
+    if _shared(model.config, prompts):
+        return _read_layer_by_layer(model, prompts, kernels)
+    return _read_prompts(*_arguments(model, prompts), **_static(model, prompts, kernels))
+
+
+def prompt_shapes(model: LanguageModel, prompts: Prompts, kernels: Kernels) -> Read:
+    """What `read_prompts` would return, of `jax.ShapeDtypeStruct`: the weights may be shapes, too."""
+    if _shared(model.config, prompts):
+        return _read_layer_by_layer(model, prompts, kernels, lambda program: program.eval_shape)
+    return _read_prompts.eval_shape(*_arguments(model, prompts), **_static(model, prompts, kernels))
+
+
+def draws(model: LanguageModel, prompts: Prompts) -> bool:
+    """Whether what a cache holds of prompts depends on their random keys."""
+
+    def storage(keys: Key[Array, " b"], weights: Weights) -> Any:
+        texts = prompts.tokens, prompts.lengths, prompts.horizon, keys
+        made = _read_prompts(weights, prompts.policy, *texts, prompts.limits, **_static(model, prompts, Kernels()))
+        return made[0]
+
+    program = jax.make_jaxpr(storage)(prompts.keys, model.weights).jaxpr
+    _, used = partial_eval.dce_jaxpr(program, [True] * len(program.outvars))
+    return bool(used[0])
+
+
+def lower_prompts(model: LanguageModel, prompts: Prompts) -> list[jax.stages.Lowered]:
+    """The programs of `read_prompts`, to compile and ask for their `memory_analysis()`."""
+    kernels = Kernels()
+    if not _shared(model.config, prompts):
+        return [_read_prompts.lower(*_arguments(model, prompts), **_static(model, prompts, kernels))]
+    weights, config = model.weights, model.config
+    around = dataclasses.replace(weights, layers=())
+    mesh = model.mesh
+    beginning = _begin.lower(around, *_texts(prompts), config=config, kernels=kernels, mesh=mesh)
+    reading, x = placed_shapes(OF_ROWS, beginning.out_info, mesh)
+    kinds = {
+        (index, capacity): (layer, prompts.policy, limit, jnp.asarray(0), reading, x)
+        for layer, index, limit, capacity in _layers(model, prompts)
+    }
+    return [
+        beginning,
+        *(
+            _read_layer.lower(*arguments, config=config, index=index, capacity=capacity, mesh=mesh)
+            for (index, capacity), arguments in kinds.items()
+        ),
+        _end.lower(around, reading, x, config=config, mesh=mesh),
+    ]
+
+
+def _arguments(model: LanguageModel, prompts: Prompts) -> tuple[Any, ...]:
+    return model.weights, prompts.policy, *_texts(prompts), prompts.limits
+
+
+def _texts(prompts: Prompts) -> tuple[Any, ...]:
+    return prompts.tokens, prompts.lengths, prompts.horizon, prompts.keys
+
+
+def _static(model: LanguageModel, prompts: Prompts, kernels: Kernels) -> dict[str, Any]:
+    sizes = dict(capacities=prompts.capacities, lines=prompts.lines, chunk=prompts.chunk)
+    return dict(config=model.config, kernels=kernels, mesh=model.mesh, **sizes)
+
+
+def _shared(config: ModelConfig, prompts: Prompts) -> bool:
+    """Whether layers read prompts one after another, by programs that they share."""
+    policy = prompts.policy
+    together = policy.score.aligned_layers
+    return config.layers >= DEEP and prompts.chunk is None and layers_alike(policy) and not together
+
+
+def _layers(model: LanguageModel, prompts: Prompts) -> list[tuple[LayerWeights, int, Int[Array, "b h"], int]]:
+    # Layers of one shape go by the number of the first of them: they share a program.
+    shapes = model.config.layer_configs
+    like, limits = [shapes.index(shape) for shape in shapes], map(jnp.asarray, prompts.limits)
+    return list(zip(model.weights.layers, like, limits, prompts.capacities, strict=True))
+
+
+def _read_layer_by_layer(
+    model: LanguageModel, prompts: Prompts, kernels: Kernels, run: Callable[[Any], Any] = lambda program: program
+) -> Read:
+    # `run` makes of a program what is called.
+    weights, config = model.weights, model.config
+    around, settings = dataclasses.replace(weights, layers=()), dict(config=config, mesh=model.mesh)
+    reading, x = run(_begin)(around, *_texts(prompts), kernels=kernels, **settings)
+    found: list[Dense | tuple[Selected, ...]] = []
+    for number, (layer, index, limit, capacity) in enumerate(_layers(model, prompts)):
+        arguments = layer, prompts.policy, limit, jnp.asarray(number), reading, x
+        storage, x = run(_read_layer)(*arguments, index=index, capacity=capacity, **settings)
+        found.append(storage)
+    position, logits = run(_end)(around, reading, x, **settings)
+    selected = [each for storage in found if not isinstance(storage, Dense) for each in storage]
+    views = [view for storage in found if isinstance(storage, Dense) for view in storage.layers]
+    return (Dense(tuple(views)) if views else tuple(selected)), position, reading.seed, logits
+
+
+@functools.partial(jax.jit, static_argnames=("config", "kernels", "mesh"))
+def _begin(
+    weights: Weights,
+    tokens: Int[Array, "b n"],
+    lengths: Int[Array, " b"],
+    horizon: Int[Array, " b"],
+    keys: Key[Array, " b"],
+    *,
+    config: ModelConfig,
+    kernels: Kernels,
+    mesh: Mesh | None,
+) -> tuple[Reading, Float[Array, "b n width"]]:
+    def here(
+        weights: Weights, tokens: Array, lengths: Array, horizon: Array, keys: Array
+    ) -> tuple[Reading, Float[Array, "b n width"]]:
+        reading = _reading(tokens, lengths, horizon, keys, kernels)
+        return reading, embed(weights, on_device(config, mesh), reading.token, reading.position)
+
+    of_weights = weight_specs(weights, config, mesh)
+    return on_mesh(here, mesh, (of_weights, *(OF_ROWS,) * 4), OF_ROWS)(weights, tokens, lengths, horizon, keys)
+
+
+@functools.partial(jax.jit, static_argnames=("config", "index", "capacity", "mesh"), donate_argnames="x")
+def _read_layer(
+    layer: LayerWeights,
+    policy: Policy,
+    limit: Int[Array, "b h"],
+    number: Int[Array, ""],
+    reading: Reading,
+    x: Float[Array, "b n width"],
+    *,
+    config: ModelConfig,
+    index: int,
+    capacity: int,
+    mesh: Mesh | None,
+) -> tuple[Dense | tuple[Selected, ...], Float[Array, "b n width"]]:
+    here = on_device(config, mesh)
+    shape = here.layer(index)
+
+    def read(
+        layer: LayerWeights, policy: Policy, limit: Array, number: Array, reading: Reading, x: Array
+    ) -> tuple[Dense | tuple[Selected, ...], Float[Array, "b n width"]]:
+        storage = Dense((empty(policy, shape, number, limit=limit, slots=0, dtype=x.dtype),))
+        alone = (layer,), (number,), (shape,)
+        after, x = read_layers(*alone, here, policy, storage, reading, (capacity,), x, first=True)
+        return shared(after, mesh), x
+
+    of_layer = weight_specs(layer, config, mesh)
+    given = of_layer, policy_specs(policy), OF_HEADS, WHOLE, OF_ROWS, OF_ROWS
+    return on_mesh(read, mesh, given, (read_specs(policy, 1), OF_ROWS))(layer, policy, limit, number, reading, x)
+
+
+@functools.partial(jax.jit, static_argnames=("config", "mesh"))
+def _end(
+    weights: Weights, reading: Reading, x: Float[Array, "b n width"], *, config: ModelConfig, mesh: Mesh | None
+) -> tuple[Int[Array, " b"], Float[Array, "b vocab"]]:
+    def end(weights: Weights, reading: Reading, x: Array) -> tuple[Int[Array, " b"], Float[Array, "b vocab"]]:
+        logits = unembed(weights, on_device(config, mesh), _at_last(x, reading, x[:, 0]))
+        return jnp.copy(reading.prompt_length), logits
+
+    of_weights = weight_specs(weights, config, mesh)
+    made = OF_ROWS, logits_spec(config, mesh)
+    return on_mesh(end, mesh, (of_weights, OF_ROWS, OF_ROWS), made)(weights, reading, x)
+
+
+@functools.partial(jax.jit, static_argnames=("config", "capacities", "lines", "chunk", "kernels", "mesh"))
+def _read_prompts(weights: Weights, policy: Policy, *texts: Any, **settings: Any) -> Read:
+    config, mesh = settings["config"], settings["mesh"]
+    given = weight_specs(weights, config, mesh), policy_specs(policy), *(OF_ROWS,) * 4, OF_HEADS
+    made = read_specs(policy, config.layers), OF_ROWS, OF_ROWS, logits_spec(config, mesh)
+    return on_mesh(functools.partial(_read_on_device, **settings), mesh, given, made)(weights, policy, *texts)
+
+
+def _read_on_device(
+    weights: Weights,
+    policy: Policy,
+    tokens: Int[Array, "b n"],
+    lengths: Int[Array, " b"],
+    horizon: Int[Array, " b"],
+    keys: Key[Array, " b"],
+    limits: tuple[Int[Array, "b h"], ...],
+    *,
+    config: ModelConfig,
+    capacities: tuple[int, ...],
+    lines: tuple[int, ...],
+    chunk: int | None,
+    kernels: Kernels,
+    mesh: Mesh | None,
+) -> Read:
+    config = on_device(config, mesh)
+    rows, padded = tokens.shape
+    dtype = weights.embedding.dtype
+    # A prompt read whole starts from no slots at all; one read in chunks from a cache of its final size.
+    layers = enumerate(zip(config.layer_configs, limits, capacities, strict=True))
+    roomy = policy.sized(lines)
+    made = (
+        empty(roomy, shape, layer, limit=limit, slots=0 if chunk is None else capacity, dtype=dtype)
+        for layer, (shape, limit, capacity) in layers
+    )
+    storage: Any = Dense(tuple(made))
+    whole = _reading(tokens, lengths, horizon, keys, kernels)
+    size = padded if chunk is None else chunk
+
+    def read_chunk(start: Array | int, carry: tuple[Any, Array], *, first: bool) -> tuple[Any, Array]:
+        storage, last = carry
+        reading = whole.replace(
+            token=jax.lax.dynamic_slice_in_dim(whole.token, start, size, axis=1),
+            position=jax.lax.dynamic_slice_in_dim(whole.position, start, size, axis=1),
+            read=jnp.minimum(lengths, start + size),
+        )
+        if size == 1:
+            storage, hidden = read_token(weights, config, policy, storage, reading)
+        else:
+            storage, hidden = read_block(weights, config, policy, storage, reading, capacities, first=first)
+        return storage, _at_last(hidden, reading, otherwise=last)
+
+    last = jnp.zeros((rows, config.width), dtype)
+    if chunk is None:
+        storage, last = read_chunk(0, (storage, last), first=True)
+    else:
+        if policy.score.offloads:
+            for layer in range(config.layers):
+                storage = storage.moved(layer, jax.memory.Space.Host)
+        steps = -(-lengths.max() // size)
+        storage, last = jax.lax.fori_loop(
+            0, steps, lambda i, carry: read_chunk(i * size, carry, first=False), (storage, last)
+        )
+    # A step may reuse the memory of positions, that of lengths must live on. And they come from the program, that they
+    # are committed to devices as the storage is: a step would be compiled again for what it returns itself.
+    return shared(storage, mesh), jnp.copy(lengths), whole.seed, unembed(weights, config, last)
+
+
+def _reading(
+    tokens: Int[Array, "b n"],
+    lengths: Int[Array, " b"],
+    horizon: Int[Array, " b"],
+    keys: Key[Array, " b"],
+    kernels: Kernels,
+) -> Reading:
+    """All of some prompts."""
+    place = jnp.arange(tokens.shape[1])
+    return Reading(
+        token=tokens,
+        position=jnp.where(place < lengths[:, None], place, -1),
+        prompt_length=lengths,
+        read=lengths,
+        horizon=horizon,
+        end=lengths + horizon,
+        seed=policy_seeds(keys),
+        kernels=kernels,
+    )
+
+
+def policy_seeds(keys: Key[Array, " b"]) -> UInt32[Array, " b"]:
+    """The policy's randomness of rows, from their keys."""
+    return jax.vmap(lambda key: jax.random.bits(jax.random.fold_in(key, 1), dtype=jnp.uint32))(keys)
+
+
+def _at_last(
+    hidden: Float[Array, "b n width"], reading: Reading, otherwise: Float[Array, "b width"]
+) -> Float[Array, "b width"]:
+    """Hidden states of each row's last token, where that is among those being read."""
+    is_last = reading.position == (reading.prompt_length - 1)[:, None]
+    newest = jnp.einsum("btw,bt->bw", hidden, is_last.astype(hidden.dtype))
+    return jnp.where(is_last.any(1)[:, None], newest, otherwise)

@@ -1,0 +1,395 @@
+"""Everything about prompts that is decided on the host: checks, slots per layer, padding to a bucket."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jax.sharding import Mesh
+from jax.typing import ArrayLike
+from jaxtyping import Array, Int, Key
+
+from kvjax.methods.compatibility import fitted
+from kvjax.methods.registry import name_of, plan_by_name
+from kvjax.methods.registry import policy as policy_by_name
+from kvjax.models.config import ModelConfig
+from kvjax.policies.allocation import Plan
+from kvjax.policies.policy import Policy
+from kvjax.types import ROWS, SLOTS
+from kvjax.utils.settings import whole_number
+
+if TYPE_CHECKING:
+    from kvjax.models.model import LanguageModel
+
+Tokens = ArrayLike | Sequence[Sequence[int]]
+Budget = int | float | Sequence[int]
+WHOLES = ("text", "prompt", "context")
+"""What a budget may be a fraction of."""
+
+
+class Prompts(NamedTuple):
+    """What the program that reads prompts is given."""
+
+    policy: Policy
+    tokens: Int[np.ndarray, "b n"]
+    """Padded to a bucket, and to whole chunks."""
+    lengths: Int[np.ndarray, " b"]
+    horizon: Int[np.ndarray, " b"]
+    keys: Key[Array, " b"]
+    limits: tuple[Int[np.ndarray, "b h"], ...]
+    """For each layer the slots that each head may use."""
+    capacities: tuple[int, ...]
+    """For each layer the slots of its buffers."""
+    lines: tuple[int, ...]
+    """For each layer the most slots that a head may use, rounded as buffers are."""
+    chunk: int | None
+    """Tokens read between two compressions; None for all of them."""
+
+
+def prepare(
+    model: LanguageModel,
+    policy: Policy | str,
+    tokens: Tokens,
+    budget: Budget,
+    lengths: ArrayLike | Sequence[int] | None,
+    *,
+    max_new_tokens: int,
+    key: Key[Array, ""] | Key[Array, " b"] | None,
+    plan: Plan | str | None,
+    chunk: int | None = None,
+    budget_of: str = "text",
+) -> Prompts:
+    """What reading prompts takes, for the arguments of `kvjax.prefill`.
+
+    Raises:
+        ValueError: a prompt is empty or does not fit the model, or the budget does not fit the policy.
+    """
+    check_on_host("prefill", tokens, lengths, key, budget)
+    if not hasattr(model, "name"):  # a state has a model's weights and config, too
+        raise TypeError(f"the first argument is a model, from kvjax.load, not {type(model).__name__}.")
+    budget = checked_budget(budget)
+    max_new_tokens = whole_number("max_new_tokens", max_new_tokens)
+    policy = ready(model, policy, budget, plan)
+    config = model.config
+    if policy.plan.decides and not (isinstance(budget, float) and budget == 1.0):
+        raise ValueError(
+            f"{name_of(policy)} decides itself how many slots each head gets, so budget={budget!r} means nothing to "
+            "it; leave it out and change its settings."
+        )
+    check_bounded(policy, budget)
+    chunk = policy.score.prefill_chunk if chunk is None else whole_number("prefill_chunk", chunk)
+    if policy.plan.per_head and chunk is not None:
+        raise ValueError(
+            f"prefill_chunk={chunk} does not go with a budget for each head, which only the whole prompt can tell; "
+            "leave it out" + (', or use prompt="one_shot".' if policy.score.prefill_chunk else ".")
+        )
+    padded, real = _pad_rows(tokens, lengths)
+    rows, width = padded.shape
+    _check_prompts(padded, real, policy, config)
+    check_rows(rows, model.mesh)
+    policy.score.check_prompt(int(real.min()))
+    policy.codec.check_layers(config.layer_configs)
+    limits, capacities = plan_slots(policy, budget, real, max_new_tokens, config, width, budget_of)
+    size = bucket(width) if chunk is None or chunk >= width else -(-bucket(width) // chunk) * chunk
+    chunk = None if chunk is None or (chunk >= width and chunk > 1) else chunk
+    keys = checked_key(key, rows)
+    return Prompts(
+        policy=policy,
+        tokens=np.pad(padded, ((0, 0), (0, size - width))).astype(np.int32),
+        lengths=real.astype(np.int32),
+        horizon=np.full(rows, max_new_tokens, np.int32),
+        keys=jnp.broadcast_to(keys, (rows,)) if keys.ndim == 0 else keys,
+        limits=tuple(limit.astype(np.int32) for limit in limits),
+        capacities=among_devices(capacities, model.mesh),
+        lines=lines_of(limits),
+        chunk=chunk,
+    )
+
+
+def check_on_host(name: str, *values: Any) -> None:
+    """Refuse to plan with values that a program is traced with.
+
+    Raises:
+        TypeError: one of them is traced.
+    """
+    if any(isinstance(value, Tracer) for value in values):
+        raise TypeError(
+            f"{name} plans slots on the host and cannot be traced by jit, vmap or scan; call it outside, and trace "
+            "decode_step."
+        )
+
+
+def check_bounded(policy: Policy, budget: Budget) -> None:
+    """Refuse a budget for a policy that keeps everything.
+
+    Raises:
+        ValueError: naming both.
+    """
+    if not policy.bounded and not (isinstance(budget, float) and budget == 1.0):
+        raise ValueError(
+            f"budget={budget!r} means nothing to policy {name_of(policy)}, which keeps everything; leave it out, or "
+            "choose another policy."
+        )
+
+
+def checked_key(key: Any, rows: int) -> Key[Array, "*b"]:
+    """Return random keys: one for all rows, or one for each.
+
+    Args:
+        key: of `jax.random.key`, of `jax.random.PRNGKey`, a seed, or None for seed 0.
+        rows: how many there are.
+
+    Raises:
+        TypeError: it is none of these.
+        ValueError: there are other than one or `rows`.
+    """
+    if key is None or (isinstance(key, (int, np.integer)) and not isinstance(key, bool)):
+        return jax.random.key(0 if key is None else whole_number("key", key, -(2**63), 2**63 - 1))
+    if isinstance(key, (jax.Array, np.ndarray)) and key.dtype == jnp.uint32 and key.ndim and key.shape[-1] == 2:
+        key = jax.random.wrap_key_data(jnp.asarray(key))  # of jax.random.PRNGKey
+    if not isinstance(key, jax.Array) or not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+        raise TypeError(f"key={key!r} is no random key; give jax.random.key(seed), or one for each row.")
+    if key.shape not in ((), (rows,)):
+        raise ValueError(f"key has shape {list(key.shape)}; give one random key, or one for each of {rows} rows.")
+    return key
+
+
+def ready(model: LanguageModel, policy: Policy | str, budget: Budget, plan: Plan | str | None) -> Policy:
+    """A policy that knows its model, its budget and the plan that spreads it.
+
+    Raises:
+        ValueError: it was made for another model, or its parts mean nothing together or to the model.
+    """
+    chosen = policy_by_name(policy).bind(model)
+    chosen.protection.check_tokens(model.config.vocab_size)
+    if chosen.codec.positions == "cache" and model.config.position == "learned":
+        raise ValueError(
+            f"positions='cache' does not go with model {model.name!r}, which adds learned positions to embeddings "
+            "before there are keys; use positions='original'."
+        )
+    return fitted(chosen.budgeted(budget).spread(plan_by_name(plan)))
+
+
+def instead(config: ModelConfig) -> str:
+    """What a text that is longer than the model's positions can have in place of them, as the end of a sentence."""
+    return "" if config.position == "learned" else ", or use a policy with positions='cache'"
+
+
+def checked_budget(budget: Any) -> Budget:
+    """A budget in Python's own numbers.
+
+    Raises:
+        TypeError: it is neither a number nor one number of slots for each layer.
+        ValueError: it is out of range.
+    """
+    if isinstance(budget, (list, tuple, np.ndarray)) and np.ndim(budget) > 0:
+        return [whole_number("budget", slots) for slots in budget]
+    if isinstance(budget, (float, np.floating)):
+        return float(budget)
+    if isinstance(budget, (bool, np.bool_)) or not isinstance(budget, (int, np.integer)):
+        raise TypeError(
+            f"budget={budget!r} is not a number of slots, a fraction of the text, nor slots for each layer."
+        )
+    if budget >= 2**31:
+        raise ValueError(f"budget={budget} is more slots than a cache can count, 2147483647.")
+    return int(budget)
+
+
+def bucket(tokens: int) -> int:
+    """The padded length that texts share a program at: the next power of two or halfway point, at least 16."""
+    power = 16
+    while power < tokens:
+        power *= 2
+    return power * 3 // 4 if power > 16 and power * 3 // 4 >= tokens else power
+
+
+def bucket_rows(rows: int, mesh: Mesh | None = None) -> int:
+    """The rows that batches share a program at: the next power of two or halfway point, as many on each device."""
+    devices = 1 if mesh is None else mesh.shape[ROWS]
+    return -(-(bucket(16 * rows) // 16) // devices) * devices
+
+
+def check_rows(rows: int, mesh: Mesh | None) -> None:
+    """Refuse rows that devices cannot share, as many on each.
+
+    Raises:
+        ValueError: naming both.
+    """
+    devices = 1 if mesh is None else mesh.shape[ROWS]
+    if rows % devices:
+        raise ValueError(
+            f"{rows} rows cannot lie on data={devices} devices, as many on each; give a multiple of {devices} rows, or "
+            "a mesh with fewer devices along data."
+        )
+
+
+def round_slots(slots: int) -> int:
+    """Slots in the buffers: the next multiple of 16, of 64 beyond 1024, so that attention finds blocks that fit."""
+    unit = 16 if slots <= 1024 else 64
+    return -(-slots // unit) * unit
+
+
+def among_devices(capacities: Sequence[int], mesh: Mesh | None) -> tuple[int, ...]:
+    """Slots of buffers that the devices of a mesh can share, as many on each."""
+    shares = 1 if mesh is None else mesh.shape[SLOTS]
+    return tuple(-(-slots // shares) * shares for slots in capacities)
+
+
+def full_slots(prompt: int, new: int) -> int:
+    """Slots of each head's buffers where nothing leaves, for the longest prompt and the tokens planned after it."""
+    return round_slots(bucket(prompt) + new)
+
+
+def plan_slots(
+    policy: Policy,
+    budget: Budget,
+    lengths: Int[np.ndarray, " b"],
+    max_new_tokens: int,
+    config: ModelConfig,
+    width: int,
+    budget_of: str = "text",
+) -> tuple[list[Int[np.ndarray, "b h"]], tuple[int, ...]]:
+    """Slots that each row and head may use, by layer, and those of each layer's buffers.
+
+    Args:
+        policy: with the plan that spreads the budget.
+        budget: slots per head, a fraction, or slots for each layer; of layers that their own window bounds it means
+            nothing: they get as many as that is wide, and the others share what it says.
+        lengths: tokens of each prompt.
+        max_new_tokens: that are going to be generated.
+        config: of the model.
+        width: tokens of the longest prompt.
+        budget_of: what a fraction is of, one of `WHOLES`.
+
+    Raises:
+        ValueError: the budget is not positive, does not match the layers or does not fit the policy's protections.
+    """
+    rows, total, plan = len(lengths), lengths + max_new_tokens, policy.plan
+    one = isinstance(budget, (int, float, np.integer, np.floating))
+    if budget_of not in WHOLES:
+        raise ValueError(f"budget_of={budget_of!r} is not one of {', '.join(WHOLES)}.")
+    wholes = {"text": total, "prompt": lengths, "context": np.full(rows, config.max_positions)}
+    per_row = _slots_per_row(budget, wholes[budget_of]) if one else total  # type: ignore[arg-type]
+    widths = [np.iinfo(np.int32).max if layer.window is None else layer.window for layer in config.layer_configs]
+    windows = np.array(widths)[:, None]
+    if not plan.bounded or plan.decides:
+        slots = full_slots(width, max_new_tokens)
+        return _of_heads(np.minimum(total, windows), config), tuple(min(slots, round_slots(w)) for w in widths)
+    apart = np.stack([layer.bounds(total) for layer in config.layer_configs])
+    if apart.any() and policy.score.aligned_layers:
+        raise ValueError(
+            f"{name_of(policy)} with one score for all layers needs the same tokens in all of them, but some layers of "
+            "this model see a window of the text; use shared=False."
+        )
+    if one:
+        limits = np.zeros((config.layers, rows), np.int64)
+        for row, slots in enumerate(per_row):
+            free = ~apart[:, row]
+            limits[free, row] = plan.budgets(int(slots), int(free.sum()))
+    else:
+        slots = np.asarray(budget)
+        if len(slots) != config.layers or slots.min() < 1:
+            raise ValueError(
+                f"budget={slots.tolist()} is not a number of slots from 1 for each of {config.layers} layers."
+            )
+        limits = np.repeat(slots.astype(np.int64)[:, None], rows, axis=1)
+    limits = limits + plan.extra_slots
+    policy.protection.check_budget(int(limits[~apart].min()))
+    if policy.score.aligned_layers and (limits != limits[0]).any():
+        raise ValueError(f"{name_of(policy)} with one score for all layers needs equal budgets; use plan='uniform'.")
+    # More than its window is of no use to a layer.
+    limits = np.where(apart, windows, np.minimum(limits, windows))
+    buffers = limits.max(1, where=apart, initial=0)
+    for layer, bound in enumerate(apart):
+        if not bound.all():
+            planned = plan.buffer_slots(int(limits[layer, ~bound].max()), int(lengths.min()))
+            buffers[layer] = max(buffers[layer], planned)
+    return _of_heads(limits, config), tuple(round_slots(int(slots)) for slots in buffers)
+
+
+def lines_of(limits: Sequence[Int[np.ndarray, "b h"]]) -> tuple[int, ...]:
+    """For each layer the most slots that a head may use, rounded as buffers are, so that programs are shared."""
+    return tuple(round_slots(int(limit.max())) for limit in limits)
+
+
+def _of_heads(limits: Int[np.ndarray, "layers b"], config: ModelConfig) -> list[Int[np.ndarray, "b h"]]:
+    layers = zip(limits, config.layer_configs, strict=True)
+    return [np.repeat(limit[:, None], layer.kv_heads, axis=1) for limit, layer in layers]
+
+
+def _slots_per_row(budget: int | float, whole: Int[np.ndarray, " b"]) -> Int[np.ndarray, " b"]:
+    if isinstance(budget, (int, np.integer)):
+        if budget < 1:
+            raise ValueError(f"budget={budget} is not a number of slots from 1, nor a fraction between 0.0 and 1.0.")
+        return np.full(len(whole), budget)
+    if not 0 < budget <= 1:
+        raise ValueError(f"budget={budget} is not a fraction in (0.0, 1.0], nor a whole number of slots.")
+    return np.maximum(1, np.floor(budget * whole + 1e-6).astype(np.int64))
+
+
+def _pad_rows(
+    tokens: Any, lengths: ArrayLike | Sequence[int] | None
+) -> tuple[Int[np.ndarray, "b n"], Int[np.ndarray, " b"]]:
+    tokens, counted = rows_of(tokens)
+    if tokens.size == 0:
+        raise ValueError("a prompt is empty; give at least one token.")
+    lengths = counted if lengths is None else np.asarray(lengths)
+    if not np.issubdtype(lengths.dtype, np.integer):
+        raise TypeError(f"lengths={lengths.tolist()} are not whole numbers of tokens.")
+    return tokens, lengths.astype(np.int64)
+
+
+def check_tokens(
+    tokens: Int[np.ndarray, "b n"], lengths: Int[np.ndarray, " b"], config: ModelConfig, least: int = 1
+) -> None:
+    """Refuse what are no token ids, lengths that do not fit them, and ids that are not in the vocabulary.
+
+    Raises:
+        ValueError: naming the value.
+    """
+    if not np.issubdtype(tokens.dtype, np.integer):
+        raise ValueError(f"tokens of type {tokens.dtype} are no token ids; give integers.")
+    if lengths.shape != (len(tokens),) or lengths.max() > tokens.shape[1] or lengths.min() < least:
+        raise ValueError(f"lengths={lengths.tolist()} do not fit tokens of shape {tokens.shape}.")
+    real = tokens[np.arange(tokens.shape[1]) < lengths[:, None]]
+    check_vocabulary(real, config)
+
+
+def check_vocabulary(ids: Int[np.ndarray, " n"], config: ModelConfig) -> None:
+    """Refuse ids that a model does not have.
+
+    Raises:
+        ValueError: naming the first of them.
+    """
+    wrong = ids[(ids < 0) | (ids >= config.vocab_size)]
+    if wrong.size:
+        raise ValueError(f"token {wrong[0]} is not in the vocabulary of {config.vocab_size}.")
+
+
+def check_length(longest: int, policy: Policy, config: ModelConfig) -> None:
+    """Refuse texts that are longer than a model's positions, unless it sees those of the cache.
+
+    Raises:
+        ValueError: naming both.
+    """
+    if longest > config.max_positions and policy.codec.positions == "original":
+        raise ValueError(
+            f"a prompt of {longest} tokens is longer than the model's {config.max_positions} positions; "
+            f"shorten it{instead(config)}."
+        )
+
+
+def _check_prompts(
+    tokens: Int[np.ndarray, "b n"],
+    lengths: Int[np.ndarray, " b"],
+    policy: Policy,
+    config: ModelConfig,
+) -> None:
+    if len(tokens) == 0 or (lengths.size and lengths.min() < 1):
+        raise ValueError("a prompt is empty; give at least one token.")
+    check_tokens(tokens, lengths, config)
+    check_length(int(lengths.max()), policy, config)

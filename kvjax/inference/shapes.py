@@ -1,0 +1,93 @@
+"""States from shapes alone: what `prefill` would return, of models that no memory here could hold."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kvjax.inference.prefill import prompt_shapes
+from kvjax.inference.prepare import Budget, prepare
+from kvjax.inference.sharding import placed_shapes
+from kvjax.inference.state import State, join_state, split_state, state_specs
+from kvjax.methods.registry import name_of
+from kvjax.policies.allocation import Plan
+from kvjax.policies.policy import Policy
+from kvjax.types import Kernels
+
+if TYPE_CHECKING:
+    from kvjax.models.model import LanguageModel
+
+
+def state_shapes(
+    model: LanguageModel,
+    policy: Policy | str,
+    rows: int,
+    tokens: int,
+    budget: Budget = 1.0,
+    *,
+    max_new_tokens: int = 256,
+    plan: Plan | str | None = None,
+    prefill_chunk: int | None = None,
+    budget_of: str = "text",
+    implementation: str | Kernels = "auto",
+) -> State:
+    """The state after prompts of one length, of `jax.ShapeDtypeStruct` that say where they lie on the model's mesh.
+
+    Nothing is computed; `kvjax.inference.decode.lower_step` makes a program of it, also for devices that are not there.
+
+    Args:
+        model: its weights may be shapes, which have shardings where it has a mesh.
+        policy: which tokens stay; a name or a `Policy`.
+        rows: prompts.
+        tokens: of each prompt.
+        budget: see `kvjax.prefill`, as for all that follows.
+        max_new_tokens: how many tokens are going to be generated.
+        plan: how the budget is spread over layers; a name, a `Plan`, or None for the policy's own.
+        prefill_chunk: tokens read between two compressions; None for the policy's own way.
+        budget_of: what a fractional budget is of.
+        implementation: of every operation.
+
+    Raises:
+        ValueError: the prompts do not fit the model or the budget the policy; or the slots of each head depend on what
+            is read.
+    """
+    prompts = prepare(
+        model,
+        policy,
+        np.zeros((rows, tokens), np.int32),
+        budget,
+        None,
+        max_new_tokens=max_new_tokens,
+        key=None,
+        plan=plan,
+        chunk=prefill_chunk,
+        budget_of=budget_of,
+    )
+    if prompts.policy.plan.per_head:
+        raise ValueError(
+            f"{name_of(prompts.policy)} gives each head slots of its own once it has read a prompt, so shapes cannot "
+            "tell how many; use a policy or plan whose budget says it."
+        )
+    kernels = implementation if isinstance(implementation, Kernels) else Kernels(implementation)
+    storage, position, seed, _ = prompt_shapes(model, prompts, kernels)
+    state = State(
+        weights=model.weights,
+        policy=jax.tree.map(jnp.asarray, prompts.policy),
+        storage=storage,
+        position=position,
+        prompt_length=position,
+        horizon=position,
+        end=position,
+        key=prompts.keys,
+        seed=seed,
+        active=jax.ShapeDtypeStruct((rows,), np.bool_),  # type: ignore[arg-type]
+        config=model.config,
+        kernels=kernels,
+        mesh=model.mesh,
+    )
+    if state.mesh is None:
+        return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), state)
+    return join_state(*placed_shapes(state_specs(state), split_state(state), state.mesh))

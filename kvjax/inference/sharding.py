@@ -1,0 +1,166 @@
+"""Programs that run on every device of a mesh, each on its rows and heads, and what lies where."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from kvjax.cache.dense import Dense
+from kvjax.cache.paged.build import Selected
+from kvjax.cache.paged.storage import Paged
+from kvjax.models.config import ModelConfig
+from kvjax.models.sharding import on_device
+from kvjax.policies.policy import Policy
+from kvjax.types import HEADS, ROWS, SLOTS, PyTree, Spread, View
+
+WHOLE: Any = PartitionSpec()
+"""Arrays that every device has all of."""
+OF_ROWS: Any = PartitionSpec(ROWS)
+"""Arrays [b ...]."""
+OF_HEADS: Any = PartitionSpec(ROWS, HEADS)
+"""Arrays [b h ...]."""
+OF_SLOTS: Any = PartitionSpec(ROWS, HEADS, SLOTS)
+"""Arrays [b h c ...]."""
+OF_VIEW: Any = View(limit=OF_HEADS, state=OF_HEADS, kv=OF_SLOTS, position=OF_SLOTS, slots=OF_SLOTS)
+OF_SELECTED: Any = Selected(
+    view=View(limit=OF_HEADS, state=OF_HEADS, kv=OF_HEADS, position=OF_HEADS, slots=OF_HEADS),
+    order=OF_HEADS,
+    count=OF_HEADS,
+)
+OF_POOL: Any = PartitionSpec((ROWS, HEADS))
+"""Arrays [P ...]: each device has a pool of its own."""
+
+
+def on_mesh(function: Callable[..., Any], mesh: Mesh | None, given: PyTree, made: PyTree) -> Callable[..., Any]:
+    """A function of what one device has, as a function of what all of them have.
+
+    Args:
+        function: of one device.
+        mesh: from `kvjax.models.sharding.program_mesh`; None for the function itself.
+        given: where its arguments lie, a tree of `PartitionSpec` for each.
+        made: where its results do.
+    """
+    if mesh is None:
+        return function
+
+    def run(*arguments: Any) -> Any:
+        # Flat, for shard_map would make policies of placeholders that are no numbers.
+        flat, tree = jax.tree.flatten(arguments)
+
+        def here(*flat: Any) -> Any:
+            return function(*jax.tree.unflatten(tree, flat))
+
+        return jax.shard_map(here, mesh=mesh, in_specs=_each(given, arguments), out_specs=made, check_vma=False)(*flat)
+
+    return run
+
+
+def lying(tree: PyTree, specs: PyTree, mesh: Mesh | None) -> Any:
+    """The same arrays where specs say, in a program whose results are another's arguments.
+
+    Elsewhere they would travel, and that program be compiled for once more.
+
+    Args:
+        tree: arrays.
+        specs: a `PartitionSpec` for each leaf, or for whole trees of them.
+        mesh: from `kvjax.models.sharding.program_mesh`; None for the default device.
+    """
+    return on_mesh(lambda same: same, mesh, (specs,), specs)(tree)
+
+
+def copying(mesh: Mesh) -> Mesh:
+    """The devices of a `program_mesh` for rows of which all along `ROWS` have a copy: fewer than could be shared."""
+    axes = ("copies", *mesh.axis_names)
+    devices = mesh.devices.reshape(mesh.shape[ROWS], 1, *mesh.devices.shape[1:])
+    return Mesh(devices, axes, axis_types=(AxisType.Auto,) * len(axes))
+
+
+def whole_rows(specs: PyTree) -> Any:
+    """Where arrays lie of which all devices along `ROWS` have a copy."""
+    return jax.tree.map(lambda spec: PartitionSpec(*(None if axis == ROWS else axis for axis in spec)), specs)
+
+
+def _each(specs: PyTree, arguments: PyTree) -> tuple[PartitionSpec, ...]:
+    """A spec for each leaf of arguments, from specs that may be those of whole trees."""
+
+    def broadcast(spec: PartitionSpec, tree: PyTree) -> PyTree:
+        return jax.tree.map(lambda _: spec, tree)
+
+    return tuple(jax.tree.leaves(jax.tree.map(broadcast, specs, arguments)))
+
+
+def placed_shapes(specs: PyTree, tree: PyTree, mesh: Mesh | None) -> PyTree:
+    """The shapes of a tree, where they lie on a mesh.
+
+    Args:
+        specs: a `PartitionSpec` for each leaf, or for whole trees of them.
+        tree: arrays, or their shapes.
+        mesh: from `kvjax.models.sharding.program_mesh`; None for the default device.
+    """
+
+    def placed(spec: PartitionSpec, leaf: Any) -> jax.ShapeDtypeStruct:
+        sharding = None if mesh is None else NamedSharding(mesh, spec)
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+    return jax.tree.map(lambda spec, each: jax.tree.map(lambda leaf: placed(spec, leaf), each), specs, tree)
+
+
+def placed_on(tree: PyTree, specs: PyTree, mesh: Mesh | None) -> Any:
+    """A tree of arrays where specs say; the tree itself where there is no mesh."""
+    if mesh is None:
+        return tree
+    leaves, structure = jax.tree.flatten(tree)
+    lie = [NamedSharding(mesh, spec) for spec in jax.tree.leaves(specs)]
+    return jax.tree.unflatten(structure, jax.device_put(leaves, lie))
+
+
+def logits_spec(config: ModelConfig, mesh: Mesh | None) -> PartitionSpec:
+    """Where logits [b vocab] lie."""
+    return PartitionSpec(ROWS, (HEADS, SLOTS)) if on_device(config, mesh).spread.vocab else OF_ROWS
+
+
+def storage_specs(storage: Dense | Paged) -> Any:
+    """Where caches lie."""
+    if isinstance(storage, Dense):
+        return Dense((OF_VIEW,) * len(storage.layers))
+    return pool_specs(len(storage.limit), storage.most, storage.devices)
+
+
+def pool_specs(layers: int, most: int, devices: tuple[int, int]) -> Any:
+    """Where pages of some layers lie."""
+    of_pages = dict.fromkeys(("kv", "position", "slots", "owner", "first", "start"), OF_POOL)
+    of_layers = dict.fromkeys(("state", "limit"), (OF_HEADS,) * layers)
+    return Paged(**of_pages, **of_layers, most=most, devices=devices)
+
+
+def read_specs(policy: Policy, layers: int) -> Any:
+    """Where what prompts leave in some layers lies: slots, or what is going to stay under plans for each head."""
+    return (OF_SELECTED,) * layers if policy.plan.per_head else Dense((OF_VIEW,) * layers)
+
+
+def shared(storage: Any, mesh: Mesh | None) -> Any:
+    """What one device keeps of caches that it has read together with those that have the same heads."""
+    own = Spread(slots=1 if mesh is None else mesh.shape[SLOTS]).own_slots
+    return storage.of_slots(own) if isinstance(storage, Dense) else storage
+
+
+def joined(storage: Any, mesh: Mesh | None) -> Any:
+    """The inverse of `shared`."""
+    every = Spread(slots=1 if mesh is None else mesh.shape[SLOTS]).all_slots
+    return storage.of_slots(every) if isinstance(storage, Dense) else storage
+
+
+def policy_specs(policy: Policy) -> Any:
+    """Where the arrays of a policy lie: whole on every device, but what parts have for each KV head."""
+    specs = jax.tree.map(lambda _: WHOLE, policy)
+    for field in dataclasses.fields(policy):
+        part = getattr(policy, field.name)
+        names = getattr(part, "of_heads", ())
+        if names:
+            held = {name: jax.tree.map(lambda _: PartitionSpec(HEADS), getattr(part, name)) for name in names}
+            specs = dataclasses.replace(specs, **{field.name: dataclasses.replace(part, **held)})
+    return specs

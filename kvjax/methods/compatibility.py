@@ -1,0 +1,95 @@
+"""Which parts mean nothing together, each with its remedy: the one place that says so."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import NamedTuple
+
+from kvjax.methods.fastgen import Profiled, TokenClasses
+from kvjax.methods.lightkv import AfterLimit, LambdaMask
+from kvjax.methods.lightkv_score import LastQueries
+from kvjax.policies.policy import Policy
+from kvjax.policies.protection import Protection
+
+
+class Pair(NamedTuple):
+    """Two parts that do not go together."""
+
+    clash: Callable[[Policy], bool]
+    what: str
+    remedy: str
+
+
+PAIRS = (
+    Pair(
+        lambda policy: policy.plan.per_head and (policy.score.aligned or policy.score.aligned_layers),
+        "{score} needs the same slots in every head of a layer, which plan {plan} does not give",
+        "choose another plan, or another policy such as h2o, snapkv or keyformer",
+    ),
+    Pair(
+        lambda policy: policy.plan.per_head and policy.selection is not None,
+        "selection {selection} reads the same slots in every head of a layer, which plan {plan} does not give",
+        "choose plan uniform",
+    ),
+    Pair(
+        lambda policy: policy.plan.per_head and policy.score.offloads,
+        "offload=True moves scores of the same slots in every head of a layer, which plan {plan} does not give",
+        "leave offload out, or choose another plan",
+    ),
+    Pair(
+        lambda policy: policy.plan.per_head and isinstance(policy.score, LastQueries),
+        "{score} sums the attention of kept queries anew over equally many slots in every head of a layer, which plan "
+        "{plan} does not give",
+        "use window='running', or choose another plan",
+    ),
+    Pair(
+        lambda policy: isinstance(policy.protection, TokenClasses) and not isinstance(policy.plan, Profiled),
+        "the classes of tokens that {protection} protects are what plan fastgen finds out, not plan {plan}",
+        "use plan fastgen, or protection by sinks, recent and special",
+    ),
+    Pair(
+        lambda policy: isinstance(policy.plan, Profiled) and not isinstance(policy.protection, TokenClasses),
+        "plan fastgen counts on the classes of tokens that fastgen protects, not on {protection}",
+        "use policy fastgen, and replace its other parts",
+    ),
+    Pair(
+        lambda policy: policy.codec.bits is not None and policy.codec.positions == "cache" and not policy.slides,
+        "codec int{bits} holds keys as they are seen, but positions='cache' turns all of them at every step under "
+        "{score}",
+        "use positions='original', or a policy that keeps a window, such as streaming",
+    ),
+    Pair(
+        lambda policy: policy.codec.bits is not None and policy.codec.ordered,
+        "codec int{bits} holds keys as they are seen, but positions='cache' turns all of them at every step where "
+        "tokens are protected for what they are or heads have slots of their own",
+        "use positions='original', leave special out, or choose plan uniform",
+    ),
+    Pair(
+        lambda policy: (
+            isinstance(policy.plan, AfterLimit)
+            and policy.plan.mask is not None
+            and not isinstance(policy.protection, LambdaMask)
+        ),
+        "middle='mask' is as wide as the mask of lightkv, not as {protection}",
+        "use policy lightkv, or middle='rest'",
+    ),
+)
+
+
+def fitted(policy: Policy) -> Policy:
+    """A policy whose codec knows what the other parts allow, if they mean something together.
+
+    Raises:
+        ValueError: naming the parts that do not, and the remedy.
+    """
+    simple = type(policy.protection) is Protection and not policy.protection.special
+    slides = policy.codec.positions == "cache" and policy.slides and simple and not policy.plan.per_head
+    codec = dataclasses.replace(policy.codec, sliding=slides, sinks=policy.protection.sinks if slides else 0)
+    policy = dataclasses.replace(policy, codec=codec)
+    for pair in PAIRS:
+        if pair.clash(policy):
+            parts = ("score", "protection", "plan", "selection")
+            names = {part: type(getattr(policy, part)).__name__ for part in parts}
+            raise ValueError(f"{pair.what.format(**names, bits=policy.codec.bits)}; {pair.remedy}.")
+    return policy

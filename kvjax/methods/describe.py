@@ -1,0 +1,139 @@
+"""What the registered policies and parts are and what their settings mean, read off their docstrings."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+from typing import Any, NamedTuple
+
+from kvjax.methods.presets import combine
+from kvjax.methods.registry import (
+    CODECS,
+    PAPERS,
+    PLANS,
+    REGISTRY,
+    RESIDUALS,
+    SELECTIONS,
+    annotations_of,
+    policy,
+    settings_of,
+)
+from kvjax.policies.allocation import Uniform
+from kvjax.policies.protection import Protection
+from kvjax.policies.quantizer import Codec
+from kvjax.types import setting_names
+
+
+class Setting(NamedTuple):
+    """A setting as users write it, its type and default, and what it means."""
+
+    name: str
+    kind: str
+    default: Any
+    meaning: str
+
+
+class Entry(NamedTuple):
+    """A policy or a part by name."""
+
+    name: str
+    summary: str
+    paper: str
+    settings: list[Setting]
+    when: str
+    """When to take it, by what was measured."""
+    sources: list[Any]
+    """The classes and functions whose docstrings say what it does."""
+
+
+def policies() -> dict[str, list[Entry]]:
+    """The policies in their groups; settings that nearly all have are those of `common`."""
+    return {group: [described(name, own=True) for name in names] for group, names in PAPERS.items()}
+
+
+def described(name: str, own: bool = False) -> Entry:
+    """A registered policy.
+
+    Args:
+        name: a key of `REGISTRY`.
+        own: leave out what nearly all policies take, with the same default.
+    """
+    method = REGISTRY[name]
+    paper = next(papers[name] for papers in PAPERS.values() if name in papers)
+    made = policy(name)
+    inner = getattr(made.plan, "plan", None)
+    parts = (made.score, made.protection, made.plan, inner, made.selection, made.codec, made.residual)
+    known: dict[str, str] = {}
+    for source in (combine, *(base for part in reversed(parts) for base in reversed(type(part).__mro__)), method):
+        known |= _meanings(source)
+    kinds = annotations_of(combine) | annotations_of(method)
+    usual = {setting.name: setting.default for setting in common()}
+    settings = [
+        Setting(setting, kinds[setting], default, known.get(setting, ""))
+        for setting, default in settings_of(name).items()
+        if not own or usual.get(setting, ...) != default
+    ]
+    sources = [type(part) for part in parts if part is not None and type(part) not in (Protection, Uniform, Codec)]
+    return Entry(name, _summary(method), paper, settings, _said("When", method), [method, *sources])
+
+
+def common() -> list[Setting]:
+    """Settings that nearly all policies take, with their usual defaults."""
+    known = _meanings(combine)
+    parameters = inspect.signature(combine).parameters.values()
+    return [Setting(p.name, p.annotation, p.default, known[p.name]) for p in parameters if p.kind is p.KEYWORD_ONLY]
+
+
+def parts() -> dict[str, list[Entry]]:
+    """The other parts by name, their settings as the command line takes them."""
+    tables: dict[str, dict[str, Any]] = {"plan": PLANS, "residual": RESIDUALS, "codec": CODECS, "selection": SELECTIONS}
+    return {
+        part: [
+            Entry(name, _summary(kind), _said("From", kind), _fields(part, kind), _said("When", kind), [kind])
+            for name, kind in table.items()
+        ]
+        for part, table in tables.items()
+    }
+
+
+def explanation(source: Any) -> str:
+    """What a docstring says beside what entries have, and its arguments and exceptions: reStructuredText."""
+    _, *paragraphs = _text(source).split("\n\n")
+    apart = ("From: ", "When: ", "Args:", "Raises:", "Returns:")
+    return "\n\n".join(paragraph for paragraph in paragraphs if not paragraph.startswith(apart))
+
+
+def _fields(part: str, kind: Any) -> list[Setting]:
+    if not isinstance(kind, type):
+        return []
+    known: dict[str, str] = {}
+    for base in reversed(kind.__mro__):
+        known |= _meanings(base)
+    fields = [field for field in dataclasses.fields(kind) if field.name in setting_names(kind)]
+    return [
+        Setting(f"{part}.{field.name}", str(field.type), field.default, known.get(field.name, "")) for field in fields
+    ]
+
+
+def _text(described: Any) -> str:
+    # Of a class its own docstring, not one of a base.
+    own = vars(described).get("__doc__") if isinstance(described, type) else described.__doc__
+    return inspect.cleandoc(own or "")
+
+
+def _summary(described: Any) -> str:
+    return _text(described).partition("\n")[0]
+
+
+def _said(what: str, described: Any) -> str:
+    # A paragraph of a docstring that begins with a word and a colon.
+    found = (each.partition(": ") for each in _text(described).split("\n\n"))
+    return next((" ".join(said.split()) for word, _, said in found if word == what), "")
+
+
+def _meanings(described: Any) -> dict[str, str]:
+    # The entries of a docstring's Args.
+    _, _, arguments = _text(described).partition("Args:\n")
+    found = re.findall(r"^    (\w+): (.*(?:\n {5,}.*)*)", arguments.partition("\n\n")[0], flags=re.MULTILINE)
+    return {name: " ".join(meaning.split()) for name, meaning in found}

@@ -1,0 +1,297 @@
+"""FastGen: the prompt tells each head what it may forget."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from jaxtyping import Array, Bool, Float, Int, UInt8
+
+from kvjax.cache.slots import sum_of_most
+from kvjax.policies.allocation import Plan, Quota, Uniform
+from kvjax.policies.protection import Protected, Protection
+from kvjax.policies.stats import Near, Sums
+from kvjax.types import Heads, New, Parts, View, check, number, setting, wide, written
+
+if TYPE_CHECKING:
+    from kvjax.models.model import LanguageModel
+
+PARTS = ("special", "punctuation", "frequent", "local")
+SPECIAL, PUNCTUATION = 1, 2
+
+
+class Profile(struct.PyTreeNode):
+    """What a layer's heads were found to need; the plan writes it, the protection reads it."""
+
+    choice: Int[Array, "b h"]
+    """Index into `Profiled.choices`."""
+    recovered: Float[Array, "b h choices"]
+    """Share of the prompt's attention that each choice but the full cache recovers, a mean over query rows."""
+    wanted: UInt8[Array, "b h"]
+    """Which classes of tokens the choice keeps."""
+    local: Float[Array, "b h"]
+    """The local window's share of the length; 0 without one."""
+
+
+@struct.dataclass
+class TokenClasses(Protection):
+    """Special tokens and punctuation, in the heads that were found to need them, and each head's local window.
+
+    Those of text that was given never leave, those that the model wrote leave last. The token being read is always
+    there.
+
+    Args:
+        sinks: first tokens that count as special.
+        recent: newest tokens that every head attends to, the one being read included; a number from 0.
+        special: ids that count as special tokens.
+        punctuation: ids that count as punctuation.
+        markers: sequences of ids that count as special, where they are given. If none of these three is, the model's
+            tokenizer tells.
+        classes: of every token id; made by `bind`.
+    """
+
+    sinks: int = setting(0)
+    recent: int | float = setting(0)
+    punctuation: tuple[int, ...] = setting(())
+    markers: tuple[tuple[int, ...], ...] = setting(())
+    classes: UInt8[Array, " vocab"] | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check(isinstance(self.recent, int), "recent", self.recent, "a number of tokens from 0")
+
+    def bind(self, model: LanguageModel) -> TokenClasses:
+        """With the classes of the model's tokens."""
+        size = model.config.vocab_size
+        if self.classes is not None:
+            if len(self.classes) != size:
+                raise ValueError(
+                    f"this policy was bound to a vocabulary of {len(self.classes)} tokens, not to the {size} of "
+                    f"{model.name!r}; bind the policy that you made, not the one of a state."
+                )
+            return self
+        special, punctuation, markers = self.special, self.punctuation, self.markers
+        if not (special or punctuation or markers):
+            try:
+                found = model.token_classes
+            except ValueError as error:
+                raise ValueError(f"fastgen needs special=(ids) or punctuation=(ids) here: {error}") from None
+            special, punctuation, markers = found.special, found.punctuation, found.markers
+        classes = np.zeros(size, np.uint8)
+        for ids, bit in ((special, SPECIAL), (punctuation, PUNCTUATION)):
+            classes[[i for i in ids if 0 <= i < size]] |= bit
+        return dataclasses.replace(self, classes=jnp.asarray(classes), markers=tuple(map(tuple, markers)))
+
+    def slot(self, new: New, state: Parts) -> UInt8[Array, "b h t"]:
+        """The classes of new tokens, those of markers and sinks included where text is given."""
+        assert self.classes is not None
+        special = (new.position < self.sinks) & new.given
+        for marker in self.markers if new.given else ():
+            width = new.token.shape[1] - len(marker) + 1
+            if width < 1:
+                continue
+            match = jnp.ones((new.token.shape[0], width), bool)
+            for i, token in enumerate(marker):
+                match &= (new.token[:, i : i + width] == token) & new.valid[:, i : i + width]
+            for i in range(len(marker)):
+                special = special.at[:, i : i + width].max(match)
+        bits = self.classes[new.token] | (SPECIAL * special).astype(jnp.uint8)
+        return jnp.broadcast_to(bits[:, None], new.k.shape[:3])
+
+    def guard(self, view: View, new: New) -> Protected:
+        """Protect what each head's choice keeps, as Algorithm 2 does: its shares are of the tokens before a step's."""
+        found: Profile = view.state.plan
+        window = _share(found.local, length_before(new)[:, None])
+        kept = (view.slots.protection & found.wanted[..., None]) > 0
+        written = view.position >= new.prompt_length[:, None, None]
+        recent = jnp.maximum(window, int(self.recent) - 1) + (not new.given)
+        return Protected(jnp.zeros_like(view.limit), recent, kept & ~written, kept & written)
+
+    def check_budget(self, smallest: int) -> None:
+        """There is no budget."""
+
+
+@struct.dataclass
+class Profiled(Uniform):
+    r"""Each head's slots by the cheapest choice that recovers the prompt's attention.
+
+    .. math::
+        C^* = \arg\min_{C \in \mathcal C} \mathrm{cost}(C) \quad \text{such that} \quad
+        \frac 1 n \sum_{i=1}^n \sum_{j \in C_i} \bar a_i(j) \ge T \quad \text{(eq. 1)}
+
+    with the attention a averaged over the query heads of a KV head, and C the first one, two, ... of `order` together,
+    or the full cache (eq. 2). Each row of the prompt's attention map has its own window in eq. 1: with i tokens read it
+    holds the floor(local i) newest, itself among them and always there. Frequent tokens are the floor(frequent n) that
+    get most of all n queries, the same in every row.
+
+    After L tokens a head keeps (Algorithm 2, line 5)
+
+    - special tokens and punctuation of the prompt, always, and those that are generated,
+    - its floor(local L) newest tokens,
+    - those floor(frequent L) that score highest: of all its tokens, so that one which is there for another reason, too,
+      takes one of these places, and one that leaves the local window may stay in the place it has (section 3.2: the
+      union of what is kept). Where scores change places, several tokens leave at one step; none comes back,
+    - or everything,
+
+    as far as its choice names them. The next token attends to these and to itself: its window and its frequent tokens
+    are shares of the L tokens before it.
+
+    Slots are set aside for a text of prompt + `max_new_tokens`; logits beyond are NaN. Generated special tokens and
+    punctuation get slots of their own: 8, and 0.35 of `max_new_tokens`. No 1024 tokens of five texts (stories, books,
+    Wikipedia; the embedded model's tokenizer and SmolLM2's) have more than 7 special ones, and of their passages of 32
+    or more tokens 99% have at most 0.344 punctuation. When the slots run out all the same, the oldest of them outside
+    the local window leaves, and the run's summary says how many left; when a turn outgrows them, first the frequent
+    tokens that score lowest, then the oldest ones. Markers of several tokens are recognised in given text only.
+
+    Args:
+        threshold: T, share of the attention to recover, in (0, 1]; 1 is the full cache.
+        local: r_l, the newest tokens' share of the current length, in [0, 1].
+        frequent: r_f, the most attended tokens' share of the current length, in [0, 1].
+        order: what is tried, one more at a time: some of `special`, `punctuation`, `frequent`, `local`.
+        spare_special: slots set aside for generated special tokens, in heads that keep them, a number from 0.
+        spare_punctuation: slots set aside for generated punctuation, as a share of `max_new_tokens`.
+        recent: newest tokens that every head attends to, the one being read included; a number from 0.
+        frequent_among: `all` for section 3.2's union; `others` for floor(frequent L) tokens more than there are for
+            other reasons, which is not the paper's.
+    """
+
+    per_head: ClassVar[bool] = True
+    decides: ClassVar[bool] = True
+    ends: ClassVar[bool] = True
+
+    threshold: float = number(0.95)
+    local: float = setting(0.3)
+    frequent: float = number(0.3)
+    order: tuple[str, ...] = setting(PARTS)
+    spare_special: int = number(8)
+    spare_punctuation: float = number(0.35)
+    recent: int = setting(0)
+    frequent_among: str = setting("all")
+
+    def __post_init__(self) -> None:
+        check(0 <= self.local <= 1, "local", self.local, "a share of the length in [0, 1]")
+        known = isinstance(self.order, tuple) and 0 < len(set(self.order) & set(PARTS)) == len(self.order)
+        check(known, "order", self.order, f"one or more of {', '.join(PARTS)}, each once")
+        among = self.frequent_among in ("all", "others")
+        check(among, "frequent_among", self.frequent_among, "'all' or 'others'")
+        if not written(self.threshold, self.frequent, self.spare_special, self.spare_punctuation):
+            return
+        check(0 < self.threshold <= 1, "threshold", self.threshold, "a share of attention in (0, 1]")
+        check(0 <= self.frequent <= 1, "frequent", self.frequent, "a share of the length in [0, 1]")
+        whole = isinstance(self.spare_special, int) and self.spare_special >= 0
+        check(whole, "spare_special", self.spare_special, "a number of slots from 0")
+        share = 0 <= self.spare_punctuation <= 1
+        check(share, "spare_punctuation", self.spare_punctuation, "a share of the new tokens in [0, 1]")
+
+    @property
+    def shrinks(self) -> bool:  # type: ignore[override]
+        """Whether several frequent tokens may be overtaken in one step."""
+        return self.frequent_among == "all" and "frequent" in self.order
+
+    @property
+    def choices(self) -> tuple[tuple[str, ...], ...]:
+        """What each choice keeps, the full cache last and without parts."""
+        return (*(self.order[: i + 1] for i in range(len(self.order))), ())
+
+    def spread_by(self, other: Plan) -> Plan:
+        """Nothing else spreads what has no budget."""
+        raise ValueError(
+            f"fastgen decides itself how many slots each head gets, so budget and plan={type(other).__name__} mean "
+            "nothing to it; leave both out and change its settings."
+        )
+
+    def init(self, shape: New) -> Profile:
+        """Nothing is known."""
+        rows, heads = shape.k.shape[:2]
+        none = jnp.zeros((rows, heads), wide(shape.k.dtype))
+        return Profile(
+            choice=jnp.full((rows, heads), len(self.order), jnp.int32),
+            recovered=jnp.zeros((rows, heads, len(self.order)), none.dtype),
+            wanted=none.astype(jnp.uint8),
+            local=none,
+        )
+
+    def asks(self, heads: Heads, new: New) -> tuple[Sums, Near, Near]:
+        """Of a prompt the attention that each token gets: of all queries, of those it is local to, of itself."""
+        most = max(int(self.local * new.position.shape[1]) + 1, self.recent, 1)
+        newest = Near(jnp.full_like(new.position, self.recent), self.recent) if self.recent > 1 else Near()
+        return Sums(), Near(self._window(new.position + 1), most), newest
+
+    def settle(
+        self, answers: tuple[Array, Array, Array], view: View, ranks: Float[Array, "b h c"] | None, new: New
+    ) -> tuple[Int[Array, "b h"], Profile]:
+        """Equation 1: the first choice whose recovered attention, a mean over the prompt's queries, reaches T."""
+        total, local, newest = answers
+        position, classes = view.position, view.slots.protection
+        queries = (new.q.shape[2] * new.read)[:, None]
+        recovered = []
+        for parts in self.choices[:-1]:
+            kept = view.live & ((classes & _wanted(parts)) > 0)
+            near = local if "local" in parts else newest
+            mass = jnp.where(kept, total, near).sum(-1)
+            if "frequent" in parts:
+                among = view.live
+                if self.frequent_among == "others":
+                    width = self._newest(new.read, "local" in parts)
+                    among &= ~kept & (position <= (new.newest - width)[:, None, None])
+                gain, most = jnp.where(kept, 0.0, total - near), _share(self.frequent, new.read)[:, None]
+                mass += sum_of_most(jnp.where(among, total, -jnp.inf), position, gain, most)
+            recovered.append(mass / queries)
+        last = len(self.order)
+        shares = jnp.stack(recovered, axis=-1)
+        enough = (shares >= self.threshold) & (self.threshold < 1)
+        choice = jnp.where(enough.any(-1), jnp.argmax(enough, axis=-1).astype(jnp.int32), last)
+        wanted = jnp.asarray([_wanted(parts) for parts in self.choices], jnp.uint8)[choice]
+        window = jnp.asarray([self.local * ("local" in parts) for parts in self.choices], total.dtype)[choice]
+        kept = (view.live & ((classes & wanted[..., None]) > 0)).sum(-1, dtype=jnp.int32)
+        return self._slots(choice, kept, new), Profile(choice, shares.astype(total.dtype), wanted, window)
+
+    def competing(self, heads: Heads, new: New) -> Quota:
+        """The floor(r_f L) most attended of the L tokens before a step's; none in heads without, all in full ones."""
+        choice = heads.state.plan.choice
+        frequent = _share(self.frequent, length_before(new))[:, None]
+        most = jnp.where(self._has("frequent", choice), frequent, 0)
+        most = jnp.where(choice == len(self.order), jnp.iinfo(jnp.int32).max, most)
+        return Quota(most, self.frequent_among == "all")
+
+    def _window(self, length: Int[Array, "*b"]) -> Int[Array, "*b"]:
+        """Newest tokens that a row of eq. 1 holds, itself included."""
+        return jnp.maximum(_share(self.local, length), max(1, self.recent))
+
+    def _newest(self, length: Int[Array, "*b"], local: bool | Bool[Array, "b h"]) -> Int[Array, "..."]:
+        """Newest tokens that heads keep after so many, with a local window or without."""
+        return jnp.maximum(jnp.where(local, _share(self.local, length), 0), max(0, self.recent - 1))
+
+    def _has(self, part: str, choice: Int[Array, "b h"]) -> Bool[Array, "b h"]:
+        return jnp.asarray([part in parts for parts in self.choices])[choice]
+
+    def _slots(self, choice: Array, kept: Array, new: New) -> Int[Array, "b h"]:
+        """Slots that heads call for, up to the text's planned end."""
+        end = new.end[:, None]
+        spare = jnp.ceil(self.spare_punctuation * new.horizon - 1e-6).astype(jnp.int32)[:, None]
+        slots = kept + jnp.where(self._has("special", choice), self.spare_special, 0)
+        slots += jnp.where(self._has("punctuation", choice), spare, 0)
+
+        def shares(length: Int[Array, "b 1"]) -> Int[Array, "b h"]:
+            frequent = jnp.where(self._has("frequent", choice), _share(self.frequent, length), 0)
+            return frequent + self._newest(length, self._has("local", choice))
+
+        # The last token attends to what is kept before it, and itself; a turn may end where the text does.
+        slots += jnp.maximum(shares(end - 1) + 1, shares(end))
+        return jnp.where(choice == len(self.order), end, jnp.minimum(slots, end))
+
+
+def length_before(new: New) -> Int[Array, " b"]:
+    """Tokens whose shares are kept: all that were given, and those before the one token of a decode step."""
+    return jnp.minimum(new.read - (not new.given), new.end)
+
+
+def _share(share: Any, length: Int[Array, "..."]) -> Int[Array, "..."]:
+    return jnp.floor(share * length + 1e-6).astype(jnp.int32)
+
+
+def _wanted(parts: tuple[str, ...]) -> int:
+    return SPECIAL * ("special" in parts) + PUNCTUATION * ("punctuation" in parts)

@@ -1,0 +1,39 @@
+"""H2O: tokens that have gathered most attention."""
+
+from __future__ import annotations
+
+from flax import struct
+from jaxtyping import Array, Float
+
+from kvjax.policies.score import Score
+from kvjax.policies.stats import Sums
+from kvjax.types import Heads, New, PyTree, View, nothing
+
+
+@struct.dataclass
+class Accumulated(Score):
+    r"""Heavy hitters by accumulated attention.
+
+    .. math:: F_t(i) = \sum_{j \le t} \sum_{g} a_{j,g}(i)
+
+    summed over all queries j that saw token i, prompt and generation, and over the g query heads of the KV head.
+    """
+
+    adds = True
+    paper = "H2O, Zhang et al. 2023, Algorithm 1"
+
+    def slot(self, new: New, state: PyTree) -> Float[Array, "b h t"]:
+        """Accumulated attention, nothing yet."""
+        return nothing(new)
+
+    def asks(self, heads: Heads, new: New) -> Sums:
+        """a_t, summed over queries and group."""
+        return Sums()
+
+    def fold(self, answers: Float[Array, "b h c"], view: View, new: New) -> Float[Array, "b h c"]:
+        """F_t = F_{t-1} + a_t."""
+        return view.slots.score + answers
+
+    def score(self, view: View, new: New) -> Float[Array, "b h c"]:
+        """Score = F_t."""
+        return view.slots.score

@@ -1,0 +1,93 @@
+"""Keyformer: attention with Gumbel noise at a rising temperature."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Float
+
+from kvjax.methods.h2o import Accumulated
+from kvjax.policies.stats import Noise, Sums
+from kvjax.types import Heads, New, View, check, derived, number, setting, written
+
+
+@struct.dataclass
+class GumbelSoftmax(Accumulated):
+    r"""Key tokens by accumulated Gumbel softmax.
+
+    .. math::
+        f(i) \leftarrow \alpha f(i) + \sum_g
+        \frac{e^{(x_{g,i} + \zeta_i) / \tau}}{\sum_j e^{(x_{g,j} + \zeta_j) / \tau}} \quad \text{(eq. 9)}, \qquad
+        \tau = \tau_{init} + t \, \frac{\tau_{end} - \tau_{init}}{T} \quad \text{(eq. 10)}
+
+    x are attention logits, g the query heads of the KV head, T the tokens to generate; text that is given has tau_init.
+    A constant zeta cancels in equation 9, so `constant` and `none` are the same policy, although Table 4 has different
+    numbers for them.
+
+    Args:
+        noise: `gumbel`, `gaussian` of the same mean and deviation, `constant` (which cancels) or `none`.
+        tau_init: temperature of the prompt, above 0.
+        tau_end: temperature of the last token to be generated, above 0; it stays there afterwards.
+        fresh_noise: a new draw for each query, as in the published code, instead of one for each token.
+        shared: one score for all layers; they need equal budgets.
+        damping: alpha, what is left of a score after each token, in (0, 1].
+    """
+
+    paper = "Keyformer, arXiv 2403.09054, equations 9 and 10, Algorithm 1"
+
+    noise: str = setting("gumbel")
+    tau_init: float = setting(1.0)
+    tau_end: float = number(2.0)
+    fresh_noise: bool = setting(False)
+    shared: bool = setting(False)
+    damping: float = number(1.0)
+    steady: bool = derived(False)
+    """Whether the temperature stays: such programs are shorter, as those without damping are."""
+    damped: bool = derived(False)
+
+    def __post_init__(self) -> None:
+        kinds = ("gumbel", "gaussian", "constant", "none")
+        check(self.noise in kinds, "noise", self.noise, f"one of {', '.join(kinds)}")
+        check(self.tau_init > 0, "tau_init", self.tau_init, "a temperature above 0")
+        if written(self.tau_end, self.damping):
+            check(self.tau_end > 0, "tau_end", self.tau_end, "a temperature above 0")
+            check(0 < self.damping <= 1, "damping", self.damping, "a factor in (0, 1]")
+            object.__setattr__(self, "steady", self.tau_init == self.tau_end)
+            object.__setattr__(self, "damped", self.damping != 1)
+
+    @property
+    def adds(self) -> bool:  # type: ignore[override]
+        """Unless what is there shrinks first, or waits for other layers."""
+        return not self.damped and not self.shared
+
+    @property
+    def aligned_layers(self) -> bool:  # type: ignore[override]
+        """Layers that share a score hold the same tokens."""
+        return self.shared
+
+    def asks(self, heads: Heads, new: New) -> Sums:
+        """The fractions of equation 9; several queries count as if they had come one after another."""
+        weights = None
+        if self.damped and new.position.shape[1] > 1:
+            weights = jnp.where(new.valid, self.damping**new.age, 0.0)[:, None]
+        noise = None if self.noise in ("none", "constant") else Noise(self.noise, self.fresh_noise)
+        return Sums(weights, self.temperature(new), noise, over="model" if self.shared else "group")
+
+    @property
+    def numbers_layers(self) -> bool:  # type: ignore[override]
+        """Kernels have the layer's number in what they draw."""
+        return self.noise not in ("none", "constant")
+
+    def temperature(self, new: New) -> float | Float[Array, "b t"]:
+        """Equation 10."""
+        if new.given or self.steady:
+            return float(self.tau_init)
+        step = jnp.clip(new.position - new.prompt_length[:, None] + 1, 0, new.horizon[:, None])
+        return self.tau_init + step * ((self.tau_end - self.tau_init) / new.horizon[:, None])
+
+    def fold(self, answers: Float[Array, "b h c"], view: View, new: New) -> Float[Array, "b h c"]:
+        """Equation 9."""
+        if not self.damped:
+            return view.slots.score + answers
+        kept = (self.damping ** new.valid.sum(1)).astype(answers.dtype)
+        return kept[:, None, None] * view.slots.score + answers

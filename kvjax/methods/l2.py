@@ -1,0 +1,59 @@
+"""L2: keys of small norm tend to gather attention, so the key of the largest norm leaves first."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Float
+
+from kvjax.policies.score import Score
+from kvjax.types import New, PyTree, View, check, setting, wide
+
+if TYPE_CHECKING:
+    from kvjax.models.model import LanguageModel
+
+
+@struct.dataclass
+class KeyNorm(Score):
+    r"""The norm of the key, which rotary embeddings do not change.
+
+    .. math:: F(i) = -\lVert k_i \rVert_2
+
+    Args:
+        skip_layers: first layers that do not trust norms and keep their most recent tokens; 2 in the paper's language
+            modelling. Every layer still obeys its budget: to leave the first layers uncompressed, as the paper
+            does, give `prefill` one budget per layer, the length of the text for these.
+    """
+
+    paper = "Devoto et al. 2024, arXiv 2406.11430, section 3"
+
+    skip_layers: int = setting(0)
+
+    def __post_init__(self) -> None:
+        whole = isinstance(self.skip_layers, int) and self.skip_layers >= 0
+        check(whole, "skip_layers", self.skip_layers, "a whole number from 0")
+
+    @property
+    def numbers_layers(self) -> bool:  # type: ignore[override]
+        """Where the first layers differ from the others."""
+        return self.skip_layers > 0
+
+    def bind(self, model: LanguageModel) -> KeyNorm:
+        """The score itself, if the model has so many layers."""
+        layers = model.config.layers
+        check(self.skip_layers <= layers, "skip_layers", self.skip_layers, f"a number of the model's {layers} layers")
+        return self
+
+    def slot(self, new: New, state: PyTree) -> Float[Array, "b h t"]:
+        """The norm of the key."""
+        # Fewer digits on purpose: a token read twice has equal norms, which rounding must not order by chance.
+        norm = jnp.linalg.norm(new.k.astype(wide(new.k.dtype)), axis=-1).astype(jnp.float32)
+        return jax.lax.reduce_precision(norm, exponent_bits=8, mantissa_bits=14)
+
+    def score(self, view: View, new: New) -> Float[Array, "b h c"]:
+        """Score = -norm, or the position in layers that are skipped."""
+        skipped = self.skip_layers and new.layer < self.skip_layers
+        return view.position.astype(jnp.float32) if skipped else -view.slots.score

@@ -1,0 +1,1 @@
+"""LESS (arXiv 2402.09398): a trained low-rank memory of evicted tokens."""

@@ -1,0 +1,217 @@
+"""Trained kernels on disk: an orbax checkpoint beside the settings it was made with, refused where they do not fit."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from kvjax.methods.less.feature_maps import Params, init_kernels
+from kvjax.models.config import ModelConfig
+from kvjax.rope import Rope
+
+if TYPE_CHECKING:
+    from kvjax.models.model import LanguageModel
+
+_SETTINGS, _KERNELS = "settings.json", "kernels"
+SHIPPED = Path(__file__).resolve().parents[2] / "tiny" / "less"
+"""Kernels of the embedded model, one directory for each base policy and budget."""
+_OPTIONAL = {
+    *("value_width", "ropes", "attention_scale", "soft_cap", "logit_soft_cap", "windows"),
+    *("slopes", "qkv_clip", "attention_scales", "logit_scale"),
+    *("embedding_scale", "norm_offset", "post_norms", "query_key_norms", "spread"),
+    *("beta_fast", "beta_slow", "truncate", "short_factors", "long_factors", "attention_factor"),
+}
+"""Settings of models and RoPE that count in a fingerprint only where they are not the usual ones: kernels may be older
+than the settings."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What kernels were made for.
+
+    Args:
+        model: its name.
+        fingerprint: of its shape and weights, see `fingerprint`.
+        policy: registered name of the base policy.
+        policy_settings: its settings.
+        budget: slots, or fraction of the model's longest text, that they were trained at; they may serve at another.
+        features, hidden, literal: as in `init_kernels`.
+        training: whatever else is worth keeping of how they were made.
+    """
+
+    model: str
+    fingerprint: str
+    policy: str
+    policy_settings: dict[str, Any]
+    budget: int | float
+    features: int = 8
+    hidden: int = 512
+    literal: bool = False
+    training: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+def save(directory: str | Path, params: Params, settings: Settings, *, dtype: DTypeLike = jnp.float32) -> None:
+    """Write kernels of all layers, stacked, aside and then under their name.
+
+    Args:
+        directory: kernels that it holds already are replaced, other files stay.
+        params: see `init_kernels`.
+        settings: what they are for.
+        dtype: that they are stored in; bfloat16 halves the bytes.
+    """
+    import orbax.checkpoint as ocp
+
+    target = Path(directory).absolute()
+    target.mkdir(parents=True, exist_ok=True)
+    aside = target / "writing"
+    shutil.rmtree(aside, ignore_errors=True)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(aside / _KERNELS, jax.tree.map(lambda leaf: jnp.asarray(leaf, dtype), params))
+    stored = dataclasses.asdict(settings) | {"dtype": jnp.dtype(dtype).name}
+    (aside / _SETTINGS).write_text(json.dumps(stored, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    # Without settings a directory counts as empty: what a crash leaves is never half of one and half of another.
+    (target / _SETTINGS).unlink(missing_ok=True)
+    shutil.rmtree(target / _KERNELS, ignore_errors=True)
+    for name in (_KERNELS, _SETTINGS):
+        (aside / name).replace(target / name)
+    aside.rmdir()
+
+
+def read_settings(directory: str | Path) -> Settings:
+    """What the kernels in a directory are for.
+
+    Raises:
+        ValueError: it holds no kernels.
+    """
+    return Settings(**{name: value for name, value in _read(directory).items() if name != "dtype"})
+
+
+def load(directory: str | Path, model: LanguageModel, policy: str) -> tuple[Params, Settings]:
+    """Kernels of all layers, stacked, in float32, for a model and a base policy.
+
+    Args:
+        directory: from `save`.
+        model: that they are going to serve.
+        policy: registered name of the base policy.
+
+    Raises:
+        ValueError: there are none, or they were made for another model, policy or shape.
+    """
+    import orbax.checkpoint as ocp
+
+    stored, settings = _read(directory), read_settings(directory)
+    check_fits(settings, model, policy, where=str(directory))
+    # Read into host memory: what orbax puts on a device is committed to it, and every program that met it and arrays
+    # that are not would be compiled once more.
+    wanted = jax.tree.map(lambda leaf: np.empty(leaf.shape, stored["dtype"]), _like(model.config, settings))
+    with ocp.StandardCheckpointer() as checkpointer:
+        try:
+            params = checkpointer.restore(Path(directory).absolute() / _KERNELS, wanted)
+        except (ValueError, OSError, KeyError) as error:
+            raise ValueError(f"the kernels in {directory} are damaged: {str(error).splitlines()[0]}") from error
+    return jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), params), settings
+
+
+def check_fits(settings: Settings, model: LanguageModel, policy: str, where: str) -> None:
+    """Refuse kernels that were made for something else.
+
+    Raises:
+        ValueError: naming what they were made for and what they are wanted for.
+    """
+    mine = fingerprint(model)
+    if settings.fingerprint != mine:
+        raise ValueError(
+            f"the kernels in {where} were made for model {settings.model!r} ({settings.fingerprint}), not for "
+            f"{model.name!r} ({mine}); train some for it with python -m kvjax.cli.train_less."
+        )
+    if settings.policy != policy:
+        raise ValueError(
+            f"the kernels in {where} were made for policy {settings.policy!r}, not for {policy!r}; "
+            f"use base={settings.policy} or train some for it with python -m kvjax.cli.train_less."
+        )
+
+
+def fingerprint(model: LanguageModel) -> str:
+    """Sixteen hex digits of a model's shape and of some of its weights, the same in every dtype it is loaded in."""
+    shape = _unusual(model.config)
+    del shape["bos"], shape["eos"]  # where a text ends changes no attention
+    digest = hashlib.sha256(json.dumps(shape, sort_keys=True).encode())
+    layers = model.weights.layers
+    for sample in (model.weights.embedding[:64], layers[0].key.weight, layers[-1].query.weight, layers[-1].up.weight):
+        digest.update(np.asarray(jnp.asarray(sample, jnp.bfloat16)).tobytes())
+    return digest.hexdigest()[:16]
+
+
+def _unusual(described: ModelConfig | Rope) -> dict[str, Any]:
+    usual = {field.name: field.default for field in dataclasses.fields(described)}
+    settings = {name: getattr(described, name) for name in usual}
+    return {
+        name: [_plain(each) for each in value] if name == "ropes" else _plain(value)
+        for name, value in settings.items()
+        if name not in _OPTIONAL or value != usual[name]
+    }
+
+
+def _plain(value: Any) -> Any:
+    return _unusual(value) if isinstance(value, Rope) else value
+
+
+def find(checkpoint: str, policy: str) -> list[Path]:
+    """Where kernels are: a directory, the name of shipped ones, or if it is empty all that are shipped for a policy.
+
+    Args:
+        checkpoint: what the user gave.
+        policy: registered name of the base policy.
+
+    Returns:
+        One directory, or those of the policy from the smallest budget to the largest.
+
+    Raises:
+        ValueError: there are none.
+    """
+    given = Path(checkpoint).expanduser()
+    if checkpoint and (given / _SETTINGS).exists():
+        return [given]
+    if checkpoint and (SHIPPED / checkpoint / _SETTINGS).exists():
+        return [SHIPPED / checkpoint]
+    shipped = sorted(path.parent for path in SHIPPED.glob(f"*/{_SETTINGS}"))
+    names = ", ".join(path.name for path in shipped) or "none"
+    if checkpoint:
+        raise ValueError(
+            f"{checkpoint} holds no kernels; give a directory of python -m kvjax.cli.train_less or one of: {names}."
+        )
+    fitting = {path: settings.budget for path in shipped if (settings := read_settings(path)).policy == policy}
+    if not fitting:
+        raise ValueError(
+            f"no kernels are shipped for policy {policy!r} (there are: {names}); train some with "
+            "python -m kvjax.cli.train_less and give checkpoint=DIR."
+        )
+    return sorted(fitting, key=lambda path: fitting[path])
+
+
+def _read(directory: str | Path) -> dict[str, Any]:
+    file = Path(directory) / _SETTINGS
+    if not file.exists():
+        raise ValueError(f"{directory} holds no kernels; give a directory of python -m kvjax.cli.train_less.")
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{file} is damaged: {error}.") from error
+
+
+def _like(config: ModelConfig, settings: Settings) -> Params:
+    return jax.eval_shape(
+        lambda key: init_kernels(
+            key, config, features=settings.features, hidden=settings.hidden, literal=settings.literal
+        ),
+        jax.random.key(0),
+    )

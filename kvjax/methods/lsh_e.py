@@ -1,0 +1,90 @@
+"""LSH-E: the token whose key points farthest away from the query, by one-bit hashes, leaves before attention."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Float, UInt32
+
+from kvjax.policies.score import Score
+from kvjax.types import New, PyTree, View, check, setting
+from pallas_kernels.hamming import Hashing, distances
+
+if TYPE_CHECKING:
+    from kvjax.models.model import LanguageModel
+
+
+@struct.dataclass
+class Hamming(Score):
+    r"""Hamming distance between hashes of the newest query and of the keys, at every step anew (equations 2, 5, 6).
+
+    .. math::
+        h(x) = \mathbb 1[R x \ge 0], \quad R \sim \mathcal N(0, 1)^{bits \times d}, \qquad
+        F_t(i) = -\sum_g d_H(h(q_{t,g}), h(k_i))
+
+    R is one matrix per layer and KV head, shared by its keys and all g query heads. Queries and keys are those with
+    rotary embeddings. Equation 6 and Algorithm 1 disagree whether q_{t-1} or q_t decides; this is Algorithm 1, q_t.
+    The paper does not say which of equal distances leaves: here it is the oldest token. With 16 bits more than half of
+    all evictions are such ties, so results depend on this rule.
+
+    Args:
+        bits: length of a hash, from 1 to 256; the paper tries 4 to 64 (Table 9) and reports 16. A slot stores
+            ceil(bits / 32) words of 4 bytes.
+        prompt: `sequential` fills the cache with the first tokens of the prompt and then reads it by Algorithm 1,
+            token by token; `one_shot` reads the prompt whole and then keeps the tokens nearest to its last query.
+        seed: of the matrices R.
+        planes: R of each layer; made by `bind`.
+    """
+
+    paper = "LSH-E, arXiv 2412.16187, Algorithm 1"
+    compares = True
+    numbers_layers = True
+    of_heads = ("planes",)
+
+    bits: int = setting(16)
+    prompt: str = setting("sequential")
+    seed: int = setting(0)
+    planes: tuple[Float[Array, "h bits d"], ...] | None = None
+
+    def __post_init__(self) -> None:
+        check(isinstance(self.bits, int) and 1 <= self.bits <= 256, "bits", self.bits, "a whole number from 1 to 256")
+        check(self.prompt in ("sequential", "one_shot"), "prompt", self.prompt, "'sequential' or 'one_shot'")
+        check(isinstance(self.seed, int) and 0 <= self.seed < 2**32, "seed", self.seed, "a whole number below 2^32")
+
+    @property
+    def prefill_chunk(self) -> int | None:  # type: ignore[override]
+        """Algorithm 1 evicts before every token."""
+        return 1 if self.prompt == "sequential" else None
+
+    def bind(self, model: LanguageModel) -> Hamming:
+        """With R for the layers of a model."""
+        layers = enumerate(model.config.layer_configs)
+        planes = (projections(self.seed, i, layer.kv_heads, self.bits, layer.key_width) for i, layer in layers)
+        return dataclasses.replace(self, planes=tuple(planes))
+
+    def hashing(self, new: New) -> Hashing:
+        """R, q_t and k_t."""
+        if self.planes is None:
+            raise ValueError("lsh_e has no hyperplanes yet: call bind(model), as prefill does.")
+        planes = self.planes[new.layer]
+        if new.head is not None and new.k.shape[1] < len(planes):  # heads on pages, each on its own
+            planes = planes[new.head - new.spread.first(len(planes))]
+        return Hashing(planes, new.last_query, new.k)
+
+    def slot(self, new: New, state: PyTree) -> tuple[UInt32[Array, "b h t"], ...]:
+        """h(k), each of its words in a buffer of its own: numbers of a slot would lie in lanes of 128 on a TPU."""
+        return self.hashing(new).of_keys()
+
+    def score(self, view: View, new: New) -> Float[Array, "b h c"]:
+        """F_t = -d_H(h(q_t), H), summed over the query group."""
+        return -distances(self.hashing(new).of_queries(), view.slots.score).astype(jnp.float32)
+
+
+def projections(seed: int, layer: int, heads: int, bits: int, width: int) -> Float[Array, "h bits d"]:
+    """The random hyperplanes R of a layer; float32 whatever the model's dtype, so that hashes do not depend on it."""
+    key = jax.random.fold_in(jax.random.key(seed), layer)
+    return jax.random.normal(key, (heads, bits, width), jnp.float32)

@@ -1,0 +1,415 @@
+"""The policies by name, and what their parts are called. The only place that knows names."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import inspect
+import sys
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvjax.methods import presets
+from kvjax.methods.compatibility import fitted
+from kvjax.methods.less.memory import LowRankMemory
+from kvjax.policies.allocation import AdaKV, Arithmetic, Interleaved, Plan, Pyramid, Uniform
+from kvjax.policies.policy import Policy
+from kvjax.policies.quantizer import CODECS as CODECS
+from kvjax.policies.quantizer import Codec, codec
+from kvjax.policies.residual import Residual
+from kvjax.policies.score import Score
+from kvjax.policies.selection import Selection, TopK
+from kvjax.types import check, check_kind
+from kvjax.utils.suggest import choices
+
+PLANS: dict[str, type[Plan]] = {
+    "uniform": Uniform,
+    "arithmetic": Arithmetic,
+    "pyramid": Pyramid,
+    "interleaved": Interleaved,
+    "adakv": AdaKV,
+}
+RESIDUALS: dict[str, type[Residual]] = {"less": LowRankMemory}
+SELECTIONS: dict[str, type[Selection]] = {"topk": TopK}
+
+
+def less(
+    *,
+    base: str | Policy = "h2o",
+    checkpoint: str = LowRankMemory.checkpoint,
+    kernels: Any = LowRankMemory.kernels,
+    features: int = LowRankMemory.features,
+    kernel_seed: int = LowRankMemory.kernel_seed,
+    **settings: Any,
+) -> Policy:
+    """Any policy, whose evicted pairs stay in R x d + R numbers per KV head; further settings are the base's.
+
+    When: with a small budget and kernels trained for the model: over `h2o` 23.8 in perplexity becomes 21.2 with 5% of
+    the slots, 49.5 becomes 32.1 with 2% (SmolLM2 on WikiText-2); with half of them there is nothing left to gain.
+
+    Args:
+        base: the policy that evicts, by name or made.
+    """
+    chosen = _base(base, settings)
+    memory = dict(checkpoint=checkpoint, kernels=kernels, features=features, kernel_seed=kernel_seed)
+    return dataclasses.replace(chosen, residual=residual_by_name("less", base=name_of(chosen), **memory))
+
+
+def baseline_plus(*, base: str | Policy = "h2o", features: int = 8, **settings: Any) -> Policy:
+    r"""Any policy with R/2 more slots per head: R x d numbers are R/2 keys and as many values.
+
+    .. math:: C^+ = C + R / 2
+
+    When: as the control for `less` at equal memory. With 5 and 10% of the slots these close 2 to 8% of the distance
+    to the full cache, LESS's kernels 32 to 59% (embedded model).
+
+    Args:
+        base: the policy that evicts, by name or made.
+        features: R, an even number from 2.
+    """
+    even = isinstance(features, int) and features >= 2 and features % 2 == 0
+    check(even, "features", features, "an even number from 2")
+    chosen = _base(base, settings)
+    return dataclasses.replace(chosen, plan=dataclasses.replace(chosen.plan, extra_slots=features // 2))
+
+
+def _base(base: str | Policy, settings: Mapping[str, Any]) -> Policy:
+    if isinstance(base, str):
+        return policy(base, **settings)
+    check(isinstance(base, Policy), "base", base, "the name of a policy, nor one that is made")
+    for name in settings:
+        raise ValueError(f"{name} is no setting beside a base that is made; set it on the base policy that you pass.")
+    return base
+
+
+Method = Callable[..., Policy]
+METHODS: tuple[Method, ...] = (
+    presets.full,
+    presets.window,
+    presets.dilated_window,
+    presets.streaming,
+    presets.lambda_mask,
+    presets.random,
+    presets.h2o,
+    presets.keyformer,
+    presets.tova,
+    presets.scissorhands,
+    presets.snapkv,
+    presets.pyramidkv,
+    presets.lightkv,
+    presets.l2,
+    presets.lsh_e,
+    presets.topk_oracle,
+    presets.fastgen,
+    less,
+    baseline_plus,
+)
+REGISTRY: dict[str, Method] = {method.__name__: method for method in METHODS}
+PAPERS: dict[str, dict[str, str]] = {
+    "everything stays": {"full": "the reference", "topk_oracle": "LESS, Figure 3"},
+    "what stays is a matter of position": {
+        "window": "Longformer, 3.1",
+        "dilated_window": "Longformer, 3.1; Keyformer, Figure 2c",
+        "streaming": "StreamingLLM, 3.2",
+        "lambda_mask": "LM-Infinite, 3",
+    },
+    "what stays is a matter of attention": {
+        "h2o": "H2O, Algorithm 1",
+        "keyformer": "Keyformer, eq. 9, 10",
+        "tova": "TOVA, 4",
+        "scissorhands": "Scissorhands, Algorithm 2",
+        "snapkv": "SnapKV, Listing 1",
+        "pyramidkv": "PyramidKV, 3.2",
+        "lightkv": "LightKV, eq. 1-6",
+        "fastgen": "FastGen, eq. 1, 2",
+    },
+    "what stays is a matter of keys, or of chance": {
+        "lsh_e": "LSH-E, eq. 2, 5, 6",
+        "l2": "Devoto et al. 2024",
+        "random": "control",
+    },
+    "over another policy": {"less": "LESS, eq. 1-5", "baseline_plus": "LESS, 4"},
+}
+"""Where the policies come from, in groups by what they choose with."""
+
+
+def policy(
+    name: str | Policy,
+    *,
+    plan: str | Plan | None = None,
+    residual: str | Residual | None = None,
+    codec: str | Codec | None = None,
+    selection: str | Selection | None = None,
+    **settings: Any,
+) -> Policy:
+    """A policy by name, with any of its parts replaced.
+
+    Args:
+        name: a key of `REGISTRY`; `FILE.py:NAME` for a policy or a score, or a function or class that makes one, in a
+            file of your own, which is run; or a policy that is made.
+        plan: how many slots each layer and head may use: a key of `PLANS`, or one that is made.
+        residual: what becomes of evicted pairs: `less`, or one that is made.
+        codec: how a slot lies in memory: `plain`, `int8`, `int4`, or one that is made.
+        selection: which of the held tokens a query reads: `topk`, or one that is made.
+        settings: the policy's own, see its function; those of the other parts by the part's name and a dot, as
+            `**{"residual.kernels": "performer"}`.
+
+    Raises:
+        ValueError: a name or a setting is unknown, a value is out of range, or parts mean nothing together.
+
+    Example:
+        >>> policy = kvjax.policy("keyformer", recent=0.25, plan="adakv", codec="int8", **{"plan.floor": 0.3})
+        >>> policy.protection, policy.plan
+        (Protection(sinks=0, recent=0.25, special=()), AdaKV(extra_slots=0, floor=0.3))
+    """
+    of_parts, own = _by_part(settings)
+    made = _registered(name, own) if isinstance(name, str) else name
+    if not isinstance(made, Policy):
+        raise TypeError(f"a policy is a name or a kvjax.Policy, not {_described(made)}.")
+    if made is name and own:
+        raise ValueError(f"{next(iter(own))} is no setting beside a policy that is made; set it on the parts you pass.")
+    return replaced(made, plan, residual, codec, selection, of_parts)
+
+
+def _registered(name: str, own: Mapping[str, Any]) -> Policy:
+    file, colon, attribute = name.rpartition(":")
+    if colon and file.endswith(".py"):
+        return _from_file(Path(file).expanduser(), attribute, own)
+    if name not in REGISTRY:
+        raise ValueError(
+            f"there is no policy {name!r}; {choices(name, REGISTRY, ', or one of your own as FILE.py:NAME')}"
+        )
+    known = settings_of(name)
+    for setting in own:
+        if setting not in known and "base" not in known:
+            raise ValueError(f"policy {name!r} has no setting {setting!r}; it takes {', '.join(known)}.")
+    made = REGISTRY[name](**_typed(own, annotations_of(REGISTRY[name]) | annotations_of(presets.combine)))
+    return made if name in ("less", "baseline_plus") else dataclasses.replace(made, name=name)
+
+
+def _from_file(file: Path, attribute: str, own: Mapping[str, Any]) -> Policy:
+    # A policy of somebody's own: made, or whatever makes one or its score from settings.
+    if not file.is_file():
+        raise ValueError(f"there is no file {file} to take policy {attribute!r} from.")
+    name = f"own_policies_{file.stem}"
+    module = sys.modules.get(name)
+    if module is None or module.__file__ != str(file.absolute()):
+        spec = importlib.util.spec_from_file_location(name, file.absolute())
+        assert spec is not None and spec.loader is not None
+        module = sys.modules[name] = importlib.util.module_from_spec(spec)
+        try:
+            spec.loader.exec_module(module)
+        except Exception as error:
+            del sys.modules[name]
+            raise ValueError(f"{file} cannot be run ({type(error).__name__}: {error}).") from error
+    found = getattr(module, attribute, None)
+    # What every policy has is no setting of the score, unless it says so.
+    takes = _taken_by(found)
+    usual = [name for name in _keywords(presets.combine) if name in own and name not in takes]
+    common = _typed({name: own[name] for name in usual}, annotations_of(presets.combine))
+    own = {name: value for name, value in own.items() if name not in common}
+    try:
+        made = found(**own) if callable(found) else found
+    except TypeError as error:
+        raise ValueError(f"{file}: {attribute} cannot be made ({error}).") from error
+    if made is found and own:
+        raise ValueError(f"{next(iter(own))} is no setting of {attribute} in {file}, which is made already.")
+    if isinstance(made, Score):
+        made = presets.combine(made, **common)
+        if not common.keys() & {"sinks", "recent", "special"}:
+            warnings.warn(
+                f"{attribute} protects no token from its own score, also not the newest ones; recent=0.5 keeps the "
+                "newest half of the budget, as most policies here do, and recent=0 says that none is meant.",
+                stacklevel=4,
+            )
+    elif isinstance(made, Policy) and common:
+        positions = common.pop("positions", made.codec.positions)
+        protection = dataclasses.replace(made.protection, **common)
+        made = dataclasses.replace(
+            made, protection=protection, codec=dataclasses.replace(made.codec, positions=positions)
+        )
+    if not isinstance(made, Policy):
+        raise ValueError(f"{attribute} in {file} is no kvjax.Policy or Score, nor does it make one: {made!r}.")
+    return made
+
+
+def _taken_by(found: Any) -> set[str]:
+    # Settings of what makes a policy or a score; a score has its fields.
+    if isinstance(found, type):
+        return {field.name for field in dataclasses.fields(found)} if dataclasses.is_dataclass(found) else set()
+    if not callable(found):
+        return set()
+    parameters = inspect.signature(found).parameters.values()
+    names = {parameter.name for parameter in parameters}
+    return names | (
+        set(_keywords(presets.combine)) if inspect.Parameter.VAR_KEYWORD in {p.kind for p in parameters} else set()
+    )
+
+
+def replaced(
+    made: Policy,
+    plan: str | Plan | None = None,
+    residual: str | Residual | None = None,
+    codec: str | Codec | None = None,
+    selection: str | Selection | None = None,
+    settings: Mapping[str, Mapping[str, Any]] | None = None,
+) -> Policy:
+    """A policy with some of its parts replaced; see `policy`."""
+    of_parts = {part: dict(values) for part, values in (settings or {}).items()}
+    if residual is not None or "residual" in of_parts:
+        memory = of_parts.pop("residual", {})
+        if residual is None or isinstance(residual, str):
+            named = "less" if residual is None else residual
+            chosen = residual_by_name(named, **({"base": name_of(made)} | memory))
+        else:
+            chosen = _made("residual", RESIDUALS, residual, memory)
+        made = dataclasses.replace(made, residual=chosen)
+    if codec is not None:
+        made = dataclasses.replace(made, codec=_codec(codec, made.codec.positions))
+    if selection is not None or "selection" in of_parts:
+        chosen_one = _made(
+            "selection", SELECTIONS, "topk" if selection is None else selection, of_parts.pop("selection", {})
+        )
+        made = dataclasses.replace(made, selection=chosen_one)
+    if plan is not None or "plan" in of_parts:
+        if plan is None:
+            raise ValueError(f"plan.{next(iter(of_parts['plan']))} is a setting of a plan; name one.")
+        made = made.spread(_made("plan", PLANS, plan, of_parts.pop("plan", {})))
+    return fitted(made)
+
+
+def residual_by_name(name: str, **settings: Any) -> Residual:
+    """A residual by name; `kernels` of LESS may be arrays.
+
+    Raises:
+        ValueError: there is no such residual, or no such setting.
+    """
+    arrays = {}
+    if "kernels" in settings and not isinstance(settings["kernels"], str):
+        arrays = {"layers": settings.pop("kernels")}
+    return _made("residual", RESIDUALS, name, settings | arrays)
+
+
+def plan_by_name(plan: Plan | str | None) -> Plan | None:
+    """A plan given by name or made.
+
+    Raises:
+        ValueError: there is no such plan.
+    """
+    return None if plan is None else _made("plan", PLANS, plan, {})
+
+
+def _made(part: str, table: Mapping[str, Any], given: Any, settings: Mapping[str, Any]) -> Any:
+    if not isinstance(given, str):
+        _none_left(part, settings)
+        if not isinstance(given, _BASES[part]):
+            raise TypeError(f"a {part} is a name or an instance of {_BASES[part].__name__}, not {_described(given)}.")
+        return given
+    if given not in table:
+        raise ValueError(f"there is no {part} {given!r}; {choices(given, table)}")
+    known = [field.name for field in dataclasses.fields(table[given])]
+    for setting in settings:
+        if setting not in known:
+            raise ValueError(f"{part} {given!r} has no setting {setting!r}; it takes {', '.join(known)}.")
+    return table[given](**_typed(settings, {field.name: field.type for field in dataclasses.fields(table[given])}))
+
+
+def _typed(settings: Mapping[str, Any], annotations: Mapping[str, Any]) -> dict[str, Any]:
+    # Settings in the types that parts want, whether a program, a command line or a file gave them.
+    typed: dict[str, Any] = {}
+    for name, value in settings.items():
+        if value is None and annotations.get(name) == "str":
+            value = "none"  # a command line's `noise=none` is the word
+        elif isinstance(value, list):
+            value = tuple(value)
+        elif isinstance(value, np.generic):
+            value = value.item()
+        check_kind(name, value, annotations.get(name, ""))
+        typed[name] = value
+    return typed
+
+
+_BASES: dict[str, type[Any]] = {"plan": Plan, "residual": Residual, "selection": Selection}
+
+
+def _described(value: object) -> str:
+    # What stands where a part or a policy belongs, and what was meant.
+    if isinstance(value, type):
+        return f"the class {value.__name__}; give an instance, {value.__name__}()"
+    if isinstance(value, Score):
+        return f"a score; give kvjax.Policy({type(value).__name__}(...))"
+    return repr(value)
+
+
+def _none_left(part: str, settings: Mapping[str, Any]) -> None:
+    for name in settings:
+        raise ValueError(f"{part}.{name} is no setting beside a {part} that is made; set it on the {part} you pass.")
+
+
+def _codec(given: str | Codec, positions: str) -> Codec:
+    if not isinstance(given, (str, Codec)):
+        raise TypeError(f"a codec is a name or an instance of Codec, not {_described(given)}.")
+    return codec(given, positions) if isinstance(given, str) else given
+
+
+def _by_part(settings: Mapping[str, Any]) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
+    # Settings with a dot by part, and the rest.
+    of_parts: dict[str, dict[str, Any]] = {}
+    own: dict[str, Any] = {}
+    for name, value in settings.items():
+        part, dot, setting = name.partition(".")
+        if not dot:
+            own[name] = value
+            continue
+        if part not in ("plan", "residual", "selection"):
+            raise ValueError(
+                f"{name}={value!r} is no setting of a part; parts with settings are plan, residual, selection."
+            )
+        of_parts.setdefault(part, {})[setting] = value
+    return of_parts, own
+
+
+def settings_of(name: str) -> dict[str, Any]:
+    """A policy's settings and their defaults."""
+    method = REGISTRY[name]
+    takes = inspect.signature(method).parameters
+    own = _keywords(method)
+    return own | ({k: v for k, v in _keywords(presets.combine).items() if k not in own} if "common" in takes else {})
+
+
+def annotations_of(function: Callable[..., Any]) -> dict[str, Any]:
+    """The types that a function's parameters say they have."""
+    return {p.name: p.annotation for p in inspect.signature(function).parameters.values()}
+
+
+def _keywords(function: Callable[..., Any]) -> dict[str, Any]:
+    parameters = inspect.signature(function).parameters.values()
+    return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
+
+
+def settings_in(made: Policy) -> dict[str, Any]:
+    """A policy's settings as its function takes them, read off its parts; those of a residual are not among them.
+
+    Settings of a part that has been replaced are left out, and somebody's own policy has those of its score.
+    """
+    own = [field.name for field in dataclasses.fields(made.score)]  # type: ignore[arg-type]
+    names = settings_of(made.name) if made.name in REGISTRY else [*own, *_keywords(presets.combine)]
+    inner = getattr(made.plan, "plan", None)
+    parts = (made.score, made.protection, made.plan, inner, made.selection, made.codec)
+    found = {name: getattr(part, name) for name in names for part in reversed(parts) if hasattr(part, name)}
+    if made.plan.extra_slots:
+        return {"base": made.name, "features": 2 * made.plan.extra_slots} | found
+    return found
+
+
+def name_of(policy: Policy) -> str:
+    """The registered name of a policy, or its score's class if it is somebody's own."""
+    if isinstance(policy.residual, LowRankMemory):
+        return "less"
+    if policy.plan.extra_slots:
+        return "baseline_plus"
+    return policy.name or type(policy.score).__name__

@@ -1,0 +1,74 @@
+"""Scissorhands: tokens that were important stay important, so the ones most often below average leave."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Bool, Float, UInt32
+
+from kvjax.policies.score import Score
+from kvjax.policies.stats import Probs, Seen
+from kvjax.types import Heads, New, PyTree, View, check, setting
+
+WORD, MOST = 32, 2**16
+
+
+@struct.dataclass
+class Persistence(Score):
+    r"""Persistence of importance over a history window.
+
+    .. math:: F_t(i) = -\sum_{j = t - w + 1}^{t} 1\left[\bar a_j(i) < 1 / n_j\right]
+
+    with the mean attention over the query heads of the KV head, and n_j tokens that query j saw. One bit per slot and
+    query of the window, in a ring indexed by the query's position.
+
+    Args:
+        history: queries that are remembered, a multiple of 32 up to 65536: a bit of every slot for each.
+    """
+
+    paper = "Scissorhands, Liu et al. 2023, Algorithm 2"
+
+    history: int = setting(128)
+
+    def __post_init__(self) -> None:
+        whole = isinstance(self.history, int) and 0 < self.history <= MOST and self.history % WORD == 0
+        check(whole, "history", self.history, f"a multiple of 32 queries from 32 to {MOST}")
+
+    def slot(self, new: New, state: PyTree) -> UInt32[Array, "b h t words"]:
+        """No query has looked yet."""
+        return jnp.zeros((*new.k.shape[:3], self.history // WORD), jnp.uint32)
+
+    def asks(self, heads: Heads, new: New) -> Probs:
+        """Whatever the window's queries saw; older ones would be overwritten anyway."""
+        return Probs(self.history)
+
+    def fold(self, answers: Seen, view: View, new: New) -> UInt32[Array, "b h c words"]:
+        """Set the bits of queries that attended below average; clear those of the queries they replace."""
+        probs, position, visible = answers
+        counts = position >= 0
+        place = jnp.where(counts, position % self.history, 0).astype(jnp.uint32)
+        # An average share is none below, however a softmax rounds it: the first query's is 1, or just less.
+        average = 1 - 16 * jnp.finfo(probs.dtype).eps
+        below = (probs > 0).any(2) & (probs.mean(2) * visible[..., None] < average)
+        words = self._bits(place, counts, WORD)
+        if probs.shape[3] == 1:
+            found = jnp.where(below[:, :, 0, :, None], words[:, None], jnp.uint32(0))
+        else:
+            # Every query has a bit of its own, so sums are unions; of 16 bits they are exact in the floats that a
+            # matrix product is fast in.
+            halves = self._bits(place, counts, WORD // 2)
+            sums = jnp.einsum("bhtc,btw->bhcw", below.astype(jnp.float32), halves.astype(jnp.float32))
+            low, high = jnp.moveaxis(sums.astype(jnp.uint32).reshape(*sums.shape[:-1], -1, 2), -1, 0)
+            found = low | (high << (WORD // 2))
+        touched = jax.lax.reduce_or(words, axes=(1,))
+        return (view.slots.score & ~touched[:, None, None]) | found
+
+    def _bits(self, place: UInt32[Array, "b t"], counts: Bool[Array, "b t"], size: int) -> UInt32[Array, "b t words"]:
+        """The bit of each query among words of `size` bits."""
+        bit = jnp.where(counts, jnp.uint32(1) << (place % size), 0)
+        return jnp.where(place[..., None] // size == jnp.arange(self.history // size), bit[..., None], 0)
+
+    def score(self, view: View, new: New) -> Float[Array, "b h c"]:
+        """Score = -(times below average)."""
+        return -jax.lax.population_count(view.slots.score).sum(-1).astype(jnp.float32)

@@ -1,0 +1,91 @@
+"""SnapKV: what the end of the prompt looks at, pooled over neighbours."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from flax import struct
+from jax.lax import reduce_window
+from jaxtyping import Array, Float
+
+from kvjax.policies.score import Score
+from kvjax.policies.stats import Sums
+from kvjax.types import Heads, New, PyTree, View, check, is_share, nothing, number, setting, wide
+
+
+@struct.dataclass
+class PromptWindow(Score):
+    r"""Attention of the last prompt queries, pooled over neighbours.
+
+    .. math:: F(i) = \mathrm{pool}_{|j - i| \le 3} \sum_{t = n - w}^{n - 1} \bar a_t(j)
+
+    with the attention of a KV head's query heads pooled, too. Only text that is given is scored: generated tokens score
+    0 and go first, the oldest before the others. Where it is given in chunks or turns, the windows at their ends add up
+    before they are pooled; a prompt read token by token is not pooled at all.
+
+    Args:
+        window: the observation window w, in tokens, or a share of a head's slots.
+        kernel: neighbours pooled together, an odd number.
+        pooling: `average` or `max` over neighbours.
+        group: `mean` or `max` over the query heads of a KV head.
+    """
+
+    paper = "SnapKV, Li et al. 2024, Listing 1"
+
+    window: int | float = number(32)
+    kernel: int = setting(7)
+    pooling: str = setting("average")
+    group: str = setting("mean")
+
+    def __post_init__(self) -> None:
+        odd = isinstance(self.kernel, int) and self.kernel > 0 and self.kernel % 2 == 1
+        check(odd, "kernel", self.kernel, "an odd number from 1")
+        check(self.pooling in ("average", "max"), "pooling", self.pooling, "'average' or 'max'")
+        check(self.group in ("mean", "max"), "group", self.group, "'mean' or 'max'")
+
+    def slot(self, new: New, state: PyTree) -> tuple[Float[Array, "b h t"], Float[Array, "b h t"]]:
+        """What the window's queries saw, and the same pooled over neighbours: nothing yet."""
+        return nothing(new), nothing(new)
+
+    def _begin(self, heads: Heads, new: New) -> Float[Array, "b h 1"]:
+        # The position from which queries are in the window.
+        share = is_share(self.window)
+        width = jnp.floor(self.window * heads.limit + 1e-6).astype(jnp.int32) if share else self.window
+        return (new.read[:, None] - jnp.broadcast_to(width, heads.limit.shape))[..., None]
+
+    def asks(self, heads: Heads, new: New) -> Sums | tuple[()]:
+        """The attention of the last w queries; nothing of a token that is written."""
+        if not new.given:
+            return ()
+        seen = new.valid[:, None] & (new.position[:, None] < new.prompt_length[:, None, None])
+        seen &= new.position[:, None] >= self._begin(heads, new)
+        return Sums(seen.astype(wide(new.q.dtype)), group="max" if self.group == "max" else "sum")
+
+    def fold(self, answers: Float[Array, "b h c"], view: View, new: New) -> tuple[Array, Array]:
+        """Add up the attention of the windows."""
+        added = answers if self.group == "max" else answers / new.q.shape[2]
+        own, pooled = view.slots.score
+        return own + added, pooled + added
+
+    def settle(self, view: View, new: New) -> tuple[Array, Array]:
+        """Pool the scores of the tokens before the window over neighbours in position order."""
+        own = view.slots.score[0]
+        before = view.live & (view.position < self._begin(view, new))
+        scores = jnp.where(before, own, 0.0)
+        live = jnp.where(view.live, view.position, jnp.iinfo(jnp.int32).max)
+        order = jnp.argsort(live, axis=-1)
+        scores = jnp.take_along_axis(scores, order, axis=-1)
+        half = self.kernel // 2
+        sizes, strides, pads = (1, 1, self.kernel), (1, 1, 1), ((0, 0), (0, 0), (half, half))
+        if self.pooling == "average":
+            zero = jnp.zeros((), scores.dtype)
+            scores = reduce_window(scores, zero, jnp.add, sizes, strides, pads) / self.kernel
+        else:
+            lowest = jnp.array(-jnp.inf, scores.dtype)
+            scores = reduce_window(scores, lowest, jnp.maximum, sizes, strides, pads)
+        scores = jnp.take_along_axis(scores, jnp.argsort(order, axis=-1), axis=-1)
+        # Window tokens are not scored: one that leaves the window later counts as a generated token does.
+        return own, jnp.where(before, scores, 0.0)
+
+    def score(self, view: View, new: New) -> Float[Array, "b h c"]:
+        """Score = F."""
+        return view.slots.score[1]

@@ -1,0 +1,45 @@
+"""TOVA: the token that the newest query needs least."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Bool, Float
+
+from kvjax.policies.score import Score
+from kvjax.policies.stats import Sums
+from kvjax.types import Heads, New, PyTree, View, nothing, wide
+
+
+@struct.dataclass
+class LastAttention(Score):
+    r"""Last attention, one score for all heads of a layer.
+
+    .. math:: F_t(i) = \frac{1}{H} \sum_{h} a_{t,h}(i)
+
+    over the H query heads of the layer, from the newest query alone.
+    """
+
+    paper = "TOVA, Oren et al. 2024, section 4"
+    aligned = True
+
+    def slot(self, new: New, state: PyTree) -> Float[Array, "b h t"]:
+        """Attention of the last query, none yet."""
+        return nothing(new)
+
+    def asks(self, heads: Heads, new: New) -> Sums:
+        """a_t of the newest token, a mean over the layer's heads."""
+        weights = _newest(new)[:, None].astype(wide(new.q.dtype)) if new.position.shape[1] > 1 else None
+        return Sums(weights, over="layer")
+
+    def fold(self, answers: Float[Array, "b h c"], view: View, new: New) -> Float[Array, "b h c"]:
+        """F_t = a_t; the sum over a group's queries orders as their mean does."""
+        return jnp.where(_newest(new).any(1)[:, None, None], answers, view.slots.score)
+
+    def score(self, view: View, new: New) -> Float[Array, "b h c"]:
+        """Score = F_t."""
+        return view.slots.score
+
+
+def _newest(new: New) -> Bool[Array, "b t"]:
+    return new.valid & (new.position == new.newest[:, None])

@@ -1,0 +1,1 @@
+"""Checkpoints: find, read and write them."""

@@ -1,0 +1,246 @@
+"""Reading checkpoints straight into JAX arrays: Hugging Face directories and GGUF files."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
+from jaxtyping import Array
+from rich.console import Console
+from rich.progress import Progress
+
+from kvjax.models.checkpoints.gguf import read_gguf
+from kvjax.models.checkpoints.locate import check_kind_of, locate
+from kvjax.models.checkpoints.orbax import read_orbax
+from kvjax.models.checkpoints.tensors import Stored, read_json, read_safetensors
+from kvjax.models.config import ModelConfig
+from kvjax.models.decoder import Linear, Weights
+from kvjax.models.families import Family, LoadError, Settings, read_config, text_half, token_ids
+from kvjax.models.families.common import Source
+from kvjax.models.sharding import check_mesh, weight_shardings
+from kvjax.models.weights import leaf_name, quantised, weight_shapes
+
+_WEIGHT, _BIAS = jax.tree_util.GetAttrKey("weight"), jax.tree_util.GetAttrKey("bias")
+_LARGE = 1 << 30
+"""Bytes of a checkpoint from which on a bar shows how far its loading is."""
+_DTYPES = ("float32", "bfloat16", "float64")
+
+
+@dataclasses.dataclass(frozen=True)
+class Checkpoint:
+    """What a checkpoint holds.
+
+    Args:
+        weights: pytree of arrays, all of one dtype.
+        config: the model's shape.
+        name: how it was asked for.
+        settings: what its config.json says, or would say.
+        place: the directory of its files, its tokenizer's among them, or the file that holds everything.
+        metadata: of such a file, its tokenizer among it.
+    """
+
+    weights: Weights
+    config: ModelConfig
+    name: str
+    settings: Settings
+    place: Path
+    metadata: Mapping[str, Any] | None = None
+
+
+def read_checkpoint(
+    path_or_hub_id: str | Path,
+    dtype: DTypeLike | None = None,
+    revision: str | None = None,
+    weights: Literal["int8"] | None = None,
+    mesh: Mesh | None = None,
+) -> Checkpoint:
+    """Read a checkpoint from the package, a Hugging Face directory, a GGUF file or the Hugging Face hub.
+
+    Arguments and errors are those of `kvjax.load`.
+    """
+    wanted = _dtype(dtype)
+    if weights not in (None, "int8"):
+        raise ValueError(f"weights={weights!r} is not supported: give int8, or None for weights in the dtype.")
+    if mesh is not None:
+        check_mesh(mesh)
+    place = locate(path_or_hub_id, revision)
+    name = str(path_or_hub_id)
+    if place.is_file():
+        settings, metadata, stored = read_gguf(place)
+        family, config = _read_config(settings, place)
+        made, config = _read_weights(stored, family, config, wanted, weights == "int8", mesh)
+        return Checkpoint(made, config, name, settings, place, metadata)
+    file = place / "config.json"
+    check_kind_of(place)
+    given = read_json(file)
+    try:
+        settings = text_half(given)
+    except LoadError as error:
+        raise LoadError(f"{file}: {error}") from None
+    if settings is not given:
+        warnings.warn(f"{file}: of {given['model_type']} the text half alone is read, without its tower.", stacklevel=3)
+    family, config = _read_config(settings, file)
+    generation = place / "generation_config.json"
+    if generation.exists() and (eos := token_ids(read_json(generation), "eos_token_id")):
+        config = dataclasses.replace(config, eos=eos)
+    stored = read_orbax(place / "weights") if (place / "weights").is_dir() else read_safetensors(place)
+    made, found = _read_weights(stored, family, config, wanted, weights == "int8", mesh)
+    if found.tied != config.tied:
+        settings = {**settings, "tie_word_embeddings": found.tied}
+    return Checkpoint(made, found, name, settings, place)
+
+
+TOWERS = r"(model\.)?(vision_tower|vision_model|visual|multi_modal_projector|embed_vision|audio_tower)\..*"
+"""Tensors of a multimodal checkpoint that texts do not need."""
+
+
+def _spellings(name: str, base: str) -> tuple[str, ...]:
+    """Return what checkpoints call a tensor: with and without the model's prefix, and inside a multimodal model."""
+    bare = name.removeprefix(base)
+    return (name, bare, f"language_model.{name}", f"{base}language_model.{bare}")
+
+
+def _untied_table(stored: Stored, family: Family, config: ModelConfig, embedding: str) -> str | None:
+    """Return the name of an unembedding that is stored and differs from the embedding; None where there is none."""
+    name = stored.rename(Source("unembedding.weight").name if stored.ours else family.source("unembedding.weight").name)
+    table = next((found for found in _spellings(name, family.base) if found in stored.tensors), None)
+    if table is None or table == embedding or embedding not in stored.tensors:
+        return None
+    one, other = (stored.tensors[each] for each in (embedding, table))
+    if one.shape != other.shape:
+        return None
+    kind = np.dtype(np.float32)
+    return None if np.array_equal(one.read(kind), other.read(kind)) else table
+
+
+def _read_config(settings: Settings, file: Path) -> tuple[Family, ModelConfig]:
+    try:
+        return read_config(settings)
+    except LoadError as error:
+        raise LoadError(f"{file}: {error}") from None
+
+
+def _dtype(dtype: DTypeLike | None) -> jnp.dtype:
+    try:
+        wanted = jnp.dtype(jnp.float32 if dtype is None else dtype)
+    except TypeError:
+        raise ValueError(f"Unknown dtype {dtype!r}: give one of {', '.join(_DTYPES)}.") from None
+    if wanted.name not in _DTYPES:
+        raise ValueError(f"dtype {wanted.name} is not supported: give one of {', '.join(_DTYPES)}.")
+    if wanted.name == "float64" and jax.dtypes.canonicalize_dtype(wanted) != wanted:
+        raise ValueError("dtype float64 needs 64-bit JAX: call jax.config.update('jax_enable_x64', True) first.")
+    return wanted
+
+
+def _read_weights(
+    stored: Stored, family: Family, config: ModelConfig, dtype: jnp.dtype, int8: bool, mesh: Mesh | None
+) -> tuple[Weights, ModelConfig]:
+    """Check every name and shape, then move the tensors one by one to their devices, those of linear maps in 8 bits.
+
+    Returns:
+        The weights, and the shape that they are of: that of the config but for embeddings which the file unties.
+    """
+    shapes = weight_shapes(config)
+    leaves = [leaf_name(path) for path, _ in jax.tree.leaves_with_path(shapes)]
+    sources = {leaf: Source(leaf) if stored.ours else family.source(leaf) for leaf in leaves}
+    tensors, names = stored.tensors, {leaf: stored.rename(source.name) for leaf, source in sources.items()}
+    for leaf, name in names.items():
+        names[leaf] = next((found for found in _spellings(name, family.base) if found in tensors), name)
+    if config.tied and (table := _untied_table(stored, family, config, names["embedding"])) is not None:
+        warnings.warn(
+            f"{stored.place}: {stored.described} ties the embeddings, but tensor {table} differs from them; it is the "
+            "unembedding, as in transformers.",
+            stacklevel=4,
+        )
+        return _read_weights(stored, family, dataclasses.replace(config, tied=False), dtype, int8, mesh)
+
+    for path, leaf in jax.tree.leaves_with_path(shapes):
+        source, name = sources[leaf_name(path)], names[leaf_name(path)]
+        expected = leaf.shape if source.shape is None else source.shape(leaf.shape, config)
+        if name not in tensors:
+            raise LoadError(f"{stored.place}: tensor {name} of shape {list(expected)} is missing.")
+        if tensors[name].shape != expected:
+            raise LoadError(
+                f"{tensors[name].file}: tensor {name} has shape {list(tensors[name].shape)}, "
+                f"but {stored.described} asks for {list(expected)}."
+            )
+    known = set(names.values())
+    if config.tied:  # some checkpoints store the tied table twice
+        known.update(_spellings(stored.rename(family.sources["unembedding.weight"].name), family.base))
+    for name in sorted(tensors.keys() - known):
+        if not any(re.fullmatch(pattern, name) for pattern in (*family.ignored, TOWERS)):
+            shape = list(tensors[name].shape)
+            raise LoadError(
+                f"{tensors[name].file}: tensor {name} of shape {shape} has no place in the model of {stored.described}."
+            )
+
+    of_leaves = [] if mesh is None else jax.tree.leaves_with_path(weight_shardings(config, mesh))
+    shardings: dict[str, NamedSharding] = {leaf_name(path): sharding for path, sharding in of_leaves}
+
+    def refuse_damage(finite: bool, path: tuple[Any, ...]) -> None:
+        name = names[leaf_name(path)]
+        if not finite:
+            raise LoadError(f"{tensors[name].file}: tensor {name} has numbers that are NaN or infinite: it is damaged.")
+
+    def read(path: tuple[Any, ...]) -> np.ndarray:
+        source, name = sources[leaf_name(path)], names[leaf_name(path)]
+        tensor = tensors[name].read(dtype)
+        if source.read is not None:
+            tensor = source.read(tensor, config)
+        tensor = tensor.astype(dtype, copy=False)
+        refuse_damage(_finite(tensor), path)
+        bar.advance(task, tensors[name].size)
+        return tensor
+
+    def place(tensor: np.ndarray, sharding: NamedSharding | None) -> Array:
+        # One at a time, or host copies pile up behind slow transfers.
+        if sharding is None:
+            return jax.device_put(tensor).block_until_ready()
+        return jax.make_array_from_callback(tensor.shape, sharding, tensor.__getitem__).block_until_ready()
+
+    def placed(path: tuple[Any, ...]) -> Array:
+        source, tensor = sources[leaf_name(path)], tensors[names[leaf_name(path)]]
+        sharding = shardings.get(leaf_name(path))
+        if sharding is None or tensor.place is None or source.read is not None:
+            return place(read(path), sharding)
+        array = tensor.place(dtype, sharding)
+        refuse_damage(bool(jnp.isfinite(array).all()), path)
+        bar.advance(task, tensor.size)
+        return array
+
+    def load(path: tuple[Any, ...], node: Any) -> Any:
+        if not isinstance(node, Linear):
+            return placed(path)
+        bias = None if node.bias is None else placed((*path, _BIAS))
+        if not int8:
+            return Linear(placed((*path, _WEIGHT)), bias)
+        weight, scale = quantised(read((*path, _WEIGHT)))
+        sharding = shardings.get(leaf_name((*path, _WEIGHT)))
+        of_scale = None if sharding is None else NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[:1]))
+        return Linear(place(weight, sharding), bias, place(scale, of_scale))
+
+    total = sum(tensors[name].size for name in names.values())
+    with Progress(console=Console(stderr=True), transient=True, disable=total < _LARGE) as bar:
+        task = bar.add_task(f"loading {stored.place.name}", total=total)
+        made = jax.tree_util.tree_map_with_path(load, shapes, is_leaf=lambda node: isinstance(node, Linear))
+    return made, config
+
+
+def _finite(tensor: np.ndarray) -> bool:
+    """Whether all numbers are finite, from their bits: NumPy compares integers of any size fast, and without a copy."""
+    width = tensor.dtype.itemsize
+    infinity = np.array(np.inf, tensor.dtype).view(f"i{width}")
+    bits = tensor.reshape(-1).view(f"i{width}")
+    # The bits of positive numbers have their order, NaN above infinity; those of negative ones as unsigned numbers.
+    positive, negative = (np.max(view, initial=0) for view in (bits, bits.view(f"u{width}")))
+    sign = 1 << (8 * width - 1)
+    return bool(positive < infinity and int(negative) < sign + int(infinity))

@@ -1,0 +1,79 @@
+"""Weights as Orbax checkpoints: each leaf under its own name."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import Array, Shaped
+
+from kvjax.models.checkpoints.tensors import Stored, Tensor
+from kvjax.models.decoder import Weights
+from kvjax.models.families import LoadError
+from kvjax.models.weights import leaf_name
+
+
+def write_orbax(weights: Weights, directory: Path) -> None:
+    """Write weights to a directory that is not there yet."""
+    import orbax.checkpoint as ocp
+
+    named = {leaf_name(path): leaf for path, leaf in jax.tree.leaves_with_path(weights)}
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(directory.absolute(), named)
+
+
+def read_orbax(directory: Path) -> Stored:
+    """The tensors in a directory that `write_orbax` wrote.
+
+    Raises:
+        LoadError: it did not, or files are damaged.
+    """
+    import orbax.checkpoint as ocp
+
+    try:
+        with ocp.PyTreeCheckpointer() as checkpointer:
+            held: dict[str, Any] = dict(checkpointer.metadata(directory.absolute()).item_metadata.tree)
+        tensors = {
+            name: Tensor(
+                directory,
+                tuple(array.shape),
+                int(np.prod(array.shape)) * array.dtype.itemsize,
+                functools.partial(_read, directory, name),
+                functools.partial(_place, directory, name),
+            )
+            for name, array in held.items()
+        }
+    except Exception as error:  # Orbax, TensorStore and the system raise each their own
+        raise _damaged(directory, error) from None
+    return Stored(directory, "config.json", tensors, ours=True)
+
+
+def _read(directory: Path, name: str, dtype: np.dtype) -> Shaped[np.ndarray, "*shape"]:
+    import orbax.checkpoint as ocp
+
+    return _restored(directory, name, ocp.RestoreArgs(restore_type=np.ndarray))
+
+
+def _place(directory: Path, name: str, dtype: np.dtype, sharding: jax.sharding.Sharding) -> Shaped[Array, "*shape"]:
+    import orbax.checkpoint as ocp
+
+    return _restored(directory, name, ocp.ArrayRestoreArgs(sharding=sharding, dtype=dtype))
+
+
+def _restored(directory: Path, name: str, how: Any) -> Any:
+    import orbax.checkpoint as ocp
+
+    arguments = ocp.args.PyTreeRestore(item={name: 0}, restore_args={name: how}, partial_restore=True)
+    try:
+        with ocp.PyTreeCheckpointer() as checkpointer:
+            return checkpointer.restore(directory.absolute(), args=arguments)[name]
+    except Exception as error:
+        raise _damaged(directory, error) from None
+
+
+def _damaged(directory: Path, error: Exception) -> LoadError:
+    reason = " ".join(str(error).split())[:200].rstrip(".")
+    return LoadError(f"{directory} is damaged or not an Orbax checkpoint ({type(error).__name__}: {reason}).")

@@ -1,1 +1,0 @@
-"""Residuals, one method a file."""

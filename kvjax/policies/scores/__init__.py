@@ -1,1 +1,0 @@
-"""Scores, one method a file."""

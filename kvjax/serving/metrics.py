@@ -1,0 +1,57 @@
+"""What a server tells Prometheus."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from kvjax.serving.requests import Serving
+
+_SECONDS = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60)
+
+
+class Metrics:
+    """Numbers of an engine, and what its clients wait for.
+
+    Args:
+        serving: whose numbers they are.
+    """
+
+    def __init__(self, serving: Serving) -> None:
+        self.serving = serving
+        self.registry = CollectorRegistry()
+        self.registry.register(self)
+        ProcessCollector(registry=self.registry)
+        self.first = Histogram(
+            "kvjax_time_to_first_token_seconds",
+            "From the last byte of a request to the first piece of its text",
+            buckets=_SECONDS,
+            registry=self.registry,
+        )
+        self.between = Histogram(
+            "kvjax_time_between_tokens_seconds",
+            "From a token to the next; tokens that come together share the time",
+            buckets=_SECONDS,
+            registry=self.registry,
+        )
+        self.responses = Counter(
+            "kvjax_http_responses",
+            "Answers by status; 499 for clients that went away",
+            ["status"],
+            registry=self.registry,
+        )
+
+    def collect(self) -> Iterator[Metric]:
+        """What the engine says now, as prometheus_client asks for it."""
+        for name, value in self.serving.numbers().items():
+            words = name.removesuffix("_total").replace("_", " ")
+            if name.endswith("_total"):
+                yield CounterMetricFamily(f"kvjax_{name}", f"{words.capitalize()} since the start", value)
+            else:
+                yield GaugeMetricFamily(f"kvjax_{name}", f"{words.capitalize()} now", value)
+
+    def text(self) -> bytes:
+        """All of them, in Prometheus' text form."""
+        return generate_latest(self.registry)

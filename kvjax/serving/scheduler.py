@@ -1,0 +1,311 @@
+"""A device whose rows serve texts of one budget, by hand: plan, begin, read, put, write and free; no threads."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import functools
+import os
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from kvjax.cache.memory import allocated_bytes, device_bytes
+from kvjax.generation.loop import Drawn
+from kvjax.generation.prompts import end_ids
+from kvjax.generation.sampling import Sampling
+from kvjax.inference.autotune import settle_before
+from kvjax.inference.decode import step_shapes
+from kvjax.inference.extend import read_more
+from kvjax.inference.prepare import (
+    among_devices,
+    bucket,
+    check_rows,
+    check_tokens,
+    check_vocabulary,
+    instead,
+    lines_of,
+    plan_slots,
+    ready,
+)
+from kvjax.inference.sharding import placed_on, policy_specs
+from kvjax.methods.registry import name_of
+from kvjax.model import Model
+from kvjax.policies.policy import Policy
+from kvjax.serving.batch import (
+    Planned,
+    Rows,
+    Sizes,
+    Text,
+    Wishes,
+    Written,
+    begin,
+    empty_rows,
+    free,
+    generate,
+    insert,
+    read,
+)
+from kvjax.serving.prefix_cache import Key, beginnings, dependencies
+from kvjax.serving.requests import Request
+from kvjax.types import Kernels
+from kvjax.utils.settings import seed_number, whole_number
+
+ENDS = 64
+"""Ids that may end a row, the model's own among them."""
+LOGPROBS = 20
+"""Likeliest tokens that a request may ask about."""
+
+
+class Device:
+    """Rows of one budget; see `kvjax.serving.engine.Engine` for the settings.
+
+    All but `plan` and `beginnings` belongs to one thread.
+
+    Args:
+        model: what writes.
+        policy: which tokens stay; a name or a `Policy`.
+        budget: slots of each head.
+        rows: texts that are written at once; on a mesh as many on each device along `data`.
+        context: tokens of a text; None for the model's positions.
+        chunk: tokens that are read at once, at least 16.
+        steps: tokens of each row that are written at once.
+
+    Raises:
+        ValueError: a setting is out of range, the policy is not one whose memory is known before a text is read, or the
+            model's devices cannot share the rows or are of several processes.
+    """
+
+    def __init__(
+        self, model: Model, policy: str | Policy, budget: int, rows: int, context: int | None, chunk: int, steps: int
+    ) -> None:
+        self.model, config = model, model.config
+        self._own_ends = functools.cache(functools.partial(end_ids, model))
+        budget = whole_number("budget", budget)
+        self.rows = whole_number("rows", rows)
+        check_rows(self.rows, model.mesh)
+        self.chunk, self.steps = whole_number("chunk", chunk, 16), whole_number("steps", steps)
+        self.policy = _served(ready(model, policy, budget, None), model)
+        self.context = config.max_positions if context is None else whole_number("context", context, 2)
+        if self.context > config.max_positions and self.policy.codec.positions == "original":
+            raise ValueError(
+                f"context={self.context} does not fit the model's {config.max_positions} positions; ask for fewer"
+                f"{instead(config)}."
+            )
+        self.budget = budget if self.policy.plan.bounded else self.context
+        slots = [self._slots(1, end, budget) for end in (2, self.context)]
+        limits, capacities = zip(*slots, strict=True)
+        self._sizes = Sizes(
+            config=config,
+            capacities=among_devices(tuple(map(max, zip(*capacities, strict=True))), model.mesh),
+            lines=tuple(map(max, zip(*map(lines_of, limits), strict=True))),
+            dtype=model.weights.embedding.dtype,
+            mesh=model.mesh,
+        )
+        # Numbers would travel to the device at every step.
+        self._placed = placed_on(jax.tree.map(jnp.asarray, self.policy), policy_specs(self.policy), model.mesh)
+        self._one = _planned(limits[0])
+        rows_made = self._emptied()
+        self.state: Rows | None = rows_made
+        """None once something has failed: the next text that is put into a row makes rows anew."""
+        self.bytes = allocated_bytes(rows_made.state.storage)
+        """Of the caches of all rows."""
+        self.device_bytes = device_bytes(rows_made.state.storage)
+        """Of these on one device."""
+        self._depends = dependencies(model.weights, self._placed, self.begin(self._one), self.chunk)
+
+    @property
+    def logprobs(self) -> int:
+        """Likeliest tokens that a request may ask about."""
+        return min(LOGPROBS, self.model.config.vocab_size)
+
+    def plan(self, request: Request) -> Planned:
+        """What is known of a request's text before it is read.
+
+        Raises:
+            ValueError: it cannot be served.
+        """
+        prompt, config = request.prompt, self.model.config
+        if not prompt:
+            raise ValueError("the prompt is empty; give at least one token.")
+        check_tokens(np.asarray([prompt]), np.asarray([len(prompt)]), config)
+        self.policy.score.check_prompt(len(prompt))
+        end = len(prompt) + whole_number("max_tokens", request.max_tokens)
+        if end > self.context:
+            raise ValueError(
+                f"a prompt of {len(prompt)} tokens and max_tokens={request.max_tokens} come to more than the "
+                f"{self.context} that a text may have; ask for fewer."
+            )
+        for name in ("presence_penalty", "frequency_penalty"):
+            if not -2 <= (penalty := getattr(request, name)) <= 2:
+                raise ValueError(f"{name}={penalty} is not a number from -2 to 2.")
+        if request.logprobs is not None:
+            whole_number("logprobs", request.logprobs, 0, self.logprobs)
+        check_vocabulary(np.asarray(request.stop_ids, np.int64), config)
+        if len(self._ends(request)) > ENDS:
+            raise ValueError(f"{len(self._ends(request))} ids that end a text are more than {ENDS}; give fewer.")
+        budget = self.budget if request.budget is None else whole_number("budget", request.budget)
+        if request.budget is not None and not self.policy.plan.bounded:
+            raise ValueError(f"budget={budget} means nothing to policy {name_of(self.policy)}; leave it out.")
+        if budget > self.budget:
+            raise ValueError(f"budget={budget} is more than the {self.budget} slots that there are; ask for fewer.")
+        # Where nothing leaves, all texts are planned for as many tokens.
+        end = self.context if self.policy.plan.ends else end
+        limits, _ = self._slots(len(prompt), end, budget)
+        if any(limit.max() > room for limit, room in zip(limits, self._sizes.capacities, strict=True)):
+            raise ValueError(f"budget={budget} gives a layer more slots than there are; leave it out.")
+        return _planned(limits, seed_number(request.seed), end - len(prompt), end)
+
+    def beginnings(self, request: Request, planned: Planned) -> list[Key]:
+        """Keys of a request's text after each of its whole chunks, from the first; see `Snapshots`."""
+        known = [(name, getattr(planned, name).tolist()) for name in sorted(self._depends)]
+        depends = repr((known, [limit.tolist() for limit in planned.limits])).encode()
+        return beginnings(depends, request.prompt, self.chunk)
+
+    def begin(self, planned: Planned, held: Text | None = None) -> Text:
+        """A text of which nothing has been read, or what another one has that begins alike."""
+        text = begin(self._placed, planned, sizes=self._sizes)
+        if held is None:
+            return text
+        state, known = text.state, held.state
+        state = state.replace(storage=known.storage, position=known.position, prompt_length=known.prompt_length)
+        return Text(state, held.seen)
+
+    def read(self, text: Text, chunk: Sequence[int]) -> tuple[Text, Float[Array, "1 vocab"]]:
+        """A text with a chunk more, and the logits for the token after it."""
+        return read(*self._reading(text, chunk))
+
+    def put(self, row: int, text: Text, logits: Float[Array, "1 vocab"], request: Request) -> None:
+        """Give a row to a text that has been read."""
+        rows = self._emptied() if self.state is None else self.state
+        self.state = insert(rows, np.int32(row), text, logits, self._wishes(request))
+
+    def write(self, steps: int, leave: bool, logprobs: bool = False) -> tuple[Written, Drawn | None]:
+        """Up to so many tokens of each row, on the host; see `kvjax.serving.batch.generate`.
+
+        Args:
+            steps: 1 to those of the device.
+            leave: whether to stop as soon as a row has ended.
+            logprobs: whether to fetch what the model thought of them.
+        """
+        assert self.state is not None
+        numbers, sizes = (np.int32(steps), np.bool_(leave)), dict(most=self.steps, logprobs=self.logprobs)
+        self.state, written, drawn = generate(self.model.weights, self._placed, self.state, *numbers, **sizes)
+        return jax.device_get((written, drawn if logprobs else None))
+
+    def free(self, rows: Collection[int]) -> None:
+        """End some rows."""
+        if self.state is not None:
+            kept: Any = np.asarray([row not in rows for row in range(self.rows)])
+            self.state = free(self.state, kept)
+
+    def warm_up(self, told: Callable[[int, int], None] = lambda done, total: None) -> None:
+        """Compile all programs, several at a time; the first row is nobody's afterwards.
+
+        Args:
+            told: called with the programs that are done and all there are, first with none.
+        """
+        sizes = sorted({self._padded(length) for length in range(1, self.chunk + 1)})
+
+        self._settle(sizes)
+        text = self.begin(self._one)
+
+        def compiles(size: int) -> None:
+            read.lower(*self._reading(text, [0] * size)).compile()
+
+        def writes() -> None:
+            self.put(0, *self.read(text, [0] * sizes[0]), Request((0,), max_tokens=1))
+            self.write(1, leave=False)
+            self.free({0})
+            jax.block_until_ready(self.state)
+
+        # On a mesh, programs that two threads start may wait for each other forever: of these only the first runs any.
+        with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+            jobs = [pool.submit(writes), *(pool.submit(compiles, size) for size in sizes[1:])]
+            told(0, len(jobs))
+            for done, job in enumerate(concurrent.futures.as_completed(jobs), 1):
+                job.result()
+                told(done, len(jobs))
+        for size in sizes[1:]:
+            jax.block_until_ready(self.read(text, [0] * size))
+
+    def _settle(self, sizes: Sequence[int]) -> None:
+        """Race what chunks of these sizes and steps ask, where races decide."""
+
+        def trace(kernels: Kernels) -> None:
+            settings = dict(weights=self.model.weights, policy=self._placed, kernels=kernels)
+            text = jax.eval_shape(lambda: self.begin(self._one)).state.replace(**settings)
+            length = jax.ShapeDtypeStruct((1,), jnp.int32)
+            for size in sizes:
+                read_more.eval_shape(text, jax.ShapeDtypeStruct((1, size), jnp.int32), length, every=False)
+            step_shapes(jax.eval_shape(self._emptied).state.replace(**settings))
+
+        settle_before(trace, Kernels())
+
+    def _reading(self, text: Text, chunk: Sequence[int]) -> tuple[Any, ...]:
+        tokens = np.zeros((1, self._padded(len(chunk))), np.int32)
+        tokens[0, : len(chunk)] = chunk
+        return self.model.weights, self._placed, text, tokens, np.asarray([len(chunk)], np.int32)
+
+    def _emptied(self) -> Rows:
+        planned = jax.tree.map(lambda leaf: np.repeat(leaf, self.rows, axis=0), self._one)
+        return empty_rows(self._placed, planned, ends=ENDS, sizes=self._sizes)
+
+    def _padded(self, length: int) -> int:
+        return min(bucket(length), self.chunk)
+
+    def _slots(self, prompt: int, end: int, budget: int) -> tuple[list[Int[np.ndarray, "1 h"]], tuple[int, ...]]:
+        return plan_slots(self.policy, budget, np.asarray([prompt]), end - prompt, self.model.config, prompt)
+
+    def _ends(self, request: Request) -> tuple[int, ...]:
+        return tuple({*request.stop_ids, *(() if request.ignore_eos else self._own_ends(request.chat))})
+
+    def _wishes(self, request: Request) -> Wishes:
+        temperature, top_k, top_p, min_p, repetition = jax.tree.leaves(request.sampling)
+        if not temperature:  # what filters the others would only take time
+            top_k, top_p = jax.tree.leaves(Sampling(0.0))[1:3]
+
+        def real(number: float) -> Any:
+            return np.asarray([number], np.float32)
+
+        numbers = real(temperature), np.asarray([top_k], np.int32), real(top_p), real(min_p), real(repetition)
+        ends = np.full((1, ENDS), -1, np.int32)
+        own = self._ends(request)
+        ends[0, : len(own)] = own
+        left: Any = np.asarray([request.max_tokens], np.int32)
+        tells: Any = np.asarray([request.logprobs is not None])
+        penalties = real(request.presence_penalty), real(request.frequency_penalty)
+        return Wishes(Sampling.tree_unflatten(None, numbers), *penalties, ends, left, tells)  # type: ignore[arg-type]
+
+
+def _planned(limits: Sequence[Int[np.ndarray, "1 h"]], seed: int = 0, horizon: int = 1, end: int = 2) -> Planned:
+    numbers: Any = np.asarray([seed], np.uint32), np.asarray([horizon], np.int32), np.asarray([end], np.int32)
+    return Planned(tuple(limit.astype(np.int32) for limit in limits), *numbers)  # type: ignore[arg-type]
+
+
+def _served(policy: Policy, model: Model) -> Policy:
+    """A policy whose rows take the same memory whatever is read, if it is one.
+
+    Raises:
+        ValueError: naming the remedy.
+    """
+    name = name_of(policy)
+    if model.mesh is not None and model.mesh.is_multi_process:
+        raise ValueError(
+            "requests come to one process, and others would not know of them; give the server a mesh of one process."
+        )
+    if policy.plan.per_head or policy.plan.decides:
+        raise ValueError(
+            f"{name} gives each head slots of its own once a prompt has been read, so that a row's memory is not known "
+            "before; serve another policy, or another plan."
+        )
+    if policy.score.prefill_chunk is not None:
+        raise ValueError(
+            f"{name} reads prompts {policy.score.prefill_chunk} token at a time, not in chunks; use prompt='one_shot'."
+        )
+    if policy.score.offloads:
+        raise ValueError(f"{name} keeps scores in host memory, where rows cannot come and go; leave offload out.")
+    return policy

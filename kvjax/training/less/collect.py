@@ -1,0 +1,152 @@
+"""Features of many texts on disk, and the texts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int
+
+from kvjax.inference.prepare import lines_of, plan_slots, ready
+from kvjax.methods.registry import name_of
+from kvjax.model import Model
+from kvjax.policies.allocation import Plan
+from kvjax.policies.policy import Policy
+from kvjax.training.less.record import Features, check_mask, record
+from kvjax.utils.files import read_text, written_aside
+
+
+def check_policy(policy: Policy, mask: str) -> None:
+    """Refuse a policy whose evictions kernels cannot learn from.
+
+    Raises:
+        ValueError: it evicts nothing, several tokens per step, has a residual or a selection already, or does not show
+            the mask its cache.
+    """
+    name = name_of(policy)
+    check_mask(policy, mask)
+    if not policy.plan.bounded:
+        raise ValueError(f"policy {name!r} evicts nothing, so that there is nothing to learn; choose one that does.")
+    if policy.plan.shrinks:
+        raise ValueError(f"policy {name!r} lets several tokens go in one step; set its slots to stay the same.")
+    if policy.residual is not None:
+        raise ValueError(f"policy {name!r} is what the kernels are for; give the policy that it wraps, such as h2o.")
+    if policy.selection is not None:
+        raise ValueError(f"policy {name!r} reads only some of the tokens that it holds; leave the selection out.")
+
+
+def collect(
+    model: Model,
+    policy: Policy,
+    budget: int,
+    tokens: Int[np.ndarray, "s n"],
+    directory: Path,
+    *,
+    plan: Plan | str | None = None,
+    mask: str = "decode",
+    seed: int = 0,
+    rows: int = 8,
+    show: Callable[[int], None] = lambda done: None,
+) -> Features:
+    """Features of texts on disk, in memory-mapped arrays [L, s, ...]; goes on where an interrupted call stopped.
+
+    Args:
+        model: frozen.
+        policy: the one that evicts.
+        budget: slots per head.
+        tokens: ids of the texts, all of one length.
+        directory: where the arrays are, about 6 n (heads + KV heads) d floats per text and layer.
+        plan: how the budget is spread over the layers.
+        mask: see `record`.
+        seed: of policies that draw numbers; every text has its own.
+        rows: texts that are read at once.
+        show: called with the texts done.
+
+    Raises:
+        ValueError: the policy or the budget are not fit for it.
+    """
+    check_policy(policy, mask)
+    bound, config = ready(model, policy, budget, plan), model.config
+    total, n = tokens.shape
+    rows = next(size for size in range(min(rows, total), 0, -1) if total % size == 0)
+    if bound.plan.per_head:
+        raise ValueError("kernels cannot learn from heads with slots of their own; use another plan or policy.")
+    limits, capacities = plan_slots(bound, budget, np.ones(rows, np.int64), n - 1, config, 1)
+    bound = bound.sized(lines_of(limits))
+    shapes = zip(config.layer_configs, limits, strict=True)
+    if min(int(limit.min()) for layer, limit in shapes if not layer.bounds(n)) >= n:
+        raise ValueError(f"a budget of {budget} slots holds texts of {n} tokens whole; use a smaller budget.")
+    slots = tuple(jnp.asarray(limit, jnp.int32) for limit in limits)
+    seeds = text_seeds(seed, total)
+
+    def of(first: int) -> Features:
+        chosen = slice(first, first + rows)
+        read = jnp.asarray(tokens[chosen], jnp.int32)
+        return record(
+            model.weights, bound, read, seeds[chosen], slots, config=config, capacities=capacities, mask=mask
+        )[0]
+
+    shapes = jax.eval_shape(lambda: of(0))
+    directory.mkdir(parents=True, exist_ok=True)
+    progress = directory / "collected.json"
+    done = json.loads(progress.read_text())["texts"] if progress.exists() else 0
+
+    def open_array(path: Any, leaf: Any) -> np.ndarray:
+        file = directory / f"{jax.tree_util.keystr(path, simple=True)}.npy"
+        if done and file.exists():
+            return np.lib.format.open_memmap(file, mode="r+")
+        shape = (leaf.shape[0], total, *leaf.shape[2:])
+        return np.lib.format.open_memmap(file, mode="w+", dtype=leaf.dtype, shape=shape)
+
+    arrays = jax.tree_util.tree_map_with_path(open_array, shapes)
+    for first in range(done, total, rows):
+        made = of(first)
+        for array, leaf in zip(jax.tree.leaves(arrays), jax.tree.leaves(made), strict=True):
+            array[:, first : first + rows] = np.asarray(leaf)
+        with written_aside(progress) as aside:
+            aside.write_text(json.dumps({"texts": first + rows}))
+        show(first + rows)
+    return arrays
+
+
+def text_seeds(seed: int, texts: int) -> Array:
+    """The policy's randomness for each text, uint32 [texts]."""
+    return jax.random.bits(jax.random.key(seed), (texts,), jnp.uint32)
+
+
+def sample_texts(model: Model, files: list[Path], texts: int, length: int, seed: int = 0) -> Int[np.ndarray, "s n"]:
+    """Passages from random places of text files, the files in turn, as token ids.
+
+    Args:
+        model: whose tokenizer is used.
+        files: UTF-8 texts.
+        texts: passages.
+        length: tokens of each.
+        seed: of the places.
+
+    Raises:
+        ValueError: a file is missing, not text, or shorter than a passage.
+    """
+    contents = [read_text(file) for file in files]
+    rng = np.random.default_rng(seed)
+    made = np.zeros((texts, length), np.int32)
+    for i in range(texts):
+        file, content = files[i % len(files)], contents[i % len(files)]
+        characters = 8 * length
+        place = rng.random()
+        while True:
+            # Where few characters make a token, a longer passage has to be read for it.
+            start = int(place * max(0, len(content) - characters))
+            ids = model.tokenizer(content[start : start + characters], verbose=False)["input_ids"]
+            if len(ids) >= length:
+                made[i] = ids[:length]
+                break
+            if characters >= len(content):
+                raise ValueError(f"{file} has {len(ids)} tokens, fewer than the {length} of one text; use --length.")
+            characters *= 2
+    return made

@@ -1,0 +1,268 @@
+"""What kernels learn from: queries, what eviction leaves of their attention, and the pairs that leave."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Float, Int
+
+from kvjax.cache.dense import Dense, empty
+from kvjax.cache.recompute import whole, with_again, without_again
+from kvjax.cache.stats import answered
+from kvjax.inference.layers import Pending, Reading, exchange, heard, over_layers, share
+from kvjax.methods.lightkv_score import LastQueries
+from kvjax.methods.registry import name_of
+from kvjax.models.config import ModelConfig
+from kvjax.models.decoder import Weights, block, embed
+from kvjax.policies.policy import Policy
+from kvjax.rope import rotate
+from kvjax.types import LayerConfig, New, wide
+from pallas_kernels.attention import Partial, attend, merge, share_of_evicted
+from pallas_kernels.decode_attention.reference import products_of_sinks
+from pallas_kernels.prefill_scores import prefill_scores
+
+MASKS = ("decode", "full-softmax")
+"""What a policy is shown of the attention that it does not mask, see `record`."""
+
+
+def check_mask(policy: Policy, mask: str) -> None:
+    """Refuse a mask that there is not, or that does not fit a policy.
+
+    Raises:
+        ValueError: saying which.
+    """
+    name = name_of(policy)
+    if mask not in MASKS:
+        raise ValueError(f"mask={mask!r} is not one of {', '.join(MASKS)}.")
+    if mask == "full-softmax" and isinstance(policy.score, LastQueries):
+        raise ValueError(
+            f"mask='full-softmax' needs attention as it was when it was paid, policy {name!r} sums it anew over what "
+            "is held; set window=running or mask=decode."
+        )
+    if mask == "full-softmax" and policy.codec.positions != "original":
+        raise ValueError(
+            f"mask='full-softmax' needs the logits of the full cache, policy {name!r} sees positions in its own; "
+            "set positions=original or mask=decode."
+        )
+
+
+class Features(struct.PyTreeNode):
+    """What one layer's kernels see of whole texts; stacked over layers all arrays have a leading axis L.
+
+    A decode step evicts at most one pair per head, before the step's attention. Pairs stand at the step at which they
+    leave, so that the memory is causal linear attention over them, whatever the policy.
+    """
+
+    q: Float[Array, "b h g n d"]
+    """Queries, rotated by original positions."""
+    k: Float[Array, "b h n d"]
+    """Keys that leave, rotated by original positions; zeros where none leaves."""
+    v: Float[Array, "b h n d"]
+    """Values that leave."""
+    leaving: Float[Array, "b h n"]
+    """1 where a pair leaves, else 0."""
+    sparse: Float[Array, "b h g n d"]
+    """Attention over what the policy kept."""
+    lse: Float[Array, "b h g n"]
+    """Its log-sum-exp."""
+    full: Float[Array, "b h g n d"]
+    """Attention over everything, before the output projection."""
+
+
+class _Read(struct.PyTreeNode):
+    # One layer's attention of the frozen model; queries and keys not rotated yet. Of all tokens, or of one at a time.
+    hidden: Float[Array, "b n width"]
+    q: Float[Array, "b h g n d"]
+    k: Float[Array, "b h n d"]
+    v: Float[Array, "b h n e"]
+    lse: Float[Array, "b h g n"]
+
+
+class Replayed(struct.PyTreeNode):
+    """What a step does to a layer."""
+
+    k: Float[Array, "b h 1 d"]
+    """The key that leaves, or anything where none does."""
+    v: Float[Array, "b h 1 e"]
+    """Its value."""
+    left: Int[Array, "b h"]
+    """Its position, -1 for none."""
+    partial: Partial
+    """Attention over what stays, and what a residual remembers."""
+    probs: Float[Array, "b h g 1 c"] | None
+    """The probabilities of what stays that the policy is shown."""
+
+
+@functools.partial(jax.jit, static_argnames=("config", "capacities", "mask"))
+def record(
+    weights: Weights,
+    policy: Policy,
+    tokens: Int[Array, "b n"],
+    seed: Array,
+    limits: tuple[Int[Array, "b h"], ...],
+    *,
+    config: ModelConfig,
+    capacities: tuple[int, ...],
+    mask: str = "decode",
+) -> tuple[Features, Int[Array, "L b h n"]]:
+    """Run the frozen model over texts, and replay eviction on its queries, keys and values token by token.
+
+    Args:
+        weights: of the model.
+        policy: the one that evicts, bound to the model.
+        tokens: ids [b, n] without padding.
+        seed: uint32 [b], the policy's randomness.
+        limits: slots that each head may use, for each layer.
+        config: the model's shape.
+        capacities: slots of each layer's buffers.
+        mask: `decode` shows the policy what it would see in decoding; `full-softmax` the same slots' probabilities in
+            the full softmax, as in the code published with LESS.
+
+    Returns:
+        Features, stacked over layers, and the position that leaves at each step, -1 for none.
+    """
+    reads, full = read_full(weights, config, tokens)
+    rows, n = tokens.shape
+    dtype = reads[0].k.dtype
+    layers = enumerate(zip(config.layer_configs, limits, capacities, strict=True))
+    made = (
+        empty(policy, shape, layer, limit=limit, slots=slots, dtype=dtype) for layer, (shape, limit, slots) in layers
+    )
+    # As if the first token were the prompt and all others were generated.
+    one, horizon = jnp.ones(rows, jnp.int32), jnp.full(rows, n - 1, jnp.int32)
+
+    def step(
+        storage: Dense, inputs: tuple[Int[Array, ""], Int[Array, " b"], list[_Read]]
+    ) -> tuple[Dense, tuple[Replayed, ...]]:
+        t, token, read = inputs
+        position = jnp.broadcast_to(t, (rows, 1))
+        reading = Reading(
+            token=token[:, None],
+            position=position,
+            prompt_length=one,
+            read=position[:, 0] + 1,
+            horizon=horizon,
+            end=one + horizon,
+            seed=seed,
+            given=False,
+        )
+        pending, seen = [], []
+        for layer, (shape, of) in enumerate(zip(config.layer_configs, read, strict=True)):
+            new = reading.new(shape, layer, of.hidden, of.q, of.k, of.v)
+            storage, told, found = replay(shape, policy, mask, storage, new, of.lse)
+            pending.append(told)
+            seen.append(found.replace(probs=None))
+        for layer, told in enumerate(over_layers(pending)):
+            storage = heard(policy, storage, layer, told.asks, told.answers, told.new)
+        return storage, tuple(seen)
+
+    inputs = [jax.tree.map(by_steps, read, _AXES) for read in reads]
+    _, seen = jax.lax.scan(step, Dense(tuple(made)), (jnp.arange(n), tokens.T, inputs))
+    features, evicted = [], []
+    for shape, read, out, found in zip(config.layer_configs, reads, full, seen, strict=True):
+        left = jnp.moveaxis(found.left, 0, -1)
+        k, v = (jnp.where(left[..., None] >= 0, joined(x, 2), 0) for x in (found.k, found.v))
+        features.append(
+            Features(
+                q=rotate(shape.rope, read.q, jnp.arange(n), n),
+                k=k,
+                v=v,
+                leaving=(left >= 0).astype(found.partial.lse.dtype),
+                sparse=joined(found.partial.out, 3),
+                lse=joined(found.partial.lse, 3),
+                full=out,
+            )
+        )
+        evicted.append(left)
+    stacked = jax.tree.map(lambda *layers: jnp.stack(layers).astype(wide(layers[0].dtype)), *features)
+    return stacked, jnp.stack(evicted)
+
+
+_AXES = _Read(hidden=1, q=3, k=2, v=2, lse=3)  # type: ignore[arg-type]
+
+
+def by_steps(x: Array, axis: int) -> Float[Array, "n ..."]:
+    """An array over tokens as one of steps, each with one token."""
+    return jnp.expand_dims(jnp.moveaxis(x, axis, 0), axis + 1)
+
+
+def joined(x: Float[Array, "n ..."], axis: int) -> Array:
+    """The inverse of `by_steps`."""
+    return jnp.moveaxis(jnp.squeeze(x, axis + 1), 0, axis)
+
+
+def replay(
+    config: LayerConfig, policy: Policy, mask: str, storage: Dense, new: New, full_lse: Float[Array, "b h g 1"]
+) -> tuple[Dense, Pending, Replayed]:
+    """One layer of a decode step on given queries, keys and values.
+
+    Args:
+        config: of the layer.
+        policy: the one that evicts, bound to the model.
+        mask: see `record`.
+        storage: before the step.
+        new: the token.
+        full_lse: log-sum-exp of its attention over everything before it.
+
+    Returns:
+        The storage after the step, what the score has yet to hear, and what the step did.
+    """
+    layer = int(new.layer)
+    storage, evicted = exchange(config, policy, storage, layer, new, pairs=True)
+    view = storage.layers[layer]
+    left = evicted.position[..., 0]
+    given = policy.codec.operands(config, view, new)
+    seen = view.position if given.sinks is None else given.sinks.seen(view.position)
+    query_place, key_place = (new.position[:, None], seen) if given.places is None else given.places
+    keys = whole(given.k, given.q.dtype)
+    others = None if given.sinks is None else products_of_sinks(given.sinks, keys, view.position, "cpu")
+    partial, probs = attend(
+        given.q,
+        keys,
+        whole(given.v, given.q.dtype),
+        config.spec.mask(new.position, view.position),
+        config.spec,
+        config.spec.bias(query_place, key_place),
+        others,
+    )
+    if mask == "full-softmax":  # the same logits, normalised by the mass of the whole text
+        probs = probs * jnp.exp(partial.lse - full_lse)[..., None]
+    remembered = share(policy, storage, layer, new)
+    if remembered is not None:
+        partial = merge(partial, share_of_evicted(remembered))
+    asks = policy.score.asks(view, new)
+    answers = answered(without_again(asks), probs, view.position, new)
+    earlier = functools.partial(policy.codec.earlier, config, view, given, new)
+    told = Pending(asks, with_again(asks, answers, config, given, view, earlier), new)
+    return storage, told, Replayed(evicted.k, evicted.v, left, partial, probs)
+
+
+def read_full(
+    weights: Weights, config: ModelConfig, tokens: Int[Array, "b n"]
+) -> tuple[list[_Read], list[Float[Array, "b h g n e"]]]:
+    """What each layer's attention is given by the plain model, and what it returns."""
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    reads: list[_Read] = []
+    outputs: list[Array] = []
+    x = embed(weights, config, tokens, positions)
+    for layer, shape in zip(weights.layers, config.layer_configs, strict=True):
+
+        def attention(
+            q: Float[Array, "b h g n d"],
+            k: Float[Array, "b h n d"],
+            v: Float[Array, "b h n e"],
+            shape: LayerConfig = shape,
+            x: Array = x,
+        ) -> Float[Array, "b h g n e"]:
+            rotated, keys = (rotate(shape.rope, y, positions[0], tokens.shape[1]) for y in (q, k))
+            held = jnp.broadcast_to(positions[:, None], k.shape[:3])
+            found = prefill_scores(rotated, keys, v, positions, held, shape.spec, scores=False)
+            reads.append(_Read(x, q, k, v, found.lse))
+            outputs.append(found.out)
+            return found.out
+
+        x = block(layer, config, shape, x, attention)
+    return reads, outputs

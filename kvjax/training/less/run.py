@@ -1,0 +1,146 @@
+"""From texts to kernels on disk: collect, train, measure and write, or go on where an interrupted run stopped."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from jaxtyping import Float
+
+from kvjax import methods
+from kvjax.methods.less import checkpoint
+from kvjax.model import Model
+from kvjax.policies.policy import Policy
+from kvjax.training import checkpoints
+from kvjax.training.less.collect import check_policy, collect, sample_texts
+from kvjax.training.less.errors import held_out_errors, table, write_losses
+from kvjax.training.less.train import Recipe, check_batch, split_texts, train
+from kvjax.training.progress import Progress
+
+
+def train_kernels(
+    model: Model,
+    policy: Policy,
+    slots: int,
+    texts: list[Path],
+    out: Path,
+    recipe: Recipe,
+    *,
+    sequences: int = 256,
+    length: int = 1024,
+    plan: str | None = None,
+    mask: str = "decode",
+    save_dtype: str = "float32",
+    keep_features: bool = False,
+    mesh: Mesh | None = None,
+) -> None:
+    """Train kernels, write them with their losses, and print what they recover.
+
+    Args:
+        model: frozen.
+        policy: the one that evicts.
+        slots: per head.
+        texts: UTF-8 files to learn from.
+        out: directory that gets the kernels; its `training` holds the run, which is continued if begun, and if it has
+            ended with fewer epochs than the recipe's.
+        recipe: how they are trained.
+        sequences: passages of the texts.
+        length: tokens of each.
+        plan: how the budget is spread over the layers.
+        mask: what the policy sees, see `record`.
+        save_dtype: of the kernels on disk.
+        keep_features: leave what was collected on disk.
+        mesh: devices that train, see `training_mesh`; a run may be continued on others. Texts are read on one device.
+
+    Raises:
+        ValueError: `out` holds another run or kernels without one, or an argument is unfit.
+    """
+    check_policy(policy, mask)
+    split_texts(sequences, recipe)
+    check_batch(recipe.batch, mesh)
+    run, name = out / "training", methods.name_of(policy)
+    if (out / "settings.json").exists() and not (run / "settings.json").exists():
+        raise ValueError(f"{out} holds kernels of which the run is gone; give another --out.")
+    asked = {
+        "model": checkpoint.fingerprint(model),
+        "dtype": str(model.weights.embedding.dtype),
+        "policy": name,
+        "policy_settings": methods.settings_in(policy),
+        "slots": slots,
+        "plan": plan,
+        "mask": mask,
+        "sequences": sequences,
+        "length": length,
+        "texts": {file.name: _digest(file) for file in texts},
+        "save_dtype": save_dtype,
+        **dataclasses.asdict(recipe),
+    }
+    checkpoints.claim(run, asked, free=("epochs",))
+    if (out / "settings.json").exists():
+        made = checkpoint.read_settings(out).training
+        if made["epochs"] >= recipe.epochs:
+            print(table(made["errors"]))
+            print(f"{out} holds these kernels already, of {made['epochs']} epochs.")
+            return
+    began = time.monotonic()
+    tokens = sample_texts(model, texts, sequences, length, recipe.seed)
+    print(f"{name} with {slots} of {length} slots, {len(tokens)} texts", flush=True)
+    progress = Progress(len(tokens), 0)
+    try:
+        features = collect(
+            model,
+            policy,
+            slots,
+            tokens,
+            run / "features",
+            plan=plan,
+            mask=mask,
+            seed=recipe.seed,
+            show=lambda done: progress.show(done, "texts read"),
+        )
+    finally:
+        progress.close()
+    progress = Progress(recipe.epochs, checkpoints.newest_step(run))
+
+    def show(epoch: int, losses: Float[np.ndarray, "L 2"]) -> None:
+        numbers = " ".join(f"{loss:.3g}" for loss in losses[:, 1])
+        progress.show(epoch, f"epochs, held-out error by layer {numbers}, {time.monotonic() - began:.0f} s")
+
+    try:
+        training = train(model, features, run, recipe, mesh=mesh, show=show)
+    finally:
+        progress.close()
+    stored = jnp.dtype(save_dtype)
+    errors = held_out_errors(model, features, training, recipe, stored, mesh=mesh)
+    told: dict[str, Any] = {k: v for k, v in asked.items() if k not in ("model", "policy", "policy_settings")}
+    settings = checkpoint.Settings(
+        model=model.name,
+        fingerprint=asked["model"],
+        policy=name,
+        policy_settings=asked["policy_settings"],
+        budget=slots,
+        features=recipe.features,
+        hidden=recipe.hidden,
+        literal=recipe.literal,
+        training=told | {"errors": errors},
+    )
+    checkpoint.save(out, training.best, settings, dtype=stored)
+    write_losses(out, np.asarray(training.losses))
+    if not keep_features:
+        shutil.rmtree(run / "features")
+    print(table(errors))
+    print(f"{out}: kernels for {name}, {time.monotonic() - began:.0f} s")
+
+
+def _digest(file: Path) -> str:
+    if not file.is_file():
+        raise ValueError(f"{file} is not a file; give a text file.")
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()[:16]

@@ -1,0 +1,405 @@
+"""Train the kernels of all layers at the same time, each against its own layer's attention."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import struct
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Float, Int, Key
+
+from kvjax.methods.less.feature_maps import Params, Phi, Psi, init_kernels
+from kvjax.model import Model
+from kvjax.models.config import ModelConfig
+from kvjax.models.sharding import MESH_AXES, mesh_of, program_mesh
+from kvjax.training import checkpoints
+from kvjax.training.less.record import Features
+
+CHUNK = 128
+"""Steps of a text that see each other's evictions pair by pair; what left before comes as one sum."""
+
+DATA, MODEL, _ = MESH_AXES
+
+OF_LAYERS = PartitionSpec(MODEL)
+"""Where arrays [L ...] lie on a `training_mesh`."""
+
+OF_TEXTS = PartitionSpec(MODEL, DATA)
+"""Where arrays [L b ...] do."""
+
+Projection = Float[Array, "w h g d"]
+"""A layer's output projection, by heads."""
+
+Projections = Float[Array, "L w h g d"]
+"""Those of all layers."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """How kernels are trained; the defaults are the paper's (section 3.2).
+
+    Args:
+        features: R.
+        hidden: R'.
+        literal: equation 2 as it is printed.
+        dropout: rate in both kernels.
+        epochs: passes over the training texts.
+        batch: texts per step.
+        rate: Adam's, at first.
+        halve_every: epochs after which the rate is halved.
+        held_out: share of the texts that choose the best epoch of each layer.
+        seed: of kernels, order and dropout.
+
+    Raises:
+        ValueError: one of them is out of range.
+    """
+
+    features: int = 8
+    hidden: int = 512
+    literal: bool = False
+    dropout: float = 0.3
+    epochs: int = 40
+    batch: int = 2
+    rate: float = 1e-3
+    halve_every: int = 10
+    held_out: float = 0.1
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("features", "hidden", "epochs", "batch", "halve_every"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} is not a whole number from 1.")
+        if not 0 <= self.dropout < 1 or not 0 < self.held_out < 1 or not self.rate > 0:
+            raise ValueError(
+                f"dropout={self.dropout}, held_out={self.held_out} and rate={self.rate} are not in [0, 1), (0, 1) and "
+                "above 0."
+            )
+
+
+class Training(struct.PyTreeNode):
+    """Everything that training needs and changes; all arrays have a leading axis of layers."""
+
+    params: Params
+    optimiser: Any
+    best: Params
+    """The kernels of the best epoch so far."""
+    least: Float[Array, " L"]
+    """Their error on the held-out texts."""
+    losses: Float[Array, "L epoch 2"]
+    """Mean squared error on training (with dropout) and on held-out texts, after each epoch done."""
+    epoch: Int[Array, " L"]
+    """Epochs done."""
+
+
+def memory_attention(
+    params: Params, recipe: Recipe, seen: Features, dropout: Key[Array, ""] | None = None
+) -> Float[Array, "b h g n d"]:
+    """Equation 3 at every position of texts at once: what a LESS of these kernels would answer.
+
+    The memory before a position holds the pairs that left up to then: causal linear attention, in chunks.
+
+    Args:
+        params: one layer's kernels.
+        recipe: their shape.
+        seen: one layer's features.
+        dropout: randomness, in training.
+    """
+    phi, psi = kernel_features(params, recipe, seen, dropout)
+    n, d = seen.v.shape[-2:]
+    phi, psi = _chunks(phi), _chunks(psi * seen.leaving[..., None])
+    pairs = _chunks(jnp.concatenate([seen.v, jnp.ones_like(seen.v[..., :1])], -1))  # the column of ones sums psi
+    sums = jnp.einsum("bhmsr,bhmsd->bhmrd", psi, pairs)
+    before = jnp.cumsum(sums, axis=2) - sums
+    size = phi.shape[-2]
+    within = jnp.einsum("bhgmtr,bhmsr->bhgmts", phi, psi) * jnp.tril(jnp.ones((size, size), phi.dtype))
+    mass = jnp.einsum("bhgmts,bhmsd->bhgmtd", within, pairs) + jnp.einsum("bhgmtr,bhmrd->bhgmtd", phi, before)
+    mass = mass.reshape(*mass.shape[:3], -1, d + 1)[..., :n, :]
+    # Both parts relative to that of the cache; the limit keeps float32 finite where the cache says nothing.
+    mass = mass * jnp.exp(jnp.minimum(-seen.lse, 80.0))[..., None]
+    return (seen.sparse + mass[..., :d]) / (1 + mass[..., d:])
+
+
+def kernel_features(
+    params: Params, recipe: Recipe, seen: Features, dropout: Key[Array, ""] | None = None
+) -> tuple[Float[Array, "b h g n R"], Float[Array, "b h n R"]]:
+    """phi of the queries and psi of the keys that leave."""
+    shape = {"features": recipe.features, "hidden": recipe.hidden, "dropout": recipe.dropout}
+    train = dropout is not None
+    keys = jax.random.split(dropout) if dropout is not None else (None, None)
+    rngs = [{} if key is None else {"dropout": key} for key in keys]
+    phi = Phi(**shape).apply({"params": params["phi"]}, seen.q, train=train, rngs=rngs[0])
+    of_keys = Psi(**shape, literal=recipe.literal)
+    psi = of_keys.apply({"params": params["psi"]}, seen.k, train=train, rngs=rngs[1])
+    return phi, psi  # type: ignore[return-value]
+
+
+def _chunks(x: Array) -> Array:
+    n = x.shape[-2]
+    size = min(CHUNK, n)
+    x = jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, -n % size), (0, 0)])
+    return x.reshape(*x.shape[:-2], -1, size, x.shape[-1])
+
+
+def squared_error(
+    out: Float[Array, "b h g n d"], seen: Features, projection: Projection
+) -> tuple[Float[Array, ""], Int[Array, ""]]:
+    """Squared error after the output projection where something has been evicted, and the numbers it is a sum of."""
+    off = jnp.einsum("bhgnd,whgd->bnw", out - seen.full, projection)
+    counts = jnp.cumsum(seen.leaving.max(1), axis=-1) > 0
+    return jnp.sum(jnp.where(counts[..., None], off, 0.0) ** 2), counts.sum() * off.shape[-1]
+
+
+def output_projections(model: Model) -> Projections:
+    """W_o of all layers, by heads."""
+    config = model.config
+    heads = (config.width, config.kv_heads, config.groups, config.head_width)
+    stacked = jnp.stack([layer.output.matrix for layer in model.weights.layers])
+    return stacked.reshape(-1, *heads).astype(jnp.promote_types(stacked.dtype, jnp.float32))
+
+
+def check_batch(batch: int, mesh: Mesh | None) -> None:
+    """Refuse batches that do not lie evenly along a mesh.
+
+    Raises:
+        ValueError: with numbers that do.
+    """
+    along = 1 if mesh is None else mesh.shape.get(DATA, 1)
+    if batch % along:
+        raise ValueError(
+            f"batch={batch} texts do not lie evenly along data={along}; use batch={-(-batch // along) * along}."
+        )
+
+
+def training_mesh(config: ModelConfig, mesh: Mesh | None = None) -> Mesh:
+    """The devices that training uses: layers lie along `model`, texts of a batch along `data`.
+
+    Args:
+        config: the model's shape.
+        mesh: with axes of `MESH_AXES`, of whose `model` as many devices are taken as share the layers evenly; None for
+            all devices along `model`.
+
+    Raises:
+        ValueError: the mesh has other axes.
+    """
+    devices = np.array(jax.devices())[None]
+    if mesh is not None:
+        rows = program_mesh(config, mesh).devices
+        devices = rows.reshape(len(rows), -1)
+    most = max(count for count in range(1, devices.shape[1] + 1) if config.layers % count == 0)
+    chosen = devices[:, :most]
+    return mesh_of(chosen.ravel().tolist(), chosen.shape)
+
+
+def _over_layers(mesh: Mesh, function: Callable[..., Any], given: tuple[PartitionSpec, ...], *stacked: Any) -> Any:
+    # One layer after another on each device: faster than vmap, whose hidden features of all layers leave the cache.
+    mapped = jax.shard_map(
+        lambda *local: jax.lax.map(lambda layer: function(*layer), local),
+        mesh=mesh,
+        in_specs=given,
+        out_specs=OF_LAYERS,
+        check_vma=False,
+    )
+    return mapped(*stacked)
+
+
+@functools.partial(jax.jit, static_argnames=("recipe", "mesh"), donate_argnums=(0, 1))
+def _step(
+    params: Params,
+    optimiser: Any,
+    seen: Features,
+    projection: Projections,
+    rate: float,
+    key: Key[Array, ""],
+    *,
+    recipe: Recipe,
+    mesh: Mesh,
+) -> tuple[Params, Any, Float[Array, " L"]]:
+    def loss(
+        params: Params, seen: Features, projection: Projection, key: Key[Array, ""]
+    ) -> tuple[Float[Array, ""], Int[Array, ""]]:
+        return squared_error(memory_attention(params, recipe, seen, key), seen, projection)
+
+    def layer(
+        params: Params,
+        optimiser: Any,
+        seen: Features,
+        projection: Projection,
+        rate: Float[Array, ""],
+        keys: Key[Array, " b"],
+    ) -> tuple[Params, Any, Float[Array, ""]]:
+        def of_text(text: tuple[Features, Key[Array, ""]]) -> Any:
+            seen, key = jax.tree.map(lambda leaf: leaf[None], text[0]), text[1]
+            return jax.value_and_grad(loss, has_aux=True)(params, seen, projection, key)
+
+        # One text after another: its dropout does not depend on the texts that lie on the same device.
+        of_texts = jax.tree.map(lambda leaf: leaf.sum(0), jax.lax.map(of_text, (seen, keys)))
+        (total, numbers), gradients = jax.lax.psum(of_texts, DATA)
+        error, gradients = jax.tree.map(lambda leaf: leaf / jnp.maximum(numbers, 1), (total, gradients))
+        updates, optimiser = optax.scale_by_adam().update(gradients, optimiser)
+        return optax.apply_updates(params, jax.tree.map(lambda u: -rate * u, updates)), optimiser, error
+
+    layers, batch = seen.q.shape[:2]
+    keys, rates = jax.random.split(key, (layers, batch)), jnp.full(layers, rate)
+    given = OF_LAYERS, OF_LAYERS, OF_TEXTS, OF_LAYERS, OF_LAYERS, OF_TEXTS
+    return _over_layers(mesh, layer, given, params, optimiser, seen, projection, rates, keys)
+
+
+@functools.partial(jax.jit, static_argnames=("recipe", "mesh"))
+def _errors(
+    params: Params, seen: Features, projection: Projections, *, recipe: Recipe | None, mesh: Mesh
+) -> tuple[Float[Array, " L"], Int[Array, " L"]]:
+    def layer(params: Params, seen: Features, projection: Projection) -> tuple[Float[Array, ""], Int[Array, ""]]:
+        out = seen.sparse if recipe is None else memory_attention(params, recipe, seen)
+        return jax.lax.psum(squared_error(out, seen, projection), DATA)
+
+    return _over_layers(mesh, layer, (OF_LAYERS, OF_TEXTS, OF_LAYERS), params, seen, projection)
+
+
+def mean_error(
+    params: Params | None, features: Features, texts: range, projection: Projections, recipe: Recipe, mesh: Mesh
+) -> Float[np.ndarray, " L"]:
+    """Mean squared error of each layer on some of the texts.
+
+    Args:
+        params: stacked kernels; None for the policy alone.
+        features: of all texts.
+        texts: which of them count.
+        projection: see `output_projections`.
+        recipe: the kernels' shape.
+        mesh: see `training_mesh`.
+    """
+    total = np.zeros(len(projection))
+    numbers = np.zeros(len(projection))
+    for seen in batches(features, np.asarray(texts), recipe.batch, mesh, whole=False):
+        shape = None if params is None else recipe
+        error, count = _errors({} if params is None else params, seen, projection, recipe=shape, mesh=mesh)
+        total, numbers = total + np.asarray(error, np.float64), numbers + np.asarray(count)
+    return total / np.maximum(numbers, 1)
+
+
+def batches(features: Features, order: np.ndarray, batch: int, mesh: Mesh, whole: bool) -> Iterator[Features]:
+    """Texts in an order, some at a time, read from where the features are; `whole` leaves out a smaller last batch.
+
+    Otherwise texts of zeros, from which nothing leaves, fill that one until it lies evenly along the mesh.
+    """
+    stop = len(order) - len(order) % batch if whole else len(order)
+    for first in range(0, stop, batch):
+        chosen = np.sort(order[first : first + batch])
+        missing = -len(chosen) % mesh.shape[DATA]
+        read = jax.tree.map(functools.partial(_texts, chosen=chosen, missing=missing), features)
+        yield jax.device_put(read, NamedSharding(mesh, OF_TEXTS))
+
+
+def _texts(leaf: Array, *, chosen: np.ndarray, missing: int) -> np.ndarray:
+    read = np.asarray(leaf[:, chosen])
+    return np.pad(read, [(0, 0), (0, missing), *[(0, 0)] * (read.ndim - 2)]) if missing else read
+
+
+def split_texts(texts: int, recipe: Recipe) -> tuple[range, range]:
+    """Texts to train on, and those held out: the last ones.
+
+    Raises:
+        ValueError: one of the two would be empty.
+    """
+    held = max(1, round(recipe.held_out * texts))
+    if texts - held < recipe.batch:
+        raise ValueError(
+            f"{texts} texts less {held} held out do not make one batch of {recipe.batch}; use more texts or batch=1."
+        )
+    return range(texts - held), range(texts - held, texts)
+
+
+def train(
+    model: Model,
+    features: Features,
+    directory: Path,
+    recipe: Recipe,
+    *,
+    mesh: Mesh | None = None,
+    epochs: int | None = None,
+    show: Callable[[int, Float[np.ndarray, "L 2"]], None] = lambda epoch, losses: None,
+) -> Training:
+    """Train the kernels of all layers, or go on where a run in this directory stopped; each epoch leaves a checkpoint.
+
+    The order of the texts and the dropout depend on seed and epoch alone, so that a run that was interrupted ends with
+    the kernels of one that was not, and one that goes on with other devices with the same but for rounding. A run that
+    has ended goes on where the recipe has more epochs.
+
+    Args:
+        model: frozen.
+        features: from `collect`.
+        directory: of the run's checkpoints.
+        recipe: how.
+        mesh: devices, see `training_mesh`.
+        epochs: stop after so many, resumably; None for the recipe's.
+        show: called with the epochs done and their losses.
+
+    Raises:
+        FloatingPointError: a loss is not finite.
+        ValueError: the mesh or the number of texts are not fit for it.
+    """
+    layers, texts = features.q.shape[:2]
+    learn, held = split_texts(texts, recipe)
+    check_batch(recipe.batch, mesh)
+    mesh = training_mesh(model.config, mesh)
+    sharding = NamedSharding(mesh, OF_LAYERS)
+    params = init_kernels(
+        jax.random.key(recipe.seed),
+        model.config,
+        features=recipe.features,
+        hidden=recipe.hidden,
+        literal=recipe.literal,
+    )
+    training = Training(
+        params=params,
+        optimiser=jax.vmap(optax.scale_by_adam().init)(params),
+        best=jax.tree.map(jnp.copy, params),
+        least=jnp.full(layers, jnp.inf, jnp.float32),
+        losses=jnp.zeros((layers, checkpoints.newest_step(directory), 2), jnp.float32),
+        epoch=jnp.zeros(layers, jnp.int32),
+    )
+    training = jax.device_put(training, sharding)
+    training = checkpoints.restore(directory, training) or training
+    projection = jax.device_put(output_projections(model), sharding)
+    params, optimiser = training.params, training.optimiser
+    last = recipe.epochs if epochs is None else min(epochs, recipe.epochs)
+    for epoch in range(int(training.epoch[0]), last):
+        order = np.random.default_rng((recipe.seed, epoch)).permutation(np.asarray(learn))
+        key = jax.random.fold_in(jax.random.key(recipe.seed + 1), epoch)
+        rate = recipe.rate * 0.5 ** (epoch // recipe.halve_every)
+        errors = []
+        for step, seen in enumerate(batches(features, order, recipe.batch, mesh, whole=True)):
+            step_key = jax.random.fold_in(key, step)
+            params, optimiser, error = _step(
+                params, optimiser, seen, projection, rate, step_key, recipe=recipe, mesh=mesh
+            )
+            errors.append(error)
+        held_out = mean_error(params, features, held, projection, recipe, mesh).astype(np.float32)
+        losses = np.stack([np.mean(np.stack(errors), axis=0), held_out], axis=-1)
+        if not np.isfinite(losses).all():
+            raise FloatingPointError(f"the losses became {losses.tolist()} in epoch {epoch + 1}; use a smaller rate.")
+        better = jax.device_put(held_out < np.asarray(training.least), sharding)
+        training = training.replace(
+            params=params,
+            optimiser=optimiser,
+            best=_choose(better, params, training.best),
+            least=jnp.where(better, held_out, training.least),
+            losses=jnp.concatenate([training.losses, losses[:, None]], axis=1),
+            epoch=training.epoch + 1,
+        )
+        checkpoints.save(directory, training, epoch + 1)
+        params, optimiser = jax.tree.map(jnp.copy, (params, optimiser))  # a step reuses the memory of what it is given
+        show(epoch + 1, losses)
+    return training
+
+
+@jax.jit
+def _choose(better: Array, new: Params, old: Params) -> Params:
+    return jax.tree.map(lambda a, b: jnp.where(better.reshape(-1, *(1,) * (a.ndim - 1)), a, b), new, old)
