@@ -127,7 +127,13 @@ def installed(session: nox.Session) -> None:
     command = re.search(r"\.venv/bin/(kvjax generate .*)", Path("README.md").read_text(encoding="utf-8"))
     assert command is not None, "README.md has no `kvjax generate` in its first command"
     elsewhere = Path(session.create_tmp()).resolve()
-    for name in ("tests", "benchmarks", "configs", "docs"):  # all but the packages, which have to be the wheel's
+    for name in (
+        "tests",
+        "benchmarks",
+        "configs",
+        "docs",
+        "experiments",
+    ):
         shutil.copytree(name, elsewhere / name, dirs_exist_ok=True)
     for name in ("pyproject.toml", *glob.glob("*.md")):
         shutil.copy(name, elsewhere)

@@ -1,4 +1,4 @@
-"""What fits on chips that are not there, as their compilers say: `python -m kvjax.bench deployments --chips v5e`."""
+"""What fits on chips that are not there, as their compilers say: `kvjax bench deployments --chips v5e`."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from benchmarks.footprint import footprint
 from benchmarks.targets import GIB, MEMORY, devices_of
-from kvjax.bench.entries import say
-from kvjax.bench.models import SHAPES, shaped_model
 from kvjax.cache.memory import device_bytes
+from kvjax.cli.bench_entries import say
 from kvjax.cli.commands import Parser, finish
+from kvjax.evaluation.bench.models import SHAPES, shaped_model
 from kvjax.evaluation.claims import table
 from kvjax.evaluation.store import Store
 from kvjax.inference.decode import lower_step

@@ -1,4 +1,4 @@
-"""Where the time of decoding goes, part by part: `python -m kvjax.bench parts --model smollm2`."""
+"""Where the time of decoding goes, part by part: `kvjax bench parts --model smollm2`."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from kvjax.bench.entries import say
-from kvjax.bench.models import model_named
+from kvjax.cli.bench_entries import say
 from kvjax.cli.commands import Parser, add_model_options, finish
 from kvjax.cli.options import add_policy, named
-from kvjax.evaluation.speed import Contender, decoder, race
+from kvjax.evaluation.bench.models import model_named
+from kvjax.evaluation.bench.race import Contender, decoder, race
 from kvjax.generation.detokenize import Pieces
 from kvjax.generation.loop import draw
 from kvjax.generation.sampling import Sampling

@@ -1,4 +1,4 @@
-"""Memory and collectives of decode steps against devices: `python -m kvjax.bench scale`, also for chips not there."""
+"""Memory and collectives of decode steps against devices: `kvjax bench scale`, also for chips not there."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import numpy as np
 
 from benchmarks.footprint import footprint
 from benchmarks.targets import HERE, VIRTUAL, devices_of, mesh_shape
-from kvjax.bench.entries import Entry, add_policy_options, entries, say
-from kvjax.bench.models import config_named, random_model, shaped_model
+from kvjax.cli.bench_entries import Entry, add_policy_options, entries, say
 from kvjax.cli.commands import Parser, finish
-from kvjax.evaluation.speed import decoder, race
+from kvjax.evaluation.bench.models import config_named, random_model, shaped_model
+from kvjax.evaluation.bench.race import decoder, race
 from kvjax.inference.decode import lower_step
 from kvjax.inference.shapes import state_shapes
 from kvjax.methods.registry import policy

@@ -1,4 +1,4 @@
-"""What a server of constant memory does: `python -m kvjax.bench serving`."""
+"""What a server of constant memory does: `kvjax bench serving`."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from kvjax.bench.entries import say
-from kvjax.cli.commands import Parser, finish, progress
+from kvjax.cli.bench_entries import say
+from kvjax.cli.commands import Parser, finish
 from kvjax.evaluation.claims import table
 from kvjax.evaluation.store import Store
 from kvjax.generation.generate import generate_ids
@@ -25,6 +25,7 @@ from kvjax.model import Model, load
 from kvjax.serving.engine import Engine
 from kvjax.serving.requests import Finished, Piece, Request, Ticket
 from kvjax.utils.files import write_text
+from kvjax.utils.progress import progress
 from kvjax.utils.settings import whole_number
 
 DISTINCT = 400

@@ -1,4 +1,4 @@
-"""Quality of slots of 16, 8 and 4 bits at equal bytes: `python -m kvjax.evaluation codecs --text FILE`."""
+"""Quality of slots of 16, 8 and 4 bits at equal bytes: `kvjax evaluate codecs --text FILE`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from kvjax import methods
 from kvjax.cache.dense import empty
 from kvjax.cache.memory import slot_bytes
-from kvjax.cli.options import add_policies, compared, parts_of
+from kvjax.cli.options import add_policies, parts_of
 from kvjax.evaluation.claims import table
 from kvjax.evaluation.recall import recall
 from kvjax.evaluation.runs import Run, Runs, describe
@@ -21,6 +21,7 @@ from kvjax.evaluation.store import Store
 from kvjax.evaluation.texts import passages
 from kvjax.inference.prepare import round_slots
 from kvjax.methods import CODECS
+from kvjax.methods.notation import compared
 from kvjax.model import Model, load
 from kvjax.policies import Policy
 from kvjax.utils.files import write_text

@@ -1,4 +1,4 @@
-"""Text far beyond the trained length on a fixed cache: `python -m kvjax.evaluation long`."""
+"""Text far beyond the trained length on a fixed cache: `kvjax evaluate long`."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ import sys
 
 import numpy as np
 
-from kvjax.cli.options import add_policies, compared, parts_of
+from kvjax.cli.options import add_policies, parts_of
 from kvjax.evaluation.claims import table
 from kvjax.evaluation.perplexity import perplexity
 from kvjax.evaluation.store import Store
 from kvjax.evaluation.texts import passages
 from kvjax.methods.less.checkpoint import fingerprint
+from kvjax.methods.notation import compared
 from kvjax.policies.policy import Policy
 from kvjax.utils.files import write_text
 from kvjax.utils.settings import parse_budget

@@ -1,4 +1,4 @@
-"""Quality against kept bytes of any policies: `python -m kvjax.evaluation quality --policies h2o,keyformer`."""
+"""Quality against kept bytes of any policies: `kvjax evaluate quality --policies h2o,keyformer`."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kvjax import methods
-from kvjax.cli.options import add_policies, compared, parts_of
+from kvjax.cli.options import add_policies, parts_of
 from kvjax.evaluation.claims import table
 from kvjax.evaluation.figures import Point, new_figure, plot_quality, save_figure
 from kvjax.evaluation.recall import recall
 from kvjax.evaluation.runs import Runs, describe
 from kvjax.evaluation.store import Store
 from kvjax.evaluation.texts import passages
+from kvjax.methods.notation import compared
 from kvjax.policies.policy import Policy
 from kvjax.utils.files import write_text
 from kvjax.utils.settings import parse_budget

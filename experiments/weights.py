@@ -1,4 +1,4 @@
-"""What rounding a model's weights costs: `python -m kvjax.evaluation weights --text FILE`."""
+"""What rounding a model's weights costs: `kvjax evaluate weights --text FILE`."""
 
 from __future__ import annotations
 

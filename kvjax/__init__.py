@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from kvjax.utils.moved import keep_old_names
+
 if TYPE_CHECKING:
     from kvjax import policies as policies
     from kvjax.inference.decode import decode_step as decode_step
@@ -50,6 +52,9 @@ _HOMES = {
 }
 _NAMES = {name: home for home, names in _HOMES.items() for name in names}
 __all__ = ["policies", *_NAMES]  # pyright: ignore[reportUnsupportedDunderAll]
+
+
+keep_old_names()
 
 
 def __getattr__(name: str) -> Any:

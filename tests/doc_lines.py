@@ -10,7 +10,7 @@ import shlex
 import signal
 import sys
 
-from kvjax.cli.main import main
+from kvjax.cli import main
 from kvjax.serving.http import Server
 
 

@@ -14,7 +14,7 @@ from jax.sharding import AxisType
 import kvjax
 from kvjax.cli.convert import convert
 from kvjax.generation.generate import generate_ids
-from kvjax.models.checkpoints import orbax
+from kvjax.models.checkpoints import orbax, tensors
 from kvjax.models.checkpoints.loading import read_checkpoint
 from kvjax.models.sharding import weight_shardings
 
@@ -27,7 +27,7 @@ def main(directory: str) -> None:
     greedy: dict[str, Any] = dict(policy="h2o", budget=12, max_new_tokens=6, temperature=0.0)
     wanted = generate_ids(plain, prompts, **greedy).tokens
     with pytest.MonkeyPatch.context() as patch:
-        for reader in (orbax, stored):
+        for reader in (orbax, tensors):
             patch.setattr(reader, "_read", lambda *_: sys.exit("a tensor was read whole"))
         for shape, place in (((8, 1), directory), ((2, 4), directory), ((2, 4), "tiny")):
             mesh = jax.make_mesh(shape, ("data", "model"), axis_types=(AxisType.Auto, AxisType.Auto))

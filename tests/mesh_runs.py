@@ -20,7 +20,7 @@ import pytest
 
 import kvjax
 from kvjax.cache import attention
-from kvjax.cli.main import evaluate
+from kvjax.cli import evaluate
 from kvjax.inference import decode
 from kvjax.model import Model
 from kvjax.models import ModelConfig

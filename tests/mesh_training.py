@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.cli.main import train_less
+from kvjax.cli import train_less
 from kvjax.methods.less import checkpoint
 from kvjax.models.sharding import parse_mesh
 from kvjax.training.less import run

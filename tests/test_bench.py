@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvjax import bench
+from kvjax.cli import bench
 
 
 @pytest.mark.parametrize("what", ["decode", "prefill"])

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks import serving
-from kvjax import bench
+from kvjax.cli import bench
 from kvjax.serving.requests import Request
 from tests.serving import FakeEngine
 

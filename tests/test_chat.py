@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.cli.main import chat
-from kvjax.generation import chat
+from kvjax.cli import chat
+from kvjax.generation import chat as conversation
 from kvjax.generation.chat import Conversation
 
 SMALL: dict[str, Any] = dict(policy="h2o", budget=16, max_new_tokens=20, temperature=0.0)
@@ -81,7 +81,7 @@ def test_a_conversation_of_0_2_0_goes_on(model: kvjax.Model, tmp_path: Path, mon
     settings: dict[str, Any] = SMALL | {"policy": kvjax.policy("lsh_e", bits=40)}
     talk = Conversation(model, **settings)
     "".join(talk.reply(TURNS[0]))
-    stored = chat._stored
+    stored = conversation._stored
 
     def stacked(leaf: Any) -> Any:
         return jnp.stack(leaf, -1) if type(leaf) is tuple and leaf[0].dtype == jnp.uint32 else leaf
@@ -199,15 +199,15 @@ def test_a_conversation_of_another_vocabulary_or_none_is_refused(
     "".join(talk.reply(TURNS[0]))
     kept = tmp_path / "kept"
     talk.save(kept)
-    told = json.loads((kept / chat.SAVED).read_text())
-    (kept / chat.SAVED).write_text(json.dumps(told | {"text": [10**6, *told["text"]]}))
+    told = json.loads((kept / conversation.SAVED).read_text())
+    (kept / conversation.SAVED).write_text(json.dumps(told | {"text": [10**6, *told["text"]]}))
     with pytest.raises(ValueError, match="has a conversation of another model, policy or dtype; start with those"):
         Conversation(model, **SMALL).load(kept)
     for content in ("no JSON", "[1]", "{}", json.dumps(told | {"text": []})):
-        (kept / chat.SAVED).write_text(content)
+        (kept / conversation.SAVED).write_text(content)
         assert chat.main([*WORDS, "--load", str(kept)]) == 2
         said = capsys.readouterr().err
-        assert said == f"kvjax chat: {kept / chat.SAVED} is no saved conversation's; give another name.\n"
+        assert said == f"kvjax chat: {kept / conversation.SAVED} is no saved conversation's; give another name.\n"
 
 
 def test_devices_along_data_are_refused_before_a_model_is_read(capsys: pytest.CaptureFixture[str]) -> None:

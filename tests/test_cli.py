@@ -16,7 +16,7 @@ import jax
 import pytest
 
 from kvjax import generate, methods
-from kvjax.cli.main import chat, commands, env, main
+from kvjax.cli import chat, commands, env, main
 from kvjax.policies.policy import Policy
 from kvjax.utils.compilation import version
 from tests import tokenizing
@@ -38,7 +38,7 @@ def echo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         main.Command("orphan", "kvjax.no_such_package.module", "not there either"),
         main.Command("bare", "bare_directory", "a directory without a module"),
     )
-    monkeypatch.setattr(cli, "COMMANDS", table)
+    monkeypatch.setattr(main, "COMMANDS", table)
 
 
 @pytest.mark.parametrize("argv", [[], ["--help"], ["-h"]])
@@ -73,7 +73,7 @@ def test_an_import_that_is_interrupted_ends_without_a_word(
 ) -> None:
     (tmp_path / f"slow_{code}.py").write_text(f"raise {error}")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(cli, "available", lambda: (main.Command("slow", f"slow_{code}", ""),))
+    monkeypatch.setattr(main, "available", lambda: (main.Command("slow", f"slow_{code}", ""),))
     if code == 3:
         with pytest.raises(SystemExit):
             main.main(["slow"])
@@ -153,7 +153,8 @@ def test_every_listed_command_has_a_main() -> None:
 def test_runs_as_a_module_and_imports_nothing_heavy() -> None:
     # flax itself imports rich.
     heavy = "{'transformers', 'torch', 'matplotlib', 'flax.nnx'}"
-    script = f"import sys, kvjax, kvjax.cli.main; kvjax.cli.main.main([]); sys.exit(', '.join({heavy} & set(sys.modules)) or 0)"
+    script = "import sys, kvjax; from kvjax.cli.main import main; main([]); "
+    script += f"sys.exit(', '.join({heavy} & set(sys.modules)) or 0)"
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}
     for arguments in (["-c", script], ["-m", "kvjax"]):
         run = subprocess.run([sys.executable, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from jaxtyping import Array
 
 import kvjax
-from kvjax.cache.paged.storage import storage
+from kvjax.cache.paged import storage
 from kvjax.inference import decode, extend, prefill
 from kvjax.inference.extend import lower_prefill
 from kvjax.inference.state import held_positions, slot_limits
@@ -145,7 +145,7 @@ def test_layers_that_share_a_program_read_the_same(name: str, monkeypatch: pytes
     """In deep models each layer reads a whole prompt by a program that equal ones share."""
     case = CASES[name]
     state, logits = read(case)
-    monkeypatch.setattr(read_prompts, "DEEP", GQA.layers)
+    monkeypatch.setattr(prefill, "DEEP", GQA.layers)
     layer: Any = prefill._read_layer
     before = layer._cache_size()
     alone, found = read(case)

@@ -292,7 +292,7 @@ def test_less_report_is_written_and_resumes(saved: Path, tmp_path: Path, capsys:
     text.write_text(TEXT)
     words = ["less", "--text", str(text), "--out", str(tmp_path / "out"), "--rows", "2", "--length", "40"]
     words += ["--budgets", "0.012", "--checkpoints", f"kernels={copied(saved, tmp_path / 'kernels', budget=12)}"]
-    assert evaluation.main([*words, "--only", "performer"]) == 0
+    assert main([*words, "--only", "performer"]) == 0
     first = capsys.readouterr().err.splitlines()
     measured_names = [f"perplexity: {name}, 12 slots" for name in ("h2o", "h2o performer", "less kernels on h2o")]
     assert [line.rpartition(": ")[0] for line in first] == measured_names
@@ -301,9 +301,9 @@ def test_less_report_is_written_and_resumes(saved: Path, tmp_path: Path, capsys:
     assert "performer" in written and "| not measured |" not in written and "**not measured**" in written
     measured = json.loads((tmp_path / "out" / "less" / "measurements.json").read_text())
     assert len(measured) == 3
-    assert evaluation.main([*words, "--only", "performer"]) == 0
+    assert main([*words, "--only", "performer"]) == 0
     assert capsys.readouterr().err == "" and (tmp_path / "out" / "less.md").read_text() == written
-    assert evaluation.main([*words, "--only", "performer", "--redo"]) == 0
+    assert main([*words, "--only", "performer", "--redo"]) == 0
     assert capsys.readouterr().err.splitlines() == first
 
 
@@ -312,7 +312,7 @@ def test_quality_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     text = tmp_path / "story.txt"
     text.write_text(TEXT)
     words = ["quality", "--text", str(text), "--out", str(tmp_path / "out"), "--rows", "2", "--length", "40"]
-    assert evaluation.main([*words, "--policies", "window,snapkv", "--budgets", "12"]) == 0
+    assert main([*words, "--policies", "window,snapkv", "--budgets", "12"]) == 0
     assert capsys.readouterr().out == f"{tmp_path / 'out' / 'quality.md'}\n"
     written = (tmp_path / "out" / "quality.md").read_text()
     assert "| window | 12 |" in written and "snapkv at 12 is left out: sinks + recent" in written
@@ -334,7 +334,7 @@ def test_a_mistake_is_one_sentence(
 ) -> None:
     text = tmp_path / "story.txt"
     text.write_text(TEXT)
-    assert evaluation.main(["less", "--text", str(text), "--out", str(tmp_path / "out"), *words]) == 2
+    assert main(["less", "--text", str(text), "--out", str(tmp_path / "out"), *words]) == 2
     caught = capsys.readouterr()
     assert caught.out == "" and message in caught.err and caught.err.count("\n") == 1
     assert not (tmp_path / "out").exists()

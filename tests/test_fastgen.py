@@ -14,7 +14,8 @@ import pytest
 
 import kvjax
 from kvjax import generate
-from kvjax.cache.paged.storage import storage
+from kvjax.cache import recompute
+from kvjax.cache.paged import storage
 from kvjax.cache.paged.table import round_pages
 from kvjax.inference import decode, extend, prefill
 from kvjax.inference.prepare import prepare, round_slots
@@ -226,7 +227,7 @@ def test_long_prompts_are_profiled_in_blocks(monkeypatch: pytest.MonkeyPatch) ->
     prompts = TEXT[:2, :96]
     settings: dict[str, Any] = dict(local=0.6, threshold=0.9, **IDS)
     whole, _ = read(random_model(GQA), prompts, **settings)
-    monkeypatch.setattr(recomputed, "query_block", lambda tokens, rows: 16)
+    monkeypatch.setattr(recompute, "query_block", lambda tokens, rows: 16)
     prefill._read_prompts.clear_cache()  # type: ignore[attr-defined]
     blocks, _ = read(random_model(GQA), prompts, **settings)
     prefill._read_prompts.clear_cache()  # type: ignore[attr-defined]

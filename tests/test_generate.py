@@ -18,7 +18,7 @@ import pytest
 
 import kvjax
 from kvjax import generate
-from kvjax.cli.main import cache_map, options
+from kvjax.cli import cache_map, options
 from kvjax.generation import loop
 from kvjax.generation.generate import Stream, encode, generate_ids
 from kvjax.inference import prefill
@@ -213,9 +213,7 @@ def test_a_mistake_is_one_sentence(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setattr(
-        read_prompts, "_read_prompts", None
-    )  # whatever is refused is refused before anything is compiled
+    monkeypatch.setattr(prefill, "_read_prompts", None)  # whatever is refused is refused before anything is compiled
     prompt = [] if {"--prompt-file", "--prompt"} & set(arguments) else ["--prompt", STORY]
     assert generate.main([*prompt, *arguments]) == 2
     said = capsys.readouterr().err.strip()

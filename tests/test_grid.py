@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 import kvjax
-from kvjax.cli.main import evaluate
-from kvjax.cli.options import combination
+from kvjax.cli import evaluate
 from kvjax.evaluation.grid import Rows, entries
 from kvjax.generation.generate import generate_ids
 from kvjax.generation.questions import answer_each
 from kvjax.methods.less.memory import LowRankMemory
+from kvjax.methods.notation import combination
 from kvjax.policies.allocation import AdaKV
 
 WORDS = "The old man went down to the river with his dog and a lamp, for it was late. " * 12
@@ -243,7 +243,7 @@ def test_rows_of_several_runs_are_joined_on_a_page(tmp_path: Path, capsys: pytes
 def test_wrong_grids_are_refused_before_anything_is_loaded(
     words: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(command, "load", None)
+    monkeypatch.setattr(evaluate, "load", None)
     text = tmp_path / "words.txt"
     text.write_text(WORDS)
     assert evaluate.main(words.format(text=text).split()) == 2

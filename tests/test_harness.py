@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.cli.main import evaluate
+from kvjax.cli import evaluate
 from kvjax.evaluation.grid import Rows
 from kvjax.evaluation.harness import adapter
 from kvjax.inference.prepare import bucket_rows

@@ -17,7 +17,7 @@ import kvjax
 from experiments import lowrank_oracle
 from kvjax import generate
 from kvjax.cache.slots import TOKEN_BLOCK
-from kvjax.cli.main import options
+from kvjax.cli import options
 from kvjax.methods.less import checkpoint
 from kvjax.methods.less.feature_maps import Psi, init_kernels, layer_params, performer_kernels
 from kvjax.methods.less.memory import LowRankMemory

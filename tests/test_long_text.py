@@ -10,7 +10,8 @@ import pytest
 
 import kvjax
 from experiments.long import in_windows
-from kvjax import evaluation, generate
+from kvjax import generate
+from kvjax.cli import evaluate
 
 
 def stories(model: kvjax.Model, rows: int, tokens: int) -> str:
@@ -30,7 +31,7 @@ def test_perplexity_stays_as_low_as_within_the_trained_length(
     assert length > 2 * model.config.max_positions
     (tmp_path / "stories.txt").write_text(stories(model, rows, tokens), encoding="utf-8")
     words = ["long", "--text", str(tmp_path / "stories.txt"), "--out", str(tmp_path), "--length", str(length)]
-    assert evaluation.main([*words, "--policies", "streaming", "--budget", str(slots)]) == 0
+    assert evaluate.main([*words, "--policies", "streaming", "--budget", str(slots)]) == 0
     measured = json.loads((tmp_path / "long" / "measurements.json").read_text())
     nats = np.array(measured["streaming"]["result"]["stories"])
     assert len(nats) == (length - 1) // 1000 and np.isfinite(nats).all()

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from benchmarks import parts
-from kvjax.cli.main import evaluate
+from kvjax.cli import evaluate
 from kvjax.models.sharding import parse_mesh
 from tests.cases import PAIRS, POLICIES, slow
 

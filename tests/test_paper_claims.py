@@ -26,9 +26,9 @@ from experiments.papers.paper import (
 )
 from experiments.papers.report import PAPERS, write_page
 from experiments.papers.subject import Subject, equal_name, learned
-from kvjax.cli.main import evaluate
-from kvjax.cli.options import combination
+from kvjax.cli import evaluate
 from kvjax.evaluation.grid import Rows
+from kvjax.methods.notation import combination
 
 CLAIMS = [claim for paper in PAPERS.values() for claim in paper.claims]
 NEEDED = list(dict.fromkeys(wanted for claim in CLAIMS for wanted in claim.check.needs))

@@ -12,10 +12,11 @@ import pytest
 
 import kvjax
 from kvjax import generate
-from kvjax.cli.main import batch_files
+from kvjax.cli import batch_files
 from kvjax.generation.generate import generate_ids, texts_of
 from kvjax.generation.prompts import encode
 from kvjax.generation.questions import answer, encode_questions
+from kvjax.inference import prefill
 
 STORY = "Once upon a time there was a girl named Lily. She liked to play in the garden with her dog."
 GREEDY: dict[str, Any] = dict(policy="h2o", budget=16, max_new_tokens=20, temperature=0.0)
@@ -162,13 +163,13 @@ def test_a_file_of_prompts_goes_on_where_it_was_cut(
         cut.append(arguments)
         return made(*arguments, **settings)
 
-    monkeypatch.setattr(prompt_files, "generate_ids", interrupted)
+    monkeypatch.setattr(batch_files, "generate_ids", interrupted)
     assert generate.main(words) == 130 and not out.exists()
     with (tmp_path / ".out.jsonl.begun").open("a") as begun:
         begun.write('{"line": 1, "te')
     assert generate.main([*words, "--seed", "5"]) == 2
     assert "has the beginning of a run with other prompts or settings" in capsys.readouterr().err
-    monkeypatch.setattr(prompt_files, "generate_ids", made)
+    monkeypatch.setattr(batch_files, "generate_ids", made)
     assert generate.main(words) == 0
     assert "2 of 4 lines were done before" in capsys.readouterr().err
     found = lines(out)
@@ -223,7 +224,7 @@ def test_questions_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureF
 def test_a_wrong_line_is_one_sentence_before_anything_runs(
     text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(read_prompts, "_read_prompts", None)
+    monkeypatch.setattr(prefill, "_read_prompts", None)
     file = tmp_path / "in.jsonl"
     file.write_text(text)
     assert generate.main(["--prompt-file", str(file)]) == 2
@@ -256,7 +257,7 @@ def test_a_wrong_line_is_one_sentence_before_anything_runs(
 def test_a_mistake_is_one_sentence(
     words: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(read_prompts, "_read_prompts", None)
+    monkeypatch.setattr(prefill, "_read_prompts", None)
     questions, wrong = tmp_path / "questions.txt", tmp_path / "WRONG.jsonl"
     questions.write_text("Who?\n")
     wrong.write_text('[{"prompt": ""}]')

@@ -18,8 +18,8 @@ from benchmarks import deployments
 from benchmarks.deployments import FEW, MORE, Deployment, Variant
 from benchmarks.footprint import collectives
 from benchmarks.targets import MEMORY, mesh_shape
-from kvjax import bench
-from kvjax.bench.models import SHAPES, config_named, shaped_model
+from kvjax.cli import bench
+from kvjax.evaluation.bench.models import SHAPES, config_named, shaped_model
 from kvjax.inference import prefill
 from kvjax.inference.shapes import state_shapes
 from kvjax.models.weights import rounded_shapes, weight_shapes
@@ -39,7 +39,7 @@ def test_a_state_of_shapes_is_that_of_a_prompt(policy, monkeypatch):
     wanted, _ = kvjax.prefill(model, policy, prompts, 1.0 if policy == "full" else 8, max_new_tokens=4)
     shaped = shaped_model(GQA, "float32", None, None)
     for deep in (prefill.DEEP, 1):  # in one program, and layer by layer
-        monkeypatch.setattr(read_prompts, "DEEP", deep)
+        monkeypatch.setattr(prefill, "DEEP", deep)
         found = state_shapes(shaped, policy, 2, 12, 1.0 if policy == "full" else 8, max_new_tokens=4)
         assert jax.tree.structure(found) == jax.tree.structure(wanted)
         assert described(found) == described(wanted)

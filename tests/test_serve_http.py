@@ -22,7 +22,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvjax.cli.main import serve
+from kvjax.cli import serve
 from kvjax.serving.http import Server, Service, is_loopback
 from kvjax.serving.openai import CHAT, COMPLETION, Answer, Asked
 from kvjax.serving.requests import Finished, Held, Request
@@ -667,7 +667,7 @@ def test_a_port_that_is_taken_is_said_before_a_model_is_read(capsys: pytest.Capt
 
 
 def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(command, "NEEDS", ("uvicorn", "no_such_package"))
+    monkeypatch.setattr(serve, "NEEDS", ("uvicorn", "no_such_package"))
     assert serve.main([]) == 2
     said = "the server needs no_such_package; install it with pip install 'kvjax[serve]'."
     assert capsys.readouterr().err == f"kvjax serve: {said}\n"

@@ -19,7 +19,7 @@ import pytest
 
 import kvjax
 from kvjax.cache.dense import Dense
-from kvjax.cli.main import main, train_less
+from kvjax.cli import main, train_less
 from kvjax.evaluation.perplexity import begin
 from kvjax.inference.prepare import plan_slots, ready
 from kvjax.inference.state import held_positions

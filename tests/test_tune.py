@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.cli.main import commands, main
+from kvjax.cli import commands, main
 from kvjax.inference import autotune, extend
 from kvjax.inference.decode import settle_step, step_shapes
 from kvjax.inference.shapes import state_shapes
@@ -39,9 +39,9 @@ def chip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A machine whose races have not been run, and where they are kept."""
     monkeypatch.setattr(race, "LEAST", 0.0)
     monkeypatch.setattr(common, "WINNERS", {})
-    monkeypatch.setattr(tuning, "_loaded", False)
-    monkeypatch.setattr(tuning, "_SURVEY", Survey())
-    monkeypatch.setattr(tuning, "tuned_device", lambda: DEVICE)
+    monkeypatch.setattr(autotune, "_loaded", False)
+    monkeypatch.setattr(autotune, "_SURVEY", Survey())
+    monkeypatch.setattr(autotune, "tuned_device", lambda: DEVICE)
     monkeypatch.delenv(common.VARIABLE, raising=False)
     monkeypatch.setenv("KVJAX_CACHE_DIR", str(tmp_path / "cache"))
     return tmp_path / "cache" / autotune.FILE
@@ -156,7 +156,7 @@ def test_writers_do_not_lose_each_others_verdicts(chip):
 
 
 def test_verdicts_live_for_a_process_where_nothing_can_be_kept(chip, monkeypatch, capsys):
-    monkeypatch.setattr(tuning, "write_text", lambda *_: (_ for _ in ()).throw(PermissionError(13, "not yours")))
+    monkeypatch.setattr(autotune, "write_text", lambda *_: (_ for _ in ()).throw(PermissionError(13, "not yours")))
     assert autotune.settle([asked()], DEVICE, by=lambda _: VERDICT)
     assert f"{chip} cannot be written (not yours)" in capsys.readouterr().err
     monkeypatch.setenv("KVJAX_CACHE_DIR", "")
@@ -190,7 +190,7 @@ def test_races_are_left_out_where_a_variable_decides(monkeypatch):
     monkeypatch.setenv(common.VARIABLE, "pallas,xla")
     autotune.settle_before(trace, Kernels())
     monkeypatch.delenv(common.VARIABLE)
-    monkeypatch.setattr(tuning, "tuned_device", lambda: None)
+    monkeypatch.setattr(autotune, "tuned_device", lambda: None)
     autotune.settle_before(trace, Kernels())
 
 
@@ -202,7 +202,7 @@ def test_races_come_before_a_program_is_traced_and_see_its_shapes(monkeypatch):
         raced.append(each)
         return VERDICT
 
-    monkeypatch.setattr(tuning, "settle", functools.partial(autotune.settle, by=by))
+    monkeypatch.setattr(autotune, "settle", functools.partial(autotune.settle, by=by))
 
     def trace(kernels: Kernels) -> None:
         run = functools.partial(program.run, implementation=kernels.implementation, platform="gpu")
@@ -225,13 +225,15 @@ def test_prompts_and_steps_are_surveyed_before_they_run(monkeypatch):
         raise InterruptedError
 
     asked: list[str] = []
-    monkeypatch.setattr(tuning, "settle", lambda tasks, _: asked.extend(each.task.bucket.split()[0] for each in tasks))
+    monkeypatch.setattr(
+        autotune, "settle", lambda tasks, _: asked.extend(each.task.bucket.split()[0] for each in tasks)
+    )
     monkeypatch.setattr(extend, "read_prompts", read)
     model = load("tiny")
     with pytest.raises(InterruptedError):
         extend.prefill(model, "h2o", [[1, 2, 3]], 16, max_new_tokens=40)
     assert asked == ["prefill_scores"]
-    monkeypatch.setattr(tuning, "_SURVEY", Survey())
+    monkeypatch.setattr(autotune, "_SURVEY", Survey())
     settle_step(state_shapes(model, "h2o", 1, 3, 16, max_new_tokens=40))
     assert asked == ["prefill_scores", "rotate", "evict", "decode_attention"]
 
@@ -366,7 +368,7 @@ def test_the_command_races_all_shapes_of_a_model(monkeypatch, capsys):
 
     note = Survey.note
     monkeypatch.setattr(Survey, "note", candidates)
-    monkeypatch.setattr(tuning, "settle", functools.partial(autotune.settle, by=lambda _: VERDICT))
+    monkeypatch.setattr(autotune, "settle", functools.partial(autotune.settle, by=lambda _: VERDICT))
     words = "--policy h2o --budget 32 --batch 1 4 --prompt-length 40 --max-new-tokens 8"
     assert main.main(["tune", *words.split()]) == 0
     rows: list[list[str]] = [

@@ -6,8 +6,8 @@ import jax
 
 from experiments.fastgen.measurements import Report, Section
 from kvjax import methods
+from kvjax.evaluation.bench.race import decoder, race, reader
 from kvjax.evaluation.claims import Claim, table
-from kvjax.evaluation.speed import decoder, race, reader
 from kvjax.model import Model
 from kvjax.types import HEADS, ROWS, SLOTS
 

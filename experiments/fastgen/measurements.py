@@ -19,6 +19,7 @@ from kvjax.evaluation.runs import Run, Runs, describe
 from kvjax.inference.extend import prefill
 from kvjax.methods.fastgen import PARTS
 from kvjax.model import Model
+from kvjax.policies.policy import Policy
 
 
 @dataclasses.dataclass
@@ -44,7 +45,7 @@ class Report:
         """What tells this reading's measurements and figures from those of the paper's."""
         return "" if self.among == "all" else f"-{self.among}"
 
-    def policy(self, threshold: float, **settings: Any) -> methods.Policy:
+    def policy(self, threshold: float, **settings: Any) -> Policy:
         """FastGen under this reading."""
         return methods.policy("fastgen", threshold=threshold, frequent_among=self.among, **settings)
 
@@ -89,7 +90,7 @@ class Report:
         """A measurement, from disk or made now."""
         return self.runs.store.measure(name, settings, make)
 
-    def perplexity(self, label: str, policy: methods.Policy, budget: int | float = 1.0) -> Run:
+    def perplexity(self, label: str, policy: Policy, budget: int | float = 1.0) -> Run:
         """A policy on all passages."""
         made = self.runs.run(label, policy, budget)
         assert made is not None
@@ -100,12 +101,12 @@ class Report:
         policy = self.policy(threshold, order=tuple(order), recent=recent)
         return self.perplexity(f"fastgen{self.suffix}{label} T {threshold:g}", policy)
 
-    def slots(self, held: int, tokens: int, policy: methods.Policy) -> int:
+    def slots(self, held: int, tokens: int, policy: Policy) -> int:
         """Slots per head that a fixed policy gets for so many bytes, of so many rows."""
         return slots_within(self.runs.model, held, tokens, policy)
 
 
-def profile_of(model: Model, policy: methods.Policy, prompts: Int[np.ndarray, "b n"]) -> dict[str, Any]:
+def profile_of(model: Model, policy: Policy, prompts: Int[np.ndarray, "b n"]) -> dict[str, Any]:
     """FastGen's choices [layer, row, head] and recovered attention [layer, row, head, choice] of prompts."""
     state, _ = prefill(model, policy, prompts, max_new_tokens=1)
     found = jax.device_get([(layer.plan.choice, layer.plan.recovered) for layer in state.storage.states()])
@@ -115,7 +116,7 @@ def profile_of(model: Model, policy: methods.Policy, prompts: Int[np.ndarray, "b
     }
 
 
-def slots_within(model: Model, held: int, tokens: int, policy: methods.Policy) -> int:
+def slots_within(model: Model, held: int, tokens: int, policy: Policy) -> int:
     """Slots per head that a fixed policy gets for so many bytes, of so many rows."""
 
     def one() -> list[Any]:

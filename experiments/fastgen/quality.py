@@ -12,6 +12,7 @@ from kvjax.evaluation.recall import recall
 from kvjax.evaluation.runs import describe
 from kvjax.evaluation.summary import paired
 from kvjax.methods.fastgen import PARTS
+from kvjax.policies.policy import Policy
 
 FIXED = {
     "local": methods.policy("window"),
@@ -103,7 +104,7 @@ def recalled(report: Report) -> Section:
     """Facts remembered, FastGen and the strongest fixed policy at equal bytes."""
     runs, claims, rows = report.runs, [], []
 
-    def ask(label: str, policy: methods.Policy, budget: int | float, distance: int) -> dict[str, Any]:
+    def ask(label: str, policy: Policy, budget: int | float, distance: int) -> dict[str, Any]:
         text = runs.passages.tokens[: 2 + distance // runs.passages.tokens.shape[1]].reshape(-1)
         settings = runs.settings(policy=describe(policy), budget=budget, distance=distance)
 

@@ -1,4 +1,4 @@
-"""What FastGen keeps, and what it costs: `python -m kvjax.evaluation fastgen`, the figures and tables of the paper."""
+"""What FastGen keeps, and what it costs: `kvjax evaluate fastgen`, the figures and tables of the paper."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def run(options: argparse.Namespace) -> None:
         words += "" if tuple(some) == tuple(all_of_them) else f" --{name} {' '.join(some)}"
     lines = [
         f"# FastGen on {model.name}\n\n{_opening(reports[options.among[0]], list(sections.values()))}\n\n"
-        f"Made by `python -m kvjax.evaluation fastgen {words}`; figures and raw numbers are in `fastgen/`. "
+        f"Made by `kvjax evaluate fastgen {words}`; figures and raw numbers are in `fastgen/`. "
         f"{options.rows} passages of {options.length} tokens of each text, in float32.\n\n"
     ]
     for index, among in enumerate(reports):

@@ -1,4 +1,4 @@
-"""What LESS recovers of what eviction loses: `python -m kvjax.evaluation less`, the seven claims of the paper."""
+"""What LESS recovers of what eviction loses: `kvjax evaluate less`, the seven claims of the paper."""
 
 from __future__ import annotations
 
@@ -115,6 +115,6 @@ def _kernels(every: tuple[Kernels, ...]) -> str:
     return (
         table(["name", "over", "at slots", "R", "error less by, each layer"], rows)
         + "\nThe error is that of attention after the output projection, on texts held out of the training; "
-        "`python -m kvjax.cli.train_less --model MODEL --text FILES --out DIR` with:\n\n"
+        "`kvjax train_less --model MODEL --text FILES --out DIR` with:\n\n"
         + "".join(f"- {name}: `{command}`\n" for name, command in commands.items())
     )

@@ -1,4 +1,4 @@
-"""The papers' claims on one page for several models: `python -m kvjax.evaluation claims --model MODEL --text FILE`."""
+"""The papers' claims on one page for several models: `kvjax evaluate claims --model MODEL --text FILE`."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from experiments.papers.subject import (
     grouped,
     learned,
 )
-from kvjax.cli.options import combination
 from kvjax.evaluation.claims import SHOWS, UNKNOWN, Claim, table
 from kvjax.evaluation.grid import Entry, Rows, fill
 from kvjax.evaluation.store import Store
 from kvjax.evaluation.texts import passages
 from kvjax.methods.less.checkpoint import fingerprint
+from kvjax.methods.notation import combination
 from kvjax.model import Model, load
 from kvjax.policies.policy import Policy
 from kvjax.utils.files import read_text, write_text

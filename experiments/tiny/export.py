@@ -1,4 +1,7 @@
-"""A run's weights as a Hugging Face directory with a model card: `python -m experiments.tiny.export --run DIR --data DIR`."""
+"""Write a run's weights as a Hugging Face directory with a model card.
+
+`python -m experiments.tiny.export --run DIR --data DIR`.
+"""
 
 from __future__ import annotations
 
@@ -94,7 +97,8 @@ def card(config: ModelConfig, settings: dict[str, Any], step: int, found: dict[s
         "",
         "## Recipe",
         "",
-        f"`python -m experiments.tiny.train{option}`, seed {settings['seed']}, {step} steps of Adam (b2 0.95, clipping 1.0, "
+        f"`python -m experiments.tiny.train{option}`, seed {settings['seed']}, {step} steps of Adam "
+        f"(b2 0.95, clipping 1.0, "
         f"peak rate {settings['rate']}, weight decay {settings['weight_decay']}), the rate brought down "
         "over the last stage.",
         "",

@@ -1,4 +1,7 @@
-"""Train the embedded model: `python -m experiments.tiny.train --text FILES --prepare DIR`, then `--data DIR --out DIR`."""
+"""Train the embedded model.
+
+`python -m experiments.tiny.train --text FILES --prepare DIR`, then `--data DIR --out DIR`.
+"""
 
 from __future__ import annotations
 

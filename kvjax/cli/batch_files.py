@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from kvjax.cli.commands import progress
 from kvjax.cli.output import samples, told
 from kvjax.generation.generate import check_room, generate_ids
 from kvjax.generation.prompts import encode
 from kvjax.generation.questions import answer, encode_questions
 from kvjax.inference.prepare import bucket_rows, prepare
 from kvjax.utils.files import JSON_LINES, append_line, check_writable, of_line, parse_json, read_lines, write_text
+from kvjax.utils.progress import progress
 from kvjax.utils.settings import Messages, conversation
 
 if TYPE_CHECKING:

@@ -1,10 +1,10 @@
-"""Measure speed and memory of policies: `python -m kvjax.bench decode`, `prefill`; or `kernels` and other things."""
+"""Measure speed and memory of policies: `kvjax bench decode`, `prefill`; or `kernels` and other things."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import importlib
+import importlib.util
 import json
 import sys
 from pathlib import Path
@@ -12,16 +12,18 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from kvjax.bench.entries import add_policy_options, entries, say
-from kvjax.bench.models import model_named
-from kvjax.bench.peers import transformers_decoder, transformers_reader
-from kvjax.bench.tables import table
+from kvjax.cli.bench_entries import add_policy_options, entries, say
 from kvjax.cli.commands import Parser, add_model_options, finish
-from kvjax.evaluation.speed import decoder, race, reader
+from kvjax.evaluation.bench.models import model_named
+from kvjax.evaluation.bench.peers import transformers_decoder, transformers_reader
+from kvjax.evaluation.bench.race import decoder, race, reader
+from kvjax.evaluation.bench.tables import table
 from kvjax.utils.files import write_text
 
-OTHERS = ("kernels", "parts", "scale", "deployments", "serving")
-"""Modules of what is no race of policies."""
+OTHERS = {"kernels": "kvjax.cli.bench_kernels"} | {
+    name: f"benchmarks.{name}" for name in ("parts", "scale", "deployments", "serving")
+}
+"""Modules of other benchmarks; those of `benchmarks` are in a checkout only."""
 
 
 def run(options: argparse.Namespace) -> None:
@@ -77,9 +79,12 @@ def run(options: argparse.Namespace) -> None:
 def main(argv: list[str] | None = None) -> int:
     """The command line; returns its exit code."""
     words = sys.argv[1:] if argv is None else argv
-    if words and words[0] in OTHERS:
-        return importlib.import_module(f"kvjax.bench.{words[0]}").main(words[1:])
     options = Parser(prog="kvjax bench", description=__doc__)
+    if words and words[0] in OTHERS:
+        module = OTHERS[words[0]]
+        if importlib.util.find_spec(module.partition(".")[0]) is None:
+            options.error(f"{words[0]} is not installed; run `python -m {module}` from a checkout of kvjax")
+        return importlib.import_module(module).main(words[1:])
     options.add_argument(
         "what", choices=("decode", "prefill", *OTHERS), help=f"{', '.join(OTHERS)} have settings of their own"
     )

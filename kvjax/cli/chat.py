@@ -1,4 +1,4 @@
-"""Talk to a model whose cache never grows: `python -m kvjax.cli.chat`."""
+"""Talk to a model whose cache never grows: `kvjax chat`."""
 
 from __future__ import annotations
 

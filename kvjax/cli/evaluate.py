@@ -1,4 +1,4 @@
-"""The command line of all measurements: `python -m kvjax.evaluation TASK`, and of reports that stand on them."""
+"""The command line of all measurements: `kvjax evaluate TASK`, and of reports that stand on them."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ REPORTS = {
     "fastgen": ("experiments.fastgen", "what FastGen keeps, and what it costs"),
     "claims": ("experiments.papers", "what five papers claim, held against some models on one page"),
 }
-"""Modules with `add_arguments(parser)` and `run(options)`; one that is not there is not offered."""
+"""Modules with `add_arguments(parser)` and `run(options)`, which are in a checkout only."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -59,7 +59,7 @@ def parser() -> argparse.ArgumentParser:
     joined = reports.add_parser("report", help=JOINED[1], description=JOINED[1])
     importlib.import_module(JOINED[0]).add_arguments(joined)
     for name, (module, summary) in REPORTS.items():
-        if importlib.util.find_spec(module) is None:
+        if importlib.util.find_spec(module.partition(".")[0]) is None:
             continue
         report = reports.add_parser(name, help=summary, description=summary)
         add_model_options(report, rounded=False, processes=False, kernels=False)

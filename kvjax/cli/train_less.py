@@ -1,4 +1,4 @@
-"""Train LESS kernels for a model, a policy and a budget: `python -m kvjax.cli.train_less`.
+"""Train LESS kernels for a model, a policy and a budget: `kvjax train_less`.
 
 The commands that made the kernels of the embedded model are in kvjax/tiny/less/README.md.
 """
@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvjax.cli.commands import Parser, add_model_options, finish, leave
-from kvjax.cli.options import add_policy, both, named, parse_policy, parts_of
+from kvjax.cli.options import add_policy, named, parts_of
+from kvjax.methods.notation import both, parse_policy
 from kvjax.utils.compilation import enable_compilation_cache
 from kvjax.utils.settings import parse_budget
 

@@ -1,6 +1,5 @@
 """What a policy and a budget cost in quality: perplexity, recall, fidelity of attention, and reports of all three."""
 
-from kvjax.cli.evaluate import main as main
 from kvjax.evaluation.fidelity import fidelity as fidelity
 from kvjax.evaluation.perplexity import Streamed as Streamed
 from kvjax.evaluation.perplexity import perplexity as perplexity

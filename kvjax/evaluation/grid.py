@@ -11,16 +11,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvjax import methods
-from kvjax.cli.commands import Bar
-from kvjax.cli.options import compared
 from kvjax.evaluation.runs import describe
 from kvjax.evaluation.store import plain
 from kvjax.evaluation.summary import result_line
 from kvjax.methods.less.checkpoint import fingerprint
+from kvjax.methods.notation import compared
 from kvjax.model import Model
 from kvjax.policies.policy import Policy
 from kvjax.utils.compilation import drop_programs
 from kvjax.utils.files import append_line, write_text, written_aside
+from kvjax.utils.progress import Bar
 from kvjax.utils.settings import parse_budget
 
 Cell = dict[str, Any]
@@ -62,7 +62,7 @@ def entries(
     """What a grid compares: each of some policies at each of some budgets, the full cache first.
 
     Args:
-        names: of `kvjax.cli.options.combination`, with commas between them.
+        names: of `kvjax.methods.notation.combination`, with commas between them.
         budgets: slots or fractions, with commas between them; policies that find out themselves have one of their own.
         parts: of all policies but the full cache.
         settings: of all that have them.

@@ -14,7 +14,7 @@ from jaxtyping import Int
 from kvjax.model import Model
 from kvjax.utils.files import read_text
 
-SAMPLE = Path(__file__).with_name("portrait.txt")
+SAMPLE = Path(__file__).with_name("sample.txt")
 """Nathaniel Hawthorne, "Edward Randolph's Portrait" (1838, public domain), 24 kB: text to measure with, from which the
 embedded model has not learned; others may have."""
 

@@ -14,7 +14,8 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int, Key
 
 from kvjax.cache.dense import Dense
-from kvjax.cache.paged.storage import Paged, build
+from kvjax.cache.paged import build
+from kvjax.cache.paged.storage import Paged
 from kvjax.cache.paged.table import page_slots, table
 from kvjax.inference.autotune import settle_before
 from kvjax.inference.decode import settle_step

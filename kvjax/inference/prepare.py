@@ -17,6 +17,7 @@ from kvjax.methods.compatibility import fitted
 from kvjax.methods.registry import name_of, plan_by_name
 from kvjax.methods.registry import policy as policy_by_name
 from kvjax.models.config import ModelConfig
+from kvjax.models.model import rows_of
 from kvjax.policies.allocation import Plan
 from kvjax.policies.policy import Policy
 from kvjax.types import ROWS, SLOTS

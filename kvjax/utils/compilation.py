@@ -49,7 +49,7 @@ def version() -> str:
     try:
         return importlib.metadata.version("kvjax")
     except importlib.metadata.PackageNotFoundError:
-        project = Path(__file__).resolve().parents[1] / "pyproject.toml"
+        project = Path(__file__).resolve().parents[2] / "pyproject.toml"
         return tomllib.loads(project.read_text(encoding="utf-8"))["project"]["version"]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -12,15 +12,15 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Bool, Int
 
+from kvjax.cache.paged.pages import Pages
 from kvjax.cache.paged.table import round_pages
 from kvjax.types import HEADS, ROWS, PyTree
 from kvjax.utils.processes import on_host
 
-if TYPE_CHECKING:
-    from kvjax.cache.paged.storage import Paged
+P = TypeVar("P", bound=Pages)
 
 
-def gathered(pools: Sequence[Paged], rows: Sequence[tuple[int, int]]) -> Paged:
+def gathered(pools: Sequence[P], rows: Sequence[tuple[int, int]]) -> P:
     """The pool of some rows of pools with pages of one size; each row as (which pool, which of its rows)."""
     devices = pools[0].devices
     if any(pool.devices != devices for pool in pools):

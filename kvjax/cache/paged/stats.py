@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax.cache.paged.candidates import owned
+from kvjax.cache.paged.pages import Pages
 from kvjax.cache.stats import normalised, summed, tempered
 from kvjax.policies.stats import Probs, Seen, Sums, questions
 from kvjax.types import New, PyTree, View
 from pallas_kernels.paged_attention.types import Paged as Found
-
-if TYPE_CHECKING:
-    from kvjax.cache.paged.storage import Paged
 
 
 class PageAnswers(NamedTuple):
@@ -29,7 +27,7 @@ class PageAnswers(NamedTuple):
     """How many keys each head's query saw, where that was asked for."""
 
 
-def page_answers(pool: Paged, layer: int, new: New, asks: PyTree, found: Found) -> PageAnswers:
+def page_answers(pool: Pages, layer: int, new: New, asks: PyTree, found: Found) -> PageAnswers:
     """What attention over a layer's pages found, as `of_pages` takes it.
 
     Args:
@@ -77,7 +75,7 @@ def of_pages(
     return tree.unflatten(told(ask, total) for ask, total in zip(leaves, answers.totals, strict=True))
 
 
-def _totals(pool: Paged, layer: int, new: New, asks: PyTree, logits: Array, lse: Array) -> tuple[Any, ...]:
+def _totals(pool: Pages, layer: int, new: New, asks: PyTree, logits: Array, lse: Array) -> tuple[Any, ...]:
     # Softmaxes of their own are normalised over all of a head's pages: one pass more, over logits alone.
     leaves = questions(asks)[0]
     wanted = [isinstance(ask, Sums) and not ask.plain for ask in leaves]
@@ -101,7 +99,7 @@ def _totals(pool: Paged, layer: int, new: New, asks: PyTree, logits: Array, lse:
     return pool.over_pages(layer, add, tuple(jnp.zeros_like(lse) if own else None for own in wanted))
 
 
-def _visible(pool: Paged, layer: int, logits: Array, lse: Array) -> Int[Array, " o"]:
+def _visible(pool: Pages, layer: int, logits: Array, lse: Array) -> Int[Array, " o"]:
     # How many keys each head's query saw.
     def count(carry: Array, at: Array, valid: Array) -> Array:
         owner = jax.lax.dynamic_slice_in_dim(pool.owner, at, len(valid))

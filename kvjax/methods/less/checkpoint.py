@@ -131,12 +131,12 @@ def check_fits(settings: Settings, model: LanguageModel, policy: str, where: str
     if settings.fingerprint != mine:
         raise ValueError(
             f"the kernels in {where} were made for model {settings.model!r} ({settings.fingerprint}), not for "
-            f"{model.name!r} ({mine}); train some for it with python -m kvjax.cli.train_less."
+            f"{model.name!r} ({mine}); train some for it with kvjax train_less."
         )
     if settings.policy != policy:
         raise ValueError(
             f"the kernels in {where} were made for policy {settings.policy!r}, not for {policy!r}; "
-            f"use base={settings.policy} or train some for it with python -m kvjax.cli.train_less."
+            f"use base={settings.policy} or train some for it with kvjax train_less."
         )
 
 
@@ -186,14 +186,12 @@ def find(checkpoint: str, policy: str) -> list[Path]:
     shipped = sorted(path.parent for path in SHIPPED.glob(f"*/{_SETTINGS}"))
     names = ", ".join(path.name for path in shipped) or "none"
     if checkpoint:
-        raise ValueError(
-            f"{checkpoint} holds no kernels; give a directory of python -m kvjax.cli.train_less or one of: {names}."
-        )
+        raise ValueError(f"{checkpoint} holds no kernels; give a directory of kvjax train_less or one of: {names}.")
     fitting = {path: settings.budget for path in shipped if (settings := read_settings(path)).policy == policy}
     if not fitting:
         raise ValueError(
             f"no kernels are shipped for policy {policy!r} (there are: {names}); train some with "
-            "python -m kvjax.cli.train_less and give checkpoint=DIR."
+            "kvjax train_less and give checkpoint=DIR."
         )
     return sorted(fitting, key=lambda path: fitting[path])
 
@@ -201,7 +199,7 @@ def find(checkpoint: str, policy: str) -> list[Path]:
 def _read(directory: str | Path) -> dict[str, Any]:
     file = Path(directory) / _SETTINGS
     if not file.exists():
-        raise ValueError(f"{directory} holds no kernels; give a directory of python -m kvjax.cli.train_less.")
+        raise ValueError(f"{directory} holds no kernels; give a directory of kvjax train_less.")
     try:
         return json.loads(file.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:

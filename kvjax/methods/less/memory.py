@@ -49,8 +49,8 @@ class LowRankMemory(Residual):
     slots and 28.2 becomes 25.4 over `tova`, each with kernels of its own (SmolLM2 on WikiText-2).
 
     Args:
-        checkpoint: directory of kernels from `python -m kvjax.cli.train_less`, or the name of shipped ones; empty for those
-            that are shipped for the base policy, trained at the budget nearest to the one in use.
+        checkpoint: directory of kernels from `kvjax train_less`, or the name of shipped ones; empty for those that
+            are shipped for the base policy, trained at the budget nearest to the one in use.
         kernels: `learned`, or `performer` for untrained random features; or arrays of `init_kernels`.
         features: R; 0 for that of the checkpoint, 8 for `performer`.
         kernel_seed: of the random features.

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from kvjax.models.families import LoadError
 
-_TINY = Path(__file__).resolve().parents[1] / "tiny" / "weights"
+_TINY = Path(__file__).resolve().parents[2] / "tiny" / "weights"
 _GIVE = "a directory with config.json and safetensors, a .gguf file, or a hub id"
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvjax.evaluation.speed import Contender
+from kvjax.evaluation.bench.race import Contender
 
 
 def table(contenders: list[Contender], tokens: int, title: str) -> list[dict[str, Any]]:

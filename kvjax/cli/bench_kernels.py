@@ -1,4 +1,4 @@
-"""Race the kernels of `pallas_kernels`: `python -m kvjax.bench kernels`, or a whole decode step with `--step`."""
+"""Race the kernels of `pallas_kernels`: `kvjax bench kernels`, or a whole decode step with `--step`."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ def run(options: argparse.Namespace) -> None:
         whole_number(f"--{name.replace('_', '-')}", getattr(options, name))
     device = f"{jax.devices()[0].device_kind}, jax {jax.__version__}, medians of {options.repeats}"
     if options.step:
-        from kvjax.bench.step import step
+        from kvjax.evaluation.bench.step import step
 
         tables.append(step(options, device))
     else:

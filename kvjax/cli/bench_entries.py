@@ -6,7 +6,8 @@ import argparse
 import sys
 
 from kvjax import methods
-from kvjax.cli.options import add_policies, compared, parts_of
+from kvjax.cli.options import add_policies, parts_of
+from kvjax.methods.notation import compared
 from kvjax.policies.policy import Policy
 from kvjax.utils.settings import parse_budget
 

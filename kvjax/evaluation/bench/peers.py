@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int
 
-from kvjax.evaluation.speed import Contender
+from kvjax.evaluation.bench.race import Contender
 from kvjax.model import Model
 from kvjax.models.checkpoints.saving import write_checkpoint
 

@@ -1,4 +1,4 @@
-"""Race decode steps of a whole model with LESS and without it: `python -m kvjax.bench kernels --step`."""
+"""Race decode steps of a whole model with LESS and without it: `kvjax bench kernels --step`."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from kvjax.bench.models import SHAPES, random_model
-from kvjax.bench.tables import table
-from kvjax.evaluation.speed import decoder, race
+from kvjax.evaluation.bench.models import SHAPES, random_model
+from kvjax.evaluation.bench.race import decoder, race
+from kvjax.evaluation.bench.tables import table
 from kvjax.methods import policy
 from kvjax.methods.less.feature_maps import init_kernels
 

@@ -1,0 +1,1 @@
+"""Comparisons with others, and measurements of chips that are not there: run from a checkout."""

@@ -1,0 +1,1 @@
+"""kvpress and kvjax side by side on the same model and texts."""

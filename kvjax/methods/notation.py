@@ -1,0 +1,130 @@
+"""Policies as users write them: `h2o`, `h2o+less+int8`, `mine.py:Mine+int4[recent=16]`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from kvjax.methods.registry import CODECS, PLANS, REGISTRY, RESIDUALS, SELECTIONS, policy, settings_of
+from kvjax.policies.policy import Policy
+from kvjax.utils.settings import parse_settings
+from kvjax.utils.suggest import choices
+
+_PARTS = {
+    "plan": PLANS,
+    "residual": RESIDUALS,
+    "selection": SELECTIONS,
+    "codec": CODECS,
+}
+
+
+class Named(NamedTuple):
+    """A policy as it is written: `h2o`, `h2o+less+int8+adakv`, `mine.py:Mine+int4[recent=16]`."""
+
+    name: str
+    """As `kvjax.policy` has it."""
+    parts: dict[str, str]
+    """Names of plan, residual, codec and selection, after plus signs."""
+    settings: dict[str, Any]
+    """In brackets."""
+
+    def made(self, parts: Mapping[str, str | None], settings: Mapping[str, Any]) -> Policy:
+        """The policy with the parts and settings of other options, too.
+
+        Raises:
+            ValueError: a name or a setting is unknown, or there are two of a kind.
+        """
+        return policy(self.name, **both(self.parts, parts), **(self.settings | dict(settings)))
+
+
+def both(written: Mapping[str, str], options: Mapping[str, str | None]) -> dict[str, str | None]:
+    """Parts by kind, of a policy's name and of options beside it.
+
+    Raises:
+        ValueError: they name different ones of a kind.
+    """
+    for kind, name in options.items():
+        if name is not None and written.get(kind, name) != name:
+            raise ValueError(f"--{kind} {name} does not go with {written[kind]} in the policy's name; name one {kind}.")
+    return dict(options) | dict(written)
+
+
+def parse_policy(text: str) -> Named:
+    """A policy and its parts as command lines write them, of which nothing is made yet.
+
+    Raises:
+        ValueError: the form is another, a part is unknown, or there are two of a kind.
+    """
+    found = re.fullmatch(r"((?:.*\.py:)?[^\[\]+]*)((?:\+[^\[\]+]*)*)(?:\[(.*)\])?", text.strip())
+    if found is None:
+        raise ValueError(f"{text!r} is not of the form name+part[setting=value].")
+    parts: dict[str, str] = {}
+    for part in map(str.strip, found[2].split("+")[1:]):
+        kind = next((kind for kind, names in _PARTS.items() if part in names), None)
+        if kind is None:
+            known = [each for names in _PARTS.values() for each in names]
+            raise ValueError(f"{text!r}: there is no part {part!r}; {choices(part, known)}")
+        if kind in parts:
+            raise ValueError(f"{text!r} has two of a kind, {parts[kind]} and {part}; name one {kind}.")
+        parts[kind] = part
+    words = [word.strip() for word in re.split(r",(?![^(]*\))", found[3])] if found[3] else []
+    return Named(found[1].strip(), parts, parse_settings(words))
+
+
+def combination(text: str) -> Policy:
+    """A policy of named parts: see `Named`.
+
+    Raises:
+        ValueError: a name or a setting is unknown, or parts mean nothing together.
+    """
+    return parse_policy(text).made({}, {})
+
+
+def compared(
+    texts: str,
+    parts: Mapping[str, str | None],
+    settings: Mapping[str, Any],
+    left_out: Callable[[str], None] | None = None,
+) -> dict[str, Policy]:
+    """The policies of a comparison by their labels; the full cache stays as it is.
+
+    Args:
+        texts: as `--policies` has them, with commas between them.
+        parts: of all of them, by kind.
+        settings: of all that have them.
+        left_out: is told why a policy cannot have these parts, which is then left out; None to refuse it.
+
+    Raises:
+        ValueError: a name is unknown, nobody has a setting, or parts mean nothing together.
+    """
+    named = {text.strip(): parse_policy(text) for text in re.split(r",(?![^\[]*\])", texts)}
+    known = {name: _known(name) for name, _, _ in named.values()}
+    for setting in settings:
+        if "." not in setting and not any(its is None or "base" in its or setting in its for its in known.values()):
+            raise ValueError(f"--set {setting}: none of the policies {texts} has this setting.")
+    made: dict[str, Policy] = {}
+    for label, each in named.items():
+        if each.name == "full" and not each.parts:
+            made["full"] = policy("full")
+            continue
+        its = known[each.name]
+        own = {key: value for key, value in settings.items() if "." in key or its is None or key in its}
+        more = [name for kind, name in parts.items() if name is not None and kind not in each.parts]
+        head, bracket, inside = label.partition("[")
+        words = [word for word in (inside.removesuffix("]"), *(f"{key}={value}" for key, value in own.items())) if word]
+        label = "+".join([head, *more]) + (f"[{','.join(words)}]" if bracket or words else "")
+        try:
+            made[label] = each.made(parts, own)
+        except ValueError as error:
+            if left_out is None:
+                raise
+            left_out(f"{label} is left out: {error}")
+    return made
+
+
+def _known(name: str) -> dict[str, Any] | None:
+    """The settings of a policy, None for one of your own, which says itself what it takes."""
+    if name in REGISTRY:
+        return settings_of(name)
+    return None if ".py:" in name else {}

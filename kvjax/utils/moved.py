@@ -1,0 +1,67 @@
+"""Names of modules that have moved, which go on working with a warning for one minor release."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import sys
+import warnings
+from collections.abc import Mapping, Sequence
+from types import ModuleType
+
+MOVED: Mapping[str, str] = {
+    "kvjax.asks": "kvjax.policies.stats",
+    "kvjax.bench": "kvjax.cli.bench",
+    "kvjax.cache.codec": "kvjax.policies.quantizer",
+    "kvjax.chat": "kvjax.cli.chat",
+    "kvjax.compilation": "kvjax.utils.compilation",
+    "kvjax.convert": "kvjax.cli.convert",
+    "kvjax.engine": "kvjax.inference",
+    "kvjax.engine.decode": "kvjax.inference.decode",
+    "kvjax.engine.extend": "kvjax.inference.extend",
+    "kvjax.engine.state": "kvjax.inference.state",
+    "kvjax.env": "kvjax.cli.env",
+    "kvjax.evaluate": "kvjax.evaluation",
+    "kvjax.policies.plan": "kvjax.policies.allocation",
+    "kvjax.sampling": "kvjax.generation",
+    "kvjax.sampling.conversation": "kvjax.generation.chat",
+    "kvjax.sampling.texts": "kvjax.generation.generate",
+    "kvjax.serve": "kvjax.serving",
+    "kvjax.serve.command": "kvjax.cli.serve",
+    "kvjax.serve.engine": "kvjax.serving.engine",
+    "kvjax.train_less": "kvjax.cli.train_less",
+    "kvjax.tune": "kvjax.cli.tune",
+}
+"""Old names of modules that users import or run, and their new ones."""
+
+COMMANDS: Mapping[str, str] = {"kvjax.evaluate": "kvjax.cli.evaluate", "kvjax.serve": "kvjax.cli.serve"}
+"""What `python -m` runs of those whose command is in another module."""
+
+
+class MovedModules(importlib.abc.MetaPathFinder, importlib.abc.InspectLoader):
+    """Finds modules by their old names; `python -m` with one runs its command."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        """Return a spec for an old name, None for any other."""
+        return importlib.util.spec_from_loader(fullname, self) if fullname in MOVED else None
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Put the moved module in the place of its old name."""
+        old = module.__name__
+        warnings.warn(f"{old} has moved to {MOVED[old]}", DeprecationWarning, stacklevel=2)
+        sys.modules[old] = importlib.import_module(MOVED[old])
+
+    def get_source(self, fullname: str) -> str:
+        """Return the program that `python -m` runs."""
+        command = COMMANDS.get(fullname, MOVED[fullname])
+        return f"from {command} import main\nraise SystemExit(main())\n"
+
+
+def keep_old_names() -> None:
+    """Let old names of modules be imported."""
+    if not any(isinstance(finder, MovedModules) for finder in sys.meta_path):
+        sys.meta_path.append(MovedModules())

@@ -1,0 +1,61 @@
+"""Progress bars on standard error."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Callable, Generator
+
+
+class Bar:
+    """Progress on standard error: a bar with the time left on a terminal, else a line for each result.
+
+    Args:
+        what: is counted.
+        total: how many there are.
+        done: how many of them are done before.
+    """
+
+    def __init__(self, what: str, total: int, done: int = 0) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+        shown = sys.stderr.isatty()
+        self._bar = Progress(*columns, console=Console(stderr=True), disable=not shown, transient=True)
+        self._shown, self._total, self._done = shown, total, done
+        self._task = self._bar.add_task(what, total=total, completed=done)
+        self._began, self._made = time.monotonic(), 0
+
+    def __enter__(self) -> Bar:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+    def advance(self, made: bool = True) -> None:
+        """Count one more; `made` is False for one that took no time, since it was there before."""
+        self._done += 1
+        self._made += made
+        self._bar.advance(self._task)
+
+    def say(self, line: str) -> None:
+        """Print a line above the bar; without a terminal it begins with the count and the time left."""
+        if not self._shown:
+            left = (self._total - self._done) * (time.monotonic() - self._began) / max(self._made, 1)
+            soon = f", {_duration(left)} left" if self._made and self._done < self._total else ""
+            line = f"[{self._done}/{self._total}{soon}] {line}"
+        self._bar.console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"
+
+
+@contextlib.contextmanager
+def progress(what: str, total: int, done: int = 0) -> Generator[Callable[[], None]]:
+    """Show a `Bar`; calling what this gives moves it on by one."""
+    with Bar(what, total, done) as bar:
+        yield bar.advance
