@@ -106,7 +106,7 @@ def test_runs_end_with_a_code_and_a_sentence(
 
 
 def test_a_process_whose_reader_has_gone_ends_quietly() -> None:
-    script = "from kvjax import commands; commands.leave(commands.finish('test', lambda: print('x')))"
+    script = "from kvjax.cli import commands; commands.leave(commands.finish('test', lambda: print('x')))"
     reader, writer = os.pipe()
     os.close(reader)
     run = subprocess.run([sys.executable, "-c", script], stdout=writer, stderr=subprocess.PIPE, cwd=ROOT, check=False)
@@ -337,7 +337,8 @@ def test_every_command_takes_one_grammar_of_policies(
     own = f"{tmp_path / 'mine.py'}:mine"
     words = COMMANDS[name].replace("TEXT", str(tmp_path / "text.txt")).replace("OUT", str(tmp_path / "out")).split()
     coded = real("h2o", codec="int8", plan="pyramid", recent=16)
-    monkeypatch.setattr("kvjax.cli.options.policies.policy", policy)
+    for place in ("kvjax.methods.policy", "kvjax.methods.notation.policy"):
+        monkeypatch.setattr(place, policy)
     performer: Any = {"residual": "less", "residual.kernels": "performer"}
     for asked, wanted in (
         ("--policy h2o+int8+pyramid[recent=16]", coded),
