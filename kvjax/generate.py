@@ -117,7 +117,7 @@ def _check(options: argparse.Namespace, settings: Mapping[str, Any]) -> None:
     if options.batch_size is not None:
         whole_number("batch_size", options.batch_size)
     if options.save_cache_map is not None:
-        from kvjax.cli import cache_map
+        from kvjax.evaluation import cache_map
 
         cache_map.check_file(options.save_cache_map)
 
@@ -214,11 +214,11 @@ def _continue_one(options: argparse.Namespace, settings: dict[str, Any], chat: b
             print(f"{heading}{each['text']}", flush=True)
         print(summary(made, facts), file=sys.stderr)
     if "policy_map" in facts:
-        from kvjax.cli import policy_map
+        from kvjax.evaluation import policy_map
 
         policy_map.show(facts["choices"], facts["policy_map"], sys.stderr)
     if options.show_cache or options.save_cache_map:
-        from kvjax.cli import cache_map
+        from kvjax.evaluation import cache_map
 
         held = cache_map.share_held(made.cache_positions, len(ids))
         words = cache_map.words_of(model.tokenizer, ids)

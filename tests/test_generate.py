@@ -18,7 +18,8 @@ import pytest
 
 import kvjax
 from kvjax import generate
-from kvjax.cli import cache_map, options
+from kvjax.cli import options
+from kvjax.evaluation import cache_map
 from kvjax.generation import loop
 from kvjax.generation.generate import Stream, encode, generate_ids
 from kvjax.inference import prefill

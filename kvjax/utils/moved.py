@@ -24,6 +24,7 @@ MOVED: Mapping[str, str] = {
     "kvjax.engine.state": "kvjax.inference.state",
     "kvjax.env": "kvjax.cli.env",
     "kvjax.evaluate": "kvjax.evaluation",
+    "kvjax.pictures": "kvjax.evaluation",
     "kvjax.policies.plan": "kvjax.policies.allocation",
     "kvjax.sampling": "kvjax.generation",
     "kvjax.sampling.conversation": "kvjax.generation.chat",
