@@ -1,13 +1,13 @@
-"""Every program of a GPU compiled for GPUs that are not there: `python -m tests.gpu_programs`, with jax's CUDA plugin.
+"""Compile every program of a GPU that is not there: `python -m tests.gpu_programs h100 mosaic`, with jax's CUDA plugin.
 
-Prints for each program what `benchmarks.aot.gpu` says of it, as a line of JSON; `cpu_seconds` do not
-count what other processes of the machine take.
+Prints a line of JSON for each program, see `benchmarks.aot.gpu`; its `cpu_seconds` do not count other processes.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import sys
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -16,10 +16,7 @@ import jax.numpy as jnp
 
 from benchmarks.aot import gpu
 from pallas_kernels.common import Unsupported
-from pallas_kernels.gpus import GPUS
 from pallas_kernels.programs import Program, decode, prefill, programs
-
-FORMS = ("pallas", "triton", "mosaic")
 
 
 def corners() -> Iterator[Program]:
@@ -42,21 +39,21 @@ def cpu_seconds() -> float:
     return times.user + times.system + times.children_user + times.children_system
 
 
-def main() -> None:
+def main(chip: str, *implementations: str) -> None:
+    """Compile what a chip can run of some implementations."""
     os.environ.update(gpu.ENVIRONMENT)
     warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated", DeprecationWarning)
     for program in of_gpu():
-        for implementation in FORMS:
-            for chip in GPUS:
-                began = cpu_seconds()
-                try:
-                    row = gpu.compile_for(chip, program, implementation)
-                except Unsupported:
-                    if implementation == "pallas":
-                        raise
-                    continue
-                print(json.dumps(row | {"cpu_seconds": cpu_seconds() - began}), flush=True)
+        for implementation in implementations:
+            began = cpu_seconds()
+            try:
+                row = gpu.compile_for(chip, program, implementation)
+            except Unsupported:
+                if implementation == "pallas":
+                    raise
+                continue
+            print(json.dumps(row | {"cpu_seconds": cpu_seconds() - began}), flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])
