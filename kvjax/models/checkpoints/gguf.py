@@ -18,7 +18,7 @@ from kvjax.models.families import FAMILIES, LoadError
 from kvjax.rope import Rope, rope_frequencies
 
 _AT_ONCE = 1 << 24
-"""Numbers dequantised per block; a float32 copy of a whole tensor may take twice the memory of the result."""
+"""Numbers dequantised per block; a float32 copy of a whole tensor would need a few times the memory of the result."""
 
 Settings = dict[str, Any]
 Array = Shaped[np.ndarray, "*shape"]
@@ -67,7 +67,7 @@ class Architecture:
 
 
 def _unpermuted(heads: str) -> Restore:
-    """Return a function that restores Llama's queries or keys; GGUF puts rotated pairs side by side in each head."""
+    """Make a `Restore` for Llama's queries or keys; GGUF puts the rotated pairs of a head side by side."""
 
     def restore(tensor: Array, settings: Settings) -> Array:
         paired = tensor.reshape(settings[heads], -1, 2, *tensor.shape[1:])
@@ -127,7 +127,7 @@ def _gemma3(settings: Settings, header: Header) -> Settings:
             f"metadata {header.name}.attention.sliding_window_pattern is {pattern}; supported is a window in all "
             "layers but every sixth."
         )
-    largest = settings["num_hidden_layers"] == 62  # only the 27B scales attention by hidden_size / heads in place of head_dim
+    largest = settings["num_hidden_layers"] == 62  # only the 27B scales by hidden_size / heads
     ropes = {
         "full_attention": settings["rope_parameters"],
         "sliding_attention": {"rope_type": "default", "rope_theta": header.get("rope.freq_base_swa", 10_000.0)},
@@ -252,7 +252,7 @@ def read_gguf(file: Path) -> tuple[Settings, dict[str, Any], Stored]:
         The settings of a Hugging Face config.json, the metadata of its tokenizer, and the tensors.
 
     Raises:
-        LoadError: if the file is damaged, has an unknown architecture or lacks metadata, or `gguf` is not installed.
+        LoadError: if the file is damaged, its architecture unknown, metadata missing, or `gguf` not installed.
     """
     try:
         from gguf import GGUFReader
@@ -261,7 +261,7 @@ def read_gguf(file: Path) -> tuple[Settings, dict[str, Any], Stored]:
 
     class Reader(GGUFReader):
         def __setattr__(self, name: str, value: Any) -> None:
-            # The reader slices the file for every token, and slicing a memory map takes three times as long as an array.
+            # The reader slices the file for every token, which takes a memory map three times as long as an array.
             super().__setattr__(name, np.asarray(value) if name == "data" else value)
 
         def _get(self, offset: int, dtype: DTypeLike, count: int = 1, *order: Any, **more: Any) -> np.ndarray:
@@ -374,7 +374,7 @@ def _stored(
         stem = tensor.name.rpartition(".")[0].rpartition(".")[2]
         restore = ARCHITECTURES[name].restore.get(stem)
         shape = shapes[tensor.name]
-        # Keep no reference to the reader, which holds the whole file.
+        # Keep no reference to the reader, which maps the whole file.
         read = functools.partial(
             _read, file, tensor.name, tensor.data_offset, tensor.n_bytes, shape, tensor.tensor_type
         )
