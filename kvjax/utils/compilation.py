@@ -54,7 +54,7 @@ def version() -> str:
 
 
 def drop_programs() -> None:
-    """Drop all compiled programs if the process has nearly used up its memory mappings.
+    """Drop all compiled programs if the process holds more than `_MANY_MAPPINGS` memory mappings.
 
     Each program takes some. Call this in long runs that compile much, such as grids of measurements.
     """
