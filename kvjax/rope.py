@@ -18,34 +18,36 @@ from pallas_kernels.operands import turn, whole_widths
 from pallas_kernels.rotate import rotate as rotate_token
 
 STRETCH = 4096
-"""Positions whose angles are computed as one product; those of models' usual texts are within the first."""
+"""Positions per stretch, whose angles are one product; most texts fit into the first stretch."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Rope:
-    """Rotary position embedding (Su et al., 2021) and its context extensions, as transformers computes them.
+    """Rotary position embedding (Su et al., 2021) and its context extensions, with the formulas of transformers.
 
-    The frequencies of `dynamic` and `longrope` depend on the length of a text. Keys that are stored cannot be rotated
-    anew, so a row has those of its text's planned end (prompt + `max_new_tokens`) from its first token on; without a
-    cache, those of the row's own length.
+    The frequencies of `dynamic` and `longrope` depend on the length of a text. Cached keys cannot be rotated again:
+    a row uses the frequencies of its planned length (prompt + `max_new_tokens`) from its first token on. Without a
+    cache, it uses those of its actual length.
 
     Args:
         width: number of leading head dimensions that are rotated, at most the head width.
         theta: base of the geometric series of wavelengths.
         interleaved: rotate pairs (0, 1), (2, 3), ... (GPT-J) instead of (0, w/2), (1, w/2+1), ...
         scaling: `none`; `linear`: all positions divided by `factor`; `dynamic`: theta grows with a text beyond
-            `original_max_positions` (NTK); `yarn`: long wavelengths divided by `factor`, by a ramp (Peng et al., 2023);
-            `llama3`: the same with another ramp; `longrope`: each wavelength by its own factor (Ding et al., 2024).
-        factor: how much longer the context is than the original one.
-        low_freq_factor: `llama3` only, wavelengths above original/low are divided by `factor`.
-        high_freq_factor: `llama3` only, wavelengths below original/high are left alone.
+            `original_max_positions` (NTK); `yarn`: frequencies of long wavelengths divided by `factor`, by a ramp
+            (Peng et al., 2023); `llama3`: the same with another ramp; `longrope`: each wavelength multiplied by its
+            own factor (Ding et al., 2024).
+        factor: ratio of the extended context length to the original one.
+        low_freq_factor: `llama3` only, frequencies of wavelengths above original/low are divided by `factor`.
+        high_freq_factor: `llama3` only, wavelengths below original/high are unchanged.
         original_max_positions: context length before the extension, in tokens.
-        beta_fast: `yarn` only, pairs that turn more often than so in the original context are left alone.
-        beta_slow: `yarn` only, pairs that turn less often than so are divided by `factor`.
-        truncate: `yarn` only, whether the ramp begins and ends at whole pairs.
-        short_factors: `longrope` only, of each pair's wavelength in texts of up to `original_max_positions` tokens.
-        long_factors: `longrope` only, in longer texts.
-        attention_factor: `yarn` and `longrope` only, what rotated dimensions are multiplied by; None for the paper's,
+        beta_fast: `yarn` only, pairs with more turns than this in the original context are unchanged.
+        beta_slow: `yarn` only, frequencies of pairs with fewer turns than this are divided by `factor`.
+        truncate: `yarn` only, True if the ramp begins and ends at whole pairs.
+        short_factors: `longrope` only, factors of the pairs' wavelengths in texts of at most `original_max_positions`
+            tokens.
+        long_factors: `longrope` only, the factors in longer texts.
+        attention_factor: `yarn` and `longrope` only, factor of rotated dimensions; None for that of the papers,
             1 + ln(factor) / 10 and sqrt(1 + ln(factor) / ln(original_max_positions)).
     """
 
@@ -85,12 +87,12 @@ class Rope:
 
     @property
     def by_length(self) -> bool:
-        """Whether frequencies depend on the length of the text."""
+        """True if frequencies depend on the length of the text."""
         return self.scaling in ("dynamic", "longrope")
 
     @property
     def magnitude(self) -> float:
-        """What rotated dimensions are multiplied by."""
+        """Factor of rotated dimensions."""
         if self.scaling not in ("yarn", "longrope"):
             return 1.0
         if self.attention_factor is not None:
@@ -103,16 +105,18 @@ class Rope:
 
 
 Length = int | Int[Array, "*b"]
-"""Tokens of a whole text, for frequencies that depend on them."""
+"""Number of tokens of a whole text, for frequencies that depend on it."""
 
 
 def rope_frequencies(
     rope: Rope, length: Length | None = None
 ) -> Float[np.ndarray, "*b half"] | Float[Array, "*b half"]:
-    """Radians per position of each rotated pair after scaling, in float64 unless lengths are arrays.
+    """Return the radians per position of each rotated pair after scaling.
+
+    The result is float64 in NumPy, or a JAX array if the frequencies depend on a length that is a JAX array.
 
     Raises:
-        ValueError: they depend on the length of the text, and there is none.
+        ValueError: if the frequencies depend on the length of the text and none is given.
     """
     exponents = np.arange(0, rope.width, 2) / rope.width
     frequencies = rope.theta**-exponents
@@ -142,7 +146,7 @@ def rope_frequencies(
 
 
 def _yarn_ramp(rope: Rope) -> Float[np.ndarray, " half"]:
-    """How much of each pair is interpolated, from 0 to 1 (YaRN, section 3.2)."""
+    """Return the interpolation weight of each pair, from 0 to 1 (YaRN, section 3.2)."""
 
     def pair(turns: float) -> float:
         return rope.width * math.log(rope.original_max_positions / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
@@ -157,19 +161,19 @@ def _yarn_ramp(rope: Rope) -> Float[np.ndarray, " half"]:
 def rotate(
     rope: Rope | None, x: Float[Array, "*b t d"], positions: Int[Array, "*#b t"], length: Length | None = None
 ) -> Float[Array, "*b t d"]:
-    """Rotate queries or keys by their positions; the identity for models without RoPE.
+    """Rotate queries or keys by their positions; return them unchanged for models without RoPE.
 
     Args:
-        rope: how; None for not at all.
+        rope: settings of RoPE; None for a model without it.
         x: queries or keys.
-        positions: their places in the text.
-        length: tokens of the whole text, one number or one for each row; only looked at where frequencies depend on it.
+        positions: positions of the tokens in the text.
+        length: tokens of the whole text, one number or one per row; used only if frequencies depend on it.
     """
     return x if rope is None else rotate_by(rope, x, turns_of(rope, positions, x.dtype, length))
 
 
 class Turns(NamedTuple):
-    """What the channels of a token's queries and keys are multiplied with, and the others of their pairs."""
+    """Factors of each channel of a token's queries and keys, and of the other channel in its pair."""
 
     cos: Float[Array, "*b width"]
     sin: Float[Array, "*b width"]
@@ -178,21 +182,21 @@ class Turns(NamedTuple):
 def turns_of(
     rope: Rope, positions: Int[Array, "*b"], dtype: DTypeLike, length: Length | None = None, places: int | None = None
 ) -> Turns:
-    """The rotations of tokens, for `rotate_by`; arguments as of `rotate`.
+    """Compute the rotations of tokens for `rotate_by`, with the arguments of `rotate`.
 
-    `dtype` is that of queries and keys, `places` a number that all positions are below, if one is known.
+    `dtype` is the dtype of queries and keys; `places` is an upper bound that all positions are below, if known.
     """
     with jax.named_scope("rope"):
         if positions.shape[-1] > 1:
             return Turns(*whole_widths(*_angles(rope, positions, dtype, length, places=places), rope.interleaved))
-        # Halves of a single token's TPUs would pad and join in programs of their own.
+        # For a single token, XLA on TPU would pad and join the halves in separate programs.
         cos, sin = _angles(rope, positions, dtype, length, of_channels=True, places=places)
         ones = jnp.ones(rope.width // 2, sin.dtype)
         return Turns(cos, sin * whole_widths(ones, ones, rope.interleaved)[1])
 
 
 def rotate_by(rope: Rope, x: Float[Array, "*b t d"], turns: Turns) -> Float[Array, "*b t d"]:
-    """`rotate` with the rotations of the tokens."""
+    """Rotate queries or keys by the rotations of their tokens."""
     with jax.named_scope("rope"):
         return turn(x, *turns, rope.interleaved)
 
@@ -207,17 +211,17 @@ def rotate_heads(
     interpret: Any = False,
     platform: str | None = None,
 ) -> tuple[Float[Array, "b *h t d"], ...]:
-    """Queries and keys rotated, and values as they are: of single tokens by the operation `rotate`.
+    """Rotate queries and keys, and return values unchanged; single tokens use the operation `rotate`.
 
     Args:
-        rope: how.
+        rope: settings of RoPE.
         turned: queries, in groups or not, and keys.
-        turns: of the tokens, `[b t width]`: the same in all heads.
+        turns: rotations of the tokens, `[b t width]`, the same for all heads.
         still: values, whose heads a TPU has to move, too.
-        implementation: of the operation, which XLA does wherever another one cannot.
-        interpret, platform: as the operation takes them.
+        implementation: implementation of the operation; XLA is used if another one does not support the inputs.
+        interpret, platform: arguments of the operation.
     """
-    # All heads in one axis: XLA copies halves of more axes on TPU.
+    # Put all heads in one axis: with more axes, XLA on TPU copies the halves.
     given = (*turned, *still)
     joined = [x.reshape(len(x), -1, *x.shape[-2:]) for x in given]
     if turns.cos.shape[1] > 1:
@@ -240,9 +244,9 @@ def rotate_heads(
 
 
 def table(rope: Rope, places: int, dtype: DTypeLike) -> tuple[Float[Array, "m half"], Float[Array, "m half"]]:
-    """Cosines and sines of the angles of the first places, as constants of a program.
+    """Compute cosines and sines of the angles of the first `places` positions, as constants of a program.
 
-    XLA would otherwise fuse the sines into whatever reads them and compute them anew for every slot.
+    Otherwise XLA would fuse the sines into the code that reads them and compute them again for every slot.
     """
     with jax.ensure_compile_time_eval():
         return _angles(rope, jnp.arange(places), dtype)
@@ -256,8 +260,8 @@ def _angles(
     of_channels: bool = False,
     places: int | None = None,
 ) -> tuple[Float[Array, "*b w"], Float[Array, "*b w"]]:
-    """Cosines and sines of what each pair of channels, or each channel, is turned by, in at least float32."""
-    # The product itself would lose an angle's last digits to its full turns, far out in a text.
+    """Compute cosines and sines of the angles of each pair of channels, or each channel, in at least float32."""
+    # Far out in a text, a plain product would spend its precision on full turns and lose the angle's last digits.
     kind = jnp.promote_types(dtype, jnp.float32)
     if isinstance(length, jax.Array):
         length = length.reshape(-1, *(1,) * (positions.ndim - 1))

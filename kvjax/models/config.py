@@ -1,4 +1,4 @@
-"""The shape of a decoder-only model: what every family is described by."""
+"""Configuration of a decoder-only model, the same class for every family."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pallas_kernels.attention import alibi_slopes
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """Everything about a model that decides its computation, and nothing about its weights' values.
+    """Configuration of a model: everything that defines its computation, except the values of its weights.
 
     Args:
         vocab_size: rows of the embedding table.
@@ -25,43 +25,42 @@ class ModelConfig:
         kv_heads: key and value heads; divides `heads`.
         head_width: size of one head.
         mlp_width: inner size of the MLP.
-        max_positions: longest sequence the model was made for, in tokens.
-        value_width: size of one head's values, where it is not that of keys; None for `head_width`.
+        max_positions: longest sequence that the model was trained for, in tokens.
+        value_width: size of one head's values; None for `head_width`.
         norm: `rms` or `layer` normalisation.
-        norm_eps: added to the variance.
-        activation: of the MLP.
-        gated_mlp: whether the MLP multiplies by an activated gate (SwiGLU).
-        parallel: attention and MLP read the same input and are added together (GPT-J, Falcon).
-        position: how positions enter: `rope`, `learned` embeddings or `alibi` biases.
-        rope: settings of the rotation when `position` is `rope`.
-        ropes: each layer's own rotation, None for none, in place of `rope`; None for `rope` in all layers.
-        slopes: ALiBi's of each query head; None for those of Press et al. (2022).
-        embedding_scale: by which token embeddings are multiplied, rounded to their dtype (Gemma: sqrt(width)); None for
-            not at all.
-        position_offset: added to positions before the table of learned embeddings is read.
-        norm_bias: whether norms add an offset.
-        norm_offset: whether norms multiply by 1 + scale (Gemma).
-        post_norms: whether the outputs of attention and MLP are normalised, too, before they are added (Gemma 2).
-        query_key_norms: whether each head's queries and keys are normalised before they are rotated (Qwen3).
-        shared_norm: whether the MLP reads the norm of the attention (`parallel` blocks only).
-        qkv_bias: whether queries, keys and values add a bias.
-        output_bias: whether the attention's output projection adds a bias.
-        mlp_bias: whether the MLP's projections add a bias.
-        unembedding_bias: whether the logits add a bias.
-        tied: whether the embedding table is also the unembedding.
-        qkv_clip: bound on what queries, keys and values are projected to (MPT: 6); None for none.
-        attention_scale: of the products of queries and keys; None for 1 / sqrt(head_width).
-        attention_scales: each layer's own, in place of `attention_scale`; None for that in all layers.
-        soft_cap: bound on attention's logits, cap tanh(x / cap) (Gemma 2: 50); None for none.
-        logit_soft_cap: the same for the final logits (Gemma 2: 30).
-        logit_scale: by which the final logits are multiplied before they are bounded; None for 1.
-        sliding_window: tokens a query sees, itself included; None for all of them (Mistral 7B v0.1: 4096).
-        windows: each layer's own window, None for all tokens, in place of `sliding_window`; None for
-            `sliding_window` in all layers.
-        bos: id of the token that starts a text, if the model wants one.
+        norm_eps: constant added to the variance.
+        activation: activation function of the MLP.
+        gated_mlp: True if the MLP multiplies by an activated gate (SwiGLU).
+        parallel: True if attention and MLP read the same input and their outputs are added (GPT-J, Falcon).
+        position: encoding of positions: `rope`, `learned` embeddings or `alibi` biases.
+        rope: settings of RoPE if `position` is `rope`.
+        ropes: RoPE of each layer (None for a layer without), replacing `rope`; None for `rope` in all layers.
+        slopes: ALiBi slope of each query head; None for the slopes of Press et al. (2022).
+        embedding_scale: factor of token embeddings, rounded to their dtype (Gemma: sqrt(width)); None for no scaling.
+        position_offset: offset added to positions before they index the table of learned embeddings.
+        norm_bias: True if norms add an offset.
+        norm_offset: True if norms multiply by 1 + scale (Gemma).
+        post_norms: True if the outputs of attention and MLP are also normalised before they are added (Gemma 2).
+        query_key_norms: True if each head's queries and keys are normalised before RoPE (Qwen3).
+        shared_norm: True if the MLP uses the norm of the attention (`parallel` blocks only).
+        qkv_bias: True if the query, key and value projections add a bias.
+        output_bias: True if the attention's output projection adds a bias.
+        mlp_bias: True if the MLP's projections add a bias.
+        unembedding_bias: True if the unembedding adds a bias to the logits.
+        tied: True if the embedding table is also the unembedding.
+        qkv_clip: bound that projected queries, keys and values are clipped to (MPT: 6); None for no bound.
+        attention_scale: factor of the products of queries and keys; None for 1 / sqrt(head_width).
+        attention_scales: factor of each layer, replacing `attention_scale`; None for the same in all layers.
+        soft_cap: bound on attention logits, cap tanh(x / cap) (Gemma 2: 50); None for no bound.
+        logit_soft_cap: the same bound on the final logits (Gemma 2: 30).
+        logit_scale: factor of the final logits, applied before their bound; None for 1.
+        sliding_window: tokens that a query attends to, itself included; None for all of them (Mistral 7B v0.1: 4096).
+        windows: window of each layer (None for all tokens), replacing `sliding_window`; None for `sliding_window` in
+            all layers.
+        bos: id of the token that starts a text; None if the model uses none.
         eos: ids that end a text.
-        spread: how it lies on devices, in a program that runs on one of several; all else is of the whole model, but
-            `layer_configs` are what is there.
+        spread: sharding over devices, for the program of one device. All other fields describe the whole model;
+            `layer_configs` describe this device's shard.
     """
 
     vocab_size: int
@@ -108,12 +107,12 @@ class ModelConfig:
 
     @property
     def groups(self) -> int:
-        """Query heads that share one key and value head."""
+        """Number of query heads that share one key and value head."""
         return self.heads // self.kv_heads
 
     @functools.cached_property
     def layer_configs(self) -> tuple[LayerConfig, ...]:
-        """What each layer's attention is like."""
+        """Attention configuration of each layer."""
         slopes = None
         if self.position == "alibi":
             of_heads = alibi_slopes(self.heads) if self.slopes is None else np.array(self.slopes)
@@ -143,7 +142,7 @@ class ModelConfig:
         )
 
     def layer(self, index: int) -> LayerConfig:
-        """What the attention of one layer is like."""
+        """Return the attention configuration of one layer."""
         return self.layer_configs[index]
 
     @property

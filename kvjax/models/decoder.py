@@ -1,4 +1,4 @@
-"""One decoder forward for every family: embed, a plain loop over blocks, unembed."""
+"""Forward pass of a decoder for every family: embed, loop over blocks, unembed."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from pallas_kernels.attention import QUERY_BLOCK, attend, join_queries, query_bl
 
 @struct.dataclass
 class Linear:
-    """A linear map as checkpoints store it: weight [out, in], bias [out] or None.
+    """Linear map in the layout of checkpoints: weight [out, in], bias [out] or None.
 
-    A weight of 8-bit integers has a scale [out] in float32, with which the product is multiplied.
+    A weight of 8-bit integers has a scale [out] in float32 that multiplies the product.
     """
 
     weight: Float[Array, "out in"] | Int8[Array, "out in"]
@@ -37,19 +37,19 @@ class Linear:
     def over(
         self, total: Callable[[Float[Array, "*b out"]], Float[Array, "*b out"]], x: Float[Array, "*b in"]
     ) -> Float[Array, "*b out"]:
-        """The map of inputs of which other devices have the rest, `total` being a sum over devices."""
+        """Apply the map to this device's shard of the inputs; `total` sums over devices."""
         y = total(dataclasses.replace(self, bias=None)(x))
         return y if self.bias is None else y + self.bias
 
     def product(self, x: Float[Array, "*b in"], dtype: DTypeLike) -> Float[Array, "*b out"]:
-        """The map without its bias, in a dtype, of inputs in any."""
+        """Apply the map without its bias and return the result in `dtype`."""
         kind = jnp.promote_types(dtype, wide(x.dtype))
         y = product(x, self.weight.astype(x.dtype), kind)
         return (y if self.scale is None else y * self.scale).astype(dtype)
 
     @property
     def matrix(self) -> Float[Array, "out in"]:
-        """The weight in floating point."""
+        """Weight in floating point."""
         return self.weight if self.scale is None else self.weight * self.scale[:, None]
 
 
@@ -63,9 +63,10 @@ class Norm:
 
 @struct.dataclass
 class LayerWeights:
-    """One decoder block; `mlp_norm` is None where attention and MLP share one norm, `gate` where the MLP has none.
+    """Weights of one decoder block.
 
-    The last four are None in models without them.
+    `mlp_norm` is None if attention and MLP share one norm, `gate` if the MLP has no gate. The last four are None in
+    models without them.
     """
 
     attention_norm: Norm
@@ -85,7 +86,7 @@ class LayerWeights:
 
 @struct.dataclass
 class Weights:
-    """All weights of a model; `unembedding` is None where the embedding is tied."""
+    """All weights of a model; `unembedding` is None if it is tied to the embedding."""
 
     embedding: Float[Array, "vocab width"]
     positions: Float[Array, "positions width"] | None
@@ -109,7 +110,7 @@ _ACTIVATIONS = {
 
 
 def normalise(norm: Norm, x: Float[Array, "*b width"], config: ModelConfig) -> Float[Array, "*b width"]:
-    """RMS or layer normalisation, computed in at least float32."""
+    """Apply RMS or layer normalisation, computed in at least float32."""
     precise = x.astype(wide(x.dtype))
     if config.norm == "layer":
         precise = precise - precise.mean(-1, keepdims=True)
@@ -123,7 +124,7 @@ def normalise(norm: Norm, x: Float[Array, "*b width"], config: ModelConfig) -> F
 def embed(
     weights: Weights, config: ModelConfig, tokens: Int[Array, "b t"], positions: Int[Array, "b t"]
 ) -> Float[Array, "b t width"]:
-    """Token embeddings, scaled where the model does, plus position embeddings where it learned them."""
+    """Compute token embeddings, scaled if the model scales them, plus learned position embeddings if it has them."""
     x = _rows(weights.embedding, tokens, config)
     if config.embedding_scale is not None:
         x = x * jnp.asarray(config.embedding_scale, x.dtype)
@@ -135,7 +136,7 @@ def embed(
 def _rows(table: Float[Array, "vocab width"], tokens: Int[Array, "b t"], config: ModelConfig) -> Array:
     if not config.spread.vocab:
         return table[tokens]
-    # Each device looks up what it has, and one of them has each token.
+    # Each device looks up the tokens of its shard of the table; each token is in one shard.
     here = tokens - jax.lax.axis_index((HEADS, SLOTS)) * len(table)
     found = (here >= 0) & (here < len(table))
     return config.spread.over_devices(jnp.where(found[..., None], table[jnp.where(found, here, 0)], 0))
@@ -149,16 +150,17 @@ def block(
     attention: Attention,
     total: Callable[[Float[Array, "b t width"]], Float[Array, "b t width"]] | None = None,
 ) -> Float[Array, "b t width"]:
-    """One decoder block around any attention.
+    """Run one decoder block with a given attention function.
 
     Args:
         layer: the block's weights.
-        config: the model's shape.
-        shape: the layer's.
+        config: the model's configuration.
+        shape: the layer's configuration.
         x: hidden states [b, t, width].
-        attention: given unrotated queries [b, h, g, t, d], keys [b, h, t, d] and values [b, h, t, e], returns
-            [b, h, g, t, e]. Query head i reads KV head i // g, so the heads of one group are neighbours.
-        total: sums what the output weights of all devices make, called after `attention`; None for the sum alone.
+        attention: function from queries [b, h, g, t, d], keys [b, h, t, d] (both before RoPE) and values
+            [b, h, t, e] to [b, h, g, t, e]. Query head i uses KV head i // g: the heads of one group are adjacent.
+        total: function that sums the output projections of all devices, called after `attention`; None for
+            `over_attention` of the layer's `spread`.
     """
     b, t, _ = x.shape
     normed = normalise(layer.attention_norm, x, config)
@@ -184,7 +186,7 @@ def block(
 
 
 def mlp(layer: LayerWeights, config: ModelConfig, x: Float[Array, "b t width"]) -> Float[Array, "b t width"]:
-    """The feed-forward half of a block, gated or plain."""
+    """Run the MLP of a block, gated or plain."""
     activation = _ACTIVATIONS[config.activation]
 
     def inner(x: Array) -> Array:
@@ -196,7 +198,7 @@ def mlp(layer: LayerWeights, config: ModelConfig, x: Float[Array, "b t width"]) 
 
 
 def unembed(weights: Weights, config: ModelConfig, x: Float[Array, "*b width"]) -> Float[Array, "*b vocab"]:
-    """Final norm and logits, scaled and bounded where the model says so, in at least float32."""
+    """Apply the final norm and compute logits in at least float32, scaled and soft-capped if the model does so."""
     x = normalise(weights.norm, x, config)
     unembedding = Linear(weights.embedding) if weights.unembedding is None else weights.unembedding
     logits = unembedding.product(x, wide(x.dtype))
@@ -211,16 +213,16 @@ def unembed(weights: Weights, config: ModelConfig, x: Float[Array, "*b width"]) 
 def forward(
     weights: Weights, config: ModelConfig, tokens: Int[Array, "b t"], lengths: Int[Array, " b"]
 ) -> Float[Array, "b t vocab"]:
-    """Logits of every position with plain causal attention and no cache: what every policy is measured against.
+    """Compute logits at every position with full causal attention and no cache, the reference for every policy.
 
     Args:
         weights: the model's weights.
-        config: the model's shape.
-        tokens: ids [b, t], padded on the right; what stands in the padding is never looked at.
-        lengths: tokens of each row that are real [b]; logits beyond are meaningless but finite.
+        config: the model's configuration.
+        tokens: ids [b, t], padded on the right; the ids of padding are ignored.
+        lengths: number of real tokens in each row [b]; logits of padding are meaningless but finite.
     """
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    # Causality hides the padding from real tokens; ids that are out of the table must still not become NaN.
+    # The causal mask hides padding from real tokens, but ids outside the table would still give NaN.
     tokens = jnp.where(positions < lengths[:, None], tokens, 0)
     x = embed(weights, config, tokens, positions)
     for layer, shape in zip(weights.layers, config.layer_configs, strict=True):
@@ -231,7 +233,7 @@ def forward(
 def _causal(
     shape: LayerConfig, positions: Int[Array, "b t"], lengths: Int[Array, " b"], q: Queries, k: Keys, v: Values
 ) -> Attended:
-    """Attention of every token to itself and those before it, in blocks of queries so that no n x n matrix exists."""
+    """Compute causal attention in blocks of queries, which avoids an n x n matrix."""
     q = rotate(shape.rope, q, positions[:, None, None], lengths)
     k = rotate(shape.rope, k, positions[:, None], lengths)
     spec, key_positions = shape.spec, positions[:, None]

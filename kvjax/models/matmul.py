@@ -1,4 +1,4 @@
-"""Products with weights, in the form that each platform computes fastest."""
+"""Products with weights, in the fastest form for each platform."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from jaxtyping import Array, Float
 from pallas_kernels.common import platform_of
 
 FEW_ROWS = 32
-"""Rows up to which a CPU is faster with the weight on the left."""
+"""Largest number of rows for which a CPU is faster with the weight on the left."""
 
 
 HALVES = range(80_000, 560_000)
-"""Elements of a weight with which a CPU multiplies a row by one core, though from memory two are faster."""
+"""Weight sizes, in elements, for which XLA multiplies one row on a single CPU core although two would be faster."""
 
 BLOCK = 1024
-"""Rows whose products stay near the cores of a CPU."""
+"""Rows whose intermediate results fit into the caches of a CPU."""
 
 
 def in_blocks(function: Callable[[Array], Array], x: Float[Array, "*b in"]) -> Float[Array, "*b out"]:
-    """A function of each row for itself, on a CPU of a long text's rows by blocks: what it makes on its way is wide."""
+    """Apply a row-wise function; on a CPU, apply it to blocks of rows to limit the size of its intermediate results."""
     rows = math.prod(x.shape[:-1])
     if platform_of(None) != "cpu" or rows <= BLOCK:
         return function(x)
@@ -39,33 +39,33 @@ def in_blocks(function: Callable[[Array], Array], x: Float[Array, "*b in"]) -> F
 def product(
     x: Float[Array, "*b in"], weight: Float[Array, "out in"], dtype: DTypeLike | None = None
 ) -> Float[Array, "*b out"]:
-    """x W^T.
+    """Compute x W^T.
 
     Args:
         x: inputs, of the weight's dtype.
-        weight: as checkpoints store it.
-        dtype: of the sums and the result; None for that of x.
+        weight: weight in the layout of checkpoints.
+        dtype: dtype of the sums and of the result; None for that of x.
     """
     rows, platform = math.prod(x.shape[:-1]), platform_of(None)
     if platform == "cpu":
         if x.dtype == jnp.bfloat16:
             return _of_bfloat16(x.reshape(rows, -1), weight, dtype).reshape(*x.shape[:-1], -1)
         if rows == 1 and weight.size in HALVES and weight.shape[0] % 2 == 0:
-            # XLA shares out a batch: of halves of the outputs, each summed as in the whole.
+            # XLA splits a batch over cores: make one of two halves of the outputs, with the same sums.
             batch = jnp.broadcast_to(x.reshape(-1), (2, x.shape[-1]))
             halves = weight.reshape(2, -1, weight.shape[1])
             return jnp.einsum("hi,hoi->ho", batch, halves, preferred_element_type=dtype).reshape(*x.shape[:-1], -1)
         if 1 < rows <= FEW_ROWS:
             return jnp.moveaxis(jnp.einsum("oi,...i->o...", weight, x, preferred_element_type=dtype), 0, -1)
     if platform == "tpu" and rows == 1:
-        # XLA would multiply and add on the vector unit, in three to twelve times as many cycles.
+        # XLA would use the vector unit, which takes three to twelve times as many cycles.
         two = jnp.pad(x.reshape(1, -1), [(0, 1), (0, 0)])
         return product(two, weight, dtype)[:1].reshape(*x.shape[:-1], -1)
     return jnp.einsum("...i,oi->...o", x, weight, preferred_element_type=dtype)
 
 
 def _of_bfloat16(x: Float[Array, "n in"], weight: Float[Array, "out in"], dtype: DTypeLike | None) -> Array:
-    # XLA on CPU makes a copy of the weight in float32, except for two or more rows with sums in float32.
+    # XLA on CPU copies the weight to float32, except for two or more rows with sums in float32.
     rows = len(x)
     several = jnp.pad(x, [(0, 1), (0, 0)]) if rows == 1 else x
     y = jnp.einsum("ni,oi->no", several, weight, preferred_element_type=jnp.float32)

@@ -25,15 +25,15 @@ _forward = jax.jit(forward, static_argnames="config")
 
 
 class LanguageModel:
-    """Weights with what is needed to use them.
+    """Model weights with their config and tokenizer.
 
     Args:
-        weights: pytree of arrays, all of one dtype but for linear maps in 8 bits.
-        config: the model's shape.
-        name: how it was asked for, for messages and reports.
-        directory: where its tokenizer files are; None for a model without any.
-        metadata: of the GGUF file that it comes from, whose tokenizer stands there; None for a model from elsewhere.
-        mesh: on which the weights lie, see `load`; None for the default device.
+        weights: pytree of arrays of one dtype, except the 8-bit weights of linear maps.
+        config: the model's configuration.
+        name: name passed to `load`, used in messages and reports.
+        directory: directory of the tokenizer files; None for a model without any.
+        metadata: metadata of the GGUF file, which contains the tokenizer; None for a model from another source.
+        mesh: mesh that the weights are sharded over, see `load`; None for the default device.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class LanguageModel:
         self.directory = None if directory is None else Path(directory)
         self.metadata = metadata
         self.mesh = None if mesh is None else program_mesh(config, mesh)
-        """The same devices as programs and states name them, see `program_mesh`."""
+        """Same devices with the axis names of programs and states, see `program_mesh`."""
 
     def __repr__(self) -> str:
         parameters = sum(leaf.size for leaf in jax.tree.leaves(self.weights))
@@ -61,7 +61,7 @@ class LanguageModel:
 
     @functools.cached_property
     def tokenizer(self) -> Any:
-        """The transformers tokenizer that came with the weights; ValueError if none did, or not one for them."""
+        """Transformers tokenizer of the model; raises ValueError if it is missing, damaged or of another model."""
         names = ("tokenizer.json", "tokenizer.model", "vocab.json")
         place = self.directory
         if self.metadata is None and (place is None or not any((place / name).exists() for name in names)):
@@ -70,7 +70,7 @@ class LanguageModel:
         place = place or self.name
         try:
             made = lazy_tokenizer(*gguf_tokenizer(self.metadata)) if self.metadata else read_tokenizer(Path(place))
-        except Exception as error:  # transformers raises whatever a damaged file makes it stumble over
+        except Exception as error:  # a damaged file makes transformers raise errors of many kinds
             reason = " ".join(str(error).split()).rstrip(".")
             raise ValueError(
                 f"the tokenizer in {place} cannot be read ({type(error).__name__}: {reason}); it is damaged or of an "
@@ -85,24 +85,25 @@ class LanguageModel:
 
     @functools.cached_property
     def token_classes(self) -> TokenClasses:
-        """Special tokens and punctuation of the tokenizer; ValueError if there is none."""
+        """Special tokens and punctuation of the tokenizer; raises ValueError for a model without one."""
         return token_classes(self.tokenizer)
 
     def logits(self, tokens: ArrayLike, lengths: ArrayLike | None = None) -> Float[Array, "b t vocab"]:
-        """Next-token logits of every position, with plain causal attention over everything before it.
+        """Compute next-token logits at every position with full causal attention.
 
         Args:
             tokens: ids [b, t] in [0, vocab_size), padded on the right; or a list of lists of unequal lengths.
-            lengths: real tokens of each row [b] in [1, t]; None for no padding. Logits of the padding mean nothing.
+            lengths: real tokens in each row [b], in [1, t]; None for no padding. Logits of padding are meaningless.
 
         Raises:
-            ValueError: for a wrong shape, length or id.
+            TypeError: if called inside jit or vmap, or if `tokens` is a list of anything but rows.
+            ValueError: if a shape, a length or an id is wrong.
 
         Example:
             >>> kvjax.load("tiny").logits([[5, 17, 42]]).shape
             (1, 3, 2048)
         """
-        # Checked on the host: an id outside the table would silently read another row.
+        # Check on the host: inside a program, an id outside the table would silently read another row.
         if isinstance(tokens, Tracer) or isinstance(lengths, Tracer):
             raise TypeError(
                 "Model.logits checks ids on the host and cannot be traced; call it outside of jit and vmap."
@@ -127,14 +128,14 @@ class LanguageModel:
 
 
 def rows_of(tokens: Any) -> tuple[Int[np.ndarray, "b n"], Int[np.ndarray, " b"]]:
-    """Rows of token ids, padded on the right with zeros, and how many each has.
+    """Return token ids padded on the right with zeros, and the length of each row.
 
     Args:
         tokens: an array [b, n], or a list of lists of unequal lengths.
 
     Raises:
-        TypeError: they are a list of anything but rows.
-        ValueError: they are an array of another shape.
+        TypeError: if `tokens` is a list of anything but rows.
+        ValueError: if `tokens` is an array of another shape.
     """
     if isinstance(tokens, (list, tuple)):
         for row in tokens:

@@ -1,4 +1,4 @@
-"""A model on a mesh of devices: which dimension of each leaf lies along which axis, and what one device knows of it."""
+"""Sharding of a model over a mesh of devices: the mesh axes of each leaf, and the config of one device."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ from kvjax.models.weights import leaf_name, weight_shapes
 from kvjax.types import HEADS, ROWS, SLOTS, PyTree, Spread
 
 MESH_AXES = ("data", "model", "slots")
-"""Rows of a batch lie along the first, heads and columns of the MLP along the second.
+"""Names of a mesh's axes.
 
-Along the third, too, lie columns of the MLP, but of heads their slots alone.
+Rows of a batch are sharded over the first axis, heads and columns of the MLP over the second. The third axis also
+shards columns of the MLP, and it shards the slots of each head.
 """
 
 RULES: Mapping[str, tuple[str, ...]] = {
@@ -30,7 +31,7 @@ RULES: Mapping[str, tuple[str, ...]] = {
     "mlp": (HEADS, SLOTS),
     "vocab": (HEADS, SLOTS),
 }
-"""The axes of a program's mesh for each logical axis that is spread; all others are whole on every device."""
+"""Axes of a program's mesh that shard each logical axis; all other axes are replicated."""
 
 AXES: Mapping[str, tuple[str | None, ...]] = {
     "embedding": ("vocab", None),
@@ -43,27 +44,27 @@ AXES: Mapping[str, tuple[str | None, ...]] = {
     "down.weight": (None, "mlp"),
     "unembedding.weight": ("vocab", None),
 }
-"""The logical axes of each leaf, by the end of its name; leaves that are not here are whole on every device.
+"""Logical axes of each leaf, by the end of its name; all other leaves are replicated.
 
-Biases and scales of linear maps lie as the first axis of their weights does.
+Biases and scales of linear maps are sharded like the first axis of their weights.
 """
 
 
 def check_mesh(mesh: Mesh) -> None:
-    """Refuse a mesh whose axes mean nothing here.
+    """Refuse a mesh with axes other than `MESH_AXES`.
 
     Raises:
-        ValueError: naming them.
+        ValueError: if there is such an axis; the message names the axes.
     """
     if not set(mesh.axis_names) <= set(MESH_AXES):
         raise ValueError(f"a mesh with the axes {', '.join(mesh.axis_names)} is none of {', '.join(MESH_AXES)}.")
 
 
 def parse_mesh(text: str) -> Mesh:
-    """The mesh that a text such as `data=2,model=4` describes, of the first devices that there are.
+    """Make the mesh that a text such as `data=2,model=4` describes, from the first available devices.
 
     Raises:
-        ValueError: it is not that, or there are not so many devices.
+        ValueError: if the text has another form, or there are too few devices.
     """
     parts = [part.partition("=") for part in text.split(",")]
     sizes = {name.strip(): size.strip() for name, _, size in parts}
@@ -81,7 +82,7 @@ def parse_mesh(text: str) -> Mesh:
 
 
 def mesh_of(devices: Sequence[Any], shape: tuple[int, ...]) -> Mesh:
-    """The first of some devices along `MESH_AXES`, of which the last ones may be left out: one device each."""
+    """Make a mesh with `MESH_AXES` from the first devices; axes missing at the end of `shape` have size 1."""
     shape = (*shape, *(1,) * (len(MESH_AXES) - len(shape)))
     chosen = np.array(devices[: math.prod(shape)]).reshape(shape)
     return Mesh(chosen, MESH_AXES, axis_types=(AxisType.Auto,) * len(shape))
@@ -89,17 +90,17 @@ def mesh_of(devices: Sequence[Any], shape: tuple[int, ...]) -> Mesh:
 
 @functools.cache
 def program_mesh(config: ModelConfig, mesh: Mesh) -> Mesh:
-    """The same devices as programs see them, along `ROWS`, `HEADS` and `SLOTS`.
+    """Return a mesh of the same devices with the axes of programs: `ROWS`, `HEADS` and `SLOTS`.
 
-    As many devices of `model` as divide a layer's KV heads share these; where there are more, those that have the same
-    heads share their slots, and so do those along `slots`.
+    `HEADS` gets the greatest common divisor of the number of KV heads and the size of `model`. The remaining factor of
+    `model` joins `slots` in `SLOTS`: its devices hold the same heads and shard the slots of each.
 
     Args:
-        config: the model's shape.
-        mesh: with axes of `MESH_AXES`.
+        config: the model's configuration.
+        mesh: a mesh with axes of `MESH_AXES`.
 
     Raises:
-        ValueError: the mesh has other axes.
+        ValueError: if the mesh has other axes.
     """
     check_mesh(mesh)
     names = [name for name in MESH_AXES if name in mesh.axis_names]
@@ -111,17 +112,17 @@ def program_mesh(config: ModelConfig, mesh: Mesh) -> Mesh:
 
 
 def on_device(config: ModelConfig, mesh: Mesh | None, *, shares_slots: bool = False) -> ModelConfig:
-    """A model's shape as one device of a `program_mesh` sees it.
+    """Return a model's configuration for one device of a `program_mesh`.
 
     Args:
-        config: of the whole model.
-        mesh: the devices; None for one that has all of it.
-        shares_slots: whether those that have the same heads have some slots of each, and not all of them.
+        config: configuration of the whole model.
+        mesh: the devices; None for a single one.
+        shares_slots: True if devices with the same heads shard the slots of each head; False if each has all slots.
     """
     if mesh is None:
         return config
     devices = mesh.shape[HEADS] * mesh.shape[SLOTS]
-    # Where one device has all heads, there is no sum after attention, and shared output weights would ask for one.
+    # If one device has all heads, no sum follows attention; sharded output weights would need one.
     shares_outputs = mesh.shape[HEADS] > 1 and config.heads * (config.value_width or config.head_width) % devices == 0
     spread = Spread(
         heads=mesh.shape[HEADS],
@@ -135,12 +136,12 @@ def on_device(config: ModelConfig, mesh: Mesh | None, *, shares_slots: bool = Fa
 
 
 def weight_specs(weights: PyTree, config: ModelConfig, mesh: Mesh | None) -> Any:
-    """Where each leaf of a model's weights, or of one of its layers, lies on a `program_mesh`, as a `PartitionSpec`.
+    """Return the `PartitionSpec` on a `program_mesh` of each leaf of a model's weights, or of one layer's.
 
     Args:
         weights: arrays or their shapes.
-        config: the model's shape.
-        mesh: the devices; None for one that has all of it.
+        config: the model's configuration.
+        mesh: the devices; None for a single one.
     """
     spread = on_device(config, mesh).spread
     sizes = {} if mesh is None else mesh.shape
@@ -148,7 +149,7 @@ def weight_specs(weights: PyTree, config: ModelConfig, mesh: Mesh | None) -> Any
     spreads = {"heads": spread.heads > 1, "attended": spread.heads > 1, "mlp": spread.mlp, "vocab": spread.vocab}
 
     def along(axis: str | None) -> str | tuple[str, ...] | None:
-        # As JAX writes it of results, or those that lie like a weight would be written otherwise than before a step.
+        # Write the spec as JAX writes it for results, to keep specs of results equal to those of weights.
         several = () if axis is None or not spreads[axis] else tuple(it for it in rules[axis] if sizes[it] > 1)
         return several[0] if len(several) == 1 else several or None
 
@@ -172,17 +173,17 @@ def _axes(name: str) -> tuple[str | None, ...]:
 
 
 def weight_shardings(config: ModelConfig, mesh: Mesh) -> Weights:
-    """A sharding for each leaf of a model's weights.
+    """Return the sharding of each leaf of a model's weights.
 
-    Query heads follow their KV heads; where the devices do not divide a width, what depends on it is whole on every
-    device.
+    Query heads are sharded with their KV heads. If the number of devices does not divide a dimension, its leaves are
+    replicated.
 
     Args:
-        config: the model's shape.
-        mesh: with axes of `MESH_AXES`.
+        config: the model's configuration.
+        mesh: a mesh with axes of `MESH_AXES`.
 
     Raises:
-        ValueError: the mesh has other axes.
+        ValueError: if the mesh has other axes.
     """
     devices = program_mesh(config, mesh)
     specs = weight_specs(weight_shapes(config), config, devices)

@@ -1,4 +1,4 @@
-"""Tokenizers: how one is read, and which of its tokens are special or punctuation, for policies that keep them."""
+"""Tokenizers: reading them, and finding special tokens and punctuation for policies that keep those."""
 
 from __future__ import annotations
 
@@ -22,13 +22,14 @@ _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 _ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _PLAIN = ("PreTrainedTokenizerFast", "TokenizersBackend")
-"""Classes of transformers that add nothing of their own to a tokenizer.json."""
+"""Transformers classes that are defined by tokenizer.json alone."""
 
 
 def read_tokenizer(directory: Path) -> Any:
-    """The transformers tokenizer of a directory, which is imported once more than ids of texts and back is asked of it.
+    """Read the transformers tokenizer of a directory.
 
-    Importing transformers takes a second, and with torch installed several.
+    If tokenizer.json is enough to encode and decode, transformers is imported only when another method is used.
+    That import takes a second, or several with torch installed.
     """
     settings, file = directory / "tokenizer_config.json", directory / "tokenizer.json"
     config: dict[str, Any] = json.loads(settings.read_text(encoding="utf-8")) if settings.exists() else {}
@@ -47,16 +48,16 @@ def read_tokenizer(directory: Path) -> Any:
     extra = config.get("extra_special_tokens") or []
     named = [config.get(role) for role in _ROLES] + list(config.get("additional_special_tokens") or [])
     named += extra.values() if isinstance(extra, dict) else extra
-    # Special tokens that the file does not have are added by transformers, and so are those of other forms.
+    # Transformers adds special tokens that the file lacks or that the config gives in another form.
     if all(token is None or (isinstance(token, str) and token in special) for token in named):
         return LazyTokenizer(fast, functools.partial(_of_directory, directory))
     return _of_directory(directory)
 
 
 def adds_bos(directory: Path) -> bool | None:
-    """Return what `add_bos_token` of a directory's tokenizer_config.json says; None if it says nothing.
+    """Return `add_bos_token` of a directory's tokenizer_config.json; None if it is not set.
 
-    Transformers leaves it unread beside a tokenizer.json, whose own rule holds for texts.
+    Transformers ignores this setting if there is a tokenizer.json, which has its own rule.
     """
     settings = directory / "tokenizer_config.json"
     said = json.loads(settings.read_text(encoding="utf-8")).get("add_bos_token") if settings.exists() else None
@@ -64,18 +65,18 @@ def adds_bos(directory: Path) -> bool | None:
 
 
 def _of_directory(directory: Path) -> Any:
-    # What AutoTokenizer would choose, too, without importing torch where that is installed.
+    # AutoTokenizer would choose this class, too, but would import torch if it is installed.
     from transformers import PreTrainedTokenizerFast
 
     return PreTrainedTokenizerFast.from_pretrained(str(directory), local_files_only=True)
 
 
 def lazy_tokenizer(fast: Tokenizer, settings: Mapping[str, Any]) -> LazyTokenizer:
-    """A tokenizer that stands in no directory.
+    """Make a tokenizer that has no directory.
 
     Args:
-        fast: all of it that turns texts into ids and back.
-        settings: special tokens and chat template, as PreTrainedTokenizerFast takes them.
+        fast: encodes and decodes.
+        settings: special tokens and chat template, as arguments of PreTrainedTokenizerFast.
     """
 
     def make() -> Any:
@@ -87,11 +88,11 @@ def lazy_tokenizer(fast: Tokenizer, settings: Mapping[str, Any]) -> LazyTokenize
 
 
 class LazyTokenizer:
-    """A transformers tokenizer whose `encode` and `decode` need no transformers; all else is the whole one's.
+    """A tokenizer that encodes and decodes without transformers and imports it for everything else.
 
     Args:
-        fast: turns texts into ids and back as the whole one does.
-        make: makes the whole one.
+        fast: encodes and decodes like the transformers tokenizer.
+        make: makes the transformers tokenizer.
     """
 
     fast: Tokenizer
@@ -106,19 +107,19 @@ class LazyTokenizer:
         return self._make()
 
     def encode(self, text: str, *, add_special_tokens: bool = True, **settings: Any) -> list[int]:
-        """Ids of a text."""
+        """Encode a text into token ids."""
         if settings or not isinstance(text, str):
             return self.whole.encode(text, add_special_tokens=add_special_tokens, **settings)
         return self.fast.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, ids: Any, *, skip_special_tokens: bool = False, **settings: Any) -> Any:
-        """The text of ids."""
+        """Decode token ids into text."""
         if settings or not isinstance(ids, list) or not all(isinstance(token, int) for token in ids):
             return self.whole.decode(ids, skip_special_tokens=skip_special_tokens, **settings)
         return self.fast.decode(ids, skip_special_tokens=skip_special_tokens)
 
     def __call__(self, *texts: Any, **settings: Any) -> Any:
-        """What the whole tokenizer makes of texts."""
+        """Call the transformers tokenizer."""
         return self.whole(*texts, **settings)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -129,7 +130,7 @@ class LazyTokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Tokens without those that were added."""
+        """Number of tokens, not counting added ones."""
         return self.fast.get_vocab_size(with_added_tokens=False)
 
     def __getattr__(self, name: str) -> Any:
@@ -140,7 +141,7 @@ class LazyTokenizer:
 
 @dataclasses.dataclass(frozen=True)
 class TokenClasses:
-    """Ids of special tokens and of punctuation, and markers that are spelled with several tokens."""
+    """Ids of special tokens and of punctuation, and markers that take several tokens each."""
 
     special: tuple[int, ...]
     punctuation: tuple[int, ...]
@@ -148,16 +149,16 @@ class TokenClasses:
 
 
 def token_classes(tokenizer: Any, markers: Sequence[str] = MARKERS) -> TokenClasses:
-    """The special tokens and the punctuation of a transformers tokenizer.
+    """Find the special tokens and the punctuation of a transformers tokenizer.
 
-    Special are the tokenizer's own special tokens, and markers such as `[INST]` that are one token. Punctuation are
-    tokens whose text, without the spaces in front, is not empty and all of Unicode's category P.
+    Special tokens are those of the tokenizer, and markers such as `[INST]` that are one token. A token is punctuation
+    if its text, without leading spaces, is not empty and all of its characters are in Unicode's category P.
 
     Args:
-        tokenizer: fast or slow.
-        markers: texts that count as special however many tokens they take. They are found where they start a text or
-            follow a space, a line break, a letter, or the token that begins or ends a text; punctuation right before
-            one may change how it is spelled.
+        tokenizer: a fast or a slow one.
+        markers: texts that count as special, with one token or several. They are recognized at the start of a text
+            and after a space, a line break, a letter, or the token that begins or ends a text. Punctuation right
+            before a marker may change its tokens.
     """
     added = getattr(tokenizer, "added_tokens_decoder", {})
     special = {int(i) for i in tokenizer.all_special_ids} | {int(i) for i, token in added.items() if token.special}
@@ -172,25 +173,25 @@ def token_classes(tokenizer: Any, markers: Sequence[str] = MARKERS) -> TokenClas
 
 
 def is_punctuation(text: str) -> bool:
-    """Whether a token's text is punctuation, whatever spaces stand before it."""
+    """Return whether a token's text is punctuation, ignoring leading spaces."""
     text = text.lstrip(" \u2581")
     return bool(text) and all(unicodedata.category(character).startswith("P") for character in text)
 
 
 def _text(name: str, decoded: str) -> str:
-    # SentencePiece's fallback spells a byte as <0x2E>, which some decoders leave as it is.
+    # SentencePiece's byte fallback writes a byte as <0x2E>, which some decoders do not convert.
     byte = _BYTE.fullmatch(name)
     return chr(int(byte[1], 16)) if byte and int(byte[1], 16) < 128 else decoded
 
 
 def _spellings(tokenizer: Any, marker: str) -> set[tuple[int, ...]]:
-    """The tokens of a marker at the start of a text, after a space, a line break, a word and a special token."""
+    """Return a marker's tokens at the start of a text, and after a space, a line break, a word, a special token."""
     before = ["", " ", "\n", "a", "a ", ". ", "\n\n"]
     before += [token + space for token in (tokenizer.bos_token, tokenizer.eos_token) if token for space in ("", " ")]
     found = set()
     for text in before:
         ids = tokenizer.encode(text + marker, add_special_tokens=False)
-        for start in range(len(ids) - 1, -1, -1):  # the shortest end that spells all of the marker
+        for start in range(len(ids) - 1, -1, -1):  # the shortest suffix that contains all of the marker
             if tokenizer.decode(ids[start:], clean_up_tokenization_spaces=False).strip() == marker:
                 found.add(tuple(int(i) for i in ids[start:]))
                 break

@@ -1,4 +1,4 @@
-"""What weights a config asks for: their shapes, and random ones."""
+"""Weights of a config: their shapes, random values, and 8-bit quantization."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from kvjax.models.decoder import LayerWeights, Linear, Norm, Weights
 from kvjax.types import LayerConfig
 
 _AT_ONCE = 1 << 24
-"""Numbers that are rounded at once: copies of them all in float32 would be several times what comes out."""
+"""Numbers quantized per block; a float32 copy of a whole weight would take several times the memory of the result."""
 
 
 def weight_shapes(config: ModelConfig, dtype: DTypeLike = jnp.float32) -> Weights:
-    """The weights of a model as `jax.ShapeDtypeStruct` leaves; leaves that the config has no use for are None."""
+    """Return the weights of a model as `jax.ShapeDtypeStruct` leaves; leaves that the config does not use are None."""
 
     def leaf(*shape: int) -> Array:
         return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))  # type: ignore[return-value]
@@ -59,7 +59,7 @@ def weight_shapes(config: ModelConfig, dtype: DTypeLike = jnp.float32) -> Weight
 
 
 def rounded_shapes(weights: Weights) -> Weights:
-    """The shapes of weights whose linear maps are in 8 bits, from those of weights in floating point."""
+    """Return the shapes of weights with 8-bit linear maps, given the shapes of floating-point weights."""
 
     def rounded(node: Any) -> Any:
         if not isinstance(node, Linear):
@@ -72,17 +72,17 @@ def rounded_shapes(weights: Weights) -> Weights:
 
 
 def leaf_name(path: tuple[Any, ...]) -> str:
-    """The dotted name of a leaf of `Weights`, such as `layers.0.query.weight`, from its tree path."""
+    """Return the dotted name of a leaf of `Weights`, such as `layers.0.query.weight`, from its tree path."""
     return jax.tree_util.keystr(path, simple=True, separator=".")
 
 
 def random_weights(config: ModelConfig, key: PRNGKeyArray, dtype: DTypeLike = jnp.float32) -> Weights:
-    """Random weights that keep activations near one: no trained model, but no degenerate one either.
+    """Draw random weights that keep activations near one.
 
     Args:
-        config: the model's shape.
-        key: decides the values; the values of two dtypes differ by rounding only.
-        dtype: of every leaf.
+        config: the model's configuration.
+        key: random key; the values of two dtypes differ by rounding only.
+        dtype: dtype of every leaf.
     """
     # NumPy draws normals several times faster than JAX on a CPU, and benchmarks draw a hundred million of them.
     generator = np.random.default_rng(np.asarray(jax.random.key_data(key)))
@@ -102,10 +102,10 @@ def random_weights(config: ModelConfig, key: PRNGKeyArray, dtype: DTypeLike = jn
 
 
 def quantised(weight: Float[np.ndarray, "out in"]) -> tuple[Int8[np.ndarray, "out in"], Float[np.ndarray, " out"]]:
-    """The weight of a linear map as 8-bit integers, and the scale of each output channel in float32.
+    """Quantize the weight of a linear map to 8-bit integers with one float32 scale per output channel.
 
     Args:
-        weight: finite numbers of any float dtype; its largest number in each row becomes 127 or -127.
+        weight: finite numbers of any float dtype; the number of largest magnitude in each row becomes 127 or -127.
     """
     numbers, scale = np.empty(weight.shape, np.int8), np.empty(len(weight), np.float32)
     step = max(1, _AT_ONCE // weight.shape[1])

@@ -1,4 +1,4 @@
-"""The embedded model: its weights, its tokenizer, and the script that trained it."""
+"""The embedded model: its weights, its tokenizer and its LESS checkpoints."""
 
 from pathlib import Path
 

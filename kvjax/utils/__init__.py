@@ -1,1 +1,1 @@
-"""Files, processes, settings and compiled programs: helpers that know nothing of models or caches."""
+"""Helpers for files, processes, settings and compiled programs, independent of models and caches."""

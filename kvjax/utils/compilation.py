@@ -1,4 +1,4 @@
-"""Compiled programs: where they are kept from one process to the next, and the time that making them takes."""
+"""Compiled programs: the cache directory that keeps them across processes, and the time spent on compiling them."""
 
 from __future__ import annotations
 
@@ -16,34 +16,34 @@ from jax import monitoring
 _MAKING = "/jax/core/compile/"
 _MADE = "/jax/core/compile/backend_compile_duration"
 _MANY_MAPPINGS = 40_000
-"""Of the 65530 memory mappings that Linux allows a process; without one XLA ends it."""
+"""Memory mappings above which programs are dropped; XLA ends a process that exceeds Linux's limit, 65530."""
 
 
 def enable_compilation_cache(directory: str | Path | None = None) -> None:
-    """Keep compiled programs on disk, so that the next process need not compile them; call it before anything else.
+    """Keep compiled programs on disk for later processes; call this before anything else.
 
     Args:
-        directory: where; None for the one that the environment variable `KVJAX_CACHE_DIR` names, or else
+        directory: directory of the programs. None for that of the environment variable `KVJAX_CACHE_DIR`, or else
             `kvjax/xla` in the user's cache directory (`XDG_CACHE_HOME`, `~/.cache`). If the variable is set and empty,
             nothing is kept.
     """
     chosen = cache_directory() if directory is None else directory
     if chosen:
         jax.config.update("jax_compilation_cache_dir", str(chosen))
-        # Small programs, too: a start makes dozens of them, and each is read in a tenth of the time it is made in.
+        # Keep small programs, too: a start needs dozens, and reading one takes a tenth of the time of compiling it.
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 
 def cache_directory() -> Path | None:
-    """What `KVJAX_CACHE_DIR` names, or else `kvjax/xla` in the user's cache directory; None where it is empty."""
+    """Return `KVJAX_CACHE_DIR`, or else `kvjax/xla` in the user's cache directory; None if the variable is empty."""
     base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     chosen = os.environ.get("KVJAX_CACHE_DIR", str(Path(base) / "kvjax" / "xla"))
     return Path(chosen) if chosen else None
 
 
 def version() -> str:
-    """The installed version of kvjax, or that of the checkout."""
-    import importlib.metadata  # slow to import, as is what it needs
+    """Return the installed version of kvjax, or that of the checkout."""
+    import importlib.metadata  # slow to import
     import tomllib
 
     try:
@@ -54,9 +54,9 @@ def version() -> str:
 
 
 def drop_programs() -> None:
-    """Forget all compiled programs if there are so many that the process would soon be out of memory mappings.
+    """Drop all compiled programs if the process holds more than `_MANY_MAPPINGS` memory mappings.
 
-    Each takes some; for what runs long and compiles much, such as grids of measurements.
+    Each program takes some. Call this in long runs that compile much, such as grids of measurements.
     """
     maps = Path("/proc/self/maps")
     if maps.exists() and maps.read_bytes().count(b"\n") > _MANY_MAPPINGS:
@@ -65,30 +65,31 @@ def drop_programs() -> None:
 
 
 def temporary_bytes(programs: Iterable[jax.stages.Lowered]) -> int | None:
-    """The most that one of some programs takes beside its arguments and results, as the compiler says; or None.
+    """Return the largest temporary memory of any of the programs in bytes; None if the compiler reports none.
 
-    Nothing is compiled for a program that has been called with arguments of the same shapes.
+    Arguments and results are not counted. A program already called with arguments of the same shapes is not compiled
+    again.
     """
     found = [program.compile().memory_analysis() for program in programs]
     return max((memory.temp_size_in_bytes for memory in found if memory is not None), default=None)
 
 
 class Compiling:
-    """The seconds that go into programs inside a `with` block: tracing, lowering, and compiling or fetching them."""
+    """Timer of the work on programs in a `with` block: tracing, lowering, and compiling or reading from a cache."""
 
     def __init__(self) -> None:
         self._spans: list[tuple[float, float]] = []
         self.programs = 0
-        """Made or fetched so far, by any thread."""
+        """Programs compiled or read so far, by any thread."""
         self._lock = threading.Lock()
 
     @property
     def seconds(self) -> float:
-        """Seconds so far."""
+        """Seconds of work on programs so far."""
         return sum(end - start for start, end in self._spans)
 
     def lap(self) -> float:
-        """Seconds since the last lap, or since the block began, that went into anything but programs."""
+        """Return the seconds since the last lap, or since the block began, not counting work on programs."""
         before, self._lap = self._lap, (time.perf_counter(), self.seconds)
         return self._lap[0] - before[0] - (self._lap[1] - before[1])
 
@@ -105,7 +106,7 @@ class Compiling:
             return
         with self._lock:
             self.programs += event == _MADE
-            # A function that is traced inside another one is told of first, and its time is the other one's, too.
+            # JAX reports a function traced inside another one first; its time is part of the outer one's.
             while self._spans and self._spans[-1][0] >= start_time:
                 self._spans.pop()
             self._spans.append((start_time, end_time))

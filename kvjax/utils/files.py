@@ -1,4 +1,4 @@
-"""Files that are whole or not there, and texts that are read with a clear refusal."""
+"""Files that are written completely or not at all, and reading of texts with clear errors."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ Read = TypeVar("Read")
 
 @contextlib.contextmanager
 def written_aside(file: Path) -> Generator[Path]:
-    """A path to write to, which takes the file's name once everything has been written.
+    """Give a path to write to, and rename it to `file` if the block succeeds.
 
-    Of the processes of a run only the first one's does.
+    In a run of several processes, only the first one renames its path.
     """
     aside = file.with_name(f".{file.name}.{os.getpid()}")
     try:
@@ -33,13 +33,13 @@ def written_aside(file: Path) -> Generator[Path]:
 
 @contextlib.contextmanager
 def directory_aside(directory: Path) -> Generator[Path]:
-    """Give an empty directory to write to, which takes the name of another once everything has been written.
+    """Give an empty directory to write to, and rename it to `directory` if the block succeeds.
 
-    It has one name, so that what a killed process left is written over by the next. On Windows no directory takes the
-    place of another: one that is there steps aside before, and is found again where the process is killed in between.
+    Its name is fixed: the next process overwrites the remains of a killed one. Windows cannot rename a directory over
+    another, so an existing one is renamed first. If the process is killed in between, `recover_directory` restores it.
 
     Args:
-        directory: is replaced where it is there.
+        directory: the final directory, which is replaced if it exists.
     """
     aside, before = (directory.with_name(f".{directory.name}.{word}") for word in ("writing", "before"))
     recover_directory(directory)
@@ -57,7 +57,7 @@ def directory_aside(directory: Path) -> Generator[Path]:
 
 
 def recover_directory(directory: Path) -> None:
-    """Give a directory back its name that a process was killed before replacing."""
+    """Restore a directory's name after a process was killed while replacing it."""
     before = directory.with_name(f".{directory.name}.before")
     if before.exists() and not directory.exists():
         before.replace(directory)
@@ -65,10 +65,10 @@ def recover_directory(directory: Path) -> None:
 
 
 def read_text(file: Path) -> str:
-    """A UTF-8 file's content, without a byte order mark.
+    """Read a UTF-8 file, without its byte order mark.
 
     Raises:
-        ValueError: there is none, or it is not UTF-8.
+        ValueError: if there is no such file, or it is not UTF-8.
     """
     if not file.is_file():
         raise ValueError(f"{file} is not a file; give a text file.")
@@ -79,10 +79,10 @@ def read_text(file: Path) -> str:
 
 
 def read_lines(file: Path, read: Callable[[str], Read]) -> list[tuple[int, Read]]:
-    """The lines of a file that are not empty: their numbers from 1, and what a function makes of them.
+    """Read the lines of a file that are not blank: return their numbers from 1, and the results of `read`.
 
     Raises:
-        ValueError: there is no such line, or the function refuses one, said with its number.
+        ValueError: if there is no such line, or `read` refuses one; the message then has the line's number.
     """
     found: list[tuple[int, Read]] = []
     for number, text in enumerate(read_text(file).split("\n"), 1):
@@ -94,10 +94,10 @@ def read_lines(file: Path, read: Callable[[str], Read]) -> list[tuple[int, Read]
 
 
 def of_line(file: Path, number: int, do: Callable[[], Read]) -> Read:
-    """What a function makes of a line of a file.
+    """Call a function that reads a line of a file, and add the line's number to its errors.
 
     Raises:
-        ValueError: what it raises, with the line's number.
+        ValueError: if the function raises TypeError or ValueError.
     """
     try:
         return do()
@@ -106,10 +106,10 @@ def of_line(file: Path, number: int, do: Callable[[], Read]) -> Read:
 
 
 def parse_json(text: str) -> Any:
-    """What a text of JSON says.
+    """Parse JSON.
 
     Raises:
-        ValueError: it is not JSON.
+        ValueError: if the text is not JSON.
     """
     try:
         return json.loads(text)
@@ -118,10 +118,11 @@ def parse_json(text: str) -> Any:
 
 
 def check_writable(file: Path, ending: str) -> None:
-    """Refuse a file that could not be written, before the work that it is to hold.
+    """Refuse a file that could not be written, before the work whose results it is for.
 
     Raises:
-        ValueError: its name does not end so, or its directory is not there or not writable.
+        ValueError: if the name has another ending, the file is a directory, or its directory is missing or not
+            writable.
     """
     directory = file.absolute().parent
     if file.suffix != ending or not directory.is_dir():
@@ -131,7 +132,7 @@ def check_writable(file: Path, ending: str) -> None:
 
 
 def append_line(file: Path, line: str) -> None:
-    """One more line of a text file, on disk when this returns; by the first process of a run alone."""
+    """Append a line to a text file and wait until it is on disk; only the first process of a run writes."""
     if not writes():
         return
     with file.open("a", encoding="utf-8") as stream:
@@ -141,7 +142,7 @@ def append_line(file: Path, line: str) -> None:
 
 
 def write_text(file: Path, content: str) -> None:
-    """A text file, written aside and then renamed."""
+    """Write a text file to a temporary name and rename it."""
     file.parent.mkdir(parents=True, exist_ok=True)
     with written_aside(file) as aside:
         aside.write_text(content, encoding="utf-8")

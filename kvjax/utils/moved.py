@@ -1,4 +1,4 @@
-"""Names of modules that have moved, which go on working with a warning for one minor release."""
+"""Old names of modules that have moved; they keep working with a warning for one minor release."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ MOVED: Mapping[str, str] = {
 """Old names of modules that users import or run, and their new ones."""
 
 COMMANDS: Mapping[str, str] = {"kvjax.evaluate": "kvjax.cli.evaluate", "kvjax.serve": "kvjax.cli.serve"}
-"""What `python -m` runs of those whose command is in another module."""
+"""Modules that `python -m` runs for old names whose command is in another module."""
 
 
 class MovedModules(importlib.abc.MetaPathFinder, importlib.abc.InspectLoader):
-    """Finds modules by their old names; `python -m` with one runs its command."""
+    """Importer of modules by their old names; `python -m` with an old name runs its command."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -51,18 +51,18 @@ class MovedModules(importlib.abc.MetaPathFinder, importlib.abc.InspectLoader):
         return importlib.util.spec_from_loader(fullname, self) if fullname in MOVED else None
 
     def exec_module(self, module: ModuleType) -> None:
-        """Put the moved module in the place of its old name."""
+        """Import the moved module under its old name."""
         old = module.__name__
         warnings.warn(f"{old} has moved to {MOVED[old]}", DeprecationWarning, stacklevel=2)
         sys.modules[old] = importlib.import_module(MOVED[old])
 
     def get_source(self, fullname: str) -> str:
-        """Return the program that `python -m` runs."""
+        """Return the source that `python -m` runs."""
         command = COMMANDS.get(fullname, MOVED[fullname])
         return f"from {command} import main\nraise SystemExit(main())\n"
 
 
 def keep_old_names() -> None:
-    """Let old names of modules be imported."""
+    """Make old names of modules importable."""
     if not any(isinstance(finder, MovedModules) for finder in sys.meta_path):
         sys.meta_path.append(MovedModules())

@@ -1,4 +1,4 @@
-"""Several processes that run one program together: how they meet, who writes, and what each reads of all."""
+"""Runs of several processes: connecting them, choosing the one that writes, and gathering arrays."""
 
 from __future__ import annotations
 
@@ -12,18 +12,20 @@ import jax
 import numpy as np
 
 WAIT = 60
-"""Seconds in which all processes have to have met, and after which one that is silent counts as gone."""
+"""Seconds for all processes to connect, and until a silent process counts as lost."""
 
 
 def join(where: str = "") -> None:
-    """Meet the other processes of this run; only the first one prints from then on.
+    """Connect to the other processes of this run; only the first one prints from then on.
+
+    If they are not connected after `WAIT` seconds, this process prints a message and ends with status 2.
 
     Args:
-        where: `HOST:PORT,PROCESSES,NUMBER` of the first process, how many there are, and which this is from 0; empty
-            for what Cloud TPU, SLURM, Kubernetes or Open MPI say.
+        where: `HOST:PORT,PROCESSES,NUMBER`: address of the first process, number of processes, and this process's
+            number from 0. Empty for the settings of Cloud TPU, SLURM, Kubernetes or Open MPI.
 
     Raises:
-        ValueError: it is not that, nothing says where the others are, or they were not there in time.
+        ValueError: if `where` has another form, or JAX finds no address or cannot connect.
     """
     settings: dict[str, Any] = {}
     if where:
@@ -34,7 +36,7 @@ def join(where: str = "") -> None:
                 "from 0; leave it empty where Cloud TPU, SLURM or Kubernetes start the processes."
             )
         settings = dict(coordinator_address=parts[1], num_processes=int(parts[2]), process_id=int(parts[3]))
-    # JAX's own limit ends the process with a trace of its insides: this one comes first.
+    # JAX's own timeout ends the process with an internal traceback; ours is shorter and comes first.
     settings |= dict(initialization_timeout=2 * WAIT, heartbeat_timeout_seconds=WAIT, shutdown_timeout_seconds=WAIT)
     limit = threading.Timer(WAIT, _give_up)
     limit.daemon = True
@@ -49,7 +51,7 @@ def join(where: str = "") -> None:
         raise ValueError(f"the processes of this run cannot meet: {said[:300]}.") from None
     finally:
         limit.cancel()
-    # What collectives say on standard output is nobody's text.
+    # Collectives print to standard output: send that to the null device.
     nowhere = os.open(os.devnull, os.O_WRONLY)
     sys.stdout.flush()
     kept = os.dup(1)
@@ -71,12 +73,12 @@ def _give_up() -> None:
 
 
 def writes() -> bool:
-    """Whether this process is the one that prints and writes files: the first of its run."""
+    """Return whether this process prints and writes files: it is the first of its run, or the only one."""
     return not jax.distributed.is_initialized() or jax.process_index() == 0
 
 
 def on_host(array: Any) -> np.ndarray:
-    """What devices hold, those of other processes included, which have to ask for the same."""
+    """Gather an array from all devices, including those of other processes, which must make the same call."""
     if isinstance(array, jax.Array) and not (array.is_fully_addressable or array.is_fully_replicated):
         from jax.experimental import multihost_utils
 

@@ -9,12 +9,12 @@ from collections.abc import Callable, Generator
 
 
 class Bar:
-    """Progress on standard error: a bar with the time left on a terminal, else a line for each result.
+    """Progress on standard error: on a terminal a bar with the time left, otherwise only the lines of `say`.
 
     Args:
-        what: is counted.
-        total: how many there are.
-        done: how many of them are done before.
+        what: name of the counted things.
+        total: their number.
+        done: number of those already done.
     """
 
     def __init__(self, what: str, total: int, done: int = 0) -> None:
@@ -36,13 +36,13 @@ class Bar:
         self._bar.stop()
 
     def advance(self, made: bool = True) -> None:
-        """Count one more; `made` is False for one that took no time, since it was there before."""
+        """Count one more; `made` is False for a result that already existed and took no time."""
         self._done += 1
         self._made += made
         self._bar.advance(self._task)
 
     def say(self, line: str) -> None:
-        """Print a line above the bar; without a terminal it begins with the count and the time left."""
+        """Print a line above the bar; without a terminal, prefix it with the count and the time left."""
         if not self._shown:
             left = (self._total - self._done) * (time.monotonic() - self._began) / max(self._made, 1)
             soon = f", {_duration(left)} left" if self._made and self._done < self._total else ""
@@ -56,6 +56,6 @@ def _duration(seconds: float) -> str:
 
 @contextlib.contextmanager
 def progress(what: str, total: int, done: int = 0) -> Generator[Callable[[], None]]:
-    """Show a `Bar`; calling what this gives moves it on by one."""
+    """Show a `Bar` and give a function that advances it by one."""
     with Bar(what, total, done) as bar:
         yield bar.advance

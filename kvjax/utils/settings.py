@@ -1,4 +1,4 @@
-"""What a user writes on a command line, in a config file or in a call, as settings and prompts."""
+"""Settings and prompts: parsing and checking of users' input from command lines, config files and calls."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from typing import Any
 import numpy as np
 
 PART_KEYS = ("plan", "residual", "codec", "selection")
-"""Parts that take the place of a policy's own, each by name."""
+"""Parts of a policy that a user can replace by name."""
 CONFIG_KEYS = ("policy", *PART_KEYS, "budget", "budget_of", "prefill_chunk", "settings")
 
 
 def parse_settings(words: list[str]) -> dict[str, Any]:
-    """`key=value` words as a dictionary; values are numbers, true, false, lists, or else text.
+    """Parse `key=value` words into a dictionary; values are read by `parse_value`.
 
     Settings of a part are written as `residual.kernels=performer`.
 
     Raises:
-        ValueError: a word has no `=`.
+        ValueError: if a word is not of the form `key=value`.
     """
     settings = {}
     for word in words:
@@ -36,7 +36,7 @@ def parse_settings(words: list[str]) -> dict[str, Any]:
 
 
 def parse_value(text: str) -> Any:
-    """A number, truth value, list or text, as a user would write it."""
+    """Parse true, false, none or a Python literal (a list becomes a tuple); return any other text unchanged."""
     if text.lower() in ("true", "false", "none"):
         return {"true": True, "false": False, "none": None}[text.lower()]
     try:
@@ -47,10 +47,10 @@ def parse_value(text: str) -> Any:
 
 
 def parse_budget(text: str) -> int | float:
-    """A budget: a whole number of slots, or a fraction.
+    """Parse a budget: a whole number of slots, or a fraction.
 
     Raises:
-        ValueError: neither.
+        ValueError: if the text is neither.
     """
     value = parse_value(text)
     if isinstance(value, bool) or not isinstance(value, (int, float)):
@@ -59,10 +59,10 @@ def parse_budget(text: str) -> int | float:
 
 
 def parse_budgets(text: str) -> int | float | tuple[int, ...]:
-    """A budget, or slots for each layer with commas between them.
+    """Parse a budget, or comma-separated numbers of slots for each layer.
 
     Raises:
-        ValueError: neither.
+        ValueError: if the text is neither.
     """
     if "," not in text:
         return parse_budget(text)
@@ -79,21 +79,21 @@ def _is_budget(value: Any) -> bool:
 
 
 def config_directories() -> list[Path]:
-    """Where shipped configs are: inside an installed package, beside the package in a checkout."""
+    """Return the directories of shipped configs: in the package if installed, beside it in a checkout."""
     package = Path(str(importlib.resources.files("kvjax")))
     return [package / "configs", package.parent / "configs"]
 
 
 def read_config(path_or_name: str) -> dict[str, Any]:
-    """A config file: policy, parts, budget and what it is of, prefill_chunk, and the table `settings` as in `--set`.
+    """Read a config file with the keys `CONFIG_KEYS`; its table `settings` holds the settings of `--set`.
 
-    TOML reads `residual.kernels = "performer"` in that table as a table inside; here it is one dotted name again.
+    TOML reads `residual.kernels = "performer"` as a nested table; this function returns it under its dotted name.
 
     Args:
-        path_or_name: a TOML file, or the name of a shipped one.
+        path_or_name: a TOML file, or the name of a shipped config.
 
     Raises:
-        ValueError: there is no such file, it is not TOML, it has an unknown key, or a value of the wrong type.
+        ValueError: if there is no such file, it is not TOML, a key is unknown, or a value has the wrong type.
     """
     shipped = [directory / f"{path_or_name}.toml" for directory in config_directories()]
     file = next((path for path in (Path(path_or_name), *shipped) if path.is_file()), None)
@@ -125,7 +125,7 @@ _CONFIG_TYPES: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 
 def _flat(settings: Mapping[str, Any]) -> dict[str, Any]:
-    # Tables inside as dotted names, lists as tuples.
+    # Nested tables become dotted names, lists become tuples.
     flat: dict[str, Any] = {}
     for name, value in settings.items():
         if isinstance(value, dict):
@@ -136,11 +136,11 @@ def _flat(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def whole_number(name: str, value: Any, least: int = 1, most: int = 2**31 - 1) -> int:
-    """A whole number in a range, of Python or NumPy.
+    """Return a whole number of Python or NumPy as an int, after checking its range.
 
     Raises:
-        TypeError: it is none; truth values and fractions are not.
-        ValueError: it is out of range.
+        TypeError: if `value` is not a whole number; truth values and floats are refused.
+        ValueError: if it is out of range.
     """
     if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)):
         raise TypeError(f"{name}={value!r} is not a whole number.")
@@ -150,29 +150,30 @@ def whole_number(name: str, value: Any, least: int = 1, most: int = 2**31 - 1) -
 
 
 def seed_number(value: Any) -> int:
-    """A seed, of which 32 bits count.
+    """Return a seed after checking that it has at most 32 bits.
 
     Raises:
-        TypeError: it is no whole number.
-        ValueError: it has more bits.
+        TypeError: if it is not a whole number.
+        ValueError: if it is negative or has more than 32 bits.
     """
     return whole_number("seed", value, 0, 2**32 - 1)
 
 
 Messages = list[dict[str, str]]
-"""A conversation: turns with a `role` (system, user, assistant) and their `content`."""
+"""Conversation: turns with a `role` (system, user, assistant) and a `content`."""
 
 
 def conversation(messages: Any, waits: bool = True) -> Messages:
-    """A conversation, checked.
+    """Return a copy of a conversation after checking it.
 
     Args:
-        messages: as given.
-        waits: whether an answer is to follow at once.
+        messages: the user's input.
+        waits: True if the model is to answer the conversation.
 
     Raises:
-        TypeError: it is no list of messages.
-        ValueError: a message has other keys, there is none, or the last one is an answer and another one is to follow.
+        TypeError: if `messages` is not a list.
+        ValueError: if a message has other keys or values, there is no message, or `waits` is True and the last
+            message is an answer.
     """
     if not isinstance(messages, (list, tuple)):
         raise TypeError(f"messages={messages!r} are no list of messages with role and content.")
@@ -188,11 +189,11 @@ def conversation(messages: Any, waits: bool = True) -> Messages:
 
 
 def prompt_texts(prompts: Any, chat: bool = False) -> list[str | Messages]:
-    """Prompts as texts, or if `chat` also as conversations; one text or conversation counts as a list of one.
+    """Return a list of texts, and also of conversations if `chat` is True; a single prompt becomes a list of one.
 
     Raises:
-        TypeError: they are token ids, messages outside of a chat, or no texts at all.
-        ValueError: there is none.
+        TypeError: if prompts are token ids, messages without `chat`, or other objects.
+        ValueError: if there is no prompt, or a conversation is not valid.
     """
     if isinstance(prompts, str):
         return [prompts]
@@ -220,16 +221,16 @@ def prompt_texts(prompts: Any, chat: bool = False) -> list[str | Messages]:
 
 
 def keywords(*functions: Callable[..., Any]) -> list[str]:
-    """Names of the arguments that functions take by name alone."""
+    """Return the names of the keyword-only arguments of functions."""
     takes = (each for function in functions for each in inspect.signature(function).parameters.values())
     return [each.name for each in takes if each.kind is each.KEYWORD_ONLY]
 
 
 def check_keywords(function: str, given: Iterable[str], known: Iterable[str]) -> None:
-    """Refuse unknown keywords of a function, and say which one may have been meant.
+    """Refuse unknown keywords of a function, and suggest a similar one.
 
     Raises:
-        TypeError: naming the first of them.
+        TypeError: if a keyword is unknown; the message names the first one.
     """
     names = list(known)
     for name in given:

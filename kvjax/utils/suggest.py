@@ -1,4 +1,4 @@
-"""Words that users mistype, and those that they meant."""
+"""Suggestions for mistyped words."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ from collections.abc import Iterable
 
 
 def meant(word: str, known: Iterable[str]) -> str | None:
-    """The known word that a mistyped one is closest to, or None."""
+    """Return the known word closest to a mistyped one, or None if none is close."""
     plain = {alike(each): each for each in known}
     near = difflib.get_close_matches(alike(word), plain, 1)
     return plain[near[0]] if near else None
 
 
 def alike(word: str) -> str:
-    """A word as users may spell it, with dashes or underscores and capitals or none."""
+    """Return a word in normal form: lower case, underscores for dashes, no leading `--`."""
     return word.removeprefix("--").lower().replace("-", "_")
 
 
 def choices(word: str, known: Iterable[str], also: str = "") -> str:
-    """The end of a sentence that refuses a word: the known one that was meant, or all of them.
+    """Return the end of an error message about an unknown word: the closest known word, or all known words.
 
     Args:
-        word: as given.
-        known: what there is.
-        also: what else there is, after the list.
+        word: the user's word.
+        known: the known words.
+        also: text that follows the list, for further choices.
     """
     names = list(known)
     near = meant(word, names)

@@ -1,1 +1,1 @@
-"""Checkpoints: find, read and write them."""
+"""Checkpoints: finding, reading and writing them."""

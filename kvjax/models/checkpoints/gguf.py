@@ -1,4 +1,4 @@
-"""GGUF files: their metadata as Hugging Face settings, their tensors as Hugging Face checkpoints have them."""
+"""GGUF files: conversion of metadata and tensors to the form of Hugging Face checkpoints."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvjax.models.families import FAMILIES, LoadError
 from kvjax.rope import Rope, rope_frequencies
 
 _AT_ONCE = 1 << 24
-"""Numbers that are dequantised at once: float32 of them all would be several times what is asked for."""
+"""Numbers dequantised per block; a float32 copy of a whole tensor would need a few times the memory of the result."""
 
 Settings = dict[str, Any]
 Array = Shaped[np.ndarray, "*shape"]
@@ -27,13 +27,13 @@ Restore = Callable[[Array, Settings], Array]
 
 @dataclasses.dataclass(frozen=True)
 class Header:
-    """What a file says of itself.
+    """Header of a file.
 
     Args:
-        name: the architecture's.
-        metadata: all of it.
-        shapes: of each tensor, [out, in].
-        factors: the tensors that say what wavelengths of RoPE are multiplied by [half].
+        name: name of the architecture.
+        metadata: all metadata.
+        shapes: shape of each tensor, [out, in].
+        factors: the tensors that contain factors of RoPE's wavelengths [half].
     """
 
     name: str
@@ -42,22 +42,22 @@ class Header:
     factors: Mapping[str, Float[np.ndarray, " half"]]
 
     def get(self, key: str, usual: Any = None) -> Any:
-        """The architecture's metadata of a name."""
+        """Return the architecture's metadata of a name; a list of equal values becomes one value."""
         value = self.metadata.get(f"{self.name}.{key}", usual)
         if isinstance(value, list) and len(set(value)) == 1:
-            return value[0]  # one for each layer
+            return value[0]  # one value for each layer
         return value
 
 
 @dataclasses.dataclass(frozen=True)
 class Architecture:
-    """How a GGUF architecture becomes a Hugging Face one.
+    """Conversion of a GGUF architecture to a Hugging Face one.
 
     Args:
-        model_type: the family's.
-        reads: metadata that `adapt` reads, beside what all architectures have.
-        adapt: from the settings that all architectures have and the header, those that this one has in addition.
-        restore: of tensors (by the stem of their name) that the format changes, the way back.
+        model_type: the `model_type` of the family.
+        reads: metadata that `adapt` reads, in addition to that of all architectures.
+        adapt: function from the common settings and the header to the further settings of this architecture.
+        restore: functions that undo the format's changes to tensors, by the stem of the tensor's name.
     """
 
     model_type: str
@@ -67,7 +67,7 @@ class Architecture:
 
 
 def _unpermuted(heads: str) -> Restore:
-    """Llama's queries or keys, whose rotated pairs GGUF puts side by side within each of so many heads."""
+    """Make a `Restore` for Llama's queries or keys; GGUF puts the rotated pairs of a head side by side."""
 
     def restore(tensor: Array, settings: Settings) -> Array:
         paired = tensor.reshape(settings[heads], -1, 2, *tensor.shape[1:])
@@ -77,7 +77,7 @@ def _unpermuted(heads: str) -> Restore:
 
 
 def _by_kv_head(tensor: Array, settings: Settings) -> Array:
-    """Queries, keys and values in one, which GGUF sorts by kind, and GPT-NeoX and Falcon by KV head."""
+    """Restore the order of fused queries, keys and values: by kind in GGUF, by KV head in GPT-NeoX and Falcon."""
     kv_heads, width = settings["num_key_value_heads"], settings["head_dim"]
     split = np.cumsum([settings["num_attention_heads"] * width, kv_heads * width])
     parts = [part.reshape(kv_heads, -1, *tensor.shape[1:]) for part in np.split(tensor, split)]
@@ -85,12 +85,12 @@ def _by_kv_head(tensor: Array, settings: Settings) -> Array:
 
 
 def _less_one(tensor: Array, settings: Settings) -> Array:
-    """Gemma's norms, to whose weights GGUF adds the one that the model adds."""
+    """Restore the norms of Gemma; GGUF adds to their weights the 1 that the model adds."""
     return tensor - 1
 
 
 def _llama(settings: Settings, header: Header) -> Settings:
-    """The settings of Llama 3's RoPE, of which GGUF keeps only what they make of each frequency."""
+    """Recover the settings of Llama 3's RoPE; GGUF stores only the resulting factor of each frequency."""
     if "rope_freqs" not in header.factors:
         return {}
     factors, theta = header.factors["rope_freqs"], settings["rope_parameters"]["rope_theta"]
@@ -127,7 +127,7 @@ def _gemma3(settings: Settings, header: Header) -> Settings:
             f"metadata {header.name}.attention.sliding_window_pattern is {pattern}; supported is a window in all "
             "layers but every sixth."
         )
-    largest = settings["num_hidden_layers"] == 62  # the 27B, which alone scales by the width that a head would have
+    largest = settings["num_hidden_layers"] == 62  # only the 27B scales by hidden_size / heads
     ropes = {
         "full_attention": settings["rope_parameters"],
         "sliding_attention": {"rope_type": "default", "rope_theta": header.get("rope.freq_base_swa", 10_000.0)},
@@ -181,7 +181,7 @@ _TABLE: Mapping[str, Architecture] = {
 ARCHITECTURES: Mapping[str, Architecture] = {
     name: architecture for name, architecture in _TABLE.items() if architecture.model_type in FAMILIES
 }
-"""What each `general.architecture` is."""
+"""Architecture of each `general.architecture`."""
 
 _NEEDED: Mapping[str, str] = {
     "context_length": "max_position_embeddings",
@@ -201,9 +201,9 @@ _KNOWN: Mapping[str, str] = {
 _ROPE = ("dimension_count", "freq_base", "scale_linear", "scaling.type", "scaling.factor", "scaling.attn_factor")
 _ROPE += ("scaling.original_context_length", "scaling.yarn_beta_fast", "scaling.yarn_beta_slow")
 _READ = (*_NEEDED, *_KNOWN, *(f"rope.{name}" for name in _ROPE), "attention.key_length", "attention.value_length")
-"""Metadata of all architectures that is read."""
+"""Metadata read for every architecture."""
 _DESCRIBES = ("vocab_size", "tensor_data_layout", "rope.scaling.finetuned")
-"""Metadata that changes nothing."""
+"""Metadata without effect on the model."""
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "attention.causal": (True,),
     "attention.clamp_kqv": (0,),
@@ -220,14 +220,14 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "rope.scaling.yarn_ext_factor": (-1, 1),
     "rope.scaling.yarn_log_multiplier": (0,),
 }
-"""Metadata that is not supported, with the values that mean nothing."""
+"""Unsupported metadata, with the values that have no effect."""
 
 
 def _check_keys(header: Header, head_width: int) -> None:
-    """Refuse metadata of the architecture that nothing here reads and that changes what the model computes.
+    """Refuse unsupported metadata of the architecture that may change what the model computes.
 
     Raises:
-        LoadError: naming it.
+        LoadError: if there is any; the message names it.
     """
     known = {*_READ, *_DESCRIBES, *ARCHITECTURES[header.name].reads}
     for key, value in header.metadata.items():
@@ -243,7 +243,7 @@ def _check_keys(header: Header, head_width: int) -> None:
 
 
 def read_gguf(file: Path) -> tuple[Settings, dict[str, Any], Stored]:
-    """What a GGUF file holds, read but for the tensors' numbers.
+    """Read a GGUF file, except for the values of its tensors.
 
     Args:
         file: the file.
@@ -252,7 +252,7 @@ def read_gguf(file: Path) -> tuple[Settings, dict[str, Any], Stored]:
         The settings of a Hugging Face config.json, the metadata of its tokenizer, and the tensors.
 
     Raises:
-        LoadError: the file is damaged, of an unknown architecture or lacks metadata, or `gguf` is not installed.
+        LoadError: if the file is damaged, its architecture unknown, metadata missing, or `gguf` not installed.
     """
     try:
         from gguf import GGUFReader
@@ -261,11 +261,11 @@ def read_gguf(file: Path) -> tuple[Settings, dict[str, Any], Stored]:
 
     class Reader(GGUFReader):
         def __setattr__(self, name: str, value: Any) -> None:
-            # The reader slices the file for every token, and a memory map takes three times as long for it as an array.
+            # The reader slices the file for every token, which takes a memory map three times as long as an array.
             super().__setattr__(name, np.asarray(value) if name == "data" else value)
 
         def _get(self, offset: int, dtype: DTypeLike, count: int = 1, *order: Any, **more: Any) -> np.ndarray:
-            # Beyond its end a file is empty, and a damaged header may count 2^60 empty elements of a list.
+            # Slices beyond the end of a file are empty, and a damaged header may ask for a list of 2^60 of them.
             if int(offset) + np.dtype(dtype).itemsize * int(count) > self.data.nbytes:
                 raise ValueError("it ends within what its header describes")
             return super()._get(offset, dtype, count, *order, **more)
@@ -274,7 +274,7 @@ def read_gguf(file: Path) -> tuple[Settings, dict[str, Any], Stored]:
         reader = Reader(file)
         metadata = {name: field.contents() for name, field in reader.fields.items()}
     except (ValueError, IndexError, KeyError, TypeError, OverflowError, OSError) as error:
-        # The reader finds the end of a file by whatever fails there.
+        # At the end of a truncated file the reader fails with errors of many types.
         raise LoadError(
             f"{file} is truncated or not a GGUF file ({type(error).__name__}: {str(error).rstrip('.')})."
         ) from None
@@ -302,7 +302,7 @@ def read_gguf(file: Path) -> tuple[Settings, dict[str, Any], Stored]:
 
 
 def _settings(header: Header) -> Settings:
-    """What a Hugging Face config.json would say."""
+    """Return the settings that a Hugging Face config.json would have."""
     settings: Settings = {"model_type": ARCHITECTURES[header.name].model_type}
     for key, setting in {**_NEEDED, **_KNOWN}.items():
         value = header.get(key)
@@ -336,13 +336,13 @@ def _settings(header: Header) -> Settings:
 
 
 def _rope(header: Header, head_width: int) -> Settings:
-    """Return the settings of RoPE, which llama.cpp scales linearly where a factor stands alone.
+    """Return the settings of RoPE; as in llama.cpp, a factor without a type means linear scaling.
 
     Raises:
-        LoadError: a factor is not one that the type of scaling has.
+        LoadError: if the type of scaling has no attention factor but the file sets one.
     """
     width, factor = header.get("rope.dimension_count", head_width), header.get("rope.scaling.factor")
-    factor = header.get("rope.scale_linear") if factor is None else factor  # as files of 2023 have it
+    factor = header.get("rope.scale_linear") if factor is None else factor  # the name in files of 2023
     kind = header.get("rope.scaling.type", "none" if factor in (None, 0, 1) else "linear")
     rope: Settings = {"rope_type": "default", "rope_theta": header.get("rope.freq_base", 10_000.0)}
     if width != head_width:
@@ -374,7 +374,7 @@ def _stored(
         stem = tensor.name.rpartition(".")[0].rpartition(".")[2]
         restore = ARCHITECTURES[name].restore.get(stem)
         shape = shapes[tensor.name]
-        # Of the reader nothing may stay: it maps the whole file.
+        # Keep no reference to the reader, which maps the whole file.
         read = functools.partial(
             _read, file, tensor.name, tensor.data_offset, tensor.n_bytes, shape, tensor.tensor_type
         )
@@ -393,7 +393,7 @@ def _stored(
 
 
 def _read(file: Path, name: str, offset: int, size: int, shape: tuple[int, ...], kind: Any, dtype: np.dtype) -> Array:
-    """A tensor's numbers, dequantised a few rows at a time if they are not plain ones."""
+    """Read a tensor, dequantising a few rows at a time if it is quantised."""
     import gguf
 
     plain = {"F64": np.float64, "F32": np.float32, "F16": np.float16}.get(kind.name)

@@ -1,4 +1,4 @@
-"""Tokenizers that GGUF files carry in their metadata: byte-level BPE, and SentencePiece's BPE with scores."""
+"""Tokenizers in the metadata of GGUF files: byte-level BPE, and SentencePiece's BPE with scores."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ if TYPE_CHECKING:
 
 _KEY = "tokenizer.ggml."
 _CONTROL, _UNKNOWN, _USER_DEFINED = 3, 2, 4
-"""Kinds of tokens, of those that the format tells apart, that a text may hold as such."""
+"""Kinds of tokens in the format that are matched in a text before it is split."""
 _ROLES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding", "sep": "seperator", "mask": "mask"}
-"""What transformers calls a special token, and what GGUF does, misspelling included."""
+"""Names of special tokens in transformers, and in GGUF (including its misspelling)."""
 
 _WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
@@ -25,13 +25,13 @@ def _cased(digits: str) -> str:
 
 
 class _Split(NamedTuple):
-    """How a text is split before BPE.
+    """Rules for splitting a text before BPE.
 
     Args:
-        patterns: whose matches are split off, one after the other.
-        composed: whether characters are composed (NFC) before.
-        whole: whether words that are tokens are not merged.
-        begins: whether texts begin with the bos token where the file does not say.
+        patterns: patterns whose matches are split off, applied one after the other.
+        composed: True if characters are composed (NFC) first.
+        whole: True if a word that is a token skips the merges.
+        begins: True if texts begin with the bos token by default.
     """
 
     patterns: tuple[str, ...]
@@ -60,21 +60,20 @@ _SPLITS: Mapping[str, _Split] = {
     "smollm": _DIGITS,
     "starcoder": _DIGITS,
 }
-"""The splits that `tokenizer.ggml.pre` names."""
+"""Splits by their names in `tokenizer.ggml.pre`."""
 
 
 def gguf_tokenizer(metadata: Mapping[str, Any]) -> tuple[Tokenizer, dict[str, Any]]:
-    """The tokenizer of a GGUF file.
+    """Make the tokenizer of a GGUF file.
 
     Args:
-        metadata: of the file.
+        metadata: metadata of the file.
 
     Returns:
-        The tokenizer, and what transformers' PreTrainedTokenizerFast wants to be told of it: special tokens and the
-        chat template.
+        The tokenizer, and arguments for transformers' PreTrainedTokenizerFast: special tokens and the chat template.
 
     Raises:
-        ValueError: it has none, or one of a kind that is not supported.
+        ValueError: if the file has no tokenizer, or one of an unsupported kind.
     """
     kind, tokens = str(metadata.get(_KEY + "model")), metadata.get(_KEY + "tokens")
     if kind not in _MODELS or not isinstance(tokens, list):
@@ -101,7 +100,7 @@ def _token(metadata: Mapping[str, Any], tokens: list[str], key: str) -> str | No
 
 
 def _byte_level(metadata: Mapping[str, Any], tokens: list[str]) -> tuple[Tokenizer, bool]:
-    """BPE over bytes, as GPT-2 has it (Radford et al., 2019), with its own rules for splitting texts into words."""
+    """Make a byte-level BPE tokenizer as in GPT-2 (Radford et al., 2019) that splits texts by the file's rules."""
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     name = metadata.get(_KEY + "pre", "default")
@@ -121,7 +120,7 @@ def _byte_level(metadata: Mapping[str, Any], tokens: list[str]) -> tuple[Tokeniz
 
 
 def _sentencepiece(metadata: Mapping[str, Any], tokens: list[str]) -> tuple[Tokenizer, bool]:
-    """BPE over characters, bytes as a last resort, that merges to the piece of the highest score (SentencePiece)."""
+    """Make a SentencePiece BPE tokenizer, which merges to the piece of the highest score and falls back to bytes."""
     from tokenizers import Tokenizer, decoders, models, normalizers
 
     scores = metadata.get(_KEY + "scores")
@@ -155,7 +154,7 @@ _MODELS: Mapping[str, Callable[[Mapping[str, Any], list[str]], tuple[Tokenizer, 
 def _added(
     metadata: Mapping[str, Any], tokens: list[str], named: set[str]
 ) -> tuple[list[AddedToken], list[AddedToken]]:
-    """Tokens that are found in a text before it is split, special ones and others."""
+    """Return the tokens that are matched in a text before it is split: special ones, and others."""
     from tokenizers import AddedToken
 
     kinds = metadata.get(_KEY + "token_type") or [1] * len(tokens)
@@ -169,7 +168,7 @@ def _added(
 
 
 def _add_ends(tokenizer: Tokenizer, metadata: Mapping[str, Any], roles: Mapping[str, str | None], begins: bool) -> None:
-    """Let texts begin and end with the tokens that the model was trained with."""
+    """Add the bos and eos tokens that the model expects at the ends of a text."""
     from tokenizers import processors
 
     ends = {

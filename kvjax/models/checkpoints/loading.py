@@ -1,4 +1,4 @@
-"""Reading checkpoints straight into JAX arrays: Hugging Face directories and GGUF files."""
+"""Loading of checkpoints into JAX arrays: Hugging Face directories, Orbax checkpoints and GGUF files."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ from kvjax.models.weights import leaf_name, quantised, weight_shapes
 
 _WEIGHT, _BIAS = jax.tree_util.GetAttrKey("weight"), jax.tree_util.GetAttrKey("bias")
 _LARGE = 1 << 30
-"""Bytes of a checkpoint from which on a bar shows how far its loading is."""
+"""Smallest size of a checkpoint, in bytes, that is loaded with a progress bar."""
 _DTYPES = ("float32", "bfloat16", "float64")
 
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """What a checkpoint holds.
+    """A loaded checkpoint.
 
     Args:
-        weights: pytree of arrays, all of one dtype.
-        config: the model's shape.
-        name: how it was asked for.
-        settings: what its config.json says, or would say.
-        place: the directory of its files, its tokenizer's among them, or the file that holds everything.
-        metadata: of such a file, its tokenizer among it.
+        weights: pytree of arrays of one dtype, except the 8-bit weights of linear maps and their scales.
+        config: the model's configuration.
+        name: name or path that was asked for.
+        settings: content of its config.json, or the equivalent of one.
+        place: the directory of its files, including those of the tokenizer, or the GGUF file.
+        metadata: metadata of the GGUF file, which contains the tokenizer; None for a directory.
     """
 
     weights: Weights
@@ -100,17 +100,17 @@ def read_checkpoint(
 
 
 TOWERS = r"(model\.)?(vision_tower|vision_model|visual|multi_modal_projector|embed_vision|audio_tower)\..*"
-"""Tensors of a multimodal checkpoint that texts do not need."""
+"""Tensors of a multimodal checkpoint that are not needed for text."""
 
 
 def _spellings(name: str, base: str) -> tuple[str, ...]:
-    """Return what checkpoints call a tensor: with and without the model's prefix, and inside a multimodal model."""
+    """Return a tensor's possible names: with and without the model's prefix, and inside a multimodal model."""
     bare = name.removeprefix(base)
     return (name, bare, f"language_model.{name}", f"{base}language_model.{bare}")
 
 
 def _untied_table(stored: Stored, family: Family, config: ModelConfig, embedding: str) -> str | None:
-    """Return the name of an unembedding that is stored and differs from the embedding; None where there is none."""
+    """Return the name of a stored unembedding that differs from the embedding; None if there is none."""
     name = stored.rename(Source("unembedding.weight").name if stored.ours else family.source("unembedding.weight").name)
     table = next((found for found in _spellings(name, family.base) if found in stored.tensors), None)
     if table is None or table == embedding or embedding not in stored.tensors:
@@ -144,10 +144,12 @@ def _dtype(dtype: DTypeLike | None) -> jnp.dtype:
 def _read_weights(
     stored: Stored, family: Family, config: ModelConfig, dtype: jnp.dtype, int8: bool, mesh: Mesh | None
 ) -> tuple[Weights, ModelConfig]:
-    """Check every name and shape, then move the tensors one by one to their devices, those of linear maps in 8 bits.
+    """Check every name and shape, then move the tensors one by one to their devices.
+
+    Linear maps are quantized to 8 bits if `int8` is True.
 
     Returns:
-        The weights, and the shape that they are of: that of the config but for embeddings which the file unties.
+        The weights, and their config. It differs from the given one only if the file has an untied unembedding.
     """
     shapes = weight_shapes(config)
     leaves = [leaf_name(path) for path, _ in jax.tree.leaves_with_path(shapes)]
@@ -174,7 +176,7 @@ def _read_weights(
                 f"but {stored.described} asks for {list(expected)}."
             )
     known = set(names.values())
-    if config.tied:  # some checkpoints store the tied table twice
+    if config.tied:  # some checkpoints store a tied table twice
         known.update(_spellings(stored.rename(family.sources["unembedding.weight"].name), family.base))
     for name in sorted(tensors.keys() - known):
         if not any(re.fullmatch(pattern, name) for pattern in (*family.ignored, TOWERS)):
@@ -202,7 +204,7 @@ def _read_weights(
         return tensor
 
     def place(tensor: np.ndarray, sharding: NamedSharding | None) -> Array:
-        # One at a time, or host copies pile up behind slow transfers.
+        # Wait for each transfer; otherwise host copies pile up behind slow ones.
         if sharding is None:
             return jax.device_put(tensor).block_until_ready()
         return jax.make_array_from_callback(tensor.shape, sharding, tensor.__getitem__).block_until_ready()
@@ -236,11 +238,11 @@ def _read_weights(
 
 
 def _finite(tensor: np.ndarray) -> bool:
-    """Whether all numbers are finite, from their bits: NumPy compares integers of any size fast, and without a copy."""
+    """Return whether all numbers are finite, from their bits: NumPy compares integers fast and without a copy."""
     width = tensor.dtype.itemsize
     infinity = np.array(np.inf, tensor.dtype).view(f"i{width}")
     bits = tensor.reshape(-1).view(f"i{width}")
-    # The bits of positive numbers have their order, NaN above infinity; those of negative ones as unsigned numbers.
+    # Bits of positive numbers sort like the numbers, with NaN above infinity; those of negative ones as unsigned.
     positive, negative = (np.max(view, initial=0) for view in (bits, bits.view(f"u{width}")))
     sign = 1 << (8 * width - 1)
     return bool(positive < infinity and int(negative) < sign + int(infinity))

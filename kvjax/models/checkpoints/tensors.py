@@ -1,4 +1,4 @@
-"""Tensors as they lie in files, and those of safetensors."""
+"""Tensors stored in files, and reading those of safetensors files."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ _SIZES: Mapping[str, int] = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 
 @dataclasses.dataclass(frozen=True)
 class Tensor:
-    """A tensor that lies in a file.
+    """A tensor stored in a file.
 
     Args:
-        file: that holds it.
-        shape: as a Hugging Face checkpoint has it.
-        size: bytes that it takes in the file.
-        read: from a dtype, the tensor: in its own dtype, or in the given one if it is quantised. LoadError if it is
-            stored as something else.
-        place: from a dtype and a sharding, the tensor on devices, each part of which is read where it goes; None for
-            files that cannot be read so.
+        file: the file that contains it.
+        shape: shape in a Hugging Face checkpoint.
+        size: bytes in the file.
+        read: function from a dtype to the tensor: in its own dtype, or in the given one if it is quantised. It raises
+            LoadError if the type in the file is not supported.
+        place: function from a dtype and a sharding to the tensor on devices, reading only the shards needed here;
+            None for formats without such reads.
     """
 
     file: Path
@@ -43,14 +43,14 @@ class Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class Stored:
-    """All tensors of a checkpoint, of which only the headers have been read.
+    """All tensors of a checkpoint; only their headers have been read.
 
     Args:
-        place: the file to name where a tensor is missing.
-        described: where the model's shape is told.
-        tensors: by their names in the files.
-        ours: whether they are leaves of `Weights` under the leaves' names.
-        rename: from the name that a Hugging Face checkpoint has for a tensor, the name here.
+        place: the file to name in messages about missing tensors.
+        described: the source of the model's config, named in messages.
+        tensors: the tensors by their names in the files.
+        ours: True if the tensors are leaves of `Weights` under the leaves' names.
+        rename: function from a tensor's name in a Hugging Face checkpoint to its name here.
     """
 
     place: Path
@@ -61,10 +61,10 @@ class Stored:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """The object in a JSON file.
+    """Read the object in a JSON file.
 
     Raises:
-        LoadError: there is none.
+        LoadError: if the file is missing or contains no JSON object.
     """
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
@@ -78,16 +78,16 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def read_safetensors(directory: Path) -> Stored:
-    """The tensors of a Hugging Face directory.
+    """Find the tensors of a Hugging Face directory.
 
     Raises:
-        LoadError: files are missing or damaged.
+        LoadError: if files are missing or damaged.
     """
     files, indexed = _weight_files(directory)
     tensors: dict[str, Tensor] = {}
     for file in files:
         with _open(file) as opened:
-            for name in opened.keys():  # noqa: SIM118 (it is no dictionary, and cannot be iterated)
+            for name in opened.keys():  # noqa: SIM118 (the file is no dictionary and not iterable)
                 if name in tensors:
                     raise LoadError(
                         f"{directory}: tensor {name} is in two shards, {tensors[name].file.name} and {file.name}; save "
@@ -109,7 +109,7 @@ def read_safetensors(directory: Path) -> Stored:
 
 
 def _read(file: Path, name: str, kind: str, dtype: np.dtype) -> np.ndarray:
-    # Opened anew for each tensor: a file that stays mapped keeps all that was read of it in memory.
+    # Open the file for each tensor: a mapped file keeps everything read from it in memory.
     with _open(file) as opened:
         _check_kind(file, name, kind)
         return opened.get_tensor(name)
@@ -119,7 +119,7 @@ def _place(file: Path, name: str, kind: str, dtype: np.dtype, sharding: jax.shar
     with _open(file) as opened:
         _check_kind(file, name, kind)
         stored = opened.get_slice(name)
-        # Devices that have the same part share what is read of it.
+        # Read each part once, also if several devices hold it.
         parts: dict[tuple[tuple[int | None, int | None], ...], np.ndarray] = {}
 
         def part(index: tuple[slice, ...] | None) -> np.ndarray:
@@ -145,7 +145,7 @@ def _open(file: Path) -> Any:
 
 
 def _weight_files(directory: Path) -> tuple[list[Path], dict[str, str]]:
-    """Return the checkpoint's safetensors files, and the file that its index has for each tensor."""
+    """Return the checkpoint's safetensors files, and the file of each tensor in its index."""
     index = directory / _INDEX
     if not index.exists():
         if not (directory / _SINGLE).exists():

@@ -1,4 +1,4 @@
-"""One file per model family: how its Hugging Face config and tensor names become ours."""
+"""Model families, one file each: conversion of Hugging Face configs and tensor names to those of kvjax."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ FAMILIES: Mapping[str, Family] = {
     "gptj": GPTJ,
     "mpt": MPT,
 }
-"""The family of each `model_type`."""
+"""Family of each `model_type`."""
 
 
 TEXT_HALVES: Mapping[str, str] = {
@@ -50,28 +50,24 @@ TEXT_HALVES: Mapping[str, str] = {
     "qwen2_vl": "qwen2",
     "llava": "llama",
 }
-"""The family of the text half of a multimodal `model_type`, where its `text_config` names none that is supported."""
+"""Family of the text half of a multimodal `model_type`, used if its `text_config` names no supported family."""
 
 
 def text_half(settings: Settings) -> Settings:
-    """Return the settings of a multimodal model's text half; those of any other model as they are.
-
-    Raises:
-        LoadError: its text half is not supported.
-    """
+    """Return the settings of a multimodal model's text half, and those of any other model unchanged."""
     inner = settings.get("text_config")
     if settings.get("model_type") not in TEXT_HALVES:
         return settings
-    if inner is None:  # Qwen2-VL's first configs have one level
+    if inner is None:  # the first configs of Qwen2-VL are flat
         inner = {name: value for name, value in settings.items() if name != "vision_config"}
     name = inner.get("model_type")
     family = name if name in FAMILIES else TEXT_HALVES[settings["model_type"]]
     outer = ("tie_word_embeddings", "bos_token_id", "eos_token_id", "quantization_config")
     given = {name: settings[name] for name in outer if settings.get(name) is not None}
     made = {**given, **inner, "model_type": family}
-    if "tie_word_embeddings" in given:  # of the whole model
+    if "tie_word_embeddings" in given:  # the setting of the whole model applies
         made["tie_word_embeddings"] = given["tie_word_embeddings"]
-    for key in ("rope_scaling", "rope_parameters"):  # text alone has one position in place of three
+    for key in ("rope_scaling", "rope_parameters"):  # a text has one position per token, an image three
         rope = made.get(key)
         if isinstance(rope, dict) and "mrope_section" in rope:
             plain = {name: value for name, value in rope.items() if name not in ("mrope_section", "type", "rope_type")}
@@ -80,13 +76,13 @@ def text_half(settings: Settings) -> Settings:
 
 
 def read_config(settings: Settings) -> tuple[Family, ModelConfig]:
-    """The family and the shape of the model that a Hugging Face config.json describes.
+    """Return the family and the config of the model that a Hugging Face config.json describes.
 
     Args:
-        settings: what stands in the file.
+        settings: content of the file.
 
     Raises:
-        LoadError: for an unknown architecture or a setting that kvjax does not support.
+        LoadError: if the architecture is unknown or a setting is not supported.
     """
     settings = text_half(settings)
     name = settings.get("model_type")

@@ -1,4 +1,4 @@
-"""What families are described with, and what those that are like Llama share."""
+"""Descriptions of model families, and the parts that several families share."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvjax.rope import Rope
 
 
 class LoadError(ValueError):
-    """A checkpoint that cannot be used, and why, in one sentence."""
+    """Error for a checkpoint that cannot be used, with the reason in one sentence."""
 
 
 Settings = Mapping[str, Any]
@@ -27,12 +27,13 @@ Tensor = Shaped[np.ndarray, "out *into"]
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """Where a leaf of `Weights` comes from.
+    """Source of a leaf of `Weights`: a tensor of the checkpoint.
 
     Args:
-        name: of the tensor in the checkpoint; `{layer}` stands for the layer's number.
-        shape: from the leaf's shape and the config, the tensor's shape; None if they are the same.
-        read: from the tensor and the config, the leaf (a transpose, part of a fused tensor); None if the same.
+        name: name of the tensor in the checkpoint; `{layer}` is replaced by the layer's number.
+        shape: function from the leaf's shape and the config to the tensor's shape; None if the shapes are equal.
+        read: function from the tensor and the config to the leaf (a transpose, or a part of a fused tensor); None if
+            they are equal.
     """
 
     name: str
@@ -45,12 +46,12 @@ class Family:
     """A Hugging Face architecture.
 
     Args:
-        config: reads its config.json, completed by `defaults`.
-        sources: for each leaf of `Weights` (layers without their number), its tensor.
-        defaults: what its config means by a setting that is not there.
-        only: settings of which kvjax knows these values alone.
-        variant: sources that a model of this shape has in place of others.
-        ignored: patterns of tensors that some checkpoints hold and no model needs.
+        config: function that reads its config.json, completed by `defaults`.
+        sources: source of each leaf of `Weights`; names of layers' leaves have no layer number.
+        defaults: values of settings that a config.json omits.
+        only: the supported values of some settings; other values are refused.
+        variant: function from the config to sources that replace entries of `sources`.
+        ignored: patterns of the names of tensors that some checkpoints contain and no model needs.
     """
 
     config: Callable[[Settings], ModelConfig]
@@ -62,22 +63,22 @@ class Family:
 
     @property
     def base(self) -> str:
-        """Prefix of tensors' names, which checkpoints of the model without its unembedding leave out."""
+        """Prefix of tensors' names; checkpoints of the model without its unembedding omit it."""
         return self.sources["embedding"].name.partition(".")[0] + "."
 
     def source(self, leaf: str) -> Source:
-        """The source of a leaf such as `layers.3.query.weight`, its tensor's name complete."""
+        """Return the source of a leaf such as `layers.3.query.weight`, with the layer's number in the tensor's name."""
         match = re.match(r"layers\.(\d+)\.", leaf)
         source = self.sources[leaf if match is None else "layers." + leaf[match.end() :]]
         return dataclasses.replace(source, name=source.name.format(layer=match and match[1]))
 
 
 def layer_sources(prefix: str, modules: Mapping[str, str]) -> dict[str, Source]:
-    """Sources of the norms and linear maps of layers, weights and biases.
+    """Return the sources of the norms and linear maps of layers, for weights and biases.
 
     Args:
-        prefix: of the layers' names, as `transformer.h`.
-        modules: of each norm and linear map its name in a layer.
+        prefix: prefix of the layers' names, such as `transformer.h`.
+        modules: from kvjax's name of each norm and linear map to the checkpoint's name of it in a layer.
     """
     sources: dict[str, Source] = {}
     for ours, theirs in modules.items():
@@ -88,25 +89,25 @@ def layer_sources(prefix: str, modules: Mapping[str, str]) -> dict[str, Source]:
 
 
 def fused_by_head(name: str) -> dict[str, Source]:
-    """Sources of queries, keys and values in one linear map: for each KV head its queries, its key, its value.
+    """Return the sources of queries, keys and values in one linear map: for each KV head its queries, key and value.
 
     Args:
-        name: of the map, `{layer}` for the layer's number.
+        name: name of the map, with `{layer}` in place of the layer's number.
     """
     slices = {"query": slice(None, -2), "key": slice(-2, -1), "value": slice(-1, None)}
 
     def read(rows: slice, tensor: Tensor, config: ModelConfig) -> Tensor:
         by_head = tensor.reshape(config.kv_heads, config.groups + 2, config.head_width, *tensor.shape[1:])
-        return by_head[:, rows].reshape(-1, *tensor.shape[1:]).copy()  # a view would keep all of the tensor in memory
+        return by_head[:, rows].reshape(-1, *tensor.shape[1:]).copy()  # a view would keep the whole tensor in memory
 
     return _fused(name, {leaf: functools.partial(read, rows) for leaf, rows in slices.items()})
 
 
 def fused_in_turn(name: str) -> dict[str, Source]:
-    """Sources of queries, keys and values in one linear map: all queries, all keys, all values.
+    """Return the sources of queries, keys and values in one linear map: all queries, then all keys, then all values.
 
     Args:
-        name: of the map, `{layer}` for the layer's number.
+        name: name of the map, with `{layer}` in place of the layer's number.
     """
 
     def read(index: int, tensor: Tensor, config: ModelConfig) -> Tensor:
@@ -128,7 +129,7 @@ def _fused(name: str, reads: Mapping[str, Callable[[Tensor, ModelConfig], Tensor
 
 
 def transposed(source: Source) -> Source:
-    """The same, stored as [in, out]."""
+    """Return the source of a tensor stored as [in, out]."""
 
     def shape(leaf: Shape, config: ModelConfig) -> Shape:
         return (leaf if source.shape is None else source.shape(leaf, config))[::-1]
@@ -148,7 +149,7 @@ ACTIVATIONS: Mapping[str, str] = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "relu": "relu",
 }
-# For each type of RoPE which numbers it needs beside theta, by our names and theirs.
+# The numbers that each type of RoPE needs besides theta: from our names to those of config.json.
 _ORIGINAL = {"original_max_positions": "original_max_position_embeddings"}
 _ROPES: Mapping[str, Mapping[str, str]] = {
     "default": {},
@@ -167,12 +168,12 @@ LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
 def integer(settings: Settings, key: str) -> int:
-    """A whole number above 0, or one clear sentence."""
+    """Return a setting that must be an integer above 0; raise `LoadError` otherwise."""
     return _above_zero(settings, key, int, "an integer")
 
 
 def number(settings: Settings, key: str) -> float:
-    """A number above 0, or one clear sentence."""
+    """Return a setting that must be a number above 0; raise `LoadError` otherwise."""
     return _above_zero(settings, key, int | float, "a number")
 
 
@@ -184,7 +185,7 @@ def _above_zero(settings: Settings, key: str, kind: Any, what: str) -> Any:
 
 
 def choice(settings: Settings, key: str, choices: Mapping[str, Any]) -> Any:
-    """What kvjax has for a name, or one clear sentence."""
+    """Return the entry of `choices` that a setting names; raise `LoadError` if there is none."""
     value = settings.get(key)
     if not isinstance(value, str) or value not in choices:
         raise LoadError(f"{key} {value!r} is not supported; supported are {', '.join(choices)}.")
@@ -192,15 +193,15 @@ def choice(settings: Settings, key: str, choices: Mapping[str, Any]) -> Any:
 
 
 def check_only(name: str, settings: Settings, only: Settings) -> None:
-    """Refuse values that kvjax does not know.
+    """Refuse unsupported values of settings.
 
     Args:
-        name: of the family.
-        settings: of a model.
-        only: the values that it knows, the one to name last.
+        name: name of the family.
+        settings: settings of a model.
+        only: the supported values of each setting; messages mention the last one.
 
     Raises:
-        LoadError: naming the setting.
+        LoadError: if a value is not supported; the message names the setting.
     """
     for key, allowed in only.items():
         if settings.get(key) not in allowed:
@@ -208,7 +209,7 @@ def check_only(name: str, settings: Settings, only: Settings) -> None:
 
 
 def head_width(settings: Settings, width: str, heads: str) -> int:
-    """The width of each of the heads that divide the hidden state, from the names of both settings."""
+    """Return the width of heads that divide the hidden state, given the names of the settings of both."""
     size, parts = integer(settings, width), integer(settings, heads)
     if size % parts:
         raise LoadError(f"{width} {size} is not a multiple of {heads} {parts}.")
@@ -216,7 +217,7 @@ def head_width(settings: Settings, width: str, heads: str) -> int:
 
 
 def token_ids(settings: Settings, key: str) -> tuple[int, ...]:
-    """The ids of a special token that a config may give as nothing, a number or a list."""
+    """Return the ids of a special token, which a config gives as null, a number or a list."""
     value = settings.get(key)
     ids = [] if value is None else value if isinstance(value, list) else [value]
     if not all(isinstance(i, int) for i in ids):
@@ -225,21 +226,21 @@ def token_ids(settings: Settings, key: str) -> tuple[int, ...]:
 
 
 def read_rope(settings: Settings, width: int, *, partial: bool = False) -> Rope:
-    """RoPE from `rope_parameters` (transformers 5) or `rope_theta`, `rope_scaling` (before).
+    """Read RoPE from `rope_parameters` (transformers 5) or from `rope_theta` and `rope_scaling` (earlier versions).
 
     Args:
-        settings: of the model.
-        width: of its heads.
-        partial: whether the family rotates only a `partial_rotary_factor` of it, where that is there.
+        settings: settings of the model.
+        width: width of its heads.
+        partial: True if the family may rotate only the fraction `partial_rotary_factor` of the width.
 
     Raises:
-        LoadError: a setting is missing, of another kind, or not supported.
+        LoadError: if a setting is missing, has the wrong type, or is not supported.
     """
     parts = [settings.get(key) or {} for key in ("rope_scaling", "rope_parameters")]
     if not all(isinstance(part, dict) for part in parts):
         raise LoadError(f"rope_scaling and rope_parameters must be objects, not {parts[0]!r} and {parts[1]!r}.")
     merged: dict[str, Any] = {"rope_theta": settings.get("rope_theta", 10_000.0)} | parts[0] | parts[1]
-    # Models that give each type of layer its own RoPE nest one object per type.
+    # Models with one RoPE per type of layer nest one object per type.
     nested = [key for key, value in merged.items() if isinstance(value, dict)]
     if nested:
         raise LoadError(f"RoPE settings per type of layer ({', '.join(nested)}) are not supported.")
@@ -248,7 +249,7 @@ def read_rope(settings: Settings, width: int, *, partial: bool = False) -> Rope:
         raise LoadError(f"partial_rotary_factor {share!r} is not supported; only {'up to ' if partial else ''}1.0 is.")
     merged["rope_type"] = kind = merged.get("rope_type", merged.get("type", "default"))
     fields = choice(merged, "rope_type", _ROPES)
-    original = "original_max_position_embeddings"  # which some models have beside their RoPE
+    original = "original_max_position_embeddings"  # some models have it outside of their RoPE settings
     longest = settings.get("max_position_embeddings")
     merged |= {"max_position_embeddings": longest, original: settings.get(original, merged.get(original, longest))}
     if kind == "longrope" and merged.get("factor") is None:
@@ -264,7 +265,7 @@ def read_rope(settings: Settings, width: int, *, partial: bool = False) -> Rope:
 
 
 def _extras(kind: str, settings: Settings) -> dict[str, Any]:
-    """What `yarn` and `longrope` may have beside the numbers that they need."""
+    """Return the optional settings of `yarn` and the further settings of `longrope`."""
     extras: dict[str, Any] = {}
     if kind == "longrope":
         extras = {f"{which}_factors": _numbers(settings, f"{which}_factor") for which in ("short", "long")}
@@ -288,10 +289,10 @@ def _numbers(settings: Settings, key: str) -> tuple[float, ...]:
 
 
 def read_windows(settings: Settings, default: Sequence[str]) -> tuple[int | None, ...] | None:
-    """Each layer's window by `layer_types`, or by a family's own pattern where there are none; None if none has one.
+    """Return each layer's window from `layer_types`, or else from the family's default; None if no layer has one.
 
     Raises:
-        LoadError: a type is not supported, or there is not one for each layer.
+        LoadError: if a type is not supported, or the number of types is not that of layers.
     """
     layers, given = integer(settings, "num_hidden_layers"), settings.get("layer_types")
     types = list(default) if given is None else given
@@ -304,7 +305,7 @@ def read_windows(settings: Settings, default: Sequence[str]) -> tuple[int | None
 
 
 def upper_windows(settings: Settings) -> tuple[int | None, ...] | None:
-    """Qwen's: layers from `max_window_layers` on have a window, where that is used at all."""
+    """Return the windows of Qwen: with `use_sliding_window`, layers from `max_window_layers` on have one."""
     if not settings["use_sliding_window"] or settings["sliding_window"] is None:
         return None
     layers, first = integer(settings, "num_hidden_layers"), settings["max_window_layers"]
@@ -314,7 +315,7 @@ def upper_windows(settings: Settings) -> tuple[int | None, ...] | None:
 
 
 def llama_config(settings: Settings, *, partial: bool = False) -> ModelConfig:
-    """The shape of a model that is Llama but for settings that its family fixes; `partial` as in `read_rope`."""
+    """Return the config of a model like Llama; `partial` as in `read_rope`."""
     width, heads = integer(settings, "hidden_size"), integer(settings, "num_attention_heads")
     if settings.get("head_dim") is None and width % heads:
         raise LoadError(
@@ -346,13 +347,13 @@ def llama_config(settings: Settings, *, partial: bool = False) -> ModelConfig:
 
 
 def gpt_config(settings: Settings, names: Mapping[str, str], **others: Any) -> ModelConfig:
-    """The shape of a model with layer normalisation, an MLP without a gate, and heads that divide the hidden state.
+    """Return the config of a model with layer normalisation, an MLP without a gate, and heads that divide the width.
 
     Args:
-        settings: of the model.
-        names: of each of `width`, `layers`, `heads`, `max_positions`, `norm_eps`, `activation` and `mlp_width` (four
-            widths where it is None) what the family calls it.
-        others: further fields; `kv_heads` is `heads` if not among them, and `norm_bias` true.
+        settings: settings of the model.
+        names: the family's name of each of `width`, `layers`, `heads`, `max_positions`, `norm_eps`, `activation` and
+            `mlp_width`. If the setting of `mlp_width` is None, it is 4 * `width`.
+        others: further fields of the config; by default `kv_heads` is `heads` and `norm_bias` is True.
     """
     readers = {"norm_eps": number, "activation": functools.partial(choice, choices=ACTIVATIONS)}
     if settings[names["mlp_width"]] is None:
@@ -381,7 +382,7 @@ GPT_NAMES: Mapping[str, str] = {
     "activation": "activation_function",
     "mlp_width": "n_inner",
 }
-"""The names of GPT-2 and GPT-J, for `gpt_config`."""
+"""Names of settings in GPT-2 and GPT-J, for `gpt_config`."""
 _LLAMA_LINEARS: Mapping[str, str] = {
     "query": "self_attn.q_proj",
     "key": "self_attn.k_proj",

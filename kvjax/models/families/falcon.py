@@ -66,7 +66,7 @@ def _config(settings: Settings) -> ModelConfig:
 
 def _slopes(heads: int, width: int) -> tuple[float, ...]:
     # Falcon scales the sum of products and biases, and keeps slopes in bfloat16. transformers also rounds the bias of
-    # each position to bfloat16, so that it is no function of distances any more; kvjax does not.
+    # each position to bfloat16, which makes it depend on more than the distance; kvjax does not.
     return tuple((np.asarray(alibi_slopes(heads), jnp.bfloat16).astype(float) * width**-0.5).tolist())
 
 

@@ -1,4 +1,4 @@
-"""Gemma: Llama with scaled embeddings, wider heads and norms that multiply by one more than their weight."""
+"""Gemma: Llama with scaled embeddings, wider heads and norms that multiply by 1 + weight."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ GEMMA_ONLY: Settings = {"mlp_bias": (False,), "use_bidirectional_attention": (No
 
 
 def gemma_config(settings: Settings) -> ModelConfig:
-    """What all Gemmas have in common."""
+    """Return the config that all versions of Gemma have in common."""
     shape = llama_config({**settings, "sliding_window": None})
     return dataclasses.replace(shape, embedding_scale=shape.width**0.5, norm_offset=True)
 
 
 def _config(settings: Settings) -> ModelConfig:
-    # The official checkpoints say gelu and mean its approximation.
+    # The official checkpoints set gelu but mean its tanh approximation.
     activation = settings["hidden_act"]
     return gemma_config({**settings, "hidden_act": "gelu_pytorch_tanh" if activation == "gelu" else activation})
 

@@ -1,4 +1,4 @@
-"""Gemma 2: Gemma with norms around attention and MLP, soft caps, and a window in every other layer."""
+"""Gemma 2: Gemma with norms before and after attention and MLP, soft caps, and a window in every other layer."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ GEMMA2_DEFAULTS: Mapping[str, Any] = {
 
 
 def gemma2_config(settings: Settings, period: int) -> ModelConfig:
-    """The shape of a model whose layers have a window but for one in every `period`."""
+    """Return the config of a model with a window in all layers except one in every `period`, or by `layer_types`."""
 
     def cap(key: str) -> float | None:
         return None if settings[key] is None else float(number(settings, key))

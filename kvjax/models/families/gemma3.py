@@ -1,4 +1,4 @@
-"""Gemma 3 (text): Gemma 2 with norms of queries and keys in place of soft caps, and a RoPE for each type of layer."""
+"""Gemma 3 (text): Gemma 2 with norms of queries and keys instead of soft caps, and one RoPE per type of layer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GPT-2 and Cerebras-GPT: learned positions, linear maps stored as [in, out]."""
+"""GPT-2 and Cerebras-GPT: learned position embeddings, linear maps stored as [in, out]."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GPT-NeoX and Pythia: parallel or sequential blocks of two norms, RoPE over a part of each head."""
+"""GPT-NeoX and Pythia: parallel or sequential blocks with two norms, RoPE on a part of each head."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GPT-J: parallel blocks of one norm, interleaved RoPE over a part of each head, an unembedding with a bias."""
+"""GPT-J: parallel blocks with one norm, interleaved RoPE on a part of each head, an unembedding with a bias."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from kvjax.models.families.common import LLAMA_DEFAULTS, LLAMA_SOURCES, Family, 
 
 
 def _config(settings: Settings) -> ModelConfig:
-    # Llama has no sliding window, whatever its config says.
+    # Llama has no sliding window, even if its config sets one.
     return llama_config({**settings, "sliding_window": None})
 
 

@@ -1,4 +1,4 @@
-"""MPT: ALiBi and no biases, not even in norms."""
+"""MPT: ALiBi, and no biases in linear maps or norms."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _config(settings: Settings) -> ModelConfig:
     attention = {**_ATTENTION, **given}
     check_only("mpt", attention, _ONLY)
     heads, scale = integer(settings, "n_heads"), settings["logit_scale"]
-    # The published definition has logit_scale and alibi_bias_max; transformers' port ignores both.
+    # The published model code uses logit_scale and alibi_bias_max; the port in transformers ignores both.
     if scale == "inv_sqrt_d_model":
         scale = integer(settings, "d_model") ** -0.5
     elif scale is not None:
@@ -60,7 +60,7 @@ def _config(settings: Settings) -> ModelConfig:
         norm_bias=False,
         position="alibi",
         slopes=tuple(alibi_slopes(heads, number(attention, "alibi_bias_max")).tolist()),
-        qkv_clip=number(attention, "clip_qkv") if attention["clip_qkv"] else None,  # off where it is 0, too
+        qkv_clip=number(attention, "clip_qkv") if attention["clip_qkv"] else None,  # 0 also means no clipping
         attention_scale=None if attention["softmax_scale"] is None else number(attention, "softmax_scale"),
         logit_scale=scale,
     )

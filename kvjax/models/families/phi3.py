@@ -1,4 +1,4 @@
-"""Phi-3: Llama whose queries, keys and values are one projection, as are the MLP's gate and its other input."""
+"""Phi-3: Llama with fused projections of queries, keys and values, and of the MLP's gate and up projection."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvjax.models.families.common import LLAMA_DEFAULTS, LLAMA_SOURCES, Family, 
 
 
 def _config(settings: Settings) -> ModelConfig:
-    # Older checkpoints call their RoPE by other names.
+    # Older checkpoints use other names for longrope.
     named = {"su": "longrope", "yarn": "longrope"}
     ropes = {key: settings.get(key) for key in ("rope_scaling", "rope_parameters")}
     for key, rope in ropes.items():
@@ -30,7 +30,7 @@ def _gate_up(config: ModelConfig) -> Sequence[int]:
 
 
 def _part(name: str, rows: Callable[[ModelConfig], Sequence[int]], index: int) -> Source:
-    """One of several maps whose outputs, `rows` of each, lie behind each other in one tensor."""
+    """Return the source of one of several maps concatenated in one tensor; `rows` gives the outputs of each."""
 
     def whole(shape: Shape, config: ModelConfig) -> Shape:
         return sum(rows(config)), *shape[1:]

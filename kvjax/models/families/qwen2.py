@@ -1,4 +1,4 @@
-"""Qwen2: Llama whose queries, keys and values have biases."""
+"""Qwen2: Llama with biases of queries, keys and values."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kvjax.models.families.common import LLAMA_DEFAULTS, LLAMA_SOURCES, Family, 
 
 
 def _config(settings: Settings) -> ModelConfig:
-    # Its configs name a window even where `use_sliding_window` is off.
+    # Its configs contain a window even if `use_sliding_window` is off.
     shape = llama_config({**settings, "attention_bias": True, "sliding_window": None})
     return dataclasses.replace(shape, windows=upper_windows(settings))
 
