@@ -111,7 +111,7 @@ class Begun:
 
 
 def check_room(longest: int, max_new_tokens: int, policy: Policy, model: LanguageModel) -> None:
-    """Refuse a text longer than the model's positions, unless the policy numbers positions by cache slot.
+    """Refuse a text longer than the model's positions, unless the policy uses positions in the cache.
 
     Raises:
         ValueError: the text is too long.
