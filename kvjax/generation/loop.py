@@ -40,7 +40,7 @@ class Block(NamedTuple):
     state: State
     """State after the block; it has not read the last token of a running row yet."""
     drawn: Drawn
-    """The same tokens with their log-probabilities, [b n] and [b n k] on the host."""
+    """Tokens of the block with their log-probabilities, [b n] and [b n k] on the host."""
 
 
 Narrow = Callable[

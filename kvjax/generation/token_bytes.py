@@ -171,7 +171,7 @@ class _Decoded:
             self._told, self._whole, self._context = len(self._decode(self._ids)), len(self._ids), None
         self._ids.append(token)
         text, told = self._decode(self._ids), self._told
-        # Hold back a character until all its bytes have arrived. Bytes that are invalid are held back, too.
+        # Hold back a character until all its bytes have arrived. Invalid bytes at the end are held back, too.
         broken = min(len(text) - len(text.rstrip("\ufffd")), _CHARACTER - 1)
         self._told = max(told, len(text) - broken)
         if not broken:

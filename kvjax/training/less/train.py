@@ -201,7 +201,7 @@ def training_mesh(config: ModelConfig, mesh: Mesh | None = None) -> Mesh:
 
 
 def _over_layers(mesh: Mesh, function: Callable[..., Any], given: tuple[PartitionSpec, ...], *stacked: Any) -> Any:
-    # Each device runs its layers in turn. With vmap, the hidden features of all layers would not fit the cache.
+    # Layers run in turn on each device: faster than vmap, whose hidden features do not fit the processor's cache.
     mapped = jax.shard_map(
         lambda *local: jax.lax.map(lambda layer: function(*layer), local),
         mesh=mesh,
