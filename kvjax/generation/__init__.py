@@ -1,1 +1,1 @@
-"""Text from a model and a cache: drawing tokens, the compiled loop, prompts in and texts out."""
+"""Text generation: sampling, the compiled decode loop, prompts and detokenization."""

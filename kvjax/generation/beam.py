@@ -1,4 +1,4 @@
-"""Beam search with caches that follow their beams."""
+"""Beam search in which each beam has its own cache."""
 
 from __future__ import annotations
 
@@ -19,36 +19,36 @@ from kvjax.inference.state import Moving, State, join_state, split_state, take_r
 from kvjax.utils.processes import on_host
 
 NEVER = -1e9
-"""Added to what may not be chosen, as in transformers, whose order of candidates this is."""
+"""Score added to candidates that may not be chosen; transformers uses the same value and order of candidates."""
 
 
 class Beams(NamedTuple):
-    """Texts of each prompt that go on, and those that have ended, by falling score."""
+    """Running and ended texts of each prompt, both sorted by falling score."""
 
     length: Int[Array, ""]
-    """Tokens of each text that goes on."""
+    """Tokens in each running text."""
     score: Float[Array, "b k"]
-    """Sum of a text's log-probabilities."""
+    """Sum of the log-probabilities of each running text."""
     text: Int[Array, "b k n"]
     ended: Bool[Array, "b k"]
-    """Which of the next three are there."""
+    """True where the next three fields contain an ended text."""
     ended_score: Float[Array, "b k"]
-    """The sum over the length to the power of the penalty."""
+    """Sum of the log-probabilities, divided by the length to the power of the penalty."""
     ended_text: Int[Array, "b k n"]
     ended_length: Int[Array, "b k"]
     open: Bool[Array, " b"]
-    """Whether a text that goes on may become better than one that has ended."""
+    """True for prompts with a running text that may still beat an ended one."""
 
 
 class Found(NamedTuple):
     """The best text of each prompt."""
 
     tokens: list[list[int]]
-    """Without an ending id."""
+    """Ids of each text, excluding the final end id."""
     scores: list[float]
-    """Of each: the sum of its log-probabilities over its length to the power of the penalty."""
+    """Sum of each text's log-probabilities, divided by its length to the power of the penalty."""
     state: State
-    """Of all beams that went on."""
+    """State of all beams that were running at the end."""
     steps: int
 
 
@@ -60,22 +60,22 @@ def beam_search(
     eos: tuple[int, ...] = (),
     length_penalty: float = 1.0,
 ) -> Found:
-    """The texts that a search over several beams finds likeliest, as transformers' `num_beams` does it.
+    """Search for the likeliest texts with several beams, as `num_beams` of transformers does.
 
-    At every step the likeliest continuations of all beams go on, each with the cache that its beam has: evictions
-    differ from beam to beam. A prompt's search ends where no beam that goes on can become better than the worst text
-    that has ended (`early_stopping=False` there), or after `max_new_tokens`. Heads with budgets of their own get
-    buffers of the largest one's size. A step gathers all caches anew, so that there are two of each while it does.
+    Each step keeps the likeliest continuations of all beams and gives each one a copy of its beam's cache, since
+    beams evict different tokens. The search of a prompt ends when no running beam can beat its worst ended text
+    (`early_stopping=False` in transformers), or after `max_new_tokens`. If heads have different budgets, every buffer
+    gets the size of the largest. Each step gathers all caches, which needs memory for a second copy of them.
 
     Args:
         state: from `prefill`; it stays valid.
         logits: for the first new token, from `prefill`.
-        beams: texts of each prompt that go on, at least 1.
-        max_new_tokens: tokens of a text, at least 1.
+        beams: running texts per prompt, at least 1.
+        max_new_tokens: tokens per text, at least 1.
         eos: ids that end a text.
-        length_penalty: to whose power lengths divide scores; above 0 favours long texts.
+        length_penalty: exponent of the length that divides each score; values above 0 favour long texts.
     """
-    if isinstance(state.storage, Paged):  # whose pages are counted on the host
+    if isinstance(state.storage, Paged):  # its pages are counted on the host
         state = unpacked(state)
     rows, vocabulary = logits.shape
     state = take_rows(state, np.repeat(np.arange(rows), beams))
@@ -92,7 +92,7 @@ def beam_search(
         open=state.active.reshape(shape)[:, 0],
     )
     ends = jnp.asarray(np.isin(np.arange(vocabulary), eos))
-    # So many that at least as many as there are beams do not end.
+    # Enough candidates that at least `beams` of them do not end their text.
     candidates = min(max(2, 1 + len(eos)) * beams, beams * vocabulary)
     settle_step(state)
     fixed, moving = split_state(state)
@@ -147,7 +147,7 @@ def _select(
     length_penalty: float | Array,
     candidates: int,
 ) -> tuple[Beams, Int[Array, "b k"]]:
-    """One more token for each beam, and whose continuation each of them is."""
+    """Extend each beam by one token, and return the beams with the parent index of each."""
     rows, width = beams.score.shape
     length = beams.length + 1
     known = jax.nn.log_softmax(logits.astype(beams.score.dtype)).reshape(rows, width, -1) + beams.score[..., None]
@@ -158,7 +158,7 @@ def _select(
     running, chosen = jax.lax.top_k(score + jnp.where(ending, NEVER, 0.0), width)
 
     divisor = length.astype(score.dtype) ** length_penalty
-    # Only what is among the best ends; the other candidates stand by for them.
+    # A text ends only if it is among the best `width` candidates; the others are running candidates.
     enters = ending & (jnp.arange(candidates) < width) & beams.open[:, None]
     scores = jnp.concatenate([beams.ended_score, jnp.where(enters, score / divisor, NEVER)], axis=1)
     ended_score, kept = jax.lax.top_k(scores, width)

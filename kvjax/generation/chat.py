@@ -1,4 +1,4 @@
-"""A conversation whose cache never grows: turns are read on top of what it holds of those before."""
+"""Conversations in a cache of fixed size: each turn is added to the tokens that the policy kept."""
 
 from __future__ import annotations
 
@@ -29,28 +29,28 @@ if TYPE_CHECKING:
     from kvjax.models.model import LanguageModel
 
 SAVED = "conversation.json"
-"""Beside the arrays of a saved conversation: what is no array, written last."""
+"""Name of the file with the parts of a saved conversation that are not arrays; it is written last."""
 
 
 @dataclasses.dataclass(frozen=True)
 class CacheUse:
-    """What a cache holds of a conversation."""
+    """Memory that a conversation uses in the cache."""
 
     tokens: int
     """Tokens read so far."""
     slots: float
-    """Of each head, that hold a token, on average over layers and heads."""
+    """Occupied slots per head, averaged over layers and heads."""
     limit: float
-    """Slots that each head may use, on average."""
+    """Slots that each head may use, averaged over layers and heads."""
     bytes: int
-    """Of the buffers, which stay as they are."""
+    """Size of the buffers, which does not change."""
 
 
 def check_devices(data: int) -> None:
-    """Refuse devices along `data`, which share out rows: a conversation has one.
+    """Refuse a mesh that shards rows over `data`, because a conversation has only one row.
 
     Raises:
-        ValueError: there are several.
+        ValueError: `data` is above 1.
     """
     if data > 1:
         raise ValueError(
@@ -60,22 +60,21 @@ def check_devices(data: int) -> None:
 
 
 class Conversation:
-    """Turns of a user and answers, of which the cache holds what its policy keeps.
+    """A conversation between a user and the model, whose cache contains the tokens that the policy keeps.
 
-    An answer's tokens stay in the cache as they were written, and what the chat template puts between an answer and the
-    next one is read after them. A tokenizer without a chat template has its turns read as they are, each answer being
-    what continues them.
+    The tokens of an answer stay in the cache as they were generated. Before the next answer, the model reads the text
+    that the chat template puts between two answers. Without a chat template, the model reads the turns unchanged and
+    each answer continues them.
 
     Args:
         model: from `kvjax.load`.
-        system: the turn before all others; None for what the template has there.
-        context: tokens of the whole conversation, for which policies that set slots aside plan; None for the model's
-            positions.
+        system: the system turn, before all others; None for the template's default.
+        context: tokens of the whole conversation, for policies that plan ahead; None for the model's positions.
         settings: those of `kvjax.generation.generate.begin`, for one text.
 
     Raises:
-        ValueError: a setting is out of range, there is a system's turn and no template for it, or the template writes
-            earlier turns otherwise when another one follows, so that no cache could go on.
+        ValueError: a setting is out of range, there is a system turn but no chat template, or the template rewrites
+            earlier turns when another one follows, so that the cache cannot be extended.
     """
 
     def __init__(
@@ -94,13 +93,13 @@ class Conversation:
                 f"the tokenizer of {model.name!r} has no chat template, so no system's turn; leave it out."
             )
         self.begun: Begun | None = None
-        """What has been read, to go on from; None before the first turn."""
+        """Prefilled state to continue from; None before the first turn."""
         self.text: list[int] = []
-        """Ids of the conversation, in order; the cache may have to read the last one still."""
+        """Ids of the conversation, in order; the last one may not be in the cache yet."""
         self._first, self._between = self._affixes() if self.templated else (("", ""), ("", ""))
 
     def _check(self) -> None:
-        # Whatever would be refused of every first turn.
+        # Raises every error that would occur with any first turn.
         check_devices(1 if self.model.mesh is None else self.model.mesh.shape[ROWS])
         tokens, given = min(64, self.context - 1), self.settings
         policy, budget = policy_by_name(given.get("policy", "full")), given.get("budget", 1.0)
@@ -111,7 +110,7 @@ class Conversation:
         prepare(self.model, policy, [[0] * tokens], budget, None, max_new_tokens=planned, key=None, **reading)
 
     def _affixes(self) -> tuple[tuple[str, str], tuple[str, str]]:
-        """What the template puts around the first turn, and around those after an answer, from the answer's end on."""
+        """Return the template's text around the first turn, and around a later turn from the end of the last answer."""
         turn, other, reply = "Qzjx", "Wkvq", "Xjqz"
         first = with_system([{"role": "user", "content": turn}], self.system)
         next_turn = [*first, {"role": "assistant", "content": reply}, {"role": "user", "content": other}]
@@ -126,13 +125,15 @@ class Conversation:
         return (before, after), (between, end)
 
     def reply(self, turn: str) -> Iterator[str]:
-        """Read a turn, and write the answer in pieces; to stop it, leave the iterator: what was written stays.
+        """Read a turn and yield the answer in pieces.
+
+        To stop the answer, stop iterating: the tokens generated so far stay in the conversation.
 
         Args:
             turn: the user's text.
 
         Raises:
-            ValueError: the turn is empty or no text, or does not fit the model's positions or what was planned.
+            ValueError: the turn is empty, is not valid text, or exceeds the model's positions or the planned length.
         """
         if not turn.strip():
             raise ValueError("the turn is empty; give some text.")
@@ -170,7 +171,7 @@ class Conversation:
         return self.begun
 
     def _end(self, state: State) -> float:
-        """Tokens that a conversation may come to."""
+        """Return the maximal length of the conversation, in tokens."""
         positions = state.config.max_positions if state.policy.codec.positions == "original" else math.inf
         return min(positions, int(state.end[0]) if state.policy.plan.ends else math.inf)
 
@@ -183,11 +184,15 @@ class Conversation:
         return int(min(self.max_new_tokens, room - read))
 
     def forget(self) -> None:
-        """Begin anew."""
+        """Drop all turns and start a new conversation."""
         self.begun, self.text = None, []
 
     def use(self) -> CacheUse:
-        """What the cache holds; ValueError before the first turn."""
+        """Return the cache's usage.
+
+        Raises:
+            ValueError: there has been no turn yet.
+        """
         state = self._state()
         held = np.mean([(positions >= 0).sum(-1).mean() for positions in held_positions(state)])
         limit = np.mean([limits.mean() for limits in slot_limits(state)])
@@ -199,13 +204,13 @@ class Conversation:
         return self.begun.state
 
     def save(self, directory: str | Path) -> None:
-        """Keep the conversation in a directory, which is whole or not there, in place of one kept there before.
+        """Save the conversation in a directory, atomically, and replace one saved there before.
 
         Args:
-            directory: that is not there, or has a conversation.
+            directory: a new directory, or one with a saved conversation.
 
         Raises:
-            ValueError: nothing has been said yet, or the directory is something else or cannot be written.
+            ValueError: there has been no turn yet, the directory contains something else, or it cannot be written.
         """
         import orbax.checkpoint as ocp
 
@@ -226,15 +231,15 @@ class Conversation:
             (aside / SAVED).write_text(json.dumps(told), encoding="utf-8")
 
     def load(self, directory: str | Path) -> None:
-        """Go on from a conversation that was saved with the same model, policy and settings of the policy.
+        """Load a conversation that was saved with the same model, policy and policy settings.
 
-        Its budget and what it was planned for are those that it was saved with.
+        It keeps the budget and the planned length that it was saved with.
 
         Args:
             directory: from `save`.
 
         Raises:
-            ValueError: it has no conversation, or one of another model or policy.
+            ValueError: the directory has no conversation, or one of another model or policy.
         """
         import orbax.checkpoint as ocp
 
@@ -265,7 +270,7 @@ class Conversation:
         self.begun, self.text = dataclasses.replace(like, state=state), told["text"]
 
     def _fits(self, state: State, kept: State) -> str:
-        """What model and policy a state is of that is kept in some form: all of it but arrays."""
+        """Return a hash of the model, the policy and the saved form of a state, without its arrays."""
         structure = jax.tree.structure(kept), *described(state.policy)
         known = hashlib.sha256("\n".join(map(str, structure)).encode())
         known.update(np.asarray(self.model.weights.embedding[0]).tobytes())
@@ -273,10 +278,10 @@ class Conversation:
 
 
 def _told(file: Path) -> dict[str, Any]:
-    """What a saved conversation has beside its arrays.
+    """Read the parts of a saved conversation that are not arrays.
 
     Raises:
-        ValueError: it is something else.
+        ValueError: the file is not of a saved conversation.
     """
     try:
         told = json.loads(file.read_text(encoding="utf-8"))
@@ -288,12 +293,12 @@ def _told(file: Path) -> dict[str, Any]:
 
 
 def _stored(state: State) -> State:
-    """A state as it is kept: without weights and what the policy has learned, and random keys as their data."""
+    """Return a state as it is saved: without weights and policy, and with random keys as their data."""
     return state.replace(weights=None, policy=None, key=jax.random.key_data(state.key))
 
 
 def _is_words(leaf: Any) -> bool:
-    """Whether these are the words of LSH-E's hashes, which kvjax 0.2.0 kept in one array [b h c words]."""
+    """Return whether a leaf is a tuple of LSH-E hash words, which kvjax 0.2.0 saved as one array [b h c words]."""
     return type(leaf) is tuple and len(leaf) > 0 and all(getattr(word, "dtype", None) == jnp.uint32 for word in leaf)
 
 

@@ -1,4 +1,4 @@
-"""Text that appears as its tokens do: whole characters, and nothing of what may turn out to be a stop string."""
+"""Incremental detokenization, which holds back incomplete characters and possible beginnings of stop strings."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from kvjax.generation.token_bytes import characters, special_tokens
 
 
 def stop_strings(stop: str | Sequence[str] | None) -> tuple[str, ...]:
-    """Texts that end a text, as a tuple; one text counts as a list of one.
+    """Return the stop strings as a tuple; one string counts as a list of one.
 
     Raises:
-        TypeError: they are no texts.
-        ValueError: one is empty.
+        TypeError: a stop string is not a string.
+        ValueError: a stop string is empty.
     """
     given = () if stop is None else (stop,) if isinstance(stop, str) else stop
     if not isinstance(given, (list, tuple)) or not all(isinstance(each, str) for each in given):
@@ -27,40 +27,40 @@ def stop_strings(stop: str | Sequence[str] | None) -> tuple[str, ...]:
 
 
 def before_stop(text: str, stop: Sequence[str]) -> str:
-    """A text up to the first place where one of some texts begins."""
+    """Return a text up to the first stop string."""
     return text[: min((place for place in map(text.find, stop) if place >= 0), default=len(text))]
 
 
 class Pieces:
-    """One text in pieces, which together are its tokens' text up to the first stop string.
+    """Incremental detokenizer of one text, up to the first stop string.
 
-    The text is what the tokens add to that of the context, so that the space with which a word begins stays. It does
-    not depend on how many tokens come at once.
+    The text is what the tokens add to the text of the context, so a word keeps the space before it. The text does not
+    depend on how many tokens are added per call.
 
     Args:
         tokenizer: of the ids.
-        stop: texts that end the text before them. Special tokens are no part of the text, but a stop string that
-            contains one is found where the token stands.
+        stop: strings that end the text before them. Special tokens are not part of the text, but a stop string that
+            contains one is matched at that token.
         context: ids that the text follows, such as the prompt's.
     """
 
     def __init__(self, tokenizer: Any, stop: Sequence[str] = (), context: Sequence[int] = ()) -> None:
         self.tokenizer, self.stop = tokenizer, tuple(stop)
         self.stopped = False
-        """Whether a stop string has come: nothing follows."""
+        """True after a stop string; no text follows it."""
         named = special_tokens(tokenizer) if self.stop else {}
         self._special = {token: text for token, text in named.items() if any(text in stop for stop in self.stop)}
         self._with_special = [stop for stop in self.stop if any(text in stop for text in self._special.values())]
         self._characters = characters(tokenizer, context)
         self._held: list[tuple[str, bool]] = []
-        """Characters that may begin a stop string, and whether they are of the text and not of a special token."""
+        """Characters that may begin a stop string, and True for those of the text, not of a special token."""
 
     def add(self, ids: Sequence[int]) -> str:
-        """What is certain of the text once these tokens have come, and was not before."""
+        """Add tokens, and return the text that is certain now and was not before."""
         return "".join(map(self._add, ids))
 
     def finish(self) -> str:
-        """What has been held back, as no more tokens come."""
+        """Return the text held back so far, since no tokens follow."""
         return self._release(self._characters.finish(), last=True)
 
     def _add(self, token: int) -> str:
@@ -96,13 +96,13 @@ class Pieces:
 
 
 class Stops:
-    """Which tokens of each row belong to its text, where stop strings end texts: up to the one that completes one.
+    """Finder of stop strings in blocks of tokens; a text includes the token that completes its stop string.
 
     Args:
         tokenizer: of the ids.
-        stop: texts that end a text before them.
-        rows: of the blocks, from the first; others are left as they are.
-        contexts: ids that each row's text follows; none for texts that follow nothing.
+        stop: strings that end a text before them.
+        rows: number of rows to search, from the first; other rows are not changed.
+        contexts: ids that each row's text follows; empty if the texts follow nothing.
     """
 
     def __init__(self, tokenizer: Any, stop: Sequence[str], rows: int, contexts: Sequence[Sequence[int]] = ()) -> None:
@@ -111,7 +111,7 @@ class Stops:
     def __call__(
         self, tokens: Int[np.ndarray, "b n"], belongs: Bool[np.ndarray, "b n"]
     ) -> tuple[Bool[np.ndarray, "b n"], Bool[np.ndarray, " b"]]:
-        """Which tokens of a block belong, and which rows have ended."""
+        """Return masks of the tokens that belong to their text and of the rows that have ended."""
         left, ended = belongs.copy(), ~belongs[:, -1]
         for row, pieces in enumerate(self.pieces):
             for place in np.flatnonzero(belongs[row]):
@@ -123,12 +123,12 @@ class Stops:
 
 
 class Stream:
-    """Writes the text of a block's first row as its tokens arrive: see `Pieces`.
+    """Writer of the text of each block's first row as its tokens arrive; see `Pieces`.
 
     Args:
         tokenizer: of the ids.
-        write: gets each piece.
-        stop: texts that end the text before them.
+        write: called with each piece.
+        stop: strings that end the text before them.
         context: ids that the text follows, such as the prompt's.
     """
 
@@ -145,7 +145,7 @@ class Stream:
         self._write(self.pieces.add(block[0][belongs[0]].tolist()))
 
     def flush(self) -> None:
-        """Write what has been held back of the text so far."""
+        """Write the text held back so far."""
         self._write(self.pieces.finish())
 
     def _write(self, text: str) -> None:

@@ -1,4 +1,4 @@
-"""Prompts in, texts out: generation with what it cost, and text that appears as it is made."""
+"""Text generation from prompts, with timings, and streaming."""
 
 from __future__ import annotations
 
@@ -35,58 +35,59 @@ if TYPE_CHECKING:
 
 
 class Logprob(NamedTuple):
-    """What the model thought of a token that was written, before anything was filtered or penalised."""
+    """Log-probability of a generated token, before filters and penalties."""
 
     token: int
     logprob: float
-    """Logarithm of its probability."""
+    """Natural logarithm of the token's probability."""
     likeliest: tuple[tuple[int, float], ...]
-    """The likeliest tokens in its place with theirs, the likeliest first."""
+    """Likeliest tokens at this position with their log-probabilities, the likeliest first."""
 
 
 @dataclasses.dataclass
 class Generation:
-    """What came out of a batch of prompts, and what it cost; times are in seconds and hold no compilation."""
+    """Texts generated from a batch of prompts, with timings in seconds; compilation is timed separately."""
 
     prompts: list[list[int]]
-    """Of each text: a prompt of several samples stands there as often."""
+    """Prompt ids of each text; a prompt is repeated for each of its samples."""
     tokens: list[list[int]]
-    """Of each text, up to the one that completes a stop string."""
+    """Generated ids of each text, up to the token that completes a stop string."""
     padded: State
-    """After the last step, with rows beyond the texts' that fill the batch and are not active."""
+    """State after the last step, including the inactive rows that fill up the batch."""
     cache_positions: list[np.ndarray]
-    """For each layer [b, h, c]: positions held when the prompts had been read."""
+    """Positions in the cache after prefill, for each layer [b, h, c]."""
     compile_seconds: float
-    """Spent on programs: tracing, lowering, compiling or fetching them; nothing where all were there."""
+    """Time to trace, lower, compile or fetch programs; zero if all were ready."""
     prefill_seconds: float
-    """Reading the prompts."""
+    """Time to read the prompts."""
     decode_seconds: float
-    """Making `timed_tokens`: the tokens of all dispatches that did not wait for a program."""
+    """Time to generate `timed_tokens`."""
     timed_tokens: int
+    """Tokens of all dispatches that did not wait for a program."""
     logprobs: list[list[Logprob]] | None = None
-    """Of each token of each text, if asked for."""
+    """Log-probabilities of each token of each text, if requested."""
     beams: int = 1
-    """Rows of the state for each text."""
+    """Rows of the state per text."""
 
     @functools.cached_property
     def state(self) -> State:
-        """After the last step, with the texts' rows."""
+        """State after the last step, with only the rows of the texts."""
         rows = len(self.prompts) * self.beams
         return self.padded if len(self.padded.position) == rows else take_rows(self.padded, range(rows))
 
     @property
     def decode_tokens_per_second(self) -> float | None:
-        """Tokens of all rows per second; None if too few were made to tell."""
+        """Generated tokens of all rows per second; None if none were timed."""
         return self.timed_tokens / self.decode_seconds if self.timed_tokens else None
 
 
 @dataclasses.dataclass
 class Begun:
-    """Prompts that have been read, and how they are to go on."""
+    """Prefilled prompts, with the settings for their continuation."""
 
     model: LanguageModel
     prompts: list[list[int]]
-    """Of each row that is active."""
+    """Prompt ids of each active row."""
     state: State
     logits: Float[Array, "b vocab"]
     held: list[np.ndarray]
@@ -97,10 +98,10 @@ class Begun:
     logprobs: int | None
     compile_seconds: float
     seconds: float
-    """Spent on reading them, without compilation."""
+    """Time of prefill, without compilation."""
 
     def blocks(self, steps: int = STEPS_PER_DISPATCH) -> Iterator[Block]:
-        """Their continuations, for once: the caches are consumed."""
+        """Yield blocks of new tokens; this consumes the caches, so call it only once."""
         rows = len(self.prompts)
         narrow = Stops(self.model.tokenizer, self.stop, rows, self.prompts) if self.stop else None
         arguments = self.state, self.logits, self.max_new_tokens, self.sampling, self.eos, steps
@@ -110,10 +111,10 @@ class Begun:
 
 
 def check_room(longest: int, max_new_tokens: int, policy: Policy, model: LanguageModel) -> None:
-    """Refuse a text that would outgrow a model's positions, unless it sees those of the cache.
+    """Refuse a text longer than the model's positions, unless the policy uses positions in the cache.
 
     Raises:
-        ValueError: naming all three.
+        ValueError: the text is too long.
     """
     room = model.config.max_positions
     if longest + max_new_tokens > room and policy.codec.positions == "original":
@@ -146,9 +147,9 @@ def begin(
     chat: bool = False,
     logprobs: int | None = None,
 ) -> Begun:
-    """Read prompts that are going to be continued; see `generate_texts` for the settings.
+    """Prefill prompts for generation; see `generate_texts` for the settings.
 
-    With `chat` the ids are those of conversations, whose answers end with all that `end_ids` names for a chat.
+    With `chat`, the ids are of conversations, and any of the `end_ids` of a chat ends an answer.
     """
     chosen = policy_by_name(policy)
     max_new_tokens = whole_number("max_new_tokens", max_new_tokens)
@@ -165,7 +166,7 @@ def begin(
     arguments: dict[str, Any] = dict(max_new_tokens=max_new_tokens, prefill_chunk=prefill_chunk, budget_of=budget_of)
     with Compiling() as compiling:
         if num_samples > 1 and reading_draws(model, chosen, prompts, budget, **arguments):
-            # What each sample's cache holds is drawn, too, so that each reads its prompt with its own seed.
+            # The policy also draws the cache's contents, so each sample reads the prompt with its own seed.
             prompts = [prompt for prompt in prompts for _ in range(num_samples)]
             seeds = [(each + i) % 2**32 for each in seeds for i in range(num_samples)]
             rows, num_samples = len(prompts), 1
@@ -176,7 +177,7 @@ def begin(
         jax.block_until_ready(logits)
         seconds = compiling.lap()
     if num_samples > 1:
-        # Prompts are read once, and every sample goes on from the same cache as another seed does.
+        # Each prompt is read once; all its samples continue from copies of the same cache.
         texts = rows * num_samples
         spare = bucket_rows(texts, model.mesh) - texts
         copied = np.r_[np.repeat(np.arange(rows), num_samples), np.zeros(spare, np.int64)]
@@ -210,7 +211,7 @@ def reading_draws(
     prefill_chunk: int | None,
     **settings: Any,
 ) -> bool:
-    """Whether what a cache holds of prompts depends on the seed."""
+    """Return whether the cache's contents after prefill depend on the seed."""
     planned = prepare(
         model, policy, [list(prompts[0])], budget, None, key=None, plan=None, chunk=prefill_chunk, **settings
     )
@@ -218,11 +219,11 @@ def reading_draws(
 
 
 def stop_ids(given: Sequence[int], model: LanguageModel) -> tuple[int, ...]:
-    """Return ids that end a text beside the model's own.
+    """Return the ids that end a text in addition to the model's own.
 
     Raises:
-        TypeError: they are no list of ids.
-        ValueError: the model does not have one.
+        TypeError: `given` is not a list of ids.
+        ValueError: an id is not in the model's vocabulary.
     """
     several = isinstance(given, (list, tuple, np.ndarray))
     if not several or any(isinstance(each, bool) or not isinstance(each, (int, np.integer)) for each in given):
@@ -241,14 +242,14 @@ def lower_begin(
     budget_of: str = "text",
     prefill_chunk: int | None = None,
 ) -> list[jax.stages.Lowered]:
-    """The programs by which `begin` reads prompts, to compile and ask for their `memory_analysis()`."""
+    """Lower the programs of `begin`, for example to compile them and read their `memory_analysis()`."""
     batch = [list(prompts[row]) for row in _filled(prompts, model)]
     reading: dict[str, Any] = dict(max_new_tokens=max_new_tokens, budget_of=budget_of, prefill_chunk=prefill_chunk)
     return lower_prefill(model, policy, batch, budget, **reading)
 
 
 def _filled(prompts: Sequence[Sequence[int]], model: LanguageModel) -> list[int]:
-    """Which prompts a batch is of: rows do not know of each other, so that copies of the shortest may fill it up."""
+    """Return the prompt index of each row of the batch; copies of the shortest prompt fill it up."""
     rows = list(range(len(prompts)))
     shortest = min(rows, key=lambda row: len(prompts[row]), default=0)
     return rows + [shortest] * (bucket_rows(len(rows), model.mesh) - len(rows))
@@ -267,10 +268,10 @@ def generate_ids(
 
     Args:
         model: from `kvjax.load`.
-        prompts: ids of each.
-        beams: of the search for the likeliest text; 1 for no search.
-        length_penalty: of the search.
-        on_tokens: called with each new block of tokens [b, n] and which of them belong to their row's text.
+        prompts: ids of each prompt.
+        beams: beams of the beam search; 1 for no search.
+        length_penalty: see `beam_search`.
+        on_tokens: called with each new block of tokens [b, n] and a mask of those that belong to their row's text.
         settings: those of `begin`.
     """
     check_beams(beams, length_penalty, settings)
@@ -280,10 +281,10 @@ def generate_ids(
 
 
 def check_beams(beams: int, length_penalty: float, settings: Mapping[str, Any]) -> None:
-    """Refuse what means nothing to a search, and a search's settings without one.
+    """Refuse sampling settings with a beam search, and settings of a beam search without one.
 
     Raises:
-        ValueError: naming the setting.
+        ValueError: a setting has no effect, or the length penalty is not finite.
     """
     if whole_number("beams", beams) == 1 and length_penalty != 1:
         raise ValueError(f"length_penalty={length_penalty} means nothing without beams; give beams, too.")
@@ -301,7 +302,7 @@ def go_on(
     length_penalty: float = 1.0,
     on_tokens: Callable[[np.ndarray, np.ndarray], None] | None = None,
 ) -> Generation:
-    """Continue what has been read, whose caches are consumed; see `generate_ids`."""
+    """Continue prefilled prompts and consume their caches; see `generate_ids`."""
     if beams > 1:
         return _search(begun, beams, length_penalty)
     with Compiling() as compiling:
@@ -327,7 +328,7 @@ def go_on(
 
 
 def logprob_at(drawn: Drawn, row: int, place: int) -> Logprob:
-    """What the model thought of one of the tokens [b n] of a block whose logarithms are known."""
+    """Return the log-probability of one token of a block [b n], with those of the likeliest tokens."""
     likeliest: tuple[tuple[int, float], ...] = ()
     assert drawn.logprob is not None
     if drawn.likeliest is not None and drawn.likeliest_logprob is not None:
@@ -352,7 +353,7 @@ def _keys(seeds: Int[Array, " b"]) -> Key[Array, " b"]:
 
 
 def texts_of(model: LanguageModel, made: Generation, stop: str | Sequence[str] = ()) -> list[str]:
-    """The texts of a generation, what each adds to its prompt's, up to its first stop string."""
+    """Return the text that each generation adds to its prompt, up to the first stop string."""
 
     def text(prompt: list[int], ids: list[int]) -> str:
         pieces = Pieces(model.tokenizer, stop_strings(stop), prompt)
@@ -369,27 +370,27 @@ def generate_texts(
     system: str | None = None,
     **settings: Any,
 ) -> list[str]:
-    """Texts that continue prompts.
+    """Generate texts that continue prompts.
 
     Args:
         model: from `kvjax.load`.
-        prompts: texts, or with `chat` conversations, lists of messages with `role` and `content`; one text counts as a
-            list of one.
-        chat: wrap each text as a user's turn with the tokenizer's chat template.
-        system: the turn before all others of a chat.
+        prompts: texts, or conversations: lists of messages with `role` and `content`; one text counts as a list of
+            one.
+        chat: wrap each text as a user turn with the tokenizer's chat template.
+        system: the system turn of a chat, before all others.
         settings: `policy` ("full"), `budget` (1.0), `budget_of`, `plan`, `prefill_chunk`: see `kvjax.prefill`;
             `max_new_tokens` (128); `temperature` (0.8, 0 is greedy), `top_k`, `top_p`, `min_p`, `repetition_penalty`:
-            see `Sampling`; `stop`: texts that end a text before them, among them those of special tokens;
-            `stop_token_ids`: ids that end it, too; `stop_at_eos` (True): whether the model's own ends do, and in a chat
-            the tokenizer's and the chat template's;
+            see `Sampling`; `stop`: strings that end a text before them, including texts of special tokens;
+            `stop_token_ids`: ids that also end a text; `stop_at_eos` (True): True if the model's end ids end a text,
+            and in a chat also those of the tokenizer and the chat template;
             `seed` (0): one number, or one for each prompt; the same seed gives a prompt the same text in any batch;
-            `num_samples` (1): texts of each prompt, which is read once, one after the other in what is returned; the
-            i-th is drawn as with seed + i, while the policy's own randomness is that of the prompt;
-            `beams` (1), `length_penalty` (1.0): the likeliest text that a search finds, see `beam_search`;
+            `num_samples` (1): texts per prompt, returned one after the other; the i-th one uses seed + i. All samples
+            share one prefill, unless the policy uses the seed in it;
+            `beams` (1), `length_penalty` (1.0): return the likeliest text of a beam search, see `beam_search`;
             `logprobs`, `on_tokens`: see `generate_ids`.
 
-    A batch is filled up to 1, 2, 3, 4, 6, 8, 12, 16, ... rows, for which there is a program and memory; what compiles
-    once more is in docs/compilation.md.
+    A batch is filled up to 1, 2, 3, 4, 6, 8, 12, 16, ... rows; each of these sizes has its own program and needs memory
+    for all its rows. See docs/compilation.md for other causes of compilation.
 
     Raises:
         ValueError: a prompt is empty or too long, or a setting is out of range.
@@ -403,19 +404,19 @@ def generate_texts(
 def stream_text(
     model: LanguageModel, prompt: str | Messages, *, chat: bool = False, system: str | None = None, **settings: Any
 ) -> Iterator[str]:
-    """The text that continues one prompt, in pieces as they come.
+    """Generate the text that continues one prompt, and yield it in pieces.
 
-    Half a character and what may be the beginning of a stop string are held back until more is known.
+    Incomplete characters and possible beginnings of a stop string are held back until more tokens arrive.
 
     Args:
         model: from `kvjax.load`.
-        prompt: a text, or with `chat` a conversation.
-        chat: wrap a text as a user's turn.
-        system: the turn before all others of a chat.
+        prompt: a text, or a conversation.
+        chat: wrap a text as a user turn.
+        system: the system turn of a chat, before all others.
         settings: those of `begin`; several samples cannot be streamed.
 
     Raises:
-        ValueError: the prompt is empty or too long, or a setting is out of range; before the first piece is asked for.
+        ValueError: the prompt is empty or too long, or a setting is out of range; raised before the first piece.
     """
     if settings.get("num_samples", 1) != 1:
         raise ValueError(f"num_samples={settings['num_samples']}: one text can be streamed; use model.generate.")

@@ -1,4 +1,4 @@
-"""The compiled loop: many decode steps and draws per dispatch, each row on its own randomness."""
+"""The compiled decode loop: many steps and samples per dispatch, with a random key per row."""
 
 from __future__ import annotations
 
@@ -21,32 +21,32 @@ STEPS_PER_DISPATCH = 16
 
 
 class Drawn(NamedTuple):
-    """A token of each row, or several [b n], and what the model thought of them before anything was filtered."""
+    """Sampled tokens of each row, [b] or [b n], with their log-probabilities before filters and penalties."""
 
     token: Int[Array, " b"]
     logprob: Float[Array, " b"] | None
-    """None where it was not asked for, as the next two."""
+    """Log-probability of the token; None if not requested, as in the next two fields."""
     likeliest: Int[Array, "b k"] | None
-    """The k likeliest tokens in its place, the likeliest first."""
+    """The k likeliest tokens at this position, the likeliest first."""
     likeliest_logprob: Float[Array, "b k"] | None
 
 
 class Block(NamedTuple):
-    """What one dispatch made."""
+    """Tokens of one dispatch."""
 
     tokens: Int[np.ndarray, "b n"]
     belongs: Bool[np.ndarray, "b n"]
-    """Which tokens are of their row's text: an ending id is not, nor what an inactive row is given."""
+    """True for tokens of their row's text; False for end ids and for tokens of inactive rows."""
     state: State
-    """After them; the last token of a row that has not ended is not read yet."""
+    """State after the block; it has not read the last token of a running row yet."""
     drawn: Drawn
-    """The tokens again, [b n] and [b n k] on the host."""
+    """Tokens of the block with their log-probabilities, [b n] and [b n k] on the host."""
 
 
 Narrow = Callable[
     [Int[np.ndarray, "b n"], Bool[np.ndarray, "b n"]], tuple[Bool[np.ndarray, "b n"], Bool[np.ndarray, " b"]]
 ]
-"""Given a block of tokens and which of them belong: which do after all, and which rows have ended."""
+"""Function of a block of tokens and its mask `belongs`; it returns the new mask and the rows that have ended."""
 
 
 @functools.partial(jax.jit, static_argnames="logprobs")
@@ -58,11 +58,11 @@ def draw(
     seen: Bool[Array, "b vocab"],
     logprobs: int | None = None,
 ) -> tuple[Drawn, Bool[Array, "b vocab"]]:
-    """The next token of each row, whose randomness is that of the row's key and the token's position alone.
+    """Sample the next token of each row, with randomness that depends only on the row's key and the position.
 
     Returns:
-        The tokens, with the logarithms of their probabilities if `logprobs` and of so many likeliest ones; and what
-        each row's text has then.
+        The tokens, with log-probabilities of them and of the `logprobs` likeliest ones unless that is None; and the
+        updated `seen`.
     """
     token = sample(logits, jax.vmap(jax.random.fold_in)(key, position), sampling, seen)
     seen = seen.at[jnp.arange(len(token)), token].set(True)
@@ -70,14 +70,14 @@ def draw(
 
 
 def thought(logits: Float[Array, "b vocab"], token: Int[Array, " b"], logprobs: int) -> Drawn:
-    """Tokens with the logarithms of their probabilities, and so many likeliest ones."""
+    """Return tokens with their log-probabilities, and the `logprobs` likeliest tokens with theirs."""
     known = jax.nn.log_softmax(logits.astype(jnp.promote_types(logits.dtype, jnp.float32)))
     values, ids = jax.lax.top_k(known, logprobs) if logprobs else (None, None)
     return Drawn(token, jnp.take_along_axis(known, token[:, None], axis=1)[:, 0], ids, values)
 
 
 def room_for(shape: tuple[int, int], dtype: DTypeLike, logprobs: int | None) -> Drawn:
-    """What tokens of so many rows and steps are written to; `dtype` is that of the model."""
+    """Allocate the buffers for tokens of `shape`, which is rows and steps; `dtype` is the model's."""
     wide = jnp.promote_types(dtype, jnp.float32)
     return Drawn(
         jnp.zeros(shape, jnp.int32),
@@ -100,8 +100,8 @@ def _many(
     most: int,
     logprobs: int | None,
 ) -> tuple[Array, Moving, Bool[Array, "b vocab"], Drawn]:
-    # As many steps as there are tokens to make, of `most` that there is room for: another number takes no new program.
-    # Rows that have ended read nothing more, so that a conversation can go on from its answer.
+    # The buffers have room for `most` tokens and `steps` is an argument, so all numbers of steps share one program.
+    # Rows that have ended read no more tokens, so a conversation can continue from its answer.
     def more(carry: Any) -> Bool[Array, ""]:
         i, _, _, _, ended, _ = carry
         return (i < steps) & ~ended.all()
@@ -131,18 +131,19 @@ def generate_tokens(
     logprobs: int | None = None,
     narrow: Narrow | None = None,
 ) -> Iterator[Block]:
-    """Continue prompts in blocks of up to `steps` tokens.
+    """Continue prompts and yield blocks of up to `steps` tokens.
 
     Args:
         state: from `prefill`; its caches are consumed.
         logits: for the first new token, from `prefill`.
         max_new_tokens: tokens per row, at least 1.
-        sampling: how tokens are drawn; other settings take the same program.
-        eos: ids that end a row, which reads nothing from there on; the rest of the row is masked.
-        steps: decode steps per dispatch, at most 16; the same program serves all of them.
-        texts: ids of each row so far, for the penalty on repetition; rows beyond them have none.
-        logprobs: how many likeliest tokens to tell of beside each one, 0 for the token alone; None for no telling.
-        narrow: is shown each block before it is given out, and may end rows.
+        sampling: the sampling settings; all of them use the same program.
+        eos: ids that end a row; the row reads no more tokens, and the rest of it is masked.
+        steps: decode steps per dispatch, at most 16; all numbers of steps use the same program.
+        texts: ids of each row so far, for the repetition penalty; rows beyond them have none.
+        logprobs: number of likeliest tokens to return with each one, 0 for the token alone; None for no
+            log-probabilities.
+        narrow: called with each block before it is yielded; it may end rows.
     """
     seen, ends = np.zeros(logits.shape, bool), np.isin(np.arange(logits.shape[1]), eos)
     for row, ids in zip(seen, texts, strict=False):

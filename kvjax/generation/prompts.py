@@ -15,17 +15,17 @@ if TYPE_CHECKING:
 
 
 def encode(model: LanguageModel, prompt: str | Messages, chat: bool = False, system: str | None = None) -> list[int]:
-    """A prompt's token ids, as the model's tokenizer starts a text; as a conversation if it is one or `chat`.
+    """Return the token ids of a prompt, including those that the tokenizer puts before all texts.
 
     Args:
-        model: whose tokenizer it is.
+        model: the model with the tokenizer.
         prompt: a text, or a conversation that waits for an answer.
-        chat: whether a text is a user's turn.
-        system: the turn before all others; None for what the template has there.
+        chat: True if a text is a user turn; the chat template is applied to it.
+        system: the system turn, before all others; None for the template's default.
 
     Raises:
-        ValueError: the prompt is empty or no text, the tokenizer has no chat template or one that refuses it, or has
-            tokens that the model does not have.
+        ValueError: the prompt is empty or not valid text, the tokenizer has no chat template or one that refuses the
+            prompt, or an id is not in the model's vocabulary.
     """
     if not isinstance(prompt, str):
         return chat_ids(model, render(model, with_system(prompt, system)))
@@ -39,10 +39,10 @@ def encode(model: LanguageModel, prompt: str | Messages, chat: bool = False, sys
 
 
 def token_ids(model: LanguageModel, text: str, begins: bool = True) -> list[int]:
-    """Ids of a text, with what a tokenizer puts before all texts if it `begins` one.
+    """Return the ids of a text, including those that the tokenizer puts before all texts if `begins`.
 
     Raises:
-        ValueError: it is no text, or tokenizer and model do not belong together.
+        ValueError: it is not valid text, or an id is not in the model's vocabulary.
     """
     lone = next((i for i, character in enumerate(text) if "\ud800" <= character <= "\udfff"), None)
     if lone is not None:
@@ -58,20 +58,20 @@ def token_ids(model: LanguageModel, text: str, begins: bool = True) -> list[int]
 
 
 def chat_ids(model: LanguageModel, text: str) -> list[int]:
-    """Return the ids of what a chat template wrote, from its beginning on.
+    """Return the ids of a text that a chat template wrote, with a bos if there should be one.
 
-    A template that writes no bos gets one where tokenizer_config.json says `add_bos_token`, or where that says nothing
-    and the tokenizer puts one before all texts.
+    If the template writes no bos, one is added if `add_bos_token` is true in tokenizer_config.json. If the file does
+    not set it, one is added if the tokenizer puts one before all texts.
 
     Raises:
-        ValueError: it is no text, or tokenizer and model do not belong together.
+        ValueError: it is not valid text, or an id is not in the model's vocabulary.
     """
     ids, begins = token_ids(model, text, begins=False), _beginning(model)
     return ids if ids[: len(begins)] == begins else begins + ids
 
 
 def _beginning(model: LanguageModel) -> list[int]:
-    """The ids before a conversation."""
+    """Return the ids before a conversation."""
     directory: Path | None = getattr(model, "directory", None)
     said = None if directory is None else adds_bos(directory)
     if said is not None:
@@ -85,10 +85,10 @@ def end_ids(model: LanguageModel, chat: bool = False) -> tuple[int, ...]:
     """Return the ids that end a text.
 
     Args:
-        model: whose config has the ids of its generation_config.json, or else those of its config.json or GGUF file:
-            they end any text.
-        chat: whether an answer of a chat is meant, which ends with the tokenizer's `eos_token`, too, and with the
-            special token that the chat template writes behind an answer.
+        model: its config has the ids of generation_config.json, or else of config.json or the GGUF file. They end any
+            text.
+        chat: True for answers of a chat. The tokenizer's `eos_token` and the special token that the chat template
+            writes after an answer end these, too.
     """
     ends = list(model.config.eos)
     if chat:
@@ -98,24 +98,24 @@ def end_ids(model: LanguageModel, chat: bool = False) -> tuple[int, ...]:
 
 
 def _template_end(model: LanguageModel) -> int | None:
-    """The special token that the chat template writes behind an answer; None if it writes none."""
+    """Return the special token that the chat template writes after an answer; None if it writes none."""
     if not getattr(model.tokenizer, "chat_template", None):
         return None
     turn, reply = "Qzjx", "Xjqz"
     turns = [{"role": "user", "content": turn}, {"role": "assistant", "content": reply}]
     try:
         after = render(model, turns, answers=False).rpartition(reply)[2].lstrip()
-    except ValueError:  # it wants other turns
+    except ValueError:  # the template requires other turns
         return None
     ids = token_ids(model, after, begins=False)[:1]
     return ids[0] if ids and ids[0] in special_tokens(model.tokenizer) else None
 
 
 def with_system(messages: Messages, system: str | None) -> Messages:
-    """A conversation with a system's turn before all others.
+    """Return the conversation with a system turn before all others.
 
     Raises:
-        ValueError: it has one.
+        ValueError: the conversation has a system turn.
     """
     if system is None:
         return messages
@@ -125,13 +125,13 @@ def with_system(messages: Messages, system: str | None) -> Messages:
 
 
 def render(model: LanguageModel, messages: Messages, answers: bool = True, unfinished: bool = False) -> str:
-    """A conversation as the text that the model's chat template makes of it, up to where an answer begins.
+    """Render a conversation with the model's chat template, up to the beginning of the next answer.
 
     Args:
-        model: whose tokenizer has the template.
+        model: the model with the tokenizer.
         messages: the turns.
-        answers: whether an answer is to follow.
-        unfinished: whether the last turn goes on instead, so that the text stops where it does.
+        answers: True to add the template's text before an answer.
+        unfinished: True if the next tokens continue the last turn; the text ends with that turn.
 
     Raises:
         ValueError: there is no template, or it refuses the turns.
@@ -142,12 +142,12 @@ def render(model: LanguageModel, messages: Messages, answers: bool = True, unfin
         return model.tokenizer.apply_chat_template(
             messages, tokenize=False, add_generation_prompt=answers, continue_final_message=unfinished
         )
-    except Exception as error:  # whatever the template's author has it raise
+    except Exception as error:  # a template can raise any error
         raise ValueError(f"the chat template of {model.name!r} refuses the prompt: {error}.") from error
 
 
 def encode_all(
     model: LanguageModel, prompts: Sequence[str | Messages], chat: bool = False, system: str | None = None
 ) -> list[list[int]]:
-    """Ids of several prompts; see `encode`."""
+    """Return the ids of several prompts; see `encode`."""
     return [encode(model, prompt, chat, system) for prompt in prompts]

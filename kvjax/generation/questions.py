@@ -1,4 +1,4 @@
-"""Many questions about one prompt, which is read and compressed once."""
+"""Many questions about one prompt, which the model reads and compresses once."""
 
 from __future__ import annotations
 
@@ -27,24 +27,24 @@ def encode_questions(
     chat: bool = False,
     system: str | None = None,
 ) -> tuple[list[int], list[list[int]]]:
-    """Ids of a prompt, and of each question as it follows the prompt.
+    """Return the ids of a prompt, and of each question that follows it.
 
     Args:
-        model: whose tokenizer it is.
-        prompt: a text that each question goes on from, or if `chat` stands before it in one user's turn with an empty
-            line between them; or a conversation, whose next user's turn a question is.
+        model: the model with the tokenizer.
+        prompt: a text or a conversation. Each question continues a text; with `chat`, text and question form one user
+            turn with an empty line between them. In a conversation, each question is the next user turn.
         questions: texts.
-        chat: whether a text is part of a user's turn.
-        system: the turn before all others of a chat.
+        chat: True if a text is part of a user turn.
+        system: the system turn of a chat, before all others.
 
     Raises:
-        ValueError: a text is empty or no text, or the chat template writes the prompt otherwise where another question
-            follows.
+        ValueError: a text is empty or not valid text, or the prompt as the chat template writes it depends on the
+            question.
     """
     if isinstance(prompt, str) and not chat:
         return encode(model, prompt, system=system), [token_ids(model, text, begins=False) for text in questions]
     if isinstance(prompt, str):
-        encode(model, prompt)  # refuses what is no text
+        encode(model, prompt)  # refuses a prompt that is not valid text
         turns = [[{"role": "user", "content": f"{prompt}\n\n{question}"}] for question in questions]
     else:
         turns = [[*prompt, {"role": "user", "content": question}] for question in questions]
@@ -72,28 +72,28 @@ def answer(
     length_penalty: float = 1.0,
     **settings: Any,
 ) -> Iterator[Generation]:
-    """Answers to questions that know nothing of each other, from one reading of their prompt.
+    """Answer independent questions about a prompt that is read once.
 
-    Each batch of questions goes on from copies of the state that the prompt left, by `kvjax.take_rows` and
-    `kvjax.extend`. Budgets that are fractions, and schedules, count the prompt, `max_new_tokens`, and the longest
-    question rounded up to 16, 24, 32, 48, ... tokens.
+    Each batch of questions continues copies of the prompt's state, made with `kvjax.take_rows` and `kvjax.extend`.
+    Fractional budgets, and schedules, count the prompt, `max_new_tokens`, and the longest question rounded up to 16,
+    24, 32, 48, ... tokens.
 
     Args:
         model: from `kvjax.load`.
         prompt: ids.
         questions: ids of each, at least one.
-        batch_size: questions that are answered at once.
-        longest: tokens of the longest question there is, where these are not all of them.
+        batch_size: questions per batch.
+        longest: tokens of the longest question of all calls, if other calls have longer ones.
         beams: see `generate_ids`.
         length_penalty: see `generate_ids`.
         settings: those of `begin`.
 
     Yields:
-        What came of each batch, in order; a question's samples follow each other.
+        The generation of each batch, in order; the samples of a question are adjacent.
 
     Raises:
-        ValueError: a question is empty, the text becomes too long, or a setting is out of range; when the first batch
-            is asked for.
+        ValueError: a question is empty, the text becomes too long, or a setting is out of range; raised with the first
+            batch.
     """
     batch_size = whole_number("batch_size", batch_size)
     check_beams(beams, length_penalty, settings)
@@ -123,21 +123,21 @@ def answer_each(
     batch_size: int = 8,
     **settings: Any,
 ) -> Iterator[Generation]:
-    """Answers to one question about each of some prompts, which is asked when the prompt has been compressed.
+    """Answer one question about each prompt, after the prompt has been compressed.
 
     Args:
         model: from `kvjax.load`.
         prompts: ids of each.
         questions: ids of each prompt's question.
-        batch_size: prompts that are read at once.
+        batch_size: prompts per batch.
         settings: those of `begin`; fractional budgets count the longest question, too.
 
     Yields:
-        What came of each batch, in order.
+        The generation of each batch, in order.
 
     Raises:
-        ValueError: there is not one question for each prompt, one is empty, or a setting is out of range; when the
-            first batch is asked for.
+        ValueError: the numbers of prompts and questions differ, a question is empty, or a setting is out of range;
+            raised with the first batch.
     """
     if len(prompts) != len(questions) or not all(questions):
         raise ValueError(f"{len(questions)} questions, none of them empty, are not there for {len(prompts)} prompts.")
@@ -149,7 +149,7 @@ def answer_each(
 
 
 def _asked(begun: Begun, questions: Sequence[Sequence[int]], new: int) -> Begun:
-    """Prompts that have been read with a question behind each, which is read, too."""
+    """Extend each prefilled prompt by its question."""
     filling = len(begun.state.position) - len(questions)
     state, logits = extend(begun.state, [*map(list, questions), *[[0]] * filling])
     prompts = [[*prompt, *question] for prompt, question in zip(begun.prompts, questions, strict=True)]

@@ -1,4 +1,4 @@
-"""Choosing the next token: greedy, temperature, top-k, top-p, min-p and a penalty on repetition, one key per row."""
+"""Sampling of the next token: greedy, temperature, top-k, top-p, min-p and a repetition penalty, one key per row."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Key
 
 ALL = 2**31 - 1
-"""As `top_k`: more tokens than any vocabulary has."""
+"""Value of `top_k` that keeps all tokens of any vocabulary."""
 
 
 @jax.tree_util.register_pytree_node_class
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """How the next token is drawn: a pytree, whose numbers a program takes as arguments, and hashable.
+    """Sampling settings: hashable, and a pytree whose numbers are arguments of compiled programs.
 
-    In a program a number may be an array [b] instead, of each row's own.
+    In a program, a number may be an array [b] with one value per row.
 
     Args:
-        temperature: divides the logits, at least 0; 0 takes the likeliest token, whatever the filters.
-        top_k: draw from this many likeliest tokens, at least 1; None for all of them.
-        top_p: draw from the fewest likeliest tokens that hold this share of the probability left by `top_k`,
+        temperature: divides the logits, at least 0; 0 takes the likeliest token and ignores the filters.
+        top_k: sample from this many likeliest tokens, at least 1; None for all of them.
+        top_p: sample from the fewest likeliest tokens that have this fraction of the probability left by `top_k`,
             in (0, 1]; None or 1 for all of them (nucleus sampling, Holtzman et al., 2020, equations 2 and 3).
-        min_p: draw from the tokens that are at least this share as likely as the likeliest one, in [0, 1]; None or 0
-            for all of them (Nguyen et al., 2024, equations 1 and 2).
-        repetition_penalty: divides the positive logits of tokens that the text has, and multiplies the negative ones,
-            before anything else, above 0; None or 1 for nothing (CTRL, Keskar et al., 2019, section 4.1).
+        min_p: sample from the tokens whose probability is at least this fraction of the likeliest one's, in [0, 1];
+            None or 0 for all of them (Nguyen et al., 2024, equations 1 and 2).
+        repetition_penalty: divides the positive logits of tokens in the text and multiplies their negative ones,
+            before all else, above 0; None or 1 for no penalty (CTRL, Keskar et al., 2019, section 4.1).
 
     Raises:
         ValueError: a setting is out of its range.
@@ -56,7 +56,7 @@ class Sampling:
         penalty = self.repetition_penalty
         if penalty is not None and not (math.isfinite(penalty) and penalty > 0):
             raise ValueError(f"repetition_penalty is {penalty}: give a positive number, 1 for no penalty, or None.")
-        # Of one type each, or 1 and 1.0 would be arguments of two programs.
+        # One type for each setting, or 1 and 1.0 would compile two programs.
         object.__setattr__(self, "temperature", float(self.temperature))
         if self.top_k is not None:
             object.__setattr__(self, "top_k", min(int(self.top_k), ALL))
@@ -65,14 +65,14 @@ class Sampling:
                 object.__setattr__(self, name, float(getattr(self, name)))
 
     def tree_flatten(self) -> tuple[tuple[Any, ...], None]:
-        """Numbers, of the same types whatever the settings are."""
+        """Return the numbers, whose types are the same for all settings."""
         settings = self.temperature, self.top_k, self.top_p, self.min_p, self.repetition_penalty
         usual = 0.0, ALL, 1.0, 0.0, 1.0
         return tuple(no if number is None else number for number, no in zip(settings, usual, strict=True)), None
 
     @classmethod
     def tree_unflatten(cls, _: None, numbers: tuple[Any, ...]) -> Sampling:
-        """With whatever stands for numbers, which cannot be checked."""
+        """Build the settings without checks, since JAX may pass any objects as numbers."""
         made = object.__new__(cls)
         for field, number in zip(dataclasses.fields(cls), numbers, strict=True):
             object.__setattr__(made, field.name, number)
@@ -82,13 +82,13 @@ class Sampling:
 def penalised(
     logits: Float[Array, "b vocab"], seen: Bool[Array, "b vocab"], penalty: float | Float[Array, "*b"]
 ) -> Float[Array, "b vocab"]:
-    """Logits after the penalty on repetition of tokens that have been seen, see `Sampling`."""
+    """Apply the repetition penalty to the logits of tokens that have been seen; see `Sampling`."""
     penalty = _of_rows(penalty, logits.dtype)
     return jnp.where(seen, jnp.where(logits > 0, logits / penalty, logits * penalty), logits)
 
 
 def _of_rows(number: Any, dtype: DTypeLike | None = None) -> Array:
-    """A setting as it meets logits [b vocab]: of each row, or one of all."""
+    """Reshape a setting to broadcast against logits [b vocab]; it is one number, or one per row."""
     array = jnp.asarray(number, dtype)
     return array[:, None] if array.ndim else array
 
@@ -99,22 +99,22 @@ def sample(
     sampling: Sampling,
     seen: Bool[Array, "b vocab"] | None = None,
 ) -> Int[Array, " b"]:
-    """Draw one token per row; a row's token depends on its own logits and key alone.
+    """Sample one token per row; it depends only on the logits and the key of its row.
 
-    The noise belongs to the token and not to its place among the likeliest, so a filter that excludes nothing changes
-    nothing, and without filters the draw is `jax.random.categorical(key, logits / temperature)`.
+    The noise of a token depends on its id, not on its rank. A filter that excludes no token therefore changes nothing,
+    and without filters the sample is `jax.random.categorical(key, logits / temperature)`.
 
     Args:
         logits: unnormalised log-probabilities [b, vocab]; -inf excludes a token.
-        keys: one typed random key per row [b], as `jax.random.split` gives them; unused when greedy.
-        sampling: the settings; under `jit` an argument, for other settings take the same program.
-        seen: which tokens each row's text has, for the penalty on repetition.
+        keys: one typed random key per row [b], as from `jax.random.split`; unused when greedy.
+        sampling: the settings, an argument under `jit`; all settings use the same program.
+        seen: True for tokens in each row's text, for the repetition penalty.
 
     Returns:
         Token ids [b], int32.
 
     Raises:
-        ValueError: there is not one key per row, or a penalty and not what it is on.
+        ValueError: the numbers of keys and rows differ, or there is a penalty but no `seen`.
     """
     penalty = sampling.repetition_penalty
     if seen is None and isinstance(penalty, float) and penalty != 1.0:
@@ -143,19 +143,19 @@ def _sample(
 
 
 def _filtered(logits: Float[Array, "b vocab"], sampling: Sampling) -> Float[Array, "b vocab"]:
-    """Logits over the temperature, -inf for the tokens that top-k, top-p and min-p exclude."""
+    """Return logits divided by the temperature, with -inf for tokens that top-k, top-p or min-p excludes."""
     temperature, top_k, top_p, min_p, _ = map(_of_rows, sampling.tree_flatten()[0])
     logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
     # At most 0, so a tiny temperature cannot overflow to +inf.
     logits = (logits - logits.max(axis=-1, keepdims=True)) / temperature
-    # The bits of numbers that are not negative have the order of the numbers.
+    # For numbers >= 0, comparing the bits as integers is the same as comparing the numbers.
     rank = jax.lax.bitcast_convert_type(jnp.abs(logits), jnp.dtype(f"int{jnp.finfo(logits.dtype).bits}"))
 
-    # One loop over top-k and top-p, of which only what is asked for runs: two copies would take longer to compile.
+    # One loop runs the requested ones of top-k and top-p, since two copies of its body would take longer to compile.
     def one(filter: Array, logits: Float[Array, "b vocab"]) -> Float[Array, "b vocab"]:
         by_share = filter == 1
         weight = jnp.where(by_share, jax.nn.softmax(logits), 1.0)
-        # Rows that a filter of their neighbours means nothing to never reach their total.
+        # A row that does not use this filter never reaches its total, so it keeps all tokens.
         total = jnp.where(by_share, jnp.where(shared, top_p, jnp.inf), jnp.where(counted, top_k, jnp.inf))
         return jnp.where(_first(rank, weight, total), logits, -jnp.inf)
 
@@ -166,9 +166,9 @@ def _filtered(logits: Float[Array, "b vocab"], sampling: Sampling) -> Float[Arra
 
 
 def _first(rank: Int[Array, "b n"], weight: Float[Array, "b n"], total: Float[Array, "*b"]) -> Bool[Array, "b n"]:
-    """The fewest tokens of the lowest ranks whose weights reach a total, of equals the first ones; or else all."""
-    # Bit by bit the last rank, then the last place of those that have it, are found in as many passes as they have
-    # bits, many times faster than by sorting a vocabulary on a CPU.
+    """Return a mask of the fewest tokens, by rank and then index, whose weights reach a total; or all tokens."""
+    # A binary search finds the last rank bit by bit, then the last index among tokens of that rank. It needs one pass
+    # per bit, and on a CPU is many times faster than sorting a vocabulary.
     place = jax.lax.broadcasted_iota(rank.dtype, rank.shape, 1)
     bits, places = jnp.iinfo(rank.dtype).bits - 1, rank.shape[1].bit_length()
 

@@ -1,4 +1,4 @@
-"""The bytes that each token stands for, and the text of tokens that come one by one."""
+"""Bytes of each token, and the text of tokens that arrive one by one."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import Any, Protocol
 from kvjax.models.tokenizer import LazyTokenizer
 
 _CONTEXT, _WINDOW, _CHARACTER = (4, 5, 6, 7, 16, 64), 16, 4
-"""Tokens of a context that text may depend on; tokens decoded at once where bytes are no characters; bytes of one."""
+"""Context tokens that the text may depend on; tokens decoded together in incomplete text; bytes of a character."""
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 def special_tokens(tokenizer: Any) -> dict[int, str]:
-    """Return the texts of the special tokens, which are left out of decoded text, by id."""
+    """Return the texts of the special tokens by id; decoded text excludes them."""
     fast = _backend(tokenizer)
     if fast is not None:
         return {token: added.content for token, added in fast.get_added_tokens_decoder().items() if added.special}
@@ -26,11 +26,11 @@ def special_tokens(tokenizer: Any) -> dict[int, str]:
 
 
 class Spelling:
-    """Names and bytes of single tokens, as they follow other text.
+    """Names and bytes of single tokens that follow other text.
 
     Args:
-        tokenizer: of the ids. Byte-level BPE and SentencePiece's forms are read from the vocabulary; a token of any
-            other tokenizer is decoded behind itself.
+        tokenizer: of the ids. Bytes of byte-level BPE and SentencePiece tokens are read from the vocabulary. A token
+            of any other tokenizer is decoded after a copy of itself.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -43,12 +43,12 @@ class Spelling:
         self._space = None if self._of_bytes else _space(decoders)
         self._falls_back = "ByteFallback" in decoders
         self.known = self._of_bytes or self._space is not None
-        """Whether the bytes of every token are known, and texts are these bytes one after the other."""
+        """True if the bytes of all tokens are known and a text is their concatenation."""
         self.strips = self._space is not None and not {"Strip", "Metaspace"}.isdisjoint(decoders)
-        """Whether the space before a text's first word is left out."""
+        """True if decoding drops the space before the first word of a text."""
 
     def bytes_of(self, token: int) -> bytes | None:
-        """Return the token's bytes, which may be a part of a character; None where they cannot be known."""
+        """Return the token's bytes, which may be a part of a character; None if they are unknown."""
         if token in self.special:
             return self.special[token].encode()
         if not self.known:
@@ -65,7 +65,7 @@ class Spelling:
         return bytes([int(byte[1], 16)]) if byte else name.replace(self._space or " ", " ").encode()
 
     def name(self, token: int) -> str:
-        r"""Return the token's text, or `bytes:\xe2\x80` where its bytes are no whole characters."""
+        r"""Return the token's text, or `bytes:\xe2\x80` if its bytes are not whole characters."""
         known = self.bytes_of(token)
         if known is None:
             return self._after_itself(token)
@@ -80,7 +80,7 @@ class Spelling:
 
 
 def _backend(tokenizer: Any) -> Any:
-    """The `tokenizers.Tokenizer` that does the work of a tokenizer; None if another one does."""
+    """Return the `tokenizers.Tokenizer` behind a tokenizer; None if there is none."""
     from tokenizers import Tokenizer
 
     kinds = (getattr(tokenizer, name, None) for name in ("fast", "backend_tokenizer"))
@@ -88,7 +88,7 @@ def _backend(tokenizer: Any) -> Any:
 
 
 def _cleans_up(tokenizer: Any, fast: Any) -> bool:
-    """Whether decoding leaves out spaces before punctuation, as transformers does but for BPE."""
+    """Return whether decoding drops spaces before punctuation, as transformers does except for BPE."""
     if isinstance(tokenizer, LazyTokenizer) or type(fast.model).__name__ == "BPE":
         return False
     return bool(getattr(tokenizer, "clean_up_tokenization_spaces", False))
@@ -101,7 +101,7 @@ def _decoders(fast: Any) -> Iterator[Mapping[str, Any]]:
 
 
 def _space(decoders: Mapping[str, Mapping[str, Any]]) -> str | None:
-    """The character that SentencePiece's decoders turn into spaces; None if there are others."""
+    """Return the character that SentencePiece's decoders replace by spaces; None if there are other decoders."""
     if not set(decoders) <= {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}:
         return None
     if "Metaspace" in decoders:
@@ -112,26 +112,26 @@ def _space(decoders: Mapping[str, Mapping[str, Any]]) -> str | None:
 
 @functools.cache
 def _byte_letters() -> dict[str, int]:
-    """The bytes that GPT-2's letters stand for: printable ones for themselves, the others for the next free letters."""
+    """Return the byte of each letter of GPT-2: printable bytes are themselves, others map to the next free letters."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
 class Characters(Protocol):
-    """Makes text of tokens as they come: whole characters, each once."""
+    """Incremental decoder of tokens to whole characters; it returns each character once."""
 
     def add(self, token: int) -> str:
-        """Return what is certain of the text once this token has come, and was not before."""
+        """Add a token, and return the text that is certain now and was not before."""
         ...
 
     def finish(self) -> str:
-        """Return what has been held back, as no more tokens come."""
+        """Return the text held back so far, since no tokens follow."""
         ...
 
 
 def characters(tokenizer: Any, context: Sequence[int]) -> Characters:
-    """Return what makes text of the tokens that follow a context: what they add to its own text."""
+    """Return a decoder for tokens that follow a context; its text is what they add to the context's text."""
     spelling = Spelling(tokenizer)
     return _OfBytes(spelling, context) if spelling.known else _Decoded(tokenizer, context)
 
@@ -156,22 +156,22 @@ class _OfBytes:
 
 
 class _Decoded:
-    """Decodes each token with a few before it."""
+    """Decoder of each token together with a few tokens before it."""
 
     def __init__(self, tokenizer: Any, context: Sequence[int]) -> None:
         self._tokenizer = tokenizer
         self._context: list[int] | None = list(context[-max(_CONTEXT) :])
         self._ids: list[int] = []
-        # Characters of the decoded ids that have been told, and ids that were there when all had been.
+        # Characters of the decoded ids that have been returned, and the number of ids when all had been.
         self._told, self._whole = 0, 0
 
     def add(self, token: int) -> str:
-        if self._context is not None:  # decoded with the first token: whoever gives that hears of what goes wrong
+        if self._context is not None:  # decoded with the first token, so an error reaches the caller who added it
             self._ids = next(filter(self._begins, (self._context[-size:] for size in _CONTEXT)), [])
             self._told, self._whole, self._context = len(self._decode(self._ids)), len(self._ids), None
         self._ids.append(token)
         text, told = self._decode(self._ids), self._told
-        # A character whose bytes are not all there yet waits for them, and so does a byte that nothing can complete.
+        # Hold back a character until all its bytes have arrived. Invalid bytes at the end are held back, too.
         broken = min(len(text) - len(text.rstrip("\ufffd")), _CHARACTER - 1)
         self._told = max(told, len(text) - broken)
         if not broken:
@@ -188,7 +188,7 @@ class _Decoded:
         return text[told:]
 
     def _move(self, grown: bool) -> None:
-        """Leave out what has been told of the window, but the end of it that other text follows."""
+        """Drop returned tokens from the window, except its end, which the next text depends on."""
         rest = self._ids[self._whole :]
         if told := len(self._decode(rest)):
             self._ids, self._told, self._whole = rest, told, len(rest)

@@ -1,1 +1,1 @@
-"""A server whose memory is constant: rows of one compiled step that requests join and leave."""
+"""A server with constant memory: requests join and leave the rows of one compiled step."""

@@ -1,4 +1,4 @@
-"""A log line for each request to a server."""
+"""Access log with one line per request."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 OUTCOME = "kvjax.outcome"
-"""Key of a request's scope: a mapping with its `status`, if not the one sent, and tokens `read` and `written`."""
+"""Scope key of a mapping with the tokens `read` and `written`, and with `status` if it differs from the one sent."""
 
 
 class AccessLog:
-    """Middleware that writes one line a request to standard error, once it has been answered.
+    """Middleware that writes one line per answered request to standard error.
 
     Args:
         app: the application.
@@ -23,7 +23,7 @@ class AccessLog:
         self.app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer, then write the line."""
+        """Answer the request, then write the line."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
@@ -45,6 +45,6 @@ def _line(scope: Scope, status: int, seconds: float) -> str:
     outcome: dict[str, Any] = scope.get(OUTCOME, {})
     now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     client = (scope.get("client") or ("-",))[0]
-    path = scope["raw_path"].decode("ascii", "backslashreplace")[:200]  # as it was sent, in which no line ends
+    path = scope["raw_path"].decode("ascii", "backslashreplace")[:200]  # the raw path has no line breaks
     tokens = f"{outcome['read']} tokens in, {outcome['written']} out, " if "read" in outcome else ""
     return f"{now} {client} {scope['method']} {path} {outcome.get('status', status)} {tokens}{seconds:.3f} s"

@@ -1,4 +1,4 @@
-"""The device's side of serving: rows that texts join and leave, and one program that writes to all of them."""
+"""Batches on the device: texts join and leave rows, and one program generates tokens for all rows."""
 
 from __future__ import annotations
 
@@ -27,90 +27,90 @@ from kvjax.policies.policy import Policy
 from kvjax.types import ROWS, wide
 
 UNDEFINED = -1
-"""As what is `left` of a row: its logits were NaN."""
+"""Value of `left` for rows whose logits are NaN."""
 
 
 class Sizes(NamedTuple):
-    """What rows of one engine have in common, as programs are compiled for it."""
+    """Static sizes of an engine's rows, for which programs are compiled."""
 
     config: ModelConfig
     capacities: tuple[int, ...]
-    """For each layer the slots of its buffers."""
+    """Buffer slots of each layer."""
     lines: tuple[int, ...]
-    """For each layer the most slots that a head may use, rounded as buffers are."""
+    """Maximal slots per head in each layer, rounded like buffers."""
     dtype: DTypeLike
     mesh: Mesh | None
-    """The devices that share rows, from `kvjax.models.sharding.program_mesh`; None for one."""
+    """Mesh that shards the rows, from `kvjax.models.sharding.program_mesh`; None for one device."""
 
 
 class Planned(NamedTuple):
-    """What is known of texts before they are read; see `State`."""
+    """Limits of texts, planned before they are read; see `State`."""
 
     limits: tuple[Int[Array, "b h"], ...]
-    """For each layer the slots that each head may use."""
+    """Slots that each head may use, for each layer."""
     seed: UInt32[Array, " b"]
-    """Of all randomness."""
+    """Seed of all randomness."""
     horizon: Int[Array, " b"]
     end: Int[Array, " b"]
 
 
 class Text(struct.PyTreeNode):
-    """Texts that are being read; what comes of one is another, and it stays valid."""
+    """Texts during prefill; reading a chunk returns a new object, and the old one stays valid."""
 
     state: State
-    """Without weights and policy; on a mesh all devices along its rows have a copy."""
+    """State without weights and policy; on a mesh, all devices along the rows axis have a copy."""
     seen: Bool[Array, "b vocab"]
-    """Which tokens have been read."""
+    """True for tokens that have been read."""
 
 
 class Wishes(NamedTuple):
-    """How rows are to be continued."""
+    """Sampling parameters of each row."""
 
     sampling: Sampling
-    """Of arrays [b]."""
+    """Sampling settings as arrays [b]."""
     presence_penalty: Float[Array, " b"]
     frequency_penalty: Float[Array, " b"]
     ends: Int[Array, "b e"]
-    """Ids that end a row, filled up with -1."""
+    """Ids that end a row, padded with -1."""
     left: Int[Array, " b"]
-    """Tokens that may still be written."""
+    """Tokens that may still be generated."""
     tells: Bool[Array, " b"]
-    """Whether anybody asks what the model thought of its tokens."""
+    """True if log-probabilities are requested."""
 
 
 class Rows(struct.PyTreeNode):
-    """Texts that are being continued; rows that are not active wait for one."""
+    """Batch of texts during decoding; inactive rows are free."""
 
     state: State
-    """Without weights and policy."""
+    """State without weights and policy."""
     logits: Float[Array, "b vocab"]
-    """For the next token of each."""
+    """Logits for the next token of each row."""
     seen: Bool[Array, "b vocab"]
-    """Which tokens each text has, for the penalty on repetition."""
+    """True for tokens in each text, for the repetition penalty."""
     written: Int[Array, "b vocab"]
-    """How often each has been written."""
+    """Number of times that each token has been generated."""
     wishes: Wishes
 
 
 class Written(NamedTuple):
-    """What one dispatch made of its rows."""
+    """Output of one dispatch."""
 
     tokens: Int[Array, "b n"]
     counts: Int[Array, " b"]
-    """How many of them, from the first, belong to the row's text: an ending id does not."""
+    """Number of leading tokens that belong to the row's text; an end id does not."""
     active: Bool[Array, " b"]
-    """Which rows go on."""
+    """True for rows that continue."""
     left: Int[Array, " b"]
-    """Tokens that a row might still have written; `UNDEFINED` where its logits were NaN."""
+    """Tokens that the row could still generate; `UNDEFINED` if its logits were NaN."""
     position: Int[Array, " b"]
-    """Tokens that its cache has read."""
+    """Tokens that the row's cache has read."""
     kept: Float[Array, " b"]
-    """Slots that hold one, on average over layers and heads."""
+    """Occupied slots, averaged over layers and heads."""
 
 
 @functools.partial(jax.jit, static_argnames="sizes")
 def begin(policy: Policy, planned: Planned, *, sizes: Sizes) -> Text:
-    """Texts of which nothing has been read."""
+    """Create texts with empty caches."""
     text = _begun(policy, planned, sizes, None if sizes.mesh is None else copying(sizes.mesh))
     return lying(text, _text_specs(text), text.state.mesh)
 
@@ -142,7 +142,7 @@ def _begun(policy: Policy, planned: Planned, sizes: Sizes, mesh: Mesh | None) ->
 
 @functools.partial(jax.jit, static_argnames=("ends", "sizes"))
 def empty_rows(policy: Policy, planned: Planned, *, ends: int, sizes: Sizes) -> Rows:
-    """Rows that wait for texts, with room for so many ids that end one."""
+    """Create free rows, with room for `ends` end ids each."""
     text, rows = _begun(policy, planned, sizes, sizes.mesh), len(planned.seed)
     whole, real = jnp.zeros(rows, jnp.int32), jnp.zeros(rows, jnp.float32)
     sampling = Sampling.tree_unflatten(None, (real, whole, real, real, real))
@@ -158,12 +158,12 @@ def empty_rows(policy: Policy, planned: Planned, *, ends: int, sizes: Sizes) -> 
 
 
 def _text_specs(text: Text) -> Any:
-    """Where texts lie on their mesh."""
+    """Return the shardings of texts on their mesh."""
     return Text(_state_specs(text.state), OF_ROWS)
 
 
 def _rows_specs(rows: Rows) -> Any:
-    """Where rows lie on their mesh."""
+    """Return the shardings of rows on their mesh."""
     logits: Any = logits_spec(rows.state.config, rows.state.mesh)
     return Rows(_state_specs(rows.state), logits, OF_ROWS, OF_ROWS, OF_ROWS)
 
@@ -176,12 +176,12 @@ def _state_specs(state: State) -> State:
 def read(
     weights: Weights, policy: Policy, text: Text, tokens: Int[Array, "b n"], lengths: Int[Array, " b"]
 ) -> tuple[Text, Float[Array, "b vocab"]]:
-    """Read a chunk on top of what has been read, and return the logits for the token after it.
+    """Read the next chunk of texts, and return the logits for the token after it.
 
     Args:
         weights: of the model.
-        policy: what stays.
-        text: before it.
+        policy: the cache policy.
+        text: before the chunk.
         tokens: the chunk, padded on the right.
         lengths: tokens of each row, at least 1.
     """
@@ -195,7 +195,7 @@ def read(
 
 @functools.partial(jax.jit, donate_argnums=0)
 def insert(rows: Rows, row: ArrayLike, text: Text, logits: Float[Array, "1 vocab"], wishes: Wishes) -> Rows:
-    """Give a row to a text that has been read; whatever the row had is gone."""
+    """Write a prefilled text into a row and replace the row's old contents."""
     mesh, count = rows.state.mesh, jnp.zeros(text.seen.shape, jnp.int32)
     one = Rows(text.state.replace(mesh=mesh), logits, text.seen, count, wishes)
 
@@ -206,7 +206,7 @@ def insert(rows: Rows, row: ArrayLike, text: Text, logits: Float[Array, "1 vocab
 
         def changed(all: Array, new: Array) -> Array:
             old = jax.lax.dynamic_slice_in_dim(all, place, 1, axis=0)
-            # A device that does not have the row writes what is there.
+            # A device without the row writes its old values back.
             new = jnp.where(place == row, new.astype(all.dtype), old)
             return jax.lax.dynamic_update_slice_in_dim(all, new, place, axis=0)
 
@@ -227,19 +227,19 @@ def free(rows: Rows, kept: Bool[Array, " b"]) -> Rows:
 def generate(
     weights: Weights, policy: Policy, rows: Rows, steps: ArrayLike, leave: ArrayLike, *, most: int, logprobs: int
 ) -> tuple[Rows, Written, Drawn]:
-    """Write to all active rows; each ends at its own ids, or where it has written what it may.
+    """Generate tokens for all active rows; a row ends at one of its end ids or at its maximal number of tokens.
 
     Args:
         weights: of the model.
-        policy: what stays.
-        rows: are consumed.
-        steps: tokens of each row at most, 1 to `most`.
-        leave: whether to stop as soon as a row has ended.
-        most: tokens that there is room for.
-        logprobs: how many likeliest tokens to tell of where a row asks.
+        policy: the cache policy.
+        rows: the batch; it is consumed.
+        steps: maximal tokens per row, 1 to `most`.
+        leave: True to stop as soon as a row has ended.
+        most: size of the token buffers.
+        logprobs: number of likeliest tokens to return if a row requests log-probabilities.
 
     Returns:
-        The rows, what was written, and what the model thought of it, which means nothing where no row asks.
+        The rows, the output, and the tokens with log-probabilities, which are valid only if a row requests them.
     """
     began, each = rows.state.active.sum(), len(rows.logits)
 
@@ -263,9 +263,9 @@ def generate(
 
 
 def _written(weights: Weights, policy: Policy, rows: Rows, logprobs: int) -> tuple[Rows, Drawn, Bool[Array, " b"]]:
-    """One token of each active row, read by its cache unless it is the last; and whether it belongs to its text."""
+    """Generate one token per active row and a mask of those in their text; rows that go on read their token."""
     storage, mesh = rows.state.storage, rows.state.mesh
-    # Each device draws for its rows, or logits would travel to those of others.
+    # Each device samples for its own rows, so no logits are transferred between devices.
     draw = on_mesh(functools.partial(_drawn, logprobs=logprobs), mesh, (OF_ROWS,), OF_ROWS)
     rows, drawn, belongs = draw(rows.replace(state=rows.state.replace(storage=())))
     state, logits = step(rows.state.replace(weights=weights, policy=policy, storage=storage), drawn.token)
@@ -273,7 +273,7 @@ def _written(weights: Weights, policy: Policy, rows: Rows, logprobs: int) -> tup
 
 
 def _drawn(rows: Rows, *, logprobs: int) -> tuple[Rows, Drawn, Bool[Array, " b"]]:
-    """What `_written` does before caches read."""
+    """Sample the next token of each row and update the rows, except their caches."""
     state, wishes, each = rows.state, rows.wishes, jnp.arange(len(rows.logits))
     often, active = rows.written, state.active
     penalty: Any = wishes.sampling.repetition_penalty
@@ -282,7 +282,7 @@ def _drawn(rows: Rows, *, logprobs: int) -> tuple[Rows, Drawn, Bool[Array, " b"]
     logits -= (wishes.frequency_penalty[:, None] * often).astype(logits.dtype)
     token = sample(logits, jax.vmap(jax.random.fold_in)(state.key, state.position), wishes.sampling)
 
-    # One program whoever asks for more, or a row's numbers might depend on what its neighbours ask for.
+    # All requests share one program; otherwise, a row's numbers could depend on the requests of its neighbours.
     def told() -> Drawn:
         return thought(rows.logits, token, logprobs)
 

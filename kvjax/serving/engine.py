@@ -1,4 +1,4 @@
-"""One thread that owns the device: reads prompts in chunks, and writes to all rows between them."""
+"""Engine thread, which owns the device and alternates prefill of chunks with decoding of all rows."""
 
 from __future__ import annotations
 
@@ -26,30 +26,30 @@ from kvjax.utils.settings import whole_number
 
 SNAPSHOT_BYTES = 256 * 2**20
 BLOCK_SECONDS = 0.1
-"""That a dispatch may take, where several steps do not take longer: nobody joins or leaves meanwhile."""
+"""Time limit of a dispatch of several steps, in seconds; no request can join or leave during a dispatch."""
 
 _log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(eq=False)
 class _Work:
-    """A request from when it was taken until its end was told."""
+    """A request from its acceptance to its last event."""
 
     request: Request
     tell: Tell
     planned: Planned
     keys: list[Key]
-    """Of its beginnings, from the shortest."""
+    """Keys of the prompt's prefixes, from the shortest."""
     pieces: Pieces
     changed: threading.Condition
     cancelled: bool = False
     text: Text | None = None
-    """While it is being read."""
+    """State during prefill, otherwise None."""
     position: int = 0
     """Tokens of the prompt that have been read."""
     reused: int = 0
     tokens: int = 0
-    """Told."""
+    """Tokens sent to the client."""
     held: Held | None = None
     began: float = 0.0
 
@@ -61,27 +61,28 @@ class _Work:
 
 
 class Engine:
-    """Serves many texts on rows of one budget, whose memory is known before the first one comes.
+    """Engine with continuous batching on rows of one budget, so its memory is known before the first request.
 
-    A text waits for a free row, is read in chunks of its own between two dispatches of the others, and is written with
-    them. What is written of it depends on the request alone: neither on its neighbours nor on snapshots.
+    A text waits for a free row. The engine reads its prompt in chunks, between dispatches for the other rows, and then
+    generates it together with them. The generated text depends only on the request, not on other rows or on cached
+    prefixes.
 
     Args:
         model: from `kvjax.load`, with a tokenizer.
-        policy: which tokens stay; a name or a `Policy`.
-        budget: slots of each head that a text may use; means nothing to policies that keep everything.
-        rows: texts that are written at once; on a mesh as many on each device along `data`.
-        context: tokens that a text may come to, for which policies that keep everything have slots; None for the
-            model's positions.
-        chunk: tokens of a prompt that are read between two dispatches, at least 16.
-        steps: tokens of each row that a dispatch writes at most; fewer where they would take longer than
-            `BLOCK_SECONDS`, and while texts wait or are read.
-        queue: texts that may wait.
-        snapshot_bytes: that beginnings of texts may take, to be read once; 0 for none.
+        policy: cache policy; a name or a `Policy`.
+        budget: slots per head that a text may use; policies that keep all tokens ignore it.
+        rows: texts that are generated together; on a mesh, a multiple of the devices along `data`.
+        context: maximal tokens of a text; policies that keep all tokens allocate slots for it. None for the model's
+            positions.
+        chunk: prompt tokens that are read between two dispatches, at least 16.
+        steps: maximal tokens per row and dispatch; fewer if they would take longer than `BLOCK_SECONDS`, and while
+            texts wait or are read.
+        queue: maximal number of waiting texts.
+        snapshot_bytes: maximal bytes of the prefix cache; 0 for no prefix cache.
 
     Raises:
-        ValueError: a setting is out of range, the policy is not one whose memory is known before a text is read, the
-            model has no tokenizer, or its devices cannot share the rows or are of several processes.
+        ValueError: a setting is out of range, the policy's memory is not known before a text is read, the model has no
+            tokenizer, the mesh cannot shard the rows evenly, or it has several processes.
     """
 
     def __init__(
@@ -100,22 +101,22 @@ class Engine:
         self.queue = whole_number("queue", queue)
         self._snapshots = Snapshots(whole_number("snapshot_bytes", snapshot_bytes, 0))
         self.device = Device(model, policy, budget, rows, context, chunk, steps)
-        """Of the engine's thread, once there is one."""
+        """Device side; only the engine's thread uses it once that thread runs."""
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._stopping = False
         self._waiting: collections.deque[_Work] = collections.deque()
         self._reading: _Work | None = None
         self._busy: dict[int, _Work] = {}
-        """By row."""
+        """Requests by row."""
         self._leaving: set[int] = set()
-        """Rows that have ended on this side and not on the device's."""
+        """Rows that have ended on the host but not yet on the device."""
         self._seconds = 1.0
-        """That a text takes once it is being read, of late."""
+        """Running average of the seconds from the start of a text's prefill to its end."""
         self._wrote = 0.0
-        """When the last dispatch ended; 0 where no row went on."""
+        """Time at the end of the last dispatch; 0 if no row continues."""
         self._pace = 0.0
-        """Seconds of a step, of late; 0 before the first one."""
+        """Running average of the seconds per step; 0 before the first one."""
         counted = "requests", "prompt_tokens", "tokens", "reused_tokens", "dispatches", "failed_dispatches"
         self._counts = dict.fromkeys((f"{name}_total" for name in counted), 0)
         self._longest = 0.0
@@ -130,44 +131,44 @@ class Engine:
 
     @property
     def model(self) -> Model:
-        """What writes."""
+        """Model that generates the texts."""
         return self.device.model
 
     @property
     def policy_name(self) -> str:
-        """What stays in the caches."""
+        """Name of the cache policy."""
         return name_of(self.device.policy)
 
     @property
     def budget(self) -> int:
-        """Slots of each head that a request may use."""
+        """Slots per head that a request may use."""
         return self.device.budget
 
     @property
     def context(self) -> int:
-        """Tokens that a text may come to."""
+        """Maximal length of a text, in tokens."""
         return self.device.context
 
     def warm_up(self, told: Callable[[int, int], None] = lambda done, total: None) -> None:
-        """Compile all programs, several at a time, so that no request waits for one.
+        """Compile all programs in parallel, so that no request waits for one.
 
         Args:
-            told: called with the programs that are done and all there are, first with none.
+            told: called with the number of compiled programs and of all programs, first with 0.
 
         Raises:
-            RuntimeError: requests have been taken already.
+            RuntimeError: requests have been accepted already.
         """
         if self._thread is not None:
             raise RuntimeError("the engine serves already; warm it up before the first request.")
         self.device.warm_up(told)
 
     def submit(self, request: Request, tell: Tell) -> Ticket:
-        """Take a request, from any thread; see `kvjax.serving.requests.Serving`.
+        """Accept a request, from any thread; see `kvjax.serving.requests.Serving`.
 
         Raises:
-            ValueError: it cannot be served.
+            ValueError: the request cannot be served.
             FullError: the queue is full.
-            StoppingError: the engine stops.
+            StoppingError: the engine is stopping.
         """
         planned = self.device.plan(request)
         keys = self.device.beginnings(request, planned) if self._snapshots.limit else []
@@ -187,7 +188,7 @@ class Engine:
         return work
 
     def stop(self, grace: float) -> None:
-        """Refuse what is new, give what runs so many seconds to end, cancel the rest, and wait until all is told."""
+        """Stop accepting requests, drain for `grace` seconds, cancel the rest, and return after all events are sent."""
         with self._changed:
             self._stopping = True
             self._changed.notify_all()
@@ -200,8 +201,10 @@ class Engine:
         self._listening.close()
 
     def numbers(self) -> Mapping[str, float]:
-        """Gauges and counters, see `Serving`; and `longest_gap_seconds` between two tokens of a row, or two blocks of
-        them that one dispatch wrote."""
+        """Return the gauges and counters of `Serving`, and `longest_gap_seconds`.
+
+        That is the longest time between the ends of two dispatches, and so between two blocks of tokens of a row.
+        """
         with self._changed:
             return {
                 "rows": self.device.rows,
@@ -249,7 +252,7 @@ class Engine:
                 self._fail(error)
 
     def _read_chunk(self) -> bool:
-        """One chunk of the prompt that is being read, or of the next one for which there is a row; whether there is."""
+        """Read one chunk of the current prompt, or of the next one if a row is free; return whether there is one."""
         with self._changed:
             if self._reading is None and self._waiting and len(self._busy) < self.device.rows:
                 self._reading = self._waiting.popleft()
@@ -295,8 +298,8 @@ class Engine:
         return logits
 
     def _write(self, has_read: bool) -> None:
-        """One dispatch for all rows, and what came of it to those who wait."""
-        # Few steps where the next chunk waits for them; where a row is waited for, until one ends.
+        """Run one dispatch for all rows and send its results to the clients."""
+        # Take few steps if the next chunk waits; if a text waits for a row, stop when one ends.
         with self._changed:
             room = len(self._busy) < self.device.rows
             hurried = self._reading is not None or (room and bool(self._waiting))
@@ -311,7 +314,7 @@ class Engine:
             self._fail(error)
             return
         now = time.perf_counter()
-        if not has_read:  # or the chunk's time would be in it
+        if not has_read:  # otherwise, the time includes the chunk's prefill
             pace = (now - began) / max(1, written.counts.max())
             self._pace += (pace - self._pace) / (4 if self._pace else 1)
         with self._changed:
@@ -330,7 +333,7 @@ class Engine:
         tokens, request = written.tokens[row, : written.counts[row]].tolist(), work.request
         ends, text = not written.active[row], ""
         if request.stop:
-            # One by one: nothing is told of those beyond the one that completes a stop string.
+            # Add tokens one by one, since those after the one that completes a stop string are dropped.
             told = 0
             while told < len(tokens) and not work.pieces.stopped:
                 text += work.pieces.add(tokens[told : told + 1])
@@ -363,7 +366,7 @@ class Engine:
     def _tell(self, work: _Work, news: Piece | Finished) -> None:
         try:
             work.tell(news)
-        except Exception:  # whoever asked is not to stop the others
+        except Exception:  # an error in one client's callback must not stop the other requests
             _log.exception("nobody could be told")
             work.cancelled = True
 
@@ -380,7 +383,7 @@ class Engine:
             self._changed.notify_all()
 
     def _fail(self, error: Exception) -> None:
-        """End all rows, whose arrays may be gone, and go on with empty ones and no beginnings of texts."""
+        """End all rows, since their arrays may be deleted; continue with empty rows and an empty prefix cache."""
         _log.error("a dispatch failed", exc_info=error)
         with self._changed:
             self._counts["failed_dispatches_total"] += 1

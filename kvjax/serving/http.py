@@ -1,4 +1,4 @@
-"""HTTP before an engine: routes, what is refused before anything is read, streams, and an end that loses nothing."""
+"""HTTP server of an engine: routes, checks of requests, streams, and a shutdown that finishes running requests."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from kvjax.serving.openai import Answer, Asked, Refused
 from kvjax.serving.requests import Finished, FullError, Piece, Serving, StoppingError, Tell, Ticket
 
 GONE = 499
-"""As a status in metrics, by nginx's custom: the client went away."""
+"""Status in metrics and logs if the client disconnects, as in nginx."""
 _PAGE_HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
     "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -47,7 +47,7 @@ _PAGE_HEADERS = {
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a name or an address is of this machine alone, whatever a resolver says of it."""
+    """Return whether a host name or address is a loopback one, without resolving it."""
     name = host.strip("[]").rstrip(".").lower()
     try:
         return ipaddress.ip_address(name).is_loopback
@@ -56,7 +56,7 @@ def is_loopback(host: str) -> bool:
 
 
 class _Json(JSONResponse):
-    """JSON of ASCII alone: half a surrogate pair is no UTF-8, and some clients end lines at U+2028."""
+    """JSON in ASCII, since lone surrogates are not valid UTF-8 and some clients break lines at U+2028."""
 
     def render(self, content: Any) -> bytes:
         return _json(content)
@@ -71,18 +71,18 @@ def _of_error(refused: Refused) -> Response:
 
 
 class Service:
-    """The application in front of an engine.
+    """Web application in front of an engine.
 
     Args:
         serving: the engine.
-        keys: any of which a client has to show; none for no check.
-        hosts: names under which it may be asked beside those of loopback, so that no page of another site can reach a
-            server without a key by a name of its own; None for any.
-        max_body: bytes of a request, at most.
-        chat_tokens: of an answer in a chat where the request does not say.
+        keys: valid API keys; if there are none, keys are not checked.
+        hosts: accepted host names in addition to loopback; None for any. The check protects a server without keys from
+            pages of other sites that resolve their own name to its address.
+        max_body: maximal bytes of a request's body.
+        chat_tokens: maximal tokens of a chat answer if the request does not set them.
         read_timeout: seconds that a request may take to arrive.
-        origins: of pages that may ask beside the server's own, `*` for any; a browser refuses all others.
-        log: whether to write a line for each request.
+        origins: origins of other sites' pages that may send requests, `*` for any; browsers refuse all others.
+        log: True to log each request.
     """
 
     def __init__(
@@ -101,8 +101,8 @@ class Service:
         self.hosts = None if hosts is None else [host.strip("[]").lower() for host in hosts]
         self.metrics = Metrics(serving)
         self.stopping = False
-        """Whether nothing new is taken."""
-        # One thread: tokenizers are not safe for several, and a long text must not keep the others' streams waiting.
+        """True if new requests are refused."""
+        # One thread, since tokenizers are not thread-safe; not the loop's, since a long text would delay the streams.
         self.reader = ThreadPoolExecutor(1, "kvjax-reader")
         self.created = int(time.time())
         self.page_html = Path(__file__).with_name("page.html").read_bytes()
@@ -129,7 +129,7 @@ class Service:
     def _guarded(
         self, answer: Callable[[Request], Awaitable[Response]], needs_key: bool = True
     ) -> Callable[[Request], Awaitable[Response]]:
-        """A route behind the checks of host and key, whose refusals are answers."""
+        """Wrap a route with the checks of host and key, and turn refusals into responses."""
 
         async def guarded(request: Request) -> Response:
             try:
@@ -142,7 +142,7 @@ class Service:
             except ClientDisconnect:
                 self.metrics.responses.labels(GONE).inc()
                 request.scope[OUTCOME] = {"status": GONE}
-                return Response()  # which goes nowhere
+                return Response()  # never received
             if not isinstance(response, _Told):
                 self.metrics.responses.labels(response.status_code).inc()
             return response
@@ -161,7 +161,7 @@ class Service:
         if not self.keys:
             return
         scheme, _, key = request.headers.get("authorization", "").partition(" ")
-        # All of them are compared, so that the time tells nothing.
+        # Compare all keys, so that the time reveals nothing about them.
         fits = [hmac.compare_digest(key.strip().encode("latin-1"), each) for each in self.keys]
         if scheme.lower() != "bearer" or not any(fits):
             said = "the API key is wrong" if key else "there is no API key"
@@ -214,7 +214,7 @@ class Service:
         if self.stopping:
             raise _stopping()
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-        if kind != "application/json":  # which also keeps forms of other sites' pages out
+        if kind != "application/json":  # this also refuses forms of other sites' pages
             raise Refused("the body must be JSON; send the header `Content-Type: application/json`.", status=415)
         body = await self._body(request)
         told = _Told(self.serving, self.metrics)
@@ -226,7 +226,7 @@ class Service:
         return told
 
     async def _body(self, request: Request) -> bytes:
-        """The body, whose length is checked as it comes."""
+        """Read the body, and check its length while it arrives."""
         length = request.headers.get("content-length", "")
         too_long = Refused(f"the body has more than {self.max_body} bytes; send less.", status=413)
         if length.isdecimal() and int(length[:20]) > self.max_body:
@@ -253,7 +253,7 @@ class Service:
         return response
 
     async def _broken(self, request: Request, error: Exception) -> Response:
-        # Uvicorn logs the error itself; a client learns nothing of it.
+        # Uvicorn logs the error; the client gets no details.
         self.metrics.responses.labels(500).inc()
         return _of_error(Refused("the server failed; its log says why.", status=500))
 
@@ -263,15 +263,15 @@ def _stopping() -> Refused:
 
 
 class _Gone(Exception):
-    """The client went away."""
+    """The client disconnected."""
 
 
 class _Told(Response):
-    """What an engine tells of a body's texts, as it comes or when all is there.
+    """Response with the engine's events for one body, streamed or sent at the end.
 
     Args:
         serving: the engine.
-        metrics: get its times.
+        metrics: records the latencies.
     """
 
     def __init__(self, serving: Serving, metrics: Metrics) -> None:
@@ -280,17 +280,17 @@ class _Told(Response):
         self.loop = asyncio.get_running_loop()
         self.arrived = time.perf_counter()
         self.events: asyncio.Queue[tuple[int, Piece | Finished] | None] = asyncio.Queue()
-        """As the engine tells them; None if the client went away. A slow reader's are no more than its text has."""
+        """Events from the engine, or None if the client disconnected; the queue is at most as long as the answer."""
         self.tickets: list[Ticket] = []
         self.written = 0
-        """Tokens that have been told."""
+        """Number of tokens sent so far."""
         self.answer: Answer
 
     def submit(self, asked: Asked) -> None:
-        """Hand the requests to the engine, all of them or none; in any thread.
+        """Submit all requests to the engine, or none if it refuses one; safe in any thread.
 
         Raises:
-            Refused: it does not take one.
+            Refused: the engine refuses a request.
         """
         self.answer = Answer(self.serving, asked)
         try:
@@ -320,7 +320,7 @@ class _Told(Response):
                     for _ in event.tokens:
                         self.metrics.between.observe((now - before) / len(event.tokens))
                 before, first = now, False
-            with contextlib.suppress(RuntimeError):  # the loop has ended, and with it all clients
+            with contextlib.suppress(RuntimeError):  # the loop is closed, so there are no clients
                 self.loop.call_soon_threadsafe(self.events.put_nowait, (index, event))
 
         return tell
@@ -330,7 +330,7 @@ class _Told(Response):
             ticket.cancel()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer; whatever happens, the rows are free afterwards."""
+        """Send the response; the rows are freed in all cases."""
         watch = asyncio.create_task(self._watch(receive))
         status = GONE
         try:
@@ -352,10 +352,11 @@ class _Told(Response):
         self.events.put_nowait(None)
 
     async def _next(self) -> tuple[int, Piece | Finished]:
-        """What is told next.
+        """Return the next event.
 
         Raises:
-            Refused: a text came to no end of its own.
+            _Gone: the client disconnected.
+            Refused: a text failed or was cancelled.
         """
         event = await self.events.get()
         if event is None:
@@ -382,14 +383,14 @@ class _Told(Response):
         return 200
 
     async def _stream(self, send: Send) -> int:
-        """Server-sent events, one `data:` line for each chunk."""
+        """Send server-sent events, one `data:` line per chunk."""
 
         async def write(data: bytes, more: bool = True) -> None:
             await send({"type": "http.response.body", "body": b"data: " + data + b"\n\n", "more_body": more})
 
-        event = await self._next()  # before the status, which may yet be an error's
+        event = await self._next()  # wait before sending the status, since this may raise an error
         kinds = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
-        # Proxies such as nginx would wait for more.
+        # Prevents buffering in proxies such as nginx.
         headers = [*kinds, (b"x-accel-buffering", b"no")]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         for chunk in self.answer.begin():
@@ -412,11 +413,12 @@ class _Told(Response):
 
 
 def _connection(read_timeout: float, write_timeout: float) -> type[H11Protocol]:
-    """Connections that end when their other side is too slow.
+    """Return a class of connections that close if the client is too slow.
 
     Args:
-        read_timeout: seconds from the first byte of a request to its last, and to the first.
-        write_timeout: seconds in which what has been written has to be taken.
+        read_timeout: seconds for a request to arrive, from the opening of the connection or the first byte of a later
+            request.
+        write_timeout: seconds for the client to accept written data.
     """
 
     class Connection(H11Protocol):
@@ -425,7 +427,7 @@ def _connection(read_timeout: float, write_timeout: float) -> type[H11Protocol]:
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)
-            # `pause_writing` then says that the system takes no more.
+            # With limit 0, `pause_writing` is called when the system accepts no more data.
             transport.set_write_buffer_limits(0)
             self.reading = self.loop.call_later(read_timeout, self._late)
 
@@ -438,7 +440,7 @@ def _connection(read_timeout: float, write_timeout: float) -> type[H11Protocol]:
 
         def _late(self) -> None:
             self.reading = None
-            # While a body is read for an answer that has not begun, `Service` says so.
+            # While `Service` reads a body, its own timeout answers with status 408.
             if not self.cycle or self.cycle.response_complete:
                 self.transport.abort()
 
@@ -463,13 +465,13 @@ def _stopped(timer: asyncio.TimerHandle | None) -> None:
 
 
 class Server(uvicorn.Server):
-    """Uvicorn, which at a signal first lets the engine finish what runs, while what is new is refused.
+    """Uvicorn server that, at a signal, refuses new requests and first lets the engine finish running ones.
 
     Args:
         service: the application.
-        grace: seconds that what runs gets.
-        write_timeout: seconds after which a client that reads nothing is cut off.
-        ready: called once requests are answered.
+        grace: seconds for running requests to finish.
+        write_timeout: seconds after which a client that reads nothing is disconnected.
+        ready: called once the server answers requests.
     """
 
     def __init__(
@@ -477,7 +479,7 @@ class Server(uvicorn.Server):
     ) -> None:
         self.service, self.grace, self.ready = service, grace, ready
         self.interrupted = False
-        """Whether it was an interruption from a terminal."""
+        """True after SIGINT, as from a terminal."""
         super().__init__(
             uvicorn.Config(
                 service.app,
@@ -494,12 +496,12 @@ class Server(uvicorn.Server):
         )
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Begin to answer."""
+        """Start to answer requests."""
         await super().startup(sockets)
         self.ready()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """End at a signal; at once at the second one."""
+        """Begin the shutdown at the first signal, and exit immediately at the second one."""
         self.interrupted |= sig == signal.SIGINT
         if self.service.stopping:
             self.should_exit = self.force_exit = True
@@ -507,7 +509,7 @@ class Server(uvicorn.Server):
         self.end()
 
     def end(self) -> None:
-        """End once the engine has; returns at once."""
+        """Shut down once the engine has stopped; this method does not wait."""
         self.service.stopping = True
         threading.Thread(target=self._stop, name="kvjax-stop", daemon=True).start()
 
@@ -518,7 +520,7 @@ class Server(uvicorn.Server):
             self.should_exit = True
 
     def run(self, sockets: list[socket.socket] | None = None) -> None:
-        """Answer on sockets until a signal."""
+        """Serve on sockets until a signal."""
         try:
             super().run(sockets)
         finally:

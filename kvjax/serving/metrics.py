@@ -1,4 +1,4 @@
-"""What a server tells Prometheus."""
+"""Prometheus metrics of the server."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _SECONDS = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60)
 
 
 class Metrics:
-    """Numbers of an engine, and what its clients wait for.
+    """Metrics of an engine, and latencies of its clients.
 
     Args:
-        serving: whose numbers they are.
+        serving: the engine.
     """
 
     def __init__(self, serving: Serving) -> None:
@@ -44,7 +44,7 @@ class Metrics:
         )
 
     def collect(self) -> Iterator[Metric]:
-        """What the engine says now, as prometheus_client asks for it."""
+        """Yield the engine's current metrics; prometheus_client calls this method."""
         for name, value in self.serving.numbers().items():
             words = name.removesuffix("_total").replace("_", " ")
             if name.endswith("_total"):
@@ -53,5 +53,5 @@ class Metrics:
                 yield GaugeMetricFamily(f"kvjax_{name}", f"{words.capitalize()} now", value)
 
     def text(self) -> bytes:
-        """All of them, in Prometheus' text form."""
+        """Return all metrics in Prometheus' text format."""
         return generate_latest(self.registry)

@@ -1,4 +1,4 @@
-"""OpenAI's forms: bodies of requests as what an engine is asked, and what it tells as answers."""
+"""OpenAI's API: request bodies become engine requests, and engine events become answers."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from kvjax.serving.requests import Finished, Held, Piece, Request, Serving
 from kvjax.utils.settings import conversation
 
 MOST_CHOICES = 128
-"""Texts that one body may ask for: prompts times `n`."""
+"""Maximal texts per body: prompts times `n`."""
 MOST_STOPS, LONGEST_STOP = 16, 256
-"""Stop strings, and characters of each: every one is looked for after each token."""
+"""Maximal number of stop strings and characters of each, since all are searched after every token."""
 
 
 class Refused(Exception):
-    """What a client gets in place of an answer.
+    """Error that a client gets instead of an answer.
 
     Args:
         message: one sentence.
-        param: the field it is about, if one is.
-        status: of HTTP.
-        code: OpenAI's word for it, if there is one.
-        headers: of the answer.
+        param: name of the invalid field, if there is one.
+        status: HTTP status.
+        code: OpenAI's error code, if there is one.
+        headers: headers of the response.
     """
 
     def __init__(
@@ -48,35 +48,35 @@ class Refused(Exception):
         self.message, self.param, self.status, self.code, self.headers = message, param, status, code, headers
 
     def body(self) -> dict[str, Any]:
-        """OpenAI's form of an error."""
+        """Return the error in OpenAI's format."""
         kinds = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
         kind = kinds.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 
 class Asked(NamedTuple):
-    """What a body asks for."""
+    """Parsed contents of a body."""
 
     requests: tuple[Request, ...]
-    """One for each choice: `n` for the first prompt, then for the next."""
+    """One request per choice: `n` for the first prompt, then `n` for the next."""
     n: int
     chat: bool
     stream: bool
     include_usage: bool
-    """With the end of a stream."""
+    """True to send the usage at the end of a stream."""
 
     @property
     def read(self) -> int:
-        """Tokens of the prompts, each once."""
+        """Number of prompt tokens, counting each prompt once."""
         return sum(len(request.prompt) for request in self.requests[:: self.n])
 
 
 Check = Callable[[str, Any], Any]
-"""Gives a field's value if it is what it has to be, and raises `Refused` otherwise."""
+"""Function of a field's name and value; it returns the parsed value, or raises `Refused` if it is invalid."""
 
 
 def _shown(value: Any) -> str:
-    """A value as messages quote it, however much it holds."""
+    """Format a value for a message, in at most 100 characters."""
     text = reprlib.repr(value)
     return text if len(text) <= 100 else f"{text[:97]}..."
 
@@ -107,7 +107,7 @@ def _whole(least: int, most: int) -> Check:
 
 
 def _real(least: float, most: float, above: bool = False) -> Check:
-    """A number in a range, without its lower end if it is to be `above` that."""
+    """Return a check for numbers in a range; `above` excludes the lower end."""
 
     def check(name: str, value: Any) -> float:
         if type(value) not in (int, float) or not least <= value <= most or (above and value == least):
@@ -118,7 +118,7 @@ def _real(least: float, most: float, above: bool = False) -> Check:
 
 
 def _only(*values: Any) -> Check:
-    """A field whose work is not done here: only what asks for nothing is let through."""
+    """Return a check for an unsupported field, which accepts only the given values without an effect."""
 
     def check(name: str, value: Any) -> Any:
         if not any(type(value) is type(each) and value == each for each in values):
@@ -130,7 +130,7 @@ def _only(*values: Any) -> Check:
 
 
 def _no_bias(name: str, value: Any) -> None:
-    """Biases of tokens, all of them zero."""
+    """Check that all token biases are zero."""
     if not isinstance(value, dict) or any(type(bias) not in (int, float) or bias != 0 for bias in value.values()):
         raise Refused(f"{name}={_shown(value)} is not supported; leave it out, or give {{}}.", name)
 
@@ -151,7 +151,7 @@ def _ids(name: str, value: Any) -> tuple[int, ...]:
 
 
 def _stream_options(name: str, value: Any) -> bool:
-    """Whether the end of a stream tells the usage."""
+    """Return whether the end of a stream includes the usage."""
     known = {"include_usage": _flag, "include_obfuscation": _flag, "continuous_usage_stats": _only(False)}
     return _checked(_object(name, value), known, f"{name}.").get("include_usage", False)
 
@@ -197,7 +197,7 @@ COMMON: Mapping[str, Check] = {
     "spaces_between_special_tokens": _only(True),
     "priority": _only(0),
 }
-"""Fields of both kinds of bodies, of OpenAI's, then vLLM's, then kvjax's own."""
+"""Checks of the fields of both kinds of bodies: OpenAI's, vLLM's and kvjax's own."""
 
 COMPLETION: Mapping[str, Check] = COMMON | {
     "prompt": lambda name, value: value,
@@ -233,10 +233,10 @@ CHAT: Mapping[str, Check] = COMMON | {
 
 
 def parse(body: bytes) -> dict[str, Any]:
-    """A body of JSON as an object.
+    """Parse a body as a JSON object.
 
     Raises:
-        Refused: it is none.
+        Refused: the body is not a JSON object.
     """
 
     def constant(word: str) -> None:
@@ -253,15 +253,15 @@ def parse(body: bytes) -> dict[str, Any]:
 
 
 def _checked(given: Mapping[str, Any], known: Mapping[str, Check], prefix: str = "") -> dict[str, Any]:
-    """The fields that are not null, checked.
+    """Check the fields, and return those that are not null.
 
     Raises:
-        Refused: one is unknown, or not what it has to be.
+        Refused: a field is unknown or has an invalid value.
     """
     found: dict[str, Any] = {}
     for name, value in given.items():
         if name not in known and value is None:
-            continue  # it asks for nothing, whatever it is
+            continue  # null has no effect in any field
         if name not in known:
             near = difflib.get_close_matches(name[:40], known, 1)
             meant = f"did you mean {prefix}{near[0]}?" if near else "leave it out."
@@ -273,10 +273,10 @@ def _checked(given: Mapping[str, Any], known: Mapping[str, Check], prefix: str =
 
 
 def completion(serving: Serving, body: Mapping[str, Any]) -> Asked:
-    """What a body of `/v1/completions` asks for.
+    """Parse a body of `/v1/completions`.
 
     Raises:
-        Refused: it cannot be done.
+        Refused: the body is invalid or not supported.
     """
     given = _checked(body, COMPLETION)
     _check_model(serving, given)
@@ -291,15 +291,15 @@ def completion(serving: Serving, body: Mapping[str, Any]) -> Asked:
 
 
 def chat(serving: Serving, body: Mapping[str, Any], usual_tokens: int) -> Asked:
-    """What a body of `/v1/chat/completions` asks for.
+    """Parse a body of `/v1/chat/completions`.
 
     Args:
-        serving: is asked.
-        body: as `parse` gives it.
-        usual_tokens: written at most where the body does not say.
+        serving: the engine.
+        body: from `parse`.
+        usual_tokens: maximal number of new tokens if the body does not set it.
 
     Raises:
-        Refused: it cannot be done.
+        Refused: the body is invalid or not supported.
     """
     given = _checked(body, CHAT)
     model = serving.model
@@ -331,13 +331,13 @@ def _check_model(serving: Serving, given: Mapping[str, Any]) -> None:
 
 
 def no_model(name: str, serving: Serving) -> Refused:
-    """What a client gets that asks for another model."""
+    """Return the error for a request to an unknown model."""
     text = f"there is no model {_shown(name)} here; ask for {serving.model.name!r}."
     return Refused(text, "model", 404, "model_not_found")
 
 
 def _prompts(serving: Serving, given: Any) -> list[tuple[int, ...]]:
-    """Token ids of each prompt: a text, a list of texts, ids, or a list of lists of ids."""
+    """Return the ids of each prompt, given as a text, a list of texts, ids, or a list of lists of ids."""
     several = given if isinstance(given, list) and given and isinstance(given[0], (str, list)) else [given]
     if len(several) > MOST_CHOICES:
         raise Refused(f"{len(several)} prompts are too many; give {MOST_CHOICES} at most.", "prompt")
@@ -365,11 +365,11 @@ def _encoded(param: str, encode: Callable[[], Sequence[int]]) -> tuple[int, ...]
 
 
 def _message(number: int, given: Any) -> dict[str, str]:
-    """A turn with a role and a text, whose parts are joined."""
+    """Check a turn, and return its role and its text with all parts joined."""
     name = f"messages[{number}]"
     if not isinstance(given, dict):
         raise Refused(f"{name} is {_shown(given)}, not an object with role and content.", "messages")
-    # A client sends back what an answer had, among it much that was empty; templates get role and content alone.
+    # Clients send back all fields of an answer, many of them empty; templates get only role and content.
     for key, value in given.items():
         if key in ("name", "reasoning_content", "reasoning") and isinstance(value, str):
             continue
@@ -391,7 +391,7 @@ def _message(number: int, given: Any) -> dict[str, str]:
 def _requests(
     serving: Serving, given: Mapping[str, Any], ids: tuple[int, ...], param: str, usual_tokens: int, n: int
 ) -> list[Request]:
-    """`n` texts from one prompt, with a seed each."""
+    """Return the requests for `n` texts from one prompt, each with its own seed."""
     left = serving.context - len(ids)
     if left < given.get("max_tokens", 1):
         wanted = f" and max_tokens={given['max_tokens']}" if "max_tokens" in given else ""
@@ -429,23 +429,23 @@ def _requests(
 
 @dataclasses.dataclass
 class _Choice:
-    """What has been told of one text."""
+    """Output sent so far for one text."""
 
     characters: Characters
-    """Text of the tokens told so far."""
+    """Decoder of the tokens with log-probabilities, for text offsets."""
     text: str = ""
     offset: int = 0
-    """Its length."""
+    """Number of characters decoded by `characters`."""
     logprobs: list[Any] = dataclasses.field(default_factory=list)
     finished: Finished | None = None
 
 
 class Answer:
-    """What is told of an answer in OpenAI's forms: a chunk for each piece, or all of it at the end.
+    """Answer in OpenAI's format, as one chunk per piece or whole at the end.
 
     Args:
-        serving: whose model it is.
-        asked: what it answers.
+        serving: the engine.
+        asked: the parsed body.
     """
 
     def __init__(self, serving: Serving, asked: Asked) -> None:
@@ -458,17 +458,17 @@ class Answer:
 
     @property
     def unfinished(self) -> bool:
-        """Whether a text has not come to its end."""
+        """True if a text has not ended."""
         return any(choice.finished is None for choice in self.choices)
 
     def begin(self) -> list[dict[str, Any]]:
-        """The chunks before all others."""
+        """Return the chunks before all others."""
         if not self.asked.chat:
             return []
         return [self._chunk(index, {"role": "assistant", "content": ""}) for index in range(len(self.choices))]
 
     def piece(self, index: int, piece: Piece) -> dict[str, Any] | None:
-        """Note a piece of a text; its chunk, or None where it says nothing."""
+        """Record a piece of a text, and return its chunk, or None if it is empty."""
         choice = self.choices[index]
         choice.text += piece.text
         logprobs = None if piece.logprobs is None else self._logprobs(choice, piece.logprobs)
@@ -479,7 +479,7 @@ class Answer:
         return self._chunk(index, {"content": piece.text} if self.asked.chat else piece.text, logprobs)
 
     def finish(self, index: int, finished: Finished) -> dict[str, Any]:
-        """Note the end of a text; its chunk."""
+        """Record the end of a text, and return its chunk."""
         self.choices[index].finished = finished
         chunk = self._chunk(index, {} if self.asked.chat else "", None, finished.reason)
         kv = _kv(finished.held)
@@ -487,13 +487,13 @@ class Answer:
         return chunk | {"kv": kv}
 
     def end(self) -> list[dict[str, Any]]:
-        """The chunks after all others."""
+        """Return the chunks after all others."""
         if not self.asked.include_usage:
             return []
         return [self._head("chat.completion.chunk") | {"choices": [], "usage": self.usage()}]
 
     def whole(self) -> dict[str, Any]:
-        """All of it, once every text is finished."""
+        """Return the whole answer, once all texts have ended."""
         choices: list[dict[str, Any]] = []
         for index, choice in enumerate(self.choices):
             assert choice.finished is not None
@@ -512,7 +512,7 @@ class Answer:
         return self._head("chat.completion") | {"choices": choices, "usage": self.usage(), "kv": choices[0]["kv"]}
 
     def usage(self) -> dict[str, Any]:
-        """Tokens read, each prompt once, and written."""
+        """Return the numbers of prompt tokens, counting each prompt once, and of generated tokens."""
         ends = [choice.finished for choice in self.choices if choice.finished is not None]
         firsts = ends[:: self.asked.n]
         read, written = sum(each.prompt_tokens for each in firsts), sum(each.tokens for each in ends)
@@ -546,7 +546,7 @@ class Answer:
         tables: list[dict[str, float]] = []
         for token, others in zip(tokens, likeliest, strict=True):
             tables.append({})
-            for other in [*others, token]:  # of several with one text the likeliest stays
+            for other in [*others, token]:  # among tokens with equal text, keep the likeliest
                 tables[-1].setdefault(other["token"], other["logprob"])
         return {
             "tokens": [token["token"] for token in tokens],
@@ -572,5 +572,5 @@ def _joined(parts: Sequence[Mapping[str, list[Any]]]) -> dict[str, list[Any]]:
 def _kv(held: Held | None) -> dict[str, Any] | None:
     if held is None:
         return None
-    kept = round(float(held.kept), 2)  # the mean over layers and heads, whole where all of them hold as many
+    kept = round(float(held.kept), 2)  # the mean over layers and heads; an integer if it is whole
     return held._asdict() | {"kept": int(kept) if kept.is_integer() else kept}

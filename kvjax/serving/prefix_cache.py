@@ -1,4 +1,4 @@
-"""Beginnings of texts that have been read, for others that begin alike."""
+"""Prefix cache: states of prompts after whole chunks, for other prompts with the same prefix."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ Key = bytes
 
 
 class Snapshots:
-    """Texts by what their reading depended on; the one that was wanted longest ago leaves first.
+    """LRU cache of prefilled prefixes, keyed by all inputs that their states depend on.
 
     Args:
-        limit: bytes that they may take together, copies on other devices not counted; 0 for none.
+        limit: maximal bytes of all prefixes, not counting copies on other devices; 0 to store none.
     """
 
     def __init__(self, limit: int) -> None:
@@ -33,7 +33,7 @@ class Snapshots:
         return len(self._held)
 
     def put(self, key: Key, text: Text) -> None:
-        """Keep a text, which is not copied; one that alone is too large is not kept."""
+        """Store a text without copying it, unless it is larger than the limit."""
         taken = text.state.storage, text.seen
         size, here = allocated_bytes(taken), device_bytes(taken)
         if key in self._held or size > self.limit:
@@ -47,9 +47,9 @@ class Snapshots:
             self.device_bytes -= here
 
     def longest(self, keys: Sequence[Key]) -> tuple[int, Text | None]:
-        """Which of a text's beginnings, given from the shortest on, is the longest that is held, from 1; 0 for none.
+        """Find the longest stored prefix among `keys`, sorted from the shortest; return its number from 1, or 0.
 
-        The shorter ones count as wanted after the longer ones, for more texts begin with them.
+        Shorter prefixes count as used more recently than longer ones, because more texts begin with them.
         """
         found: tuple[int, Text | None] = (0, None)
         for number, key in reversed(list(enumerate(keys, 1))):
@@ -59,18 +59,18 @@ class Snapshots:
         return found
 
     def clear(self) -> None:
-        """Keep nothing."""
+        """Drop all prefixes."""
         self._held.clear()
         self.bytes = self.device_bytes = 0
 
 
 def beginnings(depends: bytes, tokens: Sequence[int], chunk: int) -> list[Key]:
-    """Keys of a text after each whole chunk of it, but for one that its last token is in.
+    """Return the key of a text after each whole chunk, except a chunk with the last token.
 
     Args:
-        depends: what the reading depends on beside the tokens.
+        depends: bytes of all other inputs that the state depends on.
         tokens: of the text.
-        chunk: tokens that are read at once.
+        chunk: tokens per chunk.
     """
     known, keys = hashlib.sha256(depends), list[Key]()
     ids = np.asarray(tokens, np.int32)
@@ -81,9 +81,9 @@ def beginnings(depends: bytes, tokens: Sequence[int], chunk: int) -> list[Key]:
 
 
 def dependencies(weights: Weights, policy: Policy, text: Text, chunk: int) -> frozenset[str]:
-    """What the reading of a text depends on, of its `seed`, `horizon` and `end`.
+    """Return which of `seed`, `horizon` and `end` affect the state of a text after prefill.
 
-    Most policies look at none of them, so that texts of other lengths and seeds may share their beginnings.
+    Most policies use none of them, so texts with other lengths and seeds can share prefixes.
     """
     names = "seed", "horizon", "end"
     tokens, lengths = np.zeros((1, chunk), np.int32), np.ones(1, np.int32)

@@ -1,4 +1,4 @@
-"""What is asked of a server's engine, and what it tells while it answers."""
+"""Requests to the engine, and the events with which it answers."""
 
 from __future__ import annotations
 
@@ -18,18 +18,19 @@ class Request:
     """A text to continue.
 
     Args:
-        prompt: its token ids, at least one.
-        max_tokens: to write at most, at least 1.
-        sampling: how they are drawn.
-        presence_penalty: taken off the logits of tokens that have been written, -2 to 2.
-        frequency_penalty: the same, times how often each has been.
-        seed: of the text's randomness, which nothing else has a part in.
-        stop: texts that end it before them.
-        stop_ids: tokens that end it, beside those of the model.
-        ignore_eos: whether the model's own end nothing.
-        chat: whether it is an answer of a chat, which all that ends a turn ends.
-        budget: slots of each head, at most the engine's; None for that.
-        logprobs: how many likeliest tokens to tell of beside each one, 0 for the token alone; None for no telling.
+        prompt: token ids, at least one.
+        max_tokens: maximal number of new tokens, at least 1.
+        sampling: the sampling settings.
+        presence_penalty: subtracted from the logits of tokens that have been generated, -2 to 2.
+        frequency_penalty: subtracted once for each time that a token has been generated, -2 to 2.
+        seed: the only source of the text's randomness.
+        stop: strings that end the text before them.
+        stop_ids: ids that end the text, in addition to the model's.
+        ignore_eos: True to ignore the end ids of the model and the chat.
+        chat: True for an answer of a chat; any end id of a turn ends it.
+        budget: slots per head, at most the engine's; None for the engine's.
+        logprobs: number of likeliest tokens to return with each one, 0 for the token alone; None for no
+            log-probabilities.
     """
 
     prompt: tuple[int, ...]
@@ -47,55 +48,55 @@ class Request:
 
 
 class Piece(NamedTuple):
-    """What is new of an answer."""
+    """New text and tokens of an answer."""
 
     text: str
-    """Whole characters, and nothing of what may turn out to be a stop string."""
+    """Whole characters, without a possible beginning of a stop string."""
     tokens: tuple[int, ...]
     logprobs: tuple[Logprob, ...] | None
 
 
 class Held(NamedTuple):
-    """What a row's cache has of a text."""
+    """Cache usage of one row."""
 
     seen: int
     """Tokens read."""
     kept: float
-    """Slots that hold a token, on average over layers and heads."""
+    """Occupied slots, averaged over layers and heads."""
     bytes: int
-    """Of the row's buffers, whatever they hold."""
+    """Size of the row's buffers, including free slots."""
     policy: str
 
 
 class Finished(NamedTuple):
-    """The end of an answer, told once, whatever became of it."""
+    """Last event of an answer, sent exactly once for any outcome."""
 
     reason: Literal["stop", "length", "cancelled", "failed"]
     prompt_tokens: int
     tokens: int
-    """That were written."""
+    """Generated tokens."""
     reused: int
-    """Of the prompt, read from a snapshot of an earlier one that begins alike."""
+    """Prompt tokens taken from the prefix cache."""
     held: Held | None
-    """None where the row had not been read yet."""
+    """Cache usage; None before the row's first dispatch."""
     error: str | None = None
-    """One sentence, of what failed."""
+    """One sentence about the failure."""
 
 
 Tell = Callable[[Piece | Finished], None]
-"""Called from the engine's thread; must not wait."""
+"""Callback for events; the engine calls it from its thread, so it must not block."""
 
 
 class Ticket(Protocol):
-    """A request that was taken."""
+    """An accepted request."""
 
     def cancel(self) -> None:
-        """Free its row at the next dispatch; from any thread, and as often as one likes."""
+        """Cancel the request and free its row at the next dispatch; safe to repeat, from any thread."""
         ...
 
 
 class FullError(Exception):
-    """The queue has no place for another request; `retry_after` seconds are a fair guess of when it has."""
+    """The queue is full; `retry_after` estimates the seconds until it has room."""
 
     def __init__(self, waiting: int, retry_after: float) -> None:
         super().__init__(f"{waiting} requests are waiting already; try again later.")
@@ -103,48 +104,51 @@ class FullError(Exception):
 
 
 class StoppingError(Exception):
-    """The engine takes nothing any more."""
+    """The engine accepts no more requests."""
 
 
 class Serving(Protocol):
-    """An engine, as whoever speaks HTTP sees it."""
+    """Interface of an engine for the HTTP server."""
 
     @property
     def model(self) -> Model:
-        """What writes."""
+        """Model that generates the texts."""
         ...
 
     @property
     def policy_name(self) -> str:
-        """What stays in its caches."""
+        """Name of the cache policy."""
         ...
 
     @property
     def budget(self) -> int:
-        """Slots of each head that a request may use."""
+        """Slots per head that a request may use."""
         ...
 
     @property
     def context(self) -> int:
-        """Tokens that a text may come to."""
+        """Maximal length of a text, in tokens."""
         ...
 
     def submit(self, request: Request, tell: Tell) -> Ticket:
-        """Take a request; from any thread.
+        """Accept a request, from any thread.
 
         Raises:
-            ValueError: it cannot be served: one sentence.
+            ValueError: the request cannot be served; the message is one sentence.
             FullError: the queue is full.
-            StoppingError: the engine takes nothing any more.
+            StoppingError: the engine accepts no more requests.
         """
         ...
 
     def stop(self, grace: float) -> None:
-        """Refuse what is new, give what runs so many seconds to end, and cancel the rest; returns when all is told."""
+        """Stop accepting requests, drain for `grace` seconds, cancel the rest, and return after all events are sent."""
         ...
 
     def numbers(self) -> Mapping[str, float]:
-        """Gauges and counters by name: `rows`, `rows_busy`, `waiting`, `cache_bytes`, `cache_device_bytes`,
-        `snapshot_bytes`, `snapshot_device_bytes`, `compilations`, `requests_total`, `prompt_tokens_total`,
-        `tokens_total`, `reused_tokens_total`, `dispatches_total`, `failed_dispatches_total`."""
+        """Return gauges and counters by name.
+
+        The names are `rows`, `rows_busy`, `waiting`, `cache_bytes`, `cache_device_bytes`, `snapshot_bytes`,
+        `snapshot_device_bytes`, `compilations`, `requests_total`, `prompt_tokens_total`, `tokens_total`,
+        `reused_tokens_total`, `dispatches_total`, `failed_dispatches_total`.
+        """
         ...

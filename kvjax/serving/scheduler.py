@@ -1,4 +1,4 @@
-"""A device whose rows serve texts of one budget, by hand: plan, begin, read, put, write and free; no threads."""
+"""Device side of the engine: plan, begin, read, put, write and free; the caller drives each step."""
 
 from __future__ import annotations
 
@@ -55,28 +55,28 @@ from kvjax.types import Kernels
 from kvjax.utils.settings import seed_number, whole_number
 
 ENDS = 64
-"""Ids that may end a row, the model's own among them."""
+"""Maximal number of ids that end a row, including the model's."""
 LOGPROBS = 20
-"""Likeliest tokens that a request may ask about."""
+"""Maximal number of likeliest tokens per request."""
 
 
 class Device:
     """Rows of one budget; see `kvjax.serving.engine.Engine` for the settings.
 
-    All but `plan` and `beginnings` belongs to one thread.
+    Any thread may call `plan` and `beginnings`; only one thread may use the rest.
 
     Args:
-        model: what writes.
-        policy: which tokens stay; a name or a `Policy`.
-        budget: slots of each head.
-        rows: texts that are written at once; on a mesh as many on each device along `data`.
-        context: tokens of a text; None for the model's positions.
-        chunk: tokens that are read at once, at least 16.
-        steps: tokens of each row that are written at once.
+        model: the model that generates.
+        policy: cache policy; a name or a `Policy`.
+        budget: slots per head.
+        rows: texts that are generated together; on a mesh, a multiple of the devices along `data`.
+        context: maximal tokens of a text; None for the model's positions.
+        chunk: tokens per chunk of prefill, at least 16.
+        steps: maximal tokens per row and dispatch.
 
     Raises:
-        ValueError: a setting is out of range, the policy is not one whose memory is known before a text is read, or the
-            model's devices cannot share the rows or are of several processes.
+        ValueError: a setting is out of range, the policy's memory is not known before a text is read, the mesh cannot
+            shard the rows evenly, or it has several processes.
     """
 
     def __init__(
@@ -105,28 +105,28 @@ class Device:
             dtype=model.weights.embedding.dtype,
             mesh=model.mesh,
         )
-        # Numbers would travel to the device at every step.
+        # Placed once, since Python numbers would be transferred to the device at every step.
         self._placed = placed_on(jax.tree.map(jnp.asarray, self.policy), policy_specs(self.policy), model.mesh)
         self._one = _planned(limits[0])
         rows_made = self._emptied()
         self.state: Rows | None = rows_made
-        """None once something has failed: the next text that is put into a row makes rows anew."""
+        """Rows of the batch; None after a failure, until `put` creates new ones."""
         self.bytes = allocated_bytes(rows_made.state.storage)
-        """Of the caches of all rows."""
+        """Bytes of the caches of all rows."""
         self.device_bytes = device_bytes(rows_made.state.storage)
-        """Of these on one device."""
+        """Bytes of the caches on one device."""
         self._depends = dependencies(model.weights, self._placed, self.begin(self._one), self.chunk)
 
     @property
     def logprobs(self) -> int:
-        """Likeliest tokens that a request may ask about."""
+        """Maximal number of likeliest tokens per request."""
         return min(LOGPROBS, self.model.config.vocab_size)
 
     def plan(self, request: Request) -> Planned:
-        """What is known of a request's text before it is read.
+        """Check a request and plan the limits of its text.
 
         Raises:
-            ValueError: it cannot be served.
+            ValueError: the request cannot be served.
         """
         prompt, config = request.prompt, self.model.config
         if not prompt:
@@ -152,7 +152,7 @@ class Device:
             raise ValueError(f"budget={budget} means nothing to policy {name_of(self.policy)}; leave it out.")
         if budget > self.budget:
             raise ValueError(f"budget={budget} is more than the {self.budget} slots that there are; ask for fewer.")
-        # Where nothing leaves, all texts are planned for as many tokens.
+        # If the slots suffice only for the planned length, all texts are planned for the whole context.
         end = self.context if self.policy.plan.ends else end
         limits, _ = self._slots(len(prompt), end, budget)
         if any(limit.max() > room for limit, room in zip(limits, self._sizes.capacities, strict=True)):
@@ -160,13 +160,13 @@ class Device:
         return _planned(limits, seed_number(request.seed), end - len(prompt), end)
 
     def beginnings(self, request: Request, planned: Planned) -> list[Key]:
-        """Keys of a request's text after each of its whole chunks, from the first; see `Snapshots`."""
+        """Return the keys of a request's prefixes in the prefix cache, see `prefix_cache.beginnings`."""
         known = [(name, getattr(planned, name).tolist()) for name in sorted(self._depends)]
         depends = repr((known, [limit.tolist() for limit in planned.limits])).encode()
         return beginnings(depends, request.prompt, self.chunk)
 
     def begin(self, planned: Planned, held: Text | None = None) -> Text:
-        """A text of which nothing has been read, or what another one has that begins alike."""
+        """Create a text with an empty cache, or with the cache of a stored prefix."""
         text = begin(self._placed, planned, sizes=self._sizes)
         if held is None:
             return text
@@ -175,21 +175,21 @@ class Device:
         return Text(state, held.seen)
 
     def read(self, text: Text, chunk: Sequence[int]) -> tuple[Text, Float[Array, "1 vocab"]]:
-        """A text with a chunk more, and the logits for the token after it."""
+        """Read the next chunk of a text, and return the logits for the token after it."""
         return read(*self._reading(text, chunk))
 
     def put(self, row: int, text: Text, logits: Float[Array, "1 vocab"], request: Request) -> None:
-        """Give a row to a text that has been read."""
+        """Put a prefilled text into a row."""
         rows = self._emptied() if self.state is None else self.state
         self.state = insert(rows, np.int32(row), text, logits, self._wishes(request))
 
     def write(self, steps: int, leave: bool, logprobs: bool = False) -> tuple[Written, Drawn | None]:
-        """Up to so many tokens of each row, on the host; see `kvjax.serving.batch.generate`.
+        """Generate up to `steps` tokens per row, and return them on the host; see `kvjax.serving.batch.generate`.
 
         Args:
-            steps: 1 to those of the device.
-            leave: whether to stop as soon as a row has ended.
-            logprobs: whether to fetch what the model thought of them.
+            steps: 1 to the device's `steps`.
+            leave: True to stop as soon as a row has ended.
+            logprobs: True to fetch the log-probabilities.
         """
         assert self.state is not None
         numbers, sizes = (np.int32(steps), np.bool_(leave)), dict(most=self.steps, logprobs=self.logprobs)
@@ -203,10 +203,10 @@ class Device:
             self.state = free(self.state, kept)
 
     def warm_up(self, told: Callable[[int, int], None] = lambda done, total: None) -> None:
-        """Compile all programs, several at a time; the first row is nobody's afterwards.
+        """Compile all programs in parallel; this overwrites and frees the first row.
 
         Args:
-            told: called with the programs that are done and all there are, first with none.
+            told: called with the number of compiled programs and of all programs, first with 0.
         """
         sizes = sorted({self._padded(length) for length in range(1, self.chunk + 1)})
 
@@ -222,7 +222,7 @@ class Device:
             self.free({0})
             jax.block_until_ready(self.state)
 
-        # On a mesh, programs that two threads start may wait for each other forever: of these only the first runs any.
+        # On a mesh, programs started by two threads can deadlock; only the first job runs any, the others compile.
         with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
             jobs = [pool.submit(writes), *(pool.submit(compiles, size) for size in sizes[1:])]
             told(0, len(jobs))
@@ -233,7 +233,7 @@ class Device:
             jax.block_until_ready(self.read(text, [0] * size))
 
     def _settle(self, sizes: Sequence[int]) -> None:
-        """Race what chunks of these sizes and steps ask, where races decide."""
+        """Autotune the kernels for chunks of these sizes and for decode steps, if they need it."""
 
         def trace(kernels: Kernels) -> None:
             settings = dict(weights=self.model.weights, policy=self._placed, kernels=kernels)
@@ -265,7 +265,7 @@ class Device:
 
     def _wishes(self, request: Request) -> Wishes:
         temperature, top_k, top_p, min_p, repetition = jax.tree.leaves(request.sampling)
-        if not temperature:  # what filters the others would only take time
+        if not temperature:  # greedy decoding needs no filters, and they take time
             top_k, top_p = jax.tree.leaves(Sampling(0.0))[1:3]
 
         def real(number: float) -> Any:
@@ -287,10 +287,11 @@ def _planned(limits: Sequence[Int[np.ndarray, "1 h"]], seed: int = 0, horizon: i
 
 
 def _served(policy: Policy, model: Model) -> Policy:
-    """A policy whose rows take the same memory whatever is read, if it is one.
+    """Return the policy, after checking that the server can use it.
 
     Raises:
-        ValueError: naming the remedy.
+        ValueError: the memory of a row depends on its text, the policy cannot read chunks or keeps scores in host
+            memory, or the mesh has several processes.
     """
     name = name_of(policy)
     if model.mesh is not None and model.mesh.is_multi_process:

@@ -1,1 +1,1 @@
-"""Training, whatever is trained: checkpoints of runs and their progress."""
+"""Training, including checkpoints and progress of runs."""

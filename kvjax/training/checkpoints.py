@@ -1,4 +1,4 @@
-"""A run's checkpoints on disk: written aside, then renamed, and refused by a run with other settings."""
+"""Checkpoints of training runs, written atomically and tied to the run's settings."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ _SETTINGS = "settings.json"
 
 
 def claim(directory: Path, settings: dict[str, Any], free: Collection[str] = ()) -> None:
-    """Write the settings of a new run, or make sure that they are those of the run already in the directory.
+    """Write the settings of a new run, or check that they equal those of the run in the directory.
 
     Args:
         directory: of the run.
-        settings: everything that decides what comes out, fit for JSON.
-        free: names of settings that may change while a run goes on.
+        settings: all settings that affect the result, in JSON types.
+        free: names of settings that may change when a run continues.
 
     Raises:
-        ValueError: the directory holds a run with other settings.
+        ValueError: the directory has a run with other settings.
     """
     directory.mkdir(parents=True, exist_ok=True)
     file = directory / _SETTINGS
@@ -49,18 +49,18 @@ def _steps(directory: Path) -> list[Path]:
 
 
 def newest_step(directory: Path) -> int:
-    """Return the step of the newest checkpoint, 0 where nothing was saved."""
+    """Return the step of the newest checkpoint, 0 if there is none."""
     steps = _steps(directory)
     return int(steps[-1].name.removeprefix("step-")) if steps else 0
 
 
 def save(directory: Path, training: Any, step: int) -> None:
-    """Save what a run has become by a step and drop older checkpoints; a crash leaves the last good one in place.
+    """Save a checkpoint and delete older ones; a crash leaves the last complete one in place.
 
     Args:
         directory: of the run.
         training: pytree of arrays.
-        step: that it has reached; one that is there already is left as it is.
+        step: step of the run; an existing checkpoint of this step is not changed.
     """
     import orbax.checkpoint as ocp
 
@@ -76,12 +76,12 @@ def save(directory: Path, training: Any, step: int) -> None:
 
 
 def restore(directory: Path, like: T) -> T | None:
-    """The newest checkpoint, or None where nothing was saved.
+    """Restore the newest checkpoint; None if there is none.
 
     Args:
         directory: of the run.
-        like: what it is made like: the same structure, shapes and dtypes; what lies on devices of its own is read onto
-            these, whatever it lay on when it was saved.
+        like: pytree with the structure, shapes and dtypes of the checkpoint. Arrays committed to devices are restored
+            with their sharding, even if they were saved with another one.
     """
     import orbax.checkpoint as ocp
 
@@ -95,7 +95,7 @@ def restore(directory: Path, like: T) -> T | None:
 
 
 def _wanted(leaf: Any) -> Any:
-    # What lies nowhere in particular is read into host memory, or else Orbax would give it a device of its own.
+    # Uncommitted arrays are restored into host memory, because Orbax would choose devices for them.
     if getattr(leaf, "committed", False):
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
     return np.empty(leaf.shape, leaf.dtype)

@@ -1,4 +1,4 @@
-"""How far a run is, for whoever watches it."""
+"""Progress of a run for the user."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import time
 
 
 class Progress:
-    """A bar on a terminal, a plain line every few seconds elsewhere.
+    """Progress as a bar on a terminal, and as lines of text elsewhere.
 
     Args:
         total: steps of the run.
-        done: steps that an earlier run took.
+        done: steps already done by an earlier run.
     """
 
     def __init__(self, total: int, done: int) -> None:
@@ -25,7 +25,7 @@ class Progress:
             self.bar.start()
 
     def show(self, step: int, text: str, force: bool = False) -> None:
-        """Say that so many steps are done; on a plain file now if `force`, else when it is time."""
+        """Show the number of steps done; without a terminal, print at most every 10 seconds unless `force`."""
         if self.bar is not None:
             self.bar.update(self.task, completed=step, description=text)
         elif force or time.monotonic() - self.spoken > 10:
@@ -33,6 +33,6 @@ class Progress:
             print(f"{step}/{self.total} {text}", flush=True)
 
     def close(self) -> None:
-        """Give the terminal back."""
+        """Close the bar and release the terminal."""
         if self.bar is not None:
             self.bar.stop()

@@ -1,1 +1,1 @@
-"""LESS kernels from texts: what eviction takes from a frozen model's attention, and kernels that give it back."""
+"""Training of LESS kernels, which recover the attention that eviction takes from a frozen model."""

@@ -1,4 +1,4 @@
-"""Features of many texts on disk, and the texts."""
+"""Collection of features on disk, and sampling of the texts."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from kvjax.utils.files import read_text, written_aside
 
 
 def check_policy(policy: Policy, mask: str) -> None:
-    """Refuse a policy whose evictions kernels cannot learn from.
+    """Refuse a policy that kernels cannot be trained for.
 
     Raises:
-        ValueError: it evicts nothing, several tokens per step, has a residual or a selection already, or does not show
-            the mask its cache.
+        ValueError: the policy evicts nothing or several tokens per step, has a residual or a selection already, or
+            does not fit the mask.
     """
     name = name_of(policy)
     check_mask(policy, mask)
@@ -53,22 +53,22 @@ def collect(
     rows: int = 8,
     show: Callable[[int], None] = lambda done: None,
 ) -> Features:
-    """Features of texts on disk, in memory-mapped arrays [L, s, ...]; goes on where an interrupted call stopped.
+    """Collect features of texts in memory-mapped arrays [L, s, ...]; a new call resumes an interrupted one.
 
     Args:
-        model: frozen.
-        policy: the one that evicts.
+        model: the frozen model.
+        policy: the policy that evicts.
         budget: slots per head.
         tokens: ids of the texts, all of one length.
-        directory: where the arrays are, about 6 n (heads + KV heads) d floats per text and layer.
-        plan: how the budget is spread over the layers.
+        directory: directory of the arrays, about 6 n (heads + KV heads) d floats per text and layer.
+        plan: allocation of the budget to the layers.
         mask: see `record`.
-        seed: of policies that draw numbers; every text has its own.
-        rows: texts that are read at once.
-        show: called with the texts done.
+        seed: seed of random policies; each text gets its own seed from it.
+        rows: maximal batch size in texts.
+        show: called with the number of texts done.
 
     Raises:
-        ValueError: the policy or the budget are not fit for it.
+        ValueError: the policy, the plan or the budget is unsuitable.
     """
     check_policy(policy, mask)
     bound, config = ready(model, policy, budget, plan), model.config
@@ -115,18 +115,18 @@ def collect(
 
 
 def text_seeds(seed: int, texts: int) -> Array:
-    """The policy's randomness for each text, uint32 [texts]."""
+    """Return the policy's seed for each text, uint32 [texts]."""
     return jax.random.bits(jax.random.key(seed), (texts,), jnp.uint32)
 
 
 def sample_texts(model: Model, files: list[Path], texts: int, length: int, seed: int = 0) -> Int[np.ndarray, "s n"]:
-    """Passages from random places of text files, the files in turn, as token ids.
+    """Sample passages from random places of text files, as token ids; the files take turns.
 
     Args:
-        model: whose tokenizer is used.
+        model: the model with the tokenizer.
         files: UTF-8 texts.
-        texts: passages.
-        length: tokens of each.
+        texts: number of passages.
+        length: tokens per passage.
         seed: of the places.
 
     Raises:
@@ -140,7 +140,7 @@ def sample_texts(model: Model, files: list[Path], texts: int, length: int, seed:
         characters = 8 * length
         place = rng.random()
         while True:
-            # Where few characters make a token, a longer passage has to be read for it.
+            # If the passage is too short in tokens, double its characters.
             start = int(place * max(0, len(content) - characters))
             ids = model.tokenizer(content[start : start + characters], verbose=False)["input_ids"]
             if len(ids) >= length:

@@ -1,4 +1,4 @@
-"""What kernels leave of a policy's error: measured, as a table, and as curves."""
+"""Errors of a policy without and with LESS kernels: measurements, a table, and loss curves."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ def held_out_errors(
     *,
     mesh: Mesh | None = None,
 ) -> list[dict[str, Any]]:
-    """Errors on held-out texts by layer: of the policy alone, and with the kernels as they are stored.
+    """Measure each layer's error on held-out texts, for the policy alone and with the stored kernels.
 
     Args:
-        model: frozen.
+        model: the frozen model.
         features: of all texts.
-        training: done.
+        training: the completed training.
         recipe: of the training.
-        dtype: that the kernels are stored in.
+        dtype: dtype of the stored kernels.
         mesh: of the training, see `training_mesh`.
     """
     held = split_texts(features.q.shape[1], recipe)[1]
@@ -60,7 +60,7 @@ def held_out_errors(
 
 
 def table(errors: list[dict[str, Any]]) -> str:
-    """Residual error of each layer, before and after, as text."""
+    """Format each layer's error without and with the kernels as text."""
     lines = [f"{'layer':>5} {'policy alone':>14} {'with LESS':>14} {'less by':>8} {'best epoch':>11}"]
     for row in errors:
         share = 1 - row["after"] / row["before"] if row["before"] else 0.0
@@ -71,7 +71,7 @@ def table(errors: list[dict[str, Any]]) -> str:
 
 
 def write_losses(directory: Path, losses: Float[np.ndarray, "L epochs 2"]) -> None:
-    """The losses as losses.csv and, where matplotlib is installed, losses.png."""
+    """Write the losses to losses.csv and, if matplotlib is installed, losses.png."""
     with (directory / "losses.csv").open("w", newline="", encoding="utf-8") as stream:
         writer = csv.writer(stream)
         writer.writerow(["layer", "epoch", "training", "held_out"])

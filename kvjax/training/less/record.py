@@ -1,4 +1,4 @@
-"""What kernels learn from: queries, what eviction leaves of their attention, and the pairs that leave."""
+"""Training features of LESS kernels: queries, their attention after eviction, and the evicted pairs."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from pallas_kernels.decode_attention.reference import products_of_sinks
 from pallas_kernels.prefill_scores import prefill_scores
 
 MASKS = ("decode", "full-softmax")
-"""What a policy is shown of the attention that it does not mask, see `record`."""
+"""Kinds of attention probabilities that a policy sees in training, see `record`."""
 
 
 def check_mask(policy: Policy, mask: str) -> None:
-    """Refuse a mask that there is not, or that does not fit a policy.
+    """Refuse a mask that is unknown or does not fit the policy.
 
     Raises:
-        ValueError: saying which.
+        ValueError: the mask is unknown or does not fit.
     """
     name = name_of(policy)
     if mask not in MASKS:
@@ -50,30 +50,30 @@ def check_mask(policy: Policy, mask: str) -> None:
 
 
 class Features(struct.PyTreeNode):
-    """What one layer's kernels see of whole texts; stacked over layers all arrays have a leading axis L.
+    """Training inputs of one layer's kernels for whole texts; arrays stacked over layers have a leading axis L.
 
-    A decode step evicts at most one pair per head, before the step's attention. Pairs stand at the step at which they
-    leave, so that the memory is causal linear attention over them, whatever the policy.
+    A decode step evicts at most one pair per head, before the step's attention. Each pair is stored at the step of its
+    eviction, so for any policy the memory is causal linear attention over the evicted pairs.
     """
 
     q: Float[Array, "b h g n d"]
     """Queries, rotated by original positions."""
     k: Float[Array, "b h n d"]
-    """Keys that leave, rotated by original positions; zeros where none leaves."""
+    """Evicted keys, rotated by original positions; zeros if the step evicts none."""
     v: Float[Array, "b h n d"]
-    """Values that leave."""
+    """Evicted values."""
     leaving: Float[Array, "b h n"]
-    """1 where a pair leaves, else 0."""
+    """1 if the step evicts a pair, else 0."""
     sparse: Float[Array, "b h g n d"]
-    """Attention over what the policy kept."""
+    """Attention over the pairs that the policy kept."""
     lse: Float[Array, "b h g n"]
-    """Its log-sum-exp."""
+    """Log-sum-exp of the attention over the kept pairs."""
     full: Float[Array, "b h g n d"]
-    """Attention over everything, before the output projection."""
+    """Attention over all pairs, before the output projection."""
 
 
 class _Read(struct.PyTreeNode):
-    # One layer's attention of the frozen model; queries and keys not rotated yet. Of all tokens, or of one at a time.
+    # Attention inputs of one layer of the frozen model, for all tokens or one; queries and keys are not yet rotated.
     hidden: Float[Array, "b n width"]
     q: Float[Array, "b h g n d"]
     k: Float[Array, "b h n d"]
@@ -82,18 +82,18 @@ class _Read(struct.PyTreeNode):
 
 
 class Replayed(struct.PyTreeNode):
-    """What a step does to a layer."""
+    """Result of one replayed step in one layer."""
 
     k: Float[Array, "b h 1 d"]
-    """The key that leaves, or anything where none does."""
+    """Evicted key; arbitrary if there is none."""
     v: Float[Array, "b h 1 e"]
-    """Its value."""
+    """Evicted value; arbitrary if there is none."""
     left: Int[Array, "b h"]
-    """Its position, -1 for none."""
+    """Position of the evicted pair, -1 for none."""
     partial: Partial
-    """Attention over what stays, and what a residual remembers."""
+    """Attention over the kept pairs and the residual's memory."""
     probs: Float[Array, "b h g 1 c"] | None
-    """The probabilities of what stays that the policy is shown."""
+    """Attention probabilities of the kept pairs that the policy sees."""
 
 
 @functools.partial(jax.jit, static_argnames=("config", "capacities", "mask"))
@@ -112,17 +112,17 @@ def record(
 
     Args:
         weights: of the model.
-        policy: the one that evicts, bound to the model.
+        policy: the policy that evicts, bound to the model.
         tokens: ids [b, n] without padding.
-        seed: uint32 [b], the policy's randomness.
+        seed: seeds of the policy, uint32 [b].
         limits: slots that each head may use, for each layer.
         config: the model's shape.
         capacities: slots of each layer's buffers.
-        mask: `decode` shows the policy what it would see in decoding; `full-softmax` the same slots' probabilities in
-            the full softmax, as in the code published with LESS.
+        mask: with `decode` the policy sees the probabilities of decoding; with `full-softmax` the same slots'
+            probabilities in the full softmax, as in the code published with LESS.
 
     Returns:
-        Features, stacked over layers, and the position that leaves at each step, -1 for none.
+        Features, stacked over layers, and the position evicted at each step, -1 for none.
     """
     reads, full = read_full(weights, config, tokens)
     rows, n = tokens.shape
@@ -131,7 +131,7 @@ def record(
     made = (
         empty(policy, shape, layer, limit=limit, slots=slots, dtype=dtype) for layer, (shape, limit, slots) in layers
     )
-    # As if the first token were the prompt and all others were generated.
+    # The replay treats the first token as the prompt and all others as generated.
     one, horizon = jnp.ones(rows, jnp.int32), jnp.full(rows, n - 1, jnp.int32)
 
     def step(
@@ -185,30 +185,30 @@ _AXES = _Read(hidden=1, q=3, k=2, v=2, lse=3)  # type: ignore[arg-type]
 
 
 def by_steps(x: Array, axis: int) -> Float[Array, "n ..."]:
-    """An array over tokens as one of steps, each with one token."""
+    """Split an array over tokens into steps of one token each."""
     return jnp.expand_dims(jnp.moveaxis(x, axis, 0), axis + 1)
 
 
 def joined(x: Float[Array, "n ..."], axis: int) -> Array:
-    """The inverse of `by_steps`."""
+    """Join the steps of an array over one token each; the inverse of `by_steps`."""
     return jnp.moveaxis(jnp.squeeze(x, axis + 1), 0, axis)
 
 
 def replay(
     config: LayerConfig, policy: Policy, mask: str, storage: Dense, new: New, full_lse: Float[Array, "b h g 1"]
 ) -> tuple[Dense, Pending, Replayed]:
-    """One layer of a decode step on given queries, keys and values.
+    """Replay one layer of a decode step on given queries, keys and values.
 
     Args:
         config: of the layer.
-        policy: the one that evicts, bound to the model.
+        policy: the policy that evicts, bound to the model.
         mask: see `record`.
         storage: before the step.
         new: the token.
-        full_lse: log-sum-exp of its attention over everything before it.
+        full_lse: log-sum-exp of the token's attention in the full text.
 
     Returns:
-        The storage after the step, what the score has yet to hear, and what the step did.
+        The storage after the step, the pending statistics for the score, and the result of the step.
     """
     layer = int(new.layer)
     storage, evicted = exchange(config, policy, storage, layer, new, pairs=True)
@@ -228,7 +228,7 @@ def replay(
         config.spec.bias(query_place, key_place),
         others,
     )
-    if mask == "full-softmax":  # the same logits, normalised by the mass of the whole text
+    if mask == "full-softmax":  # the same logits, normalized over the whole text
         probs = probs * jnp.exp(partial.lse - full_lse)[..., None]
     remembered = share(policy, storage, layer, new)
     if remembered is not None:
@@ -243,7 +243,7 @@ def replay(
 def read_full(
     weights: Weights, config: ModelConfig, tokens: Int[Array, "b n"]
 ) -> tuple[list[_Read], list[Float[Array, "b h g n e"]]]:
-    """What each layer's attention is given by the plain model, and what it returns."""
+    """Run the model with full attention, and return the inputs and outputs of each layer's attention."""
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     reads: list[_Read] = []
     outputs: list[Array] = []

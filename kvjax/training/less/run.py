@@ -1,4 +1,4 @@
-"""From texts to kernels on disk: collect, train, measure and write, or go on where an interrupted run stopped."""
+"""Resumable runs from texts to kernels on disk: collect features, train, measure, write."""
 
 from __future__ import annotations
 
@@ -41,26 +41,26 @@ def train_kernels(
     keep_features: bool = False,
     mesh: Mesh | None = None,
 ) -> None:
-    """Train kernels, write them with their losses, and print what they recover.
+    """Train kernels, write them with their losses, and print the errors without and with them.
 
     Args:
-        model: frozen.
-        policy: the one that evicts.
+        model: the frozen model.
+        policy: the policy that evicts.
         slots: per head.
-        texts: UTF-8 files to learn from.
-        out: directory that gets the kernels; its `training` holds the run, which is continued if begun, and if it has
-            ended with fewer epochs than the recipe's.
-        recipe: how they are trained.
-        sequences: passages of the texts.
-        length: tokens of each.
-        plan: how the budget is spread over the layers.
-        mask: what the policy sees, see `record`.
+        texts: UTF-8 files to train on.
+        out: directory for the kernels; the run is in its `training`. An interrupted run continues there, and so does a
+            run that ended with fewer epochs than the recipe's.
+        recipe: the training settings.
+        sequences: number of passages from the texts.
+        length: tokens per passage.
+        plan: allocation of the budget to the layers.
+        mask: attention that the policy sees, see `record`.
         save_dtype: of the kernels on disk.
-        keep_features: leave what was collected on disk.
-        mesh: devices that train, see `training_mesh`; a run may be continued on others. Texts are read on one device.
+        keep_features: keep the collected features on disk.
+        mesh: devices that train, see `training_mesh`; a run may continue on others. Texts are read on one device.
 
     Raises:
-        ValueError: `out` holds another run or kernels without one, or an argument is unfit.
+        ValueError: `out` has another run, or kernels without a run; or an argument is invalid.
     """
     check_policy(policy, mask)
     split_texts(sequences, recipe)

@@ -1,4 +1,4 @@
-"""Train the kernels of all layers at the same time, each against its own layer's attention."""
+"""Training of the kernels of all layers, each against its own layer's attention."""
 
 from __future__ import annotations
 
@@ -24,41 +24,41 @@ from kvjax.training import checkpoints
 from kvjax.training.less.record import Features
 
 CHUNK = 128
-"""Steps of a text that see each other's evictions pair by pair; what left before comes as one sum."""
+"""Steps per chunk of linear attention; evictions of earlier chunks are added as one sum."""
 
 DATA, MODEL, _ = MESH_AXES
 
 OF_LAYERS = PartitionSpec(MODEL)
-"""Where arrays [L ...] lie on a `training_mesh`."""
+"""Sharding of arrays [L ...] on a `training_mesh`."""
 
 OF_TEXTS = PartitionSpec(MODEL, DATA)
-"""Where arrays [L b ...] do."""
+"""Sharding of arrays [L b ...] on a `training_mesh`."""
 
 Projection = Float[Array, "w h g d"]
-"""A layer's output projection, by heads."""
+"""Output projection of one layer, by heads."""
 
 Projections = Float[Array, "L w h g d"]
-"""Those of all layers."""
+"""Output projections of all layers, by heads."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """How kernels are trained; the defaults are the paper's (section 3.2).
+    """Settings of the training; the defaults are the paper's (section 3.2).
 
     Args:
         features: R.
         hidden: R'.
-        literal: equation 2 as it is printed.
+        literal: use equation 2 exactly as printed.
         dropout: rate in both kernels.
         epochs: passes over the training texts.
         batch: texts per step.
-        rate: Adam's, at first.
+        rate: initial learning rate of Adam.
         halve_every: epochs after which the rate is halved.
-        held_out: share of the texts that choose the best epoch of each layer.
+        held_out: fraction of the texts that are held out to choose the best epoch of each layer.
         seed: of kernels, order and dropout.
 
     Raises:
-        ValueError: one of them is out of range.
+        ValueError: a setting is out of range.
     """
 
     features: int = 8
@@ -84,14 +84,14 @@ class Recipe:
 
 
 class Training(struct.PyTreeNode):
-    """Everything that training needs and changes; all arrays have a leading axis of layers."""
+    """Training state; all arrays have a leading axis of layers."""
 
     params: Params
     optimiser: Any
     best: Params
-    """The kernels of the best epoch so far."""
+    """Kernels of the best epoch so far."""
     least: Float[Array, " L"]
-    """Their error on the held-out texts."""
+    """Error of the best kernels on the held-out texts."""
     losses: Float[Array, "L epoch 2"]
     """Mean squared error on training (with dropout) and on held-out texts, after each epoch done."""
     epoch: Int[Array, " L"]
@@ -101,15 +101,15 @@ class Training(struct.PyTreeNode):
 def memory_attention(
     params: Params, recipe: Recipe, seen: Features, dropout: Key[Array, ""] | None = None
 ) -> Float[Array, "b h g n d"]:
-    """Equation 3 at every position of texts at once: what a LESS of these kernels would answer.
+    """Compute equation 3, the attention with LESS, for all positions in parallel.
 
-    The memory before a position holds the pairs that left up to then: causal linear attention, in chunks.
+    The memory at a position contains all pairs evicted up to that step. This is causal linear attention, in chunks.
 
     Args:
         params: one layer's kernels.
-        recipe: their shape.
+        recipe: the shape of the kernels.
         seen: one layer's features.
-        dropout: randomness, in training.
+        dropout: random key in training; None for no dropout.
     """
     phi, psi = kernel_features(params, recipe, seen, dropout)
     n, d = seen.v.shape[-2:]
@@ -121,7 +121,7 @@ def memory_attention(
     within = jnp.einsum("bhgmtr,bhmsr->bhgmts", phi, psi) * jnp.tril(jnp.ones((size, size), phi.dtype))
     mass = jnp.einsum("bhgmts,bhmsd->bhgmtd", within, pairs) + jnp.einsum("bhgmtr,bhmrd->bhgmtd", phi, before)
     mass = mass.reshape(*mass.shape[:3], -1, d + 1)[..., :n, :]
-    # Both parts relative to that of the cache; the limit keeps float32 finite where the cache says nothing.
+    # Both parts are relative to the cache's; the limit keeps float32 finite if the cache's mass is tiny.
     mass = mass * jnp.exp(jnp.minimum(-seen.lse, 80.0))[..., None]
     return (seen.sparse + mass[..., :d]) / (1 + mass[..., d:])
 
@@ -129,7 +129,7 @@ def memory_attention(
 def kernel_features(
     params: Params, recipe: Recipe, seen: Features, dropout: Key[Array, ""] | None = None
 ) -> tuple[Float[Array, "b h g n R"], Float[Array, "b h n R"]]:
-    """phi of the queries and psi of the keys that leave."""
+    """Compute phi of the queries and psi of the evicted keys."""
     shape = {"features": recipe.features, "hidden": recipe.hidden, "dropout": recipe.dropout}
     train = dropout is not None
     keys = jax.random.split(dropout) if dropout is not None else (None, None)
@@ -150,14 +150,17 @@ def _chunks(x: Array) -> Array:
 def squared_error(
     out: Float[Array, "b h g n d"], seen: Features, projection: Projection
 ) -> tuple[Float[Array, ""], Int[Array, ""]]:
-    """Squared error after the output projection where something has been evicted, and the numbers it is a sum of."""
+    """Return the summed squared error after the output projection, and the number of terms.
+
+    Positions before the first eviction do not count.
+    """
     off = jnp.einsum("bhgnd,whgd->bnw", out - seen.full, projection)
     counts = jnp.cumsum(seen.leaving.max(1), axis=-1) > 0
     return jnp.sum(jnp.where(counts[..., None], off, 0.0) ** 2), counts.sum() * off.shape[-1]
 
 
 def output_projections(model: Model) -> Projections:
-    """W_o of all layers, by heads."""
+    """Return W_o of all layers, by heads."""
     config = model.config
     heads = (config.width, config.kv_heads, config.groups, config.head_width)
     stacked = jnp.stack([layer.output.matrix for layer in model.weights.layers])
@@ -165,10 +168,10 @@ def output_projections(model: Model) -> Projections:
 
 
 def check_batch(batch: int, mesh: Mesh | None) -> None:
-    """Refuse batches that do not lie evenly along a mesh.
+    """Refuse a batch that the mesh's `data` axis cannot shard evenly.
 
     Raises:
-        ValueError: with numbers that do.
+        ValueError: the batch is not a multiple of `data`.
     """
     along = 1 if mesh is None else mesh.shape.get(DATA, 1)
     if batch % along:
@@ -178,12 +181,12 @@ def check_batch(batch: int, mesh: Mesh | None) -> None:
 
 
 def training_mesh(config: ModelConfig, mesh: Mesh | None = None) -> Mesh:
-    """The devices that training uses: layers lie along `model`, texts of a batch along `data`.
+    """Return the mesh of the training, with layers sharded over `model` and texts of a batch over `data`.
 
     Args:
         config: the model's shape.
-        mesh: with axes of `MESH_AXES`, of whose `model` as many devices are taken as share the layers evenly; None for
-            all devices along `model`.
+        mesh: a mesh with the axes `MESH_AXES`; None for all devices along `model`. The `model` axis is reduced to the
+            largest size that divides the number of layers.
 
     Raises:
         ValueError: the mesh has other axes.
@@ -198,7 +201,7 @@ def training_mesh(config: ModelConfig, mesh: Mesh | None = None) -> Mesh:
 
 
 def _over_layers(mesh: Mesh, function: Callable[..., Any], given: tuple[PartitionSpec, ...], *stacked: Any) -> Any:
-    # One layer after another on each device: faster than vmap, whose hidden features of all layers leave the cache.
+    # Layers run in turn on each device: faster than vmap, whose hidden features do not fit the processor's cache.
     mapped = jax.shard_map(
         lambda *local: jax.lax.map(lambda layer: function(*layer), local),
         mesh=mesh,
@@ -238,7 +241,7 @@ def _step(
             seen, key = jax.tree.map(lambda leaf: leaf[None], text[0]), text[1]
             return jax.value_and_grad(loss, has_aux=True)(params, seen, projection, key)
 
-        # One text after another: its dropout does not depend on the texts that lie on the same device.
+        # Texts run in turn, so the dropout of a text does not depend on the other texts of its device.
         of_texts = jax.tree.map(lambda leaf: leaf.sum(0), jax.lax.map(of_text, (seen, keys)))
         (total, numbers), gradients = jax.lax.psum(of_texts, DATA)
         error, gradients = jax.tree.map(lambda leaf: leaf / jnp.maximum(numbers, 1), (total, gradients))
@@ -265,12 +268,12 @@ def _errors(
 def mean_error(
     params: Params | None, features: Features, texts: range, projection: Projections, recipe: Recipe, mesh: Mesh
 ) -> Float[np.ndarray, " L"]:
-    """Mean squared error of each layer on some of the texts.
+    """Return the mean squared error of each layer on some of the texts.
 
     Args:
         params: stacked kernels; None for the policy alone.
         features: of all texts.
-        texts: which of them count.
+        texts: indices of the texts to use.
         projection: see `output_projections`.
         recipe: the kernels' shape.
         mesh: see `training_mesh`.
@@ -285,9 +288,10 @@ def mean_error(
 
 
 def batches(features: Features, order: np.ndarray, batch: int, mesh: Mesh, whole: bool) -> Iterator[Features]:
-    """Texts in an order, some at a time, read from where the features are; `whole` leaves out a smaller last batch.
+    """Yield batches of features in the given order of texts; `whole` drops a smaller last batch.
 
-    Otherwise texts of zeros, from which nothing leaves, fill that one until it lies evenly along the mesh.
+    Otherwise, the last batch is filled with texts of zeros and without evictions, up to a multiple of the mesh's
+    `data`.
     """
     stop = len(order) - len(order) % batch if whole else len(order)
     for first in range(0, stop, batch):
@@ -303,10 +307,10 @@ def _texts(leaf: Array, *, chosen: np.ndarray, missing: int) -> np.ndarray:
 
 
 def split_texts(texts: int, recipe: Recipe) -> tuple[range, range]:
-    """Texts to train on, and those held out: the last ones.
+    """Return the indices of the training texts and of the held-out ones, which are the last.
 
     Raises:
-        ValueError: one of the two would be empty.
+        ValueError: the training texts do not fill one batch.
     """
     held = max(1, round(recipe.held_out * texts))
     if texts - held < recipe.batch:
@@ -326,24 +330,24 @@ def train(
     epochs: int | None = None,
     show: Callable[[int, Float[np.ndarray, "L 2"]], None] = lambda epoch, losses: None,
 ) -> Training:
-    """Train the kernels of all layers, or go on where a run in this directory stopped; each epoch leaves a checkpoint.
+    """Train the kernels of all layers, or resume the run in this directory; each epoch saves a checkpoint.
 
-    The order of the texts and the dropout depend on seed and epoch alone, so that a run that was interrupted ends with
-    the kernels of one that was not, and one that goes on with other devices with the same but for rounding. A run that
-    has ended goes on where the recipe has more epochs.
+    The order of the texts and the dropout depend only on seed, epoch and step. A resumed run therefore ends with the
+    same kernels as an uninterrupted one, or on other devices with the same up to rounding. A completed run continues
+    if the recipe has more epochs.
 
     Args:
-        model: frozen.
+        model: the frozen model.
         features: from `collect`.
         directory: of the run's checkpoints.
-        recipe: how.
+        recipe: the training settings.
         mesh: devices, see `training_mesh`.
-        epochs: stop after so many, resumably; None for the recipe's.
-        show: called with the epochs done and their losses.
+        epochs: stop after this many; the run can be resumed later. None for the recipe's.
+        show: called with the epochs done and the losses of the last one.
 
     Raises:
         FloatingPointError: a loss is not finite.
-        ValueError: the mesh or the number of texts are not fit for it.
+        ValueError: the batch does not fit the mesh, the mesh has other axes, or there are too few texts.
     """
     layers, texts = features.q.shape[:2]
     learn, held = split_texts(texts, recipe)
@@ -395,7 +399,7 @@ def train(
             epoch=training.epoch + 1,
         )
         checkpoints.save(directory, training, epoch + 1)
-        params, optimiser = jax.tree.map(jnp.copy, (params, optimiser))  # a step reuses the memory of what it is given
+        params, optimiser = jax.tree.map(jnp.copy, (params, optimiser))  # a step donates its arguments
         show(epoch + 1, losses)
     return training
 
