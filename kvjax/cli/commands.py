@@ -186,7 +186,7 @@ def finish(command: str, run: Callable[[], object], distributed: str | None = No
     Args:
         command: the command's name after `kvjax`.
         run: does the work.
-        distributed: how to reach the other processes of this run, see `kvjax.utils.processes.join`; None if alone.
+        distributed: how to reach the other processes of this run, see `kvjax.utils.processes.join`; None for one.
     """
     settle_streams()
     errors = sys.stderr

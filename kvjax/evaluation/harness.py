@@ -80,7 +80,7 @@ def adapter(
         budget_of: what a fraction is of, see `kvjax.prefill`.
         prefill_chunk: see `kvjax.prefill`.
         batch_size: requests per batch; no result depends on it.
-        max_new_tokens: of an answer if its task does not say, at least 1.
+        max_new_tokens: of an answer if its task sets no limit, at least 1.
         max_length: maximum tokens of a text; longer contexts lose their beginning, and `cut` counts them. None for the
             model's positions, which only policies with cache positions may exceed.
         seed: of policies and tasks that sample; the i-th copy of a request is sampled with seed + i.
@@ -116,7 +116,7 @@ class CompressedLM:
         policy: bound to the model and the budget.
         settings: of reading a context: `budget`, `budget_of` and `prefill_chunk`.
         batch_size: requests per batch.
-        max_new_tokens: of an answer if its task does not say.
+        max_new_tokens: of an answer if its task sets no limit.
         max_length: maximum tokens of a text.
         seed: of all sampling.
     """
@@ -152,7 +152,7 @@ class CompressedLM:
         self.full_cache_bytes = 0
         """Bytes of the same caches with policy `full`."""
         self.peak_temporary_bytes: int | None = None
-        """Peak bytes that a prefill program allocates beside its arguments and results."""
+        """Peak bytes that a prefill program allocates besides its arguments and results."""
         self.prefill_seconds = 0.0
         """Seconds of reading contexts, without compilation."""
         self.decode_seconds = 0.0

@@ -33,7 +33,7 @@ class Streamed:
         prefix: tokens read before the first prediction; column i is predicted after `prefix + i` tokens.
         cache_bytes: bytes allocated for all rows.
         full_cache_bytes: bytes that `full` allocates for them.
-        peak_temporary_bytes: peak bytes that a program allocates beside its arguments and results; None if the
+        peak_temporary_bytes: peak bytes that a program allocates besides its arguments and results; None if the
             backend does not report them.
         prefill_seconds: seconds of reading the prefix, without compilation.
         decode_seconds: seconds of the steps after it, without compilation.

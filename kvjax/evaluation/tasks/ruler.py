@@ -155,7 +155,7 @@ def cases(
 ) -> list[Case]:
     """Make cases of a family, with contexts filled with hay to a number of tokens.
 
-    The random draws of a case depend only on family, length, depth, seed and its number, not on other cases.
+    The seed of a case's random draws depends only on family, length, depth, seed and the case's number.
 
     Args:
         tokenizer: the model's. It counts the tokens of the context as it begins a text, and of `Case.asked`; those of a
