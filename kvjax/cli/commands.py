@@ -186,7 +186,7 @@ def finish(command: str, run: Callable[[], object], distributed: str | None = No
     Args:
         command: the command's name after `kvjax`.
         run: does the work.
-        distributed: how to reach the other processes of this run, see `kvjax.utils.processes.join`; None for one.
+        distributed: the processes of this run, as `kvjax.utils.processes.join` takes them; None for a single process.
     """
     settle_streams()
     errors = sys.stderr
@@ -221,9 +221,9 @@ def _formatted(message: Warning | str, *_: Any) -> str:
 
 
 def heed_interruptions() -> None:
-    """Exit immediately on an interruption while modules are imported, even where Python cannot raise it.
+    """Exit immediately on an interruption, even where Python cannot raise it.
 
-    `finish` makes it raise again, so that a running command can clean up.
+    This covers imports. `finish` makes interruptions raise again, so that a running command can clean up.
     """
     usual = sys.unraisablehook
 

@@ -88,7 +88,7 @@ def recall(
         asked = [facts.question(text, form, length, rng) for _ in range(cases)]
         right = 0
         for group in (asked[i : i + ROWS] for i in range(0, cases, ROWS)):
-            # Decode the question's last token from the compressed cache, too: the prompt's logits saw all of it.
+            # Decode the question's last token from the compressed cache, too: prefill logits use the full prompt.
             longest = 1 + max(len(answer) for _, answer in group)
             asking = [ids[-1:] + answer for ids, answer in group]
             asking = np.asarray([ids + [0] * (longest - len(ids)) for ids in asking])
