@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from kvjax.policies.stats import Sums as Sums
     from kvjax.utils.compilation import enable_compilation_cache as enable_compilation_cache
 
-# Where the names above are, imported when they are first used: a command line answers, and can be interrupted, at once.
+# Modules of the names above, imported on first use: a command starts fast and can be interrupted early.
 _HOMES = {
     "kvjax.policies.stats": ("Again", "Near", "Noise", "Probs", "Sums"),
     "kvjax.policies.quantizer": ("Codec",),

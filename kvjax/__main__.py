@@ -1,4 +1,4 @@
-"""`python -m kvjax` is the console script `kvjax`."""
+"""Entry point of `python -m kvjax`, equal to the console script `kvjax`."""
 
 from kvjax.cli.main import main
 

@@ -1,4 +1,4 @@
-"""Continue prompts on a fixed KV budget: `python -m kvjax.generate`."""
+"""Continue prompts on a fixed KV budget."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line's options."""
+    """Build the command line's parser."""
     options = Parser(
         prog="kvjax generate",
         description=__doc__,
@@ -92,7 +92,7 @@ def _of_lines(options: argparse.Namespace) -> bool:
 
 
 def _check(options: argparse.Namespace, settings: Mapping[str, Any]) -> None:
-    """Refuse options that mean nothing together, before anything is read."""
+    """Refuse options that do not go together, before anything is read."""
     check_beams(options.beams, options.length_penalty, settings)
     for name in ("num_samples", "max_new_tokens"):
         whole_number(name, getattr(options, name))
@@ -142,14 +142,14 @@ def _prompt(options: argparse.Namespace) -> str | Messages:
                 f"standard input is not {error.encoding} text; give it in that encoding, or say which with "
                 "PYTHONIOENCODING."
             ) from None
-    return text.removesuffix("\n")  # which editors and echo put behind a text
+    return text.removesuffix("\n")  # editors and echo append it
 
 
 def run(options: argparse.Namespace) -> None:
-    """What the command line asks for.
+    """Run the command line.
 
     Raises:
-        ValueError: it asks for something that cannot be, said in one sentence.
+        ValueError: the command line asks for something impossible; the message is one sentence.
     """
     if tells_of_policies(options, parser):
         return
@@ -230,9 +230,9 @@ def _continue_one(options: argparse.Namespace, settings: dict[str, Any], chat: b
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command line; returns its exit code."""
+    """Run the command line and return its exit code."""
     options = parser().parse_args(argv)
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # tokenizers need no torch
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # tokenizers do not need torch
     enable_compilation_cache()
     return finish("generate", lambda: run(options), options.distributed)
 

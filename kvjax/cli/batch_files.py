@@ -1,4 +1,4 @@
-"""Files of prompts and of questions, and the lines of JSON of what comes of them."""
+"""Files of prompts and of questions, and their results as lines of JSON."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ if TYPE_CHECKING:
 
 
 class Line(NamedTuple):
-    """A line of a file that has something to be continued."""
+    """A line of a file of prompts or questions."""
 
     number: int
-    """From 1."""
+    """Line number, from 1."""
     prompt: str | Messages
     given: dict[str, Any]
-    """What the result repeats: an `id`, if there is one, or the question."""
+    """Fields that the result repeats: the `id`, if there is one, or the question."""
 
 
 def read_prompts(file: Path) -> list[Line]:
-    """Lines of JSON with a `prompt` or with `messages`, and perhaps an `id`; empty lines are none.
+    """Read lines of JSON with a `prompt` or `messages`, and optionally an `id`; skip empty lines.
 
     Raises:
-        ValueError: a line is something else, said with its number.
+        ValueError: a line has another form; the message names its number.
     """
 
     def prompt(value: Any) -> tuple[str | Messages, dict[str, Any]]:
@@ -51,10 +51,10 @@ def read_prompts(file: Path) -> list[Line]:
 
 
 def read_questions(file: Path) -> list[Line]:
-    """Questions, a line each; or if the file is of JSON lines, as {"question": "..."}; empty lines are none.
+    """Read one question per line, as {"question": "..."} if the file is of JSON lines; skip empty lines.
 
     Raises:
-        ValueError: a line is something else, said with its number.
+        ValueError: a line has another form; the message names its number.
     """
 
     def question(text: str) -> tuple[str, dict[str, Any]]:
@@ -68,15 +68,15 @@ def read_questions(file: Path) -> list[Line]:
 
 
 class Results:
-    """What came of each line, as lines of JSON on standard output, or in a file that is whole or not there.
+    """Results as lines of JSON, on standard output or in a file that appears only once it is complete.
 
-    Until all lines are done, those that are stand in a hidden file beside it, from which the same run goes on.
+    Until then a hidden file beside it keeps the finished lines, and the same run resumes from there.
 
     Args:
-        file: None for standard output. A finished one beside which stands what run it is of, in a hidden file, is left
-            as it is by that run, and is an error for all others.
-        run: whatever decides what comes out, fit for `json.dumps`.
-        numbers: of the lines.
+        file: None for standard output. A finished file has a hidden file beside it that identifies its run. That run
+            leaves it as it is; for any other run it is an error.
+        run: everything that determines the results, fit for `json.dumps`.
+        numbers: line numbers.
 
     Raises:
         ValueError: the file cannot be written, or another run has begun or finished it.
@@ -85,7 +85,7 @@ class Results:
     def __init__(self, file: Path | None, run: Any, numbers: Sequence[int]) -> None:
         self.file, self.numbers, self.total = file, numbers, len(numbers)
         self.done: dict[int, str] = {}
-        """Lines that are done, by their numbers."""
+        """Finished lines by their number."""
         self._printed = 0
         if file is None:
             return
@@ -106,11 +106,11 @@ class Results:
         print(f"{file}: all of {self.total} lines were done before.", file=sys.stderr)
 
     def _note(self, content: bytes) -> str:
-        """Tells a finished file and its run from others."""
+        """Return a record that identifies a finished file and its run."""
         return json.dumps({"run": self._run, "file": hashlib.sha256(content).hexdigest()})
 
     def _resume(self) -> None:
-        run, *lines = self._aside.read_text(encoding="utf-8").split("\n")[:-1] or [""]  # the last is cut, or nothing
+        run, *lines = self._aside.read_text(encoding="utf-8").split("\n")[:-1] or [""]  # the last is truncated or empty
         if run != json.dumps({"run": self._run}):
             raise ValueError(
                 f"{self._aside} has the beginning of a run with other prompts or settings; go on with those, or delete "
@@ -121,7 +121,7 @@ class Results:
 
     def __enter__(self) -> Results:
         if self.file is not None:
-            # Anew, for the last line may have been cut.
+            # Rewrite the file: its last line may be truncated.
             write_text(self._aside, "".join(f"{line}\n" for line in self._begun()))
         self._bar = progress("lines", self.total, len(self.done))
         self._advance = self._bar.__enter__()
@@ -131,7 +131,7 @@ class Results:
         return [json.dumps({"run": self._run}), *self.done.values()]
 
     def write(self, number: int, result: dict[str, Any]) -> None:
-        """What came of a line."""
+        """Write the result of a line."""
         text = self.done[number] = json.dumps({"line": number} | result)
         if self.file is None:
             self._print()
@@ -140,7 +140,7 @@ class Results:
         self._advance()
 
     def _print(self, rest: bool = False) -> None:
-        """Print lines in the order of their file, as far as all before them are done, or the `rest` of them."""
+        """Print finished lines in file order up to the first unfinished one, or with `rest` all that are left."""
         for number in sorted(self.numbers)[self._printed :]:
             if number not in self.done and not rest:
                 return
@@ -164,18 +164,18 @@ class Results:
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """What is to be done with the lines of a file.
+    """A job over the lines of a file.
 
     Args:
-        load: gives the model, once all that can be wrong without it has been looked for.
+        load: returns the model; called after all checks that do not need it.
         file: of prompts or of questions.
-        out: gets lines of JSON; None for standard output.
-        batch_size: lines at once.
-        chat: whether texts are users' turns.
-        system: the turn before them; None for what the template has there.
-        settings: those of `kvjax.generation.generate.begin`.
+        out: file for the lines of JSON; None for standard output.
+        batch_size: lines per batch.
+        chat: True if texts are users' turns.
+        system: the turn before them; None for the chat template's default.
+        settings: settings of `kvjax.generation.generate.begin`.
         search: `beams` and `length_penalty`.
-        run: what else decides what comes out, fit for JSON.
+        run: everything else that determines the results, fit for JSON.
     """
 
     load: Callable[[], Model]
@@ -189,24 +189,24 @@ class Work:
     run: dict[str, Any]
 
     def results(self, lines: Sequence[Line], prompt: Any = None) -> Results:
-        """Where results go; they go on where the same run was cut."""
+        """Return the writer of the results, which resumes an interrupted run of the same job."""
         content = hashlib.sha256(self.file.read_bytes()).hexdigest()
         run = {"content": content, "prompt": prompt, "run": self.run}
         return Results(self.out, run, [line.number for line in lines])
 
 
 def continue_lines(work: Work) -> None:
-    """Continue each prompt of a file, those of about one length together.
+    """Continue each prompt of a file, in batches of similar length.
 
     Raises:
-        ValueError: a line cannot be continued, said with its number before any is.
+        ValueError: a line cannot be continued; raised with its number before any line is continued.
     """
     lines, settings = read_prompts(work.file), work.settings
     results, model = work.results(lines), work.load()
     names = "budget", "budget_of", "max_new_tokens"
     reading: dict[str, Any] = {name: settings[name] for name in names} | {"lengths": None, "key": None, "plan": None}
 
-    rows = bucket_rows(1, model.mesh)  # as many as a batch of this line alone would have
+    rows = bucket_rows(1, model.mesh)  # rows of a batch with this line alone
 
     def ids_of(line: Line) -> list[int]:
         prompt, policy = encode(model, line.prompt, work.chat, work.system), settings["policy"]
@@ -217,7 +217,7 @@ def continue_lines(work: Work) -> None:
     encoded = [(line, of_line(work.file, line.number, lambda line=line: ids_of(line))) for line in lines]
     left = sorted((pair for pair in encoded if pair[0].number not in results.done), key=lambda pair: len(pair[1]))
     turns = {line.number: work.chat or not isinstance(line.prompt, str) for line, _ in left}
-    # Other tokens end an answer than any text.
+    # Turns end on other tokens than plain texts, so a batch never mixes them.
     alike = [[pair for pair in left if turns[pair[0].number] is chat] for chat in (False, True)]
     batches = [
         pairs[start : start + work.batch_size] for pairs in alike for start in range(0, len(pairs), work.batch_size)

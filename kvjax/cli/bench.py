@@ -1,4 +1,4 @@
-"""Measure speed and memory of policies: `kvjax bench decode`, `prefill`; or `kernels` and other things."""
+"""Measure the speed and memory of policies in `decode` or `prefill`, or run another benchmark such as `kernels`."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from kvjax.utils.files import write_text
 OTHERS = {"kernels": "kvjax.cli.bench_kernels"} | {
     name: f"benchmarks.{name}" for name in ("parts", "scale", "deployments", "serving")
 }
-"""Modules of other benchmarks; those of `benchmarks` are in a checkout only."""
+"""Modules of other benchmarks; those of `benchmarks` exist only in a checkout."""
 
 
 def run(options: argparse.Namespace) -> None:
-    """Race the contenders that the command line names.
+    """Benchmark the contenders that the command line names.
 
     Raises:
         ValueError: there is no such policy, or a setting does not fit.
@@ -77,7 +77,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command line; returns its exit code."""
+    """Run the command line and return its exit code."""
     words = sys.argv[1:] if argv is None else argv
     options = Parser(prog="kvjax bench", description=__doc__)
     if words and words[0] in OTHERS:

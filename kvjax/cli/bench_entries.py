@@ -1,4 +1,4 @@
-"""Which policies a benchmark compares, at which budgets: what command lines say of them."""
+"""Policies and budgets that a benchmark compares, from the command line."""
 
 from __future__ import annotations
 
@@ -12,14 +12,16 @@ from kvjax.policies.policy import Policy
 from kvjax.utils.settings import parse_budget
 
 Entry = tuple[str, Policy, int | float | str]
-"""A policy under its name, and its budget, which may be `same`."""
+"""Name, policy and budget, which may be `same`."""
 
 
 def entries(options: argparse.Namespace) -> list[Entry]:
-    """What the command line names, checked before anything is loaded; `full` is added by who races them.
+    """Check and return the policies and budgets that the command line names, before anything is loaded.
+
+    Callers add `full` themselves.
 
     Raises:
-        ValueError: there is no such policy or part, nobody has a setting, or a number is out of its range.
+        ValueError: there is no such policy, part or setting, or a number is out of range.
     """
     for name in ("batch", "prompt_tokens", "new_tokens", "repeats"):
         if getattr(options, name) < 1:
@@ -42,11 +44,11 @@ def entries(options: argparse.Namespace) -> list[Entry]:
 
 
 def say(line: str) -> None:
-    """A line about what is going on, beside the table."""
+    """Print a progress line to standard error."""
     print(line, file=sys.stderr, flush=True)
 
 
 def add_policy_options(options: argparse.ArgumentParser) -> None:
-    """The options that `entries` reads, but for the sizes."""
+    """Add the options that `entries` reads, except the sizes."""
     add_policies(options, "streaming,h2o", ", or all")
     options.add_argument("--budgets", default="0.25", help="slots, fractions, or `same` as fastgen, with commas")

@@ -1,4 +1,4 @@
-"""Race the kernels of `pallas_kernels`: `kvjax bench kernels`, or a whole decode step with `--step`."""
+"""Benchmark the kernels of `pallas_kernels`, or with `--step` a whole decode step."""
 
 from __future__ import annotations
 
@@ -21,17 +21,20 @@ from pallas_kernels.race import Runner, race, ways
 OPS = ("decode", "paged", "evict", "step", "hamming", "prefill", "rotate", "less")
 COPY, JAX = "copy", "jax.nn"
 PAGE = 32
-"""Slots of a page."""
+"""Slots per page."""
 
 LARGE = dict(batch=32, slots=4096, kv_heads=8, groups=4, head_width=128, prompt_tokens=8192, dtype="bfloat16")
 SMALL = dict(batch=2, slots=1024, kv_heads=4, groups=4, head_width=64, prompt_tokens=1024, dtype="float32")
 LARGE |= dict(step_batch=64, step_slots=204)
 SMALL |= dict(step_batch=4, step_slots=64)
-"""Sizes where there is an accelerator, and where there is none."""
+"""Default sizes with an accelerator (`LARGE`) and without one (`SMALL`)."""
 
 
 def peers(program: Program, causal: bool) -> Iterator[Runner]:
-    """Attention over the same keys and values by others, in the layout each wants; no scores, no mask of slots."""
+    """Yield the attention of other libraries over the same keys and values, each in the layout that it needs.
+
+    They return no scores and take no mask of slots.
+    """
     arrays = program.arrays()
     q, k, v = (arrays[name] for name in "qkv")
     b, h, g, d = q.shape[0], q.shape[1], q.shape[2], q.shape[-1]
@@ -69,14 +72,14 @@ def _torch(program: Program, causal: bool, size: int) -> Iterator[Runner]:
 
 
 def copy(size: int) -> Runner:
-    """A copy within the device of so many bytes: read once, written once."""
+    """Return a copy within the device that moves `size` bytes, half of them read and half written."""
     x = jnp.ones(max(1, size // 2) // 4, jnp.float32)
     run = jax.jit(lambda x: x + 1)
     return Runner(COPY, f"{size / 1e6:,.0f} MB", COPY, 2 * x.nbytes, lambda: run(x))
 
 
 def groups(options: argparse.Namespace) -> Iterator[tuple[str, list[Runner]]]:
-    """What is raced against each other, the copy first."""
+    """Yield the title and runners of each table, the copy first."""
     b, c, h, g, d = (options.batch, options.slots, options.kv_heads, options.groups, options.head_width)
     n, dtype, heads = options.prompt_tokens, jnp.dtype(options.dtype), f"{options.kv_heads} x {options.groups} heads"
     size = f"{b} rows, {c} slots, {heads}, d {d}, {dtype.name}"
@@ -121,7 +124,7 @@ def groups(options: argparse.Namespace) -> Iterator[tuple[str, list[Runner]]]:
 
 
 def table(title: str, runners: list[Runner]) -> list[dict[str, Any]]:
-    """Print the medians, with bandwidth as a share of the copy's and ratios to the peers; return them."""
+    """Print and return the medians, with bandwidth relative to the copy and times relative to the peers."""
     from rich.console import Console
     from rich.table import Table
 
@@ -157,7 +160,7 @@ def table(title: str, runners: list[Runner]) -> list[dict[str, Any]]:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Race what the command line names, and print and write one table after another.
+    """Run the benchmarks that the command line names, and print and write their tables.
 
     Raises:
         ValueError: there is no such operation.
@@ -182,7 +185,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command line; returns its exit code."""
+    """Run the command line and return its exit code."""
     sizes = SMALL if jax.default_backend() == "cpu" else LARGE
     options = Parser(prog="kvjax bench kernels", description=__doc__)
     options.add_argument("--ops", default=",".join(OPS), help="names with commas between them")

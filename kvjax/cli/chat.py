@@ -26,7 +26,7 @@ from kvjax.utils.compilation import enable_compilation_cache
 from kvjax.utils.settings import whole_number
 
 POLICY, BUDGET, WHOLE = "h2o", 512, "context"
-"""What is taken where nothing is said."""
+"""Defaults: policy, budget, and what a fraction is of."""
 
 HELP = """\
 /new          forget the conversation and begin another one
@@ -38,7 +38,7 @@ Anything else is your turn. Ctrl-C stops an answer; the conversation goes on fro
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line's options."""
+    """Build the command line's parser."""
     options = Parser(
         prog="kvjax chat",
         description=(__doc__ or "").strip(),
@@ -59,12 +59,15 @@ def parser() -> argparse.ArgumentParser:
 
 
 class _Help(Help, argparse.RawDescriptionHelpFormatter):
-    """Leaves the lines of the commands as they are."""
+    """Help formatter that keeps the line breaks of the list of commands."""
 
 
 @contextlib.contextmanager
 def _interruptions() -> Generator[Callable[[], bool]]:
-    """Whether there has been an interruption, which only the second one raises: half a step would lose the cache."""
+    """Yield a function that returns whether an interruption came; only the second one raises.
+
+    Interrupting a decode step would lose the cache.
+    """
     noted: list[int] = []
 
     def note(number: int, frame: FrameType | None) -> None:
@@ -80,7 +83,7 @@ def _interruptions() -> Generator[Callable[[], bool]]:
 
 
 class Chat:
-    """What each line does to a conversation."""
+    """Interpreter of input lines, each a turn or a command of a conversation."""
 
     def __init__(self, conversation: Conversation) -> None:
         self.conversation = conversation
@@ -92,10 +95,10 @@ class Chat:
         }
 
     def line(self, line: str) -> None:
-        """Do what a line says.
+        """Run a line: a command, or else a turn.
 
         Raises:
-            ValueError: it cannot be done.
+            ValueError: there is no such command, or it cannot be run.
         """
         word, _, rest = line.strip().partition(" ")
         if not word.startswith("/"):
@@ -142,13 +145,13 @@ def _name(command: str, rest: str) -> Path:
 
 
 def _lines() -> Iterator[str]:
-    """The lines of standard input, asked for where somebody types them."""
+    """Yield the lines of standard input, with a prompt if it is a terminal."""
     if sys.stdin is None or sys.stdin.closed:
         raise ValueError("standard input is closed; a conversation needs turns.")
     typed = sys.stdin.isatty()
     if typed:
         with contextlib.suppress(ImportError):
-            importlib.import_module("readline")  # with which lines can be edited
+            importlib.import_module("readline")  # makes lines editable
     while True:
         try:
             line = input("> ") if typed else next(sys.stdin).removesuffix("\n").removeprefix("\ufeff")
@@ -157,7 +160,7 @@ def _lines() -> Iterator[str]:
         except KeyboardInterrupt:
             if not typed:
                 raise
-            print("\n(/quit leaves)", file=sys.stderr)  # it may have come right after an answer
+            print("\n(/quit leaves)", file=sys.stderr)  # Ctrl-C may come right after an answer
             continue
         except UnicodeDecodeError as error:
             raise ValueError(
@@ -168,10 +171,10 @@ def _lines() -> Iterator[str]:
 
 
 def run(options: argparse.Namespace) -> None:
-    """What the command line asks for.
+    """Run the command line.
 
     Raises:
-        ValueError: it asks for something that cannot be, or a line that nobody typed does, said in one sentence.
+        ValueError: the command line, or a line that was not typed in a terminal, asks for something impossible.
     """
     if tells_of_policies(options, parser):
         return
@@ -201,9 +204,9 @@ def run(options: argparse.Namespace) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command line; returns its exit code."""
+    """Run the command line and return its exit code."""
     options = parser().parse_args(argv)
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # tokenizers need no torch
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # tokenizers do not need torch
     enable_compilation_cache()
     return finish("chat", lambda: run(options), options.distributed)
 

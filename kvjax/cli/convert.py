@@ -1,4 +1,4 @@
-"""Write a model as an Orbax checkpoint that `kvjax.load` and `--model` take: `kvjax convert`."""
+"""Write a model as an Orbax checkpoint that `kvjax.load` and `--model` accept."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from kvjax.models.tokenizer import lazy_tokenizer
 from kvjax.utils.files import directory_aside
 
 _BESIDE = ("*.json", "*.model", "*.txt", "*.jinja")
-"""Files of a Hugging Face directory that are not weights."""
+"""Patterns of the files of a Hugging Face directory that are not weights."""
 
 
 def convert(checkpoint: Checkpoint, out: Path) -> None:
-    """Write a checkpoint's weights with Orbax, its config and its tokenizer beside them.
+    """Write a checkpoint's weights with Orbax, with its config and tokenizer beside them.
 
     Args:
-        checkpoint: what was read.
-        out: the new directory, which is there once it is whole.
+        checkpoint: from `read_checkpoint`.
+        out: the new directory, which appears once it is complete.
 
     Raises:
-        ValueError: it is there already.
+        ValueError: the directory exists.
     """
     check_new(out)
     with directory_aside(out) as aside:
@@ -42,17 +42,17 @@ def convert(checkpoint: Checkpoint, out: Path) -> None:
 
 
 def check_new(out: Path) -> None:
-    """Refuse a directory that is there already.
+    """Refuse a directory that exists.
 
     Raises:
-        ValueError: it is.
+        ValueError: the directory exists.
     """
     if out.exists():
         raise ValueError(f"{out} is there already; give a directory that is not.")
 
 
 def run(options: argparse.Namespace) -> None:
-    """What the command line asks for."""
+    """Run the command line."""
     check_new(options.out)
     mesh = None if options.mesh is None else parse_mesh(options.mesh)
     convert(read_checkpoint(options.model, options.dtype, options.revision, mesh=mesh), options.out)
@@ -60,7 +60,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command line; returns its exit code."""
+    """Run the command line and return its exit code."""
     options = Parser(prog="kvjax convert", description=__doc__)
     add_model_options(options, rounded=False, processes=False, kernels=False)
     options.add_argument("--out", type=Path, required=True, metavar="DIR", help="the new directory")

@@ -1,4 +1,4 @@
-"""What an issue has to say of a machine: versions, devices, settings and caches, as `kvjax env` prints them."""
+"""Print the versions, devices, settings and caches of this machine, for an issue."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from kvjax.inference.autotune import verdicts_file
 from kvjax.utils.compilation import cache_directory, version
 
 BACKENDS = ("jaxlib", "libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin", "jax-rocm7-plugin")
-"""What jax runs on, which kvjax itself does not require."""
+"""Packages that jax runs on and kvjax does not require."""
 WORKSHOP = ("docs", "notebooks", "page", "parity", "test")
-"""Extras that change nothing of what kvjax does."""
+"""Extras that do not change what kvjax does."""
 PREFIXES = ("KVJAX_", "JAX_", "XLA_", "HF_", "CUDA_VISIBLE", "TPU_", "LIBTPU_")
-"""Of the environment variables that change what kvjax does."""
+"""Prefixes of the environment variables that change what kvjax does."""
 
 
 def environment() -> dict[str, Any]:
-    """Versions, devices, settings and caches of this machine.
+    """Return the versions, devices, settings and caches of this machine.
 
     Returns:
-        `kvjax`, `python`, `system`; `packages`, a version for each that is installed of those that kvjax runs on;
-        `devices`, a line for each, or why there are none; `variables` of the environment, but those that hold tokens of
-        access; `caches`: for each its path, None where nothing is kept, and its bytes.
+        `kvjax`, `python`, `system`; `packages`, the version of each installed package that kvjax runs on; `devices`,
+        a line for the backend and each device, or why there are none; `variables` of the environment, except access
+        tokens; `caches`: for each its path (None if nothing is kept), number of files and bytes.
     """
     return {
         "kvjax": version(),
@@ -67,7 +67,7 @@ def _devices() -> list[str]:
 
     try:
         devices = jax.devices()
-    except RuntimeError as error:  # a plugin without its driver, a TPU that another process has
+    except RuntimeError as error:  # a plugin without its driver, a TPU that another process holds
         return [f"none: {' '.join(str(error).split())}"]
     lines = [f"{jax.default_backend()}: {' '.join(devices[0].client.platform_version.split())}"]
     for device in devices:
@@ -84,7 +84,7 @@ def _size(path: Path | None) -> dict[str, Any]:
 
 
 def text(found: dict[str, Any]) -> str:
-    """The environment as lines to paste into an issue."""
+    """Format the environment as lines to paste into an issue."""
     lines = [f"{name}: {found[name]}" for name in ("kvjax", "python", "system")]
     for name in ("packages", "variables"):
         lines += [f"{name}:", *(f"  {key} {value}" for key, value in found[name].items())]
@@ -97,7 +97,7 @@ def text(found: dict[str, Any]) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command line; returns its exit code."""
+    """Run the command line and return its exit code."""
     parser = Parser(prog="kvjax env", description=__doc__)
     parser.add_argument("--json", action="store_true", help="one object instead of lines")
     options = parser.parse_args(argv)

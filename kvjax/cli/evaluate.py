@@ -1,4 +1,4 @@
-"""The command line of all measurements: `kvjax evaluate TASK`, and of reports that stand on them."""
+"""Measure what policies and budgets cost in quality, or write reports of such measurements."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ COMPARE = ("compare", "policies beside each other, your own among them: perplexi
 COMPARED = ("perplexity", "fidelity")
 """Tasks that `compare` runs."""
 JOINED = ("kvjax.evaluation.report", "the rows of tasks on one page, as Markdown and as HTML")
-"""A module with `add_arguments(parser)` and `run(options)`, which measures nothing."""
+"""A module with `add_arguments(parser)` and `run(options)` that measures nothing."""
 REPORTS = {
     "quality": ("experiments.quality", "perplexity and recall of policies against the bytes that they keep"),
     "codecs": ("experiments.codecs", "slots of 16, 8 and 4 bits at equal bytes"),
@@ -44,11 +44,11 @@ REPORTS = {
     "fastgen": ("experiments.fastgen", "what FastGen keeps, and what it costs"),
     "claims": ("experiments.papers", "what five papers claim, held against some models on one page"),
 }
-"""Modules with `add_arguments(parser)` and `run(options)`, which are in a checkout only."""
+"""Modules with `add_arguments(parser)` and `run(options)` that exist only in a checkout."""
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line: arguments that all reports share, and each report's own."""
+    """Build the parser: the options that all reports share, and each report's own."""
     made = Parser(prog="kvjax evaluate", description=__doc__)
     reports = made.add_subparsers(dest="report", required=True, metavar="TASK")
     for name, (module, summary) in TASKS.items():
@@ -84,11 +84,11 @@ def _add_grid(tasks: Any, name: str, summary: str) -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command line; returns its exit code."""
+    """Run the command line and return its exit code."""
     words = sys.argv[1:] if argv is None else argv
     options = parser().parse_args(words)
     options.command = quoted(words)
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # tokenizers need no torch
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # tokenizers do not need torch
     enable_compilation_cache()
 
     def run() -> None:
@@ -105,7 +105,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def measure(names: Sequence[str], options: argparse.Namespace) -> None:
-    """Fill the grids of some tasks, all of them that is not there, and print a table.
+    """Measure the missing cells of some tasks, and print a table.
 
     Raises:
         ValueError: a policy, a budget or an argument of a task is wrong.
@@ -128,27 +128,27 @@ def measure(names: Sequence[str], options: argparse.Namespace) -> None:
 
 
 def check(options: argparse.Namespace) -> None:
-    """Refuse what all reports need and do not get, before anything is loaded.
+    """Check the texts and the directory that all reports need, before anything is loaded.
 
     Raises:
-        ValueError: a text is no file, or there is nothing to predict.
+        ValueError: a text is not a file, there is nothing to predict, or the directory is a file.
     """
     check_texts(options.text, options.rows, options.length)
     check_directory(options.out)
 
 
 def check_directory(out: Path) -> None:
-    """Refuse a place for results that is a file.
+    """Refuse a directory for results that is a file.
 
     Raises:
-        ValueError: naming it.
+        ValueError: it is a file; the message names it.
     """
     if out.exists() and not out.is_dir():
         raise ValueError(f"--out {out} is a file; name a directory.")
 
 
 def quoted(words: Sequence[str]) -> str:
-    """A command as its report shows it: all of it, with files by their names and the report's directory as DIR."""
+    """Return a command as its report shows it, with names for file paths and DIR for the report's directory."""
     shown, before = [], ""
     for word in words:
         name, equals, path = word.rpartition("=")

@@ -1,4 +1,4 @@
-"""The console script: `kvjax NAME ...` runs the module that NAME stands for."""
+"""Console script: `kvjax NAME ...` runs the module of the command NAME."""
 
 from __future__ import annotations
 
@@ -35,13 +35,14 @@ COMMANDS = (
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run a subcommand, or list them.
+    """Run a subcommand, or list all of them.
 
     Args:
-        argv: the words after `kvjax`; None for those of the process, which then ends.
+        argv: the words after `kvjax`; None for those of the process, which then exits.
 
     Returns:
-        The exit code: the subcommand's own, 0 for the listing, 2 for an unknown name, 130 after an interruption.
+        The exit code: the subcommand's own, 0 for the listing, 2 for an unknown name, 130 after an
+        interruption, 141 after a broken pipe.
     """
     settle_streams()
     if argv is None:
@@ -73,12 +74,12 @@ def _run(words: list[str]) -> int:
 
 
 def available() -> tuple[Command, ...]:
-    """The commands whose modules are there, found without importing them."""
+    """Return the commands whose modules exist, without importing them."""
     return tuple(command for command in COMMANDS if _exists(command.module))
 
 
 def listing(commands: tuple[Command, ...]) -> str:
-    """Usage and one line per command."""
+    """Return the usage and one line per command."""
     width = max((len(command.name) for command in commands), default=0)
     lines = [f"  {command.name:<{width}}  {command.summary}" for command in commands]
     return "\n".join(

@@ -1,4 +1,4 @@
-"""Options that commands share: the one grammar of policies, what it chooses, and tables of policies and settings."""
+"""Options that commands share, the policies that they choose, and tables of policies and settings."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from kvjax.utils.suggest import choices
 
 
 def add_policy_options(options: argparse.ArgumentParser, policy: str, budget: float, whole: str) -> None:
-    """Give a command the options of a policy and its budget; the defaults are for its help."""
+    """Add the options of a policy and its budget; the defaults only appear in the help."""
     add_policy(options, policy)
     options.add_argument(
         "--budget", help=f"slots per head, a fraction, or slots for each layer as 64,48,32,16 (default: {budget})"
@@ -35,7 +35,7 @@ def add_policy_options(options: argparse.ArgumentParser, policy: str, budget: fl
 
 
 def add_policy(options: argparse.ArgumentParser, policy: str) -> None:
-    """Give a command the options that `named` reads."""
+    """Add the options that `named` reads."""
     options.add_argument(
         "--policy",
         help="which tokens stay in the cache, with other parts and settings as h2o+int8[recent=16]; `list` shows all, "
@@ -47,12 +47,12 @@ def add_policy(options: argparse.ArgumentParser, policy: str) -> None:
 
 
 def add_policies(options: argparse.ArgumentParser, policies: str, also: str = "") -> None:
-    """Give a command that compares policies the options that `compared` reads.
+    """Add the options that `compared` reads, for a command that compares policies.
 
     Args:
-        options: gets them.
+        options: parser that gets them.
         policies: the default.
-        also: a word that stands for several of them.
+        also: help on a word that means several policies.
     """
     options.add_argument(
         "--policies",
@@ -64,7 +64,7 @@ def add_policies(options: argparse.ArgumentParser, policies: str, also: str = ""
 
 
 def add_parts(options: argparse.ArgumentParser) -> None:
-    """Give a command the options of the parts and settings of its policies."""
+    """Add the options of the parts and settings of policies."""
     for part, table, what in (
         ("plan", methods.PLANS, "how the budget is spread over layers or heads"),
         ("residual", methods.RESIDUALS, "what becomes of evicted pairs"),
@@ -86,7 +86,7 @@ def add_parts(options: argparse.ArgumentParser) -> None:
 
 
 def add_sampling_options(options: argparse.ArgumentParser) -> None:
-    """Give a command the options of how tokens are drawn and where texts end."""
+    """Add the options of sampling tokens and ending texts."""
     options.add_argument("--temperature", type=float, help="divides the logits; 0 is greedy (default: 0.8)")
     options.add_argument("--top-k", type=int, help="draw from this many likeliest tokens (default: all)")
     options.add_argument("--top-p", type=float, help="draw from the likeliest tokens of this share (default: 1.0)")
@@ -106,10 +106,10 @@ def add_sampling_options(options: argparse.ArgumentParser) -> None:
 
 
 def sampling_settings(options: argparse.Namespace) -> dict[str, Any]:
-    """What a command line says of drawing tokens and ending texts, as `kvjax.generation.generate.begin` has it.
+    """Return the settings of sampling tokens and ending texts, as `kvjax.generation.generate.begin` takes them.
 
     Raises:
-        ValueError: a setting is out of its range.
+        ValueError: a setting is out of range.
     """
     names = "temperature", "top_k", "top_p", "min_p", "repetition_penalty"
     given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
@@ -119,14 +119,14 @@ def sampling_settings(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def tells_of_policies(options: argparse.Namespace, parser: Callable[[], argparse.ArgumentParser]) -> bool:
-    """Whether a command line asks only what there is, which is then told on standard output.
+    """Print help or the list of policies if a command line asks for it; return whether it did.
 
     Args:
-        options: what it asks, among it `policy` and, where `argparse` does not answer it, `help`.
-        parser: makes the command's own help.
+        options: parsed, with `policy` and, if `argparse` does not handle it, `help`.
+        parser: builds the parser of the command's own help.
 
     Raises:
-        ValueError: help is asked for a policy that is not there.
+        ValueError: help is asked for a policy that does not exist.
     """
     helps = vars(options).get("help", False)
     if helps and options.policy is not None:
@@ -141,7 +141,7 @@ def tells_of_policies(options: argparse.Namespace, parser: Callable[[], argparse
 
 
 def list_policies(file: TextIO) -> None:
-    """A table of the policies in groups, and of the members of the other parts, with their settings."""
+    """Print the policies in groups and the choices of the other parts, with their settings."""
     groups = [(f"policies (--policy): {group}", entries) for group, entries in describe.policies().items()]
     groups += [(f"{part}s (--{part})", entries) for part, entries in describe.parts().items()]
     tables: list[Any] = []
@@ -168,7 +168,7 @@ def list_policies(file: TextIO) -> None:
 
 
 def explain_policy(name: str, file: TextIO) -> None:
-    """What a policy is, and a table of its settings, their defaults and meanings.
+    """Print a description of a policy, and a table of its settings, their defaults and meanings.
 
     Raises:
         ValueError: there is no such policy.
@@ -195,7 +195,7 @@ def _console(file: TextIO) -> Console:
 
 
 def parts_of(options: argparse.Namespace) -> tuple[dict[str, str | None], dict[str, Any]]:
-    """Parts by kind, and settings, that a command line gives with options of `add_parts`.
+    """Return the parts by kind, and the settings, from the options of `add_parts`.
 
     Raises:
         ValueError: a setting is not of the form key=value.
@@ -206,13 +206,13 @@ def parts_of(options: argparse.Namespace) -> tuple[dict[str, str | None], dict[s
 def chosen(
     options: argparse.Namespace, usual: str = "full", slots: float = 1.0, whole: str = WHOLES[0]
 ) -> tuple[Policy, dict[str, Any]]:
-    """The policy that a command line asks for, and the budget and the reading of prompts, as `kvjax.prefill` has them.
+    """Return the policy that a command line asks for, and its budget and chunk settings as `kvjax.prefill` takes them.
 
     Args:
         options: of `add_policy_options`.
-        usual: the policy where none is named.
-        slots: the budget where none is named, of policies that have one.
-        whole: what a fraction is of where that is not said.
+        usual: policy if none is named.
+        slots: budget if none is named, for policies that have one.
+        whole: what a fraction is of if not given.
 
     Raises:
         ValueError: there is no such policy, part, setting or budget.
@@ -228,11 +228,11 @@ def chosen(
 
 
 def named(options: argparse.Namespace, usual: str) -> tuple[Policy, dict[str, Any]]:
-    """The policy that a command line asks for, and the config that it names.
+    """Return the policy that a command line asks for, and the config that it names.
 
     Args:
         options: of `add_policy`.
-        usual: the policy where none is named.
+        usual: policy if none is named.
 
     Raises:
         ValueError: there is no such policy, part or setting.
@@ -244,7 +244,7 @@ def named(options: argparse.Namespace, usual: str) -> tuple[Policy, dict[str, An
     parts, settings_given = parts_of(options)
     given = both(asked.parts, parts)
     parts = of_config | {part: name for part, name in given.items() if name is not None}
-    # A config's settings are those of its own policy and parts.
+    # A config's settings apply only to its own policy and parts.
     own = its.settings | config.get("settings", {})
     same = {"policy": asked.name == its.name} | {part: parts.get(part) == of_config.get(part) for part in PART_KEYS}
     settings = {key: value for key, value in own.items() if same[key.partition(".")[0] if "." in key else "policy"]}

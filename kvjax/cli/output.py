@@ -1,4 +1,4 @@
-"""What is told of texts that were generated: as JSON, and in a few lines for those who read."""
+"""Reports on generated texts: as JSON, and in a few lines for people."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def report(made: Generation, policy: Policy, seed: int, texts: dict[str, Any]) -> dict[str, Any]:
-    """What JSON says of one prompt: its texts, from `samples`, and what they cost."""
+    """Return the JSON fields of one prompt: its texts, from `samples`, and what they cost."""
     rate, local = made.decode_tokens_per_second, _local_windows(made)
     return {
         "text": texts["text"],
@@ -41,13 +41,13 @@ def report(made: Generation, policy: Policy, seed: int, texts: dict[str, Any]) -
 
 
 def _local_windows(made: Generation) -> dict[int, int]:
-    """The window of each layer that it bounds, by its index: budgets are about the others."""
+    """Return the window of each layer that its window bounds, by index; the budget applies to the others."""
     layers, end = enumerate(made.state.config.layer_configs), int(np.max(made.state.end))
     return {index: layer.window for index, layer in layers if layer.window is not None and layer.bounds(end)}
 
 
 def told(model: Model, made: Generation, stop: tuple[str, ...]) -> list[dict[str, Any]]:
-    """What JSON says of each text."""
+    """Return the JSON fields of each text."""
     found = [
         {"text": text, "prompt_tokens": len(prompt), "new_tokens": len(tokens)}
         for text, prompt, tokens in zip(texts_of(model, made, stop), made.prompts, made.tokens, strict=True)
@@ -70,16 +70,16 @@ def _listed(known: bytes | None) -> list[int] | None:
 
 
 def samples(texts: list[dict[str, Any]]) -> dict[str, Any]:
-    """What JSON says of the texts of one prompt, from `told`: the first one's, and all of them if there are several."""
+    """Return the JSON fields of one prompt's texts, from `told`: the first's, and all of them if there are several."""
     return texts[0] | ({"samples": texts} if len(texts) > 1 else {})
 
 
 def _choices(made: Generation) -> dict[str, Any]:
-    """What each head of the first row was found to need, by layer, for policies that choose so."""
+    """Return the choice of each head of the first row, by layer, for policies that profile heads."""
     plan = made.state.policy.plan
     if not isinstance(plan, Profiled):
         return {}
-    maps = {} if made.beams > 1 else {"policy_map": _policy_map(made)}  # a search leaves the pages
+    maps = {} if made.beams > 1 else {"policy_map": _policy_map(made)}  # a beam search leaves paged storage
     return {
         "choices": ["+".join(parts) or "full" for parts in plan.choices],
         **maps,
@@ -92,7 +92,7 @@ def _policy_map(made: Generation) -> list[list[int]]:
 
 
 def summary(made: Generation, report: dict[str, Any]) -> str:
-    """The same for those who read, in two lines or three."""
+    """Summarize a report in a few lines for people."""
     kept = np.mean([(positions >= 0).sum(-1).mean() for positions in made.cache_positions])
     rate = report["decode_tokens_per_second"]
     speed = "too few to time" if rate is None else f"{rate:,.0f} tokens/s"
@@ -107,7 +107,7 @@ def summary(made: Generation, report: dict[str, Any]) -> str:
 
 
 def _local(made: Generation) -> str:
-    """What the budget is not about, if there is such a thing."""
+    """Name the layers that the budget does not apply to, if there are any."""
     windows, layers = _local_windows(made), made.state.config.layers
     if not windows:
         return ""
@@ -118,7 +118,7 @@ def _local(made: Generation) -> str:
 
 
 def _spare(made: Generation) -> str:
-    """Say what FastGen sets aside for the special tokens and punctuation that are written, and whether it sufficed."""
+    """Report the slots that FastGen sets aside for new special tokens and punctuation, and whether they sufficed."""
     plan, protection = made.state.policy.plan, made.state.policy.protection
     if not isinstance(plan, Profiled) or not isinstance(protection, TokenClasses) or protection.classes is None:
         return ""
@@ -133,7 +133,7 @@ def _spare(made: Generation) -> str:
 
 
 def _excess(made: Generation, report: dict[str, Any]) -> str:
-    """Why a cache is larger than the full one, if it is."""
+    """Explain why a cache is larger than the full one, if it is."""
     if report["policy"] == "full" or report["cache_bytes"] <= report["full_cache_bytes"]:
         return ""
     needed = int(np.max(made.state.end))

@@ -1,4 +1,4 @@
-"""Answer OpenAI's requests over HTTP, with caches that never grow."""
+"""Serve OpenAI's API over HTTP, with caches that never grow."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from kvjax.utils.files import read_text
 from kvjax.utils.settings import whole_number
 
 NEEDS = ("prometheus_client", "starlette", "uvicorn")
-"""What the extra `kvjax[serve]` brings."""
+"""Packages that the extra `kvjax[serve]` installs."""
 POLICY, BUDGET = "h2o", 512
-"""What is taken where nothing is said."""
+"""Default policy and budget."""
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line's options."""
+    """Build the command line's parser."""
     options = Parser(prog="kvjax serve", description=__doc__)
     add_model_options(options, processes=False)
     options.add_argument("--distributed", nargs="?", const="", help=argparse.SUPPRESS)
@@ -75,18 +75,18 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _origin(text: str) -> str:
-    """An origin, checked."""
+    """Check an origin and return it."""
     if text != "*" and re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s?#]+", text) is None:
         raise argparse.ArgumentTypeError(f"{text!r} is no origin such as https://example.org, without a path, nor *")
     return text
 
 
 def run(options: argparse.Namespace) -> None:
-    """What the command line asks for, until a signal ends it.
+    """Run the server until a signal ends it.
 
     Raises:
-        ValueError: it asks for something that cannot be, said in one sentence.
-        KeyboardInterrupt: it was interrupted from a terminal; what ran has been finished.
+        ValueError: the command line asks for something impossible; the message is one sentence.
+        KeyboardInterrupt: the server was interrupted from a terminal; running requests have ended.
     """
     if options.distributed is not None:
         raise ValueError(
@@ -117,7 +117,7 @@ def run(options: argparse.Namespace) -> None:
     if options.chunk is None:
         options.chunk = config.get("prefill_chunk")
     keys = [] if options.api_key_file is None else _keys(options.api_key_file)
-    listener = _bound(options.host, options.port)  # before a model is read, in case the port is taken
+    listener = _bound(options.host, options.port)  # before a model is loaded, in case the port is taken
     try:
         public = not is_loopback(listener.getsockname()[0])
         if public and not keys and not options.no_key:
@@ -149,7 +149,7 @@ def _serve(
     engine = Engine(model, policy=policy, budget=budget, rows=options.rows, queue=options.queue, **given)
     with engine:
         if options.warmup:
-            getattr(model.tokenizer, "chat_template", None)  # imports transformers, which the first chat would wait for
+            getattr(model.tokenizer, "chat_template", None)  # imports transformers now, before the first chat
             engine.warm_up(lambda done, total: _say(f"compiling {done} of {total}"))
         settings = options.max_body, options.chat_tokens, options.read_timeout
         service = Service(engine, keys, hosts, *settings, origins=options.cors, log=not options.quiet)
@@ -164,7 +164,7 @@ def _serve(
 
 
 def _say(line: str) -> None:
-    """What is going on, on standard error."""
+    """Print a progress line to standard error."""
     print(f"kvjax serve: {line}", file=sys.stderr, flush=True)
 
 
@@ -176,7 +176,7 @@ def _keys(file: Path) -> list[str]:
 
 
 def _bound(host: str, port: int) -> socket.socket:
-    """A socket that has an address and does not listen yet."""
+    """Return a socket that is bound to an address and does not listen yet."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     except OSError as error:
@@ -192,9 +192,9 @@ def _bound(host: str, port: int) -> socket.socket:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command line; returns its exit code."""
+    """Run the command line and return its exit code."""
     options = parser().parse_args(argv)
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # tokenizers need no torch
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # tokenizers do not need torch
     enable_compilation_cache()
     return finish("serve", lambda: run(options))
 

@@ -1,4 +1,4 @@
-"""Train LESS kernels for a model, a policy and a budget: `kvjax train_less`.
+"""Train LESS kernels for a model, a policy and a budget.
 
 The commands that made the kernels of the embedded model are in kvjax/tiny/less/README.md.
 """
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line's options."""
+    """Build the command line's parser."""
     options = Parser(
         prog="kvjax train_less",
         description=(__doc__ or "").splitlines()[0],
-        conflict_handler="resolve",  # a mesh is something else here than where a model runs
+        conflict_handler="resolve",  # `--mesh` has another meaning than when a model runs
     )
     add_model_options(options, rounded=False, processes=False)
     options.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the model")
@@ -59,10 +59,10 @@ def parser() -> argparse.ArgumentParser:
 
 
 def slots_of(budget: int | float, model: Model) -> int:
-    """A budget in slots; a fraction is one of the model's longest text, rounded down to an even number (Table 1).
+    """Return a budget in slots; a fraction is of the model's longest text, rounded down to an even number (Table 1).
 
     Raises:
-        ValueError: it is not positive, or a fraction above 1.
+        ValueError: the budget is not positive, or a fraction above 1.
     """
     if (isinstance(budget, float) and not 0 < budget <= 1) or budget <= 0:
         raise ValueError(f"budget={budget} is not a fraction in (0.0, 1.0], nor a whole number of slots.")
@@ -70,10 +70,10 @@ def slots_of(budget: int | float, model: Model) -> int:
 
 
 def run(options: argparse.Namespace) -> None:
-    """What the command line asks for.
+    """Run the command line.
 
     Raises:
-        ValueError: it asks for something that cannot be, said in one sentence.
+        ValueError: the command line asks for something impossible; the message is one sentence.
     """
     from kvjax.model import load
     from kvjax.models.sharding import parse_mesh
@@ -87,7 +87,7 @@ def run(options: argparse.Namespace) -> None:
     parts, settings = parts_of(options)
     if any(setting.startswith("plan.") for setting in settings):
         raise ValueError("kernels are trained under a plan with its usual settings; leave --set plan.* out.")
-    check_policy(policy, options.mask)  # before the model is read
+    check_policy(policy, options.mask)  # before the model is loaded
     split_texts(options.sequences, recipe)
     mesh = None if options.mesh is None else parse_mesh(options.mesh)
     check_batch(recipe.batch, mesh)
@@ -111,7 +111,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def serving_line(options: argparse.Namespace) -> str:
-    """Return the command that generates with the kernels which a command line trained."""
+    """Return the command that generates text with the kernels that this command line trains."""
     name, *others = (options.policy or ("" if options.config else "h2o")).partition("[")
     words = ["--model", options.model] if options.model else []
     words += ["--config", options.config] if options.config else []
@@ -123,9 +123,9 @@ def serving_line(options: argparse.Namespace) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command line; returns its exit code."""
+    """Run the command line and return its exit code."""
     options = parser().parse_args(argv)
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # tokenizers need no torch
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # tokenizers do not need torch
     enable_compilation_cache()
     return finish("train_less", lambda: run(options))
 

@@ -1,4 +1,4 @@
-"""Race the kernels that a model's prompts and steps ask for on this machine's GPU, and tell who won: `kvjax tune`."""
+"""Benchmark the kernels of a model's prompts and decode steps on this machine's GPU, and print the winners."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ NAMES = common.IMPLEMENTATIONS[1:]
 
 
 def survey(model: Model, policy: Policy, rows: int, tokens: int, **reading: Any) -> Survey:
-    """What reading prompts of one length and a step after them ask of kernels.
+    """Collect the kernel workloads of prompts of one length and of a decode step after them.
 
     Args:
-        model: that reads.
-        policy: which tokens stay.
-        rows: prompts.
-        tokens: of each prompt.
-        reading: budget and the like, as `kvjax.prefill` has them.
+        model: model to tune for.
+        policy: eviction policy.
+        rows: number of prompts.
+        tokens: tokens per prompt.
+        reading: the budget and similar settings, as `kvjax.prefill` takes them.
 
     Raises:
-        ValueError: the prompts do not fit the model or the budget the policy.
+        ValueError: the prompts do not fit the model, or the budget does not fit the policy.
     """
     found = Survey()
     settings: dict[str, Any] = dict(reading, implementation=Kernels(found))
-    if ready(model, policy, reading["budget"], None).plan.per_head:  # only a prompt tells how many slots heads get
+    if ready(model, policy, reading["budget"], None).plan.per_head:  # only a prompt determines the slots of each head
         state, _ = prefill(model, policy, np.zeros((rows, tokens), np.int32), **settings)
     else:
         state = state_shapes(model, policy, rows, tokens, **settings)
@@ -53,7 +53,7 @@ def survey(model: Model, policy: Policy, rows: int, tokens: int, **reading: Any)
 
 
 def table(title: str, verdicts: dict[str, Verdict | None]) -> Table:
-    """Verdicts by bucket, None for what one implementation alone can do."""
+    """Build a table of verdicts by bucket; None marks a workload that only one implementation supports."""
     shown = Table(title=title, title_justify="left")
     for heading in ("operation", "shape"):
         shown.add_column(heading, overflow="fold")
@@ -73,7 +73,7 @@ def table(title: str, verdicts: dict[str, Verdict | None]) -> Table:
 
 
 def show(file: Path | None) -> None:
-    """Print how all races ended that are kept on this machine."""
+    """Print all tuning results that are kept on this machine."""
     devices = {} if file is None else autotune.read(file)
     if not devices:
         where = "KVJAX_CACHE_DIR is empty, so that none are kept" if file is None else f"none are in {file}"
@@ -85,10 +85,10 @@ def show(file: Path | None) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """What the command line asks for.
+    """Run the command line.
 
     Raises:
-        ValueError: races do not decide on this machine, or the prompts do not fit.
+        ValueError: this machine has nothing to tune, or the prompts do not fit.
     """
     file = autotune.verdicts_file()
     if options.show:
@@ -136,7 +136,7 @@ def _console() -> Console:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line's options."""
+    """Build the command line's parser."""
     options = Parser(prog="kvjax tune", description=__doc__)
     add_model_options(options, processes=False, kernels=False)
     add_policy_options(options, "full", 1.0, "text")
@@ -150,7 +150,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command line; returns its exit code."""
+    """Run the command line and return its exit code."""
     options = parser().parse_args(argv)
     return finish("tune", lambda: run(options))
 

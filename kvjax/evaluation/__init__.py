@@ -1,4 +1,4 @@
-"""What a policy and a budget cost in quality: perplexity, recall, fidelity of attention, and reports of all three."""
+"""Quality under a policy and a budget: perplexity, recall, fidelity of attention, and reports of all three."""
 
 from kvjax.evaluation.fidelity import fidelity as fidelity
 from kvjax.evaluation.perplexity import Streamed as Streamed

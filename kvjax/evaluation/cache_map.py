@@ -1,4 +1,4 @@
-"""Pictures of a cache: which prompt tokens it still holds, in the terminal and as a figure."""
+"""Pictures of the prompt tokens that a cache still holds, in the terminal and as a figure."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from kvjax.generation.token_bytes import Spelling
 from kvjax.utils.files import check_writable, written_aside
 
 PLAIN_MARKS = " .:-=+*#"
-"""From a token that no head holds to one that all of them hold."""
+"""Marks from a token that no head holds to one that all heads hold."""
 SHADES = ("white on #440154", "white on #3b528b", "white on #21918c", "black on #5ec962", "black on #fde725")
-"""The same for terminals: five steps of viridis, the colours of the figure."""
+"""Styles of the same scale for terminals: five steps of viridis, as in the figure."""
 MOST_WORDS = 64
-"""Tokens up to which every one is written below the figure."""
+"""Longest prompt, in tokens, of which the figure names every token."""
 
 
 def share_held(positions: list[np.ndarray], tokens: int) -> Float[np.ndarray, "layers tokens"]:
-    """Share of a layer's heads that hold each of the first tokens of row 0.
+    """Return the share of each layer's heads that hold each of the first tokens of row 0.
 
     Args:
         positions: for each layer, position in each slot [b, h, c], -1 = empty.
-        tokens: how many.
+        tokens: number of first tokens.
     """
     return np.array(
         [[np.mean([(head == token).any() for head in layer[0]]) for token in range(tokens)] for layer in positions]
@@ -36,17 +36,17 @@ def share_held(positions: list[np.ndarray], tokens: int) -> Float[np.ndarray, "l
 
 
 def words_of(tokenizer: Any, ids: Sequence[int]) -> list[str]:
-    """Return the text of each token as it stands behind others."""
+    """Return the text of each token as it appears after other tokens."""
     spelling = Spelling(tokenizer)
     known = [spelling.bytes_of(token) for token in ids]
     return ["\ufffd" if each is None else each.decode(errors="replace") for each in known]
 
 
 def show(words: Sequence[str], share: Float[np.ndarray, " tokens"], file: TextIO) -> None:
-    """Print a prompt with each token shaded by the share of heads that hold it, or marked below without colours."""
+    """Print a prompt, each token shaded by the share of heads that hold it, or marked below if there are no colours."""
     console = Console(file=file)
     if console.color_system is None:
-        # A character that is escaped would be wider than its mark.
+        # Replace what cannot be encoded: an escape would be wider than its mark.
         encoding = file.encoding or "utf-8"
         words = [text.replace("\n", "\\n").encode(encoding, "replace").decode(encoding) for text in words]
         for start in range(0, len(words), 12):
@@ -68,7 +68,7 @@ def show(words: Sequence[str], share: Float[np.ndarray, " tokens"], file: TextIO
 
 
 def check_file(file: Path) -> None:
-    """Refuse to draw where `save` could not.
+    """Refuse a file that `save` cannot draw to.
 
     Raises:
         ValueError: matplotlib is not installed, or the file cannot be a PNG in an existing directory.
@@ -79,13 +79,13 @@ def check_file(file: Path) -> None:
 
 
 def save(share: Float[np.ndarray, "layers tokens"], words: Sequence[str], file: Path, title: str) -> None:
-    """Draw layers x prompt tokens to a PNG file, written aside and then renamed.
+    """Draw a map of layers x prompt tokens to a PNG file, which is written aside and then renamed.
 
     Args:
-        share: of heads that hold each token.
+        share: share of heads that hold each token.
         words: the text of each token.
-        file: a new or an old `.png` in an existing directory.
-        title: what is shown.
+        file: a new or existing `.png` in an existing directory.
+        title: title of the figure.
 
     Raises:
         ValueError: matplotlib is not installed, or the file cannot be a PNG in an existing directory.
@@ -97,7 +97,7 @@ def save(share: Float[np.ndarray, "layers tokens"], words: Sequence[str], file: 
     figure = Figure(figsize=(max(7.0, min(14.0, 0.17 * tokens + 2.5)), 0.35 * layers + 2.0), layout="constrained")
     axes = figure.subplots()
     image = axes.imshow(share, aspect="auto", interpolation="nearest", vmin=0, vmax=1, cmap="viridis")
-    # Of a long prompt every so many tokens are named.
+    # Name only some tokens of a long prompt.
     named = range(0, tokens, -(-tokens // MOST_WORDS))
     names = [f"{_visible(words[token])}" for token in named]
     axes.set_xticks(list(named), names, rotation=90, fontsize=7, parse_math=False)
@@ -113,5 +113,5 @@ def save(share: Float[np.ndarray, "layers tokens"], words: Sequence[str], file: 
 
 
 def _visible(word: str) -> str:
-    # Without the space in front; of a token that is nothing else, its name.
+    # Drop surrounding white space, and name a token that is nothing else.
     return word.strip()[:14] or {"\n": "\\n", " ": "space"}.get(word, repr(word)[1:-1])

@@ -11,12 +11,12 @@ SHOWS, NOT, UNKNOWN = "shows", "does not show", "not measured"
 
 @dataclasses.dataclass(frozen=True)
 class Claim:
-    """One thing that should show, and whether the numbers show it.
+    """An expected result, and whether the numbers show it.
 
     Args:
         what: the claim for one case, in words.
-        shown: whether the numbers say so; None if they were not measured.
-        numbers: those that decide.
+        shown: True if the numbers show it; None if they were not measured.
+        numbers: the numbers that decide.
     """
 
     what: str
@@ -29,13 +29,16 @@ class Claim:
 
 
 def claims_table(claims: Iterable[Claim]) -> str:
-    """Claims with their verdicts as a Markdown table."""
+    """Return claims and their verdicts as a Markdown table."""
     rows = [[claim.what, f"**{claim.verdict}**", claim.numbers] for claim in claims]
     return table(["claim", "verdict", "numbers"], rows)
 
 
 def table(headings: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """A Markdown table; numbers to the right, floats to four places, None as a dash; nothing if there are no rows."""
+    """Return a Markdown table, empty if there are no rows.
+
+    Numbers are aligned right, floats have four places, and None is a dash.
+    """
     rows = [list(row) for row in rows]
     if not rows:
         return ""

@@ -1,4 +1,4 @@
-"""How far a model with a policy is from the full one: its attention, row by row, and what it says next."""
+"""Fidelity of a model with a policy to the full one: its attention rows and its next-token distributions."""
 
 from __future__ import annotations
 
@@ -28,29 +28,29 @@ from pallas_kernels.operands import values
 
 
 def hellinger(p: Float[Array, "*b n"], q: Float[Array, "*b n"]) -> Float[Array, "*b"]:
-    """Distance of probability vectors, 0 to 1 (LESS, eq. 7)."""
+    """Return the Hellinger distance of probability vectors, 0 to 1 (LESS, eq. 7)."""
     return jnp.sqrt(0.5 * jnp.sum((jnp.sqrt(p) - jnp.sqrt(q)) ** 2, axis=-1))
 
 
 @struct.dataclass
 class Watched(Policy):
-    """Any policy, unchanged, whose slots also hold the queries of their tokens."""
+    """Wrapper of a policy whose slots also hold the queries of their tokens."""
 
     def slots(self, new: New, state: Parts) -> Parts:
-        """What the parts remember of each new token, and its query where a residual remembers nothing."""
+        """Return the slot state of each new token, with its query in the residual's unused field."""
         return super().slots(new, state).replace(residual=jnp.moveaxis(new.q, 3, 2))
 
 
 def watched(policy: Policy) -> Watched:
-    """The same policy, watched."""
+    """Return a `Watched` copy of a policy."""
     return Watched(**{field.name: getattr(policy, field.name) for field in dataclasses.fields(policy)})  # type: ignore[arg-type]
 
 
 Features = list[Float[Array, "b h n R"] | None]
-"""For each layer psi of every key that has been read, where LESS remembers those that leave."""
+"""Feature map psi of every key that has been read, for each layer; None without LESS."""
 
 Carry = tuple[list[Moving], list[Features]]
-"""What changes in each of the two models."""
+"""State that changes at each step, for each of the two models."""
 
 
 def _row(
@@ -62,7 +62,7 @@ def _row(
     length: int,
     psi: Float[Array, "b h n R"] | None,
 ) -> tuple[Float[Array, "b h g n"], Float[Array, "b h n R"] | None]:
-    """The newest query's attention over all positions of a text, evicted ones included, and psi with its key."""
+    """Return the newest query's attention over all positions, evicted ones included, and psi with its key added."""
     here = (view.position == newest[:, None, None]).astype(view.slots.residual.dtype)
     q = jnp.einsum("bhcgd,bhc->bhgd", view.slots.residual, here)[:, :, :, None]
     kv = restored(config.rope, view.kv, view.position, view.state.codec, q.dtype)
@@ -78,7 +78,7 @@ def _row(
     dense = jnp.moveaxis(dense, 2, 3)
     if psi is None:
         return dense, None
-    # Each evicted token's phi(q) psi(k), over the denominator of equation 3.
+    # phi(q) psi(k) of each evicted token, over the denominator of equation 3.
     assert isinstance(policy.residual, LowRankMemory)
     key = jnp.einsum("bhcd,bhc->bhd", keys, here)[:, :, None]
     psi = jax.vmap(lambda all_, one, at: all_.at[:, at].set(one))(
@@ -87,13 +87,13 @@ def _row(
     gone = ~_held(view, length) & (jnp.arange(length) <= newest[:, None, None])
     weights = jnp.einsum("bhgr,bhnr->bhgn", policy.residual.phi(layer, q)[..., 0, :], psi)
     weights = jnp.where(gone[:, :, None], weights, 0.0)
-    highest = jnp.maximum(partial.lse, 0.0)  # both sums relative to it
+    highest = jnp.maximum(partial.lse, 0.0)  # both sums are relative to it
     slots, weights = jnp.exp(partial.lse - highest), weights * jnp.exp(-highest)
     return (dense * slots + weights) / (slots + weights.sum(-1, keepdims=True)), psi
 
 
 class Compared(NamedTuple):
-    """What differs after each token of some texts."""
+    """Differences from the full model after each token of some texts."""
 
     hellinger: Float[np.ndarray, "b n layers"]
     """Distance of attention rows, mean over heads (LESS, eq. 7)."""
@@ -102,11 +102,11 @@ class Compared(NamedTuple):
     divergence: Float[np.ndarray, "b n"]
     """Kullback-Leibler divergence of the next token's distribution from the full model's, in nats."""
     agrees: Bool[np.ndarray, "b n"]
-    """Whether the likeliest next token is the same."""
+    """True if the likeliest next token is the same."""
     cache_bytes: int
-    """Of all rows, as allocated, without what is only there to be looked at."""
+    """Bytes allocated for all rows, without the queries kept for this comparison."""
     full_cache_bytes: int
-    """What `full` allocates for them."""
+    """Bytes that `full` allocates for them."""
 
 
 @jax.jit
@@ -150,7 +150,7 @@ def _compared(full: State, probed: State, tokens: Int[Array, "b n"]) -> tuple[Ar
 
 
 def _held(view: View, length: int) -> Bool[Array, "b h n"]:
-    """Which positions of a text have a slot."""
+    """Return a mask of the positions of a text that have a slot."""
     rows, heads = view.position.shape[:2]
     row, head = jnp.arange(rows)[:, None, None], jnp.arange(heads)[:, None]
     slot = jnp.where(view.live, view.position, length)
@@ -166,22 +166,22 @@ def fidelity(
     plan: Plan | str | None = None,
     seed: int = 0,
 ) -> Compared:
-    """A model with a policy beside the full one, after each token of texts that both read (LESS, eq. 7, Figure 6).
+    """Compare a model with a policy to the full one after each token of the same texts (LESS, eq. 7, Figure 6).
 
-    Both models read the same text token by token, each on its own cache, so that distances of deeper layers
-    include what the policy changed before. An evicted token has probability phi(q) psi(k) over the denominator of
-    equation 3 where LESS remembers it, and 0 elsewhere.
+    Both models read the text token by token, each on its own cache. Distances of deeper layers therefore include
+    the changes of earlier layers. An evicted token has probability phi(q) psi(k) over the denominator of equation 3
+    with LESS, and 0 without.
 
     Args:
         model: from `kvjax.load`.
-        policy: which tokens stay; with positions='original'.
+        policy: eviction policy, with positions='original'.
         tokens: texts [b, n] without padding.
         budget: slots per KV head, or a fraction of n.
-        plan: how the budget is spread over the layers.
-        seed: of policies that draw numbers.
+        plan: allocation of the budget to the layers.
+        seed: for policies that draw random numbers.
 
     Raises:
-        ValueError: the policy sees other positions than the full model, reads only some tokens, or needs a prompt.
+        ValueError: the policy uses other positions than the full model, reads only some tokens, or needs a prompt.
     """
     ids = np.asarray(tokens, np.int32)
     chosen = policy_by_name(policy) if isinstance(policy, str) else policy

@@ -1,4 +1,4 @@
-"""Figures, above all of quality against cost."""
+"""Figures, mostly of quality against cost."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvjax.utils.files import written_aside
 
 
 def new_figure(columns: int = 1, width: float = 5.0, height: float = 3.6) -> tuple[Any, list[Any]]:
-    """A matplotlib figure with axes side by side.
+    """Return a matplotlib figure with axes side by side.
 
     Raises:
         ValueError: matplotlib is not installed.
@@ -28,7 +28,7 @@ def new_figure(columns: int = 1, width: float = 5.0, height: float = 3.6) -> tup
 
 
 def save_figure(figure: Any, file: Path) -> None:
-    """A PNG, written aside and then renamed; the same numbers give the same bytes."""
+    """Write a PNG aside and then rename it; equal numbers give equal bytes."""
     file.parent.mkdir(parents=True, exist_ok=True)
     with written_aside(file) as aside:
         figure.savefig(aside, format="png", dpi=110, metadata={"Software": None})
@@ -39,9 +39,9 @@ class Point:
     """One policy at one budget.
 
     Args:
-        label: the policy's; points of one label are joined by a line.
+        label: name of the policy; a line joins points of one label.
         cost: bytes of the cache over those of a full one, or slots.
-        quality: nats, or whatever the figure is about.
+        quality: nats, or another measure.
     """
 
     label: str
@@ -50,15 +50,15 @@ class Point:
 
 
 MARKERS, LINES = "osD^vPX*<>", ("-", "--", ":")
-"""Beside ten colours, so that thirty curves can be told apart, also where colours cannot."""
+"""Markers and line styles that, with ten colours, distinguish thirty curves, also without colours."""
 
 
 def plot_lines(axes: Any, lines: Mapping[str, tuple[Sequence[float], Sequence[float]]]) -> None:
-    """Curves with points, each in a style of its own.
+    """Plot curves with points, each in its own style.
 
     Args:
-        axes: of matplotlib.
-        lines: for each label x and y.
+        axes: matplotlib axes.
+        lines: x and y for each label.
     """
     for i, (label, (x, y)) in enumerate(lines.items()):
         style = dict(color=f"C{i % 10}", marker=MARKERS[i % len(MARKERS)], linestyle=LINES[i // 10 % len(LINES)])
@@ -66,12 +66,12 @@ def plot_lines(axes: Any, lines: Mapping[str, tuple[Sequence[float], Sequence[fl
 
 
 def legend_beside(axes: Any) -> None:
-    """A legend that covers nothing."""
+    """Add a legend beside the axes."""
     axes.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1.01, 1.0), borderaxespad=0.0)
 
 
 def log_scale(axes: Any) -> None:
-    """A logarithmic y axis with numbers as people write them, several of them however short it is."""
+    """Make the y axis logarithmic, with several tick labels in plain notation for any range."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     axes.set_yscale("log")
@@ -95,17 +95,17 @@ def plot_quality(
     log: bool = False,
     near: bool = False,
 ) -> None:
-    """Quality against cost, one line for each label.
+    """Plot quality against cost, with one line for each label.
 
     Args:
-        axes: of matplotlib.
+        axes: matplotlib axes.
         points: in any order.
-        full: quality of the full cache, a horizontal line.
-        ylabel: what quality is.
-        xlabel: what cost is.
-        log: whether quality is drawn on a logarithmic scale.
-        near: whether the frame ends where four fifths of the points are nearer to a full cache's lower quality; the
-            legend says which lines leave it.
+        full: quality of the full cache, drawn as a horizontal line.
+        ylabel: label of quality.
+        xlabel: label of cost.
+        log: True for a logarithmic quality axis.
+        near: True to end the frame just above the lowest four fifths of the points; the legend marks the lines that
+            leave it.
     """
     lines: dict[str, tuple[list[float], list[float]]] = {}
     for point in sorted(points, key=lambda point: (point.cost, point.quality)):

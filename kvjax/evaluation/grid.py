@@ -1,4 +1,4 @@
-"""Grids of measurements: policies, budgets and cases, each cell made once and kept as a line of JSON."""
+"""Grids of measurements over policies, budgets and cases, each measured once and kept as a line of JSON."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ from kvjax.utils.progress import Bar
 from kvjax.utils.settings import parse_budget
 
 Cell = dict[str, Any]
-"""What a row is of, fit for JSON: rows of one file have cells of the same names."""
+"""Fields that identify a row, fit for JSON; all rows of a file have the same field names."""
 
 DIGESTS = ("passages", "content")
-"""Parts of a cell that identify its text and tell a reader nothing."""
+"""Fields of a cell that identify its text and are of no use to readers."""
 
 
 class Entry(NamedTuple):
-    """A policy as the command line names it, at a budget."""
+    """A policy as the command line names it, and a budget."""
 
     label: str
     policy: Policy
     budget: int | float
 
     def cell(self, model: Model) -> Cell:
-        """What rows say of it, and of the model."""
+        """Return the fields of the policy, the budget and the model that identify a row."""
         file = re.search(r"(?:^|,|=)([^,=\[\]]+\.py):", self.label)
         source = {} if file is None else {"source": _digest(Path(file[1]).expanduser())}
         return {
@@ -52,20 +52,20 @@ class Entry(NamedTuple):
 
 
 def _digest(file: Path) -> str:
-    """Twelve hex digits of a file, whose rows are measured again once it has changed."""
+    """Return twelve hex digits of a file's hash; its rows are measured again when it changes."""
     return hashlib.sha256(file.read_bytes()).hexdigest()[:12]
 
 
 def entries(
     names: str, budgets: str, parts: Mapping[str, str | None] | None = None, settings: Mapping[str, Any] | None = None
 ) -> list[Entry]:
-    """What a grid compares: each of some policies at each of some budgets, the full cache first.
+    """Return the entries that a grid compares: each policy at each budget, the full cache first.
 
     Args:
-        names: of `kvjax.methods.notation.combination`, with commas between them.
-        budgets: slots or fractions, with commas between them; policies that find out themselves have one of their own.
+        names: policies of `kvjax.methods.notation.combination`, separated by commas.
+        budgets: slots or fractions, separated by commas; policies that choose their own or have none get 1.0.
         parts: of all policies but the full cache.
-        settings: of all that have them.
+        settings: of all policies that have them.
 
     Raises:
         ValueError: a name, a setting or a budget is wrong.
@@ -81,13 +81,13 @@ def entries(
 
 
 class Rows:
-    """Rows in a file of JSON lines, to which each is added as soon as it is made.
+    """Rows in a file of JSON lines; each new row is appended as soon as it is measured.
 
     Args:
-        file: where they are; made with the first row.
+        file: created with the first row.
 
     Raises:
-        ValueError: a line but the last is not JSON.
+        ValueError: a line other than the last is not JSON.
     """
 
     def __init__(self, file: Path) -> None:
@@ -102,22 +102,22 @@ class Rows:
                 raise ValueError(
                     f"{file}, line {number}, is no row ({error.msg}); delete it or name another directory."
                 ) from None
-        if cut:  # by the end of the process that was writing it
+        if cut:  # the process ended while it wrote this line
             write_text(file, "".join(f"{line}\n" for line in lines))
 
     def of(self, cell: Cell) -> dict[str, Any] | None:
-        """The row of a cell, or None."""
+        """Return the row of a cell, or None."""
         return next((row for row in self.rows if all(row.get(name) == value for name, value in cell.items())), None)
 
     def add(self, row: dict[str, Any]) -> dict[str, Any]:
-        """One more row, on disk when this returns it."""
+        """Append a row to the file and return it as stored."""
         self.file.parent.mkdir(parents=True, exist_ok=True)
         self.rows.append(plain(row))
         append_line(self.file, json.dumps(self.rows[-1]))
         return self.rows[-1]
 
     def write_csv(self) -> Path:
-        """The same rows in a table, without what is a list or a tree."""
+        """Write the same rows as CSV, without lists and objects, and return its path."""
         file = self.file.with_suffix(".csv")
         shown = [{n: v for n, v in row.items() if not isinstance(v, (list, dict))} for row in self.rows]
         with written_aside(file) as aside, aside.open("w", newline="", encoding="utf-8") as stream:
@@ -131,17 +131,17 @@ Measure = Callable[[Entry, Cell], dict[str, Any]]
 
 
 def fill(rows: Rows, model: Model, compared: Sequence[Entry], cells: Iterable[Cell], measure: Measure) -> list[Any]:
-    """Measure what is not there; print each result as it comes, and the time left.
+    """Measure the missing cells; print each result as it comes, and the time left.
 
     Args:
-        rows: where results are kept; they go on where they were cut.
-        model: what is measured.
+        rows: keeps the results; an interrupted grid resumes from them.
+        model: model to measure.
         compared: policies and budgets.
-        cells: what each is measured on.
-        measure: gives what a row says beside its cell, fit for JSON.
+        cells: cases to measure each of them on.
+        measure: returns the other fields of a cell's row, fit for JSON.
 
     Returns:
-        The rows of this grid, in order; where a policy cannot do with a cell, a row that says why (`refused`).
+        The rows of this grid, in order; if a policy does not support a cell, its row has the reason (`refused`).
     """
     named = [(entry, entry.cell(model)) for entry in compared]
     wanted = [(entry, cell, plain(of_entry | cell)) for cell in cells for entry, of_entry in named]

@@ -1,8 +1,8 @@
-"""A model on a compressed cache, as EleutherAI's lm-evaluation-harness (`lm_eval`) asks it.
+"""Adapter that runs EleutherAI's lm-evaluation-harness (`lm_eval`) on a model with a compressed cache.
 
-Contexts are read by `kvjax.prefill`, which compresses them, all but their last token: that one and the continuation go
-token by token through decode steps, so that every token is predicted from what the policy has left, with eviction at
-work. (A prompt's own logits know the whole prompt: by them a choice of one letter would cost no policy anything.)
+`kvjax.prefill` reads and compresses each context except its last token. Decode steps then read that token and the
+continuation one by one, so every token is predicted from the compressed cache while eviction goes on. (The prompt's
+own logits depend on the whole prompt. Scored by them, a choice of one letter would show no loss under any policy.)
 
     lm = adapter(kvjax.load("smollm2"), policy="h2o", budget=256)
     lm_eval.simple_evaluate(lm, tasks=["hellaswag"], limit=100)
@@ -36,19 +36,19 @@ from kvjax.utils.compilation import Compiling, temporary_bytes
 from kvjax.utils.settings import Messages, seed_number, whole_number
 
 FILTERS = ("top_k", "top_p", "min_p")
-"""Settings of a task's generation that mean something only to drawn tokens."""
+"""Generation settings of a task that only matter for sampling."""
 GENERATION = ("until", "max_gen_toks", "do_sample", "temperature", *FILTERS, "repetition_penalty")
-"""Settings of a task's generation that are there; `max_new_tokens` and others are names of `max_gen_toks`."""
+"""Generation settings of a task that are supported; `max_new_tokens` and others are aliases of `max_gen_toks`."""
 
 
 def required(module: str) -> Any:
-    """A module of lm-evaluation-harness, or of what it brings.
+    """Import a module of lm-evaluation-harness or of its dependencies.
 
     Args:
         module: its name, as `lm_eval.utils`.
 
     Raises:
-        ValueError: the package is not installed, or not all that it needs.
+        ValueError: the package or one of its dependencies is not installed.
     """
     try:
         return importlib.import_module(module)
@@ -69,24 +69,24 @@ def adapter(
     max_length: int | None = None,
     seed: int = 0,
 ) -> CompressedLM:
-    """A model under a policy, for `lm_eval.simple_evaluate(model=...)`.
+    """Wrap a model and a policy for `lm_eval.simple_evaluate(model=...)`.
 
     Args:
         model: from `kvjax.load`, with a tokenizer.
-        policy: which tokens stay; a name or a `Policy`.
-        budget: slots per KV head, a fraction, or slots for each layer. Fractions count a context and what may be
-            generated, or its continuation, rounded up to 1, 2, 3, 4, 6, 8, 12, ... tokens.
-        plan: how the budget is spread over layers, or their heads.
+        policy: eviction policy; a name or a `Policy`.
+        budget: slots per KV head, a fraction, or slots for each layer. Fractions count a context and the tokens that
+            may be generated, or its continuation, rounded up to 1, 2, 3, 4, 6, 8, 12, ... tokens.
+        plan: allocation of the budget to layers, or to their heads.
         budget_of: what a fraction is of, see `kvjax.prefill`.
         prefill_chunk: see `kvjax.prefill`.
-        batch_size: requests at once; no result depends on it.
-        max_new_tokens: of an answer whose task does not say, at least 1.
-        max_length: tokens that a text may have; contexts are cut to it from the left, which `cut` counts. None for the
-            model's positions, beyond which only policies go that see positions of the cache.
-        seed: of policies and tasks that draw; the i-th copy of a request is drawn with seed + i.
+        batch_size: requests per batch; no result depends on it.
+        max_new_tokens: of an answer if its task sets no limit, at least 1.
+        max_length: maximum tokens of a text; longer contexts lose their beginning, and `cut` counts them. None for the
+            model's positions, which only policies with cache positions may exceed.
+        seed: of policies and tasks that sample; the i-th copy of a request is sampled with seed + i.
 
     Returns:
-        An `lm_eval.api.model.LM`, whose chat template is applied by `simple_evaluate(apply_chat_template=True)`.
+        An `lm_eval.api.model.LM`; `simple_evaluate(apply_chat_template=True)` applies its chat template.
 
     Raises:
         ValueError: lm-evaluation-harness is not installed, the model has no tokenizer, or a setting is out of range.
@@ -101,24 +101,24 @@ class _Text(NamedTuple):
     """A context and its continuation."""
 
     read: tuple[int, ...]
-    """At once, and compressed."""
+    """Tokens that are prefilled at once, and compressed."""
     rest: tuple[int, ...]
-    """By decode steps."""
+    """Tokens that decode steps read."""
     scored: int
-    """Tokens of the rest, its last ones, that are the continuation."""
+    """Number of tokens at the end of `rest` that are the continuation."""
 
 
 class CompressedLM:
-    """What `adapter` adds to `lm_eval.api.model.TemplateLM`, from which come `loglikelihood` and `chat_template`.
+    """Base of what `adapter` returns; `lm_eval.api.model.TemplateLM` provides `loglikelihood` and `chat_template`.
 
     Args:
         model: with a tokenizer.
-        policy: that knows model and budget.
+        policy: bound to the model and the budget.
         settings: of reading a context: `budget`, `budget_of` and `prefill_chunk`.
-        batch_size: requests at once.
-        max_new_tokens: of an answer whose task does not say.
-        max_length: tokens that a text may have.
-        seed: of all that is drawn.
+        batch_size: requests per batch.
+        max_new_tokens: of an answer if its task sets no limit.
+        max_length: maximum tokens of a text.
+        seed: of all sampling.
     """
 
     cache_hook: Any
@@ -146,17 +146,17 @@ class CompressedLM:
         check_length(self.max_length, policy, model.config)
         self.seed = seed_number(seed)
         self.cut = 0
-        """Requests whose context has lost its beginning."""
+        """Number of requests whose context lost its beginning."""
         self.cache_bytes = 0
-        """Of the caches of all batches so far."""
+        """Bytes of the caches of all batches so far."""
         self.full_cache_bytes = 0
-        """The same under policy `full`."""
+        """Bytes of the same caches with policy `full`."""
         self.peak_temporary_bytes: int | None = None
-        """The most that a program that reads contexts takes beside its arguments and results."""
+        """Peak bytes that a prefill program allocates besides its arguments and results."""
         self.prefill_seconds = 0.0
-        """Reading contexts, without compilation."""
+        """Seconds of reading contexts, without compilation."""
         self.decode_seconds = 0.0
-        """Reading or writing `timed_tokens` by decode steps, without compilation."""
+        """Seconds of reading or writing `timed_tokens` by decode steps, without compilation."""
         self.timed_tokens = 0
 
     @property
@@ -176,50 +176,50 @@ class CompressedLM:
 
     @property
     def prefix_token_id(self) -> int:
-        """The token that stands before what has no context: that which begins a text, or else ends one."""
+        """The token put before texts without a context: the one that begins texts, or else the one that ends them."""
         begins = self.tokenizer.bos_token_id
         return self.eot_token_id if begins is None else begins
 
     @property
     def tokenizer_name(self) -> str:
-        """What tells the tokenizer from others."""
+        """Name that identifies the tokenizer."""
         return (self.tokenizer.name_or_path or self.model.name).replace("/", "__")
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """Ids of a text.
+        """Encode a text.
 
         Args:
             string: the text.
-            add_special_tokens: whether to put before it what the tokenizer puts before all texts; None for texts that
-                do not begin with it.
+            add_special_tokens: True to add the tokens that the tokenizer puts before all texts; None to add them
+                unless the text begins with `prefix_token_id`.
         """
         if add_special_tokens is None:
             add_special_tokens = not string.startswith(self.tokenizer.decode([self.prefix_token_id]))
         return token_ids(self.model, string, begins=add_special_tokens)
 
     def apply_chat_template(self, chat_history: Messages, add_generation_prompt: bool = True) -> str:
-        """A conversation as the text that the model's chat template makes of it.
+        """Render a conversation as text with the model's chat template.
 
         Args:
             chat_history: the turns.
-            add_generation_prompt: whether an answer is to follow; otherwise the last turn is not at its end.
+            add_generation_prompt: True if an answer follows; otherwise the last turn is left unfinished.
         """
         return render(self.model, chat_history, answers=add_generation_prompt, unfinished=not add_generation_prompt)
 
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **_: Any
     ) -> list[tuple[float, bool]]:
-        """Log-likelihoods of continuations, and whether each of their tokens was the model's first choice.
+        """Return log-likelihoods of continuations, and whether the model's first choices were all their tokens.
 
         Args:
-            requests: what a result is remembered by, or None, and ids of context and continuation.
-            disable_tqdm: whether no progress is shown.
+            requests: key under which the result is cached, or None, and ids of context and continuation.
+            disable_tqdm: True to hide progress.
 
         Raises:
-            ValueError: a continuation is empty or longer than a text may be, or the policy cannot do with a context.
+            ValueError: a continuation is empty or too long, or the policy does not support a context.
         """
         texts = [self._split(context, continuation) for _, context, continuation in requests]
-        # Of nothing but the request, or its budget would depend on others.
+        # Depends on the request only, or its budget would depend on other requests.
         planned = [bucket_rows(len(text.rest)) for text in texts]
         order = sorted(range(len(texts)), key=lambda i: (-planned[i], -len(texts[i].read), texts[i].read))
         found: list[tuple[float, bool]] = [(0.0, False)] * len(texts)
@@ -245,7 +245,7 @@ class CompressedLM:
         return _Text(tuple(read), (*last, *continuation), len(continuation))
 
     def _score(self, texts: Sequence[_Text], new: int) -> list[tuple[float, bool]]:
-        """One batch, of which up to `new` tokens are streamed; what several read is read once."""
+        """Score one batch, streaming up to `new` tokens of each text; a shared context is read once."""
         prompts = list(dict.fromkeys(text.read for text in texts))
         shortest = min(prompts, key=len)
         if self.policy.plan.per_head and len(shortest) == 1:
@@ -253,7 +253,7 @@ class CompressedLM:
                 f"policy {name_of(self.policy)!r} with a budget for each head decides on a prompt, and here one is a "
                 "single token; use another plan, or tasks with longer contexts."
             )
-        # Copies fill batches to sizes that have a program: rows do not know of each other, nor of padding.
+        # Copies fill batches to compiled sizes: rows are independent of each other and of padding.
         room = functools.partial(bucket_rows, mesh=self.model.mesh)
         filled = [list(row) for row in [*prompts, *[shortest] * (room(len(prompts)) - len(prompts))]]
         key = jax.random.key(self.seed)
@@ -285,11 +285,11 @@ class CompressedLM:
         self.full_cache_bytes += full_cache_bytes(state)
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
-        """Log-likelihoods of whole texts: each token after those before it, the first after `prefix_token_id`.
+        """Return log-likelihoods of whole texts, each token after those before it, the first after `prefix_token_id`.
 
         Args:
-            requests: whose arguments are a text each; one longer than `max_length` is read in windows.
-            disable_tqdm: whether no progress is shown.
+            requests: the argument of each is a text; one longer than `max_length` is read in windows.
+            disable_tqdm: True to hide progress.
         """
         utils = required("lm_eval.utils")
         windows: list[tuple[None, list[int], list[int]]] = []
@@ -306,11 +306,11 @@ class CompressedLM:
         return found
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """Texts that continue contexts, up to their first stop string.
+        """Generate texts that continue contexts, up to their first stop string.
 
         Args:
-            requests: whose arguments are a text and settings of generation each, of those in `GENERATION`.
-            disable_tqdm: whether no progress is shown.
+            requests: the arguments of each are a text and generation settings, of those in `GENERATION`.
+            disable_tqdm: True to hide progress.
 
         Raises:
             ValueError: there is another setting, or one is out of range.
@@ -362,7 +362,7 @@ class CompressedLM:
         self.timed_tokens += made.timed_tokens
         planned = settings["max_new_tokens"] + max(map(len, last))
         self._note(lower_begin(self.model, read, policy=self.policy, max_new_tokens=planned, **self.settings))
-        # A special token is no part of a text, in which its name as a stop string would not be found.
+        # Decoding drops special tokens, so a stop string that names one is matched by its id.
         special = dict(zip(self.tokenizer.all_special_tokens, self.tokenizer.all_special_ids, strict=True))
         ends = {special[stop] for stop in settings["stop"] if stop in special}
         kept = [list(itertools.takewhile(lambda token: token not in ends, ids)) for ids in made.tokens]
@@ -371,12 +371,12 @@ class CompressedLM:
 
 
 def _but_last(context: Sequence[int]) -> tuple[Sequence[int], Sequence[int]]:
-    """What of a context is read at once, which cannot be nothing, and what after it was compressed."""
+    """Split a context into the tokens to prefill, at least one, and those to read after compression."""
     return (context[:-1], context[-1:]) if len(context) > 1 else (context, [])
 
 
 def _generation(given: dict[str, Any], max_new_tokens: int) -> dict[str, Any]:
-    """A task's settings of generation in the words of `generate_ids`, each of them hashable."""
+    """Translate a task's generation settings to hashable settings of `generate_ids`."""
     settings = required("lm_eval.models.utils").normalize_gen_kwargs(given, max_new_tokens)
     unknown = [name for name in settings if name not in GENERATION]
     if unknown:

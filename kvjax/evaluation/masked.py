@@ -1,4 +1,4 @@
-"""Perplexity by masks: whole texts at once, with what a policy would have evicted masked out of attention."""
+"""Masked perplexity: whole texts at once, with the tokens that a policy evicts masked out of attention."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ from kvjax.types import LayerConfig, New, View, wide
 from pallas_kernels.prefill_scores import prefill_scores
 
 Look = Callable[[Any, View, New, Replayed], Any]
-"""Makes something of what it made before, of a layer's slots, the token that has been read and what that did."""
+"""Function that updates a result from a layer's slots, the token that was read and the replayed step."""
 
 
 class Masked(NamedTuple):
-    """What a model said of texts with a policy's masks."""
+    """Likelihoods of texts under a policy's masks."""
 
     nats: Float[np.ndarray, "b m"]
     """Negative log-likelihoods of all tokens but the first."""
     cache_bytes: int
-    """Of all rows, as decode steps would allocate them."""
+    """Bytes of all rows, as decode steps would allocate them."""
     full_cache_bytes: int
-    """What `full` allocates for them."""
+    """Bytes that `full` allocates for them."""
 
 
 def masked_perplexity(
@@ -51,23 +51,23 @@ def masked_perplexity(
     plan: Plan | str | None = None,
     seed: int = 0,
 ) -> Masked:
-    """How surprising each token was, as the harness of LESS measures it: given text, masked attention (section 4.1).
+    """Compute negative log-likelihoods under masked attention, as the harness of LESS does (section 4.1).
 
-    Each layer computes queries, keys and values of the whole text; the policy is replayed over them, and a query sees
-    the keys that it holds then, and what LESS remembers of the others. No memory is saved by it.
+    Each layer computes queries, keys and values of the whole text, and the policy is replayed over them. A query
+    attends to the keys that are kept at its step, and to what LESS remembers of the others. This saves no memory.
 
     Args:
         model: from `kvjax.load`.
-        policy: which tokens stay.
+        policy: eviction policy.
         tokens: texts [b, n] without padding.
         budget: slots per KV head, or a fraction of n.
-        mask: `full-softmax` shows the policy the same keys' probabilities in the softmax over everything, as the
-            published code does; `decode` what is left after masking, which is what `perplexity(prefix=1)` evicts by.
-        plan: how the budget is spread over the layers.
-        seed: of policies that draw numbers; row i has its own key.
+        mask: `full-softmax` gives the policy the kept keys' probabilities in the softmax over all keys, as the
+            published code does. `decode` gives it the probabilities after masking, as in `perplexity(prefix=1)`.
+        plan: allocation of the budget to the layers.
+        seed: for policies that draw random numbers; row i has its own key.
 
     Raises:
-        ValueError: the policy needs a prompt, or attention in ways that a mask does not have.
+        ValueError: the policy needs a prompt, or attention that a mask cannot express.
     """
     ids = np.asarray(tokens, np.int32)
     if ids.ndim != 2 or ids.shape[1] < 2:
@@ -82,7 +82,7 @@ def check_replay(policy: Policy) -> None:
     """Refuse a policy that cannot be replayed layer by layer, a token at a time.
 
     Raises:
-        ValueError: saying why.
+        ValueError: the policy cannot be replayed; the message says why.
     """
     name = name_of(policy)
     if policy.score.aligned_layers:
@@ -104,17 +104,17 @@ def _nats(state: State, tokens: Int[Array, "b n"], *, mask: str) -> Float[Array,
 def replayed(
     state: State, tokens: Int[Array, "b n"], mask: str, look: Look, start: Callable[[View], Any]
 ) -> tuple[Float[Array, "b n width"], list[Any]]:
-    """Whole texts through all layers, in each of which a policy is replayed over queries, keys and values.
+    """Run whole texts through all layers, and replay a policy over the queries, keys and values of each.
 
     Args:
-        state: that has read nothing.
+        state: state that has read nothing.
         tokens: ids.
         mask: see `record`.
-        look: at every step of a layer, after it: makes something of what it made before.
-        start: what `look` begins with, of a layer without tokens.
+        look: called after every step of a layer, to update its result.
+        start: returns the first result, from a layer without tokens.
 
     Returns:
-        Hidden states, and what `look` made of each layer.
+        Hidden states, and the final result of each layer.
     """
     weights, config, policy, empty = state.weights, state.config, state.policy, state.storage
     assert isinstance(empty, Dense)

@@ -1,4 +1,4 @@
-"""How well a policy's scores order tokens by the attention they get in the full model (LSH-E, appendices E, F)."""
+"""Agreement of a policy's scores with the attention of tokens in the full model (LSH-E, appendices E, F)."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ from kvjax.types import New, View
 
 
 class Ordering(NamedTuple):
-    """Scores beside attention, of each head."""
+    """Agreement of scores and attention, for each head."""
 
     loss_ratio: Float[np.ndarray, "b layers h"]
-    """Attention lost to dropping tokens by score beyond what dropping by attention loses (equation 7), over n."""
+    """Attention lost by dropping tokens by score, minus that by dropping them by attention (equation 7), over n."""
     correlation: Float[np.ndarray, "b layers h"]
-    """Pearson's, of scores and mean attention over positions; NaN where all scores are equal."""
+    """Pearson correlation of scores and mean attention over positions; NaN if all scores are equal."""
 
 
 def ordering(model: Model, policy: Policy | str, tokens: ArrayLike, *, seed: int = 0) -> Ordering:
     """Read whole texts with every token held, and compare scores with attention (LSH-E, equations 7 to 10, Table 10).
 
-    A token's score is its mean over all queries from its own on, for scores that change with every query; its attention
-    is the sum over queries and the mean over a KV head's query heads, over n (equation 8).
+    If scores change with every query, a token's score is the mean over all queries from its own on. Its attention is
+    the sum over queries and the mean over the query heads of a KV head, divided by n (equation 8).
 
     Args:
         model: from `kvjax.load`.
-        policy: whose scores.
+        policy: provides the scores.
         tokens: texts [b, n] without padding.
-        seed: of policies that draw numbers; row i has its own key.
+        seed: for policies that draw random numbers; row i has its own key.
 
     Raises:
         ValueError: the policy needs a prompt, or scores all layers together.
@@ -52,7 +52,7 @@ def ordering(model: Model, policy: Policy | str, tokens: ArrayLike, *, seed: int
 
 
 def compare(scores: Float[np.ndarray, "*b n"], attention: Float[np.ndarray, "*b n"]) -> Ordering:
-    """The attention loss ratio over n, and Pearson's correlation, of scores and the attention of the same tokens."""
+    """Return the attention loss ratio over n, and Pearson's correlation, of scores and attention of the same tokens."""
     order = np.argsort(scores, axis=-1, kind="stable")
     lost = np.cumsum(np.take_along_axis(attention, order, axis=-1), axis=-1)
     least = np.cumsum(np.sort(attention, axis=-1), axis=-1)

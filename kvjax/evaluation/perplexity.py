@@ -26,17 +26,17 @@ from kvjax.utils.compilation import Compiling, temporary_bytes
 
 @dataclasses.dataclass(frozen=True)
 class Streamed:
-    """What a model said of texts while a policy held its cache to a budget.
+    """Likelihoods of texts under a policy and a budget.
 
     Args:
         nats: negative log-likelihood of each predicted token [b, m].
-        prefix: tokens read before the first prediction: column i is made after `prefix + i` tokens.
-        cache_bytes: of all rows, as allocated.
-        full_cache_bytes: what `full` allocates for them.
-        peak_temporary_bytes: the most that a program takes beside its arguments and results; None where the backend
-            does not tell.
-        prefill_seconds: spent on reading the prefix; like the other one without compilation.
-        decode_seconds: spent on the steps after it.
+        prefix: tokens read before the first prediction; column i is predicted after `prefix + i` tokens.
+        cache_bytes: bytes allocated for all rows.
+        full_cache_bytes: bytes that `full` allocates for them.
+        peak_temporary_bytes: peak bytes that a program allocates besides its arguments and results; None if the
+            backend does not report them.
+        prefill_seconds: seconds of reading the prefix, without compilation.
+        decode_seconds: seconds of the steps after it, without compilation.
     """
 
     nats: Float[np.ndarray, "b m"]
@@ -48,10 +48,10 @@ class Streamed:
     decode_seconds: float
 
     def rows(self, beyond: int = 0) -> Float[np.ndarray, " b"]:
-        """Mean nats per token of each row over predictions made after more than so many tokens.
+        """Return mean nats per token of each row, over predictions made after more than `beyond` tokens.
 
         Args:
-            beyond: the budget, to leave out what was predicted before anything had left.
+            beyond: the budget, to leave out predictions made before the first eviction.
 
         Raises:
             ValueError: no prediction is left.
@@ -65,16 +65,16 @@ class Streamed:
         return self.nats[:, first:].mean(1)
 
     def nats_per_token(self, beyond: int = 0) -> float:
-        """Mean over all rows; see `rows`."""
+        """Return the mean over all rows; see `rows`."""
         return float(self.rows(beyond).mean())
 
     def nats_per_byte(self, bytes_per_row: Int[np.ndarray, " b"]) -> float:
-        """Sum of nats over the bytes of the predicted tokens' text."""
+        """Return the sum of nats over the bytes of the predicted tokens' text."""
         return float(self.nats.sum() / np.sum(bytes_per_row))
 
 
 def judge(logits: Float[Array, "b vocab"], token: Int[Array, " b"]) -> tuple[Float[Array, " b"], Bool[Array, " b"]]:
-    """Negative log-likelihood of each token, and whether it was the likeliest."""
+    """Return the negative log-likelihood of each token, and whether it was the likeliest."""
     likelihood = jax.nn.log_softmax(logits.astype(wide(logits.dtype)))
     nats = -jnp.take_along_axis(likelihood, token[:, None], axis=-1)[:, 0]
     return nats, jnp.argmax(logits, axis=-1) == token
@@ -104,16 +104,16 @@ def begin(
     plan: Plan | str | None = None,
     seed: int = 0,
 ) -> State:
-    """A state that has read nothing: texts go through it by decode steps alone, as with `prefill_chunk=1`.
+    """Return a state that has read nothing, for texts read by decode steps alone, as with `prefill_chunk=1`.
 
     Args:
         model: from `kvjax.load`.
-        policy: which tokens stay; a name or a `Policy`.
-        rows: texts.
-        length: tokens of each.
+        policy: eviction policy; a name or a `Policy`.
+        rows: number of texts.
+        length: tokens of each text.
         budget: slots per KV head, a fraction of the length, or slots for each layer.
-        plan: how the budget is spread over the layers.
-        seed: of policies that draw numbers; every row has its own key.
+        plan: allocation of the budget to the layers.
+        seed: for policies that draw random numbers; every row has its own key.
 
     Raises:
         ValueError: the budget does not fit the policy, or the policy needs a prompt.
@@ -159,18 +159,18 @@ def begin(
 def stream(
     state: State, logits: Float[Array, "b vocab"], tokens: Int[np.ndarray | Array, "b m"]
 ) -> tuple[Float[np.ndarray, "b m"], Bool[np.ndarray, "b m"]]:
-    """Given tokens through a prefilled state, in one compiled loop.
+    """Read given tokens into a prefilled state, in one compiled loop.
 
     Args:
         state: from `prefill`.
         logits: for the first of the tokens, from `prefill`.
-        tokens: what the rows go on with.
+        tokens: continuations of the rows.
 
     Returns:
         Nats of each token, and whether it was the model's first choice.
     """
     ids = jnp.asarray(tokens, jnp.int32)
-    # The last token is predicted, and never read.
+    # The last token is predicted and not read.
     after = _read(*split_state(state), ids[:, :-1], ids[:, 1:])
     nats, hits = (
         jnp.concatenate([first[:, None], rest], axis=1)
@@ -189,16 +189,16 @@ def perplexity(
     plan: Plan | str | None = None,
     seed: int = 0,
 ) -> Streamed:
-    """Read texts token by token as generation would, and say how surprising each token was.
+    """Read texts token by token as generation does, and compute the negative log-likelihood of each token.
 
     Args:
         model: from `kvjax.load`.
-        policy: which tokens stay; a name or a `Policy`.
+        policy: eviction policy; a name or a `Policy`.
         tokens: texts [b, n] without padding.
         budget: slots per KV head, a fraction of n, or slots for each layer.
-        prefix: tokens read at once before the rest, for policies that look at prompts; 1 reads all by decode steps.
-        plan: how the budget is spread over the layers.
-        seed: of policies that draw numbers; row i has its own key.
+        prefix: tokens prefilled before the rest, for policies that need a prompt; 1 reads all by decode steps.
+        plan: allocation of the budget to the layers.
+        seed: for policies that draw random numbers; row i has its own key.
 
     Raises:
         ValueError: the texts are no longer than the prefix, or the budget does not fit.
@@ -222,7 +222,7 @@ def perplexity(
             nats = stream(state, logits, read)[0]
         seconds = prefill_seconds, compiling.lap()
     programs = [_read.lower(*split_state(state), read[:, :-1], read[:, 1:])]
-    if prefix > 1:  # binds the policy anew, which is no part of the time above
+    if prefix > 1:  # binds the policy again, which the times above exclude
         programs += lower_prefill(model, policy, prompts, budget, **planned)
     sizes = cache_bytes(state), full_cache_bytes(state), temporary_bytes(programs)
     return Streamed(nats, prefix, *sizes, *seconds)

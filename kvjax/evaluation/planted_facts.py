@@ -1,4 +1,4 @@
-"""Facts planted in running text and asked for later, in the forms that the embedded model was trained on."""
+"""Facts planted in running text and asked for later, in the forms of the embedded model's training."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _NAMES = tuple(_FIRST_NAMES.split())
 
 @dataclasses.dataclass(frozen=True)
 class Fact:
-    """Ids that plant a fact, that ask for it, that answer, and that follow the answer."""
+    """Ids that plant a fact, ask for it, answer it, and follow the answer."""
 
     plant: list[int]
     cue: list[int]
@@ -41,7 +41,7 @@ class Fact:
 
 
 class Facts:
-    """Makes fresh facts and questions in the words of a tokenizer.
+    """Generator of facts and questions in the words of a tokenizer.
 
     Args:
         tokenizer: of the embedded model's kind, see `load_tokenizer`.
@@ -74,13 +74,13 @@ class Facts:
         return rng.choice(self.words)
 
     def fact(self, form: str, rng: random.Random, used: set[tuple[str, str]], number: str | None = None) -> list[Fact]:
-        """Fresh facts of a form (`list` makes several at once, planted by the first).
+        """Make new facts of a form (`list` makes several, all planted by the first).
 
         Args:
             form: one of FORMS.
             rng: what to draw from.
-            used: names already taken in this row, by form; extended.
-            number: a number to hide, for evaluation; random values otherwise.
+            used: names already taken in this row, by form; updated.
+            number: a number to hide, for evaluation; None for random values.
         """
         enc = self.encode
         if form == "pair":
@@ -123,10 +123,10 @@ class Facts:
     def question(
         self, text: Int[np.ndarray, " n"], form: str, distance: int, rng: random.Random, distractors: int = 3
     ) -> tuple[list[int], list[int]]:
-        """A fresh question: the ids up to its answer, and the answer's ids.
+        """Make a new question: the ids up to its answer, and the answer's ids.
 
         Args:
-            text: ids of held-out text to plant them in.
+            text: ids of held-out text to plant facts in.
             form: one of `FORMS`.
             distance: tokens from the end of the planted fact to the first token of its answer.
             rng: what to draw from.
@@ -137,7 +137,7 @@ class Facts:
         def fact() -> tuple[Fact, list[int]]:
             hidden = f"{rng.randrange(1000, 10000)}" if form in ("sentence", "question", "chat") else None
             made = self.fact(form, rng, used, hidden)
-            return rng.choice(made), made[0].plant  # of a list any entry may be asked for
+            return rng.choice(made), made[0].plant  # any entry of a list may be asked for
 
         target, plant = fact()
         others = [fact()[1] for _ in range(distractors)]
@@ -157,10 +157,10 @@ class Facts:
 
 
 def load_tokenizer(directory: Path) -> Tokenizer:
-    """The tokenizer of a directory with prepared data or the embedded model.
+    """Load the tokenizer of a directory with prepared data or the embedded model.
 
     Raises:
-        ValueError: there is none.
+        ValueError: the directory has none.
     """
     from tokenizers import Tokenizer
 

@@ -1,4 +1,4 @@
-"""A picture of what each head keeps: layers x heads, a letter and a colour for each choice."""
+"""A picture of the choice of each head: layers x heads, a letter and a colour per choice."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ FULL = "red"
 
 
 def letters(choices: Sequence[str]) -> list[str]:
-    """One letter for each choice: that of the part that it adds, and F for the full cache."""
+    """Return a letter for each choice: that of the part that it adds, and F for the full cache."""
     names = {"special": "s", "punctuation": "p", "frequent": "f", "local": "l"}
     return ["F" if choice == "full" else names[choice.rsplit("+", 1)[-1]] for choice in choices]
 
 
 def show(choices: Sequence[str], chosen: Sequence[Sequence[int]], file: TextIO) -> None:
-    """Print a line for each layer, with a letter for each KV head, and what the letters mean.
+    """Print a line for each layer, with a letter for each KV head, and a legend.
 
     Args:
-        choices: what may be chosen, `special+punctuation` for instance, `full` last.
-        chosen: for each layer, for each head, which of them.
-        file: coloured if it is a terminal.
+        choices: possible choices, such as `special+punctuation`, with `full` last.
+        chosen: index of the choice of each head of each layer.
+        file: output, coloured if it is a terminal.
     """
     marks = letters(choices)
     counts = [sum(head == i for layer in chosen for head in layer) for i in range(len(choices))]

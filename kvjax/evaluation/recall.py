@@ -1,4 +1,4 @@
-"""Whether a fact planted in a text is still known when its tokens had every chance to be evicted."""
+"""Recall of facts planted in a text, after their tokens could be evicted."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from kvjax.policies.allocation import Plan
 from kvjax.policies.policy import Policy
 
 ROWS = 20
-"""Questions that are read at once."""
+"""Questions per batch."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Recalled:
-    """Share of questions answered exactly, and what the cache took.
+    """Share of questions answered exactly, and bytes of the cache.
 
     Args:
         share: by form, see `kvjax.evaluation.planted_facts.FORMS`.
         cases: questions of each form.
-        cache_bytes: of all questions, as allocated.
-        full_cache_bytes: what `full` allocates for them.
+        cache_bytes: bytes allocated for all questions.
+        full_cache_bytes: bytes that `full` allocates for them.
     """
 
     share: dict[str, float]
@@ -40,7 +40,7 @@ class Recalled:
 
     @property
     def mean(self) -> float:
-        """Over the forms."""
+        """Mean share over the forms."""
         return float(np.mean(list(self.share.values())))
 
 
@@ -61,15 +61,15 @@ def recall(
 
     Args:
         model: the embedded one, or another trained on such facts.
-        policy: which tokens stay.
+        policy: eviction policy.
         budget: slots per KV head, a fraction of question and answer, or slots for each layer.
         length: tokens from the end of the planted fact to the first token of its answer.
-        text: ids of held-out text that lies between, at least `length` + 200.
-        forms: of the facts.
+        text: ids of held-out text between fact and question, at least `length` + 200.
+        forms: forms of the facts.
         cases: questions of each form.
-        plan: how the budget is spread over the layers.
-        prefill_chunk: None reads all but the question's last token at once; 1 token by token, through real eviction.
-        seed: of the questions; the same for every policy.
+        plan: allocation of the budget to the layers.
+        prefill_chunk: None reads all but the question's last token at once; 1 reads token by token, with eviction.
+        seed: of the questions, equal for every policy.
 
     Raises:
         ValueError: the tokenizer is of another kind, or the texts do not fit the model.
@@ -88,7 +88,7 @@ def recall(
         asked = [facts.question(text, form, length, rng) for _ in range(cases)]
         right = 0
         for group in (asked[i : i + ROWS] for i in range(0, cases, ROWS)):
-            # The question's last token is read from the compressed cache, too, or the prompt would answer for it.
+            # Decode the question's last token from the compressed cache, too: prefill logits use the full prompt.
             longest = 1 + max(len(answer) for _, answer in group)
             asking = [ids[-1:] + answer for ids, answer in group]
             asking = np.asarray([ids + [0] * (longest - len(ids)) for ids in asking])

@@ -1,4 +1,4 @@
-"""`kvjax evaluate report`: the rows of any runs on one page, as Markdown and as HTML that needs no other file."""
+"""Write the rows of any runs on one page, as Markdown and as self-contained HTML: `kvjax evaluate report`."""
 
 from __future__ import annotations
 
@@ -34,21 +34,21 @@ MEASURES = {
     "retrieval": ("string_match", "string match"),
     "generation": ("f1", "F1"),
 }
-"""What a figure shows of each task's rows; of the harness's, the first metric that they have."""
+"""Measure of each task that figures show; for the harness, the first metric of its rows."""
 ALSO = {
     "perplexity": ("perplexity", "nats_per_word", "nats_per_byte"),
     "fidelity": ("agreement", "attention_kept", "hellinger", "attention_loss_ratio", "score_correlation"),
     "retrieval": (),
     "generation": ("exact_match", "rouge-1", "rouge-2", "rouge-l"),
 }
-"""What a table shows besides."""
+"""Further measures that tables show."""
 CASES = {
     "perplexity": "of_cases",
     "fidelity": "divergence_of_cases",
     "retrieval": "string_match_of_cases",
     "generation": "f1_of_cases",
 }
-"""Where rows have the measure of each case, which are compared with the full cache's case by case."""
+"""Fields with the measure of each case, which is compared with the full cache case by case."""
 PEAK = "peak_temporary_bytes"
 SPEED = ("prefill_seconds", "decode_tokens_per_second")
 SUBJECTS = {
@@ -58,7 +58,7 @@ SUBJECTS = {
     "generation": ("model", "dtype", "file", "chat", "query_aware"),
     "harness": ("model", "dtype", "task", "limit", "num_fewshot", "chat"),
 }
-"""Rows that differ in any of these are not compared: each such group has a section."""
+"""Fields that group rows: rows are compared only within a group, and each group has a section."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +79,7 @@ class Section:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command line of the page."""
+    """Add the options of the page."""
     parser.add_argument("--runs", type=Path, nargs="+", required=True, metavar="DIR", help="directories of rows")
     parser.add_argument("--out", type=Path, default=Path("results"), help="directory of NAME.md, NAME.html and figures")
     parser.add_argument("--name", default="report", help="of the page (default: report)")
@@ -91,7 +91,7 @@ def run(options: argparse.Namespace) -> None:
     """Write the page.
 
     Raises:
-        ValueError: there are no rows, or the notes are no text.
+        ValueError: there are no rows, or the notes are not a text.
     """
     found: dict[str, list[Row]] = {}
     directories: list[Path] = options.runs
@@ -149,7 +149,7 @@ def _section(task: str, subject: tuple[Any, ...], rows: list[Row], directory: Pa
         lines.append([policy, f"{budget:g}", f"{share:.1%}", sum(weights), quality, *beside, *rest])
         if policy == "full":
             full = quality
-        else:  # of policies that decide on their bytes, settings make the curve
+        else:  # if policies choose their bytes, settings make the curve
             points.append(Point(policy if budget != 1 else policy.partition("[")[0], share, quality))
     headings = ["policy", "budget", "bytes / full", "cases", label]
     headings += ["less the full cache's", "standard error of that"] if task in CASES else []
@@ -166,7 +166,7 @@ def _section(task: str, subject: tuple[Any, ...], rows: list[Row], directory: Pa
 
 
 def _cases(task: str, rows: Iterable[Row]) -> dict[tuple[Any, ...], float]:
-    """The measure of each case by what names it."""
+    """Return the measure of each case by the fields that identify it."""
     name = CASES.get(task, "")
     return {
         (row.get("family"), row.get("depth"), row.get("passages"), row.get("seed"), index): value
@@ -176,7 +176,7 @@ def _cases(task: str, rows: Iterable[Row]) -> dict[tuple[Any, ...], float]:
 
 
 def _curves(rows: list[Row], file: Path) -> list[Path]:
-    """What rows tell of each layer."""
+    """Draw the measures of each layer, if rows have them."""
     names = [name for name in rows[0] if name.endswith("_of_layers")]
     if not names:
         return []
@@ -191,7 +191,7 @@ def _curves(rows: list[Row], file: Path) -> list[Path]:
 
 
 def _needles(rows: list[Row], directory: Path) -> list[Section]:
-    """String match of needles over families, lengths and depths, a map for each policy and budget."""
+    """Draw string match of needles over families, lengths and depths, a map for each policy and budget."""
     sections = []
     for subject, needles in _groups((row for row in rows if row.get("depth") is not None), _NEEDLES):
         depths = sorted({row["depth"] for row in needles})
@@ -223,7 +223,7 @@ _NEEDLES = ("model", "dtype", "chat", "query_aware")
 
 
 def markdown(sections: Sequence[Section], directory: Path, title: str, command: str, notes: str = "") -> str:
-    """The page as Markdown, with figures beside it."""
+    """Return the page as Markdown, with figures beside it."""
     parts = [f"# {title}\n\nMade by `{command}`.\n", *([notes.strip() + "\n"] if notes else [])]
     for section in sections:
         parts += [f"## {section.title}\n", table(section.headings, section.rows)]
@@ -232,7 +232,7 @@ def markdown(sections: Sequence[Section], directory: Path, title: str, command: 
 
 
 def page(sections: Sequence[Section], title: str, command: str, notes: str = "") -> str:
-    """The page as HTML, with figures in it."""
+    """Return the page as HTML, with embedded figures."""
 
     def row(cells: Iterable[Any], tag: str) -> str:
         return "<tr>" + "".join(f"<{tag}>{html.escape(_shown(cell))}</{tag}>" for cell in cells) + "</tr>"

@@ -1,4 +1,4 @@
-"""Perplexity runs that reports share: each made once, kept on disk, compared row by row."""
+"""Perplexity runs that reports share, each made once, kept on disk and compared row by row."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ class Run:
     """One policy at one budget.
 
     Args:
-        result: as it is stored.
-        passages: what was read.
+        result: as stored.
+        passages: passages that were read.
     """
 
     result: dict[str, Any]
     passages: Passages
 
     def rows(self, text: str, beyond: int = 0) -> list[float]:
-        """Mean nats per token of each passage of a text; over the predictions beyond so many slots if given."""
+        """Return mean nats per token of each passage of a text, over predictions beyond `beyond` slots if given."""
         rows = self.result["beyond"][str(beyond)] if beyond else self.result["rows"]
         return rows[self.passages.rows[text]]
 
     def nats(self, text: str, beyond: int = 0) -> float:
-        """Mean nats per token of a text."""
+        """Return mean nats per token of a text."""
         return float(np.mean(self.rows(text, beyond)))
 
     def per_byte(self, text: str) -> float:
-        """Nats per byte of a text: those per token over the mean bytes of its tokens."""
+        """Return nats per byte of a text: those per token over the mean bytes of its tokens."""
         where, predicted = self.passages.rows[text], self.passages.tokens.shape[1] - 1
         return float(np.sum(self.result["rows"][where]) * predicted / np.sum(self.passages.bytes[where]))
 
@@ -54,16 +54,16 @@ class Run:
 
 @dataclasses.dataclass
 class Runs:
-    """Makes runs of one model on the same passages.
+    """Runs of one model on the same passages.
 
     Args:
-        model: that reads.
-        passages: what it reads.
-        store: where runs are kept.
-        beyond: budgets beyond which means are taken, too.
-        directory: where figures go.
-        prefix: tokens read at once before the rest; see `perplexity`.
-        measuring: whether what is not on disk is measured.
+        model: model to run.
+        passages: passages to read.
+        store: keeps the runs.
+        beyond: budgets beyond which further means are taken.
+        directory: for figures.
+        prefix: tokens prefilled before the rest; see `perplexity`.
+        measuring: True to make runs that are not on disk.
     """
 
     model: Model
@@ -81,7 +81,7 @@ class Runs:
 
     @contextlib.contextmanager
     def only_stored(self, only: bool) -> Generator[None]:
-        """Inside, runs that are not on disk are None instead of being made, if `only`."""
+        """Return None for runs that are not on disk instead of making them, inside this context and if `only`."""
         before, self.measuring = self.measuring, self.measuring and not only
         try:
             yield
@@ -89,24 +89,24 @@ class Runs:
             self.measuring = before
 
     def settings(self, **more: Any) -> dict[str, Any]:
-        """What every measurement depends on, and more."""
+        """Return the settings that every measurement depends on, and `more`."""
         made = {"model": self.model.name, "fingerprint": fingerprint(self.model), "texts": self.passages.digest}
         return made | {"dtype": str(self.model.weights.embedding.dtype)} | more
 
     def keep(self, name: str, settings: dict[str, Any], make: Any) -> Any | None:
-        """A measurement: from disk, or made now unless only stored ones are wanted."""
+        """Return a measurement from disk, or make it unless only stored ones are wanted."""
         if not self.measuring:
             return self.store.stored(name, settings)
         return self.store.measure(name, settings, make)
 
     def run(self, label: str, policy: Policy, budget: int | float = 1.0, **identity: Any) -> Run | None:
-        """A policy at a budget on all passages.
+        """Run a policy at a budget on all passages.
 
         Args:
             label: unique among policies.
-            policy: which tokens stay.
+            policy: eviction policy.
             budget: slots per head, or a fraction of the text.
-            identity: what else the run depends on, such as a digest of kernels.
+            identity: other inputs of the run, such as a digest of kernels.
         """
         described = {"policy": describe(policy), "budget": budget, "beyond": list(self.beyond), "prefix": self.prefix}
         name = f"perplexity: {label}, {budget if isinstance(budget, int) else f'{100 * budget:g}%'}"
@@ -125,9 +125,9 @@ class Runs:
 
 
 def describe(policy: Policy) -> dict[str, Any]:
-    """A policy's name and settings, fit for JSON; where a residual is at work, those of the base are inside.
+    """Return a policy's name and settings, fit for JSON; with a residual, `base` has those of the base policy.
 
-    Parts that are not those of the name and its settings are there, too.
+    Parts that differ from those of the name and its settings are included.
     """
     base = dataclasses.replace(policy, residual=None)
     name, own = methods.name_of(base), methods.settings_in(base)

@@ -13,15 +13,15 @@ from kvjax.utils.files import write_text
 
 
 class Store:
-    """Measurements by name in one JSON file; one that was made with the same settings is not made again.
+    """Measurements by name in one JSON file; equal settings are measured only once.
 
     Args:
-        file: where they are; made with the first measurement.
-        redo: measure again whatever is asked for.
-        show: called with a line for each measurement once it is made.
+        file: created with the first measurement.
+        redo: True to measure again instead of reading from the file.
+        show: called with a line after each measurement.
 
     Raises:
-        ValueError: the file is there and holds something else.
+        ValueError: the file exists and holds something else.
     """
 
     def __init__(self, file: Path, redo: bool = False, show: Callable[[str], None] = lambda line: None) -> None:
@@ -35,19 +35,19 @@ class Store:
                 raise ValueError(f"{file} is no file of measurements ({error}); delete it or name another.") from None
 
     def stored(self, name: str, settings: dict[str, Any]) -> Any | None:
-        """A measurement made with these settings, or None."""
+        """Return a measurement made with these settings, or None."""
         kept = self._kept.get(name)
         return kept["result"] if kept and kept["settings"] == plain(settings) else None
 
     def results(self) -> dict[str, Any]:
-        """All measurements, whatever their settings."""
+        """Return all measurements, with any settings."""
         return {name: kept["result"] for name, kept in self._kept.items()}
 
     def measure(self, name: str, settings: dict[str, Any], make: Callable[[], Any]) -> Any:
-        """A measurement, made now unless it is there.
+        """Return a measurement from the file, or make it.
 
         Args:
-            name: what it is called in the file.
+            name: its name in the file.
             settings: everything that it depends on, fit for JSON.
             make: returns it, fit for JSON.
         """
@@ -75,5 +75,5 @@ def brief(result: Any) -> str:
 
 
 def plain(value: Any) -> Any:
-    """A value as JSON gives it back."""
+    """Return a value as JSON restores it."""
     return json.loads(json.dumps(value))

@@ -1,4 +1,4 @@
-"""Results of a grid in words: each as it comes, and a table of all at the end."""
+"""Results of a grid: a line for each as it comes, and a table of all at the end."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ Row = dict[str, Any]
 
 
 class Measure(NamedTuple):
-    """The number of a task's rows that people compare."""
+    """The field of a task's rows that people compare."""
 
     key: str
     label: str
     relative: bool = False
-    """Whether its change against the full cache is a ratio."""
+    """True if its change against the full cache is a ratio."""
 
 
 MEASURES = {
@@ -29,15 +29,15 @@ MEASURES = {
     "retrieval": Measure("string_match", "string match"),
     "generation": Measure("f1", "F1"),
 }
-"""The measure of each task; the harness's is the first metric of a row."""
+"""The measure of each task; for the harness, the first metric of a row."""
 WIDE = 1000
-"""Columns of a file or pipe, in which no cell is folded."""
+"""Width of the table in a file or pipe, in characters, so that no cell is folded."""
 MOST_COLUMNS = 4
-"""Cases that have a column each in the table at the end; of more it shows the mean."""
+"""Maximum number of cases with a column each in the table at the end; for more, it shows their mean."""
 
 
 def measure_of(task: str, row: Row) -> Measure:
-    """Return what to compare of a task's row."""
+    """Return the measure to compare of a task's row."""
     if task in MEASURES:
         return MEASURES[task]
     metrics = [name.removesuffix("_standard_error") for name in row if name.endswith("_standard_error")]
@@ -45,12 +45,12 @@ def measure_of(task: str, row: Row) -> Measure:
 
 
 def result_line(task: str, row: Row, full: Row | None) -> str:
-    """One row in words.
+    """Format one row as a line of text.
 
     Args:
-        task: what was measured.
-        row: of the grid.
-        full: the full cache's row of the same case; None where there is none.
+        task: name of the task.
+        row: row of the grid.
+        full: the full cache's row of the same case; None if there is none.
     """
     name = f"{row['policy']} at {row['budget']:g}"
     if "refused" in row:
@@ -74,7 +74,7 @@ def print_table(tasks: Mapping[str, Sequence[Row]], cases: Mapping[str, Sequence
 
     Args:
         tasks: rows by task.
-        cases: what each task was measured on, in the order of its columns.
+        cases: cases of each task, in the order of its columns.
     """
     shown = Table(box=None, padding=(0, 2, 0, 0), title_justify="left")
     shown.add_column("policy", no_wrap=True)
@@ -96,7 +96,7 @@ def print_table(tasks: Mapping[str, Sequence[Row]], cases: Mapping[str, Sequence
 
 
 def _columns(task: str, rows: Sequence[Row], cases: Sequence[Row]) -> list[tuple[str, dict[tuple[str, float], str]]]:
-    """Headings, and what stands below them for each policy and budget."""
+    """Return the headings, and the cells below them for each policy and budget."""
     groups = [(case, [row for row in rows if _is_of(row, case)]) for case in cases]
     known = [row for row in rows if "refused" not in row]
     if not known:
@@ -112,7 +112,7 @@ def _columns(task: str, rows: Sequence[Row], cases: Sequence[Row]) -> list[tuple
 
 
 def _of_entries(measure: Measure, rows: Iterable[Row], cases: int) -> dict[tuple[str, float], str]:
-    """The mean over as many cases, of policies and budgets that have all of them."""
+    """Return the mean over `cases` cases, for policies and budgets that have all of them."""
     values: dict[tuple[str, float], list[float]] = {}
     for row in rows:
         if row.get(measure.key) is not None:

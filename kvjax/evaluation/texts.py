@@ -15,8 +15,8 @@ from kvjax.model import Model
 from kvjax.utils.files import read_text
 
 SAMPLE = Path(__file__).with_name("sample.txt")
-"""Nathaniel Hawthorne, "Edward Randolph's Portrait" (1838, public domain), 24 kB: text to measure with, from which the
-embedded model has not learned; others may have."""
+"""Nathaniel Hawthorne, "Edward Randolph's Portrait" (1838, public domain), 24 kB of text to measure with. The
+embedded model was not trained on it; other models may be."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Passages:
     Args:
         tokens: ids [b, n].
         bytes: UTF-8 bytes of what follows the first token [b].
-        rows: which rows are whose, by name of the text.
+        rows: slice of the rows of each text, by its name.
     """
 
     tokens: Int[np.ndarray, "b n"]
@@ -41,10 +41,10 @@ class Passages:
 
 
 def passages(model: Model, files: Sequence[Path], rows: int, length: int) -> Passages:
-    """Passages from evenly spaced places of each text, each from the beginning of a line.
+    """Read passages from evenly spaced places of each text, each from the beginning of a line.
 
     Args:
-        model: whose tokenizer is used.
+        model: provides the tokenizer.
         files: UTF-8 texts.
         rows: passages of each text.
         length: tokens of each passage.
@@ -71,10 +71,10 @@ def passages(model: Model, files: Sequence[Path], rows: int, length: int) -> Pas
 
 
 def check_texts(files: Sequence[Path], rows: int, length: int) -> None:
-    """Refuse texts that are not there, and passages that hold nothing to predict.
+    """Refuse missing texts, and passages with nothing to predict.
 
     Raises:
-        ValueError: naming the file, or how many passages there are and how long.
+        ValueError: a text is not a file, or there is nothing to predict.
     """
     for file in files:
         if not file.is_file():
@@ -83,21 +83,21 @@ def check_texts(files: Sequence[Path], rows: int, length: int) -> None:
 
 
 def check_sizes(texts: int, rows: int, length: int) -> None:
-    """Refuse passages that hold nothing to predict.
+    """Refuse passages with nothing to predict.
 
     Raises:
-        ValueError: naming how many there are, and how long.
+        ValueError: there is nothing to predict; the message has the number of passages and their length.
     """
     if rows < 1 or length < 2 or not texts:
         raise ValueError(f"{rows} rows of {length} tokens from {texts} texts hold nothing to predict.")
 
 
 def _at_least(tokenizer: Any, text: str, length: int) -> list[int]:
-    # Only as much of the text as is needed, for a tokenizer takes its time with megabytes.
+    # Encode only as much text as needed: a tokenizer is slow on megabytes.
     characters = 6 * length
     while True:
         ids = list(tokenizer(text[:characters], verbose=False)["input_ids"])
-        # Not the last token, which the cut may have changed.
+        # One token more than needed: the cut may have changed the last one.
         if len(ids) > length or characters >= len(text):
             return ids
         characters *= 2

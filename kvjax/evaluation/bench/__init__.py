@@ -1,1 +1,1 @@
-"""Speed and memory, measured: `kvjax bench`."""
+"""Benchmarks of speed and memory: `kvjax bench`."""

@@ -1,4 +1,4 @@
-"""Models to measure with: those that can be loaded, and random ones of given shapes."""
+"""Models to benchmark: loaded ones, and random ones of given shapes."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ LLAMA_8B = ModelConfig(
     max_positions=8192,
     rope=Rope(width=128, theta=500_000.0),
 )
-"""Llama 3's."""
+"""Shape of Llama 3 8B."""
 
 LLAMA_70B = ModelConfig(
     vocab_size=128256,
@@ -71,7 +71,7 @@ LLAMA_70B = ModelConfig(
     max_positions=131072,
     rope=Rope(width=128, theta=500_000.0, scaling="llama3", factor=8.0),
 )
-"""Llama 3.1's."""
+"""Shape of Llama 3.1 70B."""
 
 LLAMA_405B = dataclasses.replace(LLAMA_70B, width=16384, layers=126, heads=128, mlp_width=53248)
 
@@ -90,7 +90,7 @@ _, QWEN3 = read_config(
         rms_norm_eps=1e-6,
     )
 )
-"""Of 0.6B."""
+"""Shape of Qwen3 0.6B."""
 
 _, GEMMA3 = read_config(
     dict(
@@ -106,7 +106,7 @@ _, GEMMA3 = read_config(
         rms_norm_eps=1e-6,
     )
 )
-"""Of 270M."""
+"""Shape of Gemma 3 270M."""
 
 TOY = dataclasses.replace(
     LLAMA_7B,
@@ -133,7 +133,7 @@ SHAPES = {
 
 
 def config_named(name: str) -> ModelConfig:
-    """The shape of a model: one of `SHAPES`, or that of a directory with a config.json, as the embedded model's.
+    """Return the shape of a model: one of `SHAPES`, of the embedded model, or of a directory with a config.json.
 
     Raises:
         ValueError: there is no such shape.
@@ -151,7 +151,7 @@ def config_named(name: str) -> ModelConfig:
 
 
 def shaped_model(config: ModelConfig, dtype: DTypeLike, weights: Literal["int8"] | None, mesh: Mesh | None) -> Model:
-    """A model of shapes where weights would be, each with its place on a mesh: a program is all that it is good for."""
+    """Return a model with shapes and shardings in place of weights, from which programs can be compiled but not run."""
     shapes = weight_shapes(config, dtype)
     shapes = rounded_shapes(shapes) if weights == "int8" else shapes
     devices = None if mesh is None else program_mesh(config, mesh)
@@ -166,7 +166,7 @@ def model_named(
     weights: Literal["int8"] | None = None,
     mesh: str | None = None,
 ) -> Model:
-    """The embedded model, a checkpoint, or `synthetic`: 8 layers, width 1024, four query heads per KV head."""
+    """Load a model, or make `synthetic`: 8 layers of width 1024 with four query heads per KV head."""
     if name == "synthetic":
         if revision is not None or weights is not None:
             raise ValueError(
@@ -183,7 +183,7 @@ def model_named(
 def random_model(
     config: ModelConfig, dtype: str, weights: Literal["int8"] | None = None, mesh: Mesh | None = None
 ) -> Model:
-    """Random weights, drawn where they are going to lie: seven billion of them take minutes on the host."""
+    """Return a model of random weights, drawn on their devices: on the host seven billion of them take minutes."""
     shaped = shaped_model(config, dtype, weights, mesh)
 
     @functools.partial(jax.jit, static_argnums=1)

@@ -1,4 +1,4 @@
-"""What kvjax is raced against."""
+"""Other libraries that kvjax is benchmarked against."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from kvjax.models.checkpoints.saving import write_checkpoint
 
 
 def transformers_decoder(model: Model, tokens: Int[np.ndarray, "b n"], steps: int) -> Contender:
-    """Greedy generation by transformers with the same weights, without the time it needs for the prompt.
+    """Return a contender: greedy generation by transformers with the same weights, without the time of the prompt.
 
     Raises:
-        ValueError: torch is not installed, or a model that was not loaded from a directory is no plain Llama.
+        ValueError: torch is not installed, or the model was not loaded from a directory and is not a plain Llama.
     """
     peer = _peer(model)
     import torch
@@ -43,10 +43,10 @@ def transformers_decoder(model: Model, tokens: Int[np.ndarray, "b n"], steps: in
 
 
 def transformers_reader(model: Model, tokens: Int[np.ndarray, "b n"]) -> Contender:
-    """A prompt that transformers reads with the same weights, with the logits of its last token alone.
+    """Return a contender: transformers reads a prompt with the same weights, and computes its last logits only.
 
     Raises:
-        ValueError: as `transformers_decoder`.
+        ValueError: in the cases of `transformers_decoder`.
     """
     peer = _peer(model)
     import torch

@@ -1,4 +1,4 @@
-"""How fast policies read and write, and in how much memory: contenders that are raced against each other."""
+"""Benchmarks of the speed and memory of policies, as contenders that are timed in turn."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ Carry = tuple[Moving, Int[Array, " b"]]
 
 @dataclasses.dataclass
 class Contender:
-    """One row of the table: something that can be run again and again."""
+    """One row of the table: a program that can be run repeatedly."""
 
     name: str
     budget: str
     run: Callable[[], Any]
     cache_bytes: int | None = None
     slots: float | None = None
-    """Slots of a head, on average over rows, layers and heads."""
+    """Mean slots of a head over rows, layers and heads."""
     temporary_bytes: int | None = None
     seconds: list[float] = dataclasses.field(default_factory=list)
 
@@ -44,7 +44,7 @@ class Contender:
 
 
 def race(contenders: list[Contender], repeats: int) -> None:
-    """Run all of them in turn, so that noise hits all alike, after one warm run each."""
+    """Time all contenders in turn, which spreads noise evenly, after one warm-up run each."""
     for contender in contenders:
         contender.run()
     for _ in range(repeats):
@@ -55,7 +55,7 @@ def race(contenders: list[Contender], repeats: int) -> None:
 
 
 def decoder(model: Model, name: str | Policy, budget: int | float, tokens: np.ndarray, steps: int) -> Contender:
-    """Greedy decoding of some steps in one program, from a prompt that has been read."""
+    """Return a contender that decodes some steps greedily in one program, after a prefilled prompt."""
     state, logits = prefill(model, name, tokens, budget, max_new_tokens=steps)
 
     @jax.jit
@@ -77,7 +77,7 @@ def decoder(model: Model, name: str | Policy, budget: int | float, tokens: np.nd
 
 
 def reader(model: Model, name: str | Policy, budget: int | float, tokens: np.ndarray) -> Contender:
-    """Reading a prompt, with the compiler's own figure for temporary memory."""
+    """Return a contender that prefills a prompt, with the compiler's own figure for temporary memory."""
 
     def run() -> tuple[Any, Float[Array, "b vocab"]]:
         state, logits = prefill(model, name, tokens, budget, max_new_tokens=64)

@@ -1,4 +1,4 @@
-"""Race decode steps of a whole model with LESS and without it: `kvjax bench kernels --step`."""
+"""Benchmark of decode steps of a whole model with and without LESS: `kvjax bench kernels --step`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvjax.methods.less.feature_maps import init_kernels
 
 
 def step(options: argparse.Namespace, device: str) -> dict[str, Any]:
-    """Decode steps of a whole model from a full cache, with LESS and without it."""
+    """Time decode steps of a whole model on a filled cache, with and without LESS."""
     config = SHAPES[options.step_model]
     model, steps = random_model(config, options.dtype), 16
     rng = np.random.default_rng(0)

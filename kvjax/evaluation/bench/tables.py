@@ -1,4 +1,4 @@
-"""Races as tables and numbers."""
+"""Benchmark results as tables and numbers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from kvjax.evaluation.bench.race import Contender
 
 
 def table(contenders: list[Contender], tokens: int, title: str) -> list[dict[str, Any]]:
-    """Print the medians with ratios to the first row and to `streaming` at the same budget; return them."""
+    """Print and return the medians, with ratios to the first row and to `streaming` at the same budget."""
     from rich.console import Console
     from rich.table import Table
 

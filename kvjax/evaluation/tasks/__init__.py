@@ -1,1 +1,1 @@
-"""What `kvjax evaluate` measures on any model, policy and budget: a module for each task."""
+"""Tasks of `kvjax evaluate`, a module each, for any model, policy and budget."""

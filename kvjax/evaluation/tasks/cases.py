@@ -1,4 +1,4 @@
-"""A question about a context with the answers that are expected, made here or read from a file."""
+"""Questions about a context with expected answers, and a reader of files of them."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from kvjax.utils.files import parse_json, read_lines
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A question about a context; no text begins or ends with white space of its own.
+    """A question about a context; no text begins or ends with white space.
 
     Args:
-        context: what is read first, and compressed before anybody knows the question.
-        question: asked of it afterwards.
-        answers: texts that an answer is expected to have.
-        prefix: begins the answer, given to the model after the question; empty for nothing.
-        told: what results repeat of it.
+        context: read first, and compressed before the question is known.
+        question: asked afterwards.
+        answers: texts that an answer should contain.
+        prefix: beginning of the answer, given to the model after the question; may be empty.
+        told: fields that results repeat.
     """
 
     context: str
@@ -29,18 +29,18 @@ class Case:
 
     @property
     def asked(self) -> str:
-        """What goes on from the context in a text without turns: the question on a line of its own, and the prefix."""
+        """Continuation of the context in a text without turns: the question on its own line, and the prefix."""
         return f"\n{self.question} {self.prefix}".rstrip()
 
 
 def read_cases(file: Path) -> list[Case]:
-    """Cases from lines of JSON with `context`, `question`, `answer` (a text or a list of texts), and perhaps an `id`.
+    """Read cases from lines of JSON with `context`, `question`, `answer` (text or list of texts), optionally `id`.
 
     Args:
-        file: of JSON lines; empty ones are none.
+        file: of JSON lines; empty ones are skipped.
 
     Raises:
-        ValueError: a line is something else, said with its number.
+        ValueError: a line has another form; the message names its number.
     """
 
     def case(text: str) -> Case:

@@ -1,4 +1,4 @@
-"""`kvjax evaluate fidelity`: attention and next tokens beside the full cache's, in the second part of texts."""
+"""Compare attention and next tokens with the full cache, in the second part of texts: `kvjax evaluate fidelity`."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ add_arguments, check, cells = texts.add_arguments, texts.check, texts.cells
 
 
 def measure(model: Model, options: argparse.Namespace, entry: Entry, cell: Cell) -> dict[str, Any]:
-    """Means over the tokens after the first part of each passage, all of which is read token by token.
+    """Measure means over the tokens after the prefix of each passage, all of which is read token by token.
 
     Raises:
-        ValueError: the policy has no attention rows that compare, or needs a prompt.
+        ValueError: the policy's attention rows cannot be compared, or it needs a prompt.
     """
     read, prefix = texts.of_cell(model, options, cell), cell["prefix"]
     found = fidelity(model, entry.policy, read.tokens, entry.budget)
@@ -46,7 +46,7 @@ def measure(model: Model, options: argparse.Namespace, entry: Entry, cell: Cell)
 
 
 def _ordering(model: Model, entry: Entry, tokens: Int[np.ndarray, "b n"]) -> dict[str, Any]:
-    """How scores order the passages' tokens, whatever the budget; None where they cannot be looked at alone."""
+    """Measure how scores order the passages' tokens, for any budget; None if they cannot be replayed."""
     policy = entry.policy
     if not policy.plan.bounded or policy.score.aligned_layers or policy.score.offloads or policy.plan.shrinks:
         return {"attention_loss_ratio": None, "score_correlation": None}

@@ -1,4 +1,4 @@
-"""`kvjax evaluate generation`: answers to the questions of a file, by ROUGE, exact match and F1."""
+"""Score answers to the questions of a file by ROUGE, exact match and F1: `kvjax evaluate generation`."""
 
 from __future__ import annotations
 
@@ -18,32 +18,32 @@ NEW_TOKENS = 64
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command line of the task."""
+    """Add the options of the task."""
     help = 'lines of JSON: {"context": "...", "question": "...", "answer": "..."}, "answer" perhaps a list'
     parser.add_argument("--file", type=Path, required=True, help=help)
     qa.add_arguments(parser)
 
 
 def check(options: argparse.Namespace) -> None:
-    """Refuse a file that holds something else, and numbers out of their range.
+    """Refuse files of another form, and numbers out of range.
 
     Raises:
-        ValueError: naming the line or the number.
+        ValueError: a line or a number is wrong; the message names it.
     """
     qa.check(options)
     read_cases(options.file)
-    rouge("", "")  # where the package is missing
+    rouge("", "")  # raises if the package is missing
 
 
 def cells(model: Model, options: argparse.Namespace) -> list[Cell]:
-    """The file."""
+    """Return the single cell of the file."""
     content = hashlib.sha256(options.file.read_bytes()).hexdigest()[:12]
     new = options.max_new_tokens or NEW_TOKENS
     return [{"file": options.file.stem, "content": content, "max_new_tokens": new} | qa.way(options)]
 
 
 def measure(model: Model, options: argparse.Namespace, entry: Entry, cell: Cell) -> dict[str, Any]:
-    """Scores of the answers, the texts, and what it cost; of several expected answers the best counts."""
+    """Return the scores of the answers, the answers and their cost; of several expected answers the best counts."""
     made = _cases(options.file)
     found, cost = qa.answers(model, options, entry, made, cell["max_new_tokens"])
     pairs = list(zip(found, made, strict=True))

@@ -1,4 +1,4 @@
-"""`kvjax evaluate harness`: tasks of EleutherAI's lm-evaluation-harness, scored through real eviction."""
+"""Run tasks of EleutherAI's lm-evaluation-harness through real eviction: `kvjax evaluate harness`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvjax.model import Model
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command line of the task."""
+    """Add the options of the task."""
     parser.add_argument("--tasks", required=True, help="of lm-evaluation-harness, and groups, as hellaswag,arc_easy")
     parser.add_argument("--limit", type=_limit, help="cases of each task, or below 1 the share of them (default: all)")
     parser.add_argument("--num-fewshot", type=int, help="examples before each case (default: what the task says)")
@@ -29,10 +29,10 @@ def _limit(text: str) -> int | float:
 
 
 def check(options: argparse.Namespace) -> None:
-    """Refuse what is not installed, tasks that are not there, and numbers out of their range.
+    """Refuse missing packages, unknown tasks and numbers out of range.
 
     Raises:
-        ValueError: naming the package, the task or the number.
+        ValueError: a package, a task or a number is wrong; the message names it.
     """
     for name, least in (("batch_size", 1), ("num_fewshot", 0)):
         if (given := getattr(options, name)) is not None and given < least:
@@ -48,17 +48,17 @@ def check(options: argparse.Namespace) -> None:
 
 
 def cells(model: Model, options: argparse.Namespace) -> list[Cell]:
-    """Each task, as the installed lm-evaluation-harness has it."""
+    """Return a cell for each task, with the version of the installed lm-evaluation-harness."""
     common = {"limit": options.limit, "num_fewshot": options.num_fewshot, "chat": options.chat}
     common |= {"lm_eval": required("lm_eval").__version__}
     return [{"task": name} | common for name in options.tasks.split(",")]
 
 
 def measure(model: Model, options: argparse.Namespace, entry: Entry, cell: Cell) -> dict[str, Any]:
-    """The task's metrics with their standard errors, for a group those of its tasks, too, and what it cost.
+    """Return the task's metrics with standard errors, those of a group's tasks, and the cost.
 
     Raises:
-        ValueError: the task asks for something that the adapter does not have.
+        ValueError: the task needs something that the adapter does not support.
     """
     answering = adapter(model, policy=entry.policy, budget=entry.budget, batch_size=options.batch_size)
     made = required("lm_eval").simple_evaluate(
@@ -89,7 +89,7 @@ def measure(model: Model, options: argparse.Namespace, entry: Entry, cell: Cell)
 
 
 def _metrics(result: Mapping[str, Any]) -> dict[str, Any]:
-    """Numbers of lm_eval's `metric,filter` as `metric`, or where the filter has a name `metric (filter)`."""
+    """Rename lm_eval's `metric,filter` to `metric`, or to `metric (filter)` if the filter has a name."""
     made: dict[str, Any] = {}
     for key, value in result.items():
         metric, comma, filter = key.partition(",")

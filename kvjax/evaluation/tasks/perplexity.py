@@ -1,4 +1,4 @@
-"""`kvjax evaluate perplexity`: how surprising text is, streamed through real eviction after a prompt."""
+"""Measure the perplexity of text after a prompt, streamed through real eviction: `kvjax evaluate perplexity`."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ check = texts.check
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command line of the task."""
+    """Add the options of the task."""
     texts.add_arguments(parser)
     parser.add_argument("--masked", choices=MASKS, help="mask whole texts as LESS's harness does, and evict nothing")
 
 
 def cells(model: Model, options: argparse.Namespace) -> list[Cell]:
-    """Each text at each length."""
+    """Return a cell for each text and length."""
     return [cell | {"masked": options.masked} for cell in texts.cells(model, options)]
 
 
 def measure(model: Model, options: argparse.Namespace, entry: Entry, cell: Cell) -> dict[str, Any]:
-    """Nats of each passage after the prompt, per token, word and byte, with the bytes and the time that it took.
+    """Measure nats after the prompt per token, word and byte, with the bytes and seconds they took.
 
-    Masked texts are not read in decode steps, so that there are no seconds to tell.
+    Masked texts have no seconds, since no decode steps read them.
     """
     read, prefix = texts.of_cell(model, options, cell), cell["prefix"]
     if options.masked is not None:

@@ -1,4 +1,4 @@
-"""Answers to questions about contexts, which are compressed before anybody knows the question."""
+"""Answers to questions about contexts, which are compressed before the question is known."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kvjax.utils.compilation import temporary_bytes
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What tasks that ask have in common."""
+    """Add the options that tasks with questions share."""
     parser.add_argument("--chat", action="store_true", help="context and question are a user's turn")
     parser.add_argument("--system", help="the turn before it (default: what the model's chat template has there)")
     parser.add_argument("--query-aware", action="store_true", help="the question is read before eviction, too")
@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def check(options: argparse.Namespace) -> None:
-    """Refuse what no model could do.
+    """Refuse options that no model supports.
 
     Raises:
         ValueError: a number is below 1, or there is a system's turn without a chat.
@@ -42,12 +42,12 @@ def check(options: argparse.Namespace) -> None:
 
 
 def way(options: argparse.Namespace) -> dict[str, Any]:
-    """How is asked, for the rows."""
+    """Return the fields of a row that describe how questions are asked."""
     return {"chat": options.chat, "system": options.system, "query_aware": options.query_aware}
 
 
 def encoded(model: Model, options: argparse.Namespace, case: Case) -> tuple[list[int], list[int]]:
-    """Ids of a context as it begins a text or a turn, and of the question with what begins its answer."""
+    """Encode a context, as it begins a text or a turn, and its question with the beginning of the answer."""
     if not options.chat:
         return encode(model, case.context), token_ids(model, case.asked, begins=False)
     context, (question,) = encode_questions(model, case.context, [case.question], chat=True, system=options.system)
@@ -57,7 +57,7 @@ def encoded(model: Model, options: argparse.Namespace, case: Case) -> tuple[list
 def answers(
     model: Model, options: argparse.Namespace, entry: Entry, cases: Sequence[Case], max_new_tokens: int
 ) -> tuple[list[str], dict[str, Any]]:
-    """Greedy answers of a policy at a budget, and what they cost."""
+    """Return greedy answers of a policy at a budget, and their cost."""
     asked = [encoded(model, options, case) for case in cases]
     if options.query_aware:  # all but its last token, which is read from the compressed cache
         asked = [([*context, *question[:-1]], question[-1:]) for context, question in asked]
@@ -82,7 +82,7 @@ def answers(
 
 
 def mean(name: str, scores: Sequence[float]) -> dict[str, Any]:
-    """A mean of scores under its name, with its standard error and the scores of all cases."""
+    """Return the mean of scores under a name, with its standard error and the scores of all cases."""
     error = float(np.std(scores, ddof=1)) / math.sqrt(len(scores)) if len(scores) > 1 else None
     return {
         name: float(np.mean(scores)),

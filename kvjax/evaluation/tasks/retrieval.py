@@ -1,4 +1,4 @@
-"""`kvjax evaluate retrieval`: what a model still finds in a long text once its cache has been compressed."""
+"""Measure what a model retrieves from a long text after its cache is compressed: `kvjax evaluate retrieval`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvjax.utils.files import read_text
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command line of the task."""
+    """Add the options of the task."""
     told = "; ".join(f"{name}: {family.summary}" for name, family in FAMILIES.items())
     parser.add_argument("--families", default=",".join(FAMILIES), help=told)
     parser.add_argument("--lengths", type=int, nargs="+", default=[1024], help="tokens of question and answer, too")
@@ -30,10 +30,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def check(options: argparse.Namespace) -> None:
-    """Refuse what no model could do.
+    """Refuse options that no model supports.
 
     Raises:
-        ValueError: there is no such family, or a number is out of its range.
+        ValueError: there is no such family, or a number is out of range.
     """
     qa.check(options)
     for name in options.families.split(","):
@@ -52,7 +52,7 @@ def check(options: argparse.Namespace) -> None:
 
 
 def cells(model: Model, options: argparse.Namespace) -> list[Cell]:
-    """Each family at each length and, where its needle has one, depth."""
+    """Return a cell for each family, length and, if its needle has one, depth."""
     common = {"hay": options.hay, "text": None if options.text is None else options.text.stem}
     common |= {"seed": options.seed, "cases": options.cases} | qa.way(options)
     common |= {"max_new_tokens": options.max_new_tokens}
@@ -65,15 +65,15 @@ def cells(model: Model, options: argparse.Namespace) -> list[Cell]:
 
 
 def measure(model: Model, options: argparse.Namespace, entry: Entry, cell: Cell) -> dict[str, Any]:
-    """The share of expected texts in answers, the texts, and what it cost; LSH-E's string match.
+    """Return the share of expected texts in answers (LSH-E's string match), the answers and their cost.
 
     Raises:
-        ValueError: the family does not fit the length, or the text the model.
+        ValueError: the family does not fit the length, or the text does not fit the model.
     """
     family = FAMILIES[cell["family"]]
     new = options.max_new_tokens or family.max_new_tokens
     taken = 0
-    if options.chat:  # what turns take besides
+    if options.chat:  # extra tokens of the turns of a chat
         letters, outside = Case("a", "b", ("c",)), argparse.Namespace(chat=False)
         turn, plain = (sum(map(len, qa.encoded(model, way, letters))) for way in (options, outside))
         taken = turn - plain
@@ -95,7 +95,7 @@ def _cases(
     hay: str | None,
     text: Path | None,
 ) -> list[Case]:
-    # All policies and budgets are asked the same.
+    # All policies and budgets get the same cases.
     hays = FAMILIES[family].hays
     chosen = hay if hay in hays else None
     essay = read_text(text) if text and "essay" in hays else None

@@ -1,7 +1,7 @@
-"""Retrieval from contexts of a given length: RULER's families (Hsieh et al. 2024, arXiv 2404.06654), and two besides.
+"""Retrieval from contexts of a given length: RULER's families (Hsieh et al. 2024, arXiv 2404.06654), and two more.
 
-Structure and counts are the published ones. Words and sentences are not, no worked example comes before the question,
-and `length` leaves no room for the answer: scores compare with each other, not with published numbers.
+Structure and counts are the published ones. Words and sentences are not, no worked example precedes the question, and
+`length` does not include the answer. Compare scores with each other, not with published numbers.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ NOISE = (
     "A wind blows from the west.",
     "Night comes after the day.",
 )
-"""Sentences that are repeated as hay."""
+"""Sentences repeated as hay."""
 HAYS = ("noise", "needles", "essay")
-"""Sentences that are repeated, needles that nobody asks for, a text of the user's."""
+"""Kinds of hay: repeated sentences, needles that are not asked for, a text of the user's."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """Keys or values of a kind: what one is called in a needle, and how it is drawn."""
+    """A kind of keys or values: its name in a needle, and a function that draws one."""
 
     name: str
     draw: Callable[[random.Random], str]
@@ -44,21 +44,21 @@ KINDS = {
     "numbers": Kind("number", lambda rng: str(rng.randrange(10**6, 10**7))),
     "uuids": Kind("code", lambda rng: str(uuid.UUID(int=rng.getrandbits(128), version=4))),
 }
-"""What `key_type` and `value_type` may be."""
+"""Possible values of `key_type` and `value_type`."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Draft:
-    """A case whose hay is still to be measured out.
+    """A case before its amount of hay is chosen.
 
     Args:
-        context: with a number of units of hay; more of them are never fewer tokens.
+        context: returns the context with a number of units of hay; more units never give fewer tokens.
         question: as in `Case`.
         answers: as in `Case`.
         prefix: as in `Case`.
-        keys: how many keys, or words to be told apart, the context has.
-        hay_keys: how many more each unit of hay adds.
-        least: units of hay without which the question has no answer.
+        keys: number of keys, or of words to distinguish, in the context.
+        hay_keys: keys that each unit of hay adds.
+        least: units of hay that the question needs to have an answer.
     """
 
     context: Callable[[int], str]
@@ -72,11 +72,11 @@ class Draft:
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """What a family makes a draft of; `cases` explains the fields.
+    """Settings of a draft; `cases` explains the fields.
 
     Args:
         words: of the text.
-        needles: 1 where the family has a number of its own.
+        needles: 1 if the family has a fixed number.
     """
 
     length: int
@@ -88,7 +88,7 @@ class Request:
     value_type: str
 
     def first_depth(self, draws: Draws) -> float:
-        """Of the first needle: the one that is given, or any."""
+        """Return the depth of the first needle: the given one, or a random one."""
         return draws.rng.random() if self.depth is None else self.depth
 
 
@@ -99,11 +99,11 @@ class Family:
     Args:
         draft: makes a case without its hay.
         summary: what is asked.
-        hays: what the needles may be hidden in, the usual one first; none if the family has its own.
-        depth: whether one needle is asked for, which has a depth.
-        needles: how many there are usually, at least and at most; None for a fixed number.
-        types: whether keys and values may be of several kinds.
-        max_new_tokens: room for an answer, as RULER gives it.
+        hays: possible kinds of hay, the default first; empty if the family has its own.
+        depth: True if a single needle is asked for, which has a depth.
+        needles: default, minimum and maximum number; None for a fixed number.
+        types: True if keys and values may be of several kinds.
+        max_new_tokens: tokens of an answer, as in RULER.
     """
 
     draft: Callable[[Request, Draws], Draft]
@@ -116,7 +116,7 @@ class Family:
 
 
 class Draws:
-    """Random texts, none of them twice.
+    """Random texts without repetition.
 
     Args:
         rng: what to draw from.
@@ -127,7 +127,7 @@ class Draws:
         self._used: set[str] = set()
 
     def fresh(self, draw: Callable[[random.Random], str]) -> str:
-        """A text that was not drawn before.
+        """Draw a text that was not drawn before.
 
         Raises:
             ValueError: there are hardly any left.
@@ -153,32 +153,32 @@ def cases(
     key_type: str | None = None,
     value_type: str | None = None,
 ) -> list[Case]:
-    """Cases of a family, whose contexts are filled up with hay to a number of tokens.
+    """Make cases of a family, with contexts filled with hay to a number of tokens.
 
-    What is asked depends on family, length, depth, seed and a case's number alone, whichever others are made.
+    The seed of a case's random draws depends only on family, length, depth, seed and the case's number.
 
     Args:
-        tokenizer: the model's, which counts the tokens: of the context as it begins a text, and of `Case.asked`; what a
-            chat template adds comes on top.
+        tokenizer: the model's. It counts the tokens of the context as it begins a text, and of `Case.asked`; those of a
+            chat template are added to them.
         family: one of `FAMILIES`.
-        length: tokens that context, question and prefix take at most, and nine tenths of which they take at least.
-        depth: where the needle stands, as the share of the hay before it from 0.0 to 1.0, in an essay at the nearest
-            end of a sentence; None for a family whose needles stand anywhere, or that has none.
+        length: maximum tokens of context, question and prefix; they take at least nine tenths of it.
+        depth: place of the needle, as the share of hay before it from 0.0 to 1.0, in an essay at the nearest end of a
+            sentence; None for a family whose needles have random places, or that has none.
         count: cases, at least 1.
         seed: at least 0.
-        hay: one of `HAYS`, or None for the family's usual one, and for an essay where a text is given.
-        text: what an essay is taken from, each time from the beginning of any sentence, repeated if it is too short.
+        hay: one of `HAYS`, or None for the family's default, or for an essay if a text is given.
+        text: source of an essay, which begins at a random sentence and is repeated if it is too short.
         needles: keys of `multi_key`, values of `multi_value`, queries of `multi_query`, variables of
-            `variable_tracking`, words to be named of `common_words`; None for the family's usual number.
+            `variable_tracking`, words to name of `common_words`; None for the family's default.
         key_type: one of `KINDS`; None for words.
         value_type: one of `KINDS`; None for numbers.
 
     Returns:
-        Cases that tell `family`, `length`, `depth`, `hay`, `needles`, `key_type`, `value_type`, `seed`, `index` (the
-        case's number), `keys` (how many the context has) and `tokens` (what is taken of `length`).
+        Cases with `family`, `length`, `depth`, `hay`, `needles`, `key_type`, `value_type`, `seed`, `index` (the case's
+        number), `keys` (number of keys in the context) and `tokens` (tokens used of `length`) in `Case.told`.
 
     Raises:
-        TypeError: a number is none.
+        TypeError: a number has another type.
         ValueError: there is no such family, it does not take a setting, or the length is too short or cannot be filled.
     """
     if family not in FAMILIES:
@@ -269,11 +269,11 @@ def _type_of(family: str, name: str, kind: str | None, usual: str) -> str | None
 
 
 def _fit(size: Callable[[int], int], least: int, family: str, length: int) -> tuple[int, int]:
-    """Units of hay that fill a length, and the tokens they take: a secant's steps, for each asks the tokenizer."""
+    """Find the units of hay that fill a length, and their tokens, with few calls of the tokenizer (secant method)."""
     units, taken, beyond, beyond_tokens = least, size(least), None, 0
     if taken > length:
         raise ValueError(f"length={length} is too short for {family}, which takes {taken} tokens; give more.")
-    slope = (length - taken) / 16  # the first step is small, for a unit may be a word or 80 tokens
+    slope = (length - taken) / 16  # the first step is small: a unit may be a word or 80 tokens
     while taken < 0.98 * length and (beyond is None or beyond - units > 1):
         step = max(1, int((0.995 * length - taken) / slope))
         guess = units + step if beyond is None else min(units + step, beyond - 1)
@@ -292,23 +292,23 @@ def _fit(size: Callable[[int], int], least: int, family: str, length: int) -> tu
 
 
 class Hay:
-    """Endless units of hay, made as they are asked for.
+    """Endless units of hay, made on demand.
 
     Args:
-        units: what to take them from.
-        joint: stands between two of them.
+        units: source of the units.
+        joint: text between two units.
     """
 
     def __init__(self, units: Iterator[str], joint: str) -> None:
         self._units, self._made, self._joint = units, list[str](), joint
 
     def take(self, count: int) -> list[str]:
-        """The first units."""
+        """Return the first units."""
         self._made += itertools.islice(self._units, max(0, count - len(self._made)))
         return self._made[:count]
 
     def plant(self, count: int, needles: Sequence[tuple[float, str]]) -> str:
-        """A number of units with needles at their depths; those of one depth stay in order."""
+        """Join a number of units with needles at their depths; needles of equal depth keep their order."""
         hay, made, done = self.take(count), list[str](), 0
         for depth, needle in sorted(needles, key=lambda planted: planted[0]):
             place = _place(hay, depth)
@@ -318,7 +318,7 @@ class Hay:
 
 
 def _place(hay: Sequence[str], depth: float) -> int:
-    # The nearest end of a sentence, unless the text has none within a twentieth of it.
+    # Take the nearest end of a sentence, unless there is none within a twentieth of the text.
     exact = round(depth * len(hay))
     for step in range(len(hay) // 20 + 1):
         for place in (exact - step, exact + step):
@@ -358,7 +358,7 @@ def _multi_query(request: Request, draws: Draws) -> Draft:
 
 
 def _magic(request: Request, draws: Draws, *, others: int = 0, values: int = 1, queries: int = 1) -> Draft:
-    """RULER's needles in a haystack: a key, a value, a sentence that says so."""
+    """Draft RULER's needles in a haystack: sentences that state the value of a key."""
     name, opening = f"magic {KINDS[request.value_type].name}", "One" if values > 1 else "The"
 
     def draw(kind: str) -> str:
@@ -392,7 +392,7 @@ def _magic(request: Request, draws: Draws, *, others: int = 0, values: int = 1, 
 
 
 def _variable_tracking(request: Request, draws: Draws) -> Draft:
-    """One chain of assignments, in order: a number, then each variable from the one before."""
+    """Draft one chain of assignments, in order: a number, then each variable from the one before."""
     value = str(draws.rng.randrange(10**4, 10**5))
     names = [draws.fresh(lambda rng: "".join(rng.choices(string.ascii_uppercase, k=5))) for _ in range(request.needles)]
     sources = [value, *(f"VAR {name}" for name in names)]
@@ -410,13 +410,13 @@ def _variable_tracking(request: Request, draws: Draws) -> Draft:
 
 
 def _common_words(request: Request, draws: Draws) -> Draft:
-    """A numbered list in which some words stand 30 times and the others 3 times, or 6 and 1 in contexts below 4096."""
+    """Draft a numbered list with some words 30 times and others 3 times, or 6 and 1 in contexts below 4096."""
     often, rarely = (30, 3) if request.length >= 4096 else (6, 1)
     words = draws.rng.sample(ADJECTIVES + NOUNS, len(ADJECTIVES + NOUNS))
     common, order = words[: request.needles], draws.rng.random()
 
     def pairs() -> Iterator[str]:
-        while True:  # once plain words have run out; none that an answer would be found in
+        while True:  # after the plain words; skips pairs that contain an answer
             pair = draws.fresh(KINDS["words"].draw)
             if not set(pair.split("-")) & set(common):
                 yield pair
@@ -442,7 +442,7 @@ def _common_words(request: Request, draws: Draws) -> Draft:
 
 
 def _frequent_words(request: Request, draws: Draws) -> Draft:
-    """Coded words as often as the zeta distribution of exponent 2 has them; the most frequent of all is noise."""
+    """Draft coded words with frequencies of the zeta distribution of exponent 2; the most frequent is noise."""
     most, order = 3, draws.rng.random()
     coded = Hay(
         itertools.chain(
@@ -467,13 +467,13 @@ def _frequent_words(request: Request, draws: Draws) -> Draft:
         tuple(coded.take(most + 1)[1:]),
         "The three coded words that occur most often are:",
         keys=most,
-        # So that the last of them occurs at least once more than the word of the next rank.
+        # The last of them has to occur at least once more than the word of the next rank.
         least=math.ceil(1 / (share(most + 1) - share(most + 2))),
     )
 
 
 def _key_values(request: Request, draws: Draws) -> Draft:
-    """A JSON object of uuids (Liu et al. 2023, Lost in the Middle, arXiv 2307.03172, section 3)."""
+    """Draft a JSON object of uuids (Liu et al. 2023, Lost in the Middle, arXiv 2307.03172, section 3)."""
 
     def pair() -> tuple[str, str]:
         return draws.fresh(KINDS["uuids"].draw), draws.fresh(KINDS["uuids"].draw)
@@ -494,7 +494,7 @@ def _key_values(request: Request, draws: Draws) -> Draft:
 
 
 def _pass_key(request: Request, draws: Draws) -> Draft:
-    """Five digits in noise (Mohtashami and Jaggi 2023, arXiv 2305.16300, section 4.2)."""
+    """Draft five digits in noise (Mohtashami and Jaggi 2023, arXiv 2305.16300, section 4.2)."""
     key = str(draws.rng.randrange(10**4, 10**5))
     needle = f"The pass key is {key}. Keep it in mind: {key} is the pass key."
     planted, hay = [(request.first_depth(draws), needle)], _hay(request, draws)
@@ -535,4 +535,4 @@ FAMILIES = {
     "key_values": Family(_key_values, "the value of a key of a JSON object", (), depth=True),
     "pass_key": Family(_pass_key, "a pass key, from one needle", ("noise", "essay"), depth=True, max_new_tokens=32),
 }
-"""What `cases` makes, by name."""
+"""Families of `cases`, by name."""

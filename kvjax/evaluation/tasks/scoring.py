@@ -1,4 +1,4 @@
-"""How well an answer agrees with what is expected: scores from 0 to 1."""
+"""Scores of answers against expected texts, from 0 to 1."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ ROUGE = {"rouge1": "rouge-1", "rouge2": "rouge-2", "rougeL": "rouge-l"}
 
 
 def string_match(answer: str, answers: Sequence[str], every: bool = True) -> float:
-    """The share of the expected texts that occur in an answer, upper or lower case.
+    """Return the share of expected texts that occur in an answer, ignoring case.
 
-    With `every` it is the score of RULER's retrieval and counting (Hsieh et al. 2024, arXiv 2404.06654: recall, by the
-    presence of the expected texts), else that of its questions, where one of them is enough. LSH-E (arXiv 2412.16187,
-    section 4, "Metrics") takes its string matching score from there; its appendix G.1 speaks of the share of characters
-    that match instead, and leaves open which do.
+    With `every` this is the score of RULER's retrieval and counting (Hsieh et al. 2024, arXiv 2404.06654: recall, by
+    the presence of the expected texts). Without, it is that of RULER's questions, where one of them is enough. LSH-E
+    (arXiv 2412.16187, section 4, "Metrics") takes its string matching score from there. Its appendix G.1 describes the
+    share of characters that match instead, and does not define which characters match.
 
     Args:
         answer: of a model.
         answers: expected texts, at least one, none of them empty.
-        every: whether all are expected, or any.
+        every: True if all are expected, False if any is enough.
 
     Raises:
         ValueError: nothing is expected.
@@ -34,9 +34,9 @@ def string_match(answer: str, answers: Sequence[str], every: bool = True) -> flo
 
 
 def exact_match(answer: str, answers: Sequence[str]) -> float:
-    """Whether an answer is one of the expected texts, but for case, punctuation, articles and white space.
+    """Return 1 if an answer is an expected text, ignoring case, punctuation, articles and white space, else 0.
 
-    SQuAD's exact match (Rajpurkar et al. 2016, arXiv 1606.05250, section 6.1).
+    This is SQuAD's exact match (Rajpurkar et al. 2016, arXiv 1606.05250, section 6.1).
 
     Args:
         answer: of a model.
@@ -50,10 +50,10 @@ def exact_match(answer: str, answers: Sequence[str]) -> float:
 
 
 def f1(answer: str, answers: Sequence[str]) -> float:
-    """The harmonic mean of precision and recall of an answer's words, of the expected text that is nearest.
+    """Return the harmonic mean of precision and recall of an answer's words, against the nearest expected text.
 
-    SQuAD's macro-averaged F1 (Rajpurkar et al. 2016, arXiv 1606.05250, section 6.1), words counted as often as they
-    occur, after the normalisation of `exact_match`; texts without any words agree with each other alone.
+    This is SQuAD's macro-averaged F1 (Rajpurkar et al. 2016, arXiv 1606.05250, section 6.1). Words count as often as
+    they occur, after the normalisation of `exact_match`. A text without words agrees only with another such text.
 
     Args:
         answer: of a model.
@@ -67,7 +67,7 @@ def f1(answer: str, answers: Sequence[str]) -> float:
 
 
 def rouge(answer: str, reference: str) -> dict[str, float]:
-    """F-measures of ROUGE-1, ROUGE-2 and ROUGE-L (Lin 2004) by the package rouge-score, words reduced to their stems.
+    """Return F-measures of ROUGE-1, ROUGE-2 and ROUGE-L (Lin 2004) by the package rouge-score, with stemming.
 
     Args:
         answer: of a model.
@@ -88,7 +88,7 @@ def rouge(answer: str, reference: str) -> dict[str, float]:
 
 
 def _check(answers: Sequence[str]) -> None:
-    # A text is a sequence of texts, too: its letters.
+    # A str is a sequence of texts, too: its letters.
     if isinstance(answers, str) or not answers or not all(answers):
         raise ValueError(f"answers={answers!r} expects nothing; give a list of texts that are not empty.")
 

@@ -1,4 +1,4 @@
-"""Texts that tasks read: passages of files, each with a share that is a prompt."""
+"""Passages of files that tasks read, each with a share that is the prompt."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from kvjax.model import Model
 def add_arguments(
     parser: argparse.ArgumentParser, default: Sequence[Path] = (), rows: int = 8, lengths: Sequence[int] = (1024,)
 ) -> None:
-    """Add what tasks that read have in common.
+    """Add the options that tasks on texts share.
 
     Args:
         parser: gets the options.
-        default: texts where none are named; empty where some have to be.
+        default: texts if none are named; empty to require some.
         rows: passages of each text, by default.
         lengths: tokens of each passage, by default.
     """
@@ -34,10 +34,10 @@ def add_arguments(
 
 
 def check(options: argparse.Namespace) -> None:
-    """Refuse what no model could do.
+    """Refuse options that no model supports.
 
     Raises:
-        ValueError: a text is no file, or there is nothing to predict.
+        ValueError: a text is not a file, there is nothing to predict, or the prefix is not a share.
     """
     for length in options.lengths:
         check_texts(options.text, options.rows, length)
@@ -46,7 +46,7 @@ def check(options: argparse.Namespace) -> None:
 
 
 def cells(model: Model, options: argparse.Namespace) -> list[Cell]:
-    """Each text at each length."""
+    """Return a cell for each text and length."""
     return [
         {
             "text": file.stem,
@@ -60,7 +60,7 @@ def cells(model: Model, options: argparse.Namespace) -> list[Cell]:
 
 
 def of_cell(model: Model, options: argparse.Namespace, cell: Cell) -> Passages:
-    """The passages of a cell."""
+    """Return the passages of a cell."""
     (file,) = (file for file in options.text if file.stem == cell["text"])
     return _passages(model, file, options.rows, cell["length"])
 

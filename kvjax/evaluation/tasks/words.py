@@ -1,4 +1,4 @@
-"""Plain words to make keys and lists of, none of them part of another."""
+"""Plain words for keys and lists; no word is part of another."""
 
 _ADJECTIVES = """
 amber ancient angry awkward bitter blind blunt bold brave brief bright brisk broken busy calm careful careless cheap
