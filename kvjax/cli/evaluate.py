@@ -59,7 +59,7 @@ def parser() -> argparse.ArgumentParser:
     joined = reports.add_parser("report", help=JOINED[1], description=JOINED[1])
     importlib.import_module(JOINED[0]).add_arguments(joined)
     for name, (module, summary) in REPORTS.items():
-        if importlib.util.find_spec(module.partition(".")[0]) is None:
+        if not _in_checkout(module):
             continue
         report = reports.add_parser(name, help=summary, description=summary)
         add_model_options(report, rounded=False, processes=False, kernels=False)
@@ -70,6 +70,10 @@ def parser() -> argparse.ArgumentParser:
         report.add_argument("--redo", action="store_true", help="measure again what is on disk")
         importlib.import_module(module).add_arguments(report)
     return made
+
+
+def _in_checkout(module: str) -> bool:
+    return importlib.util.find_spec(module.partition(".")[0]) is not None
 
 
 def _add_grid(tasks: Any, name: str, summary: str) -> argparse.ArgumentParser:
@@ -86,7 +90,12 @@ def _add_grid(tasks: Any, name: str, summary: str) -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     words = sys.argv[1:] if argv is None else argv
-    options = parser().parse_args(words)
+    made = parser()
+    if words and words[0] in REPORTS and not _in_checkout(REPORTS[words[0]][0]):
+        made.error(
+            f"the report {words[0]} is not installed; run kvjax from a checkout, which has {REPORTS[words[0]][0]}"
+        )
+    options = made.parse_args(words)
     options.command = quoted(words)
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # tokenizers do not need torch
     enable_compilation_cache()
