@@ -8,6 +8,8 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+STATUS = "kvjax.status"
+"""Key of the response's status in a request's scope."""
 OUTCOME = "kvjax.outcome"
 """Scope key of a mapping with the tokens `read` and `written`, and with `status` if it differs from the one sent."""
 
@@ -27,24 +29,24 @@ class AccessLog:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        began, status = time.perf_counter(), 500
+        began = time.perf_counter()
 
         async def noted(message: Message) -> None:
-            nonlocal status
             if message["type"] == "http.response.start":
-                status = message["status"]
+                scope[STATUS] = message["status"]
             await send(message)
 
         try:
             await self.app(scope, receive, noted)
         finally:
-            print(_line(scope, status, time.perf_counter() - began), file=sys.stderr, flush=True)
+            print(_line(scope, time.perf_counter() - began), file=sys.stderr, flush=True)
 
 
-def _line(scope: Scope, status: int, seconds: float) -> str:
+def _line(scope: Scope, seconds: float) -> str:
     outcome: dict[str, Any] = scope.get(OUTCOME, {})
     now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     client = (scope.get("client") or ("-",))[0]
     path = scope["raw_path"].decode("ascii", "backslashreplace")[:200]  # the raw path has no line breaks
     tokens = f"{outcome['read']} tokens in, {outcome['written']} out, " if "read" in outcome else ""
-    return f"{now} {client} {scope['method']} {path} {outcome.get('status', status)} {tokens}{seconds:.3f} s"
+    status = outcome.get("status", scope.get(STATUS, 500))
+    return f"{now} {client} {scope['method']} {path} {status} {tokens}{seconds:.3f} s"

@@ -33,7 +33,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from kvjax.serving import openai
 from kvjax.serving.access_log import OUTCOME, AccessLog
-from kvjax.serving.metrics import Metrics
+from kvjax.serving.metrics import Latency, Metrics
 from kvjax.serving.openai import Answer, Asked, Refused
 from kvjax.serving.requests import Finished, FullError, Piece, Serving, StoppingError, Tell, Ticket
 
@@ -308,18 +308,11 @@ class _Told(Response):
             raise
 
     def _tell(self, index: int) -> Tell:
-        before, first = self.arrived, True
+        latency = Latency(self.metrics, self.arrived)
 
         def tell(event: Piece | Finished) -> None:
-            nonlocal before, first
             if isinstance(event, Piece) and event.tokens:
-                now = time.perf_counter()
-                if first:
-                    self.metrics.first.observe(now - before)
-                else:
-                    for _ in event.tokens:
-                        self.metrics.between.observe((now - before) / len(event.tokens))
-                before, first = now, False
+                latency.observe(len(event.tokens))
             with contextlib.suppress(RuntimeError):  # the loop is closed, so there are no clients
                 self.loop.call_soon_threadsafe(self.events.put_nowait, (index, event))
 

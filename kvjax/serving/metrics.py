@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
@@ -55,3 +56,26 @@ class Metrics:
     def text(self) -> bytes:
         """Return all metrics in Prometheus' text format."""
         return generate_latest(self.registry)
+
+
+class Latency:
+    """Times of one text's tokens, for metrics.
+
+    Args:
+        metrics: gets them.
+        arrived: `time.perf_counter()` at the last byte of the request.
+    """
+
+    def __init__(self, metrics: Metrics, arrived: float) -> None:
+        self._metrics, self._before, self._first = metrics, arrived, True
+
+    def observe(self, tokens: int) -> None:
+        """Record that tokens, at least one, have just come together."""
+        now = time.perf_counter()
+        passed, self._before = now - self._before, now
+        if self._first:
+            self._first = False
+            self._metrics.first.observe(passed)
+            return
+        for _ in range(tokens):
+            self._metrics.between.observe(passed / tokens)
