@@ -45,7 +45,7 @@ def decode_attention(
         v: values [b h c e] of any width: an array, or codes. Codes are never decoded, except for queries of float64;
             `xla` on CPU and TPU, and `pallas` on TPU, split queries and weights into two digits of 8 bits, which is
             off by some 1e-4 of the largest result.
-        position: the token in each slot, -1 for none; slots after the query's position are not seen either.
+        position: position of the token in each slot, -1 if empty; slots after the query's position are not seen either.
         query_position: of each row's token; -1 for a row of padding, which sees nothing.
         spec: the layer's scale, soft cap, window and slopes.
         places: where the model sees the query [b h] and the keys [b h c], if not at their positions; they matter for
@@ -65,10 +65,10 @@ def decode_attention(
             `pallas_kernels.common.choose`.
         interpret: `True`, or `pltpu.InterpretParams()`, to run `pallas` without an accelerator; `True`, or the
             parameters of jax's interpreter for Mosaic GPU, to run `mosaic`.
-        platform: for which the program is compiled; None for that of `jax.default_backend()`.
+        platform: target of compilation; None for that of `jax.set_mesh`, else of `jax.default_backend()`.
 
     Raises:
-        Unsupported: the implementation asked for cannot run these arguments here.
+        Unsupported: the requested implementation cannot run these arguments here.
         ValueError: `scores` or `implementation` is unknown, or values are `Turned`.
     """
     if isinstance(scores, Gumbel):
@@ -135,7 +135,7 @@ def limit(
     scores: str | Gumbel | None,
     form: str,
 ) -> str | None:
-    """What these arguments ask that the Pallas kernel for `tpu` or `gpu` cannot do, or None."""
+    """Return what these arguments need that the Pallas kernel for `tpu` or `gpu` cannot do, or None."""
     of_sinks = sinks_limit(sinks) if form == "tpu" else _one_query(sinks, scores)
     limits = [*operand_limits(q, k, v, spec, places), *_limits(k, low_rank), of_sinks]
     return common.first_limit(*limits, *width_limits(k, v, form))
@@ -151,7 +151,7 @@ def triton_limit(
     sinks: Sinks | None,
     scores: str | Gumbel | None,
 ) -> str | None:
-    """What these arguments ask that the Triton kernel cannot do, or None."""
+    """Return what these arguments need that the Triton kernel cannot do, or None."""
     gaussian = isinstance(scores, Gumbel) and scores.noise == "gaussian"
     four = any(isinstance(x, Quantised) and x.bits == 4 for x in (k, v))
     return common.first_limit(
@@ -174,7 +174,7 @@ def mosaic_limit(
     sinks: Sinks | None,
     scores: str | Gumbel | None,
 ) -> str | None:
-    """What these arguments ask that the Mosaic GPU kernel cannot do, or None."""
+    """Return what these arguments need that the Mosaic GPU kernel cannot do, or None."""
     c = k.shape[2]
     widths = (("d", k.shape[-1]), ("e", v.shape[-1]))
     return common.first_limit(

@@ -59,7 +59,7 @@ def multiplies_integers(interpret: Any) -> bool:
         return True
     try:
         return pltpu.get_tpu_info().is_matmul_supported(jnp.int8, jnp.int8)
-    except ValueError:  # a chip that jax does not know
+    except ValueError:  # a chip unknown to jax
         return False
 
 
@@ -156,7 +156,7 @@ def _columns() -> int:
 
     try:
         return pltpu.get_tpu_info().mxu_column_size
-    except ValueError:  # no TPU, or one that jax does not know
+    except ValueError:  # no TPU, or one unknown to jax
         return 2 * LANES
 
 

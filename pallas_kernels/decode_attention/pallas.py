@@ -174,7 +174,7 @@ def room() -> int:
     """How many times as large as `BLOCK_BYTES` blocks may be on the TPU that is compiled for."""
     try:
         return 2 if pltpu.get_tpu_info().vmem_capacity_bytes >= ROOMY else 1
-    except ValueError:  # no TPU, or one that jax does not know
+    except ValueError:  # no TPU, or one unknown to jax
         return 1
 
 

@@ -59,7 +59,7 @@ def decode_step(
     Args:
         standing: how much each slot matters, before the step: numbers, or codes whose distance from the queries' says
             so (`hamming`); None where the oldest leaves first.
-        position: the token in each slot, -1 for none.
+        position: position of the token in each slot, -1 if empty.
         new_position: of each row's new token; -1 for a row of padding, which writes and sees nothing.
         k: keys [b h c d] of the slots: an array, or codes.
         v: values [b h c e].
@@ -68,7 +68,7 @@ def decode_step(
         q: its queries; the g of a group share one KV head.
         spec: the layer's scale, soft cap, window and slopes.
         protection: sinks, recent window and limit of each head.
-        keep: slots that never leave, or None.
+        keep: slots that are never evicted, or None.
         shrinks: live slots may lie beyond the limit, as for policies whose budget falls.
         pairs: whether the pair that leaves is handed out.
         sinks: first tokens that see another query, as `decode_attention` takes them, or None.
@@ -80,10 +80,10 @@ def decode_step(
             than its blocks have room for on the chip. It compiles and has run in interpreters, never on a chip. There
             is no form for GPU.
         interpret: `True`, or `pltpu.InterpretParams()`, to run `pallas` without an accelerator.
-        platform: for which the program is compiled; None for that of `jax.default_backend()`.
+        platform: target of compilation; None for that of `jax.set_mesh`, else of `jax.default_backend()`.
 
     Raises:
-        Unsupported: the implementation asked for cannot run these arguments here.
+        Unsupported: the requested implementation cannot run these arguments here.
         ValueError: `scores` or `implementation` is unknown, values are `Turned`, or there is nothing to add, or nothing
             in float32 to add it to.
     """
@@ -170,7 +170,7 @@ def limit(
     form: str,
     hashed: Hashed | None = None,
 ) -> str | None:
-    """What these arguments ask that the Pallas kernel cannot do, or None."""
+    """Return what these arguments need that the Pallas kernel cannot do, or None."""
     refused = common.first_limit(
         (form == "tpu", "it is written for tpu alone"),
         *operand_limits(q, k, v, spec, None),

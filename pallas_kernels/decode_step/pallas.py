@@ -414,7 +414,7 @@ def _kernel(
     logits, visible = logits_of(refs, q, position, visible, newest, spec, k_channels, integers, sinks, first, row)
 
     def wait() -> None:
-        # Semaphores count bytes: once for the tiles of all heads.
+        # Semaphores count bytes, so one wait covers the tiles of all heads.
         for i, name in enumerate("kv"):
             sent = scratch[f"{name}_tile"]
             pltpu.make_async_copy(sent, sent, scratch["sent"].at[i]).wait()

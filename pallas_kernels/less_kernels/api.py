@@ -36,10 +36,10 @@ def phi(
         second: W_2; a TPU rounds what meets weights in bfloat16.
         implementation: `auto`, `xla` or `pallas`.
         interpret: as for `pallas_call`.
-        platform: for which the program is compiled; None for that of `jax.default_backend()`.
+        platform: target of compilation; None for that of `jax.set_mesh`, else of `jax.default_backend()`.
 
     Raises:
-        Unsupported: the implementation asked for cannot run.
+        Unsupported: the requested implementation cannot run.
     """
     b, h, g, t, d = q.shape
     heads = q.reshape(b, h * g, t, d)
@@ -75,10 +75,10 @@ def psi(
         residual_scale: s_2; None for equation 2 as it is printed, :math:`|k_2 W_3|`.
         implementation: `auto`, `xla` or `pallas`.
         interpret: as for `pallas_call`.
-        platform: for which the program is compiled; None for that of `jax.default_backend()`.
+        platform: target of compilation; None for that of `jax.set_mesh`, else of `jax.default_backend()`.
 
     Raises:
-        Unsupported: the implementation asked for cannot run.
+        Unsupported: the requested implementation cannot run.
     """
     weights = [first, second, third, outer_scale, residual_scale]
     return _per_row(_run("psi", _per_head(k), weights, implementation, interpret, platform), len(k))
@@ -116,10 +116,10 @@ def remember(
         of_psi: those of `psi`.
         implementation: `auto`, `xla` or `pallas`.
         interpret: as for `pallas_call`.
-        platform: for which the program is compiled; None for that of `jax.default_backend()`.
+        platform: target of compilation; None for that of `jax.set_mesh`, else of `jax.default_backend()`.
 
     Raises:
-        Unsupported: the implementation asked for cannot run.
+        Unsupported: the requested implementation cannot run.
     """
     (b, h, g, d), features = q.shape, of_phi["second"].shape[-1]
     limits = {"pallas": remember_limit(q, evicted[0], of_phi, platform)}
@@ -143,7 +143,7 @@ def remember(
 
 
 def remember_limit(q: Array, k: Array, of_phi: Mapping[str, Array], platform: str | None) -> str | None:
-    """What these arguments ask that the Pallas kernel of `remember` cannot do, or None."""
+    """Return what these arguments need that the Pallas kernel of `remember` cannot do, or None."""
     b, h, g, _ = q.shape
     return limit(q, of_phi["first"], of_phi["second"], platform) or first_limit(
         (k.dtype in (jnp.float32, jnp.bfloat16), f"it takes keys in float32 or bfloat16, not {k.dtype}"),
@@ -177,7 +177,7 @@ def _run(
 
 
 def limit(x: Array, first: Array, second: Array, platform: str | None) -> str | None:
-    """What these arguments ask that the Pallas kernels cannot do, or None."""
+    """Return what these arguments need that the Pallas kernels cannot do, or None."""
     d, hidden, features = x.shape[-1], first.shape[-1], second.shape[-1]
     return first_limit(
         (pallas_form(platform) == "tpu", "its kernel is for tpu, as Triton has no exact GELU"),

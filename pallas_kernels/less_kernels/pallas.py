@@ -276,7 +276,7 @@ def _has_erf() -> bool:
     """Whether the TPU that is compiled for has an instruction for it."""
     try:
         return pltpu.get_tpu_info().generation >= 6
-    except ValueError:  # no TPU, or one that jax does not know
+    except ValueError:  # no TPU, or one unknown to jax
         return False
 
 

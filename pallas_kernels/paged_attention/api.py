@@ -39,7 +39,7 @@ def paged_attention(
         q: queries of one token per row; the g of a group share one KV head.
         k: keys of the whole pool, P pages of s slots [P s d], as `decode_attention` takes them.
         v: values of the whole pool [P s e], of any width.
-        position: the token in each slot, -1 for none; slots after the query's position are not seen either.
+        position: position of the token in each slot, -1 if empty; slots after the query's position are not seen either.
         owner: whose a page is, row * h + head; within the layer a head's pages lie side by side, heads in order.
         pages: the layer's first page, and the one after its last; known only at run time.
         query_position: of each row's token; -1 for a row of padding, which sees nothing.
@@ -53,11 +53,11 @@ def paged_attention(
             steps are told (three numbers for each head of each row, and one for each row and for each 128 to 512 slots
             of the pool) up to 240,000 numbers. It compiles for TPU and GPU; it ran in interpreters, never on a chip.
         interpret: `True`, or on TPU `pltpu.InterpretParams()`, to run `pallas` without an accelerator.
-        platform: for which the program is compiled; None for that of `jax.default_backend()`.
+        platform: target of compilation; None for that of `jax.set_mesh`, else of `jax.default_backend()`.
 
     Raises:
-        Unsupported: the implementation asked for cannot run these arguments here.
-        ValueError: there is no such implementation, or values are `Turned`.
+        Unsupported: the requested implementation cannot run these arguments here.
+        ValueError: the implementation is unknown, or values are `Turned`.
     """
     refuse_turned(v)
     form = common.pallas_form(platform)
@@ -80,7 +80,7 @@ def paged_attention(
 def limit(
     q: Array, k: Operand, v: Operand, spec: AttentionSpec, places: Places | None, layers: int, form: str
 ) -> str | None:
-    """What these arguments ask that the Pallas kernel cannot do, or None."""
+    """Return what these arguments need that the Pallas kernel cannot do, or None."""
     b, h = q.shape[:2]
     pages, size = k.shape[:2]
     limits = [*operand_limits(q, k, v, spec, places), *width_limits(k, v, form)]

@@ -72,10 +72,10 @@ def prefill_scores(
         own: which tokens the queries are of, where others read the rest of the text; None for the last n keys' own.
         implementation: `auto`, `xla` or `pallas`.
         interpret: as for `pallas_call`.
-        platform: for which the program is compiled; None for that of `jax.default_backend()`.
+        platform: target of compilation; None for that of `jax.set_mesh`, else of `jax.default_backend()`.
 
     Raises:
-        Unsupported: the implementation asked for cannot run.
+        Unsupported: the requested implementation cannot run.
         ValueError: shapes do not fit each other, or a setting is out of range.
     """
     n, c = q.shape[3] if own is None else own.of, k.shape[2]
@@ -141,7 +141,7 @@ def prefill_scores(
 def limit(
     q: Array, k: Operand | Joined, v: Operand | Joined, form: str, *, rows: int = 1, placed: bool = False
 ) -> str | None:
-    """What these arguments ask that the Pallas kernels for `tpu` or `gpu` cannot do, or None."""
+    """Return what these arguments need that the Pallas kernels for `tpu` or `gpu` cannot do, or None."""
     if isinstance(k, Quantised | Turned | Joined):
         return f"keys are {type(k).__name__}, and it reads arrays only"
     if isinstance(v, Quantised | Turned | Joined):

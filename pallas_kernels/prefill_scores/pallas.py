@@ -118,7 +118,7 @@ def _chip(interpret: Any) -> tuple[int, int]:
         try:
             info = pltpu.get_tpu_info()
             columns, capacity = info.mxu_column_size, info.vmem_capacity_bytes
-        except ValueError:  # a chip that jax does not know
+        except ValueError:  # a chip unknown to jax
             pass
     # With 7 of 8 parts v4 would have to hold sums in smaller steps than attention without them takes.
     return columns, capacity // 32 * 31
