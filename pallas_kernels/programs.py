@@ -47,7 +47,7 @@ class Program:
     forms: tuple[str, ...] = ("tpu", "gpu")
     """Platforms for which the operation has a Pallas kernel."""
     donated: tuple[str, ...] = ()
-    """Inputs whose memory the results reuse; they are freed by the call."""
+    """Inputs whose memory the results reuse; a call makes them invalid."""
     again: Callable[[Any], dict[str, Any]] = lambda results: {}
     """Function from the last call's results to the next call's donated inputs."""
     traffic: int | None = None

@@ -1,4 +1,4 @@
-"""Eviction in XLA: one scatter for each buffer."""
+"""Eviction in XLA: one scatter for each buffer, or a select for some buffers on CPU."""
 
 from __future__ import annotations
 
