@@ -33,7 +33,7 @@ def phi(
     Args:
         q: queries, rotated.
         first: W_1, one per query head.
-        second: W_2; a TPU rounds the factors of bfloat16 weights.
+        second: W_2; a TPU rounds activations to bfloat16 if the weights are bfloat16.
         implementation: `auto`, `xla` or `pallas`.
         interpret: as for `pallas_call`.
         platform: target of compilation; None for that of `jax.set_mesh`, else of `jax.default_backend()`.
