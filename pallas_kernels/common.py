@@ -1,4 +1,4 @@
-"""Which implementation of an operation runs: the one asked for, or the fastest that fits the shapes and the backend."""
+"""Choice of an operation's implementation: the requested one, or the fastest for the shapes and the backend."""
 
 from __future__ import annotations
 
@@ -16,61 +16,61 @@ from pallas_kernels.operands import Quantised
 
 IMPLEMENTATIONS = ("auto", "xla", "pallas", "triton", "mosaic")
 VARIABLE = "KVJAX_KERNELS"
-"""Environment variable that stands in for `implementation="auto"`."""
+"""Environment variable that replaces `implementation="auto"`."""
 
 AUTO = {"tpu": ("pallas", "xla"), "gpu": ("xla",)}
-"""What `auto` tries on each backend, in this order, where there are no `WINNERS`. No kernel has been timed on a chip
-yet: those for TPU are what its compiler accepts, while those for GPU depend on tile sizes that nobody has tuned, and
-have to win a race (`kvjax tune`) or to be asked for."""
+"""Implementations that `auto` tries on each backend, in this order, after any `WINNERS`. No kernel has been timed on a
+chip yet. The TPU kernels are accepted by its compiler. The GPU kernels depend on untuned tile sizes, so they must win
+a benchmark (`kvjax tune`) or be requested."""
 
 LISTED = ("TPU v4", "TPU v5 lite", "TPU v5e", "TPU v5", "TPU v5p", "TPU v6 lite", "TPU v6e")
-"""Kinds of devices for which the kernels' schedules are known from the compiler: `auto` goes by `AUTO`, untimed."""
+"""Device kinds whose kernel schedules are known from the compiler: `auto` uses `AUTO` there without timing."""
 
 WINNERS: dict[str, dict[str, tuple[str, ...]]] = {}
-"""What won on kinds of devices, for buckets of tasks: the right implementations, the fastest first. `auto` only looks
-them up, while programs are traced; who races (`pallas_kernels.race`) writes them."""
+"""Benchmark winners by device kind and task bucket: the correct implementations, fastest first. `auto` only looks them
+up while programs are traced; callers of `pallas_kernels.race` write them."""
 
 HOPPER = 90
-"""Compute capability in tenths of the GPUs whose instructions `mosaic` is made of."""
+"""Compute capability, in tenths, of the GPUs whose instructions `mosaic` uses."""
 
 SIMULATED = "tpu"
-"""The form of a Pallas kernel that interpreters run where there is no accelerator."""
+"""Form of a Pallas kernel that interpreters run without an accelerator."""
 
 
 LANES, SUBLANES = 128, 8
-"""A TPU's registers: the last two dimensions of arrays come in tiles of this size."""
+"""Size of a TPU register: the last two dimensions of arrays are tiled by it."""
 
 
 class Unsupported(ValueError):
-    """An implementation cannot run on this backend or these arguments; the message names the limit."""
+    """Refusal to run on this backend or with these arguments; the message names the limit."""
 
 
 class Task(NamedTuple):
-    """What an operation is asked to do, so that others can ask the same of it with other numbers."""
+    """One call of an operation, which other code can repeat with other numbers."""
 
     bucket: str
-    """From `bucket`: what verdicts are shared by."""
+    """Name from `bucket`; tasks of one bucket share a verdict."""
     run: Callable[..., Any]
-    """Takes the arguments by name, and `implementation` and `platform`."""
+    """Function of the arguments by name, and of `implementation` and `platform`."""
     arguments: dict[str, Any]
     """Arrays, trees of arrays, settings."""
 
 
 class Asked(NamedTuple):
-    """A task as shapes, and who can do it."""
+    """A task with shapes for arrays, and the implementations that can run it."""
 
     task: Task
     candidates: tuple[str, ...]
 
 
 class Survey(str):
-    """An `implementation` that runs as `xla`, and keeps what operations are asked while programs are traced.
+    """An `implementation` that runs as `xla` and records each operation's tasks while programs are traced.
 
-    It equals nothing but itself, so that it shares no traced program with those that are going to run.
+    It equals only itself, so it shares no traced program with real runs.
     """
 
     asked: dict[str, Asked]
-    """By their buckets."""
+    """Recorded tasks by bucket."""
 
     def __new__(cls) -> Survey:
         made = super().__new__(cls, "xla")
@@ -87,7 +87,7 @@ class Survey(str):
         return id(self)
 
     def note(self, task: Task, candidates: tuple[str, ...]) -> None:
-        """Keep a task, unless one of its bucket is there that as many can do."""
+        """Record a task, unless its bucket has one with at least as many candidates."""
         held = self.asked.get(task.bucket)
         if held is None or len(held.candidates) < len(candidates):
             shapes = jax.tree.map(
@@ -105,22 +105,22 @@ def choose(
     interpret: Any = False,
     task: Task | None = None,
 ) -> str:
-    """The implementation that is going to run: `xla`, `pallas`, `triton` or `mosaic`.
+    """Return the implementation to run: `xla`, `pallas`, `triton` or `mosaic`.
 
     Args:
         op: name of the operation, for messages.
-        implementation: `auto` (then the environment variable KVJAX_KERNELS, if set, or else who has won on this kind of
-            device, see `WINNERS`), `xla`, `pallas`, `triton` or `mosaic`; or several of these names with commas between
-            them, for the first that can run; or a `Survey`.
-        limits: for all but `xla` what these arguments ask that it cannot do, or None; an implementation that is missing
-            here does not exist.
-        platform: `cpu`, `gpu` or `tpu`, for which the program is compiled; None for that of `jax.default_backend()`.
-        interpret: as given to `pallas_call`; anything but False lets `pallas` and `mosaic` run on every backend.
-        task: what is asked; None where nobody can win anything.
+        implementation: `auto`, `xla`, `pallas`, `triton` or `mosaic`; several names except `auto`, separated by commas,
+            for the first that can run; or a `Survey`. `auto` reads the environment variable KVJAX_KERNELS. If that is
+            not set, it takes the winner on this kind of device (see `WINNERS`), then tries `AUTO`.
+        limits: for each implementation but `xla`, what these arguments need that it cannot do, or None. An
+            implementation that is missing here does not exist.
+        platform: `cpu`, `gpu` or `tpu`, the target of compilation; None as in `platform_of`.
+        interpret: as for `pallas_call`; any value but False lets `pallas` and `mosaic` run on every backend.
+        task: the call that is made; None if no benchmark covers it.
 
     Raises:
-        Unsupported: the implementation asked for cannot run.
-        ValueError: there is no such implementation.
+        Unsupported: the requested implementation cannot run.
+        ValueError: the implementation is unknown.
     """
     platform = platform_of(platform)
     if isinstance(implementation, Survey):
@@ -148,7 +148,7 @@ def choose(
 
 
 def or_xla(implementation: str) -> str:
-    """The same implementation, but `xla` where that cannot run: of what every model asks for, whatever its shape.
+    """Return the same implementation with `xla` as fallback, for operations that models of any shape need.
 
     Args:
         implementation: as `choose` takes it.
@@ -160,14 +160,14 @@ def or_xla(implementation: str) -> str:
 
 
 def platform_of(platform: str | None) -> str:
-    """`cpu`, `gpu` or `tpu`: the one named, that of the devices in `jax.set_mesh`, or the default backend."""
+    """Return `cpu`, `gpu` or `tpu`: the one named, that of the devices in `jax.set_mesh`, or the default backend."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     name = platform or getattr(device, "platform", None) or jax.default_backend()
     return "gpu" if name in ("cuda", "rocm") else name
 
 
 def kind_of_device(platform: str) -> str:
-    """The kind of the devices in `jax.set_mesh`, or else of this machine's; empty if they are not of the platform."""
+    """Return the device kind in `jax.set_mesh`, or this machine's; empty if that is not of the platform."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     if device is not None:
         return device.device_kind
@@ -175,13 +175,13 @@ def kind_of_device(platform: str) -> str:
 
 
 def bucket(op: str, rounded: Mapping[str, int], exact: Mapping[str, Any]) -> str:
-    """The name of all tasks that a verdict is for, which people can read.
+    """Return the readable name of all tasks that share a verdict.
 
     Args:
         op: name of the operation.
-        rounded: numbers of rows, slots and tokens, which go up to the next power of two.
-        exact: head counts, widths, dtypes and settings that change what is computed; True stands by its name alone,
-            None and False are left out.
+        rounded: numbers of rows, slots and tokens, rounded up to the next power of two.
+        exact: head counts, widths, dtypes and settings that change the computation; True is written as its name
+            alone, None and False are left out.
     """
     most = (f"{name}<={1 << max(size - 1, 0).bit_length()}" for name, size in rounded.items())
     said = ((name, value) for name, value in exact.items() if value is not None and value is not False)
@@ -190,50 +190,50 @@ def bucket(op: str, rounded: Mapping[str, int], exact: Mapping[str, Any]) -> str
 
 
 def numbers_of(x: Any) -> str:
-    """In what numbers keys or values lie in memory: a dtype, `int8` or `int4`, or the name of what is no array."""
+    """Return how keys or values are stored: a dtype, `int8` or `int4`, or the type's name for other objects."""
     if isinstance(x, Quantised):
         return f"int{x.bits}"
     return x.dtype.name if hasattr(x, "dtype") else type(x).__name__
 
 
 def is_array(x: object) -> bool:
-    """Whether something is an array of JAX or NumPy, or stands for one in a program."""
+    """Return whether x is an array of JAX or NumPy, or a tracer of one."""
     return isinstance(x, jax.Array | np.ndarray)
 
 
 def pallas_form(platform: str | None) -> str:
-    """Which form of a Pallas kernel is meant, `gpu` or `tpu`."""
+    """Return the form of a Pallas kernel for a platform, `gpu` or `tpu`."""
     platform = platform_of(platform)
     return platform if platform in ("gpu", "tpu") else SIMULATED
 
 
 def first_limit(*limits: tuple[bool, str]) -> str | None:
-    """The text of the first limit that is exceeded, given (within, text)."""
+    """Return the text of the first limit that is exceeded, given pairs (within, text); None if none is."""
     return next((text for within, text in limits if not within), None)
 
 
 def padded(size: int, unit: int) -> int:
-    """The next multiple of a unit."""
+    """Return the size rounded up to a multiple of a unit."""
     return -(-size // unit) * unit
 
 
 def slots_lie_along_lanes(c: int, d: int) -> bool:
-    """Whether XLA stores [b, h, c, d] on a TPU with c innermost: it takes the order that needs less padding.
+    """Return whether XLA stores [b, h, c, d] on a TPU with c innermost: it takes the order with less padding.
 
-    A kernel that reads such an array as it is written would have all of it copied before every call.
+    If a kernel reads such an array with d innermost, XLA copies all of it before every call.
     """
     return padded(d, SUBLANES) * padded(c, LANES) < padded(c, SUBLANES) * padded(d, LANES)
 
 
 def tpu_params(parallel: int, arbitrary: int = 0, vmem: int | None = None) -> Any:
-    """How kernels are compiled for TPU.
+    """Return the compiler parameters of TPU kernels.
 
-    Without checks of each copy's bounds, which take up to two fifths of a grid step: interpreters check them.
+    Bounds checks of copies are off: they take up to two fifths of a grid step. Interpreters check the bounds.
 
     Args:
-        parallel: the first dimensions of the grid, which cores may share.
-        arbitrary: the last ones, which run in order.
-        vmem: bytes of the chip's memory that a kernel may take; None for the compiler's own limit.
+        parallel: number of first grid dimensions, which cores may share.
+        arbitrary: number of last grid dimensions, which run in order.
+        vmem: bytes of VMEM that a kernel may take; None for the compiler's own limit.
     """
     from jax.experimental.pallas import tpu as pltpu
 
@@ -242,13 +242,13 @@ def tpu_params(parallel: int, arbitrary: int = 0, vmem: int | None = None) -> An
 
 
 def over_cores(units: int) -> tuple[int, int]:
-    """The first axes of a grid of so many units: cores of a chip, two at most, and the units of each."""
+    """Return the first axes of a grid over `units` units: cores of a chip, two at most, and the units of each."""
     cores = 2 if units % 2 == 0 else 1
     return cores, units // cores
 
 
 def row_and_block(core: Any, step: Any, units: int, blocks: int) -> tuple[Any, Any]:
-    """Which row, and which of its blocks of heads, a core with so many units is at."""
+    """Return the row, and its block of heads, of a step on a core that has `units` units."""
     unit = core * units + step
     return jax.lax.div(unit, blocks), jax.lax.rem(unit, blocks)
 
@@ -266,9 +266,9 @@ def _obstacle(name: str, limits: Mapping[str, str | None], platform: str, interp
         return "it needs jax-triton, which pip install 'kvjax[gpu]' brings"
     if name == "triton" and jax.__version_info__ >= (0, 12):
         found = importlib.metadata.version("jax-triton")
-        if tuple(map(int, found.split(".")[:3])) <= (0, 4, 1):  # its rules are called with other arguments there
+        if tuple(map(int, found.split(".")[:3])) <= (0, 4, 1):  # jax 0.12 calls its rules with other arguments
             return f"jax-triton {found} does not work with jax {jax.__version__}"
-    if name == "mosaic" and jax.__version_info__ < (0, 10, 2):  # what Mosaic GPU is called with changed there
+    if name == "mosaic" and jax.__version_info__ < (0, 10, 2):  # that version changed the arguments of Mosaic GPU
         return f"it needs jax 0.10.2, and this is {jax.__version__}"
     if name == "mosaic" and interpret is False:
         if platform != "gpu":
@@ -280,7 +280,7 @@ def _obstacle(name: str, limits: Mapping[str, str | None], platform: str, interp
 
 
 def _capability() -> int | None:
-    """Compute capability in tenths of the GPU that is compiled for; None where there is none to ask."""
+    """Return the compute capability, in tenths, of the target GPU; None if there is no GPU to ask."""
     known = capability()
     if known is None and platform_of(jax.default_backend()) == "gpu":
         major, minor = jax.local_devices()[0].compute_capability.split(".")

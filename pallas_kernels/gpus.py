@@ -1,4 +1,4 @@
-"""GPUs that programs are compiled for where there is none: what XLA's compiler and the occupancy of kernels go by."""
+"""GPUs that programs are compiled for without the device: data for XLA's compiler and for kernel occupancy."""
 
 from __future__ import annotations
 
@@ -9,36 +9,36 @@ import jax
 WARP = 32
 """Threads of a warp."""
 MOST_BLOCKS = 32
-"""Blocks of threads that live on a multiprocessor at once, at most."""
+"""Maximum blocks of threads that are resident on a multiprocessor."""
 MOST_THREADS = 2048
-"""Threads that live on a multiprocessor at once, at most."""
+"""Maximum threads that are resident on a multiprocessor."""
 REGISTERS = 65536
-"""Registers of 32 bits of a multiprocessor, in four equal parts."""
+"""32-bit registers of a multiprocessor, in four equal parts."""
 RESERVED = 1024
-"""Bytes of shared memory that the system takes of every block."""
+"""Bytes of shared memory that the system reserves for every block."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Gpu:
-    """A GPU as the CUDA C++ programming guide (compute capabilities) and its data sheet describe it."""
+    """A GPU's data from the CUDA C++ programming guide (compute capabilities) and its data sheet."""
 
     kind: str
-    """As a device of this kind calls itself."""
+    """Device kind, as JAX reports it."""
     capability: int
     """Compute capability in tenths, 90 for 9.0."""
     multiprocessors: int
     shared: int
-    """Bytes of shared memory of a multiprocessor; a block may have all but `RESERVED` of them."""
+    """Bytes of shared memory of a multiprocessor; a block may use all but `RESERVED` of them."""
     lanes: int
-    """Float32 products of a multiprocessor and cycle."""
+    """Float32 products per multiprocessor and cycle."""
     bandwidth: int
-    """Of its memory, bytes per second."""
+    """Memory bandwidth in bytes per second."""
     memory: int
-    """Bytes."""
+    """Memory in bytes."""
     cache: int
-    """Bytes of the second level."""
+    """Level-two cache in bytes."""
     clock: float
-    """Gigahertz."""
+    """Clock rate in gigahertz."""
 
     @property
     def configuration(self) -> str:
@@ -57,15 +57,15 @@ class Gpu:
         """
 
     def occupancy(self, threads: int, registers: int, shared: int) -> int:
-        """Blocks of a kernel that live on a multiprocessor at once.
+        """Return how many blocks of a kernel are resident on a multiprocessor.
 
         Args:
-            threads: of a block, from 1 to 1024.
-            registers: of a thread.
-            shared: bytes of a block.
+            threads: threads of a block, from 1 to 1024.
+            registers: registers of a thread.
+            shared: bytes of shared memory of a block.
         """
         warps = -(-threads // WARP)
-        of_warp = -(-registers * WARP // 256) * 256  # registers are given to warps by 256
+        of_warp = -(-registers * WARP // 256) * 256  # warps get registers in units of 256
         of_part = REGISTERS // 4 // of_warp if registers else MOST_BLOCKS
         by_registers = 4 * of_part // (-(-warps // 4) * 4)
         by_shared = self.shared // (-(-(shared + RESERVED) // 128) * 128)
@@ -76,11 +76,11 @@ GPUS = {
     "a100": Gpu("NVIDIA A100-SXM4-80GB", 80, 108, 167_936, 64, 2_039_000_000_000, 80_000_000_000, 40 * 2**20, 1.41),
     "h100": Gpu("NVIDIA H100 80GB HBM3", 90, 132, 233_472, 128, 3_352_320_000_000, 84_942_979_072, 50 * 2**20, 1.98),
 }
-"""By name."""
+"""GPUs by name."""
 
 
 def capability() -> int | None:
-    """Compute capability of the GPU in `jax.set_mesh` if that is one of `GPUS`; None where a device has to be asked."""
+    """Return the compute capability of the GPU in `jax.set_mesh` if it is in `GPUS`; None if a device must be asked."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     known = {gpu.kind: gpu.capability for gpu in GPUS.values()}
     return known.get(getattr(device, "device_kind", ""))

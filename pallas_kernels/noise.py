@@ -1,4 +1,4 @@
-"""Random numbers as a pure function of seed, layer, head and position, so that no buffer has to hold them."""
+"""Random numbers as a pure function of seed, layer, head and position, so no buffer has to store them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ GUMBEL_DEVIATION = math.pi / math.sqrt(6)
 
 
 def mix(x: UInt32[Array, "*b"]) -> UInt32[Array, "*b"]:
-    """The finaliser of MurmurHash3: every bit of the input flips every bit of the output half of the time."""
+    """Apply the finalizer of MurmurHash3: each input bit flips each output bit half of the time."""
     x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
     x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
     return x ^ (x >> 16)
@@ -25,14 +25,14 @@ def hashed_bits(
     head: UInt32[Array, "*b"],
     position: UInt32[Array, "*b"],
 ) -> UInt32[Array, "*b"]:
-    """32 random bits for each seed, layer, head and position."""
+    """Return 32 random bits for each seed, layer, head and position."""
     bits = mix(seed ^ jnp.uint32(layer) * jnp.uint32(0x9E3779B9))
     bits = mix(bits ^ (head * jnp.uint32(0x7FEB352D) + jnp.uint32(1)))
     return mix(bits ^ (position * jnp.uint32(0x846CA68B) + jnp.uint32(1)))
 
 
 def uniform(bits: UInt32[Array, "*b"]) -> Float[Array, "*b"]:
-    """Numbers strictly between 0 and 1 from random bits: 23 of them and a half, exact in float32."""
+    """Return numbers strictly between 0 and 1 from random bits: 23 of them plus a half, exact in float32."""
     return ((bits >> 9).astype(jnp.int32).astype(jnp.float32) + 0.5) / 2**23  # a TPU converts only signed integers
 
 
@@ -43,14 +43,14 @@ def uniform_at(
     query: Int[Array, "b t"] | None = None,
     head: Int[Array, "b h"] | None = None,
 ) -> Float[Array, "b h c"] | Float[Array, "b h t c"]:
-    """Numbers in (0, 1), float32, one for each seed, layer, KV head and position.
+    """Return numbers in (0, 1), float32, one for each seed, layer, KV head and position.
 
     Args:
-        seed: of each row.
-        layer: which one, from 0.
-        position: of the tokens, in all KV heads or in those of `head`.
-        query: positions of the queries, where each has numbers of its own.
-        head: which KV heads these are; None for all of them in order.
+        seed: seed of each row.
+        layer: layer number, from 0.
+        position: positions of the tokens, in all KV heads or in those of `head`.
+        query: positions of the queries, if each draws separate numbers.
+        head: numbers of the KV heads; None for all of them in order.
     """
     heads = jnp.arange(position.shape[1], dtype=jnp.uint32)[None] if head is None else head.astype(jnp.uint32)
     heads = heads[..., None]
@@ -62,19 +62,19 @@ def uniform_at(
 
 
 def gumbel(uniform: Float[Array, "*b"]) -> Float[Array, "*b"]:
-    """Standard Gumbel noise, of mean 0.5772 and deviation 1.2825, from uniform numbers."""
+    """Return standard Gumbel noise, of mean 0.5772 and deviation 1.2825, from uniform numbers."""
     return -jnp.log(-jnp.log(uniform))
 
 
 def gaussian(uniform: Float[Array, "*b"]) -> Float[Array, "*b"]:
-    """Gaussian noise of the Gumbel distribution's mean and deviation, from uniform numbers."""
+    """Return Gaussian noise with the Gumbel distribution's mean and deviation, from uniform numbers."""
     return GUMBEL_MEAN + GUMBEL_DEVIATION * math.sqrt(2) * erf_inv(2 * uniform - 1)
 
 
 def none(uniform: Float[Array, "*b"]) -> Float[Array, "*b"]:
-    """No noise."""
+    """Return zeros, which are no noise."""
     return jnp.zeros_like(uniform)
 
 
 KINDS = {"gumbel": gumbel, "gaussian": gaussian, "none": none}
-"""Keyformer's noise by name."""
+"""Keyformer's noise functions by name."""

@@ -1,4 +1,4 @@
-"""What keys and values may be besides arrays: codes of few bits, or keys that are turned when they are read."""
+"""Keys and values other than arrays: codes of few bits, or keys that are rotated when they are read."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from pallas_kernels.attention import wide
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["codes", "scale"], meta_fields=[])
 @dataclasses.dataclass(frozen=True)
 class Quantised:
-    """Numbers as codes of 8 or 4 bits with one scale for each slot: x = scale * code.
+    """Numbers stored as codes of 8 or 4 bits with one scale per slot: x = scale * code.
 
     Args:
         codes: int8 [... c d]; or uint8 [... c d/2], where the low four bits hold the first half of the channels and
             the high four bits the second, each as code + 8.
-        scale: of each slot, float32 (float64 for float64).
+        scale: scale of each slot, float32 (float64 for float64).
     """
 
     codes: Int[Array, "*b c w"]
@@ -35,27 +35,27 @@ class Quantised:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the numbers that are meant."""
+        """Shape of the decoded numbers."""
         *lead, w = self.codes.shape
         return (*lead, w if self.bits == 8 else 2 * w)
 
     def values(self, dtype: Any) -> Float[Array, "*b c d"]:
-        """The numbers themselves; of one block at a time, for whoever reads a cache."""
+        """Decode the numbers; code that reads a cache decodes one block at a time."""
         return unpacked(self.codes).astype(dtype) * self.scale[..., None].astype(dtype)
 
 
 LEVELS = {8: 127, 4: 7}
-"""The largest code of so many bits; the smallest is its negative."""
+"""Largest code for a number of bits; the smallest is its negative."""
 
 
 def quantise(x: Float[Array, "*b c d"], bits: int) -> Quantised:
-    r"""Codes of each slot's numbers, symmetric about zero.
+    r"""Quantise each slot's numbers, symmetric about zero.
 
     .. math:: s = \max_i |x_i| / L, \quad code_i = \mathrm{round}(x_i / s), \quad L = 127 \text{ or } 7
 
     Args:
         x: numbers, d of each slot; d is even for 4 bits.
-        bits: 8, or 4, which lie in pairs in a byte: the first half of the channels low, the second high.
+        bits: 8, or 4 with two codes in a byte: the first half of the channels low, the second high.
     """
     levels, scale = codes_and_scale(x.astype(wide(x.dtype)), bits)
     codes = levels.astype(jnp.int8)
@@ -66,7 +66,7 @@ def quantise(x: Float[Array, "*b c d"], bits: int) -> Quantised:
 
 
 def codes_and_scale(x: Float[Array, "*b d"], bits: int) -> tuple[Float[Array, "*b d"], Float[Array, "*b 1"]]:
-    """Codes as whole numbers, and what they are multiplied with, in lines that kernels run, too."""
+    """Return codes as whole numbers and their scale; kernels run these lines, too."""
     scale = jnp.maximum(jnp.abs(x).max(-1, keepdims=True), jnp.finfo(jnp.float32).tiny) / LEVELS[bits]
     return jnp.round(x / scale), scale
 
@@ -76,13 +76,13 @@ def codes_and_scale(x: Float[Array, "*b d"], bits: int) -> tuple[Float[Array, "*
 )
 @dataclasses.dataclass(frozen=True)
 class Turned:
-    """Unrotated keys that attention sees rotated by their place.
+    """Unrotated keys that attention rotates by their place (RoPE).
 
     Args:
         keys: [... c d].
-        order: the place of each slot, from 0; anything where it is empty.
-        cos, sin: of the angles of every place [places, w/2], the first w channels are turned.
-        interleaved: pairs (0, 1), (2, 3), ... instead of (0, w/2), (1, w/2 + 1), ...
+        order: the place of each slot, from 0; arbitrary in empty slots.
+        cos, sin: cosines and sines of every place's angles [places, w/2]; the first w channels are rotated.
+        interleaved: rotates pairs (0, 1), (2, 3), ... instead of (0, w/2), (1, w/2 + 1), ...
     """
 
     keys: Float[Array, "*b c d"]
@@ -93,11 +93,11 @@ class Turned:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the keys."""
+        """Shape of the keys."""
         return self.keys.shape
 
     def values(self, dtype: Any) -> Float[Array, "*b c d"]:
-        """The keys as attention sees them."""
+        """Return the rotated keys."""
         place = jnp.clip(self.order, 0, self.cos.shape[0] - 1)
         cos, sin = whole_widths(self.cos[place], self.sin[place], self.interleaved)
         return turn(self.keys, cos, sin, self.interleaved).astype(dtype)
@@ -108,7 +108,7 @@ Operand = Array | Quantised | Turned
 
 
 def unpacked(codes: Int[Array, "*b c w"]) -> Int[Array, "*b c d"]:
-    """Codes as int8, one for each channel."""
+    """Return codes as int8, one for each channel."""
     if codes.dtype == jnp.int8:
         return codes
     low, high = codes & 15, codes >> 4
@@ -116,12 +116,12 @@ def unpacked(codes: Int[Array, "*b c w"]) -> Int[Array, "*b c d"]:
 
 
 def values(operand: Operand, dtype: Any) -> Float[Array, "*b c d"]:
-    """An operand as numbers; of one block at a time, for whoever reads a cache."""
+    """Return an operand as numbers; code that reads a cache passes one block at a time."""
     return operand.astype(dtype) if isinstance(operand, jax.Array) else operand.values(dtype)
 
 
 def cut(operand: Operand, at: Any, size: int, axis: int) -> Operand:
-    """Some of an operand's slots (or pages): `size` of them along `axis`, from `at` on."""
+    """Return `size` of an operand's slots (or pages) along `axis`, from `at` on."""
 
     def part(leaf: Array) -> Array:
         return jax.lax.dynamic_slice_in_dim(leaf, at, size, axis)
@@ -134,7 +134,7 @@ def cut(operand: Operand, at: Any, size: int, axis: int) -> Operand:
 def whole_widths(
     cos: Float[Array, "*b half"], sin: Float[Array, "*b half"], interleaved: bool
 ) -> tuple[Float[Array, "*b w"], Float[Array, "*b w"]]:
-    """What `turn` multiplies each channel and the other one of its pair with, from cosines and sines of pairs."""
+    """Expand cosines and sines of pairs to the factors with which `turn` multiplies each channel and its partner."""
     if interleaved:
         cos, sin = jnp.repeat(cos, 2, axis=-1), jnp.stack([-sin, sin], axis=-1).reshape(*sin.shape[:-1], -1)
         return cos, sin
@@ -148,8 +148,8 @@ def turn(
 
     Args:
         x: queries or keys.
-        cos, sin: of the angles, as `whole_widths` gives them.
-        interleaved: which channels are pairs, as `Turned` says.
+        cos, sin: cosines and sines of the angles, as `whole_widths` returns them.
+        interleaved: which channels are pairs, as in `Turned`.
     """
     width = cos.shape[-1]
     rotated, rest = x[..., :width], x[..., width:]
@@ -163,14 +163,14 @@ def turn(
 
 
 def _swapped(interleaved: bool, x: Float[Array, "*b w"]) -> Float[Array, "*b w"]:
-    """Channels, each in the place of the other one of its pair."""
+    """Swap the two channels of each pair."""
     if interleaved:
         return jnp.stack([x[..., 1::2], x[..., 0::2]], axis=-1).reshape(x.shape)
     return jnp.roll(x, x.shape[-1] // 2, axis=-1)
 
 
 def _swapped_by_product(interleaved: bool, x: Float[Array, "*b w"]) -> Float[Array, "*b w"]:
-    # As exact, and XLA fuses it with what is around it, where halves of 64 lanes would be padded and copied.
+    # Equally exact, and XLA fuses it with its neighbours; it would pad and copy halves of 64 lanes.
     channels = np.arange(x.shape[-1])
     places = channels ^ 1 if interleaved else np.roll(channels, len(channels) // 2)
     swap = jnp.asarray(np.eye(len(channels))[places], x.dtype)

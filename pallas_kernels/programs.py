@@ -1,4 +1,4 @@
-"""The kernels at sizes of real models: compiled for absent chips, lowered to CUDA, and raced in the benchmark."""
+"""Workloads of the kernels at sizes of real models: compiled for absent chips, lowered to CUDA, and benchmarked."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Shape = jax.ShapeDtypeStruct
 IMPLEMENTATIONS = ("xla", "pallas", "triton", "mosaic")
 
 H100 = AbstractMesh((1,), ("one",), abstract_device=AbstractDevice("NVIDIA H100 80GB HBM3", None, "gpu"))
-"""What kernels are lowered for where there is no GPU to ask."""
+"""Device that kernels are lowered for if there is no GPU to ask."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,27 +42,27 @@ class Program:
     op: str
     label: str
     run: Callable[..., Any]
-    """Called with `shapes` by name, and with `implementation` and `platform`."""
+    """Function of `shapes` by name, and of `implementation` and `platform`."""
     shapes: dict[str, Any]
     forms: tuple[str, ...] = ("tpu", "gpu")
-    """For what the operation has a Pallas kernel."""
+    """Platforms for which the operation has a Pallas kernel."""
     donated: tuple[str, ...] = ()
-    """Inputs whose memory the results take; they are gone afterwards."""
+    """Inputs whose memory the results reuse; a call makes them invalid."""
     again: Callable[[Any], dict[str, Any]] = lambda results: {}
-    """The donated inputs of the next call, from the results of the last."""
+    """Function from the last call's results to the next call's donated inputs."""
     traffic: int | None = None
-    """Bytes that have to be read and written; None for all inputs and results, each once."""
+    """Bytes that must be read and written; None for all inputs and results, each once."""
 
     def __str__(self) -> str:
         return f"{self.op} {self.label}"
 
     def jit(self, implementation: str, platform: str | None = None) -> Any:
-        """The compiled function of `shapes` by name; calling it raises `Unsupported` where it cannot run."""
+        """Return the compiled function of `shapes` by name; a call raises `Unsupported` if it cannot run."""
         run = functools.partial(self.run, implementation=implementation, platform=platform)
         return jax.jit(run, donate_argnames=self.donated)
 
     def lower(self, implementation: str, platform: str, shapes: dict[str, Any] | None = None) -> jax.stages.Lowered:
-        """The program for a `platform` (`tpu`, `cuda`), which need not be there.
+        """Lower the program for a `platform` (`tpu`, `cuda`), which need not be present.
 
         Raises:
             Unsupported: the implementation cannot run these shapes there.
@@ -72,7 +72,7 @@ class Program:
             return traced.lower(lowering_platforms=(platform,))
 
     def trace(self, implementation: str, platform: str, shapes: dict[str, Any] | None = None) -> Any:
-        """The program before it is lowered for a `platform`; its `jaxpr` holds the kernels.
+        """Trace the program for a `platform` without lowering it; its `jaxpr` holds the kernels.
 
         Raises:
             Unsupported: the implementation cannot run these shapes there.
@@ -81,11 +81,11 @@ class Program:
             return self.jit(implementation, platform).trace(**(self.shapes if shapes is None else shapes))
 
     def arrays(self) -> dict[str, Any]:
-        """Random inputs: every slot live, and queries after all of them."""
+        """Return random inputs: every slot is live, and queries come after all slots."""
         rng = np.random.default_rng(0)
 
         def fill(path: tuple[Any, ...], shape: Shape) -> jax.Array:
-            # An argument's name, and that of its field where it has any.
+            # The argument's name, and its field's name if it has fields.
             name, field = (str(getattr(key, "key", getattr(key, "name", ""))) for key in (path[0], path[-1]))
             if shape.dtype in (jnp.int8, jnp.uint8):
                 info = jnp.iinfo(shape.dtype)
@@ -93,31 +93,31 @@ class Program:
             if jnp.issubdtype(shape.dtype, jnp.floating):
                 key = jax.random.key(int(rng.integers(2**31)))
                 made = jax.random.normal(key, shape.shape, shape.dtype)
-                if field == "scale":  # codes come to numbers around one
+                if field == "scale":  # decoded numbers are around one
                     return (jnp.abs(made) + 1) / (8 if getattr(self.shapes[name], "bits", 8) == 4 else 128)
                 if (name == "layers" or field in ("first", "second", "third")) and made.ndim > 2:  # linear maps
                     return made * made.shape[-2] ** -0.5
-                if name == "q":  # attention that a few slots have for themselves tells most when it is wrong
+                if name == "q":  # attention that peaks at a few slots shows errors best
                     return 3 * made
                 return jnp.abs(made) + 1 if field == "tau" or name in ("weights", "low_rank", "memory") else made
             if shape.dtype == jnp.uint32:
                 return jnp.asarray(rng.integers(2**32, size=shape.shape, dtype=np.uint32))
             if shape.dtype == jnp.bool_:  # slots to keep: one in eight
                 return jnp.asarray(rng.random(shape.shape) < 1 / 8)
-            if name in ("owner", "pages"):  # heads' pages side by side, all of them
+            if name in ("owner", "pages"):  # each head's pages are adjacent, and all pages are used
                 pages = self.shapes["position"].shape[0]
                 heads = math.prod(self.shapes["q"].shape[:2])
                 return jnp.asarray([0, pages], jnp.int32) if name == "pages" else jnp.arange(pages) * heads // pages
             if name in ("position", "key_position"):
                 return jnp.broadcast_to(jnp.arange(shape.shape[-1], dtype=shape.dtype), shape.shape)
             if "key_position" in self.shapes and name != "places":
-                # A prompt's queries are those of the newest keys; one of several readers has the first of them.
+                # A prompt's queries are its newest tokens; one of several readers has its first tokens.
                 keys, queries = self.shapes["key_position"].shape[-1], self.shapes["q"].shape[3]
                 first = 0 if {"own", "token"} & self.shapes.keys() else keys - queries
                 return jnp.broadcast_to(first + jnp.arange(queries, dtype=shape.dtype), shape.shape)
-            if name in ("places", "scores"):  # what matters only with slopes; layers and heads by number
+            if name in ("places", "scores"):  # places, which matter only with slopes; numbers of layers and heads
                 return jnp.zeros(shape.shape, shape.dtype)
-            # Queries come after every slot; a head may use all of its slots, half of them for the newest.
+            # Queries come after every slot. A head may use all of its slots; half of them are recent tokens.
             share = {"sinks": 0, "recent": 2}.get(field, 1)
             return jnp.full(shape.shape, share and self.shapes["position"].shape[-1] // share, shape.dtype)
 
@@ -125,7 +125,7 @@ class Program:
 
     @property
     def bytes(self) -> int:
-        """What has to be read and written."""
+        """Bytes that must be read and written."""
         if self.traffic is not None:
             return self.traffic
         results = jax.eval_shape(functools.partial(self.run, implementation="xla", platform="cpu"), **self.shapes)
@@ -137,7 +137,7 @@ def _of(platform: str) -> contextlib.AbstractContextManager[Any]:
 
 
 def operand(shape: tuple[int, ...], dtype: DTypeLike, bits: int | None) -> Any:
-    """Keys or values, as codes of so many bits if any are named."""
+    """Return the shapes of keys or values, or of their codes if `bits` is given."""
     if bits is None:
         return Shape(shape, dtype)
     *slots, width = shape
@@ -163,7 +163,7 @@ def decode(
     window: int | None = None,
     soft_cap: float | None = None,
 ) -> Program:
-    """`decode_attention`; `noisy` asks for Keyformer's increments, `rank` for the low-rank share of LESS."""
+    """Return a `decode_attention` workload; `noisy` adds Keyformer's increments, `rank` LESS's low-rank attention."""
     e = d if e is None else e
 
     def run(
@@ -198,7 +198,7 @@ def decode(
 def paged(
     label: str, b: int, h: int, g: int, pages: int, size: int, d: int, dtype: DTypeLike, *, bits: int | None = None
 ) -> Program:
-    """`paged_attention` over a pool of which this layer's are all pages."""
+    """Return a `paged_attention` workload over a pool whose pages all belong to one layer."""
     shapes: dict[str, Any] = {
         "q": Shape((b, h, g, d), dtype),
         "k": operand((pages, size, d), dtype, bits),
@@ -229,9 +229,10 @@ def prefill(
     readers: int = 1,
     **settings: Any,
 ) -> Program:
-    """`prefill_scores`; `extra` names optional arrays, `cached` keys come before the prompt's, values are `e` wide.
+    """Return a `prefill_scores` workload.
 
-    Of several readers each has as many of the prompt's queries.
+    `extra` names optional arrays, `cached` keys come before the prompt's, and values are `e` wide. `readers` divide the
+    prompt's queries equally.
     """
     c, own = cached + n, n // readers
 
@@ -267,7 +268,7 @@ def features(
     hidden: int = 512,
     rank: int = 8,
 ) -> Program:
-    """`phi` or `psi` of `less_kernels`."""
+    """Return a workload of `phi` or `psi` of `less_kernels`."""
     heads = (h, g) if which == "phi" else (h,)
 
     def weight(*shape: int) -> Shape:
@@ -281,7 +282,7 @@ def features(
 
 
 def remembering(label: str, b: int, h: int, g: int, d: int, dtype: DTypeLike, *, hidden: int = 512) -> Program:
-    """`remember` of `less_kernels`, in place, with weights in the dtype."""
+    """Return a workload of `remember` of `less_kernels`, in place, with weights in `dtype`."""
     rank, single = 8, jnp.float32
     pair = Shape((b, h, d), single), Shape((b, h, d), single), Shape((b, h), jnp.int32)
     scales = {name: Shape((h, rank), single) for name in ("outer_scale", "residual_scale")}
@@ -304,7 +305,7 @@ def remembering(label: str, b: int, h: int, g: int, d: int, dtype: DTypeLike, *,
 def eviction(
     label: str, b: int, h: int, c: int, d: int, dtype: DTypeLike, *, words: int = 0, keep: bool = False
 ) -> Program:
-    """`evict` of one pair with its accumulated score, and `words` a slot, in place; integers come with scales."""
+    """Return an in-place `evict` workload: a pair, its accumulated score, and `words` a slot; integers have scales."""
 
     def run(sinks: Array, recent: Array, limit: Array, **arrays: Any) -> Any:
         return evict(**arrays, scores=arrays["buffers"]["stats"], protection=Protection(sinks, recent, limit))
@@ -331,7 +332,7 @@ def eviction(
         forms=("tpu",),
         donated=("position", "buffers"),
         again=lambda results: {"position": results[3], "buffers": results[4]},
-        traffic=8 * b * h * c + 3 * pairs,  # scores and positions; a pair that leaves, one that comes, from its input
+        traffic=8 * b * h * c + 3 * pairs,  # scores and positions; the evicted pair, the new pair, and its input
     )
 
 
@@ -357,11 +358,11 @@ def stepping(
     adds: bool = False,
     hashed: int = 0,
 ) -> Program:
-    """`decode_step` with an accumulated score, in place; `noisy` asks for Keyformer's increments.
+    """Return an in-place `decode_step` workload with an accumulated score; `noisy` adds Keyformer's increments.
 
-    So many first tokens are set `apart`: they see a query of their own, and slopes see them from nearer. `pairs` that
-    leave are handed out, if asked. What is asked is told, or the kernel `adds` it to the score; where nothing is, the
-    oldest leaves first. With codes of so many bits, `hashed`, it is the farthest by them, and there is no score.
+    The first `apart` tokens use a separate query, and slopes place them nearer. `pairs` returns the evicted pairs.
+    Requested scores are returned, or the kernel `adds` them to the score. If none are requested, the oldest token is
+    evicted first. With codes of `hashed` bits, the farthest token by codes is evicted first, and there is no score.
     """
 
     def run(
@@ -413,7 +414,7 @@ def stepping(
     if apart:
         shapes["near"] = Shape((b, h, g, d), dtype)
     stored = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves((shapes["k"], shapes["v"])))
-    # Positions and scores or words, before and after; what is asked.
+    # Positions, and scores or words, before and after; requested scores.
     rows = 4 * b * h * c * (2 + 2 * max(words, 1) + (asks and not adds))
     return Program(
         "decode_step",
@@ -428,7 +429,7 @@ def stepping(
 
 
 def hashes(label: str, b: int, h: int, g: int, c: int, bits: int, *, keep: bool = False) -> Program:
-    """`hamming`."""
+    """Return a `hamming` workload."""
 
     def run(sinks: Array, recent: Array, limit: Array, **arrays: Any) -> Array:
         return hamming(**arrays, protection=Protection(sinks, recent, limit))
@@ -443,7 +444,7 @@ def hashes(label: str, b: int, h: int, g: int, c: int, bits: int, *, keep: bool 
 
 
 def rotating(label: str, b: int, h: int, g: int, d: int, dtype: DTypeLike) -> Program:
-    """`rotate` of queries and keys, with values beside them, all as products of weights leave them."""
+    """Return a `rotate` workload: queries, keys and values, all in the layout of the projections."""
 
     def run(q: Array, k: Array, v: Array, cos: Array, sin: Array, **how: Any) -> tuple[Array, ...]:
         q, k, v = (x.reshape(b, -1, d) for x in (q, k, v))
@@ -455,7 +456,7 @@ def rotating(label: str, b: int, h: int, g: int, d: int, dtype: DTypeLike) -> Pr
 
 
 def programs() -> Iterator[Program]:
-    """Every operation at sizes of real models, and at odd ones."""
+    """Yield workloads of every operation at sizes of real models, and at odd sizes."""
     half, whole = jnp.bfloat16, jnp.float32
     yield decode("8 heads x 4, 4096 slots, d 128, bfloat16", 32, 8, 4, 4096, 128, half)
     yield decode("the same with Gumbel scores and rank 8", 32, 8, 4, 4096, 128, half, rank=8, noisy=True)

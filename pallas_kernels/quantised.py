@@ -1,7 +1,7 @@
-"""Contractions with codes in XLA: scales go to the logits and to the weights, so that no number is ever decoded.
+"""Contractions with codes in XLA: scales are applied to the logits and the weights, so no number is decoded.
 
-On `cpu` and `tpu` codes meet two int8 digits of the other side's rows as integers; `gpu` converts them to the queries'
-dtype on their way into the product. With float64, which asks for exactness, they are decoded.
+On `cpu` and `tpu`, integer products multiply codes by two int8 digits of the other side's rows. On `gpu`, codes are
+converted to the queries' dtype inside the product. With float64, which requires exactness, they are decoded.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from pallas_kernels.attention import wide
 from pallas_kernels.operands import Operand, Quantised, Turned
 
 LOW = 254
-"""Units of the low digit in one of the high digit, which is off by half of one at most."""
+"""Units of the low digit in one unit of the high digit, which is off by half a unit at most."""
 
 
 def digits(x: Float[Array, "*b n d"]) -> tuple[Int[Array, "*b m d"], Float[Array, "*b n 1"]]:
-    """Rows of numbers as twice as many rows of int8, the high digits before the low ones, and each row's unit.
+    """Return rows of numbers as twice as many int8 rows, high digits before low ones, and each row's unit.
 
-    Two digits are off by 1.6e-5 of a row's largest number at most; one alone would be by more than codes are.
+    Two digits are off by at most 1.6e-5 of a row's largest number. One digit alone would be off by more than codes are.
     """
     unit = jnp.maximum(jnp.abs(x).max(-1, keepdims=True), 1e-30) * (1 / 127)
     scaled = x / unit
@@ -32,13 +32,13 @@ def digits(x: Float[Array, "*b n d"]) -> tuple[Int[Array, "*b m d"], Float[Array
 
 
 def joined(products: Int[Array, "*b m s"], unit: Float[Array, "*b n 1"]) -> Float[Array, "*b n s"]:
-    """What the numbers' products are, from those of their digits."""
+    """Return the products of numbers, from the products of their digits."""
     high, low = jnp.split(products.astype(unit.dtype), 2, axis=-2)
     return (high + low * (1 / LOW)) * unit
 
 
 def halves(codes: Int[Array, "*b s w"]) -> tuple[Int[Array, "*b s w"], ...]:
-    """Codes as int8: of all channels, or of the first half and of the last; put together they would be a copy."""
+    """Return codes as int8: all channels, or the first and the last half, which only a copy could join."""
     if codes.dtype == jnp.int8:
         return (codes,)
     wider = codes.astype(jnp.int32)  # a TPU does not compute with bytes
@@ -46,7 +46,7 @@ def halves(codes: Int[Array, "*b s w"]) -> tuple[Int[Array, "*b s w"], ...]:
 
 
 def products(q: Float[Array, "*b g d"], k: Operand, platform: str) -> Float[Array, "*b g s"]:
-    """q k^T of keys [*b s d], at least float32; `platform` as `common.platform_of` says."""
+    """Return q k^T of keys [*b s d], at least float32; `platform` is as in `common.platform_of`."""
     kind, contraction = wide(q.dtype), "...gd,...sd->...gs"
     if isinstance(k, Turned) or (isinstance(k, Quantised) and kind == jnp.float64):
         k = k.values(q.dtype)
@@ -63,7 +63,7 @@ def products(q: Float[Array, "*b g d"], k: Operand, platform: str) -> Float[Arra
 
 
 def weighted(weights: Float[Array, "*b g s"], v: Operand, dtype: DTypeLike, platform: str) -> Float[Array, "*b g e"]:
-    """Sums of values [*b s e] with weights, at least float32; `dtype` is that of the queries."""
+    """Return weighted sums of values [*b s e], at least float32; `dtype` is that of the queries."""
     kind, contraction = weights.dtype, "...gs,...sd->...gd"
     if isinstance(v, Turned) or (isinstance(v, Quantised) and kind == jnp.float64):
         v = v.values(dtype)
@@ -80,5 +80,5 @@ def weighted(weights: Float[Array, "*b g s"], v: Operand, dtype: DTypeLike, plat
 
 
 def _sums(rows: Array) -> DTypeLike:
-    # In what products are summed up.
+    # The dtype in which products accumulate.
     return jnp.int32 if rows.dtype == jnp.int8 else wide(rows.dtype)

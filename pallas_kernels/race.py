@@ -1,4 +1,4 @@
-"""Races between implementations of an operation: who computes what XLA does, and how long each takes."""
+"""Benchmarks of an operation's implementations: agreement with XLA, and time per call."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from pallas_kernels.common import Asked, Unsupported
 from pallas_kernels.programs import IMPLEMENTATIONS, Program
 
 LEAST = 0.05
-"""Seconds that one measurement takes at least: calls are queued up, so that starting them costs nothing."""
+"""Minimum seconds of one measurement: calls are queued together, which hides the cost of starting them."""
 
 TOLERANCES = {"bfloat16": 5e-2, "float32": 2e-2}
-"""Largest difference from XLA, relative to numbers above one, of results that are right: sums go in another order, and
+"""Largest difference from XLA, relative to numbers above one, of correct results. Sums run in another order, and
 factors of float32 lose digits on GPU (TF32). A TPU multiplies float32 as bfloat16."""
 
 REPEATS = 3
@@ -33,12 +33,12 @@ IN_PLACE: dict[str, dict[str, Callable[[Any], Any]]] = {
     "evict": {"position": operator.itemgetter(3), "buffers": operator.itemgetter(4)},
     "decode_step": {name: operator.attrgetter(name) for name in ("position", "k", "v", "buffers")},
 }
-"""Arguments of operations whose memory their results take, and where these are among the results."""
+"""Arguments whose memory an operation's results reuse, and the functions that find them in the results."""
 
 
 @dataclasses.dataclass
 class Runner:
-    """One way to do an operation, queued by `start` and awaited by `wait`."""
+    """One implementation of an operation: `start` queues a call and `wait` awaits it."""
 
     op: str
     label: str
@@ -47,7 +47,7 @@ class Runner:
     start: Callable[[], Any]
     wait: Callable[[Any], Any] = jax.block_until_ready
     compared: bool = False
-    """Whether the results are those of the other implementations of the operation."""
+    """True if the results should equal those of the operation's other implementations."""
     error: float | None = None
     """Largest difference from the XLA reference, relative to numbers above one."""
     calls: int = 1
@@ -55,11 +55,11 @@ class Runner:
 
     @property
     def median(self) -> float:
-        """Seconds of one call."""
+        """Median seconds of one call."""
         return statistics.median(self.seconds)
 
     def measure(self) -> float:
-        """Seconds of one call, of as many as are queued together."""
+        """Return the seconds per call over `calls` calls that are queued together."""
         began = time.perf_counter()
         for _ in range(self.calls - 1):
             self.start()
@@ -68,33 +68,33 @@ class Runner:
 
 
 class Verdict(NamedTuple):
-    """How a race for one bucket of tasks ended."""
+    """Result of the benchmark of one task bucket."""
 
     order: tuple[str, ...]
-    """Those whose results are right, the fastest first."""
+    """Correct implementations, fastest first."""
     microseconds: dict[str, float]
-    """Of one call, of all that ran."""
+    """Microseconds per call of each implementation that ran."""
     errors: dict[str, float | None]
-    """Largest differences from XLA, relative to numbers above one; None where results are no numbers."""
+    """Largest differences from XLA, relative to numbers above one; None if that is not finite."""
 
 
 def race(runners: list[Runner], repeats: int) -> list[Runner]:
-    """Run all in turn, so that noise hits all alike, after they are compiled and their calls counted.
+    """Compile all runners, set their calls per measurement, and run them in turn, so that noise affects all equally.
 
-    Who fails is named and left out: an unattended run goes on.
+    A runner that fails is reported and left out; an unattended run continues.
     """
     wanted, able = {}, []
     for runner in runners:
         try:
             results = runner.start()
             runner.wait(results)
-        except Exception as error:  # whatever a compiler or a driver raises
+        except Exception as error:  # compilers and drivers raise many types
             reason = str(error).splitlines()[0] if str(error) else repr(error)
             print(f"{runner.op} {runner.label}, {runner.name} is left out: {reason}", file=sys.stderr)
             continue
         able.append(runner)
         if runner.compared:
-            # In host memory: what is donated to the next call is gone then.
+            # Copied to the host: donating them to the next call frees them.
             results = jax.tree.map(lambda x: np.asarray(x, np.float32), results)
             wanted.setdefault((runner.op, runner.label), results)
             runner.error = difference(results, wanted[runner.op, runner.label])
@@ -107,7 +107,7 @@ def race(runners: list[Runner], repeats: int) -> list[Runner]:
 
 
 def difference(results: Any, wanted: Any) -> float:
-    """The largest, relative to numbers above one; equal infinities do not differ."""
+    """Return the largest difference, relative to numbers above one; equal infinities do not differ."""
 
     def of_leaves(x: np.ndarray, y: np.ndarray) -> float:
         with np.errstate(invalid="ignore"):
@@ -118,14 +118,14 @@ def difference(results: Any, wanted: Any) -> float:
 
 
 def judge(runners: list[Runner], tolerance: float) -> Verdict | None:
-    """Race the implementations of one operation on the same inputs; who differs from XLA is told in a warning.
+    """Benchmark one operation's implementations on the same inputs, and warn about those that differ from XLA.
 
     Args:
-        runners: `xla` first, all of them compared.
-        tolerance: difference up to which results are right, see `difference`.
+        runners: `xla` first; `compared` is set in all of them.
+        tolerance: largest `difference` of correct results.
 
     Returns:
-        The verdict, or None where XLA itself fails, so that nothing can be told from it.
+        The verdict, or None if XLA itself fails and there is no reference.
     """
     able = race(runners, REPEATS)
     if not able or able[0].name != "xla":
@@ -148,7 +148,7 @@ def judge(runners: list[Runner], tolerance: float) -> Verdict | None:
 
 
 def ways(program: Program) -> Iterator[Runner]:
-    """Each implementation that runs here."""
+    """Yield each implementation that runs here."""
     arrays = program.arrays()
     for name in IMPLEMENTATIONS:
         try:
@@ -159,21 +159,21 @@ def ways(program: Program) -> Iterator[Runner]:
 
 
 def settle(asked: Asked) -> Verdict | None:
-    """Race who can do a task, on random inputs of its shapes; see `judge`."""
+    """Benchmark the candidates for a task on random inputs of its shapes; see `judge`."""
     program = program_of(asked)
     floats = {x.dtype.name for x in jax.tree.leaves(program.shapes)} & TOLERANCES.keys()
     tolerance = max((TOLERANCES["bfloat16" if jax.default_backend() == "tpu" else name] for name in floats), default=0)
     try:
         arrays = program.arrays()
         return judge([_runner(program, name, arrays) for name in asked.candidates], tolerance)
-    except jax.errors.JaxRuntimeError as error:  # most likely there is no memory for the inputs
+    except jax.errors.JaxRuntimeError as error:  # most likely the inputs do not fit in memory
         print(f"{program} is not raced: {str(error).splitlines()[0]}", file=sys.stderr)
         return None
 
 
 def _runner(program: Program, name: str, arrays: dict[str, Any]) -> Runner:
     run = program.jit(name)
-    # What a call takes the memory of is its own copy, and then the results of the call before.
+    # The first call donates its own copy, later calls the results of the call before.
     own = {name: jax.tree.map(jnp.copy, arrays[name]) for name in program.donated}
 
     def start() -> Any:
@@ -185,7 +185,7 @@ def _runner(program: Program, name: str, arrays: dict[str, Any]) -> Runner:
 
 
 def program_of(asked: Asked) -> Program:
-    """A task as a program of its arrays alone, which works in place where a decode step does."""
+    """Return a task as a program of its arrays alone, in place if a decode step works in place."""
     op, _, label = asked.task.bucket.partition(" ")
     given = asked.task.arguments
     shapes = {name: jax.tree.map(lambda x: x if _is_shape(x) else None, tree) for name, tree in given.items()}

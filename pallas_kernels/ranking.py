@@ -1,4 +1,4 @@
-"""Which slot the next token takes, written so that XLA and kernels for TPU run the same lines."""
+"""Selection of the slot that the next token takes; XLA and TPU kernels run the same lines."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from jaxtyping import Array, Bool, Float, Int
 
 
 class Protection(NamedTuple):
-    """What may leave a head, and how many slots it may use."""
+    """Tokens that a head must not evict, and the slots that it may use."""
 
     sinks: Int[Array, "b h"] | Int[Array, ""]
-    """First positions that never leave; one number where it is the same in all heads of all rows."""
+    """Number of first positions that are never evicted; a single number if all heads of all rows share it."""
     recent: Int[Array, "b h"] | Int[Array, ""]
-    """Newest tokens that never leave, the new one included; one number, too, where it can be."""
+    """Number of newest tokens that are never evicted, including the new one; also a single number if shared."""
     limit: Int[Array, "b h"]
     """Slots that the head may use."""
 
     def of_heads(self) -> Protection:
-        """With numbers of each head."""
+        """Broadcast all numbers to every head."""
         return Protection(*(jnp.broadcast_to(x, self.limit.shape).astype(jnp.int32) for x in self))
 
 
@@ -33,12 +33,15 @@ def rank(
     recent: Int[Array, "*b 1"],
     keep: Bool[Array, "*b c"] | None = None,
 ) -> Float[Array, "*b c"]:
-    """Order of leaving: expired (-inf) < empty < scores < protected < sinks (+inf); by position without scores."""
+    """Rank slots by eviction order: expired (-inf) < empty < scores < protected < sinks (+inf).
+
+    Without scores, unprotected tokens rank by position.
+    """
     stays = position > newest - recent
     if keep is not None:
         stays |= keep
     kind = jnp.float32 if scores is None else scores.dtype
-    # A score may be infinite, too.
+    # A score may be infinite, too, but must not exceed protected tokens.
     ranks = position.astype(kind) if scores is None else jnp.minimum(scores, protected(kind))
     ranks = jnp.where(position < sinks, jnp.inf, jnp.where(stays, protected(kind), ranks))
     if scores is not None:
@@ -62,9 +65,9 @@ def victim(
     *,
     shrinks: bool = False,
 ) -> Int[Array, "*b 1"]:
-    """The slot of the lowest rank, the oldest of equals; slots beyond the limit never.
+    """Return the slot of the lowest rank, the oldest of equals, and never a slot beyond the limit.
 
-    Where a budget `shrinks`, what stays of a larger cache lies anywhere in the buffers, so live slots count as within.
+    If a budget `shrinks`, tokens kept from a larger cache may be in any slot, so all live slots count as within.
     """
     slot = jax.lax.broadcasted_iota(jnp.int32, position.shape, position.ndim - 1)
     ranks = rank(scores, position, newest, sinks, recent, keep)

@@ -18,7 +18,7 @@ from pallas_kernels.operands import Operand, Quantised, Turned, cut
 DTYPES = (jnp.dtype("float32"), jnp.dtype("bfloat16"))
 
 Limits = list[tuple[bool, str]]
-"""Whether arguments are within a limit, and what to say where they are not."""
+"""Pairs of whether arguments are within a limit, and the text to report if they are not."""
 
 
 def decode_attention(
@@ -37,38 +37,38 @@ def decode_attention(
     interpret: Any = False,
     platform: str | None = None,
 ) -> Decoded:
-    """Softmax attention over slots in one pass over keys and values, with what policies ask to know of it.
+    """Compute softmax attention over slots in one pass over keys and values, with the scores that policies request.
 
     Args:
-        q: queries of one token per row; the g of a group share one KV head.
-        k: keys [b h c d], in no order: an array, codes, or keys that are rotated when they are read.
-        v: values [b h c e] of any width: an array, or codes. Codes are never decoded, except for queries of float64;
-            `xla` on CPU and TPU, and `pallas` on TPU, split queries and weights into two digits of 8 bits, which is
-            off by some 1e-4 of the largest result.
-        position: the token in each slot, -1 for none; slots after the query's position are not seen either.
-        query_position: of each row's token; -1 for a row of padding, which sees nothing.
+        q: queries of one token per row; the g queries of a group share one KV head.
+        k: keys [b h c d], in any order: an array, codes, or keys that are rotated when they are read.
+        v: values [b h c e] of any width: an array, or codes. Codes are never decoded, except for queries of float64.
+            `xla` on CPU and TPU, and `pallas` on TPU, split queries and weights into two digits of 8 bits; their error
+            is about 1e-4 of the largest result.
+        position: position of the token in each slot, -1 if empty; slots after the query's position are masked, too.
+        query_position: position of each row's token; -1 for a row of padding, which attends to nothing.
         spec: the layer's scale, soft cap, window and slopes.
-        places: where the model sees the query [b h] and the keys [b h c], if not at their positions; they matter for
-            slopes only.
-        low_rank: the evicted tokens' share (LESS, equation 3), or None.
-        sinks: first tokens that see another query than the others do, or that slopes see from nearer, or None.
-        scores: probabilities of `each` query head, their `sum` over the group, or a `Gumbel` (Keyformer, equation 9,
-            summed over the group); None for none.
-        implementation: `auto`, `xla`, `pallas`, `triton` or `mosaic`. `xla` takes everything. The others take queries
-            of float32 and bfloat16 and arrays of the same, g up to 16, c up to 65536, R up to 128, no keys that are
-            rotated, no places beside slopes, and sinks up to 128 on TPU, on GPU where no scores are asked for. `pallas`
-            takes d and e that are multiples of 8 up to 256 on TPU (of 16 with four bits); on GPU powers of two from 16
-            to 256 (from 32 with four bits), and less than 2^31 numbers in k and in v. `triton` is for GPU, needs
-            jax-triton, and takes any d and e up to 256, but neither gaussian noise nor codes of four bits. `mosaic` is
-            for Hopper, and takes queries and arrays of bfloat16, d and e that are multiples of 64 up to 256, and c that
-            is one of 8. All compile for their chips and have run in interpreters, none on a chip; what `auto` is says
-            `pallas_kernels.common.choose`.
+        places: model positions of the query [b h] and the keys [b h c], if they are not `position`; only slopes use
+            them.
+        low_rank: low-rank attention to evicted tokens (LESS, equation 3), or None.
+        sinks: first tokens that use another query than the rest, or that slopes place nearer, or None.
+        scores: probabilities to return: of `each` query head, their `sum` over the group, or a `Gumbel` (Keyformer,
+            equation 9, summed over the group); None for none.
+        implementation: `auto`, `xla`, `pallas`, `triton` or `mosaic`; `pallas_kernels.common.choose` explains `auto`.
+            `xla` takes everything. The others take queries of float32 and bfloat16 and arrays of the same dtype, g up
+            to 16, c up to 65536 and R up to 128. They take no rotated keys, and no places together with slopes. They
+            take up to 128 sinks on TPU; on GPU they take sinks only without scores. `pallas` on TPU takes d and e that
+            are multiples of 8 up to 256 (of 16 with four bits). `pallas` on GPU takes powers of two from 16 to 256
+            (from 32 with four bits), and less than 2^31 numbers in k and in v. `triton` is for GPU, needs jax-triton,
+            and takes any d and e up to 256, but neither gaussian noise nor codes of four bits. `mosaic` is for Hopper,
+            and takes queries and arrays of bfloat16, d and e that are multiples of 64 up to 256, and c that is a
+            multiple of 8. All compile for their chips and have run in interpreters, none on a chip.
         interpret: `True`, or `pltpu.InterpretParams()`, to run `pallas` without an accelerator; `True`, or the
             parameters of jax's interpreter for Mosaic GPU, to run `mosaic`.
-        platform: for which the program is compiled; None for that of `jax.default_backend()`.
+        platform: target of compilation; None for that of `jax.set_mesh`, else of `jax.default_backend()`.
 
     Raises:
-        Unsupported: the implementation asked for cannot run these arguments here.
+        Unsupported: the requested implementation cannot run these arguments here.
         ValueError: `scores` or `implementation` is unknown, or values are `Turned`.
     """
     if isinstance(scores, Gumbel):
@@ -99,7 +99,7 @@ def decode_attention(
     if chosen == "xla":
         arguments |= dict(places=places, sinks=sinks, platform=common.platform_of(platform))
         return reference.decode_attention(q, k, v, position, query_position, spec, **arguments)
-    # Kernels are imported where one runs: Pallas takes long, jax-triton is not everywhere.
+    # A kernel is imported when it runs: Pallas imports slowly, and jax-triton may be missing.
     if chosen in ("pallas", "mosaic"):
         arguments["interpret"] = interpret
     if chosen == "pallas" and common.pallas_form(platform) == "gpu":
@@ -109,7 +109,7 @@ def decode_attention(
         return form.decode_attention(q, k, v, position, query_position, spec, sinks=sinks, **arguments)
     if sinks is None:
         return form.decode_attention(q, k, v, position, query_position, spec, **arguments)
-    # These know one query: sinks are a part of their own.
+    # These kernels take one query per head, so sinks are a separate part.
     first = position[:, :, : sinks.count]
     here = first < sinks.count
     rest = position.at[:, :, : sinks.count].set(jnp.where(here, -1, first))
@@ -135,7 +135,7 @@ def limit(
     scores: str | Gumbel | None,
     form: str,
 ) -> str | None:
-    """What these arguments ask that the Pallas kernel for `tpu` or `gpu` cannot do, or None."""
+    """Return what these arguments need that the Pallas kernel for `tpu` or `gpu` cannot do, or None."""
     of_sinks = sinks_limit(sinks) if form == "tpu" else _one_query(sinks, scores)
     limits = [*operand_limits(q, k, v, spec, places), *_limits(k, low_rank), of_sinks]
     return common.first_limit(*limits, *width_limits(k, v, form))
@@ -151,7 +151,7 @@ def triton_limit(
     sinks: Sinks | None,
     scores: str | Gumbel | None,
 ) -> str | None:
-    """What these arguments ask that the Triton kernel cannot do, or None."""
+    """Return what these arguments need that the Triton kernel cannot do, or None."""
     gaussian = isinstance(scores, Gumbel) and scores.noise == "gaussian"
     four = any(isinstance(x, Quantised) and x.bits == 4 for x in (k, v))
     return common.first_limit(
@@ -174,7 +174,7 @@ def mosaic_limit(
     sinks: Sinks | None,
     scores: str | Gumbel | None,
 ) -> str | None:
-    """What these arguments ask that the Mosaic GPU kernel cannot do, or None."""
+    """Return what these arguments need that the Mosaic GPU kernel cannot do, or None."""
     c = k.shape[2]
     widths = (("d", k.shape[-1]), ("e", v.shape[-1]))
     return common.first_limit(
@@ -189,20 +189,20 @@ def mosaic_limit(
 
 
 def refuse_turned(v: Operand) -> None:
-    """Raise where values are `Turned`, which keys alone can be."""
+    """Raise an error if values are `Turned`, which only keys can be."""
     if isinstance(v, Turned):
         raise ValueError("v is Turned, but only keys are rotated; give an array or Quantised.")
 
 
 def operand_settings(q: Array, k: Operand, v: Operand, spec: AttentionSpec) -> dict[str, Any]:
-    """What verdicts on attention over slots or pages are apart by."""
+    """Return the settings that separate benchmark verdicts on attention over slots or pages."""
     _, h, g, d = q.shape
     numbers = dict(dtype=q.dtype.name, keys=common.numbers_of(k), values=common.numbers_of(v))
     return dict(h=h, g=g, d=d, e=v.shape[-1], **numbers, **spec.described())
 
 
 def operand_limits(q: Array, k: Operand, v: Operand, spec: AttentionSpec, places: Any) -> Limits:
-    """What no kernel takes, for slots or for pages."""
+    """Return the limits that all kernels share, for slots or for pages."""
     g, arrays = q.shape[2], [x for x in (q, k, v) if not isinstance(x, Quantised | Turned)]
     same = q.dtype in DTYPES and all(x.dtype == q.dtype for x in arrays)
     dtypes = ", ".join(str(x.codes.dtype if isinstance(x, Quantised) else x.dtype) for x in (q, *arrays[1:]))
@@ -215,7 +215,7 @@ def operand_limits(q: Array, k: Operand, v: Operand, spec: AttentionSpec, places
 
 
 def width_limits(k: Operand, v: Operand, form: str) -> Limits:
-    """Widths of keys and values that a Pallas kernel for `tpu` or `gpu` does not take."""
+    """Return the limits of a Pallas kernel for `tpu` or `gpu` on the widths of keys and values."""
     found: Limits = []
     for name, x, operand in (("d", "k", k), ("e", "v", v)):
         width, four = operand.shape[-1], isinstance(operand, Quantised) and operand.bits == 4
@@ -233,7 +233,7 @@ def width_limits(k: Operand, v: Operand, form: str) -> Limits:
 
 
 def sinks_limit(sinks: Sinks | None) -> tuple[bool, str]:
-    """How many sinks the kernels for TPU take."""
+    """Return the limit of the kernels for TPU on the number of sinks."""
     count = 0 if sinks is None else sinks.count
     return count <= common.LANES, f"{count} sinks are more than {common.LANES}"
 

@@ -1,4 +1,4 @@
-"""What kernels have in common: which slots a query sees, Keyformer's logits, and products with codes on TPU."""
+"""Code that kernels share: masks of slots, Keyformer's logits, and products with codes on TPU."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from pallas_kernels.operands import Operand, Quantised, Turned
 from pallas_kernels.quantised import digits, halves, joined
 
 LOWEST = float(jnp.finfo(jnp.float32).min)
-"""The logit of a slot that is not seen, and on GPU the log-sum-exp of none."""
+"""Logit of a masked slot, and on GPU the log-sum-exp of no slots."""
 
 
 def stored(operand: Operand) -> tuple[Array, Float[Array, "*b"] | None]:
-    """How keys or values lie in memory: numbers, or codes and the scale of each slot."""
+    """Return keys or values as they are stored: numbers and None, or codes and the scale of each slot."""
     if isinstance(operand, Quantised):
         return operand.codes, operand.scale
     assert not isinstance(operand, Turned)  # a limit of every kernel
@@ -29,7 +29,7 @@ def stored(operand: Operand) -> tuple[Array, Float[Array, "*b"] | None]:
 
 
 def seen(position: Int[Array, "*b"], query: Int[Array, ""], window: int | None) -> Bool[Array, "*b"]:
-    """Which slots the query at a position sees."""
+    """Return which slots the query at a position attends to."""
     visible = (position >= 0) & (position <= query)
     return visible if window is None else visible & (position > query - window)
 
@@ -44,7 +44,7 @@ def tempered(
     position: Int[Array, "*b s"],
     lay: Callable[[Array], Array] = lambda noise: jnp.expand_dims(noise, -2),
 ) -> Float[Array, "*b g s"]:
-    """The logits of equation 9 of Keyformer: with noise, as `lay` puts it beside them, and at a temperature."""
+    """Return the logits of Keyformer's equation 9: with noise, which `lay` aligns with them, and at a temperature."""
     if gumbel.noise != "none":
         bits = noise.hashed_bits(seed, gumbel.layer, head, position.astype(jnp.uint32))
         logits += lay(noise.KINDS[gumbel.noise](noise.uniform(bits)))
@@ -52,20 +52,20 @@ def tempered(
 
 
 def multiplies_integers(interpret: Any) -> bool:
-    """Whether the matrix unit of the TPU that is compiled for takes integers, as interpreters do."""
-    from jax.experimental.pallas import tpu as pltpu  # Triton's twin needs none of it
+    """Return whether the matrix unit of the target TPU takes integers, as interpreters do."""
+    from jax.experimental.pallas import tpu as pltpu  # the Triton kernel does not need it
 
     if interpret is not False:
         return True
     try:
         return pltpu.get_tpu_info().is_matmul_supported(jnp.int8, jnp.int8)
-    except ValueError:  # a chip that jax does not know
+    except ValueError:  # a chip unknown to jax
         return False
 
 
 def dot(a: Array, b: Array, axis: int) -> Float[Array, "n g s"]:
-    """Products of rows [n g d] with a block, over its `axis`."""
-    # Float32 is not rounded to bfloat16 on its way through the matrix unit.
+    """Multiply rows [n g d] by a block, contracting its `axis`."""
+    # Keeps the matrix unit from rounding float32 to bfloat16.
     precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
     kept = jnp.int32 if a.dtype == jnp.int8 else jnp.float32
     return jax.lax.dot_general(a, b, (((2,), (axis,)), ((0,), (0,))), precision=precision, preferred_element_type=kept)
@@ -80,15 +80,15 @@ def products(
     *,
     shared: bool = False,
 ) -> Float[Array, "n g s"]:
-    """Products of queries and a block of keys.
+    """Multiply queries by a block of keys.
 
     Args:
-        q: of the block, or the same for all of it.
+        q: queries of the block, or one entry for all of it.
         k: keys, or codes.
-        scale: of codes; None for keys.
-        channels: the axis of k that is that of channels, 1 or 2.
-        integers: whether the chip multiplies them; what does not takes them as bfloat16, in which bytes are exact.
-        shared: whether rows are single ones of several heads, as `of_each` takes them.
+        scale: scales of codes; None for keys.
+        channels: the axis of k that holds channels, 1 or 2.
+        integers: whether the chip multiplies integers; otherwise they become bfloat16, in which bytes are exact.
+        shared: whether a block of q holds single rows of several heads, as `of_each` takes them.
     """
     rows, unit = (q, None) if scale is None else digits(q.astype(jnp.float32))
     if not shared:
@@ -104,7 +104,7 @@ def products(
 def weighted(
     weights: Float[Array, "#n g s"], v: Array, scale: Float[Array, "n s"] | None, channels: int, integers: bool
 ) -> Float[Array, "#n g e"]:
-    """Sums of a block of values with weights that are not negative; arguments as those of `products`."""
+    """Sum a block of values with non-negative weights; arguments are as in `products`."""
     slots = 3 - channels
     if scale is None:
         whole = _filled(v, slots)
@@ -117,14 +117,15 @@ def weighted(
 
 
 def beside(x: Shaped[Array, "h s"], blocks: int) -> Shaped[Array, "n #rows s"]:
-    """What slots of each KV head have, beside the rows of its queries that lie in so many blocks."""
+    """Align numbers per KV head and slot with the rows of the heads' queries, which fill `blocks` blocks."""
     return x[:, None] if len(x) == blocks else x.reshape(blocks, -1, x.shape[1])
 
 
 def of_each(multiply: Callable[[Array], Array], rows: Array, heads: int) -> Array:
-    """Products of rows with what their KV heads have, where single rows of several heads may lie in one block.
+    """Multiply rows by their KV heads' operands, also if a block holds single rows of several heads.
 
-    Such a block is multiplied by what each of its heads has, which is as dear as one row, and each keeps its own.
+    Such a block is multiplied by the operand of each of its heads, which costs as much as one row. Each row then keeps
+    its own head's product.
     """
     blocks, together = len(rows), heads // len(rows)
     if together == 1:
@@ -138,9 +139,9 @@ def of_each(multiply: Callable[[Array], Array], rows: Array, heads: int) -> Arra
 
 
 def _filled(x: Float[Array, "n ..."], slots: int) -> Float[Array, "n ..."]:
-    """A block with some of its slots again behind the last, where half of the matrix unit's columns would be idle.
+    """Append some of a block's slots to it again, if half of the matrix unit's columns would be idle otherwise.
 
-    The compiler fills a unit of 256 columns in half as many steps if it sees 256 slots and not zeros.
+    The compiler fills a unit of 256 columns in half as many steps if the block has 256 slots and no padding of zeros.
     """
     held = x.shape[slots]
     missing = -held % (2 * LANES)
@@ -151,25 +152,25 @@ def _filled(x: Float[Array, "n ..."], slots: int) -> Float[Array, "n ..."]:
 
 
 def _columns() -> int:
-    """Of the matrix unit of the TPU that is compiled for; interpreters take it for the widest."""
+    """Return the columns of the target TPU's matrix unit; interpreters assume the widest."""
     from jax.experimental.pallas import tpu as pltpu
 
     try:
         return pltpu.get_tpu_info().mxu_column_size
-    except ValueError:  # no TPU, or one that jax does not know
+    except ValueError:  # no TPU, or one unknown to jax
         return 2 * LANES
 
 
 def _bytes(codes: Int[Array, "n ..."], channels: int) -> tuple[Int[Array, "n ..."], float]:
-    """Codes as int8, all channels of them, and what these are to be multiplied with."""
+    """Return the codes of all channels as int8, and the factor to multiply them with."""
     if codes.dtype == jnp.int8:
         return codes, 1.0
     if codes.shape[1] % (4 * SUBLANES):
         return jnp.concatenate(halves(codes), channels), 1.0
     from jax.experimental.pallas import tpu as pltpu
 
-    # A TPU does not compute with bytes, but four of them are a word. Four bits with the highest one turned over are the
-    # upper half of sixteen times their code.
+    # A TPU does not compute with bytes, but four of them are a word. Four bits with the highest one flipped are the
+    # upper half of a byte that is sixteen times their code.
     words = pltpu.bitcast(codes, jnp.int32) ^ np.uint32(0x88888888).astype(np.int32)
     upper = np.uint32(0xF0F0F0F0).astype(np.int32)
     parts = [pltpu.bitcast(half & upper, jnp.int8) for half in (words << 4, words)]

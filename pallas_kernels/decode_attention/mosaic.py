@@ -1,9 +1,9 @@
 """Decode attention for Hopper through Pallas's Mosaic GPU lowering: one warp group copies, another multiplies.
 
-A block of threads has one split of a head's slots. One of its warp groups has the copy engine (TMA) fill a ring in
-shared memory, the other multiplies there on tensor cores (WGMMA). Their products have 64 rows at least, so that slots
-and channels are rows and the few queries are columns: logits are K q^T, results V^T p. XLA merges the splits, and
-adds noise to probabilities.
+A block of threads handles one split of a head's slots. One of its warp groups has the copy engine (TMA) fill a ring in
+shared memory; the other multiplies from there on tensor cores (WGMMA). WGMMA products have at least 64 rows. Slots and
+channels are therefore rows, and the few queries are columns: logits are K q^T, results V^T p. XLA merges the splits,
+and adds noise to probabilities.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from pallas_kernels.decode_attention.types import Decoded, Gumbel, LowRank
 BLOCK = 64
 """Slots of one step: the rows of a product."""
 RING = 96 * 1024
-"""Bytes of keys and values in shared memory, so that two blocks of threads live on a multiprocessor."""
+"""Bytes of keys and values in shared memory, so that two blocks of threads fit on a multiprocessor."""
 LEAST = 128
-"""Bytes of the smallest copy, one for each thread of a warp group."""
+"""Bytes of the smallest copy: one byte for each thread of a warp group."""
 
 
 def decode_attention(
@@ -65,7 +65,7 @@ def decode_attention(
     }
     if spec.slopes is not None:
         inputs["slopes"] = padded(spec.slopes.astype(jnp.float32), 1, LEAST // 4)
-    columns = common.padded(g, 8)  # registers are stored by tiles of as many
+    columns = common.padded(g, 8)  # registers are stored in tiles of 8 columns
     shapes = {"out": (b, h, splits, e, ROWS), "lse": (b, h, splits, ROWS)}
     if scores is not None:
         shapes["logits"] = (b, h, blocks, BLOCK, columns)
@@ -121,18 +121,18 @@ def decode_attention(
 
 
 def splits_of(heads: int, c: int) -> tuple[int, int]:
-    """How many splits each head's c slots have, and of how many blocks each is; the last may have fewer."""
+    """Return the number of splits of each head's c slots, and the blocks of each split; the last may have fewer."""
     blocks = pl.cdiv(c, BLOCK)
     split = pl.cdiv(blocks, min(max(1, PROGRAMS // heads), max(1, c // 256)))
     return pl.cdiv(blocks, split), split
 
 
 def simulated(interpret: Any) -> Any:
-    """As `plgpu.kernel` takes it; jax has no public name for the parameters of its interpreter yet."""
+    """Return `interpret` as `plgpu.kernel` takes it; jax has no public name for its interpreter's parameters yet."""
     if interpret is True:
         from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
-        # Copies give zeros beyond an array's end, as a GPU's do.
+        # Copies return zeros beyond an array's end, as on a GPU.
         return InterpretGPUParams(out_of_bounds_reads="uninitialized", uninitialized_memory="zero")
     return None if interpret is False else interpret
 
@@ -158,8 +158,8 @@ def kernel(
     k_free: Any,
     v_free: Any,
 ) -> None:
-    # Where it is not compiled for a `chip`, arrays are multiplied instead of references, and have no layouts: jax's
-    # interpreter has no rules for those. They change where numbers lie, not what they are.
+    # Without a `chip`, arrays are multiplied instead of references, and have no layouts: jax's interpreter has no rules
+    # for those. Layouts change where numbers are stored, not their values.
     part, head, row = (jax.lax.axis_index(name) for name in ("part", "head", "row"))
     first = part * split
     steps = jnp.minimum(split, blocks - first)
@@ -174,7 +174,7 @@ def kernel(
         return laid(jax.lax.broadcast_in_dim(x, shape, (1,)), plgpu.Layout.WGMMA)
 
     def store(ref: Any, value: Array) -> None:
-        # jax 0.12 asks for stores of whole cache lines, which few queries in columns do not fill.
+        # jax 0.12 requires stores of whole cache lines, which few queries in columns do not fill.
         store_lines = getattr(plgpu, "store", None)
         if chip and store_lines is not None:
             store_lines(ref, value, optimized=False)
@@ -227,7 +227,7 @@ def kernel(
 
         def step(i: Array, carry: Any) -> Any:
             acc, top, total = carry
-            # Behind a barrier the addresses in a ring of one stage are not held in registers all the while.
+            # The barrier keeps the addresses of a one-stage ring out of registers during the loop.
             stage = jax.lax.optimization_barrier(jax.lax.rem(i, stages))
             again = i + stages < steps
             plgpu.barrier_wait(k_ready.at[stage])
@@ -263,7 +263,7 @@ def kernel(
 
             @pl.when(again)
             def _() -> None:
-                if not chip:  # where WGMMA does not read them
+                if not chip:  # here ordinary loads read them, not WGMMA
                     plgpu.commit_smem()
                 plgpu.barrier_arrive(v_free.at[stage])
 

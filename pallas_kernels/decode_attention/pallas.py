@@ -1,7 +1,7 @@
-"""Decode attention for TPU: slots pass through on-chip memory once; logits stay there until they are scores.
+"""Decode attention for TPU: slots pass through VMEM once, and logits stay there until they become scores.
 
-The grid is (rows, blocks of heads, splits of slots); the last axis runs in order, so that running maxima and sums stay
-in scratch memory.
+The grid is (rows, blocks of heads, splits of slots). The last axis runs in order, so running maxima and sums stay in
+scratch memory.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ from pallas_kernels.decode_attention.types import Decoded, Gumbel, LowRank, Sink
 from pallas_kernels.operands import Operand
 
 BLOCK_BYTES = 1 << 20
-"""Keys of one grid step, about; values as many, and both twice while the next ones arrive."""
+"""Approximate bytes of keys in one grid step; values take as many, and both are double-buffered."""
 HELD_BYTES = 4 << 20
-"""Logits that stay on the chip until their row is done; longer rows write them out and are scored by XLA."""
+"""Maximum bytes of logits held in VMEM until their row is done; longer rows write them out, and XLA scores them."""
 VMEM_BYTES = 14 << 20
 ROOMY = 64 << 20
-"""On-chip memory that lets blocks, and what kernels may take, be twice as large: v4 has less, later chips have it."""
+"""Bytes of VMEM from which blocks and kernels' VMEM are twice as large: v4 has less, later chips have it."""
 
 
 def decode_attention(
@@ -71,14 +71,14 @@ def decode_attention(
     heads, slots = tile(h, c, max(d, e), min(stored(x)[0].dtype.itemsize for x in (k, v)))
     splits, (blocks, rows) = pl.cdiv(c, slots), rows_and_blocks(heads, g)
     shared = blocks < heads
-    # Of heads that share registers scores are as large as logits, and are there twice.
+    # With heads that share registers, scores are as large as logits and are held twice.
     held = 4 * (blocks * rows + (2 * heads if shared else 0)) * splits * slots
     keep = scores is not None and held <= HELD_BYTES
 
     def of_heads(*tail: int) -> pl.BlockSpec:
         return pl.BlockSpec((1, heads, *tail), lambda b, h, s: (b, h) + (0,) * len(tail))
 
-    # Queries lie as products give them: XLA would copy them into padded rows, and rows of sums into lanes.
+    # Queries keep the projections' layout: XLA would copy them into padded rows, and rows of sums into lanes.
     def of_queries(width: int) -> pl.BlockSpec:
         return pl.BlockSpec((1, heads * g, width), lambda b, h, s: (b, h, 0))
 
@@ -93,13 +93,13 @@ def decode_attention(
         inputs["sinks_q"] = (sinks.q.reshape(b, h * g, d), of_queries(d))
         if sinks.gap is not None:
             inputs["sinks_gap"] = (sinks.gap, scalars)
-    turned = []  # whose blocks come as [channels, slots]
+    turned = []  # names of operands whose blocks are [channels, slots]
     for name, operand in (("k", k), ("v", v)):
         array, scale = stored(operand)
         if scale is not None:
             inputs[f"{name}_scale"] = (scale, of_slots)
         width = array.shape[-1]
-        # For XLA a swap of what already lies that way; the other way it would copy the cache at every step.
+        # XLA stores it in this order already, so the swap is free; otherwise XLA would copy the cache at every step.
         if slots_lie_along_lanes(c, width):
             turned.append(name)
             block = pl.BlockSpec((1, heads, width, slots), lambda b, h, s: (b, h, 0, s))
@@ -161,7 +161,7 @@ def decode_attention(
     found = called({name: array for name, (array, _) in inputs.items()})
     result = found.get("scores")
     if "logits" in found:
-        # Rows too long for the chip's memory: an elementwise epilogue.
+        # Rows are too long for VMEM: XLA scores them in an elementwise epilogue.
         finite = jnp.where(jnp.isfinite(found["scores_lse"]), found["scores_lse"], 0.0)
         result = jnp.exp(found["logits"].reshape(b, h, told, c) - finite[..., None])[:, :, :g]
         result = result if scores == "each" else result.sum(2)
@@ -171,18 +171,18 @@ def decode_attention(
 
 
 def room() -> int:
-    """How many times as large as `BLOCK_BYTES` blocks may be on the TPU that is compiled for."""
+    """Return the factor by which blocks may exceed `BLOCK_BYTES` on the target TPU."""
     try:
         return 2 if pltpu.get_tpu_info().vmem_capacity_bytes >= ROOMY else 1
-    except ValueError:  # no TPU, or one that jax does not know
+    except ValueError:  # no TPU, or one unknown to jax
         return 1
 
 
 def tile(h: int, c: int, d: int, itemsize: int) -> tuple[int, int]:
-    """KV heads and slots of one grid step, for heads of d numbers that take so many bytes each."""
+    """Return the KV heads and slots of one grid step, for d numbers per head and slot of `itemsize` bytes each."""
     heads, most = SUBLANES if h % SUBLANES == 0 else h, BLOCK_BYTES * room()
     while h % (2 * heads) == 0 and 2 * heads * c * d * itemsize <= most:
-        heads *= 2  # of short rows, lest a step be shorter than its start
+        heads *= 2  # for short rows: a step must take longer than its start
     slots = max(LANES, most // (heads * d * itemsize) // LANES * LANES)
     return heads, min(slots, c)
 
@@ -217,7 +217,7 @@ def _kernel(
             scratch["noisy_total"][...] = jnp.zeros(scratch["top"].shape, jnp.float32)
 
     def live(x: Array, along: int) -> Array:
-        # Beyond the last slot lies anything, even NaN, which no weight of 0 would make 0.
+        # Memory beyond the last slot is arbitrary, even NaN, which a weight of 0 does not turn into 0.
         if capacity % slots == 0:
             return x
         here = split * slots + jax.lax.broadcasted_iota(jnp.int32, x.shape, along)
@@ -266,7 +266,7 @@ def _kernel(
 
 
 def _finish(refs: Any, scratch: Any) -> tuple[Array, Array]:
-    # Slots, and the low-rank share as one more split.
+    # Merges slots with low-rank attention, which is one more split.
     top, total, acc = scratch["top"][...], scratch["total"][...], scratch["acc"][...]
     if "phi" in refs:
         z = refs["z"][0]
@@ -276,7 +276,7 @@ def _finish(refs: Any, scratch: Any) -> tuple[Array, Array]:
         other = jnp.where(some, jnp.log(jnp.where(some, mass, 1.0)), LOWEST / 2)
         highest = jnp.maximum(top, other)
         kept = jnp.exp(top - highest)
-        # Of phi H only the direction counts: its mass comes in as exp(log mass - highest), which cannot overflow.
+        # phi H is divided by its mass, which is added back as exp(log mass - highest): that cannot overflow.
         added = jnp.where(some, jnp.exp(other - highest) / jnp.where(some, mass, 1.0), 0.0)
         acc = kept * acc + added * of_each(lambda rows: dot(rows, refs["h"][0], 1), phi, len(z))
         total = kept * total + jnp.where(some, jnp.exp(other - highest), 0.0)

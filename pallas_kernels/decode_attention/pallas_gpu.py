@@ -1,6 +1,6 @@
-"""Decode attention for GPU through Pallas's Triton lowering: every program one split of a head's slots.
+"""Decode attention for GPU through Pallas's Triton lowering: each program handles one split of a head's slots.
 
-Splits are independent, with partial sums in float32; XLA merges them, and turns the logits that the kernel wrote into
+Splits are independent, with partial sums in float32. XLA merges them, and turns the logits that the kernel wrote into
 scores, elementwise.
 """
 
@@ -134,10 +134,10 @@ def kernel(
 ) -> None:
     part, head = pl.program_id(0), pl.program_id(1)
     (capacity,), e = refs["position"].shape, outputs["out"].shape[-1]
-    four = {name: refs[name].dtype == jnp.uint8 for name in "kv"}  # codes whose two halves are products of their own
+    four = {name: refs[name].dtype == jnp.uint8 for name in "kv"}  # codes whose two halves need separate products
     gumbel, paged = isinstance(scores, Gumbel), "begin" in refs
     begin, end = 0, capacity
-    if paged:  # a head's slots are some of a pool's
+    if paged:  # a head's slots are a range of a pool's
         begin, end = refs["begin"][0], refs["end"][0]
         split = pl.cdiv(pl.cdiv(end - begin, splits), block) * block
     first = begin + part * split
@@ -236,10 +236,10 @@ def _log(top: Array, total: Array) -> Array:
 
 
 def products(interpret: Any) -> Callable[[Array, Array], Array]:
-    """The product of two matrices [n m] and [m o] in float32, inside a kernel that runs like this.
+    """Return a function that multiplies matrices [n m] and [m o] in float32, inside a kernel with this `interpret`.
 
-    Float32 is not rounded to the ten bits of the tensor cores: each number is taken as the sum of two such, whose
-    products are summed, which takes fewer registers and less time to compile than to stay outside of these cores.
+    Float32 is not rounded to the ten bits of the tensor cores. Each number is split into a sum of two such numbers,
+    and their products are added. This takes fewer registers and less compile time than avoiding the tensor cores.
     """
     exact = jax.lax.DotAlgorithmPreset.TF32_TF32_F32_X3 if interpret is False else jax.lax.Precision.HIGHEST
 

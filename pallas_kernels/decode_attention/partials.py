@@ -1,4 +1,4 @@
-"""How decode attention on GPUs is split over programs, and how XLA puts their parts together."""
+"""Splits of decode attention over GPU programs, and the merge of their parts in XLA."""
 
 from __future__ import annotations
 
@@ -13,46 +13,46 @@ from pallas_kernels.decode_attention.kernel_parts import LOWEST
 from pallas_kernels.decode_attention.types import Decoded, Gumbel
 
 ROWS = 16
-"""Rows of the smallest matrix product, of which the g queries of a group are the first."""
+"""Rows of the smallest matrix product; the g queries of a group are the first of them."""
 PROGRAMS = 512
 """Programs that keep a large GPU busy: short batches get more splits."""
 
 
 STEP = 16_384
-"""Bytes of keys, as wide as queries are, that a program of four warps multiplies in one step without spilling."""
+"""Bytes of keys, in the queries' dtype, that a program of four warps multiplies in one step without spilling."""
 
 WIDEST = 512
-"""Bytes of a query's channels that are multiplied at a time, for the same reason."""
+"""Maximum bytes of a query's channels that are multiplied at a time, for the same reason."""
 
 
 def steps(width: int) -> int:
-    """Slots of one step of a program's loop, of keys or values that are so many bytes wide in the queries' dtype."""
+    """Return the slots of one step of a program's loop; keys or values are `width` bytes wide in the queries' dtype."""
     return min(64, max(16, STEP // pl.next_power_of_2(width)))
 
 
 def tile(heads: int, c: int, width: int) -> tuple[int, int]:
-    """Slots of one step of a program's loop, and of all its steps; `width` is in bytes, as of `steps`."""
+    """Return the slots of one step of a program's loop, and of all its steps; `width` is in bytes, as in `steps`."""
     block = min(max(16, pl.next_power_of_2(c)), steps(width))
     splits = min(max(1, PROGRAMS // heads), max(1, c // 256))
     return block, pl.cdiv(pl.cdiv(c, splits), block) * block
 
 
 def channels(width: int, dtype: DTypeLike, halved: bool = False) -> tuple[slice, ...]:
-    """Channels of queries and keys that are multiplied at a time: wide ones of float32 spill unless it is in halves."""
+    """Split channels of queries and keys to multiply a part at a time: wide float32 spills unless it is in halves."""
     whole = not halved and width * jnp.dtype(dtype).itemsize <= WIDEST
     size = width if whole else width // 2
     return tuple(slice(start, start + size) for start in range(0, width, size))
 
 
 def merged(found: dict[str, Array], g: int, splits: int, scores: str | Gumbel | None) -> Decoded:
-    """One result of all parts.
+    """Merge all parts into one result.
 
     Args:
-        found: `out` [b h parts ROWS e] and `lse` [b h parts ROWS] of each part, the first of which are splits of slots;
-            with scores also their `logits` [b h g c], and `noisy_lse` if those have noise and temperature.
+        found: `out` [b h parts ROWS e] and `lse` [b h parts ROWS] of each part; the first parts are splits of slots.
+            With scores also `logits` [b h g c] of the splits, and `noisy_lse` if they have noise and temperature.
         g: queries of a group.
-        splits: how many parts are splits.
-        scores: as asked for.
+        splits: number of parts that are splits.
+        scores: the requested scores.
     """
     out, lse = combined(found, g)
     if scores is None:
@@ -64,13 +64,13 @@ def merged(found: dict[str, Array], g: int, splits: int, scores: str | Gumbel | 
 
 
 def combined(found: dict[str, Array], g: int) -> tuple[Array, Array]:
-    """Attention [b h g e] and log-sum-exp [b h g] of all parts."""
+    """Merge the attention [b h g e] and log-sum-exp [b h g] of all parts."""
     share, lse = _shares(found["lse"][..., :g])
     return jnp.einsum("bhsg,bhsgd->bhgd", share, found["out"][..., :g, :]), lse
 
 
 def _shares(lse: Array) -> Any:
-    # Weights of the parts, and the logarithm of their sum; LOWEST where there is nothing, so that no NaN can arise.
+    # Weights of the parts, and the logarithm of their sum. Empty parts have LOWEST, so no NaN can arise.
     highest = lse.max(2, keepdims=True)
     share = jnp.where(lse > LOWEST, jnp.exp(lse - highest), 0.0)
     total = share.sum(2, keepdims=True)

@@ -25,7 +25,7 @@ from pallas_kernels.operands import Operand, Quantised, Turned, cut
 from pallas_kernels.quantised import products, weighted
 
 PACKED_BYTES = 4 << 20
-"""Codes of values that a CPU's product packs anew at once."""
+"""Maximum bytes of value codes that a product on CPU repacks together."""
 
 
 def decode_attention(
@@ -53,7 +53,7 @@ def decode_attention(
     else:
         assert not isinstance(v, Turned)  # refused before
         keys = k.values(q.dtype) if isinstance(k, Turned) else k
-        # Of one row XLA on CPU makes copies of bfloat16 keys and values in float32, of two it does not.
+        # With one row, XLA on CPU copies bfloat16 keys and values to float32; with two rows it does not.
         g = q.shape[2]
         rows = 2 if platform == "cpu" and q.dtype == jnp.bfloat16 and g == 1 else g
 
@@ -69,7 +69,7 @@ def decode_attention(
     if isinstance(scores, Gumbel):
         found = increments(probs, position, scores)
     else:
-        # The sum over both axes: summed over one of them, XLA takes four times as long on a CPU.
+        # Sums over two axes: with one of them alone, XLA takes four times as long on a CPU.
         found = {None: None, "each": probs, "sum": probs[:, :, :, None].sum((2, 3))}[scores]
     return Decoded(partial.out[:, :, :, 0], partial.lse[:, :, :, 0], found)
 
@@ -77,7 +77,7 @@ def decode_attention(
 def products_of_sinks(
     sinks: Sinks, k: Operand, position: Int[Array, "b h c"], platform: str
 ) -> tuple[Bool[Array, "b h g 1 c"], Float[Array, "b h g 1 c"]]:
-    """Where sinks lie among the slots, and their products with the query that they see."""
+    """Return the mask of sinks among the slots, and the products of their keys with their own query."""
     count = min(sinks.count, position.shape[-1])
     found = products(sinks.q, cut(k, 0, count, 2), platform)
     here = jnp.broadcast_to((position[:, :, :count] < sinks.count)[:, :, None], found.shape)
@@ -98,7 +98,7 @@ def attend_codes(
     others: tuple[Bool[Array, "b h g 1 c"], Float[Array, "b h g 1 c"]] | None,
     platform: str,
 ) -> tuple[Partial, Float[Array, "b h g c"]]:
-    """`attention.attend` of one query where keys or values are codes, of which no decoded copy is made."""
+    """Run `attention.attend` for one query over keys or values that are codes, without a decoded copy of them."""
     (b, h, g, _), c, e = q.shape, *v.shape[2:]
     s = slot_block(c, 16, 4 * SLOT_BLOCK)
     n = c // s
@@ -107,12 +107,12 @@ def attend_codes(
         return jax.tree.map(lambda leaf: leaf.reshape(b, leaf.shape[1], n, s, *leaf.shape[3:]), x)
 
     def at_once(operand: Operand, packed_anew: bool) -> int:
-        # Blocks of which there may be a copy: of what is decoded or unpacked for a product, or packed anew on a CPU.
+        # Blocks that may be copied together: to decode or unpack them for a product, or to repack them on a CPU.
         if not isinstance(operand, Quantised):
             return n
         if wide(q.dtype) == jnp.float64:
             return 1
-        if operand.bits == 4:  # a CPU is fastest block by block, others are with few steps
+        if operand.bits == 4:  # a CPU is fastest block by block, other platforms with few steps
             most = 1 if platform == "cpu" else max(1, n // 8)
         else:
             most = max(1, PACKED_BYTES // (b * h * s * e)) if packed_anew and platform == "cpu" else n
@@ -155,7 +155,7 @@ def attend_codes(
 
 
 def increments(probs: Float[Array, "b h g c"], position: Int[Array, "b h c"], gumbel: Gumbel) -> Float[Array, "b h c"]:
-    """Equation 9 of Keyformer, summed over the group."""
+    """Return equation 9 of Keyformer, summed over the group."""
     head = None if gumbel.first is None else gumbel.first[:, None] + jnp.arange(position.shape[1], dtype=jnp.int32)
     uniform = noise.uniform_at(gumbel.seed, gumbel.layer, position, head=head).astype(probs.dtype)
     zeta = noise.KINDS[gumbel.noise](uniform)[:, :, None]

@@ -1,4 +1,4 @@
-"""What TPU kernels over blocks of slots share: packed rows, and a softmax that runs on in scratch memory."""
+"""Code that TPU kernels over blocks of slots share: packed rows, and an online softmax in scratch memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pallas_kernels.decode_attention.kernel_parts import LOWEST, beside, product
 from pallas_kernels.decode_attention.types import Gumbel
 
 TILE = 32
-"""Slots of an aligned part of a block of keys, whatever their numbers."""
+"""Slots of an aligned part of a block of keys, in any dtype."""
 
 
 def logits_of(
@@ -32,20 +32,20 @@ def logits_of(
     first: Any,
     row: Any,
 ) -> tuple[Float[Array, "n rows s"], Bool[Array, "n rows s"]]:
-    """Of a block of slots, `LOWEST` where a slot is not seen, and which are.
+    """Return the logits of a block of slots, `LOWEST` in masked slots, and the mask of visible slots.
 
     Args:
         refs: the kernel's inputs by name.
-        q: queries as `rows_of` lays them.
-        position: the token in each slot.
-        visible: whether the query sees it.
+        q: queries in the layout of `rows_of`.
+        position: position of the token in each slot.
+        visible: whether the query attends to the slot.
         query: the query's position.
-        spec: the layer's, without slopes.
-        channels: the axis of keys that is that of channels.
-        integers: as `products` takes it.
-        sinks: how many first tokens, at most `LANES`, see the query `sinks_q` instead; 0 where there is none.
+        spec: the layer's settings, without slopes.
+        channels: the axis of keys that holds channels.
+        integers: as in `products`.
+        sinks: number of first tokens, at most `LANES`, that use the query `sinks_q` instead; 0 for none.
         first: the number of the block's first slot.
-        row: of the batch.
+        row: the row of the batch.
     """
     distance = position - query
     k, scale = refs["k"][0], refs["k_scale"][0] if "k_scale" in refs else None
@@ -60,7 +60,7 @@ def logits_of(
         own = jnp.pad(own, ((0, 0), (0, 0), (0, near - some)))
         index = first + jax.lax.broadcasted_iota(jnp.int32, (heads, near), 1)
         here = (beside(position[:, :near], len(q)) < sinks) & (beside(index, len(q)) < sinks)
-        if "sinks_gap" in refs:  # slopes see them from nearer
+        if "sinks_gap" in refs:  # slopes place sinks nearer
             nearer = jnp.where((position[:, :near] < sinks) & (index < sinks), refs["sinks_gap"][row], 0)
             distance = jnp.concatenate([distance[:, :near] + nearer, distance[:, near:]], axis=1)
         found = jnp.concatenate([jnp.where(here, own, found[..., :near]), found[..., near:]], axis=-1)
@@ -80,7 +80,7 @@ def noisy(
     row: Any,
     head: Any,
 ) -> Float[Array, "n rows s"]:
-    """Logits with Keyformer's noise at its temperature; `head` is the first one of the block."""
+    """Return logits with Keyformer's noise at its temperature; `head` is the first head of the block."""
     seed = jax.lax.bitcast_convert_type(jnp.full(position.shape, refs["seed"][row], jnp.int32), jnp.uint32)
     heads = head + jax.lax.broadcasted_iota(jnp.int32, position.shape, 0)
     heads += refs["first"][row] if "first" in refs else 0
@@ -91,13 +91,13 @@ def noisy(
 def advance(
     scratch: Any, logits: Float[Array, "n rows s"], weigh: Callable[[Array], Array] | None = None, of: str = ""
 ) -> None:
-    """Let a running softmax go on over a block.
+    """Advance an online softmax by one block.
 
     Args:
         scratch: its `top` and `total`, and the unnormalised output `acc`.
-        logits: of the block.
-        weigh: given the block's weights, what they add to `acc`; None for a softmax without an output.
-        of: what the names of `top` and `total` begin with.
+        logits: logits of the block.
+        weigh: function from the block's weights to their term of `acc`; None for a softmax without an output.
+        of: prefix of the names of `top` and `total`.
     """
     top, total = scratch[f"{of}top"], scratch[f"{of}total"]
     highest = jnp.maximum(top[...], logits.max(-1, keepdims=True))
@@ -109,15 +109,15 @@ def advance(
 
 
 def log_sum(top: Array, total: Array) -> Array:
-    """The logarithm of a running softmax's sum of exponentials; -inf where it has seen nothing."""
+    """Return the logarithm of an online softmax's sum of exponentials; -inf if it is empty."""
     some = total > 0
     return jnp.where(some, top + jnp.log(jnp.where(some, total, 1.0)), -jnp.inf)
 
 
 def rows_and_blocks(heads: int, groups: int) -> tuple[int, int]:
-    """How the query heads of so many KV heads lie in registers: how many of these, and rows of each.
+    """Return how registers hold the query heads of `heads` KV heads: the number of blocks, and the rows of each.
 
-    Those of a KV head have one of their own, but single ones share it: eight would be alike.
+    The queries of each KV head have a separate block. Single queries share one, which would hold eight equal rows.
     """
     if groups == 1 and heads % SUBLANES == 0:
         return heads // SUBLANES, SUBLANES
@@ -125,10 +125,10 @@ def rows_and_blocks(heads: int, groups: int) -> tuple[int, int]:
 
 
 def rows_of(x: Float[Array, "hg w"], heads: int) -> Float[Array, "n rows w"]:
-    """Packed rows as `rows_and_blocks` says; what lies between groups means nothing."""
+    """Arrange packed rows as in `rows_and_blocks`; padding between groups has no meaning."""
     groups = len(x) // heads
     blocks, rows = rows_and_blocks(heads, groups)
-    precise = x.astype(jnp.float32)  # of which a tile has as many rows
+    precise = x.astype(jnp.float32)  # a tile of float32 has SUBLANES rows
     if blocks * rows == len(x):
         tiles = precise.reshape(blocks, rows, x.shape[1])
     elif groups == 1:
@@ -140,7 +140,7 @@ def rows_of(x: Float[Array, "hg w"], heads: int) -> Float[Array, "n rows w"]:
 
 
 def slope_rows(slopes: Float[Array, "h g"]) -> Float[Array, "n rows 1"]:
-    """ALiBi's slopes as `rows_of` lays out queries: a single one in all rows, which have to be alike."""
+    """Arrange ALiBi's slopes as `rows_of` arranges queries; a single one fills all rows, which must be equal."""
     blocks, rows = rows_and_blocks(*slopes.shape)
     if blocks < len(slopes):
         return slopes.astype(jnp.float32).reshape(blocks, rows, 1)
@@ -149,21 +149,21 @@ def slope_rows(slopes: Float[Array, "h g"]) -> Float[Array, "n rows 1"]:
 
 
 def packed(x: Float[Array, "n rows w"], heads: int, groups: int) -> Float[Array, "hg w"]:
-    """The inverse of `rows_of`."""
+    """Invert `rows_of`."""
     if len(x) < heads or groups == x.shape[1]:
         return x.reshape(-1, x.shape[2])
     if groups == 1:
-        return x.max(1)  # all rows are alike, and v4 cannot gather one of each tile
+        return x.max(1)  # all rows are equal, and v4 cannot gather one of each tile
     return jnp.concatenate([own[:groups] for own in x])
 
 
 def summed(x: Float[Array, "n g s"], heads: int) -> Float[Array, "h s"]:
-    """Sums over the queries of each KV head, which are single ones where they share registers."""
+    """Sum over the queries of each KV head; heads that share registers have a single query."""
     return x.reshape(heads, -1) if len(x) < heads else x.sum(1)
 
 
 def along_lanes(x: Float[Array, "n rows 1"], heads: int) -> Float[Array, "h rows"]:
-    """One number of each row, from a sublane each to a lane each: by a maximum, for v4 cannot gather from sublanes."""
+    """Move one number of each row from sublanes to lanes, by a maximum since v4 cannot gather from sublanes."""
     if len(x) < heads:
         return x.reshape(heads, 1)
     rows = x.shape[1]

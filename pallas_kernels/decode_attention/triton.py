@@ -1,8 +1,8 @@
-# Triton compiles these functions itself, and has no types for what they are given.
+# Triton compiles these functions itself, and has no types for their arguments.
 # pyright: basic
-"""Decode attention for GPU in Triton proper, called through jax-triton: the path that outlives Pallas's Triton dialect.
+"""Decode attention for GPU in Triton itself, through jax-triton: this path outlives Pallas's Triton dialect.
 
-The same splits as `pallas_gpu`, merged by the same lines; importing this module needs Triton.
+It has the same splits as `pallas_gpu`, merged by the same code. Importing this module needs Triton.
 """
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
@@ -37,7 +37,7 @@ def decode_attention(
     **call: Any,
 ) -> Decoded:
     """See `api.decode_attention`; `call` goes to `jax_triton.triton_call`."""
-    import jax_triton  # refuses to be imported where jax is not built for GPU
+    import jax_triton  # cannot be imported if jax is not built for GPU
 
     b, h, g, d = q.shape
     c, e = v.shape[2:]
@@ -45,7 +45,7 @@ def decode_attention(
     splits = -(-c // split)
     parts = splits + (low_rank is not None)
     gumbel = isinstance(scores, Gumbel)
-    nothing = jnp.zeros(1, jnp.float32)  # stands in for what is not asked for, and is never read
+    nothing = jnp.zeros(1, jnp.float32)  # placeholder for absent arrays, never read
     low = LowRank(nothing, nothing, nothing) if low_rank is None else low_rank
     (keys, k_scale), (values, v_scale) = stored(k), stored(v)
     arrays = [
@@ -88,7 +88,7 @@ def settings(
     block: int,
     split: int,
 ) -> dict[str, Any]:
-    """What the kernel is compiled for."""
+    """Return the constants that the kernel is compiled for."""
     (_, h, g, d), (c, e) = q.shape, v.shape[2:]
     gumbel = isinstance(scores, Gumbel)
     pieces = channels(max(16, triton.next_power_of_2(d)), q.dtype)
@@ -250,7 +250,7 @@ def kernel(
                 target = logits_out + (base * GROUPS + rows[:, None]) * SLOTS + slot[None, :]
                 tl.store(target, logits, mask=own[:, None] & real[None, :])
     elif FEATURES > 0:
-        # The low-rank share is one more split, of mass phi z.
+        # Low-rank attention is one more split, of mass phi z.
         top = tl.zeros([ROWS], tl.float32)
         for r in range(FEATURES):
             feature = tl.load(phi + (base * GROUPS + rows) * FEATURES + r, mask=own, other=0.0)

@@ -1,4 +1,4 @@
-"""What decode attention takes besides slots, and what it gives back."""
+"""Inputs of decode attention besides slots, and its result."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from jaxtyping import Array, Float, Int, UInt32
 from pallas_kernels.attention import LowRank as LowRank
 
 Places = tuple[Int[Array, "b h"], Int[Array, "b h c"]]
-"""Where the model sees the query and the keys, if not at their positions."""
+"""Model positions of the query and the keys, if they are not their positions in the text."""
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["q", "gap"], meta_fields=["count"])
 @dataclasses.dataclass(frozen=True)
 class Sinks:
-    """The first tokens, if they see the query from another place than the others do (StreamingLLM, section 3.2)."""
+    """First tokens that use the query from another place than the rest (StreamingLLM, section 3.2)."""
 
     q: Float[Array, "b h g d"]
-    """The query as it stands to them."""
+    """Query for the sinks."""
     count: int
-    """They are those at positions below it, and lie in as many first slots."""
+    """Number of sinks: they have the positions below it, and are in as many first slots."""
     gap: Int[Array, " b"] | None = None
-    """How much nearer than in the text a layer's slopes see them; None for not at all."""
+    """Tokens by which a layer's slopes place the sinks nearer than in the text; None for no change."""
 
     def seen(self, position: Int[Array, "b h c"]) -> Int[Array, "b h c"]:
-        """Where a layer's slopes see the tokens at these positions."""
+        """Return the places that a layer's slopes use for the tokens at these positions."""
         if self.gap is None:
             return position
         sinks = (position < self.count) & (jnp.arange(position.shape[2]) < self.count)
@@ -40,18 +40,18 @@ class Gumbel(NamedTuple):
     """Noise and temperature of Keyformer's score increments (equation 9)."""
 
     seed: UInt32[Array, " b"]
-    """The row's randomness, as in `pallas_kernels.noise.uniform_at`."""
+    """Random seed of each row, as in `pallas_kernels.noise.uniform_at`."""
     tau: Float[Array, " b"]
-    """The row's temperature, above 0."""
+    """Temperature of each row, above 0."""
     layer: int = 0
     noise: str = "gumbel"
-    """`gumbel`, `gaussian` of the same mean and deviation, or `none`."""
+    """`gumbel`, `gaussian` with the same mean and deviation, or `none`."""
     first: Int[Array, " b"] | None = None
-    """Which of the layer's KV heads is the first one here; None for the first of all."""
+    """Number of the first KV head here among the layer's; None for the layer's first."""
 
     @property
     def static(self) -> Gumbel:
-        """What kernels are compiled for."""
+        """Settings that kernels are compiled for."""
         return self._replace(seed=None, tau=None, first=None)  # type: ignore[arg-type]
 
 
@@ -59,8 +59,8 @@ class Decoded(NamedTuple):
     """Attention of one token per row, a part that `pallas_kernels.attention.merge` can merge further."""
 
     out: Float[Array, "b h g e"]
-    """Over slots and low-rank share together; zeros where there is neither. At least float32."""
+    """Attention over slots and low-rank memory together, at least float32; zeros if both are empty."""
     lse: Float[Array, "b h g"]
-    """Logarithm of the sum of exponentials, of the same."""
+    """Logarithm of the sum of exponentials over both."""
     scores: Array | None
-    """Probabilities over the slots alone, [b h g c] for `each` and [b h c] for `sum` and `gumbel`; 0 where empty."""
+    """Probabilities over the slots alone, [b h g c] for `each`, [b h c] for `sum` and a `Gumbel`; 0 in empty slots."""

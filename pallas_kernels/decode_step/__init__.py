@@ -1,4 +1,4 @@
-"""A decode step over slots in one pass: the victim, the exchange and attention."""
+"""A decode step over slots in one pass: victim selection, replacement and attention."""
 
 from pallas_kernels.decode_step.api import decode_step as decode_step
 from pallas_kernels.decode_step.api import one_pass as one_pass

@@ -1,4 +1,4 @@
-"""A decode step over slots: the new token takes the slot that matters least, and its queries attend to all of them."""
+"""A decode step over slots: the new token takes the least important one, and its queries attend to all of them."""
 
 from __future__ import annotations
 
@@ -52,40 +52,39 @@ def decode_step(
     interpret: Any = False,
     platform: str | None = None,
 ) -> Stepped:
-    """Exactly `evict`, then `decode_attention`, in one pass over keys and values.
+    """Run exactly `evict`, then `decode_attention`, in one pass over keys and values.
 
-    In place where the caller donates `position`, `k`, `v`, `buffers`, and of `standing` what is written to.
+    The update is in place if the caller donates `position`, `k`, `v`, `buffers`, and the written parts of `standing`.
 
     Args:
-        standing: how much each slot matters, before the step: numbers, or codes whose distance from the queries' says
-            so (`hamming`); None where the oldest leaves first.
-        position: the token in each slot, -1 for none.
-        new_position: of each row's new token; -1 for a row of padding, which writes and sees nothing.
+        standing: importance of each slot before the step: numbers, or codes that rank slots by their distance from the
+            queries' codes (`hamming`); None to evict the oldest first.
+        position: position of the token in each slot, -1 if empty.
+        new_position: position of each row's new token; -1 for a row of padding, which writes and attends to nothing.
         k: keys [b h c d] of the slots: an array, or codes.
         v: values [b h c e].
-        buffers: what slots hold besides, a tree of arrays [b h c ...]; codes of `standing` come and go with that.
-        added: the new token's key and value, which are coded here if the slots' are, and its buffers [b h ...].
-        q: its queries; the g of a group share one KV head.
+        buffers: other contents of the slots, a tree of arrays [b h c ...], without the codes of `standing`.
+        added: the new token's key and value, which are quantised here if the slots' are, and its buffers [b h ...].
+        q: the new token's queries; the g queries of a group share one KV head.
         spec: the layer's scale, soft cap, window and slopes.
         protection: sinks, recent window and limit of each head.
-        keep: slots that never leave, or None.
-        shrinks: live slots may lie beyond the limit, as for policies whose budget falls.
-        pairs: whether the pair that leaves is handed out.
-        sinks: first tokens that see another query, as `decode_attention` takes them, or None.
-        scores: as `decode_attention` takes them: `each`, `sum`, a `Gumbel`, or None.
-        adds: whether sums come added to `standing`, in which the new token begins at 0.
-        rounds: whether attention's output comes in the queries' dtype, as where nothing else is merged with it.
+        keep: slots that are never evicted, or None.
+        shrinks: live slots may be beyond the limit, as for policies whose budget falls.
+        pairs: whether to return the evicted pair.
+        sinks: first tokens that use another query, as in `decode_attention`, or None.
+        scores: as in `decode_attention`: `each`, `sum`, a `Gumbel`, or None.
+        adds: whether to return sums added to `standing`, in which the new token starts at 0.
+        rounds: whether to return attention's output in the queries' dtype, if nothing else is merged with it.
         implementation: `auto`, `xla` or `pallas`. `xla` takes everything. `pallas` is for TPU; it takes what both
-            kernels take that it stands for, c a multiple of 16 (of 128 where XLA stores slots innermost), and no more
-            than its blocks have room for on the chip. It compiles and has run in interpreters, never on a chip. There
-            is no form for GPU.
+            kernels that it replaces take, c a multiple of 16 (of 128 where XLA stores slots innermost), and blocks
+            that fit in VMEM. It compiles and has run in interpreters, never on a chip. There is no form for GPU.
         interpret: `True`, or `pltpu.InterpretParams()`, to run `pallas` without an accelerator.
-        platform: for which the program is compiled; None for that of `jax.default_backend()`.
+        platform: target of compilation; None for that of `jax.set_mesh`, else of `jax.default_backend()`.
 
     Raises:
-        Unsupported: the implementation asked for cannot run these arguments here.
-        ValueError: `scores` or `implementation` is unknown, values are `Turned`, or there is nothing to add, or nothing
-            in float32 to add it to.
+        Unsupported: the requested implementation cannot run these arguments here.
+        ValueError: `scores` or `implementation` is unknown, values are `Turned`, or `adds` is set without sums or
+            without numbers of float32 in `standing`.
     """
     kinds = noise.KINDS if isinstance(scores, Gumbel) else ("sum", "each", None)
     kind = scores.noise if isinstance(scores, Gumbel) else scores
@@ -104,7 +103,7 @@ def decode_step(
     given = dict(zip(names, arrays, strict=True)) | arguments
     task = common.Task(_bucket(q, k, v, spec, sinks, scores, hashed), decode_step, given)
     chosen = common.choose("decode_step", implementation, limits, platform=platform, interpret=interpret, task=task)
-    if isinstance(implementation, common.Survey):  # of the two calls, too, that follow where one pass does not win
+    if isinstance(implementation, common.Survey):  # also records the two calls that are made if one pass does not win
         how: dict[str, Any] = dict(implementation=implementation, platform=platform)
         bounds: dict[str, Any] = dict(protection=protection, keep=keep)
         if hashed is not None:
@@ -114,7 +113,7 @@ def decode_step(
         decode_attention(q, k, v, position, new_position, spec, sinks=sinks, scores=scores, **how)
     if chosen == "xla":
         return reference.decode_step(*arrays, **arguments, platform=common.platform_of(platform))
-    from pallas_kernels.decode_step import pallas  # which takes long to import
+    from pallas_kernels.decode_step import pallas  # slow to import
 
     return pallas.decode_step(*arrays, **arguments, interpret=interpret)
 
@@ -132,7 +131,7 @@ def one_pass(
     interpret: Any = False,
     platform: str | None = None,
 ) -> bool:
-    """Whether `decode_step` is one kernel for these arguments here; where not, two calls leave more to choose."""
+    """Return whether `decode_step` is one kernel for these arguments here; if not, two calls leave more choice."""
     limits = {"pallas": limit(q, k, v, spec, sinks, scores, common.pallas_form(platform), hashed)}
     if isinstance(implementation, common.Survey):
         implementation = "pallas"
@@ -170,7 +169,7 @@ def limit(
     form: str,
     hashed: Hashed | None = None,
 ) -> str | None:
-    """What these arguments ask that the Pallas kernel cannot do, or None."""
+    """Return what these arguments need that the Pallas kernel cannot do, or None."""
     refused = common.first_limit(
         (form == "tpu", "it is written for tpu alone"),
         *operand_limits(q, k, v, spec, None),

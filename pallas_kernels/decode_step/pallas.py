@@ -1,9 +1,9 @@
-"""A decode step for TPU: every block of keys and values is read once, and the one tile that changes is sent back.
+"""A decode step for TPU: every block of keys and values is read once, and only the changed tile is copied back.
 
-The new token is what the running softmax begins with, and the slot that it takes is not seen: blocks are read as they
-were. Its tile is taken from the block that is on the chip anyway, and a later block of heads awaits the copy back. The
-grid is (cores, blocks of heads of some rows, splits of slots); no copy crosses the first axis, which chips with two
-cores share.
+The running softmax starts from the new token, and the slot that the token takes is masked: blocks are read unchanged.
+The tile of that slot is taken from the block that is in VMEM anyway, and a later block of heads awaits the copy back.
+The grid is (cores, blocks of heads of some rows, splits of slots). No copy crosses the first axis, which the cores of a
+two-core chip share.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def decode_step(
     cores, units = over_cores(b * blocks)
 
     def block(*tail: int, along: int | None = None) -> pl.BlockSpec:
-        """Of a block of heads all, or with the split along an axis of the tail."""
+        """Return the spec of a block of heads: all of it, or its split along one axis of the tail."""
 
         def index(core: Array, step: Array, split: Array) -> tuple[Any, ...]:
             return *row_and_block(core, step, units, blocks), *(
@@ -104,7 +104,7 @@ def decode_step(
         return row_and_block(core, step, units, blocks)[1], 0, 0
 
     def told(numbers: Mapping[str, Array]) -> dict[str, tuple[Array, pl.BlockSpec]]:
-        # One of each head, [b h]: rows lie in lanes, as XLA stores so few heads of many rows.
+        # One number of each head, [b h]: rows are along the lanes, as XLA stores few heads of many rows.
         one = pl.BlockSpec((heads, min(b, LANES)), of_rows)
         return {name: (x.T, one) for name, x in numbers.items()}
 
@@ -114,7 +114,7 @@ def decode_step(
         "position": (position, block(c)),
         "q": (q.reshape(b, h * g, d), packed(d)),
     }
-    words = []  # names of the codes, if these tell how slots stand
+    words = []  # names of the codes, if codes rank the slots
     if isinstance(standing, Hashed):
         planes, queries, keys = standing.hashing
         bits, width = planes.shape[1:]
@@ -135,8 +135,8 @@ def decode_step(
     inputs |= {name: (x[None], scalars) for name, x in bounds.items() if not x.ndim}
     if keep is not None:
         inputs["keep"] = (keep.astype(jnp.int32), block(c))
-    turned: list[str] = []  # whose blocks come as [channels, slots]
-    scales: list[str] = []  # names of what codes are multiplied with
+    turned: list[str] = []  # names of operands whose blocks are [channels, slots]
+    scales: list[str] = []  # names of the scales of codes
     for name, operand, new in (("k", k, added[0]), ("v", v, added[1])):
         array = stored(operand)[0]
         width = array.shape[-1]
@@ -145,7 +145,7 @@ def decode_step(
         if isinstance(operand, Quantised):
             inputs[f"{name}_scale"] = (operand.scale, block(slots, along=0))
             scales.append(f"{name}_scale")
-            if turns or operand.bits < 8:  # else codes are made on the chip
+            if turns or operand.bits < 8:  # otherwise the kernel computes the codes
                 coded = operands.quantise(new, operand.bits)
                 entry = coded.codes
                 inputs |= told({f"{name}_scale_entry": coded.scale})
@@ -157,7 +157,7 @@ def decode_step(
         else:
             inputs[name] = (array, block(slots, width, along=0))
             inputs[f"{name}_entry"] = (entry, block(width))
-        if name in turned or width < operand.shape[-1]:  # attention needs its numbers in another place
+        if name in turned or width < operand.shape[-1]:  # attention needs its numbers in another layout
             inputs[f"{name}_new"] = (operands.values(coded, jnp.float32), block(operand.shape[-1]))
     if spec.slopes is not None:
         inputs["slopes"] = (slope_rows(spec.slopes), pl.BlockSpec((sets, rows, 1), of_block))
@@ -197,7 +197,7 @@ def decode_step(
         width = array.shape[-1]
         shape = (width, LANES) if name in turned else (copied(array), width)
         scratch[f"{name}_tile"] = pltpu.VMEM((heads, *shape), array.dtype)
-        if inputs[f"{name}_entry"][0].dtype != counted(array.dtype):  # single rows can be taken in 32 bits alone
+        if inputs[f"{name}_entry"][0].dtype != counted(array.dtype):  # single rows can only be read in 32 bits
             scratch[f"{name}_entry"] = pltpu.VMEM((heads, width), counted(array.dtype))
         if f"{name}_scale" in scales and f"{name}_scale_entry" not in inputs:
             scratch[f"{name}_scale_entry"] = pltpu.VMEM((heads, 1), single)
@@ -218,7 +218,7 @@ def decode_step(
         integers=multiplies_integers(interpret),
         sinks=0 if sinks is None else sinks.count,
     )
-    # The places of inputs and outputs among the leaves of their dictionaries.
+    # The indices of inputs and outputs among the leaves of their dictionaries.
     came, went = (sorted(names) for names in (inputs, outputs))
     shared = {name: name for name in ("position", "k", "v", *words, *scales)} | ({"standing": "scores"} if adds else {})
     found = pl.pallas_call(
@@ -231,7 +231,7 @@ def decode_step(
         input_output_aliases={came.index(given): went.index(result) for given, result in shared.items()},
         compiler_params=tpu_params(1, 2, VMEM_BYTES * room()),
         interpret=interpret,
-        # XLA fetches weights beside what it knows to take long.
+        # XLA prefetches weights during operations with a high cost estimate.
         cost_estimate=pl.CostEstimate(
             flops=4 * b * h * g * c * d,
             transcendentals=b * h * g * c,
@@ -243,7 +243,7 @@ def decode_step(
     slot = found["slot"][..., 0]
 
     def written(leaf: Array, value: Array) -> Array:
-        # Slot by slot, so that it is part of whatever a score makes of its buffers next.
+        # Slot by slot, so that XLA fuses it with the score's next update of its buffers.
         return written_through(leaf, slot, value)
 
     def whole(name: str) -> Operand:
@@ -268,30 +268,34 @@ def decode_step(
 
 
 def unit(array: Array) -> int:
-    """Slots of one copy back: a tile of keys or values [b h c w], or two."""
+    """Return the slots of one copy back: a tile of keys or values [b h c w], or two."""
     return LANES if slots_lie_along_lanes(*array.shape[2:]) else copied(array)
 
 
 def in_registers(entry: Array, heads: int) -> Array:
-    """New keys or values [b h w] as the kernel takes them in blocks of so many heads: narrow ones in whole registers.
+    """Return new keys or values [b h w] for the kernel's blocks of `heads` heads.
 
-    Of fewer heads XLA would have to turn them over; these come in 32 bits.
+    Narrow dtypes must fill whole registers. XLA would have to change the layout of fewer heads, so those are converted
+    to 32 bits.
     """
     fills = entry.dtype == jnp.bfloat16 and heads % SUBLANES == 0
     return entry if fills else entry.astype(counted(entry.dtype))
 
 
 def blocks_of(k: Operand, v: Operand) -> tuple[int, int]:
-    """KV heads and slots of one grid step; what aliases a cache reads no slot beyond it, so they divide its slots."""
+    """Return the KV heads and slots of one grid step.
+
+    The slots of a step divide the cache's, since inputs that alias the cache must not be read beyond its end.
+    """
     (_, h, c, d), e = k.shape, v.shape[3]
     heads, most = tile(h, c, max(d, e), min(stored(x)[0].dtype.itemsize for x in (k, v)))
     return heads, next((slots for slots in range(most // LANES * LANES, most // 4, -LANES) if c % slots == 0), c)
 
 
 def block_bytes(q: Array, k: Operand, v: Operand, scores: str | Gumbel | None, bits: int = 0) -> int:
-    """About what a step holds on the chip: blocks twice, while the next ones arrive, and scratch memory.
+    """Estimate a step's bytes of VMEM: double-buffered blocks, and scratch memory.
 
-    Of a `Hashed` standing it holds codes of so many bits of each slot, and their planes.
+    With a `Hashed` standing they include codes of `bits` bits for each slot, and the planes.
     """
     g, c = q.shape[2], v.shape[2]
     arrays = [stored(x)[0] for x in (k, v)]
@@ -345,7 +349,7 @@ def _kernel(
         return jax.lax.bitcast_convert_type(jnp.where(here, words, 0).sum(-1, keepdims=True), numbers.dtype)
 
     def when(condition: Any) -> Callable[[Callable[[], None]], None]:
-        # Where there is one split it is first and last.
+        # A single split is both the first and the last.
         return pl.when(condition) if several else lambda run: run()
 
     def new(name: str) -> Array:
@@ -385,7 +389,7 @@ def _kernel(
                 if f"{name}_scale_entry" in scratch:
                     numbers, scratch[f"{name}_scale_entry"][...] = operands.codes_and_scale(numbers, 8)
                 wide[...] = numbers.astype(wide.dtype)
-        # The new token is what the running softmax begins with.
+        # The running softmax starts from the new token.
         key, value = (new(name) for name in "kv")
         logits = (q.astype(jnp.float32) * jnp.broadcast_to(beside(key, len(q)), q.shape)).sum(-1, keepdims=True)
         logits = jnp.where(writes, spec.capped(logits), LOWEST)
@@ -414,7 +418,7 @@ def _kernel(
     logits, visible = logits_of(refs, q, position, visible, newest, spec, k_channels, integers, sinks, first, row)
 
     def wait() -> None:
-        # Semaphores count bytes: once for the tiles of all heads.
+        # Semaphores count bytes, so one wait covers the tiles of all heads.
         for i, name in enumerate("kv"):
             sent = scratch[f"{name}_tile"]
             pltpu.make_async_copy(sent, sent, scratch["sent"].at[i]).wait()
@@ -475,14 +479,14 @@ def _kernel(
             found = summed(found, heads) + (refs["standing"][0] if adds else 0.0)
             outputs["scores"][0] = jnp.where(here & writes, summed(new, heads), found)
 
-    # Of the next core's blocks none knows of these copies.
+    # The next core's blocks do not await these copies.
     @pl.when((step == units - 1) & (split == splits - 1))
     def _() -> None:
         wait()
 
 
 def _words(planes: Any, x: Float[Array, "h 1 d"]) -> list[UInt32[Array, "h 1"]]:
-    """The words of a vector's code (`hamming.hashes`) in each head, given the planes [h bits d]."""
+    """Return the words of a vector's code (`hamming.hashes`) in each head, given the planes [h bits d]."""
     projected = (planes[...] * x).sum(-1, keepdims=True)
     found = []
     for first in range(0, projected.shape[1], WORD):
@@ -504,9 +508,9 @@ def _send(
     writes: Any,
     axis: int,
 ) -> None:
-    """Begin to copy the tile around a slot, the new token's entry in it, from a block whose slots begin at `first`.
+    """Start to copy back the tile around a slot, with the new token's entry, from a block whose first slot is `first`.
 
-    A row of padding writes nothing: its tiles go back as they came. What the slot held is `taken`, if that is asked.
+    A row of padding writes nothing: its tiles go back unchanged. If `taken` is given, it gets the slot's old contents.
     """
     size = tile.shape[axis]
     start = pl.multiple_of(slot & -size, size)

@@ -1,4 +1,4 @@
-"""What a decode step over slots gives back."""
+"""Result of a decode step over slots, and a ranking of slots by codes."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ from pallas_kernels.operands import Operand
 
 
 class Hashed(NamedTuple):
-    """How much slots matter, where the farthest from a group's queries by their packed codes leaves first."""
+    """Ranking of slots by packed codes: the farthest from a group's queries is evicted first."""
 
     hashing: Hashing
-    """What the codes of the queries and of the new token's key are made of."""
+    """Inputs for the codes of the queries and of the new token's key."""
     codes: tuple[UInt32[Array, "b h c"], ...]
-    """Of the slots, 32 bits to a word, a buffer for each word."""
+    """Codes of the slots, 32 bits to a word, a buffer for each word."""
 
 
 class Stepped(NamedTuple):
-    """Attention, and the slots with the new token in them."""
+    """Attention, and the slots with the new token."""
 
     attended: Decoded
     slot: Int[Array, "b h"]
-    """The one that the token has taken; c for rows of padding."""
+    """Slot that the token has taken; c for rows of padding."""
     left: Int[Array, "b h"]
-    """The position that it held; -1 for none."""
+    """Position that the slot held; -1 if it was empty."""
     position: Int[Array, "b h c"]
     k: Operand
     v: Operand
     buffers: Any
     pair: tuple[Operand, Operand] | None = None
-    """The key and value that the slot held, [b h ...], if they were asked for; anything for rows of padding.
+    """Key and value that the slot held, [b h ...], if requested; arbitrary for rows of padding.
 
-    What the cache holds in 16 bits may come in float32.
+    Entries of a 16-bit cache may be float32.
     """
     codes: tuple[UInt32[Array, "b h c"], ...] | None = None
-    """Of a `Hashed` standing, the new token's among them."""
+    """Codes of a `Hashed` standing, including the new token's."""

@@ -1,4 +1,4 @@
-"""Rank, victim slot, and the new pair written in its place."""
+"""Eviction: rank the slots, select the victim, and write the new pair in its place."""
 
 from pallas_kernels.evict.api import evict as evict
 from pallas_kernels.evict.reference import exchange as exchange

@@ -1,4 +1,4 @@
-"""Eviction: one new token per row takes the slot of the one that matters least, in every buffer at once."""
+"""Eviction: one new token per row takes the slot of the least important one, in all buffers together."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pallas_kernels.ranking import Protection
 WORDS = ("float32", "int32", "uint32")
 WIDE = ("float32", "bfloat16", "int8", "uint8")
 PLANES = 32768
-"""Numbers of a head that the kernel holds of a buffer [b h c w] whose slots lie along the lanes, at most."""
+"""Maximum numbers per head that the kernel holds of a buffer [b h c w] with slots along the lanes."""
 
 
 def evict(
@@ -32,36 +32,37 @@ def evict(
     interpret: Any = False,
     platform: str | None = None,
 ) -> tuple[Int[Array, "b h"], Int[Array, "b h"], Any, Int[Array, "b h c"], Any]:
-    """Rank every slot, take what the lowest holds, and write the new token there.
+    """Rank every slot, take the contents of the lowest, and write the new token there.
 
-    Slots rank as in `pallas_kernels.ranking.rank`: expired (-inf) < empty < scores < protected < sinks (+inf), the
-    oldest of equals first, slots beyond the limit never. In place where the caller donates `position` and `buffers`.
+    Slots rank as in `pallas_kernels.ranking.rank`: expired (-inf) < empty < scores < protected < sinks (+inf). The
+    oldest of equals comes first, slots beyond the limit never. The update is in place if the caller donates `position`
+    and `buffers`.
 
     Args:
-        scores: how much each slot matters; None where the oldest leaves first.
-        position: the token in each slot, -1 for none.
-        new_position: of each row's new token; -1 for a row of padding, which writes nothing.
-        buffers: what slots hold besides, a tree of arrays [b h c ...]: keys, values, statistics.
-        added: the new token's, the same tree of arrays [b h ...].
+        scores: importance of each slot; None to evict the oldest first.
+        position: position of the token in each slot, -1 if empty.
+        new_position: position of each row's new token; -1 for a row of padding, which writes nothing.
+        buffers: other contents of the slots, a tree of arrays [b h c ...]: keys, values, statistics.
+        added: the new token's contents, the same tree of arrays [b h ...].
         protection: sinks, recent window and limit of each head.
-        keep: slots that never leave, or None.
-        shrinks: live slots may lie beyond the limit, as for policies whose budget falls.
-        pairs: whether what `buffers` held in the slots is handed out.
+        keep: slots that are never evicted, or None.
+        shrinks: live slots may be beyond the limit, as for policies whose budget falls.
+        pairs: whether to return what `buffers` held in the slots.
         implementation: `auto`, `xla` or `pallas`. `xla` takes everything. `pallas` is for TPU; it takes c a multiple of
-            16 up to 16384; buffers [b h c] of 32-bit numbers or bool; [b h c w] with w up to 256, of float32, bfloat16,
-            int8 or uint8 where XLA stores w innermost (w a multiple of 128, or c so small), else of 32-bit numbers with
-            w up to 16 and, in eights, w * c up to 32768. It compiles and has run in interpreters, never on a chip.
-            There is no form for GPU.
+            16 up to 16384. Buffers [b h c] are of 32-bit numbers or bool. Buffers [b h c w] have w up to 256, of 32-bit
+            numbers, bfloat16, int8 or uint8, if XLA stores w innermost (w a multiple of 128, or a small c). Otherwise
+            they are of 32-bit numbers with w up to 16, and w * c up to 32768 with w rounded up to eights. It compiles
+            and has run in interpreters, never on a chip. There is no form for GPU.
         interpret: `True`, or `pltpu.InterpretParams()`, to run `pallas` without an accelerator.
-        platform: for which the program is compiled; None for that of `jax.default_backend()`.
+        platform: target of compilation; None for that of `jax.set_mesh`, else of `jax.default_backend()`.
 
     Returns:
-        The slots (c for rows of padding), what they held (position, -1 for none, and buffers [b h ...] or None), and
-        the position and buffers with the new token.
+        The slots (c for rows of padding), their old contents (position, -1 if empty, and buffers [b h ...] or None),
+        and the position and buffers with the new token.
 
     Raises:
-        Unsupported: the implementation asked for cannot run these arguments here.
-        ValueError: there is no such implementation.
+        Unsupported: the requested implementation cannot run these arguments here.
+        ValueError: the implementation is unknown.
     """
     limits = {"pallas": limit(position, buffers, common.pallas_form(platform))}
     arguments: dict[str, Any] = dict(protection=protection, keep=keep, shrinks=shrinks)
@@ -84,13 +85,13 @@ def evict(
 
 
 def limit(position: Array, buffers: Any, form: str) -> str | None:
-    """What these arguments ask that the Pallas kernel cannot do, or None."""
+    """Return what these arguments need that the Pallas kernel cannot do, or None."""
     c = position.shape[2]
     leaves = jax.tree.leaves(buffers)
     narrow = [leaf.dtype for leaf in leaves if leaf.ndim == 3 and leaf.dtype not in (*WORDS, "bool")]
     several = [leaf for leaf in leaves if leaf.ndim != 3]
     planes = [leaf for leaf in several if leaf.ndim == 4 and pallas.in_planes(leaf)]
-    # Whole blocks are read and written of what lies along the lanes: too much for keys and values.
+    # Buffers with slots along the lanes are read and written as whole blocks: too much for keys and values.
     turned = [leaf.shape[3] for leaf in planes if leaf.dtype not in WORDS or leaf.shape[3] > 16]
     large = [leaf.shape[3] for leaf in planes if common.padded(leaf.shape[3], common.SUBLANES) * c > PLANES]
     kinds = all(leaf.ndim == 4 and leaf.dtype in (*WIDE, *WORDS) for leaf in several)

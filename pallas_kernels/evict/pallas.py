@@ -1,11 +1,11 @@
-"""Eviction for TPU, in place: pairs by an aligned read-modify-write, what lies along the lanes as whole blocks.
+"""Eviction for TPU, in place: pairs by an aligned read-modify-write, buffers with slots along lanes as whole blocks.
 
-A blocked output that aliases its input is not filled before the kernel runs, so a partial write would leave garbage;
-whole blocks and explicit copies cannot.
+A blocked output that aliases its input is not filled before the kernel runs, so a partial write would leave garbage.
+Whole blocks and explicit copies avoid that.
 
-No step of the grid awaits a copy that it has begun: each begins to read tiles for its own block of heads, writes those
-of the block before, and awaits what the one before that has written. The grid is (cores, blocks of heads of some rows
-and two steps more); no copy crosses the first axis, which chips with two cores share.
+No step of the grid awaits a copy that it has started itself. Each step starts to read the tiles of its own block of
+heads, starts to write those of the block before, and awaits the writes of the block before that. The grid is (cores,
+blocks of heads of some rows, plus two steps). No copy crosses the first axis, which the cores of a two-core chip share.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pallas_kernels.common import SUBLANES, over_cores, row_and_block, slots_lie
 from pallas_kernels.ranking import Protection, victim
 
 UNIT = 16
-"""Slots of an aligned copy at least: a tile of 16 bits, two of 32."""
+"""Minimum slots of an aligned copy: one tile of 16 bits, two tiles of 32 bits."""
 VMEM_BYTES = 14 << 20
 
 
@@ -54,7 +54,7 @@ def evict(
     cores, units = over_cores(b * blocks)
 
     def block(*tail: int, late: int = 0) -> pl.BlockSpec:
-        """Of a block of heads, in its own step or so many later."""
+        """Return the spec of a block of heads, used in its own step or `late` steps later."""
 
         def index(core: Array, step: Array) -> tuple[Any, ...]:
             step = jnp.clip(step - late, 0, units - 1)
@@ -68,7 +68,7 @@ def evict(
         "position": (position, block(c)),
         "narrow": ([_word(leaves[i]) for i in narrow], [block(c)] * len(narrow)),
         "narrow_new": ([_word(values[i])[..., None] for i in narrow], [block(1)] * len(narrow)),
-        # As they lie in memory: no copy.
+        # In the stored order, so XLA makes no copy.
         "planes": ([leaves[i].swapaxes(2, 3) for i in planes], [block(leaves[i].shape[-1], c) for i in planes]),
         "planes_new": ([values[i][..., None] for i in planes], [block(leaves[i].shape[-1], 1) for i in planes]),
         "wide": ([leaves[i] for i in wide], [pl.BlockSpec(memory_space=pl.ANY)] * len(wide)),
@@ -129,22 +129,25 @@ def evict(
 
 
 def in_planes(leaf: Array) -> bool:
-    """Whether a buffer [b h c w] lies on a TPU as w rows of slots."""
+    """Return whether a TPU stores a buffer [b h c w] as w rows of slots."""
     return slots_lie_along_lanes(*leaf.shape[2:])
 
 
 def copied(leaf: Array) -> int:
-    """Slots of one aligned copy of a buffer [b h c w]: a tile, two of 32 bits; of 8 bits half of one if need be."""
+    """Return the slots of one aligned copy of a buffer [b h c w].
+
+    They are one tile of 16 bits, two tiles of 32 bits, and a tile of 8 bits, or half of one if c requires it.
+    """
     return max(UNIT, math.gcd(leaf.shape[2], 2 * UNIT)) if leaf.dtype.itemsize == 1 else UNIT
 
 
 def counted(dtype: DTypeLike) -> Any:
-    """In which numbers kernels choose and sum those of a dtype: of 32 bits."""
+    """Return the 32-bit dtype in which kernels select and sum numbers of a dtype."""
     return jnp.float32 if jnp.issubdtype(dtype, jnp.floating) else jnp.int32
 
 
 def _tiles(leaf: Array, heads: int) -> Any:
-    # Of two blocks of heads: one is read while the other is written.
+    # For two blocks of heads: one is read while the other is written.
     return pltpu.VMEM((2, heads, copied(leaf), leaf.shape[-1]), leaf.dtype)
 
 
@@ -153,12 +156,12 @@ def _word(x: Array) -> Array:
 
 
 def _whole(x: Array) -> Array:
-    # A block of eight heads is no tile of 8-bit numbers.
+    # A block of eight heads does not fill a tile of 8-bit numbers.
     return x.astype(jnp.int32) if x.dtype.itemsize == 1 else x
 
 
 def _aliases(arrays: Any, out_shape: Any) -> dict[int, int]:
-    # Leaves of the same name and place share a buffer.
+    # Inputs and outputs of the same path share a buffer.
     def places(tree: Any) -> dict[str, int]:
         paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
         return {path: i for i, path in enumerate(paths)}
@@ -189,7 +192,7 @@ def _kernel(
                 pltpu.make_async_copy(*ends, semaphores.at[int(into_cache), leaf, which]).start()
 
     def wait(which: Any, *, into_cache: bool) -> None:
-        # Semaphores count bytes: once for the tiles of all heads.
+        # Semaphores count bytes, so one wait covers the tiles of all heads.
         for leaf, tile in enumerate(tiles):
             whole = tile.at[which]
             pltpu.make_async_copy(whole, whole, semaphores.at[int(into_cache), leaf, which]).wait()
@@ -215,7 +218,7 @@ def _kernel(
 
 
 def _choose(refs: Any, outputs: Any, slots: Any, newest: Any, shrinks: bool) -> None:
-    """The slots of a block of heads, and the exchange in whatever comes and goes as a whole."""
+    """Select the slots of a block of heads, and exchange entries of the buffers that are whole blocks."""
     heads, capacity = refs["position"].shape[1:]
     position = refs["position"][0]
     bounds = [refs[name][0] for name in Protection._fields]
@@ -243,7 +246,7 @@ def _choose(refs: Any, outputs: Any, slots: Any, newest: Any, shrinks: bool) -> 
 
 
 def _exchange(tile: Any, slots: Any, new: Any, taken: Any, writes: Any) -> None:
-    """The exchange in tiles that have arrived; of a row of padding they go back as they came."""
+    """Exchange entries in tiles that have arrived; tiles of a row of padding go back unchanged."""
     for head in range(tile.shape[0]):
         old = tile[head].astype(counted(tile.dtype))
         chosen = jax.lax.broadcasted_iota(jnp.int32, old.shape, 0) == slots[head] & (tile.shape[1] - 1)
@@ -254,8 +257,8 @@ def _exchange(tile: Any, slots: Any, new: Any, taken: Any, writes: Any) -> None:
 
 
 def _chosen(values: Array, chosen: Array) -> Array:
-    """The one number of each row that is chosen."""
-    # TPUs sum no unsigned integers.
+    """Return the one number of each row that is chosen."""
+    # TPUs cannot sum unsigned integers.
     unsigned = values.dtype == jnp.uint32
     signed = jax.lax.bitcast_convert_type(values, jnp.int32) if unsigned else values
     total = jnp.where(chosen, signed, jnp.zeros_like(signed)).sum(-1, keepdims=True)

@@ -1,4 +1,4 @@
-"""Eviction in XLA: one scatter for each buffer."""
+"""Eviction in XLA: one scatter for each buffer, or a select for some buffers on CPU."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def exchange(
     *,
     pairs: bool = True,
 ) -> tuple[Array, Array, Any, Array, Any]:
-    """`api.evict`, given the slot of each head."""
+    """Run `api.evict` with a given slot of each head."""
     rows, heads, capacity = position.shape
     row, head = jnp.arange(rows)[:, None], jnp.arange(heads)[None]
     writes = new_position[:, None] >= 0
@@ -51,7 +51,7 @@ def exchange(
     on_cpu = platform_of(None) == "cpu"
 
     def write(leaf: Array, value: Array) -> Array:
-        # On a CPU XLA compiles every scatter anew, and would turn all of a buffer in bfloat16 into float32 and back.
+        # XLA on CPU compiles each scatter separately, and would convert a whole bfloat16 buffer to float32 and back.
         if on_cpu and (leaf.ndim == 3 or leaf.dtype == jnp.bfloat16):
             return written_through(leaf, slot, value)
         return leaf.at[row, head, slot].set(value.astype(leaf.dtype), mode="drop", **at)
@@ -62,7 +62,7 @@ def exchange(
 
 
 def written_through(leaf: Array, slot: Int[Array, "b h"], value: Array) -> Array:
-    """A buffer [b h c ...] with an entry [b h ...] in a slot of each head, computed slot by slot: no scatter.
+    """Write an entry [b h ...] into a slot of each head of a buffer [b h c ...], slot by slot without a scatter.
 
     A slot of c or more writes nothing.
     """
@@ -72,10 +72,10 @@ def written_through(leaf: Array, slot: Int[Array, "b h"], value: Array) -> Array
 
 
 def after_reading(slot: Int[Array, "b h"], taken: Any) -> Int[Array, "b h"]:
-    """The same slots, known only once what they hold has been read.
+    """Return the same slots, made to depend on the contents that were read from them.
 
-    XLA on CPU copies whole buffers when a read of their old content is not bound to come before a write into them, and
-    drops optimization barriers; a zero that it cannot see through binds them.
+    XLA on CPU copies whole buffers unless the read of their old contents must precede the write into them. It drops
+    optimization barriers, so a zero that it cannot simplify away orders them.
     """
     for leaf in jax.tree.leaves(taken):
         bits = leaf == leaf if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf & 1

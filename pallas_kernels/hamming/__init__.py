@@ -1,4 +1,4 @@
-"""Hamming distances between packed codes, and the slot that they single out."""
+"""Hamming distances between packed codes, and the slot that they select for eviction."""
 
 from pallas_kernels.hamming.api import hamming as hamming
 from pallas_kernels.hamming.hashing import Hashing as Hashing

@@ -1,4 +1,4 @@
-"""The token whose packed code is farthest from the query's (LSH-E, arXiv 2412.16187, Algorithm 1)."""
+"""Selection of the token whose packed code is farthest from the query's (LSH-E, arXiv 2412.16187, Algorithm 1)."""
 
 from __future__ import annotations
 
@@ -25,26 +25,27 @@ def hamming(
     interpret: Any = False,
     platform: str | None = None,
 ) -> Int[Array, "b h"]:
-    """The slot whose code differs from those of the query group in most bits, summed over the group.
+    """Return the slot whose code differs in most bits from those of its query group, summed over the group.
 
-    Empty slots come first, then the farthest, the oldest of equals; protected ones last, slots beyond the limit never.
+    Empty slots come first, then the farthest, the oldest of equals. Protected slots come last, and slots beyond the
+    limit never.
 
     Args:
         query: codes of the g queries of a group, 32 bits to a word.
-        codes: of the slots' keys, a buffer for each of the w words.
-        position: the token in each slot, -1 for none.
-        new_position: of each row's new token, for the recent window.
+        codes: codes of the slots' keys, a buffer for each of the w words.
+        position: position of the token in each slot, -1 if empty.
+        new_position: position of each row's new token, for the recent window.
         protection: sinks, recent window and limit of each head.
-        keep: slots that never leave, or None.
+        keep: slots that are never evicted, or None.
         implementation: `auto`, `xla` or `pallas`. `xla` takes everything. `pallas` is for TPU; it takes c up to 16384,
-            g * w up to 64 and w * c up to 32768; it compiles and has run in interpreters, never on a chip. There is no
+            g * w up to 64 and w * c up to 32768. It compiles and has run in interpreters, never on a chip. There is no
             form for GPU.
         interpret: `True`, or `pltpu.InterpretParams()`, to run `pallas` without an accelerator.
-        platform: for which the program is compiled; None for that of `jax.default_backend()`.
+        platform: target of compilation; None for that of `jax.set_mesh`, else of `jax.default_backend()`.
 
     Raises:
-        Unsupported: the implementation asked for cannot run these arguments here.
-        ValueError: there is no such implementation.
+        Unsupported: the requested implementation cannot run these arguments here.
+        ValueError: the implementation is unknown.
     """
     (groups, words), c = query.shape[2:], position.shape[2]
     limits = {
@@ -65,7 +66,7 @@ def hamming(
 
 
 def words_limits(groups: int, words: int, c: int) -> tuple[tuple[bool, str], ...]:
-    """What kernels can do with codes of so many words, and why not more."""
+    """Return the kernels' limits on codes of this many words, as pairs (within, text)."""
     return (
         (groups * words <= 64, f"g={groups} queries of w={words} words are more than 64 words"),
         (words * c <= 32768, f"c={c} codes of w={words} words are more than 32768 words"),

@@ -15,38 +15,38 @@ WORD = 32
 
 
 class Hashing(NamedTuple):
-    """What codes are made of."""
+    """Hyperplanes, queries and keys from which codes are computed."""
 
     planes: Float[Array, "*b h bits d"]
-    """R of each KV head, the same in all rows or not."""
+    """R of each KV head, shared by all rows or separate for each."""
     queries: Float[Array, "b h g d"]
     keys: Float[Array, "b h t d"]
 
     def of_queries(self) -> UInt32[Array, "b h g words"]:
-        """h(q)."""
+        """Return h(q)."""
         return hashes(self.planes, self.queries)
 
     def of_keys(self) -> tuple[UInt32[Array, "b h t"], ...]:
-        """h(k), each of its words in an array of its own."""
+        """Return h(k), each of its words in a separate array."""
         return tuple(jnp.moveaxis(hashes(self.planes, self.keys), -1, 0))
 
 
 def hashes(planes: Float[Array, "*h bits d"], x: Float[Array, "*bh n d"]) -> UInt32[Array, "*bh n words"]:
-    r"""SimHash :math:`h(x) = \mathbb 1[R x \ge 0]` (equation 2, Charikar 2002), packed.
+    r"""Return the packed SimHash :math:`h(x) = \mathbb 1[R x \ge 0]` (equation 2, Charikar 2002).
 
     Args:
         planes: R; its leading axes broadcast against those of `x`.
-        x: vectors, n to each matrix.
+        x: vectors, n for each matrix.
     """
     dtype = wide(x.dtype)
     x, planes = x.astype(dtype), planes.astype(dtype)
-    # Accelerators would round both factors first, and with them the signs of small numbers.
+    # Accelerators would round both factors first, which may flip the signs of small numbers.
     projected = jnp.einsum("...nd,...kd->...nk", x, planes, precision=jax.lax.Precision.HIGHEST)
     return pack(projected >= 0)
 
 
 def pack(bits: Array) -> UInt32[Array, "*n words"]:
-    """Bits [... bits], 32 to a word, the first one lowest; what the last word has too many is zero."""
+    """Pack bits [... bits], 32 to a word, the first one lowest; unused bits of the last word are zero."""
     count = bits.shape[-1]
     words = -(-count // WORD)
     padding = [(0, 0)] * (bits.ndim - 1) + [(0, words * WORD - count)]
@@ -55,6 +55,6 @@ def pack(bits: Array) -> UInt32[Array, "*n words"]:
 
 
 def unpack(words: UInt32[Array, "*n words"], bits: int) -> Array:
-    """The inverse of `pack`: bool [... bits]."""
+    """Invert `pack` to bool [... bits]."""
     spread = words[..., None] >> jnp.arange(WORD, dtype=jnp.uint32) & 1
     return spread.reshape(*words.shape[:-1], -1)[..., :bits].astype(bool)

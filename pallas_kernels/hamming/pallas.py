@@ -1,4 +1,4 @@
-"""LSH-E's victim for TPU: distances exist on the chip alone."""
+"""Selection of LSH-E's victim for TPU: distances are never written to device memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""LSH-E's victim in XLA."""
+"""Selection of LSH-E's victim in XLA."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def hamming(
 
 
 def distances(query: UInt32[Array, "b h g w"], codes: Sequence[UInt32[Array, "b h c"]]) -> Int[Array, "b h c"]:
-    """In how many bits packed codes differ from those of a group's queries, summed over the group."""
+    """Count the bits in which packed codes differ from those of a group's queries, summed over the group."""
     words = query.reshape(*query.shape[:2], -1)
     return distances_of_words([words[..., i : i + 1] for i in range(words.shape[-1])], codes)
 
@@ -38,6 +38,6 @@ def distances(query: UInt32[Array, "b h g w"], codes: Sequence[UInt32[Array, "b 
 def distances_of_words(
     query: Sequence[UInt32[Array, "*b 1"]], codes: Sequence[UInt32[Array, "*b c"]]
 ) -> Int[Array, "*b c"]:
-    """`distances` from the words of all queries of a group, one query's after the other's, as kernels have them."""
+    """Return `distances` from the words of all queries of a group, query by query, as kernels have them."""
     words = zip(query, itertools.cycle(codes), strict=False)
     return functools.reduce(operator.add, (jax.lax.population_count(a ^ b).astype(jnp.int32) for a, b in words))

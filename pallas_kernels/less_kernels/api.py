@@ -1,4 +1,4 @@
-"""Features of queries and keys in the low-rank memory of LESS, each by two or three matmuls fused with what follows."""
+"""Features of queries and keys in the low-rank memory of LESS: two or three matmuls each, fused with their GELUs."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ def phi(
     interpret: Any = False,
     platform: str | None = None,
 ) -> Float[Array, "b h g t f"]:
-    r"""Features of queries (LESS, equation 1): :math:`\phi(q) = |\sigma(\sigma(q W_1) W_2)|` with the exact GELU.
+    r"""Compute features of queries (LESS, equation 1) :math:`\phi(q) = |\sigma(\sigma(q W_1) W_2)|`, with exact GELU.
 
-    Implementations: `xla` everywhere, any dtype; `pallas` for TPU with no hidden layer in device memory: queries in
-    float32 or bfloat16, W_1 and W_2 likewise, d a multiple of 8 up to 256, r a multiple of 128 up to 2048, f up to 128.
-    There is no GPU kernel: Triton's GELU is another function.
+    Implementations: `xla` runs everywhere, in any dtype. `pallas` is for TPU and keeps the hidden layer out of device
+    memory. It takes queries in float32 or bfloat16, W_1 and W_2 likewise, d a multiple of 8 up to 256, r a multiple of
+    128 up to 2048, f up to 128. There is no GPU kernel: Triton's GELU is another function.
 
     Args:
         q: queries, rotated.
         first: W_1, one per query head.
-        second: W_2; a TPU rounds what meets weights in bfloat16.
+        second: W_2; a TPU rounds activations to bfloat16 if the weights are bfloat16.
         implementation: `auto`, `xla` or `pallas`.
         interpret: as for `pallas_call`.
-        platform: for which the program is compiled; None for that of `jax.default_backend()`.
+        platform: target of compilation; None for that of `jax.set_mesh`, else of `jax.default_backend()`.
 
     Raises:
-        Unsupported: the implementation asked for cannot run.
+        Unsupported: the requested implementation cannot run.
     """
     b, h, g, t, d = q.shape
     heads = q.reshape(b, h * g, t, d)
@@ -60,11 +60,11 @@ def psi(
     interpret: Any = False,
     platform: str | None = None,
 ) -> Float[Array, "b h t f"]:
-    r"""Features of keys (LESS, equation 2 and section 3.2), with the exact GELU.
+    r"""Compute features of keys (LESS, equation 2 and section 3.2), with the exact GELU.
 
     .. math:: k_2 = |s_1| \, \sigma(\sigma(k W_1) W_2), \qquad \psi(k) = |k_2 + s_2 \, k_2 W_3|
 
-    Implementations: those of `phi`.
+    Implementations are those of `phi`.
 
     Args:
         k: keys, rotated.
@@ -75,10 +75,10 @@ def psi(
         residual_scale: s_2; None for equation 2 as it is printed, :math:`|k_2 W_3|`.
         implementation: `auto`, `xla` or `pallas`.
         interpret: as for `pallas_call`.
-        platform: for which the program is compiled; None for that of `jax.default_backend()`.
+        platform: target of compilation; None for that of `jax.set_mesh`, else of `jax.default_backend()`.
 
     Raises:
-        Unsupported: the implementation asked for cannot run.
+        Unsupported: the requested implementation cannot run.
     """
     weights = [first, second, third, outer_scale, residual_scale]
     return _per_row(_run("psi", _per_head(k), weights, implementation, interpret, platform), len(k))
@@ -96,30 +96,30 @@ def remember(
     interpret: Any = False,
     platform: str | None = None,
 ) -> Remembered:
-    r"""A decode step of LESS's memory: what has left goes in, and queries attend to it, too (equations 3 to 5).
+    r"""Add evicted pairs to LESS's memory, and merge attention to it, in a decode step (equations 3 to 5).
 
     .. math:: H \leftarrow H + \psi(k)^\top v, \quad z \leftarrow z + \psi(k), \qquad
         a = \frac{\phi(q) H + e^{l} o}{\phi(q) z^\top + e^{l}}
 
-    In place where the caller donates the memory.
+    The update is in place if the caller donates the memory.
 
-    Implementations: `xla` everywhere, with `phi` and `psi` as they are asked for; `pallas` for TPU, all in one pass
-    over the memory, which takes what `phi` and `psi` take, h a multiple of 8, and up to 128 rows and 256 of b g. It
-    compiles and has run in interpreters, never on a chip.
+    Implementations: `xla` runs everywhere, with the requested form of `phi` and `psi`. `pallas` is for TPU and makes
+    one pass over the memory. It takes what `phi` and `psi` take, h a multiple of 8, up to 128 rows, and b g up to 256.
+    It compiles and has run in interpreters, never on a chip.
 
     Args:
         memory: H and z.
-        evicted: one pair of each head, the key rotated, and its position; -1 where none is remembered.
-        q: queries, rotated; the g of a group share one memory.
+        evicted: one pair of each head, the key rotated, and its position; -1 to add nothing.
+        q: queries, rotated; the g queries of a group share one memory.
         attended: o and l, attention over the slots [b h g e] and the logarithm of its sum [b h g].
-        of_phi: weights, by the names of `phi`'s arguments.
-        of_psi: those of `psi`.
+        of_phi: weights of `phi`, by the names of its arguments.
+        of_psi: weights of `psi`, likewise.
         implementation: `auto`, `xla` or `pallas`.
         interpret: as for `pallas_call`.
-        platform: for which the program is compiled; None for that of `jax.default_backend()`.
+        platform: target of compilation; None for that of `jax.set_mesh`, else of `jax.default_backend()`.
 
     Raises:
-        Unsupported: the implementation asked for cannot run.
+        Unsupported: the requested implementation cannot run.
     """
     (b, h, g, d), features = q.shape, of_phi["second"].shape[-1]
     limits = {"pallas": remember_limit(q, evicted[0], of_phi, platform)}
@@ -143,7 +143,7 @@ def remember(
 
 
 def remember_limit(q: Array, k: Array, of_phi: Mapping[str, Array], platform: str | None) -> str | None:
-    """What these arguments ask that the Pallas kernel of `remember` cannot do, or None."""
+    """Return what these arguments need that the Pallas kernel of `remember` cannot do, or None."""
     b, h, g, _ = q.shape
     return limit(q, of_phi["first"], of_phi["second"], platform) or first_limit(
         (k.dtype in (jnp.float32, jnp.bfloat16), f"it takes keys in float32 or bfloat16, not {k.dtype}"),
@@ -170,14 +170,14 @@ def _run(
     task = Task(name, functools.partial(_run, op), dict(x=x, layers=layers))
     chosen = choose(op, implementation, limits, platform=platform, interpret=interpret, task=task)
     if chosen == "pallas":
-        from pallas_kernels.less_kernels import pallas  # where it is used: it takes longer to import than kvjax
+        from pallas_kernels.less_kernels import pallas  # imported only here: it takes longer to import than kvjax
 
         return getattr(pallas, op)(x, *layers, interpret=interpret)
     return getattr(reference, op)(x, *layers)
 
 
 def limit(x: Array, first: Array, second: Array, platform: str | None) -> str | None:
-    """What these arguments ask that the Pallas kernels cannot do, or None."""
+    """Return what these arguments need that the Pallas kernels cannot do, or None."""
     d, hidden, features = x.shape[-1], first.shape[-1], second.shape[-1]
     return first_limit(
         (pallas_form(platform) == "tpu", "its kernel is for tpu, as Triton has no exact GELU"),
@@ -191,7 +191,7 @@ def limit(x: Array, first: Array, second: Array, platform: str | None) -> str | 
 
 
 def _per_head(x: Float[Array, "b m t d"]) -> Float[Array, "m bt d"]:
-    # A head's weights are the larger part of a decode step's traffic: all rows together read them once.
+    # A head's weights are most of a decode step's traffic, so all rows share one read of them.
     return jnp.swapaxes(x, 0, 1).reshape(x.shape[1], -1, x.shape[3])
 
 

@@ -1,6 +1,6 @@
-"""Phi and psi of LESS for TPU: both matmuls of a head and what follows in one kernel, the hidden layer never leaves it.
+"""Phi and psi of LESS for TPU: one kernel runs all layers of a head, and the hidden layer never leaves the kernel.
 
-Features lie transposed, [features, tokens], so that tokens fill the lanes. The grid is (heads, blocks of tokens); a
+Features are transposed, [features, tokens], so that tokens fill the lanes. The grid is (heads, blocks of tokens); a
 head's weights are fetched once.
 """
 
@@ -24,10 +24,10 @@ from pallas_kernels.decode_attention.kernel_parts import LOWEST
 from pallas_kernels.less_kernels.types import Remembered
 
 BLOCK = 512
-"""Tokens of one grid step, at most."""
+"""Maximum tokens of one grid step."""
 VMEM_BYTES = 14 << 20
 FEW = 16
-"""Features whose products with each other are sums of rows; of more of them the matrix unit is faster."""
+"""Maximum features that are multiplied by W_3 as sums of rows; for more, the matrix unit is faster."""
 
 
 def phi(
@@ -73,7 +73,7 @@ def remember(
     *,
     interpret: Any,
 ) -> Remembered:
-    """See `api.remember`; the grid is (blocks of eight heads, heads), so that a step has one head of all rows."""
+    """See `api.remember`; the grid is (blocks of eight heads, heads), so each step has one head of all rows."""
     (b, h, g, d), (k, v, position), (held, total) = q.shape, evicted, memory
     features, e = held.shape[2:]
 
@@ -81,7 +81,7 @@ def remember(
         return x, pl.BlockSpec((b, heads, x.shape[2]), lambda block, head: (0, block, 0))
 
     def own(x: Array, heads: int = 1) -> tuple[Array, pl.BlockSpec]:
-        # Heads come first, and rows, where there are any, last.
+        # Heads are the first axis, and rows, if any, the last.
         shape = heads, *x.shape[1:]
         return x, pl.BlockSpec(shape, lambda block, head: (block * SUBLANES + head, *(0,) * (len(shape) - 1)))
 
@@ -89,7 +89,7 @@ def remember(
     scales = [of_psi[name] for name in ("outer_scale", "residual_scale") if of_psi.get(name) is not None]
 
     def of_all_heads(x: Float[Array, "h *f"]) -> tuple[Array, pl.BlockSpec]:
-        # Heads last, as XLA stores so few numbers of each.
+        # Heads last, as XLA stores arrays with few numbers per head.
         x = jnp.moveaxis(x, 0, -1)
         return x, pl.BlockSpec(x.shape, lambda block, head: (0,) * x.ndim)
 
@@ -137,7 +137,7 @@ def _remember(refs: Any, outputs: Any, scratch: Any, *, groups: int) -> None:
 
     @pl.when(head == 0)
     def _() -> None:
-        # A row's heads lie along sublanes: single numbers of 32 bits can be taken from there, every eighth at once.
+        # A row's heads are along sublanes; a strided read takes every eighth from there, if numbers have 32 bits.
         for name in ("q", "k", "v", "out", "lse", "position"):
             scratch[name][...] = refs[name][...].astype(jnp.float32).reshape(scratch[name].shape)
 
@@ -166,7 +166,7 @@ def _remember(refs: Any, outputs: Any, scratch: Any, *, groups: int) -> None:
         mass = (phi * z).sum(0, keepdims=True)
         some = mass > 0
         mass = jnp.where(some, mass, 1.0)
-        # Both as parts of the larger one; what has seen nothing has no part.
+        # Both are relative to the larger one; an empty part adds nothing.
         ours = jnp.where(some, jnp.log(mass), LOWEST)
         theirs = jnp.maximum(_turned(of_head("lse", at, SUBLANES * groups)), LOWEST)
         top = jnp.maximum(ours, theirs)
@@ -197,14 +197,14 @@ def _remember(refs: Any, outputs: Any, scratch: Any, *, groups: int) -> None:
 
 
 def _sums(parts: Sequence[Float[Array, "f e"]]) -> Float[Array, "n e"]:
-    """The sums over features of some rows, each in its own sublane."""
+    """Sum each row's part over features, and put each sum in its row's sublane."""
     features, rows = len(parts[0]), len(parts)
     if rows < SUBLANES or features % SUBLANES:
         return jnp.concatenate([part.sum(0, keepdims=True) for part in parts])
     held = [_total(part[i : i + SUBLANES] for i in range(0, features, SUBLANES)) for part in parts]
     sublane = jax.lax.broadcasted_iota(jnp.int32, held[0].shape, 0)
     for apart in (4, 2, 1):
-        # Two arrays become one, in which each sublane has the sum of two of one row.
+        # Merges pairs of arrays: each sublane of the result is the sum of two sublanes of one row.
         first = sublane & apart == 0
         held = [
             jnp.where(first, a, b) + jnp.where(first, pltpu.roll(a, SUBLANES - apart, 0), pltpu.roll(b, apart, 0))
@@ -218,7 +218,7 @@ def _total(parts: Iterable[Array]) -> Array:
 
 
 def _turned(x: Array) -> Array:
-    """A row [1 n] as a column [n 1], or the other way, by a sum along the axis that it lies along."""
+    """Transpose a row [1 n] to a column [n 1], or the other way, by a sum along its longer axis."""
     n, axis = x.size, 0 if x.shape[1] == 1 else 1
     places = [jax.lax.broadcasted_iota(jnp.int32, (n, n), axis) for axis in (0, 1)]
     return jnp.where(places[0] == places[1], x, 0.0).sum(axis, keepdims=True)
@@ -228,7 +228,7 @@ def _call(
     kernel: Callable[..., None], x: Float[Array, "m t d"], weights: tuple[Array, ...], interpret: Any, name: str
 ) -> Float[Array, "m t f"]:
     (m, t, d), features = x.shape, weights[1].shape[1]
-    # Few tokens, as in a decode step, are one block of whole rows, which need not fill the lanes.
+    # Few tokens, as in a decode step, form one block of whole rows, which need not fill the lanes.
     size = padded(t, SUBLANES) if t < LANES else min(BLOCK, padded(t, LANES))
     tokens = padded(t, size)
     x = jnp.pad(x, ((0, 0), (0, tokens - t), (0, 0)))
@@ -248,7 +248,7 @@ def _call(
 
 def _two_layers(x: Float[Array, "t d"], first: Float[Array, "d r"], second: Float[Array, "f r"]) -> Float[Array, "f t"]:
     tokens = len(x)
-    if tokens == 1:  # of one Mosaic makes products of vectors, which it cannot in 16 bits
+    if tokens == 1:  # with one token Mosaic multiplies vectors, which it cannot in 16 bits
         x = jnp.broadcast_to(x, (SUBLANES, x.shape[1]))
     inner = _gelu(_dot(x.astype(first.dtype), first, (1, 0)))
     return _gelu(_dot(second, inner.astype(second.dtype), (1, 1))[:, :tokens])
@@ -263,7 +263,7 @@ def _dot(a: Array, b: Array, over: tuple[int, int]) -> Array:
 def _gelu(x: Array) -> Array:
     if _has_erf():
         return 0.5 * x * (1 + jax.lax.erf(x / math.sqrt(2)))
-    # Abramowitz and Stegun, 7.1.26: of erfc, with an error of 3e-7 here, by fewer operations than `erf` takes.
+    # Abramowitz and Stegun, 7.1.26, for erfc: its error is 3e-7 here, and it takes fewer operations than `erf`.
     size = jnp.abs(x)
     t = 1 / (1 + (0.3275911 * math.sqrt(0.5)) * size)
     poly = jnp.zeros_like(x)
@@ -273,10 +273,10 @@ def _gelu(x: Array) -> Array:
 
 
 def _has_erf() -> bool:
-    """Whether the TPU that is compiled for has an instruction for it."""
+    """Return whether the target TPU has an instruction for erf."""
     try:
         return pltpu.get_tpu_info().generation >= 6
-    except ValueError:  # no TPU, or one that jax does not know
+    except ValueError:  # no TPU, or one unknown to jax
         return False
 
 

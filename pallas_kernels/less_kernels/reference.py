@@ -13,7 +13,7 @@ from pallas_kernels.less_kernels.types import Remembered
 
 
 def phi(x: Float[Array, "m t d"], first: Float[Array, "m d r"], second: Float[Array, "m r f"]) -> Float[Array, "m t f"]:
-    """Equation 1 for m query heads."""
+    """Compute equation 1 for m query heads."""
     return jnp.abs(_two_layers(x, first, second))
 
 
@@ -25,7 +25,7 @@ def psi(
     outer_scale: Float[Array, "m f"],
     residual_scale: Float[Array, "m f"] | None,
 ) -> Float[Array, "m t f"]:
-    """Equation 2 for m KV heads, with the scalars of section 3.2; as it is printed without `residual_scale`."""
+    """Compute equation 2 for m KV heads, with the scalars of section 3.2; as printed if `residual_scale` is None."""
     outer = jnp.abs(outer_scale)[:, None] * _two_layers(x, first, second)
     mixed = jnp.einsum("mtf,mfe->mte", outer, third)
     return jnp.abs(mixed if residual_scale is None else outer + residual_scale[:, None] * mixed)
@@ -48,7 +48,7 @@ def remember(
     of_phi: Callable[[Float[Array, "b h g d"]], Float[Array, "b h g R"]],
     of_psi: Callable[[Float[Array, "b h d"]], Float[Array, "b h R"]],
 ) -> Remembered:
-    """See `api.remember`; features are asked of functions."""
+    """See `api.remember`; functions compute the features."""
     h, z = memory
     k, v, position = evicted
     features = jnp.where(position[..., None] >= 0, of_psi(k), 0.0)

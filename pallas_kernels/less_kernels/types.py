@@ -1,4 +1,4 @@
-"""What a step of LESS gives back."""
+"""Result of a step of LESS's memory."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from jaxtyping import Array, Float
 
 
 class Remembered(NamedTuple):
-    """The memory with what has left in it, and attention with the memory's share in it."""
+    """Memory that includes the evicted pairs, and attention that includes the memory."""
 
     h: Float[Array, "b h R e"]
-    """The sum of psi(k)^T v."""
+    """Sum of psi(k)^T v."""
     z: Float[Array, "b h R"]
-    """The sum of psi(k)."""
+    """Sum of psi(k)."""
     out: Float[Array, "b h g e"]
-    """In the queries' dtype."""
+    """Attention in the queries' dtype."""

@@ -1,4 +1,4 @@
-"""Decode attention over pages: heads whose caches have sizes of their own, in one pool."""
+"""Decode attention over pages: heads with caches of different sizes in one pool."""
 
 from pallas_kernels.paged_attention.api import paged_attention as paged_attention
 from pallas_kernels.paged_attention.types import Paged as Paged

@@ -1,4 +1,4 @@
-"""Attention over pages: what `decode_attention` is for dense slots, where heads keep different numbers of tokens."""
+"""Attention over pages: the counterpart of `decode_attention` for heads that keep different numbers of tokens."""
 
 from __future__ import annotations
 
@@ -33,31 +33,31 @@ def paged_attention(
     interpret: Any = False,
     platform: str | None = None,
 ) -> Paged:
-    """Softmax attention of one token per row over the pages of one layer in a pool, in one pass over them.
+    """Compute softmax attention of one token per row over the pages of one layer in a pool, in one pass over them.
 
     Args:
-        q: queries of one token per row; the g of a group share one KV head.
-        k: keys of the whole pool, P pages of s slots [P s d], as `decode_attention` takes them.
+        q: queries of one token per row; the g queries of a group share one KV head.
+        k: keys of the whole pool, P pages of s slots [P s d], as in `decode_attention`.
         v: values of the whole pool [P s e], of any width.
-        position: the token in each slot, -1 for none; slots after the query's position are not seen either.
-        owner: whose a page is, row * h + head; within the layer a head's pages lie side by side, heads in order.
+        position: position of the token in each slot, -1 if empty; slots after the query's position are masked, too.
+        owner: owner of each page, row * h + head; within the layer a head's pages are adjacent, heads in order.
         pages: the layer's first page, and the one after its last; known only at run time.
-        query_position: of each row's token; -1 for a row of padding, which sees nothing.
+        query_position: position of each row's token; -1 for a row of padding, which attends to nothing.
         spec: the layer's scale, soft cap, window and slopes.
-        places: where the model sees the query [b h] and the keys [P s], if not at their positions; they matter for
-            slopes only.
-        logits: of another layer, which `xla` writes over instead of making its own; None if there are none.
-        layers: how many share the pool; on TPU a step takes about as many pages as a head has in one, on average.
+        places: model positions of the query [b h] and the keys [P s], if they are not `position`; only slopes use
+            them.
+        logits: logits of another layer, which `xla` overwrites instead of allocating an array; None if there are none.
+        layers: number of layers in the pool; on TPU a step takes about as many pages as a head has in one, on average.
         implementation: `auto`, `xla` or `pallas`. `xla` takes everything. `pallas` takes queries, keys, values, widths
-            and g as `decode_attention` does. On TPU four bits need d and e of 256, s goes up to 1024, and what its
-            steps are told (three numbers for each head of each row, and one for each row and for each 128 to 512 slots
-            of the pool) up to 240,000 numbers. It compiles for TPU and GPU; it ran in interpreters, never on a chip.
+            and g as `decode_attention` does. On TPU, four bits need d and e of 256, and s is at most 1024. Its steps
+            take at most 240,000 scalars: three for each head of each row, and one for each row and for each 128 to 512
+            slots of the pool. It compiles for TPU and GPU and has run in interpreters, never on a chip.
         interpret: `True`, or on TPU `pltpu.InterpretParams()`, to run `pallas` without an accelerator.
-        platform: for which the program is compiled; None for that of `jax.default_backend()`.
+        platform: target of compilation; None for that of `jax.set_mesh`, else of `jax.default_backend()`.
 
     Raises:
-        Unsupported: the implementation asked for cannot run these arguments here.
-        ValueError: there is no such implementation, or values are `Turned`.
+        Unsupported: the requested implementation cannot run these arguments here.
+        ValueError: the implementation is unknown, or values are `Turned`.
     """
     refuse_turned(v)
     form = common.pallas_form(platform)
@@ -80,7 +80,7 @@ def paged_attention(
 def limit(
     q: Array, k: Operand, v: Operand, spec: AttentionSpec, places: Places | None, layers: int, form: str
 ) -> str | None:
-    """What these arguments ask that the Pallas kernel cannot do, or None."""
+    """Return what these arguments need that the Pallas kernel cannot do, or None."""
     b, h = q.shape[:2]
     pages, size = k.shape[:2]
     limits = [*operand_limits(q, k, v, spec, places), *width_limits(k, v, form)]

@@ -1,4 +1,4 @@
-"""Where owners' pages lie, and how a TPU's grid goes through them."""
+"""Ranges of owners' pages, and the steps of a TPU's grid over them."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from jaxtyping import Array, Int
 from pallas_kernels.common import SUBLANES, padded
 
 SLOTS = (128, 512)
-"""Slots of one grid step, about, at least and at most: of every head's last step some are read in vain."""
+"""Approximate minimum and maximum slots of one grid step; each head's last step reads some that it does not use."""
 
 MOST_TOLD = 240_000
-"""Numbers that fit in a TPU's scalar memory of a mebibyte."""
+"""Maximum scalars of the steps, which must fit in a TPU's scalar memory of one mebibyte."""
 
 
 def ranges(owner: Int[Array, " P"], pages: Int[Array, "2"], owners: int) -> tuple[Int[Array, " o"], Int[Array, " o"]]:
-    """Each owner's first page in a layer, and the one after its last."""
+    """Return each owner's first page in a layer, and the one after its last."""
     page = jnp.arange(owner.shape[0])
     rising = jnp.where(page < pages[0], -1, jnp.where(page < pages[1], owner, owners))
     found = jnp.searchsorted(rising, jnp.arange(owners + 1)).astype(jnp.int32)
@@ -23,11 +23,11 @@ def ranges(owner: Int[Array, " P"], pages: Int[Array, "2"], owners: int) -> tupl
 
 
 def tile(owners: int, layers: int, count: int, size: int) -> int:
-    """Pages of one grid step, in a pool of `count` with `size` slots each: as many as an owner has on average.
+    """Return the pages of one grid step, about as many as an owner has on average.
 
-    More where so many steps could not be told.
+    The pool has `count` pages of `size` slots. Steps take more pages if their scalars would exceed `MOST_TOLD`.
     """
-    mean = count * size * 16 // 17 // (owners * layers)  # a pool is up to a sixteenth larger than what it holds
+    mean = count * size * 16 // 17 // (owners * layers)  # a pool is up to a sixteenth larger than its contents
     slots, most = SLOTS
     while slots < most and (slots < mean or told(owners, owners, count, _pages(slots, count, size)) > MOST_TOLD):
         slots *= 2
@@ -39,10 +39,10 @@ def _pages(slots: int, count: int, size: int) -> int:
 
 
 def most_steps(owners: int, count: int, block: int) -> int:
-    """Grid steps of so many pages that there can be: whoever owns no page takes one as well."""
+    """Return the maximum number of grid steps of `block` pages; an owner without pages takes a step as well."""
     return owners + count // block
 
 
 def told(rows: int, owners: int, count: int, block: int) -> int:
-    """Numbers that a TPU's steps are told: whose each is, three for each owner and one for each row."""
+    """Return the number of scalars of a TPU's steps: each step's owner, three per owner and one per row."""
     return most_steps(owners, count, block) + 3 * owners + rows

@@ -1,7 +1,7 @@
-"""Attention over pages for TPU: step after step takes some pages of one head, while those of the next arrive.
+"""Attention over pages for TPU: each step takes some pages of one head, while those of the next step arrive.
 
-How many steps there are, and where the pages of each lie, is known only at run time. They run in order, so that running
-maxima and sums stay in scratch memory.
+The number of steps, and the pages of each, are known only at run time. Steps run in order, so running maxima and sums
+stay in scratch memory.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def paged_attention(
     count, size = position.shape
     block, rows = tile(b * h, layers, count, size), padded(g, SUBLANES)
     begin, end = ranges(owner, pages, b * h)
-    # A head without pages takes a step as well, which writes its zeros.
+    # A head without pages takes a step as well, which writes zeros.
     steps = jnp.maximum(1, pl.cdiv(end - begin, block))
     last = jnp.cumsum(steps)
     scalars = {
@@ -83,7 +83,7 @@ def paged_attention(
     outputs: dict[str, tuple[tuple[int, ...], pl.BlockSpec]] = {
         "out": ((b * h, rows, e), of_head(rows, e)),
         "lse": ((b * h, rows, 1), of_head(rows, 1)),
-        # With room for a whole block that begins with the last page.
+        # The array has room for a whole block that begins with the last page.
         "logits": ((count + block, g, size), pl.BlockSpec(memory_space=pl.ANY)),
     }
     scratch = {
@@ -116,13 +116,13 @@ def paged_attention(
     out, lse = (found[name].reshape(b, h, rows, -1)[:, :, :g] for name in ("out", "lse"))
     logits = found["logits"]
     if g == 1:
-        # Its readers want pages in lanes: two dimensions are turned over in an eighth of the cycles of three on v6e.
+        # Readers need pages along lanes: on v6e, transposing two dimensions takes an eighth of the cycles of three.
         logits = jax.lax.optimization_barrier(logits[:, 0])[:, None]
     return Paged(out, lse[..., 0], logits)
 
 
 def _place(i: Array, scalars: Any, block: int, pool: int) -> tuple[Array, Array]:
-    # Which page a step begins with, and where its block lies: at the pool's end it looks back.
+    # The first page of a step, and of its block: at the pool's end the block begins earlier.
     owner = scalars["owner"][i]
     page = scalars["begin"][owner] + (i - scalars["first"][owner]) * block
     return page, jnp.minimum(page, pool - block)
@@ -151,7 +151,7 @@ def _kernel(
         for name, value in (("acc", 0.0), ("top", LOWEST / 2), ("total", 0.0)):
             scratch[name][...] = jnp.full(scratch[name].shape, value, jnp.float32)
 
-    def row(name: str) -> Array:  # what all slots have, beside each other
+    def row(name: str) -> Array:  # numbers of all slots, side by side
         return jnp.concatenate([refs[name][page] for page in range(block)], axis=1)
 
     def real(shape: tuple[int, ...], axis: int, each: int = 1) -> Array:
@@ -164,7 +164,7 @@ def _kernel(
     k_scale, v_scale = (row(name) if name in refs else None for name in ("k_scale", "v_scale"))
     k, v = refs["k"][...], refs["v"][...]
     if v_scale is None:
-        v = jnp.where(real(v.shape, 0), v, jnp.zeros_like(v))  # a weight of 0 does not keep out another head's NaN
+        v = jnp.where(real(v.shape, 0), v, jnp.zeros_like(v))  # a weight of 0 does not remove another head's NaN
     else:
         v_scale = jnp.where(real(v_scale.shape, 1, size), v_scale, 0.0)
     k, v = (x.reshape(1, block * size, -1) for x in (k, v))
@@ -179,14 +179,14 @@ def _kernel(
     scratch["acc"][...] = kept * scratch["acc"][...] + weighted(weights[None], v, v_scale, 2, integers)[0]
     scratch["top"][...] = highest
 
-    # A whole block leaves, and what lies behind these pages is the next steps' to write; one that looks back leaves
-    # what it has of its own alone.
+    # A whole block is copied out, and later steps overwrite what follows these pages. A block that begins earlier
+    # copies only its own pages.
     sent = scratch["logits"].at[pl.ds(block, block)]
     leaving = pltpu.make_async_copy(sent, outputs["logits"].at[pl.ds(page, block)], scratch["written"])
 
     @pl.when(i > 0)
     def _() -> None:
-        leaving.wait()  # for that of the step before, which is as large
+        leaving.wait()  # awaits the copy of the step before, which is as large
 
     for each in range(block):
         scratch["logits"][block + each - (page - at)] = x[:groups, each * size : (each + 1) * size]

@@ -1,4 +1,4 @@
-"""Attention over pages for GPU, by the kernel of `decode_attention`: every program some of one head's pages."""
+"""Attention over pages for GPU, by the kernel of `decode_attention`: each program takes some of one head's pages."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pallas_kernels.paged_attention.pages import ranges
 from pallas_kernels.paged_attention.types import Paged
 
 MOST_SPLITS = 8
-"""Programs that share a head: how long heads are is known only at run time, and short ones leave some idle."""
+"""Maximum programs that share a head; heads' lengths are known only at run time, and short heads leave some idle."""
 
 
 def paged_attention(

@@ -14,7 +14,7 @@ from pallas_kernels.paged_attention.types import Paged, Places
 from pallas_kernels.quantised import products, weighted
 
 PAGE_BLOCK = 64
-"""Pages that are looked at together, at most."""
+"""Maximum pages of one loop step."""
 
 
 def paged_attention(
@@ -43,7 +43,7 @@ def paged_attention(
     def look(i: Array, carry: Any) -> Any:
         highest, total, out, logits = carry
         wanted = pages[0] + i * block
-        at = jnp.minimum(wanted, count - block)  # the last block of the pool looks back
+        at = jnp.minimum(wanted, count - block)  # the last block of the pool begins earlier
         page = at + jnp.arange(block)
         valid = (page >= wanted) & (page < pages[1])
 

@@ -1,4 +1,4 @@
-"""Causal attention of a prompt that also says how much attention each key received."""
+"""Causal attention of a prompt that also returns the attention each key received."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pallas_kernels.prefill_scores import derivative, reference
 from pallas_kernels.prefill_scores.types import Joined, Own, PromptAttention
 
 ROWS = 16
-"""Rows of weights that the Pallas kernels can sum in one pass, at most."""
+"""Maximum rows of weights that the Pallas kernels sum in one pass."""
 
 
 def prefill_scores(
@@ -44,39 +44,39 @@ def prefill_scores(
         s_{mj} = \sum_{gi} w_{mi} \frac{e^{(x_{gij} + \zeta_j) / \tau}}{\sum_l e^{(x_{gil} + \zeta_l) / \tau}}, \qquad
         x_{gij} = cap(scale \, q_{gi} k_j) + bias_{gij}
 
-    which is the accumulated attention of H2O (Algorithm 1) without noise at tau = 1, and Keyformer's Gumbel softmax
-    (equation 9) with it; the output always is plain attention.
+    Without noise at tau = 1 this is the accumulated attention of H2O (Algorithm 1); with noise it is Keyformer's Gumbel
+    softmax (equation 9). The output is always plain attention.
 
-    Implementations: `xla` everywhere, any dtype (float64 as itself), decoding one block of keys and values at a time
-    and holding the weights of a few thousand query rows, so that a logit is computed once; `pallas` for
-    arrays of float32 or bfloat16, d and e a multiple of 8 up to 256 on TPU and a power of two from 16 to 256 on GPU. On
-    TPU it holds the exponentials of one block of queries in VMEM, in the dtype of the keys, until their softmax is
-    known: under bfloat16 each term of a sum is off by up to 2^-8 of itself. On GPU, and where there are too many keys
-    for VMEM (16 MiB on v4: from about 17,000 in bfloat16), a second pass computes the logits again and holds
-    nothing. Both forms compile for their chips and have run in interpreters, never on a chip.
+    Implementations: `xla` runs everywhere, in any dtype (float64 as itself). It decodes one block of keys and values at
+    a time, and holds the weights of a few thousand query rows, so each logit is computed once. `pallas` takes arrays of
+    float32 or bfloat16, d and e a multiple of 8 up to 256 on TPU and a power of two from 16 to 256 on GPU. On TPU it
+    holds the exponentials of one block of queries in VMEM, in the dtype of the keys, until their softmax is known.
+    Under bfloat16 each term of a sum is off by up to 2^-8 of itself. On GPU, and if there are too many keys for VMEM
+    (16 MiB on v4: from about 17,000 in bfloat16), a second pass computes the logits again and holds nothing. Both forms
+    compile for their chips and have run in interpreters, never on a chip.
 
     Args:
         q: queries of tokens in the order of the text.
-        k: keys [b h c d]; the last n are the queries' own tokens in the same order, c - n cached ones before them in
-            any order. Cached ones in a memory of their own are the old part of a `Joined`.
-        v: values [b h c e], an array or `Quantised`; joined at the same slot as the keys, if these are.
-        query_position: positions that rise from token to token; -1 marks padding, which sees nothing.
-        key_position: of each key, for all heads or each; -1 marks an empty slot or padding, which nobody sees.
+        k: keys [b h c d]; the last n belong to the queries' tokens in the same order, after c - n cached keys in any
+            order. Cached keys in a separate array are the old part of a `Joined`.
+        v: values [b h c e], an array or `Quantised`; joined at the same slot as the keys, if keys are joined.
+        query_position: positions that rise from token to token; -1 marks padding, which attends to nothing.
+        key_position: position of each key, for all heads or each; -1 marks an empty slot or padding, which is masked.
         spec: scale, soft cap, window and slopes.
-        scores: whether the sums are wanted; without them the attention alone is cheaper.
-        weights: w, how much each query counts (0 in every row: its block is not summed at all), in one row or m that
-            are answered together; None counts them all once.
-        noise: zeta, one number per key (`pallas_kernels.noise.gumbel`), in a head no more than 60 apart; None is none.
+        scores: whether to return the sums; attention alone is cheaper.
+        weights: w, the weight of each query, in one row, or in m rows with separate sums. A block of queries with
+            weight 0 in every row is not summed. None gives every query weight 1.
+        noise: zeta, one number per key (`pallas_kernels.noise.gumbel`), in a head no more than 60 apart; None for none.
         tau: temperature of the scores, above 0.
-        places: where the model sees queries and keys if not at their positions, for ALiBi; the mask goes by position.
-        own: which tokens the queries are of, where others read the rest of the text; None for the last n keys' own.
+        places: model positions of queries and keys for ALiBi, if they differ; the mask uses the positions.
+        own: tokens of the queries, if other readers have the rest of the text; None for the last n keys' tokens.
         implementation: `auto`, `xla` or `pallas`.
         interpret: as for `pallas_call`.
-        platform: for which the program is compiled; None for that of `jax.default_backend()`.
+        platform: target of compilation; None for that of `jax.set_mesh`, else of `jax.default_backend()`.
 
     Raises:
-        Unsupported: the implementation asked for cannot run.
-        ValueError: shapes do not fit each other, or a setting is out of range.
+        Unsupported: the requested implementation cannot run.
+        ValueError: shapes do not match, or a setting is out of range.
     """
     n, c = q.shape[3] if own is None else own.of, k.shape[2]
     if c < n:
@@ -101,7 +101,7 @@ def prefill_scores(
     described |= dict(scores=scores, rows=None if weights is None else rows, noise=noise is not None)
     described |= dict(tau=None if tau == 1 else tau, readers=own is not None, **spec.described())
     name = bucket("prefill_scores", dict(b=b, n=queries, c=c), described)
-    # Of a chunk that several readers share there are no random inputs.
+    # There are no random inputs for a chunk that several readers share.
     task = None if own is not None and own.of < c else Task(name, prefill_scores, asked)
     chosen = choose("prefill_scores", implementation, limits, platform=platform, interpret=interpret, task=task)
     settings: dict[str, Any] = dict(tau=tau, scores=scores)
@@ -114,7 +114,7 @@ def prefill_scores(
         here = dataclasses.replace(spec, slopes=slopes)
         whose = None if own is None else own._replace(token=token)
         if chosen == "pallas":
-            # Pallas is imported where it is used: it takes longer to import than kvjax.
+            # Pallas is imported only here: it takes longer to import than kvjax.
             name = "pallas_gpu" if form == "gpu" else "pallas"
             return importlib.import_module(f"pallas_kernels.prefill_scores.{name}").prefill_scores(
                 q, k, v, position, key_position, here, weights, noise, whose, interpret=interpret, **settings
@@ -141,7 +141,7 @@ def prefill_scores(
 def limit(
     q: Array, k: Operand | Joined, v: Operand | Joined, form: str, *, rows: int = 1, placed: bool = False
 ) -> str | None:
-    """What these arguments ask that the Pallas kernels for `tpu` or `gpu` cannot do, or None."""
+    """Return what these arguments need that the Pallas kernels for `tpu` or `gpu` cannot do, or None."""
     if isinstance(k, Quantised | Turned | Joined):
         return f"keys are {type(k).__name__}, and it reads arrays only"
     if isinstance(v, Quantised | Turned | Joined):

@@ -1,6 +1,6 @@
-"""Prompt attention as JAX can differentiate it: blocks of queries over all keys, computed again on the way back.
+"""Prompt attention that JAX can differentiate: blocks of queries over all keys, recomputed in the backward pass.
 
-The forms that run have loops whose bounds depend on the prompt, through which no derivative goes backwards.
+The forward forms have loops whose bounds depend on the prompt. JAX cannot differentiate these in reverse mode.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pallas_kernels.operands import Operand, values
 from pallas_kernels.prefill_scores.types import Joined, PromptAttention
 
 LOGITS = 1 << 22
-"""Logits of a block, about: these exist at one time."""
+"""Approximate number of logits in a block; all of them exist at one time."""
 
 
 def prefill_scores(
@@ -56,7 +56,7 @@ def prefill_scores(
         return PromptAttention(*partial, jnp.einsum("bhmt,bhgts->bhms", count, probs))
 
     blocks = [_blocks(x, axis, size) for x, axis in ((q, 3), (query_position, 1), (query_place, 2), (counted, 3))]
-    # What fills the last block sees nothing.
+    # Padding of the last block attends to nothing.
     blocks[1] = jnp.where((jnp.arange(blocks[1].shape[0] * size) < n).reshape(-1, 1, size), blocks[1], -1)
     blocks[3] = jnp.where((blocks[1] >= 0)[:, :, None, None], blocks[3], 0)
     found = jax.lax.map(read, tuple(blocks))
@@ -71,6 +71,6 @@ def _whole(x: Operand | Joined, dtype: Any) -> Array:
 
 
 def _blocks(x: Array, axis: int, size: int) -> Array:
-    # Along a new first axis; the last one is filled with what does not matter.
+    # Blocks are along a new first axis; padding of the last one is ignored.
     widths = [(0, -x.shape[axis] % size if at == axis else 0) for at in range(x.ndim)]
     return split_queries(jnp.pad(x, widths), axis, size)

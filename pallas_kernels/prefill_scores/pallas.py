@@ -1,10 +1,10 @@
 """Prompt attention and its column sums for TPU.
 
-Logits lie transposed, [keys, queries]: maxima and sums of a query's softmax then are rows along the lanes. The grid is
-(rows, heads, query heads of a group, blocks of queries, blocks of keys). Where sums are wanted, the exponentials of a
-block of queries are held in VMEM until all of its keys have been seen; each block of them then meets the reciprocals of
-its queries' sums in one product. Where they are too many for VMEM, a second pass computes them again, its grid (rows,
-heads, blocks of keys, query heads of a group, blocks of queries).
+Logits are transposed, [keys, queries], so maxima and sums of a query's softmax are rows along the lanes. The grid is
+(rows, heads, query heads of a group, blocks of queries, blocks of keys). If sums are requested, the exponentials of a
+block of queries are held in VMEM until all of its keys have been processed. One product per block of exponentials then
+multiplies them by the reciprocals of its queries' sums. If they do not fit in VMEM, a second pass computes them again,
+with the grid (rows, heads, blocks of keys, query heads of a group, blocks of queries).
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from pallas_kernels.prefill_scores.types import Own, PromptAttention
 
 LANES = 128
 BLOCK = 512
-"""Queries and keys of one grid step, at most."""
+"""Maximum queries and keys of one grid step; `LONG` doubles the keys."""
 LONG = 4096
-"""Keys from which on a step takes two blocks of them: before, causal prompts would compute more than that spares."""
+"""Number of 16-bit keys from which a step takes two blocks of them; below, causal prompts would lose more by that."""
 SPILLS = 2 << 20
-"""Bytes of VMEM that the compiler may take besides."""
+"""Bytes of VMEM that the compiler may take in addition."""
 LOWEST = float(jnp.finfo(jnp.float32).min)
 LOG2E = math.log2(math.e)
 
 
 class _Common(NamedTuple):
-    # What both passes are made for; `part` keys' logits are computed together.
+    # Settings of both passes; the logits of `part` keys are computed together.
     bounds: tuple[Int[Array, "3 m"], ...]
     tiles: Tiles
     spec: AttentionSpec
@@ -69,7 +69,7 @@ def prefill_scores(
     size, width = (min(BLOCK, -(-x // LANES) * LANES) for x in (n, c))
     part, capacity = _chip(interpret)
     lines = g + (1 if weights is None else weights.shape[2])
-    # Half as many queries before a second pass; with fewer this would be no faster.
+    # Half as many queries are tried before a second pass; fewer would be no faster than that.
     shapes = [(size, width), (min(size, BLOCK // 2), width)]
     if c >= LONG and q.dtype.itemsize == 2:
         shapes.insert(0, (size, 2 * BLOCK))
@@ -78,13 +78,13 @@ def prefill_scores(
     size, width = fitting[0] if fitting else (size, width) if scores else shapes[0]
     tiles = Tiles(n, c, size, width, spec.window, n if own is None else own.of)
 
-    # The chip's exponentials are powers of two, and so are all of these.
+    # The chip computes exponentials as powers of two, so logits are multiplied by log2(e).
     cap = None if spec.soft_cap is None else spec.soft_cap * LOG2E
     spec = dataclasses.replace(spec, scale=spec.scale * LOG2E, soft_cap=cap)
     blocks = tiles.padded(q, k, v, query_position, key_position)
     factor = None
     if noise is not None:
-        # Of each key, and of exponentials without noise: e^((x + zeta) / tau) = e^(x / tau) e^(zeta / tau).
+        # A factor per key of exponentials without noise: e^((x + zeta) / tau) = e^(x / tau) e^(zeta / tau).
         factor = jnp.exp((noise - noise.max(-1, keepdims=True)) / tau).astype(jnp.float32)
         blocks["factor"] = row(factor, tiles.keys * width - c, 0)
     if spec.slopes is not None:
@@ -95,7 +95,7 @@ def prefill_scores(
     if fitting:
         if weights is not None:
             blocks["weight"] = tiles.weights(weights, b)
-        # No more than twice the estimate: where a kernel may take VMEM, XLA holds none of its arrays.
+        # At most twice the estimate: XLA keeps no arrays in VMEM that a kernel may take.
         out, rows = _attend(blocks, common, min(2 * needs[size, width], capacity))
         lse, sums = rows[:, :, :g], rows[:, :, g:]
     else:
@@ -112,20 +112,20 @@ def prefill_scores(
 
 
 def _chip(interpret: Any) -> tuple[int, int]:
-    """Columns of the matrix unit that is compiled for, and the bytes of VMEM that a kernel may take."""
+    """Return the columns of the target's matrix unit, and the bytes of VMEM that a kernel may take."""
     columns, capacity = LANES, 16 << 20
     if interpret is False:
         try:
             info = pltpu.get_tpu_info()
             columns, capacity = info.mxu_column_size, info.vmem_capacity_bytes
-        except ValueError:  # a chip that jax does not know
+        except ValueError:  # a chip unknown to jax
             pass
-    # With 7 of 8 parts v4 would have to hold sums in smaller steps than attention without them takes.
+    # With 7/8 of VMEM, v4 would need smaller steps with sums than without them.
     return columns, capacity // 32 * 31
 
 
 def _held_bytes(size: int, width: int, c: int, q: Array, v: Array, *, rows: int) -> int:
-    """Of VMEM: exponentials that are held, blocks, each twice, the scratch memory of a step, and what is spilled."""
+    """Estimate bytes of VMEM: held exponentials, double-buffered blocks, scratch memory of a step, and spills."""
     length = max(q.shape[3], c) + width
     d, e = (max(x.shape[-1], LANES) for x in (q, v))
     blocks = q.dtype.itemsize * (size * d + width * (d + e)) + 4 * (size * e + -(-rows // 8) * 8 * length)
@@ -133,11 +133,11 @@ def _held_bytes(size: int, width: int, c: int, q: Array, v: Array, *, rows: int)
 
 
 def _attend(blocks: dict[str, Array], common: _Common, held: int | None = None) -> list[Array]:
-    """Output [b, query heads, n, e] and binary log-sum-exps.
+    """Return the output [b, query heads, n, e] and binary log-sum-exps.
 
-    If exponentials may be held in `held` bytes of VMEM, the latter lie above the column sums, [b, heads, g + rows of
-    weights, n or c]; if None, they are [b, query heads, 1, n], followed by those of the softmax that is to be summed if
-    that is another.
+    If exponentials may be held in `held` bytes of VMEM, the log-sum-exps are above the column sums in one array,
+    [b, heads, g + rows of weights, n or c]. If `held` is None, they are [b, query heads, 1, n]. Those of the softmax
+    that is to be summed follow, if it is a different one.
     """
     bounds, tiles, *_ = common
     (b, heads, n, _), (h, c, e), dtype = blocks["q"].shape, blocks["v"].shape[1:], blocks["v"].dtype
@@ -147,7 +147,7 @@ def _attend(blocks: dict[str, Array], common: _Common, held: int | None = None) 
         return jax.ShapeDtypeStruct(shape, jnp.float32)
 
     one = (1, tiles.size)
-    # Sum so far of attention's softmax, and of the one that is to be summed if that is another.
+    # Running sums of attention's softmax, and of the one that is to be summed if it is different.
     totals = {"total": 1.0}
     if common.tau != 1 or "factor" in blocks:
         totals["tempered_total"] = common.tau
@@ -160,11 +160,11 @@ def _attend(blocks: dict[str, Array], common: _Common, held: int | None = None) 
         block = pl.BlockSpec((1, 1, *one), lambda r, m, member, i, j, *_: (r, m * g + member, 0, i))
         outputs |= {name: (whole(b, heads, 1, n), block) for name in ("lse", "tempered_lse")[: len(totals)]}
     else:
-        # Together in one array: every output costs every grid step something.
+        # One array for both, as every output adds a cost to every grid step.
         rows = (g + weights, max(n, c))
         block = pl.BlockSpec((1, 1, *rows), lambda r, m, *_: (r, m, 0, 0))
         outputs["rows"] = whole(b, h, *rows), block
-        # Words, as registers hold them: stored as bfloat16 they would be shuffled, and again when they are read.
+        # Words, as registers hold them: as bfloat16 they would be shuffled on each write and read.
         scratch["p"] = pltpu.VMEM((tiles.keys, tiles.width * dtype.itemsize // 4, tiles.size), jnp.uint32)
         scratch["then"] = pltpu.VMEM((tiles.keys, tiles.size), jnp.float32)
 
@@ -176,7 +176,7 @@ def _attend(blocks: dict[str, Array], common: _Common, held: int | None = None) 
         @pl.when(j == 0)
         def _() -> None:
             ref["sum"][...] = jnp.zeros((e, tiles.size), jnp.float32)
-            # Half of the lowest: the power of lowest - half is 0 also where nothing has been seen.
+            # Half of the lowest: the power of lowest - half is 0 also before any key is visible.
             ref["highest"][...] = jnp.full(one, LOWEST / 2, jnp.float32)
             for total in totals:
                 ref[total][...] = jnp.zeros(one, jnp.float32)
@@ -206,7 +206,7 @@ def _attend(blocks: dict[str, Array], common: _Common, held: int | None = None) 
                 end = jnp.where(jnp.max(jnp.abs(ref["weight"][0, 0])) > 0, end, first)
 
             def add(j: Any, _: None) -> None:
-                # What was held is relative to the maximum at that time.
+                # Held exponentials are relative to the maximum at their time.
                 factor = (share * _power(ref["then"][pl.ds(j, 1)] - highest, common.tau)).astype(dtype)
                 ref["rows"][0, 0, g:, _block(j, tiles.width)] += _dot(factor, pltpu.bitcast(ref["p"][j], dtype), (1, 1))
 
@@ -226,12 +226,12 @@ def _attend(blocks: dict[str, Array], common: _Common, held: int | None = None) 
         compiler_params=tpu_params(4, 1) if held is None else tpu_params(2, 3, held),
         interpret=common.interpret,
         name="prefill_attend",
-        metadata=None if held is None else {"turns": str(tiles.keys)},  # of the loop at a row's end, for the estimate
+        metadata=None if held is None else {"turns": str(tiles.keys)},  # of the loop at a row's end, to estimate cost
     )(*bounds, *blocks.values())
 
 
 def _see(ref: dict[str, Any], common: _Common, j: Any) -> None:
-    """Let a block of queries see block j of the keys."""
+    """Process block j of the keys for a block of queries."""
     (width, _), dtype, tau = ref["x"].shape, ref["v"].dtype, common.tau
     parts = [slice(at, min(at + common.part, width)) for at in range(0, width, common.part)]
     column = {name: _column(ref[name][0, 0]) for name in ("key", "factor") if name in ref}
@@ -249,7 +249,7 @@ def _see(ref: dict[str, Any], common: _Common, j: Any) -> None:
     tempered_totals: list[Array] = []
     for part in parts:
         x = ref["x"][part] - highest
-        # The one of a temperature is a power of the other, relative to the same maximum.
+        # The tempered exponential is a power of the plain one, relative to the same maximum.
         tempered = _power(x, tau)
         p = tempered if tau == 1 else tempered * tempered if tau == 2 else jnp.exp2(x)
         totals.append(_by_eight(jnp.sum, p))
@@ -272,7 +272,7 @@ def _see(ref: dict[str, Any], common: _Common, j: Any) -> None:
 
 
 def _collect(blocks: dict[str, Array], common: _Common) -> Array:
-    """Column sums [b, heads, rows of weights, c]."""
+    """Return column sums [b, heads, rows of weights, c]."""
     bounds, tiles, spec, tau, *_ = common
     b, h, c, _ = blocks["k"].shape
     g, rows = blocks["q"].shape[1] // h, blocks["weight"].shape[2]
@@ -328,13 +328,13 @@ def _bound(tiles: Tiles, bounds: tuple[Any, ...]) -> Tiles:
 
 
 def _specs(blocks: dict[str, Array], tiles: Tiles, steps: int, at: Callable[..., Any]) -> list[pl.BlockSpec]:
-    # `at` says which row, query head, block of queries and block of keys a step of a grid of so many dimensions wants.
+    # `at` returns the row, query head, block of queries and block of keys of a step; the grid has `steps` dimensions.
     heads = blocks["q"].shape[1]
 
     def spec(name: str, array: Array) -> pl.BlockSpec:
         of_keys = int(name not in ("q", "query", "lse", "weight"))
         length = (tiles.size, tiles.width)[of_keys]
-        share = heads // array.shape[1]  # query heads that share this array's
+        share = heads // array.shape[1]  # query heads per head of this array
 
         def index(*step: Any) -> tuple[Any, ...]:
             r, m, *block = at(_bound(tiles, step[steps:]), *step[:steps])
@@ -352,7 +352,7 @@ def _specs(blocks: dict[str, Array], tiles: Tiles, steps: int, at: Callable[...,
 
 
 def _logits(ref: dict[str, Any], spec: AttentionSpec, key: Array, part: slice) -> Array:
-    """Masked logits [keys, queries] of a part of the keys."""
+    """Return masked logits [keys, queries] of a part of the keys."""
     query = ref["query"][0, 0]
     visible = jnp.where(key < 0, jnp.iinfo(jnp.int32).max, key) <= query
     if spec.window is not None:
@@ -364,12 +364,12 @@ def _logits(ref: dict[str, Any], spec: AttentionSpec, key: Array, part: slice) -
 
 
 def _power(x: Array, tau: float) -> Array:
-    """Two to the power of logits at a temperature."""
+    """Return two to the power of logits at a temperature."""
     return jnp.exp2(x if tau == 1 else x * (1 / tau))
 
 
 def _by_eight(reduced: Callable[..., Array], x: Array) -> Array:
-    """[n, queries] to [8, queries]: the rows of a register stay apart."""
+    """Reduce [n, queries] to [8, queries]; the rows of a register stay separate."""
     return reduced(x.reshape(-1, 8, x.shape[1]), axis=0)
 
 
@@ -392,7 +392,7 @@ def _dot(a: Array, b: Array, over: tuple[int, int]) -> Array:
 
 
 def _column(row: Array) -> Array:
-    """[1, n] to [n, 1], through a square of lanes."""
+    """Transpose [1, n] to [n, 1], through a square of lanes."""
     return jnp.broadcast_to(row, (LANES, row.shape[1])).T[:, :1]
 
 

@@ -1,7 +1,7 @@
 """Prompt attention and its column sums for GPU through Pallas's Triton lowering, in the two passes of the TPU form.
 
-Every program holds one block, of queries in the first pass and of keys in the second, and walks over the blocks that
-it sees.
+Each program holds one block, of queries in the first pass and of keys in the second. It loops over the other side's
+blocks that are visible to it.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def prefill_scores(
 def _attend(
     blocks: dict[str, Array], *, tiles: Tiles, spec: AttentionSpec, tau: float, noisy: bool, interpret: Any
 ) -> tuple[Array, Array, Array]:
-    """Output, log-sum-exp [b, query heads, n], and that of the second softmax (or the same)."""
+    """Return output, log-sum-exp [b, query heads, n], and that of the second softmax (or the same)."""
     (b, heads, n, _), e = blocks["q"].shape, blocks["v"].shape[3]
     multiply = products(interpret)
 
@@ -112,10 +112,10 @@ def _attend(
 def _collect(
     blocks: dict[str, Array], *, tiles: Tiles, spec: AttentionSpec, tau: float, noisy: bool, interpret: Any
 ) -> Array:
-    """Column sums [b, query heads, rows of weights, c]."""
+    """Return column sums [b, query heads, rows of weights, c]."""
     (b, heads, _, _), c, rows = blocks["q"].shape, blocks["k"].shape[2], blocks["weight"].shape[2]
     multiply, several = products(interpret), rows > 1
-    if several:  # they are summed by a product, which has 16 rows at least
+    if several:  # a product sums them, which has at least 16 rows
         blocks = blocks | {"weight": jnp.pad(blocks["weight"], ((0, 0), (0, 0), (0, -rows % ROWS), (0, 0)))}
     made = blocks["weight"].shape[2]
 
@@ -148,7 +148,7 @@ def _collect(
 
 
 def _sizes(width: int, dtype: DTypeLike) -> tuple[int, int]:
-    """Queries and keys of a block with keys or values of this width, which four warps hold in their registers."""
+    """Return the queries and keys of a block that four warps hold in registers, for keys or values of this width."""
     if dtype == jnp.float32:
         return (32, 32) if width <= 128 else (16, 16)
     return (64, 64) if width <= 128 else (64, 32)
@@ -159,7 +159,7 @@ def _bound(tiles: Tiles, refs: dict[str, Any]) -> Tiles:
 
 
 def _specs(blocks: dict[str, Array], tiles: Tiles, *, by_query: bool) -> dict[str, pl.BlockSpec]:
-    # What belongs to the program's own block is cut, the other is whole and walked over.
+    # Arrays of the program's own block are cut; the others are whole, and the program loops over them.
     heads = blocks["q"].shape[1]
 
     def spec(name: str, array: Array) -> pl.BlockSpec:
@@ -191,7 +191,7 @@ def _logits(
     noisy: bool,
     multiply: Callable[[Array, Array], Array],
 ) -> tuple[Array, Array]:
-    """Masked logits [queries, keys], and with noise at temperature tau (or the same)."""
+    """Return masked logits [queries, keys], and those with noise at temperature tau (or the same)."""
     query, key = refs["query"][queries], refs["key"][keys][None, :]
     visible = (key >= 0) & (key <= query[:, None])
     if spec.window is not None:
@@ -209,7 +209,7 @@ def _logits(
 
 
 def _add(x: Array, highest: Array, total: Array) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
-    """One more block of an online softmax: its weights and by what earlier ones shrink; maximum and sum."""
+    """Add a block to an online softmax: return its weights and the factor of earlier ones; maximum and sum."""
     new = jnp.maximum(highest, x.max(1))
     p, shrink = jnp.exp(x - new[:, None]), jnp.exp(highest - new)
     return (p, shrink), (new, total * shrink + p.sum(1))

@@ -17,28 +17,28 @@ from pallas_kernels.prefill_scores.types import Joined, Own, PromptAttention
 
 
 class Blocks(NamedTuple):
-    """How a prompt is cut: whatever is on the way exists for one block of queries and one of keys at a time."""
+    """Block sizes of a prompt: intermediates exist for one block of queries and one of keys at a time."""
 
     rows: int
-    """Query rows over all heads, about; their weights are held until their sums are known: linear memory."""
+    """Approximate query rows over all heads; their weights are held until their sums are known, in linear memory."""
     queries: int
-    """Queries of a block, at most: the triangle's steps."""
+    """Maximum queries of a block: the triangle's steps."""
     keys: int
-    """Keys of a block, at most."""
+    """Maximum keys of a block."""
 
 
 CPU = Blocks(4096, 256, 256)
-"""What stays near the cores, measured."""
+"""Sizes that stay in the cores' caches, measured."""
 
 CPU_LONG = Blocks(8192, 512, 512)
-"""For long texts of which no weights are held: products so large that two cores share them well, measured."""
+"""Sizes for long texts without held weights: products so large that two cores share them well, measured."""
 
 ACCELERATOR = Blocks(8192, 512, 2048)
-"""Fewer and larger steps, as each costs the same time to start; never measured on a chip."""
+"""Fewer and larger steps, as each step takes the same time to start; never measured on a chip."""
 
 
 class _Running(NamedTuple):
-    # Maximum and sum of the softmax so far, its unnormalised output, and the same for the second softmax.
+    # Running maximum and sum of the softmax, its unnormalised output, and maximum and sum of the second softmax.
     highest: Array
     total: Array
     out: Array
@@ -47,7 +47,7 @@ class _Running(NamedTuple):
 
 
 class _Part(NamedTuple):
-    # Keys and values that lie together, of which the first is slot `start`.
+    # Keys and values of one array each; the first is slot `start`.
     k: Operand
     v: Operand
     start: int
@@ -59,12 +59,12 @@ class _Part(NamedTuple):
         return -(-self.slots // self.width)
 
     def begin(self, j: Any) -> Any:
-        # The last block may begin early, among slots that the one before it had: whole blocks need no padded copy.
+        # The last block may begin early and overlap the one before it, so whole blocks need no padded copy.
         return jnp.minimum(j * self.width, self.slots - self.width)
 
     def seen(self, begin: Any, end: Any, before: int, window: int | None) -> tuple[Any, Any]:
-        # Queries of tokens from `begin` up to `end` see no key after their own, nor before their window; the `before`
-        # first slots are in no order.
+        # Queries of tokens from `begin` up to `end` attend to no key after their own or before their window. The first
+        # `before` slots are in no order.
         ahead = self.start - before
         last = jnp.clip(-(-(end - ahead) // self.width), 0, self.blocks)
         ordered = window is not None and ahead >= 0
@@ -72,7 +72,7 @@ class _Part(NamedTuple):
         return first, last
 
     def ages(self, key_position: Int[Array, "b #h c"]) -> tuple[Array, Array]:
-        # The oldest and the newest position of each block that has slots of its own only.
+        # The oldest and the newest position of each block that overlaps no other.
         whole = self.slots // self.width
         blocks = key_position[:, :, self.start : self.start + whole * self.width]
         blocks = blocks.reshape(*blocks.shape[:2], whole, self.width)
@@ -80,7 +80,7 @@ class _Part(NamedTuple):
 
 
 def _hiding(ages: tuple[Array, Array], query_position: Int[Array, "b t"], window: int | None, first: Any) -> Any:
-    # The first block from `first` on of which some query does not see every key.
+    # The first block from `first` on with a key that is masked for some query.
     oldest, newest = ages
     hides = (oldest < 0) | (newest > query_position.min())
     if window is not None:
@@ -111,7 +111,7 @@ def prefill_scores(
     heads = b * h * g, h * g
     size, alone = (min(power_below(max(32, most.rows // x)), most.queries, _power_above(n)) for x in heads)
     if platform == "cpu" and size < alone:
-        # In blocks as large as one row fills, keys pass the cores less often than in small ones of all rows.
+        # Row by row, blocks of queries are larger, so cores read the keys less often than in small blocks of all rows.
         arrays: dict[str, Any] = dict(q=q, k=k, v=v, query_position=query_position, key_position=key_position)
         arrays |= dict(weights=weights, noise=noise, places=places)
         settings: dict[str, Any] = dict(spec=spec, own=own, tau=tau, scores=scores, platform=platform)
@@ -135,12 +135,12 @@ def prefill_scores(
     parts, lowest = _parts(k, v, most.keys), jnp.finfo(dtype).min
     ages = [part.ages(key_position) for part in parts]
     if math.frexp(spec.scale)[0] == 0.5:
-        # A power of two rounds nothing: a pass over queries, in place of one over every block of products.
+        # A power of two rounds nothing, so one pass over queries replaces one over every block of products.
         q, spec = q * jnp.asarray(spec.scale, q.dtype), dataclasses.replace(spec, scale=1.0)
     if spec.slopes is not None:
         spec = dataclasses.replace(spec, slopes=spec.slopes.astype(dtype))
     tempered = scores and tau != 1
-    # At tau = 1 the noise is a factor per key, of the same exponentials: e^(x + zeta) = e^x e^zeta.
+    # At tau = 1 the noise is a factor per key on the same exponentials: e^(x + zeta) = e^x e^zeta.
     factor = None
     if scores and not tempered and noise is not None:
         factor = jnp.exp(noise.astype(dtype) - noise.astype(dtype).max(-1, keepdims=True))
@@ -190,7 +190,7 @@ def prefill_scores(
                 )
             return after, held
 
-        # Half of the lowest number: exp(lowest - highest) is 0 also where nothing has been seen.
+        # Half of the lowest number: exp(lowest - highest) is 0 also before any key is visible.
         start, nothing = jnp.full(rows, lowest / 2, dtype), jnp.zeros(rows, dtype)
         seen = _Running(start, nothing, jnp.zeros((*rows, v.shape[3]), dtype), start, nothing)
         begin, end = i * size, (i + 1) * size
@@ -200,7 +200,7 @@ def prefill_scores(
         for at, part in enumerate(parts):
             first, last = part.seen(begin, end, c - of, spec.window)
             last = jnp.where((position >= 0).any(), last, 0)
-            # Most blocks hide nothing, and a mask is a pass of its own over what products made.
+            # Most blocks mask nothing, and a mask takes another pass over the products.
             hiding = jnp.clip(_hiding(ages[at], position, spec.window, first), first, last)
             found = jax.lax.fori_loop(first, hiding, functools.partial(look, part, False), (seen, held[at]))
             seen, part_held = jax.lax.fori_loop(hiding, last, functools.partial(look, part, True), found)
@@ -216,7 +216,7 @@ def prefill_scores(
         share = weight[:, :, :, None] / _safe(total)[:, :, None]
 
         def add(part: _Part, held: tuple[Array, Array], j: Any, sums: Array) -> Array:
-            # What was held is relative to the maximum at that time.
+            # Held exponentials are relative to the maximum at their time.
             p, highest_then = (x[j] for x in held)
             shares = share * jnp.exp(highest_then - highest)[:, :, None]
             added = jnp.einsum("bhmgt,bhgts->bhms", shares, p)

@@ -1,4 +1,4 @@
-"""How the kernels cut a prompt into blocks."""
+"""Division of a prompt into the kernels' blocks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pallas_kernels.prefill_scores.types import Own
 
 @dataclass(frozen=True)
 class Tiles:
-    """How queries and keys are cut, and which blocks see each other."""
+    """Blocks of queries and of keys, and which of them attend to which."""
 
     n: int
     c: int
@@ -23,9 +23,9 @@ class Tiles:
     """Keys of a block."""
     window: int | None
     of: int
-    """Tokens that are being read, whose keys are the last."""
+    """Number of tokens that are being read, whose keys are the last."""
     bounds: Any = None
-    """From `bounds_of`, or a reference to it; None where the queries are of all of these tokens."""
+    """Result of `bounds_of`, or a reference to it; None if the queries are of all of these tokens."""
 
     @property
     def queries(self) -> int:
@@ -38,8 +38,7 @@ class Tiles:
         return -(-self.c // self.width)
 
     def bounds_of(self, own: Own) -> Int[Array, "3 m"]:
-        """Of each block of queries its first token and the one after its last, and of each block of keys
-        `first_queries`."""
+        """Return each query block's first token and the one after its last, and each key block's `first_queries`."""
         tokens = jnp.pad(own.token, (0, self.queries * self.size - self.n), mode="edge").reshape(-1, self.size)
         begin, end = tokens[:, 0], tokens[:, -1] + 1
         seen = end <= jnp.arange(self.keys)[:, None] * self.width - (self.c - self.of)
@@ -47,37 +46,40 @@ class Tiles:
         return jnp.stack([jnp.pad(row, (0, max(self.queries, self.keys) - len(row))) for row in rows]).astype(jnp.int32)
 
     def begin(self, i: Any) -> Any:
-        """The first token of block i of the queries."""
+        """Return the first token of block i of the queries."""
         return i * self.size if self.bounds is None else self.bounds[0, i]
 
     def end(self, i: Any) -> Any:
-        """The token after its last."""
+        """Return the token after the last one of block i of the queries."""
         return (i + 1) * self.size if self.bounds is None else self.bounds[1, i]
 
     def first(self, i: Any) -> Any:
-        """The first block of keys that block i of the queries sees: a window's, unless cached keys are in no order."""
+        """Return the first block of keys that block i of the queries attends to.
+
+        A window can skip blocks only without cached keys, as those are in no order.
+        """
         windowed = self.window is not None and self.c == self.of
         return jnp.maximum(self.begin(i) - self.window + 1, 0) // self.width if windowed else 0
 
     def last(self, i: Any) -> Any:
-        """The last block of keys that block i of the queries sees."""
+        """Return the last block of keys that block i of the queries attends to."""
         return jnp.minimum((self.c - self.of + self.end(i) - 1) // self.width, self.keys - 1)
 
     def seen(self, i: Any, j: Any) -> Any:
-        """Whether block i of the queries sees block j of the keys."""
+        """Return whether block i of the queries attends to block j of the keys."""
         return (j >= self.first(i)) & (j <= self.last(i))
 
-    # Blocks that are not used are not fetched: the index stays at a block that is.
+    # Unused blocks are not fetched: the index stays at a used block.
     def of_keys(self, i: Any, j: Any) -> Any:
-        """The block of keys to have at hand for step j of block i of the queries."""
+        """Return the block of keys to fetch for step j of block i of the queries."""
         return jnp.clip(j, self.first(i), self.last(i))
 
     def of_queries(self, i: Any, j: Any) -> Any:
-        """The block of queries to have at hand for step i of block j of the keys."""
+        """Return the block of queries to fetch for step i of block j of the keys."""
         return jnp.maximum(i, jnp.minimum(self.first_queries(j), self.queries - 1))
 
     def first_queries(self, j: Any) -> Any:
-        """The first block of queries that sees block j of the keys."""
+        """Return the first block of queries that attends to block j of the keys."""
         if self.bounds is not None:
             return self.bounds[2, j]
         return jnp.maximum(j * self.width - (self.c - self.of), 0) // self.size
@@ -85,7 +87,7 @@ class Tiles:
     def padded(
         self, q: Array, k: Array, v: Array, query: Array, key: Array, noise: Array | None = None
     ) -> dict[str, Array]:
-        """Inputs by name in whole blocks; padding is in no one's sight, and numbers per token are [b, heads, 1, n]."""
+        """Return inputs by name, padded to whole blocks; padding is masked, numbers per token are [b, heads, 1, n]."""
         pad_n, pad_c = self.queries * self.size - self.n, self.keys * self.width - self.c
         b, h, g, n, d = q.shape
         blocks = {
@@ -98,12 +100,12 @@ class Tiles:
         return blocks if noise is None else blocks | {"noise": row(noise.astype(jnp.float32), pad_c, 0)}
 
     def weights(self, weights: Array | None, b: int) -> Array:
-        """How much each query counts, [b, heads or 1, m, n] in whole blocks."""
+        """Return the weight of each query, [b, heads or 1, m, n] in whole blocks."""
         weights = jnp.ones((b, 1, 1, self.n)) if weights is None else weights
         pad = self.queries * self.size - self.n
         return jnp.pad(weights.astype(jnp.float32), ((0, 0), (0, 0), (0, 0), (0, pad)))
 
 
 def row(x: Array, pad: int, fill: int) -> Array:
-    """Numbers per head and token, padded, as [b, heads, 1, n]."""
+    """Pad numbers per head and token, and return them as [b, heads, 1, n]."""
     return jnp.pad(x, ((0, 0), (0, 0), (0, pad)), constant_values=fill)[:, :, None]

@@ -1,3 +1,3 @@
-"""RoPE of one token's queries and keys, whose heads leave the row that products of weights make of them."""
+"""RoPE of one token's queries and keys, which also splits a projection's row into heads."""
 
 from pallas_kernels.rotate.api import rotate as rotate

@@ -1,4 +1,4 @@
-"""Queries and keys of one token rotated by its place, each head in a row of its own."""
+"""RoPE of one token's queries and keys by its place, with each head in a separate row."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ def rotate(
     interpret: Any = False,
     platform: str | None = None,
 ) -> tuple[Float[Array, "b n d"], ...]:
-    """Heads of one token of each row, the first channels rotated in pairs.
+    """Rotate the first channels of one token's heads in pairs, for each row.
 
-    A TPU's products leave the channels of all heads side by side, kernels take a head a row. XLA moves the heads, and
-    the halves that change places, by programs of their own; `pallas` does all of that in one pass.
+    Projections on a TPU leave the channels of all heads side by side, while kernels take a head per row. XLA moves the
+    heads, and swaps the halves, in separate programs; `pallas` does both in one pass.
 
     Args:
         turned: queries and keys, if any.
-        cos, sin: of the angles, as `whole_widths` gives them.
-        still: values, whose heads are only moved.
-        interleaved: pairs (0, 1), (2, 3), ... instead of (0, w/2), (1, w/2 + 1), ...
+        cos, sin: cosines and sines of the angles, as `whole_widths` returns them.
+        still: values, whose heads are moved without rotation.
+        interleaved: rotates pairs (0, 1), (2, 3), ... instead of (0, w/2), (1, w/2 + 1), ...
         implementation: `auto`, `xla` or `pallas`. `xla` takes everything. `pallas` is for TPU; it takes float32 and
-            bfloat16, d = 128, halves of whole heads, n a multiple of 8, and b of 8, or of 16 in bfloat16; it compiles
-            and has run in interpreters, never on a chip. There is no form for GPU.
+            bfloat16, d = 128, halves of whole heads, n a multiple of 8, and b a multiple of 8, or of 16 in bfloat16.
+            It compiles and has run in interpreters, never on a chip. There is no form for GPU.
         interpret: `True`, or `pltpu.InterpretParams()`, to run `pallas` without an accelerator.
-        platform: for which the program is compiled; None for that of `jax.default_backend()`.
+        platform: target of compilation; None for that of `jax.set_mesh`, else of `jax.default_backend()`.
 
     Raises:
-        Unsupported: the implementation asked for cannot run these arguments here.
-        ValueError: there is no such implementation.
+        Unsupported: the requested implementation cannot run these arguments here.
+        ValueError: the implementation is unknown.
     """
     given = [*turned, *still]
     heads, widths = (_listed([x.shape[axis] for x in given]) for axis in (1, 2))
@@ -58,7 +58,7 @@ def rotate(
 def limit(
     turned: Sequence[Array], cos: Array, still: Sequence[Array], interleaved: bool, platform: str | None
 ) -> str | None:
-    """What these arguments ask that the Pallas kernel cannot do, or None."""
+    """Return what these arguments need that the Pallas kernel cannot do, or None."""
     given, b = [*turned, *still], len(cos)
     dtypes, heads, widths = ([x.dtype.name for x in given], *([x.shape[axis] for x in given] for axis in (1, 2)))
     rows = pallas.rows_of_block(given[0].dtype)

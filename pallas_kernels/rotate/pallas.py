@@ -1,4 +1,4 @@
-"""RoPE for TPU: some rows of all heads at a time, each head a row of its own afterwards."""
+"""RoPE for TPU: each step takes some rows of all heads and writes each head to a separate row."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ VMEM_BYTES = 14 << 20
 
 
 def rows_of_block(dtype: Any) -> int:
-    """Rows of one grid step: those of a tile."""
+    """Return the rows of one grid step, which are those of a tile."""
     return SUBLANES * 4 // jnp.dtype(dtype).itemsize
 
 
 def block_bytes(given: Sequence[Array]) -> int:
-    """About what a step holds on the chip: heads before and after, twice while others arrive, and once in between."""
+    """Estimate a step's bytes of VMEM: heads before and after, both double-buffered, and scratch memory once."""
     numbers = sum(x.shape[1] * x.shape[2] for x in given)
     return rows_of_block(given[0].dtype) * numbers * (2 * given[0].dtype.itemsize + 3 * 4)
 
@@ -72,7 +72,7 @@ def _kernel(given: Sequence[Any], cos: Any, sin: Any, *results: Any, turned: int
             x = heads[:, head * width : (head + 1) * width].astype(jnp.float32)
             if i < turned:
                 x = x * cos[...] + pltpu.roll(x, width // 2, 1) * sin[...]
-            # Rows that lie apart can be written in 32 bits alone.
+            # Only 32-bit rows can be written with a stride.
             wide[pl.ds(head, rows, stride=count), :] = x
         if wide is not out:
             out[...] = wide[...].astype(out.dtype)
