@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from kvjax.utils.moved import keep_old_names
 
 if TYPE_CHECKING:
+    from kvjax import methods as methods
     from kvjax import policies as policies
     from kvjax.inference.decode import decode_step as decode_step
     from kvjax.inference.decode import decode_step_in_place as decode_step_in_place
@@ -51,15 +52,16 @@ _HOMES = {
     "kvjax.policies": ("Plan", "Policy", "Protection", "Residual", "Score", "Selection"),
 }
 _NAMES = {name: home for home, names in _HOMES.items() for name in names}
-__all__ = ["policies", *_NAMES]  # pyright: ignore[reportUnsupportedDunderAll]
+_PACKAGES = ("methods", "policies")
+__all__ = [*_PACKAGES, *_NAMES]  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 keep_old_names()
 
 
 def __getattr__(name: str) -> Any:
-    if name == "policies":
-        return importlib.import_module("kvjax.policies")
+    if name in _PACKAGES:
+        return importlib.import_module(f"kvjax.{name}")
     if name not in _NAMES:
         raise AttributeError(f"kvjax has no {name!r}; it has {', '.join(sorted(__all__))}.")
     found = globals()[name] = getattr(importlib.import_module(_NAMES[name]), name)

@@ -14,14 +14,13 @@ import pytest
 
 import kvjax
 from kvjax.methods import PLANS
+from kvjax.methods.adakv import AdaKV
 from kvjax.methods.fastgen import TokenClasses
 from kvjax.methods.keyformer import GumbelSoftmax
-from kvjax.methods.lightkv import AfterLimit
-from kvjax.methods.lightkv_score import LastQueries
+from kvjax.methods.lightkv import AfterLimit, LastQueries
 from kvjax.methods.lsh_e import Hamming, projections
 from kvjax.models import ModelConfig
 from kvjax.policies import Policy
-from kvjax.policies.allocation import AdaKV
 from tests.oracles import (
     basic,
     codecs,

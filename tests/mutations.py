@@ -69,12 +69,6 @@ TESTS: dict[str, tuple[str, ...]] = {
         f"{_CONTRACT} -k keyformer",
     ),
     "kvjax/methods/l2.py": (_DEFAULTS, f"{_ORACLES} -k l2", f"{_CONTRACT} -k l2"),
-    "kvjax/methods/lightkv_score.py": (
-        _DEFAULTS,
-        f"{_ORACLES} -k lightkv",
-        "tests/test_window_attention.py",
-        f"{_CONTRACT} -k lightkv",
-    ),
     "kvjax/methods/lsh_e.py": (
         _DEFAULTS,
         f"{_ORACLES} -k lsh_e",
@@ -83,7 +77,7 @@ TESTS: dict[str, tuple[str, ...]] = {
         "tests/test_noise.py",
     ),
     "kvjax/methods/random.py": (_DEFAULTS, f"{_ORACLES} -k random", f"{_CONTRACT} -k random"),
-    "kvjax/methods/recency.py": (
+    "kvjax/methods/window.py": (
         _DEFAULTS,
         f"{_ORACLES} -k 'window or streaming or lambda or full'",
         f"{_CONTRACT} -k 'window or streaming or full'",
@@ -106,7 +100,18 @@ TESTS: dict[str, tuple[str, ...]] = {
         f"{_ORACLES} -k lightkv",
         "tests/test_window_attention.py",
         "tests/test_plan.py",
+        f"{_CONTRACT} -k lightkv",
     ),
+    "kvjax/methods/adakv.py": (
+        _DEFAULTS,
+        "tests/test_plan.py",
+        f"{_ORACLES} -k 'adakv or ada_kv'",
+        "tests/test_fastgen.py",
+        "tests/test_extend.py",
+        f"{_CONTRACT} -k beyond_what",
+    ),
+    "kvjax/methods/interleaved.py": (_DEFAULTS, "tests/test_plan.py", f"{_ORACLES} -k interleaved"),
+    "kvjax/methods/pyramidkv.py": (_DEFAULTS, "tests/test_plan.py", f"{_ORACLES} -k pyramid"),
     "kvjax/policies/allocation.py": (
         _DEFAULTS,
         "tests/test_plan.py",
@@ -132,7 +137,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "kvjax/methods/less/feature_maps.py": (f"{_ORACLES} -k less", "tests/test_less.py", "tests/test_less_recipe.py"),
     "kvjax/training/less/record.py": ("tests/test_less_recipe.py", "tests/test_train_less.py"),
     "kvjax/training/less/train.py": ("tests/test_less_recipe.py", "tests/test_train_less.py"),
-    "kvjax/policies/selection.py": (_DEFAULTS, f"{_ORACLES} -k topk", f"{_CONTRACT} -k topk"),
+    "kvjax/methods/topk_oracle.py": (_DEFAULTS, f"{_ORACLES} -k topk", f"{_CONTRACT} -k topk"),
     "kvjax/policies/quantizer.py": (
         f"{_ORACLES} -k 'positions or streaming'",
         "tests/test_codec.py",

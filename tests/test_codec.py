@@ -13,7 +13,7 @@ from flax import struct
 import kvjax
 from kvjax.inference.state import held_positions
 from kvjax.methods.compatibility import fitted
-from kvjax.methods.recency import Recency
+from kvjax.methods.window import Recency
 from kvjax.policies.quantizer import Codec
 from kvjax.rope import Rope, rope_frequencies, rotate
 from tests.models import GQA, random_model, small_config

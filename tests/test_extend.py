@@ -14,8 +14,8 @@ import pytest
 import kvjax
 from kvjax.cache.paged.storage import Paged
 from kvjax.inference.state import slot_limits
+from kvjax.methods.adakv import AdaKV
 from kvjax.model import Model
-from kvjax.policies.allocation import AdaKV
 from tests.cases import FIRST, PAIRS, POLICIES, Case, core, slow
 from tests.held import kept
 from tests.models import GQA, random_model, small_config

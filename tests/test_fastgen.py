@@ -20,8 +20,8 @@ from kvjax.cache.paged.table import round_pages
 from kvjax.inference import decode, extend, prefill
 from kvjax.inference.prepare import prepare, round_slots
 from kvjax.inference.state import State, held_positions, slot_limits
+from kvjax.methods.adakv import AdaKV
 from kvjax.models import Rope
-from kvjax.policies.allocation import AdaKV
 from kvjax.types import Kernels
 from tests.cases import fastgen_case
 from tests.models import GQA, MHA, random_model, small_config

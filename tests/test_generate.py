@@ -421,7 +421,7 @@ def test_help_says_what_settings_mean(capsys: pytest.CaptureFixture[str]) -> Non
     assert "tau_init" in said and "temperature of the prompt, above 0" in said and "0.25" in said
     assert generate.main(["--help"]) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert "uniform, arithmetic, pyramid, interleaved, adakv" in said and "(default: 128)" in said
+    assert "adakv, arithmetic, interleaved, pyramid, uniform" in said and "(default: 128)" in said
     assert "(default: 0)" in said and "(default: False)" not in said
 
 

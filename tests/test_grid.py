@@ -14,9 +14,9 @@ from kvjax.cli import evaluate
 from kvjax.evaluation.grid import Rows, entries
 from kvjax.generation.generate import generate_ids
 from kvjax.generation.questions import answer_each
+from kvjax.methods.adakv import AdaKV
 from kvjax.methods.less.memory import LowRankMemory
 from kvjax.methods.notation import combination
-from kvjax.policies.allocation import AdaKV
 
 WORDS = "The old man went down to the river with his dog and a lamp, for it was late. " * 12
 

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 import kvjax
 from kvjax.cache.paged.storage import Paged
 from kvjax.inference.decode import lower_step
+from kvjax.methods.adakv import AdaKV
 from kvjax.methods.less import checkpoint
 from kvjax.models import ModelConfig, Rope
-from kvjax.policies.allocation import AdaKV
 from kvjax.types import LayerConfig
 from tests.cases import slow
 from tests.models import random_model, small_config

@@ -17,8 +17,8 @@ from kvjax.inference.extend import lower_prefill
 from kvjax.methods.h2o import Accumulated
 from kvjax.methods.lightkv import AfterLimit
 from kvjax.methods.lsh_e import Hamming
-from kvjax.methods.recency import Recency
 from kvjax.methods.tova import LastAttention
+from kvjax.methods.window import Recency
 from kvjax.policies.allocation import Uniform
 from kvjax.policies.quantizer import plain
 from kvjax.types import setting

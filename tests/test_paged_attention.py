@@ -17,8 +17,8 @@ import kvjax
 from kvjax.cache.paged.storage import Paged
 from kvjax.inference import decode
 from kvjax.inference.state import State, held_positions, slot_limits
+from kvjax.methods.adakv import AdaKV
 from kvjax.models import Rope
-from kvjax.policies.allocation import AdaKV
 from kvjax.types import Kernels, New
 from pallas_kernels.attention import AttentionSpec
 from pallas_kernels.common import Unsupported

@@ -15,7 +15,11 @@ import kvjax
 from kvjax.inference.prepare import round_slots
 from kvjax.inference.state import allocated_slots, held_positions
 from kvjax.methods import PLANS
-from kvjax.policies.allocation import AdaKV, Arithmetic, Interleaved, Pyramid, Uniform
+from kvjax.methods.adakv import AdaKV
+from kvjax.methods.interleaved import Interleaved
+from kvjax.methods.lightkv import Arithmetic
+from kvjax.methods.pyramidkv import Pyramid
+from kvjax.policies.allocation import Uniform
 from pallas_kernels.attention import slot_block
 from tests.held import layers
 from tests.models import random_model, small_config

@@ -17,8 +17,9 @@ from jaxtyping import Array, Float, Int
 import kvjax
 from kvjax.cache.paged.storage import Paged
 from kvjax.inference.state import ROWS
+from kvjax.methods.adakv import AdaKV
 from kvjax.policies import Policy
-from kvjax.policies.allocation import AdaKV, Plan, Uniform
+from kvjax.policies.allocation import Plan, Uniform
 from kvjax.types import Heads, New, PyTree, View, nothing
 from tests.cases import PAIRS, POLICIES, slow
 from tests.held import kept

@@ -202,11 +202,10 @@ def _count(number: float) -> str:
 
 
 def _file(entry: Entry) -> str:
-    source = next((each for each in entry.sources if isinstance(each, type)), entry.sources[0])
-    file = Path(inspect.getsourcefile(source) or "").resolve()
+    file = Path(inspect.getsourcefile(entry.sources[0]) or "").resolve()
     name = file.relative_to(HERE.resolve())
     shown = ""
-    if name.parent.name in ("scores", "residuals"):
+    if name.parts[:2] == ("kvjax", "methods"):
         target = "/".join([".."] * 3 + list(name.parts))
         shown = f"\n\n```{{literalinclude}} {target}\n:language: python\n```"
     return f"## The file\n\n`{name}`{shown}"

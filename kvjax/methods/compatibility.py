@@ -7,8 +7,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from kvjax.methods.fastgen import Profiled, TokenClasses
-from kvjax.methods.lightkv import AfterLimit, LambdaMask
-from kvjax.methods.lightkv_score import LastQueries
+from kvjax.methods.lightkv import AfterLimit, LambdaMask, LastQueries
 from kvjax.policies.policy import Policy
 from kvjax.policies.protection import Protection
 

@@ -7,7 +7,7 @@ import inspect
 import re
 from typing import Any, NamedTuple
 
-from kvjax.methods.presets import combine
+from kvjax.methods.combine import combine
 from kvjax.methods.registry import (
     CODECS,
     PAPERS,

@@ -11,7 +11,11 @@ from flax import struct
 from jaxtyping import Array, Bool, Float, Int, UInt8
 
 from kvjax.cache.slots import sum_of_most
+from kvjax.methods.combine import combine
+from kvjax.methods.h2o import Accumulated
+from kvjax.methods.register import register
 from kvjax.policies.allocation import Plan, Quota, Uniform
+from kvjax.policies.policy import Policy
 from kvjax.policies.protection import Protected, Protection
 from kvjax.policies.stats import Near, Sums
 from kvjax.types import Heads, New, Parts, View, check, number, setting, wide, written
@@ -295,3 +299,30 @@ def _share(share: Any, length: Int[Array, "..."]) -> Int[Array, "..."]:
 
 def _wanted(parts: tuple[str, ...]) -> int:
     return SPECIAL * ("special" in parts) + PUNCTUATION * ("punctuation" in parts)
+
+
+@register(paper="FastGen, eq. 1, 2", group="what stays is a matter of attention")
+def fastgen(
+    *,
+    threshold: float = Profiled.threshold,
+    local: float = Profiled.local,
+    frequent: float = Profiled.frequent,
+    frequent_among: str = Profiled.frequent_among,
+    order: tuple[str, ...] = Profiled.order,
+    punctuation: tuple[int, ...] = TokenClasses.punctuation,
+    markers: tuple[tuple[int, ...], ...] = TokenClasses.markers,
+    spare_special: int = Profiled.spare_special,
+    spare_punctuation: float = Profiled.spare_punctuation,
+    sinks: int = 0,
+    recent: int = 0,
+    special: tuple[int, ...] = (),
+    **common: Any,
+) -> Policy:
+    """A cache of its own for every head, the cheapest that recovers the prompt's attention.
+
+    When: close to the full cache only: a threshold of 0.95 saves 15% of the bytes for 12% in perplexity, and below
+    0.8 it collapses (SmolLM2 on WikiText-2).
+    """
+    kept = TokenClasses(sinks, recent, special, punctuation, markers)
+    plan = Profiled(threshold, local, frequent, order, spare_special, spare_punctuation, recent, frequent_among)
+    return combine(Accumulated(), protection=kept, plan=plan, **common)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float
 
+from kvjax.methods.combine import combine
+from kvjax.methods.register import register
+from kvjax.policies.policy import Policy
 from kvjax.policies.score import Score
 from kvjax.types import New, PyTree, View, check, setting, wide
 
@@ -57,3 +60,13 @@ class KeyNorm(Score):
         """Score = -norm, or the position in layers that are skipped."""
         skipped = self.skip_layers and new.layer < self.skip_layers
         return view.position.astype(jnp.float32) if skipped else -view.slots.score
+
+
+@register(paper="Devoto et al. 2024", group="what stays is a matter of keys, or of chance")
+def l2(*, skip_layers: int = KeyNorm.skip_layers, **common: Any) -> Policy:
+    """The norm of the key, which rotary embeddings do not change: the largest leaves first.
+
+    When: as a control. Alone it lets go of the recent tokens: 140 in perplexity at a quarter of the slots, 17.3 with
+    `sinks=4 recent=0.5`, where `random` has 17.0 (SmolLM2 on WikiText-2).
+    """
+    return combine(KeyNorm(skip_layers), **common)

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float
 
+from kvjax.methods.combine import combine
+from kvjax.methods.register import register
+from kvjax.policies.policy import Policy
 from kvjax.policies.score import Score
 from kvjax.types import New, PyTree, View
 from pallas_kernels.noise import uniform_at
@@ -28,3 +33,13 @@ class Random(Score):
     def score(self, view: View, new: New) -> Float[Array, "b h c"]:
         """Score = priority."""
         return view.slots.score
+
+
+@register(paper="control", group="what stays is a matter of keys, or of chance")
+def random(**common: Any) -> Policy:
+    """A uniformly random subset of the text at every step: each token draws one priority, the lowest leaves.
+
+    When: as the control that a method has to beat: with sinks and a recent half it has a perplexity of 17.0 at a
+    quarter of the slots (SmolLM2 on WikiText-2), where `h2o` has 14.9.
+    """
+    return combine(Random(), **common)

@@ -1,10 +1,12 @@
-"""The policies by name, and what their parts are called. The only place that knows names."""
+"""Policies and their parts by name. Every module of this folder is imported here, and registers what it has."""
 
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import importlib.util
 import inspect
+import pkgutil
 import sys
 import warnings
 from collections.abc import Callable, Mapping
@@ -13,128 +15,22 @@ from typing import Any
 
 import numpy as np
 
-from kvjax.methods import presets
+from kvjax.methods.combine import combine
 from kvjax.methods.compatibility import fitted
-from kvjax.methods.less.memory import LowRankMemory
-from kvjax.policies.allocation import AdaKV, Arithmetic, Interleaved, Plan, Pyramid, Uniform
+from kvjax.methods.register import PAPERS as PAPERS
+from kvjax.methods.register import PLANS as PLANS
+from kvjax.methods.register import REGISTRY as REGISTRY
+from kvjax.methods.register import RESIDUALS as RESIDUALS
+from kvjax.methods.register import SELECTIONS as SELECTIONS
+from kvjax.policies.allocation import Plan
 from kvjax.policies.policy import Policy
 from kvjax.policies.quantizer import CODECS as CODECS
 from kvjax.policies.quantizer import Codec, codec
 from kvjax.policies.residual import Residual
 from kvjax.policies.score import Score
-from kvjax.policies.selection import Selection, TopK
-from kvjax.types import check, check_kind
+from kvjax.policies.selection import Selection
+from kvjax.types import check_kind
 from kvjax.utils.suggest import choices
-
-PLANS: dict[str, type[Plan]] = {
-    "uniform": Uniform,
-    "arithmetic": Arithmetic,
-    "pyramid": Pyramid,
-    "interleaved": Interleaved,
-    "adakv": AdaKV,
-}
-RESIDUALS: dict[str, type[Residual]] = {"less": LowRankMemory}
-SELECTIONS: dict[str, type[Selection]] = {"topk": TopK}
-
-
-def less(
-    *,
-    base: str | Policy = "h2o",
-    checkpoint: str = LowRankMemory.checkpoint,
-    kernels: Any = LowRankMemory.kernels,
-    features: int = LowRankMemory.features,
-    kernel_seed: int = LowRankMemory.kernel_seed,
-    **settings: Any,
-) -> Policy:
-    """Any policy, whose evicted pairs stay in R x d + R numbers per KV head; further settings are the base's.
-
-    When: with a small budget and kernels trained for the model: over `h2o` 23.8 in perplexity becomes 21.2 with 5% of
-    the slots, 49.5 becomes 32.1 with 2% (SmolLM2 on WikiText-2); with half of them there is nothing left to gain.
-
-    Args:
-        base: the policy that evicts, by name or made.
-    """
-    chosen = _base(base, settings)
-    memory = dict(checkpoint=checkpoint, kernels=kernels, features=features, kernel_seed=kernel_seed)
-    return dataclasses.replace(chosen, residual=residual_by_name("less", base=name_of(chosen), **memory))
-
-
-def baseline_plus(*, base: str | Policy = "h2o", features: int = 8, **settings: Any) -> Policy:
-    r"""Any policy with R/2 more slots per head: R x d numbers are R/2 keys and as many values.
-
-    .. math:: C^+ = C + R / 2
-
-    When: as the control for `less` at equal memory. With 5 and 10% of the slots these close 2 to 8% of the distance
-    to the full cache, LESS's kernels 32 to 59% (embedded model).
-
-    Args:
-        base: the policy that evicts, by name or made.
-        features: R, an even number from 2.
-    """
-    even = isinstance(features, int) and features >= 2 and features % 2 == 0
-    check(even, "features", features, "an even number from 2")
-    chosen = _base(base, settings)
-    return dataclasses.replace(chosen, plan=dataclasses.replace(chosen.plan, extra_slots=features // 2))
-
-
-def _base(base: str | Policy, settings: Mapping[str, Any]) -> Policy:
-    if isinstance(base, str):
-        return policy(base, **settings)
-    check(isinstance(base, Policy), "base", base, "the name of a policy, nor one that is made")
-    for name in settings:
-        raise ValueError(f"{name} is no setting beside a base that is made; set it on the base policy that you pass.")
-    return base
-
-
-Method = Callable[..., Policy]
-METHODS: tuple[Method, ...] = (
-    presets.full,
-    presets.window,
-    presets.dilated_window,
-    presets.streaming,
-    presets.lambda_mask,
-    presets.random,
-    presets.h2o,
-    presets.keyformer,
-    presets.tova,
-    presets.scissorhands,
-    presets.snapkv,
-    presets.pyramidkv,
-    presets.lightkv,
-    presets.l2,
-    presets.lsh_e,
-    presets.topk_oracle,
-    presets.fastgen,
-    less,
-    baseline_plus,
-)
-REGISTRY: dict[str, Method] = {method.__name__: method for method in METHODS}
-PAPERS: dict[str, dict[str, str]] = {
-    "everything stays": {"full": "the reference", "topk_oracle": "LESS, Figure 3"},
-    "what stays is a matter of position": {
-        "window": "Longformer, 3.1",
-        "dilated_window": "Longformer, 3.1; Keyformer, Figure 2c",
-        "streaming": "StreamingLLM, 3.2",
-        "lambda_mask": "LM-Infinite, 3",
-    },
-    "what stays is a matter of attention": {
-        "h2o": "H2O, Algorithm 1",
-        "keyformer": "Keyformer, eq. 9, 10",
-        "tova": "TOVA, 4",
-        "scissorhands": "Scissorhands, Algorithm 2",
-        "snapkv": "SnapKV, Listing 1",
-        "pyramidkv": "PyramidKV, 3.2",
-        "lightkv": "LightKV, eq. 1-6",
-        "fastgen": "FastGen, eq. 1, 2",
-    },
-    "what stays is a matter of keys, or of chance": {
-        "lsh_e": "LSH-E, eq. 2, 5, 6",
-        "l2": "Devoto et al. 2024",
-        "random": "control",
-    },
-    "over another policy": {"less": "LESS, eq. 1-5", "baseline_plus": "LESS, 4"},
-}
-"""Where the policies come from, in groups by what they choose with."""
 
 
 def policy(
@@ -187,8 +83,9 @@ def _registered(name: str, own: Mapping[str, Any]) -> Policy:
     for setting in own:
         if setting not in known and "base" not in known:
             raise ValueError(f"policy {name!r} has no setting {setting!r}; it takes {', '.join(known)}.")
-    made = REGISTRY[name](**_typed(own, annotations_of(REGISTRY[name]) | annotations_of(presets.combine)))
-    return made if name in ("less", "baseline_plus") else dataclasses.replace(made, name=name)
+    made = REGISTRY[name](**_typed(own, annotations_of(REGISTRY[name]) | annotations_of(combine)))
+    # A policy over another one keeps the other's name.
+    return made if "base" in known else dataclasses.replace(made, name=name)
 
 
 def _from_file(file: Path, attribute: str, own: Mapping[str, Any]) -> Policy:
@@ -209,8 +106,8 @@ def _from_file(file: Path, attribute: str, own: Mapping[str, Any]) -> Policy:
     found = getattr(module, attribute, None)
     # What every policy has is no setting of the score, unless it says so.
     takes = _taken_by(found)
-    usual = [name for name in _keywords(presets.combine) if name in own and name not in takes]
-    common = _typed({name: own[name] for name in usual}, annotations_of(presets.combine))
+    usual = [name for name in _keywords(combine) if name in own and name not in takes]
+    common = _typed({name: own[name] for name in usual}, annotations_of(combine))
     own = {name: value for name, value in own.items() if name not in common}
     try:
         made = found(**own) if callable(found) else found
@@ -219,7 +116,7 @@ def _from_file(file: Path, attribute: str, own: Mapping[str, Any]) -> Policy:
     if made is found and own:
         raise ValueError(f"{next(iter(own))} is no setting of {attribute} in {file}, which is made already.")
     if isinstance(made, Score):
-        made = presets.combine(made, **common)
+        made = combine(made, **common)
         if not common.keys() & {"sinks", "recent", "special"}:
             warnings.warn(
                 f"{attribute} protects no token from its own score, also not the newest ones; recent=0.5 keeps the "
@@ -245,9 +142,7 @@ def _taken_by(found: Any) -> set[str]:
         return set()
     parameters = inspect.signature(found).parameters.values()
     names = {parameter.name for parameter in parameters}
-    return names | (
-        set(_keywords(presets.combine)) if inspect.Parameter.VAR_KEYWORD in {p.kind for p in parameters} else set()
-    )
+    return names | (set(_keywords(combine)) if inspect.Parameter.VAR_KEYWORD in {p.kind for p in parameters} else set())
 
 
 def replaced(
@@ -378,7 +273,7 @@ def settings_of(name: str) -> dict[str, Any]:
     method = REGISTRY[name]
     takes = inspect.signature(method).parameters
     own = _keywords(method)
-    return own | ({k: v for k, v in _keywords(presets.combine).items() if k not in own} if "common" in takes else {})
+    return own | ({k: v for k, v in _keywords(combine).items() if k not in own} if "common" in takes else {})
 
 
 def annotations_of(function: Callable[..., Any]) -> dict[str, Any]:
@@ -397,7 +292,7 @@ def settings_in(made: Policy) -> dict[str, Any]:
     Settings of a part that has been replaced are left out, and somebody's own policy has those of its score.
     """
     own = [field.name for field in dataclasses.fields(made.score)]  # type: ignore[arg-type]
-    names = settings_of(made.name) if made.name in REGISTRY else [*own, *_keywords(presets.combine)]
+    names = settings_of(made.name) if made.name in REGISTRY else [*own, *_keywords(combine)]
     inner = getattr(made.plan, "plan", None)
     parts = (made.score, made.protection, made.plan, inner, made.selection, made.codec)
     found = {name: getattr(part, name) for name in names for part in reversed(parts) if hasattr(part, name)}
@@ -408,8 +303,18 @@ def settings_in(made: Policy) -> dict[str, Any]:
 
 def name_of(policy: Policy) -> str:
     """The registered name of a policy, or its score's class if it is somebody's own."""
-    if isinstance(policy.residual, LowRankMemory):
-        return "less"
+    for name, kind in RESIDUALS.items():
+        if name in REGISTRY and isinstance(policy.residual, kind):
+            return name
     if policy.plan.extra_slots:
         return "baseline_plus"
     return policy.name or type(policy.score).__name__
+
+
+def _import_methods() -> None:
+    # In alphabetical order, after everything above is defined: `less` makes its base by name.
+    for module in pkgutil.iter_modules([str(Path(__file__).parent)], f"{__package__}."):
+        importlib.import_module(module.name)
+
+
+_import_methods()

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Float
 
+from kvjax.methods.combine import combine
+from kvjax.methods.register import register
+from kvjax.policies.policy import Policy
 from kvjax.policies.score import Score
 from kvjax.policies.stats import Sums
 from kvjax.types import Heads, New, PyTree, View, nothing, wide
@@ -43,3 +48,13 @@ class LastAttention(Score):
 
 def _newest(new: New) -> Bool[Array, "b t"]:
     return new.valid & (new.position == new.newest[:, None])
+
+
+@register(paper="TOVA, 4", group="what stays is a matter of attention")
+def tova(*, recent: int | float = 1, **common: Any) -> Policy:
+    """Last attention, one score for all heads of a layer.
+
+    When: where a long prompt is going to be asked about: it finds a needle in the middle of 1,024 tokens with half (4
+    of 4) and a quarter of the slots (2 of 4), where `h2o` finds none. For text that goes on `h2o` is ahead.
+    """
+    return combine(LastAttention(), recent=recent, **common)

@@ -12,6 +12,7 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, Float
 
+from kvjax.methods.register import register_part
 from kvjax.policies.residual import Residual
 from kvjax.types import Evicted, Kernels, New, Partial, check, setting, wide
 from pallas_kernels import less_kernels
@@ -31,6 +32,7 @@ class Memory(NamedTuple):
     z: Float[Array, "b h R"]
 
 
+@register_part("less")
 @struct.dataclass
 class LowRankMemory(Residual):
     r"""Evicted pairs in R x d + R numbers per KV head, whatever policy evicts.

@@ -13,7 +13,7 @@ from kvjax.cache.dense import Dense, empty
 from kvjax.cache.recompute import whole, with_again, without_again
 from kvjax.cache.stats import answered
 from kvjax.inference.layers import Pending, Reading, exchange, heard, over_layers, share
-from kvjax.methods.lightkv_score import LastQueries
+from kvjax.methods.lightkv import LastQueries
 from kvjax.methods.registry import name_of
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Weights, block, embed

@@ -1,0 +1,34 @@
+"""Policies from a score and the parts that nearly all of them have."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from kvjax.policies.policy import Policy
+from kvjax.policies.protection import Protection
+from kvjax.policies.quantizer import Codec
+from kvjax.policies.score import Score
+
+
+def combine(
+    score: Score,
+    *,
+    sinks: int = 0,
+    recent: int | float = 0,
+    special: tuple[int, ...] = (),
+    positions: str = "original",
+    **parts: Any,
+) -> Policy:
+    """A policy of a score and what nearly every policy has.
+
+    Args:
+        score: which cached token matters least.
+        sinks: first tokens of the text that never leave.
+        recent: newest tokens that never leave, the one being read included: slots, or a fraction of the budget.
+        special: token ids that leave only where no other token can.
+        positions: `original`, or `cache` to let the model see a key's place in the cache as its position.
+        parts: others, in place of the usual ones.
+    """
+    usual = Policy(score, Protection(sinks, recent, special), codec=Codec(positions))
+    return dataclasses.replace(usual, **parts)

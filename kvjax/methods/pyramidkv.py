@@ -1,0 +1,70 @@
+"""PyramidKV: SnapKV with budgets that fall from the first layer to the last."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from flax import struct
+
+from kvjax.methods.combine import combine
+from kvjax.methods.register import register, register_part
+from kvjax.methods.snapkv import PromptWindow
+from kvjax.policies.allocation import Plan
+from kvjax.policies.policy import Policy
+from kvjax.types import number, written
+
+
+@register_part("pyramid")
+@struct.dataclass
+class Pyramid(Plan):
+    r"""Budgets fall by equal steps to a small share in the last layer, on top of a window.
+
+    .. math:: C_l = w + k_l, \quad k_L = \lfloor (C - w) / \beta \rfloor, \quad k_1 = 2 (C - w) - k_L
+
+    with the k of the other layers on a line between, and C slots per layer on average.
+
+    From: PyramidKV, 3.2.
+
+    When: with `pyramidkv`, whose plan it is. Over `h2o` it costs: 16.1 instead of 14.9 in perplexity with a quarter
+    of the slots, 21.8 instead of 18.0 with a tenth (SmolLM2 on WikiText-2).
+
+    Args:
+        beta: the last layer gets 1/beta of the average beyond the window, at least 1.
+        window: slots that every layer gets first.
+    """
+
+    beta: float = number(20.0)
+    window: int = number(0)
+
+    def __post_init__(self) -> None:
+        if written(self.beta, self.window) and (self.beta < 1 or self.window < 0):
+            raise ValueError(f"beta={self.beta!r}, window={self.window!r} are not a divisor from 1 and slots from 0.")
+
+    def shares(self, budget: int, layers: int) -> np.ndarray:
+        if layers == 1:
+            return np.full(1, float(budget))
+        beyond = budget - self.window
+        if beyond < 0:
+            raise ValueError(f"a budget of {budget} slots per layer does not hold the window of {self.window} slots.")
+        last = beyond // self.beta
+        return self.window + np.linspace(2 * beyond - last, last, layers)
+
+
+@register(paper="PyramidKV, 3.2", group="what stays is a matter of attention")
+def pyramidkv(
+    *,
+    beta: float = Pyramid.beta,
+    recent: int | float = PromptWindow.window,
+    kernel: int = PromptWindow.kernel,
+    pooling: str = PromptWindow.pooling,
+    group: str = PromptWindow.group,
+    **common: Any,
+) -> Policy:
+    """SnapKV with budgets that fall from the first layer to the last, which gets 1/beta beyond the window.
+
+    When: to compare with `snapkv`, which is ahead of it at every budget here: 18.3 against 20.5 in perplexity at a
+    quarter of the slots (SmolLM2 on WikiText-2).
+    """
+    plan = Pyramid(beta, recent if isinstance(recent, int) else 0)
+    return combine(PromptWindow(recent, kernel, pooling, group), recent=recent, plan=plan, **common)

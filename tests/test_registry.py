@@ -1,0 +1,168 @@
+"""Methods and parts register themselves with a decorator in their own file."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from flax import struct
+
+import kvjax
+from kvjax import generate
+from kvjax.methods import PAPERS, PLANS, REGISTRY, RESIDUALS, SELECTIONS, describe
+from kvjax.methods.combine import combine
+from kvjax.methods.h2o import Accumulated
+from kvjax.methods.register import register, register_part
+from kvjax.policies.allocation import Uniform
+
+pytestmark = pytest.mark.core
+UNTYPED: Any = register
+
+METHOD = '''
+"""A method in a file of its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+from flax import struct
+
+import kvjax
+from kvjax.methods.combine import combine
+from kvjax.methods.register import register
+from kvjax.types import number
+
+
+@struct.dataclass
+class Fading(kvjax.Score):
+    r"""Position and how far it fades.
+
+    .. math:: F(i) = r i
+
+    Args:
+        rate: how fast it fades.
+    """
+
+    rate: float = number(0.5)
+
+    def score(self, view: Any, new: Any) -> Any:
+        return self.rate * view.position.astype(jnp.float32)
+
+
+@register(paper="Nobody 2026, eq. 7", group="what stays is a matter of position")
+def fading(*, rate: float = Fading.rate, recent: int | float = 0.25, **common: Any) -> kvjax.Policy:
+    """Tokens that fade.
+
+    When: never.
+    """
+    return combine(Fading(rate), recent=recent, **common)
+'''
+
+
+@pytest.fixture(autouse=True)
+def tables() -> Iterator[None]:
+    """Put back what a test registers."""
+    every = [REGISTRY, PLANS, RESIDUALS, SELECTIONS, *PAPERS.values()]
+    before = [dict(table) for table in every]
+    yield
+    for table, known in zip(every, before, strict=True):
+        table.clear()
+        table.update(known)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def fading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Import a package of methods, as the folder of kvjax's own is imported."""
+    package = tmp_path / "somebodys_methods"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "fading.py").write_text(textwrap.dedent(METHOD))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    importlib.import_module("somebodys_methods.fading")
+    yield
+    del sys.modules["somebodys_methods.fading"], sys.modules["somebodys_methods"]
+
+
+@pytest.mark.usefixtures("fading")
+def test_a_file_with_the_decorator_is_a_policy_everywhere(capsys: pytest.CaptureFixture[str]) -> None:
+    made = kvjax.policy("fading", rate=0.25, codec="int8")
+    assert made.name == "fading" and made.protection.recent == 0.25 and made.codec.bits == 8
+    assert kvjax.methods.settings_in(made)["rate"] == 0.25 and kvjax.methods.name_of(made) == "fading"
+    with pytest.raises(ValueError, match="policy 'fading' has no setting 'ratio'; it takes rate, recent, sinks"):
+        kvjax.policy("fading", ratio=1.0)
+    with pytest.raises(ValueError, match="did you mean fading"):
+        kvjax.policy("fadin")
+
+    entry = describe.described("fading", own=True)
+    assert (entry.summary, entry.paper, entry.when) == ("Tokens that fade.", "Nobody 2026, eq. 7", "never.")
+    assert [setting.name for setting in entry.settings] == ["rate", "recent"]
+    assert entry.settings[0].meaning == "how fast it fades."
+    names = [each.name for each in describe.policies()["what stays is a matter of position"]]
+    assert names == sorted(names) and "fading" in names
+
+    assert generate.main(["--policy", "list"]) == 0
+    listed = capsys.readouterr().out
+    assert "fading" in listed and "Nobody 2026, eq. 7" in listed
+    assert generate.main(["--policy", "fading", "--help"]) == 0
+    assert "how fast it fades" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("fading")
+def test_a_registered_policy_runs_and_can_be_a_base() -> None:
+    model, tokens = kvjax.load("tiny"), np.arange(1, 25)[None]
+    state, _ = kvjax.prefill(model, "fading", tokens, 8)
+    expected, _ = kvjax.prefill(model, "window", tokens, 8)
+    for mine, oldest in zip(kvjax.held_positions(state), kvjax.held_positions(expected), strict=True):
+        np.testing.assert_array_equal(np.sort(mine), np.sort(oldest))
+    wider = kvjax.policy("baseline_plus", base="fading", rate=0.25)
+    assert wider.plan.extra_slots == 4 and wider.name == "fading"
+
+
+def test_nothing_is_left_of_what_a_test_registered() -> None:
+    assert "fading" not in REGISTRY
+    with pytest.raises(ValueError, match="there is no policy 'fading'"):
+        kvjax.policy("fading")
+
+
+def test_parts_register_by_their_kind(capsys: pytest.CaptureFixture[str]) -> None:
+    @register_part("level")
+    @struct.dataclass
+    class Level(Uniform):
+        """As many slots for every layer."""
+
+    assert PLANS["level"] is Level and list(PLANS) == sorted(PLANS)
+    assert isinstance(kvjax.policy("h2o", plan="level").plan, Level)
+    assert generate.main(["--policy", "list"]) == 0
+    assert "level" in capsys.readouterr().out
+    with pytest.raises(TypeError, match="Accumulated is no Plan, Residual or Selection"):
+        register_part("score")(Accumulated)  # type: ignore[type-var]
+
+
+def test_a_name_has_one_owner_and_a_group_that_exists() -> None:
+    def h2o(**common: Any) -> kvjax.Policy:
+        return combine(Accumulated(), **common)
+
+    group = "what stays is a matter of attention"
+    with pytest.raises(ValueError, match=r"policy 'h2o' is already registered by kvjax\.methods\.h2o"):
+        register(paper="mine", group=group)(h2o)
+    with pytest.raises(ValueError, match="there is no group 'attention'"):
+        UNTYPED(paper="mine", group="attention")
+
+    def mine(**common: Any) -> kvjax.Policy:
+        return combine(Accumulated(), **common)
+
+    for where in (group, "over another policy"):  # again, as a notebook's cell that is run twice
+        register(paper="mine", group=where)(mine)  # type: ignore[arg-type]
+    assert [name for name, papers in PAPERS.items() if "mine" in papers] == ["over another policy"]
+
+
+def test_every_registered_name_has_one_paper() -> None:
+    of_papers = [name for papers in PAPERS.values() for name in papers]
+    assert sorted(of_papers) == list(REGISTRY) == sorted(REGISTRY)
