@@ -213,10 +213,10 @@ def floors(project: Path, file: Path) -> list[list[str]]:
 
 def _colour(module: str) -> str:
     groups = {
-        "#bfe3d0": ("engine", "policies", "models", "cache"),
-        "#fde3c4": ("model", "sampling"),
-        "#cfe0f5": ("bench", "serve", "tiny", "evaluate", "train"),
-        "#efe3f5": ("__main__", "cli", "chat", "convert", "env", "generate", "train_less", "tune"),
+        "#bfe3d0": ("inference", "methods", "policies", "models", "cache"),
+        "#fde3c4": ("model", "generation"),
+        "#cfe0f5": ("serving", "evaluation", "training"),
+        "#efe3f5": ("__main__", "cli", "generate"),
     }
     return next((colour for colour, names in groups.items() if module in names), "#e6e6e6")
 
