@@ -1,4 +1,4 @@
-"""Which parts mean nothing together, each with its remedy: the one place that says so."""
+"""Incompatible combinations of parts, each with a suggested fix."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvjax.policies.protection import Protection
 
 
 class Pair(NamedTuple):
-    """Two parts that do not go together."""
+    """Two incompatible parts: a test for them, the reason and the suggested fix."""
 
     clash: Callable[[Policy], bool]
     what: str
@@ -77,10 +77,10 @@ PAIRS = (
 
 
 def fitted(policy: Policy) -> Policy:
-    """A policy whose codec knows what the other parts allow, if they mean something together.
+    """Return a copy of a policy whose codec is set up for the other parts, if all parts are compatible.
 
     Raises:
-        ValueError: naming the parts that do not, and the remedy.
+        ValueError: two parts are incompatible; the message names them and suggests a fix.
     """
     simple = type(policy.protection) is Protection and not policy.protection.special
     slides = policy.codec.positions == "cache" and policy.slides and simple and not policy.plan.per_head

@@ -1,4 +1,4 @@
-"""What the registered policies and parts are and what their settings mean, read off their docstrings."""
+"""Descriptions of the registered policies, parts and settings, parsed from their docstrings."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from kvjax.types import setting_names
 
 
 class Setting(NamedTuple):
-    """A setting as users write it, its type and default, and what it means."""
+    """Setting as users write it, with its type, default and meaning."""
 
     name: str
     kind: str
@@ -35,29 +35,29 @@ class Setting(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """A policy or a part by name."""
+    """Description of a named policy or part."""
 
     name: str
     summary: str
     paper: str
     settings: list[Setting]
     when: str
-    """When to take it, by what was measured."""
+    """Advice on when to use it, from measurements."""
     sources: list[Any]
-    """The classes and functions whose docstrings say what it does."""
+    """Classes and functions whose docstrings describe it."""
 
 
 def policies() -> dict[str, list[Entry]]:
-    """The policies in their groups; settings that nearly all have are those of `common`."""
+    """Return the policies by group, without the settings of `common` that keep their usual defaults."""
     return {group: [described(name, own=True) for name in names] for group, names in PAPERS.items()}
 
 
 def described(name: str, own: bool = False) -> Entry:
-    """A registered policy.
+    """Describe a registered policy.
 
     Args:
         name: a key of `REGISTRY`.
-        own: leave out what nearly all policies take, with the same default.
+        own: leave out settings that nearly all policies take, if the default is the usual one.
     """
     method = REGISTRY[name]
     paper = next(papers[name] for papers in PAPERS.values() if name in papers)
@@ -79,14 +79,14 @@ def described(name: str, own: bool = False) -> Entry:
 
 
 def common() -> list[Setting]:
-    """Settings that nearly all policies take, with their usual defaults."""
+    """Return the settings that nearly all policies take, with their usual defaults."""
     known = _meanings(combine)
     parameters = inspect.signature(combine).parameters.values()
     return [Setting(p.name, p.annotation, p.default, known[p.name]) for p in parameters if p.kind is p.KEYWORD_ONLY]
 
 
 def parts() -> dict[str, list[Entry]]:
-    """The other parts by name, their settings as the command line takes them."""
+    """Return the plans, residuals, codecs and selections, with settings named as on the command line."""
     tables: dict[str, dict[str, Any]] = {"plan": PLANS, "residual": RESIDUALS, "codec": CODECS, "selection": SELECTIONS}
     return {
         part: [
@@ -98,7 +98,7 @@ def parts() -> dict[str, list[Entry]]:
 
 
 def explanation(source: Any) -> str:
-    """What a docstring says beside what entries have, and its arguments and exceptions: reStructuredText."""
+    """Return a docstring's other paragraphs, without summary, `From`, `When`, arguments and exceptions, as reST."""
     _, *paragraphs = _text(source).split("\n\n")
     apart = ("From: ", "When: ", "Args:", "Raises:", "Returns:")
     return "\n\n".join(paragraph for paragraph in paragraphs if not paragraph.startswith(apart))
@@ -117,7 +117,7 @@ def _fields(part: str, kind: Any) -> list[Setting]:
 
 
 def _text(described: Any) -> str:
-    # Of a class its own docstring, not one of a base.
+    # A class may inherit a docstring, so take only its own.
     own = vars(described).get("__doc__") if isinstance(described, type) else described.__doc__
     return inspect.cleandoc(own or "")
 
@@ -127,13 +127,13 @@ def _summary(described: Any) -> str:
 
 
 def _said(what: str, described: Any) -> str:
-    # A paragraph of a docstring that begins with a word and a colon.
+    # The paragraph of a docstring that begins with this word and a colon.
     found = (each.partition(": ") for each in _text(described).split("\n\n"))
     return next((" ".join(said.split()) for word, _, said in found if word == what), "")
 
 
 def _meanings(described: Any) -> dict[str, str]:
-    # The entries of a docstring's Args.
+    # The entries under Args in a docstring.
     _, _, arguments = _text(described).partition("Args:\n")
     found = re.findall(r"^    (\w+): (.*(?:\n {5,}.*)*)", arguments.partition("\n\n")[0], flags=re.MULTILINE)
     return {name: " ".join(meaning.split()) for name, meaning in found}

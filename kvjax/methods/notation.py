@@ -1,4 +1,4 @@
-"""Policies as users write them: `h2o`, `h2o+less+int8`, `mine.py:Mine+int4[recent=16]`."""
+"""Parser of policies as users write them: `h2o`, `h2o+less+int8`, `mine.py:Mine+int4[recent=16]`."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ _PARTS = {
 
 
 class Named(NamedTuple):
-    """A policy as it is written: `h2o`, `h2o+less+int8+adakv`, `mine.py:Mine+int4[recent=16]`."""
+    """Parsed name of a policy, such as `h2o`, `h2o+less+int8+adakv` or `mine.py:Mine+int4[recent=16]`."""
 
     name: str
-    """As `kvjax.policy` has it."""
+    """Name as `kvjax.policy` takes it."""
     parts: dict[str, str]
-    """Names of plan, residual, codec and selection, after plus signs."""
+    """Names of plan, residual, codec and selection by kind; written after plus signs."""
     settings: dict[str, Any]
-    """In brackets."""
+    """Settings; written in brackets."""
 
     def made(self, parts: Mapping[str, str | None], settings: Mapping[str, Any]) -> Policy:
-        """The policy with the parts and settings of other options, too.
+        """Build the policy, with additional parts and settings from other options.
 
         Raises:
-            ValueError: a name or a setting is unknown, or there are two of a kind.
+            ValueError: a name or a setting is unknown, or there are two parts of a kind.
         """
         return policy(self.name, **both(self.parts, parts), **(self.settings | dict(settings)))
 
 
 def both(written: Mapping[str, str], options: Mapping[str, str | None]) -> dict[str, str | None]:
-    """Parts by kind, of a policy's name and of options beside it.
+    """Merge the parts in a policy's name with those of separate options, by kind.
 
     Raises:
-        ValueError: they name different ones of a kind.
+        ValueError: they name different parts of a kind.
     """
     for kind, name in options.items():
         if name is not None and written.get(kind, name) != name:
@@ -51,10 +51,10 @@ def both(written: Mapping[str, str], options: Mapping[str, str | None]) -> dict[
 
 
 def parse_policy(text: str) -> Named:
-    """A policy and its parts as command lines write them, of which nothing is made yet.
+    """Parse a policy and its parts as written on a command line, without building them.
 
     Raises:
-        ValueError: the form is another, a part is unknown, or there are two of a kind.
+        ValueError: the text has another form, a part is unknown, or there are two parts of a kind.
     """
     found = re.fullmatch(r"((?:.*\.py:)?[^\[\]+]*)((?:\+[^\[\]+]*)*)(?:\[(.*)\])?", text.strip())
     if found is None:
@@ -73,10 +73,10 @@ def parse_policy(text: str) -> Named:
 
 
 def combination(text: str) -> Policy:
-    """A policy of named parts: see `Named`.
+    """Build a policy from its written form; see `Named`.
 
     Raises:
-        ValueError: a name or a setting is unknown, or parts mean nothing together.
+        ValueError: a name or a setting is unknown, or parts are incompatible.
     """
     return parse_policy(text).made({}, {})
 
@@ -87,16 +87,16 @@ def compared(
     settings: Mapping[str, Any],
     left_out: Callable[[str], None] | None = None,
 ) -> dict[str, Policy]:
-    """The policies of a comparison by their labels; the full cache stays as it is.
+    """Build the policies of a comparison, by label; the full cache ignores `parts` and `settings`.
 
     Args:
-        texts: as `--policies` has them, with commas between them.
-        parts: of all of them, by kind.
-        settings: of all that have them.
-        left_out: is told why a policy cannot have these parts, which is then left out; None to refuse it.
+        texts: policies as `--policies` takes them, separated by commas.
+        parts: parts for all policies, by kind.
+        settings: settings for all policies that take them.
+        left_out: called with the reason if a policy cannot have these parts and is left out; None to raise instead.
 
     Raises:
-        ValueError: a name is unknown, nobody has a setting, or parts mean nothing together.
+        ValueError: a name is unknown, no policy takes a setting, or parts are incompatible.
     """
     named = {text.strip(): parse_policy(text) for text in re.split(r",(?![^\[]*\])", texts)}
     known = {name: _known(name) for name, _, _ in named.values()}
@@ -124,7 +124,7 @@ def compared(
 
 
 def _known(name: str) -> dict[str, Any] | None:
-    """The settings of a policy, None for one of your own, which says itself what it takes."""
+    """Return a policy's settings and defaults; None for a user-defined one, which checks them itself."""
     if name in REGISTRY:
         return settings_of(name)
     return None if ".py:" in name else {}

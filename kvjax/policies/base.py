@@ -1,4 +1,4 @@
-"""What all parts of a policy have in common."""
+"""Base class of all parts of a policy."""
 
 from __future__ import annotations
 
@@ -20,74 +20,74 @@ if TYPE_CHECKING:
 class Part(abc.ABC):  # noqa: B024 - no part has to do anything
     """A part of a policy: a pytree whose hyperparameters are static and whose arrays are leaves.
 
-    It sees rows and heads as arrays whose axes it must not mix: [b h ...], [b h c ...] for slots. On pages, b counts
-    pages and h is 1.
+    Inputs are batched over rows and heads, [b h ...], or [b h c ...] for slots. Never reduce or index across the axes b
+    and h. With paged storage, b counts pages and h is 1.
 
     Raises:
-        TypeError: its class is not a `flax.struct.dataclass`, or has a public method that kvjax never calls.
+        TypeError: the class is not a `flax.struct.dataclass`, or has a public method that kvjax never calls.
         ValueError: a setting is not of its annotation's type.
     """
 
     numbers_layers: bool = False
-    """Whether what it does to a layer is another program for each, since it looks something up by the layer's number.
+    """True if the part indexes per-layer data by layer number, so each layer needs its own compiled program.
 
-    Layers of a deep model share one where no part does; `new.layer` is then an array.
+    If no part does, the layers of a deep model may share a program; `new.layer` is then an array.
     """
     of_heads: ClassVar[tuple[str, ...]] = ()
-    """Fields whose arrays begin with the KV heads of a layer: on a mesh a program has those of its own heads."""
+    """Fields whose arrays lead with a layer's KV heads; on a mesh, each device gets the entries of its heads."""
 
     def __new__(cls, *values: Any, **named: Any) -> Self:
-        """Checked before `__post_init__`, which may then compare numbers as such."""
+        """Check the class and its settings before `__post_init__`, which may then compare numbers."""
         check_class(cls)
         fields: dict[str, dataclasses.Field[Any]] = getattr(cls, "__dataclass_fields__", {})
         in_order = [name for name, field in fields.items() if field.init and not field.kw_only]
         given = dict(zip(in_order, values, strict=False)) | named
         for name in setting_names(cls) if fields else ():
-            # In a program, or in a tree of something else, what stands for a number has no kind to check.
+            # A placeholder for a number, in a program or another tree, has no kind to check.
             if name in given and (fields[name].metadata.get("pytree_node") is False or written(given[name])):
                 check_kind(name, given[name], fields[name].type)
         return super().__new__(cls)
 
     def bind(self, model: LanguageModel) -> Self:
-        """The part with whatever it needs to know of a model; `prefill` calls it first, outside of compilation.
+        """Return a copy prepared for a model; `prefill` calls this first, outside of compilation.
 
         Raises:
-            ValueError: what it has was made for another model.
+            ValueError: the part was made for another model.
         """
         return self
 
     def budgeted(self, budget: Any) -> Self:
-        """The part with the budget that the user gave, for those that mean something else by it than slots."""
+        """Return a copy configured for the user's budget; override if the budget is not a number of slots."""
         return self
 
     def sized(self, slots: tuple[int, ...]) -> Self:
-        """The part whose `init` makes room for as many slots as heads of each layer may use, if it depends on them."""
+        """Return a copy whose `init` allocates for this number of slots per head in each layer, if it depends on it."""
         return self
 
     def init(self, shape: New) -> PyTree:
-        """What the part remembers of a layer before anything is read: leaves [b ...]; `shape` holds no tokens."""
+        """Return the part's initial state of a layer, with leaves [b ...]; `shape` holds no tokens."""
         return None
 
     def slot(self, new: New, state: Any) -> PyTree:
-        """What the part remembers of each new token: leaves [b h t ...]; `state` is the `Parts` of the layer."""
+        """Return the part's state of each new token, with leaves [b h t ...]; `state` is the `Parts` of the layer."""
         return None
 
     def asks(self, heads: Heads, new: New) -> PyTree:
-        """What the part wants to know of the attention of new tokens: a tree of `kvjax.policies.stats`."""
+        """Return the attention statistics that the part requests: a tree of values from `kvjax.policies.stats`."""
         return ()
 
 
 def of_kvjax(kind: type) -> bool:
-    """Whether a class is one of kvjax's own, whose methods are the contract, and not somebody's."""
+    """Return whether kvjax itself defines a class; the methods of such classes are the contract."""
     return kind.__module__.partition(".")[0] == "kvjax"
 
 
 @functools.cache
 def check_class(kind: type[Part]) -> None:
-    """Refuse a part of somebody's own that is not what it seems to be.
+    """Refuse a user-defined part that would not work as written.
 
     Raises:
-        TypeError: a public method is no hook of the part, so that nothing would call it; or the decorator is missing.
+        TypeError: a public method is no hook of the part, so kvjax would never call it; or the decorator is missing.
     """
     if of_kvjax(kind):
         return

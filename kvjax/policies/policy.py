@@ -1,4 +1,4 @@
-"""A policy is a record of parts, any of which can be replaced by any other of its kind."""
+"""Policies: records of parts, each of which can be replaced by any other of its kind."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ if TYPE_CHECKING:
 
 @struct.dataclass
 class Policy:
-    """Which tokens stay in a cache, and how.
+    """Rules for the tokens that a cache keeps, and for how it stores them.
 
     Args:
-        score: which cached token matters least.
-        protection: which may never leave, which leave last.
-        plan: how many slots each layer and head may use, and when.
-        residual: what becomes of an evicted pair; None for nothing.
-        codec: how a slot lies in memory.
-        selection: which of the tokens that are held a query reads; None for all.
-        name: for reports; a registered one where that is how it was made.
+        score: ranks the cached tokens; the lowest one is evicted first.
+        protection: tokens that are never evicted, and tokens that are evicted last.
+        plan: number of slots that each layer and head may use at each length of the text.
+        residual: memory of evicted pairs; None to drop them.
+        codec: how a slot is stored.
+        selection: cached tokens that each query attends to; None for all.
+        name: name in reports; the registered one if the policy was made by name.
 
     Example:
         >>> h2o = kvjax.policy("h2o")
@@ -54,13 +54,14 @@ class Policy:
     selection: Selection | None = None
     name: str = setting("")
     kinds: tuple[type, ...] = derived(())
-    """Of itself and its parts, for jax takes trees that differ in nothing but classes for equal (0.10.2).
+    """Classes of the policy and of its parts.
 
-    It would now and then run the program of another policy, where their hashes happen to fall together.
+    JAX (0.10.2) treats trees that differ only in their classes as equal. If their hashes collide, it would run the
+    program compiled for another policy.
     """
 
     def __post_init__(self) -> None:
-        # Trees of placeholders pass through here, too: only what cannot be one is refused.
+        # JAX also builds policies of placeholders, so refuse only what cannot be a placeholder.
         for name, kind in _KINDS.items():
             part = getattr(self, name)
             if isinstance(part, type):
@@ -73,15 +74,15 @@ class Policy:
 
     @property
     def bounded(self) -> bool:
-        """Whether a budget bounds anything: tokens leave, or are left out of attention."""
+        """True if a budget has an effect: tokens are evicted, or left out of attention."""
         return self.plan.bounded or self.selection is not None
 
     def bind(self, model: LanguageModel) -> Policy:
-        """The policy with whatever its parts need to know of a model; `prefill` calls it, outside of compilation.
+        """Return a copy whose parts are prepared for a model; `prefill` calls this outside of compilation.
 
         Raises:
-            ValueError: what a part has was made for another model.
-            TypeError: a part is none.
+            ValueError: a part was made for another model.
+            TypeError: a part is not an instance of its kind.
         """
         for name, kind in _KINDS.items():
             part = getattr(self, name)
@@ -90,15 +91,15 @@ class Policy:
         return self._each(lambda part: part.bind(model))
 
     def budgeted(self, budget: Any) -> Policy:
-        """The policy with the budget that the user gave, for parts that mean something else by it than slots."""
+        """Return a copy given the user's budget, for parts whose budget is not a number of slots."""
         return self._each(lambda part: part.budgeted(budget))
 
     def sized(self, slots: tuple[int, ...]) -> Policy:
-        """The policy whose parts make room for as many slots as heads of each layer may use, for its `init`."""
+        """Return a copy whose `init` allocates for this number of slots per head in each layer."""
         return self._each(lambda part: part.sized(slots))
 
     def spread(self, plan: Plan | None) -> Policy:
-        """The policy with its budget spread as a plan has it; None for its own."""
+        """Return a copy with the given plan for its budget; None keeps its own plan."""
         return self if plan is None else dataclasses.replace(self, plan=self.plan.spread_by(plan))
 
     def _each(self, change: Any) -> Policy:
@@ -108,32 +109,32 @@ class Policy:
 
     @property
     def shrinks(self) -> bool:
-        """Whether several tokens may have to leave at one step."""
+        """True if one step may have to evict several tokens."""
         return self.plan.shrinks
 
     @property
     def ends(self) -> bool:
-        """Whether slots suffice for the planned text only."""
+        """True if the slots suffice only for the planned text."""
         return self.plan.ends
 
     @property
     def foresees(self) -> bool:
-        """Whether what leaves a layer is known before it has seen the new token: only the position tells."""
+        """True if a layer can choose the evicted token from the new token's position alone."""
         known = of_kvjax(type(self.score)) and of_kvjax(type(self.protection)) and not self.score.compares
         return known and not self.score.offloads and not self.shrinks
 
     @property
     def slides(self) -> bool:
-        """Whether the oldest token leaves first of those that may."""
+        """True if the oldest evictable token is always evicted first."""
         return self.score.slides and of_kvjax(type(self.score))
 
     @property
     def adds(self) -> bool:
-        """Whether a score is what its slot remembers, begins at 0, and `fold` adds the answer to it."""
+        """True if each slot stores its score, which starts at 0 and to which `fold` adds the attention statistic."""
         return self.score.adds and of_kvjax(type(self.score))
 
     def init(self, shape: New) -> Parts:
-        """What the parts remember of a layer before anything is read."""
+        """Return the initial state of all parts for a layer."""
         return Parts(
             score=self.score.init(shape),
             protection=self.protection.init(shape),
@@ -143,7 +144,7 @@ class Policy:
         )
 
     def slots(self, new: New, state: Parts) -> Parts:
-        """What the parts remember of each new token."""
+        """Return the state of all parts for each new token."""
         return Parts(
             score=self.score.slot(new, state),
             protection=self.protection.slot(new, state),
@@ -152,10 +153,10 @@ class Policy:
         )
 
     def standing(self, view: View, new: New) -> tuple[Float[Array, "b h c"], Protected]:
-        """How much each slot matters, and what protects it.
+        """Return the score of each slot, and the protection of the slots.
 
         Raises:
-            ValueError: the scores are not one number for each slot.
+            ValueError: the scores are not one floating-point number for each slot.
         """
         found = self.score.score(view, new)
         shape, kind = jnp.shape(found), jnp.result_type(found)
@@ -167,22 +168,22 @@ class Policy:
         return found, self.protection.guard(view, new)
 
     def hashing(self, new: New) -> Hashing | None:
-        """What codes are made of, where how far apart they are is all that scores say."""
+        """Return the inputs of the hash codes if the score is a distance between codes; else None."""
         return self.score.hashing(new) if of_kvjax(type(self.score)) else None
 
     def room(self, limit: Int[Array, "b h"], length: Int[Array, " b"]) -> Int[Array, "b h"]:
-        """Slots that may be used when a text has so many tokens, all of its prompt included."""
+        """Return the usable slots of each head for a text of `length` tokens, the whole prompt included."""
         return self.plan.room(limit, length)
 
     def competing(self, heads: Heads, new: New) -> Quota | None:
-        """How many tokens a head may hold for their score alone; None for no such bound."""
+        """Return the number of tokens that a head may keep by score alone; None for no such bound."""
         return self.plan.competing(heads, new)
 
     def fold(self, answers: PyTree, view: View, new: New) -> PyTree:
-        """What the score remembers of each slot, after attention.
+        """Return the score's state of each slot, updated after attention.
 
         Raises:
-            ValueError: that is of other shapes than before.
+            ValueError: the new state has another structure or other shapes than the old one.
         """
         found, before = self.score.fold(answers, view, new), view.slots.score
         shapes = [jax.tree.map(jnp.shape, tree) for tree in (found, before)]

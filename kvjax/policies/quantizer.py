@@ -1,4 +1,4 @@
-"""How a slot lies in memory: where its key stands in the text or in the cache, and in how many bits."""
+"""Codecs: the stored form of a slot, in its key's position (original or cache) and its number of bits."""
 
 from __future__ import annotations
 
@@ -23,36 +23,36 @@ from pallas_kernels.prefill_scores import Joined
 
 
 class Operands(NamedTuple):
-    """Queries, keys and values as attention takes them."""
+    """Inputs of attention: queries, keys and values."""
 
     q: Float[Array, "b h g t d"]
     k: Operand | Joined
     v: Operand | Joined
     places: tuple[Int[Array, "b h t"], Int[Array, "b h c"]] | None = None
-    """Where the model sees queries and keys, where that is not their position."""
+    """Positions of queries and keys for attention, if they differ from the original ones."""
     factor: Float[Array, "b h d"] | None = None
-    """By which the channels of queries have been multiplied, where keys are codes."""
+    """Channel factors that the queries have been multiplied by, if keys are quantized."""
     sinks: Sinks | None = None
-    """The query of a single token as the first tokens see it, where that is another one."""
+    """Query of a single token for the sinks, if it differs from the query for the other slots."""
 
     @property
     def stored(self) -> tuple[Operand, Operand]:
-        """Keys and values, all of which lie in slots, as they do for a written token."""
+        """Keys and values if all of them are in slots, as in a decode step."""
         assert not isinstance(self.k, Joined) and not isinstance(self.v, Joined)
         return self.k, self.v
 
 
 @struct.dataclass
 class Codec:
-    """Translates between pairs as a layer computes them and as slots hold them.
+    """Conversion of key-value pairs between a layer's numbers and the stored form of a slot.
 
     Args:
-        positions: `original`: keys stand where they stood in the text (*Org Pos* in Keyformer, Table 3). `cache`: the
-            model sees a key's place among the live slots as its position (StreamingLLM, 3.2; *New Pos*).
-        bits: of a stored number, 8 or 4; None for the model's own dtype.
-        sliding: the same as `cache` where all that is live beyond `sinks` is the newest tokens without a gap: these are
-            as far from the query as in the text, and only the sinks see it from nearer, by a second query.
-        sinks: first tokens that never leave, for `sliding`.
+        positions: `original`: a key keeps its position in the text (*Org Pos* in Keyformer, Table 3). `cache`: a key's
+            position is its rank among the live slots (StreamingLLM, 3.2; *New Pos*).
+        bits: bits of a stored number, 8 or 4; None for the model's own dtype.
+        sliding: True for `cache` without stored ranks. All live tokens beyond `sinks` must be the newest ones, without
+            a gap, so they are as far from the query as in the text. Only the sinks are nearer, and get a second query.
+        sinks: first tokens that are never evicted, for `sliding`.
     """
 
     positions: str = setting("original")
@@ -66,15 +66,15 @@ class Codec:
 
     @property
     def ordered(self) -> bool:
-        """Whether slots have to know their order."""
+        """True if each slot stores its rank among the live slots."""
         return self.positions == "cache" and not self.sliding
 
     def check_layers(self, layers: Sequence[LayerConfig]) -> None:
         """Refuse a model whose numbers cannot be packed, or whose keys cannot be rotated by their rank.
 
         Raises:
-            ValueError: keys or values of a layer have an odd width and codes have 4 bits; or frequencies of RoPE depend
-                on the length of the text, and positions are those in the cache.
+            ValueError: keys or values of a layer have an odd width and codes have 4 bits; or RoPE frequencies depend on
+                the length of the text, and keys are rotated by cache positions.
         """
         by_length = {layer.rope.scaling for layer in layers if layer.rope is not None and layer.rope.by_length}
         if self.ordered and by_length:
@@ -90,7 +90,7 @@ class Codec:
                     )
 
     def init(self, shape: New) -> CodecState | None:
-        """What is known of a layer before anything is read; `shape` holds no tokens."""
+        """Return the codec's initial state of a layer; `shape` holds no tokens."""
         rows, heads, _, width = shape.k.shape
         if not self.ordered and self.bits is None:
             return None
@@ -100,15 +100,15 @@ class Codec:
         )
 
     def slot(self, new: New) -> Int[Array, "b h t"] | None:
-        """Of new tokens their place in the queue, where that matters; it is known once they have a slot."""
+        """Return placeholders for the ranks of new tokens, set once they have a slot; None if ranks are not stored."""
         return jnp.zeros(new.k.shape[:3], jnp.int32) if self.ordered else None
 
     def begin(self, heads: Heads, new: New) -> CodecState | None:
-        """What is known once new tokens are, before they are stored."""
+        """Return the codec's state with the channel factors set by the first tokens, before these are stored."""
         state = heads.state.codec
         if state is None or state.factor is None:
             return state
-        # The first text decides; one token alone says nothing of a channel.
+        # The first text sets the factors; a single token is too little to estimate them, so they become 1.
         found = jnp.ones_like(state.factor)
         if new.k.shape[2] > 1:
             keys = new.raw_k if self.ordered else new.k
@@ -117,12 +117,12 @@ class Codec:
         return state.replace(factor=jnp.where(unknown, found, state.factor))
 
     def encode(self, new: New, state: CodecState | None) -> KV:
-        """Pairs of new tokens as slots hold them."""
+        """Encode the pairs of new tokens in the form that slots store."""
         pair = self.numbers(new, state)
         return KV(self._coded(pair.k), self._coded(pair.v))
 
     def numbers(self, new: New, state: CodecState | None) -> KV:
-        """Pairs of new tokens as they are before they become codes, where they do."""
+        """Return the pairs of new tokens as they are right before quantization, if there is any."""
         return KV(self._levelled(new.raw_k if self.ordered else new.k, state), new.v)
 
     def _coded(self, x: Any) -> Operand:
@@ -132,7 +132,7 @@ class Codec:
         if self.bits is None:
             return keys
         assert state is not None and state.factor is not None
-        # Powers of two, which change no digit of any dtype.
+        # The factors are powers of two, so this is exact in every dtype.
         return keys * (1 / jnp.where(state.factor > 0, state.factor, 1.0))[:, :, None].astype(keys.dtype)
 
     def operands(
@@ -145,18 +145,18 @@ class Codec:
         block: bool = False,
         room: Int[Array, "b h"] | None = None,
     ) -> Operands:
-        """Queries, keys and values for attention over slots that hold the new tokens already.
+        """Return the inputs of attention over a layer's slots, for the queries of new tokens.
 
         Args:
-            config: of the layer.
-            view: its slots; those of a block that is being read are the last ones.
-            new: the tokens whose queries these are.
-            places: more than any head has slots, where `view` is some of a head's slots; None for all of them.
-            block: whether they are a block of text.
-            room: slots that a head may use, where the new token has yet to take one; None where it has.
+            config: configuration of the layer.
+            view: the layer's slots; the slots of a block being read are the last ones.
+            new: tokens whose queries attend.
+            places: upper bound of every head's slots, if `view` holds only some of a head's; None if it holds all.
+            block: True if the new tokens are a block of text.
+            room: slots that a head may use, if the new token has no slot yet; None if it has one.
         """
         tokens, capacity = new.k.shape[2], view.capacity * new.spread.slots
-        if tokens == capacity and places is None:  # a whole text: places are positions, and nothing has been stored yet
+        if tokens == capacity and places is None:  # a whole text, of which nothing is stored yet: ranks equal positions
             return Operands(new.q, new.k, new.v)
         k, v, q = view.kv.k, view.kv.v, new.q
         if self.ordered:
@@ -164,7 +164,7 @@ class Codec:
             place = self._places(view, new)
             q = rotate(config.rope, new.raw_q, place[:, :, None])
             if config.rope is not None:
-                assert isinstance(k, jax.Array)  # codes are of keys as they are seen
+                assert isinstance(k, jax.Array)  # quantized keys are stored rotated
                 cos, sin = table(config.rope, places or capacity, k.dtype)
                 k = Turned(k, order, cos, sin, config.rope.interleaved)
             return Operands(q, k, v, (place, order))
@@ -199,9 +199,10 @@ class Codec:
         raw_q: Float[Array, "b h g a d"],
         position: Int[Array, "b a"],
     ) -> tuple[Float[Array, "b h g a d"], Int[Array, "b h a"]]:
-        """Unrotated queries of tokens that may have left, as attention takes them beside `given`, and their places.
+        """Rotate stored queries for attention over the keys of `given`; return them and their positions.
 
-        Under cache positions a query stands behind the live tokens before it.
+        Their tokens may have been evicted. Under cache positions, a query's position is the number of live tokens
+        before it.
         """
         place = jnp.broadcast_to(position[:, None], (*view.limit.shape, position.shape[1]))
         if self.ordered and given.places is not None:
@@ -211,42 +212,42 @@ class Codec:
         return q if given.factor is None else q * given.factor[:, :, None, None].astype(q.dtype), place
 
     def _places(self, view: View, new: New) -> Int[Array, "b h t"]:
-        """How many live slots hold an earlier position, for each new token."""
-        if new.k.shape[2] == 1:  # the newest is the last
+        """Count the live slots with an earlier position, for each new token."""
+        if new.k.shape[2] == 1:  # the newest token has the last rank
             return view.state.codec.count[..., None] - 1
         if new.k.shape[2] <= QUERY_BLOCK:
             live = view.position[:, :, None, :]
             return ((live >= 0) & (live < new.position[:, None, :, None])).sum(-1)
-        # A whole prompt against all of its slots would be n x n.
+        # Comparing a whole prompt with all of its slots would take n x n memory.
         live = jnp.sort(jnp.where(view.live, view.position, jnp.iinfo(jnp.int32).max), axis=-1)
         return jnp.vectorize(jnp.searchsorted, signature="(c),(t)->(t)")(live, new.position[:, None])
 
     def settle(self, view: View, new: New) -> View:
-        """A layer's slots as attention may read them, after a block has been appended or some slots have left."""
+        """Update the ranks of a layer's slots after a block is appended or tokens are evicted."""
         if self.ordered:
             live = new.spread.all_slots(jnp.where(view.live, view.position, jnp.iinfo(jnp.int32).max))
             order = new.spread.own_slots(jnp.argsort(jnp.argsort(live, axis=-1), axis=-1).astype(jnp.int32))
             known = view.state.codec
             count = new.spread.over_slots(view.live.sum(-1, dtype=jnp.int32))
-            # Rows that read nothing do not change, not even where their slots are empty.
+            # Rows without new tokens stay unchanged, including their empty slots.
             reads = new.valid.any(1)[:, None]
             order = jnp.where(reads[..., None], order, view.slots.codec)
             return _with(view, order, known.replace(count=jnp.where(reads, count, known.count)))
         return view
 
     def exchanged(self, view: View, new: New, place: Any, left: Int[Array, "b h"]) -> View:
-        """A layer's slots in their order, after a token has taken a slot of each head.
+        """Update the ranks of a layer's slots after a new token has taken a slot in each head.
 
         Args:
-            view: the slots, the new token in them; `state` is that of before.
+            view: the slots, including the new token; `state` is the state before it.
             new: one token per row.
-            place: of the token that left, from `slots`.
-            left: its position; -1 where none did.
+            place: rank of the evicted token, from `slots`.
+            left: its position; -1 if no token was evicted.
         """
         return _with(view, self.requeued(view, new, place, left), self.counted(view.state.codec, new, left))
 
     def requeued(self, view: View, new: New, place: Int[Array, "b h"], left: Int[Array, "b h"]) -> Int[Array, "b h c"]:
-        """The queue without the one that left: those behind it move up, the new one is last. Slotwise."""
+        """Return the ranks without the evicted token: later ones move up, the new token is last; slot by slot."""
         gone = jnp.where(left >= 0, place, jnp.iinfo(jnp.int32).max)[..., None]
         order = view.slots.codec - (view.slots.codec > gone)
         last = view.state.codec.count - (left >= 0)
@@ -255,30 +256,30 @@ class Codec:
         return jnp.where(new.valid[:, None, :1], moved, view.slots.codec)
 
     def counted(self, state: CodecState, new: New, left: Int[Array, "b h"], *, arrives: bool = True) -> CodecState:
-        """With the live slots counted after a token has left, and another one taken its slot if it `arrives`."""
+        """Count the live slots after an eviction; the new token counts if it `arrives`."""
         assert state.count is not None
         arrived = new.valid[:, :1] & arrives
         return state.replace(count=state.count + arrived - (left >= 0))
 
     def _nearer_query(self, config: LayerConfig, new: New, gap: Int[Array, "b 1 1"], places: int) -> Sinks | None:
-        """A token's query as it stands to the sinks, which the model would see right before the window.
+        """Return a token's query for the sinks, rotated as if they were right before the window.
 
-        Its place among what is live is below `places`.
+        The query's rank among the live tokens is below `places`.
         """
         if config.rope is None and config.slopes is None:
             return None
         near = new.q
-        if config.rope is not None:  # turned back by as much as they would be turned on, so that they stay as they are
+        if config.rope is not None:  # rotate the query back, not the sinks forward: stored keys do not change
             turns = turns_of(config.rope, new.position - gap[:, :, 0], new.raw_q.dtype, new.end, places)
             (near,) = config.rotated((new.raw_q,), turns, new.kernels)
         return Sinks(near[:, :, :, 0], self.sinks, None if config.slopes is None else gap[:, 0, 0])
 
     def _nearer(self, rope: Rope, view: View, new: New, gap: Int[Array, "b 1 1"]) -> Operand:
-        """Keys whose sinks stand right before the window, as all queries of a block see them."""
-        # Sinks lie first (`best_first`); where they have just been read they may not, but there is no gap.
+        """Return the keys with the sinks moved right before the window, for all queries of a block."""
+        # Sinks are in the first slots (`best_first`). If they have just been read they may not be, but the gap is 0.
         count = min(self.sinks, view.capacity)
         first = jax.tree.map(lambda leaf: leaf[:, :, :count], view.kv.k)
-        turned = dataclasses.replace(rope, attention_factor=1.0)  # they have been multiplied
+        turned = dataclasses.replace(rope, attention_factor=1.0)  # the keys are already multiplied by it
         held = view.position[:, :, :count] < self.sinks
         state = view.state.codec
         keys = operands.values(first, new.k.dtype)
@@ -293,10 +294,10 @@ class Codec:
         return jax.tree.map(write, view.kv.k, first, near)
 
     def _gap(self, window: int | None, view: View, new: New, room: Int[Array, "b h"] | None) -> Int[Array, "b 1"]:
-        """How many tokens between sinks and window are not live: the same ones in all heads."""
+        """Count the evicted tokens between sinks and window, which are the same in all heads."""
         position = view.position[:, :1]
         live = new.spread.over_slots((position >= self.sinks).sum(-1))
-        if room is not None:  # the window's oldest token leaves where no slot is empty, unless a sink is out of sight
+        if room is not None:  # a full head evicts a sink outside the window, or else the window's oldest token
             full = (position >= 0).sum(-1) >= room[:, :1]
             if window is not None:
                 full &= ~((position >= 0) & (position <= new.position[:, None] - window)).any(-1)
@@ -309,44 +310,44 @@ def _with(view: View, order: Int[Array, "b h c"], state: CodecState) -> View:
 
 
 def plain(positions: str = "original") -> Codec:
-    r"""Numbers in the model's own dtype.
+    r"""Keys and values in the model's own dtype.
 
     .. math:: \hat k_i = k_i, \quad \hat v_i = v_i
 
     From: the reference.
 
-    When: where codes of 8 bits are refused, as with `positions="cache"` under most scores; otherwise take these.
+    When: if 8-bit codes are refused, as with `positions="cache"` under most scores; otherwise use `int8`.
     """
     return Codec(positions)
 
 
 def int8(positions: str = "original") -> Codec:
-    r"""Codes of 8 bits, with one scale for each key and each value.
+    r"""8-bit codes with one scale for each key and each value.
 
     .. math:: \hat x_i = s \, \mathrm{round}(x_i / s), \quad s = \max_i |x_i| / 127
 
-    Keys are first divided by a factor for each channel, a power of two that the prompt decides and that queries are
-    multiplied by. Attention reads the codes themselves.
+    Each key channel is first divided by a factor, and queries are multiplied by it. The factor is a power of two,
+    estimated from the prompt. Attention reads the codes directly.
 
-    From: symmetric rounding, no paper's recipe.
+    From: symmetric rounding, not from a paper.
 
-    When: before fewer slots: nothing lost that could be measured, for 28% of the bytes of float32 slots and about 55%
-    of 16-bit ones (SmolLM2; `h2o` with half of the slots has 13.25 in perplexity, in floats 13.22).
+    When: before using fewer slots. It loses nothing measurable, at 28% of the bytes of float32 slots and about 55% of
+    16-bit ones (SmolLM2; `h2o` with half of the slots has a perplexity of 13.25, and of 13.22 in floats).
     """
     return Codec(positions, 8)
 
 
 def int4(positions: str = "original") -> Codec:
-    r"""Codes of 4 bits, two to a byte, with one scale for each key and each value.
+    r"""4-bit codes, two to a byte, with one scale for each key and each value.
 
     .. math:: \hat x_i = s \, \mathrm{round}(x_i / s), \quad s = \max_i |x_i| / 7
 
-    Otherwise as `int8`.
+    All else is as in `int8`.
 
-    From: symmetric rounding, no paper's recipe.
+    From: symmetric rounding, not from a paper.
 
-    When: rarely. It loses more than fewer slots would: 16.7 in perplexity in 8% of the full cache's bytes, where
-    codes of 8 bits with a quarter of the slots have 14.9 in 7% (SmolLM2 on WikiText-2).
+    When: rarely. It loses more than fewer slots would: a perplexity of 16.7 in 8% of the full cache's bytes, where
+    8-bit codes with a quarter of the slots reach 14.9 in 7% (SmolLM2 on WikiText-2).
     """
     return Codec(positions, 4)
 
@@ -355,7 +356,7 @@ CODECS: dict[str, Callable[[str], Codec]] = {"plain": plain, "int8": int8, "int4
 
 
 def codec(name: str, positions: str = "original") -> Codec:
-    """A codec by name.
+    """Return a codec by name.
 
     Args:
         name: a key of `CODECS`.

@@ -1,4 +1,4 @@
-"""What a part of a policy may want to know of attention: it asks with these values and gets arrays in their places."""
+"""Attention statistics that a part of a policy can request; each request is replaced by an array."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ NOISES, GROUPS, OVER = ("gumbel", "gaussian"), ("sum", "max"), ("group", "layer"
 
 
 class Noise(struct.PyTreeNode):
-    """Numbers added to logits: a function of row, layer, head and the key's position; `fresh`: of the query's, too.
+    """Noise added to the logits, a function of row, layer, head and the key's position.
 
     Args:
-        kind: `gumbel`, or `gaussian` of the same mean and deviation.
-        fresh: whether each query has numbers of its own.
+        kind: `gumbel`, or `gaussian` with the same mean and standard deviation.
+        fresh: True if the noise also depends on the query's position, so that each query has its own.
     """
 
     kind: str = setting("gumbel")
@@ -31,17 +31,18 @@ class Noise(struct.PyTreeNode):
 
 
 class Sums(struct.PyTreeNode):
-    r"""What each slot gets from the new queries together: answered by an array [b h c].
+    r"""Attention that each slot receives, summed over the new queries: [b h c].
 
     .. math:: s_j = \sum_t w_t \, \mathrm{group}_g \, \mathrm{softmax}_j((x_{gtj} + \zeta_j) / \tau)
 
     Args:
-        weights: w [b #h t], how much each query counts; None for once each.
+        weights: w [b #h t], the weight of each query; None for 1.
         tau: temperature above 0, one number or [b t].
         noise: zeta; None for none.
         group: `sum` or `max` over the query heads of a KV head.
-        over: `group` for each KV head's own; `layer` for the mean over the layer's heads; `device` for the mean over
-            those of them on one device; `model` for the sum over all layers, which is answered after the last one.
+        over: `group` for a separate sum per KV head; `layer` for the mean over the layer's heads; `device` for the mean
+            over those of its heads that are on one device; `model` for the sum over all layers, which is available
+            after the last layer.
     """
 
     weights: Float[Array, "b #h t"] | None = None
@@ -58,16 +59,16 @@ class Sums(struct.PyTreeNode):
 
     @property
     def plain(self) -> bool:
-        """Whether it is the attention itself that is summed."""
+        """True if the sum is over the attention itself, without noise or temperature."""
         return self.noise is None and isinstance(self.tau, float) and self.tau == 1.0
 
 
 class Near(struct.PyTreeNode):
-    """What each token gets from the queries that come soon after it, of a prompt read whole: [b h c].
+    """Attention that each token receives from itself and the queries soon after it, in a whole prompt: [b h c].
 
     Args:
-        width: [b t], how many of the newest tokens count for each query, itself included; None for itself alone.
-        most: what no width exceeds.
+        width: [b t], number of newest tokens that count for each query, itself included; None for itself alone.
+        most: upper bound of all widths.
     """
 
     width: Int[Array, "b t"] | None = None
@@ -78,10 +79,10 @@ class Near(struct.PyTreeNode):
 
 
 class Probs(struct.PyTreeNode):
-    """Every probability of the newest queries: answered by a `Seen`.
+    """Attention probabilities of the newest queries, returned as a `Seen`.
 
     Args:
-        newest: how many of a block's queries; a decode step has one.
+        newest: number of queries of a block; a decode step has one.
     """
 
     newest: int = setting(1)
@@ -91,17 +92,17 @@ class Probs(struct.PyTreeNode):
 
 
 class Again(struct.PyTreeNode):
-    r"""What each slot gets from queries that have been kept, over the tokens that are held now: [b h c].
+    r"""Attention that each slot receives when stored queries attend again, over the tokens cached now: [b h c].
 
     .. math:: s_j = \sum_a w_a \sum_g \mathrm{softmax}_j(x_{gaj}), \quad j \text{ held and not after } a
 
-    Tokens that have left do not count in the softmax, whenever the query was read. Of layers whose heads hold the same
-    number of slots only.
+    The softmax excludes every evicted token, even if the query attended to it when it was read. All heads of a layer
+    must have the same number of slots.
 
     Args:
         raw_q: the queries before rotation.
-        position: theirs; -1 where there is none.
-        weights: w, how much each counts.
+        position: positions of the queries; -1 for no query.
+        weights: w, the weight of each query.
     """
 
     raw_q: Float[Array, "b h a g d"]
@@ -110,28 +111,28 @@ class Again(struct.PyTreeNode):
 
 
 class Seen(NamedTuple):
-    """The answer to `Probs`."""
+    """Result of a `Probs` request."""
 
     probs: Float[Array, "b h g n c"]
     position: Int[Array, "b n"]
-    """Of the queries; -1 where there is none, whose probabilities are zero."""
+    """Positions of the queries; -1 for no query, whose probabilities are zero."""
     visible: Int[Array, "b h n"]
-    """How many keys of the whole head each query saw."""
+    """Number of keys of the whole head that each query attended to."""
 
 
 Ask = Sums | Near | Probs | Again
 
 
 def is_ask(x: Any) -> bool:
-    """Whether a node of a tree is a question: some have no leaves, and would be lost without asking this."""
+    """Return whether a node of a tree is a request; used as `is_leaf`, since some requests have no leaves."""
     return isinstance(x, Ask)
 
 
 def questions(asks: Any) -> tuple[list[Ask], Any]:
-    """The questions of a tree, and its structure.
+    """Return the requests in a tree, and the tree's structure.
 
     Raises:
-        TypeError: something else is among them.
+        TypeError: a leaf is not a request.
     """
     leaves, tree = jax.tree.flatten(asks, is_leaf=is_ask)
     for leaf in leaves:
@@ -142,7 +143,7 @@ def questions(asks: Any) -> tuple[list[Ask], Any]:
 
 
 def of_own_heads(asks: Any) -> Any:
-    """Return the same questions, those over a layer's heads about the heads of one device: sums over devices follow."""
+    """Replace means over a layer's heads by means over the heads of one device; the caller combines the devices."""
 
     def own(ask: Ask) -> Ask:
         return ask.replace(over="device") if isinstance(ask, Sums) and ask.over == "layer" else ask
@@ -151,10 +152,10 @@ def of_own_heads(asks: Any) -> Any:
 
 
 def of_devices(asks: Any) -> bool:
-    """Whether a tree of questions has one whose answer is still to be summed over devices."""
+    """Return whether any request in a tree is a mean over one device, which the caller has yet to combine."""
     return any(isinstance(ask, Sums) and ask.over == "device" for ask in questions(asks)[0])
 
 
 def of_all_layers(asks: Any) -> bool:
-    """Whether a tree of questions has one that is answered after the last layer only."""
+    """Return whether any request in a tree is a sum over all layers, available only after the last one."""
     return any(isinstance(ask, Sums) and ask.over == "model" for ask in questions(asks)[0])

@@ -1,4 +1,4 @@
-"""Trained kernels on disk: an orbax checkpoint beside the settings it was made with, refused where they do not fit."""
+"""Checkpoints of trained kernels: an orbax checkpoint and its settings, which are checked when it is loaded."""
 
 from __future__ import annotations
 
@@ -23,20 +23,22 @@ if TYPE_CHECKING:
 
 _SETTINGS, _KERNELS = "settings.json", "kernels"
 SHIPPED = Path(__file__).resolve().parents[2] / "tiny" / "less"
-"""Kernels of the embedded model, one directory for each base policy and budget."""
+"""Directory of the embedded model's kernels, with one subdirectory for each base policy and budget."""
 _OPTIONAL = {
     *("value_width", "ropes", "attention_scale", "soft_cap", "logit_soft_cap", "windows"),
     *("slopes", "qkv_clip", "attention_scales", "logit_scale"),
     *("embedding_scale", "norm_offset", "post_norms", "query_key_norms", "spread"),
     *("beta_fast", "beta_slow", "truncate", "short_factors", "long_factors", "attention_factor"),
 }
-"""Settings of models and RoPE that count in a fingerprint only where they are not the usual ones: kernels may be older
-than the settings."""
+"""Settings of models and RoPE that enter a fingerprint only if they differ from their defaults.
+
+Older kernels, made before a setting existed, thus keep their fingerprint.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What kernels were made for.
+    """Model, policy and training that kernels were made for.
 
     Args:
         model: its name.
@@ -60,13 +62,13 @@ class Settings:
 
 
 def save(directory: str | Path, params: Params, settings: Settings, *, dtype: DTypeLike = jnp.float32) -> None:
-    """Write kernels of all layers, stacked, aside and then under their name.
+    """Save kernels of all layers, stacked: write them to a temporary directory, then move them into place.
 
     Args:
-        directory: kernels that it holds already are replaced, other files stay.
+        directory: target; kernels in it are replaced, other files stay.
         params: see `init_kernels`.
-        settings: what they are for.
-        dtype: that they are stored in; bfloat16 halves the bytes.
+        settings: settings of the kernels.
+        dtype: stored dtype; bfloat16 halves the bytes.
     """
     import orbax.checkpoint as ocp
 
@@ -78,7 +80,7 @@ def save(directory: str | Path, params: Params, settings: Settings, *, dtype: DT
         checkpointer.save(aside / _KERNELS, jax.tree.map(lambda leaf: jnp.asarray(leaf, dtype), params))
     stored = dataclasses.asdict(settings) | {"dtype": jnp.dtype(dtype).name}
     (aside / _SETTINGS).write_text(json.dumps(stored, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-    # Without settings a directory counts as empty: what a crash leaves is never half of one and half of another.
+    # A directory without settings counts as empty, so a crash never leaves a mix of old and new kernels.
     (target / _SETTINGS).unlink(missing_ok=True)
     shutil.rmtree(target / _KERNELS, ignore_errors=True)
     for name in (_KERNELS, _SETTINGS):
@@ -87,31 +89,31 @@ def save(directory: str | Path, params: Params, settings: Settings, *, dtype: DT
 
 
 def read_settings(directory: str | Path) -> Settings:
-    """What the kernels in a directory are for.
+    """Read the settings of the kernels in a directory.
 
     Raises:
-        ValueError: it holds no kernels.
+        ValueError: it holds no kernels, or the settings are damaged.
     """
     return Settings(**{name: value for name, value in _read(directory).items() if name != "dtype"})
 
 
 def load(directory: str | Path, model: LanguageModel, policy: str) -> tuple[Params, Settings]:
-    """Kernels of all layers, stacked, in float32, for a model and a base policy.
+    """Load kernels of all layers, stacked, in float32, for a model and a base policy.
 
     Args:
-        directory: from `save`.
-        model: that they are going to serve.
+        directory: directory written by `save`.
+        model: model that will run with them.
         policy: registered name of the base policy.
 
     Raises:
-        ValueError: there are none, or they were made for another model, policy or shape.
+        ValueError: there are none, they are damaged, or they were made for another model, policy or shape.
     """
     import orbax.checkpoint as ocp
 
     stored, settings = _read(directory), read_settings(directory)
     check_fits(settings, model, policy, where=str(directory))
-    # Read into host memory: what orbax puts on a device is committed to it, and every program that met it and arrays
-    # that are not would be compiled once more.
+    # Restore to host memory: orbax commits device arrays to their device, and every program that mixes them with
+    # uncommitted arrays would be compiled again.
     wanted = jax.tree.map(lambda leaf: np.empty(leaf.shape, stored["dtype"]), _like(model.config, settings))
     with ocp.StandardCheckpointer() as checkpointer:
         try:
@@ -122,10 +124,10 @@ def load(directory: str | Path, model: LanguageModel, policy: str) -> tuple[Para
 
 
 def check_fits(settings: Settings, model: LanguageModel, policy: str, where: str) -> None:
-    """Refuse kernels that were made for something else.
+    """Refuse kernels that were made for another model or policy.
 
     Raises:
-        ValueError: naming what they were made for and what they are wanted for.
+        ValueError: they do not fit; the message names both models or both policies.
     """
     mine = fingerprint(model)
     if settings.fingerprint != mine:
@@ -141,9 +143,9 @@ def check_fits(settings: Settings, model: LanguageModel, policy: str, where: str
 
 
 def fingerprint(model: LanguageModel) -> str:
-    """Sixteen hex digits of a model's shape and of some of its weights, the same in every dtype it is loaded in."""
+    """Hash a model's shape and some of its weights to 16 hex digits, the same in every dtype it is loaded in."""
     shape = _unusual(model.config)
-    del shape["bos"], shape["eos"]  # where a text ends changes no attention
+    del shape["bos"], shape["eos"]  # the tokens that begin and end a text do not affect attention
     digest = hashlib.sha256(json.dumps(shape, sort_keys=True).encode())
     layers = model.weights.layers
     for sample in (model.weights.embedding[:64], layers[0].key.weight, layers[-1].query.weight, layers[-1].up.weight):
@@ -166,14 +168,14 @@ def _plain(value: Any) -> Any:
 
 
 def find(checkpoint: str, policy: str) -> list[Path]:
-    """Where kernels are: a directory, the name of shipped ones, or if it is empty all that are shipped for a policy.
+    """Find directories of kernels.
 
     Args:
-        checkpoint: what the user gave.
+        checkpoint: a directory, or the name of shipped kernels; empty for all that are shipped for the policy.
         policy: registered name of the base policy.
 
     Returns:
-        One directory, or those of the policy from the smallest budget to the largest.
+        One directory, or all of the policy's, from the smallest budget to the largest.
 
     Raises:
         ValueError: there are none.

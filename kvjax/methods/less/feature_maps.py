@@ -1,4 +1,4 @@
-"""The kernels of LESS: two small MLPs per layer whose inner product stands in for exp(q k / sqrt(d))."""
+"""Kernels (feature maps) of LESS: two small MLPs per layer whose inner product approximates exp(q k / sqrt(d))."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pallas_kernels.noise import mix
 _Drop = Callable[[Array], Array] | None
 
 Params = Any
-"""{"phi": ..., "psi": ...}, the parameters of both modules; stacked over layers they have a leading axis L."""
+"""Parameters of both modules, {"phi": ..., "psi": ...}; a leading axis L if they are stacked over layers."""
 
 WARM_START = 1e-4
 """Initial value of the learned scalars: training starts from the sparse policy alone (section 3.2)."""
@@ -52,8 +52,8 @@ class Psi(nn.Module):
 
     .. math:: k_2 = |s_1| \, \sigma(\sigma(k W_1) W_2), \qquad \psi(k) = |k_2 + s_2 \, k_2 W_3|
 
-    with scalars s per head and feature that are learned (section 3.2). `literal` is equation 2 as it is printed, with
-    the first of these scalars: :math:`\psi(k) = |k_2 W_3|`.
+    with learned scalars s per head and feature (section 3.2). With `literal`, psi is equation 2 as printed, with the
+    first of these scalars: :math:`\psi(k) = |k_2 W_3|`.
 
     Args:
         features: R.
@@ -84,12 +84,12 @@ class Psi(nn.Module):
 
 
 class Performer(nn.Module):
-    r"""Positive random features: untrained kernels with the right expectation (Choromanski et al. 2021, lemma 1).
+    r"""Positive random features: untrained, unbiased kernels (Choromanski et al. 2021, lemma 1).
 
     .. math:: f(x) = R^{-1/2} \exp(w_r \cdot x' - \lVert x' \rVert^2 / 2), \quad x' = x / d^{1/4}
 
-    so that the mean of f(q) f(k) over w ~ N(0, 1) is exp(q k / sqrt(d)). The w_r of a KV head are orthogonal, and the
-    same for its keys and queries.
+    so that the mean of f(q) f(k) over w ~ N(0, 1) is exp(q k / sqrt(d)). The w_r of a KV head are orthogonal. Its keys
+    and queries share them.
 
     Args:
         features: R, at most the head width.
@@ -110,14 +110,14 @@ class Performer(nn.Module):
 def init_kernels(
     key: Key[Array, ""], config: ModelConfig, *, features: int = 8, hidden: int = 512, literal: bool = False
 ) -> Params:
-    """Untrained kernels of all layers, stacked: phi's weights [L, h, g, ...], psi's [L, h, ...], float32.
+    """Initialize kernels of all layers, stacked: weights [L, h, g, ...] of phi and [L, h, ...] of psi, float32.
 
     Args:
-        key: randomness.
+        key: random key.
         config: the model's shape.
         features: R, from 1.
         hidden: R', from 1.
-        literal: equation 2 as it is printed.
+        literal: True for equation 2 as printed.
     """
     q, k = _examples(config)
     phi, psi = Phi(features, hidden), Psi(features, hidden, literal=literal)
@@ -130,10 +130,10 @@ def init_kernels(
 
 
 def performer_kernels(key: Key[Array, ""], config: ModelConfig, *, features: int = 8) -> Params:
-    """Random features for all layers, stacked like `init_kernels`.
+    """Draw random features for all layers, stacked as in `init_kernels`.
 
     Raises:
-        ValueError: more features than a head is wide.
+        ValueError: `features` exceeds the head width.
     """
     if features > config.head_width:
         raise ValueError(f"features={features} are not orthogonal in heads of width {config.head_width}; use fewer.")
@@ -143,14 +143,14 @@ def performer_kernels(key: Key[Array, ""], config: ModelConfig, *, features: int
 
 
 def layer_params(params: Params, layer: int) -> Params:
-    """One layer's parameters, of kernels stacked over layers or in a tuple of layers."""
+    """Return one layer's parameters, from kernels stacked over layers or from a tuple of layers."""
     if isinstance(params, Mapping):
         return jax.tree.map(lambda leaf: leaf[layer], params)
     return params[layer]
 
 
 def unstack(params: Params) -> tuple[Params, ...]:
-    """A tuple of layers: a compiled step would copy each layer out of a stack, at every step."""
+    """Split kernels into a tuple of layers: from a stack, each compiled step would copy every layer out."""
     if not isinstance(params, Mapping):
         return tuple(params)
     return tuple(layer_params(params, layer) for layer in range(jax.tree.leaves(params)[0].shape[0]))
@@ -159,7 +159,7 @@ def unstack(params: Params) -> tuple[Params, ...]:
 def _mlp(
     x: Float[Array, "b *h t d"], first: Float[Array, "*h d hidden"], second: Float[Array, "*h hidden R"], drop: _Drop
 ) -> Float[Array, "b *h t R"]:
-    # One batch of heads, and the tokens of all rows as one: XLA computes other layouts of this at half the speed.
+    # Heads are one batch axis and the tokens of all rows another: XLA runs other layouts at half the speed.
     x = jnp.moveaxis(x.astype(wide(x.dtype)), 0, -3)
     *heads, b, t, d = x.shape
     flat = math.prod(heads)
@@ -170,7 +170,7 @@ def _mlp(
 
 
 def _dropper(kernel: Phi | Psi) -> _Drop:
-    # By a hash of the index, which XLA fuses with the activation: `nn.Dropout` took longer than all the rest.
+    # Dropout by a hash of the index, which XLA fuses with the activation: `nn.Dropout` took longer than all the rest.
     if kernel.dropout == 0:
         return None
     seed = jax.random.bits(kernel.make_rng("dropout"), (), jnp.uint32)
@@ -201,6 +201,6 @@ def _orthogonal_gaussians(key: Key[Array, ""], shape: tuple[int, int, int]) -> A
     directions, lengths = jax.random.split(key)
     rows = nn.initializers.orthogonal(dtype=jnp.float32)
     units = jax.vmap(lambda key: rows(key, (features, d)))(jax.random.split(directions, h))
-    # Directions are exactly orthogonal, lengths those of independent Gaussians.
+    # Directions are orthogonal; lengths are distributed as for independent Gaussians.
     norms = jnp.linalg.norm(jax.random.normal(lengths, (h, features, d), jnp.float32), axis=-1, keepdims=True)
     return units * norms

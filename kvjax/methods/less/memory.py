@@ -1,4 +1,4 @@
-"""LESS: a low-rank memory of what was evicted."""
+"""Low-rank memory of evicted tokens (LESS)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ AUTO = Kernels()
 
 
 class Memory(NamedTuple):
-    """The sum over evicted pairs of psi(k)^T v and of psi(k) (equation 6)."""
+    """Sums over evicted pairs of psi(k)^T v and of psi(k) (equation 6)."""
 
     h: Float[Array, "b h R e"]
     z: Float[Array, "b h R"]
@@ -35,15 +35,15 @@ class Memory(NamedTuple):
 @register_part("less")
 @struct.dataclass
 class LowRankMemory(Residual):
-    r"""Evicted pairs in R x d + R numbers per KV head, whatever policy evicts.
+    r"""Low-rank memory of evicted pairs, R x d + R numbers per KV head, for any policy that evicts.
 
     .. math::
         H \leftarrow H + \psi(k)^\top v, \quad z \leftarrow z + \psi(k) \quad \text{(eq. 4, 5)}, \qquad
         a = \frac{\phi(q) H + \exp(q K^\top / \sqrt d) V}{\phi(q) z^\top + \exp(q K^\top / \sqrt d) 1} \quad
         \text{(eq. 3)}
 
-    computed as one more part of the attention, of logarithmic mass log(phi z), so that nothing overflows. Kernels see
-    keys and queries rotated by original positions.
+    computed as one more part of the attention, with log mass log(phi z), to prevent overflow. Kernels take keys and
+    queries rotated by their original positions.
 
     From: LESS, arXiv 2402.09398, Algorithm 1.
 
@@ -81,8 +81,8 @@ class LowRankMemory(Residual):
         check(isinstance(self.checkpoint, str), "checkpoint", self.checkpoint, "the name of a directory")
 
     def bind(self, model: LanguageModel) -> LowRankMemory:
-        """With kernels for a model, in a tuple of layers."""
-        # Linen, which the kernels are made of, is imported where they are used: it is slow to import.
+        """Return a copy with kernels for a model, as a tuple of layers."""
+        # These imports load Flax Linen, which is slow to import, so they run only here.
         from kvjax.methods.less import checkpoint as checkpoints
         from kvjax.methods.less.feature_maps import performer_kernels, unstack
 
@@ -109,11 +109,11 @@ class LowRankMemory(Residual):
         return dataclasses.replace(self, layers=kernels, trained=trained)
 
     def budgeted(self, budget: Any) -> LowRankMemory:
-        """With the kernels that were trained nearest to a budget, where there are several."""
+        """Return a copy with the kernels trained nearest to the budget, if there are several."""
         if not self.trained:
             return self
         fraction = isinstance(budget, float)
-        wanted = max(1e-9, float(np.mean(budget)))  # what is no budget is refused where slots are counted
+        wanted = max(1e-9, float(np.mean(budget)))  # invalid budgets are refused later, where slots are counted
         nearest = min(self.trained, key=lambda option: abs(math.log(option[fraction] / wanted)))
         return dataclasses.replace(self, layers=nearest[-1], trained=())
 
@@ -130,11 +130,11 @@ class LowRankMemory(Residual):
                 )
 
     def phi(self, layer: int, q: Float[Array, "b h g t d"], kernels: Kernels = AUTO) -> Float[Array, "b h g t R"]:
-        """Features of rotated queries (equation 1)."""
+        """Compute features of rotated queries (equation 1)."""
         return self._features("phi", layer, q, kernels)
 
     def psi(self, layer: int, k: Float[Array, "b h t d"], kernels: Kernels = AUTO) -> Float[Array, "b h t R"]:
-        """Features of rotated keys (equation 2)."""
+        """Compute features of rotated keys (equation 2)."""
         return self._features("psi", layer, k, kernels)
 
     def _features(self, which: str, layer: int, x: Array, kernels: Kernels) -> Any:
@@ -149,7 +149,7 @@ class LowRankMemory(Residual):
         return operation(x, **params, **kernels._asdict())
 
     def init(self, shape: New) -> Memory:
-        """H_0 = 0, z_0 = 0."""
+        """Return the empty memory, H_0 = 0 and z_0 = 0."""
         rows, heads, _, width = shape.k.shape
         one = jax.ShapeDtypeStruct((rows, heads, 1, width), shape.k.dtype)
         features = jax.eval_shape(lambda k: self.psi(int(shape.layer), k), one).shape[-1]
@@ -159,18 +159,18 @@ class LowRankMemory(Residual):
         )
 
     def absorb(self, state: Memory, evicted: Evicted) -> Memory:
-        """Equations 4 and 5."""
+        """Add evicted pairs to the memory (equations 4 and 5)."""
         features = self.psi(int(evicted.layer), evicted.k, evicted.kernels)
         features = jnp.where(evicted.leaving[..., None], features, 0.0)
         added = jnp.einsum("bhmr,bhmd->bhrd", features, evicted.v.astype(state.h.dtype))
         return Memory(state.h + added, state.z + features.sum(2))
 
     def share(self, state: Memory, new: New) -> LowRank:
-        """Equation 3's phi, H and z."""
+        """Return phi, H and z of equation 3."""
         return LowRank(self.phi(int(new.layer), new.q, new.kernels), *state)
 
     def step(self, state: Memory, evicted: Evicted, new: New, attended: Partial) -> tuple[Memory, Array]:
-        """Equations 3 to 5 in one operation, where kernels are learned."""
+        """Compute equations 3 to 5, in one operation if the kernels are learned."""
         if self.layers is None or self.kernels == "performer":
             return super().step(state, evicted, new, attended)
         from kvjax.methods.less.feature_maps import layer_params
@@ -184,7 +184,7 @@ class LowRankMemory(Residual):
 
 
 def _in_bfloat16(kernels: Any) -> Any:
-    # As the model's weights are: the two large matrices, which are most of what a step reads for LESS.
+    # Match the model's dtype in the two large matrices, which are most of the bytes that a step reads for LESS.
     def narrow(path: Any, leaf: Any) -> Any:
         large = getattr(path[-1], "key", None) in ("first", "second")
         return leaf.astype(jnp.bfloat16) if large else leaf
