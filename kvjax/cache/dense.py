@@ -264,7 +264,7 @@ class Dense(struct.PyTreeNode):
     ) -> tuple[Dense, Bool[Array, "b h c"]]:
         """Keep the best slots of each head, as many as it may use, in buffers of `capacity` slots.
 
-        Rows that have read nothing keep their slots in order.
+        Rows that have read nothing keep their slots in place.
 
         Returns:
             The smaller storage, and a mask of the slots of this storage that leave.
@@ -321,7 +321,7 @@ class Dense(struct.PyTreeNode):
         )
 
     def open(self, policy: Policy, configs: Sequence[LayerConfig], ahead: Callable[[int], New]) -> Dense:
-        """Prepare a step over all layers: find all victims if devices share slots and positions decide.
+        """Prepare a step over all layers: find all victims if devices share slots and the policy foresees them.
 
         Args:
             policy: ranks the slots.

@@ -26,7 +26,7 @@ class Ranks(NamedTuple):
     """Ranking of slots, from which the victim follows."""
 
     scores: Array | None
-    """None if ordering by position is enough."""
+    """Score of each slot, or None if ordering by position is enough."""
     bounds: Protection
     keep: Bool[Array, "b h c"] | None
     hashing: Hashing | None

@@ -15,7 +15,7 @@ from pallas_kernels.prefill_scores import Own
 
 
 class Share(NamedTuple):
-    """Queries of a block that this device reads: all of them, or every n-th run of queries if n devices have all slots."""
+    """Queries of a block that this device reads: all of them, or every n-th run if n devices have all slots."""
 
     given: Operands
     new: New
