@@ -288,7 +288,7 @@ class Dense(struct.PyTreeNode):
         new: New,
         absorb: Callable[[PyTree, Evicted], PyTree] | None,
     ) -> Dense:
-        """Evict the lowest-ranked slots of rows that have just lost slots; the new tokens have no slot yet."""
+        """Evict the lowest-ranked slots of rows whose slot limit has just fallen; the new tokens have no slot yet."""
         view = self.layers[layer]
         before = jnp.maximum(new.read - 1, new.prompt_length)
         fewer = slots.room(policy, view.limit, new) < slots.room(policy, view.limit, new, before)

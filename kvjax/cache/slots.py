@@ -69,7 +69,7 @@ def remembered_positions(position: Int[Array, "b h *c"], new: New) -> Int[Array,
 def room(
     policy: Policy, limit: Int[Array, "b h"], new: New, length: Int[Array, " b"] | None = None
 ) -> Int[Array, "b h"]:
-    """Return the slots that heads may use in a text of `length` tokens, by default of its current length.
+    """Return the slots that heads may use in a text of `length` tokens, by default `new.length`.
 
     Heads may use all slots in `limit` if the layer's window bounds the text.
     """

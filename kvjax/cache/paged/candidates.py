@@ -11,7 +11,7 @@ from kvjax.types import New
 from pallas_kernels.ranking import protected
 
 NOBODY = jnp.iinfo(jnp.int32).max
-"""Stands for no slot; larger than every slot number."""
+"""Slot number that means no slot; larger than all others."""
 
 Choice = tuple[Float[Array, " o"], Int[Array, " o"], Int[Array, " o"]]
 """Rank, position and slot of one token per owner."""

@@ -80,7 +80,7 @@ class Pages(struct.PyTreeNode):
 
         def look_at(i: Array, carry: Any) -> Any:
             wanted = start + i * size
-            at = jnp.minimum(wanted, pages - size)  # the last block of the pool looks back
+            at = jnp.minimum(wanted, pages - size)  # the pool's last block overlaps the one before
             page = at + jnp.arange(size)
             return look(carry, at, (page >= wanted) & (page < end))
 
