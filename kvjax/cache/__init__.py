@@ -1,1 +1,1 @@
-"""Where tokens are kept: slots, how they lie in memory, and what attention over them tells."""
+"""Caches: slots, their storage in memory, and attention over them with its statistics."""

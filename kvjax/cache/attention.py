@@ -1,4 +1,4 @@
-"""Attention over a layer's slots that answers what the parts of a policy ask of it."""
+"""Attention over a layer's slots, with the statistics that a policy's parts request."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from pallas_kernels.prefill_scores import prefill_scores
 
 
 class Question(NamedTuple):
-    """What one pass of a kernel can answer: sums of one softmax, with several rows of weights."""
+    """Softmax of which one kernel pass can compute sums, with several rows of weights."""
 
     tau: Any
     noise: Noise | None
@@ -36,16 +36,16 @@ def attend_token(
     low_rank: LowRank | None,
     selection: Selection | None,
 ) -> tuple[Float[Array, "b h g 1 e"], PyTree]:
-    """One token per row over its slots, and the answers to what is asked of it.
+    """Attend from one token per row to its slots, and compute the requested statistics.
 
     Args:
         config: of the layer.
         given: queries, keys and values.
-        view: the slots, the new token in one of them.
+        view: the slots, one of which holds the new token.
         new: the token.
-        asks: a tree of questions.
-        low_rank: the evicted tokens' share, or None.
-        selection: which tokens the query reads; None for all.
+        asks: tree of requested statistics.
+        low_rank: low-rank attention over evicted tokens, or None.
+        selection: chooses the tokens that the query attends to; None for all.
     """
     alone = selection is None and new.spread.slots == 1
     scores, summed = wanted(asks, new) if alone else ("each" if selection or questions(asks)[0] else None, False)
@@ -56,7 +56,7 @@ def attend_token(
         new.position[:, 0],
         config.spec,
         places=None if given.places is None else (given.places[0][..., 0], given.places[1]),
-        low_rank=_of_token(low_rank) if alone else None,  # which comes after what a selection leaves
+        low_rank=_of_token(low_rank) if alone else None,  # otherwise merged below
         sinks=given.sinks,
         scores=scores,
         **new.kernels._asdict(),
@@ -73,10 +73,10 @@ def attend_token(
 
 
 def wanted(asks: PyTree, new: New) -> tuple[str | Gumbel | None, bool]:
-    """What a kernel has to tell of one token per row, and whether it sums what is asked itself.
+    """Return the scores that a kernel must compute for one token per row, and whether it sums them as requested.
 
     Raises:
-        ValueError: the question is one about prompts.
+        ValueError: a request is about prompts only.
     """
     leaves, _ = questions(asks)
     if any(isinstance(ask, Near) for ask in leaves):
@@ -89,7 +89,7 @@ def wanted(asks: PyTree, new: New) -> tuple[str | Gumbel | None, bool]:
 
 
 def told(asks: PyTree, found: Decoded, position: Int[Array, "b h c"], new: New, *, summed: bool) -> PyTree:
-    """The answers to what is asked of one token per row, from what a kernel was `wanted` to tell."""
+    """Compute the requested statistics of one token per row from the kernel scores that `wanted` chose."""
     leaves, tree = questions(asks)
     if not leaves:
         return asks
@@ -109,16 +109,16 @@ def _shared(
     low_rank: LowRank | None,
     selection: Selection | None,
 ) -> tuple[Float[Array, "b h g 1 e"], PyTree]:
-    # What the output weights here take in of the attention of heads of which some slots are here, with nothing in the
-    # places of other features, and what is asked of these slots.
-    # Whatever devices have to tell each other goes at once: logarithms of sums, counts and outputs.
+    # Returns attention of heads that share their slots with other devices, and the statistics of this device's slots.
+    # Only the output features that this device's output weights read are valid.
+    # One collective carries log-sum-exps, counts and, without a selection, outputs.
     leaves, tree = questions(asks)
     local = None if found.scores is None else found.scores[:, :, :, None]
     powers: dict[int, Array] = {}
     told, kind = [found.lse], found.lse.dtype
     for i, ask in enumerate(leaves):
         if isinstance(ask, Sums) and not ask.plain:
-            # Another softmax, of which each device has a part, too: of powers of the first one's probabilities.
+            # This softmax is sharded, too; its numerators are powers of the plain softmax's probabilities.
             assert local is not None
             powers[i] = tempered(ask, local, position, new)
             tau = jnp.asarray(ask.tau, kind)
@@ -147,7 +147,7 @@ def _shared(
         assert probs is not None and selection is not None
         out, lse = narrowed(selection, probs, given.v, new, lse[..., None])
         out, lse = new.spread.over_slots(out), lse[..., 0]
-    if low_rank is not None:  # which all of these devices have
+    if low_rank is not None:  # replicated on these devices
         out = merge(Partial(out, lse[..., None]), share_of_evicted(low_rank)).out
 
     def answer(i: int, ask: Ask) -> Any:
@@ -165,7 +165,7 @@ def _shared(
 
 
 def _share(part: Float[Array, "*n"], whole: Float[Array, "*n"]) -> Float[Array, "*n"]:
-    # Of a sum that a part of it has, from the logarithms of both.
+    # Returns the fraction of a sum that a part of it makes up, from the logarithms of both.
     return jnp.where(jnp.isfinite(part), jnp.exp(part - jnp.where(jnp.isfinite(whole), whole, 0.0)), 0.0)
 
 
@@ -182,7 +182,7 @@ def attend_block(
     low_rank: LowRank | None,
     selection: Selection | None,
 ) -> tuple[Float[Array, "b h g t e"], PyTree]:
-    """A block of a text over its slots, the last of which are its own; see `attend_token`."""
+    """Attend from a block of a text to all slots, of which the last hold the block; see `attend_token`."""
     leaves, tree = questions(asks)
     kinds = [_question(ask, prompt=True) for ask in leaves]
     fused = next((kind for kind in kinds if kind is not None), None)
@@ -234,7 +234,7 @@ def attend_block(
 
 
 def _question(ask: Ask, prompt: bool) -> Question | None:
-    # What a kernel can answer, or None: it sums over a group, with one draw for each key.
+    # Returns the softmax for a kernel, or None: kernels sum over a group, with one noise value per key.
     if not isinstance(ask, Sums) or ask.group != "sum" or (ask.noise is not None and ask.noise.fresh):
         return None
     if prompt and not isinstance(ask.tau, float):
@@ -251,7 +251,7 @@ def _gumbel(ask: Ask, new: New) -> Gumbel:
 
 
 def _stacked(asks: Sequence[Ask], new: New) -> tuple[list[int], Float[Array, "b #h m t"] | None]:
-    # One row of weights for each question; those that count every query once share a row.
+    # Stacks one row of weights per request; requests that weight all queries equally share a row.
     if all(isinstance(ask, Sums) and ask.weights is None for ask in asks):
         return [0] * len(asks), None
     rows: list[int] = []

@@ -1,4 +1,4 @@
-"""Slots of one number for all heads of a layer: a buffer [b h c ...] for each thing that a slot holds."""
+"""Dense caches: all heads of a layer have the same number of slots, with one buffer [b h c ...] per stored quantity."""
 
 from __future__ import annotations
 
@@ -29,42 +29,42 @@ from pallas_kernels.operands import Operand
 
 
 class Stepped(NamedTuple):
-    """What one kernel tells that exchanges and attends."""
+    """Result of a kernel that evicts and attends in one pass."""
 
     partial: Partial
     """Attention over the slots."""
     answers: PyTree
-    """None where they are in the scores already."""
+    """Attention statistics; None if the scores include them already."""
     evicted: Evicted | None
-    """What has left, where that was asked for."""
+    """Evicted pairs, if requested."""
 
 
 class Dense(struct.PyTreeNode):
-    """The caches of a model, layer by layer: an immutable pytree of fixed-shape buffers."""
+    """Caches of a model, layer by layer: an immutable pytree of fixed-shape buffers."""
 
     layers: tuple[View, ...]
     victims: tuple[slots.Victim, ...] | None = None
-    """During a step, of each layer where devices share slots and what leaves is known before layers are reached."""
+    """Victims of each layer during a step, if devices share slots and victims are known before layers run."""
 
     def heads(self, layer: int) -> Heads:
-        """What is known of a layer's heads as wholes."""
+        """Return the limits and states of a layer's heads."""
         return self.layers[layer]
 
     def put_state(self, layer: int, **state: PyTree) -> Dense:
-        """With what some parts remember of a layer, by the parts' names."""
+        """Replace states of some parts for a layer, given by the parts' names."""
         view = self.layers[layer]
         return self.replace_layer(layer, view.replace(state=view.state.replace(**state)))
 
     def replace_layer(self, layer: int, view: View) -> Dense:
-        """With other slots in a layer."""
+        """Replace the slots of a layer."""
         return self.replace(layers=(*self.layers[:layer], view, *self.layers[layer + 1 :]))
 
     def alone(self, layer: int) -> Dense:
-        """A storage of one layer."""
+        """Return a storage of this layer only."""
         return Dense((self.layers[layer],), None if self.victims is None else (self.victims[layer],))
 
     def of_slots(self, change: Callable[[Array], Array]) -> Dense:
-        """With other slots, a function of each array [b h c ...]."""
+        """Apply a function to each array of slots [b h c ...]."""
 
         def changed(view: View) -> View:
             held = jax.tree.map(change, (view.kv, view.position, view.slots))
@@ -80,15 +80,15 @@ class Dense(struct.PyTreeNode):
         new: New,
         absorb: Callable[[PyTree, Evicted], PyTree] | None = None,
     ) -> tuple[Dense, Evicted]:
-        """One new token per row in the slot that ranks lowest of each head, and what was there.
+        """Write one new token per row into the lowest-ranked slot of each head, and return the evicted pairs.
 
         Args:
-            policy: says which slot matters least, and how much room there is.
+            policy: ranks the slots, and bounds their number.
             config: of the layer.
-            layer: which one.
+            layer: its index.
             new: one token per row; a row of padding changes nothing.
-            absorb: what becomes of what leaves, a residual's; None for nothing, and nothing is returned. It has been
-                told of all but what is returned.
+            absorb: a residual's `absorb`, which has already received every evicted pair except the returned ones. None
+                if there is no residual; then no pairs are returned.
         """
         if policy.shrinks:
             self = self._shrunk(policy, config, layer, new, absorb)
@@ -118,18 +118,18 @@ class Dense(struct.PyTreeNode):
         asks: Callable[[Heads], PyTree],
         absorb: Callable[[PyTree, Evicted], PyTree] | None = None,
     ) -> tuple[Dense, PyTree, Stepped] | None:
-        """`exchange`, then `attend`, by a kernel that reads keys and values once; None where there has to be more.
+        """Run `exchange` and `attend` in one kernel that reads keys and values once; return None if impossible.
 
         Args:
-            policy: says which slot matters least, and how much room there is.
+            policy: ranks the slots, and bounds their number.
             config: of the layer.
-            layer: which one.
+            layer: its index.
             new: one token per row; a row of padding changes nothing.
-            asks: what is asked of attention, given what is known of the heads.
-            absorb: what becomes of what leaves, as in `exchange`.
+            asks: returns the requested attention statistics, given limits and states of the heads.
+            absorb: a residual's `absorb`, as in `exchange`.
 
         Returns:
-            The storage, what has been asked, and attention with the answers and what has left.
+            The storage, the requests, and attention with statistics and evicted pairs.
         """
         view = self.layers[layer]
         spec = config.spec
@@ -148,7 +148,7 @@ class Dense(struct.PyTreeNode):
             q, k, v, sinks, hashed = shapes
             return step_in_one_pass(q, k, v, spec, sinks, scores, hashed, **new.kernels._asdict())
 
-        # Under an order it is unknown where the model is going to see keys.
+        # If the codec tracks the order of slots, the positions of keys are known only after the eviction.
         if new.spread.slots > 1 or policy.codec.ordered or not one_pass(None):
             return None
         wanted = asks(view)
@@ -206,7 +206,7 @@ class Dense(struct.PyTreeNode):
         return self.replace_layer(layer, written), wanted, Stepped(partial, answers, evicted)
 
     def append(self, policy: Policy, config: LayerConfig, layer: int, new: New) -> Dense:
-        """New slots behind those that are there, for a block of text: nothing leaves."""
+        """Append slots for a block of text; no token is evicted."""
         view = self.layers[layer]
         view = view.replace(state=view.state.replace(codec=policy.codec.begin(view, new)))
         position = jnp.broadcast_to(new.position[:, None], new.k.shape[:3]).astype(jnp.int32)
@@ -227,7 +227,7 @@ class Dense(struct.PyTreeNode):
         *,
         block: bool = False,
     ) -> tuple[Dense, Attended]:
-        """Attention of new tokens, which have slots, over all slots of a layer."""
+        """Attend from new tokens, which have slots already, to all slots of a layer."""
         view = self.layers[layer]
         given = policy.codec.operands(config, view, new, block=block)
         attend = attention.attend_block if block else attention.attend_token
@@ -237,7 +237,7 @@ class Dense(struct.PyTreeNode):
         return self, Attended(out, with_again(asks, answers, config, given, view, earlier))
 
     def fold(self, policy: Policy, layer: int, asks: PyTree, answers: PyTree, new: New) -> Dense:
-        """After the score has heard what it asked for; without answers it has them already."""
+        """Update scores with the requested statistics; without statistics the scores include them already."""
         if answers is None:
             return self
         view = self.layers[layer]
@@ -245,13 +245,16 @@ class Dense(struct.PyTreeNode):
         return self.replace_layer(layer, view.replace(slots=view.slots.replace(score=after)))
 
     def with_scores(self, layer: int, out: Array) -> tuple[Dense, Array]:
-        """Attention that goes on once its layer's scores are there, lest all layers' answers wait for a step's end."""
+        """Make the output of attention depend on the layer's updated scores.
+
+        Otherwise statistics of all layers may stay in memory until the end of the step.
+        """
         view = self.layers[layer]
         score, out = jax.lax.optimization_barrier((view.slots.score, out))
         return self.replace_layer(layer, view.replace(slots=view.slots.replace(score=score))), out
 
     def settle(self, layer: int, after: PyTree, new: New) -> Dense:
-        """With what a score remembers of whole heads' slots at the end of a block."""
+        """Replace score states at the end of a block, when they may depend on whole heads."""
         view = self.layers[layer]
         after = slots.where_read(new, after, view.slots.score)
         return self.replace_layer(layer, view.replace(slots=view.slots.replace(score=after)))
@@ -259,12 +262,12 @@ class Dense(struct.PyTreeNode):
     def compress(
         self, policy: Policy, config: LayerConfig, layer: int, new: New, capacity: int
     ) -> tuple[Dense, Bool[Array, "b h c"]]:
-        """The best slots of each head, as many as it may use, in buffers of `capacity` slots.
+        """Keep the best slots of each head, as many as it may use, in buffers of `capacity` slots.
 
-        Rows that have read nothing keep their slots as they lie.
+        Rows that have read nothing keep their slots in place.
 
         Returns:
-            The smaller storage, and which slots of this one leave.
+            The smaller storage, and a mask of the slots of this storage that leave.
         """
         view = self.layers[layer]
         best, kept, leaving = _settled(policy, view, new, capacity)
@@ -285,13 +288,13 @@ class Dense(struct.PyTreeNode):
         new: New,
         absorb: Callable[[PyTree, Evicted], PyTree] | None,
     ) -> Dense:
-        """Rows whose room has just fallen without what ranks lowest; the new tokens have no slot yet."""
+        """Evict the lowest-ranked slots of rows whose slot limit has just fallen; the new tokens have no slot yet."""
         view = self.layers[layer]
         before = jnp.maximum(new.read - 1, new.prompt_length)
         fewer = slots.room(policy, view.limit, new) < slots.room(policy, view.limit, new, before)
         fewer &= new.valid[:, :1]
 
-        # Only masks and the queue leave the branch: a cache that went through it would be copied at every step.
+        # The branch returns only masks and the order of slots: XLA would copy a returned cache at every step.
         def losing(self: Dense) -> Any:
             leaving = _settled(policy, view, new, view.capacity * new.spread.slots)[2] & fewer[..., None]
             after = view.replace(position=jnp.where(leaving, -1, view.position))
@@ -318,31 +321,31 @@ class Dense(struct.PyTreeNode):
         )
 
     def open(self, policy: Policy, configs: Sequence[LayerConfig], ahead: Callable[[int], New]) -> Dense:
-        """As a step over all layers begins with it.
+        """Prepare a step over all layers: find all victims if devices share slots and the policy foresees them.
 
         Args:
-            policy: say what leaves.
+            policy: ranks the slots.
             configs: of the layers.
-            ahead: the tokens as a layer is going to see them, with positions and shapes alone.
+            ahead: returns the tokens for a layer, with valid positions and shapes but without contents.
         """
         if configs[0].spread.slots == 1 or not policy.foresees:
             return self
         return self.replace(victims=victims_of(policy, self.layers, [ahead(index) for index in range(len(configs))]))
 
     def close(self) -> Dense:
-        """As it waits for the next step."""
+        """Drop the victims at the end of a step."""
         return self.replace(victims=None)
 
     def unpack(self) -> Dense:
-        """All layers in buffers of one size for all heads of a layer, as they are."""
+        """Return all layers as dense buffers, here unchanged."""
         return self
 
     def pack(self, dense: Dense) -> Dense:
-        """With the slots of an `unpack`ed storage."""
+        """Return a storage with the slots of an `unpack`ed one."""
         return dense
 
     def moved(self, layer: int, space: Any) -> Dense:
-        """With what the score remembers of a layer, and which slots are protected, in host or device memory."""
+        """Move a layer's score state and protection mask to host or device memory."""
         view = self.layers[layer]
         score, mask, known = jax.tree.map(
             lambda leaf: jax.device_put(leaf, space), (view.slots.score, view.slots.protection, view.state.score)
@@ -351,14 +354,14 @@ class Dense(struct.PyTreeNode):
         return self.replace_layer(layer, view.replace(slots=remembered, state=view.state.replace(score=known)))
 
     def take(self, index: Int[np.ndarray, " m"] | Int[Array, " m"]) -> Dense:
-        """Some rows, in any order."""
+        """Select rows, in any order."""
         return jax.tree.map(lambda leaf: _in_its_memory(leaf, _on_device(leaf)[index]), self)
 
     def put(self, index: Int[np.ndarray, " m"], rows: Dense) -> Dense:
-        """With some rows replaced; buffers may be larger than those of `rows`.
+        """Replace some rows; buffers may be larger than those of `rows`.
 
         Raises:
-            ValueError: the rows' buffers are larger than these.
+            ValueError: the buffers of `rows` are larger.
         """
         layers = []
         for number, (mine, theirs) in enumerate(zip(self.layers, rows.layers, strict=True)):
@@ -385,23 +388,23 @@ class Dense(struct.PyTreeNode):
         return Dense(tuple(layers))
 
     def stored_positions(self) -> tuple[Int[Array, "b h c"], ...]:
-        """Positions as they are stored, to be collected inside of a loop."""
+        """Return positions as stored, for collection inside a loop."""
         return tuple(view.position for view in self.layers)
 
     def positions(self, stored: Any = None) -> list[np.ndarray]:
-        """For each layer the position in each slot [b h c], -1 where there is none, on the host.
+        """Return the position in each slot [b h c] of each layer on the host, -1 for empty slots.
 
         Args:
-            stored: another moment's `stored_positions`; None for now.
+            stored: `stored_positions` of an earlier step; None for the current ones.
         """
         return [on_host(layer) for layer in (self.stored_positions() if stored is None else stored)]
 
     def limits(self) -> tuple[Int[Array, "b h"], ...]:
-        """For each layer the slots that each head may use."""
+        """Return the slots that each head may use, for each layer."""
         return tuple(view.limit for view in self.layers)
 
     def states(self) -> tuple[Parts, ...]:
-        """For each layer what the parts remember of its heads."""
+        """Return the states of the policy's parts for each layer's heads."""
         return tuple(view.state for view in self.layers)
 
 
@@ -414,14 +417,14 @@ def empty(
     slots: int,
     dtype: DTypeLike,
 ) -> View:
-    """A layer's slots with nothing in them.
+    """Create empty slots for a layer.
 
     Args:
-        policy: of the policy; its parts' `init` says what they remember of the layer.
+        policy: the policy, whose `init` creates the states of its parts.
         config: of the layer.
-        layer: which one.
+        layer: its index.
         limit: slots that each head may use.
-        slots: of the buffers.
+        slots: number of slots in the buffers.
         dtype: of keys and values.
     """
     rows, heads = limit.shape
@@ -457,7 +460,8 @@ def empty(
 
 
 def _settled(policy: Policy, view: View, new: New, capacity: int) -> tuple[Array, Array, Bool[Array, "b h c"]]:
-    # Of whole heads the slots that are best, in buffers of `capacity`, and which of these are kept; here, which leave.
+    # Returns the best slots of whole heads in buffers of `capacity`, a mask of those kept, and a mask of this device's
+    # slots that leave.
     position = new.spread.all_slots(view.position)
     rows, heads, held = position.shape
     best, count = slots.chosen(policy, view, new)
@@ -466,7 +470,7 @@ def _settled(policy: Policy, view: View, new: New, capacity: int) -> tuple[Array
     count = jnp.where(idle[..., 0], held, count)
     missing = max(0, capacity - held)
     if missing:
-        # Repeats of the last slot, never kept: they lie beyond what there is.
+        # Pad with repeats of the last slot, which `kept` excludes.
         best = jnp.concatenate([best, jnp.broadcast_to(best[..., -1:], (rows, heads, missing))], axis=-1)
     best = best[..., :capacity]
     place = jnp.arange(capacity)
@@ -478,7 +482,7 @@ def _settled(policy: Policy, view: View, new: New, capacity: int) -> tuple[Array
 
 
 def _on_device(leaf: Array) -> Array:
-    """Return an array in device memory, where alone rows can be gathered and scattered."""
+    """Return an array in device memory: rows can be gathered and scattered only there."""
     return (
         leaf
         if jax.typeof(leaf).memory_space == jax.memory.Space.Device
@@ -487,13 +491,13 @@ def _on_device(leaf: Array) -> Array:
 
 
 def _in_its_memory(like: Array, leaf: Array) -> Array:
-    """Return an array in the memory that another one is in."""
+    """Return an array in the same memory space as another array."""
     space = jax.typeof(like).memory_space
     return leaf if space == jax.memory.Space.Device else jax.device_put(leaf, space)
 
 
 def _widened(mine: Array, theirs: Array) -> Array:
-    # What is remembered of heads may have room for more than there is.
+    # States of heads may be allocated larger than those of `theirs`.
     missing = [(0, room - some) for room, some in zip(mine.shape[1:], theirs.shape[1:], strict=True)]
     if any(more < 0 for _, more in missing):
         raise ValueError(
@@ -504,5 +508,5 @@ def _widened(mine: Array, theirs: Array) -> Array:
 
 
 def _entries(policy: Policy, view: View, new: New) -> dict[str, PyTree]:
-    """What slots hold of new tokens besides their positions: leaves [b h t ...]."""
+    """Return the slot entries of new tokens, except positions: leaves [b h t ...]."""
     return {"kv": policy.codec.encode(new, view.state.codec), "slots": policy.slots(new, view.state)}

@@ -1,4 +1,4 @@
-"""Which slot of each head a new token takes, and what leaves it: in one layer, or in all layers at once."""
+"""Eviction: the slot of each head that a new token takes, in one layer or in all layers together."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from pallas_kernels.hamming import Hashing, hamming
 from pallas_kernels.ranking import Protection
 
 Exchanged = tuple[Int[Array, "b h"], Any, Int[Array, "b h c"], dict[str, PyTree]]
-"""The position that left each head, what its slot held or None, and positions and buffers with the new token."""
+"""Evicted position of each head, content of its slot or None, and positions and buffers with the new token."""
 
 
 class Ranks(NamedTuple):
-    """What decides which slot a new token takes."""
+    """Ranking of slots, from which the victim follows."""
 
     scores: Array | None
-    """None where positions say as much."""
+    """Score of each slot, or None if ordering by position is enough."""
     bounds: Protection
     keep: Bool[Array, "b h c"] | None
     hashing: Hashing | None
-    """Of the new token, where how far its code is from those that slots remember says as much as scores."""
+    """Hashing of the new token, if distances between its code and the slots' codes replace scores; else None."""
 
 
 def ranked(policy: Policy, view: View, new: New) -> Ranks:
-    """What the policy says of a layer's slots as a token per row arrives."""
+    """Rank a layer's slots by the policy when one token per row arrives."""
     scores, guard = slots.scores(policy, view, new)
     simple = guard.last is None and not slots.windowed(new)
     bounds = Protection(guard.sinks, guard.recent, slots.room(policy, view.limit, new))
@@ -43,19 +43,19 @@ def ranked(policy: Policy, view: View, new: New) -> Ranks:
 
 
 def hashed_codes(hashing: Hashing | None, held: Parts) -> Hashed | None:
-    """The new token's hashing with the codes that slots remember, as the kernel of a step takes them."""
+    """Return the new token's hashing with the slots' codes, as the decode kernel takes them."""
     return None if hashing is None else Hashed(hashing, held.score)
 
 
 def exchange(policy: Policy, view: View, new: New, held: tuple[Any, ...], *, pairs: bool) -> Exchanged:
-    """Lay a token per row into the slot that ranks lowest of each head.
+    """Write one token per row into the lowest-ranked slot of each head.
 
     Args:
-        policy: of the policy.
+        policy: the policy.
         view: the slots.
         new: the token.
-        held: positions, its own [b], buffers, and what of the token goes into them.
-        pairs: whether what a slot held is told.
+        held: positions of the slots, position of the token [b], buffers, and the token's entries in them.
+        pairs: whether to return the former content of the slot.
     """
     scores, bounds, keep, hashing = ranked(policy, view, new)
     asked: dict[str, Any] = dict(protection=bounds, keep=keep, **new.kernels._asdict())
@@ -66,9 +66,9 @@ def exchange(policy: Policy, view: View, new: New, held: tuple[Any, ...], *, pai
 
 
 def victims_of(policy: Policy, views: Sequence[View], new: Sequence[New]) -> tuple[slots.Victim, ...]:
-    """The slots that a token per row takes in several layers at once, where devices share the slots of heads.
+    """Return the slots that one token per row takes in several layers, where devices share the slots of heads.
 
-    At once, for each time that devices tell each other something takes as long.
+    One collective serves all layers, because each collective takes about as long, however small it is.
     """
     claims = []
     for view, tokens in zip(views, new, strict=True):
@@ -78,9 +78,9 @@ def victims_of(policy: Policy, views: Sequence[View], new: Sequence[New]) -> tup
 
 
 def exchange_among(view: View, new: New, victim: slots.Victim, held: tuple[Any, ...], *, pairs: bool) -> Exchanged:
-    """`exchange` with known victims where several devices have a head's slots.
+    """Write tokens into known slots like `exchange`, where several devices share a head's slots.
 
-    One of them has the slot that is taken, and tells the others what they need.
+    The device that holds the victim sends the other devices what they need of it.
     """
     _, _, taken, position, buffers = exchange_slots(victim.slot, *held)
     here = victim.slot < view.capacity
@@ -97,15 +97,15 @@ def exchange_among(view: View, new: New, victim: slots.Victim, held: tuple[Any, 
 def evicted_pairs(
     policy: Policy, config: LayerConfig, state: Parts, new: New, kv: KV | None, left: Int[Array, "b h"]
 ) -> Evicted:
-    """What has left for a token per row, as a residual takes it: not rounded to 16 bits on the way.
+    """Return the pairs that one token per row evicts, as a residual takes them: not rounded to 16 bits.
 
     Args:
-        policy: of the policy.
+        policy: the policy.
         config: of the layer.
-        state: what the parts remember of its heads.
+        state: states of the policy's parts for the layer's heads.
         new: the token.
-        kv: what its slot held, leaves [b h ...]; None where nobody asked, and nothing is told.
-        left: the position of that, -1 where the slot was empty.
+        kv: former content of the token's slot, leaves [b h ...]; None if not requested, then no pairs are returned.
+        left: position of the evicted token, -1 if the slot was empty.
     """
     if kv is None:
         return slots.nothing_evicted(new)

@@ -1,4 +1,4 @@
-"""Which queries of a block of text each device reads, where several have the same heads and all of their slots."""
+"""Query shards: queries that each device reads of a block, if several devices have all slots of the same heads."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from pallas_kernels.prefill_scores import Own
 
 
 class Share(NamedTuple):
-    """The queries of a block that are read here: all of them, or by turns where several devices have all slots."""
+    """Queries of a block that this device reads: all of them, or every n-th run if n devices have all slots."""
 
     given: Operands
     new: New
-    """For what is asked of these queries: of keys and values it has all."""
+    """These queries with their positions, and the keys and values of the whole block."""
     token: Int[Array, " m"] | None
-    """Which tokens of the block they are, the last one again in place of those beyond it; None for all."""
+    """Indices of these queries in the block, where the last one replaces those beyond the block; None for all."""
     size: int
-    """Queries of a turn."""
+    """Queries in a run."""
     spread: Spread
     tokens: int
-    """Of the block."""
+    """Tokens of the block."""
 
     @classmethod
     def of(cls, given: Operands, new: New) -> Share:
-        """Those of this device."""
+        """Return the queries of this device."""
         tokens = new.position.shape[1]
-        # Some turns each, or who has the last one would have the most to do.
+        # Give each device several runs: later queries see more keys, so the last run takes longest.
         size = min(query_block(tokens, new.q.shape[0]), power_below(max(1, tokens // (4 * new.spread.queries))))
         number = new.spread.own_queries(tokens, size)
         if number is None:
@@ -45,11 +45,11 @@ class Share(NamedTuple):
 
     @property
     def own(self) -> Own | None:
-        """The same, as the kernel takes it."""
+        """Tokens of these queries as the kernel takes them; None for all of them."""
         return None if self.token is None else Own(self.token, self.tokens)
 
     def weighed(self, ask: Ask) -> Ask:
-        """A question about a whole block, about these queries."""
+        """Restrict a request about a whole block to these queries."""
         if self.token is None or not isinstance(ask, Sums):
             return ask
         weights = None if ask.weights is None else ask.weights[..., self.token]
@@ -57,5 +57,5 @@ class Share(NamedTuple):
         return ask.replace(weights=weights, tau=tau[:, self.token] if tau.ndim else ask.tau)
 
     def whole(self, own: Array, axis: int) -> Array:
-        """What these queries have along an axis, of all queries."""
+        """Gather an array over all queries from the devices' arrays, along an axis."""
         return self.spread.all_queries(own, self.tokens, self.size, axis)

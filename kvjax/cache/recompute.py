@@ -1,4 +1,4 @@
-"""What no kernel answers: attention computed again from logits, a few queries at a time."""
+"""Attention statistics that kernels do not compute: recomputed from logits, a few queries at a time."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from pallas_kernels.prefill_scores import Joined
 
 
 class Selection(Protocol):
-    """Which of the tokens that it sees a query reads."""
+    """Choice of the tokens that a query attends to, among those it sees."""
 
     def pick(self, probs: Float[Array, "b h g t c"], new: New) -> Bool[Array, "b h g t c"]:
-        """The chosen ones, from the attention of some queries."""
+        """Return a mask of the chosen tokens, given the attention of some queries."""
         ...
 
 
 def whole(operand: Operand | Joined, dtype: DTypeLike) -> Float[Array, "b h c d"]:
-    """Keys or values of all slots as numbers."""
+    """Return keys or values of all slots as numbers."""
     if isinstance(operand, Joined):
         return jnp.concatenate([operands.values(part, dtype) for part in (operand.old, operand.new)], axis=2)
     return operands.values(operand, dtype)
@@ -56,7 +56,7 @@ def _probabilities(
 
 
 def _blocks(given: Operands, new: New, lse: Float[Array, "b h g t"]) -> tuple[int, Any]:
-    # Queries in blocks: how many each, and (q, lse, position, place) of each.
+    # Returns the block size, and (q, lse, position, place) split into blocks of queries.
     size = query_block(new.position.shape[1], new.q.shape[0])
     place = None if given.places is None else split_queries(given.places[0], -1, size)
     parts = (split_queries(given.q, -2, size), split_queries(lse, -1, size), split_queries(new.position, -1, size))
@@ -66,7 +66,7 @@ def _blocks(given: Operands, new: New, lse: Float[Array, "b h g t"]) -> tuple[in
 def by_blocks(
     config: LayerConfig, given: Operands, view: View, new: New, asks: Sequence[Any], lse: Float[Array, "b h g t"]
 ) -> list[Float[Array, "b h c"]]:
-    """Sums that no kernel gives: the logits again, a block of queries at a time."""
+    """Compute sums that kernels do not, by recomputing logits one block of queries at a time."""
     tokens = new.position.shape[1]
     size, blocks = _blocks(given, new, lse)
     every = jnp.ones((new.q.shape[0], 1, tokens), lse.dtype)
@@ -84,7 +84,7 @@ def by_blocks(
                 for total, ask, w, tau in zip(sums, asks, weights, taus, strict=True)
             ]
 
-        # Most of a prompt's queries may count for nothing: only the blocks that do cost anything.
+        # Most queries of a prompt may have weight 0: skip blocks of such queries.
         counts = jnp.stack([(jnp.abs(w) > 0).any() for w in weights]).any()
         return jax.lax.cond(counts, look, lambda: sums), None
 
@@ -94,18 +94,18 @@ def by_blocks(
 
 
 Earlier = Callable[[Float[Array, "b h g a d"], Int[Array, "b a"]], tuple[Array, Int[Array, "b h a"]]]
-"""Unrotated queries and their positions -> the queries as attention takes them, and where the model sees them."""
+"""Function from unrotated queries and their positions to queries for attention, and the positions the model sees."""
 
 
 def without_again(asks: PyTree) -> PyTree:
-    """The questions about the new tokens' own attention, with nothing in the places of the others."""
+    """Return the requests about the new tokens' own attention, with `()` in place of replayed queries."""
     return jax.tree.map(lambda ask: () if isinstance(ask, Again) else ask, asks, is_leaf=is_ask)
 
 
 def with_again(
     asks: PyTree, answers: PyTree, config: LayerConfig, given: Operands, view: View, earlier: Earlier
 ) -> PyTree:
-    """The answers to `without_again`, and in their places those to the others."""
+    """Add the statistics of replayed queries to those of the requests from `without_again`."""
 
     def answer(ask: Ask, found: PyTree) -> PyTree:
         return asked_again(config, given, view, ask, earlier) if isinstance(ask, Again) else found
@@ -116,18 +116,18 @@ def with_again(
 def asked_again(
     config: LayerConfig, given: Operands, view: View, ask: Again, earlier: Earlier
 ) -> Float[Array, "b h c"]:
-    """What kept queries give to each slot, a few of them at a time.
+    """Sum the attention that replayed queries give to each slot, a few queries at a time.
 
     Args:
         config: of the layer.
         given: keys as attention takes them.
         view: the slots.
-        ask: the queries.
-        earlier: makes them what attention takes.
+        ask: the replayed queries.
+        earlier: converts them to queries for attention.
     """
     spec, kind = config.spec, wide(ask.raw_q.dtype)
     _, _, count, groups, width = ask.raw_q.shape
-    # Logits of a sixteenth of the size of the keys: of all queries at once they would be larger than the cache.
+    # Blocks limit the logits to about a sixteenth of the keys' size; logits of all queries would exceed the cache.
     size = math.gcd(count, 1 << max(0, (width // (16 * groups)).bit_length() - 1))
     keys = whole(given.k, ask.raw_q.dtype)
 
@@ -139,12 +139,12 @@ def asked_again(
 
         def look() -> Array:
             q, place = earlier(jnp.moveaxis(cut(ask.raw_q, 2), 3, 2), position)
-            # With keys in front, or they are turned and copied in each turn of the loop.
+            # Keys come first: otherwise XLA transposes and copies them in each iteration.
             x = jnp.einsum("bhcd,bhgad->bhcga", keys, q, preferred_element_type=kind)
             x = spec.capped(jnp.moveaxis(x, 2, 4))
             bias = spec.bias(place, view.position if given.places is None else given.places[1])
             x = x if bias is None else x + bias
-            # Logits are masked once, and their sums fuse with what they sum, so that little else lies in memory.
+            # Mask logits once: then the sums fuse with their operands, and little else is allocated.
             x = jnp.where(spec.mask(position, view.position)[:, :, None], x, jnp.finfo(kind).min)
             highest = jnp.maximum(config.spread.most_of_slots(x.max(-1, keepdims=True)), jnp.finfo(kind).min / 2)
             shares = jnp.exp(x - highest)
@@ -206,14 +206,16 @@ def near_sums(
     width: Int[Array, "b t"] | None = None,
     most: int = 1,
 ) -> Float[Array, "b h t"]:
-    """What each token of a whole prompt gets from the queries that come soon after it, in blocks along the diagonal.
+    """Sum the attention that each token of a whole prompt gets from queries soon after it.
+
+    The sums are computed in blocks along the diagonal.
 
     Args:
         config: of the layer.
         new: the prompt.
-        lse: of its queries.
-        width: how many of the newest tokens count for each query, itself included; None for itself alone.
-        most: what no width exceeds.
+        lse: log-sum-exp of its queries.
+        width: number of newest tokens that count for each query, itself included; None for itself alone.
+        most: upper bound on `width`.
     """
     (b, h, _, t, _), kind, spec = new.q.shape, lse.dtype, config.spec
     if width is None:

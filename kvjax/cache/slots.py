@@ -1,4 +1,4 @@
-"""What a cache asks of whoever decides, and the order in which tokens leave."""
+"""Ranking of slots by a policy, and the order in which caches evict tokens."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ from pallas_kernels import ranking
 from pallas_kernels.ranking import Protection
 
 TOKEN_BLOCK = 64
-"""Evicted tokens that are decoded at once."""
+"""Evicted tokens that are decoded together."""
 
 
 class Attended(NamedTuple):
-    """What a storage tells of attention over a layer."""
+    """Attention over a layer's slots, with the statistics that the policy requested."""
 
     out: Float[Array, "b h g t e"]
     answers: Any
-    """As the storage has them, for its `fold`."""
+    """Statistics in the storage's own format, for its `fold`."""
 
 
 def last_resort(dtype: DTypeLike) -> float:
-    """A score above all others: the slot leaves only where no slot competes and none is empty."""
+    """Return a score above all others, for slots that leave only if no slot competes and none is empty."""
     return float(jnp.finfo(dtype).max) / 2
 
 
 def scores(policy: Policy, view: View, new: New) -> tuple[Float[Array, "b h c"], Protected]:
-    """How much each slot matters, last resorts above all others, and what protects it.
+    """Return the score of each slot and its protection; last resorts score above all others.
 
-    What the layer's own window has passed is expired, protected or not: no later query sees it. So a layer whose heads
-    may use as many slots as its window is wide holds exactly that window, under any policy.
+    Tokens outside the layer's own window are expired, even if protected, because later queries do not see them. A
+    layer with as many slots per head as its window is wide therefore holds exactly that window, under any policy.
     """
     with jax.named_scope("scores"):
         found, guard = policy.standing(view, new)
@@ -49,12 +49,12 @@ def scores(policy: Policy, view: View, new: New) -> tuple[Float[Array, "b h c"],
 
 
 def windowed(new: New) -> bool:
-    """Whether the layer has a window of its own."""
+    """Return whether the layer has its own sliding window."""
     return new.config is not None and new.config.window is not None
 
 
 def in_window(position: Int[Array, "b h *c"], new: New) -> Bool[Array, "b h *c"]:
-    """Which positions the newest token still sees; all of them in a layer without a window."""
+    """Return a mask of the positions that the newest token still sees: all of them in a layer without a window."""
     if new.config is None or new.config.window is None:
         return jnp.ones(position.shape, bool)
     newest = new.newest.reshape(-1, *(1,) * (position.ndim - 1))
@@ -62,14 +62,17 @@ def in_window(position: Int[Array, "b h *c"], new: New) -> Bool[Array, "b h *c"]
 
 
 def remembered_positions(position: Int[Array, "b h *c"], new: New) -> Int[Array, "b h *c"]:
-    """Positions of what leaves, as `Evicted` has them: -1 for what a layer's window has passed."""
+    """Return positions of evicted tokens for `Evicted`: -1 for tokens outside the layer's window."""
     return jnp.where(in_window(position, new), position, -1)
 
 
 def room(
     policy: Policy, limit: Int[Array, "b h"], new: New, length: Int[Array, " b"] | None = None
 ) -> Int[Array, "b h"]:
-    """Slots that may be used in a text of so many tokens, or as long as it is; all of them where a window bounds it."""
+    """Return the slots that heads may use in a text of `length` tokens, by default `new.length`.
+
+    Heads may use all slots in `limit` if the layer's window bounds the text.
+    """
     found = policy.room(limit, new.length if length is None else length)
     if new.config is None or not new.config.local:
         return found
@@ -77,25 +80,25 @@ def room(
 
 
 def rank(policy: Policy, view: View, new: New) -> Float[Array, "b h c"]:
-    """Order of leaving: expired (-inf) < empty < scores < protected < sinks (+inf)."""
+    """Return ranks, of which the lowest leaves first: expired (-inf) < empty < scores < protected < sinks (+inf)."""
     found, guard = scores(policy, view, new)
     newest, sinks, recent = new.newest[:, None, None], guard.sinks[..., None], guard.recent[..., None]
     return ranking.rank(found, view.position, newest, sinks, recent, guard.keep)
 
 
 def with_newest(ranks: Float[Array, "b h c"], position: Int[Array, "b h c"], new: New) -> Float[Array, "b h c"]:
-    """Return ranks in which the newest token leaves as late as sinks."""
+    """Return ranks that keep the newest token as long as sinks."""
     newest = (position == new.newest[:, None, None]) & (ranks > -jnp.inf)
     return jnp.where(newest, jnp.inf, ranks)
 
 
 class Victim(NamedTuple):
-    """What a new token takes among the slots of all devices that share a head's."""
+    """Slot that a new token takes, chosen among all devices that share a head's slots."""
 
     slot: Int[Array, "b h"]
-    """Here; beyond all that are here where another device has it."""
+    """Number of the slot on this device; the capacity if another device has the slot."""
     position: Int[Array, "b h"]
-    """Of the token in it; -1 where it is empty."""
+    """Position of the token in the slot; -1 if the slot is empty."""
 
 
 def claim(
@@ -106,18 +109,18 @@ def claim(
     keep: Bool[Array, "b h c"] | None,
     shrinks: bool,
 ) -> Int[Array, "3 b h"]:
-    """Which of its slots each head would give to a new token, as one of the devices that share them sees it.
+    """Return the victim among each head's slots on this device, where several devices share the slots.
 
     Args:
-        scores: how much each slot here matters; None where the oldest leaves first.
-        position: the token in each of them.
+        scores: score of each slot on this device; None if the oldest leaves first.
+        position: position of the token in each slot.
         new: one token per row.
-        bounds: of whole heads.
-        keep: slots that never leave, or None.
+        bounds: protection and limit of whole heads.
+        keep: mask of slots that never leave, or None.
         shrinks: as for `pallas_kernels.ranking.victim`.
 
     Returns:
-        The slot's rank, as bits, the position of its token and its number among all slots.
+        Rank of the slot as bits, position of its token, and its number among the slots of all devices.
     """
     last, capacity = jnp.iinfo(jnp.int32).max, position.shape[-1]
     slot = jax.lax.axis_index(SLOTS) * capacity + jnp.arange(capacity, dtype=jnp.int32)
@@ -136,11 +139,11 @@ def claim(
 
 
 def victims_of_all(claims: Int[Array, "m 3 b h"], capacities: Sequence[int]) -> tuple[Victim, ...]:
-    """`pallas_kernels.ranking.victim` among the slots of all devices, for some layers at once.
+    """Return the result of `pallas_kernels.ranking.victim` over the slots of all devices, for several layers together.
 
     Args:
-        claims: of this device, for each layer.
-        capacities: slots of each layer's heads that are here.
+        claims: results of `claim` on this device, for each layer.
+        capacities: slots per head on this device, for each layer.
     """
     last = jnp.iinfo(jnp.int32).max
     least, age, place = jnp.moveaxis(jax.lax.all_gather(claims, SLOTS), 2, 0)
@@ -159,10 +162,10 @@ def victims_of_all(claims: Int[Array, "m 3 b h"], capacities: Sequence[int]) -> 
 def best_first(
     ranks: Float[Array, "b h c"], position: Int[Array, "b h c"], sinks: Int[Array, "b h"] | Int[Array, ""]
 ) -> tuple[Int[Array, "b h c"], Int[Array, "b h"]]:
-    """Slots from the most to the least important one, and how many of them are worth keeping.
+    """Return the slots from the most to the least important one, and how many of them are worth keeping.
 
-    Expired slots leave even when there is room, empty ones are not worth a slot. Of equals the newest stay; sinks come
-    first and in order.
+    Expired and empty slots are not worth keeping, even if there are free slots. The newest of equally ranked tokens
+    come first. Sinks come before all others, in the order of the text.
     """
     worth = (position >= 0) & (ranks > -jnp.inf)
     slots = jnp.broadcast_to(jnp.arange(position.shape[-1], dtype=jnp.int32), position.shape)
@@ -172,10 +175,10 @@ def best_first(
 
 
 def chosen(policy: Policy, view: View, new: New) -> tuple[Int[Array, "b h c"], Int[Array, "b h"]]:
-    """Slots of whole heads from the most to the least important one, and how many of them stay."""
+    """Return the slots of whole heads from the most to the least important one, and how many of them stay."""
     score, guard = policy.standing(view, new)
     ranks, position, score = map(new.spread.all_slots, (rank(policy, view, new), view.position, score))
-    # A step gives the token that it reads a slot, even where protected ones fill the head; so does a block.
+    # The newest token gets a slot, even if protected tokens fill the head, as in a decode step.
     full = (ranks >= ranking.protected(ranks.dtype)).sum(-1, keepdims=True) >= room(policy, view.limit, new)[..., None]
     ranks = jnp.where(full, with_newest(ranks, position, new), ranks)
     order, count = best_first(ranks, position, guard.sinks)
@@ -191,14 +194,17 @@ def chosen(policy: Policy, view: View, new: New) -> tuple[Int[Array, "b h c"], I
 def sum_of_most(
     score: Float[Array, "b h c"], position: Int[Array, "b h c"], value: Array, most: Int[Array, "b #h"]
 ) -> Array:
-    """The values [b h c] of the `most` highest scores summed: [b h]; of equals the newest count, -inf never."""
+    """Sum the values [b h c] of the slots with the `most` highest scores: [b h].
+
+    The newest of equally scored tokens count first. Slots that score -inf never count.
+    """
     ranked, _, value = jax.lax.sort((-score, -position, value), num_keys=2)
     counts = (jnp.arange(score.shape[-1]) < most[..., None]) & (ranked < jnp.inf)
     return jnp.where(counts, value, 0).sum(-1, dtype=value.dtype)
 
 
 def gather(leaf: Array, slots: Int[Array, "b h m"]) -> Array:
-    """The entries of some slots of a buffer [b h c ...]."""
+    """Gather the entries of some slots of a buffer [b h c ...]."""
     return jnp.take_along_axis(leaf, slots.reshape(*slots.shape, *(1,) * (leaf.ndim - 3)), axis=2)
 
 
@@ -211,16 +217,16 @@ def fold_evicted(
     new: New,
     leaving: Bool[Array, "b h c"],
 ) -> PyTree:
-    """What a residual remembers after some slots of a layer leave, decoded a block of them at a time.
+    """Fold evicted slots of a layer into a residual's state, decoding one block of slots at a time.
 
     Args:
-        absorb: the residual's.
-        remembered: its state.
-        policy: of the policy.
+        absorb: the residual's `absorb`.
+        remembered: the residual's state.
+        policy: the policy.
         config: of the layer.
-        view: the slots, before they leave.
-        new: what is being read.
-        leaving: which of them do; what the layer's window has passed is not remembered.
+        view: the slots before eviction.
+        new: the tokens that are being read.
+        leaving: mask of the evicted slots; tokens outside the layer's window are not folded in.
     """
     position = remembered_positions(jnp.where(leaving, view.position, -1), new)
     size = min(TOKEN_BLOCK, view.capacity)
@@ -240,13 +246,13 @@ def fold_evicted(
 
 
 def nothing_evicted(new: New) -> Evicted:
-    """What has left for some new tokens where nobody asks for it."""
+    """Return an `Evicted` without tokens, for callers that do not need evicted pairs."""
     nowhere = jnp.full(new.k.shape[:3], -1, jnp.int32)
     return Evicted(jnp.zeros_like(new.k), jnp.zeros_like(new.v), nowhere, new.layer, new.kernels)
 
 
 def where_read(new: New, after: PyTree, before: PyTree) -> PyTree:
-    """What is remembered after a reading: rows that have read nothing do not change, whatever a score makes of it."""
+    """Return `after` for rows that have read tokens, and `before` for the others, even if a score changes them."""
     reads = new.valid.any(1)
 
     def choose(new_leaf: Array, old_leaf: Array) -> Array:

@@ -1,4 +1,4 @@
-"""What probabilities of attention answer to the questions of a policy's parts."""
+"""Attention statistics that a policy's parts request, computed from attention probabilities."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pallas_kernels.attention import tempered as numerators
 
 
 def answered(asks: PyTree, probs: Float[Array, "b h g 1 c"], position: Int[Array, "b h c"], new: New) -> PyTree:
-    """What is asked of one token per row, from its attention over whole heads."""
+    """Compute the requested statistics of one token per row from its attention over whole heads."""
     leaves, tree = questions(asks)
 
     def answer(ask: Ask) -> Any:
@@ -28,13 +28,13 @@ def answered(asks: PyTree, probs: Float[Array, "b h g 1 c"], position: Int[Array
 
 
 def weighed(ask: Ask, sums: Float[Array, "b h c"]) -> Float[Array, "b h c"]:
-    """A sum over one query, as its weight has it."""
+    """Multiply a sum over one query by the query's weight."""
     assert isinstance(ask, Sums)
     return sums if ask.weights is None else sums * ask.weights.astype(sums.dtype)
 
 
 def over_heads(ask: Ask, found: Float[Array, "b h c"], new: New) -> Float[Array, "b h c"]:
-    """A sum over a KV head's queries, as the question wants it over heads."""
+    """Reduce a sum over a KV head's queries over heads, as the request specifies."""
     assert isinstance(ask, Sums)
     if ask.over not in ("layer", "device"):
         return found
@@ -45,7 +45,7 @@ def over_heads(ask: Ask, found: Float[Array, "b h c"], new: New) -> Float[Array,
 
 
 def drawn(noise: Noise, position: Int[Array, "b h c"], new: New, dtype: DTypeLike) -> Array:
-    """zeta of every slot [b h c], or of every query and slot [b h t c] where each query draws anew."""
+    """Return the noise zeta of every slot [b h c], or of every query and slot [b h t c] if `noise.fresh`."""
     query = new.position if noise.fresh else None
     return hashed.KINDS[noise.kind](hashed.uniform_at(new.seed, new.layer, position, query, new.head).astype(dtype))
 
@@ -53,7 +53,7 @@ def drawn(noise: Noise, position: Int[Array, "b h c"], new: New, dtype: DTypeLik
 def tempered(
     ask: Sums, probs: Float[Array, "b h g t c"], position: Int[Array, "b h c"], new: New
 ) -> Float[Array, "b h g t c"]:
-    """Numerators of the softmax that a question is about."""
+    """Return the numerators of the softmax that a request specifies."""
     tau = jnp.asarray(ask.tau, probs.dtype)
     tau = tau[:, None, None, :, None] if tau.ndim else tau
     if ask.noise is None:
@@ -63,14 +63,14 @@ def tempered(
 
 
 def normalised(shares: Float[Array, "*n c"], total: Float[Array, "*n 1"]) -> Float[Array, "*n c"]:
-    """Shares of a total, none where that is zero."""
+    """Divide shares by their total; return zeros if the total is zero."""
     return jnp.where(total > 0, shares / jnp.where(total > 0, total, 1.0), 0.0)
 
 
 def reduced(
     ask: Sums, probs: Float[Array, "b h g t c"], position: Int[Array, "b h c"], new: New
 ) -> Float[Array, "b h c"]:
-    """The answer of some queries to a question, before it is spread over heads, from their probabilities."""
+    """Compute a requested sum over some queries from their probabilities, before it is reduced over heads."""
     if not ask.plain:
         probs = tempered(ask, probs, position, new)
         probs = normalised(probs, probs.sum(-1, keepdims=True))
@@ -78,7 +78,7 @@ def reduced(
 
 
 def summed(ask: Sums, probs: Float[Array, "b h g t c"]) -> Float[Array, "b h c"]:
-    """Shares of attention summed over groups and queries."""
+    """Sum attention over groups and queries."""
     if ask.group == "max":
         probs = probs.max(2)
     elif ask.weights is None:

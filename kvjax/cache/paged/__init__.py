@@ -1,1 +1,1 @@
-"""Slots on pages, for heads with budgets of their own."""
+"""Paged caches, for heads with individual budgets."""

@@ -1,4 +1,4 @@
-"""What stays of a prompt where every head has a cache of its own size: chosen head by head, then packed into pages."""
+"""Paged caches of a prompt: tokens are selected head by head, then packed into pages."""
 
 from __future__ import annotations
 
@@ -13,33 +13,33 @@ from kvjax.policies.policy import Policy
 from kvjax.types import LayerConfig, New, View
 
 PAGE_BLOCK = 64
-"""Pages whose keys and values are read together, at most."""
+"""Maximal number of pages whose keys and values are read together."""
 
 
 class Selected(struct.PyTreeNode):
-    """A layer's prompt and what of it is going to stay."""
+    """Prompt of a layer, and the selection of its tokens that stay."""
 
     view: View
-    """All of the prompt; `limit` is what each head calls for."""
+    """Slots of the whole prompt; `limit` holds the slots that each head requests."""
     order: Int[Array, "b h c"]
-    """Slots from the most to the least important one."""
+    """Slots, from the most to the least important one."""
     count: Int[Array, "b h"]
-    """How many of them stay."""
+    """Number of slots that stay."""
 
 
 def select(policy: Policy, config: LayerConfig, view: View, new: New) -> tuple[Selected, Bool[Array, "b h c"]]:
-    """Decide what stays of a prompt, head by head, before there is a place for it.
+    """Select the tokens of a prompt that stay, head by head, before pages are allocated.
 
     Returns:
-        The decision, and which slots leave.
+        The selection, and a mask of the slots that leave.
     """
     order, count = slots.chosen(policy, view, new)
     leaving = view.live & (jnp.argsort(order, axis=-1) >= count[..., None])
     if policy.ends:
-        # A head gets one more token at a time: what it could never fill is not set aside.
+        # A head gets one token per step: do not allocate slots that it cannot fill.
         view = view.replace(limit=jnp.minimum(view.limit, count + (new.end - new.read)[:, None]))
     if policy.codec.ordered:
-        # Those behind a token that leaves move up.
+        # Tokens behind an evicted one move up.
         staying = view.replace(position=jnp.where(leaving, -1, view.position))
         after = policy.codec.settle(staying, new)
         view = after.replace(position=view.position)
@@ -56,15 +56,15 @@ def pack(
     most: int,
     devices: tuple[int, int] = (1, 1),
 ) -> Paged:
-    """The pool that holds what was selected.
+    """Pack selected tokens into a pool of pages.
 
     Args:
-        selected: for each layer.
-        owner: from `table`, as the next three; where several devices have pools, one's part of it.
-        first: which of its head's slots a page begins with.
-        start: the first page of each layer.
+        selected: selection of each layer.
+        owner: from `table`, like `first`, `start` and `most`; one device's part if several devices have pools.
+        first: first slot of each page, counted within its head.
+        start: first page of each layer.
         page_size: slots in a page.
-        most: slots that no head exceeds.
+        most: upper bound on slots per head.
         devices: as for `table`.
     """
 

@@ -1,4 +1,4 @@
-"""Who leaves in heads whose slots lie on pages: the lowest rank of each head, found a block of pages at a time."""
+"""Eviction candidates on pages: the lowest-ranked slot of each head, found one block of pages at a time."""
 
 from __future__ import annotations
 
@@ -11,33 +11,33 @@ from kvjax.types import New
 from pallas_kernels.ranking import protected
 
 NOBODY = jnp.iinfo(jnp.int32).max
-"""The slot of who has none, beyond all others."""
+"""Slot number that means no slot; larger than all others."""
 
 Choice = tuple[Float[Array, " o"], Int[Array, " o"], Int[Array, " o"]]
-"""Rank, position and slot of one token of each owner."""
+"""Rank, position and slot of one token per owner."""
 
 
 class Contest(NamedTuple):
-    """Whose slot may be had in each head."""
+    """Eviction candidates of each head."""
 
     rest: Choice
-    """The lowest of those that do not compete: an empty slot, or a token that leaves last or never."""
+    """Lowest-ranked slot that does not compete: an empty one, or one whose token leaves last or never."""
     weakest: Choice
-    """The lowest of those that compete."""
+    """Lowest-ranked slot that competes."""
     surplus: Int[Array, " o"]
-    """The weakest one has to leave if this is above 0, and others with it only if it is above 1."""
+    """Above 0 if the weakest token must leave, and above 1 if others must leave as well."""
 
 
 def owned(owner: Int[Array, " p"], valid: Bool[Array, " p"], owners: int) -> Bool[Array, "o p"]:
-    """Which pages are whose."""
+    """Return a mask of the pages of each owner."""
     return (owner == jnp.arange(owners)[:, None]) & valid
 
 
 def victim(contest: Contest, new: New) -> Int[Array, "b h"]:
-    """The slot, counted over the whole pool, that the next token takes in each head; beyond them for padding.
+    """Return the slot that the next token takes in each head, numbered over the whole pool; `NOBODY` for padding.
 
-    Where the places of tokens that compete are limited, the weakest leaves when it has none; otherwise an empty slot is
-    taken, or the oldest token kept as a last resort, or the weakest after all.
+    If a quota bounds the competing tokens, the weakest of them leaves when it is outside the quota. Otherwise the new
+    token takes an empty slot, else that of the oldest token kept as a last resort, else that of the weakest token.
     """
     rest, weakest, surplus = contest
     competes = (surplus > 0) | ((rest[0] >= protected(rest[0].dtype)) & (weakest[2] < NOBODY))
@@ -48,7 +48,7 @@ def victim(contest: Contest, new: New) -> Int[Array, "b h"]:
 def lowest(
     allowed: Bool[Array, "p s"], ranks: Array, position: Array, flat: Array, members: Bool[Array, "o p"]
 ) -> Choice:
-    """Each owner's lowest rank, of equals the oldest."""
+    """Return each owner's lowest-ranked token, the oldest of equals."""
     low = jnp.where(allowed, ranks, jnp.inf)
     best = low.min(1)
     tied = allowed & (low == best[:, None])
@@ -64,6 +64,6 @@ def lowest(
 
 
 def better(a: Choice, b: Choice) -> Choice:
-    """Of each owner the lower one, or the older one of equals."""
+    """Return the lower-ranked of two tokens per owner, the older of equals."""
     second = (b[0] < a[0]) | ((b[0] == a[0]) & (b[1] < a[1]))
     return tuple(jnp.where(second, y, x) for x, y in zip(a, b, strict=True))  # type: ignore[return-value]

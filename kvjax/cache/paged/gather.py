@@ -1,4 +1,4 @@
-"""Rows of pools of pages, taken out and put together again; which pages are theirs is read on the host."""
+"""Gathering rows from pools of pages into one pool; page tables are read on the host."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ P = TypeVar("P", bound=Pages)
 
 
 def gathered(pools: Sequence[P], rows: Sequence[tuple[int, int]]) -> P:
-    """The pool of some rows of pools with pages of one size; each row as (which pool, which of its rows)."""
+    """Gather rows, given as (pool, row in it), from pools with equal page sizes into one pool."""
     devices = pools[0].devices
     if any(pool.devices != devices for pool in pools):
         raise ValueError("rows of a state on one mesh do not fit a state on another one; read both on the same.")
@@ -33,7 +33,7 @@ def gathered(pools: Sequence[P], rows: Sequence[tuple[int, int]]) -> P:
     layers, heads, here = len(pools[0].limit), pools[0].limit[0].shape[1] // devices[1], len(rows) // devices[0]
     tables = [tuple(on_host(x).reshape(*devices, -1) for x in (pool.owner, pool.first, pool.start)) for pool in pools]
     owned = [pool.limit[0].shape[0] // devices[0] for pool in pools]
-    # A device gathers from all pages of its heads: those of one pool behind the other's.
+    # A device gathers from all pages of its heads; the pages of the pools are concatenated.
     counts = [first.shape[-1] for _, first, _ in tables]
     before = np.concatenate([[0], np.cumsum(counts) * devices[0]])
     sources, owners, starts = [], [], []
@@ -84,7 +84,7 @@ def _moved(
     *table: Int[Array, " n"],
     mesh: Mesh | None,
 ) -> tuple[PyTree, ...]:
-    """The pages at an index of pools, beside the table of them; on a mesh each device's."""
+    """Gather the indexed pages of pools, and return them with their table; on a mesh, for each device."""
 
     def here(held: list[PyTree], real: Array, index: Array, *table: Array) -> tuple[PyTree, ...]:
         def pages_of(*leaves: Array) -> Array:

@@ -1,9 +1,9 @@
-"""Heads with caches of their own sizes: one pool of pages for all layers, rows and heads.
+"""Pages for heads with caches of individual sizes: one pool for all layers, rows and heads.
 
-A page holds some slots of one head; the pages of a head, and those of a layer, lie side by side. Every page is one
-flash-decoding split, and what belongs to one head is merged by the page's owner, so nothing is gathered or padded. A
-layer's pages are visited in blocks, from its first to its last, both known only at run time: one program serves
-every prompt whose pool has the same number of pages.
+A page holds slots of one head. The pages of a head are contiguous, and so are those of a layer. Each page is one
+flash-decoding split, and results of pages are merged by owner, without gathering or padding. Blocks of pages are
+visited from a layer's first page to its last; both are known only at run time. One program therefore serves all prompts
+whose pools have the same number of pages.
 """
 
 from __future__ import annotations
@@ -22,34 +22,34 @@ from kvjax.types import KV, Heads, New, Parts, PyTree, View, setting
 from kvjax.utils.processes import on_host
 
 VIEW_BLOCK = 256
-"""Pages whose positions and scores are looked at together, at most: they are small."""
+"""Maximal number of pages whose positions and scores are processed together; they are small."""
 
 
 class Pages(struct.PyTreeNode):
-    """The caches of a whole model: P pages of s slots each."""
+    """Caches of a whole model: P pages of s slots each."""
 
     kv: KV
-    """k, v [P s d]"""
+    """Keys and values [P s d]."""
     position: Int[Array, "P s"]
-    """Original position of the token in each slot; -1 = empty."""
+    """Original position of the token in each slot; -1 for empty slots."""
     slots: Parts
-    """What the parts remember of each slot: leaves [P s ...]."""
+    """States of the policy's parts for each slot: leaves [P s ...]."""
     owner: Int[Array, " P"]
-    """Which (row, KV head) a page belongs to: row * heads + head."""
+    """Row and KV head that own each page: row * heads + head."""
     first: Int[Array, " P"]
-    """Which of its head's slots a page begins with."""
+    """First slot of each page, counted within its head."""
     start: Int[Array, " layers_and_1"]
-    """The first page of each layer, and the end of the last."""
+    """First page of each layer, and the end of the last layer."""
     state: tuple[Parts, ...]
-    """For each layer what the parts remember of it: leaves [b h ...]."""
+    """States of the policy's parts for each layer: leaves [b h ...]."""
     limit: tuple[Int[Array, "b h"], ...]
-    """For each layer the slots that each head may use."""
+    """Slots that each head may use, for each layer."""
     logits: Float[Array, "P_or_more g s"] | None = None
-    """Where a step keeps those of one layer after another; None between steps."""
+    """Buffer for attention logits during a step, which layers reuse one after another; None between steps."""
     most: int = setting(0)
-    """Slots that no head exceeds, of few different sizes, as programs depend on it."""
+    """Upper bound on slots per head, rounded to few different sizes because programs depend on it."""
     devices: tuple[int, int] = setting((1, 1))
-    """Among how many devices rows and KV heads lie: pools of their own, one behind the other, as are their tables."""
+    """Numbers of devices that shard rows and KV heads; their pools are concatenated, and so are their tables."""
 
     @property
     def page_size(self) -> int:
@@ -57,37 +57,37 @@ class Pages(struct.PyTreeNode):
         return self.position.shape[1]
 
     def heads(self, layer: int) -> Heads:
-        """What is known of a layer's heads as wholes."""
+        """Return the limits and states of a layer's heads."""
         return Heads(self.limit[layer], self.state[layer])
 
     def put_state(self, layer: int, **state: PyTree) -> Self:
-        """With what some parts remember of a layer, by the parts' names."""
+        """Replace states of some parts for a layer, given by the parts' names."""
         changed = self.state[layer].replace(**state)
         return self.replace(state=(*self.state[:layer], changed, *self.state[layer + 1 :]))
 
     @property
     def slots_dtype(self) -> Any:
-        """Of the numbers that attention is computed from."""
+        """Dtype of the numbers that attention is computed from."""
         return next(leaf.dtype for leaf in jax.tree.leaves(self.kv) if jnp.issubdtype(leaf.dtype, jnp.floating))
 
     def over_pages(
         self, layer: int, look: Callable[[Any, Array, Array], Any], carry: Any, block: int = VIEW_BLOCK
     ) -> Any:
-        """Fold `look(carry, at, valid)` over a layer's pages: blocks start at page `at`, `valid` masks new pages."""
+        """Fold `look(carry, at, valid)` over blocks of a layer's pages from `at` on; `valid` marks unvisited pages."""
         pages = self.owner.shape[0]
         size = min(block, pages)
         start, end = self.start[layer], self.start[layer + 1]
 
         def look_at(i: Array, carry: Any) -> Any:
             wanted = start + i * size
-            at = jnp.minimum(wanted, pages - size)  # the last block of the pool looks back
+            at = jnp.minimum(wanted, pages - size)  # the pool's last block overlaps the one before
             page = at + jnp.arange(size)
             return look(carry, at, (page >= wanted) & (page < end))
 
         return jax.lax.fori_loop(0, (end - start + size - 1) // size, look_at, carry)
 
     def view(self, layer: int, new: New, at: Array | int, count: int) -> tuple[View, New, Int[Array, " p"]]:
-        """A block of pages as a part sees it: a layer with a page in each row and one head."""
+        """Return a block of pages as a layer with one page per row and one head, their tokens, and their owners."""
         heads = new.k.shape[1]
         owner = jax.lax.dynamic_slice_in_dim(self.owner, at, count)
         row = owner // heads
@@ -112,22 +112,22 @@ class Pages(struct.PyTreeNode):
         return view, new.replace(**of_heads, **of_rows, head=(first + owner % heads)[:, None]), owner
 
     def limits(self) -> tuple[Int[Array, "b h"], ...]:
-        """For each layer the slots that each head may use."""
+        """Return the slots that each head may use, for each layer."""
         return self.limit
 
     def states(self) -> tuple[Parts, ...]:
-        """For each layer what the parts remember of its heads."""
+        """Return the states of the policy's parts for each layer's heads."""
         return self.state
 
     def stored_positions(self) -> Int[Array, "P s"]:
-        """Positions as they are stored, to be collected inside of a loop."""
+        """Return positions as stored, for collection inside a loop."""
         return self.position
 
     def positions(self, stored: Any = None) -> list[np.ndarray]:
-        """For each layer the position in each slot [b h c], -1 where there is none, on the host.
+        """Return the position in each slot [b h c] of each layer on the host, -1 for empty slots.
 
         Args:
-            stored: another moment's `stored_positions`; None for now.
+            stored: `stored_positions` of an earlier step; None for the current ones.
         """
         pools = int(np.prod(self.devices))
         held = self.position if stored is None else stored
@@ -147,7 +147,7 @@ class Pages(struct.PyTreeNode):
         return layers
 
     def unpack(self) -> Dense:
-        """All layers in buffers of `most` slots for each head."""
+        """Return all layers in dense buffers of `most` slots per head."""
         return Dense(tuple(self._layer(index) for index in range(len(self.limit))))
 
     def _layer(self, index: int) -> View:
@@ -163,7 +163,7 @@ class Pages(struct.PyTreeNode):
         return View(self.limit[index], self.state[index], kv, position, remembered)
 
     def _flat(self, index: int) -> tuple[Int[Array, " n"], Bool[Array, " n"]]:
-        # Where each head's slots lie in the pool, `most` of them, and which of these there are.
+        # Returns pool indices of `most` slots per head, and a mask of the slots that exist.
         owners = self.limit[index].size
         page = jnp.arange(len(self.owner))
         mine = (page >= self.start[index]) & (page < self.start[index + 1])

@@ -1,4 +1,4 @@
-"""What attention over pages answers to the questions of a score, a block of pages at a time."""
+"""Attention statistics over pages for a score's requests, one block of pages at a time."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ from pallas_kernels.paged_attention.types import Paged as Found
 
 
 class PageAnswers(NamedTuple):
-    """What the answers of a step on pages are made of, page by page."""
+    """Attention results of a step, from which the statistics of each page are computed."""
 
     logits: Float[Array, "P_or_more g s"]
     lse: Float[Array, "o g"]
     totals: tuple[Any, ...]
-    """For each question the sum of its own softmax's numerators [o g], or None."""
+    """Sum of the numerators of each request's own softmax [o g], or None."""
     visible: Int[Array, " o"] | None
-    """How many keys each head's query saw, where that was asked for."""
+    """Number of keys that each head's query saw, if requested."""
 
 
 def page_answers(pool: Pages, layer: int, new: New, asks: PyTree, found: Found) -> PageAnswers:
-    """What attention over a layer's pages found, as `of_pages` takes it.
+    """Collect the results of attention over a layer's pages for `of_pages`.
 
     Args:
         pool: the pages.
-        layer: which one.
-        new: a token per row.
-        asks: a tree of questions.
-        found: from `paged_attention`.
+        layer: its index.
+        new: one token per row.
+        asks: tree of requested statistics.
+        found: result of `paged_attention`.
     """
     lse = found.lse.reshape(-1, found.lse.shape[-1])
-    lse = jnp.where(lse > -jnp.inf, lse, jnp.inf)  # who sees nothing gives nothing
+    lse = jnp.where(lse > -jnp.inf, lse, jnp.inf)  # queries that see no key contribute 0
     counts = any(isinstance(ask, Probs) for ask in questions(asks)[0])
     visible = _visible(pool, layer, found.logits, lse) if counts else None
     return PageAnswers(found.logits, lse, _totals(pool, layer, new, asks, found.logits, lse), visible)
@@ -47,16 +47,16 @@ def page_answers(pool: Pages, layer: int, new: New, asks: PyTree, found: Found) 
 def of_pages(
     asks: PyTree, answers: PageAnswers, view: View, seen: New, at: Array, owner: Int[Array, " p"], new: New
 ) -> PyTree:
-    """The answers to a tree of questions about a block of pages.
+    """Compute the requested statistics of a block of pages.
 
     Args:
-        asks: the questions.
-        answers: of the layer.
-        view: the pages, one in each row.
-        seen: the new tokens, in the rows of their pages.
-        at: the first page.
-        owner: whose the pages are.
-        new: the new tokens.
+        asks: tree of requested statistics.
+        answers: attention results of the layer.
+        view: the pages, one per row.
+        seen: the new tokens, with the rows of `view`.
+        at: index of the first page.
+        owner: owner of each page.
+        new: the new tokens, with the batch's rows.
     """
     leaves, tree = questions(asks)
     probs = _probabilities(answers.logits, answers.lse, at, owner, len(owner))
@@ -76,7 +76,7 @@ def of_pages(
 
 
 def _totals(pool: Pages, layer: int, new: New, asks: PyTree, logits: Array, lse: Array) -> tuple[Any, ...]:
-    # Softmaxes of their own are normalised over all of a head's pages: one pass more, over logits alone.
+    # A request's own softmax is normalised over all pages of a head, which takes another pass over the logits.
     leaves = questions(asks)[0]
     wanted = [isinstance(ask, Sums) and not ask.plain for ask in leaves]
     if not any(wanted):
@@ -91,7 +91,7 @@ def _totals(pool: Pages, layer: int, new: New, asks: PyTree, logits: Array, lse:
             if total is None:
                 return None
             shares = tempered(_question_of_pages(ask, owner, new), probs, view.position, seen)[:, 0, :, 0].sum(-1)
-            # Other layers' pages hold other layers' logits.
+            # Mask pages of other layers, which hold logits of those layers.
             return total + jnp.einsum("op,pg->og", members, jnp.where(valid[:, None], shares, 0.0))
 
         return tuple(more(total, ask) for total, ask in zip(carry, leaves, strict=True))
@@ -100,7 +100,7 @@ def _totals(pool: Pages, layer: int, new: New, asks: PyTree, logits: Array, lse:
 
 
 def _visible(pool: Pages, layer: int, logits: Array, lse: Array) -> Int[Array, " o"]:
-    # How many keys each head's query saw.
+    # Counts the keys that each head's query saw.
     def count(carry: Array, at: Array, valid: Array) -> Array:
         owner = jax.lax.dynamic_slice_in_dim(pool.owner, at, len(valid))
         probs = _probabilities(logits, lse, at, owner, len(valid))
@@ -115,7 +115,7 @@ def _probabilities(logits: Array, lse: Array, at: Array, owner: Array, count: in
 
 
 def _question_of_pages(ask: Sums, owner: Int[Array, " p"], new: New) -> Sums:
-    """A question about rows and heads as one about pages."""
+    """Convert a request about rows and heads to one about pages."""
     rows, heads = new.k.shape[:2]
     tau = ask.tau if isinstance(ask.tau, float) else ask.tau[owner // heads]
     weights = ask.weights

@@ -1,4 +1,4 @@
-"""A storage whose heads have caches of their own sizes, on pages."""
+"""Paged storage, whose heads have caches of individual sizes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from pallas_kernels.paged_attention import paged_attention
 
 
 class Paged(Pages):
-    """The caches of a whole model on pages."""
+    """Caches of a whole model on pages."""
 
     def exchange(
         self,
@@ -38,7 +38,7 @@ class Paged(Pages):
         new: New,
         absorb: Callable[[PyTree, Evicted], PyTree] | None = None,
     ) -> tuple[Paged, Evicted]:
-        """One new token per row in the slot that ranks lowest of each head; see `Dense.exchange`."""
+        """Write one new token per row into the lowest-ranked slot of each head; see `Dense.exchange`."""
         codec = policy.codec
         pool, contest = self._shrunk(policy, config, layer, new, absorb)
         heads = pool.heads(layer)
@@ -62,7 +62,7 @@ class Paged(Pages):
         asks: Callable[[Heads], PyTree],
         absorb: Callable[[PyTree, Evicted], PyTree] | None = None,
     ) -> None:
-        """None: no kernel does both on pages; see `Dense.exchange_and_attend`."""
+        """Return None: no kernel evicts and attends on pages in one pass; see `Dense.exchange_and_attend`."""
 
     def _shrunk(
         self,
@@ -72,7 +72,7 @@ class Paged(Pages):
         new: New,
         absorb: Callable[[PyTree, Evicted], PyTree] | None,
     ) -> tuple[Paged, Contest]:
-        """Without all but the last of the tokens that have to leave a head, and whose slot the last one has."""
+        """Evict tokens until each head must evict at most one more, and return the candidates for it."""
         start = self._contest(policy, layer, new)
         if not policy.shrinks:
             return self, start
@@ -81,7 +81,7 @@ class Paged(Pages):
             slot = jnp.where(contest.surplus > 1, contest.weakest[2], NOBODY).reshape(new.k.shape[:2])
             return jnp.where(new.valid[:, :1], slot, NOBODY)
 
-        # Only positions, the queue and what is remembered go through the loop: a pool that did would be copied.
+        # The loop carries only positions, the order of slots and states: XLA would copy a carried pool.
         def small(pool: Paged) -> tuple[PyTree, ...]:
             known = pool.state[layer]
             return pool.position, pool.slots.codec, known.codec, known.residual
@@ -181,7 +181,7 @@ class Paged(Pages):
         return Contest(rest, weakest, jnp.where(weakest[2] < NOBODY, place - places.most.reshape(-1), 0))
 
     def _write_slots(self, slot: Int[Array, "b h"], added: dict[str, PyTree]) -> Paged:
-        """With one new entry per head over a slot; a slot out of bounds writes nothing."""
+        """Write one new entry per head into a slot; entries for slots out of bounds are dropped."""
         flat = slot.reshape(-1)
 
         def write(leaf: Array, value: Array) -> Array:
@@ -204,7 +204,7 @@ class Paged(Pages):
         *,
         block: bool = False,
     ) -> tuple[Paged, Attended]:
-        """Attention of one new token per row over the pages of its heads; see `Dense.attend`."""
+        """Attend from one new token per row to the pages of its heads; see `Dense.attend`."""
         assert selection is None and not block and not any(isinstance(ask, Again) for ask in questions(asks)[0])
         known = self.heads(layer)
         every = View(known.limit, known.state, self.kv, self.position, self.slots)
@@ -229,11 +229,11 @@ class Paged(Pages):
         return self.replace(logits=found.logits), Attended(partial.out, answers)
 
     def with_scores(self, layer: int, out: Array) -> tuple[Paged, Array]:
-        """Attention as it is: all layers' scores lie in one pool, which passes from one to the next."""
+        """Return the arguments unchanged: scores of all layers are in one pool, which layers update in turn."""
         return self, out
 
     def fold(self, policy: Policy, layer: int, asks: PyTree, answers: PageAnswers, new: New) -> Paged:
-        """After the score has heard what it asked for, a block of pages at a time."""
+        """Update scores with the requested statistics, one block of pages at a time."""
 
         def look(score: PyTree, at: Array, valid: Array) -> PyTree:
             view, seen, owner = self.replace(slots=self.slots.replace(score=score)).view(layer, new, at, len(valid))
@@ -245,16 +245,16 @@ class Paged(Pages):
         return self.replace(slots=self.slots.replace(score=score))
 
     def open(self, policy: Policy, configs: Sequence[LayerConfig], ahead: Callable[[int], New]) -> Paged:
-        """As a step over all layers begins with it; see `Dense.open`."""
+        """Allocate logits for a step over all layers; see `Dense.open`."""
         kind = wide(self.slots_dtype)
         return self.replace(logits=jnp.zeros((len(self.owner), configs[0].groups, self.page_size), kind))
 
     def close(self) -> Paged:
-        """As it waits for the next step."""
+        """Drop the logits at the end of a step."""
         return self.replace(logits=None)
 
     def pack(self, dense: Dense) -> Paged:
-        """With the slots of an `unpack`ed storage, as far as the heads' limits go."""
+        """Return a pool with the slots and states of an `unpack`ed storage, up to the heads' limits."""
         pool = self
         for index, view in enumerate(dense.layers):
             flat, real = self._flat(index)
@@ -272,18 +272,18 @@ class Paged(Pages):
         return pool
 
     def take(self, index: Int[np.ndarray, " m"]) -> Paged:
-        """Some rows, in any order; which pages are theirs is read on the host."""
+        """Select rows, in any order; the page table is read on the host."""
         return gathered([self], [(0, int(row)) for row in index])
 
     def put(self, index: Int[np.ndarray, " m"], rows: Paged) -> Paged:
-        """With some rows replaced: the pool grows or shrinks with what they hold."""
+        """Replace some rows; the pool grows or shrinks with their number of pages."""
         size = min(self.page_size, rows.page_size)
         chosen = {int(row): (1, place) for place, row in enumerate(index)}
         count = self.limit[0].shape[0]
         return gathered([self._split(size), rows._split(size)], [chosen.get(row, (0, row)) for row in range(count)])
 
     def _split(self, size: int) -> Paged:
-        # The same slots in smaller pages.
+        # Returns the same slots in smaller pages.
         parts = self.page_size // size
         if parts == 1:
             return self
@@ -298,18 +298,18 @@ class Paged(Pages):
 
 
 class Taken(NamedTuple):
-    """What lies in one slot of each head."""
+    """Content of one slot of each head."""
 
     kv: KV | None
-    """None where nobody asked."""
+    """Stored pair; None if not requested."""
     left: Int[Array, "b h"]
-    """Position; -1 where there is none."""
+    """Position of the token; -1 if there is none."""
     place: Int[Array, "b h"] | None
-    """In the queue, where slots know their order."""
+    """Place in the order of slots, if the codec tracks it."""
 
 
 def write_pages(room: Array, value: Array, at: Array, valid: Bool[Array, " p"]) -> Array:
-    """What all pages hold, with a block's in place of it from page `at` on where `valid`."""
+    """Write a block of pages over all pages, from page `at` on, where `valid`."""
     mask = valid.reshape(-1, *(1,) * (room.ndim - 1))
     return jax.lax.dynamic_update_slice_in_dim(
         room, jnp.where(mask, value, jax.lax.dynamic_slice_in_dim(room, at, len(valid))), at, 0

@@ -1,4 +1,4 @@
-"""Which page belongs to which head, laid out on the host."""
+"""Page tables, which assign pages to heads, built on the host."""
 
 from __future__ import annotations
 
@@ -9,18 +9,21 @@ from jaxtyping import Int
 
 
 def page_slots(tokens: int) -> int:
-    """Slots in a page for texts of up to so many tokens: small enough that a head's last page wastes little."""
+    """Return the slots in a page for texts of up to `tokens` tokens: few, so that a head's last page wastes little."""
     return 16 if tokens <= 256 else 32 if tokens <= 512 else 64
 
 
 def round_pages(pages: int) -> int:
-    """Pages in the pool: the next multiple of a sixteenth of the next lower power of two, at most 6.25% more."""
+    """Round up the number of pages in a pool, by at most 6.25%.
+
+    The result is the next multiple of a sixteenth of the next lower power of two.
+    """
     unit = max(1, 1 << (max(1, pages).bit_length() - 5)) if pages >= 16 else 1
     return -(-pages // unit) * unit
 
 
 class Table(NamedTuple):
-    """Which page is whose; where several devices have pools of their own, their tables one behind the other."""
+    """Page table of a pool; if several devices have pools, their tables are concatenated."""
 
     owner: Int[np.ndarray, " P"]
     first: Int[np.ndarray, " P"]
@@ -29,12 +32,12 @@ class Table(NamedTuple):
 
 
 def table(limits: Int[np.ndarray, "layers b h"], page_size: int, devices: tuple[int, int] = (1, 1)) -> Table:
-    """Pages for all heads.
+    """Assign pages to all heads.
 
     Args:
         limits: slots that each head may use.
         page_size: slots in a page.
-        devices: among how many rows and heads lie.
+        devices: numbers of devices that shard rows and heads.
     """
     parts = [of_head for of_row in np.split(limits, devices[0], 1) for of_head in np.split(of_row, devices[1], 2)]
     pages = [-(-part.reshape(len(part), -1) // page_size) for part in parts]
