@@ -18,6 +18,7 @@ from kvjax import generate
 from kvjax.methods import PAPERS, PLANS, REGISTRY, RESIDUALS, SELECTIONS, describe
 from kvjax.methods.combine import combine
 from kvjax.methods.h2o import Accumulated
+from kvjax.methods.notation import compared
 from kvjax.methods.register import register, register_part
 from kvjax.policies.allocation import Uniform
 
@@ -166,3 +167,13 @@ def test_a_name_has_one_owner_and_a_group_that_exists() -> None:
 def test_every_registered_name_has_one_paper() -> None:
     of_papers = [name for papers in PAPERS.values() for name in papers]
     assert sorted(of_papers) == list(REGISTRY) == sorted(REGISTRY)
+
+
+def test_settings_of_a_comparison_reach_every_policy_that_has_them() -> None:
+    made = compared("less,lsh_e,full,less[base=tova]", {}, {"recent": 5, "bits": 8})
+    assert list(made) == ["less[recent=5]", "lsh_e[recent=5,bits=8]", "full", "less[base=tova,recent=5]"]
+    assert all(policy.protection.recent == 5 for label, policy in made.items() if label != "full")
+    with pytest.raises(ValueError, match="policy 'full' has no setting 'nope'"):
+        compared("full[nope=3]", {}, {})
+    with pytest.raises(ValueError, match="--set bits: none of the policies less has this setting"):
+        compared("less", {}, {"bits": 8})

@@ -99,16 +99,16 @@ def compared(
         ValueError: a name is unknown, no policy takes a setting, or parts are incompatible.
     """
     named = {text.strip(): parse_policy(text) for text in re.split(r",(?![^\[]*\])", texts)}
-    known = {name: _known(name) for name, _, _ in named.values()}
+    known = {label: _known(each) for label, each in named.items()}
     for setting in settings:
-        if "." not in setting and not any(its is None or "base" in its or setting in its for its in known.values()):
+        if "." not in setting and not any(its is None or setting in its for its in known.values()):
             raise ValueError(f"--set {setting}: none of the policies {texts} has this setting.")
     made: dict[str, Policy] = {}
     for label, each in named.items():
         if each.name == "full" and not each.parts:
-            made["full"] = policy("full")
+            made["full"] = each.made({}, {})
             continue
-        its = known[each.name]
+        its = known[label]
         own = {key: value for key, value in settings.items() if "." in key or its is None or key in its}
         more = [name for kind, name in parts.items() if name is not None and kind not in each.parts]
         head, bracket, inside = label.partition("[")
@@ -123,8 +123,10 @@ def compared(
     return made
 
 
-def _known(name: str) -> dict[str, Any] | None:
-    """Return a policy's settings and defaults; None for a user-defined one, which checks them itself."""
-    if name in REGISTRY:
-        return settings_of(name)
-    return None if ".py:" in name else {}
+def _known(named: Named) -> dict[str, Any] | None:
+    """Return a policy's settings and defaults, its base's included; None for a user-defined one, which checks them."""
+    if named.name not in REGISTRY:
+        return None if ".py:" in named.name else {}
+    its = settings_of(named.name)
+    base = named.settings.get("base", its.get("base"))
+    return its | (settings_of(base) if base in REGISTRY else {})
