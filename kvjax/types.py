@@ -237,7 +237,7 @@ class Spread:
         balances the work. Indices beyond the last token fill the last turn.
 
         Args:
-            tokens: tokens of the whole text.
+            tokens: tokens of the block of text.
             block: consecutive tokens of one device in a turn.
         """
         if self.queries == 1:
