@@ -60,9 +60,9 @@ def prefill(
         tokens: prompts [b, n], padded on the right; or a list of lists of unequal lengths.
         budget: slots per KV head, that of the token being read included; or a fraction, per row; or slots for each
             layer. A paper that attends over budget + 1 slots and then evicts has one slot more at the same number.
-            Omit it for policies that decide how many slots each head needs. In a model some of whose layers see
-            further, a layer with a window keeps that window under any policy once the text is longer than it. The
-            budget applies to the other layers.
+            Omit the budget for policies that decide how many slots each head needs. If other layers of the model see
+            further, a layer with a window keeps that window under any policy once the text exceeds it. The budget
+            applies to the other layers.
         lengths: tokens of each prompt [b], 1 to n; None if none is padded.
         max_new_tokens: planned number of generated tokens; fractions, schedules, the full cache and length-dependent
             RoPE depend on it.
