@@ -1,4 +1,4 @@
-"""What travels between models, caches and policies."""
+"""Types shared by models, caches and policies."""
 
 from __future__ import annotations
 
@@ -25,41 +25,41 @@ PyTree = Any
 
 
 def setting(default: Any) -> Any:
-    """A hyperparameter of a part: of the compiled program, not of the data."""
+    """Declare a static hyperparameter of a part: each value compiles its own program."""
     return struct.field(pytree_node=False, default=default, metadata={"setting": True})
 
 
 def number(default: Any) -> Any:
-    """A hyperparameter that programs take as an argument: another number, if as whole as this one, takes the same."""
+    """Declare a traced hyperparameter: a program takes it as an argument and serves all values of one dtype."""
     return struct.field(default=default, metadata={"setting": True})
 
 
 def derived(default: Any) -> Any:
-    """What `__post_init__` makes of hyperparameters, of the compiled program as a `setting` is."""
+    """Declare a field that `__post_init__` computes from hyperparameters; it is static, as a `setting` is."""
     return struct.field(pytree_node=False, default=default, metadata={"setting": False}, repr=False)
 
 
 def setting_names(part: Any) -> list[str]:
-    """Names of the hyperparameters of a part or of its class."""
+    """Return the names of the hyperparameters of a part or of its class."""
     described = ((field.name, field.metadata) for field in dataclasses.fields(part))
     return [name for name, how in described if how.get("setting", not how.get("pytree_node", True))]
 
 
 def written(*values: object) -> bool:
-    """Whether numbers are those that a user wrote, and not what stands for them in a program or another pytree."""
+    """Return whether all values are a user's own, rather than tracers or other leaves of a pytree."""
     return all(value is None or isinstance(value, (int, float, str, tuple, list, np.generic)) for value in values)
 
 
 def is_share(value: Any) -> bool:
-    """Whether a number, or what stands for it in a program, is a share of something and not a count."""
+    """Return whether a number or its tracer is a fraction, of a floating-point dtype, rather than a count."""
     return jnp.issubdtype(jnp.result_type(value), jnp.floating)
 
 
 def check(ok: bool, name: str, value: object, expected: str) -> None:
-    """Refuse a bad setting with one sentence.
+    """Refuse an invalid setting.
 
     Raises:
-        ValueError: `ok` is False.
+        ValueError: if `ok` is False; the message has the name, the value and what is expected.
     """
     if not ok:
         raise ValueError(f"{name}={value!r} is not {expected}.")
@@ -86,7 +86,9 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 
 def check_kind(name: str, value: object, annotation: object) -> None:
-    """Refuse a setting of another type than its annotation's, where that is made of numbers, text, truth and lists.
+    """Refuse a setting whose type differs from its annotation.
+
+    Only annotations made of `_KINDS` are checked: numbers, text, booleans, None and tuples.
 
     Args:
         name: of the setting.
@@ -94,7 +96,7 @@ def check_kind(name: str, value: object, annotation: object) -> None:
         annotation: of the field or parameter, a type or its text.
 
     Raises:
-        ValueError: the value is of another type, NaN or infinite.
+        ValueError: if the value has another type, or is NaN or infinite.
     """
     text = annotation.__name__ if isinstance(annotation, type) else str(annotation)
     kinds = [_KINDS.get(kind) for kind in text.split(" | ")]
@@ -104,20 +106,20 @@ def check_kind(name: str, value: object, annotation: object) -> None:
 
 
 ROWS, HEADS, SLOTS = "rows", "heads", "slots"
-"""Axes of a mesh as programs see it: rows of a batch, KV heads of a layer, slots of a head."""
+"""Mesh axes of a program: rows of a batch, KV heads of a layer, slots of a head."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Spread:
-    """What a program on one device of a mesh shares with others, inside of `jax.shard_map` over `ROWS` to `SLOTS`.
+    """Sharding and collectives of one device's program, inside `jax.shard_map` over `ROWS`, `HEADS` and `SLOTS`.
 
     Args:
-        heads: devices that share the KV heads of a layer, and their query heads with them.
-        slots: devices that share the slots of each head.
-        queries: devices that share the queries of a block of text over slots that each of them has.
-        outputs: devices that share what the output weights of the same heads take in.
-        mlp: whether the columns of MLPs are shared among all devices that share a model.
-        vocab: whether the vocabulary is.
+        heads: devices that shard the KV heads of a layer, and their query heads.
+        slots: devices that shard the slots of each head.
+        queries: devices that shard the queries of a block of text; each of them has all slots.
+        outputs: devices with the same heads that shard the inputs of the output weights.
+        mlp: True if the columns of MLPs are sharded over all devices of a model.
+        vocab: True if the vocabulary is sharded over all devices of a model.
     """
 
     heads: int = 1
@@ -128,29 +130,31 @@ class Spread:
     vocab: bool = False
 
     def over_heads(self, parts: Float[Array, "*b"]) -> Float[Array, "*b"]:
-        """The sum of what the devices that share a layer's heads have."""
+        """Sum over the devices that shard a layer's heads."""
         return jax.lax.psum(parts, HEADS) if self.heads > 1 else parts
 
     def over_slots(self, parts: Array) -> Array:
-        """The sum of what the devices that share a head's slots have."""
+        """Sum over the devices that shard a head's slots."""
         return jax.lax.psum(parts, SLOTS) if self.slots > 1 else parts
 
     def most_of_slots(self, most: Array) -> Array:
-        """The largest of what the devices that share a head's slots have."""
+        """Return the maximum over the devices that shard a head's slots."""
         return jax.lax.pmax(most, SLOTS) if self.slots > 1 else most
 
     def over_attention(self, parts: Float[Array, "*b"]) -> Float[Array, "*b"]:
-        """The sum of what the output weights make, on each device, of its features of a layer's attention."""
+        """Sum products of the output weights over the devices that shard their inputs, a layer's attention."""
         return jax.lax.psum(parts, (HEADS, SLOTS)) if self.outputs > 1 else self.over_heads(parts)
 
     def over_attention_and_heads(
         self, parts: Float[Array, "b t f"], means: Sequence[Float[Array, "b h c"]]
     ) -> tuple[Float[Array, "b t f"], list[Float[Array, "b h c"]]]:
-        """Return `over_attention` of what output weights make, and means over all heads of a layer, sent at once.
+        """Return `over_attention(parts)` and means over all heads of a layer, from one collective.
+
+        `outputs` must be 1: the sum runs over `HEADS` only.
 
         Args:
-            parts: what the output weights make of the features here.
-            means: over the heads here, the same for each of them.
+            parts: this device's product of the output weights.
+            means: means over this device's heads, repeated for each of them.
         """
         rows, kind = parts.shape[0], jnp.result_type(parts, *means)
         told = [each.astype(kind) for each in (parts.reshape(rows, -1), *(mean[:, 0] for mean in means))]
@@ -164,14 +168,14 @@ class Spread:
         return summed.reshape(parts.shape).astype(parts.dtype), heard
 
     def own_features(self, every: Float[Array, "*b f"]) -> Float[Array, "*b own"]:
-        """Of the features of the attention of the heads here those that the output weights here take in."""
+        """Return the attention features that this device's output weights take, of all features of its heads."""
         if self.outputs == 1:
             return every
         count = every.shape[-1] // self.outputs
         return jax.lax.dynamic_slice_in_dim(every, jax.lax.axis_index(SLOTS) * count, count, axis=-1)
 
     def all_features(self, own: Float[Array, "b own"]) -> Float[Array, "b f"]:
-        """`own_features` in their places, and nothing in those of the others."""
+        """Pad `own_features` to all features of the heads; those of other devices are zero."""
         if self.outputs == 1:
             return own
         count = own.shape[-1]
@@ -181,7 +185,15 @@ class Spread:
     def of_slots(
         self, told: Float[Array, "b n"], features: Float[Array, "b f"]
     ) -> tuple[Float[Array, "s b n"], Float[Array, "s b own"]]:
-        """What each of the devices that share a head's slots tells all others, and its `own_features`, sent at once."""
+        """Exchange arrays between the devices that shard a head's slots, in one collective.
+
+        Args:
+            told: array that every device gets from every other.
+            features: attention features; each device gets its `own_features` of them from every other.
+
+        Returns:
+            Both, stacked over the devices `s`.
+        """
         rows, count = told.shape
         if self.outputs == 1:
             every = jax.lax.all_gather(jnp.concatenate([told, features], axis=-1), SLOTS)
@@ -192,37 +204,41 @@ class Spread:
         return every[..., :count], every[..., count:]
 
     def over_devices(self, parts: Float[Array, "*b"]) -> Float[Array, "*b"]:
-        """The sum of what all devices have that share the model."""
+        """Sum over all devices that shard the model."""
         return jax.lax.psum(parts, (HEADS, SLOTS))
 
     def first(self, heads: int) -> int | Int[Array, ""]:
-        """Which of a layer's KV heads is the first of the so many that are here."""
+        """Return the index of this device's first KV head in a layer, where each device has `heads` of them."""
         return jax.lax.axis_index(HEADS) * heads if self.heads > 1 else 0
 
     def all_heads(self, own: Array) -> Array:
-        """Of arrays [b h ...] those of all heads."""
+        """Gather arrays [b h ...] of all heads from the devices that shard them."""
         return jax.lax.all_gather(own, HEADS, axis=1, tiled=True) if self.heads > 1 else own
 
     def all_slots(self, own: Array, axis: int = 2) -> Array:
-        """Of arrays whose slots lie along an axis those of whole heads."""
+        """Gather arrays of whole heads, along their axis of slots, from the devices that shard the slots."""
         return jax.lax.all_gather(own, SLOTS, axis=axis, tiled=True) if self.slots > 1 else own
 
     def own_slots(self, every: Array, axis: int = 2) -> Array:
-        """The inverse of `all_slots`."""
+        """Return this device's shard of the slots; the inverse of `all_slots`."""
         if self.slots == 1:
             return every
         count = every.shape[axis] // self.slots
         return jax.lax.dynamic_slice_in_dim(every, jax.lax.axis_index(SLOTS) * count, count, axis)
 
     def over_queries(self, parts: Float[Array, "*b"]) -> Float[Array, "*b"]:
-        """The sum of what the devices that share a block's queries make of theirs."""
+        """Sum over the devices that shard a block's queries."""
         return jax.lax.psum(parts, SLOTS) if self.queries > 1 else parts
 
     def own_queries(self, tokens: int, block: int) -> Int[Array, "m"] | None:
-        """Which of a block's tokens are read here, so many after each other by turns; None for all of them.
+        """Return the indices of the tokens whose queries this device computes; None for all of them.
 
-        Later queries see more than earlier ones: by turns everyone has as much to do. Numbers beyond the last token
-        fill the last turn.
+        Devices take blocks of consecutive tokens in turn. Later queries attend to more keys than earlier ones, so this
+        balances the work. Indices beyond the last token fill the last turn.
+
+        Args:
+            tokens: tokens of the block of text.
+            block: consecutive tokens of one device in a turn.
         """
         if self.queries == 1:
             return None
@@ -231,7 +247,7 @@ class Spread:
         return (first[:, None] + jnp.arange(block)).reshape(-1)
 
     def all_queries(self, own: Array, tokens: int, block: int, axis: int) -> Array:
-        """Of arrays whose tokens lie along an axis, each device's `own_queries`, those of a whole block."""
+        """Gather arrays of all tokens, along their axis of tokens, from each device's `own_queries`."""
         if self.queries == 1:
             return own
         turns = own.reshape(*own.shape[:axis], -1, block, *own.shape[axis + 1 :])
@@ -240,7 +256,7 @@ class Spread:
         return jax.lax.slice_in_dim(joined, 0, tokens, axis=axis)
 
     def own_heads(self, every: Array) -> Array:
-        """The inverse of `all_heads`."""
+        """Return this device's shard of the heads; the inverse of `all_heads`."""
         if self.heads == 1:
             return every
         count = every.shape[1] // self.heads
@@ -248,27 +264,27 @@ class Spread:
 
 
 ALONE = Spread()
-"""Of a device that shares nothing."""
+"""Sharding of a single device."""
 
 
 @dataclasses.dataclass(frozen=True)
 class LayerConfig:
-    """What a layer's attention is like: all that caches, policies and the engine know of a model's layers.
+    """Attention of one layer. Caches, policies and the engine need nothing else about a model's layers.
 
     Args:
         width: of the hidden state.
-        kv_heads: heads of keys and values.
-        groups: query heads that share one of them.
-        key_width: numbers of a query or a key.
-        value_width: numbers of a value.
-        rope: how queries and keys are rotated; None for not at all.
-        scale: of the products of queries and keys.
-        soft_cap: bound on the logits; None for none.
-        window: newest tokens that a query sees, itself included; None for all of them.
-        slopes: ALiBi's of each query head, by KV head [kv_heads][groups]; None for none.
-        local: whether another layer of the model sees further: budgets are about those that see furthest.
-        spread: how its heads lie on devices; `kv_heads` are those that are here, `slopes` those of all.
-        normed: whether each head of queries and keys comes out of a norm, and not out of a product of all heads.
+        kv_heads: heads of keys and values on this device.
+        groups: query heads per KV head.
+        key_width: elements of a query or a key.
+        value_width: elements of a value.
+        rope: rotation of queries and keys; None if there is none.
+        scale: factor of the products of queries and keys.
+        soft_cap: bound on the logits; None for no bound.
+        window: newest tokens that a query attends to, itself included; None for all of them.
+        slopes: ALiBi slopes of all devices' query heads, by KV head [kv_heads][groups]; None for no ALiBi.
+        local: True if another layer of the model sees further; budgets apply to the layers that see furthest.
+        spread: sharding of the layer over devices.
+        normed: True if each head of queries and keys is normalised before it is rotated.
     """
 
     width: int
@@ -287,11 +303,11 @@ class LayerConfig:
 
     @property
     def heads(self) -> int:
-        """Query heads."""
+        """Number of query heads."""
         return self.kv_heads * self.groups
 
     def numbers(self, rows: int) -> Int[Array, "b h"] | None:
-        """Which of the layer's KV heads are here, for each of some rows; None for all of them in order."""
+        """Return the indices of this device's KV heads in the layer, for each row; None for all of them in order."""
         if self.spread.heads == 1:
             return None
         here = self.spread.first(self.kv_heads) + jnp.arange(self.kv_heads, dtype=jnp.int32)
@@ -299,31 +315,31 @@ class LayerConfig:
 
     @property
     def spec(self) -> AttentionSpec:
-        """The same, as operations take it."""
+        """Arguments of attention operations, with the slopes of this device's heads."""
         slopes = None if self.slopes is None else self.spread.own_heads(jnp.asarray(self.slopes)[None])[0]
         return AttentionSpec(self.scale, self.soft_cap, self.window, slopes)
 
     def rotated(
         self, turned: Sequence[Array], turns: Turns, kernels: Kernels, still: Sequence[Array] = ()
     ) -> tuple[Array, ...]:
-        """Queries and keys rotated and values as they are, see `kvjax.rope.rotate_heads`."""
+        """Rotate queries and keys and return values unchanged; see `kvjax.rope.rotate_heads`."""
         assert self.rope is not None
-        if self.normed:  # XLA rotates heads that lie apart where it normalises them
+        if self.normed:  # XLA rotates each head in the pass that normalises it
             apart = kernels._replace(implementation="xla")
             found = rotate_heads(self.rope, turned, turns, **apart._asdict())
             return (*found, *(rotate_heads(self.rope, (), turns, still, **kernels._asdict()) if still else ()))
         return rotate_heads(self.rope, turned, turns, still, **kernels._asdict())
 
     def bounds(self, end: int | Int[Array, "*b"] | Int[np.ndarray, "*b"]) -> Any:
-        """Which texts of so many tokens outgrow the layer's window: it keeps that, whatever the policy and its budget.
+        """Return whether texts of `end` tokens exceed the layer's window, which then overrides the budget.
 
-        In a model all of whose layers see equally far there are none: budgets are about all layers then.
+        This is False for layers that see as far as any other: the budget applies to those.
         """
         return end > (self.window if self.local and self.window is not None else np.iinfo(np.int32).max)
 
 
 class Kernels(NamedTuple):
-    """Which implementation of every operation runs, and for what: see `pallas_kernels.common.choose`."""
+    """Implementation of every operation, and its target: see `pallas_kernels.common.choose`."""
 
     implementation: str = "auto"
     interpret: Any = False
@@ -333,7 +349,7 @@ class Kernels(NamedTuple):
 class New(struct.PyTreeNode):
     """Tokens that one layer reads: a block of text, or the one token of a decode step.
 
-    Queries and keys are rotated by their original positions whatever the cache stores.
+    Queries and keys are rotated by their original positions, in every storage format.
     """
 
     q: Float[Array, "b h g t d"]
@@ -344,43 +360,43 @@ class New(struct.PyTreeNode):
     raw_k: Float[Array, "b h t d"]
     """Keys before rotation."""
     hidden: Float[Array, "b t width"]
-    """What the layer's block was given."""
+    """Input of the layer's block."""
     position: Int[Array, "b t"]
     """Position in the row's own text; -1 marks padding, which follows the tokens."""
     token: Int[Array, "b t"]
     prompt_length: Int[Array, " b"]
-    """Tokens of the row's text up to the last one that was given and not written by the model."""
+    """Length of the row's text, in tokens, up to the last token that was given and not generated."""
     read: Int[Array, " b"]
-    """Tokens of the row read once all of this call's tokens are."""
+    """Tokens of the row read so far, those of this call included."""
     horizon: Int[Array, " b"]
-    """Tokens that are going to be generated."""
+    """Tokens planned to be generated."""
     end: Int[Array, " b"]
-    """Tokens of the whole text, as planned when its prompt was read."""
+    """Planned length of the whole text in tokens, set when its prompt was read."""
     seed: UInt32[Array, " b"]
-    """The row's randomness: numbers drawn from it depend on layer, head and position, on nothing else."""
+    """Random seed of the row; numbers drawn from it depend only on layer, head and position."""
     head: Int[Array, "b h"] | None = None
-    """Which KV heads these are; None for all of them in order."""
+    """Indices of these KV heads; None for all of them in order."""
     layer: int | Int[Array, ""] = 0
-    """Which of the model's; an array where layers share a program, see `Part.numbers_layers`."""
+    """Index of the layer; an array if layers share a program, see `Part.numbers_layers`."""
     config: LayerConfig | None = setting(None)
-    """The layer's; None stands for one without a window."""
+    """Attention of the layer; None stands for a layer without a window."""
     given: bool = setting(True)
-    """Whether the tokens are text that was given (a prompt, a turn), not written by the model."""
+    """True if the tokens are given text (a prompt, a turn), False if the model generated them."""
     kernels: Kernels = setting(Kernels())
 
     @property
     def spread(self) -> Spread:
-        """How the layer's heads lie on devices."""
+        """Sharding of the layer over devices."""
         return ALONE if self.config is None else self.config.spread
 
     @property
     def valid(self) -> Bool[Array, "b t"]:
-        """Which tokens are text and not padding."""
+        """Mask of the tokens that are text and not padding."""
         return self.position >= 0
 
     @property
     def length(self) -> Int[Array, " b"]:
-        """Tokens of the row's text so far: all that are read, and all of a prompt that is being read."""
+        """Length of the row's text so far, in tokens; the whole prompt counts while it is being read."""
         return jnp.maximum(self.read, self.prompt_length)
 
     @property
@@ -390,12 +406,12 @@ class New(struct.PyTreeNode):
 
     @property
     def age(self) -> Int[Array, "b t"]:
-        """How many of these tokens came after each."""
+        """Number of these tokens that come after each one."""
         return jnp.maximum(self.position.max(1, keepdims=True) - self.position, 0)
 
     @property
     def last_query(self) -> Float[Array, "b h g d"]:
-        """The newest token's query; anything for a row that has no text here."""
+        """Query of the newest token; arbitrary for a row without text here."""
         if self.q.shape[3] == 1:
             return self.q[:, :, :, 0]
         newest = self.position == self.newest[:, None]
@@ -403,23 +419,23 @@ class New(struct.PyTreeNode):
 
 
 class KV(struct.PyTreeNode):
-    """What the cache stores of each token, as its codec has it: key and value [b h c d]."""
+    """Stored keys and values [b h c d], in the format of the codec."""
 
     k: Operand
     v: Operand
 
 
 class CodecState(struct.PyTreeNode):
-    """What a codec knows of a layer's heads."""
+    """State of a codec for the heads of one layer."""
 
     factor: Float[Array, "b h d"] | None = None
-    """By which the channels of stored keys are divided; 0 before any is stored. None without codes."""
+    """Divisors of each channel of stored keys; 0 before any key is stored, None if keys are not quantised."""
     count: Int[Array, "b h"] | None = None
-    """Live slots, where keys are rotated by their order."""
+    """Number of live slots; None unless keys are rotated by their order in the cache."""
 
 
 class Pairs(NamedTuple):
-    """Keys, rotated by their original positions, and values, as numbers."""
+    """Decoded keys, rotated by their original positions, and values."""
 
     k: Float[Array, "b h m d"]
     v: Float[Array, "b h m e"]
@@ -428,13 +444,13 @@ class Pairs(NamedTuple):
 def restored(
     rope: Rope | None, kv: KV, position: Int[Array, "b h m"], state: CodecState | None, dtype: DTypeLike
 ) -> Pairs:
-    """Return stored pairs as they were before they were stored.
+    """Decode stored pairs; keys come out rotated by their original positions.
 
     Args:
         rope: of the layer.
-        kv: as slots hold them.
-        position: of each.
-        state: of the layer's heads; None where slots hold keys and values as they are.
+        kv: stored pairs.
+        position: original position of each pair.
+        state: codec state of the layer's heads; None if pairs are stored unchanged.
         dtype: of the result.
     """
     keys, values = (numbers(x, dtype) for x in (kv.k, kv.v))
@@ -445,23 +461,23 @@ def restored(
 
 
 class Evicted(struct.PyTreeNode):
-    """Pairs on their way out of the cache, keys rotated by their original positions."""
+    """Evicted pairs; keys are rotated by their original positions."""
 
     k: Float[Array, "b h m d"]
     v: Float[Array, "b h m e"]
     position: Int[Array, "b h m"]
-    """-1 where there is none, or nobody is to remember it."""
+    """Original position; -1 if there is no pair, or if no part may remember it."""
     layer: int | Int[Array, ""] = 0
     kernels: Kernels = setting(Kernels())
 
     @property
     def leaving(self) -> Bool[Array, "b h m"]:
-        """Which of them there are."""
+        """Mask of the entries that hold an evicted pair."""
         return self.position >= 0
 
 
 class Parts(struct.PyTreeNode):
-    """One tree for each part of a policy that remembers something; nobody writes another's."""
+    """State of a policy: one tree for each part that keeps state. A part only updates its own tree."""
 
     score: PyTree = None
     protection: PyTree = None
@@ -471,22 +487,22 @@ class Parts(struct.PyTreeNode):
 
 
 class Heads(struct.PyTreeNode):
-    """What is known of a layer's heads as wholes."""
+    """State of a layer's heads, without their slots."""
 
     limit: Int[Array, "b h"]
     """Slots that each head may use."""
     state: Parts
-    """What the parts remember of the layer: every leaf begins with rows."""
+    """Per-layer state of the parts: the first axis of every leaf is rows."""
 
 
 class View(Heads):
-    """Heads and their slots, in no order: all of each head, or some (then b counts pages of slots, and h is 1)."""
+    """Heads and their slots, unordered: all slots of each head, or some (then b counts pages of slots, and h is 1)."""
 
     kv: KV
     position: Int[Array, "b h c"]
     """Original position of the token in each slot; -1 = empty."""
     slots: Parts
-    """What the parts remember of each slot: leaves [b h c ...]."""
+    """Per-slot state of the parts: leaves [b h c ...]."""
 
     @property
     def capacity(self) -> int:
@@ -495,11 +511,11 @@ class View(Heads):
 
     @property
     def live(self) -> Bool[Array, "b h c"]:
-        """Which slots hold a token."""
+        """Mask of the slots that hold a token."""
         return self.position >= 0
 
     def keys(self, new: New) -> Float[Array, "b h c d"]:
-        """Return the keys, rotated by their original positions, whatever slots hold; anything in empty slots.
+        """Return decoded keys, rotated by their original positions; those of empty slots are arbitrary.
 
         Args:
             new: the tokens that are being read.
@@ -507,7 +523,7 @@ class View(Heads):
         return self._pairs(new).k
 
     def values(self, new: New) -> Float[Array, "b h c e"]:
-        """Return the values, whatever slots hold; anything in empty slots.
+        """Return decoded values; those of empty slots are arbitrary.
 
         Args:
             new: the tokens that are being read.
@@ -520,5 +536,5 @@ class View(Heads):
 
 
 def nothing(new: New) -> Float[Array, "b h t"]:
-    """A zero for each new token and KV head, of the kind that sums of attention have."""
+    """Return a zero for each new token and KV head, in the dtype of accumulated attention."""
     return jnp.zeros(new.k.shape[:3], wide(new.k.dtype))

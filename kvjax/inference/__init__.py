@@ -1,1 +1,1 @@
-"""One engine over one storage: prompts, turns and tokens through all layers."""
+"""Inference engine: runs prompts, turns and decode steps through all layers."""

@@ -1,4 +1,4 @@
-"""What `auto` stands for on an accelerator whose kernels nobody has timed: races decide, and verdicts are kept."""
+"""Autotuning: on untuned accelerators `auto` benchmarks the implementations once and caches the results."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ from pallas_kernels.common import Asked, Survey
 from pallas_kernels.race import Verdict
 
 VARIABLE = "KVJAX_TUNE"
-"""Environment variable: `off` leaves races and their verdicts out, so that `auto` goes by a fixed order."""
+"""Environment variable: `off` disables benchmarks and cached results, so that `auto` uses a fixed order."""
 
 FILE = "kernels.json"
 
 Verdicts = dict[str, dict[str, Verdict]]
-"""For each kind of device the verdicts on buckets of tasks."""
+"""Benchmark results by kind of device and bucket of tasks."""
 
 _SURVEY = Survey()
 _loaded = False
 
 
 def tuned_device() -> str | None:
-    """The kind of this machine's devices, where races decide what `auto` is on them; None where they do not.
+    """Return the kind of this machine's devices if benchmarks decide what `auto` runs on them, else None.
 
-    They do on GPU, and on a TPU of a generation that is not `LISTED`. Several processes run one program, and could
-    come to different verdicts: there they do not.
+    They decide on GPU and on TPU generations that are not `LISTED`. They do not decide if several processes run one
+    program, because the processes could disagree.
 
     Raises:
-        ValueError: `KVJAX_TUNE` is neither `on` nor `off`.
+        ValueError: if `KVJAX_TUNE` is neither `on` nor `off`.
     """
     said = os.environ.get(VARIABLE) or "on"
     if said not in ("on", "off"):
@@ -53,13 +53,13 @@ def tuned_device() -> str | None:
 
 
 def settle_before(trace: Callable[[Kernels], Any], kernels: Kernels) -> None:
-    """Race what a program is going to ask and no verdict is there for, before the program is traced.
+    """Benchmark the operations of a program that have no result yet, before the program is traced.
 
-    Nothing is raced, and nothing traced, where `auto` is not decided by races, nor while a program is being traced.
+    Return without tracing if benchmarks do not decide what `auto` runs, or inside another traced program.
 
     Args:
-        trace: gives the shapes of what the program returns under some kernels, by `eval_shape`.
-        kernels: under which the program is going to run.
+        trace: traces the program with given kernels, by `eval_shape`.
+        kernels: those that the program will run with.
     """
     device = tuned_device()
     overruled = os.environ.get(common.VARIABLE) or "auto"
@@ -71,7 +71,7 @@ def settle_before(trace: Callable[[Kernels], Any], kernels: Kernels) -> None:
 
 
 def load(device: str) -> None:
-    """Let `auto` know the verdicts on a kind of device that are on disk, once in the life of a process."""
+    """Load the cached results for a kind of device from disk, for `auto`, once per process."""
     global _loaded
     file = verdicts_file()
     if not _loaded and file is not None:
@@ -86,16 +86,16 @@ def settle(
     by: Callable[[Asked], Verdict | None] = race.settle,
     again: bool = False,
 ) -> dict[str, Verdict]:
-    """Race tasks that more than one implementation can do, let `auto` know the verdicts, and keep them on disk.
+    """Benchmark tasks that have several implementations; store the results for `auto` and on disk.
 
     Args:
-        asked: from a `Survey`.
-        device: its kind.
-        by: comes to the verdict on a task, or None where it cannot.
-        again: race those, too, that there are verdicts for.
+        asked: tasks from a `Survey`.
+        device: kind of the device.
+        by: benchmarks one task; returns None if it cannot.
+        again: True to repeat tasks that have a result.
 
     Returns:
-        The new verdicts, by bucket.
+        The new results, by bucket.
     """
     known = common.WINNERS.get(device, {})
     todo = [each for each in asked if len(each.candidates) > 1 and (again or each.task.bucket not in known)]
@@ -108,7 +108,7 @@ def settle(
     )
     found = {each.task.bucket: by(each) for each in todo}
     verdicts = {bucket: verdict for bucket, verdict in found.items() if verdict is not None}
-    # What cannot be raced is not tried again in this process.
+    # Tasks that cannot be benchmarked are not tried again in this process.
     common.WINNERS.setdefault(device, {}).update(dict.fromkeys(found, ()))
     _publish(verdicts, device)
     file = verdicts_file()
@@ -121,15 +121,15 @@ def settle(
 
 
 def verdicts_file() -> Path | None:
-    """Where verdicts are kept, beside compiled programs; None where nothing is."""
+    """Return the file of cached results, beside compiled programs; None if there is no cache directory."""
     directory = cache_directory()
     return None if directory is None else directory / FILE
 
 
 def read(file: Path) -> Verdicts:
-    """The verdicts that a file holds; none if it is not there.
+    """Read the results in a file; return none if the file does not exist.
 
-    A file that is broken or of other versions is told on standard error, and holds none.
+    A broken file, or one written by other versions, is reported on standard error and ignored.
     """
     if not file.is_file():
         return {}
@@ -159,10 +159,10 @@ def read(file: Path) -> Verdicts:
 
 
 def keep(file: Path, device: str, verdicts: dict[str, Verdict]) -> None:
-    """Add verdicts to those that a file holds, whatever other processes add at the same time.
+    """Add results to a file, under a lock, so that concurrent processes keep each other's results.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: if the file cannot be written.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
     with _locked(file):
@@ -191,7 +191,7 @@ def _publish(verdicts: dict[str, Verdict], device: str) -> None:
 
 
 def _is_traced() -> bool:
-    """Whether what is computed now goes into a program that is being traced."""
+    """Return whether the caller runs inside a program that is being traced."""
     return isinstance(jnp.zeros(()), Tracer)
 
 

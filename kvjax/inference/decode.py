@@ -1,4 +1,4 @@
-"""Writing one token after another from a cache."""
+"""Decode steps: one token after another from a cache."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ from kvjax.models.sharding import on_device
 def decode_step(
     state: State, token: Int[Array, " b"] | ArrayLike | Sequence[int]
 ) -> tuple[State, Float[Array, "b vocab"]]:
-    """Write one token per row into the cache and return the logits for the next.
+    """Write one token per row into the cache and return the logits for the next token.
 
-    Pure, compiled, and fit for `jit`, `scan` and `vmap`. A function of your own that is jitted and returns a state
-    also copies its weights. Where that matters, return `storage` and `position` alone, and donate no more than these.
+    The function is pure and compiled, and it works under `jit`, `scan` and `vmap`. A jitted function of your own that
+    returns a state also copies its weights. To avoid the copy, return and donate only `storage` and `position`.
 
     Args:
         state: from `prefill` or an earlier step; it stays valid, so a prompt can be continued many times.
-        token: integers [b] in [0, vocab_size); those of rows that are not `active` are not read. Lists and NumPy arrays
-            are checked; of a `jax.Array` only the shape and the type, for looking into it would wait for the device.
+        token: integers [b] in [0, vocab_size); those of rows that are not `active` are ignored. Lists and NumPy arrays
+            are checked. Of a `jax.Array` only shape and type are checked, because reading it would wait for the device.
 
     Returns:
-        The next state, and logits [b, vocab]. With the full cache, logits beyond the planned length are NaN:
-        there is no slot left and nothing may leave; so it is for policies that set slots aside for that length, and for
-        models with a table of positions beyond its end. Rotated and biased positions go on: what a model makes of more
-        than it was trained on is its own affair.
+        The next state, and logits [b, vocab]. With the full cache, logits beyond the planned length are NaN: no slot is
+        left, and no token may be evicted. They are also NaN for policies that reserve slots for that length, and beyond
+        the end of a model's table of positions. RoPE and ALiBi have no such end; quality beyond the trained length
+        depends on the model.
 
     Raises:
-        TypeError: the tokens are no integers.
-        ValueError: there is not one for each row, or one is not in the vocabulary.
+        TypeError: if the tokens are not integers.
+        ValueError: if there is not one token for each row, or one is not in the vocabulary.
 
     Example:
         >>> model = kvjax.load("tiny")
@@ -59,7 +59,7 @@ def decode_step(
 def decode_step_in_place(
     state: State, token: Int[Array, " b"] | ArrayLike | Sequence[int]
 ) -> tuple[State, Float[Array, "b vocab"]]:
-    """`decode_step` that reuses the memory of the given state's caches, which are gone afterwards; weights stay.
+    """Run `decode_step` in the memory of the given state's caches, which become invalid; its weights stay valid.
 
     Example:
         >>> model = kvjax.load("tiny")
@@ -75,11 +75,11 @@ def decode_step_in_place(
 
 
 def checked_token(state: State, token: ArrayLike | Sequence[int]) -> Int[Array, " b"]:
-    """One token for each row of a state, as an array.
+    """Check one token for each row of a state, and return them as an array.
 
     Raises:
-        TypeError: they are no integers.
-        ValueError: there is not one for each row, or one that is known on the host is not in the vocabulary.
+        TypeError: if the tokens are not integers.
+        ValueError: if there is not one token for each row, or one given on the host is not in the vocabulary.
     """
     check_state(state)
     if isinstance(token, State):
@@ -109,27 +109,27 @@ _step_in_place = jax.jit(_step_parts, donate_argnums=1)
 
 
 def step_shapes(state: State) -> tuple[Moving, Float[Array, "b vocab"]]:
-    """What a step of a state would return, of `jax.ShapeDtypeStruct`."""
+    """Return the shapes of the results of a state's step, as `jax.ShapeDtypeStruct`."""
     return _step.eval_shape(*split_state(state), jax.ShapeDtypeStruct(state.active.shape, jnp.int32))
 
 
 def settle_step(state: State) -> None:
-    """Have races decide what a step of a state runs, where they do; see `settle_before`."""
+    """Benchmark the kernels of a state's step if `auto` needs it; see `settle_before`."""
     settle_before(lambda kernels: step_shapes(state.replace(kernels=kernels)), state.kernels)
 
 
 def lower_step(state: State) -> jax.stages.Lowered:
-    """The program of `decode_step_in_place`, to compile and ask for its `memory_analysis()`."""
+    """Lower the program of `decode_step_in_place`, to compile it and read its `memory_analysis()`."""
     return trace_step(state).lower()
 
 
 def trace_step(state: State) -> Any:
-    """The program of `decode_step_in_place` before it is lowered, as `jit(...).trace` returns it."""
+    """Trace the program of `decode_step_in_place`; the result is that of `jit(...).trace`."""
     return _step_in_place.trace(*split_state(state), jax.ShapeDtypeStruct(state.position.shape, jnp.int32))
 
 
 def step(state: State, token: Int[Array, " b"]) -> tuple[State, Float[Array, "b vocab"]]:
-    """`decode_step` before compilation, for loops that are compiled as a whole."""
+    """Run `decode_step` without compiling it, for loops that are compiled as a whole."""
     fixed, moving = split_state(state)
     of_fixed, of_moving = state_specs(state)
     made = of_moving, logits_spec(state.config, state.mesh)

@@ -1,4 +1,4 @@
-"""Text that is given: prompts into an empty cache, chunks and turns on top of what it holds."""
+"""Given text: prompts into an empty cache, chunks and turns on top of a filled one."""
 
 from __future__ import annotations
 
@@ -58,29 +58,30 @@ def prefill(
         model: from `kvjax.load`.
         policy: which tokens stay; a name or a `Policy`.
         tokens: prompts [b, n], padded on the right; or a list of lists of unequal lengths.
-        budget: slots per KV head, the token being read among them (a paper that attends over budget + 1 and then
-            evicts means one slot fewer by the same number); or a fraction, per row; or slots for each layer. Left out
-            for policies that find out themselves what each head needs. Layers with a window, in a model some of whose
-            layers see further, hold that under any policy once the text is longer; budgets are those of the others.
+        budget: slots per KV head, that of the token being read included; or a fraction, per row; or slots for each
+            layer. A paper that attends over budget + 1 slots and then evicts has one slot more at the same number.
+            Omit the budget for policies that decide how many slots each head needs. If other layers of the model see
+            further, a layer with a window keeps that window under any policy once the text exceeds it. The budget
+            applies to the other layers.
         lengths: tokens of each prompt [b], 1 to n; None if none is padded.
-        max_new_tokens: how many tokens are going to be generated, for fractions, schedules, the full cache, and RoPE
-            that depends on the length of a text.
-        key: randomness of sampling and of random policies, one for all rows or one each; None is `jax.random.key(0)`.
-        plan: how the budget is spread over layers, or its heads; a name, a `Plan`, or None for the policy's own.
-        prefill_chunk: compress after every so many prompt tokens, so that memory never exceeds budget + chunk;
-            None is the policy's own way, mostly the whole prompt; 1 reads it by decode steps.
-        budget_of: what a fractional budget is of: `text` (prompt + `max_new_tokens`), `prompt`, or `context` (the
+        max_new_tokens: planned number of generated tokens; fractions, schedules, the full cache and length-dependent
+            RoPE depend on it.
+        key: random key for sampling and random policies, one for all rows or one each; None is `jax.random.key(0)`.
+        plan: how the budget is spread over layers or heads; a name, a `Plan`, or None for the policy's own.
+        prefill_chunk: compress after each chunk of this many prompt tokens, so that memory never exceeds budget +
+            chunk; None for the policy's default, mostly the whole prompt; 1 reads it by decode steps.
+        budget_of: base of a fractional budget: `text` (prompt + `max_new_tokens`), `prompt`, or `context` (the
             model's positions).
-        implementation: of every operation: `auto`, `xla`, `pallas`, `triton`, `mosaic`, or `pallas,xla` for the first
-            that can run, see `pallas_kernels.common.choose`.
+        implementation: of every operation: `auto`, `xla`, `pallas`, `triton`, `mosaic`, or a list such as `pallas,xla`
+            for the first that can run; see `pallas_kernels.common.choose`.
 
     Returns:
         The state to decode from, and the logits for the first new token [b, vocab].
 
     Raises:
-        ValueError: a prompt is empty or does not fit the model, the budget does not fit the policy, or a score of
-            somebody's own gives NaN or not one number for each slot.
-        TypeError: there are no rows of ids, or a class stands where an instance belongs.
+        ValueError: if a prompt is empty or does not fit the model, or the budget does not fit the policy; or if a
+            user's own score gives NaN, or other than one number for each slot.
+        TypeError: if the tokens are not rows of ids, or a class is given instead of an instance.
 
     Example:
         >>> model = kvjax.load("tiny")
@@ -102,7 +103,7 @@ def prefill(
         storage = _on_pages(storage, page_slots(prompts.tokens.shape[1] + max_new_tokens), model.mesh)
     state = State(
         weights=model.weights,
-        policy=jax.tree.map(jnp.asarray, prompts.policy),  # numbers would travel to the device anew at every step
+        policy=jax.tree.map(jnp.asarray, prompts.policy),  # else every step would transfer host numbers
         storage=storage,
         position=position,
         prompt_length=jnp.asarray(prompts.lengths),
@@ -121,7 +122,7 @@ def prefill(
 
 
 def _on_pages(selected: tuple[build.Selected, ...], page_size: int, mesh: Mesh | None) -> Paged:
-    # Sizes are read on the host, then one program moves the tokens.
+    # Read the sizes on the host; one program then moves the tokens.
     limits = np.stack([on_host(layer.view.limit) for layer in selected])
     devices = (1, 1) if mesh is None else (mesh.shape[ROWS], mesh.shape[HEADS])
     *tables, most = table(limits, page_size, devices)
@@ -147,7 +148,7 @@ def lower_prefill(
     prefill_chunk: int | None = None,
     budget_of: str = "text",
 ) -> list[jax.stages.Lowered]:
-    """The programs of `prefill` for these arguments, to compile and ask for their `memory_analysis()`."""
+    """Lower the programs of `prefill` for these arguments, to compile them and read their `memory_analysis()`."""
     settings: dict[str, Any] = dict(max_new_tokens=max_new_tokens, key=None, plan=plan, chunk=prefill_chunk)
     prompts = prepare(model, policy, tokens, budget, lengths, budget_of=budget_of, **settings)
     return lower_prompts(model, prompts)
@@ -159,24 +160,24 @@ def extend(
     lengths: ArrayLike | Sequence[int] | None = None,
     logits: str = "last",
 ) -> tuple[State, Float[Array, "b vocab"] | Float[Array, "b n vocab"]]:
-    """Read more text on top of what a cache holds: a second turn, or the next chunk of a text.
+    """Read more text on top of a cache: a second turn, or the next chunk of a text.
 
-    All tokens attend to what is held and to each other before anything of them leaves; memory is that of the cache and
-    of the tokens. Written tokens go through `decode_step` instead.
+    All tokens attend to the cache and to each other before any of them is evicted; memory is that of the cache and of
+    the tokens. Use `decode_step` for generated tokens.
 
     Args:
-        state: from `prefill`, or whatever came of it; it stays valid.
-        tokens: [b, n], padded on the right; or a list of lists, of which some may be empty.
+        state: from `prefill` or a later call; it stays valid.
+        tokens: [b, n], padded on the right; or a list of lists, some of which may be empty.
         lengths: tokens of each row [b], 0 to n; None if none is padded.
-        logits: `last` for those after each row's last token, `all` for those after every token.
+        logits: `last` for logits after each row's last token, `all` for logits after every token.
 
     Returns:
         The state to decode from, and logits [b, vocab] or [b, n, vocab]; NaN where a row has read nothing.
 
     Raises:
-        TypeError: the tokens are a list of anything but rows.
-        ValueError: the tokens do not fit the state or the model, or the text does not fit what the cache was planned
-            for, under policies that set slots aside for all of it.
+        TypeError: if the tokens are a list of anything but rows.
+        ValueError: if the tokens do not fit the state or the model; or if the text exceeds its planned length, under
+            policies that reserve slots for all of it.
 
     Example:
         >>> model = kvjax.load("tiny")
@@ -192,7 +193,7 @@ def extend(
     rows = len(state.position)
     if isinstance(tokens, (list, tuple)):
         tokens, counted = rows_of(tokens)
-        tokens = tokens if tokens.size else np.zeros((len(tokens), 1), np.int64)  # rows that all have nothing to read
+        tokens = tokens if tokens.size else np.zeros((len(tokens), 1), np.int64)  # all rows are empty
         lengths = counted if lengths is None else lengths
     ids = np.asarray(tokens)
     if ids.ndim != 2 or len(ids) != rows or ids.shape[1] == 0:
@@ -224,7 +225,7 @@ def extend(
 def read_more(
     state: State, tokens: Int[Array, "b n"], lengths: Int[Array, " b"], *, every: bool
 ) -> tuple[Storage, Float[Array, "b *n vocab"]]:
-    """What `extend` computes of tokens that have been checked, for programs that are compiled as a whole."""
+    """Run `extend` on checked tokens, also inside programs that are compiled as a whole."""
     fixed, moving = split_state(state)
     of_fixed, of_moving = state_specs(state)
     logits = logits_spec(state.config, state.mesh)
@@ -252,7 +253,7 @@ def _extend_on_device(
         seed=state.seed,
         kernels=state.kernels,
     )
-    # Pages are read as slots of one number for all heads, for as long as a block is being read.
+    # While a block is read, pages are unpacked into buffers of one size for all heads.
     dense = joined(state.storage, state.mesh).unpack()
     capacities = tuple(view.capacity for view in dense.layers)
     after, hidden = read_block(state.weights, config, policy, dense, reading, capacities)

@@ -1,4 +1,4 @@
-"""Tokens through all layers: one per row in a decode step, or a block of text at once."""
+"""All layers of a model: run one token per row in a decode step, or a block of text."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Storage = Dense | Paged
 
 
 class Reading(struct.PyTreeNode):
-    """Which tokens are being read, for all layers alike; the fields are those of `New`."""
+    """Tokens being read, the same for all layers; the fields are those of `New`."""
 
     token: Int[Array, "b t"]
     position: Int[Array, "b t"]
@@ -44,7 +44,7 @@ class Reading(struct.PyTreeNode):
     kernels: Kernels = setting(Kernels())
 
     def turns(self, rope: Rope, dtype: DTypeLike) -> Turns:
-        """The rotations of the tokens' queries and keys."""
+        """Return the rotations of the tokens' queries and keys."""
         return turns_of(rope, self.position, dtype, self.end)
 
     def new(
@@ -57,14 +57,14 @@ class Reading(struct.PyTreeNode):
         v: Array,
         turns: Turns | None = None,
     ) -> New:
-        """The tokens as a layer sees them, from what its block was given and its unrotated queries and keys.
+        """Make a layer's `New` from the input of its block and its unrotated queries, keys and values.
 
         Args:
             config: of the layer.
-            layer: its number.
-            x: what its block was given.
+            layer: its index.
+            x: input of its block.
             q, k, v: unrotated.
-            turns: of `config.rope`, where layers share them.
+            turns: rotations of `config.rope`, if layers share them.
         """
         raw_q, raw_k = q, k
         if config.rope is not None:
@@ -92,7 +92,7 @@ class Reading(struct.PyTreeNode):
         )
 
     def ahead(self, config: LayerConfig, layer: int, x: Array) -> New:
-        """The tokens as a layer is going to see them, with nothing of what it makes of them but its shape."""
+        """Make a layer's `New` before the layer runs: its activations are zeros of the right shapes."""
         rows, tokens = self.token.shape
         keys = jnp.zeros((rows, config.kv_heads, tokens, config.key_width), x.dtype)
         values = jnp.zeros((rows, config.kv_heads, tokens, config.value_width), x.dtype)
@@ -102,7 +102,7 @@ class Reading(struct.PyTreeNode):
 
 
 class Pending(NamedTuple):
-    """A layer's answers, before the score has heard them."""
+    """Attention statistics of a layer, before the score is updated with them."""
 
     asks: PyTree
     answers: Any
@@ -112,7 +112,7 @@ class Pending(NamedTuple):
 def read_token(
     weights: Weights, config: ModelConfig, policy: Policy, storage: Storage, reading: Reading
 ) -> tuple[Storage, Float[Array, "b 1 width"]]:
-    """One token per row through all layers: the victim is chosen before attention, for everyone."""
+    """Run one token per row through all layers; every policy chooses the slot to evict before attention."""
     x = embed(weights, config, reading.token, reading.position)
     pending: list[Pending] = []
     shapes, begun = config.layer_configs, x
@@ -139,9 +139,9 @@ def read_token(
 
 
 def layers_alike(policy: Policy) -> bool:
-    """Whether layers of one shape may share a program: no part looks things up by their number.
+    """Return whether layers of one shape may share a program.
 
-    Nor may they where a score moves what is held between memories.
+    They may if no part looks up data by layer index, and the score does not offload its state to host memory.
     """
     return not any(part.numbers_layers for part in _parts(policy)) and not policy.score.offloads
 
@@ -153,10 +153,10 @@ def _parts(policy: Policy) -> list[Part]:
 
 @contextlib.contextmanager
 def layer_numbered(policy: Policy, number: int | Int[Array, ""]) -> Generator[None]:
-    """Trace a layer; say what to do where a part of somebody's own takes its traced number for one of Python.
+    """Trace a layer, and explain the error of a user's own part that uses a traced layer index as a Python number.
 
     Raises:
-        TypeError: it does.
+        TypeError: if a part does so.
     """
     try:
         yield
@@ -187,7 +187,7 @@ def _through_layer(
     config: ModelConfig,
     shape: int,
 ) -> tuple[Storage, Float[Array, "b 1 width"], list[Pending]]:
-    """One token per row through the layer that has a place in a storage, and a number and a shape in the model."""
+    """Run one token per row through a layer; `place` is its index in the storage, `number` that in the model."""
     kind, pending, of_heads = config.layer_configs[shape], list[Pending](), list[Pending]()
 
     def attention(q: Array, k: Array, v: Array) -> Array:
@@ -199,7 +199,7 @@ def _through_layer(
         return out
 
     def total(parts: Array) -> Array:
-        # Means over a layer's heads travel with the sum that attention takes anyway.
+        # Means over a layer's heads share a collective with the sum that attention needs anyway.
         if not of_heads:
             return kind.spread.over_attention(parts)
         told = of_heads.pop()
@@ -219,20 +219,20 @@ def _through_layer(
     return storage, after, pending
 
 
-# Compilers inline it: what is saved is tracing and lowering.
+# The compiler inlines it; sharing saves tracing and lowering.
 _traced_once = jax.jit(_through_layer, static_argnames=("place", "config", "shape"))
 
 
 def _step(
     config: LayerConfig, policy: Policy, storage: Any, layer: int, new: New
 ) -> tuple[Storage, Float[Array, "b h g 1 e"], list[Pending]]:
-    """One layer of a decode step, whatever the storage."""
+    """Run attention and eviction of one layer of a decode step, with any storage."""
     if policy.score.offloads:
         storage = storage.moved(layer, jax.memory.Space.Device)
 
     def asked(heads: Heads) -> PyTree:
         asks = policy.score.asks(heads, new)
-        # Where output weights sum over slots, too, answers about heads go alone.
+        # If output weights also sum over slots, statistics of heads need a collective of their own.
         return of_own_heads(asks) if new.spread.heads > 1 and new.spread.outputs == 1 else asks
 
     done = None
@@ -243,8 +243,8 @@ def _step(
     if done is not None:
         storage, asks, told = done
         out = told.partial.out
-        if told.evicted is not None:  # as if it had left before: what remembers it is a part of its own
-            assert policy.residual is not None  # or nobody would have asked for what has left
+        if told.evicted is not None:  # absorbed late, to the same effect: the residual has its own state
+            assert policy.residual is not None  # only a residual requests the evicted pair
             with jax.named_scope("residual"):
                 kept = storage.heads(layer).state.residual
                 kept, out = policy.residual.step(kept, told.evicted, new, told.partial)
@@ -270,9 +270,9 @@ def _step(
 def exchange(
     config: LayerConfig, policy: Policy, storage: Any, layer: int, new: New, *, pairs: bool = False
 ) -> tuple[Any, Evicted]:
-    """One token per row in a slot of each head, and what was there, which the residual has been told of.
+    """Write one token per row into a slot of each head, and let the residual absorb the evicted pairs.
 
-    Without a residual it is nothing, unless its `pairs` are asked for.
+    Return the evicted pairs, too. Without a residual they are empty, unless `pairs` is True.
     """
     told = _unchanged if pairs else None
     absorb = told if policy.residual is None else policy.residual.absorb
@@ -290,7 +290,7 @@ def _unchanged(remembered: PyTree, evicted: Evicted) -> PyTree:
 
 
 def heard(policy: Policy, storage: Any, layer: int, asks: PyTree, answers: Any, new: New) -> Any:
-    """Return a storage whose layer remembers what the score makes of its answers; the same where it asked nothing."""
+    """Update a layer's score with its attention statistics; return the storage unchanged if it requested none."""
     if not questions(asks)[0]:
         return storage
     heads = storage.heads(layer)
@@ -303,13 +303,13 @@ def heard(policy: Policy, storage: Any, layer: int, asks: PyTree, answers: Any, 
 
 
 def share(policy: Policy, storage: Storage, layer: int, new: New) -> LowRank | None:
-    """What a residual remembers, as attention of the newest queries takes it."""
+    """Return the residual's low-rank term of the attention of the new queries; None without a residual."""
     with jax.named_scope("residual"):
         return None if policy.residual is None else policy.residual.share(storage.heads(layer).state.residual, new)
 
 
 def over_layers(pending: Sequence[Pending]) -> list[Pending]:
-    """What every layer waited for, in the place of its own: sums over all of them."""
+    """Replace the statistics that are requested over all layers by their sums over the layers."""
     if not pending:
         return []
     answers = [told.answers for told in pending]
@@ -336,20 +336,20 @@ def read_block(
     *,
     first: bool = False,
 ) -> tuple[Dense | tuple[Selected, ...], Float[Array, "b t width"]]:
-    """A prompt, a chunk or a turn through all layers: attend, tell the score, keep what ranks highest.
+    """Run a prompt, a chunk or a turn through all layers: attend, update the score, keep the highest-ranked slots.
 
     Args:
         weights: of the model.
         config: of the model.
-        policy: what stays.
-        storage: what is there already.
+        policy: decides what to keep.
+        storage: the cache before.
         reading: the tokens.
         capacities: slots of each layer's buffers afterwards.
-        first: whether this is a prompt that is read whole, so that the plan finds out what heads need.
+        first: True for a whole prompt, after which the plan allocates slots to heads.
 
     Returns:
-        The storage, or for a plan that gives each head its own slots what is going to stay; and hidden states, NaN in
-        rows where a score of somebody's own is NaN.
+        The storage, or the selected slots under a plan with slots for each head; and hidden states, NaN in rows where a
+        user's own score is NaN.
     """
     x = embed(weights, config, reading.token, reading.position)
     numbers = range(config.layers)
@@ -370,19 +370,19 @@ def read_layers(
     *,
     first: bool = False,
 ) -> tuple[Dense | tuple[Selected, ...], Float[Array, "b t width"]]:
-    """`read_block` through some layers of a model, of which `storage` holds only those.
+    """Run `read_block` through some layers of a model; `storage` holds only those.
 
     Args:
         layers: their weights.
-        numbers: which of the model's they are.
-        shapes: of each.
+        numbers: their indices in the model.
+        shapes: their configurations.
         config: of the model.
-        policy: what stays.
-        storage: what is there already.
+        policy: decides what to keep.
+        storage: the cache before.
         reading: the tokens.
         capacities: slots of each layer's buffers afterwards.
         x: hidden states.
-        first: whether this is a prompt that is read whole.
+        first: True for a whole prompt.
     """
     paged = first and policy.plan.per_head
     pending: list[Pending] = []
@@ -437,13 +437,13 @@ def read_layers(
             x = block(layer, config, shape, x, attention)
     for index, told in enumerate(over_layers(pending)):
         done(index, shapes[index], told)
-    for rows in undefined:  # what is kept by such scores means nothing, and neither do logits
+    for rows in undefined:  # NaN scores make the kept slots and the logits meaningless
         x = jnp.where(rows[:, None, None], jnp.nan, x)
     return (tuple(selected) if paged else storage), x
 
 
 def _settled(policy: Policy, storage: Dense, layer: int, told: Pending, first: bool) -> Dense:
-    # The score has heard and looked across slots; the plan knows what each head needs.
+    # Update and finalize the score of the block; then the plan allocates slots to heads.
     asks, answers, new = told
     if questions(asks["score"])[0]:
         storage = heard(policy, storage, layer, asks["score"], answers["score"], new)
@@ -453,13 +453,13 @@ def _settled(policy: Policy, storage: Dense, layer: int, told: Pending, first: b
         return storage
     view = storage.layers[layer]
     ranks = None
-    if policy.plan.per_head and not policy.plan.decides:  # each head has a slot for the token that is being read
+    if policy.plan.per_head and not policy.plan.decides:  # each head keeps a slot for the newest token
         ranks = slots.with_newest(slots.rank(policy, view, new), view.position, new)
     limit, found = policy.plan.settle(answers["plan"], view, ranks, new)
     config = new.config
     if config is not None and config.window is not None:
         limit = jnp.minimum(limit, config.window)
-        # Rows that a local layer's window bounds keep that.
+        # Rows whose text exceeds a local layer's window keep that limit.
         apart = config.bounds(new.end)
         settled, before = (limit, found), (view.limit, view.state.plan)
         limit, found = jax.tree.map(

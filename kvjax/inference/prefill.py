@@ -1,4 +1,4 @@
-"""Prompts into an empty cache: in one program, or layer by layer where many layers are alike."""
+"""Prompts into an empty cache: in one program, or layer by layer if many layers share a program."""
 
 from __future__ import annotations
 
@@ -38,28 +38,28 @@ if TYPE_CHECKING:
     from kvjax.models.model import LanguageModel
 
 DEEP = 12
-"""Layers from which on a prompt is read layer by layer: a program for all of them takes so long to compile."""
+"""Fewest layers with which a prompt is read layer by layer, because one program for all of them compiles slowly."""
 
 Read = tuple[Any, Int[Array, " b"], UInt32[Array, " b"], Float[Array, "b vocab"]]
-"""The storage (or what is going to stay, for plans with slots for each head), positions, seeds and logits."""
+"""Storage (or selected slots, under plans with slots for each head), positions, seeds and logits."""
 
 
 def read_prompts(model: LanguageModel, prompts: Prompts, kernels: Kernels) -> Read:
-    """What a cache holds after prompts, and what comes next."""
+    """Read prompts; return the filled cache and the logits for the next tokens."""
     if _shared(model.config, prompts):
         return _read_layer_by_layer(model, prompts, kernels)
     return _read_prompts(*_arguments(model, prompts), **_static(model, prompts, kernels))
 
 
 def prompt_shapes(model: LanguageModel, prompts: Prompts, kernels: Kernels) -> Read:
-    """What `read_prompts` would return, of `jax.ShapeDtypeStruct`: the weights may be shapes, too."""
+    """Return the shapes of the results of `read_prompts`, as `jax.ShapeDtypeStruct`; the weights may be shapes, too."""
     if _shared(model.config, prompts):
         return _read_layer_by_layer(model, prompts, kernels, lambda program: program.eval_shape)
     return _read_prompts.eval_shape(*_arguments(model, prompts), **_static(model, prompts, kernels))
 
 
 def draws(model: LanguageModel, prompts: Prompts) -> bool:
-    """Whether what a cache holds of prompts depends on their random keys."""
+    """Return whether the cache after prompts depends on their random keys."""
 
     def storage(keys: Key[Array, " b"], weights: Weights) -> Any:
         texts = prompts.tokens, prompts.lengths, prompts.horizon, keys
@@ -72,7 +72,7 @@ def draws(model: LanguageModel, prompts: Prompts) -> bool:
 
 
 def lower_prompts(model: LanguageModel, prompts: Prompts) -> list[jax.stages.Lowered]:
-    """The programs of `read_prompts`, to compile and ask for their `memory_analysis()`."""
+    """Lower the programs of `read_prompts`, to compile them and read their `memory_analysis()`."""
     kernels = Kernels()
     if not _shared(model.config, prompts):
         return [_read_prompts.lower(*_arguments(model, prompts), **_static(model, prompts, kernels))]
@@ -109,14 +109,14 @@ def _static(model: LanguageModel, prompts: Prompts, kernels: Kernels) -> dict[st
 
 
 def _shared(config: ModelConfig, prompts: Prompts) -> bool:
-    """Whether layers read prompts one after another, by programs that they share."""
+    """Return whether prompts are read layer by layer, with programs that layers share."""
     policy = prompts.policy
     together = policy.score.aligned_layers
     return config.layers >= DEEP and prompts.chunk is None and layers_alike(policy) and not together
 
 
 def _layers(model: LanguageModel, prompts: Prompts) -> list[tuple[LayerWeights, int, Int[Array, "b h"], int]]:
-    # Layers of one shape go by the number of the first of them: they share a program.
+    # Layers of one shape share the program of the first of them.
     shapes = model.config.layer_configs
     like, limits = [shapes.index(shape) for shape in shapes], map(jnp.asarray, prompts.limits)
     return list(zip(model.weights.layers, like, limits, prompts.capacities, strict=True))
@@ -125,7 +125,7 @@ def _layers(model: LanguageModel, prompts: Prompts) -> list[tuple[LayerWeights, 
 def _read_layer_by_layer(
     model: LanguageModel, prompts: Prompts, kernels: Kernels, run: Callable[[Any], Any] = lambda program: program
 ) -> Read:
-    # `run` makes of a program what is called.
+    # `run` turns a program into the function to call.
     weights, config = model.weights, model.config
     around, settings = dataclasses.replace(weights, layers=()), dict(config=config, mesh=model.mesh)
     reading, x = run(_begin)(around, *_texts(prompts), kernels=kernels, **settings)
@@ -232,7 +232,7 @@ def _read_on_device(
     config = on_device(config, mesh)
     rows, padded = tokens.shape
     dtype = weights.embedding.dtype
-    # A prompt read whole starts from no slots at all; one read in chunks from a cache of its final size.
+    # A whole prompt starts with no slots, a prompt in chunks with a cache of its final size.
     layers = enumerate(zip(config.layer_configs, limits, capacities, strict=True))
     roomy = policy.sized(lines)
     made = (
@@ -267,8 +267,8 @@ def _read_on_device(
         storage, last = jax.lax.fori_loop(
             0, steps, lambda i, carry: read_chunk(i * size, carry, first=False), (storage, last)
         )
-    # A step may reuse the memory of positions, that of lengths must live on. And they come from the program, that they
-    # are committed to devices as the storage is: a step would be compiled again for what it returns itself.
+    # Copy the lengths: a step may donate the positions, but the lengths must stay valid. As outputs of this program,
+    # positions are committed to devices like the storage; otherwise a step would compile again for its own results.
     return shared(storage, mesh), jnp.copy(lengths), whole.seed, unembed(weights, config, last)
 
 
@@ -279,7 +279,7 @@ def _reading(
     keys: Key[Array, " b"],
     kernels: Kernels,
 ) -> Reading:
-    """All of some prompts."""
+    """Return a `Reading` of whole prompts."""
     place = jnp.arange(tokens.shape[1])
     return Reading(
         token=tokens,
@@ -294,14 +294,14 @@ def _reading(
 
 
 def policy_seeds(keys: Key[Array, " b"]) -> UInt32[Array, " b"]:
-    """The policy's randomness of rows, from their keys."""
+    """Derive the policy's random seed of each row from its key."""
     return jax.vmap(lambda key: jax.random.bits(jax.random.fold_in(key, 1), dtype=jnp.uint32))(keys)
 
 
 def _at_last(
     hidden: Float[Array, "b n width"], reading: Reading, otherwise: Float[Array, "b width"]
 ) -> Float[Array, "b width"]:
-    """Hidden states of each row's last token, where that is among those being read."""
+    """Return the hidden state of each row's last token, or `otherwise` if that token is not being read."""
     is_last = reading.position == (reading.prompt_length - 1)[:, None]
     newest = jnp.einsum("btw,bt->bw", hidden, is_last.astype(hidden.dtype))
     return jnp.where(is_last.any(1)[:, None], newest, otherwise)

@@ -1,4 +1,4 @@
-"""Everything about prompts that is decided on the host: checks, slots per layer, padding to a bucket."""
+"""Preparation of prompts on the host: checks, slots per layer, padding to a bucket."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
 Tokens = ArrayLike | Sequence[Sequence[int]]
 Budget = int | float | Sequence[int]
 WHOLES = ("text", "prompt", "context")
-"""What a budget may be a fraction of."""
+"""Bases of a fractional budget."""
 
 
 class Prompts(NamedTuple):
-    """What the program that reads prompts is given."""
+    """Arguments of the program that reads prompts."""
 
     policy: Policy
     tokens: Int[np.ndarray, "b n"]
@@ -42,13 +42,13 @@ class Prompts(NamedTuple):
     horizon: Int[np.ndarray, " b"]
     keys: Key[Array, " b"]
     limits: tuple[Int[np.ndarray, "b h"], ...]
-    """For each layer the slots that each head may use."""
+    """Slots that each head may use, by layer."""
     capacities: tuple[int, ...]
-    """For each layer the slots of its buffers."""
+    """Slots of the buffers, by layer."""
     lines: tuple[int, ...]
-    """For each layer the most slots that a head may use, rounded as buffers are."""
+    """Most slots that a head may use, by layer, rounded as buffers are."""
     chunk: int | None
-    """Tokens read between two compressions; None for all of them."""
+    """Tokens read between two compressions; None for the whole prompt."""
 
 
 def prepare(
@@ -64,10 +64,10 @@ def prepare(
     chunk: int | None = None,
     budget_of: str = "text",
 ) -> Prompts:
-    """What reading prompts takes, for the arguments of `kvjax.prefill`.
+    """Check the arguments of `kvjax.prefill` and prepare its prompts.
 
     Raises:
-        ValueError: a prompt is empty or does not fit the model, or the budget does not fit the policy.
+        ValueError: if a prompt is empty or does not fit the model, or the budget does not fit the policy.
     """
     check_on_host("prefill", tokens, lengths, key, budget)
     if not hasattr(model, "name"):  # a state has a model's weights and config, too
@@ -112,10 +112,10 @@ def prepare(
 
 
 def check_on_host(name: str, *values: Any) -> None:
-    """Refuse to plan with values that a program is traced with.
+    """Refuse traced values, because slots are planned on the host.
 
     Raises:
-        TypeError: one of them is traced.
+        TypeError: if one of the values is traced.
     """
     if any(isinstance(value, Tracer) for value in values):
         raise TypeError(
@@ -128,7 +128,7 @@ def check_bounded(policy: Policy, budget: Budget) -> None:
     """Refuse a budget for a policy that keeps everything.
 
     Raises:
-        ValueError: naming both.
+        ValueError: if the policy keeps everything and the budget is not 1.0; the message names both.
     """
     if not policy.bounded and not (isinstance(budget, float) and budget == 1.0):
         raise ValueError(
@@ -138,15 +138,15 @@ def check_bounded(policy: Policy, budget: Budget) -> None:
 
 
 def checked_key(key: Any, rows: int) -> Key[Array, "*b"]:
-    """Return random keys: one for all rows, or one for each.
+    """Check random keys, and return one for all rows or one for each.
 
     Args:
-        key: of `jax.random.key`, of `jax.random.PRNGKey`, a seed, or None for seed 0.
-        rows: how many there are.
+        key: from `jax.random.key` or `jax.random.PRNGKey`, a seed, or None for seed 0.
+        rows: number of rows.
 
     Raises:
-        TypeError: it is none of these.
-        ValueError: there are other than one or `rows`.
+        TypeError: if `key` is none of these.
+        ValueError: if the number of keys is neither 1 nor `rows`.
     """
     if key is None or (isinstance(key, (int, np.integer)) and not isinstance(key, bool)):
         return jax.random.key(0 if key is None else whole_number("key", key, -(2**63), 2**63 - 1))
@@ -160,10 +160,10 @@ def checked_key(key: Any, rows: int) -> Key[Array, "*b"]:
 
 
 def ready(model: LanguageModel, policy: Policy | str, budget: Budget, plan: Plan | str | None) -> Policy:
-    """A policy that knows its model, its budget and the plan that spreads it.
+    """Return a policy bound to its model, its budget and the plan that spreads the budget.
 
     Raises:
-        ValueError: it was made for another model, or its parts mean nothing together or to the model.
+        ValueError: if the policy was made for another model, or its parts do not fit each other or the model.
     """
     chosen = policy_by_name(policy).bind(model)
     chosen.protection.check_tokens(model.config.vocab_size)
@@ -176,16 +176,16 @@ def ready(model: LanguageModel, policy: Policy | str, budget: Budget, plan: Plan
 
 
 def instead(config: ModelConfig) -> str:
-    """What a text that is longer than the model's positions can have in place of them, as the end of a sentence."""
+    """Return the advice for texts beyond the model's positions, as the end of a sentence; empty if there is none."""
     return "" if config.position == "learned" else ", or use a policy with positions='cache'"
 
 
 def checked_budget(budget: Any) -> Budget:
-    """A budget in Python's own numbers.
+    """Check a budget and return it as Python numbers.
 
     Raises:
-        TypeError: it is neither a number nor one number of slots for each layer.
-        ValueError: it is out of range.
+        TypeError: if the budget is neither a number nor a number of slots for each layer.
+        ValueError: if it is out of range.
     """
     if isinstance(budget, (list, tuple, np.ndarray)) and np.ndim(budget) > 0:
         return [whole_number("budget", slots) for slots in budget]
@@ -201,7 +201,10 @@ def checked_budget(budget: Any) -> Budget:
 
 
 def bucket(tokens: int) -> int:
-    """The padded length that texts share a program at: the next power of two or halfway point, at least 16."""
+    """Return the padded length of a text: the next power of two or halfway point, at least 16.
+
+    Texts of one padded length share a program.
+    """
     power = 16
     while power < tokens:
         power *= 2
@@ -209,16 +212,16 @@ def bucket(tokens: int) -> int:
 
 
 def bucket_rows(rows: int, mesh: Mesh | None = None) -> int:
-    """The rows that batches share a program at: the next power of two or halfway point, as many on each device."""
+    """Return the padded rows of a batch: the next power of two or halfway point, divisible among devices."""
     devices = 1 if mesh is None else mesh.shape[ROWS]
     return -(-(bucket(16 * rows) // 16) // devices) * devices
 
 
 def check_rows(rows: int, mesh: Mesh | None) -> None:
-    """Refuse rows that devices cannot share, as many on each.
+    """Refuse rows that cannot be sharded evenly over devices.
 
     Raises:
-        ValueError: naming both.
+        ValueError: if the rows are not a multiple of the devices; the message names both.
     """
     devices = 1 if mesh is None else mesh.shape[ROWS]
     if rows % devices:
@@ -229,19 +232,19 @@ def check_rows(rows: int, mesh: Mesh | None) -> None:
 
 
 def round_slots(slots: int) -> int:
-    """Slots in the buffers: the next multiple of 16, of 64 beyond 1024, so that attention finds blocks that fit."""
+    """Round slots up to a multiple of 16, or of 64 beyond 1024, so that blocks of attention fit the buffers."""
     unit = 16 if slots <= 1024 else 64
     return -(-slots // unit) * unit
 
 
 def among_devices(capacities: Sequence[int], mesh: Mesh | None) -> tuple[int, ...]:
-    """Slots of buffers that the devices of a mesh can share, as many on each."""
+    """Round slots of buffers up so that they can be sharded evenly over the devices of a mesh."""
     shares = 1 if mesh is None else mesh.shape[SLOTS]
     return tuple(-(-slots // shares) * shares for slots in capacities)
 
 
 def full_slots(prompt: int, new: int) -> int:
-    """Slots of each head's buffers where nothing leaves, for the longest prompt and the tokens planned after it."""
+    """Return the slots per head if nothing is evicted, for the longest prompt and the tokens planned after it."""
     return round_slots(bucket(prompt) + new)
 
 
@@ -254,20 +257,20 @@ def plan_slots(
     width: int,
     budget_of: str = "text",
 ) -> tuple[list[Int[np.ndarray, "b h"]], tuple[int, ...]]:
-    """Slots that each row and head may use, by layer, and those of each layer's buffers.
+    """Plan the slots that each row and head may use, and those of the buffers, by layer.
 
     Args:
         policy: with the plan that spreads the budget.
-        budget: slots per head, a fraction, or slots for each layer; of layers that their own window bounds it means
-            nothing: they get as many as that is wide, and the others share what it says.
+        budget: slots per head, a fraction, or slots for each layer. Layers that are bounded by their own window get
+            as many slots as the window is wide; the budget is spread over the other layers.
         lengths: tokens of each prompt.
-        max_new_tokens: that are going to be generated.
+        max_new_tokens: planned number of generated tokens.
         config: of the model.
         width: tokens of the longest prompt.
-        budget_of: what a fraction is of, one of `WHOLES`.
+        budget_of: base of a fraction, one of `WHOLES`.
 
     Raises:
-        ValueError: the budget is not positive, does not match the layers or does not fit the policy's protections.
+        ValueError: if the budget is not positive, does not match the layers or does not fit the policy's protections.
     """
     rows, total, plan = len(lengths), lengths + max_new_tokens, policy.plan
     one = isinstance(budget, (int, float, np.integer, np.floating))
@@ -302,7 +305,7 @@ def plan_slots(
     policy.protection.check_budget(int(limits[~apart].min()))
     if policy.score.aligned_layers and (limits != limits[0]).any():
         raise ValueError(f"{name_of(policy)} with one score for all layers needs equal budgets; use plan='uniform'.")
-    # More than its window is of no use to a layer.
+    # A layer cannot use more slots than its window.
     limits = np.where(apart, windows, np.minimum(limits, windows))
     buffers = limits.max(1, where=apart, initial=0)
     for layer, bound in enumerate(apart):
@@ -313,7 +316,7 @@ def plan_slots(
 
 
 def lines_of(limits: Sequence[Int[np.ndarray, "b h"]]) -> tuple[int, ...]:
-    """For each layer the most slots that a head may use, rounded as buffers are, so that programs are shared."""
+    """Return the most slots that a head may use, by layer, rounded as buffers are so that programs are shared."""
     return tuple(round_slots(int(limit.max())) for limit in limits)
 
 
@@ -347,10 +350,10 @@ def _pad_rows(
 def check_tokens(
     tokens: Int[np.ndarray, "b n"], lengths: Int[np.ndarray, " b"], config: ModelConfig, least: int = 1
 ) -> None:
-    """Refuse what are no token ids, lengths that do not fit them, and ids that are not in the vocabulary.
+    """Refuse tokens that are not ids, lengths that do not fit them, and ids outside the vocabulary.
 
     Raises:
-        ValueError: naming the value.
+        ValueError: in each of these cases; the message has the value.
     """
     if not np.issubdtype(tokens.dtype, np.integer):
         raise ValueError(f"tokens of type {tokens.dtype} are no token ids; give integers.")
@@ -361,10 +364,10 @@ def check_tokens(
 
 
 def check_vocabulary(ids: Int[np.ndarray, " n"], config: ModelConfig) -> None:
-    """Refuse ids that a model does not have.
+    """Refuse ids outside the vocabulary of a model.
 
     Raises:
-        ValueError: naming the first of them.
+        ValueError: if there are any; the message has the first of them.
     """
     wrong = ids[(ids < 0) | (ids >= config.vocab_size)]
     if wrong.size:
@@ -372,10 +375,10 @@ def check_vocabulary(ids: Int[np.ndarray, " n"], config: ModelConfig) -> None:
 
 
 def check_length(longest: int, policy: Policy, config: ModelConfig) -> None:
-    """Refuse texts that are longer than a model's positions, unless it sees those of the cache.
+    """Refuse texts longer than a model's positions, unless the policy uses positions in the cache.
 
     Raises:
-        ValueError: naming both.
+        ValueError: if the longest text exceeds the positions; the message has both numbers.
     """
     if longest > config.max_positions and policy.codec.positions == "original":
         raise ValueError(

@@ -1,4 +1,4 @@
-"""States from shapes alone: what `prefill` would return, of models that no memory here could hold."""
+"""Shapes of states that `prefill` would return, also for models that exceed the memory of this machine."""
 
 from __future__ import annotations
 
@@ -34,25 +34,25 @@ def state_shapes(
     budget_of: str = "text",
     implementation: str | Kernels = "auto",
 ) -> State:
-    """The state after prompts of one length, of `jax.ShapeDtypeStruct` that say where they lie on the model's mesh.
+    """Return the state after prompts of one length, as `jax.ShapeDtypeStruct` with shardings on the model's mesh.
 
-    Nothing is computed; `kvjax.inference.decode.lower_step` makes a program of it, also for devices that are not there.
+    Nothing is computed. `kvjax.inference.decode.lower_step` lowers its program, also for devices that are not present.
 
     Args:
-        model: its weights may be shapes, which have shardings where it has a mesh.
+        model: its weights may be shapes, which have shardings if the model has a mesh.
         policy: which tokens stay; a name or a `Policy`.
-        rows: prompts.
-        tokens: of each prompt.
-        budget: see `kvjax.prefill`, as for all that follows.
-        max_new_tokens: how many tokens are going to be generated.
+        rows: number of prompts.
+        tokens: tokens of each prompt.
+        budget: see `kvjax.prefill`, also for all arguments below.
+        max_new_tokens: planned number of generated tokens.
         plan: how the budget is spread over layers; a name, a `Plan`, or None for the policy's own.
-        prefill_chunk: tokens read between two compressions; None for the policy's own way.
-        budget_of: what a fractional budget is of.
+        prefill_chunk: tokens read between two compressions; None for the policy's default.
+        budget_of: base of a fractional budget.
         implementation: of every operation.
 
     Raises:
-        ValueError: the prompts do not fit the model or the budget the policy; or the slots of each head depend on what
-            is read.
+        ValueError: if the prompts do not fit the model, or the budget does not fit the policy; or if the slots of each
+            head depend on the prompts' content.
     """
     prompts = prepare(
         model,

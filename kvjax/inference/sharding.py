@@ -1,4 +1,4 @@
-"""Programs that run on every device of a mesh, each on its rows and heads, and what lies where."""
+"""Programs on a mesh, each device with its rows and heads, and the sharding of their arrays."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from kvjax.policies.policy import Policy
 from kvjax.types import HEADS, ROWS, SLOTS, PyTree, Spread, View
 
 WHOLE: Any = PartitionSpec()
-"""Arrays that every device has all of."""
+"""Spec of arrays that are replicated on every device."""
 OF_ROWS: Any = PartitionSpec(ROWS)
-"""Arrays [b ...]."""
+"""Spec of arrays [b ...]."""
 OF_HEADS: Any = PartitionSpec(ROWS, HEADS)
-"""Arrays [b h ...]."""
+"""Spec of arrays [b h ...]."""
 OF_SLOTS: Any = PartitionSpec(ROWS, HEADS, SLOTS)
-"""Arrays [b h c ...]."""
+"""Spec of arrays [b h c ...]."""
 OF_VIEW: Any = View(limit=OF_HEADS, state=OF_HEADS, kv=OF_SLOTS, position=OF_SLOTS, slots=OF_SLOTS)
 OF_SELECTED: Any = Selected(
     view=View(limit=OF_HEADS, state=OF_HEADS, kv=OF_HEADS, position=OF_HEADS, slots=OF_HEADS),
@@ -32,23 +32,23 @@ OF_SELECTED: Any = Selected(
     count=OF_HEADS,
 )
 OF_POOL: Any = PartitionSpec((ROWS, HEADS))
-"""Arrays [P ...]: each device has a pool of its own."""
+"""Spec of arrays [P ...]: each device has its own pool of pages."""
 
 
 def on_mesh(function: Callable[..., Any], mesh: Mesh | None, given: PyTree, made: PyTree) -> Callable[..., Any]:
-    """A function of what one device has, as a function of what all of them have.
+    """Turn a function of one device's shards into a function of sharded arrays.
 
     Args:
-        function: of one device.
-        mesh: from `kvjax.models.sharding.program_mesh`; None for the function itself.
-        given: where its arguments lie, a tree of `PartitionSpec` for each.
-        made: where its results do.
+        function: of one device's shards.
+        mesh: from `kvjax.models.sharding.program_mesh`; None to return the function itself.
+        given: tree of `PartitionSpec` for each of its arguments.
+        made: specs of its results.
     """
     if mesh is None:
         return function
 
     def run(*arguments: Any) -> Any:
-        # Flat, for shard_map would make policies of placeholders that are no numbers.
+        # Flat, because shard_map would make policies of placeholders that are not numbers.
         flat, tree = jax.tree.flatten(arguments)
 
         def here(*flat: Any) -> Any:
@@ -60,9 +60,9 @@ def on_mesh(function: Callable[..., Any], mesh: Mesh | None, given: PyTree, made
 
 
 def lying(tree: PyTree, specs: PyTree, mesh: Mesh | None) -> Any:
-    """The same arrays where specs say, in a program whose results are another's arguments.
+    """Return the same arrays with the sharding of their specs, in a program whose results are another's arguments.
 
-    Elsewhere they would travel, and that program be compiled for once more.
+    With another sharding, that program would transfer them and compile again.
 
     Args:
         tree: arrays.
@@ -73,19 +73,19 @@ def lying(tree: PyTree, specs: PyTree, mesh: Mesh | None) -> Any:
 
 
 def copying(mesh: Mesh) -> Mesh:
-    """The devices of a `program_mesh` for rows of which all along `ROWS` have a copy: fewer than could be shared."""
+    """Return a `program_mesh` whose devices along `ROWS` hold copies of all rows, for rows too few to shard."""
     axes = ("copies", *mesh.axis_names)
     devices = mesh.devices.reshape(mesh.shape[ROWS], 1, *mesh.devices.shape[1:])
     return Mesh(devices, axes, axis_types=(AxisType.Auto,) * len(axes))
 
 
 def whole_rows(specs: PyTree) -> Any:
-    """Where arrays lie of which all devices along `ROWS` have a copy."""
+    """Return the specs of arrays without sharding over `ROWS`: all devices along that axis have a copy."""
     return jax.tree.map(lambda spec: PartitionSpec(*(None if axis == ROWS else axis for axis in spec)), specs)
 
 
 def _each(specs: PyTree, arguments: PyTree) -> tuple[PartitionSpec, ...]:
-    """A spec for each leaf of arguments, from specs that may be those of whole trees."""
+    """Return a spec for each leaf of the arguments, from specs that may stand for whole trees."""
 
     def broadcast(spec: PartitionSpec, tree: PyTree) -> PyTree:
         return jax.tree.map(lambda _: spec, tree)
@@ -94,7 +94,7 @@ def _each(specs: PyTree, arguments: PyTree) -> tuple[PartitionSpec, ...]:
 
 
 def placed_shapes(specs: PyTree, tree: PyTree, mesh: Mesh | None) -> PyTree:
-    """The shapes of a tree, where they lie on a mesh.
+    """Return the shapes of a tree with their sharding on a mesh.
 
     Args:
         specs: a `PartitionSpec` for each leaf, or for whole trees of them.
@@ -110,7 +110,7 @@ def placed_shapes(specs: PyTree, tree: PyTree, mesh: Mesh | None) -> PyTree:
 
 
 def placed_on(tree: PyTree, specs: PyTree, mesh: Mesh | None) -> Any:
-    """A tree of arrays where specs say; the tree itself where there is no mesh."""
+    """Move a tree of arrays to the sharding of its specs; return it unchanged if there is no mesh."""
     if mesh is None:
         return tree
     leaves, structure = jax.tree.flatten(tree)
@@ -119,43 +119,43 @@ def placed_on(tree: PyTree, specs: PyTree, mesh: Mesh | None) -> Any:
 
 
 def logits_spec(config: ModelConfig, mesh: Mesh | None) -> PartitionSpec:
-    """Where logits [b vocab] lie."""
+    """Return the spec of logits [b vocab]."""
     return PartitionSpec(ROWS, (HEADS, SLOTS)) if on_device(config, mesh).spread.vocab else OF_ROWS
 
 
 def storage_specs(storage: Dense | Paged) -> Any:
-    """Where caches lie."""
+    """Return the specs of caches."""
     if isinstance(storage, Dense):
         return Dense((OF_VIEW,) * len(storage.layers))
     return pool_specs(len(storage.limit), storage.most, storage.devices)
 
 
 def pool_specs(layers: int, most: int, devices: tuple[int, int]) -> Any:
-    """Where pages of some layers lie."""
+    """Return the specs of the pages of some layers."""
     of_pages = dict.fromkeys(("kv", "position", "slots", "owner", "first", "start"), OF_POOL)
     of_layers = dict.fromkeys(("state", "limit"), (OF_HEADS,) * layers)
     return Paged(**of_pages, **of_layers, most=most, devices=devices)
 
 
 def read_specs(policy: Policy, layers: int) -> Any:
-    """Where what prompts leave in some layers lies: slots, or what is going to stay under plans for each head."""
+    """Return the specs of layers after prompts: buffers, or selected slots under plans with slots for each head."""
     return (OF_SELECTED,) * layers if policy.plan.per_head else Dense((OF_VIEW,) * layers)
 
 
 def shared(storage: Any, mesh: Mesh | None) -> Any:
-    """What one device keeps of caches that it has read together with those that have the same heads."""
+    """Keep this device's shard of the slots, after all devices with the same heads have computed all slots."""
     own = Spread(slots=1 if mesh is None else mesh.shape[SLOTS]).own_slots
     return storage.of_slots(own) if isinstance(storage, Dense) else storage
 
 
 def joined(storage: Any, mesh: Mesh | None) -> Any:
-    """The inverse of `shared`."""
+    """Gather all slots of this device's heads; the inverse of `shared`."""
     every = Spread(slots=1 if mesh is None else mesh.shape[SLOTS]).all_slots
     return storage.of_slots(every) if isinstance(storage, Dense) else storage
 
 
 def policy_specs(policy: Policy) -> Any:
-    """Where the arrays of a policy lie: whole on every device, but what parts have for each KV head."""
+    """Return the specs of a policy's arrays: sharded by KV head in the fields `of_heads`, otherwise replicated."""
     specs = jax.tree.map(lambda _: WHOLE, policy)
     for field in dataclasses.fields(policy):
         part = getattr(policy, field.name)

@@ -1,4 +1,4 @@
-"""Everything that decoding needs and changes: an immutable pytree."""
+"""State of decoding: an immutable pytree of all that a step reads and changes."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ ROWS = ("position", "prompt_length", "horizon", "end", "key", "seed", "active")
 
 
 class State(struct.PyTreeNode):
-    """A model, a policy and what the cache holds; branching from one is free.
+    """A model, a policy and a cache; branching from a state is free.
 
-    Rows are independent: whatever happens to one depends on nothing but that row.
+    Rows are independent: the results of one row depend on that row only.
     """
 
     weights: Weights
@@ -41,27 +41,27 @@ class State(struct.PyTreeNode):
     position: Int[Array, " b"]
     """Position of the next token."""
     prompt_length: Int[Array, " b"]
-    """Tokens of the text up to the last one that was given and not written by the model."""
+    """Length of the text, in tokens, up to the last token that was given and not generated."""
     horizon: Int[Array, " b"]
-    """Tokens that the cache was planned to generate."""
+    """Tokens planned to be generated."""
     end: Int[Array, " b"]
-    """Tokens of the whole text, as planned when the prompt was read."""
+    """Planned length of the whole text in tokens, set when the prompt was read."""
     key: Key[Array, " b"]
     seed: UInt32[Array, " b"]
-    """The policy's randomness."""
+    """Random seed of the policy for each row."""
     active: Bool[Array, " b"]
-    """Rows that read what they are given; the others never change, and their logits mean nothing."""
+    """True for rows that read tokens; the other rows never change, and their logits are meaningless."""
     config: ModelConfig = setting(None)
     kernels: Kernels = setting(Kernels())
     mesh: Mesh | None = setting(None)
-    """The devices that share all this, from `kvjax.models.sharding.program_mesh`; None for one."""
+    """Devices that shard the state, from `kvjax.models.sharding.program_mesh`; None for one device."""
 
 
 def check_state(state: object, place: str = "first") -> None:
-    """Refuse what stands in the place of a state among a function's arguments.
+    """Refuse an argument that is not a state.
 
     Raises:
-        TypeError: it is none.
+        TypeError: if it is not a state; the message has its `place` among the arguments.
     """
     if not isinstance(state, State):
         raise TypeError(f"the {place} argument is a state, from kvjax.prefill, not {type(state).__name__}.")
@@ -71,17 +71,20 @@ Moving = tuple[Storage, Int[Array, " b"]]
 
 
 def split_state(state: State) -> tuple[State, Moving]:
-    """What a step only reads, and what it changes: a jitted function copies whatever it returns unchanged."""
+    """Split a state into fields that a step only reads and fields that it changes.
+
+    A jitted step returns only the second, because it would copy fields that it returns unchanged.
+    """
     return state.replace(storage=(), position=None), (state.storage, state.position)
 
 
 def join_state(fixed: State, moving: Moving) -> State:
-    """The inverse of `split_state`."""
+    """Join the two parts of a state; the inverse of `split_state`."""
     return fixed.replace(storage=moving[0], position=moving[1])
 
 
 def state_specs(state: State) -> tuple[State, Any]:
-    """Where what `split_state` gives lies on the state's mesh, if there is one."""
+    """Return the specs of the two parts from `split_state`, for the state's mesh if it has one."""
     weights = weight_specs(state.weights, state.config, state.mesh)
     rows = dict.fromkeys(("prompt_length", "horizon", "end", "key", "seed", "active"), OF_ROWS)
     specs = state.replace(weights=weights, policy=policy_specs(state.policy), storage=(), position=None, **rows)
@@ -89,7 +92,7 @@ def state_specs(state: State) -> tuple[State, Any]:
 
 
 def placed(state: State) -> State:
-    """The same where its programs have it: elsewhere it would travel at every step, and be compiled for once more."""
+    """Move a state to the sharding that its programs expect, which avoids a transfer at each step and a recompile."""
     if state.mesh is None:
         return state
     rows = {name: getattr(state, name) for name in ROWS if name != "position"}
@@ -99,7 +102,7 @@ def placed(state: State) -> State:
     return state.replace(policy=jax.tree.unflatten(tree, leaves), **rows)
 
 
-# A program: nothing else reaches the devices of other processes.
+# Only a compiled program reaches the devices of other processes.
 @functools.partial(jax.jit, static_argnames=("mesh", "specs"))
 def _placed(
     rows: dict[str, Array], leaves: list[Array], *, mesh: Mesh, specs: tuple[PartitionSpec, ...]
@@ -108,7 +111,7 @@ def _placed(
 
 
 def unpacked(state: State) -> State:
-    """A state whose layers have buffers of one size for all heads."""
+    """Unpack a state's pages into buffers of one size for all heads of a layer."""
     mesh = state.mesh
 
     def unpack(storage: Storage) -> Any:
@@ -119,15 +122,15 @@ def unpacked(state: State) -> State:
 
 
 def take_rows(state: State, index: ArrayLike | Sequence[int]) -> State:
-    """Some rows of a state, in any order, as a state of their own.
+    """Return a new state with some rows of a state, in any order.
 
     Args:
-        state: keeps all of its rows.
-        index: which rows, from 0; one may be taken several times.
+        state: stays unchanged.
+        index: indices of the rows, from 0; a row may be taken several times.
 
     Raises:
-        ValueError: there is no such row, none is named, or heads have slots of their own and the rows do not lie on the
-            state's mesh, as many on each device.
+        ValueError: if there is no such row, or no index; or if each head has its own slots and the rows cannot be
+            sharded evenly over the state's mesh.
 
     Example:
         >>> model = kvjax.load("tiny")
@@ -142,15 +145,15 @@ def take_rows(state: State, index: ArrayLike | Sequence[int]) -> State:
 
 
 def put_rows(state: State, index: ArrayLike | Sequence[int], rows: State) -> State:
-    """A state in which some rows are those of another one.
+    """Return a state in which rows of another state replace some rows.
 
     Args:
         state: of the same model and policy as `rows`.
-        index: which rows of it are replaced, one for each row of `rows`.
+        index: indices of the replaced rows, one for each row of `rows`.
         rows: from `take_rows` or `prefill`.
 
     Raises:
-        ValueError: the states differ in model, policy or storage, or the rows do not fit.
+        ValueError: if the states differ in model, policy or storage, or the rows do not fit.
 
     Example:
         >>> model = kvjax.load("tiny")
@@ -176,12 +179,12 @@ def put_rows(state: State, index: ArrayLike | Sequence[int], rows: State) -> Sta
     if dtypes[0] != dtypes[1]:
         raise ValueError(f"rows of {dtypes[1]} do not fit a state of {dtypes[0]}; use one dtype for both.")
     fields = {name: getattr(state, name).at[where].set(getattr(rows, name)) for name in ROWS}
-    storage: Any = state.storage  # of the type that the rows' has, too
+    storage: Any = state.storage  # both storages have one type, checked above
     return state.replace(storage=storage.put(where, rows.storage), **fields)
 
 
 def described(policy: Policy) -> tuple[Any, list[tuple[str, float]]]:
-    """What policies of other parts or settings differ in: numbers are leaves, and so are arrays that parts learned."""
+    """Return a policy's structure and numeric settings, to compare policies; learned arrays are left out."""
     leaves, structure = jax.tree.flatten(policy)
     numbers = (np.asarray(leaf) for leaf in leaves if np.ndim(leaf) == 0)
     return structure, [(number.dtype.kind, float(number.astype(np.float32))) for number in numbers]
@@ -196,7 +199,7 @@ def _rows(state: State, index: ArrayLike | Sequence[int]) -> Int[np.ndarray, " m
 
 
 def cache_bytes(state: State) -> int:
-    """Bytes that the caches occupy: keys, values, positions, scores, codes and states, empty slots included.
+    """Return the bytes of the caches: keys, values, positions, scores, codes and states, empty slots included.
 
     Example:
         >>> model = kvjax.load("tiny")
@@ -209,7 +212,7 @@ def cache_bytes(state: State) -> int:
 
 
 def full_cache_bytes(state: State) -> int:
-    """Bytes that policy `full` would allocate for these rows: of their prompts and of all tokens that were planned.
+    """Return the bytes that policy `full` would allocate for these rows, with their prompts and all planned tokens.
 
     Example:
         >>> model = kvjax.load("tiny")
@@ -230,13 +233,13 @@ def full_cache_bytes(state: State) -> int:
 
 
 def allocated_slots(state: State) -> float:
-    """Slots of a head's buffers, empty ones included, on average over rows, layers and heads."""
+    """Return the slots per head, empty ones included, averaged over rows, layers and heads."""
     slots = sum(leaf.size for leaf in jax.tree.leaves(state.storage.stored_positions()))
     return slots / sum(limit.size for limit in state.storage.limits())
 
 
 def held_positions(state: State) -> list[np.ndarray]:
-    """For each layer the position of the token in each slot, int [b, h, c] on the host, -1 where there is none.
+    """Return the position of the token in each slot, by layer, int [b, h, c] on the host; -1 in empty slots.
 
     Example:
         >>> model = kvjax.load("tiny")
@@ -250,5 +253,5 @@ def held_positions(state: State) -> list[np.ndarray]:
 
 
 def slot_limits(state: State) -> list[np.ndarray]:
-    """For each layer the slots that each row and head may use, int [b, h] on the host."""
+    """Return the slots that each row and head may use, by layer, int [b, h] on the host."""
     return [on_host(limit) for limit in state.storage.limits()]

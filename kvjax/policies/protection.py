@@ -1,4 +1,4 @@
-"""Protection: which tokens may never leave, and which leave last."""
+"""Protection: tokens that are never evicted, and tokens that are evicted last."""
 
 from __future__ import annotations
 
@@ -15,32 +15,32 @@ from kvjax.types import New, PyTree, View, check, is_share, number, setting, wri
 
 
 class Protected(NamedTuple):
-    """What may not leave a head, or only at the end.
+    """Protected tokens and slots of some heads.
 
-    Where protected tokens outnumber the slots, sinks stay, and the oldest of the others leaves.
+    If protected tokens outnumber the slots, sinks are kept, and the oldest other token is evicted.
     """
 
     sinks: Int[Array, "b h"] | Int[Array, ""]
-    """First positions that never leave; one number where it is the same in all heads."""
+    """Number of first positions that are never evicted; a scalar if all heads have the same."""
     recent: Int[Array, "b h"] | Int[Array, ""]
-    """Newest tokens that never leave, the one being read included; one number, too, where it can be."""
+    """Number of newest tokens that are never evicted, the one being read included; a scalar if all heads agree."""
     keep: Bool[Array, "b h c"] | None = None
-    """Slots that never leave while there is another one."""
+    """Slots that are never evicted while there is another one."""
     last: Bool[Array, "b h c"] | None = None
-    """Slots that leave when no other can."""
+    """Slots that are evicted only if no other slot can be."""
 
 
 @struct.dataclass
 class Protection(Part):
-    """The first tokens, the newest ones, and tokens for what they are; in a layer with a window while it sees them.
+    """Protect the first tokens, the newest tokens and special tokens; a layer with a window, only inside the window.
 
-    A budget holds sinks and the recent window. Special tokens have no bound: where they outnumber the other slots, the
-    oldest of them leaves, whether a text is read as a prompt, in turns or token by token.
+    A budget must hold sinks and the recent window. Special tokens have no bound: if they outnumber the other slots, the
+    oldest of them is evicted. This holds for a text that is read as a prompt, in turns or token by token.
 
     Args:
-        sinks: first tokens of the text that never leave.
-        recent: newest tokens that never leave, the one being read included: slots, or a fraction of the budget.
-        special: token ids that leave only where no other token can.
+        sinks: first tokens of the text that are never evicted.
+        recent: newest tokens that are never evicted, the one being read included: slots, or a fraction of the budget.
+        special: token ids that are evicted only if no other token can be.
 
     Example:
         >>> kvjax.Protection(sinks=4, recent=0.5).check_budget(6)
@@ -63,28 +63,28 @@ class Protection(Part):
         check(all(isinstance(token, int) for token in self.special), "special", self.special, "a list of token ids")
 
     def slot(self, new: New, state: PyTree) -> Bool[Array, "b h t"] | None:
-        """Which tokens are special."""
+        """Return a mask of the special tokens; None if no token ids are special."""
         if not self.special:
             return None
         return jnp.broadcast_to(jnp.isin(new.token, jnp.asarray(self.special))[:, None], new.k.shape[:3])
 
     def sink_slots(self, limit: Int[Array, "*b"]) -> Int[Array, "*b"] | Int[Array, ""]:
-        """How many first tokens stay, for heads of `limit` slots; one number if that does not matter."""
+        """Return the number of protected first tokens in heads of `limit` slots; a scalar if all heads agree."""
         return jnp.asarray(self.sinks, jnp.int32)
 
     def recent_slots(self, limit: Int[Array, "*b"]) -> Int[Array, "*b"] | Int[Array, ""]:
-        """The recent window in slots, for heads of `limit` slots; one number if that does not matter."""
+        """Return the recent window in slots, for heads of `limit` slots; a scalar if all heads agree."""
         return recent_slots(self.recent, limit)
 
     def guard(self, view: View, new: New) -> Protected:
-        """What protects each slot of some heads."""
+        """Return the protected tokens and slots of some heads."""
         return Protected(self.sink_slots(view.limit), self.recent_slots(view.limit), view.slots.protection)
 
     def check_tokens(self, vocabulary: int) -> None:
-        """Refuse special tokens that a model does not have.
+        """Refuse special tokens outside a model's vocabulary.
 
         Raises:
-            ValueError: naming the first of them.
+            ValueError: if there are any; the message has the first of them.
         """
         for token in self.special:
             if not 0 <= token < vocabulary:
@@ -93,10 +93,13 @@ class Protection(Part):
                 )
 
     def check_budget(self, smallest: int) -> None:
-        """Refuse a budget without a slot for the token that is being read, given the slots of the poorest head.
+        """Refuse a budget that does not hold sinks, the recent window and the token being read.
+
+        Args:
+            smallest: slots of the head with the fewest slots.
 
         Raises:
-            ValueError: sinks and the recent window, that token in it, do not fit in the budget.
+            ValueError: if they do not fit; the recent window includes the token being read.
         """
         sinks, recent = map(int, _protected(self, np.int32(smallest)))
         needed = sinks + max(recent, 1)
@@ -114,7 +117,7 @@ def _protected(protection: Protection, limit: Int[Array, ""]) -> tuple[Int[Array
 
 
 def recent_slots(recent: int | float, limit: Int[Array, "*b"]) -> Int[Array, "*b"] | Int[Array, ""]:
-    """A number of slots, or a fraction of those that heads may use, in slots."""
+    """Return the recent window in slots: `recent` itself, or that fraction of the slots that heads may use."""
     if is_share(recent):
         return jnp.floor(recent * limit + 1e-6).astype(jnp.int32)
     return jnp.asarray(recent, jnp.int32)

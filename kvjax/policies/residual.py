@@ -1,4 +1,4 @@
-"""Residuals: what becomes of a pair that is evicted."""
+"""Residuals: constant-size memory of evicted pairs."""
 
 from __future__ import annotations
 
@@ -13,24 +13,27 @@ from pallas_kernels.attention import LowRank, merge, share_of_evicted
 
 
 class Residual(Part):
-    """Remembers evicted pairs in memory of constant size, and lets queries read it."""
+    """Memory of constant size that absorbs evicted pairs and that queries attend to."""
 
     @abc.abstractmethod
     def absorb(self, state: Any, evicted: Evicted) -> Any:
-        """What is remembered of the layer, with some evicted pairs folded in."""
+        """Return the layer's state with some evicted pairs added to it."""
 
     @abc.abstractmethod
     def share(self, state: Any, new: New) -> LowRank:
-        """The evicted tokens' share of the attention of `new.q`."""
+        """Return the low-rank term that evicted pairs add to the attention of `new.q`."""
 
     def step(self, state: Any, evicted: Evicted, new: New, attended: Partial) -> tuple[Any, Array]:
-        """`absorb` of what a token per row has evicted, and its attention [b h g 1 e] with the `share` of all of that.
+        """Absorb the pairs that one token per row evicted, and merge `share` into the token's attention.
 
         Args:
-            state: what is remembered of the layer.
-            evicted: one pair of each head.
+            state: of the layer.
+            evicted: one pair per head.
             new: one token per row.
-            attended: its attention over the slots.
+            attended: attention of the token over the slots.
+
+        Returns:
+            The new state, and attention [b h g 1 e] over slots and evicted pairs.
         """
         state = self.absorb(state, evicted)
         return state, merge(attended, share_of_evicted(self.share(state, new))).out

@@ -1,4 +1,4 @@
-"""Scores: which cached token matters least, the one thing that the papers disagree on."""
+"""Scores: ranking of cached tokens by importance, the one choice in which the papers differ."""
 
 from __future__ import annotations
 
@@ -16,12 +16,16 @@ if TYPE_CHECKING:
 
 
 class Score(Part):
-    """How much each slot matters; everything else about eviction is shared.
+    """Importance of each slot; all scores share the rest of eviction.
 
-    Per layer and step kvjax calls `score`, and gives the slot that ranks lowest to the new token (an empty one first,
-    if there is any); `slot` of the new token, stored beside its key and value; and after attention, where the score
-    `asks` for something, `fold` and `advance`. A prompt, a turn or a chunk is read as a whole: `slot`, attention,
-    `fold`, `advance`, `settle`, then the slots that rank highest stay.
+    A decode step makes these calls in each layer:
+
+    - `score`; the new token takes the slot that ranks lowest, or an empty slot if there is one.
+    - `slot` of the new token; the result is stored beside its key and value.
+    - After attention `advance` and `fold`, if the score `asks` for attention statistics.
+
+    A prompt, a turn or a chunk is read as a whole: `slot`, attention, `advance`, `fold` and `settle`. Then the slots
+    that rank highest are kept.
 
     Example:
         >>> import flax
@@ -36,7 +40,7 @@ class Score(Part):
     """
 
     def __new__(cls, *values: Any, **named: Any) -> Self:
-        """Checked: what it asks for is for `fold`, `advance` or `settle`."""
+        """Check that statistics from `asks` have a method that uses them, and that `fold` gets statistics."""
         asks = cls.asks is not Part.asks
         folds = any(getattr(cls, name) is not getattr(Score, name) for name in ("fold", "advance", "settle"))
         if asks and not folds:
@@ -48,68 +52,71 @@ class Score(Part):
         return super().__new__(cls, *values, **named)
 
     paper: ClassVar[str] = ""
-    """Where the method comes from, with its equation."""
+    """Source of the method, with its equation."""
     aligned: bool = False
-    """Whether slots have to hold the same tokens in all heads of a layer."""
+    """True if slots must hold the same tokens in all heads of a layer."""
     aligned_layers: bool = False
-    """Whether slots have to hold the same tokens in all layers."""
+    """True if slots must hold the same tokens in all layers."""
     slides: ClassVar[bool] = False
-    """Whether what is live beyond sinks is always the newest tokens, without a gap: `score` orders by position.
+    """True if `score` orders by position, so that beyond sinks a head always holds the newest tokens without a gap.
 
-    Of kvjax's own scores only: somebody's own is asked for its numbers.
+    Only scores of kvjax may set it; kvjax always calls `score` of a user's own class.
     """
     adds: bool = False
-    """Whether `score` is what a slot remembers, begins at 0, and `fold` adds the answer to it; kvjax's own only.
+    """True if `score` returns the state of each slot, which starts at 0 and to which `fold` adds the statistics.
 
-    A kernel that reads the score then adds to it on its way.
+    A kernel that reads the score then accumulates into it in the same pass. Only scores of kvjax may set it.
     """
     compares: ClassVar[bool] = False
-    """Whether `score` looks at more of the token that wants a slot than its position."""
+    """True if `score` depends on more of the new token than its position."""
     offloads: bool = False
-    """Whether what it remembers of slots waits in host memory from one token to the next."""
+    """True if per-slot state is kept in host memory from one token to the next."""
     spares_idle_rows: ClassVar[bool] = False
-    """Whether `advance` leaves rows that read nothing as they are; if not, each step makes a copy to put them back."""
+    """True if `advance` leaves rows that read nothing unchanged; if not, each step copies state to restore them."""
     prefill_chunk: int | None = None
     """Prompt tokens read between two compressions; None for the whole prompt, 1 for one decode step each."""
 
     def check_prompt(self, shortest: int) -> None:
-        """Refuse prompts that are too short for the settings, given the tokens of the shortest.
+        """Refuse prompts that are too short for the settings.
+
+        Args:
+            shortest: tokens of the shortest prompt.
 
         Raises:
-            ValueError: a setting asks for more of the prompt than there is.
+            ValueError: if a setting needs a longer prompt.
         """
 
     def fold(self, answers: PyTree, view: View, new: New) -> PyTree:
-        """What the score remembers of each slot, `view.slots.score`, after attention; each slot for itself.
+        """Return the new state of each slot, `view.slots.score`, after attention; each slot independently.
 
         Args:
-            answers: of the same structure as what it `asks`.
-            view: the slots, the new tokens in them.
+            answers: attention statistics, in the structure of `asks`.
+            view: the slots, those of the new tokens included.
             new: the tokens that attended.
         """
         return view.slots.score
 
     def advance(self, heads: Heads, new: New) -> PyTree:
-        """What the score remembers of whole heads, `heads.state.score`, after `fold`."""
+        """Return the new state of whole heads, `heads.state.score`, after attention and before `fold`."""
         return heads.state.score
 
     def settle(self, view: View, new: New) -> PyTree:
-        """What the score remembers of each slot at the end of a block, where it may look across a head's slots."""
+        """Return the new state of each slot at the end of a block; it may depend on all slots of a head."""
         return view.slots.score
 
     @abc.abstractmethod
     def score(self, view: View, new: New) -> Float[Array, "b h c"]:
-        """How much each slot matters: the lowest leaves first, -inf at once, +inf never.
+        """Return the importance of each slot: the lowest is evicted first, -inf immediately, +inf never.
 
         Args:
-            view: the slots; what an empty one scores is ignored. Of equal scores the oldest leaves.
-            new: what is being read: the token that wants a slot, or a block that has them.
+            view: the slots; scores of empty slots are ignored. Of equal scores the oldest token is evicted.
+            new: tokens being read: a token that needs a slot, or a block whose tokens have slots.
         """
 
     def hashing(self, new: New) -> Hashing | None:
-        """What codes are made of, where `score` is minus the distance of the queries' from the keys'; else None.
+        """Return the hashing if `score` is minus the Hamming distance between the codes of queries and keys, else None.
 
-        Slots remember the words of their keys' codes, and kernels then find the slot that leaves without scores; for
-        kvjax's own only.
+        The state of slots is then the words of their keys' codes, and kernels choose the evicted slot without scores.
+        Only scores of kvjax may override it.
         """
         return None
