@@ -87,7 +87,7 @@ def compiler_name(chip: str) -> str:
     """Return the name and version of the compiler for a chip.
 
     Raises:
-        RuntimeError: there is none.
+        RuntimeError: there is no compiler for the chip.
     """
     package = "libtpu" if chip in CHIPS else "jax-cuda12-pjrt"
     try:
