@@ -144,7 +144,7 @@ def _policy(name: str, config: ModelConfig) -> Policy:
 
 
 def _profiled(config: ModelConfig, step: Step) -> State:
-    """Return FastGen's state, from a narrow model with the same heads that keeps all tokens; its pages depend on data."""
+    """Return FastGen's state, from a narrow model with the same heads that keeps all tokens."""
     narrow = dataclasses.replace(config, width=128, mlp_width=128, vocab_size=256)
     model = random_model(narrow, "bfloat16")
     chosen = policy("fastgen", special=(1,), punctuation=(2,), threshold=1.0)
