@@ -1,1 +1,1 @@
-"""Comparisons with others, and measurements of chips that are not there: run from a checkout."""
+"""Comparisons with other libraries, and ahead-of-time compilation for other chips. Run them from a checkout."""

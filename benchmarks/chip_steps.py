@@ -1,4 +1,4 @@
-"""Decode steps as compilers estimate them for TPUs that are not there: `python -m benchmarks.aot --steps`."""
+"""Compilers' estimates of decode steps for TPUs without the hardware: `python -m benchmarks.aot --steps`."""
 
 from __future__ import annotations
 
@@ -27,35 +27,35 @@ from kvjax.models.weights import weight_shapes
 from kvjax.policies.policy import Policy
 
 WRITTEN = 64
-"""Tokens that the steps are planned to write; what they have read fills the other slots."""
+"""Number of tokens that the steps generate; the prompt fills the other slots."""
 
 SCOPES = ("attention", "eviction", "scores", "residual")
-"""Of `jax.named_scope`, whose inner ones count; what is in none of them and no product of weights is the rest."""
+"""Scopes of `jax.named_scope`; inner scopes count. Work outside of them, except products of weights, is the rest."""
 CLASSES = ("products", *SCOPES, "rest")
 
 POLICIES = ("full", "streaming", "h2o", "keyformer", "lsh_e", "less", "fastgen", "h2o, int8")
 
 
 _OF_LAYER = re.compile(r"\.\w+\[\d+\]")
-"""What the names of arguments that one layer has have in them: `fixed.weights.layers[0].gate`."""
+"""Pattern in the argument names of one layer: `fixed.weights.layers[0].gate`."""
 
 
 class Step(NamedTuple):
-    """A decode step of a whole model, of which a few layers are compiled."""
+    """A decode step of a whole model, of which only a few layers are compiled."""
 
     model: str
     rows: int
     slots: int
     policy: str
     layers: int = 2
-    """As many as are compiled: a multiple of the period of those that differ."""
+    """Number of compiled layers: a multiple of the period of different layers."""
 
     def __str__(self) -> str:
         return f"{self.model}, {self.rows} rows, {self.slots} slots, {self.policy}"
 
 
 def steps() -> Iterator[Step]:
-    """Those of the page."""
+    """Yield the steps of the page."""
     for name in POLICIES:
         yield Step("llama_7b", 64, 204, name)
         yield Step("llama_8b", 32, 4096, name)
@@ -65,7 +65,7 @@ def steps() -> Iterator[Step]:
 
 
 def compile_step(chip: str, step: Step) -> dict[str, Any]:
-    """Compile a few layers of a step, and say where the seconds of all layers go.
+    """Compile a few layers of a step, and return the distribution of seconds over the parts of all layers.
 
     Raises:
         RuntimeError: libtpu is not installed, or does not know the chip.
@@ -76,12 +76,12 @@ def compile_step(chip: str, step: Step) -> dict[str, Any]:
     weights, caches = _traffic(config, step, state)
     parts: dict[str, float] = dict.fromkeys(CLASSES, 0.0)
     for kernel in compiled.kernels:
-        # Pages of all layers are one pool, and each layer's grid is as long as it has pages.
+        # Pages of all layers are one pool; the grid of a layer has one step for each of its pages.
         kernel = kernel._replace(grid=kernel.grid.part(step.layers))
         parts[class_of(kernel.instruction)] += _times(kernel.instruction, config, step) * kernel.seconds(known)
     for fusion in compiled.fusions:
         parts[class_of(fusion)] += _times(fusion, config, step) * known.seconds(fusion.cycles)
-    # Weights that are fetched beforehand, beside other work, are in no estimate.
+    # No estimate includes weights that are prefetched beside other work.
     parts["products"] = max(parts["products"], known.limit(weights))
     estimate = sum(parts.values())
     return (
@@ -92,10 +92,10 @@ def compile_step(chip: str, step: Step) -> dict[str, Any]:
 
 
 def class_of(instruction: Instruction) -> str:
-    """One of `CLASSES`, by the scopes that an instruction comes from."""
+    """Return one of `CLASSES`, by the scopes of an instruction."""
     names = reversed(instruction.op_name.split("/"))
     scope = next((name for name in names if name in (*SCOPES, "rope")), None)
-    if instruction.op_name.endswith(".slots.score"):  # an argument whose layout is changed
+    if instruction.op_name.endswith(".slots.score"):  # an argument whose layout changes
         return "scores"
     if scope is None:
         return "products" if instruction.output else "rest"
@@ -103,8 +103,8 @@ def class_of(instruction: Instruction) -> str:
 
 
 def _times(instruction: Instruction, config: ModelConfig, step: Step) -> float:
-    # What is of no layer (embedding, last norm, logits) is there once, and so is what all layers have in common, or the
-    # first one of the embedding alone; what has lost its name is taken to be of a layer.
+    # Work outside of layers (embedding, last norm, logits) runs once, and so does work that all layers share, or that
+    # the first layer does on the embedding alone. An instruction without a name counts as part of a layer.
     name, arguments = instruction.op_name, instruction.arguments
     inside = "layer" in name.split("/") or ".layers[" in name or not name
     inside &= arguments is None or any(map(_OF_LAYER.search, arguments))
@@ -112,10 +112,10 @@ def _times(instruction: Instruction, config: ModelConfig, step: Step) -> float:
 
 
 def compiled_step(chip: str, step: Step) -> tuple[Compiled, State]:
-    """A few layers of a step as compiled for a chip, and the shapes of the state before it."""
+    """Compile a few layers of a step for a chip; return the result, and the shapes of the state before the step."""
     mesh = mesh_of(chip)
     state = _state(step)
-    with jax.set_mesh(mesh):  # kernels ask the mesh for which chip they are lowered
+    with jax.set_mesh(mesh):  # kernels read the target chip from the mesh
         return compile_traced(trace_step(placed(state, mesh))), state
 
 
@@ -144,7 +144,7 @@ def _policy(name: str, config: ModelConfig) -> Policy:
 
 
 def _profiled(config: ModelConfig, step: Step) -> State:
-    """FastGen's state, whose pages depend on what is read: of a narrow model with the same heads, all of them kept."""
+    """Return FastGen's state, from a narrow model with the same heads that keeps all tokens."""
     narrow = dataclasses.replace(config, width=128, mlp_width=128, vocab_size=256)
     model = random_model(narrow, "bfloat16")
     chosen = policy("fastgen", special=(1,), punctuation=(2,), threshold=1.0)
@@ -155,10 +155,10 @@ def _profiled(config: ModelConfig, step: Step) -> State:
 
 
 def _traffic(config: ModelConfig, step: Step, state: State) -> tuple[int, int]:
-    """Bytes of a whole model's step that have to move: of weights, and of caches, a policy's own arrays and logits."""
+    """Return the bytes that a step of the whole model moves: weights, and caches with a policy's arrays and logits."""
     weights = weight_shapes(config, jnp.bfloat16)
     read = _bytes(weights)
-    if not config.tied:  # of the embedding table only the rows of the tokens
+    if not config.tied:  # a step reads only the rows of its tokens from the embedding table
         read -= _bytes(weights.embedding) - step.rows * config.width * 2
     kept = _bytes((state.storage, state.policy)) * config.layers / step.layers
     return read, round(kept + step.rows * config.vocab_size * 4)

@@ -1,4 +1,4 @@
-"""What fits on chips that are not there, as their compilers say: `kvjax bench deployments --chips v5e`."""
+"""Models that fit on chips, by their compilers, without the hardware: `kvjax bench deployments --chips v5e`."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ from kvjax.types import ROWS as SHARED_ROWS
 from kvjax.utils.files import write_text
 
 FEW, MORE = 2, 4
-"""Layers of the models that stand for whole ones."""
+"""Numbers of layers of the small models that represent whole ones."""
 NEW_TOKENS = 256
 CONTEXTS = (8192, 32768, 131072)
-"""Tokens of prompt and continuation."""
+"""Numbers of tokens of prompt and continuation."""
 ROWS = 8
-"""Of the steps that are compiled whole."""
+"""Rows of the steps that are compiled with all layers."""
 
 
 class Deployment(NamedTuple):
-    """A model on chips, as few as its weights fit on; all of them lie along `model`."""
+    """A model on the fewest chips that hold its weights; all of them are along `model`."""
 
     model: str
     chip: str
@@ -54,7 +54,7 @@ class Deployment(NamedTuple):
 
     @property
     def name(self) -> str:
-        """How the page calls it."""
+        """Return the name on the page."""
         return f"{self.model} in {self.weights or 'bfloat16'} on {self.devices} {self.chip}"
 
 
@@ -72,7 +72,7 @@ DEPLOYMENTS = (
 
 
 class Variant(NamedTuple):
-    """What a cache holds, and how."""
+    """A policy, budget and codec of a cache."""
 
     policy: str
     budget: float
@@ -89,7 +89,7 @@ REFERENCE = Variant("h2o", 0.25), 32768
 
 
 class Size(NamedTuple):
-    """A decode step: how deep, how many rows, what it holds of how long a text."""
+    """A decode step: its number of layers, rows, the contents of its cache, and the length of the text."""
 
     layers: int
     rows: int
@@ -98,18 +98,18 @@ class Size(NamedTuple):
 
 
 def config_of(deployment: Deployment, layers: int) -> ModelConfig:
-    """The deployment's model with so many layers."""
+    """Return the deployment's model with a number of layers."""
     return dataclasses.replace(SHAPES[deployment.model], layers=layers)
 
 
 def model_on(deployment: Deployment, layers: int) -> Model:
-    """The deployment's model with so many layers, in shapes, where its weights lie."""
+    """Return the deployment's model with a number of layers, as shapes with shardings."""
     mesh = mesh_of(devices_of(deployment.target, deployment.devices), (1, deployment.devices))
     return shaped_model(config_of(deployment, layers), "bfloat16", deployment.weights, mesh)
 
 
 def compiled_step(deployment: Deployment, size: Size) -> dict[str, Any]:
-    """What the compiler says of a decode step."""
+    """Return the compiler's report of a decode step."""
     return footprint(lower_step(_state(deployment, size)))._asdict() | {"rows": size.rows}
 
 
@@ -121,7 +121,7 @@ def _state(deployment: Deployment, size: Size) -> Any:
 
 
 def compiled_prompt(deployment: Deployment, context: int) -> dict[str, Any]:
-    """What the compiler says of the programs that read a prompt of one row, those of whole models: the largest."""
+    """Return the compiler's report of the largest program that reads a prompt of one row, for whole models."""
     model = model_on(deployment, SHAPES[deployment.model].layers)
     tokens = np.zeros((1, context - NEW_TOKENS), np.int32)
     programs = lower_prefill(model, "h2o", tokens, 0.25, max_new_tokens=NEW_TOKENS)
@@ -130,19 +130,19 @@ def compiled_prompt(deployment: Deployment, context: int) -> dict[str, Any]:
 
 
 def row_bytes(deployment: Deployment, variant: Variant, context: int) -> float:
-    """Of one device for one row of the whole model's caches, from the shapes and their shardings."""
+    """Return the bytes on one device for one row of the whole model's caches, from the shapes and their shardings."""
     each = device_bytes(_state(deployment, Size(FEW, 1, variant, context)).storage)
     return each * SHAPES[deployment.model].layers / FEW
 
 
 def first_rows(deployment: Deployment, variant: Variant, context: int) -> int:
-    """Rows that fit if nothing but weights and caches took memory, at least one."""
+    """Return the rows that fit if only weights and caches took memory, at least one."""
     free = MEMORY[deployment.chip] - _spread_bytes(deployment.model, deployment.weights, deployment.devices)
     return max(1, int(free / row_bytes(deployment, variant, context)))
 
 
 def measure(deployments: list[Deployment], parts: list[str], contexts: list[int], directory: Path) -> None:
-    """Compile what is not on disk, in a file for each chip."""
+    """Compile the missing results, with one file for each chip."""
     for part in parts:
         for each in deployments:
             say(f"{part}: {each.name}")
@@ -162,7 +162,7 @@ def _or_refusal(make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 
 
 def measured(directory: Path) -> dict[str, Any]:
-    """What has been compiled for all chips."""
+    """Read the compiled results of all chips."""
     return {name: it for file in sorted(directory.glob("*.json")) for name, it in Store(file).results().items()}
 
 
@@ -205,32 +205,32 @@ def _settings(each: Deployment, size: Size) -> dict[str, Any]:
 
 
 class Fit(NamedTuple):
-    """A decode step of a whole model, bytes of one device."""
+    """A decode step of a whole model, in bytes of one device."""
 
     weights: float
     row: float
-    """Caches of one row."""
+    """Bytes of the caches of one row."""
     temporary: float
-    """Of as many rows as fit."""
+    """Bytes of temporaries for the number of rows that fit."""
     rows: int
-    """As many as fit."""
+    """Number of rows that fit."""
     compiled: bool
-    """Whether a step with these slots was compiled, and not only one with those of the reference's context."""
+    """True if a step with these slots was compiled, and not only one with the slots of the reference's context."""
 
 
 def slots_of(variant: Variant, context: int) -> int:
-    """Slots of each head's buffers."""
+    """Return the slots of each head's buffers."""
     if variant.policy == "full":
         return full_slots(context - NEW_TOKENS, NEW_TOKENS)
     return round_slots(int(variant.budget * context))
 
 
 def fit(each: Deployment, kept: dict[str, Any], variant: Variant, context: int) -> Fit | None:
-    """What a few layers say of all of them; None if they have not been compiled.
+    """Extrapolate from a few layers to all of them; None if they have not been compiled.
 
-    Layers are alike: weights and caches grow by as much with each, and caches by as much with each slot. Temporaries
-    grow with the depth by what the reference says; under scores by as much for each row and slot, for the logits of
-    all layers wait for the end of the step.
+    Layers are alike: weights and caches grow by a constant per layer, and caches by a constant per slot. The growth of
+    temporaries with depth comes from the reference. Under scores it is proportional to rows and slots, because the
+    logits of all layers wait for the end of the step.
     """
     layers = SHAPES[each.model].layers
     few, more, whole = (_accepted(kept, f"{each.name}, {depth} layers") for depth in (FEW, MORE, layers))
@@ -246,7 +246,7 @@ def fit(each: Deployment, kept: dict[str, Any], variant: Variant, context: int) 
     growth = max(0, growth if whole is None else whole["temporary_bytes"] - few["temporary_bytes"])
     of_row = 0.0 if variant.policy == "full" else growth / ROWS * slots / slots_of(*REFERENCE)
     free = MEMORY[each.chip] - weights - shallow
-    # As much as the reference's growth, or what each row has: whichever is more.
+    # The larger of the reference's growth and the bytes of each row.
     rows = max(0, int(min((free - growth) // row, free // (row + of_row))))
     return Fit(weights, row, shallow + max(growth, rows * of_row), rows, steps[context] is not None)
 
@@ -257,7 +257,7 @@ def _accepted(kept: dict[str, Any], name: str) -> dict[str, Any] | None:
 
 
 def page(kept: dict[str, Any]) -> str:
-    """The results as Markdown."""
+    """Return the results as Markdown."""
     text = [
         "# Models on many chips",
         "Llama-3.1-shaped decode steps and prompts compiled ahead of time, from shapes alone, for chips that are not "
@@ -331,7 +331,7 @@ def _cells(found: Fit | None) -> list[Any]:
 
 
 def _each_layer(reference: dict[int, Any]) -> str:
-    # From the deepest, for what a compiler does around the layers varies.
+    # From the deepest, because the compiler's work around the layers varies.
     counts = {depth: row["collectives"] for depth, row in reference.items() if row is not None}
     if len(counts) < 2:
         return ""
@@ -409,7 +409,7 @@ def _floor() -> str:
 
 
 def _spread_bytes(name: str, weights: Literal["int8"] | None, devices: int) -> int:
-    """Of the weights of one of so many devices along `model`."""
+    """Return the bytes of the weights on one of several devices along `model`."""
     config = SHAPES[name]
     heads = math.gcd(config.kv_heads, devices)
     mesh: Any = AbstractMesh((1, heads, devices // heads), (SHARED_ROWS, HEADS, SLOTS))
@@ -427,7 +427,7 @@ def _spread_bytes(name: str, weights: Literal["int8"] | None, devices: int) -> i
 
 
 def run(options: argparse.Namespace) -> None:
-    """Compile what is not on disk, and write `scale.md`.
+    """Compile the missing results, and write `scale.md`.
 
     Raises:
         ValueError: there is no such chip or part, or no compiler for the chip.
@@ -449,7 +449,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command line; returns its exit code."""
+    """Run the command line; return its exit code."""
     options = Parser(prog="kvjax bench deployments", description=__doc__)
     options.add_argument("--chips", default=",".join(MEMORY), help="whose compilers are installed here, with commas")
     options.add_argument("--parts", default=",".join(PARTS), help="what to compile, with commas")

@@ -1,4 +1,4 @@
-"""What a compiler says of a program on a mesh: bytes on each device, and how often devices wait for each other."""
+"""Compiler's report of a program on a mesh: bytes on each device, and the number of collectives."""
 
 from __future__ import annotations
 
@@ -12,34 +12,34 @@ KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective
 _COLLECTIVE = re.compile(rf"= [^=\n]*?(?<![\w%.-])({'|'.join(KINDS)})(?:-start)?\(")
 
 _KERNEL = re.compile(r'kernel_name = "(\w+)"|, name = "(\w+)", num_stages')
-"""As programs for TPU and those for GPU call them."""
+"""Kernel names in programs for TPU and for GPU."""
 
 
 class Footprint(NamedTuple):
-    """Of one device."""
+    """Memory and collectives of one device."""
 
     weight_bytes: int
-    """Of all that a program only reads."""
+    """Bytes that a program only reads."""
     cache_bytes: int
-    """Of what it changes in place."""
+    """Bytes that it changes in place."""
     temporary_bytes: int
-    """Of all else, results that are new among it."""
+    """All other bytes, including new results."""
     collectives: dict[str, int]
-    """How many of each kind are in the program."""
+    """Number of collectives by kind."""
     kernels: list[str]
-    """Of Pallas, those that it calls."""
+    """Names of the Pallas kernels that it calls."""
 
     @property
     def bytes(self) -> int:
-        """All of it."""
+        """Return the sum of all bytes."""
         return self.weight_bytes + self.cache_bytes + self.temporary_bytes
 
 
 def footprint(lowered: jax.stages.Lowered) -> Footprint:
-    """Compile a program, and ask its compiler.
+    """Compile a program, and read the compiler's report.
 
     Raises:
-        jax.errors.JaxRuntimeError: it refuses the program, mostly for want of memory.
+        jax.errors.JaxRuntimeError: the compiler refuses the program, mostly because it lacks memory.
     """
     compiled = lowered.compile()
     memory = compiled.memory_analysis()
@@ -55,6 +55,6 @@ def footprint(lowered: jax.stages.Lowered) -> Footprint:
 
 
 def collectives(text: str) -> dict[str, int]:
-    """How many instructions of each kind of collective are in a program's HLO; those that begin and end count once."""
+    """Count the collectives of each kind in a program's HLO; an asynchronous pair counts once."""
     found = Counter(match[1] for match in _COLLECTIVE.finditer(text))
     return {kind: found[kind] for kind in KINDS if found[kind]}

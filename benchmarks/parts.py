@@ -1,4 +1,4 @@
-"""Where the time of decoding goes, part by part: `kvjax bench parts --model smollm2`."""
+"""Time of decoding, part by part: `kvjax bench parts --model smollm2`."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def run(options: argparse.Namespace) -> None:
 def parts(
     model: Model, chosen: Policy, budget: int | float, tokens: np.ndarray, steps: int, repeats: int
 ) -> list[Contender]:
-    """What is raced: so many steps in one program, and what is in them or around them, alone."""
+    """Return the contenders: steps in one program, and each part inside or around them alone."""
     rows, config, weights = len(tokens), model.config, model.weights
     token = jnp.zeros(rows, jnp.int32)
     x, logits = jnp.zeros((rows, 1, config.width), weights.embedding.dtype), jnp.zeros((rows, config.vocab_size))
@@ -82,7 +82,7 @@ def parts(
     keys, seen = jnp.copy(state.key), jnp.zeros(logits.shape, bool)
 
     def dispatched() -> None:
-        nonlocal state  # one text that goes on from run to run
+        nonlocal state  # one text that continues from run to run
         for _ in range(steps):
             state, _ = decode_step_in_place(state, token)
         jax.block_until_ready(state.position)
@@ -112,7 +112,7 @@ def parts(
 def _layers(
     weights: Weights, config: ModelConfig, token: Int[Array, " b"], x: Float[Array, "b 1 width"], *, steps: int
 ) -> Float[Array, "b 1 width"]:
-    # Every step needs the one before it, as those of a text do.
+    # Every step depends on the one before it, as in a text.
     def one(_: Any, x: Array) -> Array:
         x = embed(weights, config, token[:, None], jnp.zeros((len(token), 1), jnp.int32)) + 1e-6 * x
         for layer, shape in zip(weights.layers, config.layer_configs, strict=True):
@@ -161,7 +161,7 @@ def table(title: str, rows: list[dict[str, Any]]) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command line; returns its exit code."""
+    """Run the command line; return its exit code."""
     options = Parser(prog="kvjax bench parts", description=__doc__)
     add_model_options(options, spread=False)
     add_policy(options, "h2o")

@@ -1,4 +1,4 @@
-"""Memory and collectives of decode steps against devices: `kvjax bench scale`, also for chips not there."""
+"""Memory and collectives of decode steps by number of devices, also without the hardware: `kvjax bench scale`."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def run(options: argparse.Namespace) -> None:
     """Compile what the command line names, and print and write a table.
 
     Raises:
-        ValueError: there is no such model, policy or target, or what it asks for does not fit together.
+        ValueError: the model, policy or target does not exist, or the options are incompatible.
     """
     meshes = [mesh_shape(text) for text in options.mesh.split(",")]
     named: list[Entry] = [("full", policy("full"), 1.0), *entries(options)]
@@ -123,7 +123,7 @@ def table(title: str, rows: list[Row], layers: int) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command line; returns its exit code."""
+    """Run the command line; return its exit code."""
     options = Parser(prog="kvjax bench scale", description=__doc__)
     options.add_argument(
         "--model",

@@ -1,4 +1,4 @@
-"""What a server of constant memory does: `kvjax bench serving`."""
+"""Throughput, latency and memory of a server with a fixed cache: `kvjax bench serving`."""
 
 from __future__ import annotations
 
@@ -29,23 +29,23 @@ from kvjax.utils.progress import progress
 from kvjax.utils.settings import whole_number
 
 DISTINCT = 400
-"""Requests that an endurance run draws from, each of which is also answered alone."""
+"""Number of different requests in an endurance run, each of which is also answered alone."""
 DISCONNECTS = 0.05
-"""Share of the clients that go away after some of their answer."""
+"""Share of the clients that disconnect during their answer."""
 SAMPLES = 100
-"""Readings of the resident memory in an endurance run."""
+"""Samples of the resident memory in an endurance run."""
 CLIENTS = 16
 CONTEXT = 1024
 BUDGET = CONTEXT // 4
 
 
 class Client:
-    """Who waits for an answer, and may go away before it is whole.
+    """A client that waits for an answer, and may disconnect before the end.
 
     Args:
-        request: what is asked.
-        leaves_after: tokens after which nobody waits any more; None for who stays.
-        done: called at the end.
+        request: the request.
+        leaves_after: number of tokens after which the client disconnects; None for never.
+        done: function to call at the end.
     """
 
     def __init__(self, request: Request, leaves_after: int | None, done: Callable[[Client], None]) -> None:
@@ -54,12 +54,12 @@ class Client:
         self.finished: Finished | None = None
         self.ticket: Ticket | None = None
         self.times: list[tuple[float, int]] = []
-        """Seconds since it asked, and how many tokens came then."""
+        """Seconds since the request, and the number of tokens that arrived then."""
         self.began = time.perf_counter()
         self.seconds = 0.0
 
     def told(self, news: Piece | Finished) -> None:
-        """Hear of the answer."""
+        """Receive a part of the answer."""
         now = time.perf_counter() - self.began
         if isinstance(news, Finished):
             self.finished, self.seconds = news, now
@@ -74,13 +74,13 @@ class Client:
 def ask(
     engine: Engine, wanted: Iterable[tuple[Request, int | None]], clients: int, done: Callable[[Client], None]
 ) -> None:
-    """Ask for answers, so many at a time, and wait for all of them.
+    """Send requests with a number of parallel clients, and wait for all answers.
 
     Args:
-        engine: that answers.
-        wanted: what is asked, and after how many tokens whoever asks goes away.
-        clients: that wait at once; each asks again as soon as it has its answer.
-        done: is told of each, on the engine's thread.
+        engine: the engine.
+        wanted: requests, each with the number of tokens after which its client disconnects.
+        clients: number of parallel clients; each sends its next request after an answer.
+        done: function to call for each client, on the engine's thread.
     """
     places = threading.Semaphore(clients)
 
@@ -97,7 +97,7 @@ def ask(
 
 
 def mixed_requests(count: int, model: Model, budget: int, context: int, seed: int = 0) -> list[Request]:
-    """Requests of all kinds: lengths, budgets, ways to draw and to end."""
+    """Return mixed requests: different lengths, budgets, sampling settings and ends."""
     rng = np.random.default_rng(seed)
     made: list[Request] = []
     for number in range(count):
@@ -125,7 +125,7 @@ def mixed_requests(count: int, model: Model, budget: int, context: int, seed: in
 
 
 def endurance(model: Model, requests: int, rows: int) -> dict[str, Any]:
-    """Many mixed requests, and what became of answers, programs and resident memory."""
+    """Run many mixed requests; return statistics of answers, programs and resident memory."""
     rng = np.random.default_rng(1)
     pool = mixed_requests(min(DISTINCT, requests), model, BUDGET, CONTEXT)
     alone: dict[int, list[int]] = {}
@@ -187,7 +187,7 @@ def endurance(model: Model, requests: int, rows: int) -> dict[str, Any]:
 
 
 def resident_bytes() -> float:
-    """Of this process, as Linux tells.
+    """Return the resident bytes of this process, as reported by Linux.
 
     Raises:
         ValueError: this is no Linux.
@@ -199,7 +199,7 @@ def resident_bytes() -> float:
 
 
 def even_requests(count: int, model: Model, prompt: tuple[int, int], new: tuple[int, int]) -> list[Request]:
-    """Greedy requests, of at least the first and less than the second of so many tokens."""
+    """Return greedy requests, with token counts from the first number of each range to below the second."""
     rng = np.random.default_rng(0)
     return [
         Request(
@@ -213,7 +213,7 @@ def even_requests(count: int, model: Model, prompt: tuple[int, int], new: tuple[
 
 
 def served(model: Model, requests: Sequence[Request], clients: int, policy: str, rows: int) -> dict[str, Any]:
-    """Throughput and latencies of an engine."""
+    """Measure throughput and latencies of an engine."""
     with Engine(model, policy, BUDGET, rows, CONTEXT, snapshot_bytes=0) as engine:
         engine.warm_up()
         ask(engine, [(request, None) for request in requests[:clients]], clients, lambda client: None)
@@ -231,7 +231,7 @@ def served(model: Model, requests: Sequence[Request], clients: int, policy: str,
 
 
 def in_batches(model: Model, requests: Sequence[Request], clients: int, policy: str) -> dict[str, Any]:
-    """The same requests in batches that begin and end together, each as long as its longest text."""
+    """Run the same requests in batches that begin and end together, each as long as its longest text."""
     batches = [requests[at : at + clients] for at in range(0, len(requests), clients)]
 
     def answer(batch: Sequence[Request]) -> float:
@@ -250,7 +250,7 @@ def in_batches(model: Model, requests: Sequence[Request], clients: int, policy: 
 def summary(
     requests: Sequence[Request], seconds: float, waited: list[float], first: list[float], between: list[float]
 ) -> dict[str, Any]:
-    """Rates and percentiles, in seconds."""
+    """Return rates and percentiles, in seconds."""
 
     def percentiles(name: str, values: list[float]) -> dict[str, float]:
         if not values:
@@ -269,7 +269,7 @@ def summary(
 
 @dataclasses.dataclass(frozen=True)
 class Way:
-    """A way to answer the same requests."""
+    """One way to answer the same requests."""
 
     name: str
     measure: Callable[[Model, Sequence[Request]], dict[str, Any]]
@@ -289,11 +289,11 @@ GROUPS = {
     "texts": (WAYS, (100, 601), (16, 129)),
     "same bytes": (SAME_BYTES, (200, 801), (16, 161)),
 }
-"""What is compared, with the tokens of prompts and answers."""
+"""Compared ways, with the tokens of prompts and answers."""
 
 
 def measure(store: Store, model: Model, requests: int, repeats: int) -> None:
-    """Everything that the page tells of a model and that is not on disk."""
+    """Measure the values that the page needs for a model and that are not on disk."""
     settings = {"model": model.name, "device": jax.devices()[0].device_kind, "jax": jax.__version__}
     if requests:
         store.measure(
@@ -304,7 +304,7 @@ def measure(store: Store, model: Model, requests: int, repeats: int) -> None:
         asked = even_requests(count, model, prompt, new)
 
         def rounds(ways: Sequence[Way] = ways, asked: Sequence[Request] = asked) -> list[dict[str, Any]]:
-            # By turns, so that what else the machine does falls on all of them.
+            # Alternate, so other work of the machine affects all of them.
             found = [[way.measure(model, asked) for way in ways] for _ in range(repeats)]
             return [
                 {key: statistics.median(each[i][key] for each in found) for key in found[0][i]} | {"way": way.name}
@@ -316,7 +316,7 @@ def measure(store: Store, model: Model, requests: int, repeats: int) -> None:
 
 
 def page(results: dict[str, Any]) -> str:
-    """The report of everything that has been measured."""
+    """Return the report of all measurements."""
     models = list(dict.fromkeys(name.partition(": ")[0] for name in results))
     lines = [
         "# Serving on constant memory",
@@ -354,7 +354,7 @@ def _times(ours: dict[str, Any], theirs: dict[str, Any]) -> str:
 
 
 def _compared(kept: Sequence[dict[str, Any]]) -> str:
-    # In units of the last row's: seconds of a machine that did other things, too, mean little.
+    # In units of the last row: absolute seconds mean little on a machine with other work.
     units = {
         "tokens_per_second": ("tokens_per_second",),
         "latency_p50": ("latency_p50", "latency_p95", "latency_p99", "first_token_p50", "first_token_p95"),
@@ -397,7 +397,7 @@ def _endured(kept: dict[str, Any]) -> str:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Measure what is not on disk, and write `serving.md`.
+    """Measure the missing values, and write `serving.md`.
 
     Raises:
         ValueError: a number is out of its range, or there is no such model.
@@ -412,7 +412,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command line; returns its exit code."""
+    """Run the command line; return its exit code."""
     options = Parser(prog="kvjax bench serving", description=__doc__)
     options.add_argument("--model", default="tiny", help="as for kvjax serve")
     options.add_argument("--requests", type=int, default=10_000, help="of the endurance run, 0 for none")

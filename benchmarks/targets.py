@@ -1,4 +1,4 @@
-"""Devices to compile for: those at hand, virtual ones, and those that only a compiler knows."""
+"""Devices to compile for: local ones, virtual ones, and those that only a compiler supports."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from pallas_kernels.gpus import GPUS
 HERE, VIRTUAL, H100 = "here", "cpu", "h100"
 GIB = 2**30
 MEMORY = {"v5e": 15.75 * GIB, "v5p": 95.74 * GIB, "v6e": 31.25 * GIB, H100: GPUS[H100].memory}
-"""Bytes that programs may have on a chip: of TPUs as their compiler says when a program asks for more."""
+"""Bytes available to programs on a chip; for TPUs from the compiler's message when a program needs more."""
 
 
 def mesh_shape(text: str) -> tuple[int, int, int]:
-    """`2x4` as two devices along `data` and four along `model`, `1x2x4` with four along `slots`, too.
+    """Parse `2x4` as two devices along `data` and four along `model`, and `1x2x4` with four more along `slots`.
 
     Raises:
         ValueError: it is not of this form.
@@ -35,15 +35,15 @@ def mesh_shape(text: str) -> tuple[int, int, int]:
 
 
 def devices_of(target: str, count: int) -> list[Any]:
-    """Devices to compile for.
+    """Return devices to compile for.
 
     Args:
-        target: `here`; `cpu` for virtual ones, in a process that has asked for no devices yet; a TPU with or without
+        target: `here`; `cpu` for virtual ones, in a process that has not used devices yet; a TPU with or without
             its topology, `v5e:4x4`; or `h100`.
-        count: how many there have to be; as many are made of virtual ones and of H100.
+        count: required number; exactly this number of virtual devices or H100 is created.
 
     Raises:
-        ValueError: there is no such target, no compiler for it, or not so many devices.
+        ValueError: the target does not exist, has no compiler here, or has too few devices.
     """
     chip, _, topology = target.partition(":")
     if target == HERE:
@@ -71,7 +71,7 @@ def _virtual(count: int) -> list[Any]:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", count)
     except RuntimeError:
-        pass  # this process has its devices already, perhaps enough of them
+        pass  # this process has already created its devices, perhaps enough of them
     return jax.devices("cpu")
 
 
@@ -79,9 +79,9 @@ def _virtual(count: int) -> list[Any]:
 def _known_to_compiler(target: str, package: str, name: str, platform: str, **settings: Any) -> Sequence[Any]:
     from jax.experimental import topologies
 
-    jax.config.update("jax_platforms", "cpu")  # a plugin would look for the devices that are not there
+    jax.config.update("jax_platforms", "cpu")  # a plugin would look for missing devices
     try:
         return topologies.get_topology_desc(platform=platform, topology_name=name, **settings).devices
-    except Exception as error:  # whatever a plugin raises that is not there, or does not know the topology
+    except Exception as error:  # plugins raise many types
         reason = (str(error).splitlines() or [repr(error)])[0].rstrip(".")
         raise ValueError(f"there is no compiler for {target} here ({reason}); pip install {package}.") from error

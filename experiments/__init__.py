@@ -1,1 +1,1 @@
-"""What is claimed about papers, measured again: tables, figures and verdicts."""
+"""Measurements of the papers' claims: tables, figures and verdicts."""

@@ -30,7 +30,7 @@ CODES = {"plain": "16 bits", "int8": "8 bits", "int4": "4 bits"}
 
 
 class Row(NamedTuple):
-    """One policy with slots of so many bits."""
+    """One policy with slots of a number of bits."""
 
     policy: str
     codec: str
@@ -41,7 +41,7 @@ class Row(NamedTuple):
 
 
 def bytes_of_slot(model: Model, policy: Policy) -> int:
-    """Bytes of a slot of the first layer under a policy."""
+    """Return the bytes of a slot of the first layer under a policy."""
     bound, layer = policy.bind(model), model.config.layer_configs[0]
     limit = jnp.ones((1, layer.kv_heads), jnp.int32)
     dtype = model.weights.embedding.dtype
@@ -49,14 +49,14 @@ def bytes_of_slot(model: Model, policy: Policy) -> int:
 
 
 def equal_slots(model: Model, policy: Policy, codec: str, slots: int) -> int:
-    """The most slots of a codec whose buffers take no more bytes than those of so many plain ones."""
+    """Return the most slots of a codec whose buffers take at most the bytes of a number of plain ones."""
     plain, coded = (bytes_of_slot(model, methods.replaced(policy, codec=name)) for name in ("plain", codec))
     room = round_slots(slots) * plain
     return max(count for count in range(1, 1 + room // coded) if round_slots(count) * coded <= room)
 
 
 def measure(runs: Runs, name: str, policy: Policy, codec: str, slots: int, distance: int | None) -> Row | None:
-    """Perplexity, and recall over a distance, of a policy on slots of a codec."""
+    """Measure perplexity, and recall over a distance, of a policy on slots of a codec."""
     coded = methods.replaced(policy, codec=codec)
     label = f"{name}, {codec}"
     run = runs.run(label, coded, slots, codec=codec)
@@ -75,7 +75,7 @@ def measure(runs: Runs, name: str, policy: Policy, codec: str, slots: int, dista
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command line of the report."""
+    """Add the command-line options of the report."""
     add_policies(parser, "streaming,h2o,keyformer,snapkv")
     parser.add_argument("--slots", type=int, nargs="+", default=[64, 128], help="slots of 16 bits per head")
     parser.add_argument("--prefix", type=int, default=64, help="tokens read at once before the rest, as a prompt")
@@ -83,7 +83,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Measure what is not on disk, and write `codecs.md`.
+    """Measure the missing values, and write `codecs.md`.
 
     Raises:
         ValueError: a text, a policy or a number of slots does not fit.

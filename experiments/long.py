@@ -20,7 +20,7 @@ from kvjax.utils.settings import parse_budget
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command line of the report."""
+    """Add the command-line options of the report."""
     add_policies(parser, "streaming,lambda_mask,window")
     parser.add_argument("--budget", default="256", help="slots per head")
     parser.add_argument("--window", type=int, default=1000, help="tokens whose mean makes one row of the table")
@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Read texts token by token, and write `long.md`: nats per token in one window after another.
+    """Read texts token by token, and write `long.md`: nats per token in successive windows.
 
     Raises:
         ValueError: a text, a policy or a setting does not fit.
@@ -70,6 +70,6 @@ def run(options: argparse.Namespace) -> None:
 
 
 def in_windows(nats: np.ndarray, window: int) -> np.ndarray:
-    """Means [n] of nats [b, m] over all rows and one window after another; the last one may be shorter."""
+    """Return means [n] of nats [b, m] over all rows and successive windows; the last window may be shorter."""
     starts = range(0, nats.shape[1], window)
     return np.array([nats[:, start : start + window].mean() for start in starts])

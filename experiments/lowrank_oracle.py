@@ -1,4 +1,4 @@
-"""How low-rank attention's residual is (Figure 3): the best approximation of any rank, which no cache can know."""
+"""Rank of the attention residual (Figure 3): the best approximation of any rank, which no cache can compute."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from pallas_kernels.attention import attend
 
 
 class Split(NamedTuple):
-    """Attention outputs of whole texts, apart into what a sparse policy gives and what it lacks."""
+    """Attention outputs of whole texts, split into the part of a sparse policy and the rest."""
 
     full: Float[Array, "b h g t d"]
     sparse: Float[Array, "b h g t d"]
-    """Renormalised over the tokens kept, as an eviction policy would."""
+    """Output renormalised over the kept tokens, as under an eviction policy."""
 
     @property
     def residual(self) -> Float[Array, "b h g t d"]:
-        """What the sparse policy lacks (section 1)."""
+        """Return the part that the sparse policy lacks (section 1)."""
         return self.full - self.sparse
 
 
@@ -38,14 +38,14 @@ def top_k(
     keep: int,
     config: LayerConfig,
 ) -> Split:
-    """Attention to everything, and to the `keep` keys that each query gives most; n x n memory, for evaluation.
+    """Split attention into the `keep` keys with the highest attention per query and the rest; n x n memory.
 
     Args:
-        q, k: rotated.
+        q, k: rotated queries and keys.
         v: values.
-        position: of the tokens, -1 for padding.
+        position: positions of the tokens, -1 for padding.
         keep: keys per query, from 1; the top-512 policy of Figure 3.
-        config: of the layer.
+        config: config of the layer.
     """
     spec, everyone = config.spec, position[:, None]
     mask = spec.mask(position, everyone)
@@ -53,7 +53,7 @@ def top_k(
     n = k.shape[2]
     if keep >= n:
         return Split(full.out, full.out)
-    # The keep-th largest probability of each query is the threshold: of equals, all stay.
+    # The keep-th largest probability of each query is the threshold; all equal values are kept.
     threshold = jax.lax.top_k(probs, keep)[0][..., -1:]
     kept = jnp.where((probs >= threshold) & mask[:, :, None], probs, 0.0)
     total = jnp.maximum(kept.sum(-1, keepdims=True), jnp.finfo(kept.dtype).tiny)
@@ -61,27 +61,27 @@ def top_k(
 
 
 def singular_values(matrix: Float[Array, "*b t d"]) -> Float[Array, "*b r"]:
-    """Singular values relative to the largest (left half of Figure 3)."""
+    """Return singular values relative to the largest (left half of Figure 3)."""
     values = jnp.linalg.svd(matrix, compute_uv=False)
     return values / jnp.maximum(values[..., :1], jnp.finfo(values.dtype).tiny)
 
 
 def best_rank(matrix: Float[Array, "*b t d"], rank: int) -> Float[Array, "*b t d"]:
-    """The nearest matrix of a rank, from 0, in the Frobenius norm (Eckart and Young)."""
-    # Projected on the leading right singular vectors, from d x d products: a hundred times as fast as a decomposition.
+    """Return the nearest matrix of a rank, from 0, in the Frobenius norm (Eckart and Young)."""
+    # Project on the leading right singular vectors, from d x d products: a hundred times as fast as a decomposition.
     vectors = jnp.linalg.eigh(jnp.einsum("...td,...te->...de", matrix, matrix))[1]
     leading = vectors[..., vectors.shape[-1] - rank :] if rank < vectors.shape[-1] else vectors
     return jnp.einsum("...td,...dr,...er->...te", matrix, leading, leading)
 
 
 Attention = Callable[[Array, Array, Array, Array, LayerConfig], Array]
-"""Rotated queries [b h g t d] and keys [b h t d], values [b h t e], positions [b t], the layer: outputs [b h g t e]."""
+"""Function of rotated queries [b h g t d] and keys [b h t d], values [b h t e], positions [b t] and the layer."""
 
 
 def read(
     weights: Weights, config: ModelConfig, tokens: Int[Array, "b t"], attention: Attention
 ) -> Float[Array, "b t width"]:
-    """What is unembedded of whole texts, with an attention of one's own in every layer.
+    """Return the final hidden states of whole texts, with a custom attention in every layer.
 
     Args:
         weights: the model's.
@@ -105,17 +105,17 @@ def read(
 def logits(
     weights: Weights, config: ModelConfig, tokens: Int[Array, "b t"], *, keep: int, rank: int = 0
 ) -> Float[Array, "b t vocab"]:
-    """Next-token logits with every layer's attention replaced by top-k plus a rank-r residual (Figure 3, right).
+    """Return next-token logits with top-k attention plus a rank-r residual in every layer (Figure 3, right).
 
-    The approximation is of a whole text's residual at once, so that early tokens see a little of later ones: a bound on
-    what a memory of r features could recover, not a policy.
+    One approximation covers a whole text's residual, so early tokens depend a little on later ones. It is a bound on
+    the quality that a memory of r features could recover, and not a policy.
 
     Args:
         weights: the model's.
         config: the model's shape.
         tokens: ids [b, t], without padding.
         keep: keys per query, from 1.
-        rank: of what is added per head, from 0; the paper finds 4 to be enough.
+        rank: rank of the added residual per head, from 0; the paper finds 4 to be enough.
 
     Raises:
         ValueError: keep or rank are out of range.

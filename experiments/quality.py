@@ -21,15 +21,15 @@ from kvjax.utils.files import write_text
 from kvjax.utils.settings import parse_budget
 
 Choice = tuple[str, Policy, int | float]
-"""A policy under a name, and its budget."""
+"""Name, policy and budget."""
 
 
 def against_bytes(runs: Runs, choices: Sequence[Choice], distances: Sequence[int] = ()) -> tuple[str, Path]:
-    """Perplexity, recall and bytes of policies and budgets.
+    """Measure perplexity, recall and bytes of policies and budgets.
 
     Args:
-        runs: that make the perplexities.
-        choices: what is compared; the full cache is added.
+        runs: runs for the perplexities.
+        choices: policies to compare; the full cache is added.
         distances: tokens between facts and questions, for models that answer the embedded model's questions.
 
     Returns:
@@ -76,7 +76,7 @@ def _recalled(runs: Runs, label: str, policy: Policy, budget: int | float, dista
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command line of the report."""
+    """Add the command-line options of the report."""
     add_policies(parser, "streaming,h2o,tova,keyformer")
     parser.add_argument("--budgets", default="0.05,0.1,0.25", help="slots, or fractions of the passages")
     parser.add_argument("--prefix", type=int, default=1, help="tokens read at once before the rest, as a prompt")
@@ -84,7 +84,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Measure what is not on disk, and write `quality.md` with its figure.
+    """Measure the missing values, and write `quality.md` with its figure.
 
     Raises:
         ValueError: a text, a policy or a budget does not fit.
@@ -99,7 +99,7 @@ def run(options: argparse.Namespace) -> None:
         options.out / "quality" / "measurements.json", options.redo, lambda line: print(line, file=sys.stderr)
     )
     runs = Runs(model, read, store, (), options.out, options.prefix)
-    # A policy that decides itself what it keeps has no budget.
+    # A policy that sets its own slots has no budget.
     choices = [(n, p, b) for n, p in made.items() if n != "full" for b in ([1.0] if p.plan.decides else budgets)]
     shown, file = against_bytes(runs, choices, options.recall)
     write_text(

@@ -1,4 +1,4 @@
-"""What rounding a model's weights costs: `kvjax evaluate weights --text FILE`."""
+"""Quality of models with rounded weights: `kvjax evaluate weights --text FILE`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from kvjax.utils.files import write_text
 
 
 class Variant(NamedTuple):
-    """One way to hold a model's weights."""
+    """One way to store a model's weights."""
 
     name: str
     dtype: str
@@ -35,17 +35,17 @@ VARIANTS = (
     Variant("int8, float32", "float32", "int8"),
     Variant("int8, bfloat16", "bfloat16", "int8"),
 )
-"""The first is what others are compared with; int8 is of linear maps, the dtype behind it of all else."""
+"""The first is the reference; int8 applies to linear maps, the dtype after it to the rest."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command line of the report."""
+    """Add the command-line options of the report."""
     parser.add_argument("--models", nargs="+", metavar="MODEL", help="several models, in place of --model")
     parser.set_defaults(rows=4, length=256)
 
 
 def run(options: argparse.Namespace) -> None:
-    """Measure what is not on disk, and write `weights.md`.
+    """Measure the missing values, and write `weights.md`.
 
     Raises:
         ValueError: a text does not fit, or a model cannot be loaded.
@@ -89,7 +89,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def compared(whole: Model, model: Model, read: Passages) -> dict[str, Any]:
-    """Nats per token by text, divergence from another model's predictions, and how often the likeliest token is its."""
+    """Return nats per token by text, divergence from another model's predictions, and the rate of equal top tokens."""
     measured = [_row(*(m.logits(row[None])[0] for m in (whole, model)), jnp.asarray(row)) for row in read.tokens]
     nats, divergence, same = (np.asarray(values) for values in zip(*measured, strict=True))
     return {

@@ -1,4 +1,4 @@
-"""Kernels compiled for chips that are not there: `python -m benchmarks.aot`."""
+"""Ahead-of-time compilation of kernels for other chips: `python -m benchmarks.aot`."""
 
 from benchmarks.aot.chips import CHIPS, ENVIRONMENT, SPECIFICATIONS
 from benchmarks.aot.tpu import compile_for, mesh_of

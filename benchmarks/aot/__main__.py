@@ -1,7 +1,7 @@
-"""Compile kernels and decode steps for chips that are not there, and write what their compilers say: `chips.md`.
+"""Compile kernels and decode steps for chips without the hardware, and write the compilers' results to `chips.md`.
 
-TPUs need `pip install jax[tpu]`, GPUs the CUDA plugin of jax and ptxas; one environment makes the rows of its chips and
-keeps those of others.
+TPUs need `pip install jax[tpu]`, GPUs the CUDA plugin of jax and ptxas. Each environment makes the rows of its chips
+and keeps the rows of others.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from pallas_kernels.programs import Program, programs
 
 
 class Work(NamedTuple):
-    """A row that is wanted."""
+    """A row to compile."""
 
     kind: Kind
     name: str
@@ -34,13 +34,13 @@ class Work(NamedTuple):
 
 
 def wanted(chip: str, implementations: Sequence[str], steps: bool, only: str) -> Iterator[Work]:
-    """The rows of a chip whose names have a text in them.
+    """Yield the rows of a chip whose names contain a text.
 
     Args:
         chip: one of `SPECIFICATIONS`.
-        implementations: of kernels.
-        steps: whether whole decode steps are wanted, too; of TPUs, for nothing estimates cycles of GPUs.
-        only: the text.
+        implementations: names of kernel implementations.
+        steps: whether to add whole decode steps; for TPUs only, because no compiler estimates cycles of GPUs.
+        only: the text that names must contain.
     """
     form = "tpu" if chip in CHIPS else "gpu"
     for program in programs():
@@ -57,7 +57,7 @@ def wanted(chip: str, implementations: Sequence[str], steps: bool, only: str) ->
             yield Work("kernels", name, kernel)
     if not steps or chip not in CHIPS:
         return
-    # A workbench stands above all it measures: only here, and only for its steps, does this package look at kvjax.
+    # This package imports kvjax only here, and only for decode steps.
     from benchmarks import chip_steps
 
     for number, step in enumerate(chip_steps.steps()):
@@ -70,24 +70,24 @@ def wanted(chip: str, implementations: Sequence[str], steps: bool, only: str) ->
 
 
 def compiler_of(chip: str) -> Callable[..., dict[str, Any]]:
-    """What compiles a kernel for a chip.
+    """Return the function that compiles a kernel for a chip.
 
     Raises:
         ModuleNotFoundError: there is no such compiler in this package.
     """
     if chip in CHIPS:
         return compile_for
-    # Only where it is wanted, for it needs another plugin and an environment of its own.
+    # Imported late, because it needs another plugin and a separate environment.
     compiler = importlib.import_module("benchmarks.aot.gpu")
     os.environ.update(compiler.ENVIRONMENT)
     return compiler.compile_for
 
 
 def compiler_name(chip: str) -> str:
-    """Which compiler makes the rows of a chip here, with its version.
+    """Return the name and version of the compiler for a chip.
 
     Raises:
-        RuntimeError: there is none.
+        RuntimeError: there is no compiler for the chip.
     """
     package = "libtpu" if chip in CHIPS else "jax-cuda12-pjrt"
     try:
@@ -100,7 +100,7 @@ def compiler_name(chip: str) -> str:
 
 
 def show_schedule(name: str, row: dict[str, Any]) -> None:
-    """Print where the cycles of a row are: the regions of its kernels, and the dearest fusions."""
+    """Print the cycles of a row: the regions of its kernels, and the fusions with the most cycles."""
     print(f"{row['chip']} {name}: limit {1e6 * row['limit']:,.1f} µs")
     if row["chip"] not in CHIPS:
         for kernel, registers in row["registers"].items():
@@ -125,7 +125,7 @@ def show_schedule(name: str, row: dict[str, Any]) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command line; returns its exit code."""
+    """Run the command line; return its exit code."""
     options = argparse.ArgumentParser(prog="benchmarks.aot", description=__doc__, allow_abbrev=False)
     options.add_argument("--chips", default=",".join(CHIPS), help=f"of {', '.join(SPECIFICATIONS)}, with commas")
     everything = "of kernels, with commas (default: pallas,xla, and of GPUs triton,mosaic)"
@@ -155,17 +155,17 @@ def main(argv: list[str] | None = None) -> int:
     (parsed.out / "chips.md").write_text(markdown(kept), encoding="utf-8")
     try:
         plot(kept, directory / "steps.png")
-    except ModuleNotFoundError as error:  # rows are made in environments of compilers, which need not have it
+    except ModuleNotFoundError as error:  # environments with compilers may lack matplotlib
         remedy = "pip install matplotlib, and give --page"
         print(f"benchmarks.aot: {directory / 'steps.png'} is as it was ({error}): {remedy}.", file=sys.stderr)
     return 1 if refused else 0
 
 
 def _compile(chip: str, parsed: argparse.Namespace, rows: Rows) -> int:
-    """Make the rows that are missing; returns how many programs the compiler refused."""
+    """Compile the missing rows; return the number of programs that the compiler refused."""
     try:
         compiler = compiler_name(chip)
-    except Exception as error:  # whatever a plugin raises that is not there
+    except Exception as error:  # plugins raise many types if they are missing
         package = "jax[tpu]" if chip in CHIPS else "jax-cuda12-plugin, jax-cuda12-pjrt and nvidia-cuda-nvcc-cu12"
         raise RuntimeError(f"there is no compiler for {chip}, install {package}: {error}") from error
     default = "pallas,xla" if chip in CHIPS else "pallas,triton,mosaic,xla"
@@ -184,7 +184,7 @@ def _compile(chip: str, parsed: argparse.Namespace, rows: Rows) -> int:
             except Unsupported as error:
                 print(f"{chip} {name} is left out: {error}", file=sys.stderr, flush=True)
                 continue
-            except Exception as error:  # whatever a compiler raises, or rows refuse; all of them are wanted
+            except Exception as error:  # continue with the other rows after any error
                 refused += 1
                 reason = str(error).splitlines()[0] if str(error) else repr(error)
                 print(f"{chip} {name} FAILED: {reason}", file=sys.stderr, flush=True)

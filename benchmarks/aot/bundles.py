@@ -1,4 +1,4 @@
-"""Static schedules that the TPU compiler leaves as text: one line for each VLIW bundle, about a cycle each."""
+"""Static schedules that the TPU compiler writes as text: one line for each VLIW bundle, about a cycle each."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ _PIPELINE = "pipeline-emitter-dma-wait"
 
 
 class Schedule(NamedTuple):
-    """Where the bundles of a kernel are, and what its grid steps wait for."""
+    """Bundles of a kernel by region, and the waits of its grid steps."""
 
     once: int
     """Bundles before and after the loop over grid steps."""
     step: int
     """Bundles of every grid step."""
     rarely: int
-    """Bundles that a grid step may jump over: at a row's beginning or end."""
+    """Bundles that a grid step may skip: at the beginning or end of a row."""
     inner: int
-    """Those of the former two that lie in loops inside of a step; each turn takes as many."""
+    """Bundles of `step` and `rarely` in loops inside of a step; each iteration takes the same number."""
     copies: int
-    """Copies that are started and awaited in the same grid step."""
+    """Copies that start and finish in the same grid step."""
     waits: int
-    """How often every grid step waits for them: those that are in flight together take one latency."""
+    """Waits of every grid step for these copies; copies that are in flight together take one latency."""
     rare_waits: int = 0
-    """How often it does where it may jump: at a row's beginning or end."""
+    """Waits in code that a grid step may skip: at the beginning or end of a row."""
 
     def cycles(self, steps: int, rows: int, turns: int = 0) -> int:
-        """Of the whole kernel.
+        """Return the cycles of the whole kernel.
 
         Args:
-            steps: of its grid.
-            rows: how often the grid's last dimension begins anew.
-            turns: of a loop at a row's end; 0 where nobody has counted them, and one is.
+            steps: number of grid steps.
+            rows: how often the last dimension of the grid restarts.
+            turns: iterations of a loop at the end of a row; 0 if unknown, which counts as one.
         """
         return self.once + steps * self.step + rows * (self.rarely + max(turns - 1, 0) * self.inner)
 
@@ -52,16 +52,16 @@ class _Bundle(NamedTuple):
 
 
 def read_schedule(text: str) -> Schedule:
-    """What a `final_bundles` dump says of a kernel.
+    """Read the schedule of a kernel from a `final_bundles` dump.
 
-    The pipeline guards the body of a grid step by a jump of its own, for its loop begins before the first step; where
-    all products of matrices are under one more, it spares what a mask hides and is counted as if it never did. Any
-    other jump is taken for one that depends on the place in a row, but where there are no such products: there nothing
-    tells what is the body, and all counts as if nothing were jumped over. A copy counts as awaited in the step that
-    started it if the wait comes later in the program, under no condition that the start was not under.
+    The pipeline guards the body of a grid step by a jump, because its loop begins before the first step. If one more
+    jump guards all matrix products, it skips masked work; the schedule counts this work as if it always ran. Any other
+    jump depends on the place in a row. A kernel without matrix products is an exception: the body is unknown, so
+    everything counts as if no jump were taken. A copy counts as awaited in the step that started it if two conditions
+    hold: the wait comes later in the program, and every condition of the wait also guards the start.
 
     Args:
-        text: of the file.
+        text: content of the file.
 
     Raises:
         ValueError: there are no bundles in it.
@@ -99,7 +99,7 @@ def _bundles(text: str) -> list[_Bundle]:
     for line in text.splitlines():
         match = _BUNDLE.match(line)
         if match is None:
-            body.append(line)  # a bundle's text goes on
+            body.append(line)  # the text of the bundle continues
             continue
         close()
         body = [match[3]]
@@ -110,7 +110,7 @@ def _bundles(text: str) -> list[_Bundle]:
         for region in begun:
             skipping.pop(region, None)
         found.append(_Bundle(match[2].count(">"), tuple(skipping.values()), match[3]))
-        # A jump to what has been seen goes back: the loop's.
+        # A jump to an earlier region is the loop's.
         pending = [(name, region) for name, region in _BRANCH.findall(line) if region not in seen]
     close()
     return found
@@ -118,7 +118,7 @@ def _bundles(text: str) -> list[_Bundle]:
 
 def _guards(bundles: list[_Bundle]) -> set[str]:
     looped = [bundle for bundle in bundles if bundle.depth]
-    # The pipeline awaits its blocks where a step begins: what these waits are under is true in every step.
+    # The pipeline waits for its blocks at the beginning of a step: the conditions of these waits hold in every step.
     known = {name for bundle in looped if _PIPELINE in bundle.text for name in bundle.conditions}
     under = Counter(name for bundle in looped for name in bundle.conditions)
     products = [set(bundle.conditions) - known for bundle in looped if "vmatmul" in bundle.text]
@@ -132,7 +132,7 @@ def _guards(bundles: list[_Bundle]) -> set[str]:
 def _awaited(looped: list[tuple[_Bundle, set[str]]]) -> tuple[int, int, int]:
     flying: dict[str, tuple[int, set[str]]] = {}
     copies = waits = rare_waits = 0
-    fresh = False  # whether anything has been started since the last wait
+    fresh = False  # whether a copy has started since the last wait
     for bundle, conditions in looped:
         for predicate, flag in _START.findall(bundle.text):
             flying[flag] = (flying.get(flag, (0, set()))[0] + 1, conditions | {predicate} - {""})

@@ -1,42 +1,42 @@
-"""Chips that programs are compiled for, and the limit that their memory sets."""
+"""Chips to compile programs for, and the limit set by their memory."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 CHIPS = {"v4": "v4:2x2x1", "v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}
-"""Names of the topologies that libtpu is asked for, of the smallest slices."""
+"""Topology names for libtpu, of the smallest slices."""
 
 ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",
-    "TPU_SKIP_MDS_QUERY": "1",  # the metadata server of a cloud that this is not
+    "TPU_SKIP_MDS_QUERY": "1",  # there is no metadata server of a cloud here
     "TPU_ACCELERATOR_TYPE": "v5litepod-4",
     "TPU_WORKER_HOSTNAMES": "localhost",
     "TPU_WORKER_ID": "0",
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # several processes may compile at once: none of them has a chip
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # several processes may compile in parallel: none of them has a chip
 }
 
 LATENCY = 1e-6
-"""Seconds that a grid step waits for copies that it started itself, in one go: a model, nobody has measured it."""
+"""Seconds that a grid step waits for one batch of its own copies: an assumption, not a measurement."""
 
 
 class Chip(NamedTuple):
-    """What a chip's makers say of it."""
+    """Specification of a chip, from its maker."""
 
     bandwidth: float
-    """Of its memory, bytes per second."""
+    """Memory bandwidth in bytes per second."""
     clock: float
     """Cycles per second."""
     cores: int
-    """That share the grid of one kernel; 1 for GPUs, whose schedules are not static."""
+    """Cores that share the grid of one kernel; 1 for GPUs, whose schedules are not static."""
     source: str
 
     def limit(self, traffic: float) -> float:
-        """Seconds that its memory takes to move so many bytes."""
+        """Return the seconds that the memory takes to move a number of bytes."""
         return traffic / self.bandwidth
 
     def seconds(self, cycles: float) -> float:
-        """What so many cycles take."""
+        """Return the seconds of a number of cycles."""
         return cycles / self.clock
 
 

@@ -1,6 +1,7 @@
-"""Compile programs for GPUs that are not there, whole, and say what their kernels take of a multiprocessor.
+"""Compile whole programs for GPUs without the hardware, and report the resources of their kernels.
 
-Needs jax-cuda12-plugin, jax-cuda12-pjrt and nvidia-cuda-nvcc-cu12, and for `triton` jax-triton; no driver.
+This needs jax-cuda12-plugin, jax-cuda12-pjrt and nvidia-cuda-nvcc-cu12, and for `triton` jax-triton. It needs no
+driver.
 """
 
 from __future__ import annotations
@@ -29,32 +30,32 @@ from pallas_kernels.programs import Program
 
 ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",
-    "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",  # of libraries that only running needs
+    "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",  # for libraries that are needed only to run programs
 }
-"""What has to be set before jax is asked for devices."""
+"""Environment variables to set before jax looks for devices."""
 
 DUMP_MOSAIC = "MOSAIC_GPU_DUMP_TO"
-"""Environment variable that names the folder in which Mosaic GPU leaves PTX, and all that it came from."""
+"""Environment variable that names the folder in which Mosaic GPU writes PTX and its intermediate stages."""
 MOSAIC = "mosaic"
-"""That folder, within XLA's."""
+"""Name of that folder, within XLA's."""
 
 MEMORY = ("argument", "output", "alias", "temp")
-"""What the compiler says of a program's bytes in device memory; `temp` is what it needs besides."""
+"""Kinds of device memory that the compiler reports for a program; `temp` is the rest."""
 
 
 def compile_for(chip: str, program: Program, implementation: str) -> dict[str, Any]:
-    """Compile a program for a GPU, down to its machine code, and say what the compilers say of it.
+    """Compile a program for a GPU down to its machine code, and return the compilers' report.
 
     Args:
         chip: one of `GPUS`.
         program: one of `programs()`.
-        implementation: as the operation takes it.
+        implementation: an implementation of the operation.
 
     Returns:
         chip, op, size, implementation; bytes of argument, output, alias and temp; seconds, of all compilers together;
         and by the name of each kernel, XLA's own among them, registers (of a thread), spills (bytes stored by a
-        thread), shared (bytes of a block) and occupancy (blocks that live on a multiprocessor at once). Kernels of one
-        name in one program are told by the worst of them.
+        thread), shared (bytes of a block) and occupancy (resident blocks of a multiprocessor). For several kernels with
+        one name in a program, it has the worst of them.
 
     Raises:
         Unsupported: the implementation cannot run these shapes.
@@ -68,7 +69,7 @@ def compile_for(chip: str, program: Program, implementation: str) -> dict[str, A
 
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as dump, _mosaic_dumps(Path(dump) / MOSAIC) as of_mosaic:
-        with jax.set_mesh(mesh):  # kernels ask the mesh for which chip they are lowered
+        with jax.set_mesh(mesh):  # kernels read the target chip from the mesh
             traced = program.jit(implementation, "gpu").trace(**jax.tree.map(placed, program.shapes))
             lowered = traced.lower(lowering_platforms=("cuda",))
             compiled = lowered.compile(compiler_options={"xla_dump_to": dump, "xla_dump_emitter_re": ".*"})
@@ -91,7 +92,7 @@ def compile_for(chip: str, program: Program, implementation: str) -> dict[str, A
 
 @functools.cache
 def gpu_mesh(chip: str) -> Mesh:
-    """One device of a chip in `GPUS`, which need not be there.
+    """Return a mesh with one device of a chip in `GPUS`, without the hardware.
 
     Raises:
         RuntimeError: the compiler for GPUs is not installed.
@@ -101,7 +102,7 @@ def gpu_mesh(chip: str) -> Mesh:
     settings = dict(topology="1x1x1", target_config=GPUS[chip].configuration)
     try:
         found = topologies.get_topology_desc(platform="cuda", topology_name=chip, **settings)
-    except Exception as error:  # whatever a plugin raises that is not there
+    except Exception as error:  # plugins raise many types if they are missing
         reason = (str(error).splitlines() or [repr(error)])[0].rstrip(".")
         raise RuntimeError(
             f"there is no compiler for {chip} here ({reason}); pip install jax-cuda12-plugin jax-cuda12-pjrt "
@@ -113,18 +114,18 @@ def gpu_mesh(chip: str) -> Mesh:
 class _Kernel(NamedTuple):
     name: str
     entry: str
-    """Its name in PTX."""
+    """The kernel's name in PTX."""
     ptx: str
     threads: int
     shared: int
-    """Bytes of a block that are given at launch, besides those that PTX declares."""
+    """Bytes of a block that are set at launch, besides those declared in PTX."""
     of_triton: bool = False
     said: str | None = None
-    """What the assembler said of it, where that has run."""
+    """Output of the assembler, if it has run."""
 
 
 def _of_xla(dump: Path) -> Iterator[_Kernel]:
-    # Threads and shared memory stand in the list of launches, registers only in machine code.
+    # The list of launches has threads and shared memory; only machine code has registers.
     launch = re.compile(r"(\w+) grid: \[[^]]*] threads: \[(\d+), (\d+), (\d+)]\s+shared_memory: (\d+) bytes")
     launches: dict[str, tuple[int, int]] = {}
     for file in dump.glob("*thunk_sequence.txt"):
@@ -133,13 +134,13 @@ def _of_xla(dump: Path) -> Iterator[_Kernel]:
     for file in dump.glob("*.ptx"):
         ptx = file.read_text()
         for name in re.findall(r"\.entry (\w+)", ptx):
-            if name in launches:  # and not of a candidate that lost
+            if name in launches:  # not of a candidate that autotuning rejected
                 yield _Kernel(name, name, ptx, *launches[name])
 
 
 @contextlib.contextmanager
 def _mosaic_dumps(folder: Path) -> Generator[Path]:
-    """Where Mosaic GPU leaves what it compiles; it asks the environment."""
+    """Set and yield the folder for Mosaic GPU's output; Mosaic GPU reads it from the environment."""
     folder.mkdir()
     before = os.environ.get(DUMP_MOSAIC)
     os.environ[DUMP_MOSAIC] = str(folder)
@@ -152,7 +153,7 @@ def _mosaic_dumps(folder: Path) -> Generator[Path]:
 
 
 _MOSAIC_KERNELS: dict[bytes, _Kernel] = {}
-"""By the hash that Mosaic GPU itself knows a kernel by, which it compiles once in the life of a process."""
+"""Kernels by Mosaic GPU's own hash; Mosaic GPU compiles each one once per process."""
 
 
 def _of_mosaic(lowered: jax.stages.Lowered, dump: Path) -> Iterator[_Kernel]:
@@ -169,7 +170,7 @@ def _of_mosaic(lowered: jax.stages.Lowered, dump: Path) -> Iterator[_Kernel]:
 
 
 def _dumped(dump: Path) -> Iterator[_Kernel]:
-    # Shared memory stands in the launch, among what its compiler's passes made of the module.
+    # The launch in the lowered module has the shared memory.
     for file in dump.glob("*.ptx"):
         ptx = file.read_text()
         passes = file.with_suffix(".mlir-passes.log").read_text()
@@ -177,12 +178,12 @@ def _dumped(dump: Path) -> Iterator[_Kernel]:
         shared = re.search(r"dynamic_shared_memory_size %c(\d+)_i32", passes)
         assert entry is not None and threads is not None and shared is not None
         name = entry[1].removesuffix("_mosaic_gpu_kernel")
-        # It has an assembler of its own, whose PTX is newer than that of nvidia-cuda-nvcc-cu12.
+        # Its own assembler reads newer PTX than that of nvidia-cuda-nvcc-cu12.
         yield _Kernel(name, entry[1], ptx, int(threads[1]), int(shared[1]), said=file.with_suffix(".ptxas").read_text())
 
 
 def _of_triton(lowered: jax.stages.Lowered) -> Iterator[_Kernel]:
-    # jax-triton compiles to PTX when it lowers, and hands that over in a message (jaxlib/gpu/triton.proto).
+    # jax-triton compiles to PTX when it lowers, and passes the PTX in a message (jaxlib/gpu/triton.proto).
     module = lowered.compiler_ir("stablehlo")
     assert module is not None
     for attributes in _custom_calls(module.operation, "triton_kernel_call"):
@@ -193,7 +194,7 @@ def _of_triton(lowered: jax.stages.Lowered) -> Iterator[_Kernel]:
 
 
 def _custom_calls(operation: Any, target: str) -> Iterator[Any]:
-    # The attributes of calls of a target, in an operation and all that it holds.
+    # The attributes of calls of a target, in an operation and all nested operations.
     attributes = operation.attributes
     if operation.name == "stablehlo.custom_call" and attributes["call_target_name"].value == target:
         yield attributes
@@ -204,7 +205,7 @@ def _custom_calls(operation: Any, target: str) -> Iterator[Any]:
 
 
 def _fields(message: bytes) -> dict[int, Any]:
-    """The last value of each field of a message in protocol buffers' encoding: integers, or the bytes of the others."""
+    """Return the last value of each field of a protocol buffer message: integers, or the bytes of other types."""
     found: dict[int, Any] = {}
     place = 0
 
@@ -228,7 +229,7 @@ def _fields(message: bytes) -> dict[int, Any]:
 
 
 def _assembled(kernel: _Kernel) -> tuple[int, int, int]:
-    """Registers of a thread, bytes that it spills, and all shared memory of a block."""
+    """Return registers per thread, bytes that a thread spills, and all shared memory of a block."""
     told = (kernel.said or _said(kernel)).partition(f"entry function '{kernel.entry}'")[2]
 
     def number(pattern: str) -> int:
@@ -252,7 +253,7 @@ def _said(kernel: _Kernel) -> str:
 
 @functools.cache
 def _assembler(of_triton: int | None) -> str:
-    # Triton writes PTX of the version that its own assembler for a compute capability knows, and perhaps no other.
+    # Triton writes the PTX version of its own assembler for a compute capability; other assemblers may not read it.
     if of_triton is not None:
         return importlib.import_module("triton.backends.nvidia.compiler").get_ptxas(of_triton).path
     spec = importlib.util.find_spec("nvidia.cuda_nvcc")

@@ -1,4 +1,4 @@
-"""What the text of a compiled module says of its instructions."""
+"""Instructions of a compiled module, read from its text."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _COMPUTATION = re.compile(r"^(ENTRY )?%(\S+) \(.*\{$")
 _OPERANDS = re.compile(r"%([\w.-]+)")
 _CALLS = re.compile(r"calls=%([\w.-]+)")
 _INNER = re.compile(r"(?:calls|to_apply)=%([\w.-]+)")
-"""Computations whose instructions are part of another one: of fusions, reductions, copies that run beside others."""
+"""Computations inside of another instruction: of fusions, reductions, and asynchronous copies."""
 _CUSTOM = "kind=kCustom"
-"""Fusions around a gather or a scatter, for which XLA has no estimate."""
+"""Fusions around a gather or a scatter, which XLA does not estimate."""
 _NO_ESTIMATE = 2**63 - 1
-"""What XLA says where it has no cost model: of scatters that go to a chip's sparse cores."""
+"""XLA's value if it has no cost model: for scatters on a chip's sparse cores."""
 
 _TIMELESS = frozenset(
     (
@@ -29,40 +29,40 @@ _TIMELESS = frozenset(
         *("while", "conditional", "call"),
     )
 )
-"""Opcodes of what takes no time, runs beside others, or has instructions of its own."""
+"""Opcodes that take no time, run beside others, or contain other instructions."""
 
 KERNEL = 'custom_call_target="tpu_custom_call"'
 
 
 class Instruction(NamedTuple):
-    """One of XLA's, or a Pallas kernel."""
+    """An instruction of XLA, or a Pallas kernel."""
 
     name: str
     opcode: str
     op_name: str
-    """The scopes and the operation that it comes from, with `/` between them; of a fusion without, its last one's."""
+    """Source scopes and operation, joined by `/`; a fusion without a name gets that of its last instruction."""
     cycles: int
-    """As estimated; 0 for kernels, and for what has no estimate."""
+    """Estimated cycles; 0 for kernels, and for instructions without an estimate."""
     results: tuple[tuple[int, ...], ...]
-    """Their shapes."""
+    """Shapes of the results."""
     kernel: bool
     output: bool
-    """Whether XLA fused into it what follows a product of matrices."""
+    """True if XLA fused the operations after a matrix product into it."""
     estimated: bool
-    """Whether the compiler says how long it takes: not of kernels, gathers, scatters, and what only moves numbers."""
+    """True if the compiler estimates it; False for kernels, gathers, scatters, and instructions that only move data."""
     arguments: frozenset[str] | None = None
-    """Where what it needs, and what that needs, comes from among the program's arguments; None inside of loops."""
+    """Program arguments that it depends on, also indirectly; None inside of loops."""
 
     @property
     def base(self) -> str:
-        """The name without the number that tells it from others of its name."""
+        """Return the name without the number that distinguishes instructions of one name."""
         return re.sub(r"\.\d+$", "", self.name)
 
 
 def read_module(text: str) -> list[Instruction]:
-    """The instructions of a module for TPU that take time of their own, in the order in which they run.
+    """Return the instructions of a TPU module that take time of their own, in execution order.
 
-    Copies that run beside them (`copy-start`, `slice-start`) have no estimate and are none of these.
+    Asynchronous copies (`copy-start`, `slice-start`) have no estimate and are not included.
 
     Args:
         text: `compiled.as_text()`.
@@ -71,8 +71,8 @@ def read_module(text: str) -> list[Instruction]:
 
 
 def _instructions(text: str) -> Iterator[Instruction]:
-    inside: dict[str, str] = {}  # what the last named instruction of each computation comes from
-    needed: dict[str, frozenset[str]] = {}  # arguments that each instruction of the whole program needs
+    inside: dict[str, str] = {}  # source of the last named instruction of each computation
+    needed: dict[str, frozenset[str]] = {}  # arguments that each instruction of the program depends on
     computation, whole, parts = "", False, set(_INNER.findall(text))
     for line in text.splitlines():
         match = _INSTRUCTION.match(line)

@@ -19,7 +19,7 @@ PARTS = {
     "residual": "low rank",
     "rest": "everything else",
 }
-"""Of a step, and how the page calls them."""
+"""Parts of a step, and their names on the page."""
 
 INTRODUCTION = f"""\
 What compilers say of programs for chips that are not here; nothing on this page has run. Made by
@@ -45,10 +45,10 @@ made of what TPU compilers know before anything runs, and no less than the limit
 
 
 def markdown(kept: dict[str, dict[str, dict[str, Row]]]) -> str:
-    """The page.
+    """Return the page as Markdown.
 
     Args:
-        kept: of each chip the rows of `kernels` and of `steps`, by name.
+        kept: for each chip, the rows of `kernels` and of `steps`, by name.
     """
     chips = [chip for chip in SPECIFICATIONS if chip in kept]
     compilers = {row["compiler"] for chip in chips for kind in kept[chip].values() for row in kind.values()}
@@ -96,7 +96,7 @@ chip."""
 
 
 def table(headings: Sequence[str], rows: Iterable[Sequence[str]], words: int = 1) -> str:
-    """Markdown, with all but the first columns to the right."""
+    """Return a Markdown table; all columns except the first ones are right-aligned."""
     lines = ["| " + " | ".join(headings) + " |", "|" + "---|" * words + "--:|" * (len(headings) - words)]
     return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows])
 
@@ -118,7 +118,7 @@ def _order(row: Row) -> tuple[Any, ...]:
 
 
 def _in_order(rows: Iterable[Row]) -> list[Row]:
-    """As `programs()` has them, without those that it has no more."""
+    """Sort rows as in `programs()`, and drop the rows that it no longer has."""
     order = {(program.op, program.label): number for number, program in enumerate(programs())}
     known = (row for row in rows if (row["op"], row["size"]) in order)
     return sorted(known, key=lambda row: (order[row["op"], row["size"]], row["implementation"]))
@@ -169,12 +169,12 @@ def _tpu_kernels(rows: list[Row]) -> str:
 
 
 def _microseconds(row: Row) -> str:
-    # What XLA estimates of a fusion may be less than its traffic takes.
+    # XLA's estimate of a fusion may be below the time of its traffic.
     return f"{_least(row)}{1e6 * max(row['estimate'], row['limit']):,.1f}"
 
 
 def bundles(kernel: Row) -> str:
-    """`29 + 256 x 784 + 32 x 141`: once, for each grid step, at each row's end."""
+    """Format `29 + 256 x 784 + 32 x 141`: once, for each grid step, at the end of each row."""
     steps = 1
     for size in kernel["grid"]:
         steps *= size
@@ -185,7 +185,7 @@ def bundles(kernel: Row) -> str:
 
 
 GPU = {"registers": max, "spills": max, "shared": max, "occupancy": min}
-"""What is worst of a program's kernels."""
+"""The worst value over a program's kernels."""
 
 
 def _gpu_kernels(rows: list[Row]) -> str:
@@ -223,12 +223,12 @@ def _memory(kept: dict[str, dict[str, Row]]) -> str:
 def plot(
     kept: dict[str, dict[str, dict[str, Row]]], file: Path, models: Sequence[str] = ("llama_7b", "llama_8b")
 ) -> None:
-    """The parts of the steps of large models over their limits, a panel for each chip and model.
+    """Plot the parts of the steps of large models over their limits, one panel for each chip and model.
 
     Args:
-        kept: as of `markdown`.
-        file: a PNG.
-        models: of which steps are shown.
+        kept: as for `markdown`.
+        file: path of a PNG.
+        models: names of the models to show.
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed, and there are such steps.

@@ -1,4 +1,4 @@
-"""What compilers said, kept on disk, so that no program is compiled twice by the same compiler."""
+"""Cache of compiler results on disk. Each compiler compiles each program once."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any, Literal
 Kind = Literal["kernels", "steps"]
 
 LONGEST = 3600.0
-"""Seconds that no estimate exceeds: a compiler's mark for what it does not know would."""
+"""Upper bound in seconds for any estimate; larger values are the compiler's mark for unknown costs."""
 
 
 class Rows:
     """The rows of one chip in a JSON file.
 
     Args:
-        file: where they are; made with the first row.
+        file: path of the file, created with the first row.
 
     Raises:
         ValueError: the file is there and holds something else.
@@ -32,12 +32,12 @@ class Rows:
                 raise ValueError(f"{file} is no file of rows ({error}); delete it or name another --out.") from None
 
     def get(self, kind: Kind, name: str, compiler: str) -> dict[str, Any] | None:
-        """A row that this compiler made, or None."""
+        """Return a row that this compiler made, or None."""
         row = self.kept[kind].get(name)
         return row if row is not None and row["compiler"] == compiler else None
 
     def put(self, kind: Kind, name: str, row: dict[str, Any]) -> None:
-        """Keep a row, at once and whole: an interruption leaves the file as it was.
+        """Store a row atomically: an interruption leaves the file unchanged.
 
         Raises:
             ValueError: its estimate makes no sense.
@@ -52,7 +52,7 @@ class Rows:
         self.file.parent.mkdir(parents=True, exist_ok=True)
         aside = self.file.with_suffix(".tmp")
         parts: list[str] = []
-        for which, rows in self.kept.items():  # a line for each, so that differences can be read
+        for which, rows in self.kept.items():  # a line for each, for readable diffs
             lines = (f"{json.dumps(each)}: {json.dumps(rows[each])}" for each in sorted(rows))
             parts.append(f'"{which}": {{\n' + ",\n".join(lines) + "\n}")
         aside.write_text("{" + ",\n".join(parts) + "}\n", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Programs compiled for TPUs that are not there, and all that their compiler tells."""
+"""Compile programs for TPUs without the hardware, and read the compiler's output."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from benchmarks.aot.module import Instruction, read_module
 from pallas_kernels.programs import Program
 
 MEMORY = ("argument", "output", "alias", "temp")
-"""What the compiler says of a program's bytes in device memory; `temp` is what it needs besides."""
+"""Kinds of device memory that the compiler reports for a program; `temp` is the rest."""
 
 DEAREST = 30
-"""Fusions that are kept."""
+"""Number of fusions to keep."""
 
 ARGUMENTS = "LIBTPU_INIT_ARGS"
 _DUMP = "--xla_jf_dump_to={} --xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex=final_bundles"
@@ -35,35 +35,35 @@ _FILE = re.compile(r"\d+-(.+)-\d+-final_bundles\.txt")
 
 
 class Grid(NamedTuple):
-    """Of a Pallas kernel, as the program calls it."""
+    """The grid of a Pallas kernel in a program."""
 
     name: str
     sizes: tuple[int, ...]
     parallel: bool
-    """Whether cores of one chip may share it."""
+    """True if the cores of one chip may share it."""
     results: tuple[tuple[int, ...], ...]
-    """Shapes of what it returns."""
+    """Shapes of the results."""
     traffic: int
-    """Bytes of its operands and results that come in blocks; what it copies by itself is not among them."""
+    """Bytes of the blocked operands and results; copies by the kernel itself are not included."""
     unknown: int | None = None
-    """Which of its sizes is only known when it runs; the steps are those of whole operands."""
+    """Index of a size that is known only at run time; the number of steps is then that for whole operands."""
     least: int = 1
-    """Steps that it takes in any case: one for each block of what it returns."""
+    """Minimum number of steps: one for each block of the results."""
     turns: int = 0
-    """Most turns of a loop at a row's end, if the kernel's metadata say so (`turns`)."""
+    """Maximum number of iterations of a loop at the end of a row, if the kernel's metadata give it (`turns`)."""
 
     @property
     def steps(self) -> int:
-        """How many there are."""
+        """Return the number of steps."""
         return math.prod(self.sizes)
 
     @property
     def rows(self) -> int:
-        """How often the last dimension begins anew."""
+        """Return how often the last dimension restarts."""
         return self.steps // self.sizes[-1] if self.sizes else 1
 
     def part(self, calls: int) -> Grid:
-        """Of one of so many calls that share the operands, where a size is only known when it runs: as much smaller."""
+        """Return the share of one of several calls with common operands, if a size is known only at run time."""
         if self.unknown is None:
             return self
         sizes, others = list(self.sizes), self.steps // self.sizes[self.unknown]
@@ -73,44 +73,44 @@ class Grid(NamedTuple):
 
 
 class Kernel(NamedTuple):
-    """A call of a Pallas kernel: what it is and what it takes."""
+    """A call of a Pallas kernel, with its costs."""
 
     instruction: Instruction
     grid: Grid
     schedule: Schedule
 
     def cycles(self, chip: Chip) -> int:
-        """Of one core, where cores share what is parallel."""
+        """Return the cycles of one core; cores share a parallel grid."""
         shared = chip.cores if self.grid.parallel else 1
         return self.schedule.cycles(-(-self.grid.steps // shared), -(-self.grid.rows // shared), self.grid.turns)
 
     def waiting(self, chip: Chip) -> float:
-        """Seconds for copies that a grid step starts and awaits."""
+        """Return the seconds that grid steps wait for their own copies."""
         shared = chip.cores if self.grid.parallel else 1
         waits = self.schedule.waits * self.grid.steps + self.schedule.rare_waits * self.grid.rows
         return LATENCY * -(-waits // shared)
 
     def seconds(self, chip: Chip) -> float:
-        """The longer one of its cycles and its traffic, and its waiting."""
+        """Return the longer of the times for cycles and traffic, plus the waiting time."""
         return max(chip.seconds(self.cycles(chip)), chip.limit(self.grid.traffic)) + self.waiting(chip)
 
 
 class Compiled(NamedTuple):
-    """A program as the compiler left it."""
+    """A compiled program."""
 
     memory: dict[str, int]
     kernels: list[Kernel]
     fusions: list[Instruction]
-    """All that XLA made, with its estimates."""
+    """All fusions of XLA, with their estimates."""
     loops: int
-    """Of XLA, whose turns nobody has counted."""
+    """Loops of XLA, with an unknown number of iterations."""
     seconds: float
-    """That compiling took."""
+    """Seconds of the compilation."""
 
     def row(self, chip: Chip, class_of: Callable[[Instruction], str] = lambda fusion: fusion.opcode) -> dict[str, Any]:
-        """What the rows on disk have of it, with the dearest fusions: how many of a class, cycles and origin."""
+        """Return the row for the file, with the costliest fusions: their number by class, cycles and origin."""
         dearest = sorted(self.fusions, key=lambda fusion: -fusion.cycles)[:DEAREST]
-        alike = Counter((class_of(each), each.cycles, each.op_name) for each in dearest)  # those of several layers
+        alike = Counter((class_of(each), each.cycles, each.op_name) for each in dearest)  # fusions of several layers
         return {
             **self.memory,
             "fusion_cycles": sum(fusion.cycles for fusion in self.fusions),
@@ -123,7 +123,7 @@ class Compiled(NamedTuple):
 
 
 def compile_for(chip: str, program: Program, implementation: str) -> dict[str, Any]:
-    """Compile a program for a chip, and say what memory the compiler gives it and how many cycles.
+    """Compile a program for a chip, and return the compiler's memory and cycles.
 
     Raises:
         Unsupported: the implementation cannot run these shapes.
@@ -132,7 +132,7 @@ def compile_for(chip: str, program: Program, implementation: str) -> dict[str, A
     """
     mesh = mesh_of(chip)
     shapes = placed(program.shapes, mesh)
-    with jax.set_mesh(mesh):  # kernels ask the mesh for which chip they are lowered
+    with jax.set_mesh(mesh):  # kernels read the target chip from the mesh
         compiled = compile_traced(program.trace(implementation, "tpu", shapes))
     row = dict(chip=chip, op=program.op, size=program.label, implementation=implementation)
     known = SPECIFICATIONS[chip]
@@ -142,7 +142,7 @@ def compile_for(chip: str, program: Program, implementation: str) -> dict[str, A
 
 
 def kernel_row(kernel: Kernel, chip: Chip) -> dict[str, Any]:
-    """A kernel as the rows on disk have it."""
+    """Return the row of a kernel for the file."""
     return dict(
         kernel.schedule._asdict(),
         name=kernel.instruction.name,
@@ -155,14 +155,14 @@ def kernel_row(kernel: Kernel, chip: Chip) -> dict[str, Any]:
 
 
 def placed(shapes: Any, mesh: Mesh) -> Any:
-    """Shapes that lie whole on the devices of a mesh."""
+    """Return shapes that are replicated on the devices of a mesh."""
     sharding = NamedSharding(mesh, PartitionSpec())
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), shapes)
 
 
 @functools.cache
 def mesh_of(chip: str) -> Mesh:
-    """One chip, which need not be there.
+    """Return a mesh of one chip, without the hardware.
 
     Raises:
         RuntimeError: libtpu is not installed, does not know the chip, or was loaded before.
@@ -176,17 +176,17 @@ def mesh_of(chip: str) -> Mesh:
 
 @functools.cache
 def _dumps() -> tempfile.TemporaryDirectory[str]:
-    # The compiler reads where to leave its schedules when it is loaded, and never again.
+    # The compiler reads the folder for its schedules only when it is loaded.
     directory = tempfile.TemporaryDirectory(prefix="pallas_kernels_aot_")
     os.environ[ARGUMENTS] = f"{os.environ.get(ARGUMENTS, '')} {_DUMP.format(directory.name)}".strip()
     return directory
 
 
 def compile_traced(traced: Any) -> Compiled:
-    """Compile a traced program for the TPU of its shapes, and read what the compiler left.
+    """Compile a traced program for the TPU of its shapes, and read the compiler's output.
 
     Args:
-        traced: as `jax.jit(function).trace(shapes)` returns it, of shapes on `mesh_of`.
+        traced: result of `jax.jit(function).trace(shapes)`, for shapes on `mesh_of`.
 
     Raises:
         RuntimeError: there is no schedule of one of its kernels.
@@ -220,18 +220,18 @@ def _schedules(directory: Path) -> dict[str, Schedule]:
 
 
 def _schedule(each: Instruction, others: list[Instruction], schedules: dict[str, Schedule]) -> Schedule | None:
-    # Of calls that are the same the compiler makes one program, under the first one's name.
+    # The compiler makes one program for identical calls, under the name of the first.
     alike = (other for other in others if other.base == each.base and sorted(other.results) == sorted(each.results))
     return next((schedules[name] for name in (each.name, *(other.name for other in alike)) if name in schedules), None)
 
 
 def counted(each: Instruction, others: list[Instruction], schedules: dict[str, Schedule]) -> Instruction:
-    """An instruction with the bundles of its schedule, if it has no estimate; what has loops takes more.
+    """Return an instruction with the bundles of its schedule, if it has no estimate; a lower bound if it has loops.
 
     Args:
-        each: of a module.
-        others: all of the module.
-        schedules: those that the compiler has left, by name.
+        each: an instruction of a module.
+        others: all instructions of the module.
+        schedules: schedules of the compiler, by name.
     """
     schedule = None if each.estimated else _schedule(each, others, schedules)
     if schedule is None or each.opcode == "fusion":
@@ -255,7 +255,7 @@ def _kernel(each: Instruction, kernels: list[Instruction], grids: list[Grid], sc
 
 
 def grids_of(jaxpr: Any) -> Iterator[Grid]:
-    """The Pallas kernels that a jaxpr calls, in any of the functions it calls."""
+    """Yield the grids of the Pallas kernels that a jaxpr calls, including calls of nested functions."""
     for equation in jaxpr.eqns:
         if equation.primitive.name == "pallas_call":
             yield _grid(equation)
@@ -275,7 +275,7 @@ def _grid(equation: Any) -> Grid:
     sizes, traffic = list(mapping.grid), sum(array.size * array.dtype.itemsize for array, _ in blocked)
     unknown = next((axis for axis, size in enumerate(sizes) if not isinstance(size, int)), None)
     least = max((_blocks(array.shape, block) for array, block in returned), default=1)
-    if unknown is not None:  # as many steps as the largest operand has blocks, each of which takes whole blocks
+    if unknown is not None:  # one step for each block of the largest operand
         others = math.prod(sizes[:unknown] + sizes[unknown + 1 :])
         sizes[unknown] = -(-max(_blocks(array.shape, block) for array, block in blocked) // others)
         traffic = math.prod(sizes) * sum(math.prod(_sizes(block)) * array.dtype.itemsize for array, block in blocked)
@@ -301,6 +301,6 @@ def _blocks(shape: tuple[int, ...], block: Any) -> int:
 
 
 def _sizes(block: Any) -> list[int]:
-    # A dimension that is left out of a block has one of it.
+    # A dimension that the block shape omits has size one.
     sizes = (getattr(size, "block_size", size) for size in block.block_shape)
     return [size if isinstance(size, int) else 1 for size in sizes]

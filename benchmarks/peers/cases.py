@@ -1,4 +1,4 @@
-"""Contexts, questions and answers as token ids in lines of JSON: what both sides are given."""
+"""Contexts, questions and answers as token ids in lines of JSON: the input of both sides."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ FAMILIES = ("single", "multi_key")
 LENGTH = 512
 """Tokens of every context."""
 CONTINUATION = 32
-"""Tokens of a passage that are predicted after its context."""
+"""Number of predicted tokens of a passage after its context."""
 NEW_TOKENS = 10
-"""Of a greedy answer: a number of seven digits and what comes before it."""
+"""Tokens of a greedy answer: a number of seven digits and the text before it."""
 
 
 def questions(model: kvjax.Model, family: str, count: int) -> list[dict[str, Any]]:
-    """Cases whose contexts all have exactly `LENGTH` tokens: hay in front makes up what is missing.
+    """Return cases whose contexts all have exactly `LENGTH` tokens, filled up with hay in front.
 
     Args:
-        model: whose tokenizer is used.
-        family: of `kvjax.evaluation.tasks.ruler.FAMILIES`, with a needle that has a depth.
-        count: cases; their needles stand at evenly spaced depths.
+        model: the model with the tokenizer.
+        family: one of `kvjax.evaluation.tasks.ruler.FAMILIES`, with a needle that has a depth.
+        count: number of cases, with needles at evenly spaced depths.
     """
     encode, made = model.tokenizer.encode, list[dict[str, Any]]()
     hay = encode(" ".join(NOISE * LENGTH))
@@ -48,7 +48,7 @@ def questions(model: kvjax.Model, family: str, count: int) -> list[dict[str, Any
 
 
 def texts(model: kvjax.Model, text: Path, count: int) -> list[dict[str, Any]]:
-    """Passages that go on: one token after the context is the question, those that follow it are the answer."""
+    """Return passages: the token after the context is the question, and the following tokens are the answer."""
     rows = passages(model, [text], count, LENGTH + 1 + CONTINUATION).tokens.tolist()
     return [
         {
@@ -63,7 +63,7 @@ def texts(model: kvjax.Model, text: Path, count: int) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", required=True, help="whatever kvjax loads")
     parser.add_argument("--write", type=Path, help="where to write the model as a Hugging Face directory of float32")

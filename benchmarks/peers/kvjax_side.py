@@ -21,25 +21,25 @@ from kvjax.cache.dense import Dense
 METHODS: dict[str, kvjax.Policy] = {
     "snapkv": kvjax.policy("snapkv", recent=64, kernel=5),
     "tova": kvjax.policy("tova"),
-    "streaming_llm": kvjax.policy("lambda_mask"),  # keys keep the positions of the text, as kvpress has them
+    "streaming_llm": kvjax.policy("lambda_mask"),  # keys keep the positions of the text, as in kvpress
     "knorm": kvjax.policy("l2"),
     "observed_attention": kvjax.policy("h2o", recent=0),
     "h2o": kvjax.policy("h2o"),
     "random": kvjax.policy("random"),
 }
-"""By the names that kvpress has, and H2O as it was published."""
+"""Policies by kvpress's names, and H2O as published."""
 FULL = kvjax.policy("window")
-"""With as many slots as a context has tokens; `full` would have those of what follows, too."""
+"""A full cache with one slot for each context token; `full` would also have slots for the following tokens."""
 
 
 def roomier(held: kvjax.State, roomy: kvjax.State) -> kvjax.State:
-    """The tokens that `held` kept of a context, in the slots of `roomy`, so that nothing leaves for what follows.
+    """Copy the tokens that `held` kept of a context into the slots of `roomy`, which evicts no later token.
 
     Args:
-        held: under any policy whose keys keep the positions of the text.
-        roomy: under `window`, which remembers nothing of a slot, after as long a context.
+        held: a state under any policy whose keys keep the positions of the text.
+        roomy: a state under `window`, which stores no data per slot, after a context of the same length.
     """
-    assert isinstance(held.storage, Dense) and isinstance(roomy.storage, Dense)  # no head has a budget of its own
+    assert isinstance(held.storage, Dense) and isinstance(roomy.storage, Dense)  # all heads have the same budget
     layers = []
     for few, many in zip(held.storage.layers, roomy.storage.layers, strict=True):
         empty = many.capacity - few.capacity
@@ -54,23 +54,23 @@ def roomier(held: kvjax.State, roomy: kvjax.State) -> kvjax.State:
 
 
 def logits_of(state: kvjax.State, ids: list[int], asked: int) -> tuple[kvjax.State, Float[np.ndarray, "n vocab"]]:
-    """A state that has read some tokens, and the logits after each; one program for up to `asked` of them."""
+    """Read tokens; return the state and the logits after each token. One program serves up to `asked` tokens."""
     padded = np.pad(np.asarray(ids), (0, asked - len(ids)))
     state, logits = kvjax.extend(state, padded[None], lengths=[len(ids)], logits="all")
     return state, np.asarray(logits)[0, : len(ids)]
 
 
 def kept(state: kvjax.State, slots: int) -> Int[np.ndarray, "layers h slots"]:
-    """Positions that are held, in order."""
+    """Return the cached positions, in order."""
     return np.stack([np.sort(layer[0], axis=-1)[:, -slots:] for layer in kvjax.held_positions(state)])
 
 
 def averaged(state: kvjax.State, slots: int) -> Int[np.ndarray, "layers h slots"]:
-    """The positions of highest attention on average over the queries that see them, from H2O's sums over a context.
+    """Return the positions with the highest mean attention over the queries that see them, from H2O's sums.
 
     Args:
-        state: under `h2o`, whose cache holds the whole context.
-        slots: how many.
+        state: a state under `h2o`, whose cache holds the whole context.
+        slots: number of positions.
     """
     assert isinstance(state.storage, Dense)
     found = []
@@ -84,10 +84,10 @@ def averaged(state: kvjax.State, slots: int) -> Int[np.ndarray, "layers h slots"
 
 
 def best(run: Callable[[], Any], times: int = 3) -> float:
-    """Processor seconds of the cheapest of several runs, after one more that is not counted."""
+    """Return the processor seconds of the cheapest of several runs, after one warm-up run."""
     found: list[float] = []
     for _ in range(times + 1):
-        began = time.process_time()  # what else runs on the machine hardly counts
+        began = time.process_time()  # other processes on the machine hardly matter
         jax.block_until_ready(run())
         found.append(time.process_time() - began)
     return min(found[1:])
@@ -97,7 +97,7 @@ class Side:
     """A model that reads contexts of one length.
 
     Args:
-        model: from `kvjax.load`.
+        model: a model from `kvjax.load`.
         length: tokens of each context.
         plan: the first line of the cases.
     """
@@ -108,17 +108,17 @@ class Side:
         self.slots = {ratio: int(length * (1 - ratio)) for ratio in (0.0, *plan["ratios"])}
 
     def room(self, slots: int) -> kvjax.State:
-        """A state that has read anything, with so many slots and those for what follows a context."""
+        """Return a state with a number of slots, plus slots for the tokens after a context."""
         blank, budget = [[0] * self.length], slots + self.later
         return kvjax.prefill(self.model, "window", blank, budget, max_new_tokens=self.later)[0]
 
     def read(self, policy: kvjax.Policy | str, case: dict[str, Any], ratio: float, number: int) -> kvjax.State:
-        """A context of which a share has left."""
+        """Read a context and evict a share of it."""
         settings: dict[str, Any] = dict(max_new_tokens=self.later, key=jax.random.key(number))
         return kvjax.prefill(self.model, policy, [case["context"]], self.slots[ratio], **settings)[0]
 
     def answer(self, state: kvjax.State, question: list[int]) -> list[int]:
-        """The greedy answer to a question."""
+        """Return the greedy answer to a question."""
         state, logits = logits_of(state, question, self.asked)
         made = [int(logits[-1].argmax())]
         while len(made) < self.new_tokens:
@@ -127,7 +127,7 @@ class Side:
         return made
 
     def row(self, state: kvjax.State, case: dict[str, Any]) -> tuple[dict[str, Any], Float[np.ndarray, "n vocab"]]:
-        """What a state that has room for it makes of a question and answer, and the logits after each token."""
+        """Return the row of a case under a state with enough slots, and the logits after each token."""
         question, expected = case["question"], case["answer"]
         logits = logits_of(state, [*question, *expected], self.asked)[1]
         chances = np.asarray(jax.nn.log_softmax(logits[len(question) - 1 : -1], axis=-1))
@@ -140,7 +140,7 @@ class Side:
         }, logits
 
     def timings(self, case: dict[str, Any]) -> list[dict[str, Any]]:
-        """Processor seconds for a context by method, at half of it, and for a question and its answer by ratio."""
+        """Return processor seconds: for a context by method at ratio 0.5, for a question and its answer by ratio."""
         rows = list[dict[str, Any]]()
         for name, policy in {"full": FULL, **METHODS}.items():
             ratio = 0.0 if name == "full" else 0.5
@@ -154,7 +154,7 @@ class Side:
 
 
 def main() -> None:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", required=True, help="a Hugging Face directory")
     parser.add_argument("--cases", type=Path, required=True, help="from cases.py")

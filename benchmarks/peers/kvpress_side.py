@@ -1,4 +1,4 @@
-"""kvpress on the cases: runs in its own environment, which has torch, transformers and kvpress, and not kvjax."""
+"""kvpress on the cases, in a separate environment with torch, transformers and kvpress, and without kvjax."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ METHODS: dict[str, Callable[[float], kvpress.ScorerPress]] = {
     "streaming_llm": kvpress.StreamingLLMPress,
     "knorm": kvpress.KnormPress,
     "observed_attention": kvpress.ObservedAttentionPress,
-    "random": kvpress.RandomPress,  # with a seed of its own every layer would draw the same positions
+    "random": kvpress.RandomPress,  # with a fixed seed every layer would draw the same positions
 }
 
 
 class Together(kvpress.BasePress):
-    """All methods at all ratios on one reading of a context: none changes what the reading itself computes.
+    """All methods at all ratios in one reading of a context; none changes the computation of the reading.
 
     Args:
-        ratios: shares of the context that leave.
+        ratios: shares of the context to evict.
     """
 
     def __init__(self, ratios: list[float]) -> None:
@@ -46,8 +46,8 @@ class Together(kvpress.BasePress):
     def compress(
         self, module: nn.Module, hidden_states: Tensor, keys: Tensor, values: Tensor, attentions: Tensor, kwargs: Any
     ) -> Layer:
-        """Leaves the cache as it is, and remembers what each method would have kept."""
-        # Values that are their own positions come back as the positions that stay: no method looks at values.
+        """Return the cache unchanged, and store the positions that each method would have kept."""
+        # Values that equal their positions come back as the kept positions: no method reads values.
         places = torch.arange(keys.shape[2], dtype=values.dtype)[None, None, :, None].expand_as(values)
         for key, press in self.presses.items():
             kept, marks = press.compress(module, hidden_states, keys, places, attentions, kwargs)
@@ -58,7 +58,7 @@ class Together(kvpress.BasePress):
 
 
 def read(model: PreTrainedModel, context: list[int], press: kvpress.BasePress | None) -> DynamicCache:
-    """A context in a cache, which a method compresses layer by layer."""
+    """Read a context into a cache, which a method compresses layer by layer."""
     cache, ids = DynamicCache(), torch.tensor([context])
     if press is None:
         model.model(input_ids=ids, past_key_values=cache)
@@ -69,7 +69,7 @@ def read(model: PreTrainedModel, context: list[int], press: kvpress.BasePress | 
 
 
 def cache_of(layers: list[Layer]) -> DynamicCache:
-    """A cache that holds these keys and values; whatever is appended later leaves them as they are."""
+    """Return a cache of these keys and values; later appends do not change them."""
     cache = DynamicCache()
     for index, (keys, values) in enumerate(layers):
         cache.update(keys, values, index)
@@ -77,13 +77,13 @@ def cache_of(layers: list[Layer]) -> DynamicCache:
 
 
 def logits_of(model: PreTrainedModel, layers: list[Layer], start: int, ids: list[int]) -> Tensor:
-    """Logits [n vocab] after each of some tokens, the first of them at position `start`."""
+    """Return logits [n vocab] after each of some tokens, with the first at position `start`."""
     where = torch.arange(start, start + len(ids))[None]
     return model(input_ids=torch.tensor([ids]), past_key_values=cache_of(layers), position_ids=where).logits[0]
 
 
 def answer(model: PreTrainedModel, layers: list[Layer], start: int, question: list[int], tokens: int) -> list[int]:
-    """The greedy answer to a question, as kvpress's pipeline makes it."""
+    """Return the greedy answer to a question, as in kvpress's pipeline."""
     cache, ids, made = cache_of(layers), question, list[int]()
     for _ in range(tokens):
         where = torch.arange(start, start + len(ids))[None]
@@ -96,7 +96,7 @@ def answer(model: PreTrainedModel, layers: list[Layer], start: int, question: li
 def asked(
     model: PreTrainedModel, layers: list[Layer], case: dict[str, Any], tokens: int
 ) -> tuple[dict[str, Any], Tensor]:
-    """What a model makes of a case's question and answer, and the logits [n vocab] after each of their tokens."""
+    """Return the row of a case's question and answer, and the logits [n vocab] after each of their tokens."""
     start, question, expected = len(case["context"]), case["question"], case["answer"]
     logits = logits_of(model, layers, start, [*question, *expected])
     nats = -logits[len(question) - 1 : -1].log_softmax(-1).gather(1, torch.tensor(expected)[:, None])
@@ -111,24 +111,24 @@ def asked(
 
 
 def best(run: Callable[[], Any], times: int = 3) -> float:
-    """Processor seconds of the cheapest of several runs, after one more that is not counted."""
+    """Return the processor seconds of the cheapest of several runs, after one warm-up run."""
     found: list[float] = []
     for _ in range(times + 1):
-        began = time.process_time()  # what else runs on the machine hardly counts
+        began = time.process_time()  # other processes on the machine hardly matter
         run()
         found.append(time.process_time() - began)
     return min(found[1:])
 
 
 def layers_of(cache: DynamicCache) -> list[Layer]:
-    """Keys and values of each layer."""
+    """Return the keys and values of each layer."""
     return [(layer.keys, layer.values) for layer in cache.layers]
 
 
 def timings(model: PreTrainedModel, case: dict[str, Any], plan: dict[str, Any]) -> list[dict[str, Any]]:
-    """Processor seconds for a context by method, at half of the context, and for a question and its answer by ratio."""
+    """Return processor seconds: for a context by method at ratio 0.5, for a question and its answer by ratio."""
     context, rows = case["context"], list[dict[str, Any]]()
-    for kind in ("sdpa", "eager"):  # only eager attention tells its weights, which ObservedAttentionPress needs
+    for kind in ("sdpa", "eager"):  # only eager attention returns weights, which ObservedAttentionPress needs
         model.set_attn_implementation(kind)
         names = [name for name in METHODS if (name == "observed_attention") == (kind == "eager")]
         ways = {"full": None} | {name: METHODS[name](0.5) for name in names}
@@ -145,7 +145,7 @@ def timings(model: PreTrainedModel, case: dict[str, Any], plan: dict[str, Any]) 
 
 @torch.inference_mode()
 def main() -> None:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", required=True, help="a Hugging Face directory")
     parser.add_argument("--cases", type=Path, required=True, help="from cases.py")

@@ -24,7 +24,7 @@ PAIRS = {
     "h2o": ("observed_attention", "`h2o`"),
     "random": ("random", "`random`"),
 }
-"""kvjax's methods by their names in the rows: kvpress's in theirs, and what kvjax calls them."""
+"""kvjax's methods by their names in the rows: kvpress's name in its rows, and kvjax's name."""
 PRESSES = {
     "snapkv": "SnapKVPress",
     "tova": "TOVAPress",
@@ -36,7 +36,7 @@ PRESSES = {
 
 
 def overlap(one: Int[np.ndarray, "layers h k"], other: Int[np.ndarray, "layers h k"]) -> tuple[float, float]:
-    """The share of kept positions that two sides have in common: of all heads on average, and of the worst head."""
+    """Return the share of kept positions that two sides have in common: the mean over heads, and the worst head."""
     both = [
         [len(np.intersect1d(*heads)) / one.shape[2] for heads in zip(*layers, strict=True)]
         for layers in zip(one, other, strict=True)
@@ -45,26 +45,26 @@ def overlap(one: Int[np.ndarray, "layers h k"], other: Int[np.ndarray, "layers h
 
 
 def paired(one: Sequence[float], other: Sequence[float]) -> tuple[float, float]:
-    """The mean of other - one over cases, and its standard error; NaN for fewer than two."""
+    """Return the mean of other - one over cases, and its standard error; NaN for fewer than two."""
     return summary.paired(other, one)
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table in Markdown."""
+    """Return a Markdown table."""
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def signed(number: float, error: float) -> str:
-    """A difference with its standard error; 0 where it is exactly that."""
+    """Format a difference with its standard error; 0 if it is exactly 0."""
     return "0" if number == error == 0 else f"{number:+.3f} ± {error:.3f}"
 
 
 class Sides:
-    """Rows and kept positions of both.
+    """Rows and kept positions of both sides.
 
     Args:
-        folder: where the sides wrote.
+        folder: folder with the output of both sides.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -72,20 +72,20 @@ class Sides:
         lines = {name: (folder / f"{name}.jsonl").read_text().splitlines() for name in names}
         self.rows: dict[str, list[Row]] = {name: [json.loads(line) for line in lines[name]] for name in names}
         self.arrays = {name: dict(np.load(folder / f"{name}.npz")) for name in names}
-        # Arrays of a case are written when all of its rows are.
+        # The arrays of a case are complete once all of its rows are written.
         self.cases = sorted({int(key.split("/")[0]) for key in set.intersection(*map(set, self.arrays.values()))})
         for name, rows in self.rows.items():
             self.rows[name] = [row for row in rows if row["kind"] != "case" or row["case"] in self.cases]
         self.ratios = sorted({row["ratio"] for row in self.of("kvjax", "case")} - {0.0})
 
     def of(self, side: str, kind: str) -> list[Row]:
-        """Rows of a kind; of cases only those that both sides have."""
+        """Return the rows of a kind; for cases, only those that both sides have."""
         return [row for row in self.rows[side] if row["kind"] == kind]
 
     def values(
         self, side: str, method: str, ratio: float, families: Sequence[str], value: Callable[[Row], float]
     ) -> list[float]:
-        """A number of each case that both sides have, in order."""
+        """Return one number for each case that both sides have, in order."""
         return [
             value(row)
             for row in self.of(side, "case")
@@ -93,7 +93,7 @@ class Sides:
         ]
 
     def measured(self, families: Sequence[str], value: Callable[[Row], float]) -> str:
-        """A measure of both sides by method and ratio, with the difference between them."""
+        """Return a table of a measure of both sides by method and ratio, with the difference between them."""
         whole = [np.mean(self.values(side, "full", 0.0, families, value)) for side in ("kvpress", "kvjax")]
         rows = [["`full`", "", *[f"{whole[0]:.3f}, {whole[1]:.3f}"] * len(self.ratios)]]
         for name, (press, ours) in PAIRS.items():
@@ -108,7 +108,7 @@ class Sides:
         return table(["kvjax", "kvpress", *map(str, self.ratios)], rows)
 
     def overlaps(self) -> list[Row]:
-        """What both sides kept in common, by case, method and ratio."""
+        """Return the positions that both sides kept in common, by case, method and ratio."""
         made = list[Row]()
         for number in self.cases:
             for name, press in {
@@ -127,12 +127,12 @@ class Sides:
 
 
 def percent(share: float) -> str:
-    """A share in percent."""
+    """Format a share in percent."""
     return f"{100 * share:.1f}%"
 
 
 def overlap_table(rows: Sequence[Row], ratios: Sequence[float]) -> str:
-    """The mean overlap of each method at each ratio, and of the worst head of any case."""
+    """Return a table of the mean overlap of each method at each ratio, and of the worst head of any case."""
     lines = list[list[str]]()
     for name, (press, ours) in {**PAIRS, "averaged": ("observed_attention", "`h2o`'s sums / queries")}.items():
         cells: list[str] = []
@@ -145,7 +145,7 @@ def overlap_table(rows: Sequence[Row], ratios: Sequence[float]) -> str:
 
 
 def context_table(sides: Sides) -> str:
-    """Processor seconds for a context by method, and what that is of the same side's full cache."""
+    """Return a table of processor seconds for a context by method, and their ratio to the same side's full cache."""
     theirs = {(row["attention"], row["method"]): row["seconds"] for row in sides.of("kvpress", "context")}
     ours = {row["method"]: row["seconds"] for row in sides.of("kvjax", "context")}
     lines = [["`full`", "no press", f"{theirs['sdpa', 'full']:.2f}", f"{ours['full']:.2f}"]]
@@ -162,7 +162,7 @@ def context_table(sides: Sides) -> str:
 
 
 def cost_table(sides: Sides) -> str:
-    """What a compressed context occupies, and seconds for a question and its answer."""
+    """Return a table of the bytes of a compressed context, and seconds for a question and its answer."""
     names = ("kvpress", "kvjax")
     size = {
         name: {row["ratio"]: row["cache_bytes"] for row in sides.of(name, "case") if row["method"] in ("full", "knorm")}
@@ -182,7 +182,7 @@ def cost_table(sides: Sides) -> str:
 
 
 def page(sides: Sides, overlaps: Sequence[Row]) -> str:
-    """The report."""
+    """Return the report."""
     run = {name: sides.of(name, "run")[0]["versions"] for name in sides.rows}
     versions = ", ".join(f"{name} {version}" for side in run.values() for name, version in side.items())
     apart = max(
@@ -218,7 +218,7 @@ def page(sides: Sides, overlaps: Sequence[Row]) -> str:
 
 
 def main() -> None:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", type=Path, required=True, help="the folder that both sides wrote to")
     parser.add_argument("--out", type=Path, default=Path("docs/results"), help="the folder of peers.md and peers/")

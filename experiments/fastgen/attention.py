@@ -1,4 +1,4 @@
-"""What FastGen's heads choose, and whether they would choose it again: Figures 3 and 4."""
+"""Choices of FastGen's heads, and their stability: Figures 3 and 4."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from kvjax.evaluation.figures import legend_beside, new_figure, save_figure
 from kvjax.methods.fastgen import PARTS, Profiled
 
 STEPS = (0, 10, 20, 30)
-"""Tokens after the prompt."""
+"""Numbers of tokens after the prompt."""
 
 
 def choices(report: Report) -> Section:
-    """Figure 3: the choices of each layer's heads."""
+    """Report Figure 3: the choices of each layer's heads."""
     names = ["+".join(parts) or "full" for parts in Profiled().choices]
     short = ["special", "+ punctuation", "+ frequent", "+ local", "full"]
     prompt = report.runs.prefix
@@ -55,7 +55,7 @@ def choices(report: Report) -> Section:
 
 
 def stability(report: Report) -> Section:
-    """Figure 4: what the accumulated attention goes to, and whether that stays so."""
+    """Report Figure 4: the distribution of accumulated attention, and its stability."""
     prompt, parts = report.runs.prefix, [*PARTS, "others"]
     composed, chosen = [], []
     for step in STEPS:

@@ -1,4 +1,4 @@
-"""What FastGen's choice costs in time: Table 3, and speed against H2O."""
+"""Time of FastGen's choice: Table 3, and speed against H2O."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from kvjax.model import Model
 from kvjax.types import HEADS, ROWS, SLOTS
 
 GENERATED = (128, 256, 512, 1024)
-"""Tokens of the generations that the time is a share of."""
+"""Lengths in tokens of the generations whose time the share refers to."""
 
 
 def profiling(report: Report) -> Section:
-    """Table 3: the time that the choice takes, as a share of generation."""
+    """Report Table 3: the time of the choice, as a share of generation."""
     runs = report.runs
     tokens, steps = runs.passages.tokens[:1, : runs.prefix], 64
     device = _device(runs.model)
@@ -48,7 +48,7 @@ def profiling(report: Report) -> Section:
 
 
 def cost(report: Report) -> Section:
-    """Speed against H2O at equal slots, and against reading with the full cache."""
+    """Report speed against H2O at equal slots, and against reading with the full cache."""
     runs, model, steps = report.runs, report.runs.model, 64
     tokens = runs.passages.tokens[:8, : runs.prefix]
     device = _device(model)

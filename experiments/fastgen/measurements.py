@@ -1,4 +1,4 @@
-"""What the sections of FastGen's report share."""
+"""Data and measurements for all sections of FastGen's report."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from kvjax.policies.policy import Policy
 
 @dataclasses.dataclass
 class Report:
-    """What the sections share, for one reading of what frequent tokens are.
+    """Measurements that the sections share, for one definition of frequent tokens.
 
     Args:
-        runs: of perplexity.
+        runs: perplexity runs.
         thresholds: T of the curves, rising.
         ablated: T of the ablations.
         distances: of questions for recall.
-        among: which tokens the frequent ones are found among: `frequent_among` of the policy.
+        among: tokens from which the frequent ones are selected: `frequent_among` of the policy.
     """
 
     runs: Runs
@@ -42,15 +42,15 @@ class Report:
 
     @property
     def suffix(self) -> str:
-        """What tells this reading's measurements and figures from those of the paper's."""
+        """Return a suffix for the measurements and figures of this definition, if it is not the paper's."""
         return "" if self.among == "all" else f"-{self.among}"
 
     def policy(self, threshold: float, **settings: Any) -> Policy:
-        """FastGen under this reading."""
+        """Return FastGen with this definition."""
         return methods.policy("fastgen", threshold=threshold, frequent_among=self.among, **settings)
 
     def profile(self, threshold: float, tokens: int) -> dict[str, Any]:
-        """Choices [layer, row, head] and recovered attention [layer, row, head, choice] of prompts of some tokens."""
+        """Return choices [layer, row, head] and recovered attention [layer, row, head, choice] of prompts."""
         policy = self.policy(threshold)
         settings = self.runs.settings(policy=describe(policy), tokens=tokens)
 
@@ -60,11 +60,11 @@ class Report:
         return self.measured(f"profile{self.suffix}: T {threshold:g}, {tokens} tokens", settings, make)
 
     def slots_set_aside(self, threshold: float) -> dict[str, Any]:
-        """Slots of the passages' heads: by choice their share of the text, and those of the whole pool.
+        """Return slots of the passages' heads: by choice as a share of the text, and for the whole pool.
 
         Returns:
-            `share`: by choice, mean slots of a head over the text's tokens, None where none chose it; `held`: the same
-            of what is left of the prompt; `pool`: slots in pages over those that heads call for.
+            `share`: by choice, mean slots of a head over the text's tokens, None if no head chose it; `held`: the same
+            for the kept part of the prompt; `pool`: slots in pages over those that heads need.
         """
         policy, tokens = self.policy(threshold), self.runs.passages.tokens
         settings = self.runs.settings(policy=describe(policy), prefix=self.runs.prefix)
@@ -87,27 +87,27 @@ class Report:
         return self.measured(f"slots{self.suffix}: T {threshold:g}", settings, make)
 
     def measured(self, name: str, settings: dict[str, Any], make: Callable[[], Any]) -> Any:
-        """A measurement, from disk or made now."""
+        """Read a measurement from disk, or make it now."""
         return self.runs.store.measure(name, settings, make)
 
     def perplexity(self, label: str, policy: Policy, budget: int | float = 1.0) -> Run:
-        """A policy on all passages."""
+        """Run a policy on all passages."""
         made = self.runs.run(label, policy, budget)
         assert made is not None
         return made
 
     def fastgen(self, threshold: float, order: Sequence[str] = PARTS, label: str = "", recent: int = 0) -> Run:
-        """FastGen on all passages."""
+        """Run FastGen on all passages."""
         policy = self.policy(threshold, order=tuple(order), recent=recent)
         return self.perplexity(f"fastgen{self.suffix}{label} T {threshold:g}", policy)
 
     def slots(self, held: int, tokens: int, policy: Policy) -> int:
-        """Slots per head that a fixed policy gets for so many bytes, of so many rows."""
+        """Return the slots per head of a fixed policy with a number of bytes, for all passages."""
         return slots_within(self.runs.model, held, tokens, policy)
 
 
 def profile_of(model: Model, policy: Policy, prompts: Int[np.ndarray, "b n"]) -> dict[str, Any]:
-    """FastGen's choices [layer, row, head] and recovered attention [layer, row, head, choice] of prompts."""
+    """Return FastGen's choices [layer, row, head] and recovered attention [layer, row, head, choice] of prompts."""
     state, _ = prefill(model, policy, prompts, max_new_tokens=1)
     found = jax.device_get([(layer.plan.choice, layer.plan.recovered) for layer in state.storage.states()])
     return {
@@ -117,7 +117,7 @@ def profile_of(model: Model, policy: Policy, prompts: Int[np.ndarray, "b n"]) ->
 
 
 def slots_within(model: Model, held: int, tokens: int, policy: Policy) -> int:
-    """Slots per head that a fixed policy gets for so many bytes, of so many rows."""
+    """Return the slots per head of a fixed policy with a number of bytes, for a number of rows."""
 
     def one() -> list[Any]:
         limit = [jnp.ones((1, shape.kv_heads), jnp.int32) for shape in model.config.layer_configs]

@@ -1,4 +1,4 @@
-"""FastGen's quality against bytes, and without some of its parts: Figures 2 and 5, Tables 4 and 5."""
+"""Quality of FastGen against bytes, and without some of its parts: Figures 2 and 5, Tables 4 and 5."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ FIXED = {
     "frequent": methods.policy("h2o", recent=1),
     "frequent+local": methods.policy("h2o"),
 }
-"""What the paper compares with: one policy for all heads."""
+"""Baselines of the paper: one policy for all heads."""
 
 STRONGEST = "frequent+local"
-"""The paper's strongest of them, H2O."""
+"""The strongest of the paper's baselines, H2O."""
 
 ORDERS = {
     "all four (equation 2)": PARTS,
@@ -32,14 +32,14 @@ ORDERS = {
     "without frequent": ("special", "punctuation", "local"),
     "punctuation last": ("special", "frequent", "local", "punctuation"),
 }
-"""Table 4 and the second row of Table 5."""
+"""Orders of Table 4 and of the second row of Table 5."""
 
 NEWEST = 16
-"""Newest tokens that every head holds in a variant that is not the paper's: without `local`, its heads hold one."""
+"""Newest tokens of every head in a variant that is not in the paper: without `local`, its heads hold one."""
 
 
 def quality(report: Report) -> Section:
-    """Figures 2 and 5: quality against bytes, FastGen and one policy for all heads."""
+    """Report Figures 2 and 5: quality against bytes, of FastGen and of one policy for all heads."""
     runs = report.runs
     count, length = runs.passages.tokens.shape
     full = report.perplexity("full", methods.policy("full"))
@@ -101,7 +101,7 @@ def quality(report: Report) -> Section:
 
 
 def recalled(report: Report) -> Section:
-    """Facts remembered, FastGen and the strongest fixed policy at equal bytes."""
+    """Report recall of facts, of FastGen and of the strongest fixed policy at equal bytes."""
     runs, claims, rows = report.runs, [], []
 
     def ask(label: str, policy: Policy, budget: int | float, distance: int) -> dict[str, Any]:
@@ -140,7 +140,7 @@ def recalled(report: Report) -> Section:
 
 
 def ablations(report: Report) -> Section:
-    """Tables 4 and 5: fewer parts, and another order."""
+    """Report Tables 4 and 5: fewer parts, and another order."""
     runs, claims, rows = report.runs, [], []
     for threshold in report.ablated:
         made = {name: report.fastgen(threshold, order, f" {name},") for name, order in ORDERS.items()}

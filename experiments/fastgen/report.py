@@ -1,4 +1,4 @@
-"""What FastGen keeps, and what it costs: `kvjax evaluate fastgen`, the figures and tables of the paper."""
+"""FastGen's tokens and costs, with the paper's figures and tables: `kvjax evaluate fastgen`."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ READINGS = {
     "all": "Frequent among all tokens, the paper's union",
     "others": "Frequent among the others",
 }
-"""What `frequent_among` may be."""
+"""Values of `frequent_among`."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command line of the report."""
+    """Add the command-line options of the report."""
     parser.add_argument("--prefix", type=int, default=512, help="tokens of the prompts; the rest is read one by one")
     parser.add_argument("--thresholds", type=float, nargs="+", default=[0.6, 0.7, 0.8, 0.9, 0.95, 0.98])
     parser.add_argument("--ablated", type=float, nargs="+", default=[0.8, 0.98], help="thresholds of the ablations")
@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Measure what is not on disk, and write `fastgen.md` with its figures.
+    """Measure the missing values, and write `fastgen.md` with its figures.
 
     Raises:
         ValueError: a text or a setting does not fit.
@@ -100,7 +100,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _opening(report: Report, sections: list[list[Section]]) -> str:
-    """Why so much or so little of the paper shows, as far as the numbers tell."""
+    """Explain the results in relation to the paper, as far as the numbers allow."""
     claims = [claim for made in sections for _, some, _ in made for claim in some]
     shown, threshold = sum(claim.verdict == SHOWS for claim in claims), 0.95
     runs, profile, slots = report.runs, report.profile(threshold, report.runs.prefix), report.slots_set_aside(threshold)

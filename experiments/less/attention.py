@@ -12,11 +12,11 @@ from kvjax.evaluation.figures import legend_beside, new_figure, plot_lines
 from kvjax.policies.policy import Policy
 
 MATRIX_ROWS = 4
-"""Passages of each text where attention is n x n, or two models run at once."""
+"""Passages of each text for n x n attention, or for two models in parallel."""
 
 
 def hellinger(less: Less) -> Section:
-    """Claim 5, Figure 6."""
+    """Report claim 5, Figure 6."""
     runs, claims, rows, curves = less.runs, [], [], {}
     chosen = np.concatenate([runs.passages.tokens[where][:MATRIX_ROWS] for where in runs.passages.rows.values()])
 
@@ -60,5 +60,5 @@ def hellinger(less: Less) -> Section:
 
 
 def residual_rank(less: Less) -> Section:
-    """Claim 7, Figure 3."""
+    """Report claim 7, Figure 3."""
     return Section("7. Rank of residuals (Figure 3)", *residuals(less.runs, less.budgets, MATRIX_ROWS, less.figure))

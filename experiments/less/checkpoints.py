@@ -1,4 +1,4 @@
-"""Trained LESS kernels by name, with the base policies that they were trained for or may be lent to."""
+"""Trained LESS kernels by name, with their base policies, and fallbacks for other policies."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvjax.model import Model
 from kvjax.policies.policy import Policy
 
 LENT = {"lambda_mask": "streaming", "tova": "h2o"}
-"""Whose kernels serve a base policy that has none of its own: those of one that keeps similar tokens."""
+"""Fallback kernels for a base policy without its own: those of a policy that keeps similar tokens."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,10 +25,10 @@ class Kernels:
     """Kernels of one checkpoint.
 
     Args:
-        name: in tables.
-        settings: what they were made for.
-        params: of all layers.
-        slots: budget that they were trained at.
+        name: name in tables.
+        settings: settings of their training.
+        params: parameters of all layers.
+        slots: budget of their training.
     """
 
     name: str
@@ -38,19 +38,19 @@ class Kernels:
 
     @property
     def features(self) -> int:
-        """R."""
+        """Return R."""
         return self.settings.features
 
     @property
     def digest(self) -> str:
-        """Twelve hex digits of the arrays."""
+        """Return twelve hex digits of a hash of the arrays."""
         made = hashlib.sha256()
         for leaf in jax.tree.leaves(self.params):
             made.update(np.asarray(leaf).tobytes())
         return made.hexdigest()[:12]
 
     def over(self, base: Policy) -> Policy:
-        """LESS with these kernels over a base policy, be it the one that they were trained for or not."""
+        """Return LESS with these kernels over a base policy, the one of their training or another."""
         return methods.policy("less", base=base, kernels=self.params)
 
 
@@ -62,23 +62,23 @@ class Shelf:
 
     @property
     def features(self) -> int:
-        """The R that tables compare: the one that most kernels have, 8 of equals or of none."""
+        """Return the R that tables compare: the one of most kernels, and 8 for a tie or without kernels."""
         counts = [kernels.features for kernels in self.kernels]
         return max({*counts} or {8}, key=lambda r: (counts.count(r), r == 8, -r))
 
     def of(self, base: str, features: int | None = None) -> list[Kernels]:
-        """Kernels trained for a base policy, by the budget they were trained at."""
+        """Return the kernels for a base policy, ordered by the budget of their training."""
         wanted = self.features if features is None else features
         found = [k for k in self.kernels if k.settings.policy == base and k.features == wanted]
         return sorted(found, key=lambda k: k.slots)
 
     def nearest(self, base: str, slots: int, features: int | None = None) -> Kernels | None:
-        """Those trained at the budget that is nearest in ratio; of a similar policy if a policy has none; or None."""
+        """Return the kernels with the nearest training budget in ratio, else those of a similar policy, else None."""
         found = self.of(base, features) or self.of(LENT.get(base, base), features)
         return min(found, key=lambda k: abs(np.log(k.slots / slots)), default=None)
 
     def base(self, name: str) -> Policy:
-        """A base policy with the settings that its kernels were trained with."""
+        """Return a base policy with the settings of its kernels' training."""
         found = [k.settings.policy_settings for k in self.kernels if k.settings.policy == name]
         settings: dict[str, Any] = found[0] if found else {}
         settings = {key: tuple(value) if isinstance(value, list) else value for key, value in settings.items()}
@@ -86,15 +86,15 @@ class Shelf:
 
 
 def matches(kernels: Kernels, slots: int) -> bool:
-    """Whether kernels were trained at a budget, give or take a tenth."""
+    """Return True if kernels were trained at a budget, within a tenth."""
     return abs(kernels.slots - slots) <= 0.1 * slots
 
 
 def open_shelf(model: Model, words: Sequence[str]) -> Shelf:
-    """Kernels from the command line, or those that are shipped.
+    """Load the kernels from the command line, or the shipped ones.
 
     Args:
-        model: that they must be made for.
+        model: the model that they must fit.
         words: `NAME=DIR` or `DIR`; none for the shipped ones.
 
     Raises:
@@ -121,7 +121,7 @@ def open_shelf(model: Model, words: Sequence[str]) -> Shelf:
 
 
 def even_slots(share: float, context: int) -> int:
-    """Slots of a share of the context, rounded down to an even number (LESS, Table 1)."""
+    """Return the slots for a share of the context, rounded down to an even number (LESS, Table 1)."""
     return 2 * int(share * context / 2 + 1e-9)
 
 

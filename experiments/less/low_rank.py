@@ -1,4 +1,4 @@
-"""Residuals of attention have lower rank than attention itself (LESS, Figure 3)."""
+"""Rank of attention residuals compared with attention itself (LESS, Figure 3)."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ def _splits(weights: Weights, config: ModelConfig, tokens: Int[Array, "b n"], ke
 def singular_values(
     weights: Weights, config: ModelConfig, tokens: Int[Array, "b n"], keep: int
 ) -> tuple[Float[np.ndarray, "layers d"], Float[np.ndarray, "layers d"]]:
-    """Relative singular values of attention outputs and of residuals of top-k, mean over texts and heads.
+    """Return relative singular values of attention outputs and of top-k residuals, as means over texts and heads.
 
     Args:
-        weights: of the model, which runs with its whole attention.
-        config: its shape.
+        weights: weights of the model, which runs with full attention.
+        config: shape of the model.
         tokens: texts without padding.
         keep: keys per query that the sparse policy keeps.
     """
@@ -63,7 +63,7 @@ def singular_values(
 def nats(
     weights: Weights, config: ModelConfig, tokens: Int[Array, "b n"], *, keep: int, rank: int
 ) -> Float[Array, "b m"]:
-    """Nats of every token but the first, with top-k attention plus the best residual of a rank."""
+    """Return nats of every token but the first, with top-k attention plus the best residual of a rank."""
     logits = lowrank_oracle.logits(weights, config, tokens, keep=keep, rank=rank)[:, :-1]
     likelihood = jax.nn.log_softmax(logits.astype(jnp.float32))
     return -jnp.take_along_axis(likelihood, tokens[:, 1:, None], axis=-1)[..., 0]
@@ -72,7 +72,7 @@ def nats(
 def residuals(
     runs: Runs, budgets: dict[str, int], rows: int, figure: Callable[[str, Any], str]
 ) -> tuple[list[Claim], str]:
-    """Claims and text of the report; top-k keeps an eighth of the text, as in the paper, or one of the budgets."""
+    """Return claims and text of the report. Top-k keeps an eighth of the text, as in the paper, or a budget."""
     model, n = runs.model, runs.passages.tokens.shape[1]
     chosen = np.concatenate([runs.passages.tokens[where][:rows] for where in runs.passages.rows.values()])
     eighth = n // 8

@@ -1,4 +1,4 @@
-"""What LESS recovers of what eviction loses: `kvjax evaluate less`, the seven claims of the paper."""
+"""Quality that LESS recovers after eviction, and the paper's seven claims: `kvjax evaluate less`."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ PIECES: dict[str, Callable[[Less], Section]] = {
 
 
 _RECIPE = ("sequences", "length", "epochs", "halve_every", "batch", "rate", "dropout", "seed")
-"""What is worth repeating of how kernels were trained."""
+"""Settings of the kernels' training that the report repeats."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command line of the report."""
+    """Add the command-line options of the report."""
     parser.add_argument(
         "--checkpoints", nargs="+", default=[], metavar="NAME=DIR", help="kernels; default: shipped ones"
     )
@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Measure what is not on disk, and write `less.md` with its figures.
+    """Measure the missing values, and write `less.md` with its figures.
 
     Raises:
         ValueError: a text, a checkpoint or a budget does not fit.

@@ -1,4 +1,4 @@
-"""Perplexities of LESS, of its base policies and of what the same bytes buy elsewhere: claims 1 to 4 and 6."""
+"""Perplexities of LESS, of its base policies and of other uses of the same bytes: claims 1 to 4 and 6."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from kvjax.evaluation.runs import Run
 from kvjax.evaluation.summary import paired
 
 GAP = 0.2
-"""Share of the gap between baseline and full that LESS should close where the budgets match."""
+"""Share of the gap between baseline and full that LESS should close if the budgets match."""
 
 
 def closed(less: float, baseline: float, full: float) -> float:
-    """Share of the gap between baseline and full that is gone; negative where it has grown."""
+    """Return the closed share of the gap between baseline and full; negative if the gap has grown."""
     return (baseline - less) / (baseline - full)
 
 
@@ -31,13 +31,13 @@ def _differs(better: Run, worse: Run, text: str) -> tuple[bool, str]:
 
 
 def _ordered(runs: Sequence[Run], text: str) -> tuple[bool, str]:
-    """Whether each run is better than the next by more than two standard errors, and by how much."""
+    """Compare each run with the next by two standard errors; return the verdict and the differences."""
     steps = [_differs(better, worse, text) for better, worse in itertools.pairwise(runs)]
     return all(differs for differs, _ in steps), "; ".join(by for _, by in steps)
 
 
 def perplexities(less: Less) -> Section:
-    """Claim 1, Table 2."""
+    """Report claim 1, Table 2."""
     claims, body, full = [], "", less.full()
     for text in less.runs.texts:
         rows: list[list[str | float | None]] = []
@@ -108,7 +108,7 @@ def _perplexity_figure(less: Less, full: Run | None) -> str:
     for text, axis in zip(less.runs.texts, axes, strict=True):
         found: list[tuple[str, int, Run | None]] = []
         for slots in less.budgets.values():
-            more = slots + less.shelf.features // 2  # what LESS and baseline+ occupy
+            more = slots + less.shelf.features // 2  # slots of LESS and baseline+
             found += [("baseline", slots, less.baseline("h2o", slots)), ("baseline+", more, less.plus("h2o", slots))]
             trained = [k for k in less.shelf.of("h2o") if matches(k, slots)]
             found += [(f"LESS ({k.name})", more, less.less(k, "h2o", slots)) for k in trained]
@@ -120,7 +120,7 @@ def _perplexity_figure(less: Less, full: Run | None) -> str:
 
 
 def performer(less: Less) -> Section:
-    """Claim 2."""
+    """Report claim 2."""
     claims = []
     for text in less.runs.texts:
         for share, slots in less.budgets.items():
@@ -143,7 +143,7 @@ def performer(less: Less) -> Section:
 
 
 def transfer(less: Less) -> Section:
-    """Claim 3: kernels away from the budget or the policy that they were trained for."""
+    """Report claim 3: kernels with another budget or policy than in their training."""
     claims, rows, full = [], [], less.full()
     largest = max(less.budgets.values())
     budgets = less.budgets | {f"{2 * largest} slots": 2 * largest}
@@ -172,7 +172,7 @@ def transfer(less: Less) -> Section:
 
 
 def bases(less: Less) -> Section:
-    """Claim 4, Tables 3 and 7, at the largest budget of the table."""
+    """Report claim 4, Tables 3 and 7, at the largest budget of the table."""
     claims, shown = _over(less, ("h2o", "streaming", "keyformer"))
     return Section("4. Other policies (Tables 3 and 7)", claims, "\n" + shown)
 
@@ -199,7 +199,7 @@ def _over(less: Less, policies: Sequence[str]) -> tuple[list[Claim], str]:
 
 
 def features(less: Less) -> Section:
-    """Claim 6, Figure 7, at the budget of the table that is nearest to the one that kernels were trained at."""
+    """Report claim 6, Figure 7, at the budget of the table that is nearest to the kernels' training budget."""
     title = "6. More features against more slots (Figure 7)"
     sizes = {k.features: k for k in less.sweep.kernels if k.settings.policy == "h2o"}
     if len(sizes) < 2:

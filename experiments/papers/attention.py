@@ -1,4 +1,4 @@
-"""Measurements that are no rows of a grid: attention of the full model, FastGen's choices, and what things weigh."""
+"""Measurements outside of grids: attention of the full model, FastGen's choices, and sizes in bytes."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from kvjax.types import LayerConfig
 from pallas_kernels.attention import attend
 
 TOP = (10, 40, 50)
-"""Shares of the tokens in per cent whose attention is summed."""
+"""Shares of the tokens, in per cent, for sums of attention."""
 THRESHOLDS = (0.0, 0.01, 0.02, 0.03, 0.04, 0.05)
 """Shares of a query's largest score (Keyformer, A.3)."""
 SINKS, NEWEST = 4, 1 / 16
 """First tokens, and the share of a text that counts as newest."""
 DRAWS = 64
-"""Of noise, over which the softmax is averaged."""
+"""Draws of noise for the mean of the softmax."""
 LATER = 30
-"""Tokens after which FastGen's choice is made once more (Figure 4)."""
+"""Tokens after which FastGen chooses again (Figure 4)."""
 THRESHOLD = 0.95
 """T of Figure 3."""
 
@@ -55,7 +55,7 @@ def _watched(weights: Weights, config: ModelConfig, tokens: Int[Array, "b n"]) -
 
 
 def _statistics(probs: Float[Array, "b h g t n"], visible: Array) -> dict[str, Array]:
-    """What is said of one layer's attention, a mean over texts, heads and queries."""
+    """Return statistics of one layer's attention, as means over texts, heads and queries."""
     length = probs.shape[-1]
     received = jnp.sort(probs.sum(-2), axis=-1, descending=True)
     gathered = jnp.cumsum(received, axis=-1) / received.sum(-1, keepdims=True)
@@ -80,26 +80,26 @@ def _entropy(p: Float[Array, "*b n"]) -> Float[Array, "*b"]:
 
 
 def attention(model: Model, tokens: Int[np.ndarray, "b n"]) -> dict[str, Any]:
-    """Attention of the full model's queries in the second half of texts, by layer.
+    """Return attention statistics of the full model's queries in the second half of texts, by layer.
 
     Args:
         model: that reads.
         tokens: texts without padding.
 
     Returns:
-        `top_10`, `top_40`, `top_50`: share of a head's attention on the tokens that get most of it (Keyformer, Figure
+        `top_10`, `top_40`, `top_50`: share of a head's attention on the tokens with most of it (Keyformer, Figure
         3b); `sparsity` [thresholds][layers]: scores of visible tokens at or below a share of the query's largest
         (Keyformer, Figures 3a and 11); `sinks`, `newest`: on the first 4 tokens and on the newest 1/16 of the text
         (LightKV, Figure 1); `entropy`, `entropy_gumbel`: of the last query's softmax, and of its mean over Gumbel noise
         (Keyformer, eq. 8), in nats.
     """
-    # Text by text: n x n attention of all heads is large.
+    # One text after another: n x n attention of all heads is large.
     each = [jax.device_get(_watched(model.weights, model.config, jnp.asarray(row[None]))) for row in tokens]
     return {name: np.mean([one[name] for one in each], axis=0).round(6).tolist() for name in each[0]}
 
 
 def profile(model: Model, tokens: Int[np.ndarray, "b n"]) -> dict[str, Any]:
-    """FastGen's choices and what they recover, after the first half of texts and `LATER` tokens further on.
+    """Return FastGen's choices and recovered attention, after the first half of texts and `LATER` tokens later.
 
     Args:
         model: that reads.
@@ -113,11 +113,11 @@ def profile(model: Model, tokens: Int[np.ndarray, "b n"]) -> dict[str, Any]:
 
 
 def memory(model: Model, kernels: Kernels | None) -> dict[str, Any]:
-    """Bytes of a slot's pair and of its accumulated score, parameters of the model and of LESS's kernels.
+    """Return bytes of a slot's pair and of its accumulated score, and parameters of the model and of LESS's kernels.
 
     Args:
-        model: whose first layer's slots are weighed.
-        kernels: None where there are none.
+        model: the model; slots of its first layer are measured.
+        kernels: LESS's kernels, or None.
     """
     layer, dtype = model.config.layer_configs[0], model.weights.embedding.dtype
     accumulated = functools.partial(empty, methods.policy("h2o"), layer, 0, slots=1, dtype=dtype)

@@ -1,4 +1,4 @@
-"""What FastGen claims (arXiv 2310.01801): bytes are those of a text whose first half is the prompt."""
+"""Claims of FastGen (arXiv 2310.01801). Bytes are those of a text whose first half is the prompt."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from experiments.papers.paper import (
 
 ALL = Wanted(FULL)
 FIXED = {"H2O (frequent + local)": "h2o", "local": "window", "frequent": "h2o[recent=1]"}
-"""What the paper compares with: one policy for all heads."""
+"""Baselines of the paper: one policy for all heads."""
 WITHOUT = {
     "special": ("('punctuation','frequent','local')", "31.16%", "47.64%"),
     "punctuation": ("('special','frequent','local')", "34.23%", "49.56%"),
     "local": ("('special','punctuation','frequent')", "30.18%", "49.06%"),
     "frequent": ("('special','punctuation','local')", "21.26%", "46.08%"),
 }
-"""Table 4: what is left of the policies, what is pruned then, how often the answer wins; 36.04% and 49.75% with all."""
+"""Table 4: remaining policies, pruned share and win rate of the answer; 36.04% and 49.75% with all policies."""
 
 
 def fastgen(threshold: float, settings: str = "") -> Wanted:
-    """FastGen at a share of attention recovered, with settings as in `fastgen[threshold=0.9,local=0.1]`."""
+    """Return FastGen at a share of recovered attention, with settings as in `fastgen[threshold=0.9,local=0.1]`."""
     return Wanted(f"fastgen[threshold={threshold:g}{f',{settings}' if settings else ''}]")
 
 
@@ -42,7 +42,7 @@ LAST = fastgen(0.98, "order=('special','frequent','local','punctuation')")
 
 
 def at_equal_bytes(policy: str, ours: Wanted) -> Wanted:
-    """One policy for all heads, with as many slots as FastGen's bytes hold."""
+    """Return one policy for all heads, with the slots that fit in FastGen's bytes."""
     return Wanted(policy, EqualBytes(ours.policy))
 
 
@@ -51,7 +51,7 @@ def _without(part: str) -> Wanted:
 
 
 def pruned(measured: Measured, wanted: Wanted) -> float:
-    """Share of a full cache's bytes that are not taken."""
+    """Return the saved share of a full cache's bytes."""
     return 1 - measured.value(wanted, "cache_bytes") / measured.value(wanted, "full_cache_bytes")
 
 
@@ -108,7 +108,7 @@ def _profiling() -> Check:
 
 
 def _shares(get: Any) -> np.ndarray:
-    """By layer, the share of heads that make each choice [layers, choices]."""
+    """Return the share of heads that make each choice, by layer [layers, choices]."""
     chosen = np.asarray(get("choice"))
     return np.stack([(chosen == i).mean((1, 2)) for i in range(get("choices"))], axis=1)
 
@@ -137,7 +137,7 @@ def _special_alone(get: Any) -> Finding:
 
 
 def _parts(recovered: Any) -> np.ndarray:
-    """Of the attention what each part adds, the rest last [..., parts]."""
+    """Return the attention that each part adds, the rest last [..., parts]."""
     summed = np.asarray(recovered)
     return np.diff(np.concatenate([summed, np.ones((*summed.shape[:-1], 1))], axis=-1), axis=-1, prepend=0.0)
 

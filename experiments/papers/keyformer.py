@@ -1,4 +1,4 @@
-"""What Keyformer claims (arXiv 2403.09054): its shares of the cache are of the prompt, half as much of our texts."""
+"""Claims of Keyformer (arXiv 2403.09054). Its shares of the cache refer to the prompt, half as much of our texts."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from experiments.papers.paper import (
 
 ALL = Wanted(FULL)
 TAKEN = 0.3
-"""60% of the prompt, as the captions of Tables 3 and 4 have it; section 4.4.3 says a reduction by 60%."""
+"""Share for 60% of the prompt, as in the captions of Tables 3 and 4; section 4.4.3 has a reduction by 60%."""
 HALF = 0.25
-"""50% of the prompt."""
+"""Share for 50% of the prompt."""
 
 
 def keyformer(share: float, settings: str = "") -> Wanted:
-    """Keyformer at a share of the text, with settings as in `keyformer[noise=none]`."""
+    """Return Keyformer at a share of the text, with settings as in `keyformer[noise=none]`."""
     return Wanted(f"keyformer[{settings}]" if settings else "keyformer", share)
 
 
@@ -44,20 +44,20 @@ def _mass(key: str, least: float) -> Check:
 
 
 def _sparser(get: Any) -> Finding:
-    """Figure 11."""
+    """Judge Figure 11."""
     shares = [sum(layer) / len(layer) for layer in get("sparsity")]
     numbers = ", ".join(f"{share:.1%}" for share in shares)
     return Finding(f"{numbers} at 0% to 5%", all(b > a for a, b in itertools.pairwise(shares)))
 
 
 def _uneven(get: Any) -> Finding:
-    """Figure 3a."""
+    """Judge Figure 3a."""
     layers = get("sparsity")[1]
     return Finding(f"{min(layers):.0%} to {max(layers):.0%} at 1%", max(layers) - min(layers) >= 0.1)
 
 
 def _entropies(get: Any) -> Finding:
-    """Equation 8."""
+    """Judge equation 8."""
     noisy, plain = get("entropy_gumbel"), get("entropy")
     higher = sum(a > b for a, b in zip(noisy, plain, strict=True))
     means = sum(noisy) / len(noisy), sum(plain) / len(plain)

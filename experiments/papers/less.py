@@ -1,4 +1,4 @@
-"""What LESS claims (arXiv 2402.09398), at the slots that kernels over H2O were trained at and away from them."""
+"""Claims of LESS (arXiv 2402.09398), at the training budget of kernels over H2O and at other budgets."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ PERFORMER = "residual.kernels=performer"
 
 
 def streamed(policy: str, times: float = 1.0) -> Wanted:
-    """A policy with the slots that kernels were trained at, times a number; all text is read token by token."""
+    """Return a policy with a multiple of the kernels' training slots; it reads all text token by token."""
     return Wanted(policy, Trained(times), prefix=0.0)
 
 
 def plus(base: str = "h2o") -> str:
-    """Baseline+: four more slots per head, which are the numbers of LESS's memory."""
+    """Return baseline+: four more slots per head, for the numbers of LESS's memory."""
     return f"baseline_plus[base={base}]"
 
 

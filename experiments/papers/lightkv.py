@@ -1,4 +1,4 @@
-"""What the LightKV report claims: a mask whose whole width is C_l / omega, and arithmetic budgets."""
+"""Claims of the LightKV report: a mask whose whole width is C_l / omega, and arithmetic budgets."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ NEEDLES: dict[str, Any] = dict(column="string_match_of_cases", higher=True)
 
 
 def lightkv(share: float, settings: str = "") -> Wanted:
-    """LightKV at a share of the text, with settings as in `lightkv[omega=8]`."""
+    """Return LightKV at a share of the text, with settings as in `lightkv[omega=8]`."""
     return Wanted(f"lightkv[{settings}]" if settings else "lightkv", share)
 
 
 def masked(omega: int) -> Wanted:
-    """With as many middle tokens as sinks, as the example of section 4 has it: the mask decides the memory."""
+    """Return LightKV with equal numbers of middle tokens and sinks, as in section 4: the mask determines the memory."""
     return lightkv(0.25, f"middle=mask,omega={omega}")
 
 
 def asked(wanted: Wanted, depth: float) -> Wanted:
-    """The same policy asked for a needle at a depth."""
+    """Return the same policy in a retrieval task, with a needle at a depth."""
     return wanted.but(task="retrieval", depth=depth)
 
 
@@ -43,7 +43,7 @@ LAMBDA = Wanted("lambda_mask", 0.25)
 
 
 def _funnels(get: Any) -> Finding:
-    """Figure 1: concentration against depth, by ranks."""
+    """Judge Figure 1: concentration against depth, by ranks."""
     layers = np.asarray(get("top_10"))
     rank = np.argsort(np.argsort(layers))
     correlation = float(np.corrcoef(np.arange(len(layers)), rank)[0, 1])
@@ -51,7 +51,7 @@ def _funnels(get: Any) -> Finding:
 
 
 def _edges(get: Any) -> Finding:
-    """Figure 1: sinks and streaming tokens in the last third of the layers."""
+    """Judge Figure 1: sinks and streaming tokens in the last third of the layers."""
     both = np.asarray(get("sinks")) + np.asarray(get("newest"))
     last = float(both[-max(1, len(both) // 3) :].mean())
     return Finding(f"{last:.0%} of the attention", last > 0.5)

@@ -1,4 +1,4 @@
-"""What LSH-E claims (HashEvict, arXiv 2412.16187): its shares of the cache are of the whole text, as ours."""
+"""Claims of LSH-E (HashEvict, arXiv 2412.16187). Its shares of the cache refer to the whole text, as ours do."""
 
 from __future__ import annotations
 
@@ -21,33 +21,33 @@ from experiments.papers.paper import (
 
 ALL = Wanted(FULL)
 ONCE = Wanted("lsh_e[prompt=one_shot]", 0.5)
-"""Reads the prompt whole, as the paper's throughput implies."""
+"""LSH-E that reads the prompt whole, as the paper's throughput implies."""
 BITS = (8, 16, 24, 32)
-"""Of Table 10."""
+"""Numbers of bits of Table 10."""
 
 
 def lsh_e(share: float, settings: str = "") -> Wanted:
-    """LSH-E by Algorithm 1 at a share of the text; the usual hash has 16 bits."""
+    """Return LSH-E by Algorithm 1 at a share of the text; the usual hash has 16 bits."""
     return Wanted(f"lsh_e[{settings}]" if settings else "lsh_e", share)
 
 
 def l2(share: float) -> Wanted:
-    """The paper's main baseline, with the first 4 and the newest 10 tokens that it keeps, too."""
+    """Return the paper's main baseline, which also keeps the first 4 and the newest 10 tokens."""
     return Wanted("l2[sinks=4,recent=10]", share)
 
 
 def fastgen(threshold: float) -> Wanted:
-    """FastGen at a share of attention recovered."""
+    """Return FastGen at a share of recovered attention."""
     return Wanted(f"fastgen[threshold={threshold:g}]")
 
 
 def beside(wanted: Wanted) -> Wanted:
-    """The same policy beside the full cache."""
+    """Return the same policy in the fidelity task, beside the full cache."""
     return wanted.but(task="fidelity", length=0.5)
 
 
 def asked(wanted: Wanted, depth: float = 0.5) -> Wanted:
-    """The same policy asked for a needle."""
+    """Return the same policy in a retrieval task."""
     return wanted.but(task="retrieval", depth=depth)
 
 

@@ -1,4 +1,4 @@
-"""What a claim of a paper is, what it needs to be measured, and how measurements decide it."""
+"""Claims of papers, the measurements that they need, and the checks that decide them."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ FULL = "full"
 
 
 class EqualBytes(NamedTuple):
-    """As many slots per head as take the bytes of a policy that decides itself."""
+    """A number of slots per head with the bytes of a policy that sets its own slots."""
 
     policy: str
 
 
 class Trained(NamedTuple):
-    """The slots per head that LESS's kernels over h2o were trained at, times a number."""
+    """A multiple of the slots per head at which LESS's kernels over h2o were trained."""
 
     times: float = 1.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Wanted:
-    """A row of a grid: what a task says of a policy at a budget.
+    """A row of a grid: the result of a task for a policy at a budget.
 
     Args:
-        policy: as `kvjax.evaluation.grid.combination` reads it.
-        budget: slots per head, a share of the text, or what gives them for a model.
+        policy: in the format of `kvjax.evaluation.grid.combination`.
+        budget: slots per head, a share of the text, or an object that computes them for a model.
         task: `perplexity`, `fidelity` or `retrieval`.
-        prefix: share of a passage that is read as a prompt; 0 for all of it token by token.
-        length: tokens of a passage over those of the run.
-        depth: of the needle, where the task is `retrieval`.
+        prefix: share of a passage that is read as a prompt; 0 to read all of it token by token.
+        length: ratio of a passage's tokens to those of the run.
+        depth: depth of the needle, for the task `retrieval`.
     """
 
     policy: str
@@ -49,28 +49,28 @@ class Wanted:
     depth: float | None = None
 
     def but(self, **changed: Any) -> Wanted:
-        """The same with some fields changed."""
+        """Return a copy with some fields changed."""
         return dataclasses.replace(self, **changed)
 
 
 class Missing(LookupError):
-    """Something that a claim needs was not measured."""
+    """Error for a missing measurement that a claim needs."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """What was measured on one model.
+    """Measurements of one model.
 
     Args:
-        rows: of grids.
-        special: measurements that are no rows, by name; see `experiments.papers.attention`.
+        rows: rows of grids.
+        special: measurements outside of grids, by name; see `experiments.papers.attention`.
     """
 
     rows: Mapping[Wanted, Mapping[str, Any]]
     special: Mapping[str, Mapping[str, Any]]
 
     def value(self, wanted: Wanted, column: str) -> Any:
-        """A column of a row.
+        """Return a column of a row.
 
         Raises:
             Missing: there is no such row, or it has no such column.
@@ -81,11 +81,11 @@ class Measured:
         return row[column]
 
     def cases(self, wanted: Wanted, column: str = "of_cases") -> list[float]:
-        """A column that has one number for each passage or question; the nats per token of passages."""
+        """Return a column with one number for each passage or question; the nats per token of passages."""
         return self.value(wanted, column)
 
     def of_special(self, name: str, key: str) -> Any:
-        """A number or a list of a special measurement.
+        """Return a number or a list of a special measurement.
 
         Raises:
             Missing: it was not made.
@@ -97,19 +97,19 @@ class Measured:
 
 
 class Finding(NamedTuple):
-    """What measurements say of a claim."""
+    """The result of the measurements for a claim."""
 
     numbers: str
     shown: bool | None
 
 
 class Check(NamedTuple):
-    """How a claim is decided.
+    """The rule that decides a claim.
 
     Args:
-        needs: rows.
-        judge: makes a finding of them, or raises Missing.
-        special: names of special measurements that it needs, too.
+        needs: rows that it needs.
+        judge: function that returns a finding, or raises Missing.
+        special: names of special measurements that it also needs.
     """
 
     needs: tuple[Wanted, ...]
@@ -119,13 +119,13 @@ class Check(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class PaperClaim:
-    """Something that a paper says of its models, and how it is decided on another one.
+    """A statement of a paper about its models, and the rule that decides it on another model.
 
     Args:
         what: the claim, in words.
-        place: in the paper.
-        number: the paper's.
-        check: how it is decided.
+        place: place in the paper.
+        number: number in the paper.
+        check: rule that decides it.
     """
 
     what: str
@@ -134,7 +134,7 @@ class PaperClaim:
     check: Check
 
     def against(self, measured: Measured) -> Claim:
-        """The claim with its verdict on one model."""
+        """Return the claim with its verdict on one model."""
         try:
             numbers, shown = self.check.judge(measured)
         except Missing as missing:
@@ -143,7 +143,7 @@ class PaperClaim:
 
 
 def better(*order: Wanted, column: str = "of_cases", higher: bool = False) -> Check:
-    """Each is better than the next by more than two standard errors of their paired difference."""
+    """Check that each is better than the next by more than two standard errors of their paired difference."""
 
     def judge(measured: Measured) -> Finding:
         cases = [measured.cases(wanted, column) for wanted in order]
@@ -154,7 +154,7 @@ def better(*order: Wanted, column: str = "of_cases", higher: bool = False) -> Ch
 
 
 def best(ours: Wanted, *others: Wanted) -> Check:
-    """The first is better than every other by more than two standard errors of their paired difference."""
+    """Check that the first is better than every other by more than two standard errors of their paired difference."""
 
     def judge(measured: Measured) -> Finding:
         first, *rest = (measured.cases(wanted) for wanted in (ours, *others))
@@ -165,7 +165,7 @@ def best(ours: Wanted, *others: Wanted) -> Check:
 
 
 def alike(reference: Wanted, *others: Wanted, column: str = "of_cases") -> Check:
-    """None of the others differs from the first by more than two standard errors of their paired difference."""
+    """Check that all others are within two standard errors of their paired difference from the first."""
 
     def judge(measured: Measured) -> Finding:
         first, *rest = (measured.cases(wanted, column) for wanted in (reference, *others))
@@ -176,7 +176,7 @@ def alike(reference: Wanted, *others: Wanted, column: str = "of_cases") -> Check
 
 
 def no_worse(ours: Wanted, *others: Wanted, column: str = "of_cases", higher: bool = False) -> Check:
-    """The first is not worse than any other by more than two standard errors of their paired difference."""
+    """Check that the first is not worse than any other by more than two standard errors of their paired difference."""
 
     def judge(measured: Measured) -> Finding:
         first, *rest = (measured.cases(wanted, column) for wanted in (ours, *others))
@@ -187,7 +187,7 @@ def no_worse(ours: Wanted, *others: Wanted, column: str = "of_cases", higher: bo
 
 
 def near(ours: Wanted, reference: Wanted, share: float, *, within: bool = True) -> Check:
-    """Nats are above those of a reference by at most a share of them; with `within` False, by more."""
+    """Check that nats exceed those of a reference by at most a share of them; with `within` False, by more."""
 
     def judge(measured: Measured) -> Finding:
         mine, theirs = (float(np.mean(measured.cases(wanted))) for wanted in (ours, reference))
@@ -200,7 +200,7 @@ def near(ours: Wanted, reference: Wanted, share: float, *, within: bool = True) 
 def ratio(
     column: str, above: Wanted, below: Wanted, *, least: float = -math.inf, most: float = math.inf, places: int = 2
 ) -> Check:
-    """A column of one row over that of another is in a range."""
+    """Check that the ratio of a column between two rows is in a range."""
 
     def judge(measured: Measured) -> Finding:
         a, b = (float(measured.value(wanted, column)) for wanted in (above, below))
@@ -210,7 +210,7 @@ def ratio(
 
 
 def falling(column: str, *order: Wanted) -> Check:
-    """A column gets smaller from each row to the next."""
+    """Check that a column gets smaller from each row to the next."""
 
     def judge(measured: Measured) -> Finding:
         values = [float(measured.value(wanted, column)) for wanted in order]
@@ -221,7 +221,7 @@ def falling(column: str, *order: Wanted) -> Check:
 
 
 def of_special(name: str, judge: Callable[[Callable[[str], Any]], Finding]) -> Check:
-    """A special measurement decides; `judge` gets what gives its numbers by key."""
+    """Decide by a special measurement; `judge` gets a function that returns its numbers by key."""
     return Check((), lambda measured: judge(lambda key: measured.of_special(name, key)), (name,))
 
 
@@ -230,6 +230,6 @@ def _finding(cases: Sequence[Sequence[float]], steps: Sequence[tuple[float, floa
     by = "; ".join(f"{gain:+.4f} ± {error:.4f}" for gain, error in steps)
     if not any(any(case) for case in cases):  # not even with a full cache
         return Finding("nothing is found", None)
-    # One passage has no standard error, and decides nothing.
+    # One passage has no standard error, and cannot decide.
     shown = None if any(math.isnan(error) for _, error in steps) else all(each)
     return Finding(f"{means} ({by})", shown)

@@ -1,4 +1,4 @@
-"""The papers' claims on one page for several models: `kvjax evaluate claims --model MODEL --text FILE`."""
+"""Claims of the papers on one page for several models: `kvjax evaluate claims --model MODEL --text FILE`."""
 
 from __future__ import annotations
 
@@ -54,13 +54,13 @@ PAPERS = {
     "less": Paper("LESS (arXiv 2402.09398)", "L", less.CLAIMS),
 }
 MATRIX_ROWS = 2
-"""Passages whose n x n attention is looked at."""
+"""Passages for measurements of n x n attention."""
 REMARKS = "remarks.md"
-"""Beside the models' directories: what there is to say of the verdicts, by hand."""
+"""File beside the models' directories with hand-written remarks on the verdicts."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command line of the report."""
+    """Add the command-line options of the report."""
     parser.add_argument("--only", nargs="+", choices=tuple(PAPERS), default=tuple(PAPERS), help="measure for these")
     parser.add_argument(
         "--kernels", nargs="+", default=[], metavar="NAME=DIR", help="LESS's, for this model (default: shipped ones)"
@@ -69,7 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Measure what is not on disk for one model, and write `claims.md` for all whose rows are there.
+    """Measure the missing values for one model, and write `claims.md` for all measured models.
 
     Raises:
         ValueError: there are several texts, kernels do not fit, or `--redo` comes with `--only`.
@@ -89,13 +89,13 @@ def run(options: argparse.Namespace) -> None:
 
 
 def measure(model: Model, options: argparse.Namespace, directory: Path, claims: Sequence[PaperClaim]) -> None:
-    """Everything that claims need of a model and that is not on disk.
+    """Measure the values that claims need for a model and that are not on disk.
 
     Args:
-        model: in float32.
-        options: of the command line.
-        directory: of the model's rows.
-        claims: that are going to be decided.
+        model: the model, in float32.
+        options: options of the command line.
+        directory: directory of the model's rows.
+        claims: claims to decide.
     """
     shelf = open_shelf(model, options.kernels) if options.kernels or model.name == "tiny" else Shelf(())
     kernels = max(shelf.of("h2o"), key=lambda each: each.slots, default=None)
@@ -109,7 +109,7 @@ def measure(model: Model, options: argparse.Namespace, directory: Path, claims: 
     )
     if kernels is not None:
         subject = dataclasses.replace(subject, kernels=kernels.name, trained=kernels.slots)
-    elif (directory / SUBJECT).exists():  # whose rows are there, though no more of them can be made
+    elif (directory / SUBJECT).exists():  # its rows exist, although no more of them can be made
         before = Subject.read(directory)
         subject = dataclasses.replace(subject, kernels=before.kernels, trained=before.trained)
     wanted = list(dict.fromkeys(each for claim in claims for each in claim.check.needs))
@@ -167,7 +167,7 @@ def _policy(text: str, shelf: Shelf, subject: Subject) -> Policy | None:
 
 
 def _equal(model: Model, directory: Path, subject: Subject) -> dict[str, int]:
-    """Slots of policies at the bytes that others were found to take."""
+    """Return the slots of policies at the measured bytes of other policies."""
     rows = Rows(directory / "perplexity.jsonl")
     made: dict[str, int] = {}
     for each in _needed():
@@ -180,13 +180,13 @@ def _equal(model: Model, directory: Path, subject: Subject) -> dict[str, int]:
 
 
 def _needed() -> list[Wanted]:
-    """Rows of all claims."""
+    """Return the rows of all claims."""
     claims = itertools.chain(*(paper.claims for paper in PAPERS.values()))
     return list(dict.fromkeys(each for claim in claims for each in claim.check.needs))
 
 
 def write_page(out: Path) -> None:
-    """`claims.md`, from all rows below `claims/`, and from the remarks there."""
+    """Write `claims.md` from all rows below `claims/`, and from the remarks there."""
     found = sorted((file.parent for file in (out / "claims").glob(f"*/{SUBJECT}")), key=_size)
     subjects = [Subject.read(directory) for directory in found]
     measured = [subject.measured(place, _needed()) for subject, place in zip(subjects, found, strict=True)]
@@ -249,7 +249,7 @@ def _section(paper: Paper, verdicts: Sequence[Sequence[Claim]], subjects: Sequen
 
 
 def _commands(claim: PaperClaim, subjects: Sequence[Subject]) -> str:
-    """The commands of a claim; where budgets are a model's own, one for each model."""
+    """Return the commands of a claim; one for each model if budgets depend on the model."""
     lent = any(learned(each.policy) and each.policy != "h2o+less" for each in claim.check.needs)
     if lent or not claim.check.needs:
         name = next(name for name, paper in PAPERS.items() if claim in paper.claims)

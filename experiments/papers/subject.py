@@ -1,4 +1,4 @@
-"""A model that claims are held against: what its rows are of, where they are, and which command makes one."""
+"""A model for testing claims: the settings of its rows, their location, and the commands that make them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvjax.evaluation.store import Store
 from kvjax.utils.files import write_text
 
 FAMILY = "pass_key"
-"""Of `kvjax evaluate retrieval`: the needle."""
+"""Family of `kvjax evaluate retrieval`: the needle."""
 SUBJECT, SPECIAL = "subject.json", "special.json"
 TASKS = ("perplexity", "fidelity", "retrieval")
 
@@ -27,14 +27,14 @@ class Subject:
     """A model with its runs.
 
     Args:
-        name: of the model.
-        parameters: how many it has.
-        text: name of the file that is read.
-        rows: passages; distances to the full cache are of half as many, questions twice as many.
+        name: name of the model.
+        parameters: number of parameters.
+        text: name of the text file.
+        rows: number of passages; half of it for distances to the full cache, twice of it for questions.
         length: tokens of a passage.
         chat: whether questions are turns of a conversation.
-        kernels: name of LESS's over H2O; None without any.
-        trained: slots per head that these were trained at.
+        kernels: name of LESS's kernels over H2O, or None.
+        trained: slots per head at which these were trained.
         equal: slots per head of a policy at the bytes of another one, by `equal_name`.
     """
 
@@ -50,15 +50,15 @@ class Subject:
 
     @classmethod
     def read(cls, directory: Path) -> Self:
-        """A subject that was written."""
+        """Read a subject from a directory."""
         return cls(**json.loads((directory / SUBJECT).read_text(encoding="utf-8")))
 
     def write(self, directory: Path) -> None:
-        """Keep it beside its rows."""
+        """Write the subject beside its rows."""
         write_text(directory / SUBJECT, json.dumps(dataclasses.asdict(self), indent=1) + "\n")
 
     def budget(self, wanted: Wanted) -> int | float | None:
-        """Slots, or a share of the text; None where that is not known."""
+        """Return slots, or a share of the text; None if unknown."""
         if isinstance(wanted.budget, EqualBytes):
             return self.equal.get(equal_name(wanted))
         if isinstance(wanted.budget, Trained):
@@ -67,11 +67,11 @@ class Subject:
         return wanted.budget
 
     def tokens(self, wanted: Wanted) -> int:
-        """Tokens of the passages of a row."""
+        """Return the number of tokens of a row's passages."""
         return round(wanted.length * self.length)
 
     def of_task(self, wanted: Wanted) -> dict[str, Any]:
-        """What the task of a row takes beside its model and its text."""
+        """Return the arguments of a row's task, besides its model and its text."""
         if wanted.task == "retrieval":
             depths = [wanted.depth]
             return {"families": FAMILY, "lengths": [self.tokens(wanted)], "depths": depths, "cases": 2 * self.rows}
@@ -79,7 +79,7 @@ class Subject:
         return {"rows": rows, "lengths": [self.tokens(wanted)], "prefix": wanted.prefix}
 
     def cell(self, wanted: Wanted) -> dict[str, Any]:
-        """What tells a row from the others in its file."""
+        """Return the fields that identify a row in its file."""
         length = self.tokens(wanted)
         made = {"policy": wanted.policy, "budget": self.budget(wanted), "length": length}
         if wanted.task == "retrieval":
@@ -87,7 +87,7 @@ class Subject:
         return made | {"prefix": max(1, round(wanted.prefix * length))}
 
     def measured(self, directory: Path, wanted: Iterable[Wanted]) -> Measured:
-        """What is on disk of some rows, and all special measurements."""
+        """Read some rows from disk, and all special measurements."""
         kept = {task: Rows(directory / f"{task}.jsonl") for task in TASKS}
         rows: dict[Wanted, Mapping[str, Any]] = {}
         for each in wanted:
@@ -97,7 +97,7 @@ class Subject:
         return Measured(rows, Store(directory / SPECIAL).results())
 
     def commands(self, needs: Sequence[Wanted]) -> list[str]:
-        """The commands that make rows, one for each grid, with the model, its text and its numbers as variables."""
+        """Return the commands that make rows, one for each grid, with model, text and numbers as variables."""
         return [self._command(group) for group in grouped(needs).values()]
 
     def _command(self, group: Sequence[Wanted]) -> str:
@@ -120,13 +120,13 @@ class Subject:
 
 
 def equal_name(wanted: Wanted) -> str:
-    """What the slots of a policy at equal bytes are called."""
+    """Return the name for the slots of a policy at equal bytes."""
     assert isinstance(wanted.budget, EqualBytes)
     return f"{wanted.policy} at the bytes of {wanted.budget.policy}"
 
 
 def grouped(wanted: Iterable[Wanted]) -> dict[Group, list[Wanted]]:
-    """Rows by the grid that they belong to."""
+    """Group rows by their grid."""
     groups: dict[Group, list[Wanted]] = {}
     for each in dict.fromkeys(wanted):
         groups.setdefault((each.task, each.prefix, each.length, each.depth), []).append(each)
@@ -134,7 +134,7 @@ def grouped(wanted: Iterable[Wanted]) -> dict[Group, list[Wanted]]:
 
 
 def learned(policy: str) -> bool:
-    """Whether a policy needs trained kernels."""
+    """Return True if a policy needs trained kernels."""
     return policy.endswith("+less")
 
 

@@ -1,4 +1,4 @@
-"""What the embedded model learns from: copies, facts planted in running text and asked for later, and plain text."""
+"""Training data of the embedded model: copies, facts planted in running text with questions, and plain text."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ class Stage:
     """One stage of the curriculum.
 
     Args:
-        name: shown in the log.
-        length: tokens a row predicts.
+        name: name in the log.
+        length: predicted tokens of a row.
         rows: rows of a batch.
         steps: optimiser steps.
         mix: shares of rows by kind: `copy`, `recall`, `chat`, `text`.
-        forms: shares of facts by form, of which `chat` is none.
-        copy_ids: distinct ids that copied sequences are drawn from, None for all.
+        forms: shares of facts by form; `chat` is not a form here.
+        copy_ids: number of distinct ids in copied sequences, None for all.
         facts: fewest and most facts of a row.
         text_weight: weight of a plain-text token in the loss of a recall row.
         answer_weight: weight of an answer's token.
@@ -44,11 +44,11 @@ class Stage:
 
 
 class Lessons:
-    """Makes batches; the same seed and step give the same batch.
+    """Generator of batches; the same seed and step give the same batch.
 
     Args:
-        directory: what `experiments.tiny.tokenizer.prepare` wrote.
-        shares: share of plain text taken from each training text, in the order they were prepared.
+        directory: output of `experiments.tiny.tokenizer.prepare`.
+        shares: share of plain text from each training text, in the order of preparation.
     """
 
     def __init__(self, directory: Path, shares: Sequence[float]) -> None:
@@ -67,7 +67,7 @@ class Lessons:
         self.starts = [np.concatenate([[0], np.flatnonzero(text == self.end) + 1]) for text in self.texts]
 
     def text(self, rng: random.Random, length: int) -> list[int]:
-        """A window of a training text, one in four from the beginning of a document."""
+        """Return a window of a training text, one in four from the beginning of a document."""
         which = rng.choices(range(len(self.texts)), self.shares)[0]
         ids = self.texts[which]
         start = int(rng.choice(self.starts[which])) if rng.random() < 0.25 else rng.randrange(len(ids))
@@ -95,7 +95,7 @@ class Lessons:
         return facts
 
     def _places(self, rng: random.Random, text: Sequence[int], times: Sequence[float]) -> list[int]:
-        """Where events of these times, 0 to 1 and sorted, enter a text: mostly at the ends of sentences."""
+        """Return positions in a text for events of sorted times, 0 to 1: mostly at the ends of sentences."""
         ends = [i + 1 for i, token in enumerate(text) if token in self.stops] + [len(text)]
         places = [round(time * len(text)) for time in times]
         return places if rng.random() < 0.2 else [ends[bisect.bisect_left(ends, place)] for place in places]
@@ -155,7 +155,7 @@ class Lessons:
         return row[:length], weights[:length]
 
     def batch(self, stage: Stage, seed: int, step: int) -> tuple[np.ndarray, np.ndarray]:
-        """Ids uint16 [rows, length + 1] and weights of the predicted ids uint8 [rows, length]."""
+        """Return ids uint16 [rows, length + 1] and weights of the predicted ids uint8 [rows, length]."""
         rng = random.Random(f"{seed} {step}")
         rows, weights = [], []
         for kind in rng.choices(list(stage.mix), list(stage.mix.values()), k=stage.rows):

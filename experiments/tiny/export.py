@@ -30,20 +30,20 @@ def write_model(weights: Weights, config: ModelConfig, data: Path, directory: Pa
     """Write config, weights in bfloat16, tokenizer and chat template as transformers reads them.
 
     Args:
-        weights: of the model, any float dtype.
-        config: its shape, a Llama with tied embeddings.
-        data: prepared data, whose tokenizer is copied.
-        directory: where to write.
+        weights: weights of the model, any float dtype.
+        config: shape of the model, a Llama with tied embeddings.
+        data: prepared data, with the tokenizer to copy.
+        directory: output directory.
     """
     write_checkpoint(weights, config, directory, "bfloat16")
     generation = {"bos_token_id": None, "eos_token_id": 0, "pad_token_id": 1, "do_sample": True, "temperature": 0.7}
     (directory / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
-    (directory / "model.safetensors").chmod(0o644)  # safetensors leaves it readable to its owner alone
+    (directory / "model.safetensors").chmod(0o644)  # safetensors makes it readable only to its owner
     write_tokenizer(load_tokenizer(data), directory, config.max_positions)
 
 
 def read_run(run: Path) -> tuple[ModelConfig, Weights, dict[str, Any], int]:
-    """Shape, weights rounded to what will be exported, settings and steps of a training run."""
+    """Return shape, weights rounded as in the export, settings and steps of a training run."""
     file = run / "settings.json"
     if not file.is_file():
         raise ValueError(f"{run} holds no training run: give the --out of experiments.tiny.train.")
@@ -57,7 +57,7 @@ def read_run(run: Path) -> tuple[ModelConfig, Weights, dict[str, Any], int]:
 
 
 def measure(weights: Weights, config: ModelConfig, data: Path, settings: dict[str, Any], cases: int) -> dict[str, Any]:
-    """Recall, losses and a sample of these weights, as the model card reports them."""
+    """Measure recall, losses and a sample of these weights, for the model card."""
     described, arrays = read_prepared(data)
     lessons = Lessons(data, settings["shares"])
     losses = {}
@@ -77,7 +77,7 @@ def measure(weights: Weights, config: ModelConfig, data: Path, settings: dict[st
 
 
 def card(config: ModelConfig, settings: dict[str, Any], step: int, found: dict[str, Any]) -> str:
-    """The model card."""
+    """Return the model card."""
     parameters = sum(x.size for x in jax.tree.leaves(jax.eval_shape(lambda: network.start(config, 0).weights)))
     distances = sorted({distance for by_distance in found["recall"].values() for distance in by_distance})
     recipe = name_of(settings["stages"])
@@ -138,7 +138,7 @@ def card(config: ModelConfig, settings: dict[str, Any], step: int, found: dict[s
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command line; returns its exit code."""
+    """Run the command line; return its exit code."""
     parser = argparse.ArgumentParser(prog="python -m experiments.tiny.export", description=__doc__)
     parser.add_argument("--run", type=Path, required=True, metavar="DIR", help="the --out of experiments.tiny.train")
     parser.add_argument("--data", type=Path, required=True, metavar="DIR", help="the prepared data it was trained on")
@@ -149,7 +149,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run(options: argparse.Namespace) -> None:
-    """The command, given its options.
+    """Run the command with its options.
 
     Raises:
         ValueError: the options do not fit together, or files are missing or unfit.

@@ -22,7 +22,7 @@ Causal = Callable[..., Float[Array, "b h g t d"]]
 
 @struct.dataclass
 class Training:
-    """Weights in float32, Adam's two moments in bfloat16 (half the bytes of a checkpoint), steps taken."""
+    """Weights in float32, Adam's two moments in bfloat16 (half the bytes of a checkpoint), and the number of steps."""
 
     weights: Weights
     mean: Weights
@@ -31,7 +31,7 @@ class Training:
 
 
 def initial_weights(config: ModelConfig, key: jax.Array) -> Weights:
-    """Matrices at 1/sqrt(fan-in), embeddings at 0.08, output projections at zero."""
+    """Return initial weights: matrices at 1/sqrt(fan-in), embeddings at 0.08, output projections at zero."""
 
     def matrix(out: int, into: int, zero: bool = False) -> Linear:
         nonlocal key
@@ -61,7 +61,7 @@ def initial_weights(config: ModelConfig, key: jax.Array) -> Weights:
 def xla_causal(
     q: Float[Array, "b h g t d"], k: Float[Array, "b h t d"], v: Float[Array, "b h t d"]
 ) -> Float[Array, "b h g t d"]:
-    """Causal attention by einsum; probabilities are computed again for the gradient instead of kept."""
+    """Compute causal attention by einsum; the gradient recomputes probabilities instead of storing them."""
     scores = jnp.einsum("bhgtd,bhsd->bhgts", q, k, preferred_element_type=jnp.float32) / q.shape[-1] ** 0.5
     seen = jnp.tril(jnp.ones((q.shape[3], q.shape[3]), bool))
     probs = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1).astype(v.dtype)
@@ -71,7 +71,7 @@ def xla_causal(
 def cudnn_causal(
     q: Float[Array, "b h g t d"], k: Float[Array, "b h t d"], v: Float[Array, "b h t d"]
 ) -> Float[Array, "b h g t d"]:
-    """Causal attention by cuDNN's fused kernel, which never writes the probabilities."""
+    """Compute causal attention by cuDNN's fused kernel, which never writes the probabilities."""
     b, h, g, t, d = q.shape
     q = q.transpose(0, 3, 1, 2, 4).reshape(b, t, h * g, d)
     out = jax.nn.dot_product_attention(
@@ -83,7 +83,7 @@ def cudnn_causal(
 def forward(
     weights: Weights, config: ModelConfig, tokens: Int[Array, "b t"], causal: Causal = xla_causal
 ) -> Float[Array, "b t vocab"]:
-    """Logits of every position, float32, whatever the weights' dtype."""
+    """Return logits of every position, in float32 for any dtype of weights."""
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
 
     def attention(
@@ -99,7 +99,7 @@ def forward(
 
 
 def negative_log_likelihood(logits: Float[Array, "b t vocab"], targets: Int[Array, "b t"]) -> Float[Array, "b t"]:
-    """Nats of each target."""
+    """Return the nats of each target."""
     return jax.nn.logsumexp(logits, -1) - jnp.take_along_axis(logits, targets[..., None], -1)[..., 0]
 
 
@@ -109,7 +109,7 @@ def _optimiser(weight_decay: float) -> tuple[optax.GradientTransformation, optax
 
 
 def start(config: ModelConfig, seed: int) -> Training:
-    """A model before its first step."""
+    """Return a model before its first step."""
     weights = initial_weights(config, jax.random.key(seed))
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.bfloat16), weights)
     return Training(weights, zeros, jax.tree.map(jnp.copy, zeros), jnp.zeros((), jnp.int32))
@@ -126,16 +126,16 @@ def train_steps(
     dtype: str,
     causal: Causal,
 ) -> tuple[Training, dict[str, Float[Array, " n"]]]:
-    """n optimiser steps in one program.
+    """Run n optimiser steps in one program.
 
     Args:
         training: state, donated.
         tokens: ids, one more than is predicted.
-        loss_weights: weight of each predicted id; above 1 marks what must be recalled or copied.
+        loss_weights: weight of each predicted id; above 1 marks ids to recall or copy.
         rates: learning rate of each step.
         config: the model's shape.
         weight_decay: decoupled, on matrices.
-        dtype: of the computation; weights stay in float32.
+        dtype: dtype of the computation; weights stay in float32.
         causal: the attention.
     """
     adam, decay = _optimiser(weight_decay)

@@ -1,4 +1,4 @@
-"""What the embedded model knows with a full cache: recall by form and distance, losses, a sample."""
+"""Recall of the embedded model with a full cache, by form and distance, with losses and a sample."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ def _nats(weights: Weights, config: ModelConfig, tokens: Int[Array, "b t1"]) -> 
 def recall(
     weights: Weights, config: ModelConfig, facts: Facts, text: np.ndarray, cases: int = 200, seed: int = 1
 ) -> dict[str, dict[int, float]]:
-    """Share of fresh questions whose whole answer is the model's first choice, by form and distance.
+    """Return the share of questions whose whole answer is the model's first choice, by form and distance.
 
     Args:
         weights: of the model.
         config: its shape.
-        facts: makes the questions.
-        text: ids of held-out text that lies between fact and question.
+        facts: generator of the questions.
+        text: ids of held-out text between fact and question.
         cases: questions for each form and distance.
-        seed: of the questions.
+        seed: seed of the questions.
     """
     distances = [d for d in DISTANCES if d + 150 <= config.max_positions and d + 200 < len(text)]
     found: dict[str, dict[int, float]] = {form: {} for form in FORMS}
@@ -62,7 +62,7 @@ def recall(
 
 
 def text_loss(weights: Weights, config: ModelConfig, ids: np.ndarray, most: int = 400_000) -> float:
-    """Mean nats per token over windows of up to 1024 tokens of held-out text that do not overlap."""
+    """Return mean nats per token over windows of up to 1024 tokens of held-out text that do not overlap."""
     length = min(1024, config.max_positions, len(ids) - 1)
     windows = [ids[i : i + length + 1] for i in range(0, min(len(ids), most) - length, length)]
     rows = min(8, len(windows))
@@ -83,7 +83,7 @@ def _continue(
 
 
 def sample(weights: Weights, config: ModelConfig, facts: Facts, prompt: str, new: int = 90, seed: int = 0) -> str:
-    """The prompt continued at temperature 0.7, without a cache: only to see that it is English."""
+    """Continue the prompt at temperature 0.7, without a cache, as a check that the output is English."""
     ids = facts.encode(prompt)
     tokens = np.zeros((1, len(ids) + new), np.int32)
     tokens[0, : len(ids)] = ids

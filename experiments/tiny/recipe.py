@@ -1,7 +1,8 @@
 """Shapes of the embedded model and the order of its lessons.
 
-Recall does not come by itself at this size: copying short sequences of few ids comes first, then the whole vocabulary,
-then adjacent keys and values in running text, then sentences, questions and longer contexts with more and more text.
+A model of this size does not learn recall without a curriculum. It first learns to copy short sequences of few ids,
+then of the whole vocabulary. Adjacent keys and values in running text follow, then sentences, questions and longer
+contexts with an increasing share of text.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ from kvjax.models.config import ModelConfig, Rope
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """Everything besides text and seed that decides the trained weights.
+    """All settings besides text and seed that determine the trained weights.
 
     Args:
-        shape: of the model, the arguments of `llama`.
+        shape: shape of the model, the arguments of `llama`.
         stages: the curriculum.
         shares: share of plain text from each training text.
         rate: peak learning rate.
@@ -41,16 +42,16 @@ class Recipe:
 
     @property
     def model(self) -> ModelConfig:
-        """The model's configuration."""
+        """Return the model's configuration."""
         return llama(*self.shape)
 
     @property
     def steps(self) -> int:
-        """Optimiser steps of all stages."""
+        """Return the optimiser steps of all stages."""
         return sum(stage.steps for stage in self.stages)
 
     def scaled(self, scale: float) -> Recipe:
-        """The same lessons with every stage after the copying ones `scale` times as long."""
+        """Return the same lessons with every stage after the copying ones `scale` times as long."""
         whole = self.steps_per_dispatch
         stages = [
             s
@@ -62,7 +63,7 @@ class Recipe:
 
 
 def llama(vocab_size: int, width: int, layers: int, heads: int, kv_heads: int, mlp: int, positions: int) -> ModelConfig:
-    """A Llama with tied embeddings and heads of width / heads; token 0 ends a text."""
+    """Return a Llama with tied embeddings and heads of width / heads; token 0 ends a text."""
     head = width // heads
     return ModelConfig(
         vocab_size=vocab_size,
@@ -104,7 +105,7 @@ BASE = Recipe(
 _TALK = {"copy": 0.05, "recall": 0.6, "chat": 0.15, "text": 0.2}
 _LATE = {"recall": 0.5, "chat": 0.15, "text": 0.35}
 
-# Every form until it is learnt at 256 tokens, where a CPU is fast, and only then longer contexts.
+# Train every form until it is learnt at 256 tokens, because a CPU is fast there; longer contexts follow.
 CPU = Recipe(
     shape=(2048, 128, 4, 4, 2, 384, 1152),
     stages=(
@@ -123,7 +124,7 @@ RECIPES = {"base": BASE, "cpu": CPU}
 
 
 def name_of(stages: list[dict[str, Any]]) -> str | None:
-    """The recipe with these stages, as a run's settings hold them."""
+    """Return the name of the recipe with these stages, as stored in a run's settings."""
     for name, recipe in RECIPES.items():
         if json.dumps([dataclasses.asdict(stage) for stage in recipe.stages]) == json.dumps(stages):
             return name

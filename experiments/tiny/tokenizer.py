@@ -1,4 +1,4 @@
-"""A byte-level BPE with digits one by one, and texts turned into arrays of its ids."""
+"""A byte-level BPE with single digits as tokens, and texts as arrays of its ids."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ CHAT_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}"
 )
-_SAMPLE = 8_000_000  # characters of each file that the merges are learned from
+_SAMPLE = 8_000_000  # characters of each file for learning the merges
 
 
 def _sample(texts: Sequence[str], piece: int = 20_000) -> Iterator[str]:
-    """Pieces spread over each text, so that a long text does not drown a short one."""
+    """Yield pieces spread over each text, so a long text does not dominate a short one."""
     for text in texts:
         stride = max(1, len(text) // _SAMPLE) * piece
         for start in range(0, len(text), stride):
@@ -35,10 +35,10 @@ def _sample(texts: Sequence[str], piece: int = 20_000) -> Iterator[str]:
 
 
 def train_tokenizer(texts: Sequence[str], vocab_size: int) -> Tokenizer:
-    """Learn a byte-level BPE whose digits are tokens of their own.
+    """Train a byte-level BPE whose digits are separate tokens.
 
     Args:
-        texts: what to learn the merges from.
+        texts: texts for learning the merges.
         vocab_size: number of tokens, special tokens and the 256 bytes included.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -76,9 +76,9 @@ def write_tokenizer(tokenizer: Tokenizer, directory: Path, max_positions: int) -
 
 
 def _encode(tokenizer: Tokenizer, text: str) -> np.ndarray:
-    """Ids of a long text, encoded line by line in parallel: no token crosses the end of a line's first break."""
+    """Return ids of a long text, encoded line by line in parallel: no token crosses the end of a line's first break."""
     lines, start = [], 0
-    while start < len(text):  # cut at line breaks followed by a letter, where the pre-tokenizer cuts anyway
+    while start < len(text):  # split at line breaks before a letter, as the pre-tokenizer does
         stop = start + 20_000
         while 0 < (stop := text.find("\n", stop)) < len(text) - 1 and text[stop + 1].isspace():
             stop += 1
@@ -90,7 +90,7 @@ def _encode(tokenizer: Tokenizer, text: str) -> np.ndarray:
 
 
 def prepare(texts: Sequence[Path], valid: Sequence[Path], directory: Path, vocab_size: int) -> dict[str, Any]:
-    """Learn the tokenizer and write every text as ids, once, so that training needs no text.
+    """Train the tokenizer and write every text as ids; training then needs no text.
 
     Args:
         texts: UTF-8 files to train on, documents separated by `<|endoftext|>`.
@@ -119,7 +119,7 @@ def prepare(texts: Sequence[Path], valid: Sequence[Path], directory: Path, vocab
 
 
 def read_prepared(directory: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """What `prepare` wrote: its description and the ids by name."""
+    """Return the output of `prepare`: its description and the ids by name."""
     file = directory / "data.json"
     if not file.is_file():
         raise ValueError(f"{file} is missing: prepare the data first with `--text FILES --prepare {directory}`.")

@@ -32,14 +32,14 @@ Batch = tuple[np.ndarray, np.ndarray]
 
 
 def batch_at(lessons: Lessons, recipe: Recipe, seed: int, step: int) -> Batch:
-    """What the steps of one dispatch learn from: ids [n, b, t + 1] and weights [n, b, t]."""
+    """Return the data for the steps of one dispatch: ids [n, b, t + 1] and weights [n, b, t]."""
     stage, _ = stage_at(recipe, step)
     made = [lessons.batch(recipe.stages[stage], seed, step + i) for i in range(recipe.steps_per_dispatch)]
     return np.stack([ids for ids, _ in made]), np.stack([weights for _, weights in made])
 
 
 def stage_at(recipe: Recipe, step: int) -> tuple[int, int]:
-    """The stage of a step and the steps since that stage began."""
+    """Return the stage of a step and the steps since that stage began."""
     for i, stage in enumerate(recipe.stages):
         if step < stage.steps:
             return i, step
@@ -48,7 +48,7 @@ def stage_at(recipe: Recipe, step: int) -> tuple[int, int]:
 
 
 def rate_at(recipe: Recipe, step: int) -> float:
-    """Learning rate: a ramp over the first steps, and within each stage the line that the recipe draws."""
+    """Return the learning rate: a ramp over the first steps, and within each stage the line of the recipe."""
     stage, since = stage_at(recipe, step)
     rates = recipe.rates or [*[(1.0, 1.0)] * (len(recipe.stages) - 1), (1.0, 0.05)]
     begin, end = rates[stage]
@@ -66,7 +66,7 @@ def _work(directory: Path, recipe: Recipe, seed: int, step: int) -> Batch:
 
 
 def batches(directory: Path, recipe: Recipe, seed: int, steps: range, workers: int) -> Iterator[Batch]:
-    """Batches of these steps in order, made ahead by worker processes, or here if there are none."""
+    """Yield batches of these steps in order, from worker processes, or from this process without workers."""
     if not workers:
         lessons = Lessons(directory, recipe.shares)
         yield from (batch_at(lessons, recipe, seed, step) for step in steps)
@@ -85,7 +85,7 @@ def batches(directory: Path, recipe: Recipe, seed: int, steps: range, workers: i
 
 
 def choose_attention() -> network.Causal:
-    """cuDNN's fused attention where this machine has it, else einsum; says which."""
+    """Return cuDNN's fused attention if this machine has it, else einsum; print the choice."""
     if jax.default_backend() == "gpu":
         q, k = jnp.ones((1, 2, 2, 64, 32), jnp.bfloat16), jnp.ones((1, 2, 64, 32), jnp.bfloat16)
         try:
@@ -93,7 +93,7 @@ def choose_attention() -> network.Causal:
                 jax.jit(jax.grad(lambda q: network.cudnn_causal(q, k, k).astype(jnp.float32).sum()))(q)
             )
             return network.cudnn_causal
-        except Exception as error:  # whatever cuDNN raises, the answer is the same and it is printed
+        except Exception as error:  # any error of cuDNN means that einsum is used
             print(f"cuDNN attention does not work here, using einsum: {str(error)[:200]}", flush=True)
     return network.xla_causal
 
@@ -109,18 +109,18 @@ def train(
     save_every: float = 120.0,
     anneal: bool = False,
 ) -> network.Training:
-    """Train, or go on training, and leave a checkpoint in `out`.
+    """Train, or continue a training, and write a checkpoint to `out`.
 
     Args:
         data: directory written by `prepare`.
         out: directory of the run; continued if it holds one with the same settings.
         recipe: model and lessons.
-        seed: of the weights and the lessons.
+        seed: seed of the weights and the lessons.
         steps: stop once this many steps have been taken since the very first, counted in whole dispatches.
         minutes: stop after this long.
         workers: processes that make batches; 0 makes them here.
         save_every: seconds between checkpoints.
-        anneal: go on with the last stage at once, whatever is left of the others.
+        anneal: continue with the last stage immediately, and skip the rest of the others.
 
     Raises:
         ValueError: `out` holds a run with other settings.
@@ -157,7 +157,7 @@ def train(
                 speed = tokens / (time.monotonic() - since)
                 line = f"{name}: loss {said['loss']:.3f} text {said['text']:.3f} recalled {said['recalled']:.1%}"
                 progress.show(step - n, f"{line} {speed:,.0f} tokens/s {time.monotonic() - began:.0f} s", forced)
-                if forced:  # a program was just compiled: the clock starts again after it
+                if forced:  # a program was just compiled: restart the clock
                     tokens, since, forced = 0, time.monotonic(), False
             pending, tokens = (recipe.stages[stage].name, seen), tokens + weights.size
             if time.monotonic() - saved > save_every:
@@ -173,7 +173,7 @@ def train(
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command line; returns its exit code."""
+    """Run the command line; return its exit code."""
     parser = Parser(prog="python -m experiments.tiny.train", description=__doc__)
     parser.add_argument("--text", type=Path, nargs="+", help="UTF-8 texts to train on")
     parser.add_argument("--valid", type=Path, nargs="+", default=[], help="UTF-8 texts to report losses on")
@@ -194,7 +194,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run(options: argparse.Namespace) -> None:
-    """The command, given its options.
+    """Run the command with its options.
 
     Raises:
         ValueError: the options do not fit together, or files are missing or unfit.
