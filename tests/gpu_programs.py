@@ -1,6 +1,6 @@
 """Compile every program of a GPU that is not there: `python -m tests.gpu_programs h100 mosaic`, with jax's CUDA plugin.
 
-Prints a line of JSON for each program, see `benchmarks.aot.gpu`; its `cpu_seconds` do not count other processes.
+Prints a line of JSON for each program, see `benchmarks.aot.gpu`.
 """
 
 from __future__ import annotations
@@ -33,26 +33,19 @@ def of_gpu() -> list[Program]:
     return [program for program in (*programs(), *corners()) if "gpu" in program.forms]
 
 
-def cpu_seconds() -> float:
-    """Of this process and those that it has started."""
-    times = os.times()
-    return times.user + times.system + times.children_user + times.children_system
-
-
 def main(chip: str, *implementations: str) -> None:
     """Compile what a chip can run of some implementations."""
     os.environ.update(gpu.ENVIRONMENT)
     warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated", DeprecationWarning)
     for program in of_gpu():
         for implementation in implementations:
-            began = cpu_seconds()
             try:
                 row = gpu.compile_for(chip, program, implementation)
             except Unsupported:
                 if implementation == "pallas":
                     raise
                 continue
-            print(json.dumps(row | {"cpu_seconds": cpu_seconds() - began}), flush=True)
+            print(json.dumps(row), flush=True)
 
 
 if __name__ == "__main__":

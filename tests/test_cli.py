@@ -51,6 +51,12 @@ def test_lists_only_commands_that_exist(argv: list[str], capsys: pytest.CaptureF
 
 
 @pytest.mark.usefixtures("echo")
+def test_a_directory_of_the_users_is_no_module_of_a_checkout() -> None:
+    assert commands.module_exists("echo_command")
+    assert not any(map(commands.module_exists, ("bare_directory", "bare_directory.report", "no_such_package.report")))
+
+
+@pytest.mark.usefixtures("echo")
 def test_passes_words_and_exit_code_on(capsys: pytest.CaptureFixture[str]) -> None:
     assert main.main(["echo", "--budget", "64"]) == 7
     assert capsys.readouterr().out == "echo --budget 64\n"

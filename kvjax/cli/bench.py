@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import importlib.util
+import importlib
 import json
 import sys
 from pathlib import Path
@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from kvjax.cli.bench_entries import add_policy_options, entries, say
-from kvjax.cli.commands import Parser, add_model_options, finish
+from kvjax.cli.commands import Parser, add_model_options, finish, module_exists
 from kvjax.evaluation.bench.models import model_named
 from kvjax.evaluation.bench.peers import transformers_decoder, transformers_reader
 from kvjax.evaluation.bench.race import decoder, race, reader
@@ -82,7 +82,7 @@ def main(argv: list[str] | None = None) -> int:
     options = Parser(prog="kvjax bench", description=__doc__)
     if words and words[0] in OTHERS:
         module = OTHERS[words[0]]
-        if importlib.util.find_spec(module.partition(".")[0]) is None:
+        if not module_exists(module):
             options.error(f"{words[0]} is not installed; run `python -m {module}` from a checkout of kvjax")
         return importlib.import_module(module).main(words[1:])
     options.add_argument(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.util
 import io
 import os
 import signal
@@ -258,3 +259,14 @@ def leave(code: int) -> NoReturn:
     if interrupted:
         os._exit(INTERRUPTED)  # compiler threads that still run would crash a normal exit
     sys.exit(code)
+
+
+def module_exists(module: str) -> bool:
+    """Return whether a module can be imported, without importing it; a directory without code is no module."""
+    try:
+        spec = importlib.util.find_spec(module)
+    except ModuleNotFoundError as error:
+        if error.name is None or not module.startswith(error.name):
+            raise
+        return False  # the package around the module is missing
+    return spec is not None and spec.origin is not None  # a bare directory has a spec but no origin

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import functools
 import importlib
-import importlib.util
 import os
 import shlex
 import sys
@@ -13,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from kvjax.cli.commands import Parser, add_model_options, finish
+from kvjax.cli.commands import Parser, add_model_options, finish, module_exists
 from kvjax.cli.options import add_policies, parts_of
 from kvjax.evaluation.grid import Rows, entries, fill
 from kvjax.evaluation.summary import print_table
@@ -59,7 +58,7 @@ def parser() -> argparse.ArgumentParser:
     joined = reports.add_parser("report", help=JOINED[1], description=JOINED[1])
     importlib.import_module(JOINED[0]).add_arguments(joined)
     for name, (module, summary) in REPORTS.items():
-        if not _in_checkout(module):
+        if not module_exists(module):
             continue
         report = reports.add_parser(name, help=summary, description=summary)
         add_model_options(report, rounded=False, processes=False, kernels=False)
@@ -70,10 +69,6 @@ def parser() -> argparse.ArgumentParser:
         report.add_argument("--redo", action="store_true", help="measure again what is on disk")
         importlib.import_module(module).add_arguments(report)
     return made
-
-
-def _in_checkout(module: str) -> bool:
-    return importlib.util.find_spec(module.partition(".")[0]) is not None
 
 
 def _add_grid(tasks: Any, name: str, summary: str) -> argparse.ArgumentParser:
@@ -91,7 +86,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     words = sys.argv[1:] if argv is None else argv
     made = parser()
-    if words and words[0] in REPORTS and not _in_checkout(REPORTS[words[0]][0]):
+    if words and words[0] in REPORTS and not module_exists(REPORTS[words[0]][0]):
         made.error(
             f"the report {words[0]} is not installed; run kvjax from a checkout, which has {REPORTS[words[0]][0]}"
         )

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import sys
 from typing import NamedTuple
 
-from kvjax.cli.commands import BROKEN_PIPE, INTERRUPTED, heed_interruptions, leave, settle_streams
+from kvjax.cli.commands import BROKEN_PIPE, INTERRUPTED, heed_interruptions, leave, module_exists, settle_streams
 from kvjax.utils.compilation import version
 from kvjax.utils.suggest import choices
 
@@ -75,7 +74,7 @@ def _run(words: list[str]) -> int:
 
 def available() -> tuple[Command, ...]:
     """Return the commands whose modules exist, without importing them."""
-    return tuple(command for command in COMMANDS if _exists(command.module))
+    return tuple(command for command in COMMANDS if module_exists(command.module))
 
 
 def listing(commands: tuple[Command, ...]) -> str:
@@ -91,13 +90,3 @@ def listing(commands: tuple[Command, ...]) -> str:
             "kvjax COMMAND --help lists the settings of one command, kvjax --version says which kvjax this is.",
         ]
     )
-
-
-def _exists(module: str) -> bool:
-    try:
-        spec = importlib.util.find_spec(module)
-    except ModuleNotFoundError as error:
-        if error.name is None or not module.startswith(error.name):
-            raise
-        return False  # the package around the module is missing
-    return spec is not None and spec.origin is not None  # a bare directory has a spec but no origin

@@ -43,15 +43,14 @@ def claim(directory: Path, settings: dict[str, Any], free: Collection[str] = ())
             )
 
 
-def _steps(directory: Path) -> list[Path]:
-    found = (path for path in directory.glob("step-*") if path.name.removeprefix("step-").isdigit())
-    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
+def _steps(directory: Path) -> list[int]:
+    numbers = (path.name.removeprefix("step-") for path in directory.glob("step-*"))
+    return sorted(int(number) for number in numbers if number.isdigit())
 
 
 def newest_step(directory: Path) -> int:
     """Return the step of the newest checkpoint, 0 if there is none."""
-    steps = _steps(directory)
-    return int(steps[-1].name.removeprefix("step-")) if steps else 0
+    return max(_steps(directory), default=0)
 
 
 def save(directory: Path, training: Any, step: int) -> None:
@@ -72,7 +71,7 @@ def save(directory: Path, training: Any, step: int) -> None:
         checkpointer.save(aside.absolute(), jax.tree.leaves(training))
     aside.replace(target)
     for old in _steps(directory)[:-1]:
-        shutil.rmtree(old)
+        shutil.rmtree(directory / f"step-{old}")
 
 
 def restore(directory: Path, like: T) -> T | None:
@@ -90,7 +89,7 @@ def restore(directory: Path, like: T) -> T | None:
         return None
     with ocp.StandardCheckpointer() as checkpointer:
         leaves, structure = jax.tree.flatten(like)
-        leaves = checkpointer.restore(steps[-1].absolute(), [_wanted(x) for x in leaves])
+        leaves = checkpointer.restore((directory / f"step-{steps[-1]}").absolute(), [_wanted(x) for x in leaves])
         return jax.tree.unflatten(structure, [jnp.asarray(x) for x in leaves])
 
 
