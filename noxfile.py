@@ -109,7 +109,7 @@ def compile_with(session: nox.Session, variable: str, *files: str) -> None:
 
 @nox.session
 def package(session: nox.Session) -> None:
-    """A wheel and a source archive in dist/, checked (half a minute); `installed` then tries the wheel."""
+    """A wheel and a source archive in dist/, checked (half a minute); `installed` tries the wheel."""
     shutil.rmtree("dist", ignore_errors=True)
     session.install("build", "twine")
     session.run("python", "-m", "build")
@@ -117,7 +117,6 @@ def package(session: nox.Session) -> None:
     session.run("twine", "check", "--strict", *files)
     for file in files:
         session.log(f"{file}: {os.path.getsize(file) / 1e6:.1f} MB")
-    session.notify("installed")
 
 
 @nox.session
