@@ -24,9 +24,13 @@ if TYPE_CHECKING:
     from kvjax.model import Model as Model
     from kvjax.model import load as load
     from kvjax.models import ModelConfig as ModelConfig
+    from kvjax.policies import AccumulatedScore as AccumulatedScore
+    from kvjax.policies import HammingDistance as HammingDistance
+    from kvjax.policies import OldestFirst as OldestFirst
     from kvjax.policies import Plan as Plan
     from kvjax.policies import Policy as Policy
     from kvjax.policies import Protection as Protection
+    from kvjax.policies import Requirements as Requirements
     from kvjax.policies import Residual as Residual
     from kvjax.policies import Score as Score
     from kvjax.policies import Selection as Selection
@@ -49,7 +53,18 @@ _HOMES = {
     "kvjax.methods": ("policy",),
     "kvjax.model": ("Model", "load"),
     "kvjax.models": ("ModelConfig",),
-    "kvjax.policies": ("Plan", "Policy", "Protection", "Residual", "Score", "Selection"),
+    "kvjax.policies": (
+        "AccumulatedScore",
+        "HammingDistance",
+        "OldestFirst",
+        "Plan",
+        "Policy",
+        "Protection",
+        "Requirements",
+        "Residual",
+        "Score",
+        "Selection",
+    ),
 }
 _NAMES = {name: home for home, names in _HOMES.items() for name in names}
 _PACKAGES = ("methods", "policies")

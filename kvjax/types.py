@@ -377,7 +377,7 @@ class New(struct.PyTreeNode):
     head: Int[Array, "b h"] | None = None
     """Indices of these KV heads; None for all of them in order."""
     layer: int | Int[Array, ""] = 0
-    """Index of the layer; an array if layers share a program, see `Part.numbers_layers`."""
+    """Index of the layer; an array if layers share a program, see `Part.layer`."""
     config: LayerConfig | None = setting(None)
     """Attention of the layer; None stands for a layer without a window."""
     given: bool = setting(True)

@@ -19,6 +19,11 @@ def mix(x: UInt32[Array, "*b"]) -> UInt32[Array, "*b"]:
     return x ^ (x >> 16)
 
 
+def layer_seed(seed: UInt32[Array, "*b"], layer: int | Int[Array, ""]) -> UInt32[Array, "*b"]:
+    """Return the seed of a layer: with it, layer 0 draws the numbers that `layer` draws with `seed`."""
+    return seed ^ jnp.uint32(layer) * jnp.uint32(0x9E3779B9)
+
+
 def hashed_bits(
     seed: UInt32[Array, "*b"],
     layer: int | Int[Array, ""],
@@ -26,7 +31,7 @@ def hashed_bits(
     position: UInt32[Array, "*b"],
 ) -> UInt32[Array, "*b"]:
     """Return 32 random bits for each seed, layer, head and position."""
-    bits = mix(seed ^ jnp.uint32(layer) * jnp.uint32(0x9E3779B9))
+    bits = mix(layer_seed(seed, layer))
     bits = mix(bits ^ (head * jnp.uint32(0x7FEB352D) + jnp.uint32(1)))
     return mix(bits ^ (position * jnp.uint32(0x846CA68B) + jnp.uint32(1)))
 

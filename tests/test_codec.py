@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -16,6 +16,7 @@ from kvjax.methods.compatibility import fitted
 from kvjax.methods.window import Recency
 from kvjax.policies.quantizer import Codec
 from kvjax.rope import Rope, rope_frequencies, rotate
+from kvjax.types import New, View
 from tests.models import GQA, random_model, small_config
 
 TEXT = np.random.default_rng(0).integers(0, GQA.vocab_size, (3, 60))
@@ -26,7 +27,9 @@ LENGTHS = (41, 3, 33)
 class Ranked(Recency):
     """Recency that does not say that it keeps a window: all keys are rotated by rank."""
 
-    slides: ClassVar[bool] = False
+    def score(self, view: View, new: New) -> Any:
+        """The same order, by numbers."""
+        return view.position.astype(jnp.float32)
 
 
 def both(sinks, **parts):

@@ -169,7 +169,7 @@ def test_fidelity_gives_evicted_tokens_their_share_of_equation_3() -> None:
     weights = jnp.exp(jnp.einsum("bhgtd,bhsd->bhgts", q, k) / np.sqrt(GQA.head_width))
     weights = jnp.where(causal_mask(position, position[:, None], None)[:, :, None], weights, 0.0)
     evicted = jnp.arange(40) <= jnp.arange(40)[:, None] - budget
-    features = jnp.einsum("bhgtr,bhsr->bhgts", less.phi(0, q), less.psi(0, k))
+    features = jnp.einsum("bhgtr,bhsr->bhgts", less.phi(q), less.psi(k))
     ours = jnp.where(evicted, features, weights)
     rows = [x / x.sum(-1, keepdims=True) for x in (weights, ours)]
     expected = hellinger(*rows).mean((1, 2))

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 import kvjax
 from kvjax.cache import slots
 from kvjax.cache.dense import Dense
+from kvjax.cache.evict import hashed_codes
 from kvjax.methods.lsh_e import Hamming, projections
 from kvjax.types import KV, Kernels, New, Parts, View
 from pallas_kernels.attention import AttentionSpec
@@ -145,7 +146,7 @@ def test_one_pass_is_exchange_then_attention(name):
     b, h, g, c, d = 2, 2, 2, 32, 64
     policy = kvjax.policy(name)
     if name == "lsh_e":
-        policy = dataclasses.replace(policy, score=Hamming(bits=40, planes=(projections(0, 0, h, 40, d),)))
+        policy = dataclasses.replace(policy, score=Hamming(bits=40, planes=projections(0, 0, h, 40, d)))
     new = new_token(jax.random.key(2), b, h, g, d, jnp.asarray([70, 50]), TPU_WAYS[0])
 
     def begun(k, scores):
@@ -223,15 +224,15 @@ def test_hamming_finds_the_victim_of_lsh_e(way):
     new = new_token(jax.random.key(1), b, h, g, d, jnp.asarray([150, 120]), way)
     planes = projections(0, 0, h, 40, d)
     policy = kvjax.policy("lsh_e", bits=40)
-    policy = dataclasses.replace(policy, score=Hamming(bits=40, planes=(planes,)))
+    policy = dataclasses.replace(policy, score=Hamming(bits=40, planes=planes))
     view = full_view(b, h, c, d, lambda k, scores: tuple(jnp.moveaxis(hashes(planes, k), -1, 0)))
     guard = policy.protection.guard(view, new)
-    hashing = policy.hashing(new)
+    hashing = hashed_codes(policy.ranking(view, new), view)
     assert hashing is not None
     asked: dict[str, Any] = dict(keep=guard.keep, **new.kernels._asdict())
     bounds = Protection(guard.sinks, guard.recent, view.limit)
     found = hamming(
-        hashing.of_queries(), view.slots.score, view.position, new.position[:, 0], protection=bounds, **asked
+        hashing.hashing.of_queries(), view.slots.score, view.position, new.position[:, 0], protection=bounds, **asked
     )
     ranks = slots.rank(policy, view, new)
     lowest = ranks == ranks.min(-1, keepdims=True)

@@ -37,8 +37,3 @@ def test_without_noise_at_temperature_one_it_is_h2o(noise, settings):
 def test_bad_settings_are_refused(settings):
     with pytest.raises(ValueError, match=next(iter(settings))):
         kvjax.policy("keyformer", **settings)
-
-
-def test_layers_differ_by_the_noise_that_they_draw():
-    for noise, differ in {"gumbel": True, "gaussian": True, "constant": False, "none": False}.items():
-        assert GumbelSoftmax(noise).numbers_layers is differ

@@ -158,7 +158,7 @@ def test_stable_form_is_equation_3(dtype: str, tolerance: float, evicted: int, x
         jnp.asarray(np.log(weights.sum(-1))),
     )
     share = share_of_evicted(policy.share(state, new))
-    phi = np.asarray(policy.phi(0, jnp.asarray(q)))
+    phi = np.asarray(policy.phi(jnp.asarray(q)))
     above = np.einsum("bhgtr,bhrd->bhgtd", phi, state.h) + np.einsum("bhgts,bhsd->bhgtd", weights, v)
     below = np.einsum("bhgtr,bhr->bhgt", phi, state.z) + weights.sum(-1)
     np.testing.assert_allclose(merge(part, share).out, above / below[..., None], rtol=tolerance, atol=tolerance)
@@ -280,7 +280,7 @@ def test_performer_estimates_the_exponential() -> None:
     def product(planes):
         params = {name: {"planes": planes[None]} for name in ("phi", "psi")}
         drawn = dataclasses.replace(policy, layers=params)
-        return jnp.einsum("bhgtr,bhtr->bhgt", drawn.phi(0, q), drawn.psi(0, k))
+        return jnp.einsum("bhgtr,bhtr->bhgt", drawn.phi(q), drawn.psi(k))
 
     estimate = jax.vmap(product)(kernels["planes"]).mean(0)
     np.testing.assert_allclose(estimate, jnp.exp(jnp.einsum("bhgtd,bhtd->bhgt", q, k) / 8**0.5), rtol=0.05)

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
+import inspect
+import sys
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +25,7 @@ from kvjax.methods.tova import LastAttention
 from kvjax.methods.window import Recency
 from kvjax.policies.allocation import Uniform
 from kvjax.policies.quantizer import plain
+from kvjax.policies.rankings import as_numbers
 from kvjax.types import setting
 from kvjax.utils.compilation import temporary_bytes
 from tests.models import GQA, random_model
@@ -47,9 +52,9 @@ def decorated(*bases: type, **members: Any) -> Any:
         (lambda: decorated(score=numbers, ask=numbers), "did you mean asks"),
         (
             lambda: decorated(score=numbers, observe=numbers),
-            r"never asks for Mine.observe \(there are adds, advance, aligned,",
+            r"never asks for Mine.observe \(there are advance, asks, bind,",
         ),
-        (lambda: decorated(score=numbers, alligned=True), "did you mean aligned"),
+        (lambda: decorated(score=numbers, require=True), "did you mean requires"),
         (lambda: decorated(Accumulated, foldd=numbers), "did you mean fold"),
     ],
 )
@@ -149,7 +154,11 @@ def test_policies_of_other_classes_share_no_program() -> None:
 
 def test_codes_single_out_the_same_slot_as_scores_where_a_budget_shrinks() -> None:
     kernels = kvjax.policy("lsh_e", bits=8, sinks=1, recent=2)
-    mine = decorated(Hamming)(bits=8)  # whose scores are asked for
+
+    def nearness(self: Any, view: Any, new: Any) -> Any:
+        return as_numbers(Hamming.score(self, view, new), view)
+
+    mine = decorated(Hamming, score=nearness)(bits=8)
     held = []
     for score in (kernels.score, mine):
         policy = dataclasses.replace(kernels, score=score, plan=AfterLimit(context_limit=12))
@@ -180,6 +189,36 @@ class Copied:
 HELD = kvjax.Protection(recent=0.5)
 
 
+@pytest.mark.core
+@pytest.mark.parametrize(
+    ("name", "file", "score"),
+    [
+        ("h2o", "h2o", "Accumulated"),
+        ("keyformer", "keyformer", "GumbelSoftmax"),
+        ("streaming", "window", "Recency"),
+        ("lsh_e", "lsh_e", "Hamming"),
+    ],
+)
+def test_a_copy_in_another_package_compiles_to_the_same_programs(
+    name: str, file: str, score: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = inspect.getsource(importlib.import_module(f"kvjax.methods.{file}"))
+    foreign = types.ModuleType("somebody_elses")
+    monkeypatch.setitem(sys.modules, foreign.__name__, foreign)
+    exec(source.partition("\n@register(")[0], foreign.__dict__)
+    deep = random_model(dataclasses.replace(GQA, layers=13))
+    ours = kvjax.policy(name)
+    copied = dataclasses.replace(ours, score=getattr(foreign, score)())
+    assert type(copied.score).__module__ == "somebody_elses"
+    steps, programs = [], []
+    for policy in (ours, kvjax.policy(copied)):
+        state, _ = kvjax.prefill(deep, policy, [[1, 2, 3, 4, 5, 6, 7, 8] * 3], 18, max_new_tokens=4)
+        steps.append(str(jax.make_jaxpr(kvjax.decode_step)(state, jnp.asarray([9]))))
+        programs.append(len(lower_prefill(deep, policy, [[1, 2, 3, 4, 5, 6, 7, 8] * 3], 18)))
+    assert steps[0] == steps[1]
+    assert programs[0] == programs[1] == (1 if name == "lsh_e" else 3)  # which reads prompts token by token
+
+
 def test_a_prompt_takes_as_much_memory_as_that_of_the_same_built_in_policy() -> None:
     deep = random_model(dataclasses.replace(GQA, layers=13, max_positions=512))
     members = {name: value for name, value in vars(Copied).items() if not name.startswith("_")}
@@ -201,10 +240,15 @@ def test_a_score_that_takes_the_layer_for_a_number_says_so_or_is_told_to(layers:
     def early(self: Any, view: Any, new: Any) -> Any:
         return numbers(self, view, new) * (-1 if new.layer < 1 else 1)
 
-    with pytest.raises(TypeError, match=r"Mine takes an array for a number of Python .* write numbers_layers = True"):
+    with pytest.raises(TypeError, match=r"Mine.* takes an array for a number of Python .* override layer\(index\)"):
         state, _ = kvjax.prefill(deep, kvjax.Policy(decorated(score=early)()), [[1, 2, 3, 4, 5, 6]], 4)
         kvjax.decode_step(state, [7])
-    policy = kvjax.Policy(decorated(score=early, numbers_layers=True)())
+
+    def layer(self: Any, index: int) -> Any:
+        return dataclasses.replace(self, sign=-1 if index < 1 else 1)
+
+    members = {"__annotations__": {"sign": "int"}, "sign": setting(1), "layer": layer}
+    policy = kvjax.Policy(decorated(score=lambda self, view, new: self.sign * numbers(self, view, new), **members)())
     state, _ = kvjax.prefill(deep, policy, [[1, 2, 3, 4, 5, 6]], 4)
     state, _ = kvjax.decode_step(state, [7])
     first, *others = kvjax.held_positions(state)

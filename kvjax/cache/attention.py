@@ -17,6 +17,7 @@ from kvjax.policies.stats import Ask, Near, Noise, Probs, Seen, Sums, questions
 from kvjax.types import SLOTS, LayerConfig, New, PyTree, View, wide
 from pallas_kernels.attention import LowRank, Partial, merge, share_of_evicted
 from pallas_kernels.decode_attention import Decoded, Gumbel, decode_attention
+from pallas_kernels.noise import layer_seed
 from pallas_kernels.prefill_scores import prefill_scores
 
 
@@ -246,8 +247,9 @@ def _gumbel(ask: Ask, new: New) -> Gumbel:
     assert isinstance(ask, Sums)
     tau = jnp.asarray(ask.tau)
     tau = tau[:, 0] if tau.ndim else jnp.full(new.seed.shape, tau)
-    kind = (0, "none") if ask.noise is None else (int(new.layer), ask.noise.kind)
-    return Gumbel(new.seed, tau, *kind, None if new.head is None else new.head[:, 0])
+    # The layer's number is in the seed, so that layers share the kernel.
+    seed, kind = layer_seed(new.seed, new.layer), "none" if ask.noise is None else ask.noise.kind
+    return Gumbel(seed, tau, 0, kind, None if new.head is None else new.head[:, 0])
 
 
 def _stacked(asks: Sequence[Ask], new: New) -> tuple[list[int], Float[Array, "b #h m t"] | None]:

@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Int
 
 from kvjax.cache import attention, slots
-from kvjax.cache.evict import evicted_pairs, exchange, exchange_among, hashed_codes, ranked, victims_of
+from kvjax.cache.evict import evicted_pairs, exchange, exchange_among, foreseen, hashed_codes, ranked, victims_of
 from kvjax.cache.recompute import Selection, with_again, without_again
 from kvjax.cache.slots import Attended
 from kvjax.policies.policy import Policy
@@ -98,7 +98,7 @@ class Dense(struct.PyTreeNode):
         added = jax.tree.map(lambda leaf: leaf[:, :, 0], _entries(policy, view, new))
         held = (view.position, new.position[:, 0], {"kv": view.kv, "slots": view.slots}, added)
         if new.spread.slots > 1:
-            known = self.victims[layer] if self.victims is not None else victims_of(policy, [view], [new])[0]
+            known = self.victims[layer] if self.victims is not None else victims_of([policy], [view], [new])[0]
             taken = exchange_among(view, new, known, held, pairs=pairs)
         else:
             taken = exchange(policy, view, new, held, pairs=pairs or policy.codec.ordered)
@@ -139,7 +139,7 @@ class Dense(struct.PyTreeNode):
                 found = policy.codec.operands(config, view, new)
                 if found.places is not None:
                     return None
-                hashed = hashed_codes(policy.hashing(new), view.slots)
+                hashed = hashed_codes(policy.ranking(view, new), view)
                 return found.q[:, :, :, 0], *found.stored, found.sinks, hashed
 
             shapes = jax.eval_shape(given)
@@ -162,11 +162,10 @@ class Dense(struct.PyTreeNode):
         view = view.replace(state=view.state.replace(codec=policy.codec.begin(view, new)))
         added = {"kv": policy.codec.numbers(new, view.state.codec), "slots": policy.slots(new, view.state)}
         entry = jax.tree.map(lambda leaf: leaf[:, :, 0], added)
-        standing, bounds, keep, hashing = ranked(policy, view, new)
+        standing, bounds, keep, hashed = ranked(policy, view, new)
         before = view.slots.score
-        adds = policy.adds and summed and standing is before and before.dtype == jnp.float32
+        adds = policy.only_adds(wanted, new) and summed and standing is before and before.dtype == jnp.float32
         held = view.slots, entry["slots"]
-        hashed = hashed_codes(hashing, view.slots)
         apart = adds or hashed is not None
         remembered, begun = (each.replace(score=None) for each in held) if apart else held
         given = policy.codec.operands(config, view, new, room=bounds.limit)
@@ -321,16 +320,20 @@ class Dense(struct.PyTreeNode):
         )
 
     def open(self, policy: Policy, configs: Sequence[LayerConfig], ahead: Callable[[int], New]) -> Dense:
-        """Prepare a step over all layers: find all victims if devices share slots and the policy foresees them.
+        """Prepare a step over all layers: find all victims if devices share slots and no layer has to run before.
 
         Args:
             policy: ranks the slots.
             configs: of the layers.
             ahead: returns the tokens for a layer, with valid positions and shapes but without contents.
         """
-        if configs[0].spread.slots == 1 or not policy.foresees:
+        if configs[0].spread.slots == 1 or policy.shrinks or policy.score.requires.host_memory:
             return self
-        return self.replace(victims=victims_of(policy, self.layers, [ahead(index) for index in range(len(configs))]))
+        tokens = [ahead(index) for index in range(len(configs))]
+        policies = [policy.layer(index) for index in range(len(configs))]
+        if not foreseen(policies, self.layers, tokens):
+            return self
+        return self.replace(victims=victims_of(policies, self.layers, tokens))
 
     def close(self) -> Dense:
         """Drop the victims at the end of a step."""

@@ -7,15 +7,17 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.interpreters import partial_eval
 from jaxtyping import Array, Bool, Int
 
 from kvjax.cache import slots
 from kvjax.policies.policy import Policy
+from kvjax.policies.rankings import HammingDistance, OldestFirst, Ranking
 from kvjax.types import KV, Evicted, LayerConfig, New, Parts, PyTree, View, restored, wide
 from pallas_kernels.decode_step import Hashed
 from pallas_kernels.evict import evict
 from pallas_kernels.evict import exchange as exchange_slots
-from pallas_kernels.hamming import Hashing, hamming
+from pallas_kernels.hamming import hamming
 from pallas_kernels.ranking import Protection
 
 Exchanged = tuple[Int[Array, "b h"], Any, Int[Array, "b h c"], dict[str, PyTree]]
@@ -29,22 +31,26 @@ class Ranks(NamedTuple):
     """Score of each slot, or None if ordering by position is enough."""
     bounds: Protection
     keep: Bool[Array, "b h c"] | None
-    hashing: Hashing | None
-    """Hashing of the new token, if distances between its code and the slots' codes replace scores; else None."""
+    hashed: Hashed | None
+    """Codes whose distances replace scores; None if there are none."""
 
 
 def ranked(policy: Policy, view: View, new: New) -> Ranks:
     """Rank a layer's slots by the policy when one token per row arrives."""
-    scores, guard = slots.scores(policy, view, new)
+    scores, guard, ranking = slots.scores(policy, view, new)
     simple = guard.last is None and not slots.windowed(new)
     bounds = Protection(guard.sinks, guard.recent, slots.room(policy, view.limit, new))
-    hashing = policy.hashing(new) if simple else None
-    return Ranks(None if policy.slides and simple else scores, bounds, guard.keep, hashing)
+    by_age = simple and isinstance(ranking, OldestFirst)
+    return Ranks(None if by_age else scores, bounds, guard.keep, hashed_codes(ranking, view) if simple else None)
 
 
-def hashed_codes(hashing: Hashing | None, held: Parts) -> Hashed | None:
-    """Return the new token's hashing with the slots' codes, as the decode kernel takes them."""
-    return None if hashing is None else Hashed(hashing, held.score)
+def hashed_codes(ranking: Ranking, view: View) -> Hashed | None:
+    """Return a ranking as kernels that write codes take it: if it is by the codes that slots store, else None."""
+    if not isinstance(ranking, HammingDistance):
+        return None
+    codes, stored = jax.tree.leaves(ranking.codes), jax.tree.leaves(view.slots.score)
+    same = len(codes) == len(stored) and all(one is other for one, other in zip(codes, stored, strict=True))
+    return Hashed(ranking.hashing, view.slots.score) if same else None
 
 
 def exchange(policy: Policy, view: View, new: New, held: tuple[Any, ...], *, pairs: bool) -> Exchanged:
@@ -57,21 +63,35 @@ def exchange(policy: Policy, view: View, new: New, held: tuple[Any, ...], *, pai
         held: positions of the slots, position of the token [b], buffers, and the token's entries in them.
         pairs: whether to return the former content of the slot.
     """
-    scores, bounds, keep, hashing = ranked(policy, view, new)
+    scores, bounds, keep, hashed = ranked(policy, view, new)
     asked: dict[str, Any] = dict(protection=bounds, keep=keep, **new.kernels._asdict())
-    if hashing is None or policy.shrinks:
+    if hashed is None or policy.shrinks:
         return evict(scores, *held, shrinks=policy.shrinks, pairs=pairs, **asked)[1:]
-    slot = hamming(hashing.of_queries(), view.slots.score, view.position, new.position[:, 0], **asked)
+    slot = hamming(hashed.hashing.of_queries(), hashed.codes, view.position, new.position[:, 0], **asked)
     return exchange_slots(slot, *held, pairs=pairs)[1:]
 
 
-def victims_of(policy: Policy, views: Sequence[View], new: Sequence[New]) -> tuple[slots.Victim, ...]:
+def foreseen(policies: Sequence[Policy], views: Sequence[View], new: Sequence[New]) -> bool:
+    """Return whether the victims of several layers depend on no more of the new tokens than their positions."""
+    names = "q", "k", "v", "raw_q", "raw_k", "hidden"
+
+    def standing(contents: list[dict[str, Array]]) -> list[Any]:
+        tokens = [told.replace(**known) for told, known in zip(new, contents, strict=True)]
+        return [ranked(*given)[:3] for given in zip(policies, views, tokens, strict=True)]
+
+    contents = [{name: getattr(told, name) for name in names} for told in new]
+    program = jax.make_jaxpr(standing)(contents).jaxpr
+    _, used = partial_eval.dce_jaxpr(program, [True] * len(program.outvars))
+    return not any(used)
+
+
+def victims_of(policies: Sequence[Policy], views: Sequence[View], new: Sequence[New]) -> tuple[slots.Victim, ...]:
     """Return the slots that one token per row takes in several layers, where devices share the slots of heads.
 
     One collective serves all layers, because each collective takes about as long, however small it is.
     """
     claims = []
-    for view, tokens in zip(views, new, strict=True):
+    for policy, view, tokens in zip(policies, views, new, strict=True):
         scores, bounds, keep, _ = ranked(policy, view, tokens)
         claims.append(slots.claim(scores, view.position, tokens, bounds, keep, policy.shrinks))
     return slots.victims_of_all(jnp.stack(claims), [view.capacity for view in views])

@@ -12,6 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.policies.policy import Policy
 from kvjax.policies.protection import Protected
+from kvjax.policies.rankings import Ranking, as_numbers
 from kvjax.types import SLOTS, Evicted, LayerConfig, New, PyTree, View, restored
 from pallas_kernels import ranking
 from pallas_kernels.ranking import Protection
@@ -33,19 +34,20 @@ def last_resort(dtype: DTypeLike) -> float:
     return float(jnp.finfo(dtype).max) / 2
 
 
-def scores(policy: Policy, view: View, new: New) -> tuple[Float[Array, "b h c"], Protected]:
-    """Return the score of each slot and its protection; last resorts score above all others.
+def scores(policy: Policy, view: View, new: New) -> tuple[Float[Array, "b h c"], Protected, Ranking]:
+    """Return the score of each slot, its protection and the policy's own ranking; last resorts score above all others.
 
     Tokens outside the layer's own window are expired, even if protected, because later queries do not see them. A
     layer with as many slots per head as its window is wide therefore holds exactly that window, under any policy.
     """
     with jax.named_scope("scores"):
-        found, guard = policy.standing(view, new)
+        ranking = policy.ranking(view, new)
+        found, guard = as_numbers(ranking, view), policy.protection.guard(view, new)
     if guard.last is not None:
         found = jnp.where(guard.last, last_resort(found.dtype), found)
     if windowed(new):
         found = jnp.where(in_window(view.position, new), found, -jnp.inf)
-    return found, guard
+    return found, guard, ranking
 
 
 def windowed(new: New) -> bool:
@@ -81,7 +83,7 @@ def room(
 
 def rank(policy: Policy, view: View, new: New) -> Float[Array, "b h c"]:
     """Return ranks, of which the lowest leaves first: expired (-inf) < empty < scores < protected < sinks (+inf)."""
-    found, guard = scores(policy, view, new)
+    found, guard, _ = scores(policy, view, new)
     newest, sinks, recent = new.newest[:, None, None], guard.sinks[..., None], guard.recent[..., None]
     return ranking.rank(found, view.position, newest, sinks, recent, guard.keep)
 

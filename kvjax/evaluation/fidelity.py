@@ -56,7 +56,6 @@ Carry = tuple[list[Moving], list[Features]]
 def _row(
     config: LayerConfig,
     policy: Policy,
-    layer: int,
     view: View,
     newest: Int[Array, " b"],
     length: int,
@@ -82,10 +81,10 @@ def _row(
     assert isinstance(policy.residual, LowRankMemory)
     key = jnp.einsum("bhcd,bhc->bhd", keys, here)[:, :, None]
     psi = jax.vmap(lambda all_, one, at: all_.at[:, at].set(one))(
-        psi, policy.residual.psi(layer, key)[:, :, 0].astype(psi.dtype), newest
+        psi, policy.residual.psi(key)[:, :, 0].astype(psi.dtype), newest
     )
     gone = ~_held(view, length) & (jnp.arange(length) <= newest[:, None, None])
-    weights = jnp.einsum("bhgr,bhnr->bhgn", policy.residual.phi(layer, q)[..., 0, :], psi)
+    weights = jnp.einsum("bhgr,bhnr->bhgn", policy.residual.phi(q)[..., 0, :], psi)
     weights = jnp.where(gone[:, :, None], weights, 0.0)
     highest = jnp.maximum(partial.lse, 0.0)  # both sums are relative to it
     slots, weights = jnp.exp(partial.lse - highest), weights * jnp.exp(-highest)
@@ -131,7 +130,7 @@ def _compared(full: State, probed: State, tokens: Int[Array, "b n"]) -> tuple[Ar
             says.append(jax.nn.log_softmax(logits.astype(wide(logits.dtype))))
             layers = zip(config.layer_configs, after.storage.layers, psi, strict=True)
             looked = [
-                _row(shape, after.policy, layer, view, before.position, length, features)
+                _row(shape, after.policy.layer(layer), view, before.position, length, features)
                 for layer, (shape, view, features) in enumerate(layers)
             ]
             moved.append(split_state(after)[1])

@@ -26,7 +26,7 @@ from kvjax.training.less.record import Replayed, by_steps, check_mask, joined, r
 from kvjax.types import LayerConfig, New, View, wide
 from pallas_kernels.prefill_scores import prefill_scores
 
-Look = Callable[[Any, View, New, Replayed], Any]
+Look = Callable[[Any, View, New, Policy, Replayed], Any]
 """Function that updates a result from a layer's slots, the token that was read and the replayed step."""
 
 
@@ -85,15 +85,15 @@ def check_replay(policy: Policy) -> None:
         ValueError: the policy cannot be replayed; the message says why.
     """
     name = name_of(policy)
-    if policy.score.aligned_layers:
+    if policy.score.requires.shared_slots == "layers":
         raise ValueError(f"policy {name!r} scores all layers together, and is replayed layer by layer here.")
-    if policy.selection is not None or policy.plan.shrinks or policy.score.offloads:
+    if policy.selection is not None or policy.plan.shrinks or policy.score.requires.host_memory:
         raise ValueError(f"policy {name!r} does more than letting one token go at a time, all that is replayed.")
 
 
 @functools.partial(jax.jit, static_argnames="mask")
 def _nats(state: State, tokens: Int[Array, "b n"], *, mask: str) -> Float[Array, "b m"]:
-    x, _ = replayed(state, tokens, mask, lambda sums, view, new, found: None, lambda view: None)
+    x, _ = replayed(state, tokens, mask, lambda sums, view, new, policy, found: None, lambda view: None)
 
     def of_row(given: tuple[Float[Array, "m width"], Int[Array, " m"]]) -> Float[Array, " m"]:
         return judge(unembed(state.weights, state.config, given[0]), given[1])[0]
@@ -125,7 +125,7 @@ def replayed(
     def attention(
         index: int, shape: LayerConfig, x: Float[Array, "b n width"], q: Array, k: Array, v: Array
     ) -> Float[Array, "b h g n e"]:
-        lse = jnp.zeros(q.shape[:-1], wide(q.dtype))
+        own, lse = policy.layer(index), jnp.zeros(q.shape[:-1], wide(q.dtype))
         if mask == "full-softmax":
             rotated, keys = (rotate(shape.rope, y, positions[0], n) for y in (q, k))
             held = jnp.broadcast_to(positions[:, None], k.shape[:3])
@@ -146,9 +146,9 @@ def replayed(
                 given=False,
             )
             new = reading.new(shape, index, hidden, q, k, v)
-            storage, told, found = replay(shape, policy, mask, storage, new, lse)
-            storage = heard(policy, storage, index, told.asks, told.answers, new)
-            return (storage, look(sums, storage.layers[index], new, found)), found.partial.out
+            storage, told, found = replay(shape, own, mask, storage, new, lse)
+            storage = heard(own, storage, index, told.asks, told.answers, new)
+            return (storage, look(sums, storage.layers[index], new, own, found)), found.partial.out
 
         steps = (by_steps(each, axis) for each, axis in ((x, 1), (q, 3), (k, 2), (v, 2), (lse, 3)))
         begun = empty, start(empty.layers[index])

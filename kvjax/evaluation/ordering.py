@@ -70,9 +70,11 @@ def _sums(state: State, tokens: Int[Array, "b n"]) -> tuple[Float[Array, "b laye
         nothing = jnp.zeros(view.position.shape)
         return nothing, nothing, view.position
 
-    def look(sums: tuple[Array, Array, Array], view: View, new: New, found: Replayed) -> tuple[Array, Array, Array]:
+    def look(
+        sums: tuple[Array, Array, Array], view: View, new: New, policy: Policy, found: Replayed
+    ) -> tuple[Array, Array, Array]:
         scores, attention, _ = sums
-        score = jnp.where(view.live, state.policy.score.score(view, new), 0.0)
+        score = jnp.where(view.live, policy.standing(view, new)[0], 0.0)
         assert found.probs is not None
         return scores + score, attention + found.probs.mean((2, 3)), view.position
 

@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax.cache.dense import Dense, empty
 from kvjax.inference.decode import step
 from kvjax.inference.extend import lower_prefill, prefill
-from kvjax.inference.prepare import among_devices, lines_of, plan_slots, ready
+from kvjax.inference.prepare import among_devices, check_prompt, lines_of, plan_slots, ready
 from kvjax.inference.state import Moving, State, cache_bytes, full_cache_bytes, join_state, split_state
 from kvjax.methods.registry import name_of
 from kvjax.model import Model
@@ -119,7 +119,7 @@ def begin(
         ValueError: the budget does not fit the policy, or the policy needs a prompt.
     """
     config, bound = model.config, ready(model, policy, budget, plan)
-    bound.score.check_prompt(1)
+    check_prompt(bound, 1)
     if bound.plan.per_head:
         raise ValueError(
             f"policy {name_of(bound)!r} with a budget for each head decides on a prompt; give a prefix of "
@@ -132,11 +132,11 @@ def begin(
     layers = enumerate(zip(config.layer_configs, limits, buffers, strict=True))
     storage = Dense(
         tuple(
-            empty(roomy, shape, layer, limit=jnp.asarray(limit, jnp.int32), slots=slots, dtype=dtype)
+            empty(roomy.layer(layer), shape, layer, limit=jnp.asarray(limit, jnp.int32), slots=slots, dtype=dtype)
             for layer, (shape, limit, slots) in layers
         )
     )
-    if bound.score.offloads:
+    if bound.score.requires.host_memory:
         for layer in range(config.layers):
             storage = storage.moved(layer, jax.memory.Space.Host)
     keys = jax.random.split(jax.random.key(seed), rows)

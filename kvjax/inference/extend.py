@@ -29,7 +29,6 @@ from kvjax.models.decoder import unembed
 from kvjax.models.model import rows_of
 from kvjax.models.sharding import on_device
 from kvjax.policies.allocation import Plan
-from kvjax.policies.base import of_kvjax
 from kvjax.policies.policy import Policy
 from kvjax.types import HEADS, ROWS, Kernels
 from kvjax.utils.processes import on_host
@@ -94,11 +93,6 @@ def prefill(
     kernels = implementation if isinstance(implementation, Kernels) else Kernels(implementation)
     settle_before(lambda kernels: prompt_shapes(model, prompts, kernels), kernels)
     storage, position, seed, logits = read_prompts(model, prompts, kernels)
-    score = type(prompts.policy.score)
-    if not of_kvjax(score) and np.isnan(logits).any():
-        raise ValueError(
-            f"{score.__name__}.score gives NaN for tokens of a prompt; it has to give numbers, or -inf, +inf."
-        )
     if prompts.policy.plan.per_head:
         storage = _on_pages(storage, page_slots(prompts.tokens.shape[1] + max_new_tokens), model.mesh)
     state = State(
@@ -118,6 +112,11 @@ def prefill(
     )
     state = placed(state)
     settle_step(state)
+    if jnp.isnan(logits).any():
+        raise ValueError(
+            f"{type(prompts.policy.score).__name__}.score gives NaN for tokens of a prompt, or the model does; a score "
+            "has to give numbers, or -inf, +inf."
+        )
     return state, logits
 
 

@@ -20,7 +20,7 @@ from kvjax.cache.paged.storage import Paged
 from kvjax.cache.slots import Attended
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import LayerWeights, Weights, block, embed
-from kvjax.policies.base import Part, of_kvjax
+from kvjax.policies.base import Part
 from kvjax.policies.policy import Policy
 from kvjax.policies.stats import is_ask, of_all_layers, of_devices, of_own_heads, questions
 from kvjax.rope import Rope, Turns, turns_of
@@ -119,31 +119,24 @@ def read_token(
     ropes = dict.fromkeys(shape.rope for shape in shapes if shape.rope is not None)
     turns: dict[Rope | None, Turns] = {rope: reading.turns(rope, x.dtype) for rope in ropes}
     storage = storage.open(policy, shapes, lambda index: reading.ahead(shapes[index], index, begun))
-    alike = type(storage) is Dense and layers_alike(policy)
+    alike = type(storage) is Dense and not policy.score.requires.host_memory
+    policies = [policy.layer(index) for index in range(config.layers)]
     for index, (layer, shape) in enumerate(zip(weights.layers, shapes, strict=True)):
         turned = turns.get(shape.rope)
         with jax.named_scope("layer"):
             if alike:
                 assert isinstance(storage, Dense)
-                given = layer, policy, storage.alone(index), 0, jnp.asarray(index), reading, turned, x
+                given = layer, policies[index], storage.alone(index), 0, jnp.asarray(index), reading, turned, x
                 alone, x, told = _traced_once(*given, config=config, shape=shapes.index(shape))
                 storage = storage.replace_layer(index, alone.layers[0])
             else:
-                given = layer, policy, storage, index, index, reading, turned, x
+                given = layer, policies[index], storage, index, index, reading, turned, x
                 storage, x, told = _through_layer(*given, config=config, shape=index)
         pending.extend(told)
     for index, told in enumerate(over_layers(pending)):
         with jax.named_scope("layer"):
-            storage = heard(policy, storage, index, told.asks, told.answers, told.new)
+            storage = heard(policies[index], storage, index, told.asks, told.answers, told.new)
     return storage.close(), x
-
-
-def layers_alike(policy: Policy) -> bool:
-    """Return whether layers of one shape may share a program.
-
-    They may if no part looks up data by layer index, and the score does not offload its state to host memory.
-    """
-    return not any(part.numbers_layers for part in _parts(policy)) and not policy.score.offloads
 
 
 def _parts(policy: Policy) -> list[Part]:
@@ -153,7 +146,7 @@ def _parts(policy: Policy) -> list[Part]:
 
 @contextlib.contextmanager
 def layer_numbered(policy: Policy, number: int | Int[Array, ""]) -> Generator[None]:
-    """Trace a layer, and explain the error of a user's own part that uses a traced layer index as a Python number.
+    """Trace a layer, and explain the error of a part that uses a traced layer index as a Python number.
 
     Raises:
         TypeError: if a part does so.
@@ -165,12 +158,12 @@ def layer_numbered(policy: Policy, number: int | Int[Array, ""]) -> Generator[No
         jax.errors.TracerArrayConversionError,
         jax.errors.TracerIntegerConversionError,
     ) as error:
-        own = [type(part).__name__ for part in _parts(policy) if not of_kvjax(type(part))]
-        if isinstance(number, int) or not own:
+        if isinstance(number, int):
             raise
+        parts = ", ".join(type(part).__name__ for part in _parts(policy))
         raise TypeError(
-            f"{' or '.join(own)} takes an array for a number of Python ({str(error).splitlines()[0]}); where that is "
-            "new.layer, write numbers_layers = True in the class, so that each layer has a program of its own."
+            f"one of {parts} takes an array for a number of Python ({str(error).splitlines()[0]}); where that is "
+            "new.layer, override layer(index) instead, which is called with each layer's number."
         ) from error
 
 
@@ -227,7 +220,7 @@ def _step(
     config: LayerConfig, policy: Policy, storage: Any, layer: int, new: New
 ) -> tuple[Storage, Float[Array, "b h g 1 e"], list[Pending]]:
     """Run attention and eviction of one layer of a decode step, with any storage."""
-    if policy.score.offloads:
+    if policy.score.requires.host_memory:
         storage = storage.moved(layer, jax.memory.Space.Device)
 
     def asked(heads: Heads) -> PyTree:
@@ -262,7 +255,7 @@ def _step(
         storage = heard(policy, storage, layer, asks, found.answers, new)
         storage, out = storage.with_scores(layer, found.out)
         found = found._replace(out=out)
-    if policy.score.offloads:
+    if policy.score.requires.host_memory:
         storage = storage.moved(layer, jax.memory.Space.Host)
     return storage, found.out, []
 
@@ -296,7 +289,7 @@ def heard(policy: Policy, storage: Any, layer: int, asks: PyTree, answers: Any, 
     heads = storage.heads(layer)
     with jax.named_scope("scores"):
         advanced = policy.score.advance(heads, new)
-        if not policy.score.spares_idle_rows:
+        if not policy.score.requires.keeps_idle_rows:
             advanced = slots.where_read(new, advanced, heads.state.score)
         storage = storage.fold(policy, layer, asks, answers, new)
     return storage if advanced is None else storage.put_state(layer, score=advanced)
@@ -348,13 +341,13 @@ def read_block(
         first: True for a whole prompt, after which the plan allocates slots to heads.
 
     Returns:
-        The storage, or the selected slots under a plan with slots for each head; and hidden states, NaN in rows where a
-        user's own score is NaN.
+        The storage, or the selected slots under a plan with slots for each head; and hidden states, NaN in rows with
+        scores of NaN.
     """
     x = embed(weights, config, reading.token, reading.position)
-    numbers = range(config.layers)
-    shapes = config.layer_configs
-    return read_layers(weights.layers, numbers, shapes, config, policy, storage, reading, capacities, x, first=first)
+    numbers, shapes = range(config.layers), config.layer_configs
+    policies = [policy.layer(index) for index in numbers]
+    return read_layers(weights.layers, numbers, shapes, config, policies, storage, reading, capacities, x, first=first)
 
 
 def read_layers(
@@ -362,7 +355,7 @@ def read_layers(
     numbers: Sequence[int] | Sequence[Int[Array, ""]],
     shapes: Sequence[LayerConfig],
     config: ModelConfig,
-    policy: Policy,
+    policies: Sequence[Policy],
     storage: Dense,
     reading: Reading,
     capacities: tuple[int, ...],
@@ -377,24 +370,26 @@ def read_layers(
         numbers: their indices in the model.
         shapes: their configurations.
         config: of the model.
-        policy: decides what to keep.
+        policies: decide what each layer keeps; see `Policy.layer`.
         storage: the cache before.
         reading: the tokens.
         capacities: slots of each layer's buffers afterwards.
         x: hidden states.
         first: True for a whole prompt.
     """
-    paged = first and policy.plan.per_head
+    host_memory, paged = policies[0].score.requires.host_memory, first and policies[0].plan.per_head
     pending: list[Pending] = []
     selected: list[Selected] = []
     undefined: list[Bool[Array, " b"]] = []
 
     def done(index: int, shape: LayerConfig, told: Pending) -> None:
         nonlocal storage
+        policy = policies[index]
         storage = _settled(policy, storage, index, told, first)
         view = storage.layers[index]
-        if not of_kvjax(type(policy.score)):
-            undefined.append((jnp.isnan(policy.standing(view, told.new)[0]) & view.live).any((1, 2)))
+        ranking = policy.ranking(view, told.new)
+        if isinstance(ranking, jax.Array):
+            undefined.append((jnp.isnan(ranking) & view.live).any((1, 2)))
         if paged:
             chosen, leaving = select(policy, shape, view, told.new)
         else:
@@ -409,7 +404,7 @@ def read_layers(
                 chosen = chosen.replace(view=chosen.view.replace(state=state))
         if chosen is not None:
             selected.append(chosen)
-        if policy.score.offloads:
+        if host_memory:
             storage = storage.moved(index, jax.memory.Space.Host)
 
     for index, (layer, shape) in enumerate(zip(layers, shapes, strict=True)):
@@ -418,8 +413,8 @@ def read_layers(
             q: Array, k: Array, v: Array, index: int = index, shape: LayerConfig = shape, x: Array = x
         ) -> Array:
             nonlocal storage
-            new = reading.new(shape, numbers[index], x, q, k, v)
-            if policy.score.offloads:
+            policy, new = policies[index], reading.new(shape, numbers[index], x, q, k, v)
+            if host_memory:
                 storage = storage.moved(index, jax.memory.Space.Device)
             storage = storage.append(policy, shape, index, new)
             heads = storage.heads(index)
@@ -433,7 +428,7 @@ def read_layers(
                 done(index, shape, told)
             return found.out
 
-        with layer_numbered(policy, numbers[index]):
+        with layer_numbered(policies[index], numbers[index]):
             x = block(layer, config, shape, x, attention)
     for index, told in enumerate(over_layers(pending)):
         done(index, shapes[index], told)

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int, Key, UInt32
 
 from kvjax.cache.dense import Dense, empty
 from kvjax.cache.paged.build import Selected
-from kvjax.inference.layers import Reading, layers_alike, read_block, read_layers, read_token
+from kvjax.inference.layers import Reading, read_block, read_layers, read_token
 from kvjax.inference.prepare import Prompts
 from kvjax.inference.sharding import (
     OF_HEADS,
@@ -82,8 +82,8 @@ def lower_prompts(model: LanguageModel, prompts: Prompts) -> list[jax.stages.Low
     beginning = _begin.lower(around, *_texts(prompts), config=config, kernels=kernels, mesh=mesh)
     reading, x = placed_shapes(OF_ROWS, beginning.out_info, mesh)
     kinds = {
-        (index, capacity): (layer, prompts.policy, limit, jnp.asarray(0), reading, x)
-        for layer, index, limit, capacity in _layers(model, prompts)
+        (index, capacity): (layer, policy, limit, jnp.asarray(0), reading, x)
+        for layer, policy, index, limit, capacity in _layers(model, prompts)
     }
     return [
         beginning,
@@ -110,16 +110,17 @@ def _static(model: LanguageModel, prompts: Prompts, kernels: Kernels) -> dict[st
 
 def _shared(config: ModelConfig, prompts: Prompts) -> bool:
     """Return whether prompts are read layer by layer, with programs that layers share."""
-    policy = prompts.policy
-    together = policy.score.aligned_layers
-    return config.layers >= DEEP and prompts.chunk is None and layers_alike(policy) and not together
+    requires = prompts.policy.score.requires
+    apart = requires.shared_slots != "layers" and not requires.host_memory
+    return config.layers >= DEEP and prompts.chunk is None and apart
 
 
-def _layers(model: LanguageModel, prompts: Prompts) -> list[tuple[LayerWeights, int, Int[Array, "b h"], int]]:
+def _layers(model: LanguageModel, prompts: Prompts) -> list[tuple[LayerWeights, Policy, int, Int[Array, "b h"], int]]:
     # Layers of one shape share the program of the first of them.
-    shapes = model.config.layer_configs
+    shapes, policy = model.config.layer_configs, prompts.policy.sized(prompts.lines)
     like, limits = [shapes.index(shape) for shape in shapes], map(jnp.asarray, prompts.limits)
-    return list(zip(model.weights.layers, like, limits, prompts.capacities, strict=True))
+    policies = map(policy.layer, range(len(shapes)))
+    return list(zip(model.weights.layers, policies, like, limits, prompts.capacities, strict=True))
 
 
 def _read_layer_by_layer(
@@ -130,8 +131,8 @@ def _read_layer_by_layer(
     around, settings = dataclasses.replace(weights, layers=()), dict(config=config, mesh=model.mesh)
     reading, x = run(_begin)(around, *_texts(prompts), kernels=kernels, **settings)
     found: list[Dense | tuple[Selected, ...]] = []
-    for number, (layer, index, limit, capacity) in enumerate(_layers(model, prompts)):
-        arguments = layer, prompts.policy, limit, jnp.asarray(number), reading, x
+    for number, (layer, policy, index, limit, capacity) in enumerate(_layers(model, prompts)):
+        arguments = layer, policy, limit, jnp.asarray(number), reading, x
         storage, x = run(_read_layer)(*arguments, index=index, capacity=capacity, **settings)
         found.append(storage)
     position, logits = run(_end)(around, reading, x, **settings)
@@ -184,7 +185,7 @@ def _read_layer(
     ) -> tuple[Dense | tuple[Selected, ...], Float[Array, "b n width"]]:
         storage = Dense((empty(policy, shape, number, limit=limit, slots=0, dtype=x.dtype),))
         alone = (layer,), (number,), (shape,)
-        after, x = read_layers(*alone, here, policy, storage, reading, (capacity,), x, first=True)
+        after, x = read_layers(*alone, here, (policy,), storage, reading, (capacity,), x, first=True)
         return shared(after, mesh), x
 
     of_layer = weight_specs(layer, config, mesh)
@@ -236,7 +237,7 @@ def _read_on_device(
     layers = enumerate(zip(config.layer_configs, limits, capacities, strict=True))
     roomy = policy.sized(lines)
     made = (
-        empty(roomy, shape, layer, limit=limit, slots=0 if chunk is None else capacity, dtype=dtype)
+        empty(roomy.layer(layer), shape, layer, limit=limit, slots=0 if chunk is None else capacity, dtype=dtype)
         for layer, (shape, limit, capacity) in layers
     )
     storage: Any = Dense(tuple(made))
@@ -260,7 +261,7 @@ def _read_on_device(
     if chunk is None:
         storage, last = read_chunk(0, (storage, last), first=True)
     else:
-        if policy.score.offloads:
+        if policy.score.requires.host_memory:
             for layer in range(config.layers):
                 storage = storage.moved(layer, jax.memory.Space.Host)
         steps = -(-lengths.max() // size)

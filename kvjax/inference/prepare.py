@@ -82,17 +82,17 @@ def prepare(
             "it; leave it out and change its settings."
         )
     check_bounded(policy, budget)
-    chunk = policy.score.prefill_chunk if chunk is None else whole_number("prefill_chunk", chunk)
+    chunk = policy.score.requires.prompt_chunk if chunk is None else whole_number("prefill_chunk", chunk)
     if policy.plan.per_head and chunk is not None:
         raise ValueError(
             f"prefill_chunk={chunk} does not go with a budget for each head, which only the whole prompt can tell; "
-            "leave it out" + (', or use prompt="one_shot".' if policy.score.prefill_chunk else ".")
+            "leave it out" + (', or use prompt="one_shot".' if policy.score.requires.prompt_chunk else ".")
         )
     padded, real = _pad_rows(tokens, lengths)
     rows, width = padded.shape
     _check_prompts(padded, real, policy, config)
     check_rows(rows, model.mesh)
-    policy.score.check_prompt(int(real.min()))
+    check_prompt(policy, int(real.min()))
     policy.codec.check_layers(config.layer_configs)
     limits, capacities = plan_slots(policy, budget, real, max_new_tokens, config, width, budget_of)
     size = bucket(width) if chunk is None or chunk >= width else -(-bucket(width) // chunk) * chunk
@@ -134,6 +134,23 @@ def check_bounded(policy: Policy, budget: Budget) -> None:
         raise ValueError(
             f"budget={budget!r} means nothing to policy {name_of(policy)}, which keeps everything; leave it out, or "
             "choose another policy."
+        )
+
+
+def check_prompt(policy: Policy, shortest: int) -> None:
+    """Refuse a prompt that is too short for a policy's score.
+
+    Args:
+        policy: the policy.
+        shortest: tokens of the shortest prompt.
+
+    Raises:
+        ValueError: the score needs a longer one; the message names its settings.
+    """
+    if shortest < policy.score.requires.min_prompt:
+        raise ValueError(
+            f"{policy.score!r} needs {policy.score.requires.min_prompt} tokens of a prompt, and one has {shortest}; "
+            "use longer prompts or other settings."
         )
 
 
@@ -284,7 +301,7 @@ def plan_slots(
         slots = full_slots(width, max_new_tokens)
         return _of_heads(np.minimum(total, windows), config), tuple(min(slots, round_slots(w)) for w in widths)
     apart = np.stack([layer.bounds(total) for layer in config.layer_configs])
-    if apart.any() and policy.score.aligned_layers:
+    if apart.any() and policy.score.requires.shared_slots == "layers":
         raise ValueError(
             f"{name_of(policy)} with one score for all layers needs the same tokens in all of them, but some layers of "
             "this model see a window of the text; use shared=False."
@@ -303,7 +320,7 @@ def plan_slots(
         limits = np.repeat(slots.astype(np.int64)[:, None], rows, axis=1)
     limits = limits + plan.extra_slots
     policy.protection.check_budget(int(limits[~apart].min()))
-    if policy.score.aligned_layers and (limits != limits[0]).any():
+    if policy.score.requires.shared_slots == "layers" and (limits != limits[0]).any():
         raise ValueError(f"{name_of(policy)} with one score for all layers needs equal budgets; use plan='uniform'.")
     # A layer cannot use more slots than its window.
     limits = np.where(apart, windows, np.minimum(limits, windows))

@@ -16,7 +16,7 @@ from kvjax.types import New, PyTree, View, number, written
 
 @register_part("adakv")
 @struct.dataclass
-class AdaKV(Uniform):
+class AdaKV(Uniform, interface=True):
     r"""Every layer gets the same, every head of it what its tokens are worth.
 
     .. math:: C_h = f C + (1 - f) n_h, \quad n_h = \text{tokens of head}\ h\ \text{among the layer's}\ H C\ \text{best}

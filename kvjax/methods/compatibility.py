@@ -22,7 +22,7 @@ class Pair(NamedTuple):
 
 PAIRS = (
     Pair(
-        lambda policy: policy.plan.per_head and (policy.score.aligned or policy.score.aligned_layers),
+        lambda policy: policy.plan.per_head and policy.score.requires.shared_slots != "none",
         "{score} needs the same slots in every head of a layer, which plan {plan} does not give",
         "choose another plan, or another policy such as h2o, snapkv or keyformer",
     ),
@@ -32,7 +32,7 @@ PAIRS = (
         "choose plan uniform",
     ),
     Pair(
-        lambda policy: policy.plan.per_head and policy.score.offloads,
+        lambda policy: policy.plan.per_head and policy.score.requires.host_memory,
         "offload=True moves scores of the same slots in every head of a layer, which plan {plan} does not give",
         "leave offload out, or choose another plan",
     ),

@@ -5,18 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 from flax import struct
-from jaxtyping import Array, Float
 
 from kvjax.methods.combine import combine
 from kvjax.methods.register import register
 from kvjax.policies.policy import Policy
-from kvjax.policies.score import Score
+from kvjax.policies.score import AccumulatedScore
 from kvjax.policies.stats import Sums
-from kvjax.types import Heads, New, PyTree, View, nothing
+from kvjax.types import Heads, New
 
 
 @struct.dataclass
-class Accumulated(Score):
+class Accumulated(AccumulatedScore):
     r"""Heavy hitters by accumulated attention.
 
     .. math:: F_t(i) = \sum_{j \le t} \sum_{g} a_{j,g}(i)
@@ -24,24 +23,11 @@ class Accumulated(Score):
     summed over all queries j that saw token i, prompt and generation, and over the g query heads of the KV head.
     """
 
-    adds = True
     paper = "H2O, Zhang et al. 2023, Algorithm 1"
-
-    def slot(self, new: New, state: PyTree) -> Float[Array, "b h t"]:
-        """Accumulated attention, nothing yet."""
-        return nothing(new)
 
     def asks(self, heads: Heads, new: New) -> Sums:
         """a_t, summed over queries and group."""
         return Sums()
-
-    def fold(self, answers: Float[Array, "b h c"], view: View, new: New) -> Float[Array, "b h c"]:
-        """F_t = F_{t-1} + a_t."""
-        return view.slots.score + answers
-
-    def score(self, view: View, new: New) -> Float[Array, "b h c"]:
-        """Score = F_t."""
-        return view.slots.score
 
 
 @register(paper="H2O, Algorithm 1", group="what stays is a matter of attention")

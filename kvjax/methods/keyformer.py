@@ -12,8 +12,9 @@ from kvjax.methods.combine import combine
 from kvjax.methods.h2o import Accumulated
 from kvjax.methods.register import register
 from kvjax.policies.policy import Policy
+from kvjax.policies.score import Requirements
 from kvjax.policies.stats import Noise, Sums
-from kvjax.types import Heads, New, View, check, derived, number, setting, written
+from kvjax.types import Heads, New, check, derived, number, setting, written
 
 
 @struct.dataclass
@@ -61,14 +62,9 @@ class GumbelSoftmax(Accumulated):
             object.__setattr__(self, "damped", self.damping != 1)
 
     @property
-    def adds(self) -> bool:  # type: ignore[override]
-        """Unless what is there shrinks first, or waits for other layers."""
-        return not self.damped and not self.shared
-
-    @property
-    def aligned_layers(self) -> bool:  # type: ignore[override]
+    def requires(self) -> Requirements:
         """Layers that share a score hold the same tokens."""
-        return self.shared
+        return Requirements(shared_slots="layers" if self.shared else "none")
 
     def asks(self, heads: Heads, new: New) -> Sums:
         """The fractions of equation 9; several queries count as if they had come one after another."""
@@ -76,26 +72,18 @@ class GumbelSoftmax(Accumulated):
         if self.damped and new.position.shape[1] > 1:
             weights = jnp.where(new.valid, self.damping**new.age, 0.0)[:, None]
         noise = None if self.noise in ("none", "constant") else Noise(self.noise, self.fresh_noise)
-        return Sums(weights, self.temperature(new), noise, over="model" if self.shared else "group")
+        return Sums(weights, self._temperature(new), noise, over="model" if self.shared else "group")
 
-    @property
-    def numbers_layers(self) -> bool:  # type: ignore[override]
-        """Kernels have the layer's number in what they draw."""
-        return self.noise not in ("none", "constant")
-
-    def temperature(self, new: New) -> float | Float[Array, "b t"]:
-        """Equation 10."""
+    def _temperature(self, new: New) -> float | Float[Array, "b t"]:
+        # Equation 10.
         if new.given or self.steady:
             return float(self.tau_init)
         step = jnp.clip(new.position - new.prompt_length[:, None] + 1, 0, new.horizon[:, None])
         return self.tau_init + step * ((self.tau_end - self.tau_init) / new.horizon[:, None])
 
-    def fold(self, answers: Float[Array, "b h c"], view: View, new: New) -> Float[Array, "b h c"]:
-        """Equation 9."""
-        if not self.damped:
-            return view.slots.score + answers
-        kept = (self.damping ** new.valid.sum(1)).astype(answers.dtype)
-        return kept[:, None, None] * view.slots.score + answers
+    def retained(self, new: New) -> Float[Array, " b"] | None:
+        """alpha, for each of the tokens."""
+        return self.damping ** new.valid.sum(1) if self.damped else None
 
 
 @register(paper="Keyformer, eq. 9, 10", group="what stays is a matter of attention")

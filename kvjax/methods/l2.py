@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -12,8 +13,9 @@ from jaxtyping import Array, Float
 from kvjax.methods.combine import combine
 from kvjax.methods.register import register
 from kvjax.policies.policy import Policy
+from kvjax.policies.rankings import OldestFirst, Ranking
 from kvjax.policies.score import Score
-from kvjax.types import New, PyTree, View, check, setting, wide
+from kvjax.types import New, PyTree, View, check, derived, setting, wide
 
 if TYPE_CHECKING:
     from kvjax.models.model import LanguageModel
@@ -34,15 +36,12 @@ class KeyNorm(Score):
     paper = "Devoto et al. 2024, arXiv 2406.11430, section 3"
 
     skip_layers: int = setting(0)
+    skipped: bool = derived(False)
+    """True in a layer that is skipped; made by `layer`."""
 
     def __post_init__(self) -> None:
         whole = isinstance(self.skip_layers, int) and self.skip_layers >= 0
         check(whole, "skip_layers", self.skip_layers, "a whole number from 0")
-
-    @property
-    def numbers_layers(self) -> bool:  # type: ignore[override]
-        """Where the first layers differ from the others."""
-        return self.skip_layers > 0
 
     def bind(self, model: LanguageModel) -> KeyNorm:
         """The score itself, if the model has so many layers."""
@@ -50,16 +49,19 @@ class KeyNorm(Score):
         check(self.skip_layers <= layers, "skip_layers", self.skip_layers, f"a number of the model's {layers} layers")
         return self
 
+    def layer(self, index: int) -> KeyNorm:
+        """The score of a layer, which may be one of those that are skipped."""
+        return dataclasses.replace(self, skipped=index < self.skip_layers)
+
     def slot(self, new: New, state: PyTree) -> Float[Array, "b h t"]:
         """The norm of the key."""
         # Fewer digits on purpose: a token read twice has equal norms, which rounding must not order by chance.
         norm = jnp.linalg.norm(new.k.astype(wide(new.k.dtype)), axis=-1).astype(jnp.float32)
         return jax.lax.reduce_precision(norm, exponent_bits=8, mantissa_bits=14)
 
-    def score(self, view: View, new: New) -> Float[Array, "b h c"]:
-        """Score = -norm, or the position in layers that are skipped."""
-        skipped = self.skip_layers and new.layer < self.skip_layers
-        return view.position.astype(jnp.float32) if skipped else -view.slots.score
+    def score(self, view: View, new: New) -> Ranking:
+        """Score = -norm; layers that are skipped rank by age."""
+        return OldestFirst() if self.skipped else -view.slots.score
 
 
 @register(paper="Devoto et al. 2024", group="what stays is a matter of keys, or of chance")

@@ -15,7 +15,7 @@ from kvjax.methods.register import register, register_part
 from kvjax.policies.allocation import Plan
 from kvjax.policies.policy import Policy
 from kvjax.policies.protection import Protection
-from kvjax.policies.score import Score
+from kvjax.policies.score import Requirements, Score
 from kvjax.policies.stats import Again, Sums
 from kvjax.types import Heads, New, PyTree, View, check, nothing, number, setting, wide, written
 
@@ -166,9 +166,9 @@ class _Observed(Score):
         check(queries, "alpha", self.alpha, "a number of queries from 1, or None")
 
     @property
-    def offloads(self) -> bool:  # type: ignore[override]
-        """Whether what it remembers waits in host memory."""
-        return self.offload
+    def requires(self) -> Requirements:
+        """The observation window must fit a prompt; what is remembered may wait in host memory."""
+        return Requirements(min_prompt=self.alpha or 0, host_memory=self.offload)
 
     def bind(self, model: LanguageModel) -> Self:
         """The score itself, if there is host memory to offload to."""
@@ -181,13 +181,6 @@ class _Observed(Score):
                 "leave offload out."
             )
         return self
-
-    def check_prompt(self, shortest: int) -> None:
-        """The observation window must fit."""
-        if self.alpha is not None and self.alpha > shortest:
-            raise ValueError(
-                f"alpha={self.alpha} queries do not fit in a prompt of {shortest} tokens; use alpha up to {shortest}."
-            )
 
     def _alpha(self, heads: Heads) -> Int[Array, "b h"]:
         return heads.limit if self.alpha is None else jnp.full_like(heads.limit, self.alpha)
@@ -217,22 +210,29 @@ class LastQueries(_Observed):
         lines: most slots of each layer, for alpha=None; made by `sized`.
     """
 
-    spares_idle_rows: ClassVar[bool] = True
     window: ClassVar[str] = "exact"
-    numbers_layers = True
 
     lines: tuple[int, ...] = setting(())
+
+    @property
+    def requires(self) -> Requirements:
+        """Queries of rows that read nothing stay where they are."""
+        return dataclasses.replace(super().requires, keeps_idle_rows=True)
 
     def sized(self, slots: tuple[int, ...]) -> LastQueries:
         """With room for as many queries as a layer has slots, where alpha is C_l."""
         return self if self.alpha is not None else dataclasses.replace(self, lines=slots)
+
+    def layer(self, index: int) -> LastQueries:
+        """With room for the queries of one layer."""
+        return dataclasses.replace(self, lines=self.lines[index : index + 1])
 
     def init(self, shape: New) -> PyTree:
         """Room for the last queries, before rotation: token i's is number i modulo alpha."""
         rows, heads, groups, _, width = shape.q.shape
         if self.alpha is None and not self.lines:
             raise ValueError("alpha=None is as many queries as a layer has slots: call `Policy.sized` first.")
-        count = self.lines[shape.layer] if self.alpha is None else self.alpha
+        count = self.lines[0] if self.alpha is None else self.alpha
         return jnp.zeros((rows, heads, count, groups, width), shape.q.dtype)
 
     def slot(self, new: New, state: PyTree) -> PyTree:

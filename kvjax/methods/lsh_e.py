@@ -13,9 +13,10 @@ from jaxtyping import Array, Float, UInt32
 from kvjax.methods.combine import combine
 from kvjax.methods.register import register
 from kvjax.policies.policy import Policy
-from kvjax.policies.score import Score
+from kvjax.policies.rankings import HammingDistance
+from kvjax.policies.score import Requirements, Score
 from kvjax.types import New, PyTree, View, check, setting
-from pallas_kernels.hamming import Hashing, distances
+from pallas_kernels.hamming import Hashing
 
 if TYPE_CHECKING:
     from kvjax.models.model import LanguageModel
@@ -40,18 +41,16 @@ class Hamming(Score):
         prompt: `sequential` fills the cache with the first tokens of the prompt and then reads it by Algorithm 1,
             token by token; `one_shot` reads the prompt whole and then keeps the tokens nearest to its last query.
         seed: of the matrices R.
-        planes: R of each layer; made by `bind`.
+        planes: R of each layer, made by `bind`; in a layer that of its own.
     """
 
     paper = "LSH-E, arXiv 2412.16187, Algorithm 1"
-    compares = True
-    numbers_layers = True
     of_heads = ("planes",)
 
     bits: int = setting(16)
     prompt: str = setting("sequential")
     seed: int = setting(0)
-    planes: tuple[Float[Array, "h bits d"], ...] | None = None
+    planes: tuple[Float[Array, "h bits d"], ...] | Float[Array, "h bits d"] | None = None
 
     def __post_init__(self) -> None:
         check(isinstance(self.bits, int) and 1 <= self.bits <= 256, "bits", self.bits, "a whole number from 1 to 256")
@@ -59,9 +58,9 @@ class Hamming(Score):
         check(isinstance(self.seed, int) and 0 <= self.seed < 2**32, "seed", self.seed, "a whole number below 2^32")
 
     @property
-    def prefill_chunk(self) -> int | None:  # type: ignore[override]
+    def requires(self) -> Requirements:
         """Algorithm 1 evicts before every token."""
-        return 1 if self.prompt == "sequential" else None
+        return Requirements(prompt_chunk=1 if self.prompt == "sequential" else None)
 
     def bind(self, model: LanguageModel) -> Hamming:
         """With R for the layers of a model."""
@@ -69,22 +68,26 @@ class Hamming(Score):
         planes = (projections(self.seed, i, layer.kv_heads, self.bits, layer.key_width) for i, layer in layers)
         return dataclasses.replace(self, planes=tuple(planes))
 
-    def hashing(self, new: New) -> Hashing:
-        """R, q_t and k_t."""
-        if self.planes is None:
+    def layer(self, index: int) -> Hamming:
+        """With R of one layer."""
+        return self if self.planes is None else dataclasses.replace(self, planes=self.planes[index])
+
+    def _hashing(self, new: New) -> Hashing:
+        # R, q_t and k_t.
+        planes: Any = self.planes
+        if planes is None:
             raise ValueError("lsh_e has no hyperplanes yet: call bind(model), as prefill does.")
-        planes = self.planes[new.layer]
         if new.head is not None and new.k.shape[1] < len(planes):  # heads on pages, each on its own
             planes = planes[new.head - new.spread.first(len(planes))]
         return Hashing(planes, new.last_query, new.k)
 
     def slot(self, new: New, state: PyTree) -> tuple[UInt32[Array, "b h t"], ...]:
         """h(k), each of its words in a buffer of its own: numbers of a slot would lie in lanes of 128 on a TPU."""
-        return self.hashing(new).of_keys()
+        return self._hashing(new).of_keys()
 
-    def score(self, view: View, new: New) -> Float[Array, "b h c"]:
+    def score(self, view: View, new: New) -> HammingDistance:
         """F_t = -d_H(h(q_t), H), summed over the query group."""
-        return -distances(self.hashing(new).of_queries(), view.slots.score).astype(jnp.float32)
+        return HammingDistance(self._hashing(new), view.slots.score)
 
 
 def projections(seed: int, layer: int, heads: int, bits: int, width: int) -> Float[Array, "h bits d"]:

@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float
 from kvjax.methods.combine import combine
 from kvjax.methods.register import register
 from kvjax.policies.policy import Policy
-from kvjax.policies.score import Score
+from kvjax.policies.score import Requirements, Score
 from kvjax.policies.stats import Sums
 from kvjax.types import Heads, New, PyTree, View, nothing, wide
 
@@ -26,7 +26,11 @@ class LastAttention(Score):
     """
 
     paper = "TOVA, Oren et al. 2024, section 4"
-    aligned = True
+
+    @property
+    def requires(self) -> Requirements:
+        """One score for all heads of a layer, which hold the same tokens."""
+        return Requirements(shared_slots="heads")
 
     def slot(self, new: New, state: PyTree) -> Float[Array, "b h t"]:
         """Attention of the last query, none yet."""

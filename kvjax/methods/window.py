@@ -11,6 +11,7 @@ from jaxtyping import Array, Float
 from kvjax.methods.combine import combine
 from kvjax.methods.register import register
 from kvjax.policies.policy import Policy
+from kvjax.policies.rankings import OldestFirst
 from kvjax.policies.score import Score
 from kvjax.types import New, View, check, number, written
 
@@ -23,11 +24,10 @@ class Recency(Score):
     """
 
     paper = "Beltagy et al. 2020, section 3.1"
-    slides = True
 
-    def score(self, view: View, new: New) -> Float[Array, "b h c"]:
-        """Score = position."""
-        return view.position.astype(jnp.float32)
+    def score(self, view: View, new: New) -> OldestFirst:
+        """Rank by position."""
+        return OldestFirst()
 
 
 @struct.dataclass

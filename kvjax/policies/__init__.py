@@ -7,7 +7,11 @@ from typing import Any
 from kvjax.policies.allocation import Plan as Plan
 from kvjax.policies.policy import Policy as Policy
 from kvjax.policies.protection import Protection as Protection
+from kvjax.policies.rankings import HammingDistance as HammingDistance
+from kvjax.policies.rankings import OldestFirst as OldestFirst
 from kvjax.policies.residual import Residual as Residual
+from kvjax.policies.score import AccumulatedScore as AccumulatedScore
+from kvjax.policies.score import Requirements as Requirements
 from kvjax.policies.score import Score as Score
 from kvjax.policies.selection import Selection as Selection
 

@@ -23,7 +23,7 @@ class Quota(NamedTuple):
 
 
 @struct.dataclass(kw_only=True)
-class Plan(Part):
+class Plan(Part, interface=True):
     """Gives every layer its slots; all layers together always get exactly `layers * budget`.
 
     Args:

@@ -23,18 +23,21 @@ class Part(abc.ABC):  # noqa: B024 - no part has to do anything
     Inputs are batched over rows and heads, [b h ...], or [b h c ...] for slots. Never reduce or index across the axes b
     and h. With paged storage, b counts pages and h is 1.
 
+    A class that offers public methods beyond those of its kind says so: `class Mine(Score, interface=True)`. Elsewhere
+    such a method is taken for a misspelt one.
+
     Raises:
         TypeError: the class is not a `flax.struct.dataclass`, or has a public method that kvjax never calls.
         ValueError: a setting is not of its annotation's type.
     """
 
-    numbers_layers: bool = False
-    """True if the part indexes per-layer data by layer number, so each layer needs its own compiled program.
-
-    If no part does, the layers of a deep model may share a program; `new.layer` is then an array.
-    """
+    _interface: ClassVar[bool] = True
     of_heads: ClassVar[tuple[str, ...]] = ()
     """Fields whose arrays lead with a layer's KV heads; on a mesh, each device gets the entries of its heads."""
+
+    def __init_subclass__(cls, *, interface: bool = False, **rest: Any) -> None:
+        super().__init_subclass__(**rest)
+        cls._interface = interface
 
     def __new__(cls, *values: Any, **named: Any) -> Self:
         """Check the class and its settings before `__post_init__`, which may then compare numbers."""
@@ -64,6 +67,13 @@ class Part(abc.ABC):  # noqa: B024 - no part has to do anything
         """Return a copy whose `init` allocates for this number of slots per head in each layer, if it depends on it."""
         return self
 
+    def layer(self, index: int) -> Self:
+        """Return the part as one layer uses it, with this layer's share of what differs between layers.
+
+        Layers whose parts differ in arrays alone share a compiled program; `new.layer` is then an array.
+        """
+        return self
+
     def init(self, shape: New) -> PyTree:
         """Return the part's initial state of a layer, with leaves [b ...]; `shape` holds no tokens."""
         return None
@@ -77,27 +87,20 @@ class Part(abc.ABC):  # noqa: B024 - no part has to do anything
         return ()
 
 
-def of_kvjax(kind: type) -> bool:
-    """Return whether kvjax itself defines a class; the methods of such classes are the contract."""
-    return kind.__module__.partition(".")[0] == "kvjax"
-
-
 @functools.cache
 def check_class(kind: type[Part]) -> None:
-    """Refuse a user-defined part that would not work as written.
+    """Refuse a part that would not work as written.
 
     Raises:
         TypeError: a public method is no hook of the part, so kvjax would never call it; or the decorator is missing.
     """
-    if of_kvjax(kind):
-        return
-    ours = [base for base in kind.__mro__ if of_kvjax(base)]
-    hooks = sorted({name for base in ours for name in vars(base) if not name.startswith("_")})
+    offering = [base for base in kind.__mro__ if vars(base).get("_interface")]
+    hooks = sorted({name for base in offering for name in vars(base) if not name.startswith("_")})
     fields = getattr(kind, "__dataclass_fields__", {})
     own = {
         name: value
         for base in kind.__mro__
-        if issubclass(base, Part) and base not in ours
+        if issubclass(base, Part) and base not in offering
         for name, value in vars(base).items()
     }
     for name, value in own.items():

@@ -12,14 +12,14 @@ from flax import struct
 from jaxtyping import Array, Float, Int
 
 from kvjax.policies.allocation import Plan, Quota, Uniform
-from kvjax.policies.base import Part, of_kvjax
+from kvjax.policies.base import Part
 from kvjax.policies.protection import Protected, Protection
 from kvjax.policies.quantizer import Codec
+from kvjax.policies.rankings import HammingDistance, OldestFirst, Ranking, as_numbers
 from kvjax.policies.residual import Residual
-from kvjax.policies.score import Score
+from kvjax.policies.score import AccumulatedScore, Score
 from kvjax.policies.selection import Selection
 from kvjax.types import Heads, New, Parts, PyTree, View, derived, setting
-from pallas_kernels.hamming import Hashing
 
 if TYPE_CHECKING:
     from kvjax.models.model import LanguageModel
@@ -102,6 +102,10 @@ class Policy:
         """Return a copy with the given plan for its budget; None keeps its own plan."""
         return self if plan is None else dataclasses.replace(self, plan=self.plan.spread_by(plan))
 
+    def layer(self, index: int) -> Policy:
+        """Return the policy as one layer uses it."""
+        return self._each(lambda part: part.layer(index))
+
     def _each(self, change: Any) -> Policy:
         names = ("score", "protection", "plan", "residual", "selection")
         parts = {name: getattr(self, name) for name in names}
@@ -118,20 +122,17 @@ class Policy:
         return self.plan.ends
 
     @property
-    def foresees(self) -> bool:
-        """True if a layer can choose the evicted token from the new token's position alone."""
-        known = of_kvjax(type(self.score)) and of_kvjax(type(self.protection)) and not self.score.compares
-        return known and not self.score.offloads and not self.shrinks
-
-    @property
     def slides(self) -> bool:
-        """True if the oldest evictable token is always evicted first."""
-        return self.score.slides and of_kvjax(type(self.score))
+        """True if the score ranks by age, so that beyond sinks a head holds the newest tokens without a gap."""
+        nothing: Any = None
+        try:
+            return isinstance(self.score.score(nothing, nothing), OldestFirst)
+        except Exception:  # it looks at slots or tokens, or needs a model first: ranking by age needs nothing
+            return False
 
-    @property
-    def adds(self) -> bool:
-        """True if each slot stores its score, which starts at 0 and to which `fold` adds the attention statistic."""
-        return self.score.adds and of_kvjax(type(self.score))
+    def only_adds(self, asks: PyTree, new: New) -> bool:
+        """Return whether each slot stores its score, and the requested statistic is all that is added to it."""
+        return isinstance(self.score, AccumulatedScore) and self.score.only_adds(asks, new)
 
     def init(self, shape: New) -> Parts:
         """Return the initial state of all parts for a layer."""
@@ -152,24 +153,26 @@ class Policy:
             codec=self.codec.slot(new),
         )
 
-    def standing(self, view: View, new: New) -> tuple[Float[Array, "b h c"], Protected]:
-        """Return the score of each slot, and the protection of the slots.
+    def ranking(self, view: View, new: New) -> Ranking:
+        """Return the score's ranking of the slots.
 
         Raises:
             ValueError: the scores are not one floating-point number for each slot.
         """
         found = self.score.score(view, new)
+        if isinstance(found, (OldestFirst, HammingDistance)):
+            return found
         shape, kind = jnp.shape(found), jnp.result_type(found)
         if shape != view.position.shape or not jnp.issubdtype(kind, jnp.floating):
             raise ValueError(
                 f"{type(self.score).__name__}.score gives {kind} of shape {list(shape)}, not a floating-point number "
                 f"for each of the slots {list(view.position.shape)} [b h c]."
             )
-        return found, self.protection.guard(view, new)
+        return found
 
-    def hashing(self, new: New) -> Hashing | None:
-        """Return the inputs of the hash codes if the score is a distance between codes; else None."""
-        return self.score.hashing(new) if of_kvjax(type(self.score)) else None
+    def standing(self, view: View, new: New) -> tuple[Float[Array, "b h c"], Protected]:
+        """Return the score of each slot as a number, and the protection of the slots."""
+        return as_numbers(self.ranking(view, new), view), self.protection.guard(view, new)
 
     def room(self, limit: Int[Array, "b h"], length: Int[Array, " b"]) -> Int[Array, "b h"]:
         """Return the usable slots of each head for a text of `length` tokens, the whole prompt included."""

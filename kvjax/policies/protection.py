@@ -31,7 +31,7 @@ class Protected(NamedTuple):
 
 
 @struct.dataclass
-class Protection(Part):
+class Protection(Part, interface=True):
     """Protect the first tokens, the newest tokens and special tokens; a layer with a window, only inside the window.
 
     A budget must hold sinks and the recent window. Special tokens have no bound: if they outnumber the other slots, the

@@ -12,7 +12,7 @@ from kvjax.types import Evicted, New, Partial
 from pallas_kernels.attention import LowRank, merge, share_of_evicted
 
 
-class Residual(Part):
+class Residual(Part, interface=True):
     """Memory of constant size that absorbs evicted pairs and that queries attend to."""
 
     @abc.abstractmethod

@@ -3,19 +3,47 @@
 from __future__ import annotations
 
 import abc
+import dataclasses
+import warnings
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from jaxtyping import Array, Float
 
 from kvjax.policies.base import Part
-from kvjax.types import Heads, New, PyTree, View
-from pallas_kernels.hamming import Hashing
+from kvjax.policies.rankings import Ranking
+from kvjax.policies.stats import Sums
+from kvjax.types import Heads, New, PyTree, View, check, nothing
 
 if TYPE_CHECKING:
     from typing import Self
 
 
-class Score(Part):
+@dataclasses.dataclass(frozen=True)
+class Requirements:
+    """Rare needs of a score.
+
+    Args:
+        shared_slots: `heads` if slots must hold the same tokens in all heads of a layer, `layers` if also in all
+            layers, else `none`.
+        prompt_chunk: prompt tokens read between two compressions; None for the whole prompt, 1 for decode steps.
+        min_prompt: tokens that each prompt must have.
+        host_memory: True to keep state of slots and heads in host memory from one token to the next.
+        keeps_idle_rows: True if `advance` leaves rows that read nothing unchanged; if not, steps copy state to restore
+            them.
+    """
+
+    shared_slots: str = "none"
+    prompt_chunk: int | None = None
+    min_prompt: int = 0
+    host_memory: bool = False
+    keeps_idle_rows: bool = False
+
+    def __post_init__(self) -> None:
+        known = ("none", "heads", "layers")
+        check(self.shared_slots in known, "shared_slots", self.shared_slots, f"one of {', '.join(known)}")
+
+
+class Score(Part, interface=True):
     """Importance of each slot; all scores share the rest of eviction.
 
     A decode step makes these calls in each layer:
@@ -39,6 +67,17 @@ class Score(Part):
         [0, 1, 2, 3, 4, 5, 6, 7]
     """
 
+    def __init_subclass__(cls, *, interface: bool = False, **rest: Any) -> None:
+        super().__init_subclass__(interface=interface, **rest)
+        old = {"aligned": "heads", "aligned_layers": "layers"}
+        for name in old.keys() & vars(cls).keys():
+            made = Requirements(shared_slots=old[name])
+            warnings.warn(
+                f"{cls.__name__}.{name} is now a property `requires` that returns kvjax.{made}.", DeprecationWarning, 2
+            )
+            if vars(cls)[name] is True:
+                cls.requires = made  # type: ignore[assignment]
+
     def __new__(cls, *values: Any, **named: Any) -> Self:
         """Check that statistics from `asks` have a method that uses them, and that `fold` gets statistics."""
         asks = cls.asks is not Part.asks
@@ -53,38 +92,11 @@ class Score(Part):
 
     paper: ClassVar[str] = ""
     """Source of the method, with its equation."""
-    aligned: bool = False
-    """True if slots must hold the same tokens in all heads of a layer."""
-    aligned_layers: bool = False
-    """True if slots must hold the same tokens in all layers."""
-    slides: ClassVar[bool] = False
-    """True if `score` orders by position, so that beyond sinks a head always holds the newest tokens without a gap.
 
-    Only scores of kvjax may set it; kvjax always calls `score` of a user's own class.
-    """
-    adds: bool = False
-    """True if `score` returns the state of each slot, which starts at 0 and to which `fold` adds the statistics.
-
-    A kernel that reads the score then accumulates into it in the same pass. Only scores of kvjax may set it.
-    """
-    compares: ClassVar[bool] = False
-    """True if `score` depends on more of the new token than its position."""
-    offloads: bool = False
-    """True if per-slot state is kept in host memory from one token to the next."""
-    spares_idle_rows: ClassVar[bool] = False
-    """True if `advance` leaves rows that read nothing unchanged; if not, each step copies state to restore them."""
-    prefill_chunk: int | None = None
-    """Prompt tokens read between two compressions; None for the whole prompt, 1 for one decode step each."""
-
-    def check_prompt(self, shortest: int) -> None:
-        """Refuse prompts that are too short for the settings.
-
-        Args:
-            shortest: tokens of the shortest prompt.
-
-        Raises:
-            ValueError: if a setting needs a longer prompt.
-        """
+    @property
+    def requires(self) -> Requirements:
+        """Rare needs of the score."""
+        return Requirements()
 
     def fold(self, answers: PyTree, view: View, new: New) -> PyTree:
         """Return the new state of each slot, `view.slots.score`, after attention; each slot independently.
@@ -105,18 +117,42 @@ class Score(Part):
         return view.slots.score
 
     @abc.abstractmethod
-    def score(self, view: View, new: New) -> Float[Array, "b h c"]:
-        """Return the importance of each slot: the lowest is evicted first, -inf immediately, +inf never.
+    def score(self, view: View, new: New) -> Ranking:
+        """Return the importance of each slot [b h c]: the lowest is evicted first, -inf immediately, +inf never.
+
+        Where they apply, return a `kvjax.OldestFirst` or a `kvjax.HammingDistance`, for which kernels need no numbers.
 
         Args:
             view: the slots; scores of empty slots are ignored. Of equal scores the oldest token is evicted.
             new: tokens being read: a token that needs a slot, or a block whose tokens have slots.
         """
 
-    def hashing(self, new: New) -> Hashing | None:
-        """Return the hashing if `score` is minus the Hamming distance between the codes of queries and keys, else None.
 
-        The state of slots is then the words of their keys' codes, and kernels choose the evicted slot without scores.
-        Only scores of kvjax may override it.
-        """
+class AccumulatedScore(Score, interface=True):
+    """Score that sums one statistic of attention: a subclass says in `asks` which. Kernels may add it in place."""
+
+    def slot(self, new: New, state: PyTree) -> PyTree:
+        """Return zeros: no query has attended to the new tokens yet."""
+        return nothing(new)
+
+    def retained(self, new: New) -> Float[Array, " b"] | None:
+        """Return the factor that remains of each sum when new tokens attend; None for all of it."""
         return None
+
+    def fold(self, answers: PyTree, view: View, new: New) -> PyTree:
+        """Return the sum with the statistic added."""
+        kept, before = self.retained(new), view.slots.score
+        return answers + (before if kept is None else kept.astype(answers.dtype)[:, None, None] * before)
+
+    def score(self, view: View, new: New) -> Ranking:
+        """Return the sum."""
+        return view.slots.score
+
+    def only_adds(self, asks: PyTree, new: New) -> bool:
+        """Return whether the requested statistic of a group is all that changes a sum, as kernels can change it.
+
+        A subclass that overrides `slot`, `fold` or `score` is called like any other score.
+        """
+        mine, kind = AccumulatedScore, type(self)
+        as_here = kind.slot is mine.slot and kind.fold is mine.fold and kind.score is mine.score
+        return as_here and self.retained(new) is None and isinstance(asks, Sums) and asks.over == "group"

@@ -10,7 +10,7 @@ from kvjax.policies.base import Part
 from kvjax.types import New
 
 
-class Selection(Part):
+class Selection(Part, interface=True):
     """Which tokens each query reads, from its attention to all that are held."""
 
     @abc.abstractmethod

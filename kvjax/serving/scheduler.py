@@ -23,6 +23,7 @@ from kvjax.inference.extend import read_more
 from kvjax.inference.prepare import (
     among_devices,
     bucket,
+    check_prompt,
     check_rows,
     check_tokens,
     check_vocabulary,
@@ -132,7 +133,7 @@ class Device:
         if not prompt:
             raise ValueError("the prompt is empty; give at least one token.")
         check_tokens(np.asarray([prompt]), np.asarray([len(prompt)]), config)
-        self.policy.score.check_prompt(len(prompt))
+        check_prompt(self.policy, len(prompt))
         end = len(prompt) + whole_number("max_tokens", request.max_tokens)
         if end > self.context:
             raise ValueError(
@@ -303,10 +304,11 @@ def _served(policy: Policy, model: Model) -> Policy:
             f"{name} gives each head slots of its own once a prompt has been read, so that a row's memory is not known "
             "before; serve another policy, or another plan."
         )
-    if policy.score.prefill_chunk is not None:
+    if policy.score.requires.prompt_chunk is not None:
         raise ValueError(
-            f"{name} reads prompts {policy.score.prefill_chunk} token at a time, not in chunks; use prompt='one_shot'."
+            f"{name} reads prompts {policy.score.requires.prompt_chunk} token at a time, not in chunks; use "
+            "prompt='one_shot'."
         )
-    if policy.score.offloads:
+    if policy.score.requires.host_memory:
         raise ValueError(f"{name} keeps scores in host memory, where rows cannot come and go; leave offload out.")
     return policy

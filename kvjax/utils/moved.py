@@ -48,7 +48,9 @@ class MovedModules(importlib.abc.MetaPathFinder, importlib.abc.InspectLoader):
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
         """Return a spec for an old name, None for any other."""
-        return importlib.util.spec_from_loader(fullname, self) if fullname in MOVED else None
+        # `python -m` puts the origin at the head of sys.argv, where jax reads strings.
+        moved = MOVED.get(fullname)
+        return None if moved is None else importlib.util.spec_from_loader(fullname, self, origin=moved)
 
     def exec_module(self, module: ModuleType) -> None:
         """Import the moved module under its old name."""

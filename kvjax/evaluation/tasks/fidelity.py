@@ -48,7 +48,12 @@ def measure(model: Model, options: argparse.Namespace, entry: Entry, cell: Cell)
 def _ordering(model: Model, entry: Entry, tokens: Int[np.ndarray, "b n"]) -> dict[str, Any]:
     """Measure how scores order the passages' tokens, for any budget; None if they cannot be replayed."""
     policy = entry.policy
-    if not policy.plan.bounded or policy.score.aligned_layers or policy.score.offloads or policy.plan.shrinks:
+    if (
+        not policy.plan.bounded
+        or policy.score.requires.shared_slots == "layers"
+        or policy.score.requires.host_memory
+        or policy.plan.shrinks
+    ):
         return {"attention_loss_ratio": None, "score_correlation": None}
     found = ordering(model, policy, tokens)
     told = {"attention_loss_ratio": found.loss_ratio, "score_correlation": found.correlation}

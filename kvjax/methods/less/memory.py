@@ -34,7 +34,7 @@ class Memory(NamedTuple):
 
 @register_part("less")
 @struct.dataclass
-class LowRankMemory(Residual):
+class LowRankMemory(Residual, interface=True):
     r"""Low-rank memory of evicted pairs, R x d + R numbers per KV head, for any policy that evicts.
 
     .. math::
@@ -57,12 +57,11 @@ class LowRankMemory(Residual):
         features: R; 0 for that of the checkpoint, 8 for `performer`.
         kernel_seed: of the random features.
         base: registered name of the policy that evicts.
-        layers: the kernels of each layer; made by `bind`.
+        layers: the kernels of each layer, made by `bind`; in a layer those of its own.
         trained: once bound, by slots and fraction of the model's longest text: all kernels among which the budget
             chooses.
     """
 
-    numbers_layers = True
     of_heads = ("layers",)
 
     checkpoint: str = setting("")
@@ -129,20 +128,24 @@ class LowRankMemory(Residual):
                     f"kernels for (KV heads, groups, head width) {given} do not fit {wanted} of {model!r}."
                 )
 
-    def phi(self, layer: int, q: Float[Array, "b h g t d"], kernels: Kernels = AUTO) -> Float[Array, "b h g t R"]:
-        """Compute features of rotated queries (equation 1)."""
-        return self._features("phi", layer, q, kernels)
+    def layer(self, index: int) -> LowRankMemory:
+        """Return a copy with the kernels of one layer."""
+        return self if self.layers is None else dataclasses.replace(self, layers=self.layers[index], trained=())
 
-    def psi(self, layer: int, k: Float[Array, "b h t d"], kernels: Kernels = AUTO) -> Float[Array, "b h t R"]:
-        """Compute features of rotated keys (equation 2)."""
-        return self._features("psi", layer, k, kernels)
+    def phi(self, q: Float[Array, "b h g t d"], kernels: Kernels = AUTO) -> Float[Array, "b h g t R"]:
+        """Compute features of a layer's rotated queries (equation 1)."""
+        return self._features("phi", q, kernels)
 
-    def _features(self, which: str, layer: int, x: Array, kernels: Kernels) -> Any:
-        from kvjax.methods.less.feature_maps import Performer, layer_params
+    def psi(self, k: Float[Array, "b h t d"], kernels: Kernels = AUTO) -> Float[Array, "b h t R"]:
+        """Compute features of a layer's rotated keys (equation 2)."""
+        return self._features("psi", k, kernels)
+
+    def _features(self, which: str, x: Array, kernels: Kernels) -> Any:
+        from kvjax.methods.less.feature_maps import Performer
 
         if self.layers is None:
             raise ValueError("LESS has no kernels yet: call bind(model), as prefill does.")
-        params = layer_params(self.layers, layer)[which]
+        params = self.layers[which]
         if self.kernels == "performer":
             return Performer(params["planes"].shape[-2]).apply({"params": params}, x)
         operation = {"phi": less_kernels.phi, "psi": less_kernels.psi}[which]
@@ -152,7 +155,7 @@ class LowRankMemory(Residual):
         """Return the empty memory, H_0 = 0 and z_0 = 0."""
         rows, heads, _, width = shape.k.shape
         one = jax.ShapeDtypeStruct((rows, heads, 1, width), shape.k.dtype)
-        features = jax.eval_shape(lambda k: self.psi(int(shape.layer), k), one).shape[-1]
+        features = jax.eval_shape(lambda k: self.psi(k), one).shape[-1]
         dtype = wide(shape.k.dtype)
         return Memory(
             jnp.zeros((rows, heads, features, shape.v.shape[-1]), dtype), jnp.zeros((rows, heads, features), dtype)
@@ -160,25 +163,22 @@ class LowRankMemory(Residual):
 
     def absorb(self, state: Memory, evicted: Evicted) -> Memory:
         """Add evicted pairs to the memory (equations 4 and 5)."""
-        features = self.psi(int(evicted.layer), evicted.k, evicted.kernels)
+        features = self.psi(evicted.k, evicted.kernels)
         features = jnp.where(evicted.leaving[..., None], features, 0.0)
         added = jnp.einsum("bhmr,bhmd->bhrd", features, evicted.v.astype(state.h.dtype))
         return Memory(state.h + added, state.z + features.sum(2))
 
     def share(self, state: Memory, new: New) -> LowRank:
         """Return phi, H and z of equation 3."""
-        return LowRank(self.phi(int(new.layer), new.q, new.kernels), *state)
+        return LowRank(self.phi(new.q, new.kernels), *state)
 
     def step(self, state: Memory, evicted: Evicted, new: New, attended: Partial) -> tuple[Memory, Array]:
         """Compute equations 3 to 5, in one operation if the kernels are learned."""
         if self.layers is None or self.kernels == "performer":
             return super().step(state, evicted, new, attended)
-        from kvjax.methods.less.feature_maps import layer_params
-
-        params = layer_params(self.layers, int(new.layer))
         pair = evicted.k[:, :, 0], evicted.v[:, :, 0], evicted.position[:, :, 0]
         seen = Partial(*(x[:, :, :, 0] for x in attended))
-        weights = params["phi"], params["psi"]
+        weights = self.layers["phi"], self.layers["psi"]
         found = less_kernels.remember(state, pair, new.q[:, :, :, 0], seen, *weights, **new.kernels._asdict())
         return Memory(found.h, found.z), found.out[:, :, :, None]
 

@@ -128,8 +128,10 @@ def record(
     rows, n = tokens.shape
     dtype = reads[0].k.dtype
     layers = enumerate(zip(config.layer_configs, limits, capacities, strict=True))
+    policies = [policy.layer(layer) for layer in range(config.layers)]
     made = (
-        empty(policy, shape, layer, limit=limit, slots=slots, dtype=dtype) for layer, (shape, limit, slots) in layers
+        empty(policies[layer], shape, layer, limit=limit, slots=slots, dtype=dtype)
+        for layer, (shape, limit, slots) in layers
     )
     # The replay treats the first token as the prompt and all others as generated.
     one, horizon = jnp.ones(rows, jnp.int32), jnp.full(rows, n - 1, jnp.int32)
@@ -152,11 +154,11 @@ def record(
         pending, seen = [], []
         for layer, (shape, of) in enumerate(zip(config.layer_configs, read, strict=True)):
             new = reading.new(shape, layer, of.hidden, of.q, of.k, of.v)
-            storage, told, found = replay(shape, policy, mask, storage, new, of.lse)
+            storage, told, found = replay(shape, policies[layer], mask, storage, new, of.lse)
             pending.append(told)
             seen.append(found.replace(probs=None))
         for layer, told in enumerate(over_layers(pending)):
-            storage = heard(policy, storage, layer, told.asks, told.answers, told.new)
+            storage = heard(policies[layer], storage, layer, told.asks, told.answers, told.new)
         return storage, tuple(seen)
 
     inputs = [jax.tree.map(by_steps, read, _AXES) for read in reads]
@@ -201,7 +203,7 @@ def replay(
 
     Args:
         config: of the layer.
-        policy: the policy that evicts, bound to the model.
+        policy: the layer's policy.
         mask: see `record`.
         storage: before the step.
         new: the token.

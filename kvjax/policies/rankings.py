@@ -1,0 +1,43 @@
+"""Rankings that scores return: numbers, or a value whose type lets a kernel find the victim without numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Float, UInt32
+
+from kvjax.types import View
+from pallas_kernels.hamming import Hashing, distances
+
+
+@struct.dataclass
+class OldestFirst:
+    """Ranking by age: the oldest token is evicted first, and the newest tokens stay without a gap."""
+
+
+@struct.dataclass
+class HammingDistance:
+    """Ranking by the distance between hash codes, summed over the query group: the farthest is evicted first.
+
+    Args:
+        hashing: hyperplanes, query and keys of the new tokens.
+        codes: words of the slots' codes.
+    """
+
+    hashing: Hashing
+    codes: tuple[UInt32[Array, "b h c"], ...]
+
+
+Ranking = Array | OldestFirst | HammingDistance
+"""Numbers are the importance of each slot [b h c]: the lowest is evicted first, -inf immediately, +inf never."""
+
+
+def as_numbers(ranking: Ranking, view: View) -> Float[Array, "b h c"] | Any:
+    """Return a ranking as numbers, the lowest of which is evicted first."""
+    if isinstance(ranking, OldestFirst):
+        return view.position.astype(jnp.float32)
+    if isinstance(ranking, HammingDistance):
+        return -distances(ranking.hashing.of_queries(), ranking.codes).astype(jnp.float32)
+    return ranking
