@@ -10,8 +10,11 @@ from kvjax.utils.moved import keep_old_names
 if TYPE_CHECKING:
     from kvjax import methods as methods
     from kvjax import policies as policies
+    from kvjax.inference.cache import Cache as Cache
     from kvjax.inference.decode import decode_step as decode_step
     from kvjax.inference.decode import decode_step_in_place as decode_step_in_place
+    from kvjax.inference.decoder import Decoder as Decoder
+    from kvjax.inference.decoder import decoder as decoder
     from kvjax.inference.extend import extend as extend
     from kvjax.inference.extend import prefill as prefill
     from kvjax.inference.state import State as State
@@ -48,6 +51,8 @@ _HOMES = {
     "kvjax.policies.quantizer": ("Codec",),
     "kvjax.utils.compilation": ("enable_compilation_cache",),
     "kvjax.inference.decode": ("decode_step", "decode_step_in_place"),
+    "kvjax.inference.cache": ("Cache",),
+    "kvjax.inference.decoder": ("Decoder", "decoder"),
     "kvjax.inference.extend": ("extend", "prefill"),
     "kvjax.inference.state": ("State", "cache_bytes", "full_cache_bytes", "held_positions", "put_rows", "take_rows"),
     "kvjax.methods": ("policy",),

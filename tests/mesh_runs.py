@@ -21,7 +21,7 @@ import pytest
 import kvjax
 from kvjax.cache import attention
 from kvjax.cli import evaluate
-from kvjax.inference import decode
+from kvjax.inference import decode, decoder
 from kvjax.model import Model
 from kvjax.models import ModelConfig
 from kvjax.models.sharding import mesh_of, weight_shardings
@@ -80,7 +80,7 @@ def compared(name: str, config: ModelConfig, shapes: list[tuple[int, ...]], foll
     And how many programs its steps are, those after a turn included.
     """
     case, model = (POLICIES | PAIRS)[name], models.sharp_model(config)
-    programs: Any = decode._step
+    programs: Any = decoder.compiled_step
     wanted, held = follow(model, case)
     for shape in shapes:
         made, off = programs._cache_size(), 0.0

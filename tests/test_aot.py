@@ -215,9 +215,9 @@ LAYERS = """
   %add.9 = f32[8]{0} fusion(%q), kind=kLoop, calls=%g, metadata={op_name="jit(step)/layer/attention/add"}, CYCLES
 }
 ENTRY %main.3 (e: f32[8], w: f32[8], t: s32[8]) -> f32[8] {
-  %e = f32[8]{0} parameter(0), metadata={op_name="fixed.weights.embedding"}
-  %w = f32[8]{0} parameter(1), metadata={op_name="fixed.weights.layers[0].gate.weight"}
-  %t = s32[8]{0} parameter(2), metadata={op_name="moving[1]"}
+  %e = f32[8]{0} parameter(0), metadata={op_name="decoder.weights.embedding"}
+  %w = f32[8]{0} parameter(1), metadata={op_name="decoder.weights.layers[0].gate.weight"}
+  %t = s32[8]{0} parameter(2), metadata={op_name="cache.position"}
   %sum.1 = f32[8]{0} fusion(%e, %t), kind=kLoop, calls=%g, metadata={op_name="jit(step)/layer/reduce_sum"}, CYCLES
   %fusion.1 = (f32[8]{0}, f32[8]{0}) fusion(%sum.1, %w), kind=kLoop, calls=%g, \
 metadata={op_name="jit(step)/layer/mul"}, CYCLES
@@ -230,7 +230,7 @@ metadata={op_name="jit(step)/layer/mul"}, CYCLES
 
 def test_what_needs_nothing_of_a_layer_is_there_once():
     found = {each.name: each for each in read_module(LAYERS)}
-    assert found["sum.1"].arguments == {"fixed.weights.embedding", "moving[1]"}
+    assert found["sum.1"].arguments == {"decoder.weights.embedding", "cache.position"}
     step = chip_steps.Step("llama_7b", 64, 204, "h2o")
     times = {name: chip_steps._times(each, chip_steps.SHAPES["llama_7b"], step) for name, each in found.items()}
     assert times == {"add.9": 16, "sum.1": 1, "fusion.1": 16, "sum.2": 16, "norm.1": 1}

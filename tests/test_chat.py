@@ -11,8 +11,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -76,23 +74,18 @@ def test_a_conversation_is_kept_and_never_grows(model: kvjax.Model, tmp_path: Pa
         talk.save(tmp_path)
 
 
-def test_a_conversation_of_0_2_0_goes_on(model: kvjax.Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """LSH-E's words lay in one array then."""
-    settings: dict[str, Any] = SMALL | {"policy": kvjax.policy("lsh_e", bits=40)}
-    talk = Conversation(model, **settings)
-    "".join(talk.reply(TURNS[0]))
-    stored = conversation._stored
-
-    def stacked(leaf: Any) -> Any:
-        return jnp.stack(leaf, -1) if type(leaf) is tuple and leaf[0].dtype == jnp.uint32 else leaf
-
-    with monkeypatch.context() as before:
-        words = dict(is_leaf=lambda leaf: type(leaf) is tuple and hasattr(leaf[0], "dtype"))
-        before.setattr(conversation, "_stored", lambda state: jax.tree.map(stacked, stored(state), **words))
-        talk.save(tmp_path / "kept")
-    again = Conversation(model, **settings)
-    again.load(tmp_path / "kept")
-    assert again.use() == talk.use() and "".join(again.reply(TURNS[1])) == "".join(talk.reply(TURNS[1]))
+@pytest.mark.parametrize(
+    ("policy", "answer"),
+    [("h2o", "ing! \nThe little girl was"), ("lsh_e", "ing the other side of the other side")],
+)
+def test_conversations_of_0_2_0_go_on_as_they_did_there(policy: str, answer: str) -> None:
+    talk = Conversation(kvjax.load("tiny"), policy=policy, budget=24, context=96, max_new_tokens=8, temperature=0.0)
+    with pytest.warns(UserWarning, match="saved by an older kvjax"):
+        talk.load(Path(__file__).parent / "data" / "conversation_0.2.0" / policy)
+    assert "".join(talk.reply("The end? No,")) == answer
+    other = Conversation(kvjax.load("tiny"), policy="snapkv", budget=40, context=96, max_new_tokens=8)
+    with pytest.warns(UserWarning, match="older"), pytest.raises(ValueError, match="another model, policy or dtype"):
+        other.load(Path(__file__).parent / "data" / "conversation_0.2.0" / policy)
 
 
 def test_an_answer_that_is_left_stays_as_far_as_it_came(model: kvjax.Model) -> None:

@@ -16,7 +16,7 @@ from jaxtyping import Array
 
 import kvjax
 from kvjax.cache.paged import storage
-from kvjax.inference import decode, extend, prefill
+from kvjax.inference import decode, decoder, prefill
 from kvjax.inference.extend import lower_prefill
 from kvjax.inference.state import held_positions, slot_limits
 from kvjax.methods.lightkv import AfterLimit
@@ -101,7 +101,7 @@ def scan(state: kvjax.State, token: Array, steps: int) -> tuple[Any, Array]:
 
     def one(carry: tuple[kvjax.State, Array], _: None) -> tuple[tuple[kvjax.State, Array], Array]:
         state, token = carry
-        state, logits = decode.step(state, token)
+        state, logits = kvjax.decode_step(state, token)
         return (state, jnp.argmax(logits, -1).astype(jnp.int32)), logits
 
     (state, _), logits = jax.lax.scan(one, (state, token), length=steps)
@@ -121,7 +121,7 @@ def close(a: Any, b: Any, tolerance: float = 2e-4) -> None:
 
 def programs() -> list[int]:
     """How many programs have been compiled to read prompts and to take steps."""
-    functions: list[Any] = [prefill._read_prompts, decode._step, extend._pack]
+    functions: list[Any] = [prefill._read_prompts, decoder.compiled_step, decoder._pack]
     return [function._cache_size() for function in functions]
 
 

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.inference.decode import step
 from kvjax.inference.state import held_positions
 from kvjax.types import Kernels
 from tests.cases import slow
@@ -26,7 +25,7 @@ def greedy(model, policy, kernels):
     ids = np.asarray([model.tokenizer.encode(PROMPT)])
     budget = 1.0 if policy.plan.decides else 16
     state, logits = kvjax.prefill(model, policy, ids, budget, max_new_tokens=STEPS, implementation=kernels)
-    program = str(jax.make_jaxpr(step)(state, jnp.zeros(1, jnp.int32)))
+    program = str(jax.make_jaxpr(state.decoder.step)(state.cache, jnp.zeros(1, jnp.int32)))
     tokens, seen = [], [np.asarray(logits)]
     for _ in range(STEPS):
         token = logits.argmax(-1).astype(jnp.int32)

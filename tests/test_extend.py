@@ -21,7 +21,7 @@ from tests.held import kept
 from tests.models import GQA, random_model, small_config
 from tests.oracles.decoder import Decoder
 
-engine = importlib.import_module("kvjax.inference.extend")  # the package has a function of this name
+engine = importlib.import_module("kvjax.inference.decoder")
 CASES = POLICIES | PAIRS
 LENGTHS = (41, 9)
 TEXT = np.random.default_rng(4).integers(0, GQA.vocab_size, (2, 120))
@@ -208,7 +208,9 @@ def test_a_long_turn_needs_less_than_one_matrix_of_its_length(name: str) -> None
     n = 8192
     long = random_model(small_config(4, 2, layers=1, max_positions=2 * n))
     state, _ = kvjax.prefill(long, CASES[name].make(), np.zeros((1, 40), int), 128, max_new_tokens=n)
-    lowered = engine.read_more.lower(state, jnp.zeros((1, n), jnp.int32), jnp.full(1, n, jnp.int32), every=False)
+    lowered = engine.read_more.lower(
+        state.decoder, state.cache, jnp.zeros((1, n), jnp.int32), jnp.full(1, n, jnp.int32), every=False
+    )
     memory = lowered.compile().memory_analysis()
     if memory is None:
         pytest.skip("this backend has no memory analysis")

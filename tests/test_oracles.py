@@ -12,7 +12,6 @@ import pytest
 from jaxtyping import Array, Float, Int
 
 import kvjax
-from kvjax.inference import decode
 from kvjax.model import Model
 from kvjax.models import ModelConfig
 from kvjax.policies import Policy
@@ -31,7 +30,7 @@ def _follow(state: kvjax.State, text: Int[Array, "b steps"]) -> tuple[Float[Arra
     """Logits and stored positions of every step of a text."""
 
     def step(state: kvjax.State, token: Int[Array, " b"]) -> tuple[kvjax.State, tuple[Array, Any]]:
-        state, logits = decode.step(state, token)
+        state, logits = kvjax.decode_step(state, token)
         return state, (logits, state.storage.stored_positions())
 
     return jax.lax.scan(step, state, text.T)[1]

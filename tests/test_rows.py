@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 
 import kvjax
 from kvjax.cache.paged.storage import Paged
-from kvjax.inference.state import ROWS
+from kvjax.inference.cache import ROWS
 from kvjax.methods.adakv import AdaKV
 from kvjax.policies import Policy
 from kvjax.policies.allocation import Plan, Uniform

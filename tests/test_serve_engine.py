@@ -17,9 +17,9 @@ import pytest
 from flax import struct
 
 import kvjax
+from kvjax.cache.memory import allocated_bytes
 from kvjax.generation.generate import generate_ids
 from kvjax.generation.sampling import Sampling
-from kvjax.inference.state import cache_bytes
 from kvjax.serving import scheduler as serving
 from kvjax.serving.engine import SNAPSHOT_BYTES, Engine
 from kvjax.serving.prefix_cache import Snapshots, beginnings
@@ -196,7 +196,7 @@ def test_memory_is_what_it_was(served: Engine) -> None:
     for each in (GREEDY, SEEDED):
         held, rows = ask(served, each).held, served.device.state
         assert rows is not None
-        assert served.numbers()["cache_bytes"] == cache_bytes(rows.state) == served.device.rows * held.bytes
+        assert served.numbers()["cache_bytes"] == allocated_bytes(rows.cache.storage) == served.device.rows * held.bytes
         assert held[:2] == (51, 24.0) and held.policy == "h2o"
 
 
@@ -348,7 +348,7 @@ def test_snapshots_save_reading_and_change_nothing(served: Engine) -> None:
 
 
 def text_of(size: int) -> Any:
-    return SimpleNamespace(state=SimpleNamespace(storage=jnp.zeros(size, jnp.uint8)), seen=jnp.zeros(0, bool))
+    return SimpleNamespace(cache=SimpleNamespace(storage=jnp.zeros(size, jnp.uint8)), seen=jnp.zeros(0, bool))
 
 
 def test_snapshots_wanted_longest_ago_leave_first() -> None:
@@ -447,6 +447,6 @@ def test_a_dispatch_changes_the_caches_in_place() -> None:
     with engine(budget=1024, context=128) as large:
         rows = large.device.state
         assert rows is not None
-        program = serving.generate.lower(model().weights, large.device._placed, rows, 4, False, most=4, logprobs=20)
+        program = serving.generate.lower(large.device.decoder, rows, 4, False, most=4, logprobs=20)
         memory: Any = program.compile().memory_analysis()
-    assert memory.alias_size_in_bytes >= cache_bytes(rows.state) > 4 * memory.temp_size_in_bytes
+    assert memory.alias_size_in_bytes >= allocated_bytes(rows.cache.storage) > 4 * memory.temp_size_in_bytes

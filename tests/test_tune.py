@@ -18,8 +18,8 @@ import numpy as np
 import pytest
 
 from kvjax.cli import commands, main
-from kvjax.inference import autotune, extend
-from kvjax.inference.decode import settle_step, step_shapes
+from kvjax.inference import autotune, decoder, extend
+from kvjax.inference.decoder import settle_step, step_shapes
 from kvjax.inference.shapes import state_shapes
 from kvjax.model import load
 from kvjax.types import Kernels
@@ -228,21 +228,22 @@ def test_prompts_and_steps_are_surveyed_before_they_run(monkeypatch):
     monkeypatch.setattr(
         autotune, "settle", lambda tasks, _: asked.extend(each.task.bucket.split()[0] for each in tasks)
     )
-    monkeypatch.setattr(extend, "read_prompts", read)
+    monkeypatch.setattr(decoder, "read_prompts", read)
     model = load("tiny")
     with pytest.raises(InterruptedError):
         extend.prefill(model, "h2o", [[1, 2, 3]], 16, max_new_tokens=40)
     assert asked == ["prefill_scores"]
     monkeypatch.setattr(autotune, "_SURVEY", Survey())
-    settle_step(state_shapes(model, "h2o", 1, 3, 16, max_new_tokens=40))
+    state = state_shapes(model, "h2o", 1, 3, 16, max_new_tokens=40)
+    settle_step(state.decoder, state.cache)
     assert asked == ["prefill_scores", "rotate", "evict", "decode_attention"]
 
 
 def test_a_step_in_one_pass_is_surveyed_beside_the_calls_it_stands_for(monkeypatch):
     survey = Survey()
-    step_shapes(
-        state_shapes(load("tiny"), "h2o", 1, 3, 16, max_new_tokens=40, implementation=Kernels(survey, False, "tpu"))
-    )
+    kernels = Kernels(survey, False, "tpu")
+    state = state_shapes(load("tiny"), "h2o", 1, 3, 16, max_new_tokens=40, implementation=kernels)
+    step_shapes(state.decoder, state.cache)
     ops = [(bucket.split()[0], each.candidates) for bucket, each in survey.asked.items()]
     both = ("xla", "pallas")
     first, turning, *others = ops

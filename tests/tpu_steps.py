@@ -18,8 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import kvjax
 from benchmarks import aot
-from kvjax.inference.decode import _step_parts
-from kvjax.inference.state import split_state
+from kvjax.inference.decoder import step
 from kvjax.methods.less.feature_maps import init_kernels
 from kvjax.models import Rope
 from tests.models import random_model, small_config
@@ -60,14 +59,16 @@ def compiled(policy: kvjax.Policy, chip: str) -> dict[str, Any]:
     state, _ = kvjax.prefill(model, policy, np.ones((ROWS, 40), int), budget, max_new_tokens=SLOTS)
     mesh = aot.mesh_of(chip)
     place = NamedSharding(mesh, PartitionSpec())
-    arguments = jax.tree.map(jnp.asarray, (*split_state(state), jnp.zeros(ROWS, jnp.int32)))  # settings are numbers
+    arguments = jax.tree.map(
+        jnp.asarray, (state.decoder, state.cache, jnp.zeros(ROWS, jnp.int32))
+    )  # settings are numbers
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), arguments)
     with jax.set_mesh(mesh):
-        step = jax.jit(_step_parts, donate_argnums=1).trace(*shapes).lower(lowering_platforms=("tpu",))
-        memory = step.compile().memory_analysis()
+        lowered = jax.jit(step, donate_argnums=1).trace(*shapes).lower(lowering_platforms=("tpu",))
+        memory = lowered.compile().memory_analysis()
     assert memory is not None
     return {
-        "kernels": sorted(set(re.findall(r'kernel_name = "(\w+)"', step.as_text()))),
+        "kernels": sorted(set(re.findall(r'kernel_name = "(\w+)"', lowered.as_text()))),
         "cache": kvjax.cache_bytes(state),
         "alias": memory.alias_size_in_bytes,
         "temp": memory.temp_size_in_bytes,

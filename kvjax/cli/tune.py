@@ -14,7 +14,7 @@ from rich.table import Table
 from kvjax.cli.commands import Parser, add_model_options, finish, leave
 from kvjax.cli.options import add_policy_options, chosen
 from kvjax.inference import autotune
-from kvjax.inference.decode import step_shapes
+from kvjax.inference.decoder import step_shapes
 from kvjax.inference.extend import prefill
 from kvjax.inference.prepare import ready
 from kvjax.inference.shapes import state_shapes
@@ -48,7 +48,7 @@ def survey(model: Model, policy: Policy, rows: int, tokens: int, **reading: Any)
         state, _ = prefill(model, policy, np.zeros((rows, tokens), np.int32), **settings)
     else:
         state = state_shapes(model, policy, rows, tokens, **settings)
-    step_shapes(state)
+    step_shapes(state.decoder, state.cache)
     return found
 
 

@@ -14,8 +14,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache.dense import Dense
 from kvjax.evaluation.perplexity import begin
-from kvjax.inference.decode import step
-from kvjax.inference.state import Moving, State, cache_bytes, full_cache_bytes, join_state, split_state
+from kvjax.inference.cache import Cache
+from kvjax.inference.state import State, cache_bytes, full_cache_bytes
 from kvjax.methods.less.memory import LowRankMemory
 from kvjax.methods.registry import name_of
 from kvjax.methods.registry import policy as policy_by_name
@@ -49,7 +49,7 @@ def watched(policy: Policy) -> Watched:
 Features = list[Float[Array, "b h n R"] | None]
 """Feature map psi of every key that has been read, for each layer; None without LESS."""
 
-Carry = tuple[list[Moving], list[Features]]
+Carry = tuple[list[Cache], list[Features]]
 """State that changes at each step, for each of the two models."""
 
 
@@ -112,7 +112,6 @@ class Compared(NamedTuple):
 def _compared(full: State, probed: State, tokens: Int[Array, "b n"]) -> tuple[Array, Array, Array, Array]:
     config, length = full.config, tokens.shape[1]
     states = (full, probed)
-    fixed = [split_state(state)[0] for state in states]
 
     def features(state: State) -> Features:
         if state.policy.residual is None:
@@ -122,18 +121,17 @@ def _compared(full: State, probed: State, tokens: Int[Array, "b n"]) -> tuple[Ar
 
     def one(carry: Carry, token: Int[Array, " b"]) -> tuple[Carry, tuple[Array, Array, Array, Array]]:
         moved, known, rows, held, says = [], [], [], [], []
-        for state, moving, psi in zip(fixed, *carry, strict=True):
-            before = join_state(state, moving)
-            after, logits = step(before, token)
+        for state, before, psi in zip(states, *carry, strict=True):
+            after, logits = state.decoder.step(before, token)
             assert isinstance(after.storage, Dense)
             held.append([_held(view, length) for view in after.storage.layers])
             says.append(jax.nn.log_softmax(logits.astype(wide(logits.dtype))))
             layers = zip(config.layer_configs, after.storage.layers, psi, strict=True)
             looked = [
-                _row(shape, after.policy.layer(layer), view, before.position, length, features)
+                _row(shape, state.policy.layer(layer), view, before.position, length, features)
                 for layer, (shape, view, features) in enumerate(layers)
             ]
-            moved.append(split_state(after)[1])
+            moved.append(after)
             rows.append([row for row, _ in looked])
             known.append([seen for _, seen in looked])
         apart = [hellinger(p, q).mean((1, 2)) for p, q in zip(*rows, strict=True)]
@@ -144,7 +142,7 @@ def _compared(full: State, probed: State, tokens: Int[Array, "b n"]) -> tuple[Ar
         agrees = jnp.argmax(says[0], axis=-1) == jnp.argmax(says[1], axis=-1)
         return (moved, known), (jnp.stack(apart, axis=-1), jnp.stack(kept, axis=-1), divergence, agrees)
 
-    start = [split_state(state)[1] for state in states], [features(state) for state in states]
+    start = [state.cache for state in states], [features(state) for state in states]
     return jax.lax.scan(one, start, tokens.T)[1]
 
 

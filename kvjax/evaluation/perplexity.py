@@ -12,10 +12,11 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache.dense import Dense, empty
-from kvjax.inference.decode import step
+from kvjax.inference.cache import Cache
+from kvjax.inference.decoder import Decoder
 from kvjax.inference.extend import lower_prefill, prefill
 from kvjax.inference.prepare import among_devices, check_prompt, lines_of, plan_slots, ready
-from kvjax.inference.state import Moving, State, cache_bytes, full_cache_bytes, join_state, split_state
+from kvjax.inference.state import State, cache_bytes, full_cache_bytes
 from kvjax.methods.registry import name_of
 from kvjax.model import Model
 from kvjax.policies.allocation import Plan
@@ -82,15 +83,15 @@ def judge(logits: Float[Array, "b vocab"], token: Int[Array, " b"]) -> tuple[Flo
 
 @jax.jit
 def _read(
-    fixed: State, moving: Moving, read: Int[Array, "b m"], following: Int[Array, "b m"]
+    decoder: Decoder, cache: Cache, read: Int[Array, "b m"], following: Int[Array, "b m"]
 ) -> tuple[Float[Array, "b m"], Bool[Array, "b m"]]:
     def one(
-        moving: Moving, tokens: tuple[Int[Array, " b"], Int[Array, " b"]]
-    ) -> tuple[Moving, tuple[Float[Array, " b"], Bool[Array, " b"]]]:
-        state, logits = step(join_state(fixed, moving), tokens[0])
-        return split_state(state)[1], judge(logits, tokens[1])
+        cache: Cache, tokens: tuple[Int[Array, " b"], Int[Array, " b"]]
+    ) -> tuple[Cache, tuple[Float[Array, " b"], Bool[Array, " b"]]]:
+        cache, logits = decoder.step(cache, tokens[0])
+        return cache, judge(logits, tokens[1])
 
-    nats, hits = jax.lax.scan(one, moving, (read.T, following.T))[1]
+    nats, hits = jax.lax.scan(one, cache, (read.T, following.T))[1]
     return nats.T, hits.T
 
 
@@ -140,9 +141,7 @@ def begin(
         for layer in range(config.layers):
             storage = storage.moved(layer, jax.memory.Space.Host)
     keys = jax.random.split(jax.random.key(seed), rows)
-    return State(
-        weights=model.weights,
-        policy=jax.tree.map(jnp.asarray, bound),
+    cache = Cache(
         storage=storage,
         position=jnp.zeros(rows, jnp.int32),
         prompt_length=jnp.ones(rows, jnp.int32),
@@ -151,9 +150,9 @@ def begin(
         key=keys,
         seed=jax.vmap(lambda key: jax.random.bits(jax.random.fold_in(key, 1), dtype=jnp.uint32))(keys),
         active=jnp.ones(rows, bool),
-        config=config,
-        mesh=model.mesh,
     )
+    policy = jax.tree.map(jnp.asarray, bound)
+    return State(Decoder(weights=model.weights, policy=policy, config=config, mesh=model.mesh), cache)
 
 
 def stream(
@@ -171,7 +170,7 @@ def stream(
     """
     ids = jnp.asarray(tokens, jnp.int32)
     # The last token is predicted and not read.
-    after = _read(*split_state(state), ids[:, :-1], ids[:, 1:])
+    after = _read(state.decoder, state.cache, ids[:, :-1], ids[:, 1:])
     nats, hits = (
         jnp.concatenate([first[:, None], rest], axis=1)
         for first, rest in zip(judge(logits, ids[:, 0]), after, strict=True)
@@ -212,7 +211,7 @@ def perplexity(
             state = begin(model, policy, ids.shape[0], ids.shape[1], budget, plan=plan, seed=seed)
             read, prefill_seconds = jnp.asarray(ids, jnp.int32), 0.0
             compiling.lap()
-            nats = np.asarray(_read(*split_state(state), read[:, :-1], read[:, 1:])[0])
+            nats = np.asarray(_read(state.decoder, state.cache, read[:, :-1], read[:, 1:])[0])
         else:
             keys = jax.random.split(jax.random.key(seed), len(ids))
             state, logits = prefill(model, policy, prompts, budget, key=keys, **planned)
@@ -221,7 +220,7 @@ def perplexity(
             read = jnp.asarray(ids[:, prefix:], jnp.int32)
             nats = stream(state, logits, read)[0]
         seconds = prefill_seconds, compiling.lap()
-    programs = [_read.lower(*split_state(state), read[:, :-1], read[:, 1:])]
+    programs = [_read.lower(state.decoder, state.cache, read[:, :-1], read[:, 1:])]
     if prefix > 1:  # binds the policy again, which the times above exclude
         programs += lower_prefill(model, policy, prompts, budget, **planned)
     sizes = cache_bytes(state), full_cache_bytes(state), temporary_bytes(programs)

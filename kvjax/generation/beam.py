@@ -13,9 +13,10 @@ from jaxtyping import Array, Bool, Float, Int
 from kvjax.cache.dense import Dense
 from kvjax.cache.paged.storage import Paged
 from kvjax.generation.loop import STEPS_PER_DISPATCH
-from kvjax.inference.decode import settle_step, step
+from kvjax.inference.cache import Cache
+from kvjax.inference.decoder import Decoder, settle_step
 from kvjax.inference.prepare import bucket
-from kvjax.inference.state import Moving, State, join_state, split_state, take_rows, unpacked
+from kvjax.inference.state import State, take_rows
 from kvjax.utils.processes import on_host
 
 NEVER = -1e9
@@ -76,7 +77,7 @@ def beam_search(
         length_penalty: exponent of the length that divides each score; values above 0 favour long texts.
     """
     if isinstance(state.storage, Paged):  # its pages are counted on the host
-        state = unpacked(state)
+        state = State(state.decoder, state.cache.unpacked(state.mesh))
     rows, vocabulary = logits.shape
     state = take_rows(state, np.repeat(np.arange(rows), beams))
     shape, wide = (rows, beams), jnp.promote_types(logits.dtype, jnp.float32)
@@ -94,23 +95,23 @@ def beam_search(
     ends = jnp.asarray(np.isin(np.arange(vocabulary), eos))
     # Enough candidates that at least `beams` of them do not end their text.
     candidates = min(max(2, 1 + len(eos)) * beams, beams * vocabulary)
-    settle_step(state)
-    fixed, moving = split_state(state)
+    decoder, cache = state.decoder, state.cache
+    settle_step(decoder, cache)
     logits = jnp.repeat(logits, beams, axis=0)
     while bool(known.open.any()) and int(known.length) < max_new_tokens:
         limits = STEPS_PER_DISPATCH, max_new_tokens, float(length_penalty)
-        moving, logits, known = _search(fixed, moving, logits, known, ends, *limits, candidates=candidates)
+        cache, logits, known = _search(decoder, cache, logits, known, ends, *limits, candidates=candidates)
     best, lengths = on_host(known.ended_text[:, 0]), on_host(known.ended_length[:, 0])
     tokens = [row[:length].tolist() for row, length in zip(best, lengths, strict=True)]
     tokens = [row[:-1] if row and row[-1] in eos else row for row in tokens]
     scores = on_host(known.ended_score[:, 0]).tolist()
-    return Found(tokens, scores, join_state(fixed, moving), int(known.length))
+    return Found(tokens, scores, State(decoder, cache), int(known.length))
 
 
 @functools.partial(jax.jit, static_argnames="candidates", donate_argnums=1)
 def _search(
-    fixed: State,
-    moving: Moving,
+    decoder: Decoder,
+    cache: Cache,
     logits: Float[Array, "bk vocab"],
     beams: Beams,
     ends: Bool[Array, " vocab"],
@@ -119,24 +120,22 @@ def _search(
     length_penalty: float,
     *,
     candidates: int,
-) -> tuple[Moving, Float[Array, "bk vocab"], Beams]:
+) -> tuple[Cache, Float[Array, "bk vocab"], Beams]:
     until = jnp.minimum(beams.length + steps, most)
 
     def more(carry: Any) -> Bool[Array, ""]:
         return carry[2].open.any() & (carry[2].length < until)
 
     def one(carry: Any) -> Any:
-        moving, logits, beams = carry
+        cache, logits, beams = carry
         beams, parent = _select(beams, logits, ends, most, length_penalty, candidates)
         rows, width = parent.shape
         index = (parent + width * jnp.arange(rows)[:, None]).reshape(-1)
-        state, storage = join_state(fixed, moving), moving[0]
-        assert isinstance(storage, Dense)
+        assert isinstance(cache.storage, Dense)
         token = jnp.take(beams.text, beams.length - 1, axis=2).reshape(-1)
-        state, logits = step(state.replace(storage=storage.take(index)), token)
-        return split_state(state)[1], logits, beams
+        return *decoder.step(cache.replace(storage=cache.storage.take(index)), token), beams
 
-    return jax.lax.while_loop(more, one, (moving, logits, beams))
+    return jax.lax.while_loop(more, one, (cache, logits, beams))
 
 
 def _select(

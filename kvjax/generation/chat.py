@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import json
 import math
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,7 @@ import numpy as np
 from kvjax.generation.detokenize import Pieces
 from kvjax.generation.generate import Begun, begin, check_room
 from kvjax.generation.prompts import chat_ids, render, token_ids, with_system
+from kvjax.inference.cache import Cache
 from kvjax.inference.extend import extend
 from kvjax.inference.prepare import instead, prepare
 from kvjax.inference.state import State, cache_bytes, described, held_positions, slot_limits
@@ -29,6 +31,8 @@ if TYPE_CHECKING:
     from kvjax.models.model import LanguageModel
 
 SAVED = "conversation.json"
+FORM = 2
+"""Form of saved conversations; those of kvjax 0.2.0 name none."""
 """Name of the file with the parts of a saved conversation that are not arrays; it is written last."""
 
 
@@ -218,10 +222,11 @@ class Conversation:
         recover_directory(directory)
         if directory.exists() and not (directory / SAVED).is_file():
             raise ValueError(f"{directory} is there and is no saved conversation; give another name.")
-        kept = _stored(self._state())
-        leaves = jax.tree.leaves(kept)
+        state = self._state()
+        leaves = jax.tree.leaves(_stored(state.cache))
         told = {
-            "fits": self._fits(self._state(), kept),
+            "form": FORM,
+            "fits": self._fits(state),
             "text": self.text,
             "leaves": [(list(leaf.shape), str(leaf.dtype)) for leaf in leaves],
         }
@@ -254,24 +259,32 @@ class Conversation:
             raise ValueError(another)
         planned: dict[str, Any] = self.settings | {"max_new_tokens": max(self.context - len(first), 1), "chat": True}
         like = begin(self.model, [first], **planned)
-        kept = _stored(like.state)
-        earlier = jax.tree.map(lambda leaf: jnp.stack(leaf, -1) if _is_words(leaf) else leaf, kept, is_leaf=_is_words)
-        written = next((form for form in (kept, earlier) if self._fits(like.state, form) == told["fits"]), None)
+        written = kept = _stored(like.state.cache)
+        if told.get("form") != FORM:
+            warnings.warn(
+                f"{directory} was saved by an older kvjax: that it is of this model and policy cannot be told.",
+                stacklevel=2,
+            )
+            earlier = jax.tree.map(_joined_words, kept, is_leaf=_is_words)
+            kinds = [(len(shape), dtype) for shape, dtype in told["leaves"]]
+            fitting = (form for form in (kept, earlier) if _kinds(form) == kinds)
+            written = next(fitting, None)
+        elif self._fits(like.state) != told["fits"]:
+            written = None
         if written is None:
             raise ValueError(another)
         shapes = [jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for shape, dtype in told["leaves"]]
         with ocp.StandardCheckpointer() as checkpointer:
             leaves = checkpointer.restore(directory / "state", [np.empty(each.shape, each.dtype) for each in shapes])
         found = jax.tree.unflatten(jax.tree.structure(written), map(jnp.asarray, leaves))
-        if written is earlier:
+        if written is not kept:
             found = jax.tree.map(_as_words, kept, found, is_leaf=_is_words)
-        key = jax.random.wrap_key_data(found.key)
-        state = found.replace(weights=self.model.weights, policy=like.state.policy, key=key)
-        self.begun, self.text = dataclasses.replace(like, state=state), told["text"]
+        cache = found.replace(key=jax.random.wrap_key_data(found.key))
+        self.begun, self.text = dataclasses.replace(like, state=State(like.state.decoder, cache)), told["text"]
 
-    def _fits(self, state: State, kept: State) -> str:
-        """Return a hash of the model, the policy and the saved form of a state, without its arrays."""
-        structure = jax.tree.structure(kept), *described(state.policy)
+    def _fits(self, state: State) -> str:
+        """Return a hash of the model, the policy and the structure of a state, without its arrays."""
+        structure = jax.tree.structure(_stored(state.cache)), state.config, *described(state.policy)
         known = hashlib.sha256("\n".join(map(str, structure)).encode())
         known.update(np.asarray(self.model.weights.embedding[0]).tobytes())
         return known.hexdigest()
@@ -292,14 +305,22 @@ def _told(file: Path) -> dict[str, Any]:
     return told
 
 
-def _stored(state: State) -> State:
-    """Return a state as it is saved: without weights and policy, and with random keys as their data."""
-    return state.replace(weights=None, policy=None, key=jax.random.key_data(state.key))
+def _stored(cache: Cache) -> Cache:
+    """Return a cache as it is saved: with random keys as their data."""
+    return cache.replace(key=jax.random.key_data(cache.key))
 
 
 def _is_words(leaf: Any) -> bool:
     """Return whether a leaf is a tuple of LSH-E hash words, which kvjax 0.2.0 saved as one array [b h c words]."""
     return type(leaf) is tuple and len(leaf) > 0 and all(getattr(word, "dtype", None) == jnp.uint32 for word in leaf)
+
+
+def _kinds(tree: Any) -> list[tuple[int, str]]:
+    return [(leaf.ndim, str(leaf.dtype)) for leaf in jax.tree.leaves(tree)]
+
+
+def _joined_words(leaf: Any) -> Any:
+    return jnp.stack(leaf, -1) if _is_words(leaf) else leaf
 
 
 def _as_words(now: Any, then: Any) -> Any:

@@ -13,8 +13,9 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from kvjax.generation.sampling import Sampling, sample
-from kvjax.inference.decode import settle_step, step
-from kvjax.inference.state import Moving, State, join_state, split_state
+from kvjax.inference.cache import Cache
+from kvjax.inference.decoder import Decoder, settle_step
+from kvjax.inference.state import State
 from kvjax.utils.processes import on_host
 
 STEPS_PER_DISPATCH = 16
@@ -89,8 +90,8 @@ def room_for(shape: tuple[int, int], dtype: DTypeLike, logprobs: int | None) -> 
 
 @functools.partial(jax.jit, static_argnames=("most", "logprobs"), donate_argnums=(1, 3))
 def _many(
-    fixed: State,
-    moving: Moving,
+    decoder: Decoder,
+    cache: Cache,
     token: Int[Array, " b"],
     seen: Bool[Array, "b vocab"],
     ended: Bool[Array, " b"],
@@ -99,7 +100,7 @@ def _many(
     steps: int,
     most: int,
     logprobs: int | None,
-) -> tuple[Array, Moving, Bool[Array, "b vocab"], Drawn]:
+) -> tuple[Array, Cache, Bool[Array, "b vocab"], Drawn]:
     # The buffers have room for `most` tokens and `steps` is an argument, so all numbers of steps share one program.
     # Rows that have ended read no more tokens, so a conversation can continue from its answer.
     def more(carry: Any) -> Bool[Array, ""]:
@@ -107,16 +108,16 @@ def _many(
         return (i < steps) & ~ended.all()
 
     def one(carry: Any) -> Any:
-        i, moving, token, seen, ended, made = carry
-        state = join_state(fixed, moving)
-        state, logits = step(state.replace(active=state.active & ~ended), token)
-        drawn, seen = draw(state.key, state.position, logits, sampling, seen, logprobs)
+        i, cache, token, seen, ended, made = carry
+        after, logits = decoder.step(cache.replace(active=cache.active & ~ended), token)
+        drawn, seen = draw(cache.key, after.position, logits, sampling, seen, logprobs)
         made = jax.tree.map(lambda all, new: all.at[:, i].set(new), made, drawn)
-        return i + 1, split_state(state)[1], drawn.token, seen, ended | ends[drawn.token], made
+        after = after.replace(active=cache.active)
+        return i + 1, after, drawn.token, seen, ended | ends[drawn.token], made
 
-    made = room_for((token.shape[0], most), fixed.weights.embedding.dtype, logprobs)
-    i, moving, _, seen, _, made = jax.lax.while_loop(more, one, (jnp.int32(0), moving, token, seen, ended, made))
-    return i, moving, seen, made
+    made = room_for((token.shape[0], most), decoder.weights.embedding.dtype, logprobs)
+    i, cache, _, seen, _, made = jax.lax.while_loop(more, one, (jnp.int32(0), cache, token, seen, ended, made))
+    return i, cache, seen, made
 
 
 def generate_tokens(
@@ -148,9 +149,9 @@ def generate_tokens(
     seen, ends = np.zeros(logits.shape, bool), np.isin(np.arange(logits.shape[1]), eos)
     for row, ids in zip(seen, texts, strict=False):
         row[list(ids)] = True
-    settle_step(state)
+    decoder, cache = state.decoder, state.cache.with_own_rows()
+    settle_step(decoder, cache)
     drawn, held = draw(state.key, state.position, logits, sampling, jnp.asarray(seen), logprobs)
-    fixed, moving = split_state(state)
     ended, made = ~on_host(state.active), 0
     token, after = drawn.token, state
     found: Drawn = jax.tree.map(lambda leaf: on_host(leaf)[:, None], drawn)
@@ -165,6 +166,6 @@ def generate_tokens(
             return
         count = min(steps, STEPS_PER_DISPATCH, max_new_tokens - made)
         arguments = token, held, jnp.asarray(ended), jnp.asarray(ends), sampling, count, STEPS_PER_DISPATCH, logprobs
-        done, moving, held, drawn = _many(fixed, moving, *arguments)
+        done, cache, held, drawn = _many(decoder, cache, *arguments)
         found = jax.tree.map(lambda leaf, done=int(done): on_host(leaf)[:, :done], drawn)
-        token, after = jnp.asarray(found.token[:, -1]), join_state(fixed, moving)
+        token, after = jnp.asarray(found.token[:, -1]), State(decoder, cache)

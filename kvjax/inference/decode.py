@@ -11,14 +11,9 @@ import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int
 
-from kvjax.cache.dense import Dense
-from kvjax.inference.autotune import settle_before
-from kvjax.inference.layers import Reading, read_token
+from kvjax.inference.decoder import compiled_step, compiled_step_in_place
 from kvjax.inference.prepare import check_vocabulary
-from kvjax.inference.sharding import OF_ROWS, logits_spec, on_mesh
-from kvjax.inference.state import Moving, State, check_state, join_state, split_state, state_specs
-from kvjax.models.decoder import unembed
-from kvjax.models.sharding import on_device
+from kvjax.inference.state import State, check_state
 
 
 def decode_step(
@@ -27,7 +22,7 @@ def decode_step(
     """Write one token per row into the cache and return the logits for the next token.
 
     The function is pure and compiled, and it works under `jit`, `scan` and `vmap`. A jitted function of your own that
-    returns a state also copies its weights. To avoid the copy, return and donate only `storage` and `position`.
+    returns a state also copies its weights. To avoid the copy, return only its `cache`, or compile `Decoder.step`.
 
     Args:
         state: from `prefill` or an earlier step; it stays valid, so a prompt can be continued many times.
@@ -52,8 +47,8 @@ def decode_step(
         ([3], [4], (1, 2048))
     """
     token = checked_token(state, token)
-    moving, logits = _step(*split_state(state), token)
-    return join_state(state, moving), logits
+    cache, logits = compiled_step(state.decoder, state.cache, token)
+    return State(state.decoder, cache), logits
 
 
 def decode_step_in_place(
@@ -70,8 +65,8 @@ def decode_step_in_place(
         [7]
     """
     token = checked_token(state, token)
-    moving, logits = _step_in_place(*split_state(state), token)
-    return join_state(state, moving), logits
+    cache, logits = compiled_step_in_place(state.decoder, state.cache, token)
+    return State(state.decoder, cache), logits
 
 
 def checked_token(state: State, token: ArrayLike | Sequence[int]) -> Int[Array, " b"]:
@@ -99,25 +94,6 @@ def checked_token(state: State, token: ArrayLike | Sequence[int]) -> Int[Array, 
     return jnp.asarray(token, jnp.int32)
 
 
-def _step_parts(fixed: State, moving: Moving, token: Int[Array, " b"]) -> tuple[Moving, Float[Array, "b vocab"]]:
-    after, logits = step(join_state(fixed, moving), token)
-    return split_state(after)[1], logits
-
-
-_step = jax.jit(_step_parts)
-_step_in_place = jax.jit(_step_parts, donate_argnums=1)
-
-
-def step_shapes(state: State) -> tuple[Moving, Float[Array, "b vocab"]]:
-    """Return the shapes of the results of a state's step, as `jax.ShapeDtypeStruct`."""
-    return _step.eval_shape(*split_state(state), jax.ShapeDtypeStruct(state.active.shape, jnp.int32))
-
-
-def settle_step(state: State) -> None:
-    """Benchmark the kernels of a state's step if `auto` needs it; see `settle_before`."""
-    settle_before(lambda kernels: step_shapes(state.replace(kernels=kernels)), state.kernels)
-
-
 def lower_step(state: State) -> jax.stages.Lowered:
     """Lower the program of `decode_step_in_place`, to compile it and read its `memory_analysis()`."""
     return trace_step(state).lower()
@@ -125,37 +101,5 @@ def lower_step(state: State) -> jax.stages.Lowered:
 
 def trace_step(state: State) -> Any:
     """Trace the program of `decode_step_in_place`; the result is that of `jit(...).trace`."""
-    return _step_in_place.trace(*split_state(state), jax.ShapeDtypeStruct(state.position.shape, jnp.int32))
-
-
-def step(state: State, token: Int[Array, " b"]) -> tuple[State, Float[Array, "b vocab"]]:
-    """Run `decode_step` without compiling it, for loops that are compiled as a whole."""
-    fixed, moving = split_state(state)
-    of_fixed, of_moving = state_specs(state)
-    made = of_moving, logits_spec(state.config, state.mesh)
-    moving, logits = on_mesh(_on_device, state.mesh, (of_fixed, of_moving, OF_ROWS), made)(fixed, moving, token)
-    return join_state(fixed, moving), logits
-
-
-def _on_device(fixed: State, moving: Moving, token: Int[Array, " b"]) -> tuple[Moving, Float[Array, "b vocab"]]:
-    state = join_state(fixed, moving)
-    config = on_device(state.config, state.mesh, shares_slots=isinstance(state.storage, Dense))
-    after = state.position + state.active
-    reading = Reading(
-        token=token[:, None],
-        position=jnp.where(state.active, state.position, -1)[:, None],
-        prompt_length=state.prompt_length,
-        read=after,
-        horizon=state.horizon,
-        end=state.end,
-        seed=state.seed,
-        given=False,
-        kernels=state.kernels,
-    )
-    storage, hidden = read_token(state.weights, config, state.policy, state.storage, reading)
-    logits = unembed(state.weights, config, hidden[:, 0])
-    if state.policy.plan.ends:
-        logits = jnp.where((state.position < state.end)[:, None], logits, jnp.nan)
-    if state.config.position == "learned":
-        logits = jnp.where((state.position < state.config.max_positions)[:, None], logits, jnp.nan)
-    return (storage, after), logits
+    tokens = jax.ShapeDtypeStruct(state.position.shape, jnp.int32)
+    return compiled_step_in_place.trace(state.decoder, state.cache, tokens)

@@ -2,36 +2,20 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
-from jax.sharding import Mesh, PartitionSpec
 from jax.typing import ArrayLike
-from jaxtyping import Array, Float, Int, Key
+from jaxtyping import Array, Float, Key
 
-from kvjax.cache.dense import Dense
-from kvjax.cache.paged import build
-from kvjax.cache.paged.storage import Paged
-from kvjax.cache.paged.table import page_slots, table
-from kvjax.inference.autotune import settle_before
-from kvjax.inference.decode import settle_step
-from kvjax.inference.layers import Reading, read_block
-from kvjax.inference.prefill import lower_prompts, prompt_shapes, read_prompts
-from kvjax.inference.prepare import Budget, Tokens, bucket, check_length, check_on_host, check_tokens, prepare
-from kvjax.inference.sharding import OF_POOL, OF_ROWS, OF_SELECTED, joined, logits_spec, on_mesh, pool_specs, shared
-from kvjax.inference.state import Moving, State, Storage, check_state, join_state, placed, split_state, state_specs
-from kvjax.methods.registry import name_of
-from kvjax.models.decoder import unembed
-from kvjax.models.model import rows_of
-from kvjax.models.sharding import on_device
+from kvjax.inference.decoder import decoder
+from kvjax.inference.prefill import lower_prompts
+from kvjax.inference.prepare import Budget, Tokens, check_on_host, prepare
+from kvjax.inference.state import State, check_state
 from kvjax.policies.allocation import Plan
 from kvjax.policies.policy import Policy
-from kvjax.types import HEADS, ROWS, Kernels
-from kvjax.utils.processes import on_host
+from kvjax.types import Kernels
 
 if TYPE_CHECKING:
     from kvjax.models.model import LanguageModel
@@ -88,51 +72,11 @@ def prefill(
         >>> state.position.tolist(), logits.shape
         ([3], (1, 2048))
     """
-    settings: dict[str, Any] = dict(max_new_tokens=max_new_tokens, key=key, plan=plan, chunk=prefill_chunk)
-    prompts = prepare(model, policy, tokens, budget, lengths, budget_of=budget_of, **settings)
-    kernels = implementation if isinstance(implementation, Kernels) else Kernels(implementation)
-    settle_before(lambda kernels: prompt_shapes(model, prompts, kernels), kernels)
-    storage, position, seed, logits = read_prompts(model, prompts, kernels)
-    if prompts.policy.plan.per_head:
-        storage = _on_pages(storage, page_slots(prompts.tokens.shape[1] + max_new_tokens), model.mesh)
-    state = State(
-        weights=model.weights,
-        policy=jax.tree.map(jnp.asarray, prompts.policy),  # else every step would transfer host numbers
-        storage=storage,
-        position=position,
-        prompt_length=jnp.asarray(prompts.lengths),
-        horizon=jnp.asarray(prompts.horizon),
-        end=jnp.asarray(prompts.lengths + prompts.horizon),
-        key=prompts.keys,
-        seed=seed,
-        active=jnp.asarray(np.ones(prompts.lengths.shape, bool)),
-        config=model.config,
-        kernels=kernels,
-        mesh=model.mesh,
-    )
-    state = placed(state)
-    settle_step(state)
-    if jnp.isnan(logits).any():
-        raise ValueError(
-            f"{type(prompts.policy.score).__name__}.score gives NaN for tokens of a prompt, or the model does; a score "
-            "has to give numbers, or -inf, +inf."
-        )
-    return state, logits
-
-
-def _on_pages(selected: tuple[build.Selected, ...], page_size: int, mesh: Mesh | None) -> Paged:
-    # Read the sizes on the host; one program then moves the tokens.
-    limits = np.stack([on_host(layer.view.limit) for layer in selected])
-    devices = (1, 1) if mesh is None else (mesh.shape[ROWS], mesh.shape[HEADS])
-    *tables, most = table(limits, page_size, devices)
-    return _pack(selected, *map(jnp.asarray, tables), page_size=page_size, most=most, devices=devices, mesh=mesh)
-
-
-@functools.partial(jax.jit, static_argnames=("page_size", "most", "devices", "mesh"))
-def _pack(selected: tuple[build.Selected, ...], *tables: Array, mesh: Mesh | None, **sizes: Any) -> Paged:
-    given = (OF_SELECTED,) * len(selected), *(OF_POOL,) * 3
-    made = pool_specs(len(selected), sizes["most"], sizes["devices"])
-    return on_mesh(functools.partial(build.pack, **sizes), mesh, given, made)(selected, *tables)
+    check_on_host("prefill", tokens, lengths, key, budget)
+    made = decoder(model, policy, budget, plan=plan, implementation=implementation)
+    settings: dict[str, Any] = dict(max_new_tokens=max_new_tokens, key=key, prefill_chunk=prefill_chunk)
+    cache, logits = made.prefill(tokens, lengths, budget_of=budget_of, **settings)
+    return State(made.replace(asked=None), cache), logits
 
 
 def lower_prefill(
@@ -186,80 +130,5 @@ def extend(
         ([6], (1, 2048))
     """
     check_state(state)
-    check_on_host("extend", state.position, tokens, lengths)
-    if logits not in ("last", "all"):
-        raise ValueError(f"logits={logits!r} is not 'last' or 'all'.")
-    rows = len(state.position)
-    if isinstance(tokens, (list, tuple)):
-        tokens, counted = rows_of(tokens)
-        tokens = tokens if tokens.size else np.zeros((len(tokens), 1), np.int64)  # all rows are empty
-        lengths = counted if lengths is None else lengths
-    ids = np.asarray(tokens)
-    if ids.ndim != 2 or len(ids) != rows or ids.shape[1] == 0:
-        raise ValueError(f"tokens of shape {ids.shape} are not text for each of {rows} rows [b, n].")
-    counts = np.full(rows, ids.shape[1]) if lengths is None else np.asarray(lengths)
-    check_tokens(ids, counts, state.config, least=0)
-    counts = np.where(on_host(state.active), counts, 0)
-    read, end = on_host(state.position) + counts, on_host(state.end)
-    check_length(int(read.max()), state.policy, state.config)
-    if state.policy.plan.ends and (read > end).any():
-        raise ValueError(
-            f"a text of {int(read.max())} tokens does not fit the {int(end[read > end].min())} that "
-            f"{name_of(state.policy)} set slots aside for; give prefill more max_new_tokens."
-        )
-    size = bucket(ids.shape[1])
-    padded = jnp.asarray(np.pad(ids, ((0, 0), (0, size - ids.shape[1]))), jnp.int32)
-    texts, every = (padded, jnp.asarray(counts, jnp.int32)), logits == "all"
-    settle_before(
-        lambda kernels: read_more.eval_shape(state.replace(kernels=kernels), *texts, every=every), state.kernels
-    )
-    storage, found = read_more(state, *texts, every=every)
-    position = state.position + jnp.asarray(counts, jnp.int32)
-    given = jnp.where(jnp.asarray(counts) > 0, position, state.prompt_length)
-    after = state.replace(storage=storage, position=position, prompt_length=given)
-    return after, found[:, : ids.shape[1]] if logits == "all" else found
-
-
-@functools.partial(jax.jit, static_argnames="every")
-def read_more(
-    state: State, tokens: Int[Array, "b n"], lengths: Int[Array, " b"], *, every: bool
-) -> tuple[Storage, Float[Array, "b *n vocab"]]:
-    """Run `extend` on checked tokens, also inside programs that are compiled as a whole."""
-    fixed, moving = split_state(state)
-    of_fixed, of_moving = state_specs(state)
-    logits = logits_spec(state.config, state.mesh)
-    logits = PartitionSpec(logits[0], None, *logits[1:]) if every else logits
-    given, made = (of_fixed, of_moving, OF_ROWS, OF_ROWS), (of_moving[0], logits)
-    read = on_mesh(functools.partial(_extend_on_device, every=every), state.mesh, given, made)
-    return read(fixed, moving, tokens, lengths)
-
-
-def _extend_on_device(
-    fixed: State, moving: Moving, tokens: Int[Array, "b n"], lengths: Int[Array, " b"], *, every: bool
-) -> tuple[Storage, Float[Array, "b *n vocab"]]:
-    state = join_state(fixed, moving)
-    config, policy = on_device(state.config, state.mesh), state.policy
-    place = jnp.arange(tokens.shape[1])
-    valid = place < lengths[:, None]
-    read = state.position + lengths
-    reading = Reading(
-        token=tokens,
-        position=jnp.where(valid, state.position[:, None] + place, -1),
-        prompt_length=jnp.where(lengths > 0, read, state.prompt_length),
-        read=read,
-        horizon=state.horizon,
-        end=state.end,
-        seed=state.seed,
-        kernels=state.kernels,
-    )
-    # While a block is read, pages are unpacked into buffers of one size for all heads.
-    dense = joined(state.storage, state.mesh).unpack()
-    capacities = tuple(view.capacity for view in dense.layers)
-    after, hidden = read_block(state.weights, config, policy, dense, reading, capacities)
-    assert isinstance(after, Dense)
-    storage = shared(state.storage.pack(after), state.mesh)
-    if every:
-        logits = unembed(state.weights, config, hidden)
-        return storage, jnp.where(valid[..., None], logits, jnp.nan)
-    last = jnp.einsum("btw,bt->bw", hidden, (place == (lengths - 1)[:, None]).astype(hidden.dtype))
-    return storage, jnp.where((lengths > 0)[:, None], unembed(state.weights, config, last), jnp.nan)
+    cache, found = state.decoder.extend(state.cache, tokens, lengths, logits)
+    return State(state.decoder, cache), found

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int, Key, UInt32
 from kvjax.cache.dense import Dense, empty
 from kvjax.cache.paged.build import Selected
 from kvjax.inference.layers import Reading, read_block, read_layers, read_token
-from kvjax.inference.prepare import Prompts
+from kvjax.inference.prepare import Loaded, Prompts
 from kvjax.inference.sharding import (
     OF_HEADS,
     OF_ROWS,
@@ -34,9 +34,6 @@ from kvjax.models.sharding import on_device, weight_specs
 from kvjax.policies.policy import Policy
 from kvjax.types import Kernels
 
-if TYPE_CHECKING:
-    from kvjax.models.model import LanguageModel
-
 DEEP = 12
 """Fewest layers with which a prompt is read layer by layer, because one program for all of them compiles slowly."""
 
@@ -44,21 +41,21 @@ Read = tuple[Any, Int[Array, " b"], UInt32[Array, " b"], Float[Array, "b vocab"]
 """Storage (or selected slots, under plans with slots for each head), positions, seeds and logits."""
 
 
-def read_prompts(model: LanguageModel, prompts: Prompts, kernels: Kernels) -> Read:
+def read_prompts(model: Loaded, prompts: Prompts, kernels: Kernels) -> Read:
     """Read prompts; return the filled cache and the logits for the next tokens."""
     if _shared(model.config, prompts):
         return _read_layer_by_layer(model, prompts, kernels)
     return _read_prompts(*_arguments(model, prompts), **_static(model, prompts, kernels))
 
 
-def prompt_shapes(model: LanguageModel, prompts: Prompts, kernels: Kernels) -> Read:
+def prompt_shapes(model: Loaded, prompts: Prompts, kernels: Kernels) -> Read:
     """Return the shapes of the results of `read_prompts`, as `jax.ShapeDtypeStruct`; the weights may be shapes, too."""
     if _shared(model.config, prompts):
         return _read_layer_by_layer(model, prompts, kernels, lambda program: program.eval_shape)
     return _read_prompts.eval_shape(*_arguments(model, prompts), **_static(model, prompts, kernels))
 
 
-def draws(model: LanguageModel, prompts: Prompts) -> bool:
+def draws(model: Loaded, prompts: Prompts) -> bool:
     """Return whether the cache after prompts depends on their random keys."""
 
     def storage(keys: Key[Array, " b"], weights: Weights) -> Any:
@@ -71,7 +68,7 @@ def draws(model: LanguageModel, prompts: Prompts) -> bool:
     return bool(used[0])
 
 
-def lower_prompts(model: LanguageModel, prompts: Prompts) -> list[jax.stages.Lowered]:
+def lower_prompts(model: Loaded, prompts: Prompts) -> list[jax.stages.Lowered]:
     """Lower the programs of `read_prompts`, to compile them and read their `memory_analysis()`."""
     kernels = Kernels()
     if not _shared(model.config, prompts):
@@ -95,7 +92,7 @@ def lower_prompts(model: LanguageModel, prompts: Prompts) -> list[jax.stages.Low
     ]
 
 
-def _arguments(model: LanguageModel, prompts: Prompts) -> tuple[Any, ...]:
+def _arguments(model: Loaded, prompts: Prompts) -> tuple[Any, ...]:
     return model.weights, prompts.policy, *_texts(prompts), prompts.limits
 
 
@@ -103,7 +100,7 @@ def _texts(prompts: Prompts) -> tuple[Any, ...]:
     return prompts.tokens, prompts.lengths, prompts.horizon, prompts.keys
 
 
-def _static(model: LanguageModel, prompts: Prompts, kernels: Kernels) -> dict[str, Any]:
+def _static(model: Loaded, prompts: Prompts, kernels: Kernels) -> dict[str, Any]:
     sizes = dict(capacities=prompts.capacities, lines=prompts.lines, chunk=prompts.chunk)
     return dict(config=model.config, kernels=kernels, mesh=model.mesh, **sizes)
 
@@ -115,7 +112,7 @@ def _shared(config: ModelConfig, prompts: Prompts) -> bool:
     return config.layers >= DEEP and prompts.chunk is None and apart
 
 
-def _layers(model: LanguageModel, prompts: Prompts) -> list[tuple[LayerWeights, Policy, int, Int[Array, "b h"], int]]:
+def _layers(model: Loaded, prompts: Prompts) -> list[tuple[LayerWeights, Policy, int, Int[Array, "b h"], int]]:
     # Layers of one shape share the program of the first of them.
     shapes, policy = model.config.layer_configs, prompts.policy.sized(prompts.lines)
     like, limits = [shapes.index(shape) for shape in shapes], map(jnp.asarray, prompts.limits)
@@ -124,7 +121,7 @@ def _layers(model: LanguageModel, prompts: Prompts) -> list[tuple[LayerWeights, 
 
 
 def _read_layer_by_layer(
-    model: LanguageModel, prompts: Prompts, kernels: Kernels, run: Callable[[Any], Any] = lambda program: program
+    model: Loaded, prompts: Prompts, kernels: Kernels, run: Callable[[Any], Any] = lambda program: program
 ) -> Read:
     # `run` turns a program into the function to call.
     weights, config = model.weights, model.config

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ from kvjax.methods.compatibility import fitted
 from kvjax.methods.registry import name_of, plan_by_name
 from kvjax.methods.registry import policy as policy_by_name
 from kvjax.models.config import ModelConfig
+from kvjax.models.decoder import Weights
 from kvjax.models.model import rows_of
 from kvjax.policies.allocation import Plan
 from kvjax.policies.policy import Policy
@@ -30,6 +31,17 @@ Tokens = ArrayLike | Sequence[Sequence[int]]
 Budget = int | float | Sequence[int]
 WHOLES = ("text", "prompt", "context")
 """Bases of a fractional budget."""
+
+
+class Loaded(Protocol):
+    """What prompts are read with: a model, or a decoder."""
+
+    @property
+    def weights(self) -> Weights: ...
+    @property
+    def config(self) -> ModelConfig: ...
+    @property
+    def mesh(self) -> Mesh | None: ...
 
 
 class Prompts(NamedTuple):
@@ -70,18 +82,52 @@ def prepare(
         ValueError: if a prompt is empty or does not fit the model, or the budget does not fit the policy.
     """
     check_on_host("prefill", tokens, lengths, key, budget)
+    bound, budget = bind(model, policy, budget, plan)
+    settings: dict[str, Any] = dict(max_new_tokens=max_new_tokens, key=key, chunk=chunk, budget_of=budget_of)
+    return prepare_bound(model, bound, tokens, budget, lengths, **settings)
+
+
+def bind(model: LanguageModel, policy: Policy | str, budget: Budget, plan: Plan | str | None) -> tuple[Policy, Budget]:
+    """Return a policy bound to its model and budget, and the budget as Python numbers.
+
+    Raises:
+        TypeError: the model is something else.
+        ValueError: the policy does not fit the model or the budget.
+    """
+    check_on_host("prefill", budget)
     if not hasattr(model, "name"):  # a state has a model's weights and config, too
         raise TypeError(f"the first argument is a model, from kvjax.load, not {type(model).__name__}.")
     budget = checked_budget(budget)
-    max_new_tokens = whole_number("max_new_tokens", max_new_tokens)
     policy = ready(model, policy, budget, plan)
-    config = model.config
     if policy.plan.decides and not (isinstance(budget, float) and budget == 1.0):
         raise ValueError(
             f"{name_of(policy)} decides itself how many slots each head gets, so budget={budget!r} means nothing to "
             "it; leave it out and change its settings."
         )
     check_bounded(policy, budget)
+    return policy, budget
+
+
+def prepare_bound(
+    model: Loaded,
+    policy: Policy,
+    tokens: Tokens,
+    budget: Budget,
+    lengths: ArrayLike | Sequence[int] | None,
+    *,
+    max_new_tokens: int,
+    key: Key[Array, ""] | Key[Array, " b"] | None,
+    chunk: int | None = None,
+    budget_of: str = "text",
+) -> Prompts:
+    """Prepare prompts for a policy from `bind`.
+
+    Raises:
+        ValueError: if a prompt is empty or does not fit the model, or the budget does not fit the policy.
+    """
+    check_on_host("prefill", tokens, lengths, key)
+    max_new_tokens = whole_number("max_new_tokens", max_new_tokens)
+    config = model.config
     chunk = policy.score.requires.prompt_chunk if chunk is None else whole_number("prefill_chunk", chunk)
     if policy.plan.per_head and chunk is not None:
         raise ValueError(

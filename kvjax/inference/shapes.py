@@ -8,10 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from kvjax.inference.cache import Cache, cache_specs
+from kvjax.inference.decoder import Decoder, decoder_specs
 from kvjax.inference.prefill import prompt_shapes
 from kvjax.inference.prepare import Budget, prepare
 from kvjax.inference.sharding import placed_shapes
-from kvjax.inference.state import State, join_state, split_state, state_specs
+from kvjax.inference.state import State
 from kvjax.methods.registry import name_of
 from kvjax.policies.allocation import Plan
 from kvjax.policies.policy import Policy
@@ -73,9 +75,14 @@ def state_shapes(
         )
     kernels = implementation if isinstance(implementation, Kernels) else Kernels(implementation)
     storage, position, seed, _ = prompt_shapes(model, prompts, kernels)
-    state = State(
+    decoder = Decoder(
         weights=model.weights,
         policy=jax.tree.map(jnp.asarray, prompts.policy),
+        config=model.config,
+        kernels=kernels,
+        mesh=model.mesh,
+    )
+    cache = Cache(
         storage=storage,
         position=position,
         prompt_length=position,
@@ -84,10 +91,7 @@ def state_shapes(
         key=prompts.keys,
         seed=seed,
         active=jax.ShapeDtypeStruct((rows,), np.bool_),  # type: ignore[arg-type]
-        config=model.config,
-        kernels=kernels,
-        mesh=model.mesh,
     )
-    if state.mesh is None:
-        return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), state)
-    return join_state(*placed_shapes(state_specs(state), split_state(state), state.mesh))
+    if model.mesh is None:
+        return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), State(decoder, cache))
+    return State(*placed_shapes((decoder_specs(decoder), cache_specs(cache)), (decoder, cache), model.mesh))

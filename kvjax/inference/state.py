@@ -1,60 +1,112 @@
-"""State of decoding: an immutable pytree of all that a step reads and changes."""
+"""State of decoding: a decoder and a cache, an immutable pytree."""
 
 from __future__ import annotations
 
-import functools
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
-from flax import struct
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Int, Key, UInt32
 
-from kvjax.cache.dense import Dense
 from kvjax.cache.memory import allocated_bytes
+from kvjax.inference.cache import Cache
+from kvjax.inference.decoder import Decoder
 from kvjax.inference.layers import Storage
 from kvjax.inference.prepare import full_slots, round_slots
-from kvjax.inference.sharding import OF_ROWS, OF_VIEW, lying, on_mesh, policy_specs, shared, storage_specs
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Weights
-from kvjax.models.sharding import weight_specs
 from kvjax.policies.policy import Policy
-from kvjax.types import Kernels, LayerConfig, setting
+from kvjax.types import Kernels, LayerConfig
 from kvjax.utils.processes import on_host
 
-ROWS = ("position", "prompt_length", "horizon", "end", "key", "seed", "active")
-"""Fields of a state that have one entry for each row."""
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class State:
+    """A decoder and a cache, the pair that `decode_step` takes and returns; branching from a state is free.
 
-class State(struct.PyTreeNode):
-    """A model, a policy and a cache; branching from a state is free.
-
-    Rows are independent: the results of one row depend on that row only.
+    Its attributes are those of both. Rows are independent: the results of one row depend on that row only.
     """
 
-    weights: Weights
-    policy: Policy
-    storage: Storage
-    position: Int[Array, " b"]
-    """Position of the next token."""
-    prompt_length: Int[Array, " b"]
-    """Length of the text, in tokens, up to the last token that was given and not generated."""
-    horizon: Int[Array, " b"]
-    """Tokens planned to be generated."""
-    end: Int[Array, " b"]
-    """Planned length of the whole text in tokens, set when the prompt was read."""
-    key: Key[Array, " b"]
-    seed: UInt32[Array, " b"]
-    """Random seed of the policy for each row."""
-    active: Bool[Array, " b"]
-    """True for rows that read tokens; the other rows never change, and their logits are meaningless."""
-    config: ModelConfig = setting(None)
-    kernels: Kernels = setting(Kernels())
-    mesh: Mesh | None = setting(None)
-    """Devices that shard the state, from `kvjax.models.sharding.program_mesh`; None for one device."""
+    decoder: Decoder
+    cache: Cache
+
+    def replace(self, **changes: Any) -> State:
+        """Return a state with other values of some attributes, of its cache or of its decoder."""
+        fields = {field.name for field in dataclasses.fields(Cache)}
+        of_cache = {name: changes.pop(name) for name in fields & changes.keys()}
+        own = {name: changes.pop(name) for name in ("decoder", "cache") if name in changes}
+        state = dataclasses.replace(self, **own)
+        return State(state.decoder.replace(**changes), state.cache.replace(**of_cache))
+
+    @property
+    def weights(self) -> Weights:
+        """Weights of the model."""
+        return self.decoder.weights
+
+    @property
+    def policy(self) -> Policy:
+        """The policy, bound to the model."""
+        return self.decoder.policy
+
+    @property
+    def config(self) -> ModelConfig:
+        """Shape of the model."""
+        return self.decoder.config
+
+    @property
+    def kernels(self) -> Kernels:
+        """Implementation of every operation."""
+        return self.decoder.kernels
+
+    @property
+    def mesh(self) -> Mesh | None:
+        """Devices that shard the state; None for one device."""
+        return self.decoder.mesh
+
+    @property
+    def storage(self) -> Storage:
+        """Slots of all layers."""
+        return self.cache.storage
+
+    @property
+    def position(self) -> Int[Array, " b"]:
+        """Position of the next token."""
+        return self.cache.position
+
+    @property
+    def prompt_length(self) -> Int[Array, " b"]:
+        """Length of the text up to the last token that was given and not generated."""
+        return self.cache.prompt_length
+
+    @property
+    def horizon(self) -> Int[Array, " b"]:
+        """Tokens planned to be generated."""
+        return self.cache.horizon
+
+    @property
+    def end(self) -> Int[Array, " b"]:
+        """Planned length of the whole text in tokens."""
+        return self.cache.end
+
+    @property
+    def key(self) -> Key[Array, " b"]:
+        """Random key of each row."""
+        return self.cache.key
+
+    @property
+    def seed(self) -> UInt32[Array, " b"]:
+        """Random seed of the policy for each row."""
+        return self.cache.seed
+
+    @property
+    def active(self) -> Bool[Array, " b"]:
+        """True for rows that read tokens."""
+        return self.cache.active
 
 
 def check_state(state: object, place: str = "first") -> None:
@@ -65,60 +117,6 @@ def check_state(state: object, place: str = "first") -> None:
     """
     if not isinstance(state, State):
         raise TypeError(f"the {place} argument is a state, from kvjax.prefill, not {type(state).__name__}.")
-
-
-Moving = tuple[Storage, Int[Array, " b"]]
-
-
-def split_state(state: State) -> tuple[State, Moving]:
-    """Split a state into fields that a step only reads and fields that it changes.
-
-    A jitted step returns only the second, because it would copy fields that it returns unchanged.
-    """
-    return state.replace(storage=(), position=None), (state.storage, state.position)
-
-
-def join_state(fixed: State, moving: Moving) -> State:
-    """Join the two parts of a state; the inverse of `split_state`."""
-    return fixed.replace(storage=moving[0], position=moving[1])
-
-
-def state_specs(state: State) -> tuple[State, Any]:
-    """Return the specs of the two parts from `split_state`, for the state's mesh if it has one."""
-    weights = weight_specs(state.weights, state.config, state.mesh)
-    rows = dict.fromkeys(("prompt_length", "horizon", "end", "key", "seed", "active"), OF_ROWS)
-    specs = state.replace(weights=weights, policy=policy_specs(state.policy), storage=(), position=None, **rows)
-    return specs, (storage_specs(state.storage), OF_ROWS)
-
-
-def placed(state: State) -> State:
-    """Move a state to the sharding that its programs expect, which avoids a transfer at each step and a recompile."""
-    if state.mesh is None:
-        return state
-    rows = {name: getattr(state, name) for name in ROWS if name != "position"}
-    leaves, tree = jax.tree.flatten(state.policy)
-    specs = tuple(jax.tree.leaves(policy_specs(state.policy)))
-    rows, leaves = _placed(rows, leaves, mesh=state.mesh, specs=specs)
-    return state.replace(policy=jax.tree.unflatten(tree, leaves), **rows)
-
-
-# Only a compiled program reaches the devices of other processes.
-@functools.partial(jax.jit, static_argnames=("mesh", "specs"))
-def _placed(
-    rows: dict[str, Array], leaves: list[Array], *, mesh: Mesh, specs: tuple[PartitionSpec, ...]
-) -> tuple[dict[str, Array], list[Array]]:
-    return lying((rows, leaves), (OF_ROWS, list(specs)), mesh)
-
-
-def unpacked(state: State) -> State:
-    """Unpack a state's pages into buffers of one size for all heads of a layer."""
-    mesh = state.mesh
-
-    def unpack(storage: Storage) -> Any:
-        return shared(storage.unpack(), mesh)
-
-    made = Dense((OF_VIEW,) * state.config.layers)
-    return state.replace(storage=on_mesh(unpack, mesh, (storage_specs(state.storage),), made)(state.storage))
 
 
 def take_rows(state: State, index: ArrayLike | Sequence[int]) -> State:
@@ -139,9 +137,7 @@ def take_rows(state: State, index: ArrayLike | Sequence[int]) -> State:
         [3, 3]
     """
     check_state(state)
-    rows = _rows(state, index)
-    fields = {name: getattr(state, name)[rows] for name in ROWS}
-    return state.replace(storage=state.storage.take(rows), **fields)
+    return State(state.decoder, state.cache.take(_rows(state, index)))
 
 
 def put_rows(state: State, index: ArrayLike | Sequence[int], rows: State) -> State:
@@ -178,9 +174,7 @@ def put_rows(state: State, index: ArrayLike | Sequence[int], rows: State) -> Sta
     dtypes = [sorted({str(leaf.dtype) for leaf in jax.tree.leaves(part.storage)}) for part in (state, rows)]
     if dtypes[0] != dtypes[1]:
         raise ValueError(f"rows of {dtypes[1]} do not fit a state of {dtypes[0]}; use one dtype for both.")
-    fields = {name: getattr(state, name).at[where].set(getattr(rows, name)) for name in ROWS}
-    storage: Any = state.storage  # both storages have one type, checked above
-    return state.replace(storage=storage.put(where, rows.storage), **fields)
+    return State(state.decoder, state.cache.put(where, rows.cache))
 
 
 def described(policy: Policy) -> tuple[Any, list[tuple[str, float]]]:

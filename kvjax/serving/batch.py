@@ -15,14 +15,11 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 from kvjax.cache.dense import Dense, empty
 from kvjax.generation.loop import Drawn, room_for, thought
 from kvjax.generation.sampling import Sampling, penalised, sample
-from kvjax.inference.decode import step
-from kvjax.inference.extend import read_more
+from kvjax.inference.cache import Cache, cache_specs
+from kvjax.inference.decoder import Decoder, read_more
 from kvjax.inference.prefill import policy_seeds
-from kvjax.inference.sharding import OF_ROWS, WHOLE, copying, logits_spec, lying, on_mesh, storage_specs, whole_rows
-from kvjax.inference.state import ROWS as ROW_FIELDS
-from kvjax.inference.state import State
+from kvjax.inference.sharding import OF_ROWS, WHOLE, copying, logits_spec, lying, on_mesh, whole_rows
 from kvjax.models.config import ModelConfig
-from kvjax.models.decoder import Weights
 from kvjax.policies.policy import Policy
 from kvjax.types import ROWS, wide
 
@@ -44,7 +41,7 @@ class Sizes(NamedTuple):
 
 
 class Planned(NamedTuple):
-    """Limits of texts, planned before they are read; see `State`."""
+    """Limits of texts, planned before they are read; see `Cache`."""
 
     limits: tuple[Int[Array, "b h"], ...]
     """Slots that each head may use, for each layer."""
@@ -57,8 +54,8 @@ class Planned(NamedTuple):
 class Text(struct.PyTreeNode):
     """Texts during prefill; reading a chunk returns a new object, and the old one stays valid."""
 
-    state: State
-    """State without weights and policy; on a mesh, all devices along the rows axis have a copy."""
+    cache: Cache
+    """On a mesh, all devices along the rows axis have a copy."""
     seen: Bool[Array, "b vocab"]
     """True for tokens that have been read."""
 
@@ -81,8 +78,7 @@ class Wishes(NamedTuple):
 class Rows(struct.PyTreeNode):
     """Batch of texts during decoding; inactive rows are free."""
 
-    state: State
-    """State without weights and policy."""
+    cache: Cache
     logits: Float[Array, "b vocab"]
     """Logits for the next token of each row."""
     seen: Bool[Array, "b vocab"]
@@ -111,21 +107,24 @@ class Written(NamedTuple):
 @functools.partial(jax.jit, static_argnames="sizes")
 def begin(policy: Policy, planned: Planned, *, sizes: Sizes) -> Text:
     """Create texts with empty caches."""
-    text = _begun(policy, planned, sizes, None if sizes.mesh is None else copying(sizes.mesh))
-    return lying(text, _text_specs(text), text.state.mesh)
+    text = _begun(policy, planned, sizes)
+    return lying(text, _text_specs(text), reading_mesh(sizes.mesh))
 
 
-def _begun(policy: Policy, planned: Planned, sizes: Sizes, mesh: Mesh | None) -> Text:
+def reading_mesh(mesh: Mesh | None) -> Mesh | None:
+    """Return the mesh that texts are read on before they join the rows of `mesh`."""
+    return None if mesh is None else copying(mesh)
+
+
+def _begun(policy: Policy, planned: Planned, sizes: Sizes) -> Text:
     rows, roomy = len(planned.seed), policy.sized(sizes.lines)
     layers = enumerate(zip(sizes.config.layer_configs, planned.limits, sizes.capacities, strict=True))
     made = (
-        empty(roomy, shape, layer, limit=limit, slots=capacity, dtype=sizes.dtype)
+        empty(roomy.layer(layer), shape, layer, limit=limit, slots=capacity, dtype=sizes.dtype)
         for layer, (shape, limit, capacity) in layers
     )
     key = jax.vmap(jax.random.key)(planned.seed)
-    state = State(
-        weights=None,  # type: ignore[arg-type]
-        policy=None,  # type: ignore[arg-type]
+    cache = Cache(
         storage=Dense(tuple(made)),
         position=jnp.zeros(rows, jnp.int32),
         prompt_length=jnp.zeros(rows, jnp.int32),
@@ -134,70 +133,64 @@ def _begun(policy: Policy, planned: Planned, sizes: Sizes, mesh: Mesh | None) ->
         key=key,
         seed=policy_seeds(key),
         active=jnp.ones(rows, bool),
-        config=sizes.config,
-        mesh=mesh,
     )
-    return Text(state, jnp.zeros((rows, sizes.config.vocab_size), bool))
+    return Text(cache, jnp.zeros((rows, sizes.config.vocab_size), bool))
 
 
 @functools.partial(jax.jit, static_argnames=("ends", "sizes"))
 def empty_rows(policy: Policy, planned: Planned, *, ends: int, sizes: Sizes) -> Rows:
     """Create free rows, with room for `ends` end ids each."""
-    text, rows = _begun(policy, planned, sizes, sizes.mesh), len(planned.seed)
+    text, rows = _begun(policy, planned, sizes), len(planned.seed)
     whole, real = jnp.zeros(rows, jnp.int32), jnp.zeros(rows, jnp.float32)
     sampling = Sampling.tree_unflatten(None, (real, whole, real, real, real))
     none = jnp.zeros(rows, bool)
     made = Rows(
-        state=text.state.replace(active=none),
+        cache=text.cache.replace(active=none),
         logits=jnp.zeros(text.seen.shape, wide(sizes.dtype)),
         seen=text.seen,
         written=jnp.zeros(text.seen.shape, jnp.int32),
         wishes=Wishes(sampling, real, real, jnp.full((rows, ends), -1, jnp.int32), whole, none),
     )
-    return lying(made, _rows_specs(made), sizes.mesh)
+    return lying(made, _rows_specs(made, sizes.config, sizes.mesh), sizes.mesh)
 
 
 def _text_specs(text: Text) -> Any:
     """Return the shardings of texts on their mesh."""
-    return Text(_state_specs(text.state), OF_ROWS)
+    return Text(cache_specs(text.cache), OF_ROWS)
 
 
-def _rows_specs(rows: Rows) -> Any:
+def _rows_specs(rows: Rows, config: ModelConfig, mesh: Mesh | None) -> Any:
     """Return the shardings of rows on their mesh."""
-    logits: Any = logits_spec(rows.state.config, rows.state.mesh)
-    return Rows(_state_specs(rows.state), logits, OF_ROWS, OF_ROWS, OF_ROWS)
-
-
-def _state_specs(state: State) -> State:
-    return state.replace(storage=storage_specs(state.storage), **dict.fromkeys(ROW_FIELDS, OF_ROWS))
+    logits: Any = logits_spec(config, mesh)
+    return Rows(cache_specs(rows.cache), logits, OF_ROWS, OF_ROWS, OF_ROWS)
 
 
 @jax.jit
 def read(
-    weights: Weights, policy: Policy, text: Text, tokens: Int[Array, "b n"], lengths: Int[Array, " b"]
+    decoder: Decoder, text: Text, tokens: Int[Array, "b n"], lengths: Int[Array, " b"]
 ) -> tuple[Text, Float[Array, "b vocab"]]:
     """Read the next chunk of texts, and return the logits for the token after it.
 
     Args:
-        weights: of the model.
-        policy: the cache policy.
+        decoder: on the mesh for reading.
         text: before the chunk.
         tokens: the chunk, padded on the right.
         lengths: tokens of each row, at least 1.
     """
-    storage, logits = read_more(text.state.replace(weights=weights, policy=policy), tokens, lengths, every=False)
-    position = text.state.position + lengths
+    cache, logits = read_more(decoder, text.cache, tokens, lengths, every=False)
     valid = jnp.arange(tokens.shape[1]) < lengths[:, None]
     seen = text.seen.at[jnp.arange(len(tokens))[:, None], tokens].max(valid)
-    after = Text(text.state.replace(storage=storage, position=position, prompt_length=position), seen)
-    return lying(after, _text_specs(after), text.state.mesh), logits
+    after = Text(cache, seen)
+    return lying(after, _text_specs(after), decoder.mesh), logits
 
 
-@functools.partial(jax.jit, donate_argnums=0)
-def insert(rows: Rows, row: ArrayLike, text: Text, logits: Float[Array, "1 vocab"], wishes: Wishes) -> Rows:
+@functools.partial(jax.jit, static_argnames="sizes", donate_argnums=0)
+def insert(
+    rows: Rows, row: ArrayLike, text: Text, logits: Float[Array, "1 vocab"], wishes: Wishes, *, sizes: Sizes
+) -> Rows:
     """Write a prefilled text into a row and replace the row's old contents."""
-    mesh, count = rows.state.mesh, jnp.zeros(text.seen.shape, jnp.int32)
-    one = Rows(text.state.replace(mesh=mesh), logits, text.seen, count, wishes)
+    mesh, count = sizes.mesh, jnp.zeros(text.seen.shape, jnp.int32)
+    one = Rows(text.cache, logits, text.seen, count, wishes)
 
     def put(rows: Rows, one: Rows, row: Int[Array, ""]) -> Rows:
         here = len(rows.logits)
@@ -212,26 +205,25 @@ def insert(rows: Rows, row: ArrayLike, text: Text, logits: Float[Array, "1 vocab
 
         return jax.tree.map(changed, rows, one)
 
-    specs = _rows_specs(rows)
+    specs = _rows_specs(rows, sizes.config, mesh)
     return on_mesh(put, mesh, (specs, whole_rows(specs), WHOLE), specs)(rows, one, jnp.asarray(row))
 
 
-@functools.partial(jax.jit, donate_argnums=0)
-def free(rows: Rows, kept: Bool[Array, " b"]) -> Rows:
+@functools.partial(jax.jit, static_argnames="mesh", donate_argnums=0)
+def free(rows: Rows, kept: Bool[Array, " b"], *, mesh: Mesh | None) -> Rows:
     """End the rows that are not kept."""
-    active = lying(rows.state.active & kept, OF_ROWS, rows.state.mesh)
-    return rows.replace(state=rows.state.replace(active=active))
+    active = lying(rows.cache.active & kept, OF_ROWS, mesh)
+    return rows.replace(cache=rows.cache.replace(active=active))
 
 
-@functools.partial(jax.jit, static_argnames=("most", "logprobs"), donate_argnums=2)
+@functools.partial(jax.jit, static_argnames=("most", "logprobs"), donate_argnums=1)
 def generate(
-    weights: Weights, policy: Policy, rows: Rows, steps: ArrayLike, leave: ArrayLike, *, most: int, logprobs: int
+    decoder: Decoder, rows: Rows, steps: ArrayLike, leave: ArrayLike, *, most: int, logprobs: int
 ) -> tuple[Rows, Written, Drawn]:
     """Generate tokens for all active rows; a row ends at one of its end ids or at its maximal number of tokens.
 
     Args:
-        weights: of the model.
-        policy: the cache policy.
+        decoder: of the rows.
         rows: the batch; it is consumed.
         steps: maximal tokens per row, 1 to `most`.
         leave: True to stop as soon as a row has ended.
@@ -241,46 +233,46 @@ def generate(
     Returns:
         The rows, the output, and the tokens with log-probabilities, which are valid only if a row requests them.
     """
-    began, each = rows.state.active.sum(), len(rows.logits)
+    began, each = rows.cache.active.sum(), len(rows.logits)
 
     def more(carry: Any) -> Bool[Array, ""]:
         i, rows, _, _ = carry
-        active = rows.state.active
+        active = rows.cache.active
         return (i < steps) & active.any() & ~(jnp.asarray(leave) & (active.sum() < began))
 
     def one(carry: Any) -> Any:
         i, rows, count, made = carry
-        rows, drawn, belongs = _written(weights, policy, rows, logprobs)
+        rows, drawn, belongs = _written(decoder, rows, logprobs)
         made = jax.tree.map(lambda all, new: all.at[:, i].set(new), made, drawn)
         return i + 1, rows, count + belongs, made
 
-    made = room_for((each, most), weights.embedding.dtype, logprobs)
+    made = room_for((each, most), decoder.weights.embedding.dtype, logprobs)
     _, rows, count, made = jax.lax.while_loop(more, one, (jnp.int32(0), rows, jnp.zeros(each, jnp.int32), made))
-    state = rows.state
-    held = jnp.stack([(layer >= 0).sum(-1).mean(-1) for layer in state.storage.stored_positions()]).mean(0)
-    written = Written(made.token, count, state.active, rows.wishes.left, state.position, held)
-    return lying(rows, _rows_specs(rows), state.mesh), written, made
+    cache, mesh = rows.cache, decoder.mesh
+    held = jnp.stack([(layer >= 0).sum(-1).mean(-1) for layer in cache.storage.stored_positions()]).mean(0)
+    written = Written(made.token, count, cache.active, rows.wishes.left, cache.position, held)
+    return lying(rows, _rows_specs(rows, decoder.config, mesh), mesh), written, made
 
 
-def _written(weights: Weights, policy: Policy, rows: Rows, logprobs: int) -> tuple[Rows, Drawn, Bool[Array, " b"]]:
+def _written(decoder: Decoder, rows: Rows, logprobs: int) -> tuple[Rows, Drawn, Bool[Array, " b"]]:
     """Generate one token per active row and a mask of those in their text; rows that go on read their token."""
-    storage, mesh = rows.state.storage, rows.state.mesh
+    storage = rows.cache.storage
     # Each device samples for its own rows, so no logits are transferred between devices.
-    draw = on_mesh(functools.partial(_drawn, logprobs=logprobs), mesh, (OF_ROWS,), OF_ROWS)
-    rows, drawn, belongs = draw(rows.replace(state=rows.state.replace(storage=())))
-    state, logits = step(rows.state.replace(weights=weights, policy=policy, storage=storage), drawn.token)
-    return rows.replace(state=state.replace(weights=None, policy=None), logits=logits), drawn, belongs
+    draw = on_mesh(functools.partial(_drawn, logprobs=logprobs), decoder.mesh, (OF_ROWS,), OF_ROWS)
+    rows, drawn, belongs = draw(rows.replace(cache=rows.cache.replace(storage=())))
+    cache, logits = decoder.step(rows.cache.replace(storage=storage), drawn.token)
+    return rows.replace(cache=cache, logits=logits), drawn, belongs
 
 
 def _drawn(rows: Rows, *, logprobs: int) -> tuple[Rows, Drawn, Bool[Array, " b"]]:
     """Sample the next token of each row and update the rows, except their caches."""
-    state, wishes, each = rows.state, rows.wishes, jnp.arange(len(rows.logits))
-    often, active = rows.written, state.active
+    cache, wishes, each = rows.cache, rows.wishes, jnp.arange(len(rows.logits))
+    often, active = rows.written, cache.active
     penalty: Any = wishes.sampling.repetition_penalty
     logits = penalised(rows.logits, rows.seen, penalty)
     logits -= (wishes.presence_penalty[:, None] * (often > 0)).astype(logits.dtype)
     logits -= (wishes.frequency_penalty[:, None] * often).astype(logits.dtype)
-    token = sample(logits, jax.vmap(jax.random.fold_in)(state.key, state.position), wishes.sampling)
+    token = sample(logits, jax.vmap(jax.random.fold_in)(cache.key, cache.position), wishes.sampling)
 
     # All requests share one program; otherwise, a row's numbers could depend on the requests of its neighbours.
     def told() -> Drawn:
@@ -294,7 +286,7 @@ def _drawn(rows: Rows, *, logprobs: int) -> tuple[Rows, Drawn, Bool[Array, " b"]
     belongs = active & ~undefined & ~(token[:, None] == wishes.ends).any(-1)
     left = jnp.where(undefined, UNDEFINED, wishes.left - belongs)
     rows = rows.replace(
-        state=state.replace(active=belongs & (left > 0)),
+        cache=cache.replace(active=belongs & (left > 0)),
         seen=rows.seen.at[each, token].max(belongs),
         written=often.at[each, token].add(belongs),
         wishes=wishes._replace(left=left),

@@ -11,8 +11,7 @@ import numpy as np
 from jax.interpreters import partial_eval
 
 from kvjax.cache.memory import allocated_bytes, device_bytes
-from kvjax.models.decoder import Weights
-from kvjax.policies.policy import Policy
+from kvjax.inference.decoder import Decoder
 from kvjax.serving.batch import Text, read
 
 Key = bytes
@@ -34,7 +33,7 @@ class Snapshots:
 
     def put(self, key: Key, text: Text) -> None:
         """Store a text without copying it, unless it is larger than the limit."""
-        taken = text.state.storage, text.seen
+        taken = text.cache.storage, text.seen
         size, here = allocated_bytes(taken), device_bytes(taken)
         if key in self._held or size > self.limit:
             return
@@ -80,7 +79,7 @@ def beginnings(depends: bytes, tokens: Sequence[int], chunk: int) -> list[Key]:
     return keys
 
 
-def dependencies(weights: Weights, policy: Policy, text: Text, chunk: int) -> frozenset[str]:
+def dependencies(decoder: Decoder, text: Text, chunk: int) -> frozenset[str]:
     """Return which of `seed`, `horizon` and `end` affect the state of a text after prefill.
 
     Most policies use none of them, so texts with other lengths and seeds can share prefixes.
@@ -89,10 +88,10 @@ def dependencies(weights: Weights, policy: Policy, text: Text, chunk: int) -> fr
     tokens, lengths = np.zeros((1, chunk), np.int32), np.ones(1, np.int32)
 
     def reading(*fields: jax.Array) -> object:
-        known = text.state.replace(**dict(zip(names, fields, strict=True)))
-        after, _ = read(weights, policy, text.replace(state=known), tokens, lengths)
-        return after.state.storage
+        known = text.cache.replace(**dict(zip(names, fields, strict=True)))
+        after, _ = read(decoder, text.replace(cache=known), tokens, lengths)
+        return after.cache.storage
 
-    program = jax.make_jaxpr(reading)(*(getattr(text.state, name) for name in names)).jaxpr
+    program = jax.make_jaxpr(reading)(*(getattr(text.cache, name) for name in names)).jaxpr
     _, used = partial_eval.dce_jaxpr(program, [True] * len(program.outvars))
     return frozenset(name for name, is_used in zip(names, used, strict=True) if is_used)

@@ -18,8 +18,7 @@ from kvjax.generation.loop import Drawn
 from kvjax.generation.prompts import end_ids
 from kvjax.generation.sampling import Sampling
 from kvjax.inference.autotune import settle_before
-from kvjax.inference.decode import step_shapes
-from kvjax.inference.extend import read_more
+from kvjax.inference.decoder import Decoder, read_more, step_shapes
 from kvjax.inference.prepare import (
     among_devices,
     bucket,
@@ -49,6 +48,7 @@ from kvjax.serving.batch import (
     generate,
     insert,
     read,
+    reading_mesh,
 )
 from kvjax.serving.prefix_cache import Key, beginnings, dependencies
 from kvjax.serving.requests import Request
@@ -107,16 +107,18 @@ class Device:
             mesh=model.mesh,
         )
         # Placed once, since Python numbers would be transferred to the device at every step.
-        self._placed = placed_on(jax.tree.map(jnp.asarray, self.policy), policy_specs(self.policy), model.mesh)
+        placed = placed_on(jax.tree.map(jnp.asarray, self.policy), policy_specs(self.policy), model.mesh)
+        self.decoder = Decoder(weights=model.weights, policy=placed, config=config, mesh=model.mesh)
+        self.reader = self.decoder.replace(mesh=reading_mesh(model.mesh))
         self._one = _planned(limits[0])
         rows_made = self._emptied()
         self.state: Rows | None = rows_made
         """Rows of the batch; None after a failure, until `put` creates new ones."""
-        self.bytes = allocated_bytes(rows_made.state.storage)
+        self.bytes = allocated_bytes(rows_made.cache.storage)
         """Bytes of the caches of all rows."""
-        self.device_bytes = device_bytes(rows_made.state.storage)
+        self.device_bytes = device_bytes(rows_made.cache.storage)
         """Bytes of the caches on one device."""
-        self._depends = dependencies(model.weights, self._placed, self.begin(self._one), self.chunk)
+        self._depends = dependencies(self.reader, self.begin(self._one), self.chunk)
 
     @property
     def logprobs(self) -> int:
@@ -168,12 +170,12 @@ class Device:
 
     def begin(self, planned: Planned, held: Text | None = None) -> Text:
         """Create a text with an empty cache, or with the cache of a stored prefix."""
-        text = begin(self._placed, planned, sizes=self._sizes)
+        text = begin(self.decoder.policy, planned, sizes=self._sizes)
         if held is None:
             return text
-        state, known = text.state, held.state
-        state = state.replace(storage=known.storage, position=known.position, prompt_length=known.prompt_length)
-        return Text(state, held.seen)
+        known = held.cache
+        read = dict(storage=known.storage, position=known.position, prompt_length=known.prompt_length)
+        return Text(text.cache.replace(**read), held.seen)
 
     def read(self, text: Text, chunk: Sequence[int]) -> tuple[Text, Float[Array, "1 vocab"]]:
         """Read the next chunk of a text, and return the logits for the token after it."""
@@ -182,7 +184,7 @@ class Device:
     def put(self, row: int, text: Text, logits: Float[Array, "1 vocab"], request: Request) -> None:
         """Put a prefilled text into a row."""
         rows = self._emptied() if self.state is None else self.state
-        self.state = insert(rows, np.int32(row), text, logits, self._wishes(request))
+        self.state = insert(rows, np.int32(row), text, logits, self._wishes(request), sizes=self._sizes)
 
     def write(self, steps: int, leave: bool, logprobs: bool = False) -> tuple[Written, Drawn | None]:
         """Generate up to `steps` tokens per row, and return them on the host; see `kvjax.serving.batch.generate`.
@@ -194,14 +196,14 @@ class Device:
         """
         assert self.state is not None
         numbers, sizes = (np.int32(steps), np.bool_(leave)), dict(most=self.steps, logprobs=self.logprobs)
-        self.state, written, drawn = generate(self.model.weights, self._placed, self.state, *numbers, **sizes)
+        self.state, written, drawn = generate(self.decoder, self.state, *numbers, **sizes)
         return jax.device_get((written, drawn if logprobs else None))
 
     def free(self, rows: Collection[int]) -> None:
         """End some rows."""
         if self.state is not None:
             kept: Any = np.asarray([row not in rows for row in range(self.rows)])
-            self.state = free(self.state, kept)
+            self.state = free(self.state, kept, mesh=self.model.mesh)
 
     def warm_up(self, told: Callable[[int, int], None] = lambda done, total: None) -> None:
         """Compile all programs in parallel; this overwrites and frees the first row.
@@ -237,23 +239,22 @@ class Device:
         """Autotune the kernels for chunks of these sizes and for decode steps, if they need it."""
 
         def trace(kernels: Kernels) -> None:
-            settings = dict(weights=self.model.weights, policy=self._placed, kernels=kernels)
-            text = jax.eval_shape(lambda: self.begin(self._one)).state.replace(**settings)
-            length = jax.ShapeDtypeStruct((1,), jnp.int32)
+            text = jax.eval_shape(lambda: self.begin(self._one)).cache
+            length, reader = jax.ShapeDtypeStruct((1,), jnp.int32), self.reader.replace(kernels=kernels)
             for size in sizes:
-                read_more.eval_shape(text, jax.ShapeDtypeStruct((1, size), jnp.int32), length, every=False)
-            step_shapes(jax.eval_shape(self._emptied).state.replace(**settings))
+                read_more.eval_shape(reader, text, jax.ShapeDtypeStruct((1, size), jnp.int32), length, every=False)
+            step_shapes(self.decoder.replace(kernels=kernels), jax.eval_shape(self._emptied).cache)
 
         settle_before(trace, Kernels())
 
     def _reading(self, text: Text, chunk: Sequence[int]) -> tuple[Any, ...]:
         tokens = np.zeros((1, self._padded(len(chunk))), np.int32)
         tokens[0, : len(chunk)] = chunk
-        return self.model.weights, self._placed, text, tokens, np.asarray([len(chunk)], np.int32)
+        return self.reader, text, tokens, np.asarray([len(chunk)], np.int32)
 
     def _emptied(self) -> Rows:
         planned = jax.tree.map(lambda leaf: np.repeat(leaf, self.rows, axis=0), self._one)
-        return empty_rows(self._placed, planned, ends=ENDS, sizes=self._sizes)
+        return empty_rows(self.decoder.policy, planned, ends=ENDS, sizes=self._sizes)
 
     def _padded(self, length: int) -> int:
         return min(bucket(length), self.chunk)

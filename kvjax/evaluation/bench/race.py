@@ -13,15 +13,16 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from kvjax.inference.decode import step
+from kvjax.inference.cache import Cache
+from kvjax.inference.decoder import Decoder
 from kvjax.inference.extend import lower_prefill, prefill
-from kvjax.inference.state import Moving, State, cache_bytes, join_state, slot_limits, split_state
+from kvjax.inference.state import cache_bytes, slot_limits
 from kvjax.methods.registry import name_of
 from kvjax.model import Model
 from kvjax.policies.policy import Policy
 from kvjax.utils.compilation import temporary_bytes
 
-Carry = tuple[Moving, Int[Array, " b"]]
+Carry = tuple[Cache, Int[Array, " b"]]
 
 
 @dataclasses.dataclass
@@ -59,20 +60,22 @@ def decoder(model: Model, name: str | Policy, budget: int | float, tokens: np.nd
     state, logits = prefill(model, name, tokens, budget, max_new_tokens=steps)
 
     @jax.jit
-    def run(fixed: State, moving: Moving, token: Int[Array, " b"]) -> Carry:
+    def run(decoder: Decoder, cache: Cache, token: Int[Array, " b"]) -> Carry:
         def one(carry: Carry, _: None) -> tuple[Carry, None]:
-            moving, token = carry
-            state, logits = step(join_state(fixed, moving), token)
-            return (split_state(state)[1], jnp.argmax(logits, -1).astype(jnp.int32)), None
+            cache, logits = decoder.step(*carry)
+            return (cache, jnp.argmax(logits, -1).astype(jnp.int32)), None
 
-        return jax.lax.scan(one, (moving, token), None, length=steps)[0]
+        return jax.lax.scan(one, (cache, token), None, length=steps)[0]
 
-    fixed, moving = split_state(state)
     token = jnp.argmax(logits, -1).astype(jnp.int32)
     slots = float(np.mean(slot_limits(state)))
     shown = name if isinstance(name, str) else name_of(name)
     return Contender(
-        shown, str(budget), lambda: jax.block_until_ready(run(fixed, moving, token)), cache_bytes(state), slots
+        shown,
+        str(budget),
+        lambda: jax.block_until_ready(run(state.decoder, state.cache, token)),
+        cache_bytes(state),
+        slots,
     )
 
 

@@ -1,0 +1,83 @@
+"""Caches of a batch of texts: all layers' slots, and where each row is in its text."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from jax.sharding import Mesh
+from jaxtyping import Array, Bool, Int, Key, UInt32
+
+from kvjax.cache.dense import Dense
+from kvjax.inference.layers import Storage
+from kvjax.inference.sharding import OF_ROWS, OF_VIEW, lying, on_mesh, shared, storage_specs
+
+ROWS = ("position", "prompt_length", "horizon", "end", "key", "seed", "active")
+"""Fields of a cache that have one entry for each row."""
+
+
+class Cache(struct.PyTreeNode):
+    """All that a step changes; branching from a cache is free.
+
+    Rows are independent: the results of one row depend on that row only.
+    """
+
+    storage: Storage
+    position: Int[Array, " b"]
+    """Position of the next token."""
+    prompt_length: Int[Array, " b"]
+    """Length of the text, in tokens, up to the last token that was given and not generated."""
+    horizon: Int[Array, " b"]
+    """Tokens planned to be generated."""
+    end: Int[Array, " b"]
+    """Planned length of the whole text in tokens, set when the prompt was read."""
+    key: Key[Array, " b"]
+    seed: UInt32[Array, " b"]
+    """Random seed of the policy for each row."""
+    active: Bool[Array, " b"]
+    """True for rows that read tokens; the other rows never change, and their logits are meaningless."""
+
+    def take(self, rows: Int[np.ndarray, " m"]) -> Cache:
+        """Return a cache with some rows, in any order."""
+        return Cache(self.storage.take(rows), **{name: getattr(self, name)[rows] for name in ROWS})
+
+    def put(self, where: Int[np.ndarray, " m"], rows: Cache) -> Cache:
+        """Return a cache in which rows of another cache, of the same kind of storage, replace some rows."""
+        storage: Any = self.storage
+        fields = {name: getattr(self, name).at[where].set(getattr(rows, name)) for name in ROWS}
+        return Cache(storage.put(where, rows.storage), **fields)
+
+    def unpacked(self, mesh: Mesh | None) -> Cache:
+        """Return a cache whose pages are unpacked into buffers of one size for all heads of a layer."""
+
+        def unpack(storage: Storage) -> Any:
+            return shared(storage.unpack(), mesh)
+
+        made = Dense((OF_VIEW,) * len(self.storage.limits()))
+        return self.replace(storage=on_mesh(unpack, mesh, (storage_specs(self.storage),), made)(self.storage))
+
+    def with_own_rows(self) -> Cache:
+        """Return a cache with copies of what each row has one entry of: they outlive a step in place."""
+        return self.replace(**{name: jnp.copy(getattr(self, name)) for name in ROWS})
+
+
+def cache_specs(cache: Cache) -> Cache:
+    """Return the specs of a cache's arrays on a mesh."""
+    return cache.replace(storage=storage_specs(cache.storage), **dict.fromkeys(ROWS, OF_ROWS))
+
+
+def placed_rows(cache: Cache, mesh: Mesh | None) -> Cache:
+    """Move what each row has one entry of to the sharding that programs expect, to avoid a transfer at each step."""
+    if mesh is None:
+        return cache
+    return cache.replace(**_placed({name: getattr(cache, name) for name in ROWS}, mesh=mesh))
+
+
+# Only a compiled program reaches the devices of other processes.
+@functools.partial(jax.jit, static_argnames="mesh")
+def _placed(rows: dict[str, Array], *, mesh: Mesh) -> dict[str, Array]:
+    return lying(rows, OF_ROWS, mesh)

@@ -1,0 +1,348 @@
+"""A decoder: the weights of a model and a policy bound to it, with the functions that read tokens into a cache."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from jax.sharding import Mesh, PartitionSpec
+from jax.typing import ArrayLike
+from jaxtyping import Array, Float, Int, Key
+
+from kvjax.cache.dense import Dense
+from kvjax.cache.paged import build
+from kvjax.cache.paged.storage import Paged
+from kvjax.cache.paged.table import page_slots, table
+from kvjax.inference.autotune import settle_before
+from kvjax.inference.cache import Cache, cache_specs, placed_rows
+from kvjax.inference.layers import Reading, read_block, read_token
+from kvjax.inference.prefill import prompt_shapes, read_prompts
+from kvjax.inference.prepare import (
+    Budget,
+    Tokens,
+    bind,
+    bucket,
+    check_length,
+    check_on_host,
+    check_tokens,
+    prepare_bound,
+)
+from kvjax.inference.sharding import (
+    OF_POOL,
+    OF_ROWS,
+    OF_SELECTED,
+    joined,
+    logits_spec,
+    lying,
+    on_mesh,
+    policy_specs,
+    pool_specs,
+    shared,
+)
+from kvjax.methods.registry import name_of
+from kvjax.models.config import ModelConfig
+from kvjax.models.decoder import Weights, unembed
+from kvjax.models.model import rows_of
+from kvjax.models.sharding import on_device, weight_specs
+from kvjax.policies.allocation import Plan
+from kvjax.policies.policy import Policy
+from kvjax.types import HEADS, ROWS, Kernels, setting
+from kvjax.utils.processes import on_host
+
+if TYPE_CHECKING:
+    from kvjax.models.model import LanguageModel
+
+
+class Asked(NamedTuple):
+    """Policy and budget with numbers on the host, from which slots are planned."""
+
+    policy: Policy
+    budget: Any
+
+
+class Decoder(struct.PyTreeNode):
+    """What all steps read and none changes. `jax.jit` and `jax.lax.scan` over `step` copy no weights.
+
+    Example:
+        >>> import jax
+        >>> model = kvjax.load("tiny")
+        >>> decoder = kvjax.decoder(model, "h2o", budget=16)
+        >>> cache, logits = decoder.prefill([[5, 17, 42]], max_new_tokens=8)
+        >>> step = jax.jit(lambda decoder, cache, token: decoder.step(cache, token), donate_argnums=1)
+        >>> cache, logits = step(decoder, cache, logits.argmax(-1))
+        >>> cache.position.tolist(), logits.shape
+        ([4], (1, 2048))
+    """
+
+    weights: Weights
+    policy: Policy
+    asked: Asked | None = None
+    """What prompts are planned with; programs do not depend on it."""
+    config: ModelConfig = setting(None)
+    kernels: Kernels = setting(Kernels())
+    mesh: Mesh | None = setting(None)
+    """Devices that shard the decoder, from `kvjax.models.sharding.program_mesh`; None for one device."""
+
+    def prefill(
+        self,
+        tokens: Tokens,
+        lengths: ArrayLike | Sequence[int] | None = None,
+        *,
+        max_new_tokens: int = 256,
+        key: Key[Array, ""] | Key[Array, " b"] | None = None,
+        prefill_chunk: int | None = None,
+        budget_of: str = "text",
+    ) -> tuple[Cache, Float[Array, "b vocab"]]:
+        """Read prompts into a new cache; see `kvjax.prefill`.
+
+        Returns:
+            The cache, and the logits for the first new token.
+
+        Raises:
+            ValueError: a prompt is empty or does not fit the model, or the budget does not fit the policy; or a score
+                is NaN, or other than one number for each slot.
+            TypeError: the tokens are not rows of ids.
+        """
+        settings: dict[str, Any] = dict(max_new_tokens=max_new_tokens, key=key, chunk=prefill_chunk)
+        assert self.asked is not None, "a decoder for prompts comes from kvjax.decoder"
+        prompts = prepare_bound(
+            self, self.asked.policy, tokens, self.asked.budget, lengths, budget_of=budget_of, **settings
+        )
+        settle_before(lambda kernels: prompt_shapes(self, prompts, kernels), self.kernels)
+        storage, position, seed, logits = read_prompts(self, prompts, self.kernels)
+        if self.policy.plan.per_head:
+            storage = _on_pages(storage, page_slots(prompts.tokens.shape[1] + max_new_tokens), self.mesh)
+        cache = Cache(
+            storage=storage,
+            position=position,
+            prompt_length=jnp.asarray(prompts.lengths),
+            horizon=jnp.asarray(prompts.horizon),
+            end=jnp.asarray(prompts.lengths + prompts.horizon),
+            key=prompts.keys,
+            seed=seed,
+            active=jnp.asarray(np.ones(prompts.lengths.shape, bool)),
+        )
+        cache = placed_rows(cache, self.mesh)
+        settle_step(self, cache)
+        if jnp.isnan(logits).any():
+            raise ValueError(
+                f"{type(self.policy.score).__name__}.score gives NaN for tokens of a prompt, or the model does; a "
+                "score has to give numbers, or -inf, +inf."
+            )
+        return cache, logits
+
+    def step(self, cache: Cache, token: Int[Array, " b"]) -> tuple[Cache, Float[Array, "b vocab"]]:
+        """Read one token per row; call it under `jit` or `scan`. See `kvjax.decode_step`, which compiles it."""
+        return step(self, cache, token)
+
+    def extend(
+        self,
+        cache: Cache,
+        tokens: ArrayLike | Sequence[Sequence[int]],
+        lengths: ArrayLike | Sequence[int] | None = None,
+        logits: str = "last",
+    ) -> tuple[Cache, Float[Array, "b vocab"] | Float[Array, "b n vocab"]]:
+        """Read more text on top of a cache; see `kvjax.extend`.
+
+        Raises:
+            TypeError: the tokens are a list of anything but rows.
+            ValueError: the tokens do not fit the cache or the model; or the text exceeds its planned length, under
+                policies that reserve slots for all of it.
+        """
+        check_on_host("extend", cache.position, tokens, lengths)
+        if logits not in ("last", "all"):
+            raise ValueError(f"logits={logits!r} is not 'last' or 'all'.")
+        rows = len(cache.position)
+        if isinstance(tokens, (list, tuple)):
+            tokens, counted = rows_of(tokens)
+            tokens = tokens if tokens.size else np.zeros((len(tokens), 1), np.int64)  # all rows are empty
+            lengths = counted if lengths is None else lengths
+        ids = np.asarray(tokens)
+        if ids.ndim != 2 or len(ids) != rows or ids.shape[1] == 0:
+            raise ValueError(f"tokens of shape {ids.shape} are not text for each of {rows} rows [b, n].")
+        counts = np.full(rows, ids.shape[1]) if lengths is None else np.asarray(lengths)
+        check_tokens(ids, counts, self.config, least=0)
+        counts = np.where(on_host(cache.active), counts, 0)
+        read, end = on_host(cache.position) + counts, on_host(cache.end)
+        check_length(int(read.max()), self.policy, self.config)
+        if self.policy.plan.ends and (read > end).any():
+            raise ValueError(
+                f"a text of {int(read.max())} tokens does not fit the {int(end[read > end].min())} that "
+                f"{name_of(self.policy)} set slots aside for; give prefill more max_new_tokens."
+            )
+        size = bucket(ids.shape[1])
+        padded = jnp.asarray(np.pad(ids, ((0, 0), (0, size - ids.shape[1]))), jnp.int32)
+        texts, every = (padded, jnp.asarray(counts, jnp.int32)), logits == "all"
+        settle_before(
+            lambda kernels: read_more.eval_shape(self.replace(kernels=kernels), cache, *texts, every=every),
+            self.kernels,
+        )
+        after, found = read_more(self, cache, *texts, every=every)
+        return after, found[:, : ids.shape[1]] if logits == "all" else found
+
+
+def decoder(
+    model: LanguageModel,
+    policy: Policy | str,
+    budget: Budget = 1.0,
+    *,
+    plan: Plan | str | None = None,
+    implementation: str | Kernels = "auto",
+) -> Decoder:
+    """Return a decoder: a model with a policy and a budget, whose arrays are placed for its programs.
+
+    Args:
+        model: from `kvjax.load`.
+        policy: which tokens stay; a name or a `Policy`.
+        budget: slots per KV head, a fraction of each text, or slots for each layer; see `kvjax.prefill`.
+        plan: how the budget is spread over layers or heads; a name, a `Plan`, or None for the policy's own.
+        implementation: of every operation; see `kvjax.prefill`.
+
+    Raises:
+        ValueError: the policy does not fit the model or the budget.
+        TypeError: the model or the policy is something else.
+    """
+    bound, budget = bind(model, policy, budget, plan)
+    kernels = implementation if isinstance(implementation, Kernels) else Kernels(implementation)
+    made = Decoder(
+        weights=model.weights,
+        policy=jax.tree.map(jnp.asarray, bound),  # else every step would transfer host numbers
+        asked=Asked(bound, budget),
+        config=model.config,
+        kernels=kernels,
+        mesh=model.mesh,
+    )
+    return placed_policy(made)
+
+
+def decoder_specs(decoder: Decoder) -> Decoder:
+    """Return the specs of a decoder's arrays on its mesh."""
+    weights = weight_specs(decoder.weights, decoder.config, decoder.mesh)
+    return decoder.replace(weights=weights, policy=policy_specs(decoder.policy), asked=None)
+
+
+def placed_policy(decoder: Decoder) -> Decoder:
+    """Move a policy's arrays to the sharding that programs expect, which avoids a transfer at each step."""
+    if decoder.mesh is None:
+        return decoder
+    leaves, tree = jax.tree.flatten(decoder.policy)
+    specs = tuple(jax.tree.leaves(policy_specs(decoder.policy)))
+    leaves = _placed(leaves, mesh=decoder.mesh, specs=specs)
+    return decoder.replace(policy=jax.tree.unflatten(tree, leaves))
+
+
+# Only a compiled program reaches the devices of other processes.
+@functools.partial(jax.jit, static_argnames=("mesh", "specs"))
+def _placed(leaves: list[Array], *, mesh: Mesh, specs: tuple[PartitionSpec, ...]) -> list[Array]:
+    return lying(leaves, list(specs), mesh)
+
+
+def _on_pages(selected: tuple[build.Selected, ...], page_size: int, mesh: Mesh | None) -> Paged:
+    # Read the sizes on the host; one program then moves the tokens.
+    limits = np.stack([on_host(layer.view.limit) for layer in selected])
+    devices = (1, 1) if mesh is None else (mesh.shape[ROWS], mesh.shape[HEADS])
+    *tables, most = table(limits, page_size, devices)
+    return _pack(selected, *map(jnp.asarray, tables), page_size=page_size, most=most, devices=devices, mesh=mesh)
+
+
+@functools.partial(jax.jit, static_argnames=("page_size", "most", "devices", "mesh"))
+def _pack(selected: tuple[build.Selected, ...], *tables: Array, mesh: Mesh | None, **sizes: Any) -> Paged:
+    given = (OF_SELECTED,) * len(selected), *(OF_POOL,) * 3
+    made = pool_specs(len(selected), sizes["most"], sizes["devices"])
+    return on_mesh(functools.partial(build.pack, **sizes), mesh, given, made)(selected, *tables)
+
+
+def step(decoder: Decoder, cache: Cache, token: Int[Array, " b"]) -> tuple[Cache, Float[Array, "b vocab"]]:
+    """Read one token per row into a cache, and return the logits for the next token; not compiled."""
+    decoder = decoder.replace(asked=None)
+    of_cache = cache_specs(cache)
+    given = decoder_specs(decoder), of_cache, OF_ROWS
+    made = of_cache, logits_spec(decoder.config, decoder.mesh)
+    return on_mesh(_step_on_device, decoder.mesh, given, made)(decoder, cache, token)
+
+
+compiled_step = jax.jit(step)
+compiled_step_in_place = jax.jit(step, donate_argnames="cache")
+
+
+def _step_on_device(decoder: Decoder, cache: Cache, token: Int[Array, " b"]) -> tuple[Cache, Float[Array, "b vocab"]]:
+    config = on_device(decoder.config, decoder.mesh, shares_slots=isinstance(cache.storage, Dense))
+    after = cache.position + cache.active
+    reading = Reading(
+        token=token[:, None],
+        position=jnp.where(cache.active, cache.position, -1)[:, None],
+        prompt_length=cache.prompt_length,
+        read=after,
+        horizon=cache.horizon,
+        end=cache.end,
+        seed=cache.seed,
+        given=False,
+        kernels=decoder.kernels,
+    )
+    storage, hidden = read_token(decoder.weights, config, decoder.policy, cache.storage, reading)
+    logits = unembed(decoder.weights, config, hidden[:, 0])
+    if decoder.policy.plan.ends:
+        logits = jnp.where((cache.position < cache.end)[:, None], logits, jnp.nan)
+    if decoder.config.position == "learned":
+        logits = jnp.where((cache.position < decoder.config.max_positions)[:, None], logits, jnp.nan)
+    return cache.replace(storage=storage, position=after), logits
+
+
+def step_shapes(decoder: Decoder, cache: Cache) -> tuple[Cache, Float[Array, "b vocab"]]:
+    """Return the shapes of the results of a step, as `jax.ShapeDtypeStruct`."""
+    return compiled_step.eval_shape(decoder, cache, jax.ShapeDtypeStruct(cache.active.shape, jnp.int32))
+
+
+def settle_step(decoder: Decoder, cache: Cache) -> None:
+    """Benchmark the kernels of a step if `auto` needs it; see `settle_before`."""
+    settle_before(lambda kernels: step_shapes(decoder.replace(kernels=kernels), cache), decoder.kernels)
+
+
+@functools.partial(jax.jit, static_argnames="every")
+def read_more(
+    decoder: Decoder, cache: Cache, tokens: Int[Array, "b n"], lengths: Int[Array, " b"], *, every: bool
+) -> tuple[Cache, Float[Array, "b *n vocab"]]:
+    """Run `Decoder.extend` on checked tokens, also inside programs that are compiled as a whole."""
+    decoder, of_cache = decoder.replace(asked=None), cache_specs(cache)
+    logits = logits_spec(decoder.config, decoder.mesh)
+    logits = PartitionSpec(logits[0], None, *logits[1:]) if every else logits
+    given, made = (decoder_specs(decoder), of_cache, OF_ROWS, OF_ROWS), (of_cache, logits)
+    read = on_mesh(functools.partial(_extend_on_device, every=every), decoder.mesh, given, made)
+    return read(decoder, cache, tokens, lengths)
+
+
+def _extend_on_device(
+    decoder: Decoder, cache: Cache, tokens: Int[Array, "b n"], lengths: Int[Array, " b"], *, every: bool
+) -> tuple[Cache, Float[Array, "b *n vocab"]]:
+    config, weights = on_device(decoder.config, decoder.mesh), decoder.weights
+    place = jnp.arange(tokens.shape[1])
+    valid = place < lengths[:, None]
+    read = cache.position + lengths
+    given = jnp.where(lengths > 0, read, cache.prompt_length)
+    reading = Reading(
+        token=tokens,
+        position=jnp.where(valid, cache.position[:, None] + place, -1),
+        prompt_length=given,
+        read=read,
+        horizon=cache.horizon,
+        end=cache.end,
+        seed=cache.seed,
+        kernels=decoder.kernels,
+    )
+    # While a block is read, pages are unpacked into buffers of one size for all heads.
+    dense = joined(cache.storage, decoder.mesh).unpack()
+    capacities = tuple(view.capacity for view in dense.layers)
+    after, hidden = read_block(weights, config, decoder.policy, dense, reading, capacities)
+    assert isinstance(after, Dense)
+    storage = shared(cache.storage.pack(after), decoder.mesh)
+    cache = cache.replace(storage=storage, position=read, prompt_length=given)
+    if every:
+        logits = unembed(weights, config, hidden)
+        return cache, jnp.where(valid[..., None], logits, jnp.nan)
+    last = jnp.einsum("btw,bt->bw", hidden, (place == (lengths - 1)[:, None]).astype(hidden.dtype))
+    return cache, jnp.where((lengths > 0)[:, None], unembed(weights, config, last), jnp.nan)
