@@ -127,7 +127,7 @@ def train(
     """
     began = time.monotonic()
     digest = hashlib.sha256((data / "tokens.npz").read_bytes()).hexdigest()[:16]
-    checkpoints.claim(out, {**dataclasses.asdict(recipe), "seed": seed, "data": digest})
+    checkpoints.open_run(out, {**dataclasses.asdict(recipe), "seed": seed, "data": digest})
     training = network.start(recipe.model, seed)
     training = checkpoints.restore(out, training) or training
     first, n = int(training.step), recipe.steps_per_dispatch
@@ -161,13 +161,13 @@ def train(
                     tokens, since, forced = 0, time.monotonic(), False
             pending, tokens = (recipe.stages[stage].name, seen), tokens + weights.size
             if time.monotonic() - saved > save_every:
-                checkpoints.save(out, training, step)
+                checkpoints.save_step(out, training, step)
                 saved = time.monotonic()
             if minutes is not None and time.monotonic() - began > 60 * minutes:
                 break
     finally:
         progress.close()
-    checkpoints.save(out, training, step)
+    checkpoints.save_step(out, training, step)
     print(f"stopped after step {step} of {recipe.steps}, {time.monotonic() - began:.0f} s", flush=True)
     return training
 

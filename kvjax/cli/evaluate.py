@@ -14,7 +14,7 @@ from typing import Any
 
 from kvjax.cli.commands import Parser, add_model_options, finish, module_exists
 from kvjax.cli.options import add_policies, parts_of
-from kvjax.evaluation.grid import Rows, entries, fill
+from kvjax.evaluation.grid import RowFile, entries, fill
 from kvjax.evaluation.summary import print_table
 from kvjax.evaluation.tasks import texts
 from kvjax.evaluation.texts import SAMPLE, check_texts
@@ -119,7 +119,7 @@ def measure(names: Sequence[str], options: argparse.Namespace) -> None:
     for task in tasks.values():
         task.check(options)
     check_directory(options.out)
-    files = {name: Rows(options.out / f"{name}.jsonl") for name in tasks}
+    files = {name: RowFile(options.out / f"{name}.jsonl") for name in tasks}
     model = load(options.model, options.dtype, options.revision, options.weights, options.mesh)
     made: dict[str, list[Any]] = {}
     cases: dict[str, list[Any]] = {}

@@ -20,7 +20,7 @@ from kvjax.model import Model
 from kvjax.policies.policy import Policy
 from kvjax.training import checkpoints
 from kvjax.training.less.collect import check_policy, collect, sample_texts
-from kvjax.training.less.errors import held_out_errors, table, write_losses
+from kvjax.training.less.errors import error_table, held_out_errors, write_losses
 from kvjax.training.less.train import Recipe, check_batch, split_texts, train
 from kvjax.training.progress import Progress
 
@@ -82,11 +82,11 @@ def train_kernels(
         "save_dtype": save_dtype,
         **dataclasses.asdict(recipe),
     }
-    checkpoints.claim(run, asked, free=("epochs",))
+    checkpoints.open_run(run, asked, free=("epochs",))
     if (out / "settings.json").exists():
         made = checkpoint.read_settings(out).training
         if made["epochs"] >= recipe.epochs:
-            print(table(made["errors"]))
+            print(error_table(made["errors"]))
             print(f"{out} holds these kernels already, of {made['epochs']} epochs.")
             return
     began = time.monotonic()
@@ -135,7 +135,7 @@ def train_kernels(
     write_losses(out, np.asarray(training.losses))
     if not keep_features:
         shutil.rmtree(run / "features")
-    print(table(errors))
+    print(error_table(errors))
     print(f"{out}: kernels for {name}, {time.monotonic() - began:.0f} s")
 
 
