@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-import importlib
 import itertools
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -30,6 +29,7 @@ from experiments.papers.subject import (
 from kvjax.evaluation.claims import SHOWS, UNKNOWN, Claim, markdown_table
 from kvjax.evaluation.grid import Entry, RowFile, fill
 from kvjax.evaluation.store import Store
+from kvjax.evaluation.tasks import registry as tasks
 from kvjax.evaluation.texts import passages
 from kvjax.methods.less.checkpoint import fingerprint
 from kvjax.methods.notation import combination
@@ -140,13 +140,12 @@ def _fill(
     shelf: Shelf,
     wanted: Iterable[Wanted],
 ) -> None:
-    for (task, *_), group in grouped(wanted).items():
-        module = importlib.import_module(f"kvjax.evaluation.tasks.{task}")
+    for (name, *_), group in grouped(wanted).items():
         told = {"text": options.text, "hay": None, "seed": 0, "chat": subject.chat, "system": None}
         told |= {"query_aware": False, "max_new_tokens": None, "batch_size": 8, "masked": None} | subject.of_task(
             group[0]
         )
-        if task == "retrieval":
+        if name == "retrieval":
             told["text"] = None
         namespace = argparse.Namespace(**told)
         compared: list[Entry] = []
@@ -154,8 +153,8 @@ def _fill(
             budget, policy = subject.budget(each), _policy(each.policy, shelf, subject)
             if budget is not None and policy is not None:
                 compared.append(Entry(each.policy, policy, budget))
-        rows = RowFile(directory / f"{task}.jsonl")
-        fill(rows, model, compared, module.cells(model, namespace), functools.partial(module.measure, model, namespace))
+        rows, task = RowFile(directory / f"{name}.jsonl"), tasks.TASKS[name]
+        fill(rows, model, compared, task.cells(model, namespace), functools.partial(task.measure, model, namespace))
 
 
 def _policy(text: str, shelf: Shelf, subject: Subject) -> Policy | None:
