@@ -98,7 +98,7 @@ def _step(model: kvjax.Model, policy: Policy, slots: int) -> Any:
 
 
 def _bytes(model: kvjax.Model, policy: Policy) -> tuple[int, int]:
-    bound, layer = policy.bind(model).sized((SLOTS,) * model.config.layers), model.config.layer_configs[0]
+    bound, layer = policy.bind(model).sized((SLOTS,) * model.config.layers).layer(0), model.config.layer_configs[0]
     limit, dtype = jnp.ones((1, layer.kv_heads), jnp.int32), model.weights.embedding.dtype
     made = jax.eval_shape(functools.partial(empty, bound, layer, 0, slots=1, dtype=dtype), limit=limit)
     return slot_bytes(made), allocated_bytes(made.state) // layer.kv_heads
