@@ -19,7 +19,7 @@ from kvjax.cache.memory import device_bytes
 from kvjax.cli.bench_entries import say
 from kvjax.cli.commands import Parser, finish
 from kvjax.evaluation.bench.models import SHAPES, shaped_model
-from kvjax.evaluation.claims import table
+from kvjax.evaluation.claims import markdown_table
 from kvjax.evaluation.store import Store
 from kvjax.inference.decode import lower_step
 from kvjax.inference.extend import lower_prefill
@@ -313,7 +313,7 @@ def _section(each: Deployment, kept: dict[str, Any]) -> list[str]:
     return [
         f"### {each.name}",
         f"{known[0].weights / 1e9:.2f} GB of weights on each device. {_each_layer(reference)}{_depth(each, kept)}",
-        table(["cache", "slots", *headings], rows),
+        markdown_table(["cache", "slots", *headings], rows),
     ]
 
 
@@ -360,7 +360,7 @@ def _whole(kept: dict[str, Any]) -> list[str]:
     return [
         f"Steps of {variant.policy} at {variant.budget:.0%} of {context} tokens, {ROWS} rows, compiled with all layers "
         f"and extrapolated from {FEW} and {MORE} layers; MB of one device.",
-        table(["deployment", *headings, "collectives of a step"], rows),
+        markdown_table(["deployment", *headings, "collectives of a step"], rows),
     ]
 
 
@@ -377,7 +377,7 @@ def _prompt_table(kept: dict[str, Any]) -> list[str]:
         "Prompts are read layer by layer, by programs that all layers share, so these are of whole models: MB that the "
         "largest of them takes beside weights, for one row under h2o at 25%, with hidden states and the slots that it "
         "leaves of its layer. Every device has whole hidden states; `prefill_chunk` makes them smaller.",
-        table(["deployment", *(f"{context // 1024}k" for context in CONTEXTS)], rows),
+        markdown_table(["deployment", *(f"{context // 1024}k" for context in CONTEXTS)], rows),
     ]
 
 
@@ -397,7 +397,7 @@ def _weights() -> str:
         for name in ("llama_70b", "llama_405b")
         for weights in rounded
     ]
-    return table(["model", "weights", *(f"{count} devices" for count in COUNTS)], rows)
+    return markdown_table(["model", "weights", *(f"{count} devices" for count in COUNTS)], rows)
 
 
 def _floor() -> str:

@@ -13,7 +13,7 @@ import numpy as np
 
 from benchmarks.footprint import footprint
 from benchmarks.targets import HERE, VIRTUAL, devices_of, mesh_shape
-from kvjax.cli.bench_entries import Entry, add_policy_options, entries, say
+from kvjax.cli.bench_entries import BenchEntry, add_bench_options, bench_entries, say
 from kvjax.cli.commands import Parser, finish
 from kvjax.evaluation.bench.models import config_named, random_model, shaped_model
 from kvjax.evaluation.bench.race import decoder, race
@@ -37,7 +37,7 @@ def run(options: argparse.Namespace) -> None:
         ValueError: the model, policy or target does not exist, or the options are incompatible.
     """
     meshes = [mesh_shape(text) for text in options.mesh.split(",")]
-    named: list[Entry] = [("full", policy("full"), 1.0), *entries(options)]
+    named: list[BenchEntry] = [("full", policy("full"), 1.0), *bench_entries(options)]
     if any(budget == "same" for _, _, budget in named):
         raise ValueError("budget 'same' is for races; give slots or fractions.")
     config = config_named(options.model)
@@ -71,7 +71,7 @@ def _sizes(options: argparse.Namespace) -> str:
 
 
 def _row(
-    options: argparse.Namespace, config: ModelConfig, devices: list[Any], shape: tuple[int, ...], entry: Entry
+    options: argparse.Namespace, config: ModelConfig, devices: list[Any], shape: tuple[int, ...], entry: BenchEntry
 ) -> Row:
     name, chosen, budget = entry
     written = "x".join(map(str, shape if shape[2] > 1 else shape[:2]))
@@ -91,7 +91,9 @@ def _row(
     return mesh | dict(policy=name, budget=budget) | found._asdict()
 
 
-def _throughput(options: argparse.Namespace, config: ModelConfig, devices: list[Any], row: Row, entry: Entry) -> float:
+def _throughput(
+    options: argparse.Namespace, config: ModelConfig, devices: list[Any], row: Row, entry: BenchEntry
+) -> float:
     mesh = mesh_of(devices, mesh_shape(row["mesh"]))
     model = random_model(config, options.dtype, options.weights, mesh)
     tokens = np.random.default_rng(0).integers(3, config.vocab_size, (options.batch, options.prompt_tokens))
@@ -141,7 +143,7 @@ def main(argv: list[str] | None = None) -> int:
         help="here, cpu (as many virtual devices as meshes need), v5e, v5p or v6e (also with a topology, v5e:4x4; "
         "needs jax[tpu]), h100 (needs the CUDA plugin of jax)",
     )
-    add_policy_options(options)
+    add_bench_options(options)
     options.add_argument("--batch", type=int, default=8, help="rows, of all devices together")
     options.add_argument("--prompt-tokens", type=int, default=4096)
     options.add_argument("--new-tokens", type=int, default=64)

@@ -17,7 +17,7 @@ import numpy as np
 
 from kvjax.cli.bench_entries import say
 from kvjax.cli.commands import Parser, finish
-from kvjax.evaluation.claims import table
+from kvjax.evaluation.claims import markdown_table
 from kvjax.evaluation.store import Store
 from kvjax.generation.generate import generate_ids
 from kvjax.generation.sampling import Sampling
@@ -368,7 +368,7 @@ def _compared(kept: Sequence[dict[str, Any]]) -> str:
         for row in kept
     ]
     heads = ["", "tokens/s", "answer p50", "p95", "p99", "first token p50", "p95", "next token p50", "p99"]
-    return table(heads, rows).rstrip()
+    return markdown_table(heads, rows).rstrip()
 
 
 def _endured(kept: dict[str, Any]) -> str:

@@ -14,7 +14,7 @@ from kvjax import methods
 from kvjax.cache.dense import empty
 from kvjax.cache.memory import slot_bytes
 from kvjax.cli.options import add_policies, parts_of
-from kvjax.evaluation.claims import table
+from kvjax.evaluation.claims import markdown_table
 from kvjax.evaluation.recall import recall
 from kvjax.evaluation.runs import Run, Runs, describe
 from kvjax.evaluation.store import Store
@@ -123,4 +123,4 @@ def _table(runs: Runs, rows: list[Row], distance: int | None) -> str:
         nats = [row.run.nats(text) for text in runs.texts]
         line = [row.policy, CODES[row.codec], row.slots, row.bytes_of_slot, f"{row.run.share:.1%}", *nats]
         lines.append(line if distance is None else [*line, row.recalled])
-    return table(headings, lines)
+    return markdown_table(headings, lines)

@@ -8,7 +8,7 @@ import sys
 import numpy as np
 
 from kvjax.cli.options import add_policies, parts_of
-from kvjax.evaluation.claims import table
+from kvjax.evaluation.claims import markdown_table
 from kvjax.evaluation.perplexity import perplexity
 from kvjax.evaluation.store import Store
 from kvjax.evaluation.texts import passages
@@ -63,7 +63,7 @@ def run(options: argparse.Namespace) -> None:
             [f"{start + 1:,} to {min(start + options.window, read.tokens.shape[1] - 1):,}", *(f"{m:.3f}" for m in row)]
             for start, row in zip(starts, zip(*means, strict=True), strict=True)
         ]
-        text += [f"## {file}", table(["tokens", *(f"`{name}`" for name in chosen)], rows).strip()]
+        text += [f"## {file}", markdown_table(["tokens", *(f"`{name}`" for name in chosen)], rows).strip()]
     report = "\n\n".join(text) + "\n"
     write_text(options.out / "long.md", report)
     print(report)

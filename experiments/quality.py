@@ -9,7 +9,7 @@ from pathlib import Path
 
 from kvjax import methods
 from kvjax.cli.options import add_policies, parts_of
-from kvjax.evaluation.claims import table
+from kvjax.evaluation.claims import markdown_table
 from kvjax.evaluation.figures import Point, new_figure, plot_quality, save_figure
 from kvjax.evaluation.recall import recall
 from kvjax.evaluation.runs import Runs, describe
@@ -65,7 +65,7 @@ def against_bytes(runs: Runs, choices: Sequence[Choice], distances: Sequence[int
         axis.set_title(text)
     file = runs.directory / "quality" / "quality.png"
     save_figure(figure, file)
-    return table(["policy", "budget", "bytes / full", *headings], rows) + "".join(left_out), file
+    return markdown_table(["policy", "budget", "bytes / full", *headings], rows) + "".join(left_out), file
 
 
 def _recalled(runs: Runs, label: str, policy: Policy, budget: int | float, distance: int) -> float | None:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from kvjax.evaluation.claims import table
+from kvjax.evaluation.claims import markdown_table
 from kvjax.evaluation.store import Store
 from kvjax.evaluation.texts import Passages, passages
 from kvjax.methods.less.checkpoint import fingerprint
@@ -82,7 +82,7 @@ def run(options: argparse.Namespace) -> None:
             nats = [found["nats"][file] for file in read.rows]
             rows.append([variant.name, f"{found['bytes']:,}", *nats, found["divergence"], f"{found['same']:.1%}"])
         headings = ["weights", "bytes", *(f"{file}, nats" for file in read.rows), "divergence, nats", "same token"]
-        text += [f"## {name}", table(headings, rows).strip()]
+        text += [f"## {name}", markdown_table(headings, rows).strip()]
     report = "\n\n".join(text) + "\n"
     write_text(options.out / "weights.md", report)
     print(report)

@@ -15,11 +15,11 @@ from kvjax.cli.commands import Parser, add_model_options, finish, leave
 from kvjax.cli.options import (
     add_policy_options,
     add_sampling_options,
-    chosen,
+    policy_and_budget,
     sampling_settings,
     tells_of_policies,
 )
-from kvjax.cli.output import report, samples, summary, told
+from kvjax.cli.output import report, samples, summary, text_fields
 from kvjax.generation.generate import Stream, check_beams, generate_ids
 from kvjax.generation.prompts import encode
 from kvjax.inference.prepare import WHOLES
@@ -153,7 +153,7 @@ def run(options: argparse.Namespace) -> None:
     """
     if tells_of_policies(options, parser):
         return
-    policy, reading = chosen(options)
+    policy, reading = policy_and_budget(options)
     settings: dict[str, Any] = dict(
         policy=policy,
         **reading,
@@ -201,7 +201,7 @@ def _continue_one(options: argparse.Namespace, settings: dict[str, Any], chat: b
     stream = Stream(model.tokenizer, lambda text: print(text, end="", flush=True), stop, ids)
     search = dict(beams=options.beams, length_penalty=options.length_penalty)
     made = generate_ids(model, [ids], **settings, **search, on_tokens=stream if streams else None)
-    texts = told(model, made, stop)
+    texts = text_fields(model, made, stop)
     facts = report(made, policy, options.seed, samples(texts))
     if options.json:
         print(json.dumps(facts))
@@ -216,17 +216,17 @@ def _continue_one(options: argparse.Namespace, settings: dict[str, Any], chat: b
     if "policy_map" in facts:
         from kvjax.evaluation import policy_map
 
-        policy_map.show(facts["choices"], facts["policy_map"], sys.stderr)
+        policy_map.print_choices(facts["choices"], facts["policy_map"], sys.stderr)
     if options.show_cache or options.save_cache_map:
         from kvjax.evaluation import cache_map
 
         held = cache_map.share_held(made.cache_positions, len(ids))
         words = cache_map.words_of(model.tokenizer, ids)
         if options.show_cache:
-            cache_map.show(words, held.mean(0), sys.stderr if options.json else sys.stdout)
+            cache_map.print_shaded(words, held.mean(0), sys.stderr if options.json else sys.stdout)
         if options.save_cache_map:
             title = f"What {model.name} holds of its prompt: {facts['policy']}, {facts['budget']:g} slots per head"
-            cache_map.save(held, words, options.save_cache_map, title)
+            cache_map.save_png(held, words, options.save_cache_map, title)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -243,7 +243,7 @@ def rotate_heads(
     return tuple(x.reshape(like.shape) for x, like in zip(found, given, strict=True))
 
 
-def table(rope: Rope, places: int, dtype: DTypeLike) -> tuple[Float[Array, "m half"], Float[Array, "m half"]]:
+def cos_sin_table(rope: Rope, places: int, dtype: DTypeLike) -> tuple[Float[Array, "m half"], Float[Array, "m half"]]:
     """Compute cosines and sines of the angles of the first `places` positions, as constants of a program.
 
     Otherwise XLA would fuse the sines into the code that reads them and compute them again for every slot.

@@ -70,9 +70,9 @@ def test_what_is_used_most_has_an_example() -> None:
     assert wanted <= set(EXAMPLES)
 
 
-def members() -> dict[str, describe.Entry]:
+def members() -> dict[str, describe.Description]:
     """Every policy and part by name."""
-    policies = {name: describe.described(name) for name in kvjax.methods.REGISTRY}
+    policies = {name: describe.describe_policy(name) for name in kvjax.methods.REGISTRY}
     return policies | {f"{part} {e.name}": e for part, entries in describe.parts().items() for e in entries}
 
 

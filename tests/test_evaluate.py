@@ -19,7 +19,7 @@ from experiments.less.checkpoints import even_slots, open_shelf
 from experiments.lowrank_oracle import Split
 from kvjax import evaluation
 from kvjax.cli.evaluate import main
-from kvjax.evaluation.claims import Claim, table
+from kvjax.evaluation.claims import Claim, markdown_table
 from kvjax.evaluation.fidelity import hellinger
 from kvjax.evaluation.figures import Point, new_figure, plot_quality, save_figure
 from kvjax.evaluation.perplexity import begin
@@ -243,7 +243,7 @@ def test_programs_are_dropped_before_there_are_too_many(monkeypatch: pytest.Monk
 
 
 def test_tables_and_figures(tmp_path: Path) -> None:
-    assert table(["a", "b"], [["x|y", 1.0], ["z", None]]) == (
+    assert markdown_table(["a", "b"], [["x|y", 1.0], ["z", None]]) == (
         "| a | b |\n| --- | ---: |\n| x\\|y | 1.0000 |\n| z | – |\n"
     )
     verdicts = [Claim("c", shown).verdict for shown in (True, False, None)]

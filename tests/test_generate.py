@@ -143,14 +143,14 @@ def test_a_terminal_shows_what_is_held_in_more_than_two_shades(monkeypatch: pyte
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setenv("TERM", "xterm-256color")
     file = Terminal()
-    cache_map.show([f"word{i}" for i in range(9)], share, file)
+    cache_map.print_shaded([f"word{i}" for i in range(9)], share, file)
     shown, legend, _ = file.getvalue().split("\n")
     assert len(set(re.findall(r"\x1b\[([0-9;]+)m *word", shown))) == 5
     plain = re.sub(r"\x1b\[[0-9;]*m", "", legend)
     assert plain == "share of heads that hold a token:  0%  25%  50%  75%  100% "
     monkeypatch.setenv("TERM", "dumb")
     file = Terminal()
-    cache_map.show(["a", "b"], np.array([0.0, 1.0]), file)
+    cache_map.print_shaded(["a", "b"], np.array([0.0, 1.0]), file)
     assert file.getvalue() == "a|b\n |#\nmarks from 0% to 100% of heads: ' .:-=+*#'\n"
 
 
@@ -356,7 +356,7 @@ def test_a_word_for_nothing_is_a_word_where_words_belong() -> None:
 
 def chosen(*words: str) -> kvjax.Policy:
     """The policy that the command line asks for."""
-    return options.chosen(generate.parser().parse_args(list(words)))[0]
+    return options.policy_and_budget(generate.parser().parse_args(list(words)))[0]
 
 
 def test_parts_are_chosen_by_name_and_set_after_a_dot() -> None:
@@ -412,7 +412,7 @@ def test_policies_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_help_says_what_settings_mean(capsys: pytest.CaptureFixture[str]) -> None:
     for name in kvjax.methods.REGISTRY:
-        assert all(setting.meaning for setting in describe.described(name).settings), name
+        assert all(setting.meaning for setting in describe.describe_policy(name).settings), name
     assert all(
         setting.meaning for entries in describe.parts().values() for entry in entries for setting in entry.settings
     )

@@ -23,7 +23,7 @@ from tokenizers import Tokenizer
 import kvjax
 from kvjax.models import FAMILIES, LoadError
 from kvjax.models.checkpoints.gguf_tokenizer import gguf_tokenizer
-from kvjax.models.families import read_config
+from kvjax.models.families import read_model_config
 from kvjax.models.weights import leaf_name, weight_shapes
 from kvjax.rope import Rope, rope_frequencies
 from kvjax.tiny import WEIGHTS
@@ -55,7 +55,7 @@ def settings(**changes: Any) -> dict[str, Any]:
 
 def tensors_of(described: Mapping[str, Any]) -> dict[str, np.ndarray]:
     """Random tensors under the names and in the shapes of a Hugging Face checkpoint."""
-    family, config = read_config(described)
+    family, config = read_model_config(described)
     draw, tensors = np.random.default_rng(0), {}
     for path, leaf in jax.tree.leaves_with_path(weight_shapes(config)):
         source = family.source(leaf_name(path))
@@ -476,13 +476,13 @@ def test_pieces(changes: dict, text: str, ids: list[int]) -> None:
     ],
 )
 def test_tokenizers_are_refused_by_name(metadata: dict, sentence: str, tmp_path: Path) -> None:
-    model = kvjax.Model(None, read_config(SETTINGS)[1], "m.gguf", metadata={"general.name": "m", **metadata})  # type: ignore[arg-type]
+    model = kvjax.Model(None, read_model_config(SETTINGS)[1], "m.gguf", metadata={"general.name": "m", **metadata})  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=rf"the tokenizer in m\.gguf cannot be read \(ValueError: {sentence}"):
         _ = model.tokenizer
 
 
 def test_a_tokenizer_that_does_not_fit() -> None:
-    small = read_config(settings(vocab_size=8))[1]
+    small = read_model_config(settings(vocab_size=8))[1]
     with pytest.raises(ValueError, match=r"in m\.gguf has 11 tokens, the model 8: they do not belong together"):
         _ = kvjax.Model(None, small, "m.gguf", metadata=pieces()).tokenizer  # type: ignore[arg-type]
 

@@ -11,7 +11,7 @@ import pytest
 
 import kvjax
 from kvjax.cli import evaluate
-from kvjax.evaluation.grid import Rows, entries
+from kvjax.evaluation.grid import RowFile, entries
 from kvjax.generation.generate import generate_ids
 from kvjax.generation.questions import answer_each
 from kvjax.methods.adakv import AdaKV
@@ -51,12 +51,12 @@ def test_other_names_are_refused(text: str, message: str) -> None:
 
 def test_rows_outlive_a_cut(tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
-    rows = Rows(file)
+    rows = RowFile(file)
     rows.add({"policy": "h2o", "length": 3, "found": [1, 2]})
     rows.add({"policy": "h2o", "length": 4, "found": [3], "refused": "no"})
     with file.open("a") as stream:
         stream.write('{"policy": "h2o", "le')
-    again = Rows(file)
+    again = RowFile(file)
     assert again.of({"policy": "h2o", "length": 4}) == {"policy": "h2o", "length": 4, "found": [3], "refused": "no"}
     assert again.of({"policy": "h2o", "length": 5}) is None
     again.add({"policy": "tova", "length": 4})
@@ -65,7 +65,7 @@ def test_rows_outlive_a_cut(tmp_path: Path) -> None:
         assert list(csv.DictReader(stream))[1] == {"policy": "h2o", "length": "4", "refused": "no"}
     file.write_text('{"policy": "h2o"}\nnothing\n{}\n')
     with pytest.raises(ValueError, match="line 2"):
-        Rows(file)
+        RowFile(file)
 
 
 def test_a_grid_goes_on_where_it_was_cut(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -109,7 +109,7 @@ def test_results_are_told_as_they_come_and_beside_each_other(
     with pytest.warns(UserWarning, match="Mine protects no token"):
         assert evaluate.main(words) == 0
     found = capsys.readouterr()
-    rows = {task: Rows(out / f"{task}.jsonl").rows for task in ("perplexity", "fidelity")}
+    rows = {task: RowFile(out / f"{task}.jsonl").rows for task in ("perplexity", "fidelity")}
     full, h2o = (next(row for row in rows["perplexity"] if row["policy"] == name) for name in ("full", "h2o"))
     change = f"{h2o['perplexity']:.4g} ({h2o['perplexity'] / full['perplexity'] - 1:+.1%})"
     (line,) = (line for line in found.err.splitlines() if "h2o at 8: perplexity" in line)
@@ -123,7 +123,7 @@ def test_results_are_told_as_they_come_and_beside_each_other(
     mine.write_text(MINE.format(sign="-"))
     with pytest.warns(UserWarning, match="Mine protects no token"):
         assert evaluate.main(words) == 0
-    again = Rows(out / "perplexity.jsonl").rows
+    again = RowFile(out / "perplexity.jsonl").rows
     assert [row["policy"] for row in again[len(rows["perplexity"]) :]] == [f"{mine}:Mine"]
 
 
@@ -136,7 +136,7 @@ def test_questions_are_asked_after_the_context_was_compressed(
     for more in ([], ["--query-aware"], ["--chat"]):
         assert evaluate.main([*words, *more]) == 0, capsys.readouterr().err
     assert "left out" not in capsys.readouterr().err
-    rows = Rows(out / "retrieval.jsonl").rows
+    rows = RowFile(out / "retrieval.jsonl").rows
     assert len(rows) == 3 * 2 * 2 and {row["family"] for row in rows} == {"pass_key", "frequent_words"}
     assert [(row["query_aware"], row["chat"]) for row in rows[::4]] == [(False, False), (True, False), (False, True)]
     for row in rows:
@@ -148,7 +148,7 @@ def test_what_does_not_fit_is_left_out_and_said(tmp_path: Path, capsys: pytest.C
     words = f"retrieval --families frequent_words --lengths 200 --policies full --out {tmp_path}".split()
     assert evaluate.main(words) == 0
     assert "left out: length=" in capsys.readouterr().err
-    (row,) = Rows(tmp_path / "retrieval.jsonl").rows
+    (row,) = RowFile(tmp_path / "retrieval.jsonl").rows
     assert "too short for frequent_words" in row["refused"]
 
 
@@ -160,7 +160,7 @@ def test_answers_of_a_file_are_scored(tmp_path: Path, capsys: pytest.CaptureFixt
     )
     words = f"generation --file {file} --policies h2o --budgets 24 --max-new-tokens 4 --out {out}".split()
     assert evaluate.main(words) == 0, capsys.readouterr().err
-    for row in Rows(out / "generation.jsonl").rows:
+    for row in RowFile(out / "generation.jsonl").rows:
         assert {"rouge-1", "rouge-2", "rouge-l", "f1", "exact_match"} <= set(row) and row["cases"] == 1
     file.write_text("{}\n")
     assert evaluate.main(words) == 2
@@ -189,15 +189,15 @@ def test_rows_of_several_runs_are_joined_on_a_page(tmp_path: Path, capsys: pytes
         row = common | {"policy": policy, "budget": 1.0 if policy == "full" else 16, "cache_bytes": bytes_of[policy]}
         for depth in (0.1, 0.9):
             asked = {"family": "single", "depth": depth, "chat": False, "query_aware": False}
-            Rows(first / "retrieval.jsonl").add(row | asked | {"string_match": right * depth})
+            RowFile(first / "retrieval.jsonl").add(row | asked | {"string_match": right * depth})
         read = {"text": "books", "prefix": 200, "nats_per_token": 5 - right, "perplexity": 2.5}
         read |= {"passages": "a", "of_cases": [4 - right, 6 - right, 5 - 2 * right, 5]}
-        Rows(second / "perplexity.jsonl").add(row | read)
-        Rows(second / "perplexity.jsonl").add(row | read | {"length": 800, "refused": "too long"})
+        RowFile(second / "perplexity.jsonl").add(row | read)
+        RowFile(second / "perplexity.jsonl").add(row | read | {"length": 800, "refused": "too long"})
         scored = {"task": "quiz", "limit": 5, "acc": right, "acc_standard_error": 0.1, "f1": 0.3}
-        Rows(second / "harness.jsonl").add(row | scored | {"f1_standard_error": None})
+        RowFile(second / "harness.jsonl").add(row | scored | {"f1_standard_error": None})
         layers = {"divergence": 1 - right, "hellinger_of_layers": [0.1, 0.2 * right]}
-        Rows(second / "fidelity.jsonl").add(row | {"text": "books", "prefix": 200} | layers)
+        RowFile(second / "fidelity.jsonl").add(row | {"text": "books", "prefix": 200} | layers)
     notes = tmp_path / "notes.md"
     notes.write_text("What to see: nothing & all.\n")
     words = ["report", "--runs", str(first), str(second), "--out", str(out), "--name", "toy", "--title", "A toy"]

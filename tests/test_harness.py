@@ -16,7 +16,7 @@ import pytest
 
 import kvjax
 from kvjax.cli import evaluate
-from kvjax.evaluation.grid import Rows
+from kvjax.evaluation.grid import RowFile
 from kvjax.evaluation.harness import adapter
 from kvjax.inference.prepare import bucket_rows
 
@@ -227,7 +227,7 @@ def test_a_task_in_a_grid(
     for more in ("choosing --policies streaming --budgets 6", "writing --policies full"):
         assert evaluate.main([*words, *more.split()]) == 0, capsys.readouterr().err
     assert "left out" not in capsys.readouterr().err
-    choosing, streamed, writing = rows = Rows(out / "harness.jsonl").rows
+    choosing, streamed, writing = rows = RowFile(out / "harness.jsonl").rows
     assert [(row["task"], row["policy"]) for row in rows] == [
         *[("choosing", "full"), ("choosing", "streaming")],
         ("writing", "full"),

@@ -321,7 +321,7 @@ def test_best_rank_is_the_nearest_matrix() -> None:
 
 def test_command_line_takes_a_checkpoint() -> None:
     def choice(*words: str):
-        return options.chosen(generate.parser().parse_args(words))[0]
+        return options.policy_and_budget(generate.parser().parse_args(words))[0]
 
     expected = kvjax.policy("less", base="streaming", sinks=2, checkpoint="DIR")
     assert choice("--policy", "less", "--set", "base=streaming", "sinks=2", "--less-checkpoint", "DIR") == expected

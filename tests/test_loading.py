@@ -25,7 +25,7 @@ from kvjax.models import FAMILIES, LoadError, Rope, random_weights
 from kvjax.models.checkpoints.loading import _finite
 from kvjax.models.checkpoints.saving import write_checkpoint
 from kvjax.models.decoder import Linear
-from kvjax.models.families import read_config
+from kvjax.models.families import read_model_config
 from kvjax.models.weights import leaf_name, quantised, weight_shapes
 
 SETTINGS = {
@@ -45,7 +45,7 @@ QUERY = "model.layers.1.self_attn.q_proj.weight"
 def write(directory: Path, dtype: Any = np.float32, **changes: Any) -> dict[str, np.ndarray]:
     """A checkpoint in one file; returns its tensors."""
     settings = SETTINGS | changes
-    family, config = read_config(settings)
+    family, config = read_model_config(settings)
     leaves = jax.tree.leaves_with_path(random_weights(config, jax.random.key(0)))
     tensors = {family.source(leaf_name(path)).name: np.asarray(leaf, dtype) for path, leaf in leaves}
     (directory / "config.json").write_text(json.dumps(settings))
@@ -432,35 +432,39 @@ def test_config_is_refused_by_name(changes: dict, sentence: str, tmp_path: Path)
     ],
 )
 def test_rope_of_old_and_new_configs(changes: dict, rope: Rope) -> None:
-    assert read_config(SETTINGS | changes)[1].rope == rope
+    assert read_model_config(SETTINGS | changes)[1].rope == rope
 
 
 def test_missing_settings_mean_what_their_family_says() -> None:
-    windows = {name: read_config(SETTINGS | {"model_type": name})[1].sliding_window for name in ("llama", "mistral")}
+    windows = {
+        name: read_model_config(SETTINGS | {"model_type": name})[1].sliding_window for name in ("llama", "mistral")
+    }
     assert windows == {"llama": None, "mistral": 4096}
-    assert all(read_config(SETTINGS | {"model_type": name})[1].norm_eps == 1e-6 for name in ("llama", "qwen2"))
+    assert all(read_model_config(SETTINGS | {"model_type": name})[1].norm_eps == 1e-6 for name in ("llama", "qwen2"))
     assert {"llama", "mistral", "qwen2"} <= set(FAMILIES)
 
 
 def test_rope_over_a_part_of_each_head() -> None:
     neox = {"model_type": "gpt_neox", "hidden_size": 64, "num_attention_heads": 4}
-    assert read_config(neox)[1].rope == Rope(4)
-    assert read_config(neox | {"rotary_pct": 0.5, "rotary_emb_base": 500})[1].rope == Rope(8, 500.0)
-    assert read_config(neox | {"rope_parameters": {"partial_rotary_factor": 1.0}, "rotary_pct": 0.5})[1].rope == Rope(
-        16
-    )
+    assert read_model_config(neox)[1].rope == Rope(4)
+    assert read_model_config(neox | {"rotary_pct": 0.5, "rotary_emb_base": 500})[1].rope == Rope(8, 500.0)
+    assert read_model_config(neox | {"rope_parameters": {"partial_rotary_factor": 1.0}, "rotary_pct": 0.5})[
+        1
+    ].rope == Rope(16)
     longer = {"rope_scaling": {"type": "linear", "factor": 2.0}}
-    assert read_config(neox | longer)[1].rope == Rope(4, scaling="linear", factor=2.0)
-    assert read_config({"model_type": "gptj", "rotary_dim": 32})[1].rope == Rope(32, interleaved=True)
+    assert read_model_config(neox | longer)[1].rope == Rope(4, scaling="linear", factor=2.0)
+    assert read_model_config({"model_type": "gptj", "rotary_dim": 32})[1].rope == Rope(32, interleaved=True)
 
 
 def test_slopes_and_scales_of_mpt_and_falcon() -> None:
     mpt = {"model_type": "mpt", "n_heads": 4, "logit_scale": "inv_sqrt_d_model", "attn_config": {"alibi_bias_max": 16}}
-    config = read_config(mpt)[1]
+    config = read_model_config(mpt)[1]
     assert config.slopes == (2**-4, 2**-8, 2**-12, 2**-16) and config.logit_scale == 2048**-0.5
-    assert read_config(mpt | {"n_heads": 2, "attn_config": {"clip_qkv": 6, "softmax_scale": 0.5}})[1].qkv_clip == 6
+    assert (
+        read_model_config(mpt | {"n_heads": 2, "attn_config": {"clip_qkv": 6, "softmax_scale": 0.5}})[1].qkv_clip == 6
+    )
     falcon = {"model_type": "falcon", "alibi": True, "hidden_size": 64, "num_attention_heads": 16}
-    slopes = read_config(falcon)[1].slopes
+    slopes = read_model_config(falcon)[1].slopes
     # 2^-0.5 to the eight bits of a bfloat16, over the root of the heads' width.
     assert slopes is not None and slopes[:2] == (181 / 256 / 2, 1 / 2 / 2)
 
@@ -539,7 +543,7 @@ def test_loading_takes_little_more_memory_than_the_weights(tmp_path: Path) -> No
         "intermediate_size": 4096,
         "num_hidden_layers": 16,
     }
-    family, config = read_config(settings)
+    family, config = read_model_config(settings)
     shapes = jax.tree.leaves_with_path(weight_shapes(config))
     tensors = {family.source(leaf_name(path)).name: jnp.ones(leaf.shape, jnp.bfloat16) for path, leaf in shapes}
     (tmp_path / "config.json").write_text(json.dumps(settings))
@@ -586,12 +590,12 @@ def test_tokenizer_comes_from_the_directory(tmp_path: Path) -> None:
 
 def test_windows_of_upper_layers() -> None:
     qwen = {"model_type": "qwen3", "num_hidden_layers": 3, "sliding_window": 8, "max_window_layers": 1}
-    assert read_config(SETTINGS | qwen)[1].windows is None
-    assert read_config(SETTINGS | qwen | {"use_sliding_window": True})[1].windows == (None, 8, 8)
+    assert read_model_config(SETTINGS | qwen)[1].windows is None
+    assert read_model_config(SETTINGS | qwen | {"use_sliding_window": True})[1].windows == (None, 8, 8)
     types = {"use_sliding_window": True, "layer_types": ["sliding_attention", "full_attention", "full_attention"]}
-    assert read_config(SETTINGS | qwen | types)[1].windows == (8, None, None)
+    assert read_model_config(SETTINGS | qwen | types)[1].windows == (8, None, None)
     gemma = {"model_type": "gemma3_text", "num_hidden_layers": 7, "rope_scaling": {"rope_type": "linear", "factor": 8}}
-    shape = read_config(SETTINGS | gemma)[1]
+    shape = read_model_config(SETTINGS | gemma)[1]
     assert shape.windows == (*(4096,) * 5, None, 4096)
     full = Rope(256, 1e6, scaling="linear", factor=8)
     assert shape.ropes == (*(Rope(256),) * 5, full, Rope(256))
@@ -599,6 +603,6 @@ def test_windows_of_upper_layers() -> None:
 
 def test_only_what_llama_has_is_written(tmp_path: Path) -> None:
     for changes in ({"model_type": "qwen2"}, {"model_type": "gemma"}, {"rope_scaling": LLAMA3}):
-        config = read_config(SETTINGS | changes)[1]
+        config = read_model_config(SETTINGS | changes)[1]
         with pytest.raises(ValueError, match="only a Llama without biases and without scaled RoPE can be written"):
             write_checkpoint(random_weights(config, jax.random.key(0)), config, tmp_path)

@@ -18,7 +18,7 @@ from kvjax.model import Model, load
 from kvjax.models import ModelConfig, Rope, Weights
 from kvjax.models.checkpoints.saving import write_checkpoint
 from kvjax.models.decoder import forward
-from kvjax.models.families import read_config
+from kvjax.models.families import read_model_config
 from kvjax.models.matmul import in_blocks, product
 from kvjax.rope import rotate
 from pallas_kernels.common import platform_of
@@ -61,7 +61,7 @@ def test_parity(name: str, tmp_path: Path) -> None:
 def test_an_empty_config_means_what_transformers_makes_of_it(name: str) -> None:
     from transformers import CONFIG_MAPPING
 
-    assert read_config({"model_type": name})[1] == read_config(CONFIG_MAPPING[name]().to_dict())[1]
+    assert read_model_config({"model_type": name})[1] == read_model_config(CONFIG_MAPPING[name]().to_dict())[1]
 
 
 TIED = ("llama-tied", "qwen2-tied", "gpt2", "falcon-7b", "mpt", "gemma", "gemma2", "gemma3")

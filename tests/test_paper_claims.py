@@ -27,7 +27,7 @@ from experiments.papers.paper import (
 from experiments.papers.report import PAPERS, write_page
 from experiments.papers.subject import Subject, equal_name, learned
 from kvjax.cli import evaluate
-from kvjax.evaluation.grid import Rows
+from kvjax.evaluation.grid import RowFile
 from kvjax.methods.notation import combination
 
 CLAIMS = [claim for paper in PAPERS.values() for claim in paper.claims]
@@ -163,7 +163,7 @@ def test_the_page_joins_the_models_whose_rows_are_there(tmp_path: Path) -> None:
         subject = Subject(name, parameters, "a.txt", 2, 64, trained=None)
         subject.write(directory)
         assert Subject.read(directory) == subject
-        rows = Rows(directory / "perplexity.jsonl")
+        rows = RowFile(directory / "perplexity.jsonl")
         for wanted, nats in zip(pair, (3.0, 3.0 + gain), strict=True):
             rows.add(subject.cell(wanted) | {"of_cases": [nats, nats + 0.01]})
     (tmp_path / "claims" / "remarks.md").write_text("Little is known.\n")

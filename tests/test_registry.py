@@ -101,7 +101,7 @@ def test_a_file_with_the_decorator_is_a_policy_everywhere(capsys: pytest.Capture
     with pytest.raises(ValueError, match="did you mean fading"):
         kvjax.policy("fadin")
 
-    entry = describe.described("fading", own=True)
+    entry = describe.describe_policy("fading", own=True)
     assert (entry.summary, entry.paper, entry.when) == ("Tokens that fade.", "Nobody 2026, eq. 7", "never.")
     assert [setting.name for setting in entry.settings] == ["rate", "recent"]
     assert entry.settings[0].meaning == "how fast it fades."

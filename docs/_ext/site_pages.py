@@ -23,11 +23,11 @@ import kvjax
 import site_figures
 from kvjax.cache.dense import empty
 from kvjax.cache.memory import allocated_bytes, slot_bytes
-from kvjax.evaluation.claims import table
+from kvjax.evaluation.claims import markdown_table
 from kvjax.inference.decode import trace_step
 from kvjax.inference.shapes import state_shapes
 from kvjax.methods import describe
-from kvjax.methods.describe import Entry
+from kvjax.methods.describe import Description
 from kvjax.policies.base import Part
 from kvjax.policies.policy import Policy
 
@@ -98,13 +98,13 @@ def _step(model: kvjax.Model, policy: Policy, slots: int) -> Any:
 
 
 def _bytes(model: kvjax.Model, policy: Policy) -> tuple[int, int]:
-    bound, layer = policy.bind(model).sized((SLOTS,) * model.config.layers), model.config.layer_configs[0]
+    bound, layer = policy.bind(model).sized((SLOTS,) * model.config.layers).layer(0), model.config.layer_configs[0]
     limit, dtype = jnp.ones((1, layer.kv_heads), jnp.int32), model.weights.embedding.dtype
     made = jax.eval_shape(functools.partial(empty, bound, layer, 0, slots=1, dtype=dtype), limit=limit)
     return slot_bytes(made), allocated_bytes(made.state) // layer.kv_heads
 
 
-def page(entry: Entry, part: str, body: Sequence[str]) -> str:
+def page(entry: Description, part: str, body: Sequence[str]) -> str:
     """A page of Markdown about a member of a table."""
     return "\n\n".join(
         [
@@ -118,7 +118,7 @@ def page(entry: Entry, part: str, body: Sequence[str]) -> str:
     )
 
 
-def _use(entry: Entry, part: str) -> str:
+def _use(entry: Description, part: str) -> str:
     chosen = f"--policy {entry.name}" if part == "policy" else f"--policy h2o --{part} {entry.name}"
     call = f'"{entry.name}"' if part == "policy" else f'"h2o", {part}="{entry.name}"'
     plan = kvjax.policy(entry.name if part == "policy" else "h2o").plan
@@ -170,14 +170,14 @@ def _asks(sources: Iterable[Any]) -> str:
     return "\n".join(["## What it asks of attention\n", *lines])
 
 
-def _settings(entry: Entry) -> str:
+def _settings(entry: Description) -> str:
     if not entry.settings:
         return ""
     rows = [
         [f"`{setting.name}`", f"`{setting.kind}`", f"`{setting.default!r}`", _prose(setting.meaning)]
         for setting in entry.settings
     ]
-    return "## Settings\n\n" + table(["setting", "type", "default", "meaning"], rows)
+    return "## Settings\n\n" + markdown_table(["setting", "type", "default", "meaning"], rows)
 
 
 def _costs(found: Costs) -> str:
@@ -201,7 +201,7 @@ def _count(number: float) -> str:
     return f"{rounded:,} operation{'' if rounded == 1 else 's'}"
 
 
-def _file(entry: Entry) -> str:
+def _file(entry: Description) -> str:
     file = Path(inspect.getsourcefile(entry.sources[0]) or "").resolve()
     name = file.relative_to(HERE.resolve())
     shown = ""
@@ -211,7 +211,9 @@ def _file(entry: Entry) -> str:
     return f"## The file\n\n`{name}`{shown}"
 
 
-def overview(policies: dict[str, list[Entry]], parts: dict[str, list[Entry]], found: dict[str, Costs]) -> str:
+def overview(
+    policies: dict[str, list[Description]], parts: dict[str, list[Description]], found: dict[str, Costs]
+) -> str:
     """The table of all policies and parts."""
     said = ["# Policies and parts", INTRODUCTION]
     rows = [
@@ -225,10 +227,13 @@ def overview(policies: dict[str, list[Entry]], parts: dict[str, list[Entry]], fo
         for entries in policies.values()
         for entry in entries
     ]
-    said += ["## Policies", table(["policy", "keeps", "from", "asks attention", "bytes per slot beyond K and V"], rows)]
+    said += [
+        "## Policies",
+        markdown_table(["policy", "keeps", "from", "asks attention", "bytes per slot beyond K and V"], rows),
+    ]
     for part, entries in parts.items():
         rows = [[f"[`{e.name}`]({part}s/{e.name}.md)", _prose(e.summary), e.paper.rstrip(".")] for e in entries]
-        said += [f"## {part.capitalize()}s", table([part, "does", "from"], rows)]
+        said += [f"## {part.capitalize()}s", markdown_table([part, "does", "from"], rows)]
     for title, entries, folder in [
         *((group[0].upper() + group[1:], entries, "policies") for group, entries in policies.items()),
         *((f"{part.capitalize()}s", entries, f"{part}s") for part, entries in parts.items()),
@@ -246,7 +251,7 @@ def make_pages(app: Sphinx) -> None:
     written: set[Path] = set()
     found: dict[str, Costs] = {}
     for names in policies.values():
-        for entry in (describe.described(entry.name) for entry in names):
+        for entry in (describe.describe_policy(entry.name) for entry in names):
             found[entry.name] = costs(model, kvjax.policy(entry.name))
             body = [_explained(entry.sources), _asks(entry.sources), _costs(found[entry.name]), _settings(entry)]
             written |= _write(entry, "policy", "policies", body, measured)
@@ -296,7 +301,7 @@ def with_badge(notebook: str, name: str, repository: str) -> str:
     return json.dumps(content, indent=1)
 
 
-def _write(entry: Entry, part: str, folder: str, body: Sequence[str], measured: Sequence[Any]) -> set[Path]:
+def _write(entry: Description, part: str, folder: str, body: Sequence[str], measured: Sequence[Any]) -> set[Path]:
     file = MADE / folder / f"{entry.name}.md"
     figures = site_figures.quality(measured, entry.name, part, file.parent)
     whose = site_figures.SHOWN_BY.get((part, entry.name), entry.name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from experiments.fastgen.measurements import Report, Section
-from kvjax.evaluation.claims import Claim, table
+from kvjax.evaluation.claims import Claim, markdown_table
 from kvjax.evaluation.figures import legend_beside, new_figure, save_figure
 from kvjax.methods.fastgen import PARTS, Profiled
 
@@ -48,9 +48,8 @@ def choices(report: Report) -> Section:
     save_figure(figure, report.runs.directory / "fastgen" / f"choices{report.suffix}.png")
     rows = [[f"T = 0.95, layer {i}", *(f"{s:.1%}" for s in layer)] for i, layer in enumerate(shares)]
     rows += [[f"T = {t:g}, all", *(f"{s:.1%}" for s in share(t).mean(0))] for t in report.thresholds]
-    body = (
-        f"Prompts of {prompt} tokens, {len(report.runs.passages.tokens)} of them.\n\n{table(['heads', *short], rows)}"
-    )
+    body = f"Prompts of {prompt} tokens, {len(report.runs.passages.tokens)} of them.\n\n"
+    body += markdown_table(["heads", *short], rows)
     return "Choices (Figure 3)", claims, body + f"\n![choices](fastgen/choices{report.suffix}.png)\n"
 
 
@@ -92,7 +91,7 @@ def stability(report: Report) -> Section:
     body = (
         "Attention of all queries up to a step, summed with the full cache. What falls on two parts counts for the "
         "first; a token's attention to itself counts for special tokens, whatever it is. Frequent and local tokens are "
-        f"30% of the current length each.\n\n{table(['step', *parts, 'moved, points', 'same choice'], rows)}"
+        f"30% of the current length each.\n\n{markdown_table(['step', *parts, 'moved, points', 'same choice'], rows)}"
         f"\n![stability](fastgen/stability{report.suffix}.png)\n"
     )
     return "Stability (Figure 4)", claims, body

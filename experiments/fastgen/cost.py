@@ -7,7 +7,7 @@ import jax
 from experiments.fastgen.measurements import Report, Section
 from kvjax import methods
 from kvjax.evaluation.bench.race import decoder, race, reader
-from kvjax.evaluation.claims import Claim, table
+from kvjax.evaluation.claims import Claim, markdown_table
 from kvjax.model import Model
 from kvjax.types import HEADS, ROWS, SLOTS
 
@@ -42,7 +42,7 @@ def profiling(report: Report) -> Section:
     body = (
         f"One prompt of {runs.prefix} tokens on {device}, medians of 15 runs. Profiling is what "
         "a prompt takes longer than with the full cache: summing attention, choosing, moving what stays into pages. "
-        f"The paper's 0.07% to 0.35% are of a 65B model.\n\n{table(headings, rows)}"
+        f"The paper's 0.07% to 0.35% are of a 65B model.\n\n{markdown_table(headings, rows)}"
     )
     return "Profiling time (Table 3)", claims, body
 
@@ -86,7 +86,7 @@ def cost(report: Report) -> Section:
         f"{len(tokens)} prompts of {runs.prefix} tokens, {steps} steps, T = 0.9, on {device}; medians of 15 runs in "
         "turn. In a model of this size overhead weighs more than memory; "
         "`kvjax bench decode --policies fastgen,h2o --budgets same --set special=[1]` asks a larger one.\n\n"
-        + table(["what", "slots", "cache, KB", "ms", "tokens/s"], rows)
+        + markdown_table(["what", "slots", "cache, KB", "ms", "tokens/s"], rows)
     )
     return "Cost", claims, body
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from experiments.fastgen.measurements import Report, Section
 from kvjax import methods
-from kvjax.evaluation.claims import Claim, table
+from kvjax.evaluation.claims import Claim, markdown_table
 from kvjax.evaluation.figures import Point, new_figure, plot_quality, save_figure
 from kvjax.evaluation.recall import recall
 from kvjax.evaluation.runs import describe
@@ -94,7 +94,7 @@ def quality(report: Report) -> Section:
         "positions and unused ends of pages included; a full cache is keys and values alone. Fixed policies get "
         f"as many slots in every head as the same bytes hold. *With {NEWEST} newest* is a variant that is not the "
         "paper's: heads that choose no local window hold the newest tokens (`recent`) all the same, and that counts in "
-        f"equation 1, too.\n\n{table(headings, rows)}"
+        f"equation 1, too.\n\n{markdown_table(headings, rows)}"
         f"\n![quality](fastgen/quality{report.suffix}.png)\n"
     )
     return "Quality against bytes (Figures 2 and 5)", claims, body
@@ -136,7 +136,7 @@ def recalled(report: Report) -> Section:
                     f"{ours['mean']:.0%} against {other['mean']:.0%}",
                 )
             )
-    return "Recall", claims, table(["distance", "policy", "slots", "bytes / full", "facts recalled"], rows)
+    return "Recall", claims, markdown_table(["distance", "policy", "slots", "bytes / full", "facts recalled"], rows)
 
 
 def ablations(report: Report) -> Section:
@@ -158,4 +158,4 @@ def ablations(report: Report) -> Section:
             Claim(f"T = {threshold:g}: without frequent tokens least is pruned", least == "without frequent", least)
         )
     headings = ["T", "parts", "pruned", *(f"{text}, nats per token" for text in runs.texts)]
-    return "Ablations (Tables 4 and 5)", claims, table(headings, rows)
+    return "Ablations (Tables 4 and 5)", claims, markdown_table(headings, rows)

@@ -6,7 +6,7 @@ import numpy as np
 
 from experiments.less.low_rank import residuals
 from experiments.less.measurements import Less, Section
-from kvjax.evaluation.claims import Claim, table
+from kvjax.evaluation.claims import Claim, markdown_table
 from kvjax.evaluation.fidelity import fidelity
 from kvjax.evaluation.figures import legend_beside, new_figure, plot_lines
 from kvjax.policies.policy import Policy
@@ -45,7 +45,7 @@ def hellinger(less: Less) -> Section:
         claims.append(Claim(f"{share}: LESS < h2o in every layer", all(lower), f"in {sum(lower)} of {len(lower)}"))
         rows += [[share, "h2o", *bare], [share, f"LESS ({kernels.name})", *ours]]
         curves |= {f"h2o {share}": bare, f"LESS {share}": ours}
-    body = "\n" + table(["budget", "", *(f"layer {i}" for i in range(runs.model.config.layers))], rows)
+    body = "\n" + markdown_table(["budget", "", *(f"layer {i}" for i in range(runs.model.config.layers))], rows)
     body += (
         f"\nMean over heads, {len(chosen)} passages and the positions beyond the budget; each model reads on its own "
         "cache, token by token, so that deeper layers inherit what the earlier ones changed.\n"

@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from experiments import lowrank_oracle
-from kvjax.evaluation.claims import Claim, table
+from kvjax.evaluation.claims import Claim, markdown_table
 from kvjax.evaluation.figures import legend_beside, log_scale, new_figure, plot_lines
 from kvjax.evaluation.runs import Runs
 from kvjax.models.config import ModelConfig
@@ -132,7 +132,7 @@ def residuals(
         lines.append((label, above))
         left, gap = above[RANKS.index(4)], above[0]
         claims.append(Claim(what, left <= gap / 2, f"{left:.4f} of {gap:.4f} nats are left"))
-    body += "\n" + table(["top-k", *(f"rank {r}" for r in RANKS), "all keys"], table_rows)
+    body += "\n" + markdown_table(["top-k", *(f"rank {r}" for r in RANKS), "all keys"], table_rows)
     body += (
         f"\nNats per token beyond k, {len(chosen)} passages. The best approximation of a rank is made of a whole "
         "text's residual at once, per head: a bound that no cache can reach.\n"

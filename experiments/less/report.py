@@ -10,7 +10,7 @@ from experiments.less.attention import hellinger, residual_rank
 from experiments.less.checkpoints import Kernels, Shelf, even_slots, open_shelf
 from experiments.less.measurements import Less, Section
 from experiments.less.tables import bases, features, performer, perplexities, transfer
-from kvjax.evaluation.claims import claims_table, table
+from kvjax.evaluation.claims import claims_table, markdown_table
 from kvjax.evaluation.runs import Runs
 from kvjax.evaluation.store import Store
 from kvjax.evaluation.texts import passages
@@ -113,7 +113,7 @@ def _kernels(every: tuple[Kernels, ...]) -> str:
         words = f"--policy {k.settings.policy} --budget {k.slots} --features {k.features} --hidden {k.settings.hidden} "
         commands[k.name] = words + " ".join(f"--{name.replace('_', '-')} {value:g}" for name, value in given.items())
     return (
-        table(["name", "over", "at slots", "R", "error less by, each layer"], rows)
+        markdown_table(["name", "over", "at slots", "R", "error less by, each layer"], rows)
         + "\nThe error is that of attention after the output projection, on texts held out of the training; "
         "`kvjax train_less --model MODEL --text FILES --out DIR` with:\n\n"
         + "".join(f"- {name}: `{command}`\n" for name, command in commands.items())

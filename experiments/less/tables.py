@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from experiments.less.checkpoints import LENT, matches
 from experiments.less.measurements import Less, Section
-from kvjax.evaluation.claims import Claim, table
+from kvjax.evaluation.claims import Claim, markdown_table
 from kvjax.evaluation.figures import Point, new_figure, plot_quality
 from kvjax.evaluation.runs import Run
 from kvjax.evaluation.summary import paired
@@ -65,7 +65,7 @@ def perplexities(less: Less) -> Section:
                 row += [run.nats(text), run.nats(text, slots), gap]
             rows.append(row)
         headings = [f"{h} {share}" for share in less.budgets for h in ("nats", "beyond", "gap closed")]
-        body += "\n" + table([text, *headings], rows)
+        body += "\n" + markdown_table([text, *headings], rows)
         claims += _shape(less, text, full)
     body += "\n" + _perplexity_figure(less, full)
     body += (
@@ -167,7 +167,7 @@ def transfer(less: Less) -> Section:
                 rows.append([text, kernels.name, share, *(r.nats(text) for r in (full, ours, plus, base)), gap])
     headings = ["text", "kernels", "budget", "full", "LESS", "baseline+", "baseline", "gap closed"]
     lent, lent_table = _over(less, tuple(LENT))
-    body = "\n" + table(headings, rows) + "\nLent to policies that have none of their own:\n\n" + lent_table
+    body = "\n" + markdown_table(headings, rows) + "\nLent to policies that have none of their own:\n\n" + lent_table
     return Section("3. Kernels away from where they were trained", claims + lent, body)
 
 
@@ -195,7 +195,7 @@ def _over(less: Less, policies: Sequence[str]) -> tuple[list[Claim], str]:
             claims.append(Claim(what, beats_slots and beats, numbers))
             rows.append([text, base, kernels.name + lent, f, o, p, b, _percent(closed(o, b, f))])
     headings = ["text", "base", "kernels", "full", "LESS", "baseline+", "baseline", "gap closed"]
-    return claims, table(headings, rows)
+    return claims, markdown_table(headings, rows)
 
 
 def features(less: Less) -> Section:
@@ -228,4 +228,4 @@ def features(less: Less) -> Section:
     for (text, found), axis in zip(points.items(), axes, strict=True):
         plot_quality(axis, found, None, "nats per token", "R, or twice the slots")
         axis.set_title(text)
-    return Section(title, claims, "\n" + table(headings, rows) + less.figure("features", figure))
+    return Section(title, claims, "\n" + markdown_table(headings, rows) + less.figure("features", figure))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-import importlib
 import itertools
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -27,9 +26,10 @@ from experiments.papers.subject import (
     grouped,
     learned,
 )
-from kvjax.evaluation.claims import SHOWS, UNKNOWN, Claim, table
-from kvjax.evaluation.grid import Entry, Rows, fill
+from kvjax.evaluation.claims import SHOWS, UNKNOWN, Claim, markdown_table
+from kvjax.evaluation.grid import Entry, RowFile, fill
 from kvjax.evaluation.store import Store
+from kvjax.evaluation.tasks import registry as tasks
 from kvjax.evaluation.texts import passages
 from kvjax.methods.less.checkpoint import fingerprint
 from kvjax.methods.notation import combination
@@ -140,13 +140,12 @@ def _fill(
     shelf: Shelf,
     wanted: Iterable[Wanted],
 ) -> None:
-    for (task, *_), group in grouped(wanted).items():
-        module = importlib.import_module(f"kvjax.evaluation.tasks.{task}")
+    for (name, *_), group in grouped(wanted).items():
         told = {"text": options.text, "hay": None, "seed": 0, "chat": subject.chat, "system": None}
         told |= {"query_aware": False, "max_new_tokens": None, "batch_size": 8, "masked": None} | subject.of_task(
             group[0]
         )
-        if task == "retrieval":
+        if name == "retrieval":
             told["text"] = None
         namespace = argparse.Namespace(**told)
         compared: list[Entry] = []
@@ -154,8 +153,8 @@ def _fill(
             budget, policy = subject.budget(each), _policy(each.policy, shelf, subject)
             if budget is not None and policy is not None:
                 compared.append(Entry(each.policy, policy, budget))
-        rows = Rows(directory / f"{task}.jsonl")
-        fill(rows, model, compared, module.cells(model, namespace), functools.partial(module.measure, model, namespace))
+        rows, task = RowFile(directory / f"{name}.jsonl"), tasks.TASKS[name]
+        fill(rows, model, compared, task.cells(model, namespace), functools.partial(task.measure, model, namespace))
 
 
 def _policy(text: str, shelf: Shelf, subject: Subject) -> Policy | None:
@@ -168,7 +167,7 @@ def _policy(text: str, shelf: Shelf, subject: Subject) -> Policy | None:
 
 def _equal(model: Model, directory: Path, subject: Subject) -> dict[str, int]:
     """Return the slots of policies at the measured bytes of other policies."""
-    rows = Rows(directory / "perplexity.jsonl")
+    rows = RowFile(directory / "perplexity.jsonl")
     made: dict[str, int] = {}
     for each in _needed():
         if isinstance(each.budget, EqualBytes):
@@ -214,7 +213,7 @@ def _opening(verdicts: dict[str, list[list[Claim]]], subjects: Sequence[Subject]
     return (
         f"# What five papers claim, on {' and '.join(subject.name for subject in subjects)}\n\n"
         f"{len(every)} claims that models of this size can test. How many show:\n\n"
-        + table(["paper", "claims", *(subject.name for subject in subjects)], counts)
+        + markdown_table(["paper", "claims", *(subject.name for subject in subjects)], counts)
         + "\nPapers report ROUGE, win rates or accuracy of models of 7 to 65 billion parameters; here quality is nats "
         "per token of held-out text that is read through real eviction, lower is better, and a needle's string match. "
         "The first half of each passage is the prompt and the other half is read token by token, for LESS all of it "
@@ -224,7 +223,7 @@ def _opening(verdicts: dict[str, list[list[Claim]]], subjects: Sequence[Subject]
         "have large errors: what does not show may be true and small. Times are single readings on a shared "
         "processor, bytes those that are allocated. What does not show is reported so; no setting was chosen for its "
         "outcome.\n\n"
-        + table(["MODEL", "parameters", "TEXT", "ROWS", "LENGTH", "KERNELS", "trained at slots"], behind)
+        + markdown_table(["MODEL", "parameters", "TEXT", "ROWS", "LENGTH", "KERNELS", "trained at slots"], behind)
         + "\nThe capitals are variables of the commands below. Raw rows are in `claims/`; everything at once is "
         "`kvjax evaluate claims --model $MODEL --text $TEXT --rows $ROWS --length $LENGTH --out DIR`.\n"
     )
@@ -244,7 +243,7 @@ def _section(paper: Paper, verdicts: Sequence[Sequence[Claim]], subjects: Sequen
         rows.append([f"{paper.letter}{i}", claim.what, f"{claim.place}: {claim.number}", *shown, number])
     headings = itertools.chain(*([subject.name, f"on {subject.name}"] for subject in subjects))
     listed = "".join(f"{number}. {command}\n" for command, number in numbers.items())
-    shown = table(["", "claim", "the paper's", *headings, "command"], rows)
+    shown = markdown_table(["", "claim", "the paper's", *headings, "command"], rows)
     return f"\n## {paper.title}\n\n{shown}\n{listed}"
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from experiments.papers.paper import FULL, EqualBytes, Measured, Trained, Wanted
-from kvjax.evaluation.grid import Rows
+from kvjax.evaluation.grid import RowFile
 from kvjax.evaluation.store import Store
 from kvjax.utils.files import write_text
 
@@ -88,7 +88,7 @@ class Subject:
 
     def measured(self, directory: Path, wanted: Iterable[Wanted]) -> Measured:
         """Read some rows from disk, and all special measurements."""
-        kept = {task: Rows(directory / f"{task}.jsonl") for task in TASKS}
+        kept = {task: RowFile(directory / f"{task}.jsonl") for task in TASKS}
         rows: dict[Wanted, Mapping[str, Any]] = {}
         for each in wanted:
             row = None if self.budget(each) is None else kept[each.task].of(self.cell(each))

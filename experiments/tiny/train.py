@@ -26,7 +26,7 @@ from experiments.tiny.recipe import RECIPES, Recipe
 from experiments.tiny.tokenizer import prepare
 from kvjax.cli.commands import Parser, finish, leave
 from kvjax.training import checkpoints
-from kvjax.training.progress import Progress
+from kvjax.utils.progress import Bar
 
 Batch = tuple[np.ndarray, np.ndarray]
 
@@ -127,7 +127,7 @@ def train(
     """
     began = time.monotonic()
     digest = hashlib.sha256((data / "tokens.npz").read_bytes()).hexdigest()[:16]
-    checkpoints.claim(out, {**dataclasses.asdict(recipe), "seed": seed, "data": digest})
+    checkpoints.open_run(out, {**dataclasses.asdict(recipe), "seed": seed, "data": digest})
     training = network.start(recipe.model, seed)
     training = checkpoints.restore(out, training) or training
     first, n = int(training.step), recipe.steps_per_dispatch
@@ -136,10 +136,10 @@ def train(
         training = training.replace(step=jnp.asarray(first, jnp.int32))  # type: ignore[attr-defined]
     last = min(recipe.steps, recipe.steps if steps is None else -(-steps // n) * n)
     causal, dtype = choose_attention(), "bfloat16" if jax.default_backend() == "gpu" else "float32"
-    progress, step, saved, tokens, since, stage = Progress(last, first), first, began, 0, time.monotonic(), -1
+    step, saved, tokens, since, stage = first, began, 0, time.monotonic(), -1
     pending: tuple[str, dict[str, jax.Array]] | None = None
     forced = False
-    try:
+    with Bar("steps", last, first) as bar:
         for ids, weights in batches(data, recipe, seed, range(first, last, n), workers):
             now, _ = stage_at(recipe, step)
             if now != stage:
@@ -156,18 +156,16 @@ def train(
                     raise FloatingPointError(f"The loss became {said['loss']} before step {step}.")
                 speed = tokens / (time.monotonic() - since)
                 line = f"{name}: loss {said['loss']:.3f} text {said['text']:.3f} recalled {said['recalled']:.1%}"
-                progress.show(step - n, f"{line} {speed:,.0f} tokens/s {time.monotonic() - began:.0f} s", forced)
+                bar.update(step - n, f"{line} {speed:,.0f} tokens/s {time.monotonic() - began:.0f} s", forced)
                 if forced:  # a program was just compiled: restart the clock
                     tokens, since, forced = 0, time.monotonic(), False
             pending, tokens = (recipe.stages[stage].name, seen), tokens + weights.size
             if time.monotonic() - saved > save_every:
-                checkpoints.save(out, training, step)
+                checkpoints.save_step(out, training, step)
                 saved = time.monotonic()
             if minutes is not None and time.monotonic() - began > 60 * minutes:
                 break
-    finally:
-        progress.close()
-    checkpoints.save(out, training, step)
+    checkpoints.save_step(out, training, step)
     print(f"stopped after step {step} of {recipe.steps}, {time.monotonic() - began:.0f} s", flush=True)
     return training
 

@@ -14,11 +14,20 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Int
 
 from kvjax.cache import attention, slots
-from kvjax.cache.evict import evicted_pairs, exchange, exchange_among, foreseen, hashed_codes, ranked, victims_of
-from kvjax.cache.recompute import Selection, with_again, without_again
+from kvjax.cache.evict import (
+    evicted_pairs,
+    foreseen,
+    hashed_codes,
+    ranked,
+    replace_slot,
+    replace_slot_sharded,
+    victims_of,
+)
+from kvjax.cache.recompute import with_again, without_again
 from kvjax.cache.slots import Attended
 from kvjax.policies.policy import Policy
 from kvjax.policies.quantizer import Codec
+from kvjax.policies.selection import Selection
 from kvjax.types import KV, Evicted, Heads, LayerConfig, New, Parts, PyTree, View
 from kvjax.utils.processes import on_host
 from pallas_kernels.attention import LowRank, Partial
@@ -99,9 +108,9 @@ class Dense(struct.PyTreeNode):
         held = (view.position, new.position[:, 0], {"kv": view.kv, "slots": view.slots}, added)
         if new.spread.slots > 1:
             known = self.victims[layer] if self.victims is not None else victims_of([policy], [view], [new])[0]
-            taken = exchange_among(view, new, known, held, pairs=pairs)
+            taken = replace_slot_sharded(view, new, known, held, pairs=pairs)
         else:
-            taken = exchange(policy, view, new, held, pairs=pairs or policy.codec.ordered)
+            taken = replace_slot(policy, view, new, held, pairs=pairs or policy.codec.ordered)
         left, taken, position, buffers = taken
         written = view.replace(position=position, **buffers)
         if policy.codec.ordered:

@@ -53,7 +53,7 @@ def hashed_codes(ranking: Ranking, view: View) -> Hashed | None:
     return Hashed(ranking.hashing, view.slots.score) if same else None
 
 
-def exchange(policy: Policy, view: View, new: New, held: tuple[Any, ...], *, pairs: bool) -> Exchanged:
+def replace_slot(policy: Policy, view: View, new: New, held: tuple[Any, ...], *, pairs: bool) -> Exchanged:
     """Write one token per row into the lowest-ranked slot of each head.
 
     Args:
@@ -97,8 +97,10 @@ def victims_of(policies: Sequence[Policy], views: Sequence[View], new: Sequence[
     return slots.victims_of_all(jnp.stack(claims), [view.capacity for view in views])
 
 
-def exchange_among(view: View, new: New, victim: slots.Victim, held: tuple[Any, ...], *, pairs: bool) -> Exchanged:
-    """Write tokens into known slots like `exchange`, where several devices share a head's slots.
+def replace_slot_sharded(
+    view: View, new: New, victim: slots.Victim, held: tuple[Any, ...], *, pairs: bool
+) -> Exchanged:
+    """Write tokens into known slots like `replace_slot`, where several devices share a head's slots.
 
     The device that holds the victim sends the other devices what they need of it.
     """

@@ -4,29 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from kvjax.cache.stats import normalised, reduced
 from kvjax.policies.quantizer import Operands
+from kvjax.policies.selection import Selection
 from kvjax.policies.stats import Again, Ask, Probs, Seen, is_ask
 from kvjax.types import LayerConfig, New, PyTree, View, wide
 from pallas_kernels import operands
 from pallas_kernels.attention import Partial, join_queries, query_block, split_queries
 from pallas_kernels.operands import Operand
 from pallas_kernels.prefill_scores import Joined
-
-
-class Selection(Protocol):
-    """Choice of the tokens that a query attends to, among those it sees."""
-
-    def pick(self, probs: Float[Array, "b h g t c"], new: New) -> Bool[Array, "b h g t c"]:
-        """Return a mask of the chosen tokens, given the attention of some queries."""
-        ...
 
 
 def whole(operand: Operand | Joined, dtype: DTypeLike) -> Float[Array, "b h c d"]:

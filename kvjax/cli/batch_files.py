@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from kvjax.cli.output import samples, told
+from kvjax.cli.output import samples, text_fields
 from kvjax.generation.generate import check_room, generate_ids
 from kvjax.generation.prompts import encode
 from kvjax.generation.questions import answer, encode_questions
@@ -33,7 +33,7 @@ class Line(NamedTuple):
     """Fields that the result repeats: the `id`, if there is one, or the question."""
 
 
-def read_prompts(file: Path) -> list[Line]:
+def read_prompt_lines(file: Path) -> list[Line]:
     """Read lines of JSON with a `prompt` or `messages`, and optionally an `id`; skip empty lines.
 
     Raises:
@@ -50,7 +50,7 @@ def read_prompts(file: Path) -> list[Line]:
     return [Line(number, *read) for number, read in read_lines(file, lambda text: prompt(parse_json(text)))]
 
 
-def read_questions(file: Path) -> list[Line]:
+def read_question_lines(file: Path) -> list[Line]:
     """Read one question per line, as {"question": "..."} if the file is of JSON lines; skip empty lines.
 
     Raises:
@@ -201,7 +201,7 @@ def continue_lines(work: Work) -> None:
     Raises:
         ValueError: a line cannot be continued; raised with its number before any line is continued.
     """
-    lines, settings = read_prompts(work.file), work.settings
+    lines, settings = read_prompt_lines(work.file), work.settings
     results, model = work.results(lines), work.load()
     names = "budget", "budget_of", "max_new_tokens"
     reading: dict[str, Any] = {name: settings[name] for name in names} | {"lengths": None, "key": None, "plan": None}
@@ -226,7 +226,7 @@ def continue_lines(work: Work) -> None:
         for batch in batches:
             chat = turns[batch[0][0].number]
             made = generate_ids(model, [ids for _, ids in batch], chat=chat, **settings, **work.search)
-            texts, each = told(model, made, settings["stop"]), settings["num_samples"]
+            texts, each = text_fields(model, made, settings["stop"]), settings["num_samples"]
             for row, (line, _) in enumerate(batch):
                 results.write(line.number, line.given | samples(texts[row * each : (row + 1) * each]))
 
@@ -237,7 +237,7 @@ def answer_lines(work: Work, prompt: str | Messages, in_json: bool) -> None:
     Raises:
         ValueError: a question or the prompt is wrong, or they do not fit together.
     """
-    lines, settings = read_questions(work.file), work.settings
+    lines, settings = read_question_lines(work.file), work.settings
     results, model = work.results(lines, prompt), work.load()
     before, asked = encode_questions(model, prompt, [str(line.prompt) for line in lines], work.chat, work.system)
     left = [(line, ids) for line, ids in zip(lines, asked, strict=True) if line.number not in results.done]
@@ -247,7 +247,7 @@ def answer_lines(work: Work, prompt: str | Messages, in_json: bool) -> None:
         questions, search = [ids for _, ids in left], work.search | {"batch_size": work.batch_size}
         search["chat"] = work.chat or not isinstance(prompt, str)
         for made in answer(model, before, questions, longest=longest, **settings, **search) if left else ():
-            texts, each = told(model, made, settings["stop"]), settings["num_samples"]
+            texts, each = text_fields(model, made, settings["stop"]), settings["num_samples"]
             for start in range(0, len(texts), each):
                 yield samples(texts[start : start + each])
 

@@ -12,12 +12,12 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from kvjax.cli.bench_entries import add_policy_options, entries, say
+from kvjax.cli.bench_entries import add_bench_options, bench_entries, say
 from kvjax.cli.commands import Parser, add_model_options, finish, module_exists
 from kvjax.evaluation.bench.models import model_named
 from kvjax.evaluation.bench.peers import transformers_decoder, transformers_reader
 from kvjax.evaluation.bench.race import decoder, race, reader
-from kvjax.evaluation.bench.tables import table
+from kvjax.evaluation.bench.tables import print_timings
 from kvjax.utils.files import write_text
 
 OTHERS = {"kernels": "kvjax.cli.bench_kernels"} | {
@@ -32,7 +32,7 @@ def run(options: argparse.Namespace) -> None:
     Raises:
         ValueError: there is no such policy, or a setting does not fit.
     """
-    named = entries(options)
+    named = bench_entries(options)
     model = model_named(options.model, options.dtype, options.revision, options.weights, options.mesh)
     rng = np.random.default_rng(0)
     tokens = rng.integers(3, model.config.vocab_size, (options.batch, options.prompt_tokens))
@@ -71,7 +71,7 @@ def run(options: argparse.Namespace) -> None:
         f"{options.what}: {model.name}, batch {options.batch}, {options.prompt_tokens} prompt tokens, "
         f"{jax.devices()[0].device_kind}, medians of {options.repeats}"
     )
-    rows = table(timed, count, title)
+    rows = print_timings(timed, count, title)
     if options.json:
         write_text(options.json, json.dumps({"title": title, "rows": rows}, indent=1))
 
@@ -89,7 +89,7 @@ def main(argv: list[str] | None = None) -> int:
         "what", choices=("decode", "prefill", *OTHERS), help=f"{', '.join(OTHERS)} have settings of their own"
     )
     add_model_options(options, "synthetic", "synthetic, ")
-    add_policy_options(options)
+    add_bench_options(options)
     options.add_argument("--batch", type=int, default=8)
     options.add_argument("--prompt-tokens", type=int, default=4096)
     options.add_argument("--new-tokens", type=int, default=16)

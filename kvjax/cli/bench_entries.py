@@ -11,11 +11,11 @@ from kvjax.methods.notation import compared
 from kvjax.policies.policy import Policy
 from kvjax.utils.settings import parse_budget
 
-Entry = tuple[str, Policy, int | float | str]
+BenchEntry = tuple[str, Policy, int | float | str]
 """Name, policy and budget, which may be `same`."""
 
 
-def entries(options: argparse.Namespace) -> list[Entry]:
+def bench_entries(options: argparse.Namespace) -> list[BenchEntry]:
     """Check and return the policies and budgets that the command line names, before anything is loaded.
 
     Callers add `full` themselves.
@@ -29,7 +29,7 @@ def entries(options: argparse.Namespace) -> list[Entry]:
     everyone = options.policies == "all"
     budgets = [text if text == "same" else parse_budget(text) for text in options.budgets.split(",")]
     texts = ",".join(methods.REGISTRY) if everyone else options.policies
-    made: list[Entry] = []
+    made: list[BenchEntry] = []
     decided = False
     for label, policy in compared(texts, *parts_of(options), left_out=say if everyone else None).items():
         if label == "full":
@@ -48,7 +48,7 @@ def say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def add_policy_options(options: argparse.ArgumentParser) -> None:
-    """Add the options that `entries` reads, except the sizes."""
+def add_bench_options(options: argparse.ArgumentParser) -> None:
+    """Add the options that `bench_entries` reads, except the sizes."""
     add_policies(options, "streaming,h2o", ", or all")
     options.add_argument("--budgets", default="0.25", help="slots, fractions, or `same` as fastgen, with commas")

@@ -123,7 +123,7 @@ def groups(options: argparse.Namespace) -> Iterator[tuple[str, list[Runner]]]:
         yield f"less_kernels: {heads}, d {d}, {dtype.name}", runners
 
 
-def table(title: str, runners: list[Runner]) -> list[dict[str, Any]]:
+def print_kernel_timings(title: str, runners: list[Runner]) -> list[dict[str, Any]]:
     """Print and return the medians, with bandwidth relative to the copy and times relative to the peers."""
     from rich.console import Console
     from rich.table import Table
@@ -173,13 +173,13 @@ def run(options: argparse.Namespace) -> None:
         whole_number(f"--{name.replace('_', '-')}", getattr(options, name))
     device = f"{jax.devices()[0].device_kind}, jax {jax.__version__}, medians of {options.repeats}"
     if options.step:
-        from kvjax.evaluation.bench.step import step
+        from kvjax.evaluation.bench.step import time_decode_steps
 
-        tables.append(step(options, device))
+        tables.append(time_decode_steps(options, device))
     else:
         for title, runners in groups(options):
             title = f"{title}; {device}"
-            tables.append({"title": title, "rows": table(title, race(runners, options.repeats))})
+            tables.append({"title": title, "rows": print_kernel_timings(title, race(runners, options.repeats))})
     if options.json:
         write_text(options.json, json.dumps({"tables": tables}, indent=1))
 

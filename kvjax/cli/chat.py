@@ -17,7 +17,7 @@ from kvjax.cli.commands import Help, Parser, add_model_options, finish, leave
 from kvjax.cli.options import (
     add_policy_options,
     add_sampling_options,
-    chosen,
+    policy_and_budget,
     sampling_settings,
     tells_of_policies,
 )
@@ -181,7 +181,7 @@ def run(options: argparse.Namespace) -> None:
     from kvjax.model import load
     from kvjax.models.sharding import parse_mesh
 
-    policy, reading = chosen(options, POLICY, BUDGET, WHOLE)
+    policy, reading = policy_and_budget(options, POLICY, BUDGET, WHOLE)
     settings: dict[str, Any] = dict(policy=policy, **reading, **sampling_settings(options))
     settings["max_new_tokens"] = whole_number("max_new_tokens", options.max_new_tokens)
     if options.mesh is not None:

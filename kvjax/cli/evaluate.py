@@ -14,21 +14,14 @@ from typing import Any
 
 from kvjax.cli.commands import Parser, add_model_options, finish, module_exists
 from kvjax.cli.options import add_policies, parts_of
-from kvjax.evaluation.grid import Rows, entries, fill
+from kvjax.evaluation.grid import RowFile, entries, fill
 from kvjax.evaluation.summary import print_table
 from kvjax.evaluation.tasks import texts
+from kvjax.evaluation.tasks.registry import TASKS
 from kvjax.evaluation.texts import SAMPLE, check_texts
 from kvjax.model import load
 from kvjax.utils.compilation import enable_compilation_cache
 
-TASKS = {
-    "perplexity": ("kvjax.evaluation.tasks.perplexity", "how surprising text is after a prompt, through real eviction"),
-    "fidelity": ("kvjax.evaluation.tasks.fidelity", "how far attention and next tokens are from the full cache's"),
-    "retrieval": ("kvjax.evaluation.tasks.retrieval", "questions about what stands in a long text, made here"),
-    "generation": ("kvjax.evaluation.tasks.generation", "questions of a file, by ROUGE, exact match and F1"),
-    "harness": ("kvjax.evaluation.tasks.harness", "tasks of lm-evaluation-harness, scored through real eviction"),
-}
-"""Modules with `add_arguments(parser)`, `check(options)`, `cells(model, options)` and `measure`: see `grid.fill`."""
 COMPARE = ("compare", "policies beside each other, your own among them: perplexity, and agreement with the full cache")
 COMPARED = ("perplexity", "fidelity")
 """Tasks that `compare` runs."""
@@ -50,10 +43,10 @@ def parser() -> argparse.ArgumentParser:
     """Build the parser: the options that all reports share, and each report's own."""
     made = Parser(prog="kvjax evaluate", description=__doc__)
     reports = made.add_subparsers(dest="report", required=True, metavar="TASK")
-    for name, (module, summary) in TASKS.items():
-        importlib.import_module(module).add_arguments(_add_grid(reports, name, summary))
+    for name, task in TASKS.items():
+        task.add_arguments(_add_grid(reports, name, task.summary))
     compare = _add_grid(reports, *COMPARE)
-    texts.add_arguments(compare, default=[SAMPLE], rows=4, lengths=[512])
+    texts.add_text_options(compare, default=[SAMPLE], rows=4, lengths=[512])
     compare.set_defaults(masked=None)
     joined = reports.add_parser("report", help=JOINED[1], description=JOINED[1])
     importlib.import_module(JOINED[0]).add_arguments(joined)
@@ -100,26 +93,26 @@ def main(argv: list[str] | None = None) -> int:
             check_directory(options.out)
             importlib.import_module(JOINED[0]).run(options)
         elif options.report in TASKS or options.report == COMPARE[0]:
-            measure([options.report] if options.report in TASKS else COMPARED, options)
+            measure_tasks([options.report] if options.report in TASKS else COMPARED, options)
         else:
-            check(options)
+            check_report(options)
             importlib.import_module(REPORTS[options.report][0]).run(options)
 
     return finish("evaluate", run, vars(options).get("distributed"))
 
 
-def measure(names: Sequence[str], options: argparse.Namespace) -> None:
+def measure_tasks(names: Sequence[str], options: argparse.Namespace) -> None:
     """Measure the missing cells of some tasks, and print a table.
 
     Raises:
         ValueError: a policy, a budget or an argument of a task is wrong.
     """
-    tasks = {name: importlib.import_module(TASKS[name][0]) for name in names}
+    tasks = {name: TASKS[name] for name in names}
     compared = entries(options.policies, options.budgets, *parts_of(options))
     for task in tasks.values():
         task.check(options)
     check_directory(options.out)
-    files = {name: Rows(options.out / f"{name}.jsonl") for name in tasks}
+    files = {name: RowFile(options.out / f"{name}.jsonl") for name in tasks}
     model = load(options.model, options.dtype, options.revision, options.weights, options.mesh)
     made: dict[str, list[Any]] = {}
     cases: dict[str, list[Any]] = {}
@@ -131,7 +124,7 @@ def measure(names: Sequence[str], options: argparse.Namespace) -> None:
         print(f"{rows.file}: {len(made[name])} rows, made or found, by {options.command}")
 
 
-def check(options: argparse.Namespace) -> None:
+def check_report(options: argparse.Namespace) -> None:
     """Check the texts and the directory that all reports need, before anything is loaded.
 
     Raises:

@@ -175,7 +175,7 @@ def explain_policy(name: str, file: TextIO) -> None:
     """
     if name not in methods.REGISTRY:
         raise ValueError(f"there is no policy {name!r}; {choices(name, methods.REGISTRY)}")
-    entry = describe.described(name)
+    entry = describe.describe_policy(name)
     console = _console(file)
     console.print(f"{entry.name}: {entry.summary} From: {entry.paper}.", highlight=False, markup=False)
     console.print(f"When: {entry.when}\n", highlight=False, markup=False)
@@ -203,7 +203,7 @@ def parts_of(options: argparse.Namespace) -> tuple[dict[str, str | None], dict[s
     return {part: getattr(options, part) for part in PART_KEYS}, parse_settings(options.settings)
 
 
-def chosen(
+def policy_and_budget(
     options: argparse.Namespace, usual: str = "full", slots: float = 1.0, whole: str = WHOLES[0]
 ) -> tuple[Policy, dict[str, Any]]:
     """Return the policy that a command line asks for, and its budget and chunk settings as `kvjax.prefill` takes them.

@@ -46,7 +46,7 @@ def _local_windows(made: Generation) -> dict[int, int]:
     return {index: layer.window for index, layer in layers if layer.window is not None and layer.bounds(end)}
 
 
-def told(model: Model, made: Generation, stop: tuple[str, ...]) -> list[dict[str, Any]]:
+def text_fields(model: Model, made: Generation, stop: tuple[str, ...]) -> list[dict[str, Any]]:
     """Return the JSON fields of each text."""
     found = [
         {"text": text, "prompt_tokens": len(prompt), "new_tokens": len(tokens)}
@@ -70,7 +70,7 @@ def _listed(known: bytes | None) -> list[int] | None:
 
 
 def samples(texts: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the JSON fields of one prompt's texts, from `told`: the first's, and all of them if there are several."""
+    """Return the first of one prompt's `text_fields`, with all of them as `samples` if there are several."""
     return texts[0] | ({"samples": texts} if len(texts) > 1 else {})
 
 

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvjax.cli.commands import Parser, add_model_options, finish, leave
-from kvjax.cli.options import add_policy_options, chosen
+from kvjax.cli.options import add_policy_options, policy_and_budget
 from kvjax.inference import autotune
 from kvjax.inference.decoder import step_shapes
 from kvjax.inference.extend import prefill
@@ -52,7 +52,7 @@ def survey(model: Model, policy: Policy, rows: int, tokens: int, **reading: Any)
     return found
 
 
-def table(title: str, verdicts: dict[str, Verdict | None]) -> Table:
+def results_table(title: str, verdicts: dict[str, Verdict | None]) -> Table:
     """Build a table of verdicts by bucket; None marks a workload that only one implementation supports."""
     shown = Table(title=title, title_justify="left")
     for heading in ("operation", "shape"):
@@ -72,7 +72,7 @@ def table(title: str, verdicts: dict[str, Verdict | None]) -> Table:
     return shown
 
 
-def show(file: Path | None) -> None:
+def print_results(file: Path | None) -> None:
     """Print all tuning results that are kept on this machine."""
     devices = {} if file is None else autotune.read(file)
     if not devices:
@@ -81,7 +81,7 @@ def show(file: Path | None) -> None:
         return
     print(file)
     for kind, verdicts in devices.items():
-        _console().print(table(kind, dict(verdicts)))
+        _console().print(results_table(kind, dict(verdicts)))
 
 
 def run(options: argparse.Namespace) -> None:
@@ -92,14 +92,14 @@ def run(options: argparse.Namespace) -> None:
     """
     file = autotune.verdicts_file()
     if options.show:
-        show(file)
+        print_results(file)
         return
     sizes = [
         (whole_number("--batch", b), whole_number("--prompt-length", n))
         for b in options.batch
         for n in options.prompt_length
     ]
-    policy, reading = chosen(options)
+    policy, reading = policy_and_budget(options)
     device = autotune.tuned_device()
     if device is None:
         raise ValueError(_why_not())
@@ -110,7 +110,7 @@ def run(options: argparse.Namespace) -> None:
     autotune.load(device)
     raced = autotune.settle(asked.values(), device, again=options.again)
     held = ({} if file is None else autotune.read(file).get(device, {})) | raced
-    _console().print(table(f"{model.name} on {device}", {bucket: held.get(bucket) for bucket in asked}))
+    _console().print(results_table(f"{model.name} on {device}", {bucket: held.get(bucket) for bucket in asked}))
     if file is not None:
         print(f"kept in {file}", file=sys.stderr)
 

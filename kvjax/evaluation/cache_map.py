@@ -42,7 +42,7 @@ def words_of(tokenizer: Any, ids: Sequence[int]) -> list[str]:
     return ["\ufffd" if each is None else each.decode(errors="replace") for each in known]
 
 
-def show(words: Sequence[str], share: Float[np.ndarray, " tokens"], file: TextIO) -> None:
+def print_shaded(words: Sequence[str], share: Float[np.ndarray, " tokens"], file: TextIO) -> None:
     """Print a prompt, each token shaded by the share of heads that hold it, or marked below if there are no colours."""
     console = Console(file=file)
     if console.color_system is None:
@@ -68,7 +68,7 @@ def show(words: Sequence[str], share: Float[np.ndarray, " tokens"], file: TextIO
 
 
 def check_file(file: Path) -> None:
-    """Refuse a file that `save` cannot draw to.
+    """Refuse a file that `save_png` cannot draw to.
 
     Raises:
         ValueError: matplotlib is not installed, or the file cannot be a PNG in an existing directory.
@@ -78,7 +78,7 @@ def check_file(file: Path) -> None:
         raise ValueError('drawing needs matplotlib: pip install matplotlib, or in a clone pip install -e ".[plots]".')
 
 
-def save(share: Float[np.ndarray, "layers tokens"], words: Sequence[str], file: Path, title: str) -> None:
+def save_png(share: Float[np.ndarray, "layers tokens"], words: Sequence[str], file: Path, title: str) -> None:
     """Draw a map of layers x prompt tokens to a PNG file, which is written aside and then renamed.
 
     Args:

@@ -31,10 +31,10 @@ class Claim:
 def claims_table(claims: Iterable[Claim]) -> str:
     """Return claims and their verdicts as a Markdown table."""
     rows = [[claim.what, f"**{claim.verdict}**", claim.numbers] for claim in claims]
-    return table(["claim", "verdict", "numbers"], rows)
+    return markdown_table(["claim", "verdict", "numbers"], rows)
 
 
-def table(headings: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+def markdown_table(headings: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
     """Return a Markdown table, empty if there are no rows.
 
     Numbers are aligned right, floats have four places, and None is a dash.

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from kvjax import methods
 from kvjax.evaluation.runs import describe
-from kvjax.evaluation.store import plain
+from kvjax.evaluation.store import json_round_trip
 from kvjax.evaluation.summary import result_line
 from kvjax.methods.less.checkpoint import fingerprint
 from kvjax.methods.notation import compared
@@ -80,7 +80,7 @@ def entries(
     ]
 
 
-class Rows:
+class RowFile:
     """Rows in a file of JSON lines; each new row is appended as soon as it is measured.
 
     Args:
@@ -112,7 +112,7 @@ class Rows:
     def add(self, row: dict[str, Any]) -> dict[str, Any]:
         """Append a row to the file and return it as stored."""
         self.file.parent.mkdir(parents=True, exist_ok=True)
-        self.rows.append(plain(row))
+        self.rows.append(json_round_trip(row))
         append_line(self.file, json.dumps(self.rows[-1]))
         return self.rows[-1]
 
@@ -130,7 +130,7 @@ class Rows:
 Measure = Callable[[Entry, Cell], dict[str, Any]]
 
 
-def fill(rows: Rows, model: Model, compared: Sequence[Entry], cells: Iterable[Cell], measure: Measure) -> list[Any]:
+def fill(rows: RowFile, model: Model, compared: Sequence[Entry], cells: Iterable[Cell], measure: Measure) -> list[Any]:
     """Measure the missing cells; print each result as it comes, and the time left.
 
     Args:
@@ -144,7 +144,7 @@ def fill(rows: Rows, model: Model, compared: Sequence[Entry], cells: Iterable[Ce
         The rows of this grid, in order; if a policy does not support a cell, its row has the reason (`refused`).
     """
     named = [(entry, entry.cell(model)) for entry in compared]
-    wanted = [(entry, cell, plain(of_entry | cell)) for cell in cells for entry, of_entry in named]
+    wanted = [(entry, cell, json_round_trip(of_entry | cell)) for cell in cells for entry, of_entry in named]
     made: list[Any] = []
     full: dict[str, Any] | None = None
     task, before = rows.file.stem, ""

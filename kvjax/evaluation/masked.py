@@ -22,7 +22,7 @@ from kvjax.models.decoder import block, embed, unembed
 from kvjax.policies.allocation import Plan
 from kvjax.policies.policy import Policy
 from kvjax.rope import rotate
-from kvjax.training.less.record import Replayed, by_steps, check_mask, joined, replay
+from kvjax.training.less.record import Replayed, by_steps, check_mask, join_steps, replay
 from kvjax.types import LayerConfig, New, View, wide
 from pallas_kernels.prefill_scores import prefill_scores
 
@@ -154,7 +154,7 @@ def replayed(
         begun = empty, start(empty.layers[index])
         (_, sums), out = jax.lax.scan(one, begun, (jnp.arange(n), tokens.T, *steps))
         looked.append(sums)
-        return joined(out, 3)
+        return join_steps(out, 3)
 
     x = embed(weights, config, tokens, positions)
     for index, (layer, shape) in enumerate(zip(weights.layers, config.layer_configs, strict=True)):

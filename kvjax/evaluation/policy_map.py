@@ -15,7 +15,7 @@ def letters(choices: Sequence[str]) -> list[str]:
     return ["F" if choice == "full" else names[choice.rsplit("+", 1)[-1]] for choice in choices]
 
 
-def show(choices: Sequence[str], chosen: Sequence[Sequence[int]], file: TextIO) -> None:
+def print_choices(choices: Sequence[str], chosen: Sequence[Sequence[int]], file: TextIO) -> None:
     """Print a line for each layer, with a letter for each KV head, and a legend.
 
     Args:

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from kvjax.evaluation.claims import table
+from kvjax.evaluation.claims import markdown_table
 from kvjax.evaluation.figures import (
     Point,
     legend_beside,
@@ -22,7 +22,7 @@ from kvjax.evaluation.figures import (
     plot_quality,
     save_figure,
 )
-from kvjax.evaluation.grid import Rows
+from kvjax.evaluation.grid import RowFile
 from kvjax.evaluation.summary import paired
 from kvjax.utils.files import read_text, write_text
 
@@ -97,7 +97,7 @@ def run(options: argparse.Namespace) -> None:
     directories: list[Path] = options.runs
     notes = "" if options.notes is None else read_text(options.notes)
     for task, directory in itertools.product(SUBJECTS, directories):
-        rows = [row for row in Rows(directory / f"{task}.jsonl").rows if "refused" not in row]
+        rows = [row for row in RowFile(directory / f"{task}.jsonl").rows if "refused" not in row]
         found.setdefault(task, []).extend(rows)
     if not any(found.values()):
         where = ", ".join(map(str, options.runs))
@@ -226,7 +226,7 @@ def markdown(sections: Sequence[Section], directory: Path, title: str, command: 
     """Return the page as Markdown, with figures beside it."""
     parts = [f"# {title}\n\nMade by `{command}`.\n", *([notes.strip() + "\n"] if notes else [])]
     for section in sections:
-        parts += [f"## {section.title}\n", table(section.headings, section.rows)]
+        parts += [f"## {section.title}\n", markdown_table(section.headings, section.rows)]
         parts += [f"![{section.title}]({file.relative_to(directory)})\n" for file in section.figures]
     return "\n".join(parts)
 

@@ -37,7 +37,7 @@ class Store:
     def stored(self, name: str, settings: dict[str, Any]) -> Any | None:
         """Return a measurement made with these settings, or None."""
         kept = self._kept.get(name)
-        return kept["result"] if kept and kept["settings"] == plain(settings) else None
+        return kept["result"] if kept and kept["settings"] == json_round_trip(settings) else None
 
     def results(self) -> dict[str, Any]:
         """Return all measurements, with any settings."""
@@ -55,7 +55,7 @@ class Store:
         if found is not None and not (self.redo and name not in self._fresh):
             return found
         drop_programs()
-        self._kept[name] = {"settings": plain(settings), "result": plain(make())}
+        self._kept[name] = {"settings": json_round_trip(settings), "result": json_round_trip(make())}
         self.show(f"{name}: {brief(self._kept[name]['result'])}")
         self._fresh.add(name)
         write_text(self.file, json.dumps(dict(sorted(self._kept.items())), indent=1) + "\n")
@@ -74,6 +74,6 @@ def brief(result: Any) -> str:
     return found
 
 
-def plain(value: Any) -> Any:
+def json_round_trip(value: Any) -> Any:
     """Return a value as JSON restores it."""
     return json.loads(json.dumps(value))

@@ -34,7 +34,7 @@ class Setting(NamedTuple):
     meaning: str
 
 
-class Entry(NamedTuple):
+class Description(NamedTuple):
     """Description of a named policy or part."""
 
     name: str
@@ -47,12 +47,12 @@ class Entry(NamedTuple):
     """Classes and functions whose docstrings describe it."""
 
 
-def policies() -> dict[str, list[Entry]]:
+def policies() -> dict[str, list[Description]]:
     """Return the policies by group, without the settings of `common` that keep their usual defaults."""
-    return {group: [described(name, own=True) for name in names] for group, names in PAPERS.items()}
+    return {group: [describe_policy(name, own=True) for name in names] for group, names in PAPERS.items()}
 
 
-def described(name: str, own: bool = False) -> Entry:
+def describe_policy(name: str, own: bool = False) -> Description:
     """Describe a registered policy.
 
     Args:
@@ -75,7 +75,7 @@ def described(name: str, own: bool = False) -> Entry:
         if not own or usual.get(setting, ...) != default
     ]
     sources = [type(part) for part in parts if part is not None and type(part) not in (Protection, Uniform, Codec)]
-    return Entry(name, _summary(method), paper, settings, _said("When", method), [method, *sources])
+    return Description(name, _summary(method), paper, settings, _said("When", method), [method, *sources])
 
 
 def common() -> list[Setting]:
@@ -85,12 +85,12 @@ def common() -> list[Setting]:
     return [Setting(p.name, p.annotation, p.default, known[p.name]) for p in parameters if p.kind is p.KEYWORD_ONLY]
 
 
-def parts() -> dict[str, list[Entry]]:
+def parts() -> dict[str, list[Description]]:
     """Return the plans, residuals, codecs and selections, with settings named as on the command line."""
     tables: dict[str, dict[str, Any]] = {"plan": PLANS, "residual": RESIDUALS, "codec": CODECS, "selection": SELECTIONS}
     return {
         part: [
-            Entry(name, _summary(kind), _said("From", kind), _fields(part, kind), _said("When", kind), [kind])
+            Description(name, _summary(kind), _said("From", kind), _fields(part, kind), _said("When", kind), [kind])
             for name, kind in table.items()
         ]
         for part, table in tables.items()

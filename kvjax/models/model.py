@@ -19,7 +19,7 @@ from kvjax.models.checkpoints.gguf_tokenizer import gguf_tokenizer
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Weights, forward
 from kvjax.models.sharding import program_mesh
-from kvjax.models.tokenizer import TokenClasses, lazy_tokenizer, read_tokenizer, token_classes
+from kvjax.models.tokenizer import TokenClassIds, lazy_tokenizer, read_tokenizer, token_classes
 
 _forward = jax.jit(forward, static_argnames="config")
 
@@ -84,7 +84,7 @@ class LanguageModel:
         return made
 
     @functools.cached_property
-    def token_classes(self) -> TokenClasses:
+    def token_classes(self) -> TokenClassIds:
         """Special tokens and punctuation of the tokenizer; raises ValueError for a model without one."""
         return token_classes(self.tokenizer)
 

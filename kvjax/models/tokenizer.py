@@ -140,7 +140,7 @@ class LazyTokenizer:
 
 
 @dataclasses.dataclass(frozen=True)
-class TokenClasses:
+class TokenClassIds:
     """Ids of special tokens and of punctuation, and markers that take several tokens each."""
 
     special: tuple[int, ...]
@@ -148,7 +148,7 @@ class TokenClasses:
     markers: tuple[tuple[int, ...], ...]
 
 
-def token_classes(tokenizer: Any, markers: Sequence[str] = MARKERS) -> TokenClasses:
+def token_classes(tokenizer: Any, markers: Sequence[str] = MARKERS) -> TokenClassIds:
     """Find the special tokens and the punctuation of a transformers tokenizer.
 
     Special tokens are those of the tokenizer, and markers such as `[INST]` that are one token. A token is punctuation
@@ -169,7 +169,7 @@ def token_classes(tokenizer: Any, markers: Sequence[str] = MARKERS) -> TokenClas
     texts = tokenizer.batch_decode([[i] for i in ids], clean_up_tokenization_spaces=False)
     punctuation = (i for i, text in zip(ids, texts, strict=True) if is_punctuation(_text(names[i], text)))
     several = sorted(spelling for spelling in spellings if len(spelling) > 1)
-    return TokenClasses(tuple(sorted(special)), tuple(punctuation), tuple(several))
+    return TokenClassIds(tuple(sorted(special)), tuple(punctuation), tuple(several))
 
 
 def is_punctuation(text: str) -> bool:

@@ -12,7 +12,7 @@ from flax import struct
 from jaxtyping import Array, Float, Int
 
 from kvjax.policies.key_scales import channel_factors
-from kvjax.rope import Rope, rotate, table, turns_of
+from kvjax.rope import Rope, cos_sin_table, rotate, turns_of
 from kvjax.types import KV, CodecState, Heads, LayerConfig, New, View, check, setting
 from kvjax.utils.suggest import choices
 from pallas_kernels import operands
@@ -165,7 +165,7 @@ class Codec:
             q = rotate(config.rope, new.raw_q, place[:, :, None])
             if config.rope is not None:
                 assert isinstance(k, jax.Array)  # quantized keys are stored rotated
-                cos, sin = table(config.rope, places or capacity, k.dtype)
+                cos, sin = cos_sin_table(config.rope, places or capacity, k.dtype)
                 k = Turned(k, order, cos, sin, config.rope.interleaved)
             return Operands(q, k, v, (place, order))
         seen, sinks = None, None

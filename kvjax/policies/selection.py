@@ -11,8 +11,8 @@ from kvjax.types import New
 
 
 class Selection(Part, interface=True):
-    """Which tokens each query reads, from its attention to all that are held."""
+    """Choice of the tokens that a query attends to, among those it sees."""
 
     @abc.abstractmethod
     def pick(self, probs: Float[Array, "b h g t c"], new: New) -> Bool[Array, "b h g t c"]:
-        """The chosen ones, given the attention of a block of queries; zero means unseen."""
+        """Return a mask of the chosen tokens, given the attention of some queries; 0 means unseen."""

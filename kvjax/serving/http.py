@@ -418,7 +418,7 @@ def _connection(read_timeout: float, write_timeout: float) -> type[H11Protocol]:
         reading: asyncio.TimerHandle | None = None
         writing: asyncio.TimerHandle | None = None
 
-        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        def connection_made(self, transport: asyncio.Transport) -> None:
             super().connection_made(transport)
             # With limit 0, `pause_writing` is called when the system accepts no more data.
             transport.set_write_buffer_limits(0)

@@ -17,7 +17,7 @@ T = TypeVar("T")
 _SETTINGS = "settings.json"
 
 
-def claim(directory: Path, settings: dict[str, Any], free: Collection[str] = ()) -> None:
+def open_run(directory: Path, settings: dict[str, Any], free: Collection[str] = ()) -> None:
     """Write the settings of a new run, or check that they equal those of the run in the directory.
 
     Args:
@@ -53,7 +53,7 @@ def newest_step(directory: Path) -> int:
     return max(_steps(directory), default=0)
 
 
-def save(directory: Path, training: Any, step: int) -> None:
+def save_step(directory: Path, training: Any, step: int) -> None:
     """Save a checkpoint and delete older ones; a crash leaves the last complete one in place.
 
     Args:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
 import time
 from collections.abc import Callable, Generator
 
 
 class Bar:
-    """Progress on standard error: on a terminal a bar with the time left, otherwise only the lines of `say`.
+    """Progress on standard error: on a terminal a bar with the time left, otherwise only lines of text.
 
     Args:
         what: name of the counted things.
@@ -26,7 +27,7 @@ class Bar:
         self._bar = Progress(*columns, console=Console(stderr=True), disable=not shown, transient=True)
         self._shown, self._total, self._done = shown, total, done
         self._task = self._bar.add_task(what, total=total, completed=done)
-        self._began, self._made = time.monotonic(), 0
+        self._began, self._made, self._said = time.monotonic(), 0, -math.inf
 
     def __enter__(self) -> Bar:
         self._bar.start()
@@ -40,6 +41,15 @@ class Bar:
         self._done += 1
         self._made += made
         self._bar.advance(self._task)
+
+    def update(self, done: int, text: str, force: bool = False) -> None:
+        """Set the count and the text; without a terminal, print them at most every 10 seconds unless `force`."""
+        self._made += done - self._done
+        self._done = done
+        self._bar.update(self._task, completed=done, description=text)
+        if not self._shown and (force or time.monotonic() - self._said > 10):
+            self._said = time.monotonic()
+            self.say(text)
 
     def say(self, line: str) -> None:
         """Print a line above the bar; without a terminal, prefix it with the count and the time left."""

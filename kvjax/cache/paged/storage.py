@@ -17,9 +17,9 @@ from kvjax.cache.paged.candidates import NOBODY, Contest, better, lowest, owned,
 from kvjax.cache.paged.gather import gathered
 from kvjax.cache.paged.pages import Pages
 from kvjax.cache.paged.stats import PageAnswers, of_pages, page_answers
-from kvjax.cache.recompute import Selection
 from kvjax.cache.slots import Attended
 from kvjax.policies.policy import Policy
+from kvjax.policies.selection import Selection
 from kvjax.policies.stats import Again, questions
 from kvjax.types import KV, Evicted, Heads, LayerConfig, New, PyTree, View, wide
 from pallas_kernels.attention import LowRank, Partial, merge, share_of_evicted

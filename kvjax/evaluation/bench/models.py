@@ -19,7 +19,7 @@ from kvjax.model import Model, load
 from kvjax.models import ModelConfig, Rope, random_weights
 from kvjax.models.checkpoints.locate import locate
 from kvjax.models.checkpoints.tensors import read_json
-from kvjax.models.families import read_config
+from kvjax.models.families import read_model_config
 from kvjax.models.sharding import parse_mesh, program_mesh, weight_shardings, weight_specs
 from kvjax.models.weights import rounded_shapes, weight_shapes
 
@@ -75,7 +75,7 @@ LLAMA_70B = ModelConfig(
 
 LLAMA_405B = dataclasses.replace(LLAMA_70B, width=16384, layers=126, heads=128, mlp_width=53248)
 
-_, QWEN3 = read_config(
+_, QWEN3 = read_model_config(
     dict(
         model_type="qwen3",
         vocab_size=151936,
@@ -92,7 +92,7 @@ _, QWEN3 = read_config(
 )
 """Shape of Qwen3 0.6B."""
 
-_, GEMMA3 = read_config(
+_, GEMMA3 = read_model_config(
     dict(
         model_type="gemma3_text",
         vocab_size=262144,
@@ -147,7 +147,7 @@ def config_named(name: str) -> ModelConfig:
         raise ValueError(
             f"there is no shape {name!r}: give tiny, {', '.join(SHAPES)}, or a directory with a config.json."
         )
-    return read_config(read_json(file))[1]
+    return read_model_config(read_json(file))[1]
 
 
 def shaped_model(config: ModelConfig, dtype: DTypeLike, weights: Literal["int8"] | None, mesh: Mesh | None) -> Model:

@@ -11,12 +11,12 @@ import numpy as np
 
 from kvjax.evaluation.bench.models import SHAPES, random_model
 from kvjax.evaluation.bench.race import decoder, race
-from kvjax.evaluation.bench.tables import table
+from kvjax.evaluation.bench.tables import print_timings
 from kvjax.methods import policy
 from kvjax.methods.less.feature_maps import init_kernels
 
 
-def step(options: argparse.Namespace, device: str) -> dict[str, Any]:
+def time_decode_steps(options: argparse.Namespace, device: str) -> dict[str, Any]:
     """Time decode steps of a whole model on a filled cache, with and without LESS."""
     config = SHAPES[options.step_model]
     model, steps = random_model(config, options.dtype), 16
@@ -32,4 +32,4 @@ def step(options: argparse.Namespace, device: str) -> dict[str, Any]:
     title = (
         f"{steps} steps: {model.name}, {options.step_batch} rows, {options.step_slots} slots, {options.dtype}; {device}"
     )
-    return {"title": title, "rows": table(contenders, options.step_batch * steps, title)}
+    return {"title": title, "rows": print_timings(contenders, options.step_batch * steps, title)}

@@ -7,7 +7,7 @@ from typing import Any
 from kvjax.evaluation.bench.race import Contender
 
 
-def table(contenders: list[Contender], tokens: int, title: str) -> list[dict[str, Any]]:
+def print_timings(contenders: list[Contender], tokens: int, title: str) -> list[dict[str, Any]]:
     """Print and return the medians, with ratios to the first row and to `streaming` at the same budget."""
     from rich.console import Console
     from rich.table import Table

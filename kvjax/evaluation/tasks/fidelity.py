@@ -12,37 +12,53 @@ from kvjax.evaluation.fidelity import fidelity
 from kvjax.evaluation.grid import Cell, Entry
 from kvjax.evaluation.ordering import ordering
 from kvjax.evaluation.tasks import qa, texts
+from kvjax.evaluation.tasks.task import Task
 from kvjax.model import Model
 
-add_arguments, check, cells = texts.add_arguments, texts.check, texts.cells
 
+class FidelityTask(Task):
+    """Fidelity of attention and next tokens to those of the full cache."""
 
-def measure(model: Model, options: argparse.Namespace, entry: Entry, cell: Cell) -> dict[str, Any]:
-    """Measure means over the tokens after the prefix of each passage, all of which is read token by token.
+    summary = "how far attention and next tokens are from the full cache's"
 
-    Raises:
-        ValueError: the policy's attention rows cannot be compared, or it needs a prompt.
-    """
-    read, prefix = texts.of_cell(model, options, cell), cell["prefix"]
-    found = fidelity(model, entry.policy, read.tokens, entry.budget)
-    order = _ordering(model, entry, read.tokens)
-    layers = {
-        "hellinger_of_layers": found.hellinger[:, prefix:].mean((0, 1)),
-        "attention_kept_of_layers": found.kept[:, prefix:].mean((0, 1)),
-    }
-    return (
-        qa.mean("divergence", found.divergence[:, prefix:].mean(1).tolist())
-        | qa.mean("agreement", found.agrees[:, prefix:].mean(1).tolist())
-        | order
-        | {name: [round(float(value), 6) for value in values] for name, values in layers.items()}
-        | {
-            "hellinger": float(found.hellinger[:, prefix:].mean()),
-            "attention_kept": float(found.kept[:, prefix:].mean()),
-            "cases": len(read.tokens),
-            "cache_bytes": found.cache_bytes,
-            "full_cache_bytes": found.full_cache_bytes,
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """Add the options of the task."""
+        texts.add_text_options(parser)
+
+    def check(self, options: argparse.Namespace) -> None:
+        """Refuse options that no model supports."""
+        texts.check_text_options(options)
+
+    def cells(self, model: Model, options: argparse.Namespace) -> list[Cell]:
+        """Return a cell for each text and length."""
+        return texts.text_cells(model, options)
+
+    def measure(self, model: Model, options: argparse.Namespace, entry: Entry, cell: Cell) -> dict[str, Any]:
+        """Measure means over the tokens after the prefix of each passage, all of which is read token by token.
+
+        Raises:
+            ValueError: the policy's attention rows cannot be compared, or it needs a prompt.
+        """
+        read, prefix = texts.cell_passages(model, options, cell), cell["prefix"]
+        found = fidelity(model, entry.policy, read.tokens, entry.budget)
+        order = _ordering(model, entry, read.tokens)
+        layers = {
+            "hellinger_of_layers": found.hellinger[:, prefix:].mean((0, 1)),
+            "attention_kept_of_layers": found.kept[:, prefix:].mean((0, 1)),
         }
-    )
+        return (
+            qa.mean("divergence", found.divergence[:, prefix:].mean(1).tolist())
+            | qa.mean("agreement", found.agrees[:, prefix:].mean(1).tolist())
+            | order
+            | {name: [round(float(value), 6) for value in values] for name, values in layers.items()}
+            | {
+                "hellinger": float(found.hellinger[:, prefix:].mean()),
+                "attention_kept": float(found.kept[:, prefix:].mean()),
+                "cases": len(read.tokens),
+                "cache_bytes": found.cache_bytes,
+                "full_cache_bytes": found.full_cache_bytes,
+            }
+        )
 
 
 def _ordering(model: Model, entry: Entry, tokens: Int[np.ndarray, "b n"]) -> dict[str, Any]:

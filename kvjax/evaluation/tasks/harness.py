@@ -11,81 +11,88 @@ from typing import Any
 
 from kvjax.evaluation.grid import Cell, Entry
 from kvjax.evaluation.harness import adapter, required
+from kvjax.evaluation.tasks.task import Task
 from kvjax.model import Model
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the task."""
-    parser.add_argument("--tasks", required=True, help="of lm-evaluation-harness, and groups, as hellaswag,arc_easy")
-    parser.add_argument("--limit", type=_limit, help="cases of each task, or below 1 the share of them (default: all)")
-    parser.add_argument("--num-fewshot", type=int, help="examples before each case (default: what the task says)")
-    parser.add_argument("--include-path", type=Path, metavar="DIR", help="where tasks of your own are, as YAML")
-    parser.add_argument("--chat", action="store_true", help="contexts are turns, by the model's chat template")
-    parser.add_argument("--batch-size", type=int, default=8, help="requests at once")
+class HarnessTask(Task):
+    """Tasks of lm-evaluation-harness."""
+
+    summary = "tasks of lm-evaluation-harness, scored through real eviction"
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """Add the options of the task."""
+        parser.add_argument(
+            "--tasks", required=True, help="of lm-evaluation-harness, and groups, as hellaswag,arc_easy"
+        )
+        parser.add_argument(
+            "--limit", type=_limit, help="cases of each task, or below 1 the share of them (default: all)"
+        )
+        parser.add_argument("--num-fewshot", type=int, help="examples before each case (default: what the task says)")
+        parser.add_argument("--include-path", type=Path, metavar="DIR", help="where tasks of your own are, as YAML")
+        parser.add_argument("--chat", action="store_true", help="contexts are turns, by the model's chat template")
+        parser.add_argument("--batch-size", type=int, default=8, help="requests at once")
+
+    def check(self, options: argparse.Namespace) -> None:
+        """Refuse missing packages, unknown tasks and numbers out of range.
+
+        Raises:
+            ValueError: a package, a task or a number is wrong; the message names it.
+        """
+        for name, least in (("batch_size", 1), ("num_fewshot", 0)):
+            if (given := getattr(options, name)) is not None and given < least:
+                raise ValueError(f"--{name.replace('_', '-')} {given} is not a whole number from {least}.")
+        if options.limit is not None and options.limit <= 0:
+            raise ValueError(f"--limit {options.limit} is neither a number of cases from 1, nor a share above 0.0.")
+        if options.include_path is not None and not options.include_path.is_dir():
+            raise ValueError(f"--include-path {options.include_path} is no directory.")
+        known = _tasks(options.include_path).all_tasks
+        for name in options.tasks.split(","):
+            if name not in known:
+                raise ValueError(f"--tasks: lm-evaluation-harness has no task {name!r}; `lm_eval ls tasks` lists them.")
+
+    def cells(self, model: Model, options: argparse.Namespace) -> list[Cell]:
+        """Return a cell for each task, with the version of the installed lm-evaluation-harness."""
+        common = {"limit": options.limit, "num_fewshot": options.num_fewshot, "chat": options.chat}
+        common |= {"lm_eval": required("lm_eval").__version__}
+        return [{"task": name} | common for name in options.tasks.split(",")]
+
+    def measure(self, model: Model, options: argparse.Namespace, entry: Entry, cell: Cell) -> dict[str, Any]:
+        """Return the task's metrics with standard errors, those of a group's tasks, and the cost.
+
+        Raises:
+            ValueError: the task needs something that the adapter does not support.
+        """
+        answering = adapter(model, policy=entry.policy, budget=entry.budget, batch_size=options.batch_size)
+        made = required("lm_eval").simple_evaluate(
+            answering,
+            tasks=[cell["task"]],
+            limit=cell["limit"],
+            num_fewshot=cell["num_fewshot"],
+            apply_chat_template=cell["chat"],
+            task_manager=_tasks(options.include_path),
+            log_samples=False,
+        )
+        found = {name: _metrics(result) for name, result in made["results"].items()}
+        sizes = made["n-samples"]
+        return found.pop(cell["task"], {}) | {
+            "cases": sum(size["effective"] for size in sizes.values()),
+            "num_fewshot_of_tasks": made["n-shot"],
+            "versions": made["versions"],
+            "of_tasks": found or None,
+            "contexts_cut": answering.cut,
+            "cache_bytes": answering.cache_bytes,
+            "full_cache_bytes": answering.full_cache_bytes,
+            "peak_temporary_bytes": answering.peak_temporary_bytes,
+            "prefill_seconds": answering.prefill_seconds,
+            "decode_tokens_per_second": (
+                answering.timed_tokens / answering.decode_seconds if answering.timed_tokens else None
+            ),
+        }
 
 
 def _limit(text: str) -> int | float:
     return float(text) if "." in text else int(text)
-
-
-def check(options: argparse.Namespace) -> None:
-    """Refuse missing packages, unknown tasks and numbers out of range.
-
-    Raises:
-        ValueError: a package, a task or a number is wrong; the message names it.
-    """
-    for name, least in (("batch_size", 1), ("num_fewshot", 0)):
-        if (given := getattr(options, name)) is not None and given < least:
-            raise ValueError(f"--{name.replace('_', '-')} {given} is not a whole number from {least}.")
-    if options.limit is not None and options.limit <= 0:
-        raise ValueError(f"--limit {options.limit} is neither a number of cases from 1, nor a share above 0.0.")
-    if options.include_path is not None and not options.include_path.is_dir():
-        raise ValueError(f"--include-path {options.include_path} is no directory.")
-    known = _tasks(options.include_path).all_tasks
-    for name in options.tasks.split(","):
-        if name not in known:
-            raise ValueError(f"--tasks: lm-evaluation-harness has no task {name!r}; `lm_eval ls tasks` lists them.")
-
-
-def cells(model: Model, options: argparse.Namespace) -> list[Cell]:
-    """Return a cell for each task, with the version of the installed lm-evaluation-harness."""
-    common = {"limit": options.limit, "num_fewshot": options.num_fewshot, "chat": options.chat}
-    common |= {"lm_eval": required("lm_eval").__version__}
-    return [{"task": name} | common for name in options.tasks.split(",")]
-
-
-def measure(model: Model, options: argparse.Namespace, entry: Entry, cell: Cell) -> dict[str, Any]:
-    """Return the task's metrics with standard errors, those of a group's tasks, and the cost.
-
-    Raises:
-        ValueError: the task needs something that the adapter does not support.
-    """
-    answering = adapter(model, policy=entry.policy, budget=entry.budget, batch_size=options.batch_size)
-    made = required("lm_eval").simple_evaluate(
-        answering,
-        tasks=[cell["task"]],
-        limit=cell["limit"],
-        num_fewshot=cell["num_fewshot"],
-        apply_chat_template=cell["chat"],
-        task_manager=_tasks(options.include_path),
-        log_samples=False,
-    )
-    found = {name: _metrics(result) for name, result in made["results"].items()}
-    sizes = made["n-samples"]
-    return found.pop(cell["task"], {}) | {
-        "cases": sum(size["effective"] for size in sizes.values()),
-        "num_fewshot_of_tasks": made["n-shot"],
-        "versions": made["versions"],
-        "of_tasks": found or None,
-        "contexts_cut": answering.cut,
-        "cache_bytes": answering.cache_bytes,
-        "full_cache_bytes": answering.full_cache_bytes,
-        "peak_temporary_bytes": answering.peak_temporary_bytes,
-        "prefill_seconds": answering.prefill_seconds,
-        "decode_tokens_per_second": (
-            answering.timed_tokens / answering.decode_seconds if answering.timed_tokens else None
-        ),
-    }
 
 
 def _metrics(result: Mapping[str, Any]) -> dict[str, Any]:

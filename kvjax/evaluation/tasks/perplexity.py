@@ -13,42 +13,50 @@ from kvjax.evaluation.grid import Cell, Entry
 from kvjax.evaluation.masked import masked_perplexity
 from kvjax.evaluation.perplexity import perplexity
 from kvjax.evaluation.tasks import texts
+from kvjax.evaluation.tasks.task import Task
 from kvjax.evaluation.texts import Passages
 from kvjax.model import Model
 from kvjax.training.less.record import MASKS
 
-check = texts.check
 
+class PerplexityTask(Task):
+    """Perplexity of text after a prompt."""
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the task."""
-    texts.add_arguments(parser)
-    parser.add_argument("--masked", choices=MASKS, help="mask whole texts as LESS's harness does, and evict nothing")
+    summary = "how surprising text is after a prompt, through real eviction"
 
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """Add the options of the task."""
+        texts.add_text_options(parser)
+        parser.add_argument(
+            "--masked", choices=MASKS, help="mask whole texts as LESS's harness does, and evict nothing"
+        )
 
-def cells(model: Model, options: argparse.Namespace) -> list[Cell]:
-    """Return a cell for each text and length."""
-    return [cell | {"masked": options.masked} for cell in texts.cells(model, options)]
+    def check(self, options: argparse.Namespace) -> None:
+        """Refuse options that no model supports."""
+        texts.check_text_options(options)
 
+    def cells(self, model: Model, options: argparse.Namespace) -> list[Cell]:
+        """Return a cell for each text and length."""
+        return [cell | {"masked": options.masked} for cell in texts.text_cells(model, options)]
 
-def measure(model: Model, options: argparse.Namespace, entry: Entry, cell: Cell) -> dict[str, Any]:
-    """Measure nats after the prompt per token, word and byte, with the bytes and seconds they took.
+    def measure(self, model: Model, options: argparse.Namespace, entry: Entry, cell: Cell) -> dict[str, Any]:
+        """Measure nats after the prompt per token, word and byte, with the bytes and seconds they took.
 
-    Masked texts have no seconds, since no decode steps read them.
-    """
-    read, prefix = texts.of_cell(model, options, cell), cell["prefix"]
-    if options.masked is not None:
-        masked = masked_perplexity(model, entry.policy, read.tokens, entry.budget, mask=options.masked)
-        sizes = {"cache_bytes": masked.cache_bytes, "full_cache_bytes": masked.full_cache_bytes}
-        return _of_nats(model, read, prefix, masked.nats[:, prefix - 1 :]) | sizes
-    made = perplexity(model, entry.policy, read.tokens, entry.budget, prefix=prefix)
-    return _of_nats(model, read, prefix, made.nats) | {
-        "cache_bytes": made.cache_bytes,
-        "full_cache_bytes": made.full_cache_bytes,
-        "peak_temporary_bytes": made.peak_temporary_bytes,
-        "prefill_seconds": made.prefill_seconds,
-        "decode_tokens_per_second": made.nats.size / made.decode_seconds,
-    }
+        Masked texts have no seconds, since no decode steps read them.
+        """
+        read, prefix = texts.cell_passages(model, options, cell), cell["prefix"]
+        if options.masked is not None:
+            masked = masked_perplexity(model, entry.policy, read.tokens, entry.budget, mask=options.masked)
+            sizes = {"cache_bytes": masked.cache_bytes, "full_cache_bytes": masked.full_cache_bytes}
+            return _of_nats(model, read, prefix, masked.nats[:, prefix - 1 :]) | sizes
+        made = perplexity(model, entry.policy, read.tokens, entry.budget, prefix=prefix)
+        return _of_nats(model, read, prefix, made.nats) | {
+            "cache_bytes": made.cache_bytes,
+            "full_cache_bytes": made.full_cache_bytes,
+            "peak_temporary_bytes": made.peak_temporary_bytes,
+            "prefill_seconds": made.prefill_seconds,
+            "decode_tokens_per_second": made.nats.size / made.decode_seconds,
+        }
 
 
 def _of_nats(model: Model, read: Passages, prefix: int, nats: Float[np.ndarray, "b m"]) -> dict[str, Any]:

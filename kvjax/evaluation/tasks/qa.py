@@ -19,7 +19,7 @@ from kvjax.model import Model
 from kvjax.utils.compilation import temporary_bytes
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_question_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that tasks with questions share."""
     parser.add_argument("--chat", action="store_true", help="context and question are a user's turn")
     parser.add_argument("--system", help="the turn before it (default: what the model's chat template has there)")
@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch-size", type=int, default=8, help="contexts at once")
 
 
-def check(options: argparse.Namespace) -> None:
+def check_question_options(options: argparse.Namespace) -> None:
     """Refuse options that no model supports.
 
     Raises:

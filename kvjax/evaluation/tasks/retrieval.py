@@ -12,76 +12,81 @@ from kvjax.evaluation.tasks import qa
 from kvjax.evaluation.tasks.cases import Case
 from kvjax.evaluation.tasks.ruler import FAMILIES, HAYS, cases
 from kvjax.evaluation.tasks.scoring import string_match
+from kvjax.evaluation.tasks.task import Task
 from kvjax.model import Model
 from kvjax.utils.files import read_text
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the task."""
-    told = "; ".join(f"{name}: {family.summary}" for name, family in FAMILIES.items())
-    parser.add_argument("--families", default=",".join(FAMILIES), help=told)
-    parser.add_argument("--lengths", type=int, nargs="+", default=[1024], help="tokens of question and answer, too")
-    parser.add_argument("--depths", type=float, nargs="+", default=[0.1, 0.5, 0.9], help="of needles that have one")
-    parser.add_argument("--hay", choices=HAYS, help="what needles are hidden in (default: the family's own)")
-    parser.add_argument("--text", type=Path, metavar="FILE", help="for --hay essay")
-    parser.add_argument("--cases", type=int, default=8, help="of each family, length and depth")
-    parser.add_argument("--seed", type=int, default=0, help="of the cases")
-    qa.add_arguments(parser)
+class RetrievalTask(Task):
+    """Answers to questions about a long text, whose cache is compressed before the question is read."""
 
+    summary = "questions about what stands in a long text, made here"
 
-def check(options: argparse.Namespace) -> None:
-    """Refuse options that no model supports.
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """Add the options of the task."""
+        told = "; ".join(f"{name}: {family.summary}" for name, family in FAMILIES.items())
+        parser.add_argument("--families", default=",".join(FAMILIES), help=told)
+        parser.add_argument("--lengths", type=int, nargs="+", default=[1024], help="tokens of question and answer, too")
+        parser.add_argument("--depths", type=float, nargs="+", default=[0.1, 0.5, 0.9], help="of needles that have one")
+        parser.add_argument("--hay", choices=HAYS, help="what needles are hidden in (default: the family's own)")
+        parser.add_argument("--text", type=Path, metavar="FILE", help="for --hay essay")
+        parser.add_argument("--cases", type=int, default=8, help="of each family, length and depth")
+        parser.add_argument("--seed", type=int, default=0, help="of the cases")
+        qa.add_question_options(parser)
 
-    Raises:
-        ValueError: there is no such family, or a number is out of range.
-    """
-    qa.check(options)
-    for name in options.families.split(","):
-        if name not in FAMILIES:
-            raise ValueError(f"--families: {name!r} is not one of {', '.join(FAMILIES)}.")
-    for name, least in (("cases", 1), ("seed", 0)):
-        if getattr(options, name) < least:
-            raise ValueError(f"--{name} {getattr(options, name)} is not a whole number from {least}.")
-    for depth in options.depths:
-        if not 0 <= depth <= 1:
-            raise ValueError(f"--depths {depth} is not from 0.0, before all hay, to 1.0, after it.")
-    if (options.hay == "essay") != (options.text is not None):
-        raise ValueError("--text is the hay of --hay essay; give both or none.")
-    if options.text is not None:
-        read_text(options.text)
+    def check(self, options: argparse.Namespace) -> None:
+        """Refuse options that no model supports.
 
+        Raises:
+            ValueError: there is no such family, or a number is out of range.
+        """
+        qa.check_question_options(options)
+        for name in options.families.split(","):
+            if name not in FAMILIES:
+                raise ValueError(f"--families: {name!r} is not one of {', '.join(FAMILIES)}.")
+        for name, least in (("cases", 1), ("seed", 0)):
+            if getattr(options, name) < least:
+                raise ValueError(f"--{name} {getattr(options, name)} is not a whole number from {least}.")
+        for depth in options.depths:
+            if not 0 <= depth <= 1:
+                raise ValueError(f"--depths {depth} is not from 0.0, before all hay, to 1.0, after it.")
+        if (options.hay == "essay") != (options.text is not None):
+            raise ValueError("--text is the hay of --hay essay; give both or none.")
+        if options.text is not None:
+            read_text(options.text)
 
-def cells(model: Model, options: argparse.Namespace) -> list[Cell]:
-    """Return a cell for each family, length and, if its needle has one, depth."""
-    common = {"hay": options.hay, "text": None if options.text is None else options.text.stem}
-    common |= {"seed": options.seed, "cases": options.cases} | qa.way(options)
-    common |= {"max_new_tokens": options.max_new_tokens}
-    return [
-        {"family": family, "length": length, "depth": depth} | common
-        for length in options.lengths
-        for family in options.families.split(",")
-        for depth in (options.depths if FAMILIES[family].depth else [None])
-    ]
+    def cells(self, model: Model, options: argparse.Namespace) -> list[Cell]:
+        """Return a cell for each family, length and, if its needle has one, depth."""
+        common = {"hay": options.hay, "text": None if options.text is None else options.text.stem}
+        common |= {"seed": options.seed, "cases": options.cases} | qa.way(options)
+        common |= {"max_new_tokens": options.max_new_tokens}
+        return [
+            {"family": family, "length": length, "depth": depth} | common
+            for length in options.lengths
+            for family in options.families.split(",")
+            for depth in (options.depths if FAMILIES[family].depth else [None])
+        ]
 
+    def measure(self, model: Model, options: argparse.Namespace, entry: Entry, cell: Cell) -> dict[str, Any]:
+        """Return the share of expected texts in answers (LSH-E's string match), the answers and their cost.
 
-def measure(model: Model, options: argparse.Namespace, entry: Entry, cell: Cell) -> dict[str, Any]:
-    """Return the share of expected texts in answers (LSH-E's string match), the answers and their cost.
-
-    Raises:
-        ValueError: the family does not fit the length, or the text does not fit the model.
-    """
-    family = FAMILIES[cell["family"]]
-    new = options.max_new_tokens or family.max_new_tokens
-    taken = 0
-    if options.chat:  # extra tokens of the turns of a chat
-        letters, outside = Case("a", "b", ("c",)), argparse.Namespace(chat=False)
-        turn, plain = (sum(map(len, qa.encoded(model, way, letters))) for way in (options, outside))
-        taken = turn - plain
-    length = cell["length"] - new - taken
-    made = _cases(model, cell["family"], length, cell["depth"], options.cases, options.seed, options.hay, options.text)
-    found, cost = qa.answers(model, options, entry, made, new)
-    scores = [string_match(answer, case.answers) for answer, case in zip(found, made, strict=True)]
-    return qa.mean("string_match", scores) | cost | {"answers": found}
+        Raises:
+            ValueError: the family does not fit the length, or the text does not fit the model.
+        """
+        family = FAMILIES[cell["family"]]
+        new = options.max_new_tokens or family.max_new_tokens
+        taken = 0
+        if options.chat:  # extra tokens of the turns of a chat
+            letters, outside = Case("a", "b", ("c",)), argparse.Namespace(chat=False)
+            turn, plain = (sum(map(len, qa.encoded(model, way, letters))) for way in (options, outside))
+            taken = turn - plain
+        length = cell["length"] - new - taken
+        made = _cases(
+            model, cell["family"], length, cell["depth"], options.cases, options.seed, options.hay, options.text
+        )
+        found, cost = qa.answers(model, options, entry, made, new)
+        scores = [string_match(answer, case.answers) for answer, case in zip(found, made, strict=True)]
+        return qa.mean("string_match", scores) | cost | {"answers": found}
 
 
 @functools.lru_cache(1)

@@ -71,7 +71,7 @@ class Draft:
 
 
 @dataclasses.dataclass(frozen=True)
-class Request:
+class CaseRequest:
     """Settings of a draft; `cases` explains the fields.
 
     Args:
@@ -93,7 +93,7 @@ class Request:
 
 
 @dataclasses.dataclass(frozen=True)
-class Family:
+class QuestionFamily:
     """A kind of question.
 
     Args:
@@ -106,7 +106,7 @@ class Family:
         max_new_tokens: tokens of an answer, as in RULER.
     """
 
-    draft: Callable[[Request, Draws], Draft]
+    draft: Callable[[CaseRequest, Draws], Draft]
     summary: str
     hays: tuple[str, ...]
     depth: bool
@@ -193,7 +193,7 @@ def cases(
         "key_type": _type_of(family, "key_type", key_type, "words"),
         "value_type": _type_of(family, "value_type", value_type, "numbers"),
     }
-    request = Request(
+    request = CaseRequest(
         length,
         depth,
         hay,
@@ -328,7 +328,7 @@ def _place(hay: Sequence[str], depth: float) -> int:
     return exact
 
 
-def _hay(request: Request, draws: Draws) -> Hay:
+def _hay(request: CaseRequest, draws: Draws) -> Hay:
     if request.hay == "noise":
         return Hay(itertools.cycle(NOISE), " ")
     words = request.words
@@ -341,23 +341,23 @@ def _listed(words: Sequence[str]) -> str:
     return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
 
 
-def _single(request: Request, draws: Draws) -> Draft:
+def _single(request: CaseRequest, draws: Draws) -> Draft:
     return _magic(request, draws)
 
 
-def _multi_key(request: Request, draws: Draws) -> Draft:
+def _multi_key(request: CaseRequest, draws: Draws) -> Draft:
     return _magic(request, draws, others=request.needles - 1)
 
 
-def _multi_value(request: Request, draws: Draws) -> Draft:
+def _multi_value(request: CaseRequest, draws: Draws) -> Draft:
     return _magic(request, draws, values=request.needles)
 
 
-def _multi_query(request: Request, draws: Draws) -> Draft:
+def _multi_query(request: CaseRequest, draws: Draws) -> Draft:
     return _magic(request, draws, queries=request.needles)
 
 
-def _magic(request: Request, draws: Draws, *, others: int = 0, values: int = 1, queries: int = 1) -> Draft:
+def _magic(request: CaseRequest, draws: Draws, *, others: int = 0, values: int = 1, queries: int = 1) -> Draft:
     """Draft RULER's needles in a haystack: sentences that state the value of a key."""
     name, opening = f"magic {KINDS[request.value_type].name}", "One" if values > 1 else "The"
 
@@ -391,7 +391,7 @@ def _magic(request: Request, draws: Draws, *, others: int = 0, values: int = 1, 
     )
 
 
-def _variable_tracking(request: Request, draws: Draws) -> Draft:
+def _variable_tracking(request: CaseRequest, draws: Draws) -> Draft:
     """Draft one chain of assignments, in order: a number, then each variable from the one before."""
     value = str(draws.rng.randrange(10**4, 10**5))
     names = [draws.fresh(lambda rng: "".join(rng.choices(string.ascii_uppercase, k=5))) for _ in range(request.needles)]
@@ -409,7 +409,7 @@ def _variable_tracking(request: Request, draws: Draws) -> Draft:
     )
 
 
-def _common_words(request: Request, draws: Draws) -> Draft:
+def _common_words(request: CaseRequest, draws: Draws) -> Draft:
     """Draft a numbered list with some words 30 times and others 3 times, or 6 and 1 in contexts below 4096."""
     often, rarely = (30, 3) if request.length >= 4096 else (6, 1)
     words = draws.rng.sample(ADJECTIVES + NOUNS, len(ADJECTIVES + NOUNS))
@@ -441,7 +441,7 @@ def _common_words(request: Request, draws: Draws) -> Draft:
     )
 
 
-def _frequent_words(request: Request, draws: Draws) -> Draft:
+def _frequent_words(request: CaseRequest, draws: Draws) -> Draft:
     """Draft coded words with frequencies of the zeta distribution of exponent 2; the most frequent is noise."""
     most, order = 3, draws.rng.random()
     coded = Hay(
@@ -472,7 +472,7 @@ def _frequent_words(request: Request, draws: Draws) -> Draft:
     )
 
 
-def _key_values(request: Request, draws: Draws) -> Draft:
+def _key_values(request: CaseRequest, draws: Draws) -> Draft:
     """Draft a JSON object of uuids (Liu et al. 2023, Lost in the Middle, arXiv 2307.03172, section 3)."""
 
     def pair() -> tuple[str, str]:
@@ -493,7 +493,7 @@ def _key_values(request: Request, draws: Draws) -> Draft:
     )
 
 
-def _pass_key(request: Request, draws: Draws) -> Draft:
+def _pass_key(request: CaseRequest, draws: Draws) -> Draft:
     """Draft five digits in noise (Mohtashami and Jaggi 2023, arXiv 2305.16300, section 4.2)."""
     key = str(draws.rng.randrange(10**4, 10**5))
     needle = f"The pass key is {key}. Keep it in mind: {key} is the pass key."
@@ -505,8 +505,8 @@ def _pass_key(request: Request, draws: Draws) -> Draft:
 
 
 FAMILIES = {
-    "single": Family(_single, "the value of a key, from one needle", HAYS, depth=True, types=True),
-    "multi_key": Family(
+    "single": QuestionFamily(_single, "the value of a key, from one needle", HAYS, depth=True, types=True),
+    "multi_key": QuestionFamily(
         _multi_key,
         "the value of a key among other keys",
         ("needles", "noise", "essay"),
@@ -514,11 +514,13 @@ FAMILIES = {
         needles=(4, 1, 1000),
         types=True,
     ),
-    "multi_value": Family(_multi_value, "all values of a key", HAYS, depth=False, needles=(4, 1, 1000), types=True),
-    "multi_query": Family(
+    "multi_value": QuestionFamily(
+        _multi_value, "all values of a key", HAYS, depth=False, needles=(4, 1, 1000), types=True
+    ),
+    "multi_query": QuestionFamily(
         _multi_query, "the values of several keys", HAYS, depth=False, needles=(4, 1, 1000), types=True
     ),
-    "variable_tracking": Family(
+    "variable_tracking": QuestionFamily(
         _variable_tracking,
         "all variables of a chain of assignments",
         ("noise", "essay"),
@@ -526,13 +528,15 @@ FAMILIES = {
         needles=(5, 2, 1000),
         max_new_tokens=30,
     ),
-    "common_words": Family(
+    "common_words": QuestionFamily(
         _common_words, "the words that a list has most often", (), depth=False, needles=(10, 1, 100), max_new_tokens=120
     ),
-    "frequent_words": Family(
+    "frequent_words": QuestionFamily(
         _frequent_words, "the three most frequent coded words", (), depth=False, max_new_tokens=50
     ),
-    "key_values": Family(_key_values, "the value of a key of a JSON object", (), depth=True),
-    "pass_key": Family(_pass_key, "a pass key, from one needle", ("noise", "essay"), depth=True, max_new_tokens=32),
+    "key_values": QuestionFamily(_key_values, "the value of a key of a JSON object", (), depth=True),
+    "pass_key": QuestionFamily(
+        _pass_key, "a pass key, from one needle", ("noise", "essay"), depth=True, max_new_tokens=32
+    ),
 }
 """Families of `cases`, by name."""

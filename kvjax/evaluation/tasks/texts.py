@@ -13,7 +13,7 @@ from kvjax.evaluation.texts import Passages, check_texts, passages
 from kvjax.model import Model
 
 
-def add_arguments(
+def add_text_options(
     parser: argparse.ArgumentParser, default: Sequence[Path] = (), rows: int = 8, lengths: Sequence[int] = (1024,)
 ) -> None:
     """Add the options that tasks on texts share.
@@ -33,7 +33,7 @@ def add_arguments(
     parser.add_argument("--prefix", type=float, default=0.5, help="share of a passage that is read as a prompt")
 
 
-def check(options: argparse.Namespace) -> None:
+def check_text_options(options: argparse.Namespace) -> None:
     """Refuse options that no model supports.
 
     Raises:
@@ -45,7 +45,7 @@ def check(options: argparse.Namespace) -> None:
         raise ValueError(f"--prefix {options.prefix} is not a share from 0 to below 1 of a passage.")
 
 
-def cells(model: Model, options: argparse.Namespace) -> list[Cell]:
+def text_cells(model: Model, options: argparse.Namespace) -> list[Cell]:
     """Return a cell for each text and length."""
     return [
         {
@@ -59,7 +59,7 @@ def cells(model: Model, options: argparse.Namespace) -> list[Cell]:
     ]
 
 
-def of_cell(model: Model, options: argparse.Namespace, cell: Cell) -> Passages:
+def cell_passages(model: Model, options: argparse.Namespace, cell: Cell) -> Passages:
     """Return the passages of a cell."""
     (file,) = (file for file in options.text if file.stem == cell["text"])
     return _passages(model, file, options.rows, cell["length"])

@@ -24,7 +24,7 @@ from kvjax.models.checkpoints.orbax import read_orbax
 from kvjax.models.checkpoints.tensors import Stored, read_json, read_safetensors
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Linear, Weights
-from kvjax.models.families import Family, LoadError, Settings, read_config, text_half, token_ids
+from kvjax.models.families import Family, LoadError, Settings, read_model_config, special_token_ids, text_half
 from kvjax.models.families.common import Source
 from kvjax.models.sharding import check_mesh, weight_shardings
 from kvjax.models.weights import leaf_name, quantised, weight_shapes
@@ -90,7 +90,7 @@ def read_checkpoint(
         warnings.warn(f"{file}: of {given['model_type']} the text half alone is read, without its tower.", stacklevel=3)
     family, config = _read_config(settings, file)
     generation = place / "generation_config.json"
-    if generation.exists() and (eos := token_ids(read_json(generation), "eos_token_id")):
+    if generation.exists() and (eos := special_token_ids(read_json(generation), "eos_token_id")):
         config = dataclasses.replace(config, eos=eos)
     stored = read_orbax(place / "weights") if (place / "weights").is_dir() else read_safetensors(place)
     made, found = _read_weights(stored, family, config, wanted, weights == "int8", mesh)
@@ -124,7 +124,7 @@ def _untied_table(stored: Stored, family: Family, config: ModelConfig, embedding
 
 def _read_config(settings: Settings, file: Path) -> tuple[Family, ModelConfig]:
     try:
-        return read_config(settings)
+        return read_model_config(settings)
     except LoadError as error:
         raise LoadError(f"{file}: {error}") from None
 

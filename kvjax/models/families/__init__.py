@@ -10,7 +10,7 @@ from kvjax.models.families.common import Family as Family
 from kvjax.models.families.common import LoadError as LoadError
 from kvjax.models.families.common import Settings as Settings
 from kvjax.models.families.common import check_only
-from kvjax.models.families.common import token_ids as token_ids
+from kvjax.models.families.common import special_token_ids as special_token_ids
 from kvjax.models.families.falcon import FALCON
 from kvjax.models.families.gemma import GEMMA
 from kvjax.models.families.gemma2 import GEMMA2
@@ -75,7 +75,7 @@ def text_half(settings: Settings) -> Settings:
     return made
 
 
-def read_config(settings: Settings) -> tuple[Family, ModelConfig]:
+def read_model_config(settings: Settings) -> tuple[Family, ModelConfig]:
     """Return the family and the config of the model that a Hugging Face config.json describes.
 
     Args:

@@ -172,7 +172,7 @@ def integer(settings: Settings, key: str) -> int:
     return _above_zero(settings, key, int, "an integer")
 
 
-def number(settings: Settings, key: str) -> float:
+def positive_number(settings: Settings, key: str) -> float:
     """Return a setting that must be a number above 0; raise `LoadError` otherwise."""
     return _above_zero(settings, key, int | float, "a number")
 
@@ -216,7 +216,7 @@ def head_width(settings: Settings, width: str, heads: str) -> int:
     return size // parts
 
 
-def token_ids(settings: Settings, key: str) -> tuple[int, ...]:
+def special_token_ids(settings: Settings, key: str) -> tuple[int, ...]:
     """Return the ids of a special token, which a config gives as null, a number or a list."""
     value = settings.get(key)
     ids = [] if value is None else value if isinstance(value, list) else [value]
@@ -245,7 +245,7 @@ def read_rope(settings: Settings, width: int, *, partial: bool = False) -> Rope:
     if nested:
         raise LoadError(f"RoPE settings per type of layer ({', '.join(nested)}) are not supported.")
     share = merged.setdefault("partial_rotary_factor", settings.get("partial_rotary_factor", 1.0) if partial else 1.0)
-    if share != 1.0 and not (partial and 0 < number(merged, "partial_rotary_factor") < 1):
+    if share != 1.0 and not (partial and 0 < positive_number(merged, "partial_rotary_factor") < 1):
         raise LoadError(f"partial_rotary_factor {share!r} is not supported; only {'up to ' if partial else ''}1.0 is.")
     merged["rope_type"] = kind = merged.get("rope_type", merged.get("type", "default"))
     fields = choice(merged, "rope_type", _ROPES)
@@ -253,11 +253,11 @@ def read_rope(settings: Settings, width: int, *, partial: bool = False) -> Rope:
     longest = settings.get("max_position_embeddings")
     merged |= {"max_position_embeddings": longest, original: settings.get(original, merged.get(original, longest))}
     if kind == "longrope" and merged.get("factor") is None:
-        merged["factor"] = number(merged, "max_position_embeddings") / number(merged, original)
-    numbers: dict[str, Any] = {field: number(merged, key) for field, key in fields.items()}
+        merged["factor"] = positive_number(merged, "max_position_embeddings") / positive_number(merged, original)
+    numbers: dict[str, Any] = {field: positive_number(merged, key) for field, key in fields.items()}
     return Rope(
         width=int(width * share),
-        theta=float(number(merged, "rope_theta")),
+        theta=float(positive_number(merged, "rope_theta")),
         scaling="none" if kind == "default" else kind,
         **numbers,
         **_extras(kind, merged),
@@ -270,14 +270,16 @@ def _extras(kind: str, settings: Settings) -> dict[str, Any]:
     if kind == "longrope":
         extras = {f"{which}_factors": _numbers(settings, f"{which}_factor") for which in ("short", "long")}
     if kind == "yarn":
-        extras = {key: number(settings, key) for key in ("beta_fast", "beta_slow") if settings.get(key) is not None}
+        extras = {
+            key: positive_number(settings, key) for key in ("beta_fast", "beta_slow") if settings.get(key) is not None
+        }
         extras["truncate"] = bool(settings.get("truncate", True))
         if settings.get("mscale") and settings.get("mscale_all_dim"):
-            grown = math.log(max(number(settings, "factor"), 1))
-            above, below = (1 + 0.1 * number(settings, key) * grown for key in ("mscale", "mscale_all_dim"))
+            grown = math.log(max(positive_number(settings, "factor"), 1))
+            above, below = (1 + 0.1 * positive_number(settings, key) * grown for key in ("mscale", "mscale_all_dim"))
             extras["attention_factor"] = above / below
     if kind in ("yarn", "longrope") and settings.get("attention_factor") is not None:
-        extras["attention_factor"] = float(number(settings, "attention_factor"))
+        extras["attention_factor"] = float(positive_number(settings, "attention_factor"))
     return extras
 
 
@@ -333,7 +335,7 @@ def llama_config(settings: Settings, *, partial: bool = False) -> ModelConfig:
         head_width=head_width,
         mlp_width=integer(settings, "intermediate_size"),
         max_positions=integer(settings, "max_position_embeddings"),
-        norm_eps=number(settings, "rms_norm_eps"),
+        norm_eps=positive_number(settings, "rms_norm_eps"),
         activation=choice(settings, "hidden_act", ACTIVATIONS),
         rope=read_rope(settings, head_width, partial=partial),
         qkv_bias=bool(settings["attention_bias"]),
@@ -341,8 +343,8 @@ def llama_config(settings: Settings, *, partial: bool = False) -> ModelConfig:
         mlp_bias=bool(settings["mlp_bias"]),
         tied=bool(settings["tie_word_embeddings"]),
         sliding_window=None if window is None else integer(settings, "sliding_window"),
-        bos=next(iter(token_ids(settings, "bos_token_id")), None),
-        eos=token_ids(settings, "eos_token_id"),
+        bos=next(iter(special_token_ids(settings, "bos_token_id")), None),
+        eos=special_token_ids(settings, "eos_token_id"),
     )
 
 
@@ -355,7 +357,7 @@ def gpt_config(settings: Settings, names: Mapping[str, str], **others: Any) -> M
             `mlp_width`. If the setting of `mlp_width` is None, it is 4 * `width`.
         others: further fields of the config; by default `kv_heads` is `heads` and `norm_bias` is True.
     """
-    readers = {"norm_eps": number, "activation": functools.partial(choice, choices=ACTIVATIONS)}
+    readers = {"norm_eps": positive_number, "activation": functools.partial(choice, choices=ACTIVATIONS)}
     if settings[names["mlp_width"]] is None:
         settings = {**settings, names["mlp_width"]: 4 * integer(settings, names["width"])}
     fields = {ours: readers.get(ours, integer)(settings, theirs) for ours, theirs in names.items()}
@@ -367,8 +369,8 @@ def gpt_config(settings: Settings, names: Mapping[str, str], **others: Any) -> M
         "norm_bias": True,
         "gated_mlp": False,
         "tied": bool(settings["tie_word_embeddings"]),
-        "bos": next(iter(token_ids(settings, "bos_token_id")), None),
-        "eos": token_ids(settings, "eos_token_id"),
+        "bos": next(iter(special_token_ids(settings, "bos_token_id")), None),
+        "eos": special_token_ids(settings, "eos_token_id"),
     }
     return ModelConfig(**(fields | others))
 

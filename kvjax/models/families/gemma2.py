@@ -14,7 +14,7 @@ from kvjax.models.families.common import (
     Settings,
     Source,
     integer,
-    number,
+    positive_number,
     read_windows,
 )
 from kvjax.models.families.gemma import GEMMA_DEFAULTS, GEMMA_ONLY, gemma_config
@@ -43,12 +43,12 @@ def gemma2_config(settings: Settings, period: int) -> ModelConfig:
     """Return the config of a model with a window in all layers except one in every `period`, or by `layer_types`."""
 
     def cap(key: str) -> float | None:
-        return None if settings[key] is None else float(number(settings, key))
+        return None if settings[key] is None else float(positive_number(settings, key))
 
     layers = range(integer(settings, "num_hidden_layers"))
     return dataclasses.replace(
         gemma_config({**settings, "hidden_act": settings["hidden_activation"]}),
-        attention_scale=number(settings, "query_pre_attn_scalar") ** -0.5,
+        attention_scale=positive_number(settings, "query_pre_attn_scalar") ** -0.5,
         soft_cap=cap("attn_logit_softcapping"),
         logit_soft_cap=cap("final_logit_softcapping"),
         windows=read_windows(settings, [LAYER_TYPES[(index + 1) % period > 0] for index in layers]),

@@ -16,7 +16,7 @@ from kvjax.models.families.common import (
     gpt_config,
     integer,
     layer_sources,
-    number,
+    positive_number,
 )
 from pallas_kernels.attention import alibi_slopes
 
@@ -53,15 +53,15 @@ def _config(settings: Settings) -> ModelConfig:
     if scale == "inv_sqrt_d_model":
         scale = integer(settings, "d_model") ** -0.5
     elif scale is not None:
-        scale = number(settings, "logit_scale")
+        scale = positive_number(settings, "logit_scale")
     return gpt_config(
         {**settings, "activation": "gelu", "mlp_width": None},
         _NAMES,
         norm_bias=False,
         position="alibi",
-        slopes=tuple(alibi_slopes(heads, number(attention, "alibi_bias_max")).tolist()),
-        qkv_clip=number(attention, "clip_qkv") if attention["clip_qkv"] else None,  # 0 also means no clipping
-        attention_scale=None if attention["softmax_scale"] is None else number(attention, "softmax_scale"),
+        slopes=tuple(alibi_slopes(heads, positive_number(attention, "alibi_bias_max")).tolist()),
+        qkv_clip=positive_number(attention, "clip_qkv") if attention["clip_qkv"] else None,  # 0 also means no clipping
+        attention_scale=None if attention["softmax_scale"] is None else positive_number(attention, "softmax_scale"),
         logit_scale=scale,
     )
 

@@ -59,7 +59,7 @@ def held_out_errors(
     ]
 
 
-def table(errors: list[dict[str, Any]]) -> str:
+def error_table(errors: list[dict[str, Any]]) -> str:
     """Format each layer's error without and with the kernels as text."""
     lines = [f"{'layer':>5} {'policy alone':>14} {'with LESS':>14} {'less by':>8} {'best epoch':>11}"]
     for row in errors:

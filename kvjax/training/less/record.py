@@ -166,15 +166,15 @@ def record(
     features, evicted = [], []
     for shape, read, out, found in zip(config.layer_configs, reads, full, seen, strict=True):
         left = jnp.moveaxis(found.left, 0, -1)
-        k, v = (jnp.where(left[..., None] >= 0, joined(x, 2), 0) for x in (found.k, found.v))
+        k, v = (jnp.where(left[..., None] >= 0, join_steps(x, 2), 0) for x in (found.k, found.v))
         features.append(
             Features(
                 q=rotate(shape.rope, read.q, jnp.arange(n), n),
                 k=k,
                 v=v,
                 leaving=(left >= 0).astype(found.partial.lse.dtype),
-                sparse=joined(found.partial.out, 3),
-                lse=joined(found.partial.lse, 3),
+                sparse=join_steps(found.partial.out, 3),
+                lse=join_steps(found.partial.lse, 3),
                 full=out,
             )
         )
@@ -191,7 +191,7 @@ def by_steps(x: Array, axis: int) -> Float[Array, "n ..."]:
     return jnp.expand_dims(jnp.moveaxis(x, axis, 0), axis + 1)
 
 
-def joined(x: Float[Array, "n ..."], axis: int) -> Array:
+def join_steps(x: Float[Array, "n ..."], axis: int) -> Array:
     """Join the steps of an array over one token each; the inverse of `by_steps`."""
     return jnp.moveaxis(jnp.squeeze(x, axis + 1), 0, axis)
 

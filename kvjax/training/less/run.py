@@ -20,9 +20,9 @@ from kvjax.model import Model
 from kvjax.policies.policy import Policy
 from kvjax.training import checkpoints
 from kvjax.training.less.collect import check_policy, collect, sample_texts
-from kvjax.training.less.errors import held_out_errors, table, write_losses
+from kvjax.training.less.errors import error_table, held_out_errors, write_losses
 from kvjax.training.less.train import Recipe, check_batch, split_texts, train
-from kvjax.training.progress import Progress
+from kvjax.utils.progress import Bar
 
 
 def train_kernels(
@@ -82,18 +82,17 @@ def train_kernels(
         "save_dtype": save_dtype,
         **dataclasses.asdict(recipe),
     }
-    checkpoints.claim(run, asked, free=("epochs",))
+    checkpoints.open_run(run, asked, free=("epochs",))
     if (out / "settings.json").exists():
         made = checkpoint.read_settings(out).training
         if made["epochs"] >= recipe.epochs:
-            print(table(made["errors"]))
+            print(error_table(made["errors"]))
             print(f"{out} holds these kernels already, of {made['epochs']} epochs.")
             return
     began = time.monotonic()
     tokens = sample_texts(model, texts, sequences, length, recipe.seed)
     print(f"{name} with {slots} of {length} slots, {len(tokens)} texts", flush=True)
-    progress = Progress(len(tokens), 0)
-    try:
+    with Bar("texts", len(tokens)) as bar:
         features = collect(
             model,
             policy,
@@ -103,20 +102,15 @@ def train_kernels(
             plan=plan,
             mask=mask,
             seed=recipe.seed,
-            show=lambda done: progress.show(done, "texts read"),
+            show=lambda done: bar.update(done, "texts read"),
         )
-    finally:
-        progress.close()
-    progress = Progress(recipe.epochs, checkpoints.newest_step(run))
+    with Bar("epochs", recipe.epochs, checkpoints.newest_step(run)) as bar:
 
-    def show(epoch: int, losses: Float[np.ndarray, "L 2"]) -> None:
-        numbers = " ".join(f"{loss:.3g}" for loss in losses[:, 1])
-        progress.show(epoch, f"epochs, held-out error by layer {numbers}, {time.monotonic() - began:.0f} s")
+        def show(epoch: int, losses: Float[np.ndarray, "L 2"]) -> None:
+            numbers = " ".join(f"{loss:.3g}" for loss in losses[:, 1])
+            bar.update(epoch, f"epochs, held-out error by layer {numbers}, {time.monotonic() - began:.0f} s")
 
-    try:
         training = train(model, features, run, recipe, mesh=mesh, show=show)
-    finally:
-        progress.close()
     stored = jnp.dtype(save_dtype)
     errors = held_out_errors(model, features, training, recipe, stored, mesh=mesh)
     told: dict[str, Any] = {k: v for k, v in asked.items() if k not in ("model", "policy", "policy_settings")}
@@ -135,7 +129,7 @@ def train_kernels(
     write_losses(out, np.asarray(training.losses))
     if not keep_features:
         shutil.rmtree(run / "features")
-    print(table(errors))
+    print(error_table(errors))
     print(f"{out}: kernels for {name}, {time.monotonic() - began:.0f} s")
 
 

@@ -398,7 +398,7 @@ def train(
             losses=jnp.concatenate([training.losses, losses[:, None]], axis=1),
             epoch=training.epoch + 1,
         )
-        checkpoints.save(directory, training, epoch + 1)
+        checkpoints.save_step(directory, training, epoch + 1)
         params, optimiser = jax.tree.map(jnp.copy, (params, optimiser))  # a step donates its arguments
         show(epoch + 1, losses)
     return training
