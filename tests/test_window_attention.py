@@ -135,8 +135,8 @@ def test_widths_of_the_report():
     # Section 4: a mask of one fourth of 2048 tokens is 256 on each side; 256 of the middle are kept.
     policy, limit = kvjax.policy("lightkv", omega=4, middle="mask"), jnp.array([[2048]])
     assert policy.protection.sink_slots(limit) == policy.protection.recent_slots(limit) == 256
-    assert policy.room(limit, jnp.array([4096])) == 3 * 256
-    assert kvjax.policy("lightkv", omega=4).room(limit, jnp.array([4096])) == 2048  # equation 6
+    assert policy.slots_at(limit, jnp.array([4096])) == 3 * 256
+    assert kvjax.policy("lightkv", omega=4).slots_at(limit, jnp.array([4096])) == 2048  # equation 6
 
 
 @pytest.mark.parametrize("chunk", [None, 1])

@@ -154,7 +154,7 @@ def _on_device(fixed: State, moving: Moving, token: Int[Array, " b"]) -> tuple[M
     )
     storage, hidden = read_token(state.weights, config, state.policy, state.storage, reading)
     logits = unembed(state.weights, config, hidden[:, 0])
-    if state.policy.plan.ends:
+    if state.policy.plan.sizing.fixed_length:
         logits = jnp.where((state.position < state.end)[:, None], logits, jnp.nan)
     if state.config.position == "learned":
         logits = jnp.where((state.position < state.config.max_positions)[:, None], logits, jnp.nan)

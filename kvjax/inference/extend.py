@@ -93,7 +93,7 @@ def prefill(
     kernels = implementation if isinstance(implementation, Kernels) else Kernels(implementation)
     settle_before(lambda kernels: prompt_shapes(model, prompts, kernels), kernels)
     storage, position, seed, logits = read_prompts(model, prompts, kernels)
-    if prompts.policy.plan.per_head:
+    if prompts.policy.plan.sizing.per_head:
         storage = _on_pages(storage, page_slots(prompts.tokens.shape[1] + max_new_tokens), model.mesh)
     state = State(
         weights=model.weights,
@@ -202,7 +202,7 @@ def extend(
     counts = np.where(on_host(state.active), counts, 0)
     read, end = on_host(state.position) + counts, on_host(state.end)
     check_length(int(read.max()), state.policy, state.config)
-    if state.policy.plan.ends and (read > end).any():
+    if state.policy.plan.sizing.fixed_length and (read > end).any():
         raise ValueError(
             f"a text of {int(read.max())} tokens does not fit the {int(end[read > end].min())} that "
             f"{name_of(state.policy)} set slots aside for; give prefill more max_new_tokens."

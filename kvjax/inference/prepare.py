@@ -18,7 +18,7 @@ from kvjax.methods.registry import name_of, plan_by_name
 from kvjax.methods.registry import policy as policy_by_name
 from kvjax.models.config import ModelConfig
 from kvjax.models.model import rows_of
-from kvjax.policies.allocation import Plan
+from kvjax.policies.allocation import Plan, buffer_slots, layer_slots
 from kvjax.policies.policy import Policy
 from kvjax.types import ROWS, SLOTS
 from kvjax.utils.settings import whole_number
@@ -76,14 +76,14 @@ def prepare(
     max_new_tokens = whole_number("max_new_tokens", max_new_tokens)
     policy = ready(model, policy, budget, plan)
     config = model.config
-    if policy.plan.decides and not (isinstance(budget, float) and budget == 1.0):
+    if policy.plan.sizing.mode == "profiled" and not (isinstance(budget, float) and budget == 1.0):
         raise ValueError(
             f"{name_of(policy)} decides itself how many slots each head gets, so budget={budget!r} means nothing to "
             "it; leave it out and change its settings."
         )
     check_bounded(policy, budget)
     chunk = policy.score.requires.prompt_chunk if chunk is None else whole_number("prefill_chunk", chunk)
-    if policy.plan.per_head and chunk is not None:
+    if policy.plan.sizing.per_head and chunk is not None:
         raise ValueError(
             f"prefill_chunk={chunk} does not go with a budget for each head, which only the whole prompt can tell; "
             "leave it out" + (', or use prompt="one_shot".' if policy.score.requires.prompt_chunk else ".")
@@ -297,7 +297,7 @@ def plan_slots(
     per_row = _slots_per_row(budget, wholes[budget_of]) if one else total  # type: ignore[arg-type]
     widths = [np.iinfo(np.int32).max if layer.window is None else layer.window for layer in config.layer_configs]
     windows = np.array(widths)[:, None]
-    if not plan.bounded or plan.decides:
+    if plan.sizing.mode != "budget":
         slots = full_slots(width, max_new_tokens)
         return _of_heads(np.minimum(total, windows), config), tuple(min(slots, round_slots(w)) for w in widths)
     apart = np.stack([layer.bounds(total) for layer in config.layer_configs])
@@ -310,7 +310,7 @@ def plan_slots(
         limits = np.zeros((config.layers, rows), np.int64)
         for row, slots in enumerate(per_row):
             free = ~apart[:, row]
-            limits[free, row] = plan.budgets(int(slots), int(free.sum()))
+            limits[free, row] = layer_slots(plan, int(slots), int(free.sum()))
     else:
         slots = np.asarray(budget)
         if len(slots) != config.layers or slots.min() < 1:
@@ -327,7 +327,7 @@ def plan_slots(
     buffers = limits.max(1, where=apart, initial=0)
     for layer, bound in enumerate(apart):
         if not bound.all():
-            planned = plan.buffer_slots(int(limits[layer, ~bound].max()), int(lengths.min()))
+            planned = buffer_slots(plan, int(limits[layer, ~bound].max()), int(lengths.min()))
             buffers[layer] = max(buffers[layer], planned)
     return _of_heads(limits, config), tuple(round_slots(int(slots)) for slots in buffers)
 
