@@ -220,6 +220,11 @@ def test_a_quota_bounds_what_heads_keep_for_its_score() -> None:
         kvjax.decode_step(state, [1])
 
 
+def test_settle_of_a_score_is_refused_with_the_new_form() -> None:
+    with pytest.raises(TypeError, match=r"Mine\.settle is now part of fold"):
+        decorated(score=numbers, settle=numbers)
+
+
 class Copied:
     """H2O's members, as another package writes them."""
 

@@ -252,12 +252,6 @@ class Dense(struct.PyTreeNode):
         score, out = jax.lax.optimization_barrier((view.slots.score, out))
         return self.replace_layer(layer, view.replace(slots=view.slots.replace(score=score))), out
 
-    def settle(self, layer: int, after: PyTree, new: New) -> Dense:
-        """Replace score states at the end of a block, when they may depend on whole heads."""
-        view = self.layers[layer]
-        after = slots.where_read(new, after, view.slots.score)
-        return self.replace_layer(layer, view.replace(slots=view.slots.replace(score=after)))
-
     def compress(
         self, policy: Policy, config: LayerConfig, layer: int, new: New, capacity: int
     ) -> tuple[Dense, Bool[Array, "b h c"]]:

@@ -442,8 +442,6 @@ def _settled(policy: Policy, storage: Dense, layer: int, told: Pending, first: b
     asks, answers, new = told
     if questions(asks["score"])[0]:
         storage = heard(policy, storage, layer, asks["score"], answers["score"], new)
-    view = storage.layers[layer]
-    storage = storage.settle(layer, policy.score.settle(view, new), new)
     if not first:
         return storage
     view = storage.layers[layer]
