@@ -74,9 +74,11 @@ def planned(policy, budget, lengths):
     tokens = [[0] * length for length in lengths]
     prompts = prepare(MODEL, policy, tokens, budget, None, max_new_tokens=40, key=None, plan=None, chunk=None)
     layers = enumerate(zip(GQA.layer_configs, prompts.limits, prompts.capacities, strict=True))
-    made = functools.partial(empty, prompts.policy.sized(prompts.lines), dtype=jnp.float32)
+    made, roomy = functools.partial(empty, dtype=jnp.float32), prompts.policy.sized(prompts.lines)
     return jax.eval_shape(
-        lambda: tuple(made(c, i, limit=jnp.asarray(limit), slots=slots) for i, (c, limit, slots) in layers)
+        lambda: tuple(
+            made(roomy.layer(i), c, i, limit=jnp.asarray(limit), slots=slots) for i, (c, limit, slots) in layers
+        )
     )
 
 
