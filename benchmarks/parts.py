@@ -44,7 +44,7 @@ def run(options: argparse.Namespace) -> None:
     for name in ("batch", "prompt_tokens", "new_tokens", "repeats"):
         whole_number(f"--{name.replace('_', '-')}", getattr(options, name))
     chosen, config = named(options, "h2o")
-    words = options.budget or ("0.25" if chosen.bounded and not chosen.plan.decides else "1.0")
+    words = options.budget or ("0.25" if chosen.bounded and chosen.plan.sizing.mode != "profiled" else "1.0")
     budget = parse_budget(words)
     model = model_named(options.model, options.dtype, options.revision, options.weights)
     tokens = np.random.default_rng(0).integers(3, model.config.vocab_size, (options.batch, options.prompt_tokens))

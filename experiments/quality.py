@@ -100,7 +100,12 @@ def run(options: argparse.Namespace) -> None:
     )
     runs = Runs(model, read, store, (), options.out, options.prefix)
     # A policy that sets its own slots has no budget.
-    choices = [(n, p, b) for n, p in made.items() if n != "full" for b in ([1.0] if p.plan.decides else budgets)]
+    choices = [
+        (name, policy, budget)
+        for name, policy in made.items()
+        if name != "full"
+        for budget in ([1.0] if policy.plan.sizing.mode == "profiled" else budgets)
+    ]
     shown, file = against_bytes(runs, choices, options.recall)
     write_text(
         options.out / "quality.md",

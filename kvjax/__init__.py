@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from kvjax.policies import Residual as Residual
     from kvjax.policies import Score as Score
     from kvjax.policies import Selection as Selection
+    from kvjax.policies import Sizing as Sizing
     from kvjax.policies.quantizer import Codec as Codec
     from kvjax.policies.stats import Again as Again
     from kvjax.policies.stats import Near as Near
@@ -69,6 +70,7 @@ _HOMES = {
         "Residual",
         "Score",
         "Selection",
+        "Sizing",
     ),
 }
 _NAMES = {name: home for home, names in _HOMES.items() for name in names}

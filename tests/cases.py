@@ -107,7 +107,7 @@ class Case:
         """Slots of an average head of each layer, by the formulas of `tests/oracles/plans.py`."""
         plan = policy.plan.plan if isinstance(policy.plan, AfterLimit) else policy.plan
         windows = [config.layer(layer).window or tokens for layer in range(config.layers)]
-        if not plan.bounded or plan.decides:
+        if plan.sizing.mode != "budget":
             return [min(tokens, window) for window in windows]
         assert isinstance(self.budget, int)
         free = sorted({*range(config.layers)} - layers_outgrown(config, tokens))

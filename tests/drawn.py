@@ -94,7 +94,7 @@ class Drawn:
         policy = changes.pop("policy", None) or self.policy()
         model = changes.pop("model", None) or model_of(self.model)
         rows = list(range(len(self.lengths))) if rows is None else rows
-        profiled = policy.plan.decides or not policy.plan.bounded
+        profiled = policy.plan.sizing.mode != "budget"
         arguments: dict[str, Any] = {
             "budget": 1.0 if profiled else self.budget,
             "max_new_tokens": self.planned,

@@ -154,7 +154,7 @@ def answers(model: Model, policy: str) -> tuple[list[Answer], dict[str, float]]:
 
         ticket = engine.submit(dataclasses.replace(GREEDY, max_tokens=80), cancel)
         taken.set()
-        requests = crowd(engine.device.policy.plan.bounded)
+        requests = crowd(engine.device.policy.plan.sizing.mode != "unbounded")
         clients = [Client(engine, request) for request in requests[:6]]
         found = [clients[0].answer()]
         clients += [Client(engine, request) for request in requests[6:]]

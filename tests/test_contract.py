@@ -23,6 +23,7 @@ from kvjax.methods.lightkv import AfterLimit
 from kvjax.methods.registry import REGISTRY
 from kvjax.model import Model
 from kvjax.models import Rope
+from kvjax.policies.allocation import buffer_slots
 from kvjax.utils.compilation import temporary_bytes
 from pallas_kernels.operands import Quantised
 from tests.cases import FIRST, PAIRS, POLICIES, Case, slow
@@ -79,7 +80,7 @@ def read(
     arguments = {"lengths": np.array(LENGTHS)[rows]} | arguments
     policy = case.make(**(changes or {}))
     budget = case.budget if budget is None else budget
-    if policy.plan.decides:
+    if policy.plan.sizing.mode == "profiled":
         budget, arguments["plan"] = 1.0, None
     return kvjax.prefill(model, policy, TEXT[rows, :41], budget, **arguments)
 
@@ -132,7 +133,7 @@ def test_equals_the_full_cache_when_there_is_room(name: str) -> None:
         pytest.skip("restricts attention whatever the room")
     # 12 + 20 tokens in 32 slots, which are as many as the usual budget's buffers have.
     lengths = (12, 9, 10)
-    room = [32] * GQA.layers if case.make().plan.bounded else 1.0
+    room = [32] * GQA.layers if case.make().plan.sizing.mode != "unbounded" else 1.0
     plan = case.plan if case.plan == "adakv" else None
     state, logits = read(case, room, plan=plan, lengths=lengths, changes=case.full)
     expected, following = full(lengths, 20)
@@ -149,7 +150,7 @@ def test_layers_that_share_a_program_read_the_same(name: str, monkeypatch: pytes
     layer: Any = prefill._read_layer
     before = layer._cache_size()
     alone, found = read(case)
-    sizes = 1 if state.policy.plan.per_head else len({view.shape for view in state.storage.positions()})
+    sizes = 1 if state.policy.plan.sizing.per_head else len({view.shape for view in state.storage.positions()})
     assert layer._cache_size() - before == (0 if name in OF_EACH_LAYER else sizes)
     close(logits, found)
     jax.tree.map(close, state.storage, alone.storage)
@@ -171,7 +172,7 @@ def test_never_holds_more_than_its_limit_nor_a_position_twice(name: str) -> None
     before = held_positions(state)
     for layer, limit in enumerate(slot_limits(after)):
         if isinstance(state.policy.plan, AfterLimit):
-            limit = np.full_like(limit, state.policy.plan.buffer_slots(int(limit.max()), min(LENGTHS)))
+            limit = np.full_like(limit, buffer_slots(state.policy.plan, int(limit.max()), min(LENGTHS)))
         for held in (before[layer][None], positions[layer]):
             live = held >= 0
             assert (live.sum(-1) <= limit).all()
@@ -183,7 +184,7 @@ def test_never_holds_more_than_its_limit_nor_a_position_twice(name: str) -> None
 def test_protected_tokens_survive(name: str) -> None:
     case = CASES[name]
     special = int(TEXT[0, 7])
-    if not case.make().plan.bounded:
+    if case.make().plan.sizing.mode == "unbounded":
         pytest.skip("nothing leaves")
     state, _ = read(case, 24, plan="uniform", changes={"sinks": 2, "recent": 9, "special": (special,)})
     _, (_, positions) = follow(state)
@@ -199,7 +200,7 @@ def test_protected_tokens_survive(name: str) -> None:
 @every_way
 def test_budgets_by_layer_equal_one_number(name: str) -> None:
     case = CASES[name]
-    if not case.make().plan.bounded or case.make().plan.decides:
+    if case.make().plan.sizing.mode != "budget":
         pytest.skip("has no budget")
     one, logits = read(case, 24, plan="uniform")
     each, expected = read(case, [24] * GQA.layers, plan=None)
@@ -231,7 +232,7 @@ def test_one_compilation_serves_a_bucket_and_other_weights(name: str) -> None:
     arguments = {"plan": case.plan, "prefill_chunk": case.prefill_chunk, "max_new_tokens": 40}
 
     def run(model: Model, length: int) -> None:
-        size = case.budget if case.make().plan.bounded or "topk" in name else 1.0
+        size = case.budget if case.make().plan.sizing.mode != "unbounded" or "topk" in name else 1.0
         # Which heads get how many slots must not differ either; see test_fastgen.py for those that do.
         state, _ = kvjax.prefill(model, case.make(**case.full), TEXT[:, :length], size, **arguments)
         kvjax.decode_step(state, jnp.zeros(3, jnp.int32))
@@ -309,11 +310,12 @@ def test_reading_in_chunks_equals_reading_whole_when_nothing_leaves(name: str, c
     case = CASES[name]
     if not case.equals_full:
         pytest.skip("restricts attention whatever the room")
-    if case.make().plan.per_head:
+    if case.make().plan.sizing.per_head:
         with pytest.raises(ValueError, match="only the whole prompt can tell"):
             read(case, prefill_chunk=chunk)
         return
-    _, logits = read(case, [128] * GQA.layers if case.make().plan.bounded else 1.0, prefill_chunk=chunk, plan=None)
+    budget: Any = 1.0 if case.make().plan.sizing.mode == "unbounded" else [128] * GQA.layers
+    _, logits = read(case, budget, prefill_chunk=chunk, plan=None)
     close(logits, full()[0])
 
 

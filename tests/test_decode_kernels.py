@@ -23,7 +23,7 @@ PERFORMER = {"residual.kernels": "performer"}
 def greedy(model, policy, kernels):
     """Tokens and logits of a few steps, past the budget, and the program of a step."""
     ids = np.asarray([model.tokenizer.encode(PROMPT)])
-    budget = 1.0 if policy.plan.decides else 16
+    budget = 1.0 if policy.plan.sizing.mode == "profiled" else 16
     state, logits = kvjax.prefill(model, policy, ids, budget, max_new_tokens=STEPS, implementation=kernels)
     program = str(jax.make_jaxpr(state.decoder.step)(state.cache, jnp.zeros(1, jnp.int32)))
     tokens, seen = [], [np.asarray(logits)]

@@ -160,7 +160,7 @@ def test_the_recipes_for_memory_and_disk_go_for_every_storage(name: str) -> None
     model = kvjax.load("tiny")
     policy = kvjax.policy(name.partition(",")[0], **RESTORED[name])
     ids = model.tokenizer.encode("Once upon a time there was a girl. She had a dog, a red ball and a boat.")
-    budget = 1.0 if policy.plan.decides else 16
+    budget = 1.0 if policy.plan.sizing.mode == "profiled" else 16
     state, logits = kvjax.prefill(model, policy, [ids], budget=budget, max_new_tokens=64)
     known = {"kvjax": kvjax, "model": model, "policy": policy, "ids": ids, "state": state, "logits": logits}
     exec("\n".join(blocks).replace("budget=16", f"budget={budget}"), known)

@@ -136,8 +136,9 @@ def test_chunks_equal_turns(name: str, x64: None) -> None:
 def test_logits_are_those_of_the_forward_pass_when_there_is_room(name: str, x64: None) -> None:
     case = CASES[name]
     policy = case.make(**case.full)
-    budget: Any = [64] * GQA.layers if policy.plan.bounded and not policy.plan.decides else 1.0
-    state, first = read(case, (20, 12), policy=policy, budget=budget, plan=case.plan if policy.plan.per_head else None)
+    budget: Any = [64] * GQA.layers if policy.plan.sizing.mode == "budget" else 1.0
+    plan = case.plan if policy.plan.sizing.per_head else None
+    state, first = read(case, (20, 12), policy=policy, budget=budget, plan=plan)
     expected = np.asarray(model().logits(TEXT[:, :48]))
     same(first, expected[[0, 1], [19, 11]])
     state, found = write(state, 3)
@@ -271,7 +272,7 @@ def test_where_special_tokens_outnumber_slots_the_oldest_of_them_leaves(name: st
     found = [kept(turned, 0), kept(stepped, 0)]
     protected = {*np.flatnonzero(text == special).tolist(), *range(30 - max(1, settings.get("recent", 0)), 30)} - {0, 1}
     wanted = [0, 1, *sorted(protected)[2 - budget :]]
-    if policy.plan.per_head:
+    if policy.plan.sizing.per_head:
         assert all(head[:2] == [0, 1] and set(head[2:]) <= protected for layer in found[0] for head in layer)
     else:
         prompt, _ = kvjax.prefill(plain, policy, [text.tolist()], budget, max_new_tokens=40)

@@ -66,7 +66,7 @@ def a_row_is_what_it_is_alone(of: Drawn) -> None:
 @promise
 def a_turn_is_its_tokens_where_there_is_room(of: Drawn) -> None:
     policy = of.policy()
-    if policy.plan.decides or not any(of.turn):
+    if policy.plan.sizing.mode == "profiled" or not any(of.turn):
         return
     state, _ = of.read(budget=1.0)
     turned, _ = kvjax.extend(state, of.turns)
@@ -84,9 +84,9 @@ def a_whole_budget_is_the_full_cache(of: Drawn) -> None:
     case, policy = CASES[of.case], of.policy()
     if not case.equals_full or policy.codec.bits is not None or policy.selection is not None:
         return
-    if policy.plan.decides:
+    if policy.plan.sizing.mode == "profiled":
         policy = case.make(**{**case.full, **of.settings})
-    elif of.budget != 1.0 and policy.plan.bounded:
+    elif of.budget != 1.0 and policy.plan.sizing.mode != "unbounded":
         policy = case.make(**{"plan": "uniform", **of.settings})
     state, logits = of.read(policy=policy, budget=1.0)
     full, wanted = of.read(policy=kvjax.policy("full"), prefill_chunk=None)
@@ -139,7 +139,7 @@ def protected_tokens_stay(of: Drawn) -> None:
     state, _ = of.read()
     last, _ = of.go_on(state)
     protection = last.policy.protection
-    if type(protection) is not Protection or not last.policy.plan.bounded:
+    if type(protection) is not Protection or last.policy.plan.sizing.mode == "unbounded":
         return
     parts = zip(of.prompts, of.turns, of.written.T.tolist(), strict=True)
     whole = [[*prompt, *turn, *written] for prompt, turn, written in parts]

@@ -68,7 +68,7 @@ class Wish:
     def bounded(self) -> bool:
         """Whether a budget means anything."""
         plan = self.made().plan
-        return plan.bounded and not plan.decides
+        return plan.sizing.mode == "budget"
 
     def words(self) -> list[str]:
         """Options of `kvjax generate`."""

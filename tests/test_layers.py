@@ -94,7 +94,7 @@ def assert_cached_equals_plain(
         expected = np.asarray(model.logits(text))
         read, turn = np.array([20, 13]), np.array([5, 9])
         prompts = [row[:n].tolist() for row, n in zip(text, read, strict=True)]
-        budget = 40 if policy.plan.bounded else 1.0
+        budget = 40 if policy.plan.sizing.mode != "unbounded" else 1.0
         state, logits = kvjax.prefill(model, policy, prompts, budget, max_new_tokens=30, **settings)
         np.testing.assert_allclose(logits, expected[range(2), read - 1], rtol=0, atol=1e-9)
         turns = [row[n : n + more].tolist() for row, n, more in zip(text, read, turn, strict=True)]

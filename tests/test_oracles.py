@@ -73,7 +73,7 @@ def _compare(case: Case, model: Model, lengths: tuple[int, ...], steps: int, pol
                 evicted += sum(length + step + 1 - len(head) for head in wanted)
             message = f"row {row}, step {step}"
             np.testing.assert_allclose(logits[step, row], expected, rtol=1e-8, atol=1e-9, err_msg=message)
-    assert evicted > 0 or not state.policy.plan.bounded
+    assert evicted > 0 or state.policy.plan.sizing.mode == "unbounded"
 
 
 def _random(config: ModelConfig) -> Model:

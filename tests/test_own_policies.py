@@ -18,12 +18,14 @@ from flax import struct
 
 import kvjax
 from kvjax.inference.extend import lower_prefill
+from kvjax.inference.state import slot_limits
 from kvjax.methods.h2o import Accumulated
 from kvjax.methods.lightkv import AfterLimit
 from kvjax.methods.lsh_e import Hamming
 from kvjax.methods.tova import LastAttention
 from kvjax.methods.window import Recency
 from kvjax.policies.allocation import Uniform
+from kvjax.policies.protection import Quota
 from kvjax.policies.quantizer import plain
 from kvjax.policies.rankings import as_numbers
 from kvjax.types import setting
@@ -168,6 +170,59 @@ def test_codes_single_out_the_same_slot_as_scores_where_a_budget_shrinks() -> No
         held.append(kvjax.held_positions(state))
     for one, other in zip(*held, strict=True):
         assert (one == other).all()
+
+
+@pytest.mark.parametrize(
+    ("old", "new"), [("shares", "layer_budgets"), ("room", "slots_at"), ("settle", "head_budgets")]
+)
+def test_old_names_of_a_plan_go_on_with_a_warning(old: str, new: str) -> None:
+    def member(self: Any, *arguments: Any) -> Any:
+        return getattr(super(Uniform, self), new)(*arguments) if new != "layer_budgets" else np.array([9.0, 3.0])
+
+    with pytest.warns(DeprecationWarning, match=f"^Mine.{old} is now {new}\\.$"):
+        plan = decorated(Uniform, **{old: member})()
+    expected = [9, 3] if new == "layer_budgets" else [6, 6]
+    state, _ = kvjax.prefill(random_model(GQA), "h2o", [list(range(1, 15))], 6, plan=plan)
+    assert [int(limit.max()) for limit in slot_limits(state)] == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("per_head", True, r"Mine.per_head is no member of a plan any more; .* kvjax.Sizing\(per_head=True\)"),
+        ("decides", True, r"Mine.decides .* kvjax.Sizing\(mode='profiled'\)"),
+        ("bounded", False, r"Mine.bounded .* kvjax.Sizing\(mode='unbounded'\)"),
+        ("ends", True, r"Mine.ends .* kvjax.Sizing\(fixed_length=True\)"),
+        ("shrinks", property(lambda self: True), r"Mine.shrinks .* kvjax.Sizing\(may_shrink=True\)"),
+        ("buffer_slots", numbers, "Mine.buffer_slots .* slots_at of the shortest prompt"),
+        ("budgets", numbers, "Mine.budgets .* override layer_budgets"),
+        ("competing", numbers, "Mine.competing .* Protected.quota"),
+    ],
+)
+def test_a_member_that_a_plan_lost_is_refused_with_the_new_form(name: str, value: Any, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        decorated(Uniform, **{name: value})
+
+
+def test_a_quota_bounds_what_heads_keep_for_its_score() -> None:
+    def guard(self: Any, view: Any, new: Any) -> Any:
+        return kvjax.Protection.guard(self, view, new)._replace(quota=Quota(jnp.full_like(view.limit, 3), False))
+
+    policy = dataclasses.replace(kvjax.policy("h2o"), protection=decorated(kvjax.Protection, guard=guard)(recent=2))
+    text = [list(range(1, 15))]
+    state, _ = kvjax.prefill(random_model(GQA), policy, text, 9, plan="adakv", max_new_tokens=8)
+    for token in range(6):
+        for positions in kvjax.held_positions(state):
+            assert ((positions >= 0).sum(-1) == 5).all()
+        state, _ = kvjax.decode_step(state, [token])
+    state, _ = kvjax.prefill(random_model(GQA), policy, text, 9, max_new_tokens=8)
+    with pytest.raises(ValueError, match=r"Mine has a quota, which plan Uniform does not keep; .* such as adakv"):
+        kvjax.decode_step(state, [1])
+
+
+def test_settle_of_a_score_is_refused_with_the_new_form() -> None:
+    with pytest.raises(TypeError, match=r"Mine\.settle is now part of fold"):
+        decorated(score=numbers, settle=numbers)
 
 
 class Copied:

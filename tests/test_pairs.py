@@ -29,6 +29,7 @@ EXAMPLES: tuple[tuple[Callable[[], Policy], ...], ...] = (
     (lambda: kvjax.policy("lightkv", plan="adakv"),),
     (lambda: fitted(dataclasses.replace(kvjax.policy("fastgen", special=(7,)), plan=Uniform())),),
     (lambda: kvjax.policy("h2o", plan=Profiled()),),
+    (lambda: fitted(dataclasses.replace(kvjax.policy("fastgen", special=(7,)), plan=Profiled(frequent=0.5))),),
     (
         lambda: kvjax.policy("h2o", positions="cache", codec="int8"),
         lambda: kvjax.policy("keyformer", positions="cache", codec="int4"),

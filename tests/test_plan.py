@@ -19,7 +19,7 @@ from kvjax.methods.adakv import AdaKV
 from kvjax.methods.interleaved import Interleaved
 from kvjax.methods.lightkv import Arithmetic
 from kvjax.methods.pyramidkv import Pyramid
-from kvjax.policies.allocation import Uniform
+from kvjax.policies.allocation import Uniform, layer_slots
 from pallas_kernels.attention import slot_block
 from tests.held import layers
 from tests.models import random_model, small_config
@@ -40,22 +40,22 @@ TEXT = np.random.default_rng(0).integers(0, 64, (2, 200))
     layers=st.integers(1, 80),
 )
 def test_budgets_sum_exactly_and_follow_their_shares(plan, budget, layers):
-    shares, budgets = plan.shares(budget, layers), plan.budgets(budget, layers)
+    shares, budgets = plan.layer_budgets(budget, layers), layer_slots(plan, budget, layers)
     assert budgets.sum() == layers * budget
     assert budgets.min() >= 1
     assert np.abs(budgets - shares).max() < 1 + 1e-6
 
 
 def test_slots_that_rounding_leaves_go_to_the_largest_remainders() -> None:
-    shares = Arithmetic(ratio=2.0).shares(10, 4)  # 13.33, 11.11, 8.89, 6.67
+    shares = Arithmetic(ratio=2.0).layer_budgets(10, 4)  # 13.33, 11.11, 8.89, 6.67
     np.testing.assert_array_equal(np.floor(shares), [13, 11, 8, 6])
-    np.testing.assert_array_equal(Arithmetic(ratio=2.0).budgets(10, 4), [13, 11, 9, 7])
-    # Of equal remainders the lower layer's is first.
-    np.testing.assert_array_equal(Interleaved(period=2, ratio=3.0).budgets(3, 4), [5, 2, 4, 1])  # 4.5, 1.5, 4.5, 1.5
+    np.testing.assert_array_equal(layer_slots(Arithmetic(ratio=2.0), 10, 4), [13, 11, 9, 7])
+    # Of equal remainders (4.5, 1.5, 4.5, 1.5) the lower layer's is first.
+    np.testing.assert_array_equal(layer_slots(Interleaved(period=2, ratio=3.0), 3, 4), [5, 2, 4, 1])
 
 
 def test_arithmetic_is_equation_2():
-    budgets = Arithmetic(ratio=3.0).budgets(100, 5)
+    budgets = layer_slots(Arithmetic(ratio=3.0), 100, 5)
     c_1, c_last, layers = 150, 50, 5
     expected = [c_last + (c_1 - c_last) * (layers - layer) / (layers - 1) for layer in range(1, layers + 1)]
     np.testing.assert_array_equal(budgets, expected)
@@ -65,12 +65,12 @@ def test_pyramid_falls_to_one_part_in_beta_above_its_window():
     window, budget = 32, 128
     last = (budget - window) // 20
     expected = window + np.array([2 * (budget - window) - last, budget - window, last])
-    np.testing.assert_array_equal(Pyramid(20.0, window).budgets(budget, 3), expected)
+    np.testing.assert_array_equal(layer_slots(Pyramid(20.0, window), budget, 3), expected)
 
 
 def test_interleaved_alternates():
-    np.testing.assert_array_equal(Interleaved().budgets(50, 4), [80, 20, 80, 20])
-    np.testing.assert_array_equal(Interleaved(period=3, ratio=2.0).budgets(40, 3), [60, 30, 30])
+    np.testing.assert_array_equal(layer_slots(Interleaved(), 50, 4), [80, 20, 80, 20])
+    np.testing.assert_array_equal(layer_slots(Interleaved(period=3, ratio=2.0), 40, 3), [60, 30, 30])
 
 
 @pytest.mark.parametrize(("budget", "layers"), [(41, 2), (57, 3), (100, 5), (128, 26), (333, 32), (20, 1)])
@@ -85,7 +85,7 @@ def test_budgets_are_those_of_the_papers_formulas(budget: int, layers: int) -> N
         ("interleaved", {"period": 3, "ratio": 2.5}),
     ]
     for name, settings in tried:
-        found = PLANS[name](**settings).budgets(budget, layers).tolist()
+        found = layer_slots(PLANS[name](**settings), budget, layers).tolist()
         assert found == plans.layer_budgets(name, budget, layers, **settings), name
 
 
@@ -127,8 +127,8 @@ def test_heads_get_what_ada_kv_allots(kind: str, floor: float) -> None:
 @pytest.mark.parametrize(
     "plan, message",
     [
-        (lambda: Pyramid().budgets(19, 4), "gives layer 3 no slot at a budget of 19"),
-        (lambda: Pyramid(window=32).budgets(16, 4), "does not hold the window of 32"),
+        (lambda: layer_slots(Pyramid(), 19, 4), "gives layer 3 no slot at a budget of 19"),
+        (lambda: layer_slots(Pyramid(window=32), 16, 4), "does not hold the window of 32"),
         (lambda: Pyramid(beta=0.5), "beta=0.5"),
         (lambda: Arithmetic(ratio=0.5), "ratio=0.5"),
         (lambda: Interleaved(period=1), "period=1"),
@@ -144,8 +144,8 @@ def test_bad_plans_are_one_sentence(plan, message):
 def test_any_plan_works_under_any_score(name, plan):
     state, logits = kvjax.prefill(MODEL, kvjax.policy(name, recent=0.25), TEXT, 80, plan=plan, max_new_tokens=4)
     slots = np.array([(position >= 0).sum(-1) for position in held_positions(state)])
-    equal = np.broadcast_to(PLANS[plan]().budgets(80, 4)[:, None, None], (4, 2, 2))
-    if PLANS[plan].per_head:
+    equal = np.broadcast_to(layer_slots(PLANS[plan](), 80, 4)[:, None, None], (4, 2, 2))
+    if PLANS[plan]().sizing.per_head:
         slots, equal = slots.sum(-1), equal.sum(-1)
     np.testing.assert_array_equal(slots, equal)
     assert np.isfinite(logits).all()
@@ -155,7 +155,7 @@ def test_settings_of_a_plan_come_with_a_dot():
     settings: dict[str, Any] = {"plan.period": 3, "plan.ratio": 2.0}
     made = kvjax.policy("h2o", plan="interleaved", **settings)
     assert made == dataclasses.replace(kvjax.policy("h2o"), plan=Interleaved(3, 2.0))
-    assert made.plan.budgets(40, 3).tolist() == [60, 30, 30]
+    assert layer_slots(made.plan, 40, 3).tolist() == [60, 30, 30]
     with pytest.raises(ValueError, match=r"plan\.period is a setting of a plan; name one"):
         kvjax.policy("h2o", **settings)
     with pytest.raises(ValueError, match="plan 'arithmetic' has no setting 'period'; it takes"):

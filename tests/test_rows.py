@@ -114,7 +114,7 @@ def read(
     """Some of `PROMPTS`, each with randomness of its own."""
     policy = made(name)
     model = MODEL if dtype == jnp.float32 else random_model(GQA, dtype=dtype)
-    slots: Any = 1.0 if policy.plan.decides or not policy.plan.bounded else budget
+    slots: Any = 1.0 if policy.plan.sizing.mode != "budget" else budget
     keys = jax.vmap(jax.random.key)(jnp.asarray(rows))
     return kvjax.prefill(model, policy, [PROMPTS[row] for row in rows], slots, max_new_tokens=tokens, key=keys)
 
@@ -175,7 +175,7 @@ def test_rows_go_on_in_another_state_as_they_would_have(name: str, x64: None) ->
     # Another budget, another planned length: other buffers, pages of another size.
     host, _ = write(read(name, [0, 1, 2], budget=40, tokens=60, dtype=jnp.float64)[0], 3)
     guest, _ = write(read(name, [3, 4], budget=20, tokens=300, dtype=jnp.float64)[0], 5)
-    if not made(name).plan.bounded:
+    if made(name).plan.sizing.mode == "unbounded":
         host, guest = guest, host
     if isinstance(host.storage, Paged) and isinstance(guest.storage, Paged):
         assert host.storage.page_size != guest.storage.page_size

@@ -153,7 +153,7 @@ SLOW = ("random", "keyformer", "tova", "l2", *SETTINGS)
 @pytest.mark.parametrize("policy", ["own", "full", *map(slow, SLOW)])
 def test_answers_are_the_same_alone_and_under_load(policy: str, request) -> None:
     with under(policy, request) as served:
-        requests = crowd(served.device.policy.plan.bounded)
+        requests = crowd(served.device.policy.plan.sizing.mode != "unbounded")
         alone = [ask(served, each) for each in requests]
         for _ in range(2):
             clients = {}

@@ -74,9 +74,11 @@ def planned(policy, budget, lengths):
     tokens = [[0] * length for length in lengths]
     prompts = prepare(MODEL, policy, tokens, budget, None, max_new_tokens=40, key=None, plan=None, chunk=None)
     layers = enumerate(zip(GQA.layer_configs, prompts.limits, prompts.capacities, strict=True))
-    made = functools.partial(empty, prompts.policy.sized(prompts.lines), dtype=jnp.float32)
+    made, roomy = functools.partial(empty, dtype=jnp.float32), prompts.policy.sized(prompts.lines)
     return jax.eval_shape(
-        lambda: tuple(made(c, i, limit=jnp.asarray(limit), slots=slots) for i, (c, limit, slots) in layers)
+        lambda: tuple(
+            made(roomy.layer(i), c, i, limit=jnp.asarray(limit), slots=slots) for i, (c, limit, slots) in layers
+        )
     )
 
 
@@ -135,8 +137,8 @@ def test_widths_of_the_report():
     # Section 4: a mask of one fourth of 2048 tokens is 256 on each side; 256 of the middle are kept.
     policy, limit = kvjax.policy("lightkv", omega=4, middle="mask"), jnp.array([[2048]])
     assert policy.protection.sink_slots(limit) == policy.protection.recent_slots(limit) == 256
-    assert policy.room(limit, jnp.array([4096])) == 3 * 256
-    assert kvjax.policy("lightkv", omega=4).room(limit, jnp.array([4096])) == 2048  # equation 6
+    assert policy.slots_at(limit, jnp.array([4096])) == 3 * 256
+    assert kvjax.policy("lightkv", omega=4).slots_at(limit, jnp.array([4096])) == 2048  # equation 6
 
 
 @pytest.mark.parametrize("chunk", [None, 1])

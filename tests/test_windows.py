@@ -13,6 +13,7 @@ import kvjax
 from kvjax.inference.prepare import plan_slots
 from kvjax.inference.state import held_positions, slot_limits
 from kvjax.models.config import ModelConfig
+from kvjax.policies.allocation import layer_slots
 from tests.cases import PAIRS, slow
 from tests.cases import POLICIES as SINGLE
 from tests.models import LOCAL, random_model, small_config
@@ -56,7 +57,7 @@ def test_any_windows_leave_the_budget_to_the_other_layers(
     widths = np.array([10**6 if window is None else window for window in windows])
     for row, length in enumerate(lengths):
         local = widths < min(length + 20, widths.max())
-        shares = policy.plan.budgets(budget, int((~local).sum()))
+        shares = layer_slots(policy.plan, budget, int((~local).sum()))
         assert shares.sum() == budget * (~local).sum()
         np.testing.assert_array_equal(slots[local, row], widths[local])
         np.testing.assert_array_equal(slots[~local, row], np.minimum(shares, widths[~local]))
@@ -80,7 +81,7 @@ def test_one_score_for_all_layers_needs_layers_alike() -> None:
 def test_a_row_does_not_know_whether_its_neighbour_outgrows_a_window(name: str) -> None:
     case, lengths = CASES[name], np.array([30, 4])
     policy, arguments = case.make(), {"plan": case.plan, "max_new_tokens": 7}
-    budget = 1.0 if policy.plan.decides else 6
+    budget = 1.0 if policy.plan.sizing.mode == "profiled" else 6
 
     def read(rows: Any) -> tuple[np.ndarray, ...]:
         state, logits = kvjax.prefill(MODEL, policy, TEXT[rows, :30], budget, lengths=lengths[rows], **arguments)
@@ -107,7 +108,7 @@ NAMES = [
 def test_a_local_layer_holds_its_window_whatever_the_policy(name: str) -> None:
     case, length = CASES[name], np.array([30, 19])
     policy = case.make(**case.full)
-    budget, plan = (100, case.plan) if policy.plan.bounded and not policy.plan.decides else (1.0, None)
+    budget, plan = (100, case.plan) if policy.plan.sizing.mode == "budget" else (1.0, None)
     whole = np.asarray(MODEL.logits(TEXT))
 
     def check(logits: Any) -> None:

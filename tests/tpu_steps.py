@@ -55,7 +55,7 @@ def cases() -> dict[str, tuple[kvjax.Policy, tuple[str, ...]]]:
 def compiled(policy: kvjax.Policy, chip: str) -> dict[str, Any]:
     """The step's kernels and bytes."""
     model = random_model(CONFIG, dtype=jnp.bfloat16)
-    budget = 1.0 if policy.plan.decides else SLOTS
+    budget = 1.0 if policy.plan.sizing.mode == "profiled" else SLOTS
     state, _ = kvjax.prefill(model, policy, np.ones((ROWS, 40), int), budget, max_new_tokens=SLOTS)
     mesh = aot.mesh_of(chip)
     place = NamedSharding(mesh, PartitionSpec())

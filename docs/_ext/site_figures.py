@@ -13,7 +13,7 @@ import matplotlib
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from kvjax.policies.allocation import Plan
+from kvjax.policies.allocation import Plan, layer_slots
 from kvjax.utils.files import written_aside
 
 GREY, CHOSEN = "#b8b8b8", ("#0b6e99", "#d1632a", "#4d7c0f", "#7c3aed", "#be123c")
@@ -172,7 +172,7 @@ def budgets(plan: Plan, file: Path, layers: int = 32, budget: int = 128) -> None
     """
     figure = Figure(figsize=(6.0, 2.3), layout="constrained")
     axes = figure.subplots()
-    axes.bar(range(layers), plan.budgets(budget, layers), color=CHOSEN[0])
+    axes.bar(range(layers), layer_slots(plan, budget, layers), color=CHOSEN[0])
     axes.axhline(budget, color="black", linewidth=0.8, linestyle=":")
     axes.set(xlabel="layer", ylabel="slots of a head")
     axes.tick_params(labelsize=8)

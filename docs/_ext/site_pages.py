@@ -73,7 +73,7 @@ def costs(model: kvjax.Model, policy: Policy) -> Costs:
     slot, head = _bytes(model, policy)
     layer = model.config.layer_configs[0]
     pair = (layer.key_width + layer.value_width) * model.weights.embedding.dtype.itemsize
-    if policy.plan.per_head:
+    if policy.plan.sizing.per_head:
         return Costs(slot - pair, head, None, None, "Heads have slots of their own: a step depends on the text.")
     if "stablehlo.while" in _step(model, policy, SLOTS).as_text():
         return Costs(slot - pair, head, None, None, "A step has loops in it, whose operations XLA does not count.")
@@ -122,7 +122,7 @@ def _use(entry: Description, part: str) -> str:
     chosen = f"--policy {entry.name}" if part == "policy" else f"--policy h2o --{part} {entry.name}"
     call = f'"{entry.name}"' if part == "policy" else f'"h2o", {part}="{entry.name}"'
     plan = kvjax.policy(entry.name if part == "policy" else "h2o").plan
-    budget = " --budget 64" if plan.bounded and not plan.decides else ""
+    budget = " --budget 64" if plan.sizing.mode == "budget" else ""
     command = f'kvjax generate --prompt "Once upon a time" {chosen}{budget}'
     return f"## Use\n\n```sh\n{command}\n```\n\n```python\npolicy = kvjax.policy({call})\n```"
 
@@ -258,7 +258,7 @@ def make_pages(app: Sphinx) -> None:
     for part, entries in parts.items():
         for entry in entries:
             body = [_explained(entry.sources)]
-            if part == "plan" and not kvjax.methods.PLANS[entry.name].per_head:
+            if part == "plan" and not kvjax.methods.PLANS[entry.name]().sizing.per_head:
                 file = MADE / f"{part}s" / f"{entry.name}_slots.svg"
                 site_figures.budgets(kvjax.methods.PLANS[entry.name](), file)
                 written.add(file)

@@ -99,7 +99,7 @@ class Dense(struct.PyTreeNode):
             absorb: a residual's `absorb`, which has already received every evicted pair except the returned ones. None
                 if there is no residual; then no pairs are returned.
         """
-        if policy.shrinks:
+        if policy.may_shrink:
             self = self._shrunk(policy, config, layer, new, absorb)
         view = self.layers[layer]
         view = view.replace(state=view.state.replace(codec=policy.codec.begin(view, new)))
@@ -165,7 +165,7 @@ class Dense(struct.PyTreeNode):
         scores, summed = attention.wanted(own, new)
         if not one_pass(scores):
             return None
-        if policy.shrinks:
+        if policy.may_shrink:
             self = self._shrunk(policy, config, layer, new, absorb)
         view = self.layers[layer]
         view = view.replace(state=view.state.replace(codec=policy.codec.begin(view, new)))
@@ -189,7 +189,7 @@ class Dense(struct.PyTreeNode):
             spec,
             protection=bounds,
             keep=keep,
-            shrinks=policy.shrinks,
+            shrinks=policy.may_shrink,
             pairs=absorb is not None,
             sinks=given.sinks,
             scores=scores,
@@ -261,12 +261,6 @@ class Dense(struct.PyTreeNode):
         score, out = jax.lax.optimization_barrier((view.slots.score, out))
         return self.replace_layer(layer, view.replace(slots=view.slots.replace(score=score))), out
 
-    def settle(self, layer: int, after: PyTree, new: New) -> Dense:
-        """Replace score states at the end of a block, when they may depend on whole heads."""
-        view = self.layers[layer]
-        after = slots.where_read(new, after, view.slots.score)
-        return self.replace_layer(layer, view.replace(slots=view.slots.replace(score=after)))
-
     def compress(
         self, policy: Policy, config: LayerConfig, layer: int, new: New, capacity: int
     ) -> tuple[Dense, Bool[Array, "b h c"]]:
@@ -299,7 +293,7 @@ class Dense(struct.PyTreeNode):
         """Evict the lowest-ranked slots of rows whose slot limit has just fallen; the new tokens have no slot yet."""
         view = self.layers[layer]
         before = jnp.maximum(new.read - 1, new.prompt_length)
-        fewer = slots.room(policy, view.limit, new) < slots.room(policy, view.limit, new, before)
+        fewer = slots.slots_at(policy, view.limit, new) < slots.slots_at(policy, view.limit, new, before)
         fewer &= new.valid[:, :1]
 
         # The branch returns only masks and the order of slots: XLA would copy a returned cache at every step.
@@ -336,7 +330,7 @@ class Dense(struct.PyTreeNode):
             configs: of the layers.
             ahead: returns the tokens for a layer, with valid positions and shapes but without contents.
         """
-        if configs[0].spread.slots == 1 or policy.shrinks or policy.score.requires.host_memory:
+        if configs[0].spread.slots == 1 or policy.may_shrink or policy.score.requires.host_memory:
             return self
         tokens = [ahead(index) for index in range(len(configs))]
         policies = [policy.layer(index) for index in range(len(configs))]

@@ -36,10 +36,19 @@ class Ranks(NamedTuple):
 
 
 def ranked(policy: Policy, view: View, new: New) -> Ranks:
-    """Rank a layer's slots by the policy when one token per row arrives."""
+    """Rank a layer's slots by the policy when one token per row arrives.
+
+    Raises:
+        ValueError: the protection has a quota, which only heads with slots of their own can keep.
+    """
     scores, guard, ranking = slots.scores(policy, view, new)
+    if guard.quota is not None:
+        raise ValueError(
+            f"{type(policy.protection).__name__} has a quota, which plan {type(policy.plan).__name__} does not keep; "
+            "use a plan with slots for each head, such as adakv."
+        )
     simple = guard.last is None and not slots.windowed(new)
-    bounds = Protection(guard.sinks, guard.recent, slots.room(policy, view.limit, new))
+    bounds = Protection(guard.sinks, guard.recent, slots.slots_at(policy, view.limit, new))
     by_age = simple and isinstance(ranking, OldestFirst)
     return Ranks(None if by_age else scores, bounds, guard.keep, hashed_codes(ranking, view) if simple else None)
 
@@ -65,8 +74,8 @@ def replace_slot(policy: Policy, view: View, new: New, held: tuple[Any, ...], *,
     """
     scores, bounds, keep, hashed = ranked(policy, view, new)
     asked: dict[str, Any] = dict(protection=bounds, keep=keep, **new.kernels._asdict())
-    if hashed is None or policy.shrinks:
-        return evict(scores, *held, shrinks=policy.shrinks, pairs=pairs, **asked)[1:]
+    if hashed is None or policy.may_shrink:
+        return evict(scores, *held, shrinks=policy.may_shrink, pairs=pairs, **asked)[1:]
     slot = hamming(hashed.hashing.of_queries(), hashed.codes, view.position, new.position[:, 0], **asked)
     return exchange_slots(slot, *held, pairs=pairs)[1:]
 
@@ -93,7 +102,7 @@ def victims_of(policies: Sequence[Policy], views: Sequence[View], new: Sequence[
     claims = []
     for policy, view, tokens in zip(policies, views, new, strict=True):
         scores, bounds, keep, _ = ranked(policy, view, tokens)
-        claims.append(slots.claim(scores, view.position, tokens, bounds, keep, policy.shrinks))
+        claims.append(slots.claim(scores, view.position, tokens, bounds, keep, policy.may_shrink))
     return slots.victims_of_all(jnp.stack(claims), [view.capacity for view in views])
 
 

@@ -68,14 +68,14 @@ def remembered_positions(position: Int[Array, "b h *c"], new: New) -> Int[Array,
     return jnp.where(in_window(position, new), position, -1)
 
 
-def room(
+def slots_at(
     policy: Policy, limit: Int[Array, "b h"], new: New, length: Int[Array, " b"] | None = None
 ) -> Int[Array, "b h"]:
     """Return the slots that heads may use in a text of `length` tokens, by default `new.length`.
 
     Heads may use all slots in `limit` if the layer's window bounds the text.
     """
-    found = policy.room(limit, new.length if length is None else length)
+    found = policy.slots_at(limit, new.length if length is None else length)
     if new.config is None or not new.config.local:
         return found
     return jnp.where(new.config.bounds(new.end)[:, None], limit, found)
@@ -180,17 +180,17 @@ def chosen(policy: Policy, view: View, new: New) -> tuple[Int[Array, "b h c"], I
     """Return the slots of whole heads from the most to the least important one, and how many of them stay."""
     score, guard = policy.standing(view, new)
     ranks, position, score = map(new.spread.all_slots, (rank(policy, view, new), view.position, score))
+    usable, quota = slots_at(policy, view.limit, new), guard.quota
     # The newest token gets a slot, even if protected tokens fill the head, as in a decode step.
-    full = (ranks >= ranking.protected(ranks.dtype)).sum(-1, keepdims=True) >= room(policy, view.limit, new)[..., None]
+    full = (ranks >= ranking.protected(ranks.dtype)).sum(-1, keepdims=True) >= usable[..., None]
     ranks = jnp.where(full, with_newest(ranks, position, new), ranks)
     order, count = best_first(ranks, position, guard.sinks)
-    places = policy.competing(view, new)
-    if places is not None:
+    if quota is not None:
         worth = (position >= 0) & (ranks > -jnp.inf)
         competes = (worth & (ranks < last_resort(ranks.dtype))).astype(jnp.int32)
-        score = jnp.where(worth if places.among_all else competes, score, -jnp.inf)
-        count += sum_of_most(score, position, competes, places.most) - competes.sum(-1)
-    return order, jnp.minimum(count, room(policy, view.limit, new))
+        score = jnp.where(worth if quota.among_all else competes, score, -jnp.inf)
+        count += sum_of_most(score, position, competes, quota.most) - competes.sum(-1)
+    return order, jnp.minimum(count, usable)
 
 
 def sum_of_most(

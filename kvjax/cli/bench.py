@@ -44,7 +44,7 @@ def run(options: argparse.Namespace) -> None:
     contenders, own_slots = [make("full", 1.0)], 1
     for name, policy, budget in named:
         slots = own_slots if budget == "same" else budget
-        say(f"compiling {name}" + ("" if policy.plan.decides else f" at {slots}"))
+        say(f"compiling {name}" + ("" if policy.plan.sizing.mode == "profiled" else f" at {slots}"))
         try:
             contenders.append(dataclasses.replace(make(policy, slots), name=name))
         except ValueError as error:
@@ -52,7 +52,7 @@ def run(options: argparse.Namespace) -> None:
                 raise
             say(f"{name} at {slots} is left out: {error}")
             continue
-        if policy.plan.decides:
+        if policy.plan.sizing.mode == "profiled":
             own_slots = round(contenders[-1].slots or 1)
             contenders[-1].budget = f"own: {own_slots}"
     timed = contenders

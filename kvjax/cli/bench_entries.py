@@ -34,10 +34,10 @@ def bench_entries(options: argparse.Namespace) -> list[BenchEntry]:
     for label, policy in compared(texts, *parts_of(options), left_out=say if everyone else None).items():
         if label == "full":
             continue
-        decided |= policy.plan.decides
+        decided |= policy.plan.sizing.mode == "profiled"
         if "same" in budgets and not decided:
             raise ValueError("budget 'same' follows a policy that decides its slots; name fastgen first.")
-        made += [(label, policy, budget) for budget in ([1.0] if policy.plan.decides else budgets)]
+        made += [(label, policy, budget) for budget in ([1.0] if policy.plan.sizing.mode == "profiled" else budgets)]
     if texts != "full" and not made:
         raise ValueError("no policy is left to race; see why above.")
     return made

@@ -218,7 +218,7 @@ def policy_and_budget(
         ValueError: there is no such policy, part, setting or budget.
     """
     policy, config = named(options, usual)
-    bounded = policy.plan.bounded and not policy.plan.decides
+    bounded = policy.plan.sizing.mode == "budget"
     slots = config.get("budget", slots if bounded else 1.0)
     budget = slots if options.budget is None else parse_budgets(options.budget)
     check_bounded(policy, budget)

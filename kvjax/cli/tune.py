@@ -44,7 +44,8 @@ def survey(model: Model, policy: Policy, rows: int, tokens: int, **reading: Any)
     """
     found = Survey()
     settings: dict[str, Any] = dict(reading, implementation=Kernels(found))
-    if ready(model, policy, reading["budget"], None).plan.per_head:  # only a prompt determines the slots of each head
+    sizing = ready(model, policy, reading["budget"], None).plan.sizing
+    if sizing.per_head:  # only a prompt determines the slots of each head
         state, _ = prefill(model, policy, np.zeros((rows, tokens), np.int32), **settings)
     else:
         state = state_shapes(model, policy, rows, tokens, **settings)

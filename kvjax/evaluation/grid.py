@@ -76,7 +76,7 @@ def entries(
         Entry(label, policy, budget)
         for label, policy in compared(names, parts or {}, settings or {}).items()
         if label != "full"
-        for budget in (sizes if policy.plan.bounded and not policy.plan.decides else [1.0])
+        for budget in (sizes if policy.plan.sizing.mode == "budget" else [1.0])
     ]
 
 

@@ -248,7 +248,7 @@ class CompressedLM:
         """Score one batch, streaming up to `new` tokens of each text; a shared context is read once."""
         prompts = list(dict.fromkeys(text.read for text in texts))
         shortest = min(prompts, key=len)
-        if self.policy.plan.per_head and len(shortest) == 1:
+        if self.policy.plan.sizing.per_head and len(shortest) == 1:
             raise ValueError(
                 f"policy {name_of(self.policy)!r} with a budget for each head decides on a prompt, and here one is a "
                 "single token; use another plan, or tasks with longer contexts."

@@ -121,7 +121,7 @@ def begin(
     """
     config, bound = model.config, ready(model, policy, budget, plan)
     check_prompt(bound, 1)
-    if bound.plan.per_head:
+    if bound.plan.sizing.per_head:
         raise ValueError(
             f"policy {name_of(bound)!r} with a budget for each head decides on a prompt; give a prefix of "
             "more than one token."

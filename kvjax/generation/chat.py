@@ -177,7 +177,7 @@ class Conversation:
     def _end(self, state: State) -> float:
         """Return the maximal length of the conversation, in tokens."""
         positions = state.config.max_positions if state.policy.codec.positions == "original" else math.inf
-        return min(positions, int(state.end[0]) if state.policy.plan.ends else math.inf)
+        return min(positions, int(state.end[0]) if state.policy.plan.sizing.fixed_length else math.inf)
 
     def _answer_room(self, read: int, room: float) -> int:
         if read >= room:

@@ -115,7 +115,7 @@ class Decoder(struct.PyTreeNode):
         )
         settle_before(lambda kernels: prompt_shapes(self, prompts, kernels), self.kernels)
         storage, position, seed, logits = read_prompts(self, prompts, self.kernels)
-        if self.policy.plan.per_head:
+        if self.policy.plan.sizing.per_head:
             storage = _on_pages(storage, page_slots(prompts.tokens.shape[1] + max_new_tokens), self.mesh)
         cache = Cache(
             storage=storage,
@@ -170,7 +170,7 @@ class Decoder(struct.PyTreeNode):
         counts = np.where(on_host(cache.active), counts, 0)
         read, end = on_host(cache.position) + counts, on_host(cache.end)
         check_length(int(read.max()), self.policy, self.config)
-        if self.policy.plan.ends and (read > end).any():
+        if self.policy.plan.sizing.fixed_length and (read > end).any():
             raise ValueError(
                 f"a text of {int(read.max())} tokens does not fit the {int(end[read > end].min())} that "
                 f"{name_of(self.policy)} set slots aside for; give prefill more max_new_tokens."
@@ -286,7 +286,7 @@ def _step_on_device(decoder: Decoder, cache: Cache, token: Int[Array, " b"]) -> 
     )
     storage, hidden = read_token(decoder.weights, config, decoder.policy, cache.storage, reading)
     logits = unembed(decoder.weights, config, hidden[:, 0])
-    if decoder.policy.plan.ends:
+    if decoder.policy.plan.sizing.fixed_length:
         logits = jnp.where((cache.position < cache.end)[:, None], logits, jnp.nan)
     if decoder.config.position == "learned":
         logits = jnp.where((cache.position < decoder.config.max_positions)[:, None], logits, jnp.nan)

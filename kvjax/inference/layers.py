@@ -377,7 +377,7 @@ def read_layers(
         x: hidden states.
         first: True for a whole prompt.
     """
-    host_memory, paged = policies[0].score.requires.host_memory, first and policies[0].plan.per_head
+    host_memory, paged = policies[0].score.requires.host_memory, first and policies[0].plan.sizing.per_head
     pending: list[Pending] = []
     selected: list[Selected] = []
     undefined: list[Bool[Array, " b"]] = []
@@ -442,15 +442,13 @@ def _settled(policy: Policy, storage: Dense, layer: int, told: Pending, first: b
     asks, answers, new = told
     if questions(asks["score"])[0]:
         storage = heard(policy, storage, layer, asks["score"], answers["score"], new)
-    view = storage.layers[layer]
-    storage = storage.settle(layer, policy.score.settle(view, new), new)
     if not first:
         return storage
     view = storage.layers[layer]
     ranks = None
-    if policy.plan.per_head and not policy.plan.decides:  # each head keeps a slot for the newest token
+    if policy.plan.sizing.per_head and policy.plan.sizing.mode == "budget":  # each head keeps its newest token
         ranks = slots.with_newest(slots.rank(policy, view, new), view.position, new)
-    limit, found = policy.plan.settle(answers["plan"], view, ranks, new)
+    limit, found = policy.plan.head_budgets(answers["plan"], view, ranks, new)
     config = new.config
     if config is not None and config.window is not None:
         limit = jnp.minimum(limit, config.window)

@@ -19,7 +19,7 @@ from kvjax.methods.registry import policy as policy_by_name
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Weights
 from kvjax.models.model import rows_of
-from kvjax.policies.allocation import Plan
+from kvjax.policies.allocation import Plan, buffer_slots, layer_slots
 from kvjax.policies.policy import Policy
 from kvjax.types import ROWS, SLOTS
 from kvjax.utils.settings import whole_number
@@ -99,7 +99,7 @@ def bind(model: LanguageModel, policy: Policy | str, budget: Budget, plan: Plan 
         raise TypeError(f"the first argument is a model, from kvjax.load, not {type(model).__name__}.")
     budget = checked_budget(budget)
     policy = ready(model, policy, budget, plan)
-    if policy.plan.decides and not (isinstance(budget, float) and budget == 1.0):
+    if policy.plan.sizing.mode == "profiled" and not (isinstance(budget, float) and budget == 1.0):
         raise ValueError(
             f"{name_of(policy)} decides itself how many slots each head gets, so budget={budget!r} means nothing to "
             "it; leave it out and change its settings."
@@ -129,7 +129,7 @@ def prepare_bound(
     max_new_tokens = whole_number("max_new_tokens", max_new_tokens)
     config = model.config
     chunk = policy.score.requires.prompt_chunk if chunk is None else whole_number("prefill_chunk", chunk)
-    if policy.plan.per_head and chunk is not None:
+    if policy.plan.sizing.per_head and chunk is not None:
         raise ValueError(
             f"prefill_chunk={chunk} does not go with a budget for each head, which only the whole prompt can tell; "
             "leave it out" + (', or use prompt="one_shot".' if policy.score.requires.prompt_chunk else ".")
@@ -343,7 +343,7 @@ def plan_slots(
     per_row = _slots_per_row(budget, wholes[budget_of]) if one else total  # type: ignore[arg-type]
     widths = [np.iinfo(np.int32).max if layer.window is None else layer.window for layer in config.layer_configs]
     windows = np.array(widths)[:, None]
-    if not plan.bounded or plan.decides:
+    if plan.sizing.mode != "budget":
         slots = full_slots(width, max_new_tokens)
         return _of_heads(np.minimum(total, windows), config), tuple(min(slots, round_slots(w)) for w in widths)
     apart = np.stack([layer.bounds(total) for layer in config.layer_configs])
@@ -356,7 +356,7 @@ def plan_slots(
         limits = np.zeros((config.layers, rows), np.int64)
         for row, slots in enumerate(per_row):
             free = ~apart[:, row]
-            limits[free, row] = plan.budgets(int(slots), int(free.sum()))
+            limits[free, row] = layer_slots(plan, int(slots), int(free.sum()))
     else:
         slots = np.asarray(budget)
         if len(slots) != config.layers or slots.min() < 1:
@@ -373,7 +373,7 @@ def plan_slots(
     buffers = limits.max(1, where=apart, initial=0)
     for layer, bound in enumerate(apart):
         if not bound.all():
-            planned = plan.buffer_slots(int(limits[layer, ~bound].max()), int(lengths.min()))
+            planned = buffer_slots(plan, int(limits[layer, ~bound].max()), int(lengths.min()))
             buffers[layer] = max(buffers[layer], planned)
     return _of_heads(limits, config), tuple(round_slots(int(slots)) for slots in buffers)
 

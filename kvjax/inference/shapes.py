@@ -68,7 +68,7 @@ def state_shapes(
         chunk=prefill_chunk,
         budget_of=budget_of,
     )
-    if prompts.policy.plan.per_head:
+    if prompts.policy.plan.sizing.per_head:
         raise ValueError(
             f"{name_of(prompts.policy)} gives each head slots of its own once it has read a prompt, so shapes cannot "
             "tell how many; use a policy or plan whose budget says it."

@@ -139,7 +139,7 @@ def pool_specs(layers: int, most: int, devices: tuple[int, int]) -> Any:
 
 def read_specs(policy: Policy, layers: int) -> Any:
     """Return the specs of layers after prompts: buffers, or selected slots under plans with slots for each head."""
-    return (OF_SELECTED,) * layers if policy.plan.per_head else Dense((OF_VIEW,) * layers)
+    return (OF_SELECTED,) * layers if policy.plan.sizing.per_head else Dense((OF_VIEW,) * layers)
 
 
 def shared(storage: Any, mesh: Mesh | None) -> Any:

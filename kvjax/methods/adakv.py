@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import jax
 import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float, Int
 
 from kvjax.methods.register import register_part
-from kvjax.policies.allocation import Uniform
+from kvjax.policies.allocation import Sizing, Uniform
 from kvjax.types import New, PyTree, View, number, written
 
 
@@ -35,15 +33,18 @@ class AdaKV(Uniform, interface=True):
         floor: share of the average that is safe from the others, in [0, 1]; 0.2 in the published code.
     """
 
-    per_head: ClassVar[bool] = True
-
     floor: float = number(0.2)
 
     def __post_init__(self) -> None:
         if written(self.floor) and not 0 <= self.floor <= 1:
             raise ValueError(f"floor={self.floor!r} is not a share of the average budget in [0, 1].")
 
-    def settle(
+    @property
+    def sizing(self) -> Sizing:
+        """Slots for each head."""
+        return Sizing(per_head=True)
+
+    def head_budgets(
         self, answers: PyTree, view: View, ranks: Float[Array, "b h c"] | None, new: New
     ) -> tuple[Int[Array, "b h"], PyTree]:
         """Slots by the number of a head's tokens among the layer's best."""

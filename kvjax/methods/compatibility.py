@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import NamedTuple
 
-from kvjax.methods.fastgen import Profiled, TokenClasses
+from kvjax.methods.fastgen import OF_FREQUENT, Profiled, TokenClasses
 from kvjax.methods.lightkv import AfterLimit, LambdaMask, LastQueries
 from kvjax.policies.policy import Policy
 from kvjax.policies.protection import Protection
@@ -22,22 +22,22 @@ class Pair(NamedTuple):
 
 PAIRS = (
     Pair(
-        lambda policy: policy.plan.per_head and policy.score.requires.shared_slots != "none",
+        lambda policy: policy.plan.sizing.per_head and policy.score.requires.shared_slots != "none",
         "{score} needs the same slots in every head of a layer, which plan {plan} does not give",
         "choose another plan, or another policy such as h2o, snapkv or keyformer",
     ),
     Pair(
-        lambda policy: policy.plan.per_head and policy.selection is not None,
+        lambda policy: policy.plan.sizing.per_head and policy.selection is not None,
         "selection {selection} reads the same slots in every head of a layer, which plan {plan} does not give",
         "choose plan uniform",
     ),
     Pair(
-        lambda policy: policy.plan.per_head and policy.score.requires.host_memory,
+        lambda policy: policy.plan.sizing.per_head and policy.score.requires.host_memory,
         "offload=True moves scores of the same slots in every head of a layer, which plan {plan} does not give",
         "leave offload out, or choose another plan",
     ),
     Pair(
-        lambda policy: policy.plan.per_head and isinstance(policy.score, LastQueries),
+        lambda policy: policy.plan.sizing.per_head and isinstance(policy.score, LastQueries),
         "{score} sums the attention of kept queries anew over equally many slots in every head of a layer, which plan "
         "{plan} does not give",
         "use window='running', or choose another plan",
@@ -51,6 +51,15 @@ PAIRS = (
         lambda policy: isinstance(policy.plan, Profiled) and not isinstance(policy.protection, TokenClasses),
         "plan fastgen counts on the classes of tokens that fastgen protects, not on {protection}",
         "use policy fastgen, and replace its other parts",
+    ),
+    Pair(
+        lambda policy: (
+            isinstance(policy.plan, Profiled)
+            and isinstance(policy.protection, TokenClasses)
+            and any(getattr(policy.plan, name) != getattr(policy.protection, name) for name in OF_FREQUENT)
+        ),
+        "plan fastgen and {protection} differ in frequent or frequent_among",
+        "give both to policy fastgen",
     ),
     Pair(
         lambda policy: policy.codec.bits is not None and policy.codec.positions == "cache" and not policy.slides,
@@ -83,7 +92,7 @@ def fitted(policy: Policy) -> Policy:
         ValueError: two parts are incompatible; the message names them and suggests a fix.
     """
     simple = type(policy.protection) is Protection and not policy.protection.special
-    slides = policy.codec.positions == "cache" and policy.slides and simple and not policy.plan.per_head
+    slides = policy.codec.positions == "cache" and policy.slides and simple and not policy.plan.sizing.per_head
     codec = dataclasses.replace(policy.codec, sliding=slides, sinks=policy.protection.sinks if slides else 0)
     policy = dataclasses.replace(policy, codec=codec)
     for pair in PAIRS:

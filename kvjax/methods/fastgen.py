@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -14,9 +14,9 @@ from kvjax.cache.slots import sum_of_most
 from kvjax.methods.combine import combine
 from kvjax.methods.h2o import Accumulated
 from kvjax.methods.register import register
-from kvjax.policies.allocation import Plan, Quota, Uniform
+from kvjax.policies.allocation import Plan, Sizing, Uniform
 from kvjax.policies.policy import Policy
-from kvjax.policies.protection import Protected, Protection
+from kvjax.policies.protection import Protected, Protection, Quota
 from kvjax.policies.stats import Near, Sums
 from kvjax.types import Heads, New, Parts, View, check, number, setting, wide, written
 
@@ -24,7 +24,12 @@ if TYPE_CHECKING:
     from kvjax.models.model import LanguageModel
 
 PARTS = ("special", "punctuation", "frequent", "local")
-SPECIAL, PUNCTUATION = 1, 2
+SPECIAL, PUNCTUATION, FREQUENT, EVERYTHING = 1, 2, 4, 8
+"""Bits of what a head keeps; the first two are classes of tokens."""
+
+
+OF_FREQUENT = ("frequent", "frequent_among")
+"""Settings that a plan and its protection have in common."""
 
 
 class Profile(struct.PyTreeNode):
@@ -35,14 +40,14 @@ class Profile(struct.PyTreeNode):
     recovered: Float[Array, "b h choices"]
     """Share of the prompt's attention that each choice but the full cache recovers, a mean over query rows."""
     wanted: UInt8[Array, "b h"]
-    """Which classes of tokens the choice keeps."""
+    """Bits of what the choice keeps."""
     local: Float[Array, "b h"]
     """The local window's share of the length; 0 without one."""
 
 
 @struct.dataclass
 class TokenClasses(Protection):
-    """Special tokens and punctuation, in the heads that were found to need them, and each head's local window.
+    """Special tokens and punctuation, in the heads that were found to need them, local windows and frequent tokens.
 
     Those of text that was given never leave, those that the model wrote leave last. The token being read is always
     there.
@@ -55,6 +60,9 @@ class TokenClasses(Protection):
         markers: sequences of ids that count as special, where they are given. If none of these three is, the model's
             tokenizer tells.
         classes: of every token id; made by `bind`.
+        frequent: r_f, the most attended tokens' share of the current length, in [0, 1].
+        frequent_among: `all` for section 3.2's union; `others` for floor(frequent L) tokens more than there are for
+            other reasons, which is not the paper's.
     """
 
     sinks: int = setting(0)
@@ -62,6 +70,8 @@ class TokenClasses(Protection):
     punctuation: tuple[int, ...] = setting(())
     markers: tuple[tuple[int, ...], ...] = setting(())
     classes: UInt8[Array, " vocab"] | None = None
+    frequent: float = number(0.3)
+    frequent_among: str = setting("all")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -112,7 +122,16 @@ class TokenClasses(Protection):
         kept = (view.slots.protection & found.wanted[..., None]) > 0
         written = view.position >= new.prompt_length[:, None, None]
         recent = jnp.maximum(window, int(self.recent) - 1) + (not new.given)
-        return Protected(jnp.zeros_like(view.limit), recent, kept & ~written, kept & written)
+        return Protected(
+            jnp.zeros_like(view.limit), recent, kept & ~written, kept & written, self._quota(found.wanted, new)
+        )
+
+    def _quota(self, wanted: UInt8[Array, "b h"], new: New) -> Quota:
+        """The floor(r_f L) most attended of the L tokens before a step's; none in heads without, all in full ones."""
+        frequent = _share(self.frequent, length_before(new))[:, None]
+        most = jnp.where((wanted & FREQUENT) > 0, frequent, 0)
+        most = jnp.where((wanted & EVERYTHING) > 0, jnp.iinfo(jnp.int32).max, most)
+        return Quota(most, self.frequent_among == "all")
 
     def check_budget(self, smallest: int) -> None:
         """There is no budget."""
@@ -162,10 +181,6 @@ class Profiled(Uniform):
             other reasons, which is not the paper's.
     """
 
-    per_head: ClassVar[bool] = True
-    decides: ClassVar[bool] = True
-    ends: ClassVar[bool] = True
-
     threshold: float = number(0.95)
     local: float = setting(0.3)
     frequent: float = number(0.3)
@@ -191,9 +206,10 @@ class Profiled(Uniform):
         check(share, "spare_punctuation", self.spare_punctuation, "a share of the new tokens in [0, 1]")
 
     @property
-    def shrinks(self) -> bool:  # type: ignore[override]
-        """Whether several frequent tokens may be overtaken in one step."""
-        return self.frequent_among == "all" and "frequent" in self.order
+    def sizing(self) -> Sizing:
+        """Slots for each head, by its choice; several frequent tokens may be overtaken in one step."""
+        overtaken = self.frequent_among == "all" and "frequent" in self.order
+        return Sizing(mode="profiled", per_head=True, fixed_length=True, may_shrink=overtaken)
 
     @property
     def choices(self) -> tuple[tuple[str, ...], ...]:
@@ -214,7 +230,7 @@ class Profiled(Uniform):
         return Profile(
             choice=jnp.full((rows, heads), len(self.order), jnp.int32),
             recovered=jnp.zeros((rows, heads, len(self.order)), none.dtype),
-            wanted=none.astype(jnp.uint8),
+            wanted=jnp.full((rows, heads), EVERYTHING, jnp.uint8),
             local=none,
         )
 
@@ -224,7 +240,7 @@ class Profiled(Uniform):
         newest = Near(jnp.full_like(new.position, self.recent), self.recent) if self.recent > 1 else Near()
         return Sums(), Near(self._window(new.position + 1), most), newest
 
-    def settle(
+    def head_budgets(
         self, answers: tuple[Array, Array, Array], view: View, ranks: Float[Array, "b h c"] | None, new: New
     ) -> tuple[Int[Array, "b h"], Profile]:
         """Equation 1: the first choice whose recovered attention, a mean over the prompt's queries, reaches T."""
@@ -252,14 +268,6 @@ class Profiled(Uniform):
         window = jnp.asarray([self.local * ("local" in parts) for parts in self.choices], total.dtype)[choice]
         kept = (view.live & ((classes & wanted[..., None]) > 0)).sum(-1, dtype=jnp.int32)
         return self._slots(choice, kept, new), Profile(choice, shares.astype(total.dtype), wanted, window)
-
-    def competing(self, heads: Heads, new: New) -> Quota:
-        """The floor(r_f L) most attended of the L tokens before a step's; none in heads without, all in full ones."""
-        choice = heads.state.plan.choice
-        frequent = _share(self.frequent, length_before(new))[:, None]
-        most = jnp.where(self._has("frequent", choice), frequent, 0)
-        most = jnp.where(choice == len(self.order), jnp.iinfo(jnp.int32).max, most)
-        return Quota(most, self.frequent_among == "all")
 
     def _window(self, length: Int[Array, "*b"]) -> Int[Array, "*b"]:
         """Newest tokens that a row of eq. 1 holds, itself included."""
@@ -298,7 +306,9 @@ def _share(share: Any, length: Int[Array, "..."]) -> Int[Array, "..."]:
 
 
 def _wanted(parts: tuple[str, ...]) -> int:
-    return SPECIAL * ("special" in parts) + PUNCTUATION * ("punctuation" in parts)
+    # A choice without parts is the full cache.
+    bits = {"special": SPECIAL, "punctuation": PUNCTUATION, "frequent": FREQUENT}
+    return sum(bits.get(part, 0) for part in parts) if parts else EVERYTHING
 
 
 @register(paper="FastGen, eq. 1, 2", group="what stays is a matter of attention")
@@ -323,6 +333,6 @@ def fastgen(
     When: close to the full cache only: a threshold of 0.95 saves 15% of the bytes for 12% in perplexity, and below
     0.8 it collapses (SmolLM2 on WikiText-2).
     """
-    kept = TokenClasses(sinks, recent, special, punctuation, markers)
+    kept = TokenClasses(sinks, recent, special, punctuation, markers, frequent=frequent, frequent_among=frequent_among)
     plan = Profiled(threshold, local, frequent, order, spare_special, spare_punctuation, recent, frequent_among)
     return combine(Accumulated(), protection=kept, plan=plan, **common)

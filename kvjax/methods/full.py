@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 from flax import struct
 
 from kvjax.methods.combine import combine
 from kvjax.methods.register import register
 from kvjax.methods.window import Recency
-from kvjax.policies.allocation import Plan, Uniform
+from kvjax.policies.allocation import Plan, Sizing, Uniform
 from kvjax.policies.policy import Policy
 
 
@@ -20,8 +20,10 @@ class Unbounded(Uniform):
     .. math:: o = \mathrm{softmax}(q K^\top / \sqrt d) V \quad \text{over all tokens}
     """
 
-    bounded: ClassVar[bool] = False
-    ends: ClassVar[bool] = True
+    @property
+    def sizing(self) -> Sizing:
+        """No bound, and slots for the planned text only."""
+        return Sizing(mode="unbounded", fixed_length=True)
 
     def spread_by(self, other: Plan) -> Plan:
         """Refuse a plan: there is nothing to spread."""

@@ -34,6 +34,6 @@ class Interleaved(Plan):
         if written(self.period, self.ratio) and (self.period < 2 or self.ratio < 1):
             raise ValueError(f"period={self.period!r}, ratio={self.ratio!r} are not layers from 2 and a ratio from 1.")
 
-    def shares(self, budget: int, layers: int) -> np.ndarray:
+    def layer_budgets(self, budget: int, layers: int) -> np.ndarray:
         weights = np.where(np.arange(layers) % self.period == 0, self.ratio, 1.0)
         return weights * (budget * layers / weights.sum())

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
+from jax.core import Tracer
 from jaxtyping import Array, Float, Int
 
 from kvjax.methods.combine import combine
 from kvjax.methods.register import register, register_part
-from kvjax.policies.allocation import Plan
+from kvjax.policies.allocation import Plan, Sizing
 from kvjax.policies.policy import Policy
 from kvjax.policies.protection import Protection
 from kvjax.policies.score import Requirements, Score
@@ -47,7 +48,7 @@ class Arithmetic(Plan):
         if written(self.ratio) and self.ratio < 1:
             raise ValueError(f"ratio={self.ratio!r} is not a ratio of the first layer's slots to the last's from 1.")
 
-    def shares(self, budget: int, layers: int) -> np.ndarray:
+    def layer_budgets(self, budget: int, layers: int) -> np.ndarray:
         last = 2 * budget / (1 + self.ratio)
         return np.linspace(self.ratio * last, last, layers) if layers > 1 else np.full(1, float(budget))
 
@@ -110,17 +111,17 @@ class AfterLimit(Plan):
         return "rest" if self.mask is None else "mask"
 
     @property
-    def shrinks(self) -> bool:  # type: ignore[override]
-        """Whether a cache gets smaller once the context limit is passed."""
-        return self.context_limit is not None
+    def sizing(self) -> Sizing:
+        """A cache gets smaller once the context limit is passed."""
+        return Sizing(may_shrink=self.context_limit is not None)
 
-    def shares(self, budget: int, layers: int) -> np.ndarray:
-        """Those of the other plan."""
-        return self.plan.shares(budget, layers)
+    def layer_budgets(self, budget: int, layers: int) -> np.ndarray:
+        """Return those of the other plan."""
+        return self.plan.layer_budgets(budget, layers)
 
     def spread_by(self, other: Plan) -> Plan:
         """C_l as the other plan has it."""
-        return super().spread_by(other) if other.per_head else dataclasses.replace(self, plan=other)
+        return super().spread_by(other) if other.sizing.per_head else dataclasses.replace(self, plan=other)
 
     def _left(self, limit: Int[Array, "*b"]) -> Int[Array, "*b"]:
         # What is left of a text beyond the context limit.
@@ -129,23 +130,17 @@ class AfterLimit(Plan):
         middle = mask_width(limit, self.mask.omega)
         return jnp.minimum(limit, self.mask.sink_slots(limit) + self.mask.recent_slots(limit) + middle)
 
-    def room(self, limit: Int[Array, "b h"], length: Int[Array, " b"]) -> Int[Array, "b h"]:
-        """C_l, or the mask and C_sink middle tokens, beyond the context limit; everything up to it."""
+    def slots_at(self, limit: Int[Array, "b h"], length: Int[Array, " b"]) -> Int[Array, "b h"]:
+        """Return C_l, or the mask and C_sink middle tokens, beyond the context limit, and everything up to it."""
         left = self._left(limit)
         if self.context_limit is None:
             return left
-        return jnp.where(length[:, None] <= self.context_limit, self.context_limit, left)
-
-    def buffer_slots(self, limit: int, shortest: int) -> int:
-        """What is left beyond the context limit, or the limit if a prompt is no longer than that."""
-        if self.context_limit is not None and self.context_limit < limit:
+        if not isinstance(limit, Tracer) and self.context_limit < limit.max():
             raise ValueError(
-                f"context_limit={self.context_limit} is below the C_1 = {limit} slots of the first layer, and no layer "
-                "may hold more than the limit; use a higher limit, a smaller budget or a smaller ratio."
+                f"context_limit={self.context_limit} is below the C_1 = {limit.max()} slots of the first layer, and no "
+                "layer may hold more than the limit; use a higher limit, a smaller budget or a smaller ratio."
             )
-        if self.context_limit is not None and shortest <= self.context_limit:
-            return self.context_limit
-        return int(self._left(jnp.asarray(limit)))
+        return jnp.where(length[:, None] <= self.context_limit, self.context_limit, left)
 
 
 def mask_width(limit: Int[Array, "*b"], omega: float) -> Int[Array, "*b"]:

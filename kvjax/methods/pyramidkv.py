@@ -41,7 +41,7 @@ class Pyramid(Plan):
         if written(self.beta, self.window) and (self.beta < 1 or self.window < 0):
             raise ValueError(f"beta={self.beta!r}, window={self.window!r} are not a divisor from 1 and slots from 0.")
 
-    def shares(self, budget: int, layers: int) -> np.ndarray:
+    def layer_budgets(self, budget: int, layers: int) -> np.ndarray:
         if layers == 1:
             return np.full(1, float(budget))
         beyond = budget - self.window

@@ -66,14 +66,15 @@ class PromptWindow(Score):
         return Sums(seen.astype(wide(new.q.dtype)), group="max" if self.group == "max" else "sum")
 
     def fold(self, answers: Float[Array, "b h c"], view: View, new: New) -> tuple[Array, Array]:
-        """Add up the attention of the windows."""
+        """Add up the attention of the windows, and pool it at the end of a block."""
         added = answers if self.group == "max" else answers / new.q.shape[2]
         own, pooled = view.slots.score
-        return own + added, pooled + added
+        if new.token.shape[1] == 1:
+            return own + added, pooled + added
+        return own + added, self._pooled(own + added, view, new)
 
-    def settle(self, view: View, new: New) -> tuple[Array, Array]:
-        """Pool the scores of the tokens before the window over neighbours in position order."""
-        own = view.slots.score[0]
+    def _pooled(self, own: Float[Array, "b h c"], view: View, new: New) -> Float[Array, "b h c"]:
+        # Scores of the tokens before the window, pooled over neighbours in position order.
         before = view.live & (view.position < self._begin(view, new))
         scores = jnp.where(before, own, 0.0)
         live = jnp.where(view.live, view.position, jnp.iinfo(jnp.int32).max)
@@ -89,7 +90,7 @@ class PromptWindow(Score):
             scores = reduce_window(scores, lowest, jnp.maximum, sizes, strides, pads)
         scores = jnp.take_along_axis(scores, jnp.argsort(order, axis=-1), axis=-1)
         # Window tokens are not scored: one that leaves the window later counts as a generated token does.
-        return own, jnp.where(before, scores, 0.0)
+        return jnp.where(before, scores, 0.0)
 
     def score(self, view: View, new: New) -> Float[Array, "b h c"]:
         """Score = F."""

@@ -5,6 +5,7 @@ import warnings
 from typing import Any
 
 from kvjax.policies.allocation import Plan as Plan
+from kvjax.policies.allocation import Sizing as Sizing
 from kvjax.policies.policy import Policy as Policy
 from kvjax.policies.protection import Protection as Protection
 from kvjax.policies.rankings import HammingDistance as HammingDistance

@@ -4,111 +4,141 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from typing import ClassVar, NamedTuple
+import warnings
+from typing import Any, Literal
 
+import jax.numpy as jnp
 import numpy as np
 from flax import struct
 from jaxtyping import Array, Float, Int
 
 from kvjax.policies.base import Part
-from kvjax.types import Heads, New, PyTree, View, number
+from kvjax.types import New, PyTree, View, number
 
 
-class Quota(NamedTuple):
-    """How many tokens a head may hold for their score alone."""
+@dataclasses.dataclass(frozen=True)
+class Sizing:
+    """How a plan sets the number of slots of heads.
 
-    most: Int[Array, "b h"]
-    among_all: bool
-    """Whether protected tokens take such a place, too, where they score among the highest."""
+    Args:
+        mode: `budget` if it spreads the user's budget, `unbounded` if no token is evicted, `profiled` if it finds out
+            from each prompt how many slots a head needs. Only `budget` takes a budget.
+        per_head: True if `head_budgets` gives the heads of a layer different numbers of slots.
+        fixed_length: True if the slots suffice for the planned text only.
+        may_shrink: True if one step may have to evict several tokens, as where `slots_at` falls.
+    """
+
+    mode: Literal["budget", "unbounded", "profiled"] = "budget"
+    per_head: bool = False
+    fixed_length: bool = False
+    may_shrink: bool = False
+
+
+_RENAMED = {"shares": "layer_budgets", "settle": "head_budgets", "room": "slots_at"}
+_REPLACED = {
+    "per_head": "override the property sizing, which returns kvjax.Sizing(per_head=True)",
+    "decides": "override the property sizing, which returns kvjax.Sizing(mode='profiled')",
+    "bounded": "override the property sizing, which returns kvjax.Sizing(mode='unbounded')",
+    "ends": "override the property sizing, which returns kvjax.Sizing(fixed_length=True)",
+    "shrinks": "override the property sizing, which returns kvjax.Sizing(may_shrink=True)",
+    "buffer_slots": "buffers hold slots_at of the shortest prompt",
+    "budgets": "override layer_budgets, which kvjax rounds",
+    "competing": "the guard of a protection returns it as Protected.quota",
+}
 
 
 @struct.dataclass(kw_only=True)
 class Plan(Part, interface=True):
-    """Gives every layer its slots; all layers together always get exactly `layers * budget`.
+    """Number of slots of each layer and head; the layers together get exactly `layers * budget`.
 
     Args:
-        extra_slots: slots per head beyond the budget that the user names, for comparisons at equal memory.
+        extra_slots: slots per head beyond the user's budget, for comparisons at equal memory.
 
     Example:
-        >>> kvjax.methods.PLANS["arithmetic"](ratio=3.0).budgets(64, layers=4).tolist()
-        [96, 75, 53, 32]
+        >>> kvjax.methods.PLANS["arithmetic"](ratio=3.0).layer_budgets(64, layers=3).tolist()
+        [96.0, 64.0, 32.0]
     """
-
-    per_head: ClassVar[bool] = False
-    """Whether `settle` gives each head of a layer slots of its own."""
-    decides: ClassVar[bool] = False
-    """Whether it finds out how many slots each head needs: there is no budget then."""
-    bounded: ClassVar[bool] = True
-    """Whether tokens may leave at all; if not, the budget is the whole text."""
-    ends: ClassVar[bool] = False
-    """Whether the slots suffice for the planned text only."""
-    shrinks: ClassVar[bool] = False
-    """Whether several tokens may have to leave at one step, as where `room` falls."""
 
     extra_slots: int = number(0)
 
+    def __init_subclass__(cls, *, interface: bool = False, **rest: Any) -> None:
+        super().__init_subclass__(interface=interface, **rest)
+        for name in _REPLACED.keys() & vars(cls).keys():
+            raise TypeError(f"{cls.__name__}.{name} is no member of a plan any more; {_REPLACED[name]}.")
+        for old in _RENAMED.keys() & vars(cls).keys():
+            warnings.warn(f"{cls.__name__}.{old} is now {_RENAMED[old]}.", DeprecationWarning, 2)
+            setattr(cls, _RENAMED[old], vars(cls)[old])
+            delattr(cls, old)
+
+    @property
+    def sizing(self) -> Sizing:
+        """How the plan sets the number of slots of heads."""
+        return Sizing()
+
     def spread_by(self, other: Plan) -> Plan:
-        """This plan with its budget spread as another one has it."""
+        """Return a plan that spreads the budget over layers as another one does."""
         return dataclasses.replace(other, extra_slots=self.extra_slots)
 
-    def settle(
+    @abc.abstractmethod
+    def layer_budgets(self, budget: int, layers: int) -> np.ndarray:
+        """Return slots per layer before rounding, float [layers], for an average of `budget` slots per KV head."""
+
+    def head_budgets(
         self, answers: PyTree, view: View, ranks: Float[Array, "b h c"] | None, new: New
     ) -> tuple[Int[Array, "b h"], PyTree]:
-        """Slots of each head, and what the plan remembers, once a prompt has been read and ranked.
+        """Return the slots of each head, and the plan's state, once a prompt has been read and ranked.
 
         Args:
-            answers: to what it `asks`.
+            answers: attention statistics, in the structure of `asks`.
             view: all slots of the prompt.
-            ranks: of these, from `kvjax.cache.slots.rank`, for plans that give each head its own; the lowest finite
-                number is an empty slot.
+            ranks: of these slots, from `kvjax.cache.slots.rank`; empty slots have the lowest finite number. None unless
+                the plan spreads a budget over heads.
             new: the prompt.
         """
         return view.limit, view.state.plan
 
-    def room(self, limit: Int[Array, "b h"], length: Int[Array, " b"]) -> Int[Array, "b h"]:
-        """Slots that heads with a budget of `limit` may use in a text of so many tokens, all of its prompt included."""
-        return limit
+    def slots_at(self, limit: Int[Array, "b h"], length: Int[Array, " b"]) -> Int[Array, "b h"]:
+        """Return the slots that heads may use in a text of `length` tokens, the whole prompt included.
 
-    def buffer_slots(self, limit: int, shortest: int) -> int:
-        """Slots that the buffers of heads have to hold.
+        They never rise with the length: `kvjax.prefill` sizes buffers for the shortest prompt, before it compiles
+        anything.
 
         Args:
-            limit: their budget.
-            shortest: tokens of the shortest prompt.
+            limit: budget of each head.
+            length: tokens of the text.
 
         Raises:
             ValueError: the budget does not fit the plan's settings.
         """
         return limit
 
-    def competing(self, heads: Heads, new: New) -> Quota | None:
-        """How many tokens a head may hold for their score alone; None for no such bound.
 
-        Tokens that a protection has leave last stay without such a place.
-        """
-        return None
+def layer_slots(plan: Plan, budget: int, layers: int) -> np.ndarray:
+    """Return the slots per KV head of each layer, int [layers], which sum exactly to `layers * budget`.
 
-    @abc.abstractmethod
-    def shares(self, budget: int, layers: int) -> np.ndarray:
-        """Slots per layer before rounding, float [layers], for an average of `budget` slots per layer and KV head."""
+    Raises:
+        ValueError: a layer would get no slot.
+    """
+    shares = plan.layer_budgets(budget, layers)
+    whole = np.floor(shares + 1e-9).astype(np.int64)
+    # Largest remainders, so that nothing is lost to rounding; of equal ones the lower layer gets the slot.
+    order = np.argsort(-(shares - whole), kind="stable")
+    whole[order[: int(layers * budget - whole.sum())]] += 1
+    if whole.min() < 1:
+        raise ValueError(
+            f"{plan!r} gives layer {int(whole.argmin())} no slot at a budget of {budget} per layer; "
+            "use a larger budget or a flatter plan."
+        )
+    return whole
 
-    def budgets(self, budget: int, layers: int) -> np.ndarray:
-        """Slots per KV head of each layer, int [layers], that sum exactly to `layers * budget`.
 
-        Raises:
-            ValueError: a layer would get no slot.
-        """
-        shares = self.shares(budget, layers)
-        whole = np.floor(shares + 1e-9).astype(np.int64)
-        # Largest remainders, so that nothing is lost to rounding; of equal ones the lower layer gets the slot.
-        order = np.argsort(-(shares - whole), kind="stable")
-        whole[order[: int(layers * budget - whole.sum())]] += 1
-        if whole.min() < 1:
-            raise ValueError(
-                f"{self!r} gives layer {int(whole.argmin())} no slot at a budget of {budget} per layer; "
-                "use a larger budget or a flatter plan."
-            )
-        return whole
+def buffer_slots(plan: Plan, limit: int, shortest: int) -> int:
+    """Return the slots that buffers need for heads with a budget of `limit`, at most, and texts of `shortest` tokens.
+
+    Raises:
+        ValueError: the budget does not fit the plan's settings.
+    """
+    return int(plan.slots_at(jnp.full((1, 1), limit, jnp.int32), jnp.full(1, shortest, jnp.int32))[0, 0])
 
 
 @struct.dataclass
@@ -122,5 +152,5 @@ class Uniform(Plan):
     When: first. No other plan is ahead of it over `h2o` by more than the error (SmolLM2 on WikiText-2).
     """
 
-    def shares(self, budget: int, layers: int) -> np.ndarray:
+    def layer_budgets(self, budget: int, layers: int) -> np.ndarray:
         return np.full(layers, float(budget))

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float, Int
 
-from kvjax.policies.allocation import Plan, Quota, Uniform
+from kvjax.policies.allocation import Plan, Uniform
 from kvjax.policies.base import Part
 from kvjax.policies.protection import Protected, Protection
 from kvjax.policies.quantizer import Codec
@@ -19,7 +19,7 @@ from kvjax.policies.rankings import HammingDistance, OldestFirst, Ranking, as_nu
 from kvjax.policies.residual import Residual
 from kvjax.policies.score import AccumulatedScore, Score
 from kvjax.policies.selection import Selection
-from kvjax.types import Heads, New, Parts, PyTree, View, derived, setting
+from kvjax.types import New, Parts, PyTree, View, derived, setting
 
 if TYPE_CHECKING:
     from kvjax.models.model import LanguageModel
@@ -75,7 +75,7 @@ class Policy:
     @property
     def bounded(self) -> bool:
         """True if a budget has an effect: tokens are evicted, or left out of attention."""
-        return self.plan.bounded or self.selection is not None
+        return self.plan.sizing.mode != "unbounded" or self.selection is not None
 
     def bind(self, model: LanguageModel) -> Policy:
         """Return a copy whose parts are prepared for a model; `prefill` calls this outside of compilation.
@@ -112,14 +112,14 @@ class Policy:
         return dataclasses.replace(self, **{name: change(part) for name, part in parts.items() if part is not None})
 
     @property
-    def shrinks(self) -> bool:
+    def may_shrink(self) -> bool:
         """True if one step may have to evict several tokens."""
-        return self.plan.shrinks
+        return self.plan.sizing.may_shrink
 
     @property
-    def ends(self) -> bool:
+    def fixed_length(self) -> bool:
         """True if the slots suffice only for the planned text."""
-        return self.plan.ends
+        return self.plan.sizing.fixed_length
 
     @property
     def slides(self) -> bool:
@@ -174,13 +174,9 @@ class Policy:
         """Return the score of each slot as a number, and the protection of the slots."""
         return as_numbers(self.ranking(view, new), view), self.protection.guard(view, new)
 
-    def room(self, limit: Int[Array, "b h"], length: Int[Array, " b"]) -> Int[Array, "b h"]:
+    def slots_at(self, limit: Int[Array, "b h"], length: Int[Array, " b"]) -> Int[Array, "b h"]:
         """Return the usable slots of each head for a text of `length` tokens, the whole prompt included."""
-        return self.plan.room(limit, length)
-
-    def competing(self, heads: Heads, new: New) -> Quota | None:
-        """Return the number of tokens that a head may keep by score alone; None for no such bound."""
-        return self.plan.competing(heads, new)
+        return self.plan.slots_at(limit, length)
 
     def fold(self, answers: PyTree, view: View, new: New) -> PyTree:
         """Return the score's state of each slot, updated after attention.

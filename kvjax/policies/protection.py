@@ -14,6 +14,14 @@ from kvjax.policies.base import Part
 from kvjax.types import New, PyTree, View, check, is_share, number, setting, written
 
 
+class Quota(NamedTuple):
+    """Number of tokens that a head may keep for their score alone."""
+
+    most: Int[Array, "b h"]
+    among_all: bool
+    """True if protected tokens that score among the highest count, too."""
+
+
 class Protected(NamedTuple):
     """Protected tokens and slots of some heads.
 
@@ -28,6 +36,11 @@ class Protected(NamedTuple):
     """Slots that are never evicted while there is another one."""
     last: Bool[Array, "b h c"] | None = None
     """Slots that are evicted only if no other slot can be."""
+    quota: Quota | None = None
+    """Bound on the tokens that heads keep for their score alone, those in `last` apart; None for no bound.
+
+    It may depend on `view.limit` and `view.state`, not on slots. Only a plan with slots for each head keeps it.
+    """
 
 
 @struct.dataclass

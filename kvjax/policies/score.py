@@ -52,8 +52,8 @@ class Score(Part, interface=True):
     - `slot` of the new token; the result is stored beside its key and value.
     - After attention `advance` and `fold`, if the score `asks` for attention statistics.
 
-    A prompt, a turn or a chunk is read as a whole: `slot`, attention, `advance`, `fold` and `settle`. Then the slots
-    that rank highest are kept.
+    A prompt, a turn or a chunk is read as a whole: `slot`, attention, `advance` and `fold`. Then the slots that rank
+    highest are kept.
 
     Example:
         >>> import flax
@@ -69,6 +69,8 @@ class Score(Part, interface=True):
 
     def __init_subclass__(cls, *, interface: bool = False, **rest: Any) -> None:
         super().__init_subclass__(interface=interface, **rest)
+        if "settle" in vars(cls):
+            raise TypeError(f"{cls.__name__}.settle is now part of fold, which sees whole heads of a block.")
         old = {"aligned": "heads", "aligned_layers": "layers"}
         for name in old.keys() & vars(cls).keys():
             made = Requirements(shared_slots=old[name])
@@ -81,7 +83,7 @@ class Score(Part, interface=True):
     def __new__(cls, *values: Any, **named: Any) -> Self:
         """Check that statistics from `asks` have a method that uses them, and that `fold` gets statistics."""
         asks = cls.asks is not Part.asks
-        folds = any(getattr(cls, name) is not getattr(Score, name) for name in ("fold", "advance", "settle"))
+        folds = any(getattr(cls, name) is not getattr(Score, name) for name in ("fold", "advance"))
         if asks and not folds:
             raise TypeError(
                 f"{cls.__name__} asks for statistics of attention and never takes them; override fold, which gets them."
@@ -99,7 +101,10 @@ class Score(Part, interface=True):
         return Requirements()
 
     def fold(self, answers: PyTree, view: View, new: New) -> PyTree:
-        """Return the new state of each slot, `view.slots.score`, after attention; each slot independently.
+        """Return the new state of each slot, `view.slots.score`, after attention.
+
+        Each slot is updated independently, except after a block of tokens: then `view` has all slots of a head, and the
+        state of one may depend on the others.
 
         Args:
             answers: attention statistics, in the structure of `asks`.
@@ -111,10 +116,6 @@ class Score(Part, interface=True):
     def advance(self, heads: Heads, new: New) -> PyTree:
         """Return the new state of whole heads, `heads.state.score`, after attention and before `fold`."""
         return heads.state.score
-
-    def settle(self, view: View, new: New) -> PyTree:
-        """Return the new state of each slot at the end of a block; it may depend on all slots of a head."""
-        return view.slots.score
 
     @abc.abstractmethod
     def score(self, view: View, new: New) -> Ranking:

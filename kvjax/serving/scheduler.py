@@ -96,7 +96,7 @@ class Device:
                 f"context={self.context} does not fit the model's {config.max_positions} positions; ask for fewer"
                 f"{instead(config)}."
             )
-        self.budget = budget if self.policy.plan.bounded else self.context
+        self.budget = budget if self.policy.plan.sizing.mode != "unbounded" else self.context
         slots = [self._slots(1, end, budget) for end in (2, self.context)]
         limits, capacities = zip(*slots, strict=True)
         self._sizes = Sizes(
@@ -151,12 +151,12 @@ class Device:
         if len(self._ends(request)) > ENDS:
             raise ValueError(f"{len(self._ends(request))} ids that end a text are more than {ENDS}; give fewer.")
         budget = self.budget if request.budget is None else whole_number("budget", request.budget)
-        if request.budget is not None and not self.policy.plan.bounded:
+        if request.budget is not None and self.policy.plan.sizing.mode == "unbounded":
             raise ValueError(f"budget={budget} means nothing to policy {name_of(self.policy)}; leave it out.")
         if budget > self.budget:
             raise ValueError(f"budget={budget} is more than the {self.budget} slots that there are; ask for fewer.")
         # If the slots suffice only for the planned length, all texts are planned for the whole context.
-        end = self.context if self.policy.plan.ends else end
+        end = self.context if self.policy.plan.sizing.fixed_length else end
         limits, _ = self._slots(len(prompt), end, budget)
         if any(limit.max() > room for limit, room in zip(limits, self._sizes.capacities, strict=True)):
             raise ValueError(f"budget={budget} gives a layer more slots than there are; leave it out.")
@@ -300,7 +300,7 @@ def _served(policy: Policy, model: Model) -> Policy:
         raise ValueError(
             "requests come to one process, and others would not know of them; give the server a mesh of one process."
         )
-    if policy.plan.per_head or policy.plan.decides:
+    if policy.plan.sizing.per_head or policy.plan.sizing.mode == "profiled":
         raise ValueError(
             f"{name} gives each head slots of its own once a prompt has been read, so that a row's memory is not known "
             "before; serve another policy, or another plan."

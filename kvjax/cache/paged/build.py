@@ -35,7 +35,7 @@ def select(policy: Policy, config: LayerConfig, view: View, new: New) -> tuple[S
     """
     order, count = slots.chosen(policy, view, new)
     leaving = view.live & (jnp.argsort(order, axis=-1) >= count[..., None])
-    if policy.ends:
+    if policy.fixed_length:
         # A head gets one token per step: do not allocate slots that it cannot fill.
         view = view.replace(limit=jnp.minimum(view.limit, count + (new.end - new.read)[:, None]))
     if policy.codec.ordered:

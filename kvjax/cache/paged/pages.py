@@ -60,6 +60,16 @@ class Pages(struct.PyTreeNode):
         """Return the limits and states of a layer's heads."""
         return Heads(self.limit[layer], self.state[layer])
 
+    def without_tokens(self, layer: int) -> View:
+        """Return a layer's heads with one empty slot each, for results that depend on heads alone."""
+        heads = self.heads(layer)
+
+        def empty(leaf: Array) -> Array:
+            return jnp.zeros((*heads.limit.shape, 1, *leaf.shape[2:]), leaf.dtype)
+
+        kv, slots = jax.tree.map(empty, (self.kv, self.slots))
+        return View(heads.limit, heads.state, kv, empty(self.position) - 1, slots)
+
     def put_state(self, layer: int, **state: PyTree) -> Self:
         """Replace states of some parts for a layer, given by the parts' names."""
         changed = self.state[layer].replace(**state)

@@ -74,7 +74,7 @@ class Paged(Pages):
     ) -> tuple[Paged, Contest]:
         """Evict tokens until each head must evict at most one more, and return the candidates for it."""
         start = self._contest(policy, layer, new)
-        if not policy.shrinks:
+        if not policy.may_shrink:
             return self, start
 
         def leaving(contest: Contest) -> Int[Array, "b h"]:
@@ -133,8 +133,8 @@ class Paged(Pages):
 
     def _contest(self, policy: Policy, layer: int, new: New) -> Contest:
         rows, heads = new.k.shape[:2]
-        limit = slots.room(policy, self.limit[layer], new).reshape(-1)
-        places = policy.competing(self.heads(layer), new)
+        limit = slots.slots_at(policy, self.limit[layer], new).reshape(-1)
+        quota = policy.protection.guard(self.without_tokens(layer), new).quota
         size = self.page_size
 
         def usable(at: Array, valid: Array, owner: Array) -> Bool[Array, "p s"]:
@@ -147,7 +147,7 @@ class Paged(Pages):
             here = usable(at, valid, owner)
             flat = (at + jnp.arange(len(valid), dtype=jnp.int32))[:, None] * size + jnp.arange(size, dtype=jnp.int32)
             members = owned(owner, valid, rows * heads)
-            if places is None:
+            if quota is None:
                 return better(carry[0], lowest(here, ranks, position, flat, members)), *carry[1:]
             competes = here & (position >= 0) & (ranks < slots.last_resort(ranks.dtype))
             count = jnp.where(members, competes.sum(-1, dtype=jnp.int32), 0).sum(1, dtype=jnp.int32)
@@ -163,10 +163,10 @@ class Paged(Pages):
         )
         none = jnp.zeros(rows * heads, jnp.int32)
         rest, weakest, count = self.over_pages(layer, look, (nobody, nobody, none))
-        if places is None:
+        if quota is None:
             return Contest(rest, weakest, none)
-        if not places.among_all:
-            return Contest(rest, weakest, count - places.most.reshape(-1))
+        if not quota.among_all:
+            return Contest(rest, weakest, count - quota.most.reshape(-1))
 
         def ahead(count: Array, at: Array, valid: Array) -> Array:
             view, seen, owner = self.view(layer, new, at, len(valid))
@@ -178,7 +178,7 @@ class Paged(Pages):
             return count + jnp.where(members, higher.sum(-1, dtype=jnp.int32), 0).sum(1, dtype=jnp.int32)
 
         place = self.over_pages(layer, ahead, none) + 1
-        return Contest(rest, weakest, jnp.where(weakest[2] < NOBODY, place - places.most.reshape(-1), 0))
+        return Contest(rest, weakest, jnp.where(weakest[2] < NOBODY, place - quota.most.reshape(-1), 0))
 
     def _write_slots(self, slot: Int[Array, "b h"], added: dict[str, PyTree]) -> Paged:
         """Write one new entry per head into a slot; entries for slots out of bounds are dropped."""

@@ -65,10 +65,10 @@ def _ordering(model: Model, entry: Entry, tokens: Int[np.ndarray, "b n"]) -> dic
     """Measure how scores order the passages' tokens, for any budget; None if they cannot be replayed."""
     policy = entry.policy
     if (
-        not policy.plan.bounded
+        policy.plan.sizing.mode == "unbounded"
         or policy.score.requires.shared_slots == "layers"
         or policy.score.requires.host_memory
-        or policy.plan.shrinks
+        or policy.plan.sizing.may_shrink
     ):
         return {"attention_loss_ratio": None, "score_correlation": None}
     found = ordering(model, policy, tokens)

@@ -30,9 +30,9 @@ def check_policy(policy: Policy, mask: str) -> None:
     """
     name = name_of(policy)
     check_mask(policy, mask)
-    if not policy.plan.bounded:
+    if policy.plan.sizing.mode == "unbounded":
         raise ValueError(f"policy {name!r} evicts nothing, so that there is nothing to learn; choose one that does.")
-    if policy.plan.shrinks:
+    if policy.plan.sizing.may_shrink:
         raise ValueError(f"policy {name!r} lets several tokens go in one step; set its slots to stay the same.")
     if policy.residual is not None:
         raise ValueError(f"policy {name!r} is what the kernels are for; give the policy that it wraps, such as h2o.")
@@ -74,7 +74,7 @@ def collect(
     bound, config = ready(model, policy, budget, plan), model.config
     total, n = tokens.shape
     rows = next(size for size in range(min(rows, total), 0, -1) if total % size == 0)
-    if bound.plan.per_head:
+    if bound.plan.sizing.per_head:
         raise ValueError("kernels cannot learn from heads with slots of their own; use another plan or policy.")
     limits, capacities = plan_slots(bound, budget, np.ones(rows, np.int64), n - 1, config, 1)
     bound = bound.sized(lines_of(limits))
