@@ -102,10 +102,9 @@ def decode_attention(
     # A kernel is imported when it runs: Pallas imports slowly, and jax-triton may be missing.
     if chosen in ("pallas", "mosaic"):
         arguments["interpret"] = interpret
-    if chosen == "pallas" and common.pallas_form(platform) == "gpu":
-        chosen = "pallas_gpu"
-    form = importlib.import_module(f"pallas_kernels.decode_attention.{chosen}")
-    if chosen == "pallas":
+    file = {"pallas": f"pallas_{common.pallas_form(platform)}", "mosaic": "mosaic_gpu", "triton": "triton"}[chosen]
+    form = importlib.import_module(f"pallas_kernels.decode_attention.{file}")
+    if file == "pallas_tpu":
         return form.decode_attention(q, k, v, position, query_position, spec, sinks=sinks, **arguments)
     if sinks is None:
         return form.decode_attention(q, k, v, position, query_position, spec, **arguments)

@@ -113,9 +113,9 @@ def decode_step(
         decode_attention(q, k, v, position, new_position, spec, sinks=sinks, scores=scores, **how)
     if chosen == "xla":
         return reference.decode_step(*arrays, **arguments, platform=common.platform_of(platform))
-    from pallas_kernels.decode_step import pallas  # slow to import
+    from pallas_kernels.decode_step import pallas_tpu  # slow to import
 
-    return pallas.decode_step(*arrays, **arguments, interpret=interpret)
+    return pallas_tpu.decode_step(*arrays, **arguments, interpret=interpret)
 
 
 def one_pass(
@@ -178,12 +178,15 @@ def limit(
     )
     if refused is not None:
         return refused
-    from pallas_kernels.decode_step import pallas
+    from pallas_kernels.decode_step import pallas_tpu
 
     c, planes = k.shape[2], () if hashed is None else hashed.hashing.planes.shape
     words = 0 if hashed is None else len(hashed.codes)
-    unit = math.lcm(*(pallas.unit(stored(x)[0]) for x in (k, v)))
-    needed, most = pallas.block_bytes(q, k, v, scores, planes[-2] if planes else 0), pallas.VMEM_BYTES * pallas.room()
+    unit = math.lcm(*(pallas_tpu.unit(stored(x)[0]) for x in (k, v)))
+    needed, most = (
+        pallas_tpu.block_bytes(q, k, v, scores, planes[-2] if planes else 0),
+        pallas_tpu.VMEM_BYTES * pallas_tpu.room(),
+    )
     return common.first_limit(
         (len(planes) < 4, f"it hashes by the same planes in all rows, not by {list(planes)} [b h bits d]"),
         *words_limits(q.shape[2], words, c),

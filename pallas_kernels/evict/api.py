@@ -8,7 +8,7 @@ import jax
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels import common
-from pallas_kernels.evict import pallas, reference
+from pallas_kernels.evict import pallas_tpu, reference
 from pallas_kernels.ranking import Protection
 
 WORDS = ("float32", "int32", "uint32")
@@ -80,7 +80,7 @@ def evict(
     chosen = common.choose("evict", implementation, limits, platform=platform, interpret=interpret, task=task)
     if chosen == "xla":
         return reference.evict(scores, position, new_position, buffers, added, pairs=pairs, **arguments)
-    found = pallas.evict(scores, position, new_position, buffers, added, interpret=interpret, **arguments)
+    found = pallas_tpu.evict(scores, position, new_position, buffers, added, interpret=interpret, **arguments)
     return found if pairs else (*found[:2], None, *found[3:])
 
 
@@ -90,14 +90,14 @@ def limit(position: Array, buffers: Any, form: str) -> str | None:
     leaves = jax.tree.leaves(buffers)
     narrow = [leaf.dtype for leaf in leaves if leaf.ndim == 3 and leaf.dtype not in (*WORDS, "bool")]
     several = [leaf for leaf in leaves if leaf.ndim != 3]
-    planes = [leaf for leaf in several if leaf.ndim == 4 and pallas.in_planes(leaf)]
+    planes = [leaf for leaf in several if leaf.ndim == 4 and pallas_tpu.in_planes(leaf)]
     # Buffers with slots along the lanes are read and written as whole blocks: too much for keys and values.
     turned = [leaf.shape[3] for leaf in planes if leaf.dtype not in WORDS or leaf.shape[3] > 16]
     large = [leaf.shape[3] for leaf in planes if common.padded(leaf.shape[3], common.SUBLANES) * c > PLANES]
     kinds = all(leaf.ndim == 4 and leaf.dtype in (*WIDE, *WORDS) for leaf in several)
     return common.first_limit(
         (form == "tpu", "it is written for tpu alone"),
-        (c % pallas.UNIT == 0 and c <= 16384, f"c={c} slots are not a multiple of {pallas.UNIT} up to 16384"),
+        (c % pallas_tpu.UNIT == 0 and c <= 16384, f"c={c} slots are not a multiple of {pallas_tpu.UNIT} up to 16384"),
         (not narrow, f"a buffer [b h c] holds {narrow and narrow[0]}, not one of {', '.join(WORDS)}, bool"),
         (kinds, f"a buffer of several numbers per slot is not [b h c w] of {', '.join(dict.fromkeys(WIDE + WORDS))}"),
         (all(leaf.shape[3] <= 256 for leaf in several), "a buffer holds more than 256 numbers per slot"),

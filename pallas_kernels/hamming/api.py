@@ -9,7 +9,7 @@ from typing import Any
 from jaxtyping import Array, Bool, Int, UInt32
 
 from pallas_kernels import common
-from pallas_kernels.hamming import pallas, reference
+from pallas_kernels.hamming import pallas_tpu, reference
 from pallas_kernels.ranking import Protection
 
 
@@ -61,7 +61,7 @@ def hamming(
     name = common.bucket("hamming", dict(b=b, c=c), settings)
     task = common.Task(name, hamming, dict(asked, protection=protection, keep=keep))
     chosen = common.choose("hamming", implementation, limits, platform=platform, interpret=interpret, task=task)
-    form = reference.hamming if chosen == "xla" else functools.partial(pallas.hamming, interpret=interpret)
+    form = reference.hamming if chosen == "xla" else functools.partial(pallas_tpu.hamming, interpret=interpret)
     return form(query, codes, position, new_position, protection=protection, keep=keep)
 
 

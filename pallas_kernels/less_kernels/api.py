@@ -129,9 +129,9 @@ def remember(
     task = Task(bucket("less_remember", dict(b=b), settings), remember, arguments)
     how: dict[str, Any] = dict(implementation=implementation, interpret=interpret, platform=platform)
     if choose("less_remember", implementation, limits, platform=platform, interpret=interpret, task=task) == "pallas":
-        from pallas_kernels.less_kernels import pallas
+        from pallas_kernels.less_kernels import pallas_tpu
 
-        return pallas.remember(memory, evicted, q, attended, of_phi, of_psi, interpret=interpret)
+        return pallas_tpu.remember(memory, evicted, q, attended, of_phi, of_psi, interpret=interpret)
     return reference.remember(
         memory,
         evicted,
@@ -170,9 +170,9 @@ def _run(
     task = Task(name, functools.partial(_run, op), dict(x=x, layers=layers))
     chosen = choose(op, implementation, limits, platform=platform, interpret=interpret, task=task)
     if chosen == "pallas":
-        from pallas_kernels.less_kernels import pallas  # imported only here: it takes longer to import than kvjax
+        from pallas_kernels.less_kernels import pallas_tpu  # imported only here: it takes longer to import than kvjax
 
-        return getattr(pallas, op)(x, *layers, interpret=interpret)
+        return getattr(pallas_tpu, op)(x, *layers, interpret=interpret)
     return getattr(reference, op)(x, *layers)
 
 

@@ -72,7 +72,7 @@ def paged_attention(
     if chosen == "xla":
         platform = common.platform_of(platform)
         return reference.paged_attention(*arrays, places=places, logits=logits, platform=platform)
-    module = importlib.import_module(f"pallas_kernels.paged_attention.{'pallas_gpu' if form == 'gpu' else 'pallas'}")
+    module = importlib.import_module(f"pallas_kernels.paged_attention.pallas_{form}")
     grid = {} if form == "gpu" else dict(layers=layers)
     return module.paged_attention(*arrays, **grid, interpret=interpret)
 

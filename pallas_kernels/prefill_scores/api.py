@@ -115,8 +115,7 @@ def prefill_scores(
         whose = None if own is None else own._replace(token=token)
         if chosen == "pallas":
             # Pallas is imported only here: it takes longer to import than kvjax.
-            name = "pallas_gpu" if form == "gpu" else "pallas"
-            return importlib.import_module(f"pallas_kernels.prefill_scores.{name}").prefill_scores(
+            return importlib.import_module(f"pallas_kernels.prefill_scores.pallas_{form}").prefill_scores(
                 q, k, v, position, key_position, here, weights, noise, whose, interpret=interpret, **settings
             )
         return reference.prefill_scores(

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.common import LANES, SUBLANES, Task, bucket, choose, first_limit, pallas_form
 from pallas_kernels.operands import turn
-from pallas_kernels.rotate import pallas
+from pallas_kernels.rotate import pallas_tpu
 
 
 def rotate(
@@ -51,7 +51,7 @@ def rotate(
     limits = {"pallas": limit(turned, cos, still, interleaved, platform)}
     task = Task(name, rotate, arguments)
     if choose("rotate", implementation, limits, platform=platform, interpret=interpret, task=task) == "pallas":
-        return pallas.rotate(turned, cos, sin, still, interpret=interpret)
+        return pallas_tpu.rotate(turned, cos, sin, still, interpret=interpret)
     return (*(turn(x, cos[:, None], sin[:, None], interleaved) for x in turned), *still)
 
 
@@ -61,7 +61,7 @@ def limit(
     """Return what these arguments need that the Pallas kernel cannot do, or None."""
     given, b = [*turned, *still], len(cos)
     dtypes, heads, widths = ([x.dtype.name for x in given], *([x.shape[axis] for x in given] for axis in (1, 2)))
-    rows = pallas.rows_of_block(given[0].dtype)
+    rows = pallas_tpu.rows_of_block(given[0].dtype)
     return first_limit(
         (pallas_form(platform) == "tpu", "it is written for tpu alone"),
         (
@@ -75,7 +75,7 @@ def limit(
         (all(n % SUBLANES == 0 for n in heads), f"n={_listed(heads)} heads are not multiples of {SUBLANES}"),
         (b % rows == 0, f"b={b} rows are not a multiple of {rows}"),
         (
-            pallas.block_bytes(given) <= pallas.VMEM_BYTES,
+            pallas_tpu.block_bytes(given) <= pallas_tpu.VMEM_BYTES,
             f"n={_listed(heads)} heads of {rows} rows are too many at once",
         ),
     )
