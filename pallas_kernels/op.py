@@ -21,7 +21,7 @@ class Options(NamedTuple):
     """How a call runs."""
 
     implementation: str
-    """As it was requested, see `pallas_kernels.common.choose`."""
+    """Requested implementation; see `pallas_kernels.common.choose`."""
     interpret: Any
     platform: str
     """Target of compilation: `cpu`, `gpu` or `tpu`."""
@@ -71,8 +71,8 @@ class Op(abc.ABC, Generic[Result]):
     def choose(self, options: Options) -> str:
         """Return the implementation to run: `xla`, `pallas`, `triton` or `mosaic`; see `common.choose`."""
         limits = {name: self.unsupported(name, options.platform) for name in self.implementations()}
-        load = self.workload()
-        task = None if load is None else Task(bucket(self.name, *load), self.repeat, self.arguments(), self.in_place)
+        workload = self.workload()
+        task = None if workload is None else self._task(bucket(self.name, *workload))
         implementation, interpret, platform = options
         return choose(self.name, implementation, limits, platform=platform, interpret=interpret, task=task)
 
@@ -106,6 +106,9 @@ class Op(abc.ABC, Generic[Result]):
     def repeat(cls, implementation: str, platform: str | None = None, **arguments: Any) -> Result:
         """Run the operation with other arguments, as benchmarks do."""
         return cls(**arguments)(implementation, platform=platform)
+
+    def _task(self, name: str) -> Task:
+        return Task(name, self.repeat, self.arguments(), self.in_place)
 
 
 def backend_of(implementation: str, platform: str) -> str:
