@@ -6,6 +6,7 @@ import importlib.metadata
 import importlib.util
 import os
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -54,6 +55,8 @@ class Task(NamedTuple):
     """Function of the arguments by name, and of `implementation` and `platform`."""
     arguments: dict[str, Any]
     """Arrays, trees of arrays, settings."""
+    in_place: Mapping[str, Callable[[Any], Any]] = MappingProxyType({})
+    """Arguments whose memory the results reuse, and the functions that find them in the results."""
 
 
 class Asked(NamedTuple):
@@ -205,11 +208,6 @@ def pallas_form(platform: str | None) -> str:
     """Return the form of a Pallas kernel for a platform, `gpu` or `tpu`."""
     platform = platform_of(platform)
     return platform if platform in ("gpu", "tpu") else SIMULATED
-
-
-def first_limit(*limits: tuple[bool, str]) -> str | None:
-    """Return the text of the first limit that is exceeded, given pairs (within, text); None if none is."""
-    return next((text for within, text in limits if not within), None)
 
 
 def padded(size: int, unit: int) -> int:

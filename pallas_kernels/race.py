@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import operator
 import statistics
 import sys
 import time
@@ -27,13 +26,6 @@ TOLERANCES = {"bfloat16": 5e-2, "float32": 2e-2}
 factors of float32 lose digits on GPU (TF32). A TPU multiplies float32 as bfloat16."""
 
 REPEATS = 3
-
-
-IN_PLACE: dict[str, dict[str, Callable[[Any], Any]]] = {
-    "evict": {"position": operator.itemgetter(3), "buffers": operator.itemgetter(4)},
-    "decode_step": {name: operator.attrgetter(name) for name in ("position", "k", "v", "buffers")},
-}
-"""Arguments whose memory an operation's results reuse, and the functions that find them in the results."""
 
 
 @dataclasses.dataclass
@@ -199,7 +191,7 @@ def program_of(asked: Asked) -> Program:
         return asked.task.run(**whole, implementation=implementation, platform=platform)
 
     made = Program(op, label, run, {name: tree for name, tree in shapes.items() if jax.tree.leaves(tree)})
-    found = {name: find for name, find in IN_PLACE.get(op, {}).items() if name in made.shapes}
+    found = {name: find for name, find in asked.task.in_place.items() if name in made.shapes}
     return dataclasses.replace(
         made, donated=tuple(found), again=lambda results: {name: find(results) for name, find in found.items()}
     )

@@ -22,8 +22,8 @@ from pallas_kernels.decode_attention import (
     Gumbel,
     decode_attention,
     kernel_parts,
-    pallas,
     pallas_gpu,
+    pallas_tpu,
     partials,
     running,
 )
@@ -59,15 +59,15 @@ def test_any_shape(shape, dtype, scores, features, alibi, way, bits, e, soft_cap
 
 
 @pytest.mark.parametrize("way", TPU_WAYS, ids=str)
-@pytest.mark.parametrize("held", [0, pallas.HELD_BYTES], ids=["scored_by_xla", "scored_on_chip"])
+@pytest.mark.parametrize("held", [0, pallas_tpu.HELD_BYTES], ids=["scored_by_xla", "scored_on_chip"])
 @pytest.mark.parametrize("scores", [slow("each"), slow("sum"), "gumbel"])
 def test_many_splits_give_what_one_gives(monkeypatch, scores, held, way):
-    monkeypatch.setattr(pallas, "BLOCK_BYTES", 1)
-    monkeypatch.setattr(pallas, "HELD_BYTES", held)
+    monkeypatch.setattr(pallas_tpu, "BLOCK_BYTES", 1)
+    monkeypatch.setattr(pallas_tpu, "HELD_BYTES", held)
     for width, heads, groups in ((64, 2, 3), (128, 2, 3), (128, 8, 1)):  # stored slots innermost, and as written
         for bits in (None, (8, 8)):
             some = case(1, heads, groups, 300, width, scores=scores, features=4, bits=bits)
-            assert pallas.tile(heads, 300, width, 4) == (heads, 128)
+            assert pallas_tpu.tile(heads, 300, width, 4) == (heads, 128)
             assert slots_lie_along_lanes(300, width) == (width == 64)
             check(some, way)
 
@@ -76,25 +76,25 @@ def test_many_splits_give_what_one_gives(monkeypatch, scores, held, way):
 def test_a_tpu_that_multiplies_no_integers_gives_the_same(monkeypatch, bits):
     some = case(1, 2, 3, 128, 64, bits=(bits, bits), scores="sum")
     expected = some.run(*some.arrays, **TPU_WAYS[0].options)
-    monkeypatch.setattr(pallas, "multiplies_integers", lambda interpret: False)
+    monkeypatch.setattr(pallas_tpu, "multiplies_integers", lambda interpret: False)
     found = some.run(*some.arrays, **TPU_WAYS[0].options)
     for name, value in found.items():
         np.testing.assert_allclose(value, expected[name], rtol=1e-6, atol=1e-6)
 
 
 def test_short_rows_share_a_step():
-    assert pallas.tile(32, 256, 128, 1) == (32, 256)
-    assert pallas.tile(8, 4096, 128, 1) == (8, 1024)
-    assert pallas.tile(24, 256, 128, 1) == (8, 256)
+    assert pallas_tpu.tile(32, 256, 128, 1) == (32, 256)
+    assert pallas_tpu.tile(8, 4096, 128, 1) == (8, 1024)
+    assert pallas_tpu.tile(24, 256, 128, 1) == (8, 256)
 
 
 def test_blocks_are_larger_on_chips_with_more_memory(monkeypatch):
     for memory, heads, slots in ((16 << 20, 16, 512), (128 << 20, 32, 1024)):
         monkeypatch.setattr(
-            pallas.pltpu, "get_tpu_info", lambda memory=memory: SimpleNamespace(vmem_capacity_bytes=memory)
+            pallas_tpu.pltpu, "get_tpu_info", lambda memory=memory: SimpleNamespace(vmem_capacity_bytes=memory)
         )
-        assert pallas.tile(32, 256, 128, 2) == (heads, 256)
-        assert pallas.tile(8, 4096, 128, 2) == (8, slots)
+        assert pallas_tpu.tile(32, 256, 128, 2) == (heads, 256)
+        assert pallas_tpu.tile(8, 4096, 128, 2) == (8, slots)
 
 
 @pytest.mark.parametrize(("heads", "groups", "expected"), [(16, 1, (2, 8)), (12, 1, (12, 8)), (8, 4, (8, 8))])
@@ -108,7 +108,7 @@ def test_single_queries_of_eight_heads_share_a_register(heads, groups, expected)
 
 @pytest.mark.parametrize(("columns", "slots"), [(128, {}), (256, {208: 256, 384: 512})])
 def test_slots_fill_the_columns_of_a_wide_matrix_unit(monkeypatch, columns, slots):
-    monkeypatch.setattr(pallas.pltpu, "get_tpu_info", lambda: SimpleNamespace(mxu_column_size=columns))
+    monkeypatch.setattr(pallas_tpu.pltpu, "get_tpu_info", lambda: SimpleNamespace(mxu_column_size=columns))
     for c in (64, 128, 208, 256, 304, 384):
         q, k = jnp.zeros((2, 8, 128), jnp.bfloat16), jnp.zeros((2, c, 128), jnp.bfloat16)
         told = str(jax.make_jaxpr(lambda q, k: kernel_parts.products(q, k, None, 2, True))(q, k))

@@ -30,7 +30,8 @@ GUIDES = sorted(name for name, text in PAGES.items() if "```python" in text and 
 
 @pytest.mark.parametrize("name", GUIDES)
 def test_the_code_of_guides_runs(name: str) -> None:
-    exec("\n".join(re.findall(r"```python\n(.*?)```", PAGES[name], flags=re.DOTALL)), {"__name__": name})
+    code = "\n".join(re.findall(r"```python\n(.*?)```", PAGES[name], flags=re.DOTALL))
+    exec(compile(code, name, "exec", dont_inherit=True), {"__name__": name})  # without future imports
 
 
 def test_every_public_name_is_explained() -> None:

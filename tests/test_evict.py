@@ -23,7 +23,7 @@ from kvjax.types import KV, Kernels, New, Parts, View
 from pallas_kernels.attention import AttentionSpec
 from pallas_kernels.common import Unsupported
 from pallas_kernels.decode_step import Hashed
-from pallas_kernels.decode_step.api import limit
+from pallas_kernels.decode_step.api import DecodeStep
 from pallas_kernels.evict import Protection, evict
 from pallas_kernels.hamming import Hashing, hamming, hashes
 from pallas_kernels.programs import operand
@@ -300,8 +300,13 @@ def test_limits_are_named_before_compilation(change, reason):
 def test_limits_of_one_pass_are_named(c, d, dtype, bits, platform, reason):
     q: Any = jax.ShapeDtypeStruct((1, 8, 2, d), dtype)
     pair = operand((1, 8, c, d), dtype, bits)
-    spec = AttentionSpec(1.0)
-    assert re.match(reason, limit(q, pair, pair, spec, None, "sum", platform) or "")
+    assert re.match(reason, step_of_shapes(q, pair, scores="sum").unsupported("pallas", platform) or "")
+
+
+def step_of_shapes(q: Any, pair: Any, standing: Hashed | None = None, scores: str | None = None) -> DecodeStep:
+    """A step with the arguments that limits depend on."""
+    no: Any = None
+    return DecodeStep(standing, no, no, pair, pair, no, no, q, AttentionSpec(1.0), protection=no, scores=scores)
 
 
 def test_one_pass_hashes_by_the_same_planes_in_all_rows():
@@ -310,7 +315,7 @@ def test_one_pass_hashes_by_the_same_planes_in_all_rows():
     codes = (of((1, 8, 64), jnp.uint32),)
     for planes, reason in (((8, 16, 128), None), ((1, 8, 16, 128), r"not by [1, 8, 16, 128] [b h bits d]")):
         hashing = Hashing(of(planes, jnp.float32), q, of((1, 8, 1, 128), jnp.float32))
-        found = limit(q, pair, pair, AttentionSpec(1.0), None, None, "tpu", Hashed(hashing, codes))
+        found = step_of_shapes(q, pair, Hashed(hashing, codes)).unsupported("pallas", "tpu")
         assert found is None if reason is None else reason in str(found)
 
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from pallas_kernels.common import VARIABLE, Unsupported, choose, or_xla
-from pallas_kernels.rotate.api import limit
+from pallas_kernels.rotate.api import Rotate
 from tests.kernel_cases import CASES
 from tests.kernels import XLA, Case, Way, check
 
@@ -88,7 +88,8 @@ def test_limits_of_rotate_are_named(changes, reason):
         asked["w"] = asked["d"]
     heads: list[Any] = [jax.ShapeDtypeStruct((asked["b"], n, asked["d"]), asked["dtype"]) for n in (asked["n"], 8)]
     angles: Any = jax.ShapeDtypeStruct((asked["b"], asked["w"]), jnp.float32)
-    assert (limit(heads[:1], angles, heads[1:], asked["interleaved"], asked["platform"]) or "").startswith(reason)
+    call = Rotate(tuple(heads[:1]), angles, angles, tuple(heads[1:]), asked["interleaved"])
+    assert (call.unsupported("pallas", asked["platform"]) or "").startswith(reason)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 from jax.sharding import AbstractDevice, AbstractMesh
 
 from pallas_kernels.common import Unsupported
-from pallas_kernels.decode_attention import decode_attention, mosaic
+from pallas_kernels.decode_attention import decode_attention, mosaic_gpu
 from pallas_kernels.gpus import GPUS
 from pallas_kernels.programs import programs
 from tests.kernel_cases.decode_attention import arguments, case
@@ -44,15 +44,15 @@ RAGGED = dataclasses.replace(POISONED, out_of_bounds_reads="uninitialized", unin
 def test_it_agrees_with_numpy_without_a_race(monkeypatch, some: Case, stages: int):
     inputs = some.arrays[0]
     c, widths = inputs["k"].shape[2], inputs["k"].shape[3] + inputs["v"].shape[3]
-    monkeypatch.setattr(mosaic, "RING", stages * mosaic.BLOCK * widths * 2)
-    check(some, Way("mosaic", RAGGED if c % mosaic.BLOCK else POISONED))
+    monkeypatch.setattr(mosaic_gpu, "RING", stages * mosaic_gpu.BLOCK * widths * 2)
+    check(some, Way("mosaic", RAGGED if c % mosaic_gpu.BLOCK else POISONED))
     assert not interpreter.get_races().races_found
 
 
 def test_splits_may_end_early():
-    assert mosaic.splits_of(2, 520) == (2, 5)
-    assert mosaic.splits_of(512, 4096) == (1, 64)
-    assert mosaic.splits_of(1, 8) == (1, 1)
+    assert mosaic_gpu.splits_of(2, 520) == (2, 5)
+    assert mosaic_gpu.splits_of(512, 4096) == (1, 64)
+    assert mosaic_gpu.splits_of(1, 8) == (1, 1)
 
 
 def test_interpret_needs_no_parameters():

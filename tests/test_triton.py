@@ -21,8 +21,8 @@ import pytest
 from pallas_kernels.attention import AttentionSpec
 from pallas_kernels.common import Unsupported
 from pallas_kernels.decode_attention import Gumbel, decode_attention
-from pallas_kernels.decode_attention.api import triton_limit
-from pallas_kernels.operands import Quantised
+from pallas_kernels.decode_attention.api import DecodeAttention
+from pallas_kernels.operands import Operand, Quantised
 from tests.kernel_cases.decode_attention import CASES, arguments, case
 from tests.kernels import Case
 
@@ -90,8 +90,14 @@ def test_without_jax_triton_it_says_what_to_install():
 
 def test_what_it_lacks_is_refused():
     inputs = case(1, 1, 1, 16, 64, bits=(8, 4)).arrays[0]
-    q, k, v, spec = inputs["q"], inputs["k"], inputs["v"], AttentionSpec(1.0)
+    (q, k, v), spec = (inputs[name] for name in "qkv"), AttentionSpec(1.0)
+    position, query_position = inputs["position"], inputs["query_position"]
     noise = Gumbel(jnp.zeros(1, jnp.uint32), jnp.ones(1), noise="gaussian")
-    assert triton_limit(q, k, k, spec, None, None, None, noise) == "it has no gaussian noise"
-    assert triton_limit(q, k, k, spec, None, None, None, None) is None
-    assert triton_limit(q, k, v, spec, None, None, None, None) == "it has no codes of four bits"
+
+    def lacks(v: Operand, scores: Gumbel | None = None) -> str | None:
+        call = DecodeAttention(q, k, v, position, query_position, spec, scores=scores)
+        return call.unsupported("triton", "gpu")
+
+    assert lacks(k, noise) == "it has no gaussian noise"
+    assert lacks(k) is None
+    assert lacks(v) == "it has no codes of four bits"

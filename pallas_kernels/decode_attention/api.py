@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import importlib
+import dataclasses
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import common, noise
+from pallas_kernels import noise
 from pallas_kernels.attention import AttentionSpec, Partial, merge
+from pallas_kernels.common import LANES, numbers_of
 from pallas_kernels.decode_attention import reference
 from pallas_kernels.decode_attention.types import Decoded, Gumbel, LowRank, Places, Sinks
+from pallas_kernels.op import Limit, Op, Options
 from pallas_kernels.operands import Operand, Quantised, Turned, cut
 
 DTYPES = (jnp.dtype("float32"), jnp.dtype("bfloat16"))
-
-Limits = list[tuple[bool, str]]
-"""Pairs of whether arguments are within a limit, and the text to report if they are not."""
 
 
 def decode_attention(
@@ -77,115 +77,84 @@ def decode_attention(
     elif scores not in (None, "each", "sum"):
         raise ValueError(f"scores={scores!r} is not None, 'each', 'sum' or a Gumbel.")
     refuse_turned(v)
-    limits = {
-        "pallas": limit(q, k, v, spec, places, low_rank, sinks, scores, common.pallas_form(platform)),
-        "triton": triton_limit(q, k, v, spec, places, low_rank, sinks, scores),
-        "mosaic": mosaic_limit(q, k, v, spec, places, low_rank, sinks, scores),
-    }
-    arguments: dict[str, Any] = dict(low_rank=low_rank, scores=scores)
-    arrays = dict(q=q, k=k, v=v, position=position, query_position=query_position)
-    asked = arrays | dict(spec=spec, places=places, sinks=sinks)
-    settings: dict[str, Any] = dict(
-        operand_settings(q, k, v, spec),
-        scores=scores.noise if isinstance(scores, Gumbel) else scores,
-        rank=None if low_rank is None else low_rank.features.shape[-1],
-        sinks=sinks is not None,
-    )
-    sizes = dict(b=q.shape[0], c=k.shape[2])
-    task = common.Task(common.bucket("decode_attention", sizes, settings), decode_attention, asked | arguments)
-    chosen = common.choose(
-        "decode_attention", implementation, limits, platform=platform, interpret=interpret, task=task
-    )
-    if chosen == "xla":
-        arguments |= dict(places=places, sinks=sinks, platform=common.platform_of(platform))
-        return reference.decode_attention(q, k, v, position, query_position, spec, **arguments)
-    # A kernel is imported when it runs: Pallas imports slowly, and jax-triton may be missing.
-    if chosen in ("pallas", "mosaic"):
-        arguments["interpret"] = interpret
-    if chosen == "pallas" and common.pallas_form(platform) == "gpu":
-        chosen = "pallas_gpu"
-    form = importlib.import_module(f"pallas_kernels.decode_attention.{chosen}")
-    if chosen == "pallas":
-        return form.decode_attention(q, k, v, position, query_position, spec, sinks=sinks, **arguments)
-    if sinks is None:
-        return form.decode_attention(q, k, v, position, query_position, spec, **arguments)
-    # These kernels take one query per head, so sinks are a separate part.
-    first = position[:, :, : sinks.count]
-    here = first < sinks.count
-    rest = position.at[:, :, : sinks.count].set(jnp.where(here, -1, first))
-    found = form.decode_attention(q, k, v, rest, query_position, spec, **arguments)
-    near_k, near_v = (cut(x, 0, first.shape[2], 2) for x in (k, v))
-    held = jnp.where(here, first, -1)
-    places = jnp.broadcast_to(query_position[:, None], held.shape[:2]), sinks.seen(held)
-    near = decode_attention(
-        sinks.q, near_k, near_v, held, query_position, spec, places=places, implementation="xla", platform=platform
-    )
-    whole = merge(*(Partial(part.out[:, :, :, None], part.lse[..., None]) for part in (found, near)))
-    return Decoded(whole.out[:, :, :, 0], whole.lse[..., 0], None)
+    op = DecodeAttention(q, k, v, position, query_position, spec, places, low_rank, sinks, scores)
+    return op(implementation, interpret, platform)
 
 
-def limit(
-    q: Array,
-    k: Operand,
-    v: Operand,
-    spec: AttentionSpec,
-    places: Places | None,
-    low_rank: LowRank | None,
-    sinks: Sinks | None,
-    scores: str | Gumbel | None,
-    form: str,
-) -> str | None:
-    """Return what these arguments need that the Pallas kernel for `tpu` or `gpu` cannot do, or None."""
-    of_sinks = sinks_limit(sinks) if form == "tpu" else _one_query(sinks, scores)
-    limits = [*operand_limits(q, k, v, spec, places), *_limits(k, low_rank), of_sinks]
-    return common.first_limit(*limits, *width_limits(k, v, form))
+@dataclasses.dataclass(frozen=True, eq=False)
+class DecodeAttention(Op[Decoded]):
+    """See `decode_attention`."""
 
+    q: Float[Array, "b h g d"]
+    k: Operand
+    v: Operand
+    position: Int[Array, "b h c"]
+    query_position: Int[Array, " b"]
+    spec: AttentionSpec
+    places: Places | None = None
+    low_rank: LowRank | None = None
+    sinks: Sinks | None = None
+    scores: str | Gumbel | None = None
 
-def triton_limit(
-    q: Array,
-    k: Operand,
-    v: Operand,
-    spec: AttentionSpec,
-    places: Places | None,
-    low_rank: LowRank | None,
-    sinks: Sinks | None,
-    scores: str | Gumbel | None,
-) -> str | None:
-    """Return what these arguments need that the Triton kernel cannot do, or None."""
-    gaussian = isinstance(scores, Gumbel) and scores.noise == "gaussian"
-    four = any(isinstance(x, Quantised) and x.bits == 4 for x in (k, v))
-    return common.first_limit(
-        *operand_limits(q, k, v, spec, places),
-        *_limits(k, low_rank),
-        *((x.shape[-1] <= 256, f"{name}={x.shape[-1]} is more than 256") for name, x in (("d", k), ("e", v))),
-        (not four, "it has no codes of four bits"),
-        (not gaussian, "it has no gaussian noise"),
-        _one_query(sinks, scores),
-    )
+    name = "decode_attention"
+    backends = ("pallas_tpu", "pallas_gpu", "triton", "mosaic_gpu")
 
+    def reference(self, options: Options) -> Decoded:
+        return reference.decode_attention(**self.arguments(), platform=options.platform)
 
-def mosaic_limit(
-    q: Array,
-    k: Operand,
-    v: Operand,
-    spec: AttentionSpec,
-    places: Places | None,
-    low_rank: LowRank | None,
-    sinks: Sinks | None,
-    scores: str | Gumbel | None,
-) -> str | None:
-    """Return what these arguments need that the Mosaic GPU kernel cannot do, or None."""
-    c = k.shape[2]
-    widths = (("d", k.shape[-1]), ("e", v.shape[-1]))
-    return common.first_limit(
-        *operand_limits(q, k, v, spec, places),
-        *_limits(k, low_rank),
-        (not isinstance(k, Quantised) and not isinstance(v, Quantised), "it has no codes"),
-        (q.dtype == jnp.bfloat16, f"q, k, v are of {q.dtype}, and it multiplies bfloat16 alone"),
-        *((x % 64 == 0 and x <= 256, f"{name}={x} is not a multiple of 64 up to 256") for name, x in widths),
-        (c % 8 == 0, f"c={c} slots are not a multiple of 8"),
-        _one_query(sinks, scores),
-    )
+    def kernel(self, backend: str, options: Options) -> Decoded:
+        if self.sinks is not None and backend != "pallas_tpu":
+            return self._with_sinks_apart(self.sinks, backend, options)
+        unused = ["places"] if backend == "pallas_tpu" else ["places", "sinks"]
+        interpret = {} if backend == "triton" else dict(interpret=options.interpret)
+        return self.module(backend).decode_attention(**self.arguments(unused), **interpret)
+
+    def _with_sinks_apart(self, sinks: Sinks, backend: str, options: Options) -> Decoded:
+        """Attend to the sinks in XLA, and to the other slots in a kernel that takes one query per head."""
+        first = self.position[:, :, : sinks.count]
+        here = first < sinks.count
+        rest = self.position.at[:, :, : sinks.count].set(jnp.where(here, -1, first))
+        found = dataclasses.replace(self, position=rest, sinks=None).kernel(backend, options)
+        near_k, near_v = (cut(x, 0, first.shape[2], 2) for x in (self.k, self.v))
+        held = jnp.where(here, first, -1)
+        places = jnp.broadcast_to(self.query_position[:, None], held.shape[:2]), sinks.seen(held)
+        near = DecodeAttention(sinks.q, near_k, near_v, held, self.query_position, self.spec, places).reference(options)
+        whole = merge(*(Partial(part.out[:, :, :, None], part.lse[..., None]) for part in (found, near)))
+        return Decoded(whole.out[:, :, :, 0], whole.lse[..., 0], None)
+
+    def limits(self, backend: str) -> Iterator[Limit]:
+        yield from operand_limits(self.q, self.k, self.v, self.spec, self.places)
+        c, features = self.k.shape[2], 1 if self.low_rank is None else self.low_rank.features.shape[-1]
+        yield c <= 65536, f"c={c} slots are more than 65536"
+        yield features <= 128, f"R={features} features are more than 128"
+        if backend == "pallas_tpu":
+            yield sinks_limit(self.sinks)
+        else:
+            one = self.sinks is None or self.scores is None
+            yield one, "scores of slots where sinks see a query of their own"
+        if backend.startswith("pallas"):
+            yield from width_limits(self.k, self.v, backend)
+        quantised = [x for x in (self.k, self.v) if isinstance(x, Quantised)]
+        widths = (("d", self.k.shape[-1]), ("e", self.v.shape[-1]))
+        if backend == "triton":
+            for name, width in widths:
+                yield width <= 256, f"{name}={width} is more than 256"
+            yield all(x.bits == 8 for x in quantised), "it has no codes of four bits"
+            gaussian = isinstance(self.scores, Gumbel) and self.scores.noise == "gaussian"
+            yield not gaussian, "it has no gaussian noise"
+        if backend == "mosaic_gpu":
+            yield not quantised, "it has no codes"
+            half = self.q.dtype == jnp.bfloat16
+            yield half, f"q, k, v are of {self.q.dtype}, and it multiplies bfloat16 alone"
+            for name, width in widths:
+                yield width % 64 == 0 and width <= 256, f"{name}={width} is not a multiple of 64 up to 256"
+            yield c % 8 == 0, f"c={c} slots are not a multiple of 8"
+
+    def workload(self) -> tuple[dict[str, int], dict[str, Any]]:
+        settings = operand_settings(self.q, self.k, self.v, self.spec)
+        rank = None if self.low_rank is None else self.low_rank.features.shape[-1]
+        settings |= dict(scores=kind_of(self.scores), rank=rank, sinks=self.sinks is not None)
+        return dict(b=self.q.shape[0], c=self.k.shape[2]), settings
 
 
 def refuse_turned(v: Operand) -> None:
@@ -197,54 +166,42 @@ def refuse_turned(v: Operand) -> None:
 def operand_settings(q: Array, k: Operand, v: Operand, spec: AttentionSpec) -> dict[str, Any]:
     """Return the settings that separate benchmark verdicts on attention over slots or pages."""
     _, h, g, d = q.shape
-    numbers = dict(dtype=q.dtype.name, keys=common.numbers_of(k), values=common.numbers_of(v))
+    numbers = dict(dtype=q.dtype.name, keys=numbers_of(k), values=numbers_of(v))
     return dict(h=h, g=g, d=d, e=v.shape[-1], **numbers, **spec.described())
 
 
-def operand_limits(q: Array, k: Operand, v: Operand, spec: AttentionSpec, places: Any) -> Limits:
-    """Return the limits that all kernels share, for slots or for pages."""
-    g, arrays = q.shape[2], [x for x in (q, k, v) if not isinstance(x, Quantised | Turned)]
+def kind_of(scores: str | Gumbel | None) -> str | None:
+    """Return the name of the requested scores: of a `Gumbel`, its noise."""
+    return scores.noise if isinstance(scores, Gumbel) else scores
+
+
+def operand_limits(q: Array, k: Operand, v: Operand, spec: AttentionSpec, places: Any) -> Iterator[Limit]:
+    """Yield the limits that all kernels share, for slots or for pages."""
+    yield not isinstance(k, Turned), "keys are rotated when they are read (Turned)"
+    yield spec.slopes is None or places is None, "places that are not positions, together with slopes"
+    arrays = [x for x in (q, k, v) if not isinstance(x, Quantised | Turned)]
     same = q.dtype in DTYPES and all(x.dtype == q.dtype for x in arrays)
     dtypes = ", ".join(str(x.codes.dtype if isinstance(x, Quantised) else x.dtype) for x in (q, *arrays[1:]))
-    return [
-        (not isinstance(k, Turned), "keys are rotated when they are read (Turned)"),
-        (spec.slopes is None or places is None, "places that are not positions, together with slopes"),
-        (same, f"{'q, k, v'[: 3 * len(arrays) - 2]} of {dtypes} are not all float32 or all bfloat16"),
-        (g <= 16, f"g={g} query heads share a KV head, more than 16"),
-    ]
+    yield same, f"{'q, k, v'[: 3 * len(arrays) - 2]} of {dtypes} are not all float32 or all bfloat16"
+    yield q.shape[2] <= 16, f"g={q.shape[2]} query heads share a KV head, more than 16"
 
 
-def width_limits(k: Operand, v: Operand, form: str) -> Limits:
-    """Return the limits of a Pallas kernel for `tpu` or `gpu` on the widths of keys and values."""
-    found: Limits = []
+def width_limits(k: Operand, v: Operand, backend: str) -> Iterator[Limit]:
+    """Yield the limits of a Pallas kernel on the widths of keys and values."""
     for name, x, operand in (("d", "k", k), ("e", "v", v)):
         width, four = operand.shape[-1], isinstance(operand, Quantised) and operand.bits == 4
-        if form == "tpu":
+        if backend == "pallas_tpu":
             unit = 16 if four else 8
-            within = width <= 256 and width % unit == 0
-            found.append((within, f"{name}={width} is not a multiple of {unit} up to 256"))
+            yield width <= 256 and width % unit == 0, f"{name}={width} is not a multiple of {unit} up to 256"
         else:
             least = 32 if four else 16
             within = least <= width <= 256 and width & (width - 1) == 0
-            found.append((within, f"{name}={width} is not a power of two from {least} to 256"))
+            yield within, f"{name}={width} is not a power of two from {least} to 256"
             numbers = math.prod(operand.shape)
-            found.append((numbers < 2**31, f"{x} holds {numbers} numbers, more than 32 bits can count"))
-    return found
+            yield numbers < 2**31, f"{x} holds {numbers} numbers, more than 32 bits can count"
 
 
-def sinks_limit(sinks: Sinks | None) -> tuple[bool, str]:
+def sinks_limit(sinks: Sinks | None) -> Limit:
     """Return the limit of the kernels for TPU on the number of sinks."""
     count = 0 if sinks is None else sinks.count
-    return count <= common.LANES, f"{count} sinks are more than {common.LANES}"
-
-
-def _one_query(sinks: Sinks | None, scores: str | Gumbel | None) -> tuple[bool, str]:
-    return sinks is None or scores is None, "scores of slots where sinks see a query of their own"
-
-
-def _limits(k: Operand, low_rank: LowRank | None) -> Limits:
-    c, features = k.shape[2], 1 if low_rank is None else low_rank.features.shape[-1]
-    return [
-        (c <= 65536, f"c={c} slots are more than 65536"),
-        (features <= 128, f"R={features} features are more than 128"),
-    ]
+    return count <= LANES, f"{count} sinks are more than {LANES}"

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+import operator
+from collections.abc import Iterator
+from types import MappingProxyType
 from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels import common, noise
+from pallas_kernels import noise
 from pallas_kernels.attention import AttentionSpec
-from pallas_kernels.common import Unsupported
-from pallas_kernels.decode_attention import Gumbel, Sinks, decode_attention
+from pallas_kernels.common import Survey, Unsupported, platform_of
+from pallas_kernels.decode_attention import Gumbel, Sinks
 from pallas_kernels.decode_attention.api import (
+    DecodeAttention,
+    kind_of,
     operand_limits,
     operand_settings,
     refuse_turned,
@@ -22,9 +28,9 @@ from pallas_kernels.decode_attention.api import (
 from pallas_kernels.decode_attention.kernel_parts import stored
 from pallas_kernels.decode_step import reference
 from pallas_kernels.decode_step.types import Hashed, Stepped
-from pallas_kernels.evict import evict
-from pallas_kernels.hamming import hamming
-from pallas_kernels.hamming.api import words_limits
+from pallas_kernels.evict.api import Evict
+from pallas_kernels.hamming.api import Hamming, words_limits
+from pallas_kernels.op import Limit, Op, Options
 from pallas_kernels.operands import Operand
 from pallas_kernels.ranking import Protection
 
@@ -86,36 +92,36 @@ def decode_step(
         ValueError: `scores` or `implementation` is unknown, values are `Turned`, or `adds` is set without sums or
             without numbers of float32 in `standing`.
     """
-    kinds = noise.KINDS if isinstance(scores, Gumbel) else ("sum", "each", None)
-    kind = scores.noise if isinstance(scores, Gumbel) else scores
-    if kind not in kinds:
+    if kind_of(scores) not in (noise.KINDS if isinstance(scores, Gumbel) else ("sum", "each", None)):
         raise ValueError(f"scores={scores!r} is not None, 'each', 'sum' or a Gumbel with a noise of `noise.KINDS`.")
-    hashed, held = (standing, None) if isinstance(standing, Hashed) else (None, standing)
+    held = None if isinstance(standing, Hashed) else standing
     if adds and (scores in (None, "each") or held is None or held.dtype != jnp.float32):
         onto = type(standing).__name__ if held is None else held.dtype.name
         raise ValueError(f"adds=True adds sums to standing in float32, not scores={scores!r} to {onto}; leave it out.")
     refuse_turned(v)
-    limits = {"pallas": limit(q, k, v, spec, sinks, scores, common.pallas_form(platform), hashed)}
-    arguments: dict[str, Any] = dict(protection=protection, keep=keep, shrinks=shrinks, pairs=pairs)
-    arguments |= dict(sinks=sinks, scores=scores, adds=adds, rounds=rounds)
-    arrays = (standing, position, new_position, k, v, buffers, added, q, spec)
-    names = ("standing", "position", "new_position", "k", "v", "buffers", "added", "q", "spec")
-    given = dict(zip(names, arrays, strict=True)) | arguments
-    task = common.Task(_bucket(q, k, v, spec, sinks, scores, hashed), decode_step, given)
-    chosen = common.choose("decode_step", implementation, limits, platform=platform, interpret=interpret, task=task)
-    if isinstance(implementation, common.Survey):  # also records the two calls that are made if one pass does not win
-        how: dict[str, Any] = dict(implementation=implementation, platform=platform)
-        bounds: dict[str, Any] = dict(protection=protection, keep=keep)
-        if hashed is not None:
-            hamming(hashed.hashing.of_queries(), hashed.codes, position, new_position, **bounds, **how)
-        else:
-            evict(held, position, new_position, (k, v, buffers), added, shrinks=shrinks, **bounds, **how)
-        decode_attention(q, k, v, position, new_position, spec, sinks=sinks, scores=scores, **how)
-    if chosen == "xla":
-        return reference.decode_step(*arrays, **arguments, platform=common.platform_of(platform))
-    from pallas_kernels.decode_step import pallas  # slow to import
-
-    return pallas.decode_step(*arrays, **arguments, interpret=interpret)
+    step = DecodeStep(
+        standing,
+        position,
+        new_position,
+        k,
+        v,
+        buffers,
+        added,
+        q,
+        spec,
+        protection=protection,
+        keep=keep,
+        shrinks=shrinks,
+        pairs=pairs,
+        sinks=sinks,
+        scores=scores,
+        adds=adds,
+        rounds=rounds,
+    )
+    stepped = step(implementation, interpret, platform)
+    if isinstance(implementation, Survey):
+        step.survey_parts(implementation, platform)
+    return stepped
 
 
 def one_pass(
@@ -132,61 +138,82 @@ def one_pass(
     platform: str | None = None,
 ) -> bool:
     """Return whether `decode_step` is one kernel for these arguments here; if not, two calls leave more choice."""
-    limits = {"pallas": limit(q, k, v, spec, sinks, scores, common.pallas_form(platform), hashed)}
-    if isinstance(implementation, common.Survey):
-        implementation = "pallas"
-    task = common.Task(_bucket(q, k, v, spec, sinks, scores, hashed), decode_step, {})
+    unused: Any = None  # no other argument decides
+    step = DecodeStep(
+        hashed, unused, unused, k, v, unused, unused, q, spec, protection=unused, sinks=sinks, scores=scores
+    )
+    asked = "pallas" if isinstance(implementation, Survey) else implementation
     try:
-        chosen = common.choose("decode_step", implementation, limits, platform=platform, interpret=interpret, task=task)
+        return step.choose(Options(asked, interpret, platform_of(platform))) == "pallas"
     except Unsupported:
         return False
-    return chosen == "pallas"
 
 
-def _bucket(
-    q: Array,
-    k: Operand,
-    v: Operand,
-    spec: AttentionSpec,
-    sinks: Sinks | None,
-    scores: str | Gumbel | None,
-    hashed: Hashed | None,
-) -> str:
-    settings = operand_settings(q, k, v, spec)
-    settings |= dict(scores=scores.noise if isinstance(scores, Gumbel) else scores, sinks=sinks is not None)
-    if hashed is not None:
-        settings["bits"] = hashed.hashing.planes.shape[-2]
-    return common.bucket("decode_step", dict(b=q.shape[0], c=k.shape[2]), settings)
+@dataclasses.dataclass(frozen=True, eq=False)
+class DecodeStep(Op[Stepped]):
+    """See `decode_step`."""
 
+    standing: Float[Array, "b h c"] | Hashed | None
+    position: Int[Array, "b h c"]
+    new_position: Int[Array, " b"]
+    k: Operand
+    v: Operand
+    buffers: Any
+    added: tuple[Float[Array, "b h d"], Float[Array, "b h e"], Any]
+    q: Float[Array, "b h g d"]
+    spec: AttentionSpec
+    _: dataclasses.KW_ONLY
+    protection: Protection
+    keep: Bool[Array, "b h c"] | None = None
+    shrinks: bool = False
+    pairs: bool = False
+    sinks: Sinks | None = None
+    scores: str | Gumbel | None = None
+    adds: bool = False
+    rounds: bool = False
 
-def limit(
-    q: Array,
-    k: Operand,
-    v: Operand,
-    spec: AttentionSpec,
-    sinks: Sinks | None,
-    scores: str | Gumbel | None,
-    form: str,
-    hashed: Hashed | None = None,
-) -> str | None:
-    """Return what these arguments need that the Pallas kernel cannot do, or None."""
-    refused = common.first_limit(
-        (form == "tpu", "it is written for tpu alone"),
-        *operand_limits(q, k, v, spec, None),
-        *width_limits(k, v, "tpu"),
-        sinks_limit(sinks),
-    )
-    if refused is not None:
-        return refused
-    from pallas_kernels.decode_step import pallas
+    name = "decode_step"
+    backends = ("pallas_tpu",)
+    in_place = MappingProxyType({name: operator.attrgetter(name) for name in ("position", "k", "v", "buffers")})
 
-    c, planes = k.shape[2], () if hashed is None else hashed.hashing.planes.shape
-    words = 0 if hashed is None else len(hashed.codes)
-    unit = math.lcm(*(pallas.unit(stored(x)[0]) for x in (k, v)))
-    needed, most = pallas.block_bytes(q, k, v, scores, planes[-2] if planes else 0), pallas.VMEM_BYTES * pallas.room()
-    return common.first_limit(
-        (len(planes) < 4, f"it hashes by the same planes in all rows, not by {list(planes)} [b h bits d]"),
-        *words_limits(q.shape[2], words, c),
-        (c % unit == 0 and c <= 16384, f"c={c} slots are not a multiple of {unit} up to 16384"),
-        (needed <= most, f"its blocks take {needed} bytes of the chip's memory, not {most}"),
-    )
+    def reference(self, options: Options) -> Stepped:
+        return reference.decode_step(**self.arguments(), platform=options.platform)
+
+    def kernel(self, backend: str, options: Options) -> Stepped:
+        return self.module(backend).decode_step(**self.arguments(), interpret=options.interpret)
+
+    def limits(self, backend: str) -> Iterator[Limit]:
+        q, k, v = self.q, self.k, self.v
+        yield from operand_limits(q, k, v, self.spec, None)
+        yield from width_limits(k, v, backend)
+        yield sinks_limit(self.sinks)
+        c, hashed = k.shape[2], self.standing if isinstance(self.standing, Hashed) else None
+        planes = () if hashed is None else hashed.hashing.planes.shape
+        yield len(planes) < 4, f"it hashes by the same planes in all rows, not by {list(planes)} [b h bits d]"
+        yield from words_limits(q.shape[2], 0 if hashed is None else len(hashed.codes), c)
+        kernel = self.module(backend)
+        unit = math.lcm(*(kernel.unit(stored(x)[0]) for x in (k, v)))
+        yield c % unit == 0 and c <= 16384, f"c={c} slots are not a multiple of {unit} up to 16384"
+        needed = kernel.block_bytes(q, k, v, self.scores, planes[-2] if planes else 0)
+        most = kernel.VMEM_BYTES * kernel.room()
+        yield needed <= most, f"its blocks take {needed} bytes of the chip's memory, not {most}"
+
+    def workload(self) -> tuple[dict[str, int], dict[str, Any]]:
+        settings = operand_settings(self.q, self.k, self.v, self.spec)
+        settings |= dict(scores=kind_of(self.scores), sinks=self.sinks is not None)
+        if isinstance(self.standing, Hashed):
+            settings["bits"] = self.standing.hashing.planes.shape[-2]
+        return dict(b=self.q.shape[0], c=self.k.shape[2]), settings
+
+    def survey_parts(self, survey: Survey, platform: str | None) -> None:
+        """Record the two calls that are made if one pass does not win."""
+        positions, protection, keep = (self.position, self.new_position), self.protection, self.keep
+        if isinstance(self.standing, Hashed):
+            query, codes = self.standing.hashing.of_queries(), self.standing.codes
+            found = Hamming(query, codes, *positions, protection, keep)
+        else:
+            slots = (self.k, self.v, self.buffers)
+            found = Evict(self.standing, *positions, slots, self.added, protection, keep, self.shrinks)
+        found(survey, platform=platform)
+        settings: dict[str, Any] = dict(sinks=self.sinks, scores=self.scores)
+        DecodeAttention(self.q, self.k, self.v, *positions, self.spec, **settings)(survey, platform=platform)

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
+import operator
+from collections.abc import Iterator
+from types import MappingProxyType
 from typing import Any
 
 import jax
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels import common
-from pallas_kernels.evict import pallas, reference
+from pallas_kernels.common import SUBLANES, padded
+from pallas_kernels.evict import reference
+from pallas_kernels.op import Limit, Op, Options
 from pallas_kernels.ranking import Protection
 
 WORDS = ("float32", "int32", "uint32")
@@ -64,43 +69,57 @@ def evict(
         Unsupported: the requested implementation cannot run these arguments here.
         ValueError: the implementation is unknown.
     """
-    limits = {"pallas": limit(position, buffers, common.pallas_form(platform))}
-    arguments: dict[str, Any] = dict(protection=protection, keep=keep, shrinks=shrinks)
-    asked = dict(scores=scores, position=position, new_position=new_position, buffers=buffers, added=added)
-    b, h, c = position.shape
-    leaves = sorted(f"{leaf.dtype.name}{list(leaf.shape[3:])}" for leaf in jax.tree.leaves(buffers))
-    settings = dict(
-        h=h,
-        scores=None if scores is None else scores.dtype.name,
-        buffers=",".join(leaves),
-        keep=keep is not None,
-        shrinks=shrinks,
-    )
-    task = common.Task(common.bucket("evict", dict(b=b, c=c), settings), evict, asked | arguments)
-    chosen = common.choose("evict", implementation, limits, platform=platform, interpret=interpret, task=task)
-    if chosen == "xla":
-        return reference.evict(scores, position, new_position, buffers, added, pairs=pairs, **arguments)
-    found = pallas.evict(scores, position, new_position, buffers, added, interpret=interpret, **arguments)
-    return found if pairs else (*found[:2], None, *found[3:])
+    op = Evict(scores, position, new_position, buffers, added, protection, keep, shrinks, pairs)
+    return op(implementation, interpret, platform)
 
 
-def limit(position: Array, buffers: Any, form: str) -> str | None:
-    """Return what these arguments need that the Pallas kernel cannot do, or None."""
-    c = position.shape[2]
-    leaves = jax.tree.leaves(buffers)
-    narrow = [leaf.dtype for leaf in leaves if leaf.ndim == 3 and leaf.dtype not in (*WORDS, "bool")]
-    several = [leaf for leaf in leaves if leaf.ndim != 3]
-    planes = [leaf for leaf in several if leaf.ndim == 4 and pallas.in_planes(leaf)]
-    # Buffers with slots along the lanes are read and written as whole blocks: too much for keys and values.
-    turned = [leaf.shape[3] for leaf in planes if leaf.dtype not in WORDS or leaf.shape[3] > 16]
-    large = [leaf.shape[3] for leaf in planes if common.padded(leaf.shape[3], common.SUBLANES) * c > PLANES]
-    kinds = all(leaf.ndim == 4 and leaf.dtype in (*WIDE, *WORDS) for leaf in several)
-    return common.first_limit(
-        (form == "tpu", "it is written for tpu alone"),
-        (c % pallas.UNIT == 0 and c <= 16384, f"c={c} slots are not a multiple of {pallas.UNIT} up to 16384"),
-        (not narrow, f"a buffer [b h c] holds {narrow and narrow[0]}, not one of {', '.join(WORDS)}, bool"),
-        (kinds, f"a buffer of several numbers per slot is not [b h c w] of {', '.join(dict.fromkeys(WIDE + WORDS))}"),
-        (all(leaf.shape[3] <= 256 for leaf in several), "a buffer holds more than 256 numbers per slot"),
-        (not turned, f"w={turned and turned[0]} numbers in each of c={c} slots lie slots-innermost on a TPU"),
-        (not large, f"w={large and large[0]} words, in eights, of c={c} slots are more than {PLANES}"),
-    )
+@dataclasses.dataclass(frozen=True, eq=False)
+class Evict(Op[tuple[Int[Array, "b h"], Int[Array, "b h"], Any, Int[Array, "b h c"], Any]]):
+    """See `evict`."""
+
+    scores: Float[Array, "b h c"] | None
+    position: Int[Array, "b h c"]
+    new_position: Int[Array, " b"]
+    buffers: Any
+    added: Any
+    protection: Protection
+    keep: Bool[Array, "b h c"] | None = None
+    shrinks: bool = False
+    pairs: bool = True
+
+    name = "evict"
+    backends = ("pallas_tpu",)
+    in_place = MappingProxyType({"position": operator.itemgetter(3), "buffers": operator.itemgetter(4)})
+
+    def reference(self, options: Options) -> tuple[Array, Array, Any, Array, Any]:
+        return reference.evict(**self.arguments())
+
+    def kernel(self, backend: str, options: Options) -> tuple[Array, Array, Any, Array, Any]:
+        run = self.module(backend).evict  # returns the pairs in any case
+        slot, left, taken, position, buffers = run(**self.arguments(without=["pairs"]), interpret=options.interpret)
+        return slot, left, taken if self.pairs else None, position, buffers
+
+    def limits(self, backend: str) -> Iterator[Limit]:
+        kernel, c = self.module(backend), self.position.shape[2]
+        yield c % kernel.UNIT == 0 and c <= 16384, f"c={c} slots are not a multiple of {kernel.UNIT} up to 16384"
+        leaves = jax.tree.leaves(self.buffers)
+        narrow = [leaf.dtype for leaf in leaves if leaf.ndim == 3 and leaf.dtype not in (*WORDS, "bool")]
+        yield not narrow, f"a buffer [b h c] holds {narrow and narrow[0]}, not one of {', '.join(WORDS)}, bool"
+        several = [leaf for leaf in leaves if leaf.ndim != 3]
+        kinds = all(leaf.ndim == 4 and leaf.dtype in (*WIDE, *WORDS) for leaf in several)
+        known = ", ".join(dict.fromkeys(WIDE + WORDS))
+        yield kinds, f"a buffer of several numbers per slot is not [b h c w] of {known}"
+        yield all(leaf.shape[3] <= 256 for leaf in several), "a buffer holds more than 256 numbers per slot"
+        planes = [leaf for leaf in several if kernel.in_planes(leaf)]
+        # Buffers with slots along the lanes are read and written as whole blocks: too much for keys and values.
+        turned = [leaf.shape[3] for leaf in planes if leaf.dtype not in WORDS or leaf.shape[3] > 16]
+        yield not turned, f"w={turned and turned[0]} numbers in each of c={c} slots lie slots-innermost on a TPU"
+        large = [leaf.shape[3] for leaf in planes if padded(leaf.shape[3], SUBLANES) * c > PLANES]
+        yield not large, f"w={large and large[0]} words, in eights, of c={c} slots are more than {PLANES}"
+
+    def workload(self) -> tuple[dict[str, int], dict[str, Any]]:
+        b, h, c = self.position.shape
+        leaves = sorted(f"{leaf.dtype.name}{list(leaf.shape[3:])}" for leaf in jax.tree.leaves(self.buffers))
+        scores = None if self.scores is None else self.scores.dtype.name
+        settings = dict(h=h, scores=scores, buffers=",".join(leaves), keep=self.keep is not None, shrinks=self.shrinks)
+        return dict(b=b, c=c), settings

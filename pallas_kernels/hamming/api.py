@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jaxtyping import Array, Bool, Int, UInt32
 
-from pallas_kernels import common
-from pallas_kernels.hamming import pallas, reference
+from pallas_kernels.hamming import reference
+from pallas_kernels.op import Limit, Op, Options
 from pallas_kernels.ranking import Protection
 
 
@@ -47,27 +47,40 @@ def hamming(
         Unsupported: the requested implementation cannot run these arguments here.
         ValueError: the implementation is unknown.
     """
-    (groups, words), c = query.shape[2:], position.shape[2]
-    limits = {
-        "pallas": common.first_limit(
-            (common.pallas_form(platform) == "tpu", "it is written for tpu alone"),
-            (c <= 16384, f"c={c} slots are more than 16384"),
-            *words_limits(groups, words, c),
-        )
-    }
-    asked = dict(query=query, codes=codes, position=position, new_position=new_position)
-    b, h = query.shape[:2]
-    settings = dict(h=h, g=groups, words=words, keep=keep is not None)
-    name = common.bucket("hamming", dict(b=b, c=c), settings)
-    task = common.Task(name, hamming, dict(asked, protection=protection, keep=keep))
-    chosen = common.choose("hamming", implementation, limits, platform=platform, interpret=interpret, task=task)
-    form = reference.hamming if chosen == "xla" else functools.partial(pallas.hamming, interpret=interpret)
-    return form(query, codes, position, new_position, protection=protection, keep=keep)
+    return Hamming(query, codes, position, new_position, protection, keep)(implementation, interpret, platform)
 
 
-def words_limits(groups: int, words: int, c: int) -> tuple[tuple[bool, str], ...]:
-    """Return the kernels' limits on codes of this many words, as pairs (within, text)."""
-    return (
-        (groups * words <= 64, f"g={groups} queries of w={words} words are more than 64 words"),
-        (words * c <= 32768, f"c={c} codes of w={words} words are more than 32768 words"),
-    )
+@dataclasses.dataclass(frozen=True, eq=False)
+class Hamming(Op[Int[Array, "b h"]]):
+    """See `hamming`."""
+
+    query: UInt32[Array, "b h g w"]
+    codes: Sequence[UInt32[Array, "b h c"]]
+    position: Int[Array, "b h c"]
+    new_position: Int[Array, " b"]
+    protection: Protection
+    keep: Bool[Array, "b h c"] | None = None
+
+    name = "hamming"
+    backends = ("pallas_tpu",)
+
+    def reference(self, options: Options) -> Int[Array, "b h"]:
+        return reference.hamming(**self.arguments())
+
+    def kernel(self, backend: str, options: Options) -> Int[Array, "b h"]:
+        return self.module(backend).hamming(**self.arguments(), interpret=options.interpret)
+
+    def limits(self, backend: str) -> Iterator[Limit]:
+        (groups, words), c = self.query.shape[2:], self.position.shape[2]
+        yield c <= 16384, f"c={c} slots are more than 16384"
+        yield from words_limits(groups, words, c)
+
+    def workload(self) -> tuple[dict[str, int], dict[str, Any]]:
+        b, h, groups, words = self.query.shape
+        return dict(b=b, c=self.position.shape[2]), dict(h=h, g=groups, words=words, keep=self.keep is not None)
+
+
+def words_limits(groups: int, words: int, c: int) -> Iterator[Limit]:
+    """Yield the kernels' limits on codes of this many words."""
+    yield groups * words <= 64, f"g={groups} queries of w={words} words are more than 64 words"
+    yield words * c <= 32768, f"c={c} codes of w={words} words are more than 32768 words"

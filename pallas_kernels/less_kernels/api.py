@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.attention import Partial
-from pallas_kernels.common import LANES, SUBLANES, Task, bucket, choose, first_limit, pallas_form
+from pallas_kernels.common import LANES, SUBLANES
 from pallas_kernels.less_kernels import reference
 from pallas_kernels.less_kernels.types import Remembered
+from pallas_kernels.op import Limit, Op, Options
+
+DTYPES = (jnp.dtype("float32"), jnp.dtype("bfloat16"))
 
 
 def phi(
@@ -44,7 +47,7 @@ def phi(
     b, h, g, t, d = q.shape
     heads = q.reshape(b, h * g, t, d)
     weights = [x.reshape(h * g, *x.shape[2:]) for x in (first, second)]
-    out = _run("phi", _per_head(heads), weights, implementation, interpret, platform)
+    out = Phi(_per_head(heads), weights)(implementation, interpret, platform)
     return _per_row(out, b).reshape(b, h, g, t, -1)
 
 
@@ -81,7 +84,7 @@ def psi(
         Unsupported: the requested implementation cannot run.
     """
     weights = [first, second, third, outer_scale, residual_scale]
-    return _per_row(_run("psi", _per_head(k), weights, implementation, interpret, platform), len(k))
+    return _per_row(Psi(_per_head(k), weights)(implementation, interpret, platform), len(k))
 
 
 def remember(
@@ -121,73 +124,97 @@ def remember(
     Raises:
         Unsupported: the requested implementation cannot run.
     """
-    (b, h, g, d), features = q.shape, of_phi["second"].shape[-1]
-    limits = {"pallas": remember_limit(q, evicted[0], of_phi, platform)}
-    arguments = dict(memory=memory, evicted=evicted, q=q, attended=attended, of_phi=of_phi, of_psi=of_psi)
-    kinds = dict(dtype=q.dtype.name, weights=of_phi["first"].dtype.name)
-    settings = dict(h=h, g=g, d=d, r=of_phi["first"].shape[-1], f=features, **kinds)
-    task = Task(bucket("less_remember", dict(b=b), settings), remember, arguments)
-    how: dict[str, Any] = dict(implementation=implementation, interpret=interpret, platform=platform)
-    if choose("less_remember", implementation, limits, platform=platform, interpret=interpret, task=task) == "pallas":
-        from pallas_kernels.less_kernels import pallas
-
-        return pallas.remember(memory, evicted, q, attended, of_phi, of_psi, interpret=interpret)
-    return reference.remember(
-        memory,
-        evicted,
-        q,
-        attended,
-        lambda q: phi(q[:, :, :, None], **of_phi, **how)[:, :, :, 0],
-        lambda k: psi(k[:, :, None], **of_psi, **how)[:, :, 0],
-    )
+    return Remember(memory, evicted, q, attended, of_phi, of_psi)(implementation, interpret, platform)
 
 
-def remember_limit(q: Array, k: Array, of_phi: Mapping[str, Array], platform: str | None) -> str | None:
-    """Return what these arguments need that the Pallas kernel of `remember` cannot do, or None."""
-    b, h, g, _ = q.shape
-    return limit(q, of_phi["first"], of_phi["second"], platform) or first_limit(
-        (k.dtype in (jnp.float32, jnp.bfloat16), f"it takes keys in float32 or bfloat16, not {k.dtype}"),
-        (h % SUBLANES == 0, f"h={h} KV heads are not a multiple of {SUBLANES}"),
-        (
-            b <= LANES and b * g <= 2 * LANES,
-            f"b={b} rows of g={g} queries are more than {LANES}, or {2 * LANES} in all",
-        ),
-    )
+@dataclasses.dataclass(frozen=True, eq=False)
+class Features(Op[Float[Array, "m bt f"]]):
+    """Features of queries or keys; see `phi` and `psi`, which lay out heads and rows."""
+
+    x: Float[Array, "m bt d"]
+    layers: Sequence[Any]
+    """Arguments of `phi` or `psi` after the first."""
+
+    backends = ("pallas_tpu",)
+
+    def reference(self, options: Options) -> Float[Array, "m bt f"]:
+        return getattr(reference, self.name)(self.x, *self.layers)
+
+    def kernel(self, backend: str, options: Options) -> Float[Array, "m bt f"]:
+        return getattr(self.module(backend), self.name)(self.x, *self.layers, interpret=options.interpret)
+
+    def limits(self, backend: str) -> Iterator[Limit]:
+        return layers_limits(self.x, self.layers[0], self.layers[1])
+
+    def workload(self) -> tuple[dict[str, int], dict[str, Any]]:
+        (heads, tokens, d), (first, second) = self.x.shape, self.layers[:2]
+        settings = dict(m=heads, d=d, r=first.shape[-1], f=second.shape[-1])
+        return dict(tokens=tokens), settings | dict(dtype=self.x.dtype.name, weights=first.dtype.name)
 
 
-def _run(
-    op: str,
-    x: Float[Array, "m bt d"],
-    layers: list[Any],
-    implementation: str,
-    interpret: Any = False,
-    platform: str | None = None,
-) -> Float[Array, "m bt f"]:
-    limits = {"pallas": limit(x, layers[0], layers[1], platform)}
-    (heads, tokens, d), hidden, features = x.shape, layers[0].shape[-1], layers[1].shape[-1]
-    settings = dict(m=heads, d=d, r=hidden, f=features, dtype=x.dtype.name, weights=layers[0].dtype.name)
-    name = bucket(op, dict(tokens=tokens), settings)
-    task = Task(name, functools.partial(_run, op), dict(x=x, layers=layers))
-    chosen = choose(op, implementation, limits, platform=platform, interpret=interpret, task=task)
-    if chosen == "pallas":
-        from pallas_kernels.less_kernels import pallas  # imported only here: it takes longer to import than kvjax
+class Phi(Features):
+    """See `phi`."""
 
-        return getattr(pallas, op)(x, *layers, interpret=interpret)
-    return getattr(reference, op)(x, *layers)
+    name = "phi"
 
 
-def limit(x: Array, first: Array, second: Array, platform: str | None) -> str | None:
-    """Return what these arguments need that the Pallas kernels cannot do, or None."""
+class Psi(Features):
+    """See `psi`."""
+
+    name = "psi"
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Remember(Op[Remembered]):
+    """See `remember`."""
+
+    memory: tuple[Float[Array, "b h R e"], Float[Array, "b h R"]]
+    evicted: tuple[Float[Array, "b h d"], Float[Array, "b h e"], Int[Array, "b h"]]
+    q: Float[Array, "b h g d"]
+    attended: Partial
+    of_phi: Mapping[str, Array]
+    of_psi: Mapping[str, Array]
+
+    name = "less_remember"
+    backends = ("pallas_tpu",)
+
+    def reference(self, options: Options) -> Remembered:
+        how = options._asdict()
+        return reference.remember(
+            self.memory,
+            self.evicted,
+            self.q,
+            self.attended,
+            lambda q: phi(q[:, :, :, None], **self.of_phi, **how)[:, :, :, 0],
+            lambda k: psi(k[:, :, None], **self.of_psi, **how)[:, :, 0],
+        )
+
+    def kernel(self, backend: str, options: Options) -> Remembered:
+        return self.module(backend).remember(**self.arguments(), interpret=options.interpret)
+
+    def limits(self, backend: str) -> Iterator[Limit]:
+        yield from layers_limits(self.q, self.of_phi["first"], self.of_phi["second"])
+        (b, h, g, _), k = self.q.shape, self.evicted[0]
+        yield k.dtype in DTYPES, f"it takes keys in float32 or bfloat16, not {k.dtype}"
+        yield h % SUBLANES == 0, f"h={h} KV heads are not a multiple of {SUBLANES}"
+        few = b <= LANES and b * g <= 2 * LANES
+        yield few, f"b={b} rows of g={g} queries are more than {LANES}, or {2 * LANES} in all"
+
+    def workload(self) -> tuple[dict[str, int], dict[str, Any]]:
+        (b, h, g, d), first, second = self.q.shape, self.of_phi["first"], self.of_phi["second"]
+        settings = dict(h=h, g=g, d=d, r=first.shape[-1], f=second.shape[-1])
+        return dict(b=b), settings | dict(dtype=self.q.dtype.name, weights=first.dtype.name)
+
+
+def layers_limits(x: Array, first: Array, second: Array) -> Iterator[Limit]:
+    """Yield the kernels' limits on an MLP of two layers."""
     d, hidden, features = x.shape[-1], first.shape[-1], second.shape[-1]
-    return first_limit(
-        (pallas_form(platform) == "tpu", "its kernel is for tpu, as Triton has no exact GELU"),
-        (x.size > 0, "there are no tokens"),
-        (x.dtype in (jnp.float32, jnp.bfloat16), f"it takes float32 or bfloat16, not {x.dtype}"),
-        (first.dtype in (jnp.float32, jnp.bfloat16), f"its weights are float32 or bfloat16, not {first.dtype}"),
-        (8 <= d <= 256 and d % 8 == 0, f"d={d} is not a multiple of 8 up to 256"),
-        (hidden % 128 == 0 and hidden <= 2048, f"hidden={hidden} is not a multiple of 128 up to 2048"),
-        (features <= 128, f"features={features} are more than 128"),
-    )
+    yield x.size > 0, "there are no tokens"
+    yield x.dtype in DTYPES, f"it takes float32 or bfloat16, not {x.dtype}"
+    yield first.dtype in DTYPES, f"its weights are float32 or bfloat16, not {first.dtype}"
+    yield 8 <= d <= 256 and d % 8 == 0, f"d={d} is not a multiple of 8 up to 256"
+    yield hidden % 128 == 0 and hidden <= 2048, f"hidden={hidden} is not a multiple of 128 up to 2048"
+    yield features <= 128, f"features={features} are more than 128"
 
 
 def _per_head(x: Float[Array, "b m t d"]) -> Float[Array, "m bt d"]:

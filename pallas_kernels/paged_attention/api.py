@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import importlib
+import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import common
 from pallas_kernels.attention import AttentionSpec
+from pallas_kernels.common import LANES
 from pallas_kernels.decode_attention.api import operand_limits, operand_settings, refuse_turned, width_limits
+from pallas_kernels.op import Limit, Op, Options
 from pallas_kernels.operands import Operand, Quantised
 from pallas_kernels.paged_attention import reference
 from pallas_kernels.paged_attention.pages import MOST_TOLD, tile, told
@@ -60,39 +62,50 @@ def paged_attention(
         ValueError: the implementation is unknown, or values are `Turned`.
     """
     refuse_turned(v)
-    form = common.pallas_form(platform)
-    limits = {"pallas": limit(q, k, v, spec, places, layers, form)}
-    arrays = (q, k, v, position, owner, pages, query_position, spec)
-    names = ("q", "k", "v", "position", "owner", "pages", "query_position", "spec")
-    asked = dict(zip(names, arrays, strict=True)) | dict(places=places, logits=logits, layers=layers)
-    sizes = dict(b=q.shape[0], pages=k.shape[0])
-    settings = dict(slots=k.shape[1], **operand_settings(q, k, v, spec))
-    task = common.Task(common.bucket("paged_attention", sizes, settings), paged_attention, asked)
-    chosen = common.choose("paged_attention", implementation, limits, platform=platform, interpret=interpret, task=task)
-    if chosen == "xla":
-        platform = common.platform_of(platform)
-        return reference.paged_attention(*arrays, places=places, logits=logits, platform=platform)
-    module = importlib.import_module(f"pallas_kernels.paged_attention.{'pallas_gpu' if form == 'gpu' else 'pallas'}")
-    grid = {} if form == "gpu" else dict(layers=layers)
-    return module.paged_attention(*arrays, **grid, interpret=interpret)
+    op = PagedAttention(q, k, v, position, owner, pages, query_position, spec, places, logits, layers)
+    return op(implementation, interpret, platform)
 
 
-def limit(
-    q: Array, k: Operand, v: Operand, spec: AttentionSpec, places: Places | None, layers: int, form: str
-) -> str | None:
-    """Return what these arguments need that the Pallas kernel cannot do, or None."""
-    b, h = q.shape[:2]
-    pages, size = k.shape[:2]
-    limits = [*operand_limits(q, k, v, spec, places), *width_limits(k, v, form)]
-    if form == "tpu":
-        narrow = [x for x in (k, v) if isinstance(x, Quantised) and x.bits == 4 and x.codes.shape[-1] % common.LANES]
-        numbers = told(b, b * h, pages, tile(b * h, layers, pages, size))
-        limits += [
-            (not narrow, "pages of four bits would be copied at every step, unless d and e are 256"),
-            (size <= 1024, f"s={size} slots in a page are more than 1024"),
-            (
-                numbers <= MOST_TOLD,
-                f"its steps are told {numbers} numbers of rows, heads and pages, more than {MOST_TOLD}",
-            ),
-        ]
-    return common.first_limit(*limits)
+@dataclasses.dataclass(frozen=True, eq=False)
+class PagedAttention(Op[Paged]):
+    """See `paged_attention`."""
+
+    q: Float[Array, "b h g d"]
+    k: Operand
+    v: Operand
+    position: Int[Array, "P s"]
+    owner: Int[Array, " P"]
+    pages: Int[Array, "2"]
+    query_position: Int[Array, " b"]
+    spec: AttentionSpec
+    places: Places | None = None
+    logits: Float[Array, "P g s"] | None = None
+    layers: int = 1
+
+    name = "paged_attention"
+    backends = ("pallas_tpu", "pallas_gpu")
+
+    def reference(self, options: Options) -> Paged:
+        return reference.paged_attention(**self.arguments(without=["layers"]), platform=options.platform)
+
+    def kernel(self, backend: str, options: Options) -> Paged:
+        # Kernels allocate their logits, and the limits exclude places that matter.
+        unused = ["places", "logits"] if backend == "pallas_tpu" else ["places", "logits", "layers"]
+        return self.module(backend).paged_attention(**self.arguments(unused), interpret=options.interpret)
+
+    def limits(self, backend: str) -> Iterator[Limit]:
+        yield from operand_limits(self.q, self.k, self.v, self.spec, self.places)
+        yield from width_limits(self.k, self.v, backend)
+        if backend == "pallas_tpu":
+            four = [x for x in (self.k, self.v) if isinstance(x, Quantised) and x.bits == 4]
+            whole = all(x.codes.shape[-1] % LANES == 0 for x in four)
+            yield whole, "pages of four bits would be copied at every step, unless d and e are 256"
+            (b, h), (pages, size) = self.q.shape[:2], self.k.shape[:2]
+            yield size <= 1024, f"s={size} slots in a page are more than 1024"
+            numbers = told(b, b * h, pages, tile(b * h, self.layers, pages, size))
+            text = f"its steps are told {numbers} numbers of rows, heads and pages, more than {MOST_TOLD}"
+            yield numbers <= MOST_TOLD, text
+
+    def workload(self) -> tuple[dict[str, int], dict[str, Any]]:
+        settings = operand_settings(self.q, self.k, self.v, self.spec)
+        return dict(b=self.q.shape[0], pages=self.k.shape[0]), dict(slots=self.k.shape[1]) | settings

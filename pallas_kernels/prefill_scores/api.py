@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -11,7 +11,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.attention import AttentionSpec
-from pallas_kernels.common import Task, bucket, choose, first_limit, numbers_of, pallas_form, platform_of
+from pallas_kernels.common import numbers_of, platform_of
+from pallas_kernels.op import Limit, Op, Options
 from pallas_kernels.operands import Operand, Quantised, Turned
 from pallas_kernels.prefill_scores import derivative, reference
 from pallas_kernels.prefill_scores.types import Joined, Own, PromptAttention
@@ -91,38 +92,19 @@ def prefill_scores(
         raise ValueError(f"window={spec.window} is not a number of tokens from 1.")
     if weights is not None and weights.ndim == 3:
         weights = weights[:, :, None]
-    rows = 1 if weights is None else weights.shape[2]
-    form = pallas_form(platform)
-    limits = {"pallas": limit(q, k, v, form, rows=rows, placed=places is not None and spec.slopes is not None)}
-    asked: dict[str, Any] = dict(q=q, k=k, v=v, query_position=query_position, key_position=key_position, spec=spec)
-    asked |= dict(scores=scores, weights=weights, noise=noise, tau=tau, places=places, own=own)
-    b, h, g, queries, d = q.shape
-    described = dict(h=h, g=g, d=d, e=v.shape[-1], dtype=q.dtype.name, keys=numbers_of(k), values=numbers_of(v))
-    described |= dict(scores=scores, rows=None if weights is None else rows, noise=noise is not None)
-    described |= dict(tau=None if tau == 1 else tau, readers=own is not None, **spec.described())
-    name = bucket("prefill_scores", dict(b=b, n=queries, c=c), described)
-    # There are no random inputs for a chunk that several readers share.
-    task = None if own is not None and own.of < c else Task(name, prefill_scores, asked)
-    chosen = choose("prefill_scores", implementation, limits, platform=platform, interpret=interpret, task=task)
-    settings: dict[str, Any] = dict(tau=tau, scores=scores)
+    op = PrefillScores(q, k, v, query_position, key_position, spec, scores, weights, noise, tau, places, own)
+    options = Options(implementation, interpret, platform_of(platform))
+    chosen = op.choose(options)
 
     @jax.custom_jvp
     def run(
         q: Array, k: Any, v: Any, position: Array, key_position: Array, slopes: Any, weights: Any, noise: Any,
         places: Any, token: Any,
     ) -> PromptAttention:  # fmt: skip
-        here = dataclasses.replace(spec, slopes=slopes)
-        whose = None if own is None else own._replace(token=token)
-        if chosen == "pallas":
-            # Pallas is imported only here: it takes longer to import than kvjax.
-            name = "pallas_gpu" if form == "gpu" else "pallas"
-            return importlib.import_module(f"pallas_kernels.prefill_scores.{name}").prefill_scores(
-                q, k, v, position, key_position, here, weights, noise, whose, interpret=interpret, **settings
-            )
-        return reference.prefill_scores(
-            q, k, v, position, key_position, here, weights, noise, places, whose,
-            platform=platform_of(platform), **settings,
-        )  # fmt: skip
+        arrays: dict[str, Any] = dict(q=q, k=k, v=v, query_position=position, key_position=key_position)
+        arrays |= dict(spec=dataclasses.replace(spec, slopes=slopes), weights=weights, noise=noise, places=places)
+        arrays |= dict(own=None if own is None else own._replace(token=token))
+        return dataclasses.replace(op, **arrays).run(chosen, options)
 
     @run.defjvp
     def _(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[PromptAttention, PromptAttention]:
@@ -130,7 +112,7 @@ def prefill_scores(
             q: Array, k: Any, v: Any, position: Array, key_position: Array, slopes: Any, *others: Any
         ) -> PromptAttention:
             here = dataclasses.replace(spec, slopes=slopes)
-            return derivative.prefill_scores(q, k, v, position, key_position, here, *others, **settings)
+            return derivative.prefill_scores(q, k, v, position, key_position, here, *others, tau=tau, scores=scores)
 
         return run(*primals), jax.jvp(again, primals[:-1], tangents[:-1])[1]
 
@@ -138,30 +120,67 @@ def prefill_scores(
     return run(q, k, v, query_position, key_position, spec.slopes, weights, noise, places, token)
 
 
-def limit(
-    q: Array, k: Operand | Joined, v: Operand | Joined, form: str, *, rows: int = 1, placed: bool = False
-) -> str | None:
-    """Return what these arguments need that the Pallas kernels for `tpu` or `gpu` cannot do, or None."""
-    if isinstance(k, Quantised | Turned | Joined):
-        return f"keys are {type(k).__name__}, and it reads arrays only"
-    if isinstance(v, Quantised | Turned | Joined):
-        return f"values are {type(v).__name__}, and it reads arrays only"
+@dataclasses.dataclass(frozen=True, eq=False)
+class PrefillScores(Op[PromptAttention]):
+    """See `prefill_scores`; weights have an axis m."""
 
-    def fits(width: int) -> bool:
-        if form == "gpu":
-            return 16 <= width <= 256 and width & (width - 1) == 0
-        return 8 <= width <= 256 and width % 8 == 0
+    q: Float[Array, "b h g n d"]
+    k: Operand | Joined
+    v: Operand | Joined
+    query_position: Int[Array, "b n"]
+    key_position: Int[Array, "b #h c"]
+    spec: AttentionSpec
+    scores: bool = True
+    weights: Float[Array, "b #h m n"] | None = None
+    noise: Float[Array, "b h c"] | None = None
+    tau: float = 1.0
+    places: tuple[Int[Array, "b #h n"], Int[Array, "b #h c"]] | None = None
+    own: Own | None = None
 
-    wanted = "a power of two from 16 to 256" if form == "gpu" else "a multiple of 8 up to 256"
-    d, e = q.shape[-1], v.shape[-1]
-    same = q.dtype == k.dtype == v.dtype and q.dtype in (jnp.float32, jnp.bfloat16)
-    return first_limit(
-        (same, f"q, k, v of {q.dtype}, {k.dtype}, {v.dtype} are not all float32 or all bfloat16"),
-        (fits(d), f"d={d} is not {wanted}"),
-        (fits(e), f"values of e={e} are not {wanted}"),
-        (rows <= ROWS, f"{rows} rows of weights are more than {ROWS}"),
-        (not placed, "ALiBi at places other than the positions is not in it"),
-    )
+    name = "prefill_scores"
+    backends = ("pallas_tpu", "pallas_gpu")
+
+    def reference(self, options: Options) -> PromptAttention:
+        return reference.prefill_scores(**self.arguments(), platform=options.platform)
+
+    def kernel(self, backend: str, options: Options) -> PromptAttention:
+        run = self.module(backend).prefill_scores  # takes no places: the limits exclude those that matter
+        return run(**self.arguments(without=["places"]), interpret=options.interpret)
+
+    def limits(self, backend: str) -> Iterator[Limit]:
+        q, k, v = self.q, self.k, self.v
+        if isinstance(k, Quantised | Turned | Joined):
+            yield False, f"keys are {type(k).__name__}, and it reads arrays only"
+        elif isinstance(v, Quantised | Turned | Joined):
+            yield False, f"values are {type(v).__name__}, and it reads arrays only"
+        else:
+            same = q.dtype == k.dtype == v.dtype and q.dtype in (jnp.float32, jnp.bfloat16)
+            yield same, f"q, k, v of {q.dtype}, {k.dtype}, {v.dtype} are not all float32 or all bfloat16"
+        d, e = q.shape[-1], v.shape[-1]
+        for width, told in ((d, f"d={d} is"), (e, f"values of e={e} are")):
+            if backend == "pallas_gpu":
+                within = 16 <= width <= 256 and width & (width - 1) == 0
+                yield within, f"{told} not a power of two from 16 to 256"
+            else:
+                yield 8 <= width <= 256 and width % 8 == 0, f"{told} not a multiple of 8 up to 256"
+        rows = self._rows()
+        yield rows <= ROWS, f"{rows} rows of weights are more than {ROWS}"
+        placed = self.places is not None and self.spec.slopes is not None
+        yield not placed, "ALiBi at places other than the positions is not in it"
+
+    def workload(self) -> tuple[dict[str, int], dict[str, Any]] | None:
+        b, h, g, n, d = self.q.shape
+        c, e = self.k.shape[2], self.v.shape[-1]
+        if self.own is not None and self.own.of < c:
+            return None  # there are no random inputs for a chunk that several readers share
+        settings = dict(h=h, g=g, d=d, e=e, dtype=self.q.dtype.name)
+        settings |= dict(keys=numbers_of(self.k), values=numbers_of(self.v), scores=self.scores)
+        settings |= dict(rows=None if self.weights is None else self._rows(), noise=self.noise is not None)
+        settings |= dict(tau=None if self.tau == 1 else self.tau, readers=self.own is not None)
+        return dict(b=b, n=n, c=c), settings | self.spec.described()
+
+    def _rows(self) -> int:
+        return 1 if self.weights is None else self.weights.shape[2]
 
 
 def _joints(x: Operand | Joined) -> tuple[int, ...]:

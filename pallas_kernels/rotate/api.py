@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jaxtyping import Array, Float
 
-from pallas_kernels.common import LANES, SUBLANES, Task, bucket, choose, first_limit, pallas_form
-from pallas_kernels.operands import turn
-from pallas_kernels.rotate import pallas
+from pallas_kernels.common import LANES, SUBLANES
+from pallas_kernels.op import Limit, Op, Options
+from pallas_kernels.rotate import reference
 
 
 def rotate(
@@ -43,42 +44,51 @@ def rotate(
         Unsupported: the requested implementation cannot run these arguments here.
         ValueError: the implementation is unknown.
     """
-    given = [*turned, *still]
-    heads, widths = (_listed([x.shape[axis] for x in given]) for axis in (1, 2))
-    settings = dict(n=heads, d=widths, w=cos.shape[-1], dtype=given[0].dtype.name)
-    name = bucket("rotate", dict(b=len(cos)), settings | dict(still=len(still) > 0, interleaved=interleaved))
-    arguments = dict(turned=tuple(turned), cos=cos, sin=sin, still=tuple(still), interleaved=interleaved)
-    limits = {"pallas": limit(turned, cos, still, interleaved, platform)}
-    task = Task(name, rotate, arguments)
-    if choose("rotate", implementation, limits, platform=platform, interpret=interpret, task=task) == "pallas":
-        return pallas.rotate(turned, cos, sin, still, interpret=interpret)
-    return (*(turn(x, cos[:, None], sin[:, None], interleaved) for x in turned), *still)
+    return Rotate(tuple(turned), cos, sin, tuple(still), interleaved)(implementation, interpret, platform)
 
 
-def limit(
-    turned: Sequence[Array], cos: Array, still: Sequence[Array], interleaved: bool, platform: str | None
-) -> str | None:
-    """Return what these arguments need that the Pallas kernel cannot do, or None."""
-    given, b = [*turned, *still], len(cos)
-    dtypes, heads, widths = ([x.dtype.name for x in given], *([x.shape[axis] for x in given] for axis in (1, 2)))
-    rows = pallas.rows_of_block(given[0].dtype)
-    return first_limit(
-        (pallas_form(platform) == "tpu", "it is written for tpu alone"),
-        (
-            len({*dtypes}) == 1 and dtypes[0] in ("float32", "bfloat16") and cos.dtype.name == "float32",
+@dataclasses.dataclass(frozen=True, eq=False)
+class Rotate(Op[tuple[Float[Array, "b n d"], ...]]):
+    """See `rotate`."""
+
+    turned: tuple[Float[Array, "b n d"], ...]
+    cos: Float[Array, "b w"]
+    sin: Float[Array, "b w"]
+    still: tuple[Float[Array, "b n d"], ...] = ()
+    interleaved: bool = False
+
+    name = "rotate"
+    backends = ("pallas_tpu",)
+
+    def reference(self, options: Options) -> tuple[Float[Array, "b n d"], ...]:
+        return reference.rotate(**self.arguments())
+
+    def kernel(self, backend: str, options: Options) -> tuple[Float[Array, "b n d"], ...]:
+        run = self.module(backend).rotate
+        return run(self.turned, self.cos, self.sin, self.still, interpret=options.interpret)
+
+    def limits(self, backend: str) -> Iterator[Limit]:
+        given, b = [*self.turned, *self.still], len(self.cos)
+        dtypes, heads, widths = ([x.dtype.name for x in given], *([x.shape[axis] for x in given] for axis in (1, 2)))
+        yield (
+            len({*dtypes}) == 1 and dtypes[0] in ("float32", "bfloat16") and self.cos.dtype.name == "float32",
             f"it takes heads all in float32 or all in bfloat16, and angles in float32, not {_listed(dtypes)} and "
-            f"{cos.dtype}",
-        ),
-        (not interleaved, "pairs of neighbours are not halves of a head"),
-        ({*widths} == {LANES}, f"d={_listed(widths)} is not {LANES}"),
-        (cos.shape[1] == LANES, f"w={cos.shape[1]} of {LANES} channels are not whole heads"),
-        (all(n % SUBLANES == 0 for n in heads), f"n={_listed(heads)} heads are not multiples of {SUBLANES}"),
-        (b % rows == 0, f"b={b} rows are not a multiple of {rows}"),
-        (
-            pallas.block_bytes(given) <= pallas.VMEM_BYTES,
-            f"n={_listed(heads)} heads of {rows} rows are too many at once",
-        ),
-    )
+            f"{self.cos.dtype}",
+        )
+        yield not self.interleaved, "pairs of neighbours are not halves of a head"
+        yield {*widths} == {LANES}, f"d={_listed(widths)} is not {LANES}"
+        yield self.cos.shape[1] == LANES, f"w={self.cos.shape[1]} of {LANES} channels are not whole heads"
+        yield all(n % SUBLANES == 0 for n in heads), f"n={_listed(heads)} heads are not multiples of {SUBLANES}"
+        kernel = self.module(backend)
+        rows, needed = kernel.rows_of_block(given[0].dtype), kernel.block_bytes(given)
+        yield b % rows == 0, f"b={b} rows are not a multiple of {rows}"
+        yield needed <= kernel.VMEM_BYTES, f"n={_listed(heads)} heads of {rows} rows are too many at once"
+
+    def workload(self) -> tuple[dict[str, int], dict[str, Any]]:
+        given = [*self.turned, *self.still]
+        heads, widths = (_listed([x.shape[axis] for x in given]) for axis in (1, 2))
+        settings = dict(n=heads, d=widths, w=self.cos.shape[-1], dtype=given[0].dtype.name)
+        return dict(b=len(self.cos)), settings | dict(still=len(self.still) > 0, interleaved=self.interleaved)
 
 
 def _listed(numbers: Sequence[Any]) -> str:

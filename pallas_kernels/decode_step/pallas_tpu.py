@@ -31,7 +31,7 @@ from pallas_kernels.decode_attention.kernel_parts import (
     stored,
     weighted,
 )
-from pallas_kernels.decode_attention.pallas import VMEM_BYTES, room, tile
+from pallas_kernels.decode_attention.pallas_tpu import VMEM_BYTES, room, tile
 from pallas_kernels.decode_attention.running import (
     advance,
     along_lanes,
@@ -46,7 +46,7 @@ from pallas_kernels.decode_attention.running import (
 )
 from pallas_kernels.decode_attention.types import Decoded, Sinks
 from pallas_kernels.decode_step.types import Hashed, Stepped
-from pallas_kernels.evict.pallas import copied, counted
+from pallas_kernels.evict.pallas_tpu import copied, counted
 from pallas_kernels.evict.reference import written_through
 from pallas_kernels.hamming.hashing import WORD
 from pallas_kernels.hamming.reference import distances_of_words
