@@ -1,0 +1,39 @@
+"""Eviction of r tokens at once, before each position that r divides: in between, a cache grows by a slot a token."""
+
+from __future__ import annotations
+
+from tests.oracles.decoder import Oracle
+
+
+class EvictEvery(Oracle):
+    """In kvjax's order and with its numbers: the budget counts the token being read.
+
+    Where many leave at once, the token being read then takes the slot of one more.
+    """
+
+    evicts_first = True
+    every = 1
+
+    def room(self, h: int, length: int) -> int:
+        """Slots in a text of so many tokens, the one being read included."""
+        return self.limits[h] + (length - 1) % self.every
+
+    def best(self, h, new, count: int) -> list[int]:
+        """Indices of the highest ranks, of equals the newest."""
+        if count >= len(self.heads[h].positions):
+            return list(range(len(self.heads[h].positions)))
+        ranks = self.ranks(h, new)
+        return sorted(range(len(ranks)), key=lambda i: (ranks[i], i), reverse=True)[:count]
+
+    def keep(self, prompt):
+        return [self.best(h, prompt, self.room(h, prompt.prompt_length)) for h in range(self.kv_heads)]
+
+    def leaving(self, new):
+        leaving: list[int | None] = []
+        for h, head in enumerate(self.heads):
+            room = self.room(h, new.position + 1)
+            self.retain(h, self.best(h, new, room))
+            staying = self.best(h, new, room - 1)
+            left = set(range(len(head.positions))) - set(staying)
+            leaving.append(left.pop() if left else None)
+        return leaving

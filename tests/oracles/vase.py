@@ -1,0 +1,60 @@
+"""VaSE: a token's note is the attention of each query that saw it, by the query's position."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from tests.oracles.decoder import Prompt
+from tests.oracles.evict_every import EvictEvery
+
+
+class VaSE(EvictEvery):
+    """`gumbel` (head, ranking, position) is injected; `recents` are the r newest tokens."""
+
+    gumbel: Callable[[int, int, int], float]
+    large: int | float
+    kernel: int
+
+    def sink_slots(self, h):
+        return 0  # sinks count among the largest values, and nothing else protects them
+
+    def read(self, prompt):
+        for h, head in enumerate(self.heads):
+            for i in range(prompt.prompt_length):
+                queries = range(i, prompt.prompt_length)
+                head.notes[i] = {query: self.paid([row[query, i] for row in prompt.probs[h]]) for query in queries}
+
+    def paid(self, shares) -> float:
+        """The mean over the query heads of a group."""
+        return sum(shares) / self.groups
+
+    def note(self, h, new):
+        return {}
+
+    def after(self, new, probs):
+        for h, head in enumerate(self.heads):
+            for i, note in enumerate(head.notes):
+                note[new.position] = self.paid([row[i] for row in probs[h]])
+
+    def scores(self, h, new):
+        head, newest = self.heads[h], new.position
+        rest = [i for i, position in enumerate(head.positions) if position <= newest - self.every]
+        large = math.floor(self.large * self.limits[h] + 1e-6) if isinstance(self.large, float) else self.large
+
+        def spread(i: int) -> float:
+            return math.inf if head.positions[i] < self.sinks else max(head.values[i]) - min(head.values[i])
+
+        chosen = sorted(rest, key=lambda i: (-spread(i), i))[:large]
+        read = newest + isinstance(new, Prompt)  # a token that needs a slot has not asked yet
+        queries = range(read - self.every, read)
+        mean = {i: sum(head.notes[i].get(query, 0.0) for query in queries) / self.every for i in rest}
+        scores = []
+        for i, position in enumerate(head.positions):
+            if i in chosen or i not in rest:
+                scores.append(math.inf)
+                continue
+            near = range(i - self.kernel // 2, i + self.kernel // 2 + 1)
+            pooled = sum(mean.get(j, 0.0) for j in near) / self.kernel
+            scores.append(math.log(pooled) + self.gumbel(h, newest // self.every, position))
+        return scores
