@@ -26,12 +26,14 @@ class Sizing:
         per_head: True if `head_budgets` gives the heads of a layer different numbers of slots.
         fixed_length: True if the slots suffice for the planned text only.
         may_shrink: True if one step may have to evict several tokens, as where `slots_at` falls.
+        spare_slots: slots of a buffer beyond the budget, where `slots_at` rises again after it has fallen.
     """
 
     mode: Literal["budget", "unbounded", "profiled"] = "budget"
     per_head: bool = False
     fixed_length: bool = False
     may_shrink: bool = False
+    spare_slots: int = 0
 
 
 _RENAMED = {"shares": "layer_budgets", "settle": "head_budgets", "room": "slots_at"}
@@ -41,7 +43,7 @@ _REPLACED = {
     "bounded": "override the property sizing, which returns kvjax.Sizing(mode='unbounded')",
     "ends": "override the property sizing, which returns kvjax.Sizing(fixed_length=True)",
     "shrinks": "override the property sizing, which returns kvjax.Sizing(may_shrink=True)",
-    "buffer_slots": "buffers hold slots_at of the shortest prompt",
+    "buffer_slots": "buffers hold slots_at of the shortest prompt, and sizing.spare_slots more than the budget",
     "budgets": "override layer_budgets, which kvjax rounds",
     "competing": "the guard of a protection returns it as Protected.quota",
 }
@@ -100,8 +102,8 @@ class Plan(Part, interface=True):
     def slots_at(self, limit: Int[Array, "b h"], length: Int[Array, " b"]) -> Int[Array, "b h"]:
         """Return the slots that heads may use in a text of `length` tokens, the whole prompt included.
 
-        They never rise with the length: `kvjax.prefill` sizes buffers for the shortest prompt, before it compiles
-        anything.
+        `kvjax.prefill` sizes buffers for the shortest prompt, before it compiles anything. Where the slots rise with
+        the length, they rise to the budget and `sizing.spare_slots` at most.
 
         Args:
             limit: budget of each head.
@@ -138,7 +140,9 @@ def buffer_slots(plan: Plan, limit: int, shortest: int) -> int:
     Raises:
         ValueError: the budget does not fit the plan's settings.
     """
-    return int(plan.slots_at(jnp.full((1, 1), limit, jnp.int32), jnp.full(1, shortest, jnp.int32))[0, 0])
+    spare = plan.sizing.spare_slots
+    at_first = int(plan.slots_at(jnp.full((1, 1), limit, jnp.int32), jnp.full(1, shortest, jnp.int32))[0, 0])
+    return max(at_first, limit + spare) if spare else at_first
 
 
 @struct.dataclass

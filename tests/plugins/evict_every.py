@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar
 
 import numpy as np
 from flax import struct
@@ -26,13 +25,16 @@ class EvictEvery(kvjax.Plan):
         plan: budgets of the layers.
     """
 
-    shrinks: ClassVar[bool] = True
-
     every: int = setting(128)
     plan: kvjax.Plan = kvjax.methods.PLANS["uniform"]()
 
     def __post_init__(self) -> None:
         check(self.every >= 1, "every", self.every, "a number of tokens from 1")
+
+    @property
+    def sizing(self) -> kvjax.Sizing:
+        """Several tokens leave at once; buffers hold C + r - 1 slots."""
+        return kvjax.Sizing(may_shrink=True, spare_slots=self.every - 1)
 
     def spread_by(self, other: kvjax.Plan) -> EvictEvery:
         """Return this plan with the budgets of another.
@@ -40,21 +42,17 @@ class EvictEvery(kvjax.Plan):
         Raises:
             ValueError: the other plan gives each head its own slots; pages evict one token at a time.
         """
-        if other.per_head:
+        if other.sizing.per_head:
             raise ValueError(
                 f"EvictEvery evicts {self.every} tokens at once, which heads on pages cannot; choose another plan than "
                 f"{type(other).__name__}."
             )
         return dataclasses.replace(self, plan=other)
 
-    def shares(self, budget: int, layers: int) -> np.ndarray:
+    def layer_budgets(self, budget: int, layers: int) -> np.ndarray:
         """Return those of the other plan."""
-        return self.plan.shares(budget, layers)
+        return self.plan.layer_budgets(budget, layers)
 
-    def room(self, limit: Int[Array, "b h"], length: Int[Array, " b"]) -> Int[Array, "b h"]:
+    def slots_at(self, limit: Int[Array, "b h"], length: Int[Array, " b"]) -> Int[Array, "b h"]:
         """Return C(n)."""
         return limit + ((length - 1) % self.every)[:, None]
-
-    def buffer_slots(self, limit: int, shortest: int) -> int:
-        """Return C + r - 1."""
-        return limit + self.every - 1
