@@ -135,6 +135,7 @@ TESTS: dict[str, tuple[str, ...]] = {
         "tests/test_generate.py -k one_sentence",
     ),
     "kvjax/methods/less/feature_maps.py": (f"{_ORACLES} -k less", "tests/test_less.py", "tests/test_less_recipe.py"),
+    "kvjax/training/less/loss.py": ("tests/test_less_recipe.py", "tests/test_train_less.py"),
     "kvjax/training/less/record.py": ("tests/test_less_recipe.py", "tests/test_train_less.py"),
     "kvjax/training/less/train.py": ("tests/test_less_recipe.py", "tests/test_train_less.py"),
     "kvjax/methods/topk_oracle.py": (_DEFAULTS, f"{_ORACLES} -k topk", f"{_CONTRACT} -k topk"),
