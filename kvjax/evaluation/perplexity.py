@@ -11,7 +11,8 @@ import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.cache.dense import Dense, empty
+from kvjax.cache.dense import Dense
+from kvjax.cache.empty import empty
 from kvjax.inference.decode import step
 from kvjax.inference.extend import lower_prefill, prefill
 from kvjax.inference.prepare import among_devices, check_prompt, lines_of, plan_slots, ready
