@@ -16,7 +16,7 @@ from kvjax.cache import attention, slots
 from kvjax.cache.compress import best_slots
 from kvjax.cache.evict import evicted_pairs, exchange, exchange_among, foreseen, hashed_codes, ranked, victims_of
 from kvjax.cache.recompute import Selection, with_again, without_again
-from kvjax.cache.rows import put_rows, take_rows
+from kvjax.cache.rows import replace_rows, select_rows
 from kvjax.cache.slots import Attended
 from kvjax.policies.policy import Policy
 from kvjax.types import KV, Evicted, Heads, LayerConfig, New, Parts, PyTree, View
@@ -358,7 +358,7 @@ class Dense(struct.PyTreeNode):
 
     def take(self, index: Int[np.ndarray, " m"] | Int[Array, " m"]) -> Dense:
         """Select rows, in any order."""
-        return take_rows(self, index)
+        return select_rows(self, index)
 
     def put(self, index: Int[np.ndarray, " m"], rows: Dense) -> Dense:
         """Replace some rows; buffers may be larger than those of `rows`.
@@ -366,7 +366,7 @@ class Dense(struct.PyTreeNode):
         Raises:
             ValueError: the buffers of `rows` are larger.
         """
-        return Dense(put_rows(self.layers, index, rows.layers))
+        return Dense(replace_rows(self.layers, index, rows.layers))
 
     def stored_positions(self) -> tuple[Int[Array, "b h c"], ...]:
         """Return positions as stored, for collection inside a loop."""

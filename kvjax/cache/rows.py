@@ -12,12 +12,12 @@ from jaxtyping import Array, Int
 from kvjax.types import PyTree, View
 
 
-def take_rows(cache: PyTree, index: Int[np.ndarray, " m"] | Int[Array, " m"]) -> Any:
+def select_rows(cache: PyTree, index: Int[np.ndarray, " m"] | Int[Array, " m"]) -> Any:
     """Select rows of all arrays, in any order."""
     return jax.tree.map(lambda leaf: _in_its_memory(leaf, _on_device(leaf)[index]), cache)
 
 
-def put_rows(layers: tuple[View, ...], index: Int[np.ndarray, " m"], rows: tuple[View, ...]) -> tuple[View, ...]:
+def replace_rows(layers: tuple[View, ...], index: Int[np.ndarray, " m"], rows: tuple[View, ...]) -> tuple[View, ...]:
     """Replace some rows of all layers; buffers may be larger than those of `rows`.
 
     Raises:

@@ -12,7 +12,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from kvjax.models.checkpoints.gguf_architectures import ARCHITECTURES, Array, Header, Settings
-from kvjax.models.checkpoints.gguf_settings import read_settings
+from kvjax.models.checkpoints.gguf_settings import config_settings
 from kvjax.models.checkpoints.tensors import Stored, Tensor
 from kvjax.models.families import LoadError
 
@@ -73,7 +73,7 @@ def read_gguf(file: Path) -> tuple[Settings, dict[str, Any], Stored]:
     ropes = [name for name in tensors if name.startswith("rope_f")]
     factors = {name.removesuffix(".weight"): np.array(tensors.pop(name).data, np.float32) for name in ropes}
     try:
-        settings = read_settings(Header(name, metadata, shapes, factors))
+        settings = config_settings(Header(name, metadata, shapes, factors))
     except LoadError as error:
         raise LoadError(f"{file}: {error}") from None
     return settings, metadata, _stored(file, name, settings, tensors, shapes)

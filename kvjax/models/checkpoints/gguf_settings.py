@@ -66,7 +66,7 @@ def _check_keys(header: Header, head_width: int) -> None:
             )
 
 
-def read_settings(header: Header) -> Settings:
+def config_settings(header: Header) -> Settings:
     """Return the settings that a Hugging Face config.json would have."""
     settings: Settings = {"model_type": ARCHITECTURES[header.name].model_type}
     for key, setting in {**_NEEDED, **_KNOWN}.items():
