@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from kvjax import methods
-from kvjax.cache.dense import empty
+from kvjax.cache.empty import empty
 from kvjax.cache.memory import slot_bytes
 from kvjax.cli.options import add_policies, parts_of
 from kvjax.evaluation.claims import markdown_table

@@ -18,8 +18,9 @@ from kvjax.cli import train_less
 from kvjax.methods.less import checkpoint
 from kvjax.models.sharding import parse_mesh
 from kvjax.training.less import run
+from kvjax.training.less.recipe import Recipe
 from kvjax.training.less.record import Features
-from kvjax.training.less.train import Recipe, Training, train, training_mesh
+from kvjax.training.less.train import Training, train, training_mesh
 
 RECIPE = Recipe(features=2, hidden=4, batch=4, epochs=3, rate=1e-2, halve_every=2)
 LAYERS, TEXTS, N = 4, 16, 6  # two texts are held out: one for each device along data=2, too few for data=4

@@ -11,7 +11,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from kvjax.generation.generate import Logprob
-from kvjax.serving.http import Server, Service
+from kvjax.serving.app import Service
+from kvjax.serving.http import Server
 from kvjax.serving.requests import Finished, FullError, Held, Piece, Request, StoppingError, Tell
 
 

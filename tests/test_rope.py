@@ -10,7 +10,7 @@ import pytest
 
 import kvjax
 from kvjax.inference.decode import trace_step
-from kvjax.models.families.common import read_rope
+from kvjax.models.families.settings import read_rope
 from kvjax.rope import STRETCH, Rope, rope_frequencies, rotate, turns_of
 from pallas_kernels import operands
 from tests.models import random_model, small_config

@@ -23,7 +23,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvjax.cli import serve
-from kvjax.serving.http import Server, Service, is_loopback
+from kvjax.serving.app import Service, is_loopback
+from kvjax.serving.http import Server
 from kvjax.serving.openai import CHAT, COMPLETION, Answer, Asked
 from kvjax.serving.requests import Finished, Held, Request
 from tests.serving import FakeEngine, events, served

@@ -29,8 +29,9 @@ from kvjax.methods.less.memory import LowRankMemory, Memory
 from kvjax.model import Model
 from kvjax.models.sharding import parse_mesh
 from kvjax.training.less.errors import write_losses
+from kvjax.training.less.loss import memory_attention
+from kvjax.training.less.recipe import Recipe
 from kvjax.training.less.record import Features, record
-from kvjax.training.less.train import Recipe, memory_attention
 from kvjax.types import Evicted, LayerConfig, New, Partial
 from pallas_kernels.attention import merge, share_of_evicted
 from pallas_kernels.operands import values

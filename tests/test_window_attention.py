@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.cache.dense import empty
+from kvjax.cache.empty import empty
 from kvjax.cache.memory import allocated_bytes
 from kvjax.inference.prepare import prepare
 from tests.held import layers

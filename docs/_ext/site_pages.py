@@ -21,7 +21,7 @@ from sphinx.util.typing import ExtensionMetadata
 
 import kvjax
 import site_figures
-from kvjax.cache.dense import empty
+from kvjax.cache.empty import empty
 from kvjax.cache.memory import allocated_bytes, slot_bytes
 from kvjax.evaluation.claims import markdown_table
 from kvjax.inference.decode import trace_step

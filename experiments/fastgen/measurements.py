@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Int
 
 from kvjax import methods
-from kvjax.cache.dense import empty
+from kvjax.cache.empty import empty
 from kvjax.cache.paged.storage import Paged
 from kvjax.evaluation.claims import Claim
 from kvjax.evaluation.runs import Run, Runs, describe

@@ -15,7 +15,7 @@ from experiments import lowrank_oracle
 from experiments.fastgen.measurements import profile_of
 from experiments.less.checkpoints import Kernels
 from kvjax import methods
-from kvjax.cache.dense import empty
+from kvjax.cache.empty import empty
 from kvjax.cache.memory import allocated_bytes
 from kvjax.methods.fastgen import Profiled
 from kvjax.model import Model

@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
-from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Int
 
 from kvjax.cache import attention, slots
+from kvjax.cache.compress import best_slots
 from kvjax.cache.evict import (
     evicted_pairs,
     foreseen,
@@ -24,9 +24,9 @@ from kvjax.cache.evict import (
     victims_of,
 )
 from kvjax.cache.recompute import with_again, without_again
+from kvjax.cache.rows import replace_rows, select_rows
 from kvjax.cache.slots import Attended
 from kvjax.policies.policy import Policy
-from kvjax.policies.quantizer import Codec
 from kvjax.policies.selection import Selection
 from kvjax.types import KV, Evicted, Heads, LayerConfig, New, Parts, PyTree, View
 from kvjax.utils.processes import on_host
@@ -272,7 +272,7 @@ class Dense(struct.PyTreeNode):
             The smaller storage, and a mask of the slots of this storage that leave.
         """
         view = self.layers[layer]
-        best, kept, leaving = _settled(policy, view, new, capacity)
+        best, kept, leaving = best_slots(policy, view, new, capacity)
         smaller = view.replace(
             kv=jax.tree.map(lambda leaf: slots.gather(leaf, best), view.kv),
             slots=jax.tree.map(lambda leaf: slots.gather(leaf, best), view.slots),
@@ -298,7 +298,7 @@ class Dense(struct.PyTreeNode):
 
         # The branch returns only masks and the order of slots: XLA would copy a returned cache at every step.
         def losing(self: Dense) -> Any:
-            leaving = _settled(policy, view, new, view.capacity * new.spread.slots)[2] & fewer[..., None]
+            leaving = best_slots(policy, view, new, view.capacity * new.spread.slots)[2] & fewer[..., None]
             after = view.replace(position=jnp.where(leaving, -1, view.position))
             after = policy.codec.settle(after, new) if policy.codec.ordered else after
             return leaving, after.slots.codec, after.state.codec
@@ -361,7 +361,7 @@ class Dense(struct.PyTreeNode):
 
     def take(self, index: Int[np.ndarray, " m"] | Int[Array, " m"]) -> Dense:
         """Select rows, in any order."""
-        return jax.tree.map(lambda leaf: _in_its_memory(leaf, _on_device(leaf)[index]), self)
+        return select_rows(self, index)
 
     def put(self, index: Int[np.ndarray, " m"], rows: Dense) -> Dense:
         """Replace some rows; buffers may be larger than those of `rows`.
@@ -369,29 +369,7 @@ class Dense(struct.PyTreeNode):
         Raises:
             ValueError: the buffers of `rows` are larger.
         """
-        layers = []
-        for number, (mine, theirs) in enumerate(zip(self.layers, rows.layers, strict=True)):
-            room, wanted, theirs = mine.capacity, theirs.capacity, jax.tree.map(_on_device, theirs)
-            if wanted > room:
-                raise ValueError(
-                    f"rows with {wanted} slots per head in layer {number} do not fit a state that has {room}; read "
-                    f"them with the budget of the state."
-                )
-
-            def fill(leaf: Array, value: Array, missing: int = room - wanted) -> Array:
-                return jnp.pad(value, [(0, 0), (0, 0), (0, missing)] + [(0, 0)] * (value.ndim - 3))
-
-            position = jnp.pad(theirs.position, [(0, 0), (0, 0), (0, room - wanted)], constant_values=-1)
-            padded = theirs.replace(
-                kv=jax.tree.map(fill, mine.kv, theirs.kv),
-                slots=jax.tree.map(fill, mine.slots, theirs.slots),
-                position=position,
-            )
-            padded = padded.replace(state=jax.tree.map(_widened, mine.state, theirs.state))
-            layers.append(
-                jax.tree.map(lambda old, row: _in_its_memory(old, _on_device(old).at[index].set(row)), mine, padded)
-            )
-        return Dense(tuple(layers))
+        return Dense(replace_rows(self.layers, index, rows.layers))
 
     def stored_positions(self) -> tuple[Int[Array, "b h c"], ...]:
         """Return positions as stored, for collection inside a loop."""
@@ -412,105 +390,6 @@ class Dense(struct.PyTreeNode):
     def states(self) -> tuple[Parts, ...]:
         """Return the states of the policy's parts for each layer's heads."""
         return tuple(view.state for view in self.layers)
-
-
-def empty(
-    policy: Any,
-    config: LayerConfig,
-    layer: int | Int[Array, ""],
-    *,
-    limit: Int[Array, "b h"],
-    slots: int,
-    dtype: DTypeLike,
-) -> View:
-    """Create empty slots for a layer.
-
-    Args:
-        policy: the policy, whose `init` creates the states of its parts.
-        config: of the layer.
-        layer: its index.
-        limit: slots that each head may use.
-        slots: number of slots in the buffers.
-        dtype: of keys and values.
-    """
-    rows, heads = limit.shape
-    each = jnp.zeros(rows, jnp.int32)
-    keys = jnp.zeros((rows, heads, 0, config.key_width), dtype)
-    queries = jnp.zeros((rows, heads, config.groups, 0, config.key_width), dtype)
-    shape = New(
-        q=queries,
-        k=keys,
-        v=jnp.zeros((rows, heads, 0, config.value_width), dtype),
-        raw_q=queries,
-        raw_k=keys,
-        hidden=jnp.zeros((rows, 0, config.width), dtype),
-        position=jnp.zeros((rows, 0), jnp.int32),
-        token=jnp.zeros((rows, 0), jnp.int32),
-        prompt_length=each,
-        read=each,
-        horizon=each,
-        end=each,
-        seed=each.astype(jnp.uint32),
-        head=config.numbers(rows),
-        layer=layer,
-    )
-    state = policy.init(shape)
-    codec: Codec = policy.codec
-    held = (codec.encode(shape, state.codec), policy.slots(shape, state))
-
-    def room(leaf: Array) -> Array:
-        return jnp.zeros((rows, heads, slots, *leaf.shape[3:]), leaf.dtype)
-
-    kv, remembered = jax.tree.map(room, held)
-    return View(limit, state, kv, jnp.full((rows, heads, slots), -1, jnp.int32), remembered)
-
-
-def _settled(policy: Policy, view: View, new: New, capacity: int) -> tuple[Array, Array, Bool[Array, "b h c"]]:
-    # Returns the best slots of whole heads in buffers of `capacity`, a mask of those kept, and a mask of this device's
-    # slots that leave.
-    position = new.spread.all_slots(view.position)
-    rows, heads, held = position.shape
-    best, count = slots.chosen(policy, view, new)
-    idle = ~new.valid.any(1)[:, None, None]
-    best = jnp.where(idle, jnp.arange(held, dtype=jnp.int32), best)
-    count = jnp.where(idle[..., 0], held, count)
-    missing = max(0, capacity - held)
-    if missing:
-        # Pad with repeats of the last slot, which `kept` excludes.
-        best = jnp.concatenate([best, jnp.broadcast_to(best[..., -1:], (rows, heads, missing))], axis=-1)
-    best = best[..., :capacity]
-    place = jnp.arange(capacity)
-    kept = (place < count[..., None]) & (place < capacity - missing)
-    kept &= slots.gather(position, best) >= 0
-    staying = jnp.zeros(position.shape, bool)
-    staying = staying.at[jnp.arange(rows)[:, None, None], jnp.arange(heads)[None, :, None], best].max(kept)
-    return best, kept, new.spread.own_slots((position >= 0) & ~staying)
-
-
-def _on_device(leaf: Array) -> Array:
-    """Return an array in device memory: rows can be gathered and scattered only there."""
-    return (
-        leaf
-        if jax.typeof(leaf).memory_space == jax.memory.Space.Device
-        else jax.device_put(leaf, jax.memory.Space.Device)
-    )
-
-
-def _in_its_memory(like: Array, leaf: Array) -> Array:
-    """Return an array in the same memory space as another array."""
-    space = jax.typeof(like).memory_space
-    return leaf if space == jax.memory.Space.Device else jax.device_put(leaf, space)
-
-
-def _widened(mine: Array, theirs: Array) -> Array:
-    # States of heads may be allocated larger than those of `theirs`.
-    missing = [(0, room - some) for room, some in zip(mine.shape[1:], theirs.shape[1:], strict=True)]
-    if any(more < 0 for _, more in missing):
-        raise ValueError(
-            f"rows that remember {list(theirs.shape[1:])} numbers do not fit a state with room for "
-            f"{list(mine.shape[1:])}; read them with the budget of the state."
-        )
-    return jnp.pad(theirs, [(0, 0), *missing])
 
 
 def _entries(policy: Policy, view: View, new: New) -> dict[str, PyTree]:

@@ -104,7 +104,7 @@ def run(options: argparse.Namespace) -> None:
     for name, least in (("grace", 0.0), ("read_timeout", 0.001), ("write_timeout", 0.001)):
         if not least <= getattr(options, name) <= 86_400:
             raise ValueError(f"{name}={getattr(options, name)} is not a number of seconds up to a day.")
-    from kvjax.serving.http import is_loopback
+    from kvjax.serving.app import is_loopback
 
     policy, config = named(options, POLICY)
     budget = config.get("budget", BUDGET) if options.budget is None else options.budget
@@ -138,8 +138,9 @@ def _serve(
     hosts: list[str] | None,
 ) -> None:
     from kvjax.model import load
+    from kvjax.serving.app import Service
     from kvjax.serving.engine import Engine
-    from kvjax.serving.http import Server, Service
+    from kvjax.serving.http import Server
 
     _say(f"loading {options.model}")
     model = load(options.model, options.dtype, options.revision, options.weights, options.mesh)

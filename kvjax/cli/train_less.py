@@ -78,8 +78,9 @@ def run(options: argparse.Namespace) -> None:
     from kvjax.model import load
     from kvjax.models.sharding import parse_mesh
     from kvjax.training.less.collect import check_policy
+    from kvjax.training.less.recipe import Recipe
     from kvjax.training.less.run import train_kernels
-    from kvjax.training.less.train import Recipe, check_batch, split_texts
+    from kvjax.training.less.train import check_batch, split_texts
 
     names = {field.name for field in dataclasses.fields(Recipe)}
     recipe = Recipe(**{name: value for name, value in vars(options).items() if name in names})

@@ -11,7 +11,8 @@ import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int
 
-from kvjax.cache.dense import Dense, empty
+from kvjax.cache.dense import Dense
+from kvjax.cache.empty import empty
 from kvjax.inference.cache import Cache
 from kvjax.inference.decoder import Decoder
 from kvjax.inference.extend import lower_prefill, prefill
@@ -151,8 +152,8 @@ def begin(
         seed=jax.vmap(lambda key: jax.random.bits(jax.random.fold_in(key, 1), dtype=jnp.uint32))(keys),
         active=jnp.ones(rows, bool),
     )
-    policy = jax.tree.map(jnp.asarray, bound)
-    return State(Decoder(weights=model.weights, policy=policy, config=config, mesh=model.mesh), cache)
+    placed = jax.tree.map(jnp.asarray, bound)
+    return State(Decoder(weights=model.weights, policy=placed, config=config, mesh=model.mesh), cache)
 
 
 def stream(

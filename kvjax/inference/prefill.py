@@ -13,7 +13,8 @@ from jax.interpreters import partial_eval
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int, Key, UInt32
 
-from kvjax.cache.dense import Dense, empty
+from kvjax.cache.dense import Dense
+from kvjax.cache.empty import empty
 from kvjax.cache.paged.build import Selected
 from kvjax.inference.layers import Reading, read_block, read_layers, read_token
 from kvjax.inference.prepare import Loaded, Prompts

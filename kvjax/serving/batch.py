@@ -12,7 +12,8 @@ from jax.sharding import Mesh
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from kvjax.cache.dense import Dense, empty
+from kvjax.cache.dense import Dense
+from kvjax.cache.empty import empty
 from kvjax.generation.loop import Drawn, room_for, thought
 from kvjax.generation.sampling import Sampling, penalised, sample
 from kvjax.inference.cache import Cache, cache_specs

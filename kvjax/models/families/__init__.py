@@ -6,12 +6,10 @@ import dataclasses
 from collections.abc import Mapping
 
 from kvjax.models.config import ModelConfig
-from kvjax.models.families.common import Family as Family
-from kvjax.models.families.common import LoadError as LoadError
-from kvjax.models.families.common import Settings as Settings
-from kvjax.models.families.common import check_only
-from kvjax.models.families.common import special_token_ids as special_token_ids
 from kvjax.models.families.falcon import FALCON
+from kvjax.models.families.family import Family as Family
+from kvjax.models.families.family import LoadError as LoadError
+from kvjax.models.families.family import Settings as Settings
 from kvjax.models.families.gemma import GEMMA
 from kvjax.models.families.gemma2 import GEMMA2
 from kvjax.models.families.gemma3 import GEMMA3
@@ -24,6 +22,8 @@ from kvjax.models.families.mpt import MPT
 from kvjax.models.families.phi3 import PHI3
 from kvjax.models.families.qwen2 import QWEN2
 from kvjax.models.families.qwen3 import QWEN3
+from kvjax.models.families.settings import check_only
+from kvjax.models.families.settings import special_token_ids as special_token_ids
 
 FAMILIES: Mapping[str, Family] = {
     "llama": LLAMA,

@@ -8,18 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from kvjax.models.config import ModelConfig
-from kvjax.models.families.common import (
-    Family,
-    LoadError,
-    Settings,
-    Source,
-    fused_by_head,
-    gpt_config,
-    head_width,
-    integer,
-    layer_sources,
-    read_rope,
-)
+from kvjax.models.families.common import gpt_config
+from kvjax.models.families.family import Family, LoadError, Settings, Source
+from kvjax.models.families.settings import head_width, integer, read_rope
+from kvjax.models.families.sources import fused_by_head, layer_sources
 from pallas_kernels.attention import alibi_slopes
 
 _NAMES = {

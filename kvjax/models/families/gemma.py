@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvjax.models.config import ModelConfig
-from kvjax.models.families.common import LLAMA_DEFAULTS, LLAMA_SOURCES, Family, Settings, llama_config
+from kvjax.models.families.common import LLAMA_DEFAULTS, LLAMA_SOURCES, llama_config
+from kvjax.models.families.family import Family, Settings
 
 GEMMA_DEFAULTS: Mapping[str, Any] = {
     **LLAMA_DEFAULTS,

@@ -7,17 +7,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvjax.models.config import ModelConfig
-from kvjax.models.families.common import (
-    LAYER_TYPES,
-    LLAMA_SOURCES,
-    Family,
-    Settings,
-    Source,
-    integer,
-    positive_number,
-    read_windows,
-)
+from kvjax.models.families.common import LLAMA_SOURCES
+from kvjax.models.families.family import Family, Settings, Source
 from kvjax.models.families.gemma import GEMMA_DEFAULTS, GEMMA_ONLY, gemma_config
+from kvjax.models.families.settings import LAYER_TYPES, integer, positive_number, read_windows
 
 _NORMS = {
     "attention_post_norm": "post_attention_layernorm",

@@ -6,10 +6,11 @@ import dataclasses
 from typing import Any
 
 from kvjax.models.config import ModelConfig
-from kvjax.models.families.common import LAYER_TYPES, Family, LoadError, Settings, integer, read_rope
+from kvjax.models.families.family import Family, LoadError, Settings
 from kvjax.models.families.gemma import GEMMA_ONLY
 from kvjax.models.families.gemma2 import GEMMA2_DEFAULTS, GEMMA2_SOURCES, gemma2_config
 from kvjax.models.families.qwen3 import QUERY_KEY_NORMS
+from kvjax.models.families.settings import LAYER_TYPES, integer, read_rope
 from kvjax.rope import Rope
 
 

@@ -3,18 +3,10 @@
 from __future__ import annotations
 
 from kvjax.models.config import ModelConfig
-from kvjax.models.families.common import (
-    GPT_NAMES,
-    Family,
-    Settings,
-    Source,
-    fused_in_turn,
-    gpt_config,
-    head_width,
-    integer,
-    layer_sources,
-    transposed,
-)
+from kvjax.models.families.common import GPT_NAMES, gpt_config
+from kvjax.models.families.family import Family, Settings, Source
+from kvjax.models.families.settings import head_width, integer
+from kvjax.models.families.sources import fused_in_turn, layer_sources, transposed
 
 
 def _config(settings: Settings) -> ModelConfig:

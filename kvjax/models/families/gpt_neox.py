@@ -3,17 +3,10 @@
 from __future__ import annotations
 
 from kvjax.models.config import ModelConfig
-from kvjax.models.families.common import (
-    Family,
-    LoadError,
-    Settings,
-    Source,
-    fused_by_head,
-    gpt_config,
-    head_width,
-    layer_sources,
-    read_rope,
-)
+from kvjax.models.families.common import gpt_config
+from kvjax.models.families.family import Family, LoadError, Settings, Source
+from kvjax.models.families.settings import head_width, read_rope
+from kvjax.models.families.sources import fused_by_head, layer_sources
 from kvjax.rope import Rope
 
 

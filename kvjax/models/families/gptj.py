@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from kvjax.models.config import ModelConfig
-from kvjax.models.families.common import GPT_NAMES, Family, Settings, Source, gpt_config, integer, layer_sources
+from kvjax.models.families.common import GPT_NAMES, gpt_config
+from kvjax.models.families.family import Family, Settings, Source
+from kvjax.models.families.settings import integer
+from kvjax.models.families.sources import layer_sources
 from kvjax.rope import Rope
 
 

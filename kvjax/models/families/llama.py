@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from kvjax.models.config import ModelConfig
-from kvjax.models.families.common import LLAMA_DEFAULTS, LLAMA_SOURCES, Family, Settings, llama_config
+from kvjax.models.families.common import LLAMA_DEFAULTS, LLAMA_SOURCES, llama_config
+from kvjax.models.families.family import Family, Settings
 
 
 def _config(settings: Settings) -> ModelConfig:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from kvjax.models.families.common import LLAMA_DEFAULTS, LLAMA_SOURCES, Family, llama_config
+from kvjax.models.families.common import LLAMA_DEFAULTS, LLAMA_SOURCES, llama_config
+from kvjax.models.families.family import Family
 
 MISTRAL = Family(
     llama_config,

@@ -6,18 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvjax.models.config import ModelConfig
-from kvjax.models.families.common import (
-    Family,
-    LoadError,
-    Settings,
-    Source,
-    check_only,
-    fused_in_turn,
-    gpt_config,
-    integer,
-    layer_sources,
-    positive_number,
-)
+from kvjax.models.families.common import gpt_config
+from kvjax.models.families.family import Family, LoadError, Settings, Source
+from kvjax.models.families.settings import check_only, integer, positive_number
+from kvjax.models.families.sources import fused_in_turn, layer_sources
 from pallas_kernels.attention import alibi_slopes
 
 _ATTENTION: Mapping[str, Any] = {

@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from kvjax.models.config import ModelConfig
-from kvjax.models.families.common import LLAMA_DEFAULTS, LLAMA_SOURCES, Family, Settings, Shape, Source, llama_config
+from kvjax.models.families.common import LLAMA_DEFAULTS, LLAMA_SOURCES, llama_config
+from kvjax.models.families.family import Family, Settings, Shape, Source
 
 
 def _config(settings: Settings) -> ModelConfig:

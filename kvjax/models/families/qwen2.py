@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 
 from kvjax.models.config import ModelConfig
-from kvjax.models.families.common import LLAMA_DEFAULTS, LLAMA_SOURCES, Family, Settings, llama_config, upper_windows
+from kvjax.models.families.common import LLAMA_DEFAULTS, LLAMA_SOURCES, llama_config
+from kvjax.models.families.family import Family, Settings
+from kvjax.models.families.settings import upper_windows
 
 
 def _config(settings: Settings) -> ModelConfig:

@@ -6,15 +6,9 @@ import dataclasses
 from collections.abc import Mapping
 
 from kvjax.models.config import ModelConfig
-from kvjax.models.families.common import (
-    LLAMA_DEFAULTS,
-    LLAMA_SOURCES,
-    Family,
-    Settings,
-    Source,
-    llama_config,
-    upper_windows,
-)
+from kvjax.models.families.common import LLAMA_DEFAULTS, LLAMA_SOURCES, llama_config
+from kvjax.models.families.family import Family, Settings, Source
+from kvjax.models.families.settings import upper_windows
 
 QUERY_KEY_NORMS: Mapping[str, Source] = {
     "layers.query_norm.scale": Source("model.layers.{layer}.self_attn.q_norm.weight"),

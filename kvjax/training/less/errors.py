@@ -15,16 +15,10 @@ from jax.typing import DTypeLike
 from jaxtyping import Float
 
 from kvjax.model import Model
+from kvjax.training.less.loss import output_projections
+from kvjax.training.less.recipe import Recipe
 from kvjax.training.less.record import Features
-from kvjax.training.less.train import (
-    OF_LAYERS,
-    Recipe,
-    Training,
-    mean_error,
-    output_projections,
-    split_texts,
-    training_mesh,
-)
+from kvjax.training.less.train import OF_LAYERS, Training, mean_error, split_texts, training_mesh
 
 
 def held_out_errors(

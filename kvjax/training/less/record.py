@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float, Int
 
-from kvjax.cache.dense import Dense, empty
+from kvjax.cache.dense import Dense
+from kvjax.cache.empty import empty
 from kvjax.cache.recompute import whole, with_again, without_again
 from kvjax.cache.stats import answered
 from kvjax.inference.layers import Pending, Reading, exchange, heard, over_layers, share

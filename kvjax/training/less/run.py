@@ -21,7 +21,8 @@ from kvjax.policies.policy import Policy
 from kvjax.training import checkpoints
 from kvjax.training.less.collect import check_policy, collect, sample_texts
 from kvjax.training.less.errors import error_table, held_out_errors, write_losses
-from kvjax.training.less.train import Recipe, check_batch, split_texts, train
+from kvjax.training.less.recipe import Recipe
+from kvjax.training.less.train import check_batch, split_texts, train
 from kvjax.utils.progress import Bar
 
 

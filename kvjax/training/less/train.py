@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,15 +15,14 @@ from flax import struct
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int, Key
 
-from kvjax.methods.less.feature_maps import Params, Phi, Psi, init_kernels
+from kvjax.methods.less.feature_maps import Params, init_kernels
 from kvjax.model import Model
 from kvjax.models.config import ModelConfig
 from kvjax.models.sharding import MESH_AXES, mesh_of, program_mesh
 from kvjax.training import checkpoints
+from kvjax.training.less.loss import Projection, Projections, memory_attention, output_projections, squared_error
+from kvjax.training.less.recipe import Recipe
 from kvjax.training.less.record import Features
-
-CHUNK = 128
-"""Steps per chunk of linear attention; evictions of earlier chunks are added as one sum."""
 
 DATA, MODEL, _ = MESH_AXES
 
@@ -33,54 +31,6 @@ OF_LAYERS = PartitionSpec(MODEL)
 
 OF_TEXTS = PartitionSpec(MODEL, DATA)
 """Sharding of arrays [L b ...] on a `training_mesh`."""
-
-Projection = Float[Array, "w h g d"]
-"""Output projection of one layer, by heads."""
-
-Projections = Float[Array, "L w h g d"]
-"""Output projections of all layers, by heads."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Recipe:
-    """Settings of the training; the defaults are the paper's (section 3.2).
-
-    Args:
-        features: R.
-        hidden: R'.
-        literal: use equation 2 exactly as printed.
-        dropout: rate in both kernels.
-        epochs: passes over the training texts.
-        batch: texts per step.
-        rate: initial learning rate of Adam.
-        halve_every: epochs after which the rate is halved.
-        held_out: fraction of the texts that are held out to choose the best epoch of each layer.
-        seed: of kernels, order and dropout.
-
-    Raises:
-        ValueError: a setting is out of range.
-    """
-
-    features: int = 8
-    hidden: int = 512
-    literal: bool = False
-    dropout: float = 0.3
-    epochs: int = 40
-    batch: int = 2
-    rate: float = 1e-3
-    halve_every: int = 10
-    held_out: float = 0.1
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        for name in ("features", "hidden", "epochs", "batch", "halve_every"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} is not a whole number from 1.")
-        if not 0 <= self.dropout < 1 or not 0 < self.held_out < 1 or not self.rate > 0:
-            raise ValueError(
-                f"dropout={self.dropout}, held_out={self.held_out} and rate={self.rate} are not in [0, 1), (0, 1) and "
-                "above 0."
-            )
 
 
 class Training(struct.PyTreeNode):
@@ -96,75 +46,6 @@ class Training(struct.PyTreeNode):
     """Mean squared error on training (with dropout) and on held-out texts, after each epoch done."""
     epoch: Int[Array, " L"]
     """Epochs done."""
-
-
-def memory_attention(
-    params: Params, recipe: Recipe, seen: Features, dropout: Key[Array, ""] | None = None
-) -> Float[Array, "b h g n d"]:
-    """Compute equation 3, the attention with LESS, for all positions in parallel.
-
-    The memory at a position contains all pairs evicted up to that step. This is causal linear attention, in chunks.
-
-    Args:
-        params: one layer's kernels.
-        recipe: the shape of the kernels.
-        seen: one layer's features.
-        dropout: random key in training; None for no dropout.
-    """
-    phi, psi = kernel_features(params, recipe, seen, dropout)
-    n, d = seen.v.shape[-2:]
-    phi, psi = _chunks(phi), _chunks(psi * seen.leaving[..., None])
-    pairs = _chunks(jnp.concatenate([seen.v, jnp.ones_like(seen.v[..., :1])], -1))  # the column of ones sums psi
-    sums = jnp.einsum("bhmsr,bhmsd->bhmrd", psi, pairs)
-    before = jnp.cumsum(sums, axis=2) - sums
-    size = phi.shape[-2]
-    within = jnp.einsum("bhgmtr,bhmsr->bhgmts", phi, psi) * jnp.tril(jnp.ones((size, size), phi.dtype))
-    mass = jnp.einsum("bhgmts,bhmsd->bhgmtd", within, pairs) + jnp.einsum("bhgmtr,bhmrd->bhgmtd", phi, before)
-    mass = mass.reshape(*mass.shape[:3], -1, d + 1)[..., :n, :]
-    # Both parts are relative to the cache's; the limit keeps float32 finite if the cache's mass is tiny.
-    mass = mass * jnp.exp(jnp.minimum(-seen.lse, 80.0))[..., None]
-    return (seen.sparse + mass[..., :d]) / (1 + mass[..., d:])
-
-
-def kernel_features(
-    params: Params, recipe: Recipe, seen: Features, dropout: Key[Array, ""] | None = None
-) -> tuple[Float[Array, "b h g n R"], Float[Array, "b h n R"]]:
-    """Compute phi of the queries and psi of the evicted keys."""
-    shape = {"features": recipe.features, "hidden": recipe.hidden, "dropout": recipe.dropout}
-    train = dropout is not None
-    keys = jax.random.split(dropout) if dropout is not None else (None, None)
-    rngs = [{} if key is None else {"dropout": key} for key in keys]
-    phi = Phi(**shape).apply({"params": params["phi"]}, seen.q, train=train, rngs=rngs[0])
-    of_keys = Psi(**shape, literal=recipe.literal)
-    psi = of_keys.apply({"params": params["psi"]}, seen.k, train=train, rngs=rngs[1])
-    return phi, psi  # type: ignore[return-value]
-
-
-def _chunks(x: Array) -> Array:
-    n = x.shape[-2]
-    size = min(CHUNK, n)
-    x = jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, -n % size), (0, 0)])
-    return x.reshape(*x.shape[:-2], -1, size, x.shape[-1])
-
-
-def squared_error(
-    out: Float[Array, "b h g n d"], seen: Features, projection: Projection
-) -> tuple[Float[Array, ""], Int[Array, ""]]:
-    """Return the summed squared error after the output projection, and the number of terms.
-
-    Positions before the first eviction do not count.
-    """
-    off = jnp.einsum("bhgnd,whgd->bnw", out - seen.full, projection)
-    counts = jnp.cumsum(seen.leaving.max(1), axis=-1) > 0
-    return jnp.sum(jnp.where(counts[..., None], off, 0.0) ** 2), counts.sum() * off.shape[-1]
-
-
-def output_projections(model: Model) -> Projections:
-    """Return W_o of all layers, by heads."""
-    config = model.config
-    heads = (config.width, config.kv_heads, config.groups, config.head_width)
-    stacked = jnp.stack([layer.output.matrix for layer in model.weights.layers])
-    return stacked.reshape(-1, *heads).astype(jnp.promote_types(stacked.dtype, jnp.float32))
 
 
 def check_batch(batch: int, mesh: Mesh | None) -> None:

@@ -1,18 +1,12 @@
-"""Workloads of the kernels at sizes of real models: compiled for absent chips, lowered to CUDA, and benchmarked."""
+"""Workloads of each operation: its arguments at given sizes."""
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import functools
-import math
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
@@ -25,115 +19,9 @@ from pallas_kernels.less_kernels import phi, psi, remember
 from pallas_kernels.operands import Quantised
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.prefill_scores import Own, prefill_scores
+from pallas_kernels.programs.program import Program, Shape
 from pallas_kernels.ranking import Protection
 from pallas_kernels.rotate import rotate
-
-Shape = jax.ShapeDtypeStruct
-IMPLEMENTATIONS = ("xla", "pallas", "triton", "mosaic")
-
-H100 = AbstractMesh((1,), ("one",), abstract_device=AbstractDevice("NVIDIA H100 80GB HBM3", None, "gpu"))
-"""Device that kernels are lowered for if there is no GPU to ask."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Program:
-    """An operation at one size."""
-
-    op: str
-    label: str
-    run: Callable[..., Any]
-    """Function of `shapes` by name, and of `implementation` and `platform`."""
-    shapes: dict[str, Any]
-    forms: tuple[str, ...] = ("tpu", "gpu")
-    """Platforms for which the operation has a Pallas kernel."""
-    donated: tuple[str, ...] = ()
-    """Inputs whose memory the results reuse; a call makes them invalid."""
-    again: Callable[[Any], dict[str, Any]] = lambda results: {}
-    """Function from the last call's results to the next call's donated inputs."""
-    traffic: int | None = None
-    """Bytes that must be read and written; None for all inputs and results, each once."""
-
-    def __str__(self) -> str:
-        return f"{self.op} {self.label}"
-
-    def jit(self, implementation: str, platform: str | None = None) -> Any:
-        """Return the compiled function of `shapes` by name; a call raises `Unsupported` if it cannot run."""
-        run = functools.partial(self.run, implementation=implementation, platform=platform)
-        return jax.jit(run, donate_argnames=self.donated)
-
-    def lower(self, implementation: str, platform: str, shapes: dict[str, Any] | None = None) -> jax.stages.Lowered:
-        """Lower the program for a `platform` (`tpu`, `cuda`), which need not be present.
-
-        Raises:
-            Unsupported: the implementation cannot run these shapes there.
-        """
-        traced = self.trace(implementation, platform, shapes)
-        with _of(platform):
-            return traced.lower(lowering_platforms=(platform,))
-
-    def trace(self, implementation: str, platform: str, shapes: dict[str, Any] | None = None) -> Any:
-        """Trace the program for a `platform` without lowering it; its `jaxpr` holds the kernels.
-
-        Raises:
-            Unsupported: the implementation cannot run these shapes there.
-        """
-        with _of(platform):
-            return self.jit(implementation, platform).trace(**(self.shapes if shapes is None else shapes))
-
-    def arrays(self) -> dict[str, Any]:
-        """Return random inputs: every slot is live, and queries come after all slots."""
-        rng = np.random.default_rng(0)
-
-        def fill(path: tuple[Any, ...], shape: Shape) -> jax.Array:
-            # The argument's name, and its field's name if it has fields.
-            name, field = (str(getattr(key, "key", getattr(key, "name", ""))) for key in (path[0], path[-1]))
-            if shape.dtype in (jnp.int8, jnp.uint8):
-                info = jnp.iinfo(shape.dtype)
-                return jnp.asarray(rng.integers(info.min + 1, info.max, size=shape.shape, dtype=shape.dtype))
-            if jnp.issubdtype(shape.dtype, jnp.floating):
-                key = jax.random.key(int(rng.integers(2**31)))
-                made = jax.random.normal(key, shape.shape, shape.dtype)
-                if field == "scale":  # decoded numbers are around one
-                    return (jnp.abs(made) + 1) / (8 if getattr(self.shapes[name], "bits", 8) == 4 else 128)
-                if (name == "layers" or field in ("first", "second", "third")) and made.ndim > 2:  # linear maps
-                    return made * made.shape[-2] ** -0.5
-                if name == "q":  # attention that peaks at a few slots shows errors best
-                    return 3 * made
-                return jnp.abs(made) + 1 if field == "tau" or name in ("weights", "low_rank", "memory") else made
-            if shape.dtype == jnp.uint32:
-                return jnp.asarray(rng.integers(2**32, size=shape.shape, dtype=np.uint32))
-            if shape.dtype == jnp.bool_:  # slots to keep: one in eight
-                return jnp.asarray(rng.random(shape.shape) < 1 / 8)
-            if name in ("owner", "pages"):  # each head's pages are adjacent, and all pages are used
-                pages = self.shapes["position"].shape[0]
-                heads = math.prod(self.shapes["q"].shape[:2])
-                return jnp.asarray([0, pages], jnp.int32) if name == "pages" else jnp.arange(pages) * heads // pages
-            if name in ("position", "key_position"):
-                return jnp.broadcast_to(jnp.arange(shape.shape[-1], dtype=shape.dtype), shape.shape)
-            if "key_position" in self.shapes and name != "places":
-                # A prompt's queries are its newest tokens; one of several readers has its first tokens.
-                keys, queries = self.shapes["key_position"].shape[-1], self.shapes["q"].shape[3]
-                first = 0 if {"own", "token"} & self.shapes.keys() else keys - queries
-                return jnp.broadcast_to(first + jnp.arange(queries, dtype=shape.dtype), shape.shape)
-            if name in ("places", "scores"):  # places, which matter only with slopes; numbers of layers and heads
-                return jnp.zeros(shape.shape, shape.dtype)
-            # Queries come after every slot. A head may use all of its slots; half of them are recent tokens.
-            share = {"sinks": 0, "recent": 2}.get(field, 1)
-            return jnp.full(shape.shape, share and self.shapes["position"].shape[-1] // share, shape.dtype)
-
-        return jax.tree_util.tree_map_with_path(fill, self.shapes)
-
-    @property
-    def bytes(self) -> int:
-        """Bytes that must be read and written."""
-        if self.traffic is not None:
-            return self.traffic
-        results = jax.eval_shape(functools.partial(self.run, implementation="xla", platform="cpu"), **self.shapes)
-        return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((self.shapes, results)))
-
-
-def _of(platform: str) -> contextlib.AbstractContextManager[Any]:
-    return use_abstract_mesh(H100) if platform == "cuda" else contextlib.nullcontext()
 
 
 def operand(shape: tuple[int, ...], dtype: DTypeLike, bits: int | None) -> Any:
@@ -453,76 +341,3 @@ def rotating(label: str, b: int, h: int, g: int, d: int, dtype: DTypeLike) -> Pr
     shapes = {name: Shape((b, heads * d), dtype) for name, heads in (("q", h * g), ("k", h), ("v", h))}
     shapes |= {name: Shape((b, d), jnp.float32) for name in ("cos", "sin")}
     return Program("rotate", label, run, shapes, ("tpu",))
-
-
-def programs() -> Iterator[Program]:
-    """Yield workloads of every operation at sizes of real models, and at odd sizes."""
-    half, whole = jnp.bfloat16, jnp.float32
-    yield decode("8 heads x 4, 4096 slots, d 128, bfloat16", 32, 8, 4, 4096, 128, half)
-    yield decode("the same with Gumbel scores and rank 8", 32, 8, 4, 4096, 128, half, rank=8, noisy=True)
-    yield decode("the same with every probability", 32, 8, 4, 4096, 128, half, scores="each")
-    yield decode("multi-head, 256 slots, rank 8", 64, 32, 1, 256, 128, half, rank=8, scores="sum")
-    yield decode("multi-query x 16, 65536 slots, d 256", 1, 1, 16, 65536, 256, half, scores="sum")
-    yield decode("float32, d 64, ALiBi, window", 2, 4, 4, 1024, 64, whole, slopes=True, scores="each", window=512)
-    yield decode("embedded model, 64 slots", 1, 2, 2, 64, 32, whole, scores="sum")
-    for bits in (8, 4):
-        yield decode(f"8 heads x 4, 4096 slots, d 128, {bits} bits", 32, 8, 4, 4096, 128, half, bits=bits)
-        yield decode(f"multi-head, 256 slots, {bits} bits", 64, 32, 1, 256, 128, half, bits=bits, scores="sum")
-        yield decode(f"float32, 1000 slots, d 64, {bits} bits", 2, 4, 4, 1000, 64, whole, bits=bits, noisy=True)
-    yield decode("4096 slots, d 256 and e 64, soft cap", 8, 8, 4, 4096, 256, half, e=64, soft_cap=50.0)
-    yield paged("8 heads x 4, 16384 pages of 32, d 128, bfloat16", 32, 8, 4, 16384, 32, 128, half)
-    yield paged("32 heads x 1, 28672 pages of 16, d 128, bfloat16", 64, 32, 1, 28672, 16, 128, half)
-    yield paged("float32, d 64, 100 pages of 16", 2, 4, 2, 100, 16, 64, whole)
-    yield paged("8 heads x 4, 16384 pages of 32, d 128, 8 bits", 32, 8, 4, 16384, 32, 128, half, bits=8)
-    yield paged("8 heads x 4, 4096 pages of 32, d 256, 4 bits", 32, 8, 4, 4096, 32, 256, half, bits=4)
-    yield eviction("8 heads, 4096 slots, d 128, bfloat16", 32, 8, 4096, 128, half)
-    yield eviction("32 heads, 256 slots, d 128, bfloat16", 64, 32, 256, 128, half)
-    yield eviction("float32, 16384 slots, d 256", 1, 1, 16384, 256, whole)
-    yield eviction("int8, 8 heads, 4096 slots, d 128", 32, 8, 4096, 128, jnp.int8)
-    yield eviction("int4, 8 heads, 4096 slots, d 256, hashes", 32, 8, 4096, 128, jnp.uint8, words=1, keep=True)
-    yield eviction("4 words a slot, 8 heads, 4096 slots, d 128, bfloat16", 32, 8, 4096, 128, half, words=4)
-    yield stepping("8 heads x 4, 4096 slots, d 128, bfloat16", 32, 8, 4, 4096, 128, half, scores="sum")
-    yield stepping("8 heads x 8, 1008 slots, d 128, bfloat16", 32, 8, 8, 1008, 128, half, keep=True, soft_cap=50.0)
-    yield stepping("multi-head, 256 slots, d 128, bfloat16", 64, 32, 1, 256, 128, half, scores="sum")
-    yield stepping("the same with Gumbel scores", 64, 32, 1, 256, 128, half, noisy=True)
-    yield stepping("multi-head, 208 slots, 4 sinks, d 128, bfloat16", 64, 32, 1, 208, 128, half, apart=4)
-    yield stepping("the same with ALiBi", 64, 32, 1, 208, 128, half, apart=4, slopes=True)
-    yield stepping(
-        "multi-head, 208 slots, pairs that leave, bfloat16", 64, 32, 1, 208, 128, half, scores="sum", pairs=True
-    )
-    yield stepping("the same without pairs, in the scores", 64, 32, 1, 208, 128, half, scores="sum", adds=True)
-    yield stepping("8 heads x 4, 4096 slots, Gumbel, in the scores", 32, 8, 4, 4096, 128, half, noisy=True, adds=True)
-    yield stepping("multi-head, 208 slots, hashes, bfloat16", 64, 32, 1, 208, 128, half, hashed=16)
-    yield stepping("8 heads x 4, 4096 slots, hashes of 2 words", 32, 8, 4, 4096, 128, half, hashed=64)
-    yield stepping("float32, d 64, ALiBi, window", 2, 4, 4, 1024, 64, whole, slopes=True, scores="each", window=512)
-    yield stepping("8 heads x 4, 4096 slots, d 128, 8 bits", 32, 8, 4, 4096, 128, half, bits=8, scores="sum")
-    yield stepping(
-        "multi-head, 208 slots, 8 bits, in the scores", 64, 32, 1, 208, 128, half, bits=8, scores="sum", adds=True
-    )
-    yield stepping("4096 slots, d 256 and e 128, 4 bits", 32, 8, 2, 4096, 256, half, e=128, bits=4, noisy=True)
-    yield stepping("embedded model, 16 slots", 1, 2, 2, 16, 32, whole, scores="sum")
-    yield hashes("8 heads x 4, 4096 slots, 16 bits", 32, 8, 4, 4096, 16)
-    yield hashes("the same, 64 bits", 32, 8, 4, 4096, 64, keep=True)
-    yield prefill("8 heads x 4, 8192 tokens, d 128, bfloat16", 1, 8, 4, 8192, 128, half)
-    yield prefill("the same without scores", 1, 8, 4, 8192, 128, half, scores=False)
-    yield prefill("the same with Gumbel scores at temperature 2", 1, 8, 4, 8192, 128, half, "noise", tau=2.0)
-    yield prefill("512 tokens after 1024 slots, weights", 2, 4, 1, 512, 64, half, "weights", cached=1024, window=256)
-    yield prefill("float32, d 256, 1000 tokens", 1, 1, 4, 1000, 256, whole, "noise")
-    yield prefill("multi-head, ALiBi, 2048 tokens", 1, 32, 1, 2048, 128, half, "slopes")
-    yield prefill("8 rows of weights, soft cap", 1, 8, 4, 4096, 128, half, "weights", rows=8, soft_cap=50.0)
-    yield prefill("16 rows of weights, values of 64", 1, 4, 4, 2048, 128, half, "weights", "noise", rows=16, e=64)
-    yield prefill("a quarter of 8192 tokens, window", 1, 8, 4, 8192, 128, half, readers=4, window=1024)
-    yield prefill("float32, 128 tokens after 262144 slots", 1, 1, 1, 128, 64, whole, "noise", cached=1 << 18, tau=2.0)
-    yield prefill("embedded model, 48 tokens", 1, 2, 2, 48, 32, whole)
-    yield rotating("64 rows, 32 heads, d 128, bfloat16", 64, 32, 1, 128, half)
-    yield rotating("32 rows, 8 heads x 4, d 128, bfloat16", 32, 8, 4, 128, half)
-    yield rotating("8 rows, 8 heads x 2, d 128, float32", 8, 8, 2, 128, whole)
-    yield features("phi", "one token of 64 rows, 32 heads, d 128", 64, 32, 1, 1, 128, half)
-    yield features("psi", "one token of 64 rows, 32 heads, d 128", 64, 32, 1, 1, 128, half)
-    yield remembering("64 rows, 32 heads, d 128", 64, 32, 1, 128, half)
-    yield remembering("32 rows, 8 heads x 4, d 128", 32, 8, 4, 128, half)
-    yield remembering("one row, 8 heads x 2, d 128", 1, 8, 2, 128, half)
-    yield remembering("float32, one row, 8 heads x 2, d 64", 1, 8, 2, 64, whole, hidden=256)
-    yield features("phi", "4096 tokens, 8 heads x 4, d 128", 1, 8, 4, 4096, 128, half)
-    yield features("psi", "4096 tokens, 8 heads, d 128", 1, 8, 4, 4096, 128, half)
-    yield features("psi", "float32, d 256, hidden 2048", 1, 1, 1, 100, 256, whole, hidden=2048, rank=16)

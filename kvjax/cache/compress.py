@@ -1,0 +1,38 @@
+"""Slots that stay when the buffers of a layer are compressed."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool
+
+from kvjax.cache import slots
+from kvjax.policies.policy import Policy
+from kvjax.types import New, View
+
+
+def best_slots(policy: Policy, view: View, new: New, capacity: int) -> tuple[Array, Array, Bool[Array, "b h c"]]:
+    """Choose the slots that stay in buffers of `capacity` slots per head, as many as each head may use.
+
+    Rows that have read nothing keep their slots in place.
+
+    Returns:
+        The best slots of whole heads [b h capacity], a mask of those that are kept, and a mask of this device's slots
+        that leave.
+    """
+    position = new.spread.all_slots(view.position)
+    rows, heads, held = position.shape
+    best, count = slots.chosen(policy, view, new)
+    idle = ~new.valid.any(1)[:, None, None]
+    best = jnp.where(idle, jnp.arange(held, dtype=jnp.int32), best)
+    count = jnp.where(idle[..., 0], held, count)
+    missing = max(0, capacity - held)
+    if missing:
+        # Pad with repeats of the last slot, which `kept` excludes.
+        best = jnp.concatenate([best, jnp.broadcast_to(best[..., -1:], (rows, heads, missing))], axis=-1)
+    best = best[..., :capacity]
+    place = jnp.arange(capacity)
+    kept = (place < count[..., None]) & (place < capacity - missing)
+    kept &= slots.gather(position, best) >= 0
+    staying = jnp.zeros(position.shape, bool)
+    staying = staying.at[jnp.arange(rows)[:, None, None], jnp.arange(heads)[None, :, None], best].max(kept)
+    return best, kept, new.spread.own_slots((position >= 0) & ~staying)

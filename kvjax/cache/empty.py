@@ -1,0 +1,64 @@
+"""Empty slots of a layer, in dense buffers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Int
+
+from kvjax.policies.quantizer import Codec
+from kvjax.types import LayerConfig, New, View
+
+
+def empty(
+    policy: Any,
+    config: LayerConfig,
+    layer: int | Int[Array, ""],
+    *,
+    limit: Int[Array, "b h"],
+    slots: int,
+    dtype: DTypeLike,
+) -> View:
+    """Create empty slots for a layer.
+
+    Args:
+        policy: the policy, whose `init` creates the states of its parts.
+        config: of the layer.
+        layer: its index.
+        limit: slots that each head may use.
+        slots: number of slots in the buffers.
+        dtype: of keys and values.
+    """
+    rows, heads = limit.shape
+    each = jnp.zeros(rows, jnp.int32)
+    keys = jnp.zeros((rows, heads, 0, config.key_width), dtype)
+    queries = jnp.zeros((rows, heads, config.groups, 0, config.key_width), dtype)
+    shape = New(
+        q=queries,
+        k=keys,
+        v=jnp.zeros((rows, heads, 0, config.value_width), dtype),
+        raw_q=queries,
+        raw_k=keys,
+        hidden=jnp.zeros((rows, 0, config.width), dtype),
+        position=jnp.zeros((rows, 0), jnp.int32),
+        token=jnp.zeros((rows, 0), jnp.int32),
+        prompt_length=each,
+        read=each,
+        horizon=each,
+        end=each,
+        seed=each.astype(jnp.uint32),
+        head=config.numbers(rows),
+        layer=layer,
+    )
+    state = policy.init(shape)
+    codec: Codec = policy.codec
+    held = (codec.encode(shape, state.codec), policy.slots(shape, state))
+
+    def room(leaf: Array) -> Array:
+        return jnp.zeros((rows, heads, slots, *leaf.shape[3:]), leaf.dtype)
+
+    kv, remembered = jax.tree.map(room, held)
+    return View(limit, state, kv, jnp.full((rows, heads, slots), -1, jnp.int32), remembered)

@@ -1,0 +1,74 @@
+"""Rows of dense caches: select some, or replace them by rows of another cache."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int
+
+from kvjax.types import PyTree, View
+
+
+def select_rows(cache: PyTree, index: Int[np.ndarray, " m"] | Int[Array, " m"]) -> Any:
+    """Select rows of all arrays, in any order."""
+    return jax.tree.map(lambda leaf: _in_its_memory(leaf, _on_device(leaf)[index]), cache)
+
+
+def replace_rows(layers: tuple[View, ...], index: Int[np.ndarray, " m"], rows: tuple[View, ...]) -> tuple[View, ...]:
+    """Replace some rows of all layers; buffers may be larger than those of `rows`.
+
+    Raises:
+        ValueError: the buffers of `rows` are larger.
+    """
+    replaced: list[View] = []
+    for number, (mine, theirs) in enumerate(zip(layers, rows, strict=True)):
+        room, wanted, theirs = mine.capacity, theirs.capacity, jax.tree.map(_on_device, theirs)
+        if wanted > room:
+            raise ValueError(
+                f"rows with {wanted} slots per head in layer {number} do not fit a state that has {room}; read "
+                f"them with the budget of the state."
+            )
+
+        def fill(leaf: Array, value: Array, missing: int = room - wanted) -> Array:
+            return jnp.pad(value, [(0, 0), (0, 0), (0, missing)] + [(0, 0)] * (value.ndim - 3))
+
+        position = jnp.pad(theirs.position, [(0, 0), (0, 0), (0, room - wanted)], constant_values=-1)
+        padded = theirs.replace(
+            kv=jax.tree.map(fill, mine.kv, theirs.kv),
+            slots=jax.tree.map(fill, mine.slots, theirs.slots),
+            position=position,
+        )
+        padded = padded.replace(state=jax.tree.map(_widened, mine.state, theirs.state))
+        replaced.append(
+            jax.tree.map(lambda old, row: _in_its_memory(old, _on_device(old).at[index].set(row)), mine, padded)
+        )
+    return tuple(replaced)
+
+
+def _on_device(leaf: Array) -> Array:
+    """Return an array in device memory: rows can be gathered and scattered only there."""
+    return (
+        leaf
+        if jax.typeof(leaf).memory_space == jax.memory.Space.Device
+        else jax.device_put(leaf, jax.memory.Space.Device)
+    )
+
+
+def _in_its_memory(like: Array, leaf: Array) -> Array:
+    """Return an array in the same memory space as another array."""
+    space = jax.typeof(like).memory_space
+    return leaf if space == jax.memory.Space.Device else jax.device_put(leaf, space)
+
+
+def _widened(mine: Array, theirs: Array) -> Array:
+    # States of heads may be allocated larger than those of `theirs`.
+    missing = [(0, room - some) for room, some in zip(mine.shape[1:], theirs.shape[1:], strict=True)]
+    if any(more < 0 for _, more in missing):
+        raise ValueError(
+            f"rows that remember {list(theirs.shape[1:])} numbers do not fit a state with room for "
+            f"{list(mine.shape[1:])}; read them with the budget of the state."
+        )
+    return jnp.pad(theirs, [(0, 0), *missing])

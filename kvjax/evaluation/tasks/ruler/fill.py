@@ -1,0 +1,165 @@
+"""Cases of a family at a given length: checked settings, and as much hay as fills the context."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Callable
+from typing import Any
+
+from kvjax.evaluation.tasks.cases import Case
+from kvjax.evaluation.tasks.ruler.drafts import KINDS, CaseRequest, Draft, Draws
+from kvjax.evaluation.tasks.ruler.families import FAMILIES
+from kvjax.utils.settings import whole_number
+
+
+def cases(
+    tokenizer: Any,
+    family: str,
+    length: int,
+    depth: float | None,
+    *,
+    count: int,
+    seed: int,
+    hay: str | None = None,
+    text: str | None = None,
+    needles: int | None = None,
+    key_type: str | None = None,
+    value_type: str | None = None,
+) -> list[Case]:
+    """Make cases of a family, with contexts filled with hay to a number of tokens.
+
+    The seed of a case's random draws depends only on family, length, depth, seed and the case's number.
+
+    Args:
+        tokenizer: the model's. It counts the tokens of the context as it begins a text, and of `Case.asked`; those of a
+            chat template are added to them.
+        family: one of `FAMILIES`.
+        length: maximum tokens of context, question and prefix; they take at least nine tenths of it.
+        depth: place of the needle, as the share of hay before it from 0.0 to 1.0, in an essay at the nearest end of a
+            sentence; None for a family whose needles have random places, or that has none.
+        count: cases, at least 1.
+        seed: at least 0.
+        hay: one of `HAYS`, or None for the family's default, or for an essay if a text is given.
+        text: source of an essay, which begins at a random sentence and is repeated if it is too short.
+        needles: keys of `multi_key`, values of `multi_value`, queries of `multi_query`, variables of
+            `variable_tracking`, words to name of `common_words`; None for the family's default.
+        key_type: one of `KINDS`; None for words.
+        value_type: one of `KINDS`; None for numbers.
+
+    Returns:
+        Cases with `family`, `length`, `depth`, `hay`, `needles`, `key_type`, `value_type`, `seed`, `index` (the case's
+        number), `keys` (number of keys in the context) and `tokens` (tokens used of `length`) in `Case.told`.
+
+    Raises:
+        TypeError: a number has another type.
+        ValueError: there is no such family, it does not take a setting, or the length is too short or cannot be filled.
+    """
+    if family not in FAMILIES:
+        raise ValueError(f"family={family!r} is not one of {', '.join(FAMILIES)}.")
+    made_of, length = FAMILIES[family], whole_number("length", length)
+    count, seed = whole_number("count", count), whole_number("seed", seed, 0)
+    depth = _depth(family, depth)
+    hay = _hay_of(family, hay, text)
+    settings = {
+        "hay": hay,
+        "needles": _needles_of(family, needles),
+        "key_type": _type_of(family, "key_type", key_type, "words"),
+        "value_type": _type_of(family, "value_type", value_type, "numbers"),
+    }
+    request = CaseRequest(
+        length,
+        depth,
+        hay,
+        (text or "").split(),
+        settings["needles"] or 1,
+        settings["key_type"] or "words",
+        settings["value_type"] or "numbers",
+    )
+    made: list[Case] = []
+    for index in range(count):
+        draws = Draws(random.Random(f"{family} {length} {depth} {seed} {index}"))
+        draft = made_of.draft(request, draws)
+        case = Case("", draft.question, draft.answers, draft.prefix)
+        asked = len(tokenizer.encode(case.asked, add_special_tokens=False))
+
+        def size(units: int, draft: Draft = draft, asked: int = asked) -> int:
+            return len(tokenizer.encode(draft.context(units))) + asked
+
+        units, tokens = _fit(size, draft.least, family, length)
+        keys = draft.keys + draft.hay_keys * units
+        told = {"family": family, "length": length, "depth": depth, **settings, "seed": seed, "index": index}
+        told |= {"keys": keys, "tokens": tokens}
+        made.append(dataclasses.replace(case, context=draft.context(units), told=told))
+    return made
+
+
+def _depth(family: str, depth: float | None) -> float | None:
+    if not FAMILIES[family].depth:
+        if depth is not None:
+            raise ValueError(f"depth={depth!r} is not for {family}, which asks for no single needle; give None.")
+        return None
+    if not isinstance(depth, (int, float)) or isinstance(depth, bool) or not 0 <= depth <= 1:
+        raise ValueError(f"depth={depth!r} of {family} is not from 0.0, before all hay, to 1.0, after it.")
+    return float(depth)
+
+
+def _hay_of(family: str, hay: str | None, text: str | None) -> str | None:
+    hays = FAMILIES[family].hays
+    if not hays:
+        if hay is not None or text is not None:
+            raise ValueError(f"hay={hay!r} is not for {family}, which has no hay but its own; leave out hay and text.")
+        return None
+    if hay is None:
+        hay = hays[0] if text is None else "essay"
+    if hay not in hays:
+        raise ValueError(f"hay={hay!r} of {family} is not one of {', '.join(hays)}.")
+    if (hay == "essay") != (text is not None):
+        raise ValueError(f"hay={hay!r} and a text do not go together; give a text with hay='essay', and only then.")
+    if text is not None and not text.strip():
+        raise ValueError("the text for hay='essay' is empty; give one with words.")
+    return hay
+
+
+def _needles_of(family: str, needles: int | None) -> int | None:
+    usual = FAMILIES[family].needles
+    if usual is None:
+        if needles is not None:
+            raise ValueError(f"needles={needles!r} is not for {family}, whose number is fixed; leave it out.")
+        return None
+    return usual[0] if needles is None else whole_number("needles", needles, *usual[1:])
+
+
+def _type_of(family: str, name: str, kind: str | None, usual: str) -> str | None:
+    if not FAMILIES[family].types:
+        if kind is not None:
+            raise ValueError(
+                f"{name}={kind!r} is not for {family}, which has keys and values of its own; leave it out."
+            )
+        return None
+    if kind is not None and kind not in KINDS:
+        raise ValueError(f"{name}={kind!r} is not one of {', '.join(KINDS)}.")
+    return kind or usual
+
+
+def _fit(size: Callable[[int], int], least: int, family: str, length: int) -> tuple[int, int]:
+    """Find the units of hay that fill a length, and their tokens, with few calls of the tokenizer (secant method)."""
+    units, taken, beyond, beyond_tokens = least, size(least), None, 0
+    if taken > length:
+        raise ValueError(f"length={length} is too short for {family}, which takes {taken} tokens; give more.")
+    slope = (length - taken) / 16  # the first step is small: a unit may be a word or 80 tokens
+    while taken < 0.98 * length and (beyond is None or beyond - units > 1):
+        step = max(1, int((0.995 * length - taken) / slope))
+        guess = units + step if beyond is None else min(units + step, beyond - 1)
+        reached = size(guess)
+        slope = max((reached - taken) / (guess - units), 0.1)
+        if reached <= length:
+            units, taken = guess, reached
+        else:
+            beyond, beyond_tokens = guess, reached
+    if taken < 0.9 * length:
+        raise ValueError(
+            f"length={length} cannot be filled to nine tenths by {family}, which takes {taken} tokens or, with another "
+            f"piece of hay, {beyond_tokens}; give {11 * (beyond_tokens - taken)} or more."
+        )
+    return units, taken

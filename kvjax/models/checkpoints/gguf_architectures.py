@@ -1,0 +1,176 @@
+"""Architectures of GGUF files: what each one changes in settings and tensors, and how to undo it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float, Shaped
+
+from kvjax.models.families import FAMILIES, LoadError
+from kvjax.rope import Rope, rope_frequencies
+
+Settings = dict[str, Any]
+Array = Shaped[np.ndarray, "*shape"]
+Restore = Callable[[Array, Settings], Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class Header:
+    """Header of a file.
+
+    Args:
+        name: name of the architecture.
+        metadata: all metadata.
+        shapes: shape of each tensor, [out, in].
+        factors: the tensors that contain factors of RoPE's wavelengths [half].
+    """
+
+    name: str
+    metadata: Mapping[str, Any]
+    shapes: Mapping[str, tuple[int, ...]]
+    factors: Mapping[str, Float[np.ndarray, " half"]]
+
+    def get(self, key: str, usual: Any = None) -> Any:
+        """Return the architecture's metadata of a name; a list of equal values becomes one value."""
+        value = self.metadata.get(f"{self.name}.{key}", usual)
+        if isinstance(value, list) and len(set(value)) == 1:
+            return value[0]  # one value for each layer
+        return value
+
+
+@dataclasses.dataclass(frozen=True)
+class Architecture:
+    """Conversion of a GGUF architecture to a Hugging Face one.
+
+    Args:
+        model_type: the `model_type` of the family.
+        reads: metadata that `adapt` reads, in addition to that of all architectures.
+        adapt: function from the common settings and the header to the further settings of this architecture.
+        restore: functions that undo the format's changes to tensors, by the stem of the tensor's name.
+    """
+
+    model_type: str
+    reads: tuple[str, ...] = ()
+    adapt: Callable[[Settings, Header], Settings] = lambda settings, header: {}
+    restore: Mapping[str, Restore] = dataclasses.field(default_factory=dict)
+
+
+def _unpermuted(heads: str) -> Restore:
+    """Make a `Restore` for Llama's queries or keys; GGUF puts the rotated pairs of a head side by side."""
+
+    def restore(tensor: Array, settings: Settings) -> Array:
+        paired = tensor.reshape(settings[heads], -1, 2, *tensor.shape[1:])
+        return paired.swapaxes(1, 2).reshape(tensor.shape)
+
+    return restore
+
+
+def _by_kv_head(tensor: Array, settings: Settings) -> Array:
+    """Restore the order of fused queries, keys and values: by kind in GGUF, by KV head in GPT-NeoX and Falcon."""
+    kv_heads, width = settings["num_key_value_heads"], settings["head_dim"]
+    split = np.cumsum([settings["num_attention_heads"] * width, kv_heads * width])
+    parts = [part.reshape(kv_heads, -1, *tensor.shape[1:]) for part in np.split(tensor, split)]
+    return np.concatenate(parts, 1).reshape(tensor.shape)
+
+
+def _less_one(tensor: Array, settings: Settings) -> Array:
+    """Restore the norms of Gemma; GGUF adds to their weights the 1 that the model adds."""
+    return tensor - 1
+
+
+def _llama(settings: Settings, header: Header) -> Settings:
+    """Recover the settings of Llama 3's RoPE; GGUF stores only the resulting factor of each frequency."""
+    if "rope_freqs" not in header.factors:
+        return {}
+    factors, theta = header.factors["rope_freqs"], settings["rope_parameters"]["rope_theta"]
+    rope = Rope(2 * len(factors), theta, scaling="llama3", factor=float(factors.max()))
+    expected = rope_frequencies(dataclasses.replace(rope, scaling="none")) / rope_frequencies(rope)
+    if not np.allclose(expected, factors, rtol=1e-3):
+        raise LoadError("the factors in rope_freqs.weight are not those of Llama 3, and no others are supported.")
+    llama3 = {
+        "rope_type": "llama3",
+        "factor": rope.factor,
+        "low_freq_factor": rope.low_freq_factor,
+        "high_freq_factor": rope.high_freq_factor,
+        "original_max_position_embeddings": rope.original_max_positions,
+    }
+    return {"rope_parameters": settings["rope_parameters"] | llama3}
+
+
+def _phi3(settings: Settings, header: Header) -> Settings:
+    original = header.get("rope.scaling.original_context_length", settings["max_position_embeddings"])
+    rope = {**settings["rope_parameters"], "original_max_position_embeddings": original}
+    if header.factors and (factor := header.get("rope.scaling.attn_factor")) is not None:
+        rope["attention_factor"] = factor
+    if header.factors:
+        lists = {f"{kind}_factor": header.factors[f"rope_factors_{kind}"].tolist() for kind in ("long", "short")}
+        rope |= {"rope_type": "longrope", "factor": settings["max_position_embeddings"] / original, **lists}
+    return {"rope_parameters": rope, "original_max_position_embeddings": original}
+
+
+def _gemma3(settings: Settings, header: Header) -> Settings:
+    pattern = header.get("attention.sliding_window_pattern", 6)
+    usual = [layer % 6 != 5 for layer in range(settings["num_hidden_layers"])]
+    if pattern != 6 and pattern != usual:
+        raise LoadError(
+            f"metadata {header.name}.attention.sliding_window_pattern is {pattern}; supported is a window in all "
+            "layers but every sixth."
+        )
+    largest = settings["num_hidden_layers"] == 62  # only the 27B scales by hidden_size / heads
+    ropes = {
+        "full_attention": settings["rope_parameters"],
+        "sliding_attention": {"rope_type": "default", "rope_theta": header.get("rope.freq_base_swa", 10_000.0)},
+    }
+    return {
+        "rope_parameters": ropes,
+        "query_pre_attn_scalar": (
+            settings["hidden_size"] // settings["num_attention_heads"] if largest else settings["head_dim"]
+        ),
+        "final_logit_softcapping": header.get("final_logit_softcapping"),
+    }
+
+
+def _falcon(settings: Settings, header: Header) -> Settings:
+    heads, kv_heads = settings["num_attention_heads"], settings["num_key_value_heads"]
+    return {
+        "new_decoder_architecture": kv_heads not in (1, heads),
+        "multi_query": kv_heads == 1,
+        "num_kv_heads": kv_heads,
+        "num_ln_in_parallel_attn": 2 if "blk.0.attn_norm_2.weight" in header.shapes else 1,
+        "ffn_hidden_size": settings["intermediate_size"],
+        "layer_norm_epsilon": settings["layer_norm_eps"],
+        "bias": settings["attention_bias"],
+    }
+
+
+def _gpt_neox(settings: Settings, header: Header) -> Settings:
+    return {"use_parallel_residual": header.get("use_parallel_residual", True)}
+
+
+_GEMMA_NORMS = ("attn", "attn_q", "attn_k", "post_attention", "ffn", "post_ffw", "output")
+_TABLE: Mapping[str, Architecture] = {
+    "llama": Architecture(
+        "llama",
+        (),
+        _llama,
+        {"attn_q": _unpermuted("num_attention_heads"), "attn_k": _unpermuted("num_key_value_heads")},
+    ),
+    "qwen2": Architecture("qwen2"),
+    "qwen3": Architecture("qwen3"),
+    "gemma3": Architecture(
+        "gemma3_text",
+        ("rope.freq_base_swa", "final_logit_softcapping", "attention.sliding_window_pattern"),
+        _gemma3,
+        {f"{norm}_norm": _less_one for norm in _GEMMA_NORMS},
+    ),
+    "phi3": Architecture("phi3", (), _phi3),
+    "falcon": Architecture("falcon", (), _falcon, {"attn_qkv": _by_kv_head}),
+    "gptneox": Architecture("gpt_neox", ("use_parallel_residual",), _gpt_neox, {"attn_qkv": _by_kv_head}),
+}
+ARCHITECTURES: Mapping[str, Architecture] = {
+    name: architecture for name, architecture in _TABLE.items() if architecture.model_type in FAMILIES
+}
+"""Architecture of each `general.architecture`."""

@@ -1,0 +1,130 @@
+"""Metadata of GGUF files as the settings of a Hugging Face config.json."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from kvjax.models.checkpoints.gguf_architectures import ARCHITECTURES, Header, Settings
+from kvjax.models.families import LoadError
+
+_NEEDED: Mapping[str, str] = {
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "block_count": "num_hidden_layers",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+}
+_KNOWN: Mapping[str, str] = {
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "attention.layer_norm_epsilon": "layer_norm_eps",
+    "attention.sliding_window": "sliding_window",
+}
+_ROPE = ("dimension_count", "freq_base", "scale_linear", "scaling.type", "scaling.factor", "scaling.attn_factor")
+_ROPE += ("scaling.original_context_length", "scaling.yarn_beta_fast", "scaling.yarn_beta_slow")
+_READ = (*_NEEDED, *_KNOWN, *(f"rope.{name}" for name in _ROPE), "attention.key_length", "attention.value_length")
+"""Metadata read for every architecture."""
+_DESCRIBES = ("vocab_size", "tensor_data_layout", "rope.scaling.finetuned")
+"""Metadata without effect on the model."""
+_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "attention.causal": (True,),
+    "attention.clamp_kqv": (0,),
+    "attention.max_alibi_bias": (0,),
+    "attn_logit_softcapping": (0,),
+    "embedding_scale": (1,),
+    "expert_count": (0,),
+    "expert_used_count": (0,),
+    "final_logit_softcapping": (0,),
+    "logit_scale": (0, 1),
+    "pooling_type": (0,),
+    "residual_scale": (1,),
+    "rope.scaling.yarn_attn_factor": (1,),
+    "rope.scaling.yarn_ext_factor": (-1, 1),
+    "rope.scaling.yarn_log_multiplier": (0,),
+}
+"""Unsupported metadata, with the values that have no effect."""
+
+
+def _check_keys(header: Header, head_width: int) -> None:
+    """Refuse unsupported metadata of the architecture that may change what the model computes.
+
+    Raises:
+        LoadError: if there is any; the message names it.
+    """
+    known = {*_READ, *_DESCRIBES, *ARCHITECTURES[header.name].reads}
+    for key, value in header.metadata.items():
+        name = key.removeprefix(f"{header.name}.")
+        if name == key or name in known or value in _NEUTRAL.get(name, ()):
+            continue
+        raise LoadError(f"metadata {key} ({value!r}) is not supported.")
+    for name in ("attention.key_length", "attention.value_length"):
+        if header.get(name, head_width) != head_width:
+            raise LoadError(
+                f"metadata {header.name}.{name} is {header.get(name)}, but the tensors' heads have {head_width}."
+            )
+
+
+def config_settings(header: Header) -> Settings:
+    """Return the settings that a Hugging Face config.json would have."""
+    settings: Settings = {"model_type": ARCHITECTURES[header.name].model_type}
+    for key, setting in {**_NEEDED, **_KNOWN}.items():
+        value = header.get(key)
+        if value is None and key in _NEEDED:
+            raise LoadError(f"metadata {header.name}.{key} is missing.")
+        if isinstance(value, list):
+            raise LoadError(
+                f"metadata {header.name}.{key} differs from layer to layer ({value}), which is not supported."
+            )
+        if key in _NEEDED and (not isinstance(value, int) or value <= 0):
+            raise LoadError(f"metadata {header.name}.{key} must be an integer above 0, not {value!r}.")
+        if value is not None:
+            settings[setting] = value
+    heads = settings["num_attention_heads"]
+    settings.setdefault("num_key_value_heads", heads)
+    queries = header.shapes.get("blk.0.attn_q.weight")
+    width = settings["hidden_size"] // heads if queries is None else queries[0] // heads
+    _check_keys(header, width)
+    ids = {role: header.metadata.get(f"tokenizer.ggml.{role}_token_id") for role in ("bos", "eos", "eot", "eom")}
+    settings |= {
+        "vocab_size": header.shapes["token_embd.weight"][0],
+        "head_dim": width,
+        "rope_parameters": _rope(header, width),
+        "tie_word_embeddings": "output.weight" not in header.shapes,
+        "attention_bias": any(f"blk.0.{name}.bias" in header.shapes for name in ("attn_q", "attn_qkv")),
+        "mlp_bias": "blk.0.ffn_up.bias" in header.shapes,
+        "bos_token_id": ids.pop("bos"),
+        "eos_token_id": sorted({token for token in ids.values() if token is not None}),
+    }
+    return settings | ARCHITECTURES[header.name].adapt(settings, header)
+
+
+def _rope(header: Header, head_width: int) -> Settings:
+    """Return the settings of RoPE; as in llama.cpp, a factor without a type means linear scaling.
+
+    Raises:
+        LoadError: if the type of scaling has no attention factor but the file sets one.
+    """
+    width, factor = header.get("rope.dimension_count", head_width), header.get("rope.scaling.factor")
+    factor = header.get("rope.scale_linear") if factor is None else factor  # the name in files of 2023
+    kind = header.get("rope.scaling.type", "none" if factor in (None, 0, 1) else "linear")
+    rope: Settings = {"rope_type": "default", "rope_theta": header.get("rope.freq_base", 10_000.0)}
+    if width != head_width:
+        rope["partial_rotary_factor"] = width / head_width
+    if kind != "none":
+        factor = 1.0 if factor in (None, 0) else factor
+        original = header.get("rope.scaling.original_context_length")
+        rope |= {"rope_type": kind, "factor": factor}
+        rope |= {} if original is None else {"original_max_position_embeddings": original}
+    multiplier = header.get("rope.scaling.attn_factor", 1.0)
+    if kind == "yarn":
+        betas = {name: header.get(f"rope.scaling.yarn_{name}") for name in ("beta_fast", "beta_slow")}
+        rope |= {name: value for name, value in betas.items() if value is not None}
+        if multiplier != 1:
+            rope["attention_factor"] = multiplier * (1 + 0.1 * math.log(rope["factor"]))
+    elif multiplier != 1 and kind != "longrope" and not header.factors:
+        raise LoadError(
+            f"metadata {header.name}.rope.scaling.attn_factor ({multiplier}) is supported of yarn and longrope alone."
+        )
+    return rope

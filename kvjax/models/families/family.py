@@ -1,0 +1,70 @@
+"""Description of a model family: how its config.json is read, and where its weights come from."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+from jaxtyping import Shaped
+
+from kvjax.models.config import ModelConfig
+
+
+class LoadError(ValueError):
+    """Error for a checkpoint that cannot be used, with the reason in one sentence."""
+
+
+Settings = Mapping[str, Any]
+Shape = tuple[int, ...]
+Tensor = Shaped[np.ndarray, "out *into"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """Source of a leaf of `Weights`: a tensor of the checkpoint.
+
+    Args:
+        name: name of the tensor in the checkpoint; `{layer}` is replaced by the layer's number.
+        shape: function from the leaf's shape and the config to the tensor's shape; None if the shapes are equal.
+        read: function from the tensor and the config to the leaf (a transpose, or a part of a fused tensor); None if
+            they are equal.
+    """
+
+    name: str
+    shape: Callable[[Shape, ModelConfig], Shape] | None = None
+    read: Callable[[Tensor, ModelConfig], Tensor] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """A Hugging Face architecture.
+
+    Args:
+        config: function that reads its config.json, completed by `defaults`.
+        sources: source of each leaf of `Weights`; names of layers' leaves have no layer number.
+        defaults: values of settings that a config.json omits.
+        only: the supported values of some settings; other values are refused.
+        variant: function from the config to sources that replace entries of `sources`.
+        ignored: patterns of the names of tensors that some checkpoints contain and no model needs.
+    """
+
+    config: Callable[[Settings], ModelConfig]
+    sources: Mapping[str, Source]
+    defaults: Settings
+    only: Settings = dataclasses.field(default_factory=dict)
+    variant: Callable[[ModelConfig], Mapping[str, Source]] = lambda _: {}
+    ignored: tuple[str, ...] = (r".*\.rotary_emb\.inv_freq",)
+
+    @property
+    def base(self) -> str:
+        """Prefix of tensors' names; checkpoints of the model without its unembedding omit it."""
+        return self.sources["embedding"].name.partition(".")[0] + "."
+
+    def source(self, leaf: str) -> Source:
+        """Return the source of a leaf such as `layers.3.query.weight`, with the layer's number in the tensor's name."""
+        match = re.match(r"layers\.(\d+)\.", leaf)
+        source = self.sources[leaf if match is None else "layers." + leaf[match.end() :]]
+        return dataclasses.replace(source, name=source.name.format(layer=match and match[1]))

@@ -1,0 +1,185 @@
+"""Settings of a config.json: numbers, choices, special tokens, RoPE and windows, checked as they are read."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kvjax.models.families.family import LoadError, Settings
+from kvjax.rope import Rope
+
+ACTIVATIONS: Mapping[str, str] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "relu": "relu",
+}
+# The numbers that each type of RoPE needs besides theta: from our names to those of config.json.
+_ORIGINAL = {"original_max_positions": "original_max_position_embeddings"}
+_ROPES: Mapping[str, Mapping[str, str]] = {
+    "default": {},
+    "linear": {"factor": "factor"},
+    "dynamic": {"factor": "factor", "original_max_positions": "max_position_embeddings"},
+    "yarn": {"factor": "factor", **_ORIGINAL},
+    "llama3": {
+        "factor": "factor",
+        "low_freq_factor": "low_freq_factor",
+        "high_freq_factor": "high_freq_factor",
+        **_ORIGINAL,
+    },
+    "longrope": {"factor": "factor", **_ORIGINAL},
+}
+LAYER_TYPES = ("full_attention", "sliding_attention")
+
+
+def integer(settings: Settings, key: str) -> int:
+    """Return a setting that must be an integer above 0; raise `LoadError` otherwise."""
+    return _above_zero(settings, key, int, "an integer")
+
+
+def positive_number(settings: Settings, key: str) -> float:
+    """Return a setting that must be a number above 0; raise `LoadError` otherwise."""
+    return _above_zero(settings, key, int | float, "a number")
+
+
+def _above_zero(settings: Settings, key: str, kind: Any, what: str) -> Any:
+    value: Any = settings.get(key)
+    if isinstance(value, bool) or not isinstance(value, kind) or value <= 0:
+        raise LoadError(f"{key} must be {what} above 0, not {value!r}.")
+    return value
+
+
+def choice(settings: Settings, key: str, choices: Mapping[str, Any]) -> Any:
+    """Return the entry of `choices` that a setting names; raise `LoadError` if there is none."""
+    value = settings.get(key)
+    if not isinstance(value, str) or value not in choices:
+        raise LoadError(f"{key} {value!r} is not supported; supported are {', '.join(choices)}.")
+    return choices[value]
+
+
+def check_only(name: str, settings: Settings, only: Settings) -> None:
+    """Refuse unsupported values of settings.
+
+    Args:
+        name: name of the family.
+        settings: settings of a model.
+        only: the supported values of each setting; messages mention the last one.
+
+    Raises:
+        LoadError: if a value is not supported; the message names the setting.
+    """
+    for key, allowed in only.items():
+        if settings.get(key) not in allowed:
+            raise LoadError(f"{key}={settings[key]!r} is not supported for {name}; only {allowed[-1]!r} is.")
+
+
+def head_width(settings: Settings, width: str, heads: str) -> int:
+    """Return the width of heads that divide the hidden state, given the names of the settings of both."""
+    size, parts = integer(settings, width), integer(settings, heads)
+    if size % parts:
+        raise LoadError(f"{width} {size} is not a multiple of {heads} {parts}.")
+    return size // parts
+
+
+def special_token_ids(settings: Settings, key: str) -> tuple[int, ...]:
+    """Return the ids of a special token, which a config gives as null, a number or a list."""
+    value = settings.get(key)
+    ids = [] if value is None else value if isinstance(value, list) else [value]
+    if not all(isinstance(i, int) for i in ids):
+        raise LoadError(f"{key} must be a token id or a list of them, not {value!r}.")
+    return tuple(ids)
+
+
+def read_rope(settings: Settings, width: int, *, partial: bool = False) -> Rope:
+    """Read RoPE from `rope_parameters` (transformers 5) or from `rope_theta` and `rope_scaling` (earlier versions).
+
+    Args:
+        settings: settings of the model.
+        width: width of its heads.
+        partial: True if the family may rotate only the fraction `partial_rotary_factor` of the width.
+
+    Raises:
+        LoadError: if a setting is missing, has the wrong type, or is not supported.
+    """
+    parts = [settings.get(key) or {} for key in ("rope_scaling", "rope_parameters")]
+    if not all(isinstance(part, dict) for part in parts):
+        raise LoadError(f"rope_scaling and rope_parameters must be objects, not {parts[0]!r} and {parts[1]!r}.")
+    merged: dict[str, Any] = {"rope_theta": settings.get("rope_theta", 10_000.0)} | parts[0] | parts[1]
+    # Models with one RoPE per type of layer nest one object per type.
+    nested = [key for key, value in merged.items() if isinstance(value, dict)]
+    if nested:
+        raise LoadError(f"RoPE settings per type of layer ({', '.join(nested)}) are not supported.")
+    share = merged.setdefault("partial_rotary_factor", settings.get("partial_rotary_factor", 1.0) if partial else 1.0)
+    if share != 1.0 and not (partial and 0 < positive_number(merged, "partial_rotary_factor") < 1):
+        raise LoadError(f"partial_rotary_factor {share!r} is not supported; only {'up to ' if partial else ''}1.0 is.")
+    merged["rope_type"] = kind = merged.get("rope_type", merged.get("type", "default"))
+    fields = choice(merged, "rope_type", _ROPES)
+    original = "original_max_position_embeddings"  # some models have it outside of their RoPE settings
+    longest = settings.get("max_position_embeddings")
+    merged |= {"max_position_embeddings": longest, original: settings.get(original, merged.get(original, longest))}
+    if kind == "longrope" and merged.get("factor") is None:
+        merged["factor"] = positive_number(merged, "max_position_embeddings") / positive_number(merged, original)
+    numbers: dict[str, Any] = {field: positive_number(merged, key) for field, key in fields.items()}
+    return Rope(
+        width=int(width * share),
+        theta=float(positive_number(merged, "rope_theta")),
+        scaling="none" if kind == "default" else kind,
+        **numbers,
+        **_extras(kind, merged),
+    )
+
+
+def _extras(kind: str, settings: Settings) -> dict[str, Any]:
+    """Return the optional settings of `yarn` and the further settings of `longrope`."""
+    extras: dict[str, Any] = {}
+    if kind == "longrope":
+        extras = {f"{which}_factors": _numbers(settings, f"{which}_factor") for which in ("short", "long")}
+    if kind == "yarn":
+        extras = {
+            key: positive_number(settings, key) for key in ("beta_fast", "beta_slow") if settings.get(key) is not None
+        }
+        extras["truncate"] = bool(settings.get("truncate", True))
+        if settings.get("mscale") and settings.get("mscale_all_dim"):
+            grown = math.log(max(positive_number(settings, "factor"), 1))
+            above, below = (1 + 0.1 * positive_number(settings, key) * grown for key in ("mscale", "mscale_all_dim"))
+            extras["attention_factor"] = above / below
+    if kind in ("yarn", "longrope") and settings.get("attention_factor") is not None:
+        extras["attention_factor"] = float(positive_number(settings, "attention_factor"))
+    return extras
+
+
+def _numbers(settings: Settings, key: str) -> tuple[float, ...]:
+    value = settings.get(key)
+    if not isinstance(value, list) or not all(isinstance(x, int | float) and x > 0 for x in value):
+        raise LoadError(f"{key} must be a list of numbers above 0, not {value!r}.")
+    return tuple(map(float, value))
+
+
+def read_windows(settings: Settings, default: Sequence[str]) -> tuple[int | None, ...] | None:
+    """Return each layer's window from `layer_types`, or else from the family's default; None if no layer has one.
+
+    Raises:
+        LoadError: if a type is not supported, or the number of types is not that of layers.
+    """
+    layers, given = integer(settings, "num_hidden_layers"), settings.get("layer_types")
+    types = list(default) if given is None else given
+    if not isinstance(types, list) or len(types) != layers or any(kind not in LAYER_TYPES for kind in types):
+        raise LoadError(f"layer_types must be {layers} of {', '.join(LAYER_TYPES)}, not {types!r}.")
+    if "sliding_attention" not in types:
+        return None
+    window = integer(settings, "sliding_window")
+    return tuple(window if kind == "sliding_attention" else None for kind in types)
+
+
+def upper_windows(settings: Settings) -> tuple[int | None, ...] | None:
+    """Return the windows of Qwen: with `use_sliding_window`, layers from `max_window_layers` on have one."""
+    if not settings["use_sliding_window"] or settings["sliding_window"] is None:
+        return None
+    layers, first = integer(settings, "num_hidden_layers"), settings["max_window_layers"]
+    if not isinstance(first, int) or first < 0:
+        raise LoadError(f"max_window_layers must be an integer from 0, not {first!r}.")
+    return read_windows(settings, [LAYER_TYPES[index >= first] for index in range(layers)])

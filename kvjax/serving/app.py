@@ -1,0 +1,233 @@
+"""Web application of an engine: routes, checks of requests, and their answers."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import ipaddress
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from kvjax.serving import openai
+from kvjax.serving.access_log import OUTCOME, AccessLog
+from kvjax.serving.metrics import Metrics
+from kvjax.serving.openai import Asked, Refused
+from kvjax.serving.requests import Serving
+from kvjax.serving.responses import GONE, EngineResponse, JsonResponse, error_response, stopping_error
+
+_PAGE_HEADERS = {
+    "content-security-policy": "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
+    "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "cache-control": "no-cache",
+}
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether a host name or address is a loopback one, without resolving it."""
+    name = host.strip("[]").rstrip(".").lower()
+    try:
+        return ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return name == "localhost" or name.endswith(".localhost")
+
+
+class Service:
+    """Web application in front of an engine.
+
+    Args:
+        serving: the engine.
+        keys: valid API keys; if there are none, keys are not checked.
+        hosts: accepted host names in addition to loopback; None for any. The check protects a server without keys from
+            pages of other sites that resolve their own name to its address.
+        max_body: maximal bytes of a request's body.
+        chat_tokens: maximal tokens of a chat answer if the request does not set them.
+        read_timeout: seconds that a request may take to arrive.
+        origins: origins of other sites' pages that may send requests, `*` for any; browsers refuse all others.
+        log: True to log each request.
+    """
+
+    def __init__(
+        self,
+        serving: Serving,
+        keys: Sequence[str] = (),
+        hosts: Sequence[str] | None = (),
+        max_body: int = 4 * 2**20,
+        chat_tokens: int = 512,
+        read_timeout: float = 30.0,
+        origins: Sequence[str] = (),
+        log: bool = False,
+    ) -> None:
+        self.serving, self.max_body, self.chat_tokens, self.read_timeout = serving, max_body, chat_tokens, read_timeout
+        self.keys = [key.encode() for key in keys]
+        self.hosts = None if hosts is None else [host.strip("[]").lower() for host in hosts]
+        self.metrics = Metrics(serving)
+        self.stopping = False
+        """True if new requests are refused."""
+        # One thread, since tokenizers are not thread-safe; not the loop's, since a long text would delay the streams.
+        self.reader = ThreadPoolExecutor(1, "kvjax-reader")
+        self.created = int(time.time())
+        self.page_html = Path(__file__).with_name("page.html").read_bytes()
+        get, post = ["GET"], ["POST"]
+        middleware = [Middleware(AccessLog)] if log else []
+        if origins:
+            allowed: dict[str, Any] = dict(allow_methods=[*get, *post], allow_headers=["*"], expose_headers=["*"])
+            middleware.append(Middleware(CORSMiddleware, allow_origins=origins, **allowed))
+        self.app = Starlette(
+            middleware=middleware,
+            routes=[
+                Route("/", self._guarded(self._page, needs_key=False), methods=get),
+                Route("/health", self._guarded(self._health, needs_key=False), methods=get),
+                Route("/metrics", self._guarded(self._metrics), methods=get),
+                Route("/v1/models", self._guarded(self._models), methods=get),
+                Route("/v1/models/{name:path}", self._guarded(self._model), methods=get),
+                Route("/v1/completions", self._guarded(self._completions), methods=post),
+                Route("/v1/chat/completions", self._guarded(self._chat), methods=post),
+            ],
+            exception_handlers={HTTPException: self._no_route, Exception: self._broken},
+        )
+        self.app.router.redirect_slashes = False
+
+    def _guarded(
+        self, answer: Callable[[Request], Awaitable[Response]], needs_key: bool = True
+    ) -> Callable[[Request], Awaitable[Response]]:
+        """Wrap a route with the checks of host and key, and turn refusals into responses."""
+
+        async def guarded(request: Request) -> Response:
+            try:
+                self._check_host(request)
+                if needs_key:
+                    self._check_key(request)
+                response = await answer(request)
+            except Refused as refused:
+                response = error_response(refused)
+            except ClientDisconnect:
+                self.metrics.responses.labels(GONE).inc()
+                request.scope[OUTCOME] = {"status": GONE}
+                return Response()  # never received
+            if not isinstance(response, EngineResponse):
+                self.metrics.responses.labels(response.status_code).inc()
+            return response
+
+        return guarded
+
+    def _check_host(self, request: Request) -> None:
+        if self.hosts is None:
+            return
+        host = request.headers.get("host", "")
+        name = host.rpartition(":")[0] if host.rpartition(":")[2].isdigit() else host
+        if name and not is_loopback(name) and name.strip("[]").lower() not in self.hosts:
+            raise Refused(f"this server is not {host[:60]!r}; ask it by the address that it listens on.", status=403)
+
+    def _check_key(self, request: Request) -> None:
+        if not self.keys:
+            return
+        scheme, _, key = request.headers.get("authorization", "").partition(" ")
+        # Compare all keys, so that the time reveals nothing about them.
+        fits = [hmac.compare_digest(key.strip().encode("latin-1"), each) for each in self.keys]
+        if scheme.lower() != "bearer" or not any(fits):
+            said = "the API key is wrong" if key else "there is no API key"
+            raise Refused(
+                f"{said}; send it as `Authorization: Bearer KEY`.",
+                status=401,
+                code="invalid_api_key",
+                headers={"www-authenticate": "Bearer"},
+            )
+
+    async def _page(self, request: Request) -> Response:
+        return Response(self.page_html, media_type="text/html; charset=utf-8", headers=_PAGE_HEADERS)
+
+    async def _health(self, request: Request) -> Response:
+        serving = self.serving
+        numbers = await asyncio.to_thread(serving.numbers)
+        names = "rows", "rows_busy", "waiting", "cache_bytes", "cache_device_bytes"
+        told = {name: numbers[name] for name in names if name in numbers}
+        status = "stopping" if self.stopping else "ok"
+        about = {"model": serving.model.name, "policy": serving.policy_name, "budget": serving.budget}
+        return JsonResponse(
+            {"status": status, **about, "context": serving.context, **told}, 503 if self.stopping else 200
+        )
+
+    async def _metrics(self, request: Request) -> Response:
+        text = await asyncio.to_thread(self.metrics.text)
+        return Response(text, headers={"content-type": CONTENT_TYPE_LATEST})
+
+    def _described(self) -> dict[str, Any]:
+        serving = self.serving
+        about = {"id": serving.model.name, "object": "model", "created": self.created, "owned_by": "kvjax"}
+        return about | {
+            "max_model_len": serving.context,
+            "kv": {"policy": serving.policy_name, "budget": serving.budget},
+        }
+
+    async def _models(self, request: Request) -> Response:
+        return JsonResponse({"object": "list", "data": [self._described()]})
+
+    async def _model(self, request: Request) -> Response:
+        if request.path_params["name"] != self.serving.model.name:
+            raise openai.no_model(request.path_params["name"], self.serving)
+        return JsonResponse(self._described())
+
+    async def _completions(self, request: Request) -> Response:
+        return await self._answer(request, lambda body: openai.completion(self.serving, body))
+
+    async def _chat(self, request: Request) -> Response:
+        return await self._answer(request, lambda body: openai.chat(self.serving, body, self.chat_tokens))
+
+    async def _answer(self, request: Request, read: Callable[[Mapping[str, Any]], Asked]) -> Response:
+        if self.stopping:
+            raise stopping_error()
+        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind != "application/json":  # this also refuses forms of other sites' pages
+            raise Refused("the body must be JSON; send the header `Content-Type: application/json`.", status=415)
+        body = await self._body(request)
+        told = EngineResponse(self.serving, self.metrics)
+
+        def begin() -> None:
+            told.submit(read(openai.parse(body)))
+
+        await asyncio.get_running_loop().run_in_executor(self.reader, begin)
+        return told
+
+    async def _body(self, request: Request) -> bytes:
+        """Read the body, and check its length while it arrives."""
+        length = request.headers.get("content-length", "")
+        too_long = Refused(f"the body has more than {self.max_body} bytes; send less.", status=413)
+        if length.isdecimal() and int(length[:20]) > self.max_body:
+            raise too_long
+        found = bytearray()
+        try:
+            async with asyncio.timeout(self.read_timeout):
+                async for part in request.stream():
+                    found += part
+                    if len(found) > self.max_body:
+                        raise too_long
+        except TimeoutError:
+            text = f"the body did not arrive within {self.read_timeout:g} seconds."
+            raise Refused(text, status=408, headers={"connection": "close"}) from None
+        return bytes(found)
+
+    async def _no_route(self, request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        words = {404: "there is nothing at", 405: f"{request.method} is not for"}
+        said = words.get(error.status_code, error.detail)
+        response = error_response(Refused(f"{said} {request.scope['path'][:200]}.", status=error.status_code))
+        response.headers.update(error.headers or {})
+        self.metrics.responses.labels(error.status_code).inc()
+        return response
+
+    async def _broken(self, request: Request, error: Exception) -> Response:
+        # Uvicorn logs the error; the client gets no details.
+        self.metrics.responses.labels(500).inc()
+        return error_response(Refused("the server failed; its log says why.", status=500))

@@ -1,0 +1,208 @@
+"""Request bodies: parsed, checked and turned into requests to the engine."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from kvjax.generation.prompts import chat_ids, render, token_ids
+from kvjax.generation.sampling import Sampling
+from kvjax.serving.openai.errors import Refused, invalid, shown
+from kvjax.serving.openai.fields import CHAT, COMPLETION, MOST_CHOICES, checked
+from kvjax.serving.requests import Request, Serving
+from kvjax.utils.settings import conversation
+
+
+class Asked(NamedTuple):
+    """Parsed contents of a body."""
+
+    requests: tuple[Request, ...]
+    """One request per choice: `n` for the first prompt, then `n` for the next."""
+    n: int
+    chat: bool
+    stream: bool
+    include_usage: bool
+    """True to send the usage at the end of a stream."""
+
+    @property
+    def read(self) -> int:
+        """Number of prompt tokens, counting each prompt once."""
+        return sum(len(request.prompt) for request in self.requests[:: self.n])
+
+
+def parse(body: bytes) -> dict[str, Any]:
+    """Parse a body as a JSON object.
+
+    Raises:
+        Refused: the body is not a JSON object.
+    """
+
+    def constant(word: str) -> None:
+        raise ValueError(f"{word} is no number of JSON")
+
+    try:
+        value = json.loads(body, parse_constant=constant)
+    except (ValueError, RecursionError) as error:
+        reason = "it is nested too deeply" if isinstance(error, RecursionError) else " ".join(str(error).split())
+        raise Refused(f"the body is not JSON: {reason.rstrip('.')}.") from None
+    if not isinstance(value, dict):
+        raise Refused(f"the body is {shown(value)}, not an object of JSON.")
+    return value
+
+
+def completion(serving: Serving, body: Mapping[str, Any]) -> Asked:
+    """Parse a body of `/v1/completions`.
+
+    Raises:
+        Refused: the body is invalid or not supported.
+    """
+    given = checked(body, COMPLETION)
+    _check_model(serving, given)
+    n = given.get("n", 1)
+    if given.get("best_of", n) != n:
+        raise Refused(f"best_of={given['best_of']} is not supported; leave it out, and ask for n texts.", "best_of")
+    prompts = _prompts(serving, given.get("prompt"))
+    if len(prompts) * n > MOST_CHOICES:
+        raise Refused(f"{len(prompts)} prompts and n={n} are more than {MOST_CHOICES} texts; ask for fewer.", "n")
+    requests = [each for ids in prompts for each in _requests(serving, given, ids, "prompt", 16, n)]
+    return Asked(tuple(requests), n, False, given.get("stream", False), given.get("stream_options", False))
+
+
+def chat(serving: Serving, body: Mapping[str, Any], usual_tokens: int) -> Asked:
+    """Parse a body of `/v1/chat/completions`.
+
+    Args:
+        serving: the engine.
+        body: from `parse`.
+        usual_tokens: maximal number of new tokens if the body does not set it.
+
+    Raises:
+        Refused: the body is invalid or not supported.
+    """
+    given = checked(body, CHAT)
+    model = serving.model
+    _check_model(serving, given)
+    if "max_completion_tokens" in given:
+        given["max_tokens"] = given["max_completion_tokens"]
+    for name, choice in (("tools", "tool_choice"), ("functions", "function_call")):
+        if given.get(name) and given.get(choice) != "none":
+            raise Refused(f'{name} are not supported; leave them out, or give {choice}="none".', name)
+    if given.get("top_logprobs") and not given.get("logprobs"):
+        raise Refused("top_logprobs needs logprobs=true.", "top_logprobs")
+    given["logprobs"] = given.get("top_logprobs", 0) if given.get("logprobs") else None
+    if "messages" not in given:
+        raise Refused("there are no messages; give a list of them.", "messages")
+    messages = [_message(number, each) for number, each in enumerate(given["messages"])]
+    if not getattr(model.tokenizer, "chat_template", None):
+        raise Refused(f"the model {model.name!r} has no chat template; ask /v1/completions.", "messages")
+    ids = _encoded("messages", lambda: chat_ids(model, render(model, conversation(messages))))
+    n = given.get("n", 1)
+    asked = _requests(serving, given, ids, "messages", usual_tokens, n)
+    requests = [dataclasses.replace(each, chat=True) for each in asked]
+    return Asked(tuple(requests), n, True, given.get("stream", False), given.get("stream_options", False))
+
+
+def _check_model(serving: Serving, given: Mapping[str, Any]) -> None:
+    name = given.get("model", serving.model.name)
+    if name != serving.model.name:
+        raise no_model(name, serving)
+
+
+def no_model(name: str, serving: Serving) -> Refused:
+    """Return the error for a request to an unknown model."""
+    text = f"there is no model {shown(name)} here; ask for {serving.model.name!r}."
+    return Refused(text, "model", 404, "model_not_found")
+
+
+def _prompts(serving: Serving, given: Any) -> list[tuple[int, ...]]:
+    """Return the ids of each prompt, given as a text, a list of texts, ids, or a list of lists of ids."""
+    several = given if isinstance(given, list) and given and isinstance(given[0], (str, list)) else [given]
+    if len(several) > MOST_CHOICES:
+        raise Refused(f"{len(several)} prompts are too many; give {MOST_CHOICES} at most.", "prompt")
+    vocabulary = serving.model.config.vocab_size
+    found: list[tuple[int, ...]] = []
+    for each in several:
+        if isinstance(each, str):
+            ids = _encoded("prompt", lambda text=each: token_ids(serving.model, text))
+        elif isinstance(each, list) and all(type(token) is int and 0 <= token < vocabulary for token in each):
+            ids = tuple(each)
+        else:
+            what = f"a text, token ids from 0 to {vocabulary - 1}, nor a list of one kind of these"
+            raise invalid("prompt", each, what)
+        if not ids:
+            raise Refused("the prompt is empty; give some text.", "prompt")
+        found.append(ids)
+    return found
+
+
+def _encoded(param: str, encode: Callable[[], Sequence[int]]) -> tuple[int, ...]:
+    try:
+        return tuple(encode())
+    except ValueError as error:
+        raise Refused(" ".join(str(error).split()), param) from None
+
+
+def _message(number: int, given: Any) -> dict[str, str]:
+    """Check a turn, and return its role and its text with all parts joined."""
+    name = f"messages[{number}]"
+    if not isinstance(given, dict):
+        raise Refused(f"{name} is {shown(given)}, not an object with role and content.", "messages")
+    # Clients send back all fields of an answer, many of them empty; templates get only role and content.
+    for key, value in given.items():
+        if key in ("name", "reasoning_content", "reasoning") and isinstance(value, str):
+            continue
+        if key not in ("role", "content") and value not in (None, [], "", {}):
+            raise Refused(f"{name}.{key[:40]} is not supported; give role and content alone.", "messages")
+    role, content = given.get("role"), given.get("content")
+    if role not in ("system", "developer", "user", "assistant"):
+        raise Refused(f"{name}.role={shown(role)} is not system, developer, user or assistant.", "messages")
+    if isinstance(content, list):
+        for part in content:
+            if not (isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)):
+                raise Refused(f"{name}.content has {shown(part)}, which is no text.", "messages")
+        content = "".join(part["text"] for part in content)
+    if not isinstance(content, str):
+        raise Refused(f"{name}.content={shown(content)} is not a text, nor a list of texts.", "messages")
+    return {"role": "system" if role == "developer" else role, "content": content}
+
+
+def _requests(
+    serving: Serving, given: Mapping[str, Any], ids: tuple[int, ...], param: str, usual_tokens: int, n: int
+) -> list[Request]:
+    """Return the requests for `n` texts from one prompt, each with its own seed."""
+    left = serving.context - len(ids)
+    if left < given.get("max_tokens", 1):
+        wanted = f" and max_tokens={given['max_tokens']}" if "max_tokens" in given else ""
+        raise Refused(
+            f"a prompt of {len(ids)} tokens{wanted} does not fit the context of {serving.context}; ask for less.",
+            param,
+            code="context_length_exceeded",
+        )
+    if given.get("kv_budget", 1) > serving.budget:
+        raise Refused(f"kv_budget={given['kv_budget']} is more than the server's {serving.budget}.", "kv_budget")
+    if any(not 0 <= each < serving.model.config.vocab_size for each in given.get("stop_token_ids", ())):
+        raise Refused("stop_token_ids has ids that the model does not have.", "stop_token_ids")
+    top_k = given.get("top_k", 0)
+    first = Request(
+        prompt=ids,
+        max_tokens=given.get("max_tokens", min(usual_tokens, left)),
+        sampling=Sampling(
+            temperature=given.get("temperature", 1.0),
+            top_k=top_k if top_k > 0 else None,
+            top_p=given.get("top_p"),
+            min_p=given.get("min_p"),
+            repetition_penalty=given.get("repetition_penalty"),
+        ),
+        presence_penalty=given.get("presence_penalty", 0.0),
+        frequency_penalty=given.get("frequency_penalty", 0.0),
+        stop=given.get("stop", ()),
+        stop_ids=given.get("stop_token_ids", ()),
+        ignore_eos=given.get("ignore_eos", False),
+        budget=given.get("kv_budget"),
+        logprobs=given.get("logprobs"),
+    )
+    seed = given.get("seed", secrets.randbits(32))
+    return [dataclasses.replace(first, seed=(seed + i) % 2**32) for i in range(n)]

@@ -1,0 +1,185 @@
+"""Fields of request bodies: OpenAI's, vLLM's and kvjax's own, with a check for each."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from kvjax.serving.openai.errors import Refused, invalid, shown
+
+MOST_CHOICES = 128
+"""Maximal texts per body: prompts times `n`."""
+MOST_STOPS, LONGEST_STOP = 16, 256
+"""Maximal number of stop strings and characters of each, since all are searched after every token."""
+
+Check = Callable[[str, Any], Any]
+"""Function of a field's name and value; it returns the parsed value, or raises `Refused` if it is invalid."""
+
+
+def _of(kind: type, what: str) -> Check:
+    def check(name: str, value: Any) -> Any:
+        if not isinstance(value, kind):
+            raise invalid(name, value, what)
+        return value
+
+    return check
+
+
+_flag, _text, _object = _of(bool, "true or false"), _of(str, "a text"), _of(dict, "an object")
+
+
+def _whole(least: int, most: int) -> Check:
+    def check(name: str, value: Any) -> int:
+        if type(value) is not int or not least <= value <= most:
+            raise invalid(name, value, f"a whole number from {least} to {most}")
+        return value
+
+    return check
+
+
+def _real(least: float, most: float, above: bool = False) -> Check:
+    """Return a check for numbers in a range; `above` excludes the lower end."""
+
+    def check(name: str, value: Any) -> float:
+        if type(value) not in (int, float) or not least <= value <= most or (above and value == least):
+            raise invalid(name, value, f"a number {'above' if above else 'from'} {least} {'up ' * above}to {most}")
+        return float(value)
+
+    return check
+
+
+def _only(*values: Any) -> Check:
+    """Return a check for an unsupported field, which accepts only the given values without an effect."""
+
+    def check(name: str, value: Any) -> Any:
+        if not any(type(value) is type(each) and value == each for each in values):
+            allowed = "".join(f", or give {json.dumps(each)}" for each in values)
+            raise Refused(f"{name}={shown(value)} is not supported; leave it out{allowed}.", name)
+        return value
+
+    return check
+
+
+def _no_bias(name: str, value: Any) -> None:
+    """Check that all token biases are zero."""
+    if not isinstance(value, dict) or any(type(bias) not in (int, float) or bias != 0 for bias in value.values()):
+        raise Refused(f"{name}={shown(value)} is not supported; leave it out, or give {{}}.", name)
+
+
+def _stops(name: str, value: Any) -> tuple[str, ...]:
+    stops = [value] if isinstance(value, str) else value
+    if not isinstance(stops, list) or not all(isinstance(each, str) and each for each in stops):
+        raise invalid(name, value, "a text, nor a list of texts, none of them empty")
+    if len(stops) > MOST_STOPS or any(len(each) > LONGEST_STOP for each in stops):
+        raise Refused(f"{name} takes {MOST_STOPS} texts of {LONGEST_STOP} characters at most.", name)
+    return tuple(stops)
+
+
+def _ids(name: str, value: Any) -> tuple[int, ...]:
+    if not isinstance(value, list) or len(value) > MOST_CHOICES or not all(type(each) is int for each in value):
+        raise invalid(name, value, f"a list of at most {MOST_CHOICES} token ids")
+    return tuple(value)
+
+
+def _stream_options(name: str, value: Any) -> bool:
+    """Return whether the end of a stream includes the usage."""
+    known = {"include_usage": _flag, "include_obfuscation": _flag, "continuous_usage_stats": _only(False)}
+    return checked(_object(name, value), known, f"{name}.").get("include_usage", False)
+
+
+COMMON: Mapping[str, Check] = {
+    "model": _text,
+    "max_tokens": _whole(1, 2**31 - 1),
+    "temperature": _real(0, 2),
+    "top_p": _real(0, 1, above=True),
+    "n": _whole(1, MOST_CHOICES),
+    "stop": _stops,
+    "seed": _whole(-(2**63), 2**64 - 1),
+    "stream": _flag,
+    "stream_options": _stream_options,
+    "presence_penalty": _real(-2, 2),
+    "frequency_penalty": _real(-2, 2),
+    "logit_bias": _no_bias,
+    "user": _text,
+    "safety_identifier": _text,
+    "prompt_cache_key": _text,
+    "prompt_cache_retention": _text,
+    "prompt_cache_options": _object,
+    "metadata": _object,
+    "store": _flag,
+    "service_tier": _only("auto", "default", "flex", "scale", "priority", "fast"),
+    "top_k": _whole(-1, 2**31 - 1),
+    "min_p": _real(0, 1),
+    "repetition_penalty": _real(0, 1000, above=True),
+    "ignore_eos": _flag,
+    "stop_token_ids": _ids,
+    "kv_budget": _whole(1, 2**31 - 1),
+    "moderation": _only(),
+    "echo": _only(False),
+    "use_beam_search": _only(False),
+    "length_penalty": _only(1, 1.0),
+    "min_tokens": _only(0),
+    "bad_words": _only([]),
+    "allowed_token_ids": _only(),
+    "prompt_logprobs": _only(),
+    "truncate_prompt_tokens": _only(),
+    "include_stop_str_in_output": _only(False),
+    "skip_special_tokens": _only(True),
+    "spaces_between_special_tokens": _only(True),
+    "priority": _only(0),
+}
+"""Checks of the fields of both kinds of bodies: OpenAI's, vLLM's and kvjax's own."""
+
+COMPLETION: Mapping[str, Check] = COMMON | {
+    "prompt": lambda name, value: value,
+    "logprobs": _whole(0, 20),
+    "add_special_tokens": _only(True),
+    "suffix": _only(""),
+    "best_of": _whole(1, MOST_CHOICES),
+}
+CHAT: Mapping[str, Check] = COMMON | {
+    "messages": _of(list, "a list of messages"),
+    "max_completion_tokens": COMMON["max_tokens"],
+    "logprobs": _flag,
+    "top_logprobs": _whole(0, 20),
+    "tools": _of(list, "a list of tools"),
+    "functions": _of(list, "a list of functions"),
+    "tool_choice": _only("none", "auto"),
+    "function_call": _only("none", "auto"),
+    "parallel_tool_calls": _flag,
+    "response_format": _only({"type": "text"}),
+    "modalities": _only(["text"]),
+    "reasoning_effort": _only("none", "medium"),
+    "verbosity": _only("medium"),
+    "audio": _only(),
+    "prediction": _only(),
+    "web_search_options": _only(),
+    "add_generation_prompt": _only(True),
+    "continue_final_message": _only(False),
+    "add_special_tokens": _only(False),
+    "chat_template": _only(),
+    "chat_template_kwargs": _only({}),
+    "documents": _only([]),
+}
+
+
+def checked(given: Mapping[str, Any], known: Mapping[str, Check], prefix: str = "") -> dict[str, Any]:
+    """Check the fields, and return those that are not null.
+
+    Raises:
+        Refused: a field is unknown or has an invalid value.
+    """
+    found: dict[str, Any] = {}
+    for name, value in given.items():
+        if name not in known and value is None:
+            continue  # null has no effect in any field
+        if name not in known:
+            near = difflib.get_close_matches(name[:40], known, 1)
+            meant = f"did you mean {prefix}{near[0]}?" if near else "leave it out."
+            field = f"{prefix}{name[:40]}"
+            raise Refused(f"there is no field {field!r}; {meant}", field, code="unknown_parameter")
+        if value is not None:
+            found[name] = known[name](f"{prefix}{name}", value)
+    return found

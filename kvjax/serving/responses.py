@@ -1,0 +1,186 @@
+"""Responses: JSON, errors, and an answer of the engine, streamed or sent at the end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import math
+import time
+from typing import Any
+
+from starlette.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
+
+from kvjax.serving.access_log import OUTCOME
+from kvjax.serving.metrics import Latency, Metrics
+from kvjax.serving.openai import Answer, Asked, Refused
+from kvjax.serving.requests import Finished, FullError, Piece, Serving, StoppingError, Tell, Ticket
+
+GONE = 499
+"""Status in metrics and logs if the client disconnects, as in nginx."""
+
+
+class JsonResponse(JSONResponse):
+    """JSON in ASCII, since lone surrogates are not valid UTF-8 and some clients break lines at U+2028."""
+
+    def render(self, content: Any) -> bytes:
+        return json_bytes(content)
+
+
+def json_bytes(content: Any) -> bytes:
+    """Encode a value as compact JSON in ASCII."""
+    return json.dumps(content, allow_nan=False, separators=(",", ":")).encode("ascii")
+
+
+def error_response(refused: Refused) -> Response:
+    """Return the response for an error."""
+    return JsonResponse(refused.body(), refused.status, refused.headers)
+
+
+def stopping_error() -> Refused:
+    """Return the error for requests during the shutdown."""
+    return Refused("the server is stopping; ask another one, or later.", status=503, headers={"retry-after": "5"})
+
+
+class _Gone(Exception):
+    """The client disconnected."""
+
+
+class EngineResponse(Response):
+    """Response with the engine's events for one body, streamed or sent at the end.
+
+    Args:
+        serving: the engine.
+        metrics: records the latencies.
+    """
+
+    def __init__(self, serving: Serving, metrics: Metrics) -> None:
+        super().__init__()
+        self.serving, self.metrics = serving, metrics
+        self.loop = asyncio.get_running_loop()
+        self.arrived = time.perf_counter()
+        self.events: asyncio.Queue[tuple[int, Piece | Finished] | None] = asyncio.Queue()
+        """Events from the engine, or None if the client disconnected; the queue is at most as long as the answer."""
+        self.tickets: list[Ticket] = []
+        self.written = 0
+        """Number of tokens sent so far."""
+        self.answer: Answer
+
+    def submit(self, asked: Asked) -> None:
+        """Submit all requests to the engine, or none if it refuses one; safe in any thread.
+
+        Raises:
+            Refused: the engine refuses a request.
+        """
+        self.answer = Answer(self.serving, asked)
+        try:
+            for index, request in enumerate(asked.requests):
+                self.tickets.append(self.serving.submit(request, self._tell(index)))
+        except BaseException as error:
+            self._cancel()
+            if isinstance(error, FullError):
+                wait = {"retry-after": str(max(1, math.ceil(error.retry_after)))}
+                raise Refused(str(error), status=429, code="rate_limit_exceeded", headers=wait) from None
+            if isinstance(error, StoppingError):
+                raise stopping_error() from None
+            if isinstance(error, ValueError):
+                raise Refused(" ".join(str(error).split())) from None
+            raise
+
+    def _tell(self, index: int) -> Tell:
+        latency = Latency(self.metrics, self.arrived)
+
+        def tell(event: Piece | Finished) -> None:
+            if isinstance(event, Piece) and event.tokens:
+                latency.observe(len(event.tokens))
+            with contextlib.suppress(RuntimeError):  # the loop is closed, so there are no clients
+                self.loop.call_soon_threadsafe(self.events.put_nowait, (index, event))
+
+        return tell
+
+    def _cancel(self) -> None:
+        for ticket in self.tickets:
+            ticket.cancel()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the response; the rows are freed in all cases."""
+        watch = asyncio.create_task(self._watch(receive))
+        status = GONE
+        try:
+            status = await self._respond(scope, receive, send)
+        except _Gone:
+            pass
+        except Refused as refused:
+            status = refused.status
+            await error_response(refused)(scope, receive, send)
+        finally:
+            self._cancel()
+            watch.cancel()
+            self.metrics.responses.labels(status).inc()
+            scope[OUTCOME] = {"status": status, "read": self.answer.asked.read, "written": self.written}
+
+    async def _watch(self, receive: Receive) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self.events.put_nowait(None)
+
+    async def _next(self) -> tuple[int, Piece | Finished]:
+        """Return the next event.
+
+        Raises:
+            _Gone: the client disconnected.
+            Refused: a text failed or was cancelled.
+        """
+        event = await self.events.get()
+        if event is None:
+            raise _Gone
+        if isinstance(event[1], Finished) and event[1].reason == "failed":
+            said = " ".join((event[1].error or "the engine failed").split())
+            raise Refused(said, status=500)
+        if isinstance(event[1], Finished) and event[1].reason == "cancelled":
+            raise stopping_error()
+        return event
+
+    def _note(self, index: int, event: Piece | Finished) -> dict[str, Any] | None:
+        if isinstance(event, Piece):
+            self.written += len(event.tokens)
+            return self.answer.piece(index, event)
+        return self.answer.finish(index, event)
+
+    async def _respond(self, scope: Scope, receive: Receive, send: Send) -> int:
+        if self.answer.asked.stream:
+            return await self._stream(send)
+        while self.answer.unfinished:
+            self._note(*await self._next())
+        await JsonResponse(self.answer.whole())(scope, receive, send)
+        return 200
+
+    async def _stream(self, send: Send) -> int:
+        """Send server-sent events, one `data:` line per chunk."""
+
+        async def write(data: bytes, more: bool = True) -> None:
+            await send({"type": "http.response.body", "body": b"data: " + data + b"\n\n", "more_body": more})
+
+        event = await self._next()  # wait before sending the status, since this may raise an error
+        kinds = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+        # Prevents buffering in proxies such as nginx.
+        headers = [*kinds, (b"x-accel-buffering", b"no")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        for chunk in self.answer.begin():
+            await write(json_bytes(chunk))
+        try:
+            while True:
+                chunk = self._note(*event)
+                if chunk is not None:
+                    await write(json_bytes(chunk))
+                if not self.answer.unfinished:
+                    break
+                event = await self._next()
+        except Refused as refused:
+            await write(json_bytes(refused.body()), more=False)
+            return refused.status
+        for chunk in self.answer.end():
+            await write(json_bytes(chunk))
+        await write(b"[DONE]", more=False)
+        return 200

@@ -1,0 +1,90 @@
+"""Loss of the training: squared error of the attention with LESS, after the output projection."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, Key
+
+from kvjax.methods.less.feature_maps import Params, Phi, Psi
+from kvjax.model import Model
+from kvjax.training.less.recipe import Recipe
+from kvjax.training.less.record import Features
+
+CHUNK = 128
+"""Steps per chunk of linear attention; evictions of earlier chunks are added as one sum."""
+
+Projection = Float[Array, "w h g d"]
+"""Output projection of one layer, by heads."""
+
+Projections = Float[Array, "L w h g d"]
+"""Output projections of all layers, by heads."""
+
+
+def memory_attention(
+    params: Params, recipe: Recipe, seen: Features, dropout: Key[Array, ""] | None = None
+) -> Float[Array, "b h g n d"]:
+    """Compute equation 3, the attention with LESS, for all positions in parallel.
+
+    The memory at a position contains all pairs evicted up to that step. This is causal linear attention, in chunks.
+
+    Args:
+        params: one layer's kernels.
+        recipe: the shape of the kernels.
+        seen: one layer's features.
+        dropout: random key in training; None for no dropout.
+    """
+    phi, psi = kernel_features(params, recipe, seen, dropout)
+    n, d = seen.v.shape[-2:]
+    phi, psi = _chunks(phi), _chunks(psi * seen.leaving[..., None])
+    pairs = _chunks(jnp.concatenate([seen.v, jnp.ones_like(seen.v[..., :1])], -1))  # the column of ones sums psi
+    sums = jnp.einsum("bhmsr,bhmsd->bhmrd", psi, pairs)
+    before = jnp.cumsum(sums, axis=2) - sums
+    size = phi.shape[-2]
+    within = jnp.einsum("bhgmtr,bhmsr->bhgmts", phi, psi) * jnp.tril(jnp.ones((size, size), phi.dtype))
+    mass = jnp.einsum("bhgmts,bhmsd->bhgmtd", within, pairs) + jnp.einsum("bhgmtr,bhmrd->bhgmtd", phi, before)
+    mass = mass.reshape(*mass.shape[:3], -1, d + 1)[..., :n, :]
+    # Both parts are relative to the cache's; the limit keeps float32 finite if the cache's mass is tiny.
+    mass = mass * jnp.exp(jnp.minimum(-seen.lse, 80.0))[..., None]
+    return (seen.sparse + mass[..., :d]) / (1 + mass[..., d:])
+
+
+def kernel_features(
+    params: Params, recipe: Recipe, seen: Features, dropout: Key[Array, ""] | None = None
+) -> tuple[Float[Array, "b h g n R"], Float[Array, "b h n R"]]:
+    """Compute phi of the queries and psi of the evicted keys."""
+    shape = {"features": recipe.features, "hidden": recipe.hidden, "dropout": recipe.dropout}
+    train = dropout is not None
+    keys = jax.random.split(dropout) if dropout is not None else (None, None)
+    rngs = [{} if key is None else {"dropout": key} for key in keys]
+    phi = Phi(**shape).apply({"params": params["phi"]}, seen.q, train=train, rngs=rngs[0])
+    of_keys = Psi(**shape, literal=recipe.literal)
+    psi = of_keys.apply({"params": params["psi"]}, seen.k, train=train, rngs=rngs[1])
+    return phi, psi  # type: ignore[return-value]
+
+
+def _chunks(x: Array) -> Array:
+    n = x.shape[-2]
+    size = min(CHUNK, n)
+    x = jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, -n % size), (0, 0)])
+    return x.reshape(*x.shape[:-2], -1, size, x.shape[-1])
+
+
+def squared_error(
+    out: Float[Array, "b h g n d"], seen: Features, projection: Projection
+) -> tuple[Float[Array, ""], Int[Array, ""]]:
+    """Return the summed squared error after the output projection, and the number of terms.
+
+    Positions before the first eviction do not count.
+    """
+    off = jnp.einsum("bhgnd,whgd->bnw", out - seen.full, projection)
+    counts = jnp.cumsum(seen.leaving.max(1), axis=-1) > 0
+    return jnp.sum(jnp.where(counts[..., None], off, 0.0) ** 2), counts.sum() * off.shape[-1]
+
+
+def output_projections(model: Model) -> Projections:
+    """Return W_o of all layers, by heads."""
+    config = model.config
+    heads = (config.width, config.kv_heads, config.groups, config.head_width)
+    stacked = jnp.stack([layer.output.matrix for layer in model.weights.layers])
+    return stacked.reshape(-1, *heads).astype(jnp.promote_types(stacked.dtype, jnp.float32))

@@ -1,0 +1,93 @@
+"""Hyperparameters of parts: how their fields are declared, and checks of their values."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+
+
+def setting(default: Any) -> Any:
+    """Declare a static hyperparameter of a part: each value compiles its own program."""
+    return struct.field(pytree_node=False, default=default, metadata={"setting": True})
+
+
+def number(default: Any) -> Any:
+    """Declare a traced hyperparameter: a program takes it as an argument and serves all values of one dtype."""
+    return struct.field(default=default, metadata={"setting": True})
+
+
+def derived(default: Any) -> Any:
+    """Declare a field that `__post_init__` computes from hyperparameters; it is static, as a `setting` is."""
+    return struct.field(pytree_node=False, default=default, metadata={"setting": False}, repr=False)
+
+
+def setting_names(part: Any) -> list[str]:
+    """Return the names of the hyperparameters of a part or of its class."""
+    described = ((field.name, field.metadata) for field in dataclasses.fields(part))
+    return [name for name, how in described if how.get("setting", not how.get("pytree_node", True))]
+
+
+def written(*values: object) -> bool:
+    """Return whether all values are a user's own, rather than tracers or other leaves of a pytree."""
+    return all(value is None or isinstance(value, (int, float, str, tuple, list, np.generic)) for value in values)
+
+
+def is_share(value: Any) -> bool:
+    """Return whether a number or its tracer is a fraction, of a floating-point dtype, rather than a count."""
+    return jnp.issubdtype(jnp.result_type(value), jnp.floating)
+
+
+def check(ok: bool, name: str, value: object, expected: str) -> None:
+    """Refuse an invalid setting.
+
+    Raises:
+        ValueError: if `ok` is False; the message has the name, the value and what is expected.
+    """
+    if not ok:
+        raise ValueError(f"{name}={value!r} is not {expected}.")
+
+
+_KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "bool": (lambda value: isinstance(value, bool), "true or false"),
+    "int": (lambda value: isinstance(value, int) and not isinstance(value, bool), "a whole number"),
+    "float": (
+        lambda value: isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value),
+        "a finite number",
+    ),
+    "str": (lambda value: isinstance(value, str), "text"),
+    "None": (lambda value: value is None, "None"),
+    "tuple[int, ...]": (
+        lambda value: isinstance(value, tuple) and all(_KINDS["int"][0](each) for each in value),
+        "a list of whole numbers such as [5]",
+    ),
+    "tuple[str, ...]": (
+        lambda value: isinstance(value, tuple) and all(isinstance(each, str) for each in value),
+        "a list of words",
+    ),
+}
+
+
+def check_kind(name: str, value: object, annotation: object) -> None:
+    """Refuse a setting whose type differs from its annotation.
+
+    Only annotations made of `_KINDS` are checked: numbers, text, booleans, None and tuples.
+
+    Args:
+        name: of the setting.
+        value: as given.
+        annotation: of the field or parameter, a type or its text.
+
+    Raises:
+        ValueError: if the value has another type, or is NaN or infinite.
+    """
+    text = annotation.__name__ if isinstance(annotation, type) else str(annotation)
+    kinds = [_KINDS.get(kind) for kind in text.split(" | ")]
+    if all(kind is not None for kind in kinds):
+        known = [kind for kind in kinds if kind is not None]
+        check(any(fits(value) for fits, _ in known), name, value, " or ".join(what for _, what in known))

@@ -1,0 +1,17 @@
+"""Workloads of the kernels at sizes of real models: compiled for absent chips, lowered to CUDA, and benchmarked."""
+
+from pallas_kernels.programs.operations import decode as decode
+from pallas_kernels.programs.operations import eviction as eviction
+from pallas_kernels.programs.operations import features as features
+from pallas_kernels.programs.operations import hashes as hashes
+from pallas_kernels.programs.operations import operand as operand
+from pallas_kernels.programs.operations import paged as paged
+from pallas_kernels.programs.operations import prefill as prefill
+from pallas_kernels.programs.operations import remembering as remembering
+from pallas_kernels.programs.operations import rotating as rotating
+from pallas_kernels.programs.operations import stepping as stepping
+from pallas_kernels.programs.program import H100 as H100
+from pallas_kernels.programs.program import IMPLEMENTATIONS as IMPLEMENTATIONS
+from pallas_kernels.programs.program import Program as Program
+from pallas_kernels.programs.program import Shape as Shape
+from pallas_kernels.programs.sizes import programs as programs

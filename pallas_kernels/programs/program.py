@@ -1,0 +1,122 @@
+"""An operation at one size, which can be traced, lowered for an absent chip, and run on random inputs."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
+
+Shape = jax.ShapeDtypeStruct
+IMPLEMENTATIONS = ("xla", "pallas", "triton", "mosaic")
+
+H100 = AbstractMesh((1,), ("one",), abstract_device=AbstractDevice("NVIDIA H100 80GB HBM3", None, "gpu"))
+"""Device that kernels are lowered for if there is no GPU to ask."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """An operation at one size."""
+
+    op: str
+    label: str
+    run: Callable[..., Any]
+    """Function of `shapes` by name, and of `implementation` and `platform`."""
+    shapes: dict[str, Any]
+    forms: tuple[str, ...] = ("tpu", "gpu")
+    """Platforms for which the operation has a Pallas kernel."""
+    donated: tuple[str, ...] = ()
+    """Inputs whose memory the results reuse; a call makes them invalid."""
+    again: Callable[[Any], dict[str, Any]] = lambda results: {}
+    """Function from the last call's results to the next call's donated inputs."""
+    traffic: int | None = None
+    """Bytes that must be read and written; None for all inputs and results, each once."""
+
+    def __str__(self) -> str:
+        return f"{self.op} {self.label}"
+
+    def jit(self, implementation: str, platform: str | None = None) -> Any:
+        """Return the compiled function of `shapes` by name; a call raises `Unsupported` if it cannot run."""
+        run = functools.partial(self.run, implementation=implementation, platform=platform)
+        return jax.jit(run, donate_argnames=self.donated)
+
+    def lower(self, implementation: str, platform: str, shapes: dict[str, Any] | None = None) -> jax.stages.Lowered:
+        """Lower the program for a `platform` (`tpu`, `cuda`), which need not be present.
+
+        Raises:
+            Unsupported: the implementation cannot run these shapes there.
+        """
+        traced = self.trace(implementation, platform, shapes)
+        with _of(platform):
+            return traced.lower(lowering_platforms=(platform,))
+
+    def trace(self, implementation: str, platform: str, shapes: dict[str, Any] | None = None) -> Any:
+        """Trace the program for a `platform` without lowering it; its `jaxpr` holds the kernels.
+
+        Raises:
+            Unsupported: the implementation cannot run these shapes there.
+        """
+        with _of(platform):
+            return self.jit(implementation, platform).trace(**(self.shapes if shapes is None else shapes))
+
+    def arrays(self) -> dict[str, Any]:
+        """Return random inputs: every slot is live, and queries come after all slots."""
+        rng = np.random.default_rng(0)
+
+        def fill(path: tuple[Any, ...], shape: Shape) -> jax.Array:
+            # The argument's name, and its field's name if it has fields.
+            name, field = (str(getattr(key, "key", getattr(key, "name", ""))) for key in (path[0], path[-1]))
+            if shape.dtype in (jnp.int8, jnp.uint8):
+                info = jnp.iinfo(shape.dtype)
+                return jnp.asarray(rng.integers(info.min + 1, info.max, size=shape.shape, dtype=shape.dtype))
+            if jnp.issubdtype(shape.dtype, jnp.floating):
+                key = jax.random.key(int(rng.integers(2**31)))
+                made = jax.random.normal(key, shape.shape, shape.dtype)
+                if field == "scale":  # decoded numbers are around one
+                    return (jnp.abs(made) + 1) / (8 if getattr(self.shapes[name], "bits", 8) == 4 else 128)
+                if (name == "layers" or field in ("first", "second", "third")) and made.ndim > 2:  # linear maps
+                    return made * made.shape[-2] ** -0.5
+                if name == "q":  # attention that peaks at a few slots shows errors best
+                    return 3 * made
+                return jnp.abs(made) + 1 if field == "tau" or name in ("weights", "low_rank", "memory") else made
+            if shape.dtype == jnp.uint32:
+                return jnp.asarray(rng.integers(2**32, size=shape.shape, dtype=np.uint32))
+            if shape.dtype == jnp.bool_:  # slots to keep: one in eight
+                return jnp.asarray(rng.random(shape.shape) < 1 / 8)
+            if name in ("owner", "pages"):  # each head's pages are adjacent, and all pages are used
+                pages = self.shapes["position"].shape[0]
+                heads = math.prod(self.shapes["q"].shape[:2])
+                return jnp.asarray([0, pages], jnp.int32) if name == "pages" else jnp.arange(pages) * heads // pages
+            if name in ("position", "key_position"):
+                return jnp.broadcast_to(jnp.arange(shape.shape[-1], dtype=shape.dtype), shape.shape)
+            if "key_position" in self.shapes and name != "places":
+                # A prompt's queries are its newest tokens; one of several readers has its first tokens.
+                keys, queries = self.shapes["key_position"].shape[-1], self.shapes["q"].shape[3]
+                first = 0 if {"own", "token"} & self.shapes.keys() else keys - queries
+                return jnp.broadcast_to(first + jnp.arange(queries, dtype=shape.dtype), shape.shape)
+            if name in ("places", "scores"):  # places, which matter only with slopes; numbers of layers and heads
+                return jnp.zeros(shape.shape, shape.dtype)
+            # Queries come after every slot. A head may use all of its slots; half of them are recent tokens.
+            share = {"sinks": 0, "recent": 2}.get(field, 1)
+            return jnp.full(shape.shape, share and self.shapes["position"].shape[-1] // share, shape.dtype)
+
+        return jax.tree_util.tree_map_with_path(fill, self.shapes)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that must be read and written."""
+        if self.traffic is not None:
+            return self.traffic
+        results = jax.eval_shape(functools.partial(self.run, implementation="xla", platform="cpu"), **self.shapes)
+        return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((self.shapes, results)))
+
+
+def _of(platform: str) -> contextlib.AbstractContextManager[Any]:
+    return use_abstract_mesh(H100) if platform == "cuda" else contextlib.nullcontext()
