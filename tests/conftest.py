@@ -7,6 +7,8 @@ import re
 from collections.abc import Iterator
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # before jax is imported, so that no accelerator is claimed
+if os.environ["JAX_PLATFORMS"] != "cpu":
+    os.environ.setdefault("JAX_DEFAULT_MATMUL_PRECISION", "highest")  # else a GPU multiplies float32 with 10 bits
 os.environ["KVJAX_TUNE"] = "off"  # on an accelerator, tests would race kernels
 os.environ["KVJAX_CACHE_DIR"] = ""  # a command under test would keep every later program of its process on disk
 

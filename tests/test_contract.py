@@ -40,8 +40,8 @@ MIXED = ["streaming+adakv", "h2o+adakv+int8", "less+snapkv+adakv", "less+fastgen
 IN_CORE = ("h2o", "streaming", "less-performer", "fastgen")
 WAYS = ("h2o", "snapkv", "lightkv", "fastgen", *MIXED[2:])
 """Cases that go every way through the engine, for promises that hardly depend on the score."""
-OF_EACH_LAYER = ("keyformer", "lsh_e", "lightkv", "less-performer", "less+snapkv+adakv", "less+fastgen-low+int8")
-"""Cases that look something up by a layer's number (or read prompts in steps): layers share no program."""
+IN_STEPS = ("lsh_e",)
+"""Cases that read prompts token by token, and so all layers in one program."""
 AS_USERS_DO = ("h2o", "keyformer", "streaming", "fastgen")
 """Cases whose programs are compiled as users have them: one for each way to ask, to hold and to remember."""
 
@@ -151,7 +151,7 @@ def test_layers_that_share_a_program_read_the_same(name: str, monkeypatch: pytes
     before = layer._cache_size()
     alone, found = read(case)
     sizes = 1 if state.policy.plan.sizing.per_head else len({view.shape for view in state.storage.positions()})
-    assert layer._cache_size() - before == (0 if name in OF_EACH_LAYER else sizes)
+    assert layer._cache_size() - before == (0 if name in IN_STEPS else sizes)
     close(logits, found)
     jax.tree.map(close, state.storage, alone.storage)
 

@@ -151,8 +151,8 @@ def test_fidelity_gives_evicted_tokens_their_share_of_equation_3() -> None:
     """The first layer's rows of a window, whose evicted tokens are known without a cache."""
     model, tokens, budget = random_model(GQA), ids(), 16
     policy = kvjax.policy("less", base="window", kernels=kernels_for(GQA)).bind(model)
-    less = policy.residual
-    assert isinstance(less, LowRankMemory)
+    assert isinstance(policy.residual, LowRankMemory)
+    less = policy.residual.layer(0)
     seen = {}
 
     def top_k(q: Array, k: Array, v: Array, position: Array, keep: int, config: LayerConfig) -> Split:

@@ -131,7 +131,7 @@ def test_all_positions_at_once_equal_one_step_after_another(literal: bool, x64: 
     kernels = kernels_for(MQA, 3.0, literal)
     together = memory_attention(jax.tree.map(lambda leaf: leaf[0], kernels), recipe, seen)
     assert np.abs(together - seen.sparse)[..., BUDGET:, :].max() > 1e-3
-    less = LowRankMemory(layers=unstack(kernels))
+    less = LowRankMemory(layers=unstack(kernels)).layer(0)
     ones = jnp.ones((2, 1), jnp.int32)
 
     def new_tokens(q: jax.Array, k: jax.Array, v: jax.Array) -> New:
