@@ -20,7 +20,6 @@ from kvjax.evaluation.runs import Run, Runs, describe
 from kvjax.evaluation.store import Store
 from kvjax.evaluation.texts import passages
 from kvjax.inference.prepare import round_slots
-from kvjax.methods import CODECS
 from kvjax.methods.notation import compared
 from kvjax.model import Model, load
 from kvjax.policies import Policy
@@ -98,7 +97,7 @@ def run(options: argparse.Namespace) -> None:
     for slots in options.slots:
         rows = []
         for name, policy in made.items():
-            for codec in CODECS:
+            for codec in CODES:
                 count = equal_slots(model, policy, codec, slots)
                 row = measure(runs, name, policy, codec, count, options.recall)
                 if row is not None:

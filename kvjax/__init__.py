@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from kvjax.policies import Selection as Selection
     from kvjax.policies import Sizing as Sizing
     from kvjax.policies.quantizer import Codec as Codec
+    from kvjax.policies.quantizer import Quantizer as Quantizer
     from kvjax.policies.stats import Again as Again
     from kvjax.policies.stats import Near as Near
     from kvjax.policies.stats import Noise as Noise
@@ -49,7 +50,7 @@ if TYPE_CHECKING:
 # Modules of the names above, imported on first use: a command starts fast and can be interrupted early.
 _HOMES = {
     "kvjax.policies.stats": ("Again", "Near", "Noise", "Probs", "Sums"),
-    "kvjax.policies.quantizer": ("Codec",),
+    "kvjax.policies.quantizer": ("Codec", "Quantizer"),
     "kvjax.utils.compilation": ("enable_compilation_cache",),
     "kvjax.inference.decode": ("decode_step", "decode_step_in_place"),
     "kvjax.inference.cache": ("Cache",),

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from pallas_kernels.gpus import capability
-from pallas_kernels.operands import Quantised
+from pallas_kernels.operands import Encoded, Quantised
 
 IMPLEMENTATIONS = ("auto", "xla", "pallas", "triton", "mosaic")
 VARIABLE = "KVJAX_KERNELS"
@@ -193,9 +193,11 @@ def bucket(op: str, rounded: Mapping[str, int], exact: Mapping[str, Any]) -> str
 
 
 def numbers_of(x: Any) -> str:
-    """Return how keys or values are stored: a dtype, `int8` or `int4`, or the type's name for other objects."""
+    """Return how keys or values are stored: a dtype, `int8` or `int4`, or the name of a decoder or of another type."""
     if isinstance(x, Quantised):
         return f"int{x.bits}"
+    if isinstance(x, Encoded):
+        return type(x.decoder).__name__
     return x.dtype.name if hasattr(x, "dtype") else type(x).__name__
 
 

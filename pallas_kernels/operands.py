@@ -1,10 +1,10 @@
-"""Keys and values other than arrays: codes of few bits, or keys that are rotated when they are read."""
+"""Keys and values other than arrays: codes, other stored forms, or keys that are rotated when they are read."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -71,6 +71,37 @@ def codes_and_scale(x: Float[Array, "*b d"], bits: int) -> tuple[Float[Array, "*
     return jnp.round(x / scale), scale
 
 
+class Decoder(Protocol):
+    """Static, hashable object that knows how numbers are stored."""
+
+    def decode(self, stored: Any, dtype: Any) -> Float[Array, "*b c d"]:
+        """Return the numbers [... c d] of a tree of arrays [... c ...], for any leading axes."""
+        ...
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["stored"], meta_fields=["decoder"])
+@dataclasses.dataclass(frozen=True)
+class Encoded:
+    """Numbers in a form of their own. Only `xla` takes them: it decodes one block of slots at a time.
+
+    Args:
+        stored: tree of arrays [... c ...].
+        decoder: returns the numbers.
+    """
+
+    stored: Any
+    decoder: Decoder
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the decoded numbers."""
+        return jax.eval_shape(functools.partial(self.decoder.decode, dtype=jnp.float32), self.stored).shape
+
+    def values(self, dtype: Any) -> Float[Array, "*b c d"]:
+        """Decode the numbers."""
+        return self.decoder.decode(self.stored, dtype)
+
+
 @functools.partial(
     jax.tree_util.register_dataclass, data_fields=["keys", "order", "cos", "sin"], meta_fields=["interleaved"]
 )
@@ -103,7 +134,7 @@ class Turned:
         return turn(self.keys, cos, sin, self.interleaved).astype(dtype)
 
 
-Operand = Array | Quantised | Turned
+Operand = Array | Quantised | Encoded | Turned
 """Keys or values [... c d] of attention."""
 
 

@@ -129,7 +129,7 @@ def settings_of(policy: Policy) -> dict[str, Any]:
 
     memory = plain(policy.residual)
     known = plain(policy.plan) | plain(policy.score) | plain(policy.protection) | plain(policy.selection)
-    known |= {"positions": policy.codec.positions, "code_bits": policy.codec.bits}
+    known |= {"positions": policy.codec.positions, "codec": policy.codec.name}
     known |= {"kernels": memory.get("kernels"), "parameters": memory.get("layers")}
     limited = policy.plan if isinstance(policy.plan, AfterLimit) else AfterLimit()
     known |= {"exact": isinstance(policy.score, LastQueries)}
@@ -328,6 +328,9 @@ PAIRS: dict[str, Case] = {
     **{f"{name}+int4": pair(name, codec="int4") for name in ("h2o", "streaming", "snapkv", "tova", "fastgen")},
     **{f"{name}+adakv+int8": pair(name, plan="adakv", codec="int8") for name in ("h2o", "keyformer", "snapkv", "l2")},
     "h2o+adakv+int4": pair("h2o", plan="adakv", codec="int4"),
+    **{f"{name}+fp8": pair(name, codec="fp8") for name in ("h2o", "streaming", "snapkv")},
+    "h2o+adakv+fp8": pair("h2o", plan="adakv", codec="fp8"),
+    "less+h2o+fp8": pair("h2o", less_over=True, codec="fp8"),
     **{f"less+{name}+int8": pair(name, less_over=True, codec="int8") for name in ("h2o", "streaming", "fastgen-low")},
     "fastgen-local+cache": pair("fastgen-local", settings={"positions": "cache"}),
     "less+h2o+int4": pair("h2o", less_over=True, codec="int4"),

@@ -121,7 +121,7 @@ SETTINGS = {
     "recent": st.sampled_from([0, 1, 4, 0.25, 0.5]),
     "special": st.sampled_from([(), (7,), (7, 9, 20)]),
     "positions": st.sampled_from(["original", "cache"]),
-    "codec": st.sampled_from(["plain", "int8", "int4"]),
+    "codec": st.sampled_from(["plain", "int8", "int4", "fp8"]),
     "plan": st.sampled_from(["uniform", "arithmetic", "pyramid", "interleaved", "adakv"]),
     "residual.kernels": st.just("performer"),
 }

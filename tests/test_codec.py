@@ -80,13 +80,15 @@ def test_protected_tokens_leave_gaps_in_the_window():
     assert not kvjax.policy("lambda_mask").codec.ordered and not kvjax.policy("lambda_mask").codec.sliding
 
 
-def test_a_codec_has_no_settings_with_dots():
+def test_a_codec_is_named_at_the_positions_of_the_policy():
     assert kvjax.policy("h2o", codec="int8", positions="original").codec == Codec("original", 8)
     assert kvjax.policy("streaming", codec="int4").codec == Codec("cache", 4, sliding=True, sinks=4)
     assert kvjax.policy("h2o", codec=Codec("cache")).codec == Codec("cache")
     settings: dict[str, Any] = {"codec.bits": 8}
-    with pytest.raises(ValueError, match=r"codec\.bits=8 is no setting of a part; parts with settings are plan"):
+    with pytest.raises(ValueError, match=r"codec\.bits is a setting of a codec; name one"):
         kvjax.policy("h2o", **settings)
+    with pytest.raises(ValueError, match="codec 'int8' has no setting 'bits'; it takes none"):
+        kvjax.policy("h2o", codec="int8", **settings)
 
 
 def test_angles_stay_exact_far_out():

@@ -338,7 +338,7 @@ def test_a_step_needs_no_memory_beside_its_cache(name: str) -> None:
     assert memory.temp_size_in_bytes < 0.05 * cache + 8 * logits
 
 
-@pytest.mark.parametrize("codec", ["int8", "int4"])
+@pytest.mark.parametrize("codec", ["int8", "int4", "fp8"])
 @pytest.mark.parametrize(("name", "plan"), [("h2o", None), ("streaming", None), ("snapkv", None), ("h2o", "adakv")])
 @pytest.mark.compiled_well
 def test_a_step_over_codes_decodes_no_layer(name: str, plan: str | None, codec: str) -> None:
@@ -352,7 +352,7 @@ def test_a_step_over_codes_decodes_no_layer(name: str, plan: str | None, codec: 
     logits = 4 * rows * config.heads * slots
     most = 0.05 * kvjax.cache_bytes(state) + 8 * logits
     # Keys of one layer as floats, or both halves of 4 bits unpacked, would be more than that.
-    assert most < rows * config.kv_heads * slots * width * {"int8": 4, "int4": 2}[codec]
+    assert most < rows * config.kv_heads * slots * width * {"int8": 4, "int4": 2, "fp8": 4}[codec]
     assert memory.temp_size_in_bytes < most
 
 

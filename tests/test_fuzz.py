@@ -31,7 +31,7 @@ def promise(check: Promise) -> Promise:
 
 def close(found: Any, wanted: Any, of: Drawn) -> None:
     """Logits agree, as far as codes of keys that differ in their last digit let them."""
-    rough = of.policy().codec.bits is not None
+    rough = of.policy().codec.quantized
     scale = max(float(np.nanmax(np.abs(wanted), initial=0.0)), 1.0)
     np.testing.assert_allclose(found, wanted, rtol=0, atol=(5e-2 if rough else 1e-6) * scale)
 
@@ -45,7 +45,7 @@ def held(state: kvjax.State, row: int) -> list[list[list[int]]]:
 
 def same_tokens(found: kvjax.State, wanted: kvjax.State, rows: list[int], of: Drawn) -> None:
     """Rows of a state hold what those of another one do, row after row."""
-    if of.policy().codec.bits is None:
+    if not of.policy().codec.quantized:
         for row, other in zip(range(len(rows)), rows, strict=True):
             assert held(found, row) == held(wanted, other)
 
@@ -82,7 +82,7 @@ def a_turn_is_its_tokens_where_there_is_room(of: Drawn) -> None:
 @promise
 def a_whole_budget_is_the_full_cache(of: Drawn) -> None:
     case, policy = CASES[of.case], of.policy()
-    if not case.equals_full or policy.codec.bits is not None or policy.selection is not None:
+    if not case.equals_full or policy.codec.quantized or policy.selection is not None:
         return
     if policy.plan.sizing.mode == "profiled":
         policy = case.make(**{**case.full, **of.settings})

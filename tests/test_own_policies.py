@@ -26,7 +26,6 @@ from kvjax.methods.tova import LastAttention
 from kvjax.methods.window import Recency
 from kvjax.policies.allocation import Uniform
 from kvjax.policies.protection import Quota
-from kvjax.policies.quantizer import plain
 from kvjax.policies.rankings import as_numbers
 from kvjax.types import setting
 from kvjax.utils.compilation import temporary_bytes
@@ -96,7 +95,7 @@ def test_a_score_over_one_that_orders_by_position_is_asked() -> None:
     oldest = decorated(Recency, score=lambda self, view, new: -view.position.astype(jnp.float32))
     model = random_model(GQA)
     for positions in ("original", "cache"):
-        policy = kvjax.policy(kvjax.Policy(oldest()), codec=plain(positions))
+        policy = kvjax.policy(kvjax.Policy(oldest()), codec=kvjax.Codec(positions))
         state, _ = kvjax.prefill(model, policy, [[1, 2, 3, 4, 5, 6]], 4)
         for token in (7, 8):
             state, _ = kvjax.decode_step(state, [token])
@@ -121,7 +120,7 @@ UNTYPED: Any = kvjax  # type checkers refuse all of this, too
             r"a policy is a name or a kvjax.Policy, not a score; give kvjax.Policy\(",
         ),
         (lambda: UNTYPED.policy("h2o", plan=kvjax.methods.PLANS["adakv"]), "not the class AdaKV; give an instance"),
-        (lambda: UNTYPED.policy("h2o", codec=5), "a codec is a name or an instance of Codec, not 5"),
+        (lambda: UNTYPED.policy("h2o", codec=5), "a codec is a name or an instance of Quantizer, not 5"),
         (lambda: UNTYPED.prefill(random_model(GQA), None, [[1, 2]], 4), "not None"),
     ],
 )
@@ -325,7 +324,7 @@ def pairs_of_the_only_layer(codec: str | None, positions: str, plan: str | None)
         assert new.hidden.shape == (*new.token.shape, GQA.width)
         return numbers(self, view, new)
 
-    policy = kvjax.policy(kvjax.Policy(decorated(score=watch)(), HELD, codec=plain(positions)), codec=codec)
+    policy = kvjax.policy(kvjax.Policy(decorated(score=watch)(), HELD, codec=kvjax.Codec(positions)), codec=codec)
     # A block of pages may hold other layers' pages, too, whose ranks count for nothing: there is one layer.
     model = random_model(dataclasses.replace(GQA, layers=1))
     state, _ = kvjax.prefill(model, policy, [[1, 2, 3, 4, 5, 6, 7, 8]], 4, max_new_tokens=4, plan=plan)
@@ -339,7 +338,7 @@ def pairs_of_the_only_layer(codec: str | None, positions: str, plan: str | None)
 @pytest.mark.parametrize("plan", [None, "adakv"])
 @pytest.mark.parametrize(
     ("codec", "positions", "tolerance"),
-    [(None, "cache", 1e-5), ("int8", "original", 0.01), ("int4", "original", 0.2)],
+    [(None, "cache", 1e-5), ("int8", "original", 0.01), ("int4", "original", 0.2), ("fp8", "original", 1 / 16)],
 )
 def test_a_score_sees_keys_and_values_as_numbers(
     codec: str | None, positions: str, tolerance: float, plan: str | None

@@ -15,7 +15,7 @@ from flax import struct
 
 import kvjax
 from kvjax import generate
-from kvjax.methods import PAPERS, PLANS, REGISTRY, RESIDUALS, SELECTIONS, describe
+from kvjax.methods import CODECS, PAPERS, PLANS, REGISTRY, RESIDUALS, SELECTIONS, describe
 from kvjax.methods.combine import combine
 from kvjax.methods.h2o import Accumulated
 from kvjax.methods.notation import compared
@@ -70,7 +70,7 @@ def fading(*, rate: float = Fading.rate, recent: int | float = 0.25, **common: A
 @pytest.fixture(autouse=True)
 def tables() -> Iterator[None]:
     """Put back what a test registers."""
-    every = [REGISTRY, PLANS, RESIDUALS, SELECTIONS, *PAPERS.values()]
+    every = [REGISTRY, PLANS, RESIDUALS, CODECS, SELECTIONS, *PAPERS.values()]
     before = [dict(table) for table in every]
     yield
     for table, known in zip(every, before, strict=True):
@@ -142,7 +142,7 @@ def test_parts_register_by_their_kind(capsys: pytest.CaptureFixture[str]) -> Non
     assert isinstance(kvjax.policy("h2o", plan="level").plan, Level)
     assert generate.main(["--policy", "list"]) == 0
     assert "level" in capsys.readouterr().out
-    with pytest.raises(TypeError, match="Accumulated is no Plan, Residual or Selection"):
+    with pytest.raises(TypeError, match="Accumulated is no Plan, Residual, Quantizer or Selection"):
         register_part("score")(Accumulated)  # type: ignore[type-var]
 
 

@@ -17,6 +17,7 @@ from kvjax.evaluation.texts import Passages
 from kvjax.methods.less.checkpoint import fingerprint
 from kvjax.model import Model
 from kvjax.policies.policy import Policy
+from kvjax.policies.quantizer import Codec, Int4, Int8
 from kvjax.types import setting_names
 
 
@@ -136,10 +137,19 @@ def describe(policy: Policy) -> dict[str, Any]:
         usual = methods.policy(name, **own)
         for part in ("plan", "codec", "selection"):
             if getattr(base, part) != getattr(usual, part):
-                made[part] = {"kind": type(getattr(base, part)).__name__} | _settings(getattr(base, part))
+                made[part] = _described(getattr(base, part))
     if policy.residual is None:
         return made
     return {"name": methods.name_of(policy)} | _settings(policy.residual) | {"base": made}
+
+
+def _described(part: Any) -> dict[str, Any]:
+    # Rows measured before there were other quantizers have the bits of integer codes.
+    found = {"kind": type(part).__name__} | _settings(part)
+    if isinstance(part, Codec) and part.quantized:
+        has_bits = type(part.quantizer) in (Int8, Int4)
+        found |= {"bits": part.bits} if has_bits else {"quantizer": _described(part.quantizer)}
+    return found
 
 
 def _settings(part: Any) -> dict[str, Any]:

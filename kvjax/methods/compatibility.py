@@ -62,14 +62,14 @@ PAIRS = (
         "give both to policy fastgen",
     ),
     Pair(
-        lambda policy: policy.codec.bits is not None and policy.codec.positions == "cache" and not policy.slides,
-        "codec int{bits} holds keys as they are seen, but positions='cache' turns all of them at every step under "
+        lambda policy: policy.codec.quantized and policy.codec.positions == "cache" and not policy.slides,
+        "codec {codec} holds keys as they are seen, but positions='cache' turns all of them at every step under "
         "{score}",
         "use positions='original', or a policy that keeps a window, such as streaming",
     ),
     Pair(
-        lambda policy: policy.codec.bits is not None and policy.codec.ordered,
-        "codec int{bits} holds keys as they are seen, but positions='cache' turns all of them at every step where "
+        lambda policy: policy.codec.quantized and policy.codec.ordered,
+        "codec {codec} holds keys as they are seen, but positions='cache' turns all of them at every step where "
         "tokens are protected for what they are or heads have slots of their own",
         "use positions='original', leave special out, or choose plan uniform",
     ),
@@ -99,5 +99,5 @@ def fitted(policy: Policy) -> Policy:
         if pair.clash(policy):
             parts = ("score", "protection", "plan", "selection")
             names = {part: type(getattr(policy, part)).__name__ for part in parts}
-            raise ValueError(f"{pair.what.format(**names, bits=policy.codec.bits)}; {pair.remedy}.")
+            raise ValueError(f"{pair.what.format(**names, codec=policy.codec.name)}; {pair.remedy}.")
     return policy

@@ -7,6 +7,7 @@ from typing import Any, Literal, TypeVar, get_args
 
 from kvjax.policies.allocation import Plan, Uniform
 from kvjax.policies.policy import Policy
+from kvjax.policies.quantizer import CODECS, Quantizer
 from kvjax.policies.residual import Residual
 from kvjax.policies.selection import Selection
 from kvjax.utils.suggest import choices
@@ -30,7 +31,7 @@ RESIDUALS: dict[str, type[Residual]] = {}
 SELECTIONS: dict[str, type[Selection]] = {}
 
 _M = TypeVar("_M", bound=Method)
-_P = TypeVar("_P", bound="type[Plan | Residual | Selection]")
+_P = TypeVar("_P", bound="type[Plan | Residual | Quantizer | Selection]")
 
 
 def register(*, paper: str, group: Group) -> Callable[[_M], _M]:
@@ -65,10 +66,10 @@ def register(*, paper: str, group: Group) -> Callable[[_M], _M]:
 
 
 def register_part(name: str) -> Callable[[_P], _P]:
-    """Register a class of plans, residuals or selections.
+    """Register a class of plans, residuals, quantizers or selections.
 
     Args:
-        name: its key in `PLANS`, `RESIDUALS` or `SELECTIONS`.
+        name: its key in `PLANS`, `RESIDUALS`, `CODECS` or `SELECTIONS`.
 
     Raises:
         TypeError: it is none of these.
@@ -80,10 +81,13 @@ def register_part(name: str) -> Callable[[_P], _P]:
             _insert("plan", PLANS, name, kind)
         elif issubclass(kind, Residual):
             _insert("residual", RESIDUALS, name, kind)
+        elif issubclass(kind, Quantizer):
+            _insert("codec", CODECS, name, kind)
         elif issubclass(kind, Selection):
             _insert("selection", SELECTIONS, name, kind)
         else:
-            raise TypeError(f"{kind.__name__} is no Plan, Residual or Selection; derive it from one of these.")
+            kinds = "Plan, Residual, Quantizer or Selection"
+            raise TypeError(f"{kind.__name__} is no {kinds}; derive it from one of these.")
         return kind
 
     return registered

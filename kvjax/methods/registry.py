@@ -25,7 +25,7 @@ from kvjax.methods.register import SELECTIONS as SELECTIONS
 from kvjax.policies.allocation import Plan
 from kvjax.policies.policy import Policy
 from kvjax.policies.quantizer import CODECS as CODECS
-from kvjax.policies.quantizer import Codec, codec
+from kvjax.policies.quantizer import Codec, Quantizer
 from kvjax.policies.residual import Residual
 from kvjax.policies.score import Score
 from kvjax.policies.selection import Selection
@@ -38,7 +38,7 @@ def policy(
     *,
     plan: str | Plan | None = None,
     residual: str | Residual | None = None,
-    codec: str | Codec | None = None,
+    codec: str | Codec | Quantizer | None = None,
     selection: str | Selection | None = None,
     **settings: Any,
 ) -> Policy:
@@ -49,10 +49,13 @@ def policy(
             file of your own, which is run; or a policy that is made.
         plan: how many slots each layer and head may use: a key of `PLANS`, or one that is made.
         residual: what becomes of evicted pairs: `less`, or one that is made.
-        codec: how a slot lies in memory: `plain`, `int8`, `int4`, or one that is made.
+        codec: how a slot is stored: `plain`, `int8`, `int4`, `fp8`, a `Quantizer`, or a `Codec`, which also says at
+            which positions keys are stored.
         selection: which of the held tokens a query reads: `topk`, or one that is made.
         settings: the policy's own, see its function; those of the other parts by the part's name and a dot, as
             `**{"residual.kernels": "performer"}`.
+
+    Parts may also be named as `FILE.py:NAME`.
 
     Raises:
         ValueError: a name or a setting is unknown, a value is out of range, or parts mean nothing together.
@@ -72,9 +75,8 @@ def policy(
 
 
 def _registered(name: str, own: Mapping[str, Any]) -> Policy:
-    file, colon, attribute = name.rpartition(":")
-    if colon and file.endswith(".py"):
-        return _from_file(Path(file).expanduser(), attribute, own)
+    if _names_file(name):
+        return _from_file(name, own)
     if name not in REGISTRY:
         raise ValueError(
             f"there is no policy {name!r}; {choices(name, REGISTRY, ', or one of your own as FILE.py:NAME')}"
@@ -88,10 +90,16 @@ def _registered(name: str, own: Mapping[str, Any]) -> Policy:
     return made if "base" in known else dataclasses.replace(made, name=name)
 
 
-def _from_file(file: Path, attribute: str, own: Mapping[str, Any]) -> Policy:
-    # A policy of somebody's own: made, or whatever makes one or its score from settings.
+def _names_file(name: str) -> bool:
+    return name.rpartition(":")[0].endswith(".py")
+
+
+def _loaded(what: str, name: str) -> Any:
+    # What a file that is named FILE.py:NAME calls by this name; None if there is no such name.
+    path, _, attribute = name.rpartition(":")
+    file = Path(path).expanduser()
     if not file.is_file():
-        raise ValueError(f"there is no file {file} to take policy {attribute!r} from.")
+        raise ValueError(f"there is no file {file} to take {what} {attribute!r} from.")
     name = f"own_policies_{file.stem}"
     module = sys.modules.get(name)
     if module is None or module.__file__ != str(file.absolute()):
@@ -103,7 +111,14 @@ def _from_file(file: Path, attribute: str, own: Mapping[str, Any]) -> Policy:
         except Exception as error:
             del sys.modules[name]
             raise ValueError(f"{file} cannot be run ({type(error).__name__}: {error}).") from error
-    found = getattr(module, attribute, None)
+    return getattr(module, attribute, None)
+
+
+def _from_file(name: str, own: Mapping[str, Any]) -> Policy:
+    # A policy of somebody's own: made, or whatever makes one or its score from settings.
+    found = _loaded("policy", name)
+    file, _, attribute = name.rpartition(":")
+    file = Path(file).expanduser()
     # What every policy has is no setting of the score, unless it says so.
     takes = _taken_by(found)
     usual = [name for name in _keywords(combine) if name in own and name not in takes]
@@ -149,7 +164,7 @@ def replaced(
     made: Policy,
     plan: str | Plan | None = None,
     residual: str | Residual | None = None,
-    codec: str | Codec | None = None,
+    codec: str | Codec | Quantizer | None = None,
     selection: str | Selection | None = None,
     settings: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> Policy:
@@ -163,8 +178,10 @@ def replaced(
         else:
             chosen = _made("residual", RESIDUALS, residual, memory)
         made = dataclasses.replace(made, residual=chosen)
+    if codec is None and "codec" in of_parts:
+        raise ValueError(f"codec.{next(iter(of_parts['codec']))} is a setting of a codec; name one.")
     if codec is not None:
-        made = dataclasses.replace(made, codec=_codec(codec, made.codec.positions))
+        made = dataclasses.replace(made, codec=_codec(codec, of_parts.pop("codec", {}), made.codec))
     if selection is not None or "selection" in of_parts:
         chosen_one = _made(
             "selection", SELECTIONS, "topk" if selection is None else selection, of_parts.pop("selection", {})
@@ -199,18 +216,24 @@ def plan_by_name(plan: Plan | str | None) -> Plan | None:
 
 
 def _made(part: str, table: Mapping[str, Any], given: Any, settings: Mapping[str, Any]) -> Any:
-    if not isinstance(given, str):
-        _none_left(part, settings)
-        if not isinstance(given, _BASES[part]):
-            raise TypeError(f"a {part} is a name or an instance of {_BASES[part].__name__}, not {_described(given)}.")
-        return given
-    if given not in table:
-        raise ValueError(f"there is no {part} {given!r}; {choices(given, table)}")
-    known = [field.name for field in dataclasses.fields(table[given])]
-    for setting in settings:
-        if setting not in known:
-            raise ValueError(f"{part} {given!r} has no setting {setting!r}; it takes {', '.join(known)}.")
-    return table[given](**_typed(settings, {field.name: field.type for field in dataclasses.fields(table[given])}))
+    base, name = _BASES[part], given
+    if isinstance(name, str):
+        if not _names_file(name) and name not in table:
+            raise ValueError(f"there is no {part} {name!r}; {choices(name, table)}")
+        given = _loaded(part, name) if _names_file(name) else table[name]
+        if isinstance(given, type) and issubclass(given, base):
+            known = {field.name: field.type for field in dataclasses.fields(given)}
+            for setting in settings:
+                if setting not in known:
+                    takes = ", ".join(known) or "none"
+                    raise ValueError(f"{part} {name!r} has no setting {setting!r}; it takes {takes}.")
+            return given(**_typed(settings, known))
+        if not isinstance(given, base):
+            raise ValueError(f"{name} is no {base.__name__}, neither a class nor an instance: {given!r}.")
+    _none_left(part, settings)
+    if not isinstance(given, base):
+        raise TypeError(f"a {part} is a name or an instance of {base.__name__}, not {_described(given)}.")
+    return given
 
 
 def _typed(settings: Mapping[str, Any], annotations: Mapping[str, Any]) -> dict[str, Any]:
@@ -228,7 +251,7 @@ def _typed(settings: Mapping[str, Any], annotations: Mapping[str, Any]) -> dict[
     return typed
 
 
-_BASES: dict[str, type[Any]] = {"plan": Plan, "residual": Residual, "selection": Selection}
+_BASES: dict[str, type[Any]] = {"plan": Plan, "residual": Residual, "codec": Quantizer, "selection": Selection}
 
 
 def _described(value: object) -> str:
@@ -245,10 +268,12 @@ def _none_left(part: str, settings: Mapping[str, Any]) -> None:
         raise ValueError(f"{part}.{name} is no setting beside a {part} that is made; set it on the {part} you pass.")
 
 
-def _codec(given: str | Codec, positions: str) -> Codec:
-    if not isinstance(given, (str, Codec)):
-        raise TypeError(f"a codec is a name or an instance of Codec, not {_described(given)}.")
-    return codec(given, positions) if isinstance(given, str) else given
+def _codec(given: str | Codec | Quantizer, settings: Mapping[str, Any], now: Codec) -> Codec:
+    # A quantizer keeps the positions of keys, and a codec brings its own.
+    if isinstance(given, Codec):
+        _none_left("codec", settings)
+        return given
+    return dataclasses.replace(now, quantizer=_made("codec", CODECS, given, settings))
 
 
 def _by_part(settings: Mapping[str, Any]) -> tuple[dict[str, dict[str, Any]], dict[str, Any]]:
@@ -260,10 +285,8 @@ def _by_part(settings: Mapping[str, Any]) -> tuple[dict[str, dict[str, Any]], di
         if not dot:
             own[name] = value
             continue
-        if part not in ("plan", "residual", "selection"):
-            raise ValueError(
-                f"{name}={value!r} is no setting of a part; parts with settings are plan, residual, selection."
-            )
+        if part not in _BASES:
+            raise ValueError(f"{name}={value!r} is no setting of a part; parts with settings are {', '.join(_BASES)}.")
         of_parts.setdefault(part, {})[setting] = value
     return of_parts, own
 

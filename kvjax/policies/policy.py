@@ -109,7 +109,9 @@ class Policy:
     def _each(self, change: Any) -> Policy:
         names = ("score", "protection", "plan", "residual", "selection")
         parts = {name: getattr(self, name) for name in names}
-        return dataclasses.replace(self, **{name: change(part) for name, part in parts.items() if part is not None})
+        changed = {name: change(part) for name, part in parts.items() if part is not None}
+        codec = dataclasses.replace(self.codec, quantizer=change(self.codec.quantizer))
+        return dataclasses.replace(self, codec=codec, **changed)
 
     @property
     def may_shrink(self) -> bool:

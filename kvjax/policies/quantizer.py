@@ -1,25 +1,167 @@
-"""Codecs: the stored form of a slot, in its key's position (original or cache) and its number of bits."""
+"""Quantizers, which say how numbers are stored, and the codec of a policy: a quantizer and the positions of keys."""
 
 from __future__ import annotations
 
+import abc
 import dataclasses
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Array, Float, Int
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Int
 
+from kvjax.policies.base import Part
 from kvjax.policies.key_scales import channel_factors
 from kvjax.rope import Rope, cos_sin_table, rotate, turns_of
-from kvjax.types import KV, CodecState, Heads, LayerConfig, New, View, check, setting
-from kvjax.utils.suggest import choices
+from kvjax.types import KV, CodecState, Heads, LayerConfig, New, PyTree, View, check, setting
 from pallas_kernels import operands
-from pallas_kernels.attention import QUERY_BLOCK, wide
+from pallas_kernels.attention import QUERY_BLOCK
 from pallas_kernels.decode_attention import Sinks
-from pallas_kernels.operands import Operand, Turned
+from pallas_kernels.operands import Encoded, Operand, Quantised, Turned
 from pallas_kernels.prefill_scores import Joined
+
+if TYPE_CHECKING:
+    from kvjax.models.model import LanguageModel
+
+
+@struct.dataclass
+class Quantizer(Part, interface=True):
+    """Storage format of keys and values: an encoding of each slot's numbers, and the way back.
+
+    Slots and heads are encoded independently, and keys in the same way as values. Attention reads the stored form one
+    block of slots at a time. Settings are static (`kvjax.types.setting`). `@register_part("NAME")` names a subclass.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> from flax import struct
+        >>> @struct.dataclass
+        ... class Half(kvjax.Quantizer):
+        ...     def encode(self, x):
+        ...         return x.astype(jnp.float16)
+        ...
+        ...     def decode(self, stored, dtype):
+        ...         return stored.astype(dtype)
+        >>> kvjax.policy("h2o", codec=Half()).codec
+        Codec(positions='original', quantizer=Half(), sliding=False, sinks=0)
+    """
+
+    def init_scales(self, keys: Float[Array, "b h t d"], valid: Bool[Array, "b 1 t"]) -> Float[Array, "b h d"] | None:
+        """Return a scale for each key channel, or None for no scales; keys are divided by them before `encode`.
+
+        Queries are multiplied by the scales, which therefore have to be powers of two: these do not round.
+
+        Args:
+            keys: of the first text, from which the scales are estimated.
+            valid: mask of its tokens; the others are padding.
+        """
+        return None
+
+    @abc.abstractmethod
+    def encode(self, x: Float[Array, "*b c d"]) -> PyTree:
+        """Return the stored form of keys or values: a tree of arrays [... c ...].
+
+        Kernels read a `pallas_kernels.operands.Quantised`. XLA decodes every other form.
+        """
+
+    @abc.abstractmethod
+    def decode(self, stored: PyTree, dtype: DTypeLike) -> Float[Array, "*b c d"]:
+        """Return the numbers of a stored form."""
+
+
+@struct.dataclass
+class Plain(Quantizer):
+    r"""Keys and values in the model's own dtype.
+
+    .. math:: \hat k_i = k_i, \quad \hat v_i = v_i
+
+    From: the reference.
+
+    When: if 8-bit codes are refused, as with `positions="cache"` under most scores; otherwise use `int8`.
+    """
+
+    def encode(self, x: Float[Array, "*b c d"]) -> Float[Array, "*b c d"]:
+        """Return the numbers."""
+        return x
+
+    def decode(self, stored: Float[Array, "*b c d"], dtype: DTypeLike) -> Float[Array, "*b c d"]:
+        """Return the numbers in a dtype."""
+        return stored.astype(dtype)
+
+
+@struct.dataclass
+class SymmetricQuantizer(Quantizer):
+    """Integer codes with one scale per slot, rounded symmetrically about zero. Kernels can encode them, too."""
+
+    bits: ClassVar[int]
+    """Bits of a code, 8 or 4."""
+
+    def init_scales(self, keys: Float[Array, "b h t d"], valid: Bool[Array, "b 1 t"]) -> Float[Array, "b h d"]:
+        """Return powers of two that bring all channels to a similar size."""
+        return channel_factors(keys, valid)
+
+    def encode(self, x: Float[Array, "*b c d"]) -> Quantised:
+        """Return codes and scales."""
+        return operands.quantise(x, self.bits)
+
+    def decode(self, stored: Quantised, dtype: DTypeLike) -> Float[Array, "*b c d"]:
+        """Return the products of codes and scales."""
+        return stored.values(dtype)
+
+
+@struct.dataclass
+class Int8(SymmetricQuantizer):
+    r"""8-bit codes with one scale for each key and each value.
+
+    .. math:: \hat x_i = s \, \mathrm{round}(x_i / s), \quad s = \max_i |x_i| / 127
+
+    Each key channel is first divided by a factor, and queries are multiplied by it. The factor is a power of two,
+    estimated from the prompt. Attention reads the codes directly.
+
+    From: symmetric rounding, not from a paper.
+
+    When: before using fewer slots. It loses nothing measurable, at 28% of the bytes of float32 slots and about 55% of
+    16-bit ones (SmolLM2; `h2o` with half of the slots has a perplexity of 13.25, and of 13.22 in floats).
+    """
+
+    bits: ClassVar[int] = 8
+
+
+@struct.dataclass
+class Int4(SymmetricQuantizer):
+    r"""4-bit codes, two to a byte, with one scale for each key and each value.
+
+    .. math:: \hat x_i = s \, \mathrm{round}(x_i / s), \quad s = \max_i |x_i| / 7
+
+    All else is as in `int8`.
+
+    From: symmetric rounding, not from a paper.
+
+    When: rarely. It loses more than fewer slots would: a perplexity of 16.7 in 8% of the full cache's bytes, where
+    8-bit codes with a quarter of the slots reach 14.9 in 7% (SmolLM2 on WikiText-2).
+    """
+
+    bits: ClassVar[int] = 4
+
+    def bind(self, model: LanguageModel) -> Self:
+        """Refuse a model whose numbers cannot be packed in pairs.
+
+        Raises:
+            ValueError: keys or values of a layer have an odd width.
+        """
+        for index, layer in enumerate(model.config.layer_configs):
+            for name, width in (("keys", layer.key_width), ("values", layer.value_width)):
+                if width % 2:
+                    raise ValueError(
+                        f"codec int4 packs numbers in pairs, but {name} of layer {index} have {width}; use int8."
+                    )
+        return self
+
+
+CODECS: dict[str, type[Quantizer]] = {"plain": Plain, "int8": Int8, "int4": Int4}
+"""Quantizers by name; the key positions of a codec are a setting of the policy."""
 
 
 class Operands(NamedTuple):
@@ -42,27 +184,68 @@ class Operands(NamedTuple):
         return self.k, self.v
 
 
-@struct.dataclass
+@struct.dataclass(init=False)
 class Codec:
     """Conversion of key-value pairs between a layer's numbers and the stored form of a slot.
 
     Args:
         positions: `original`: a key keeps its position in the text (*Org Pos* in Keyformer, Table 3). `cache`: a key's
             position is its rank among the live slots (StreamingLLM, 3.2; *New Pos*).
-        bits: bits of a stored number, 8 or 4; None for the model's own dtype.
+        quantizer: how numbers are stored.
         sliding: True for `cache` without stored ranks. All live tokens beyond `sinks` must be the newest ones, without
             a gap, so they are as far from the query as in the text. Only the sinks are nearer, and get a second query.
         sinks: first tokens that are never evicted, for `sliding`.
+        bits: 8 and 4 are short for `quantizer=Int8()` and `Int4()`.
     """
 
     positions: str = setting("original")
-    bits: int | None = setting(None)
+    quantizer: Quantizer = setting(Plain())
     sliding: bool = setting(False)
     sinks: int = setting(0)
 
-    def __post_init__(self) -> None:
-        check(self.positions in ("original", "cache"), "positions", self.positions, "'original' or 'cache'")
-        check(self.bits in (None, 8, 4), "bits", self.bits, "8, 4 or None")
+    def __init__(
+        self,
+        positions: str = "original",
+        bits: int | None = None,
+        sliding: bool = False,
+        sinks: int = 0,
+        *,
+        quantizer: Quantizer | None = None,
+    ) -> None:
+        check(positions in ("original", "cache"), "positions", positions, "'original' or 'cache'")
+        of_bits: dict[int | None, type[Quantizer]] = {None: Plain, 8: Int8, 4: Int4}
+        check(bits in of_bits, "bits", bits, "8, 4 or None")
+        check(bits is None or quantizer is None, "bits", bits, f"None beside quantizer={quantizer}")
+        if quantizer is None:
+            quantizer = of_bits[bits]()
+        if not isinstance(quantizer, Quantizer):
+            raise TypeError(f"quantizer={quantizer!r} is no instance of Quantizer; kvjax.policy takes names.")
+        if jax.tree.leaves(quantizer):
+            raise TypeError(f"{quantizer} has settings that are traced; declare them with kvjax.types.setting.")
+        values = dict(positions=positions, quantizer=quantizer, sliding=sliding, sinks=sinks)
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+
+    @property
+    def bits(self) -> int | None:
+        """Bits of an integer code; None if numbers are not stored as integers."""
+        return self.quantizer.bits if isinstance(self.quantizer, SymmetricQuantizer) else None
+
+    @property
+    def quantized(self) -> bool:
+        """True if slots do not hold keys and values as they are."""
+        return type(self.quantizer).encode is not Plain.encode
+
+    @property
+    def name(self) -> str:
+        """Registered name of the quantizer, or else its class."""
+        kind = type(self.quantizer)
+        return next((name for name, registered in CODECS.items() if registered is kind), kind.__name__)
+
+    @property
+    def encoded_by_kernels(self) -> bool:
+        """True if a kernel that replaces a slot can encode the new pair by itself."""
+        return not self.quantized or type(self.quantizer).encode is SymmetricQuantizer.encode
 
     @property
     def ordered(self) -> bool:
@@ -70,11 +253,10 @@ class Codec:
         return self.positions == "cache" and not self.sliding
 
     def check_layers(self, layers: Sequence[LayerConfig]) -> None:
-        """Refuse a model whose numbers cannot be packed, or whose keys cannot be rotated by their rank.
+        """Refuse a model whose keys cannot be rotated by their rank.
 
         Raises:
-            ValueError: keys or values of a layer have an odd width and codes have 4 bits; or RoPE frequencies depend on
-                the length of the text, and keys are rotated by cache positions.
+            ValueError: RoPE frequencies depend on the length of the text, and keys are rotated by cache positions.
         """
         by_length = {layer.rope.scaling for layer in layers if layer.rope is not None and layer.rope.by_length}
         if self.ordered and by_length:
@@ -82,21 +264,15 @@ class Codec:
                 f"positions='cache' rotates keys by their rank, but the frequencies of {min(by_length)} RoPE are those "
                 "of the whole text; use positions='original', or a policy that keeps a window, such as streaming."
             )
-        for index, layer in enumerate(layers if self.bits == 4 else ()):
-            for name, width in (("keys", layer.key_width), ("values", layer.value_width)):
-                if width % 2:
-                    raise ValueError(
-                        f"codec int4 packs numbers in pairs, but {name} of layer {index} have {width}; use int8."
-                    )
 
     def init(self, shape: New) -> CodecState | None:
         """Return the codec's initial state of a layer; `shape` holds no tokens."""
-        rows, heads, _, width = shape.k.shape
-        if not self.ordered and self.bits is None:
+        scales = jax.eval_shape(self.quantizer.init_scales, shape.k, shape.valid[:, None])
+        if not self.ordered and scales is None:
             return None
         return CodecState(
-            factor=None if self.bits is None else jnp.zeros((rows, heads, width), wide(shape.k.dtype)),
-            count=jnp.zeros((rows, heads), jnp.int32) if self.ordered else None,
+            factor=None if scales is None else jnp.zeros(scales.shape, scales.dtype),
+            count=jnp.zeros(shape.k.shape[:2], jnp.int32) if self.ordered else None,
         )
 
     def slot(self, new: New) -> Int[Array, "b h t"] | None:
@@ -109,10 +285,9 @@ class Codec:
         if state is None or state.factor is None:
             return state
         # The first text sets the factors; a single token is too little to estimate them, so they become 1.
-        found = jnp.ones_like(state.factor)
+        found: Any = jnp.ones_like(state.factor)
         if new.k.shape[2] > 1:
-            keys = new.raw_k if self.ordered else new.k
-            found = channel_factors(keys, new.valid[:, None])
+            found = self.quantizer.init_scales(new.raw_k if self.ordered else new.k, new.valid[:, None])
         unknown = (state.factor == 0) & new.valid.any(1)[:, None, None]
         return state.replace(factor=jnp.where(unknown, found, state.factor))
 
@@ -126,12 +301,12 @@ class Codec:
         return KV(self._levelled(new.raw_k if self.ordered else new.k, state), new.v)
 
     def _coded(self, x: Any) -> Operand:
-        return x if self.bits is None else operands.quantise(x, self.bits)
+        stored = self.quantizer.encode(x)
+        return stored if not self.quantized or isinstance(stored, Quantised) else Encoded(stored, self.quantizer)
 
     def _levelled(self, keys: Float[Array, "b h t d"], state: CodecState | None) -> Float[Array, "b h t d"]:
-        if self.bits is None:
+        if state is None or state.factor is None:
             return keys
-        assert state is not None and state.factor is not None
         # The factors are powers of two, so this is exact in every dtype.
         return keys * (1 / jnp.where(state.factor > 0, state.factor, 1.0))[:, :, None].astype(keys.dtype)
 
@@ -179,13 +354,15 @@ class Codec:
                 seen = here, jnp.where(first, view.position + gap, view.position)
             if config.rope is not None and block:
                 k = self._nearer(config.rope, view, new, gap)
-        if self.bits is None:
+        if not self.quantized:
             return Operands(q, k, v, seen, sinks=sinks)
-        factor = view.state.codec.factor
         if tokens > 1:
             old = capacity - tokens
             first = jax.tree.map(lambda leaf: leaf[:, :, :old], (k, v))
             k, v = Joined(first[0], self._levelled(new.k, view.state.codec)), Joined(first[1], new.v)
+        factor = None if view.state.codec is None else view.state.codec.factor
+        if factor is None:
+            return Operands(q, k, v, seen, sinks=sinks)
         if sinks is not None:
             sinks = dataclasses.replace(sinks, q=sinks.q * factor[:, :, None].astype(q.dtype))
         return Operands(q * factor[:, :, None, None].astype(q.dtype), k, v, seen, factor, sinks)
@@ -282,8 +459,9 @@ class Codec:
         turned = dataclasses.replace(rope, attention_factor=1.0)  # the keys are already multiplied by it
         held = view.position[:, :, :count] < self.sinks
         state = view.state.codec
-        keys = operands.values(first, new.k.dtype)
-        if self.bits is not None:
+        if state is None or state.factor is None:
+            keys = operands.values(first, new.k.dtype)
+        else:
             keys = operands.values(first, state.factor.dtype) * state.factor[:, :, None]
         near = self._coded(self._levelled(rotate(turned, keys, gap, new.end), state))
 
@@ -307,64 +485,3 @@ class Codec:
 
 def _with(view: View, order: Int[Array, "b h c"], state: CodecState) -> View:
     return view.replace(slots=view.slots.replace(codec=order), state=view.state.replace(codec=state))
-
-
-def plain(positions: str = "original") -> Codec:
-    r"""Keys and values in the model's own dtype.
-
-    .. math:: \hat k_i = k_i, \quad \hat v_i = v_i
-
-    From: the reference.
-
-    When: if 8-bit codes are refused, as with `positions="cache"` under most scores; otherwise use `int8`.
-    """
-    return Codec(positions)
-
-
-def int8(positions: str = "original") -> Codec:
-    r"""8-bit codes with one scale for each key and each value.
-
-    .. math:: \hat x_i = s \, \mathrm{round}(x_i / s), \quad s = \max_i |x_i| / 127
-
-    Each key channel is first divided by a factor, and queries are multiplied by it. The factor is a power of two,
-    estimated from the prompt. Attention reads the codes directly.
-
-    From: symmetric rounding, not from a paper.
-
-    When: before using fewer slots. It loses nothing measurable, at 28% of the bytes of float32 slots and about 55% of
-    16-bit ones (SmolLM2; `h2o` with half of the slots has a perplexity of 13.25, and of 13.22 in floats).
-    """
-    return Codec(positions, 8)
-
-
-def int4(positions: str = "original") -> Codec:
-    r"""4-bit codes, two to a byte, with one scale for each key and each value.
-
-    .. math:: \hat x_i = s \, \mathrm{round}(x_i / s), \quad s = \max_i |x_i| / 7
-
-    All else is as in `int8`.
-
-    From: symmetric rounding, not from a paper.
-
-    When: rarely. It loses more than fewer slots would: a perplexity of 16.7 in 8% of the full cache's bytes, where
-    8-bit codes with a quarter of the slots reach 14.9 in 7% (SmolLM2 on WikiText-2).
-    """
-    return Codec(positions, 4)
-
-
-CODECS: dict[str, Callable[[str], Codec]] = {"plain": plain, "int8": int8, "int4": int4}
-
-
-def codec(name: str, positions: str = "original") -> Codec:
-    """Return a codec by name.
-
-    Args:
-        name: a key of `CODECS`.
-        positions: `original` or `cache`.
-
-    Raises:
-        ValueError: there is no such codec.
-    """
-    if name not in CODECS:
-        raise ValueError(f"there is no codec {name!r}; {choices(name, CODECS)}")
-    return CODECS[name](positions)

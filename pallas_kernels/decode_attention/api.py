@@ -16,7 +16,7 @@ from pallas_kernels.common import LANES, numbers_of
 from pallas_kernels.decode_attention import reference
 from pallas_kernels.decode_attention.types import Decoded, Gumbel, LowRank, Places, Sinks
 from pallas_kernels.op import Limit, Op, Options
-from pallas_kernels.operands import Operand, Quantised, Turned, cut
+from pallas_kernels.operands import Encoded, Operand, Quantised, Turned, cut
 
 DTYPES = (jnp.dtype("float32"), jnp.dtype("bfloat16"))
 
@@ -41,10 +41,11 @@ def decode_attention(
 
     Args:
         q: queries of one token per row; the g queries of a group share one KV head.
-        k: keys [b h c d], in any order: an array, codes, or keys that are rotated when they are read.
-        v: values [b h c e] of any width: an array, or codes. Codes are never decoded, except for queries of float64.
-            `xla` on CPU and TPU, and `pallas` on TPU, split queries and weights into two digits of 8 bits; their error
-            is about 1e-4 of the largest result.
+        k: keys [b h c d], in any order: an array, codes, another stored form, or keys that are rotated when they are
+            read.
+        v: values [b h c e] of any width: an array, codes, or another stored form. Codes are never decoded, except for
+            queries of float64. `xla` on CPU and TPU, and `pallas` on TPU, split queries and weights into two digits of
+            8 bits; their error is about 1e-4 of the largest result.
         position: position of the token in each slot, -1 if empty; slots after the query's position are masked, too.
         query_position: position of each row's token; -1 for a row of padding, which attends to nothing.
         spec: the layer's scale, soft cap, window and slopes.
@@ -56,13 +57,14 @@ def decode_attention(
             equation 9, summed over the group); None for none.
         implementation: `auto`, `xla`, `pallas`, `triton` or `mosaic`; `pallas_kernels.common.choose` explains `auto`.
             `xla` takes everything. The others take queries of float32 and bfloat16 and arrays of the same dtype, g up
-            to 16, c up to 65536 and R up to 128. They take no rotated keys, and no places together with slopes. They
-            take up to 128 sinks on TPU; on GPU they take sinks only without scores. `pallas` on TPU takes d and e that
-            are multiples of 8 up to 256 (of 16 with four bits). `pallas` on GPU takes powers of two from 16 to 256
-            (from 32 with four bits), and less than 2^31 numbers in k and in v. `triton` is for GPU, needs jax-triton,
-            and takes any d and e up to 256, but neither gaussian noise nor codes of four bits. `mosaic` is for Hopper,
-            and takes queries and arrays of bfloat16, d and e that are multiples of 64 up to 256, and c that is a
-            multiple of 8. All compile for their chips and have run in interpreters, none on a chip.
+            to 16, c up to 65536 and R up to 128. They take no rotated keys, no stored form but codes, and no places
+            together with slopes. They take up to 128 sinks on TPU; on GPU they take sinks only without scores. `pallas`
+            on TPU takes d and e that are multiples of 8 up to 256 (of 16 with four bits). `pallas` on GPU takes powers
+            of two from 16 to 256 (from 32 with four bits), and less than 2^31 numbers in k and in v. `triton` is for
+            GPU, needs jax-triton, and takes any d and e up to 256, but neither gaussian noise nor codes of four bits.
+            `mosaic` is for Hopper, and takes queries and arrays of bfloat16, d and e that are multiples of 64 up to
+            256, and c that is a multiple of 8. All compile for their chips and have run in interpreters, none on a
+            chip.
         interpret: `True`, or `pltpu.InterpretParams()`, to run `pallas` without an accelerator; `True`, or the
             parameters of jax's interpreter for Mosaic GPU, to run `mosaic`.
         platform: target of compilation; None for that of `jax.set_mesh`, else of `jax.default_backend()`.
@@ -177,9 +179,11 @@ def kind_of(scores: str | Gumbel | None) -> str | None:
 
 def operand_limits(q: Array, k: Operand, v: Operand, spec: AttentionSpec, places: Any) -> Iterator[Limit]:
     """Yield the limits that all kernels share, for slots or for pages."""
+    forms = {type(x.decoder).__name__ for x in (k, v) if isinstance(x, Encoded)}
+    yield not forms, f"keys and values are stored by {', '.join(sorted(forms))}, which xla alone decodes"
     yield not isinstance(k, Turned), "keys are rotated when they are read (Turned)"
     yield spec.slopes is None or places is None, "places that are not positions, together with slopes"
-    arrays = [x for x in (q, k, v) if not isinstance(x, Quantised | Turned)]
+    arrays = [x for x in (q, k, v) if not isinstance(x, Quantised | Encoded | Turned)]
     same = q.dtype in DTYPES and all(x.dtype == q.dtype for x in arrays)
     dtypes = ", ".join(str(x.codes.dtype if isinstance(x, Quantised) else x.dtype) for x in (q, *arrays[1:]))
     yield same, f"{'q, k, v'[: 3 * len(arrays) - 2]} of {dtypes} are not all float32 or all bfloat16"

@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int, Shaped, UInt32
 from pallas_kernels import noise
 from pallas_kernels.common import LANES, SUBLANES
 from pallas_kernels.decode_attention.types import Gumbel
-from pallas_kernels.operands import Operand, Quantised, Turned
+from pallas_kernels.operands import Encoded, Operand, Quantised, Turned
 from pallas_kernels.quantised import digits, halves, joined
 
 LOWEST = float(jnp.finfo(jnp.float32).min)
@@ -24,7 +24,7 @@ def stored(operand: Operand) -> tuple[Array, Float[Array, "*b"] | None]:
     """Return keys or values as they are stored: numbers and None, or codes and the scale of each slot."""
     if isinstance(operand, Quantised):
         return operand.codes, operand.scale
-    assert not isinstance(operand, Turned)  # a limit of every kernel
+    assert not isinstance(operand, Encoded | Turned)  # limits of every kernel
     return operand, None
 
 

@@ -21,7 +21,7 @@ from pallas_kernels.attention import (
     wide,
 )
 from pallas_kernels.decode_attention.types import Decoded, Gumbel, LowRank, Places, Sinks
-from pallas_kernels.operands import Operand, Quantised, Turned, cut
+from pallas_kernels.operands import Encoded, Operand, Quantised, Turned, cut
 from pallas_kernels.quantised import products, weighted
 
 PACKED_BYTES = 4 << 20
@@ -48,7 +48,7 @@ def decode_attention(
     query_place, key_place = (query_position[:, None], seen) if places is None else places
     bias = spec.bias(query_place[:, :, None], key_place)
     others = None if sinks is None else products_of_sinks(sinks, k, position, platform)
-    if isinstance(k, Quantised) or isinstance(v, Quantised):
+    if isinstance(k, Quantised | Encoded) or isinstance(v, Quantised | Encoded):
         partial, probs = attend_codes(q, k, v, mask, spec, bias, others, platform)
     else:
         assert not isinstance(v, Turned)  # refused before
@@ -98,7 +98,7 @@ def attend_codes(
     others: tuple[Bool[Array, "b h g 1 c"], Float[Array, "b h g 1 c"]] | None,
     platform: str,
 ) -> tuple[Partial, Float[Array, "b h g c"]]:
-    """Run `attention.attend` for one query over keys or values that are codes, without a decoded copy of them."""
+    """Run `attention.attend` for one query over keys or values that are encoded, without a decoded copy of them."""
     (b, h, g, _), c, e = q.shape, *v.shape[2:]
     s = slot_block(c, 16, 4 * SLOT_BLOCK)
     n = c // s
@@ -108,11 +108,12 @@ def attend_codes(
 
     def at_once(operand: Operand, packed_anew: bool) -> int:
         # Blocks that may be copied together: to decode or unpack them for a product, or to repack them on a CPU.
-        if not isinstance(operand, Quantised):
+        if not isinstance(operand, Quantised | Encoded):
             return n
         if wide(q.dtype) == jnp.float64:
             return 1
-        if operand.bits == 4:  # a CPU is fastest block by block, other platforms with few steps
+        if isinstance(operand, Encoded) or operand.bits == 4:
+            # A CPU is fastest block by block, other platforms with few steps.
             most = 1 if platform == "cpu" else max(1, n // 8)
         else:
             most = max(1, PACKED_BYTES // (b * h * s * e)) if packed_anew and platform == "cpu" else n

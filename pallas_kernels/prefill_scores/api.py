@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.attention import AttentionSpec
 from pallas_kernels.common import numbers_of, platform_of
 from pallas_kernels.op import Limit, Op, Options
-from pallas_kernels.operands import Operand, Quantised, Turned
+from pallas_kernels.operands import Encoded, Operand, Quantised, Turned
 from pallas_kernels.prefill_scores import derivative, reference
 from pallas_kernels.prefill_scores.types import Joined, Own, PromptAttention
 
@@ -60,7 +60,7 @@ def prefill_scores(
         q: queries of tokens in the order of the text.
         k: keys [b h c d]; the last n belong to the queries' tokens in the same order, after c - n cached keys in any
             order. Cached keys in a separate array are the old part of a `Joined`.
-        v: values [b h c e], an array or `Quantised`; joined at the same slot as the keys, if keys are joined.
+        v: values [b h c e], in any form but `Turned`; joined at the same slot as the keys, if keys are joined.
         query_position: positions that rise from token to token; -1 marks padding, which attends to nothing.
         key_position: position of each key, for all heads or each; -1 marks an empty slot or padding, which is masked.
         spec: scale, soft cap, window and slopes.
@@ -149,9 +149,9 @@ class PrefillScores(Op[PromptAttention]):
 
     def limits(self, backend: str) -> Iterator[Limit]:
         q, k, v = self.q, self.k, self.v
-        if isinstance(k, Quantised | Turned | Joined):
+        if isinstance(k, Quantised | Encoded | Turned | Joined):
             yield False, f"keys are {type(k).__name__}, and it reads arrays only"
-        elif isinstance(v, Quantised | Turned | Joined):
+        elif isinstance(v, Quantised | Encoded | Turned | Joined):
             yield False, f"values are {type(v).__name__}, and it reads arrays only"
         else:
             same = q.dtype == k.dtype == v.dtype and q.dtype in (jnp.float32, jnp.bfloat16)

@@ -1,9 +1,10 @@
-"""The oracle of codes: what a slot holds is rounded to 8 or 4 bits and read as it was rounded."""
+"""The oracle of quantized slots: what a slot holds is rounded to 8 or 4 bits and read as it was rounded."""
 
 from __future__ import annotations
 
 import functools
 
+import ml_dtypes
 import numpy as np
 from jaxtyping import Float
 
@@ -12,9 +13,11 @@ from tests.oracles.decoder import Oracle
 Vector = Float[np.ndarray, " d"]
 
 
-def rounded(x: Vector, bits: int) -> Vector:
-    """The largest number is 127 or 7 steps from zero; every number goes to the nearest step."""
-    step = max(np.abs(x).max(), np.finfo(np.float32).tiny) / {8: 127, 4: 7}[bits]
+def rounded(x: Vector, codec: str) -> Vector:
+    """The largest number is 127 or 7 steps from zero, and every number goes to the nearest step; or to e4m3's."""
+    if codec == "fp8":
+        return np.clip(x, -448, 448).astype(ml_dtypes.float8_e4m3fn).astype(x.dtype)
+    step = max(np.abs(x).max(), np.finfo(np.float32).tiny) / {"int8": 127, "int4": 7}[codec]
     return np.round(x / step) * step
 
 
@@ -25,7 +28,7 @@ def channel_factors(keys: Float[np.ndarray, "n d"]) -> Vector:
 
 
 class _Coded(Oracle):
-    code_bits: int
+    codec: str
 
     def start(self):
         super().start()
@@ -44,12 +47,12 @@ class _Coded(Oracle):
     def store(self, h, key, value):
         if self.given:
             return key, value
-        return self.key(h, key), rounded(value, self.code_bits)
+        return self.key(h, key), rounded(value, self.codec)
 
     def key(self, h: int, key: Vector) -> Vector:
         factor = self.factors[h]
         # Of a text that is read token by token nothing is known when the first one is stored.
-        return rounded(key, self.code_bits) if factor is None else rounded(key / factor, self.code_bits) * factor
+        return rounded(key, self.codec) if factor is None else rounded(key / factor, self.codec) * factor
 
     def see(self, h, new, raw, turn):
         """Under cache positions only the sinks move, to right before the window; for a text they are rounded again."""

@@ -75,11 +75,6 @@ class Pages(struct.PyTreeNode):
         changed = self.state[layer].replace(**state)
         return self.replace(state=(*self.state[:layer], changed, *self.state[layer + 1 :]))
 
-    @property
-    def slots_dtype(self) -> Any:
-        """Dtype of the numbers that attention is computed from."""
-        return next(leaf.dtype for leaf in jax.tree.leaves(self.kv) if jnp.issubdtype(leaf.dtype, jnp.floating))
-
     def over_pages(
         self, layer: int, look: Callable[[Any, Array, Array], Any], carry: Any, block: int = VIEW_BLOCK
     ) -> Any:

@@ -246,7 +246,7 @@ class Paged(Pages):
 
     def open(self, policy: Policy, configs: Sequence[LayerConfig], ahead: Callable[[int], New]) -> Paged:
         """Allocate logits for a step over all layers; see `Dense.open`."""
-        kind = wide(self.slots_dtype)
+        kind = wide(ahead(0).k.dtype)
         return self.replace(logits=jnp.zeros((len(self.owner), configs[0].groups, self.page_size), kind))
 
     def close(self) -> Paged:
