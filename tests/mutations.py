@@ -141,8 +141,8 @@ TESTS: dict[str, tuple[str, ...]] = {
     "kvjax/methods/topk_oracle.py": (_DEFAULTS, f"{_ORACLES} -k topk", f"{_CONTRACT} -k topk"),
     "kvjax/policies/quantizer.py": (
         f"{_ORACLES} -k 'positions or streaming'",
-        "tests/test_codec.py",
-        f"{_ORACLES} -k 'int8 or int4'",
+        "tests/test_codec.py tests/test_quantizer.py",
+        f"{_ORACLES} -k 'int8 or int4 or fp8'",
         "tests/test_layers.py",
         "tests/test_rows.py tests/test_extend.py",
     ),
