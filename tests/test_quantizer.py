@@ -168,7 +168,7 @@ def test_a_conversation_is_saved_in_a_format_of_ones_own(mine: Path, tmp_path: P
 
 def test_a_format_is_named_by_its_file(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def chosen(*words: str) -> Any:
-        return options.chosen(generate.parser().parse_args(list(words)))[0].codec.quantizer
+        return options.policy_and_budget(generate.parser().parse_args(list(words)))[0].codec.quantizer
 
     assert chosen("--codec", f"{mine}:Steps").steps == 32000
     assert chosen("--codec", f"{mine}:Steps", "--set", "codec.steps=9").steps == 9
