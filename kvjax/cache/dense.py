@@ -158,7 +158,7 @@ class Dense(struct.PyTreeNode):
             return step_in_one_pass(q, k, v, spec, sinks, scores, hashed, **new.kernels._asdict())
 
         # If the codec tracks the order of slots, the positions of keys are known only after the eviction.
-        codec: Codec = policy.codec
+        codec = policy.codec
         if new.spread.slots > 1 or codec.ordered or not codec.encoded_by_kernels or not one_pass(None):
             return None
         wanted = asks(view)
