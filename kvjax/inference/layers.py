@@ -19,7 +19,7 @@ from kvjax.cache.paged.build import Selected, select
 from kvjax.cache.paged.storage import Paged
 from kvjax.cache.slots import Attended
 from kvjax.models.config import ModelConfig
-from kvjax.models.decoder import LayerWeights, Weights, block, embed
+from kvjax.models.decoder import LayerWeights, Weights, embed, finish_block, project
 from kvjax.policies.base import Part
 from kvjax.policies.policy import Policy
 from kvjax.policies.stats import is_ask, of_all_layers, of_devices, of_own_heads, questions
@@ -183,14 +183,6 @@ def _through_layer(
     """Run one token per row through a layer; `place` is its index in the storage, `number` that in the model."""
     kind, pending, of_heads = config.layer_configs[shape], list[Pending](), list[Pending]()
 
-    def attention(q: Array, k: Array, v: Array) -> Array:
-        nonlocal storage
-        new = reading.new(kind, number, x, q, k, v, turns)
-        storage, out, told = _step(kind, policy, storage, place, new)
-        for each in told:
-            (of_heads if of_devices(each.asks) else pending).append(each)
-        return out
-
     def total(parts: Array) -> Array:
         # Means over a layer's heads share a collective with the sum that attention needs anyway.
         if not of_heads:
@@ -206,7 +198,12 @@ def _through_layer(
         return summed
 
     with layer_numbered(policy, number):
-        after = block(layer, config, kind, x, attention, total)
+        normed, q, k, v = project(layer, config, kind, x)
+        new = reading.new(kind, number, x, q, k, v, turns)
+        storage, out, told = _step(kind, policy, storage, place, new)
+        for each in told:
+            (of_heads if of_devices(each.asks) else pending).append(each)
+        after = finish_block(layer, config, kind, x, normed, out, total)
         for told in of_heads:
             storage = heard(policy, storage, place, told.asks, told.answers, told.new)
     return storage, after, pending
@@ -379,41 +376,11 @@ def read_layers(
     """
     host_memory, paged = policies[0].score.requires.host_memory, first and policies[0].plan.sizing.per_head
     pending: list[Pending] = []
-    selected: list[Selected] = []
-    undefined: list[Bool[Array, " b"]] = []
-
-    def done(index: int, shape: LayerConfig, told: Pending) -> None:
-        nonlocal storage
-        policy = policies[index]
-        storage = _settled(policy, storage, index, told, first)
-        view = storage.layers[index]
-        ranking = policy.ranking(view, told.new)
-        if isinstance(ranking, jax.Array):
-            undefined.append((jnp.isnan(ranking) & view.live).any((1, 2)))
-        if paged:
-            chosen, leaving = select(policy, shape, view, told.new)
-        else:
-            chosen = None
-            storage, leaving = storage.compress(policy, shape, index, told.new, capacities[index])
-        if policy.residual is not None:
-            absorb, before = policy.residual.absorb, view.state.residual
-            remembered = slots.fold_evicted(absorb, before, policy, shape, view, told.new, leaving)
-            storage = storage.put_state(index, residual=remembered)
-            if chosen is not None:
-                state = chosen.view.state.replace(residual=remembered)
-                chosen = chosen.replace(view=chosen.view.replace(state=state))
-        if chosen is not None:
-            selected.append(chosen)
-        if host_memory:
-            storage = storage.moved(index, jax.memory.Space.Host)
-
-    for index, (layer, shape) in enumerate(zip(layers, shapes, strict=True)):
-
-        def attention(
-            q: Array, k: Array, v: Array, index: int = index, shape: LayerConfig = shape, x: Array = x
-        ) -> Array:
-            nonlocal storage
-            policy, new = policies[index], reading.new(shape, numbers[index], x, q, k, v)
+    kept: list[Kept] = []
+    for index, (layer, shape, policy) in enumerate(zip(layers, shapes, policies, strict=True)):
+        with layer_numbered(policy, numbers[index]):
+            normed, q, k, v = project(layer, config, shape, x)
+            new = reading.new(shape, numbers[index], x, q, k, v)
             if host_memory:
                 storage = storage.moved(index, jax.memory.Space.Device)
             storage = storage.append(policy, shape, index, new)
@@ -425,16 +392,50 @@ def read_layers(
             if of_all_layers(asks["score"]):
                 pending.append(told)
             else:
-                done(index, shape, told)
-            return found.out
-
-        with layer_numbered(policies[index], numbers[index]):
-            x = block(layer, config, shape, x, attention)
+                storage, of_layer = _kept(policy, shape, storage, index, told, capacities[index], first)
+                kept.append(of_layer)
+            x = finish_block(layer, config, shape, x, normed, found.out)
     for index, told in enumerate(over_layers(pending)):
-        done(index, shapes[index], told)
-    for rows in undefined:  # NaN scores make the kept slots and the logits meaningless
-        x = jnp.where(rows[:, None, None], jnp.nan, x)
-    return (tuple(selected) if paged else storage), x
+        storage, of_layer = _kept(policies[index], shapes[index], storage, index, told, capacities[index], first)
+        kept.append(of_layer)
+    for each in kept:
+        if each.undefined is not None:  # NaN scores make the kept slots and the logits meaningless
+            x = jnp.where(each.undefined[:, None, None], jnp.nan, x)
+    return (tuple(each.selected for each in kept if each.selected is not None) if paged else storage), x
+
+
+class Kept(NamedTuple):
+    """What a layer keeps of a block."""
+
+    selected: Selected | None
+    """Selected slots under a plan with slots for each head, which the storage does not hold."""
+    undefined: Bool[Array, " b"] | None
+    """True for rows with scores of NaN; None if no scores were computed."""
+
+
+def _kept(
+    policy: Policy, shape: LayerConfig, storage: Dense, index: int, told: Pending, capacity: int, first: bool
+) -> tuple[Dense, Kept]:
+    # Update a layer's score with the block, and evict what ranks lowest.
+    storage = _settled(policy, storage, index, told, first)
+    view = storage.layers[index]
+    ranking = policy.ranking(view, told.new)
+    undefined = (jnp.isnan(ranking) & view.live).any((1, 2)) if isinstance(ranking, jax.Array) else None
+    selected = None
+    if first and policy.plan.sizing.per_head:
+        selected, leaving = select(policy, shape, view, told.new)
+    else:
+        storage, leaving = storage.compress(policy, shape, index, told.new, capacity)
+    if policy.residual is not None:
+        absorb, before = policy.residual.absorb, view.state.residual
+        remembered = slots.fold_evicted(absorb, before, policy, shape, view, told.new, leaving)
+        storage = storage.put_state(index, residual=remembered)
+        if selected is not None:
+            state = selected.view.state.replace(residual=remembered)
+            selected = selected.replace(view=selected.view.replace(state=state))
+    if policy.score.requires.host_memory:
+        storage = storage.moved(index, jax.memory.Space.Host)
+    return storage, Kept(selected, undefined)
 
 
 def _settled(policy: Policy, storage: Dense, layer: int, told: Pending, first: bool) -> Dense:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -148,7 +149,6 @@ def block(
     shape: LayerConfig,
     x: Float[Array, "b t width"],
     attention: Attention,
-    total: Callable[[Float[Array, "b t width"]], Float[Array, "b t width"]] | None = None,
 ) -> Float[Array, "b t width"]:
     """Run one decoder block with a given attention function.
 
@@ -158,10 +158,23 @@ def block(
         shape: the layer's configuration.
         x: hidden states [b, t, width].
         attention: function from queries [b, h, g, t, d], keys [b, h, t, d] (both before RoPE) and values
-            [b, h, t, e] to [b, h, g, t, e]. Query head i uses KV head i // g: the heads of one group are adjacent.
-        total: function that sums the output projections of all devices, called after `attention`; None for
-            `over_attention` of the layer's `spread`.
+            [b, h, t, e] to [b, h, g, t, e].
     """
+    normed, q, k, v = project(layer, config, shape, x)
+    return finish_block(layer, config, shape, x, normed, attention(q, k, v))
+
+
+class Projected(NamedTuple):
+    """A block's normalised input, and its queries, keys and values before RoPE."""
+
+    normed: Float[Array, "b t width"]
+    q: Float[Array, "b h g t d"]
+    k: Float[Array, "b h t d"]
+    v: Float[Array, "b h t e"]
+
+
+def project(layer: LayerWeights, config: ModelConfig, shape: LayerConfig, x: Float[Array, "b t width"]) -> Projected:
+    """Run a block up to its attention. Query head i uses KV head i // g: the heads of one group are adjacent."""
     b, t, _ = x.shape
     normed = normalise(layer.attention_norm, x, config)
     q = layer.query(normed).reshape(b, t, shape.kv_heads, shape.groups, shape.key_width)
@@ -171,7 +184,31 @@ def block(
         q, k, v = (jnp.clip(x, -config.qkv_clip, config.qkv_clip) for x in (q, k, v))
     if layer.query_norm is not None and layer.key_norm is not None:
         q, k = normalise(layer.query_norm, q, config), normalise(layer.key_norm, k, config)
-    attended = attention(q.transpose(0, 2, 3, 1, 4), k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3))
+    return Projected(normed, q.transpose(0, 2, 3, 1, 4), k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3))
+
+
+def finish_block(
+    layer: LayerWeights,
+    config: ModelConfig,
+    shape: LayerConfig,
+    x: Float[Array, "b t width"],
+    normed: Float[Array, "b t width"],
+    attended: Float[Array, "b h g t e"],
+    total: Callable[[Float[Array, "b t width"]], Float[Array, "b t width"]] | None = None,
+) -> Float[Array, "b t width"]:
+    """Run a block from its attention on.
+
+    Args:
+        layer: the block's weights.
+        config: the model's configuration.
+        shape: the layer's configuration.
+        x: input of the block.
+        normed: from `project`.
+        attended: attention of its queries.
+        total: function that sums the output projections of all devices; None for `over_attention` of the layer's
+            `spread`.
+    """
+    b, t, _ = x.shape
     attended = attended.astype(x.dtype).transpose(0, 3, 1, 2, 4).reshape(b, t, shape.heads * shape.value_width)
     attended = layer.output.over(total or shape.spread.over_attention, shape.spread.own_features(attended))
     if layer.attention_post_norm is not None:
