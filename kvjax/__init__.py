@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from kvjax.policies import Score as Score
     from kvjax.policies import Selection as Selection
     from kvjax.policies import Sizing as Sizing
-    from kvjax.policies.quantizer import Codec as Codec
+    from kvjax.policies.codec import Codec as Codec
     from kvjax.policies.quantizer import Quantizer as Quantizer
     from kvjax.policies.stats import Again as Again
     from kvjax.policies.stats import Near as Near
@@ -50,7 +50,8 @@ if TYPE_CHECKING:
 # Modules of the names above, imported on first use: a command starts fast and can be interrupted early.
 _HOMES = {
     "kvjax.policies.stats": ("Again", "Near", "Noise", "Probs", "Sums"),
-    "kvjax.policies.quantizer": ("Codec", "Quantizer"),
+    "kvjax.policies.codec": ("Codec",),
+    "kvjax.policies.quantizer": ("Quantizer",),
     "kvjax.utils.compilation": ("enable_compilation_cache",),
     "kvjax.inference.decode": ("decode_step", "decode_step_in_place"),
     "kvjax.inference.cache": ("Cache",),

@@ -139,7 +139,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "kvjax/training/less/record.py": ("tests/test_less_recipe.py", "tests/test_train_less.py"),
     "kvjax/training/less/train.py": ("tests/test_less_recipe.py", "tests/test_train_less.py"),
     "kvjax/methods/topk_oracle.py": (_DEFAULTS, f"{_ORACLES} -k topk", f"{_CONTRACT} -k topk"),
-    "kvjax/policies/quantizer.py": (
+    "kvjax/policies/codec.py": (
         f"{_ORACLES} -k 'positions or streaming'",
         "tests/test_codec.py tests/test_quantizer.py",
         f"{_ORACLES} -k 'int8 or int4 or fp8'",

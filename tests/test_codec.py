@@ -14,7 +14,7 @@ import kvjax
 from kvjax.inference.state import held_positions
 from kvjax.methods.compatibility import fitted
 from kvjax.methods.window import Recency
-from kvjax.policies.quantizer import Codec
+from kvjax.policies.codec import Codec
 from kvjax.rope import Rope, rope_frequencies, rotate
 from kvjax.types import New, View
 from tests.models import GQA, random_model, small_config

@@ -19,7 +19,7 @@ from kvjax import generate
 from kvjax.cache.slots import TOKEN_BLOCK
 from kvjax.cli import options
 from kvjax.methods.less import checkpoint
-from kvjax.methods.less.feature_maps import Psi, init_kernels, layer_params, performer_kernels
+from kvjax.methods.less.feature_maps import Psi, init_kernels, layer_params, performer_kernels, unstack
 from kvjax.methods.less.memory import LowRankMemory
 from kvjax.methods.registry import REGISTRY
 from kvjax.models import ModelConfig
@@ -146,7 +146,7 @@ def test_counts_its_bytes(features: int) -> None:
 def test_stable_form_is_equation_3(dtype: str, tolerance: float, evicted: int, x64: None) -> None:
     rng = np.random.default_rng(1)
     q, k, v = (rng.normal(size=shape).astype(dtype) for shape in ((2, 2, 2, 1, 8), (2, 2, 9, 8), (2, 2, 9, 8)))
-    policy = LowRankMemory(layers=kernels_for(GQA))
+    policy = LowRankMemory(layers=unstack(kernels_for(GQA))).layer(0)
     new = _new(jnp.asarray(q), jnp.zeros((2, 2, 1, 8), dtype))
     old_k, old_v = (jnp.asarray(rng.normal(size=(2, 2, max(evicted, 1), 8)), dtype) for _ in range(2))
     position = jnp.full(old_k.shape[:3], 0 if evicted > 0 else -1)
@@ -278,7 +278,7 @@ def test_performer_estimates_the_exponential() -> None:
     q = q[:, :, None]
 
     def product(planes):
-        params = {name: {"planes": planes[None]} for name in ("phi", "psi")}
+        params = {name: {"planes": planes} for name in ("phi", "psi")}
         drawn = dataclasses.replace(policy, layers=params)
         return jnp.einsum("bhgtr,bhtr->bhgt", drawn.phi(q), drawn.psi(k))
 

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 from kvjax.cache.query_shards import Share
 from kvjax.cache.recompute import by_blocks, narrowed, near_sums, newest_attention, select_by_blocks
 from kvjax.cache.stats import answered, drawn, normalised, over_heads, summed, tempered, weighed
-from kvjax.policies.quantizer import Operands
+from kvjax.policies.codec import Operands
 from kvjax.policies.selection import Selection
 from kvjax.policies.stats import Ask, Near, Noise, Probs, Seen, Sums, questions
 from kvjax.types import SLOTS, LayerConfig, New, PyTree, View, wide

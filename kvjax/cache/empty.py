@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Int
 
-from kvjax.policies.quantizer import Codec
+from kvjax.policies.codec import Codec
 from kvjax.types import LayerConfig, New, View
 
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from kvjax.policies.quantizer import Operands
+from kvjax.policies.codec import Operands
 from kvjax.policies.stats import Ask, Sums
 from kvjax.types import New, Spread
 from pallas_kernels.attention import power_below, query_block

@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from kvjax.cache.stats import normalised, reduced
-from kvjax.policies.quantizer import Operands
+from kvjax.policies.codec import Operands
 from kvjax.policies.selection import Selection
 from kvjax.policies.stats import Again, Ask, Probs, Seen, is_ask
 from kvjax.types import LayerConfig, New, PyTree, View, wide

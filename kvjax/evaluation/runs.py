@@ -16,8 +16,9 @@ from kvjax.evaluation.store import Store
 from kvjax.evaluation.texts import Passages
 from kvjax.methods.less.checkpoint import fingerprint
 from kvjax.model import Model
+from kvjax.policies.codec import Codec
 from kvjax.policies.policy import Policy
-from kvjax.policies.quantizer import Codec, Int4, Int8
+from kvjax.policies.quantizer import Int4, Int8
 from kvjax.types import setting_names
 
 

@@ -206,6 +206,14 @@ def decoder(
     Raises:
         ValueError: the policy does not fit the model or the budget.
         TypeError: the model or the policy is something else.
+
+    Example:
+        >>> model = kvjax.load("tiny")
+        >>> decoder = kvjax.decoder(model, "streaming", budget=8)
+        >>> cache, logits = decoder.prefill([[5, 17, 42]], max_new_tokens=8)
+        >>> cache, logits = decoder.extend(cache, [[8, 15, 99]])
+        >>> cache.position.tolist(), logits.shape
+        ([6], (1, 2048))
     """
     bound, budget = bind(model, policy, budget, plan)
     kernels = implementation if isinstance(implementation, Kernels) else Kernels(implementation)

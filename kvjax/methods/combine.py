@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from kvjax.policies.codec import Codec
 from kvjax.policies.policy import Policy
 from kvjax.policies.protection import Protection
-from kvjax.policies.quantizer import Codec
 from kvjax.policies.score import Score
 
 

@@ -20,8 +20,8 @@ from kvjax.methods.registry import (
     settings_of,
 )
 from kvjax.policies.allocation import Uniform
+from kvjax.policies.codec import Codec
 from kvjax.policies.protection import Protection
-from kvjax.policies.quantizer import Codec
 from kvjax.types import setting_names
 
 

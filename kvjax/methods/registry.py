@@ -23,9 +23,10 @@ from kvjax.methods.register import REGISTRY as REGISTRY
 from kvjax.methods.register import RESIDUALS as RESIDUALS
 from kvjax.methods.register import SELECTIONS as SELECTIONS
 from kvjax.policies.allocation import Plan
+from kvjax.policies.codec import Codec
 from kvjax.policies.policy import Policy
 from kvjax.policies.quantizer import CODECS as CODECS
-from kvjax.policies.quantizer import Codec, Quantizer
+from kvjax.policies.quantizer import Quantizer
 from kvjax.policies.residual import Residual
 from kvjax.policies.score import Score
 from kvjax.policies.selection import Selection

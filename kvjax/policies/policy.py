@@ -13,8 +13,8 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.policies.allocation import Plan, Uniform
 from kvjax.policies.base import Part
+from kvjax.policies.codec import Codec
 from kvjax.policies.protection import Protected, Protection
-from kvjax.policies.quantizer import Codec
 from kvjax.policies.rankings import HammingDistance, OldestFirst, Ranking, as_numbers
 from kvjax.policies.residual import Residual
 from kvjax.policies.score import AccumulatedScore, Score

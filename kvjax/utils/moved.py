@@ -14,7 +14,7 @@ from types import ModuleType
 MOVED: Mapping[str, str] = {
     "kvjax.asks": "kvjax.policies.stats",
     "kvjax.bench": "kvjax.cli.bench",
-    "kvjax.cache.codec": "kvjax.policies.quantizer",
+    "kvjax.cache.codec": "kvjax.policies.codec",
     "kvjax.chat": "kvjax.cli.chat",
     "kvjax.compilation": "kvjax.utils.compilation",
     "kvjax.convert": "kvjax.cli.convert",

@@ -1,0 +1,344 @@
+"""Codec: how the slots of a layer hold keys and values, and at which positions keys are seen."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Float, Int
+
+from kvjax.policies.quantizer import CODECS, Int4, Int8, Plain, Quantizer, SymmetricQuantizer
+from kvjax.rope import Rope, cos_sin_table, rotate, turns_of
+from kvjax.types import KV, CodecState, Heads, LayerConfig, New, View, check, setting
+from pallas_kernels import operands
+from pallas_kernels.attention import QUERY_BLOCK
+from pallas_kernels.decode_attention import Sinks
+from pallas_kernels.operands import Encoded, Operand, Quantised, Turned
+from pallas_kernels.prefill_scores import Joined
+
+
+class Operands(NamedTuple):
+    """Inputs of attention: queries, keys and values."""
+
+    q: Float[Array, "b h g t d"]
+    k: Operand | Joined
+    v: Operand | Joined
+    places: tuple[Int[Array, "b h t"], Int[Array, "b h c"]] | None = None
+    """Positions of queries and keys for attention, if they differ from the original ones."""
+    factor: Float[Array, "b h d"] | None = None
+    """Channel factors that the queries have been multiplied by, if keys are quantized."""
+    sinks: Sinks | None = None
+    """Query of a single token for the sinks, if it differs from the query for the other slots."""
+
+    @property
+    def stored(self) -> tuple[Operand, Operand]:
+        """Keys and values if all of them are in slots, as in a decode step."""
+        assert not isinstance(self.k, Joined) and not isinstance(self.v, Joined)
+        return self.k, self.v
+
+
+@struct.dataclass(init=False)
+class Codec:
+    """Conversion of key-value pairs between a layer's numbers and the stored form of a slot.
+
+    Args:
+        positions: `original`: a key keeps its position in the text (*Org Pos* in Keyformer, Table 3). `cache`: a key's
+            position is its rank among the live slots (StreamingLLM, 3.2; *New Pos*).
+        quantizer: how numbers are stored.
+        sliding: True for `cache` without stored ranks. All live tokens beyond `sinks` must be the newest ones, without
+            a gap, so they are as far from the query as in the text. Only the sinks are nearer, and get a second query.
+        sinks: first tokens that are never evicted, for `sliding`.
+        bits: 8 and 4 are short for `quantizer=Int8()` and `Int4()`.
+    """
+
+    positions: str = setting("original")
+    quantizer: Quantizer = setting(Plain())
+    sliding: bool = setting(False)
+    sinks: int = setting(0)
+
+    def __init__(
+        self,
+        positions: str = "original",
+        bits: int | None = None,
+        sliding: bool = False,
+        sinks: int = 0,
+        *,
+        quantizer: Quantizer | None = None,
+    ) -> None:
+        check(positions in ("original", "cache"), "positions", positions, "'original' or 'cache'")
+        of_bits: dict[int | None, type[Quantizer]] = {None: Plain, 8: Int8, 4: Int4}
+        check(bits in of_bits, "bits", bits, "8, 4 or None")
+        check(bits is None or quantizer is None, "bits", bits, f"None beside quantizer={quantizer}")
+        if quantizer is None:
+            quantizer = of_bits[bits]()
+        if not isinstance(quantizer, Quantizer):
+            raise TypeError(f"quantizer={quantizer!r} is no instance of Quantizer; kvjax.policy takes names.")
+        if jax.tree.leaves(quantizer):
+            raise TypeError(f"{quantizer} has settings that are traced; declare them with kvjax.types.setting.")
+        values = dict(positions=positions, quantizer=quantizer, sliding=sliding, sinks=sinks)
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+
+    @property
+    def bits(self) -> int | None:
+        """Bits of an integer code; None if numbers are not stored as integers."""
+        return self.quantizer.bits if isinstance(self.quantizer, SymmetricQuantizer) else None
+
+    @property
+    def quantized(self) -> bool:
+        """True if slots do not hold keys and values as they are."""
+        return type(self.quantizer).encode is not Plain.encode
+
+    @property
+    def name(self) -> str:
+        """Registered name of the quantizer, or else its class."""
+        kind = type(self.quantizer)
+        return next((name for name, registered in CODECS.items() if registered is kind), kind.__name__)
+
+    @property
+    def encoded_by_kernels(self) -> bool:
+        """True if a kernel that replaces a slot can encode the new pair by itself."""
+        return not self.quantized or type(self.quantizer).encode is SymmetricQuantizer.encode
+
+    @property
+    def ordered(self) -> bool:
+        """True if each slot stores its rank among the live slots."""
+        return self.positions == "cache" and not self.sliding
+
+    def check_layers(self, layers: Sequence[LayerConfig]) -> None:
+        """Refuse a model whose keys cannot be rotated by their rank.
+
+        Raises:
+            ValueError: RoPE frequencies depend on the length of the text, and keys are rotated by cache positions.
+        """
+        by_length = {layer.rope.scaling for layer in layers if layer.rope is not None and layer.rope.by_length}
+        if self.ordered and by_length:
+            raise ValueError(
+                f"positions='cache' rotates keys by their rank, but the frequencies of {min(by_length)} RoPE are those "
+                "of the whole text; use positions='original', or a policy that keeps a window, such as streaming."
+            )
+
+    def init(self, shape: New) -> CodecState | None:
+        """Return the codec's initial state of a layer; `shape` holds no tokens."""
+        scales = jax.eval_shape(self.quantizer.init_scales, shape.k, shape.valid[:, None])
+        if not self.ordered and scales is None:
+            return None
+        return CodecState(
+            factor=None if scales is None else jnp.zeros(scales.shape, scales.dtype),
+            count=jnp.zeros(shape.k.shape[:2], jnp.int32) if self.ordered else None,
+        )
+
+    def slot(self, new: New) -> Int[Array, "b h t"] | None:
+        """Return placeholders for the ranks of new tokens, set once they have a slot; None if ranks are not stored."""
+        return jnp.zeros(new.k.shape[:3], jnp.int32) if self.ordered else None
+
+    def begin(self, heads: Heads, new: New) -> CodecState | None:
+        """Return the codec's state with the channel factors set by the first tokens, before these are stored."""
+        state = heads.state.codec
+        if state is None or state.factor is None:
+            return state
+        # The first text sets the factors; a single token is too little to estimate them, so they become 1.
+        found: Any = jnp.ones_like(state.factor)
+        if new.k.shape[2] > 1:
+            found = self.quantizer.init_scales(new.raw_k if self.ordered else new.k, new.valid[:, None])
+        unknown = (state.factor == 0) & new.valid.any(1)[:, None, None]
+        return state.replace(factor=jnp.where(unknown, found, state.factor))
+
+    def encode(self, new: New, state: CodecState | None) -> KV:
+        """Encode the pairs of new tokens in the form that slots store."""
+        pair = self.numbers(new, state)
+        return KV(self._coded(pair.k), self._coded(pair.v))
+
+    def numbers(self, new: New, state: CodecState | None) -> KV:
+        """Return the pairs of new tokens as they are right before quantization, if there is any."""
+        return KV(self._levelled(new.raw_k if self.ordered else new.k, state), new.v)
+
+    def _coded(self, x: Any) -> Operand:
+        stored = self.quantizer.encode(x)
+        return stored if not self.quantized or isinstance(stored, Quantised) else Encoded(stored, self.quantizer)
+
+    def _levelled(self, keys: Float[Array, "b h t d"], state: CodecState | None) -> Float[Array, "b h t d"]:
+        if state is None or state.factor is None:
+            return keys
+        # The factors are powers of two, so this is exact in every dtype.
+        return keys * (1 / jnp.where(state.factor > 0, state.factor, 1.0))[:, :, None].astype(keys.dtype)
+
+    def operands(
+        self,
+        config: LayerConfig,
+        view: View,
+        new: New,
+        *,
+        places: int | None = None,
+        block: bool = False,
+        room: Int[Array, "b h"] | None = None,
+    ) -> Operands:
+        """Return the inputs of attention over a layer's slots, for the queries of new tokens.
+
+        Args:
+            config: configuration of the layer.
+            view: the layer's slots; the slots of a block being read are the last ones.
+            new: tokens whose queries attend.
+            places: upper bound of every head's slots, if `view` holds only some of a head's; None if it holds all.
+            block: True if the new tokens are a block of text.
+            room: slots that a head may use, if the new token has no slot yet; None if it has one.
+        """
+        tokens, capacity = new.k.shape[2], view.capacity * new.spread.slots
+        if tokens == capacity and places is None:  # a whole text, of which nothing is stored yet: ranks equal positions
+            return Operands(new.q, new.k, new.v)
+        k, v, q = view.kv.k, view.kv.v, new.q
+        if self.ordered:
+            order = view.slots.codec
+            place = self._places(view, new)
+            q = rotate(config.rope, new.raw_q, place[:, :, None])
+            if config.rope is not None:
+                assert isinstance(k, jax.Array)  # quantized keys are stored rotated
+                cos, sin = cos_sin_table(config.rope, places or capacity, k.dtype)
+                k = Turned(k, order, cos, sin, config.rope.interleaved)
+            return Operands(q, k, v, (place, order))
+        seen, sinks = None, None
+        if self.sliding and self.sinks:
+            gap = self._gap(config.window, view, new, room)[..., None]
+            if not block:
+                sinks = self._nearer_query(config, new, gap, capacity + self.sinks + 1)
+            elif config.slopes is not None:
+                first = view.live & (view.position < self.sinks)
+                here = jnp.broadcast_to(new.position[:, None], (*view.limit.shape, tokens))
+                seen = here, jnp.where(first, view.position + gap, view.position)
+            if config.rope is not None and block:
+                k = self._nearer(config.rope, view, new, gap)
+        if not self.quantized:
+            return Operands(q, k, v, seen, sinks=sinks)
+        if tokens > 1:
+            old = capacity - tokens
+            first = jax.tree.map(lambda leaf: leaf[:, :, :old], (k, v))
+            k, v = Joined(first[0], self._levelled(new.k, view.state.codec)), Joined(first[1], new.v)
+        factor = None if view.state.codec is None else view.state.codec.factor
+        if factor is None:
+            return Operands(q, k, v, seen, sinks=sinks)
+        if sinks is not None:
+            sinks = dataclasses.replace(sinks, q=sinks.q * factor[:, :, None].astype(q.dtype))
+        return Operands(q * factor[:, :, None, None].astype(q.dtype), k, v, seen, factor, sinks)
+
+    def earlier(
+        self,
+        config: LayerConfig,
+        view: View,
+        given: Operands,
+        new: New,
+        raw_q: Float[Array, "b h g a d"],
+        position: Int[Array, "b a"],
+    ) -> tuple[Float[Array, "b h g a d"], Int[Array, "b h a"]]:
+        """Rotate stored queries for attention over the keys of `given`; return them and their positions.
+
+        Their tokens may have been evicted. Under cache positions, a query's position is the number of live tokens
+        before it.
+        """
+        place = jnp.broadcast_to(position[:, None], (*view.limit.shape, position.shape[1]))
+        if self.ordered and given.places is not None:
+            before = view.live[:, :, None] & (view.position[:, :, None] < position[:, None, :, None])
+            place = new.spread.over_slots(before.sum(-1))
+        q = rotate(config.rope, raw_q, place[:, :, None], new.end)
+        return q if given.factor is None else q * given.factor[:, :, None, None].astype(q.dtype), place
+
+    def _places(self, view: View, new: New) -> Int[Array, "b h t"]:
+        """Count the live slots with an earlier position, for each new token."""
+        if new.k.shape[2] == 1:  # the newest token has the last rank
+            return view.state.codec.count[..., None] - 1
+        if new.k.shape[2] <= QUERY_BLOCK:
+            live = view.position[:, :, None, :]
+            return ((live >= 0) & (live < new.position[:, None, :, None])).sum(-1)
+        # Comparing a whole prompt with all of its slots would take n x n memory.
+        live = jnp.sort(jnp.where(view.live, view.position, jnp.iinfo(jnp.int32).max), axis=-1)
+        return jnp.vectorize(jnp.searchsorted, signature="(c),(t)->(t)")(live, new.position[:, None])
+
+    def settle(self, view: View, new: New) -> View:
+        """Update the ranks of a layer's slots after a block is appended or tokens are evicted."""
+        if self.ordered:
+            live = new.spread.all_slots(jnp.where(view.live, view.position, jnp.iinfo(jnp.int32).max))
+            order = new.spread.own_slots(jnp.argsort(jnp.argsort(live, axis=-1), axis=-1).astype(jnp.int32))
+            known = view.state.codec
+            count = new.spread.over_slots(view.live.sum(-1, dtype=jnp.int32))
+            # Rows without new tokens stay unchanged, including their empty slots.
+            reads = new.valid.any(1)[:, None]
+            order = jnp.where(reads[..., None], order, view.slots.codec)
+            return _with(view, order, known.replace(count=jnp.where(reads, count, known.count)))
+        return view
+
+    def exchanged(self, view: View, new: New, place: Any, left: Int[Array, "b h"]) -> View:
+        """Update the ranks of a layer's slots after a new token has taken a slot in each head.
+
+        Args:
+            view: the slots, including the new token; `state` is the state before it.
+            new: one token per row.
+            place: rank of the evicted token, from `slots`.
+            left: its position; -1 if no token was evicted.
+        """
+        return _with(view, self.requeued(view, new, place, left), self.counted(view.state.codec, new, left))
+
+    def requeued(self, view: View, new: New, place: Int[Array, "b h"], left: Int[Array, "b h"]) -> Int[Array, "b h c"]:
+        """Return the ranks without the evicted token: later ones move up, the new token is last; slot by slot."""
+        gone = jnp.where(left >= 0, place, jnp.iinfo(jnp.int32).max)[..., None]
+        order = view.slots.codec - (view.slots.codec > gone)
+        last = view.state.codec.count - (left >= 0)
+        arrived = (view.position == new.position[:, None, :1]) & view.live
+        moved = jnp.where(arrived, last[..., None], order)
+        return jnp.where(new.valid[:, None, :1], moved, view.slots.codec)
+
+    def counted(self, state: CodecState, new: New, left: Int[Array, "b h"], *, arrives: bool = True) -> CodecState:
+        """Count the live slots after an eviction; the new token counts if it `arrives`."""
+        assert state.count is not None
+        arrived = new.valid[:, :1] & arrives
+        return state.replace(count=state.count + arrived - (left >= 0))
+
+    def _nearer_query(self, config: LayerConfig, new: New, gap: Int[Array, "b 1 1"], places: int) -> Sinks | None:
+        """Return a token's query for the sinks, rotated as if they were right before the window.
+
+        The query's rank among the live tokens is below `places`.
+        """
+        if config.rope is None and config.slopes is None:
+            return None
+        near = new.q
+        if config.rope is not None:  # rotate the query back, not the sinks forward: stored keys do not change
+            turns = turns_of(config.rope, new.position - gap[:, :, 0], new.raw_q.dtype, new.end, places)
+            (near,) = config.rotated((new.raw_q,), turns, new.kernels)
+        return Sinks(near[:, :, :, 0], self.sinks, None if config.slopes is None else gap[:, 0, 0])
+
+    def _nearer(self, rope: Rope, view: View, new: New, gap: Int[Array, "b 1 1"]) -> Operand:
+        """Return the keys with the sinks moved right before the window, for all queries of a block."""
+        # Sinks are in the first slots (`best_first`). If they have just been read they may not be, but the gap is 0.
+        count = min(self.sinks, view.capacity)
+        first = jax.tree.map(lambda leaf: leaf[:, :, :count], view.kv.k)
+        turned = dataclasses.replace(rope, attention_factor=1.0)  # the keys are already multiplied by it
+        held = view.position[:, :, :count] < self.sinks
+        state = view.state.codec
+        if state is None or state.factor is None:
+            keys = operands.values(first, new.k.dtype)
+        else:
+            keys = operands.values(first, state.factor.dtype) * state.factor[:, :, None]
+        near = self._coded(self._levelled(rotate(turned, keys, gap, new.end), state))
+
+        def write(leaf: Array, old: Array, value: Array) -> Array:
+            kept = held.reshape(*held.shape, *(1,) * (leaf.ndim - 3))
+            return leaf.at[:, :, :count].set(jnp.where(kept, value, old))
+
+        return jax.tree.map(write, view.kv.k, first, near)
+
+    def _gap(self, window: int | None, view: View, new: New, room: Int[Array, "b h"] | None) -> Int[Array, "b 1"]:
+        """Count the evicted tokens between sinks and window, which are the same in all heads."""
+        position = view.position[:, :1]
+        live = new.spread.over_slots((position >= self.sinks).sum(-1))
+        if room is not None:  # a full head evicts a sink outside the window, or else the window's oldest token
+            full = (position >= 0).sum(-1) >= room[:, :1]
+            if window is not None:
+                full &= ~((position >= 0) & (position <= new.position[:, None] - window)).any(-1)
+            live += (new.position >= self.sinks) & ~(full & (live > 0))
+        return jnp.maximum(new.read[:, None] - self.sinks, 0) - live
+
+
+def _with(view: View, order: Int[Array, "b h c"], state: CodecState) -> View:
+    return view.replace(slots=view.slots.replace(codec=order), state=view.state.replace(codec=state))
