@@ -21,13 +21,13 @@ HERE = Path(sys.prefix) / "bin"
 
 
 def run(session: nox.Session, *words: str, **settings: str) -> None:
-    """A program of the environment that nox is installed in; hooks that it runs find theirs there, too."""
+    """Run a program of the environment that nox is installed in; hooks that it runs find theirs there, too."""
     path = f"{HERE}{os.pathsep}{os.environ['PATH']}"
     session.run(str(HERE / words[0]), *words[1:], env={"PATH": path, **settings}, external=True)
 
 
 def jax_version() -> str:
-    """That of the environment that nox is installed in, which others have to have, too."""
+    """Return the version of the environment that nox is installed in, which others have to have, too."""
     return importlib.metadata.version("jax")
 
 
@@ -51,7 +51,7 @@ def workflows(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def core(session: nox.Session) -> None:
-    """The heart of the tests (two minutes)."""
+    """Run the heart of the tests (two minutes)."""
     run(session, "pytest", "-n", "auto", "-m", "core", *session.posargs)
 
 
@@ -63,7 +63,7 @@ def full(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def slow(session: nox.Session) -> None:
-    """Tests that are left out elsewhere (hours)."""
+    """Run the tests that are left out elsewhere (hours)."""
     run(session, "pytest", "-n", "auto", "-m", "slow", *session.posargs)
 
 
@@ -82,7 +82,7 @@ def fuzz(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def docs(session: nox.Session) -> None:
-    """The site in docs/_build/html, without a warning (a minute; it takes the extra `docs`)."""
+    """Build the site in docs/_build/html, without a warning (a minute; it takes the extra `docs`)."""
     run(session, "sphinx-build", "-W", "--keep-going", "docs", "docs/_build/html", *session.posargs)
 
 
@@ -103,13 +103,13 @@ def gpu(session: nox.Session) -> None:
 
 
 def compile_with(session: nox.Session, variable: str, *files: str) -> None:
-    """Tests that compile in the session's environment; they themselves run in that of nox."""
+    """Run tests that compile in the session's environment; they themselves run in that of nox."""
     run(session, "pytest", *files, *session.posargs, **{variable: f"{Path(session.bin) / 'python'}"})
 
 
 @nox.session
 def package(session: nox.Session) -> None:
-    """A wheel and a source archive in dist/, checked (half a minute); `installed` tries the wheel."""
+    """Build a wheel and a source archive in dist/, checked (half a minute); `installed` tries the wheel."""
     shutil.rmtree("dist", ignore_errors=True)
     session.install("build", "twine")
     session.run("python", "-m", "build")
@@ -121,7 +121,7 @@ def package(session: nox.Session) -> None:
 
 @nox.session
 def installed(session: nox.Session) -> None:
-    """The wheel of dist/ alone runs the README's first command and then the core tests (5 minutes)."""
+    """Let the wheel of dist/ alone run the README's first command and then the core tests (5 minutes)."""
     wheel = os.path.abspath(glob.glob("dist/*.whl")[0])
     command = re.search(r"\.venv/bin/(kvjax generate .*)", Path("README.md").read_text(encoding="utf-8"))
     assert command is not None, "README.md has no `kvjax generate` in its first command"

@@ -20,7 +20,7 @@ def combine(
     positions: str = "original",
     **parts: Any,
 ) -> Policy:
-    """A policy of a score and what nearly every policy has.
+    """Combine a score with what nearly every policy has to a policy.
 
     Args:
         score: which cached token matters least.

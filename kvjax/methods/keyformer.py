@@ -67,7 +67,7 @@ class GumbelSoftmax(Accumulated):
         return Requirements(shared_slots="layers" if self.shared else "none")
 
     def asks(self, heads: Heads, new: New) -> Sums:
-        """The fractions of equation 9; several queries count as if they had come one after another."""
+        """Request the fractions of equation 9; several queries count as if they had come one after another."""
         weights = None
         if self.damped and new.position.shape[1] > 1:
             weights = jnp.where(new.valid, self.damping**new.age, 0.0)[:, None]

@@ -44,17 +44,17 @@ class KeyNorm(Score):
         check(whole, "skip_layers", self.skip_layers, "a whole number from 0")
 
     def bind(self, model: LanguageModel) -> KeyNorm:
-        """The score itself, if the model has so many layers."""
+        """Return the score itself, if the model has so many layers."""
         layers = model.config.layers
         check(self.skip_layers <= layers, "skip_layers", self.skip_layers, f"a number of the model's {layers} layers")
         return self
 
     def layer(self, index: int) -> KeyNorm:
-        """The score of a layer, which may be one of those that are skipped."""
+        """Return the score of a layer, which may be one of those that are skipped."""
         return dataclasses.replace(self, skipped=index < self.skip_layers)
 
     def slot(self, new: New, state: PyTree) -> Float[Array, "b h t"]:
-        """The norm of the key."""
+        """Return the norm of the key."""
         # Fewer digits on purpose: a token read twice has equal norms, which rounding must not order by chance.
         norm = jnp.linalg.norm(new.k.astype(wide(new.k.dtype)), axis=-1).astype(jnp.float32)
         return jax.lax.reduce_precision(norm, exponent_bits=8, mantissa_bits=14)
@@ -66,7 +66,7 @@ class KeyNorm(Score):
 
 @register(paper="Devoto et al. 2024", group="what stays is a matter of keys, or of chance")
 def l2(*, skip_layers: int = KeyNorm.skip_layers, **common: Any) -> Policy:
-    """The norm of the key, which rotary embeddings do not change: the largest leaves first.
+    """Evict by the norm of the key, which rotary embeddings do not change: the largest leaves first.
 
     When: as a control. Alone it lets go of the recent tokens: 140 in perplexity at a quarter of the slots, 17.3 with
     `sinks=4 recent=0.5`, where `random` has 17.0 (SmolLM2 on WikiText-2).

@@ -166,7 +166,7 @@ class _Observed(Score):
         return Requirements(min_prompt=self.alpha or 0, host_memory=self.offload)
 
     def bind(self, model: LanguageModel) -> Self:
-        """The score itself, if there is host memory to offload to."""
+        """Return the score itself, if there is host memory to offload to."""
         if not self.offload:
             return self
         device = next(iter(model.weights.embedding.devices()))
@@ -248,7 +248,7 @@ class LastQueries(_Observed):
         return answers
 
     def advance(self, heads: Heads, new: New) -> PyTree:
-        """The queries with the new ones in the places of the oldest."""
+        """Return the queries with the new ones in the places of the oldest."""
         kept: Float[Array, "b h a g d"] = heads.state.score
         (rows, number, room), alpha = kept.shape[:3], self._alpha(heads)[:, :1]
         # Of a block that is longer than the window only its end: no two queries have the same place.
@@ -309,7 +309,7 @@ class RunningQueries(_Observed):
         return tuple(Sums((new.valid[:, None] & (back == ago)).astype(kind)) for ago in (1, 0))  # type: ignore[return-value]
 
     def fold(self, answers: tuple[Array, Array], view: View, new: New) -> tuple[Array, Array]:
-        """The older window's sum, and the newer one's; those that have passed are forgotten."""
+        """Return the older window's sum, and the newer one's; those that have passed are forgotten."""
         turns = (self._windows(view, new)[0].newest - view.state.score.newest)[..., None]
         older, newer = view.slots.score
         older = jnp.where(turns == 0, older, jnp.where(turns == 1, newer, 0.0))

@@ -91,7 +91,7 @@ class Hamming(Score):
 
 
 def projections(seed: int, layer: int, heads: int, bits: int, width: int) -> Float[Array, "h bits d"]:
-    """The random hyperplanes R of a layer; float32 whatever the model's dtype, so that hashes do not depend on it."""
+    """Draw the hyperplanes R of a layer; float32 whatever the model's dtype, so that hashes do not depend on it."""
     key = jax.random.fold_in(jax.random.key(seed), layer)
     return jax.random.normal(key, (heads, bits, width), jnp.float32)
 

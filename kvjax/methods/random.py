@@ -37,7 +37,7 @@ class Random(Score):
 
 @register(paper="control", group="what stays is a matter of keys, or of chance")
 def random(**common: Any) -> Policy:
-    """A uniformly random subset of the text at every step: each token draws one priority, the lowest leaves.
+    """Keep a uniformly random subset of the text at every step: each token draws one priority, the lowest leaves.
 
     When: as the control that a method has to beat: with sinks and a recent half it has a perplexity of 17.0 at a
     quarter of the slots (SmolLM2 on WikiText-2), where `h2o` has 14.9.

@@ -43,7 +43,7 @@ def policy(
     selection: str | Selection | None = None,
     **settings: Any,
 ) -> Policy:
-    """A policy by name, with any of its parts replaced.
+    """Return a policy by name, with any of its parts replaced.
 
     Args:
         name: a key of `REGISTRY`; `FILE.py:NAME` for a policy or a score, or a function or class that makes one, in a
@@ -169,7 +169,7 @@ def replaced(
     selection: str | Selection | None = None,
     settings: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> Policy:
-    """A policy with some of its parts replaced; see `policy`."""
+    """Return a policy with some of its parts replaced; see `policy`."""
     of_parts = {part: dict(values) for part, values in (settings or {}).items()}
     if residual is not None or "residual" in of_parts:
         memory = of_parts.pop("residual", {})
@@ -196,7 +196,7 @@ def replaced(
 
 
 def residual_by_name(name: str, **settings: Any) -> Residual:
-    """A residual by name; `kernels` of LESS may be arrays.
+    """Return a residual by name; `kernels` of LESS may be arrays.
 
     Raises:
         ValueError: there is no such residual, or no such setting.
@@ -208,7 +208,7 @@ def residual_by_name(name: str, **settings: Any) -> Residual:
 
 
 def plan_by_name(plan: Plan | str | None) -> Plan | None:
-    """A plan given by name or made.
+    """Return a plan given by name or made.
 
     Raises:
         ValueError: there is no such plan.
@@ -293,7 +293,7 @@ def _by_part(settings: Mapping[str, Any]) -> tuple[dict[str, dict[str, Any]], di
 
 
 def settings_of(name: str) -> dict[str, Any]:
-    """A policy's settings and their defaults."""
+    """Return a policy's settings and their defaults."""
     method = REGISTRY[name]
     takes = inspect.signature(method).parameters
     own = _keywords(method)
@@ -301,7 +301,7 @@ def settings_of(name: str) -> dict[str, Any]:
 
 
 def annotations_of(function: Callable[..., Any]) -> dict[str, Any]:
-    """The types that a function's parameters say they have."""
+    """Return the types that a function's parameters say they have."""
     return {p.name: p.annotation for p in inspect.signature(function).parameters.values()}
 
 
@@ -311,7 +311,7 @@ def _keywords(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def settings_in(made: Policy) -> dict[str, Any]:
-    """A policy's settings as its function takes them, read off its parts; those of a residual are not among them.
+    """Return a policy's settings as its function takes them, read off its parts, without those of a residual.
 
     Settings of a part that has been replaced are left out, and somebody's own policy has those of its score.
     """
@@ -326,7 +326,7 @@ def settings_in(made: Policy) -> dict[str, Any]:
 
 
 def name_of(policy: Policy) -> str:
-    """The registered name of a policy, or its score's class if it is somebody's own."""
+    """Return the registered name of a policy, or its score's class if it is somebody's own."""
     for name, kind in RESIDUALS.items():
         if name in REGISTRY and isinstance(policy.residual, kind):
             return name

@@ -70,7 +70,7 @@ class Persistence(Score):
         return (view.slots.score & ~touched[:, None, None]) | found
 
     def _bits(self, place: UInt32[Array, "b t"], counts: Bool[Array, "b t"], size: int) -> UInt32[Array, "b t words"]:
-        """The bit of each query among words of `size` bits."""
+        """Return the bit of each query among words of `size` bits."""
         bit = jnp.where(counts, jnp.uint32(1) << (place % size), 0)
         return jnp.where(place[..., None] // size == jnp.arange(self.history // size), bit[..., None], 0)
 
@@ -81,7 +81,7 @@ class Persistence(Score):
 
 @register(paper="Scissorhands, Algorithm 2", group="what stays is a matter of attention")
 def scissorhands(*, history: int = Persistence.history, recent: int | float = 0.25, **common: Any) -> Policy:
-    """Persistence of importance over a history window.
+    """Evict what was below average most often over a history window.
 
     When: next to `h2o` with half of the slots (13.3 against 13.2 in perplexity, SmolLM2 on WikiText-2); with a
     quarter it lies between `h2o` and `streaming`.

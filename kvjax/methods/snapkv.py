@@ -48,7 +48,7 @@ class PromptWindow(Score):
         check(self.group in ("mean", "max"), "group", self.group, "'mean' or 'max'")
 
     def slot(self, new: New, state: PyTree) -> tuple[Float[Array, "b h t"], Float[Array, "b h t"]]:
-        """What the window's queries saw, and the same pooled over neighbours: nothing yet."""
+        """Return what the window's queries saw, and the same pooled over neighbours: nothing yet."""
         return nothing(new), nothing(new)
 
     def _begin(self, heads: Heads, new: New) -> Float[Array, "b h 1"]:
@@ -58,7 +58,7 @@ class PromptWindow(Score):
         return (new.read[:, None] - jnp.broadcast_to(width, heads.limit.shape))[..., None]
 
     def asks(self, heads: Heads, new: New) -> Sums | tuple[()]:
-        """The attention of the last w queries; nothing of a token that is written."""
+        """Request the attention of the last w queries; nothing of a token that is written."""
         if not new.given:
             return ()
         seen = new.valid[:, None] & (new.position[:, None] < new.prompt_length[:, None, None])

@@ -12,7 +12,7 @@ from kvjax.policies.policy import Policy
 
 @register(paper="StreamingLLM, 3.2", group="what stays is a matter of position")
 def streaming(*, sinks: int = 4, positions: str = "cache", **common: Any) -> Policy:
-    """The first tokens and the most recent ones, seen at their positions in the cache.
+    """Keep the first tokens and the most recent ones, seen at their positions in the cache.
 
     When: where nothing may look at attention, or where text has no end: the embedded model, trained on 1,152
     positions, keeps its quality over 20,000 tokens on 256 slots.

@@ -44,14 +44,14 @@ class TopK(Selection):
         check(fine, "k", self.k, "a number of tokens from 1, or a fraction up to 1.0")
 
     def budgeted(self, budget: Any) -> TopK:
-        """The budget is k, unless k was given."""
+        """Return a copy whose k is the budget, unless k was given."""
         if self.k is not None:
             return self
         check(isinstance(budget, (int, float)), "budget", budget, "one number, which topk_oracle takes as k")
         return dataclasses.replace(self, k=budget)
 
     def pick(self, probs: Float[Array, "b h g t c"], new: New) -> Bool[Array, "b h g t c"]:
-        """The largest."""
+        """Return the largest."""
         if self.k is None:
             raise ValueError("topk_oracle has no k: give a budget, as prefill does.")
         k: Any = jnp.ceil(self.k * (probs > 0).sum(-1, keepdims=True)) if is_share(self.k) else self.k
@@ -86,7 +86,7 @@ def largest(probs: Float[Array, "*n c"], k: int | Float[Array, "*n 1"]) -> Bool[
 
 @register(paper="LESS, Figure 3", group="everything stays")
 def topk_oracle(*, k: int | float | None = TopK.k, **common: Any) -> Policy:
-    """The k strongest keys of every query, chosen with a full cache: it frees nothing and says so.
+    """Read the k strongest keys of every query, chosen with a full cache: it frees nothing and says so.
 
     When: to see how little of a cache attention needs: with the strongest tenth of what is held perplexity is 13.8,
     with all of it 12.6 (SmolLM2 on WikiText-2), where `h2o` with a tenth of the slots has 18.0.

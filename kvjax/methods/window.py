@@ -60,7 +60,7 @@ class Dilated(Score):
 
 @register(paper="Longformer, 3.1", group="what stays is a matter of position")
 def window(**common: Any) -> Policy:
-    """The most recent tokens: the oldest leaves first (Longformer's sliding window as a cache).
+    """Keep the most recent tokens: the oldest leaves first (Longformer's sliding window as a cache).
 
     When: as a control. SmolLM2 leans on its first tokens: at a quarter of the slots its perplexity is 36.8 here and
     17.3 under `lambda_mask`, which holds four of them besides.
@@ -70,7 +70,7 @@ def window(**common: Any) -> Policy:
 
 @register(paper="Longformer, 3.1; Keyformer, Figure 2c", group="what stays is a matter of position")
 def dilated_window(*, dilation: int = Dilated.dilation, **common: Any) -> Policy:
-    """A window with gaps: every (dilation + 1)-th token of the recent text and the newest one.
+    """Keep a window with gaps: every (dilation + 1)-th token of the recent text and the newest one.
 
     When: as a control, beside `window`. SmolLM2 cannot do with gaps: its perplexity is 222 at a quarter of the slots
     (WikiText-2), where `window` has 36.8.
