@@ -127,7 +127,7 @@ class TokenClasses(Protection):
         )
 
     def _quota(self, wanted: UInt8[Array, "b h"], new: New) -> Quota:
-        """Bound what stays by score: the floor(r_f L) most attended of the L tokens before a step; all in full heads."""
+        """Return the floor(r_f L) most attended of L earlier tokens; none in heads without, all in full heads."""
         frequent = _share(self.frequent, length_before(new))[:, None]
         most = jnp.where((wanted & FREQUENT) > 0, frequent, 0)
         most = jnp.where((wanted & EVERYTHING) > 0, jnp.iinfo(jnp.int32).max, most)
