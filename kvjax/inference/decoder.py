@@ -267,13 +267,11 @@ def _pack(selected: tuple[build.Selected, ...], *tables: Array, mesh: Mesh | Non
 
 def step(decoder: Decoder, cache: Cache, token: Int[Array, " b"]) -> tuple[Cache, Float[Array, "b vocab"]]:
     """Read one token per row into a cache, and return the logits for the next token; not compiled."""
-    # Keys stay outside: what a program on a mesh returns of them has another sharding than what it takes.
-    decoder, key, cache = decoder.replace(asked=None), cache.key, cache.replace(key=None)
-    of_cache = cache_specs(cache).replace(key=None)
+    decoder = decoder.replace(asked=None)
+    of_cache = cache_specs(cache)
     given = decoder_specs(decoder), of_cache, OF_ROWS
     made = of_cache, logits_spec(decoder.config, decoder.mesh)
-    cache, logits = on_mesh(_step_on_device, decoder.mesh, given, made)(decoder, cache, token)
-    return cache.replace(key=key), logits
+    return on_mesh(_step_on_device, decoder.mesh, given, made)(decoder, cache, token)
 
 
 compiled_step = jax.jit(step)
@@ -318,14 +316,12 @@ def read_more(
     decoder: Decoder, cache: Cache, tokens: Int[Array, "b n"], lengths: Int[Array, " b"], *, every: bool
 ) -> tuple[Cache, Float[Array, "b *n vocab"]]:
     """Run `Decoder.extend` on checked tokens, also inside programs that are compiled as a whole."""
-    decoder, key, cache = decoder.replace(asked=None), cache.key, cache.replace(key=None)
-    of_cache = cache_specs(cache).replace(key=None)
+    decoder, of_cache = decoder.replace(asked=None), cache_specs(cache)
     logits = logits_spec(decoder.config, decoder.mesh)
     logits = PartitionSpec(logits[0], None, *logits[1:]) if every else logits
     given, made = (decoder_specs(decoder), of_cache, OF_ROWS, OF_ROWS), (of_cache, logits)
     read = on_mesh(functools.partial(_extend_on_device, every=every), decoder.mesh, given, made)
-    cache, found = read(decoder, cache, tokens, lengths)
-    return cache.replace(key=key), found
+    return read(decoder, cache, tokens, lengths)
 
 
 def _extend_on_device(
