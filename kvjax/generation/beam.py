@@ -100,12 +100,14 @@ def beam_search(
     logits = jnp.repeat(logits, beams, axis=0)
     while bool(known.open.any()) and int(known.length) < max_new_tokens:
         limits = STEPS_PER_DISPATCH, max_new_tokens, float(length_penalty)
-        cache, logits, known = _search(decoder, cache, logits, known, ends, *limits, candidates=candidates)
+        cache, logits, known = _search(
+            decoder, cache.replace(key=None), logits, known, ends, *limits, candidates=candidates
+        )
     best, lengths = on_host(known.ended_text[:, 0]), on_host(known.ended_length[:, 0])
     tokens = [row[:length].tolist() for row, length in zip(best, lengths, strict=True)]
     tokens = [row[:-1] if row and row[-1] in eos else row for row in tokens]
     scores = on_host(known.ended_score[:, 0]).tolist()
-    return Found(tokens, scores, State(decoder, cache), int(known.length))
+    return Found(tokens, scores, State(decoder, cache.replace(key=state.key)), int(known.length))
 
 
 @functools.partial(jax.jit, static_argnames="candidates", donate_argnums=1)

@@ -88,10 +88,11 @@ def room_for(shape: tuple[int, int], dtype: DTypeLike, logprobs: int | None) -> 
     )
 
 
-@functools.partial(jax.jit, static_argnames=("most", "logprobs"), donate_argnums=(1, 3))
+@functools.partial(jax.jit, static_argnames=("most", "logprobs"), donate_argnums=(1, 4))
 def _many(
     decoder: Decoder,
     cache: Cache,
+    key: Key[Array, " b"],
     token: Int[Array, " b"],
     seen: Bool[Array, "b vocab"],
     ended: Bool[Array, " b"],
@@ -110,7 +111,7 @@ def _many(
     def one(carry: Any) -> Any:
         i, cache, token, seen, ended, made = carry
         after, logits = decoder.step(cache.replace(active=cache.active & ~ended), token)
-        drawn, seen = draw(cache.key, after.position, logits, sampling, seen, logprobs)
+        drawn, seen = draw(key, after.position, logits, sampling, seen, logprobs)
         made = jax.tree.map(lambda all, new: all.at[:, i].set(new), made, drawn)
         after = after.replace(active=cache.active)
         return i + 1, after, drawn.token, seen, ended | ends[drawn.token], made
@@ -166,6 +167,6 @@ def generate_tokens(
             return
         count = min(steps, STEPS_PER_DISPATCH, max_new_tokens - made)
         arguments = token, held, jnp.asarray(ended), jnp.asarray(ends), sampling, count, STEPS_PER_DISPATCH, logprobs
-        done, cache, held, drawn = _many(decoder, cache, *arguments)
+        done, cache, held, drawn = _many(decoder, cache.replace(key=None), state.key, *arguments)
         found = jax.tree.map(lambda leaf, done=int(done): on_host(leaf)[:, :done], drawn)
-        token, after = jnp.asarray(found.token[:, -1]), State(decoder, cache)
+        token, after = jnp.asarray(found.token[:, -1]), State(decoder, cache.replace(key=state.key))

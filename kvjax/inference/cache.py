@@ -36,6 +36,7 @@ class Cache(struct.PyTreeNode):
     end: Int[Array, " b"]
     """Planned length of the whole text in tokens, set when the prompt was read."""
     key: Key[Array, " b"]
+    """None in programs on a mesh that return a cache: they give keys another sharding than they take."""
     seed: UInt32[Array, " b"]
     """Random seed of the policy for each row."""
     active: Bool[Array, " b"]
@@ -67,7 +68,8 @@ class Cache(struct.PyTreeNode):
 
 def cache_specs(cache: Cache) -> Cache:
     """Return the specs of a cache's arrays on a mesh."""
-    return cache.replace(storage=storage_specs(cache.storage), **dict.fromkeys(ROWS, OF_ROWS))
+    rows = {name: OF_ROWS for name in ROWS if getattr(cache, name) is not None}
+    return cache.replace(storage=storage_specs(cache.storage), **rows)
 
 
 def placed_rows(cache: Cache, mesh: Mesh | None) -> Cache:

@@ -47,8 +47,8 @@ def decode_step(
         ([3], [4], (1, 2048))
     """
     token = checked_token(state, token)
-    cache, logits = compiled_step(state.decoder, state.cache, token)
-    return State(state.decoder, cache), logits
+    cache, logits = compiled_step(state.decoder, state.cache.replace(key=None), token)
+    return State(state.decoder, cache.replace(key=state.key)), logits
 
 
 def decode_step_in_place(
@@ -65,8 +65,8 @@ def decode_step_in_place(
         [7]
     """
     token = checked_token(state, token)
-    cache, logits = compiled_step_in_place(state.decoder, state.cache, token)
-    return State(state.decoder, cache), logits
+    cache, logits = compiled_step_in_place(state.decoder, state.cache.replace(key=None), token)
+    return State(state.decoder, cache.replace(key=state.key)), logits
 
 
 def checked_token(state: State, token: ArrayLike | Sequence[int]) -> Int[Array, " b"]:
@@ -102,4 +102,4 @@ def lower_step(state: State) -> jax.stages.Lowered:
 def trace_step(state: State) -> Any:
     """Trace the program of `decode_step_in_place`; the result is that of `jit(...).trace`."""
     tokens = jax.ShapeDtypeStruct(state.position.shape, jnp.int32)
-    return compiled_step_in_place.trace(state.decoder, state.cache, tokens)
+    return compiled_step_in_place.trace(state.decoder, state.cache.replace(key=None), tokens)

@@ -182,7 +182,8 @@ class Decoder(struct.PyTreeNode):
             lambda kernels: read_more.eval_shape(self.replace(kernels=kernels), cache, *texts, every=every),
             self.kernels,
         )
-        after, found = read_more(self, cache, *texts, every=every)
+        after, found = read_more(self, cache.replace(key=None), *texts, every=every)
+        after = after.replace(key=cache.key)
         return after, found[:, : ids.shape[1]] if logits == "all" else found
 
 
