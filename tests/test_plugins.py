@@ -120,7 +120,7 @@ class Plugin:
     inject: Callable[[int, int], dict[str, Any]] = lambda layer, seed: {}
 
     def oracles(self, codec: str | None, seed: int) -> list[Oracle]:
-        usual: dict[str, Any] = dict(sinks=0, recent=0, special=(), positions="original", code_bits=8)
+        usual: dict[str, Any] = dict(sinks=0, recent=0, special=(), positions="original", codec=codec)
         settings = usual | SHAPE | self.settings
         settings["recents"] = [settings["recent"]] * GQA.kv_heads
         kind = self.oracle if codec is None else codecs.coded(self.oracle)
