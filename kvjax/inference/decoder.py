@@ -12,7 +12,7 @@ import numpy as np
 from flax import struct
 from jax.sharding import Mesh, PartitionSpec
 from jax.typing import ArrayLike
-from jaxtyping import Array, Float, Int, Key
+from jaxtyping import Array, Bool, Float, Int, Key
 
 from kvjax.cache.dense import Dense
 from kvjax.cache.paged import build
@@ -129,7 +129,7 @@ class Decoder(struct.PyTreeNode):
         )
         cache = placed_rows(cache, self.mesh)
         settle_step(self, cache)
-        if jnp.isnan(logits).any():
+        if _any_nan(logits):
             raise ValueError(
                 f"{type(self.policy.score).__name__}.score gives NaN for tokens of a prompt, or the model does; a "
                 "score has to give numbers, or -inf, +inf."
@@ -249,6 +249,11 @@ def placed_policy(decoder: Decoder) -> Decoder:
 @functools.partial(jax.jit, static_argnames=("mesh", "specs"))
 def _placed(leaves: list[Array], *, mesh: Mesh, specs: tuple[PartitionSpec, ...]) -> list[Array]:
     return lying(leaves, list(specs), mesh)
+
+
+@jax.jit
+def _any_nan(logits: Float[Array, "b vocab"]) -> Bool[Array, ""]:
+    return jnp.isnan(logits).any()
 
 
 def _on_pages(selected: tuple[build.Selected, ...], page_size: int, mesh: Mesh | None) -> Paged:
