@@ -1,7 +1,8 @@
-"""Empty slots of a layer, in dense buffers."""
+"""Empty slots of one layer or of all layers, in dense buffers."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -11,6 +12,29 @@ from jaxtyping import Array, Int
 
 from kvjax.policies.codec import Codec
 from kvjax.types import LayerConfig, New, View
+
+
+def empty_layers(
+    policy: Any,
+    configs: Sequence[LayerConfig],
+    limits: Sequence[Int[Array, "b h"]],
+    slots: Sequence[int],
+    dtype: DTypeLike,
+) -> tuple[View, ...]:
+    """Create empty slots for all layers of a model, each by what the policy is in that layer; see `empty`.
+
+    Args:
+        policy: the policy, `sized` if its states depend on the number of slots.
+        configs: of the layers.
+        limits: slots that each head may use, for each layer.
+        slots: number of slots in the buffers of each layer.
+        dtype: of keys and values.
+    """
+    layers = enumerate(zip(configs, limits, slots, strict=True))
+    return tuple(
+        empty(policy.layer(layer), config, layer, limit=limit, slots=count, dtype=dtype)
+        for layer, (config, limit, count) in layers
+    )
 
 
 def empty(

@@ -12,7 +12,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.cache.dense import Dense
-from kvjax.cache.empty import empty
+from kvjax.cache.empty import empty_layers
 from kvjax.inference.cache import Cache
 from kvjax.inference.decoder import Decoder
 from kvjax.inference.extend import lower_prefill, prefill
@@ -128,16 +128,10 @@ def begin(
             "more than one token."
         )
     limits, capacities = plan_slots(bound, budget, np.ones(rows, np.int64), length - 1, config, 1)
-    roomy = bound.sized(lines_of(limits))
-    dtype = model.weights.embedding.dtype
+    roomy, dtype = bound.sized(lines_of(limits)), model.weights.embedding.dtype
     buffers = among_devices(capacities, model.mesh)
-    layers = enumerate(zip(config.layer_configs, limits, buffers, strict=True))
-    storage = Dense(
-        tuple(
-            empty(roomy.layer(layer), shape, layer, limit=jnp.asarray(limit, jnp.int32), slots=slots, dtype=dtype)
-            for layer, (shape, limit, slots) in layers
-        )
-    )
+    allowed = [jnp.asarray(limit, jnp.int32) for limit in limits]
+    storage = Dense(empty_layers(roomy, config.layer_configs, allowed, buffers, dtype))
     if bound.score.requires.host_memory:
         for layer in range(config.layers):
             storage = storage.moved(layer, jax.memory.Space.Host)

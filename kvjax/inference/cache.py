@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
@@ -14,7 +12,7 @@ from jaxtyping import Array, Bool, Int, Key, UInt32
 
 from kvjax.cache.dense import Dense
 from kvjax.inference.layers import Storage
-from kvjax.inference.sharding import OF_ROWS, OF_VIEW, lying, on_mesh, shared, storage_specs
+from kvjax.inference.sharding import OF_ROWS, OF_VIEW, on_mesh, placed_by_program, shared, storage_specs
 
 ROWS = ("position", "prompt_length", "horizon", "end", "key", "seed", "active")
 """Fields of a cache that have one entry for each row."""
@@ -74,12 +72,5 @@ def cache_specs(cache: Cache) -> Cache:
 
 def placed_rows(cache: Cache, mesh: Mesh | None) -> Cache:
     """Move what each row has one entry of to the sharding that programs expect, to avoid a transfer at each step."""
-    if mesh is None:
-        return cache
-    return cache.replace(**_placed({name: getattr(cache, name) for name in ROWS}, mesh=mesh))
-
-
-# Only a compiled program reaches the devices of other processes.
-@functools.partial(jax.jit, static_argnames="mesh")
-def _placed(rows: dict[str, Array], *, mesh: Mesh) -> dict[str, Array]:
-    return lying(rows, OF_ROWS, mesh)
+    rows = {name: getattr(cache, name) for name in ROWS}
+    return cache.replace(**placed_by_program(rows, dict.fromkeys(ROWS, OF_ROWS), mesh))

@@ -38,8 +38,8 @@ from kvjax.inference.sharding import (
     OF_SELECTED,
     joined,
     logits_spec,
-    lying,
     on_mesh,
+    placed_by_program,
     policy_specs,
     pool_specs,
     shared,
@@ -218,37 +218,21 @@ def decoder(
     """
     bound, budget = bind(model, policy, budget, plan)
     kernels = implementation if isinstance(implementation, Kernels) else Kernels(implementation)
-    made = Decoder(
+    arrays = jax.tree.map(jnp.asarray, bound)  # else every step would transfer host numbers
+    return Decoder(
         weights=model.weights,
-        policy=jax.tree.map(jnp.asarray, bound),  # else every step would transfer host numbers
+        policy=placed_by_program(arrays, policy_specs(arrays), model.mesh),
         asked=Asked(bound, budget),
         config=model.config,
         kernels=kernels,
         mesh=model.mesh,
     )
-    return placed_policy(made)
 
 
 def decoder_specs(decoder: Decoder) -> Decoder:
     """Return the specs of a decoder's arrays on its mesh."""
     weights = weight_specs(decoder.weights, decoder.config, decoder.mesh)
     return decoder.replace(weights=weights, policy=policy_specs(decoder.policy), asked=None)
-
-
-def placed_policy(decoder: Decoder) -> Decoder:
-    """Move a policy's arrays to the sharding that programs expect, which avoids a transfer at each step."""
-    if decoder.mesh is None:
-        return decoder
-    leaves, tree = jax.tree.flatten(decoder.policy)
-    specs = tuple(jax.tree.leaves(policy_specs(decoder.policy)))
-    leaves = _placed(leaves, mesh=decoder.mesh, specs=specs)
-    return decoder.replace(policy=jax.tree.unflatten(tree, leaves))
-
-
-# Only a compiled program reaches the devices of other processes.
-@functools.partial(jax.jit, static_argnames=("mesh", "specs"))
-def _placed(leaves: list[Array], *, mesh: Mesh, specs: tuple[PartitionSpec, ...]) -> list[Array]:
-    return lying(leaves, list(specs), mesh)
 
 
 @jax.jit

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int, Key, UInt32
 
 from kvjax.cache.dense import Dense
-from kvjax.cache.empty import empty
+from kvjax.cache.empty import empty, empty_layers
 from kvjax.cache.paged.build import Selected
 from kvjax.inference.layers import Reading, read_block, read_layers, read_token
 from kvjax.inference.prepare import Loaded, Prompts
@@ -232,13 +232,8 @@ def _read_on_device(
     rows, padded = tokens.shape
     dtype = weights.embedding.dtype
     # A whole prompt starts with no slots, a prompt in chunks with a cache of its final size.
-    layers = enumerate(zip(config.layer_configs, limits, capacities, strict=True))
-    roomy = policy.sized(lines)
-    made = (
-        empty(roomy.layer(layer), shape, layer, limit=limit, slots=0 if chunk is None else capacity, dtype=dtype)
-        for layer, (shape, limit, capacity) in layers
-    )
-    storage: Any = Dense(tuple(made))
+    buffers = (0,) * config.layers if chunk is None else capacities
+    storage: Any = Dense(empty_layers(policy.sized(lines), config.layer_configs, limits, buffers, dtype))
     whole = _reading(tokens, lengths, horizon, keys, kernels)
     size = padded if chunk is None else chunk
 

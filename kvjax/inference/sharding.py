@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
+from jax import Array
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from kvjax.cache.dense import Dense
@@ -70,6 +72,25 @@ def lying(tree: PyTree, specs: PyTree, mesh: Mesh | None) -> Any:
         mesh: from `kvjax.models.sharding.program_mesh`; None for the default device.
     """
     return on_mesh(lambda same: same, mesh, (specs,), specs)(tree)
+
+
+def placed_by_program(tree: PyTree, specs: PyTree, mesh: Mesh | None) -> Any:
+    """Move a tree of arrays as `placed_on` does, also to the devices of other processes, which only programs reach.
+
+    Args:
+        tree: arrays.
+        specs: a `PartitionSpec` for each leaf.
+        mesh: from `kvjax.models.sharding.program_mesh`; None to return the tree unchanged.
+    """
+    if mesh is None:
+        return tree
+    leaves, structure = jax.tree.flatten(tree)
+    return jax.tree.unflatten(structure, _placed(leaves, specs=tuple(jax.tree.leaves(specs)), mesh=mesh))
+
+
+@functools.partial(jax.jit, static_argnames=("specs", "mesh"))
+def _placed(leaves: list[Array], *, specs: tuple[PartitionSpec, ...], mesh: Mesh) -> list[Array]:
+    return lying(leaves, list(specs), mesh)
 
 
 def copying(mesh: Mesh) -> Mesh:

@@ -13,7 +13,7 @@ from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from kvjax.cache.dense import Dense
-from kvjax.cache.empty import empty
+from kvjax.cache.empty import empty_layers
 from kvjax.generation.loop import Drawn, room_for, thought
 from kvjax.generation.sampling import Sampling, penalised, sample
 from kvjax.inference.cache import Cache, cache_specs
@@ -119,14 +119,10 @@ def reading_mesh(mesh: Mesh | None) -> Mesh | None:
 
 def _begun(policy: Policy, planned: Planned, sizes: Sizes) -> Text:
     rows, roomy = len(planned.seed), policy.sized(sizes.lines)
-    layers = enumerate(zip(sizes.config.layer_configs, planned.limits, sizes.capacities, strict=True))
-    made = (
-        empty(roomy.layer(layer), shape, layer, limit=limit, slots=capacity, dtype=sizes.dtype)
-        for layer, (shape, limit, capacity) in layers
-    )
+    made = empty_layers(roomy, sizes.config.layer_configs, planned.limits, sizes.capacities, sizes.dtype)
     key = jax.vmap(jax.random.key)(planned.seed)
     cache = Cache(
-        storage=Dense(tuple(made)),
+        storage=Dense(made),
         position=jnp.zeros(rows, jnp.int32),
         prompt_length=jnp.zeros(rows, jnp.int32),
         horizon=planned.horizon,

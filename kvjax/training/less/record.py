@@ -10,7 +10,7 @@ from flax import struct
 from jaxtyping import Array, Float, Int
 
 from kvjax.cache.dense import Dense
-from kvjax.cache.empty import empty
+from kvjax.cache.empty import empty_layers
 from kvjax.cache.recompute import whole, with_again, without_again
 from kvjax.cache.stats import answered
 from kvjax.inference.layers import Pending, Reading, exchange, heard, over_layers, share
@@ -128,12 +128,8 @@ def record(
     reads, full = read_full(weights, config, tokens)
     rows, n = tokens.shape
     dtype = reads[0].k.dtype
-    layers = enumerate(zip(config.layer_configs, limits, capacities, strict=True))
     policies = [policy.layer(layer) for layer in range(config.layers)]
-    made = (
-        empty(policies[layer], shape, layer, limit=limit, slots=slots, dtype=dtype)
-        for layer, (shape, limit, slots) in layers
-    )
+    made = Dense(empty_layers(policy, config.layer_configs, limits, capacities, dtype))
     # The replay treats the first token as the prompt and all others as generated.
     one, horizon = jnp.ones(rows, jnp.int32), jnp.full(rows, n - 1, jnp.int32)
 
@@ -163,7 +159,7 @@ def record(
         return storage, tuple(seen)
 
     inputs = [jax.tree.map(by_steps, read, _AXES) for read in reads]
-    _, seen = jax.lax.scan(step, Dense(tuple(made)), (jnp.arange(n), tokens.T, inputs))
+    _, seen = jax.lax.scan(step, made, (jnp.arange(n), tokens.T, inputs))
     features, evicted = [], []
     for shape, read, out, found in zip(config.layer_configs, reads, full, seen, strict=True):
         left = jnp.moveaxis(found.left, 0, -1)
