@@ -24,7 +24,9 @@ from kvjax.policies import Policy
 from tests.oracles import (
     basic,
     codecs,
+    evict_every,
     fastgen,
+    keydiff,
     keyformer,
     l2,
     less,
@@ -87,8 +89,10 @@ class Case:
                 "kv_heads": config.kv_heads,
                 "groups": config.groups,
             }
-            read = 0 if evicts_first or self.oracle.evicts_first else 1
             kind, of_policy = self.oracle, settings_of(policy) | injected
+            if policy.evict_every > 1:
+                kind = evict_every.every(kind)
+            read = 0 if evicts_first or kind.evicts_first else 1
             recent = max(0, plans.recent_window(of_policy["recent"], slots) - read)
             shape |= {"recents": [recent] * config.kv_heads, "evicts_first": not read}
             if isinstance(policy.plan, AdaKV):
@@ -129,7 +133,7 @@ def settings_of(policy: Policy) -> dict[str, Any]:
 
     memory = plain(policy.residual)
     known = plain(policy.plan) | plain(policy.score) | plain(policy.protection) | plain(policy.selection)
-    known |= {"positions": policy.codec.positions, "codec": policy.codec.name}
+    known |= {"evict_every": policy.evict_every, "positions": policy.codec.positions, "codec": policy.codec.name}
     known |= {"kernels": memory.get("kernels"), "parameters": memory.get("layers")}
     limited = policy.plan if isinstance(policy.plan, AfterLimit) else AfterLimit()
     known |= {"exact": isinstance(policy.score, LastQueries)}
@@ -223,6 +227,8 @@ POLICIES: dict[str, Case] = {
     "dilated_window": Case("dilated_window", basic.DilatedWindow),
     "l2": Case("l2", l2.L2),
     "l2-skipping": Case("l2", l2.L2, {"skip_layers": 1, "recent": 5}),
+    "keydiff": Case("keydiff", keydiff.KeyDiff, {"block": None, "sinks": 2, "recent": 3}),
+    "keydiff-every-8": Case("keydiff", keydiff.KeyDiff, {"block": None, "evict_every": 8}),
     "lsh_e": Case("lsh_e", lsh_e.Sequential, inject=_planes),
     "lsh_e-one-shot": Case("lsh_e", lsh_e.LSHE, {"prompt": "one_shot", "bits": 40, "recent": 4}, inject=_planes),
     "keyformer": Case("keyformer", keyformer.Keyformer, inject=_noise),
@@ -253,6 +259,16 @@ POLICIES: dict[str, Case] = {
     "lightkv-context": Case("lightkv", lightkv.LightKV, {"context_limit": 100}),
     "lightkv-sequential": Case("lightkv", lightkv.LightKV, {"context_limit": 33, "alpha": 7}, prefill_chunk=1),
     "lightkv-offload": Case("lightkv", lightkv.LightKV, {"offload": True, "context_limit": 70, "positions": "cache"}),
+    **{
+        f"{name}-every-8": Case(name, kind, {"evict_every": 8}, inject=inject)
+        for name, kind, inject in (
+            ("h2o", basic.H2O, None),
+            ("streaming", basic.Window, None),
+            ("keyformer", keyformer.Keyformer, _noise),
+            ("tova", tova.Tova, None),
+            ("l2", l2.L2, None),
+        )
+    },
     "topk_oracle": Case("topk_oracle", topk_oracle.TopKOracle, equals_full=False),
     "topk_oracle-fraction": Case("topk_oracle", topk_oracle.TopKOracle, {"k": 0.25}, equals_full=False),
 }

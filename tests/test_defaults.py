@@ -10,7 +10,7 @@ import pytest
 import kvjax
 from kvjax.methods.registry import CODECS, PLANS, REGISTRY, RESIDUALS, SELECTIONS, settings_in, settings_of
 
-COMMON: dict[str, Any] = {"sinks": 0, "recent": 0, "special": (), "positions": "original"}
+COMMON: dict[str, Any] = {"sinks": 0, "recent": 0, "special": (), "positions": "original", "evict_every": 1}
 OBSERVED: dict[str, Any] = COMMON | {"recent": 32, "kernel": 7, "pooling": "average", "group": "mean"}
 DEFAULTS: dict[str, dict[str, Any]] = {
     "full": COMMON,
@@ -30,6 +30,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "lightkv": COMMON
     | {"omega": 4.0, "alpha": None, "window": "exact", "middle": "rest"}
     | {"context_limit": None, "ratio": 3.0, "offload": False},
+    "keydiff": COMMON | {"block": 128},
     "l2": COMMON | {"skip_layers": 0},
     "lsh_e": COMMON | {"bits": 16, "prompt": "sequential", "seed": 0, "sinks": 4, "recent": 10},
     "topk_oracle": COMMON | {"k": None},
@@ -57,7 +58,7 @@ def test_policies_begin_with_their_papers_numbers(name: str) -> None:
         # What a policy's parts hold is what its function was given.
         of_parts = settings_in(kvjax.policy(name))
         assert of_parts == {setting: value for setting, value in DEFAULTS[name].items() if setting in of_parts}
-        assert set(DEFAULTS[name]) - set(of_parts) <= {"middle", "window"}
+        assert set(DEFAULTS[name]) - set(of_parts) <= {"middle", "window", "evict_every"}
 
 
 @pytest.mark.parametrize("name", [*PLANS, *SELECTIONS])

@@ -40,6 +40,12 @@ def test_every_public_name_is_explained() -> None:
     assert named == set(kvjax.__all__)
 
 
+def test_readme_names_every_method() -> None:
+    readme = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+    table = describe.methods_table()
+    assert table in readme, f"the README's table of methods is now\n{table}"
+
+
 def documented() -> dict[str, Any]:
     """What has an example: public names, and methods of public classes."""
     public = {name: getattr(kvjax, name) for name in kvjax.__all__ if name != "policies"}

@@ -95,9 +95,13 @@ SET: dict[str, dict[str, Any]] = {
 }
 
 
+EVICTS: dict[str, dict[str, int]] = {"full": {}, "topk_oracle": {}, "fastgen": {}, "lightkv": {}}
+"""Policies in which no eviction can wait for others."""
+
+
 @pytest.mark.parametrize("name", [name for name in kvjax.methods.REGISTRY if name != "less"])
 def test_settings_are_read_off_parts(name: str) -> None:
-    for settings in ({}, SET.get(name, {"sinks": 3, "positions": "original"})):
+    for settings in ({}, SET.get(name, {"sinks": 3, "positions": "original"}) | EVICTS.get(name, {"evict_every": 8})):
         made = kvjax.policy(name, **settings)
         found = kvjax.methods.settings_in(made)
         assert found.items() >= settings.items() and kvjax.policy(name, **found) == made

@@ -480,5 +480,5 @@ def test_a_stream_shows_whole_characters(model: kvjax.Model) -> None:
 
 
 def test_shipped_configs_are_found() -> None:
-    assert set(kvjax.methods.REGISTRY) <= {read_config(name)["policy"] for name in CONFIGS}
+    assert {read_config(name)["policy"] for name in CONFIGS} <= set(kvjax.methods.REGISTRY)
     assert all(isinstance(directory, Path) for directory in config_directories())

@@ -21,12 +21,18 @@ EXAMPLES: tuple[tuple[Callable[[], Policy], ...], ...] = (
         lambda: kvjax.policy("keyformer", shared=True, plan="adakv"),
         lambda: kvjax.policy("less", base="tova", kernels="performer", plan="adakv"),
     ),
+    (lambda: kvjax.policy("keydiff", plan="adakv"),),
     (
         lambda: kvjax.policy("h2o", selection="topk", plan="adakv"),
         lambda: kvjax.policy("fastgen", special=(7,), selection="topk"),
     ),
     (lambda: kvjax.policy("lightkv", window="running", offload=True, plan="adakv"),),
     (lambda: kvjax.policy("lightkv", plan="adakv"),),
+    (
+        lambda: kvjax.policy("full", evict_every=8),
+        lambda: kvjax.policy("h2o", evict_every=8, plan="adakv"),
+        lambda: kvjax.policy("lightkv", evict_every=8, context_limit=64),
+    ),
     (lambda: fitted(dataclasses.replace(kvjax.policy("fastgen", special=(7,)), plan=Uniform())),),
     (lambda: kvjax.policy("h2o", plan=Profiled()),),
     (lambda: fitted(dataclasses.replace(kvjax.policy("fastgen", special=(7,)), plan=Profiled(frequent=0.5))),),

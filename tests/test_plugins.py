@@ -24,11 +24,8 @@ from kvjax.models import ModelConfig
 from tests.cases import core, slow
 from tests.held import kept
 from tests.models import GQA, PARTIAL, random_model, sharp_model, small_config
-from tests.oracles import codecs, keydiff, triattention, vase
+from tests.oracles import codecs, triattention, vase
 from tests.oracles.decoder import Decoder, Oracle, Prompt
-from tests.plugins.evict_every import EvictEvery
-from tests.plugins.keydiff import KeyDiff
-from tests.plugins.keydiff import keydiff as keydiff_policy
 from tests.plugins.triattention import TriAttention, calibrated
 from tests.plugins.triattention import triattention as triattention_policy
 from tests.plugins.vase import ValueSpread, gumbel
@@ -134,31 +131,25 @@ def tri(**settings: Any) -> kvjax.Policy:
 
 
 PLUGINS = {
-    "keydiff": Plugin(
-        lambda: keydiff_policy(block=16, sinks=2, recent=3), keydiff.KeyDiff, 14, dict(sinks=2, recent=3, block=16)
-    ),
-    "keydiff-every": Plugin(
-        lambda: kvjax.Policy(KeyDiff(None), plan=EvictEvery(EVERY)), keydiff.KeyDiff, 14, dict(every=EVERY)
-    ),
     "triattention": Plugin(
         lambda: tri(keep_prompt=False),
         triattention.TriAttention,
         14,
-        dict(distances=6, keep_prompt=False, every=EVERY, recent=2),
+        dict(distances=6, keep_prompt=False, evict_every=EVERY, recent=2),
         means,
     ),
     "triattention-prompt": Plugin(
         lambda: tri(keep_prompt=True),
         triattention.TriAttention,
         46,
-        dict(distances=6, keep_prompt=True, every=EVERY, recent=2),
+        dict(distances=6, keep_prompt=True, evict_every=EVERY, recent=2),
         means,
     ),
     "vase": Plugin(
         lambda: vase_policy(every=EVERY, large=0.25),
         vase.VaSE,
         20,
-        dict(every=EVERY, large=0.25, sinks=4, recent=EVERY, kernel=5),
+        dict(evict_every=EVERY, large=0.25, sinks=4, recent=EVERY, kernel=5),
         draws,
     ),
 }
@@ -167,11 +158,7 @@ PLUGINS = {
 @pytest.mark.parametrize(
     ("name", "codec"),
     [
-        core("keydiff", None),
-        slow("keydiff", "int8"),
-        slow("keydiff-every", None),
-        ("keydiff-every", "int8"),
-        ("triattention", None),
+        core("triattention", None),
         slow("triattention", "int8"),
         slow("triattention-prompt", None),
         ("triattention-prompt", "int8"),
@@ -185,12 +172,8 @@ def test_equals_its_oracle(name: str, codec: str | None, x64: None) -> None:
     prompts = [TEXT[row, :length].tolist() for row, length in enumerate(LENGTHS)]
     state, first = kvjax.prefill(model(), policy, prompts, plugin.budget, max_new_tokens=STEPS, key=jax.random.key(5))
     rows = [decoder(plugin.oracles(codec, int(seed))) for seed in state.seed]
-    block = plugin.settings.get("block", max(LENGTHS))
     for row, (each, prompt) in enumerate(zip(rows, prompts, strict=True)):
-        logits = each.prompt(prompt[:block])
-        for start in range(block, len(prompt), block):
-            logits = each.turn(prompt[start : start + block])[-1]
-        np.testing.assert_allclose(first[row], logits, rtol=1e-8, atol=1e-9)
+        np.testing.assert_allclose(first[row], each.prompt(prompt), rtol=1e-8, atol=1e-9)
         assert kept(state, row) == each.kept(), f"row {row} after the prompt"
     most = 0
     for step in range(STEPS):
@@ -201,7 +184,7 @@ def test_equals_its_oracle(name: str, codec: str | None, x64: None) -> None:
             assert kept(state, row) == each.attended, f"row {row}, step {step}"
             np.testing.assert_allclose(logits[row], expected, rtol=1e-8, atol=1e-9, err_msg=f"row {row}, step {step}")
             most = max(most, *(len(head) for layer in each.attended for head in layer))
-    assert most == plugin.budget + plugin.settings.get("every", 1) - 1
+    assert most == plugin.budget + plugin.settings.get("evict_every", 1) - 1
 
 
 def test_calibration_averages_queries_before_rotation(x64: None) -> None:
@@ -226,7 +209,6 @@ DEEP = small_config(4, 2, layers=13)
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: keydiff_policy(block=None),
         lambda: triattention_policy(drawn_score(DEEP), every=EVERY),
         lambda: vase_policy(every=EVERY),
     ],
@@ -241,22 +223,11 @@ def test_layers_share_programs(make: Callable[[], kvjax.Policy]) -> None:
     assert len({id(layer.jaxpr) for layer in layers}) == 1
 
 
-@pytest.mark.parametrize(
-    ("policy", "message"),
-    [
-        *(
-            (
-                kvjax.Policy(score),
-                f"{type(score).__name__} needs the same slots in every head of a layer, which plan AdaKV",
-            )
-            for score in (KeyDiff(None), drawn_score(GQA), ValueSpread())
-        ),
-        (vase_policy(), "EvictEvery evicts 64 tokens at once, which heads on pages cannot; choose another plan"),
-    ],
-)
-def test_pages_are_refused(policy: kvjax.Policy, message: str) -> None:
+@pytest.mark.parametrize("score", [drawn_score(GQA), ValueSpread()])
+def test_pages_are_refused(score: kvjax.Score) -> None:
+    message = f"{type(score).__name__} compares the slots of a head with each other, which plan AdaKV keeps on pages"
     with pytest.raises(ValueError, match=message):
-        kvjax.prefill(random_model(GQA), policy, [[1, 2, 3, 4]], 80, plan="adakv")
+        kvjax.prefill(random_model(GQA), kvjax.Policy(score), [[1, 2, 3, 4]], 80, plan="adakv")
 
 
 @pytest.mark.parametrize(
@@ -265,16 +236,6 @@ def test_pages_are_refused(policy: kvjax.Policy, message: str) -> None:
 def test_arrays_of_another_model_are_refused(config: ModelConfig, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         kvjax.prefill(random_model(config), kvjax.Policy(drawn_score(GQA)), [[1, 2, 3, 4]], 4)
-
-
-def test_another_plan_spreads_the_budget_over_layers() -> None:
-    policy = kvjax.Policy(KeyDiff(None), plan=EvictEvery(EVERY))
-    state, _ = kvjax.prefill(random_model(GQA), policy, TEXT[:1, :50], 24, max_new_tokens=8, plan="interleaved")
-    for _ in range(8):
-        state, _ = kvjax.decode_step(state, [1])
-    held = [[len(head) for head in layer] for layer in kept(state, 0)]
-    # 38 and 10 slots, and those of two tokens since position 56.
-    assert held == [[39] * 2, [11] * 2]
 
 
 @pytest.mark.slow
@@ -297,4 +258,4 @@ def test_plugins_import_public_names_alone() -> None:
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "kvjax":
                 assert node.attr in kvjax.__all__, f"{file.name} uses kvjax.{node.attr}"
         known = {module for module in imported if module.split(".")[0] in ours}
-        assert known <= {"kvjax", "kvjax.types", "tests.plugins.evict_every"}, f"{file.name} imports {known}"
+        assert known <= {"kvjax", "kvjax.types"}, f"{file.name} imports {known}"

@@ -77,15 +77,6 @@ class Deaf(kvjax.Score):
 
 
 @struct.dataclass
-class Unasked(kvjax.Score):
-    def fold(self, answers, view, new):
-        return answers
-
-    def score(self, view, new):
-        return view.position.astype("float32")
-
-
-@struct.dataclass
 class Worded(kvjax.Score):
     def slot(self, new, state):
         return jnp.zeros(new.k.shape[:3])
@@ -100,9 +91,8 @@ class Worded(kvjax.Score):
         return view.slots.score
 
 
-def test_statistics_that_nobody_takes_or_asks_for() -> None:
+def test_statistics_that_nobody_takes() -> None:
     refused(Deaf, "Deaf asks for statistics of attention and never takes them; override fold", TypeError)
-    refused(Unasked, "Unasked.fold would never be called; override asks", TypeError)
     policy = kvjax.Policy(Worded())
     refused(lambda: kvjax.prefill(MODEL, policy, IDS, 8), "asks gives 'sums', which is no question", TypeError)
 

@@ -57,7 +57,7 @@ class Fading(kvjax.Score):
         return self.rate * view.position.astype(jnp.float32)
 
 
-@register(paper="Nobody 2026, eq. 7", group="what stays is a matter of position")
+@register(paper="Nobody 2026, eq. 7", group="ranked by position")
 def fading(*, rate: float = Fading.rate, recent: int | float = 0.25, **common: Any) -> kvjax.Policy:
     """Tokens that fade.
 
@@ -105,7 +105,7 @@ def test_a_file_with_the_decorator_is_a_policy_everywhere(capsys: pytest.Capture
     assert (entry.summary, entry.paper, entry.when) == ("Tokens that fade.", "Nobody 2026, eq. 7", "never.")
     assert [setting.name for setting in entry.settings] == ["rate", "recent"]
     assert entry.settings[0].meaning == "how fast it fades."
-    names = [each.name for each in describe.policies()["what stays is a matter of position"]]
+    names = [each.name for each in describe.policies()["ranked by position"]]
     assert names == sorted(names) and "fading" in names
 
     assert generate.main(["--policy", "list"]) == 0
@@ -150,7 +150,7 @@ def test_a_name_has_one_owner_and_a_group_that_exists() -> None:
     def h2o(**common: Any) -> kvjax.Policy:
         return combine(Accumulated(), **common)
 
-    group = "what stays is a matter of attention"
+    group = "ranked by attention at every token"
     with pytest.raises(ValueError, match=r"policy 'h2o' is already registered by kvjax\.methods\.h2o"):
         register(paper="mine", group=group)(h2o)
     with pytest.raises(ValueError, match="there is no group 'attention'"):

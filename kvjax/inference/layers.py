@@ -248,8 +248,8 @@ def _step(
             storage, found = storage.attend(policy, config, layer, new, asks, remembered, policy.selection)
     if of_all_layers(asks) or of_devices(asks):
         return storage, found.out, [Pending(asks, found.answers, new)]
+    storage = heard(policy, storage, layer, asks, found.answers, new)
     if questions(asks)[0]:
-        storage = heard(policy, storage, layer, asks, found.answers, new)
         storage, out = storage.with_scores(layer, found.out)
         found = found._replace(out=out)
     if policy.score.requires.host_memory:
@@ -280,8 +280,8 @@ def _unchanged(remembered: PyTree, evicted: Evicted) -> PyTree:
 
 
 def heard(policy: Policy, storage: Any, layer: int, asks: PyTree, answers: Any, new: New) -> Any:
-    """Update a layer's score with its attention statistics; return the storage unchanged if it requested none."""
-    if not questions(asks)[0]:
+    """Update a layer's score after attention, with the requested statistics."""
+    if not policy.updates(asks):
         return storage
     heads = storage.heads(layer)
     with jax.named_scope("scores"):
@@ -441,8 +441,7 @@ def _kept(
 def _settled(policy: Policy, storage: Dense, layer: int, told: Pending, first: bool) -> Dense:
     # Update and finalize the score of the block; then the plan allocates slots to heads.
     asks, answers, new = told
-    if questions(asks["score"])[0]:
-        storage = heard(policy, storage, layer, asks["score"], answers["score"], new)
+    storage = heard(policy, storage, layer, asks["score"], answers["score"], new)
     if not first:
         return storage
     view = storage.layers[layer]

@@ -19,7 +19,7 @@ from kvjax.methods.registry import policy as policy_by_name
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Weights
 from kvjax.models.model import rows_of
-from kvjax.policies.allocation import Plan, buffer_slots, layer_slots
+from kvjax.policies.allocation import Plan, layer_slots
 from kvjax.policies.policy import Policy
 from kvjax.types import ROWS, SLOTS
 from kvjax.utils.settings import whole_number
@@ -373,7 +373,7 @@ def plan_slots(
     buffers = limits.max(1, where=apart, initial=0)
     for layer, bound in enumerate(apart):
         if not bound.all():
-            planned = buffer_slots(plan, int(limits[layer, ~bound].max()), int(lengths.min()))
+            planned = policy.buffer_slots(int(limits[layer, ~bound].max()), int(lengths.min()))
             buffers[layer] = max(buffers[layer], planned)
     return _of_heads(limits, config), tuple(round_slots(int(slots)) for slots in buffers)
 

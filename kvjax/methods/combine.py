@@ -18,6 +18,7 @@ def combine(
     recent: int | float = 0,
     special: tuple[int, ...] = (),
     positions: str = "original",
+    evict_every: int = 1,
     **parts: Any,
 ) -> Policy:
     """Combine a score with what nearly every policy has to a policy.
@@ -28,7 +29,8 @@ def combine(
         recent: newest tokens that never leave, the one being read included: slots, or a fraction of the budget.
         special: token ids that leave only where no other token can.
         positions: `original`, or `cache` to let the model see a key's place in the cache as its position.
+        evict_every: tokens from one eviction to the next, between which a head grows beyond its budget.
         parts: others, in place of the usual ones.
     """
-    usual = Policy(score, Protection(sinks, recent, special), codec=Codec(positions))
+    usual = Policy(score, Protection(sinks, recent, special), codec=Codec(positions), evict_every=evict_every)
     return dataclasses.replace(usual, **parts)

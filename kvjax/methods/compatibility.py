@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from kvjax.methods.fastgen import OF_FREQUENT, Profiled, TokenClasses
 from kvjax.methods.lightkv import AfterLimit, LambdaMask, LastQueries
+from kvjax.policies.allocation import Sizing
 from kvjax.policies.policy import Policy
 from kvjax.policies.protection import Protection
 
@@ -27,6 +28,11 @@ PAIRS = (
         "choose another plan, or another policy such as h2o, snapkv or keyformer",
     ),
     Pair(
+        lambda policy: policy.plan.sizing.per_head and policy.score.requires.whole_heads,
+        "{score} compares the slots of a head with each other, which plan {plan} keeps on pages",
+        "choose another plan, or another policy such as h2o, snapkv or keyformer",
+    ),
+    Pair(
         lambda policy: policy.plan.sizing.per_head and policy.selection is not None,
         "selection {selection} reads the same slots in every head of a layer, which plan {plan} does not give",
         "choose plan uniform",
@@ -41,6 +47,11 @@ PAIRS = (
         "{score} sums the attention of kept queries anew over equally many slots in every head of a layer, which plan "
         "{plan} does not give",
         "use window='running', or choose another plan",
+    ),
+    Pair(
+        lambda policy: policy.evict_every > 1 and policy.plan.sizing != Sizing(),
+        "evict_every lets heads grow beyond a budget between two evictions, which plan {plan} does not allow",
+        "use evict_every=1, or a plan of layers such as uniform or pyramid",
     ),
     Pair(
         lambda policy: isinstance(policy.protection, TokenClasses) and not isinstance(policy.plan, Profiled),

@@ -311,7 +311,7 @@ def _wanted(parts: tuple[str, ...]) -> int:
     return sum(bits.get(part, 0) for part in parts) if parts else EVERYTHING
 
 
-@register(paper="FastGen, eq. 1, 2", group="what stays is a matter of attention")
+@register(paper="FastGen, eq. 1, 2", group="ranked by attention at every token")
 def fastgen(
     *,
     threshold: float = Profiled.threshold,

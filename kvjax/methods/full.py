@@ -33,7 +33,7 @@ class Unbounded(Uniform):
         )
 
 
-@register(paper="the reference", group="everything stays")
+@register(paper="the reference", group="nothing is evicted")
 def full(**common: Any) -> Policy:
     """Keep every token of the prompt and of `max_new_tokens`; beyond that, logits are NaN.
 

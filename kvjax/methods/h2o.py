@@ -30,7 +30,7 @@ class Accumulated(AccumulatedScore):
         return Sums()
 
 
-@register(paper="H2O, Algorithm 1", group="what stays is a matter of attention")
+@register(paper="H2O, Algorithm 1", group="ranked by attention at every token")
 def h2o(*, recent: int | float = 0.5, **common: Any) -> Policy:
     """Heavy hitters by accumulated attention.
 

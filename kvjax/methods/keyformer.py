@@ -86,7 +86,7 @@ class GumbelSoftmax(Accumulated):
         return self.damping ** new.valid.sum(1) if self.damped else None
 
 
-@register(paper="Keyformer, eq. 9, 10", group="what stays is a matter of attention")
+@register(paper="Keyformer, eq. 9, 10", group="ranked by attention at every token")
 def keyformer(
     *,
     noise: str = GumbelSoftmax.noise,

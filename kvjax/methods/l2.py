@@ -64,7 +64,7 @@ class KeyNorm(Score):
         return OldestFirst() if self.skipped else -view.slots.score
 
 
-@register(paper="Devoto et al. 2024", group="what stays is a matter of keys, or of chance")
+@register(paper="Devoto et al. 2024", group="ranked by keys, values or chance, without attention")
 def l2(*, skip_layers: int = KeyNorm.skip_layers, **common: Any) -> Policy:
     """Evict by the norm of the key, which rotary embeddings do not change: the largest leaves first.
 

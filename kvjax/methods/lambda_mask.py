@@ -10,7 +10,7 @@ from kvjax.methods.window import Recency
 from kvjax.policies.policy import Policy
 
 
-@register(paper="LM-Infinite, 3", group="what stays is a matter of position")
+@register(paper="LM-Infinite, 3", group="ranked by position")
 def lambda_mask(*, sinks: int = 4, **common: Any) -> Policy:
     """Keep the first tokens and the most recent ones, seen at their positions in the text.
 

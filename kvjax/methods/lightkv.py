@@ -327,7 +327,7 @@ class RunningQueries(_Observed):
 WINDOWS: dict[str, type[LastQueries | RunningQueries]] = {"exact": LastQueries, "running": RunningQueries}
 
 
-@register(paper="LightKV, eq. 1-6", group="what stays is a matter of attention")
+@register(paper="LightKV, eq. 1-6", group="ranked by attention at every token")
 def lightkv(
     *,
     omega: float = LambdaMask.omega,

@@ -96,7 +96,7 @@ def projections(seed: int, layer: int, heads: int, bits: int, width: int) -> Flo
     return jax.random.normal(key, (heads, bits, width), jnp.float32)
 
 
-@register(paper="LSH-E, eq. 2, 5, 6", group="what stays is a matter of keys, or of chance")
+@register(paper="LSH-E, eq. 2, 5, 6", group="ranked by keys, values or chance, without attention")
 def lsh_e(
     *,
     bits: int = Hamming.bits,

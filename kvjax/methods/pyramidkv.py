@@ -51,7 +51,7 @@ class Pyramid(Plan):
         return self.window + np.linspace(2 * beyond - last, last, layers)
 
 
-@register(paper="PyramidKV, 3.2", group="what stays is a matter of attention")
+@register(paper="PyramidKV, 3.2", group="ranked once for each prompt or turn")
 def pyramidkv(
     *,
     beta: float = Pyramid.beta,

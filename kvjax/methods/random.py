@@ -35,7 +35,7 @@ class Random(Score):
         return view.slots.score
 
 
-@register(paper="control", group="what stays is a matter of keys, or of chance")
+@register(paper="control", group="ranked by keys, values or chance, without attention")
 def random(**common: Any) -> Policy:
     """Keep a uniformly random subset of the text at every step: each token draws one priority, the lowest leaves.
 

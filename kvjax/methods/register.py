@@ -14,10 +14,12 @@ from kvjax.utils.suggest import choices
 
 Method = Callable[..., Policy]
 Group = Literal[
-    "everything stays",
-    "what stays is a matter of position",
-    "what stays is a matter of attention",
-    "what stays is a matter of keys, or of chance",
+    "nothing is evicted",
+    "ranked by position",
+    "ranked by keys, values or chance, without attention",
+    "ranked by attention at every token",
+    "ranked once for each prompt or turn",
+    "ranked with arrays calibrated on a text",
     "over another policy",
 ]
 """Groups of methods by what they choose with, in the order of all lists."""
@@ -46,7 +48,7 @@ def register(*, paper: str, group: Group) -> Callable[[_M], _M]:
 
     Example:
         >>> from kvjax.methods.register import register
-        >>> @register(paper="H2O, Algorithm 1", group="what stays is a matter of attention")  # doctest: +SKIP
+        >>> @register(paper="H2O, Algorithm 1", group="ranked by attention at every token")  # doctest: +SKIP
         ... def h2o(*, recent: int | float = 0.5, **common: Any) -> Policy:
         ...     return combine(Accumulated(), recent=recent, **common)
     """

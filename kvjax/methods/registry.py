@@ -313,13 +313,16 @@ def _keywords(function: Callable[..., Any]) -> dict[str, Any]:
 def settings_in(made: Policy) -> dict[str, Any]:
     """Return a policy's settings as its function takes them, read off its parts, without those of a residual.
 
-    Settings of a part that has been replaced are left out, and somebody's own policy has those of its score.
+    Settings of a part that has been replaced are left out, and somebody's own policy has those of its score. So is
+    `evict_every` where it is the usual one: rows of measurements and training runs are older than that setting.
     """
-    own = [field.name for field in dataclasses.fields(made.score)]  # type: ignore[arg-type]
-    names = settings_of(made.name) if made.name in REGISTRY else [*own, *_keywords(combine)]
+    own = {field.name: None for field in dataclasses.fields(made.score)}  # type: ignore[arg-type]
+    names = settings_of(made.name) if made.name in REGISTRY else own | _keywords(combine)
     inner = getattr(made.plan, "plan", None)
     parts = (made.score, made.protection, made.plan, inner, made.selection, made.codec)
     found = {name: getattr(part, name) for name in names for part in reversed(parts) if hasattr(part, name)}
+    if made.evict_every != names.get("evict_every", 1):
+        found["evict_every"] = made.evict_every
     if made.plan.extra_slots:
         return {"base": made.name, "features": 2 * made.plan.extra_slots} | found
     return found

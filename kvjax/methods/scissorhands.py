@@ -79,7 +79,7 @@ class Persistence(Score):
         return -jax.lax.population_count(view.slots.score).sum(-1).astype(jnp.float32)
 
 
-@register(paper="Scissorhands, Algorithm 2", group="what stays is a matter of attention")
+@register(paper="Scissorhands, Algorithm 2", group="ranked by attention at every token")
 def scissorhands(*, history: int = Persistence.history, recent: int | float = 0.25, **common: Any) -> Policy:
     """Evict what was below average most often over a history window.
 

@@ -97,7 +97,7 @@ class PromptWindow(Score):
         return view.slots.score[1]
 
 
-@register(paper="SnapKV, Listing 1", group="what stays is a matter of attention")
+@register(paper="SnapKV, Listing 1", group="ranked once for each prompt or turn")
 def snapkv(
     *,
     recent: int | float = PromptWindow.window,

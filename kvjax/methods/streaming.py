@@ -10,7 +10,7 @@ from kvjax.methods.window import Recency
 from kvjax.policies.policy import Policy
 
 
-@register(paper="StreamingLLM, 3.2", group="what stays is a matter of position")
+@register(paper="StreamingLLM, 3.2", group="ranked by position")
 def streaming(*, sinks: int = 4, positions: str = "cache", **common: Any) -> Policy:
     """Keep the first tokens and the most recent ones, seen at their positions in the cache.
 

@@ -84,7 +84,7 @@ def largest(probs: Float[Array, "*n c"], k: int | Float[Array, "*n 1"]) -> Bool[
     return above | (equal & (place < end))
 
 
-@register(paper="LESS, Figure 3", group="everything stays")
+@register(paper="LESS, Figure 3", group="nothing is evicted")
 def topk_oracle(*, k: int | float | None = TopK.k, **common: Any) -> Policy:
     """Read the k strongest keys of every query, chosen with a full cache: it frees nothing and says so.
 

@@ -54,7 +54,7 @@ def _newest(new: New) -> Bool[Array, "b t"]:
     return new.valid & (new.position == new.newest[:, None])
 
 
-@register(paper="TOVA, 4", group="what stays is a matter of attention")
+@register(paper="TOVA, 4", group="ranked by attention at every token")
 def tova(*, recent: int | float = 1, **common: Any) -> Policy:
     """Last attention, one score for all heads of a layer.
 

@@ -58,7 +58,7 @@ class Dilated(Score):
         return jnp.where(view.position % (self.dilation + 1) == 0, position, position - 2.0**24)
 
 
-@register(paper="Longformer, 3.1", group="what stays is a matter of position")
+@register(paper="Longformer, 3.1", group="ranked by position")
 def window(**common: Any) -> Policy:
     """Keep the most recent tokens: the oldest leaves first (Longformer's sliding window as a cache).
 
@@ -68,7 +68,7 @@ def window(**common: Any) -> Policy:
     return combine(Recency(), **common)
 
 
-@register(paper="Longformer, 3.1; Keyformer, Figure 2c", group="what stays is a matter of position")
+@register(paper="Longformer, 3.1; Keyformer, Figure 2c", group="ranked by position")
 def dilated_window(*, dilation: int = Dilated.dilation, **common: Any) -> Policy:
     """Keep a window with gaps: every (dilation + 1)-th token of the recent text and the newest one.
 

@@ -7,7 +7,6 @@ import dataclasses
 import warnings
 from typing import Any, Literal
 
-import jax.numpy as jnp
 import numpy as np
 from flax import struct
 from jaxtyping import Array, Float, Int
@@ -132,17 +131,6 @@ def layer_slots(plan: Plan, budget: int, layers: int) -> np.ndarray:
             "use a larger budget or a flatter plan."
         )
     return whole
-
-
-def buffer_slots(plan: Plan, limit: int, shortest: int) -> int:
-    """Return the slots that buffers need for heads with a budget of `limit`, at most, and texts of `shortest` tokens.
-
-    Raises:
-        ValueError: the budget does not fit the plan's settings.
-    """
-    spare = plan.sizing.spare_slots
-    at_first = int(plan.slots_at(jnp.full((1, 1), limit, jnp.int32), jnp.full(1, shortest, jnp.int32))[0, 0])
-    return max(at_first, limit + spare) if spare else at_first
 
 
 @struct.dataclass

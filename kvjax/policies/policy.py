@@ -19,7 +19,8 @@ from kvjax.policies.rankings import HammingDistance, OldestFirst, Ranking, as_nu
 from kvjax.policies.residual import Residual
 from kvjax.policies.score import AccumulatedScore, Score
 from kvjax.policies.selection import Selection
-from kvjax.types import New, Parts, PyTree, View, derived, setting
+from kvjax.policies.stats import questions
+from kvjax.types import New, Parts, PyTree, View, check, derived, setting
 
 if TYPE_CHECKING:
     from kvjax.models.model import LanguageModel
@@ -36,6 +37,8 @@ class Policy:
         residual: memory of evicted pairs; None to drop them.
         codec: how a slot is stored.
         selection: cached tokens that each query attends to; None for all.
+        evict_every: r, tokens from one eviction to the next. A head with C slots has C + (n - 1) mod r for a text of n
+            tokens, the one being read included, and r tokens leave before each position that r divides.
         name: name in reports; the registered one if the policy was made by name.
 
     Example:
@@ -52,6 +55,7 @@ class Policy:
     residual: Residual | None = None
     codec: Codec = Codec()
     selection: Selection | None = None
+    evict_every: int = setting(1)
     name: str = setting("")
     kinds: tuple[type, ...] = derived(())
     """Classes of the policy and of its parts.
@@ -68,6 +72,8 @@ class Policy:
                 raise TypeError(f"{name}={part.__name__} is a class; give an instance, {part.__name__}().")
             if isinstance(part, (Part, Codec)):
                 _check_part(name, part, kind)
+        if isinstance(self.evict_every, int):
+            check(self.evict_every >= 1, "evict_every", self.evict_every, "a number of tokens from 1")
         parts = [getattr(self, name) for name in _KINDS]
         if all(part is None or isinstance(part, (Part, Codec)) for part in parts):
             object.__setattr__(self, "kinds", tuple(_kinds(self)))
@@ -116,7 +122,7 @@ class Policy:
     @property
     def may_shrink(self) -> bool:
         """True if one step may have to evict several tokens."""
-        return self.plan.sizing.may_shrink
+        return self.plan.sizing.may_shrink or self.evict_every > 1
 
     @property
     def fixed_length(self) -> bool:
@@ -135,6 +141,12 @@ class Policy:
     def only_adds(self, asks: PyTree, new: New) -> bool:
         """Return whether each slot stores its score, and the requested statistic is all that is added to it."""
         return isinstance(self.score, AccumulatedScore) and self.score.only_adds(asks, new)
+
+    def updates(self, asks: PyTree) -> bool:
+        """Return whether attention updates the score, if it requested these statistics of it."""
+        kind = type(self.score)
+        overrides = kind.fold is not Score.fold or kind.advance is not Score.advance
+        return bool(questions(asks)[0]) or (overrides and kind.asks is Part.asks)
 
     def init(self, shape: New) -> Parts:
         """Return the initial state of all parts for a layer."""
@@ -178,7 +190,18 @@ class Policy:
 
     def slots_at(self, limit: Int[Array, "b h"], length: Int[Array, " b"]) -> Int[Array, "b h"]:
         """Return the usable slots of each head for a text of `length` tokens, the whole prompt included."""
-        return self.plan.slots_at(limit, length)
+        usable = self.plan.slots_at(limit, length)
+        return usable if self.evict_every == 1 else usable + ((length - 1) % self.evict_every)[:, None]
+
+    def buffer_slots(self, limit: int, shortest: int) -> int:
+        """Return the slots that buffers need for heads with a budget of `limit` and texts of `shortest` tokens or more.
+
+        Raises:
+            ValueError: the budget does not fit the plan's settings.
+        """
+        at_first = self.plan.slots_at(jnp.full((1, 1), limit, jnp.int32), jnp.full(1, shortest, jnp.int32))
+        spare = self.plan.sizing.spare_slots
+        return (max(int(at_first[0, 0]), limit + spare) if spare else int(at_first[0, 0])) + self.evict_every - 1
 
     def fold(self, answers: PyTree, view: View, new: New) -> PyTree:
         """Return the score's state of each slot, updated after attention.

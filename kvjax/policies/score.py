@@ -25,6 +25,7 @@ class Requirements:
     Args:
         shared_slots: `heads` if slots must hold the same tokens in all heads of a layer, `layers` if also in all
             layers, else `none`.
+        whole_heads: True if `score` compares the slots of a head with each other, so that it must see all of them.
         prompt_chunk: prompt tokens read between two compressions; None for the whole prompt, 1 for decode steps.
         min_prompt: tokens that each prompt must have.
         host_memory: True to keep state of slots and heads in host memory from one token to the next.
@@ -33,6 +34,7 @@ class Requirements:
     """
 
     shared_slots: str = "none"
+    whole_heads: bool = False
     prompt_chunk: int | None = None
     min_prompt: int = 0
     host_memory: bool = False
@@ -50,7 +52,7 @@ class Score(Part, interface=True):
 
     - `score`; the new token takes the slot that ranks lowest, or an empty slot if there is one.
     - `slot` of the new token; the result is stored beside its key and value.
-    - After attention `advance` and `fold`, if the score `asks` for attention statistics.
+    - After attention `advance` and `fold`, if the score `asks` for statistics of this attention, or never asks.
 
     A prompt, a turn or a chunk is read as a whole: `slot`, attention, `advance` and `fold`. Then the slots that rank
     highest are kept.
@@ -81,15 +83,13 @@ class Score(Part, interface=True):
                 cls.requires = made  # type: ignore[assignment]
 
     def __new__(cls, *values: Any, **named: Any) -> Self:
-        """Check that statistics from `asks` have a method that uses them, and that `fold` gets statistics."""
+        """Check that statistics from `asks` have a method that uses them."""
         asks = cls.asks is not Part.asks
         folds = any(getattr(cls, name) is not getattr(Score, name) for name in ("fold", "advance"))
         if asks and not folds:
             raise TypeError(
                 f"{cls.__name__} asks for statistics of attention and never takes them; override fold, which gets them."
             )
-        if cls.fold is not Score.fold and not asks:
-            raise TypeError(f"{cls.__name__}.fold would never be called; override asks, which says what fold gets.")
         return super().__new__(cls, *values, **named)
 
     paper: ClassVar[str] = ""
@@ -107,7 +107,7 @@ class Score(Part, interface=True):
         state of one may depend on the others.
 
         Args:
-            answers: attention statistics, in the structure of `asks`.
+            answers: attention statistics, in the structure of `asks`; () if it is not overridden.
             view: the slots, those of the new tokens included.
             new: the tokens that attended.
         """

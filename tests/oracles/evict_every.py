@@ -12,11 +12,11 @@ class EvictEvery(Oracle):
     """
 
     evicts_first = True
-    every = 1
+    evict_every = 1
 
     def room(self, h: int, length: int) -> int:
         """Slots in a text of so many tokens, the one being read included."""
-        return self.limits[h] + (length - 1) % self.every
+        return self.limits[h] + (length - 1) % self.evict_every
 
     def best(self, h, new, count: int) -> list[int]:
         """Indices of the highest ranks, of equals the newest."""
@@ -37,3 +37,8 @@ class EvictEvery(Oracle):
             left = set(range(len(head.positions))) - set(staying)
             leaving.append(left.pop() if left else None)
         return leaving
+
+
+def every(kind: type[Oracle]) -> type[Oracle]:
+    """A policy that evicts r tokens at once."""
+    return kind if issubclass(kind, EvictEvery) else type(f"{kind.__name__}EvictEvery", (EvictEvery, kind), {})

@@ -39,7 +39,7 @@ class VaSE(EvictEvery):
 
     def scores(self, h, new):
         head, newest = self.heads[h], new.position
-        rest = [i for i, position in enumerate(head.positions) if position <= newest - self.every]
+        rest = [i for i, position in enumerate(head.positions) if position <= newest - self.evict_every]
         large = math.floor(self.large * self.limits[h] + 1e-6) if isinstance(self.large, float) else self.large
 
         def spread(i: int) -> float:
@@ -47,8 +47,8 @@ class VaSE(EvictEvery):
 
         chosen = sorted(rest, key=lambda i: (-spread(i), i))[:large]
         read = newest + isinstance(new, Prompt)  # a token that needs a slot has not asked yet
-        queries = range(read - self.every, read)
-        mean = {i: sum(head.notes[i].get(query, 0.0) for query in queries) / self.every for i in rest}
+        queries = range(read - self.evict_every, read)
+        mean = {i: sum(head.notes[i].get(query, 0.0) for query in queries) / self.evict_every for i in rest}
         scores = []
         for i, position in enumerate(head.positions):
             if i in chosen or i not in rest:
@@ -56,5 +56,5 @@ class VaSE(EvictEvery):
                 continue
             near = range(i - self.kernel // 2, i + self.kernel // 2 + 1)
             pooled = sum(mean.get(j, 0.0) for j in near) / self.kernel
-            scores.append(math.log(pooled) + self.gumbel(h, newest // self.every, position))
+            scores.append(math.log(pooled) + self.gumbel(h, newest // self.evict_every, position))
         return scores

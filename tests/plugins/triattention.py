@@ -12,7 +12,6 @@ from jaxtyping import Array, Float
 
 import kvjax
 from kvjax.types import Heads, LayerConfig, New, PyTree, View, check, setting, wide
-from tests.plugins.evict_every import EvictEvery
 
 Stacked = Float[Array, "layers h g n"] | tuple[Float[Array, "h g n"], ...]
 
@@ -54,7 +53,7 @@ class TriAttention(kvjax.Score):
     @property
     def requires(self) -> kvjax.Requirements:
         """Whole heads in one buffer: `score` would see pages one by one, each with a mean of its own."""
-        return kvjax.Requirements(shared_slots="heads")
+        return kvjax.Requirements(whole_heads=True)
 
     def bind(self, model: Any) -> TriAttention:
         """Return a copy with one array for each layer.
@@ -135,10 +134,6 @@ class QueryMeans(kvjax.Score):
         query = jnp.zeros((*shape.q.shape[:3], shape.q.shape[-1]), wide(shape.q.dtype))
         return query, norms(query)
 
-    def asks(self, heads: Heads, new: New) -> kvjax.Sums:
-        """Return a request that nothing uses: without one, `advance` is not called."""
-        return kvjax.Sums()
-
     def advance(self, heads: Heads, new: New) -> PyTree:
         """Return the sums with the new queries added."""
         query, norm = heads.state.score
@@ -174,4 +169,4 @@ def triattention(score: TriAttention, *, every: int = 128, sinks: int = 0, recen
         sinks: first tokens of the text that are never evicted.
         recent: newest tokens that are never evicted.
     """
-    return kvjax.Policy(score, kvjax.Protection(sinks, recent), EvictEvery(every))
+    return kvjax.Policy(score, kvjax.Protection(sinks, recent), evict_every=every)

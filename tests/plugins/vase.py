@@ -10,7 +10,6 @@ from jaxtyping import Array, Float, Int, UInt32
 
 import kvjax
 from kvjax.types import Heads, New, View, check, is_share, nothing, number, setting, wide
-from tests.plugins.evict_every import EvictEvery
 
 
 @struct.dataclass
@@ -29,7 +28,7 @@ class ValueSpread(kvjax.Score):
     the last ranking; after given text, the last r of its own.
 
     Args:
-        every: r, tokens from one ranking to the next, as in `EvictEvery`.
+        every: r, tokens from one ranking to the next, as in `kvjax.Policy`.
         large: n_large, as a number of slots or as a fraction of a head's.
         sinks: first tokens, whose range counts as infinite.
         kernel: neighbors pooled together, an odd number.
@@ -49,7 +48,7 @@ class ValueSpread(kvjax.Score):
     @property
     def requires(self) -> kvjax.Requirements:
         """Whole heads in one buffer: `score` would see pages one by one, without the neighbors on others."""
-        return kvjax.Requirements(shared_slots="heads")
+        return kvjax.Requirements(whole_heads=True)
 
     def slot(self, new: New, state: object) -> tuple[Float[Array, "b h t"], Float[Array, "b h t"]]:
         """Return zeros: attention of the last r queries, and of those since the last multiple of r."""
@@ -132,4 +131,4 @@ def vase(*, every: int = 64, large: int | float = 0.5, sinks: int = 4, kernel: i
         kernel: neighbors whose attention is pooled, an odd number.
     """
     score = ValueSpread(every, large, sinks, kernel)
-    return kvjax.Policy(score, kvjax.Protection(recent=every), EvictEvery(every))
+    return kvjax.Policy(score, kvjax.Protection(recent=every), evict_every=every)

@@ -68,7 +68,7 @@ def _ordering(model: Model, entry: Entry, tokens: Int[np.ndarray, "b n"]) -> dic
         policy.plan.sizing.mode == "unbounded"
         or policy.score.requires.shared_slots == "layers"
         or policy.score.requires.host_memory
-        or policy.plan.sizing.may_shrink
+        or policy.may_shrink
     ):
         return {"attention_loss_ratio": None, "score_correlation": None}
     found = ordering(model, policy, tokens)

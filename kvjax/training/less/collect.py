@@ -32,7 +32,7 @@ def check_policy(policy: Policy, mask: str) -> None:
     check_mask(policy, mask)
     if policy.plan.sizing.mode == "unbounded":
         raise ValueError(f"policy {name!r} evicts nothing, so that there is nothing to learn; choose one that does.")
-    if policy.plan.sizing.may_shrink:
+    if policy.may_shrink:
         raise ValueError(f"policy {name!r} lets several tokens go in one step; set its slots to stay the same.")
     if policy.residual is not None:
         raise ValueError(f"policy {name!r} is what the kernels are for; give the policy that it wraps, such as h2o.")

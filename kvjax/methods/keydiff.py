@@ -1,18 +1,23 @@
-"""KeyDiff: the token whose key is most like the other keys leaves first."""
+"""KeyDiff: keys that differ most from the other keys."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float
 
-import kvjax
+from kvjax.methods.combine import combine
+from kvjax.methods.register import register
+from kvjax.policies.policy import Policy
+from kvjax.policies.score import Requirements, Score
 from kvjax.types import New, View, check, setting, wide
 
 
 @struct.dataclass
-class KeyDiff(kvjax.Score):
-    r"""Cosine similarity of a key to the mean direction of all cached keys.
+class KeyDifference(Score):
+    r"""Cosine similarity of a key to the mean direction of all cached keys, negated.
 
     .. math:: F(i) = -\cos(k_i, \mu), \quad \mu = \frac 1 n \sum_j \frac{k_j}{\lVert k_j \rVert}
 
@@ -22,7 +27,7 @@ class KeyDiff(kvjax.Score):
         block: prompt tokens that are read between two evictions; None for the whole prompt.
     """
 
-    paper = "KeyDiff, Park et al. 2025, arXiv 2504.15364, equation 5"
+    paper = "KeyDiff, Park et al. 2025, equation 5"
 
     block: int | None = setting(128)
 
@@ -30,9 +35,9 @@ class KeyDiff(kvjax.Score):
         check(self.block is None or self.block >= 1, "block", self.block, "a number of tokens from 1, or None")
 
     @property
-    def requires(self) -> kvjax.Requirements:
-        """Whole heads in one buffer: `score` would see pages one by one, each with a mean of its own."""
-        return kvjax.Requirements(prompt_chunk=self.block, shared_slots="heads")
+    def requires(self) -> Requirements:
+        """All keys of a head; prompts in blocks."""
+        return Requirements(prompt_chunk=self.block, whole_heads=True)
 
     def score(self, view: View, new: New) -> Float[Array, "b h c"]:
         """Return F."""
@@ -43,12 +48,10 @@ class KeyDiff(kvjax.Score):
         return -jnp.einsum("bhcd,bhd->bhc", unit, mean)
 
 
-def keydiff(*, block: int | None = 128, sinks: int = 0, recent: int | float = 0) -> kvjax.Policy:
-    """Return the policy KeyDiff.
+@register(paper="KeyDiff, eq. 5", group="ranked by keys, values or chance, without attention")
+def keydiff(*, block: int | None = KeyDifference.block, **common: Any) -> Policy:
+    """Keys that differ most from the mean direction of all cached keys.
 
-    Args:
-        block: prompt tokens that are read between two evictions; None for the whole prompt.
-        sinks: first tokens of the text that are never evicted.
-        recent: newest tokens that are never evicted.
+    When: where attention is not computed, or prompts come in blocks. It has not been measured on many models yet.
     """
-    return kvjax.Policy(KeyDiff(block), kvjax.Protection(sinks, recent))
+    return combine(KeyDifference(block), **common)
