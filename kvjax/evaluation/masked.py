@@ -13,8 +13,9 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int
 
 from kvjax.cache.dense import Dense
+from kvjax.cache.step import update_score
 from kvjax.evaluation.perplexity import begin, judge
-from kvjax.inference.layers import Reading, heard
+from kvjax.inference.layers import Reading
 from kvjax.inference.state import State, cache_bytes, full_cache_bytes
 from kvjax.methods.registry import name_of
 from kvjax.model import Model
@@ -147,7 +148,7 @@ def replayed(
             )
             new = reading.new(shape, index, hidden, q, k, v)
             storage, told, found = replay(shape, own, mask, storage, new, lse)
-            storage = heard(own, storage, index, told.asks, told.answers, new)
+            storage = update_score(own, storage, index, told.asks, told.answers, new)
             return (storage, look(sums, storage.layers[index], new, own, found)), found.partial.out
 
         steps = (by_steps(each, axis) for each, axis in ((x, 1), (q, 3), (k, 2), (v, 2), (lse, 3)))

@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Int, Key, UInt32
 
 from kvjax.cache.dense import Dense
-from kvjax.inference.layers import Storage
+from kvjax.cache.step import Storage
 from kvjax.inference.sharding import OF_ROWS, OF_VIEW, on_mesh, placed_by_program, shared, storage_specs
 
 ROWS = ("position", "prompt_length", "horizon", "end", "key", "seed", "active")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Generator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,18 +16,14 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 from kvjax.cache import slots
 from kvjax.cache.dense import Dense
 from kvjax.cache.paged.build import Selected, select
-from kvjax.cache.paged.storage import Paged
-from kvjax.cache.slots import Attended
+from kvjax.cache.step import Pending, Storage, low_rank_of, step, sum_over_layers, update_score
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import LayerWeights, Weights, embed, finish_block, project
 from kvjax.policies.base import Part
 from kvjax.policies.policy import Policy
-from kvjax.policies.stats import is_ask, of_all_layers, of_devices, of_own_heads, questions
+from kvjax.policies.stats import of_all_layers, of_devices, questions
 from kvjax.rope import Rope, Turns, turns_of
-from kvjax.types import Evicted, Heads, Kernels, LayerConfig, New, PyTree, setting
-from pallas_kernels.attention import LowRank
-
-Storage = Dense | Paged
+from kvjax.types import Kernels, LayerConfig, New, setting
 
 
 class Reading(struct.PyTreeNode):
@@ -101,14 +97,6 @@ class Reading(struct.PyTreeNode):
         return self.new(unrotated, layer, jnp.zeros_like(x), queries, keys, values)
 
 
-class Pending(NamedTuple):
-    """Attention statistics of a layer, before the score is updated with them."""
-
-    asks: PyTree
-    answers: Any
-    new: New
-
-
 def read_token(
     weights: Weights, config: ModelConfig, policy: Policy, storage: Storage, reading: Reading
 ) -> tuple[Storage, Float[Array, "b 1 width"]]:
@@ -133,9 +121,9 @@ def read_token(
                 given = layer, policies[index], storage, index, index, reading, turned, x
                 storage, x, told = _through_layer(*given, config=config, shape=index)
         pending.extend(told)
-    for index, told in enumerate(over_layers(pending)):
+    for index, told in enumerate(sum_over_layers(pending)):
         with jax.named_scope("layer"):
-            storage = heard(policies[index], storage, index, told.asks, told.answers, told.new)
+            storage = update_score(policies[index], storage, index, told.asks, told.answers, told.new)
     return storage.close(), x
 
 
@@ -200,120 +188,17 @@ def _through_layer(
     with layer_numbered(policy, number):
         normed, q, k, v = project(layer, config, kind, x)
         new = reading.new(kind, number, x, q, k, v, turns)
-        storage, out, told = _step(kind, policy, storage, place, new)
+        storage, out, told = step(kind, policy, storage, place, new)
         for each in told:
             (of_heads if of_devices(each.asks) else pending).append(each)
         after = finish_block(layer, config, kind, x, normed, out, total)
         for told in of_heads:
-            storage = heard(policy, storage, place, told.asks, told.answers, told.new)
+            storage = update_score(policy, storage, place, told.asks, told.answers, told.new)
     return storage, after, pending
 
 
 # The compiler inlines it; sharing saves tracing and lowering.
 _traced_once = jax.jit(_through_layer, static_argnames=("place", "config", "shape"))
-
-
-def _step(
-    config: LayerConfig, policy: Policy, storage: Any, layer: int, new: New
-) -> tuple[Storage, Float[Array, "b h g 1 e"], list[Pending]]:
-    """Run attention and eviction of one layer of a decode step, with any storage."""
-    if policy.score.requires.host_memory:
-        storage = storage.moved(layer, jax.memory.Space.Device)
-
-    def asked(heads: Heads) -> PyTree:
-        asks = policy.score.asks(heads, new)
-        # If output weights also sum over slots, statistics of heads need a collective of their own.
-        return of_own_heads(asks) if new.spread.heads > 1 and new.spread.outputs == 1 else asks
-
-    done = None
-    if policy.selection is None:
-        absorb = None if policy.residual is None else policy.residual.absorb
-        with jax.named_scope("attention"):
-            done = storage.exchange_and_attend(policy, config, layer, new, asked, absorb)
-    if done is not None:
-        storage, asks, told = done
-        out = told.partial.out
-        if told.evicted is not None:  # absorbed late, to the same effect: the residual has its own state
-            assert policy.residual is not None  # only a residual requests the evicted pair
-            with jax.named_scope("residual"):
-                kept = storage.heads(layer).state.residual
-                kept, out = policy.residual.step(kept, told.evicted, new, told.partial)
-                storage = storage.put_state(layer, residual=kept)
-        found = Attended(out, told.answers)
-    else:
-        storage, _ = exchange(config, policy, storage, layer, new)
-        asks = asked(storage.heads(layer))
-        remembered = share(policy, storage, layer, new)
-        with jax.named_scope("attention"):
-            storage, found = storage.attend(policy, config, layer, new, asks, remembered, policy.selection)
-    if of_all_layers(asks) or of_devices(asks):
-        return storage, found.out, [Pending(asks, found.answers, new)]
-    storage = heard(policy, storage, layer, asks, found.answers, new)
-    if questions(asks)[0]:
-        storage, out = storage.with_scores(layer, found.out)
-        found = found._replace(out=out)
-    if policy.score.requires.host_memory:
-        storage = storage.moved(layer, jax.memory.Space.Host)
-    return storage, found.out, []
-
-
-def exchange(
-    config: LayerConfig, policy: Policy, storage: Any, layer: int, new: New, *, pairs: bool = False
-) -> tuple[Any, Evicted]:
-    """Write one token per row into a slot of each head, and let the residual absorb the evicted pairs.
-
-    Return the evicted pairs, too. Without a residual they are empty, unless `pairs` is True.
-    """
-    told = _unchanged if pairs else None
-    absorb = told if policy.residual is None else policy.residual.absorb
-    with jax.named_scope("eviction"):
-        storage, evicted = storage.exchange(policy, config, layer, new, absorb)
-    if absorb is None:
-        return storage, evicted
-    with jax.named_scope("residual"):
-        remembered = absorb(storage.heads(layer).state.residual, evicted)
-        return storage.put_state(layer, residual=remembered), evicted
-
-
-def _unchanged(remembered: PyTree, evicted: Evicted) -> PyTree:
-    return remembered
-
-
-def heard(policy: Policy, storage: Any, layer: int, asks: PyTree, answers: Any, new: New) -> Any:
-    """Update a layer's score after attention, with the requested statistics."""
-    if not policy.updates(asks):
-        return storage
-    heads = storage.heads(layer)
-    with jax.named_scope("scores"):
-        advanced = policy.score.advance(heads, new)
-        if not policy.score.requires.keeps_idle_rows:
-            advanced = slots.where_read(new, advanced, heads.state.score)
-        storage = storage.fold(policy, layer, asks, answers, new)
-    return storage if advanced is None else storage.put_state(layer, score=advanced)
-
-
-def share(policy: Policy, storage: Storage, layer: int, new: New) -> LowRank | None:
-    """Return the residual's low-rank term of the attention of the new queries; None without a residual."""
-    with jax.named_scope("residual"):
-        return None if policy.residual is None else policy.residual.share(storage.heads(layer).state.residual, new)
-
-
-def over_layers(pending: Sequence[Pending]) -> list[Pending]:
-    """Replace the statistics that are requested over all layers by their sums over the layers."""
-    if not pending:
-        return []
-    answers = [told.answers for told in pending]
-
-    def total(ask: Any, *found: Any) -> Any:
-        return sum(found) if of_all_layers(ask) else None
-
-    def choose(ask: Any, whole: Any, own: Any) -> Any:
-        return whole if of_all_layers(ask) else own
-
-    totals = jax.tree.map(total, pending[0].asks, *answers, is_leaf=is_ask)
-    return [
-        told._replace(answers=jax.tree.map(choose, told.asks, totals, told.answers, is_leaf=is_ask)) for told in pending
-    ]
 
 
 def read_block(
@@ -386,7 +271,7 @@ def read_layers(
             storage = storage.append(policy, shape, index, new)
             heads = storage.heads(index)
             asks = {"score": policy.score.asks(heads, new), "plan": policy.plan.asks(heads, new) if first else ()}
-            remembered = share(policy, storage, index, new)
+            remembered = low_rank_of(policy, storage, index, new)
             storage, found = storage.attend(policy, shape, index, new, asks, remembered, policy.selection, block=True)
             told = Pending(asks, found.answers, new)
             if of_all_layers(asks["score"]):
@@ -395,7 +280,7 @@ def read_layers(
                 storage, of_layer = _kept(policy, shape, storage, index, told, capacities[index], first)
                 kept.append(of_layer)
             x = finish_block(layer, config, shape, x, normed, found.out)
-    for index, told in enumerate(over_layers(pending)):
+    for index, told in enumerate(sum_over_layers(pending)):
         storage, of_layer = _kept(policies[index], shapes[index], storage, index, told, capacities[index], first)
         kept.append(of_layer)
     for each in kept:
@@ -441,7 +326,7 @@ def _kept(
 def _settled(policy: Policy, storage: Dense, layer: int, told: Pending, first: bool) -> Dense:
     # Update and finalize the score of the block; then the plan allocates slots to heads.
     asks, answers, new = told
-    storage = heard(policy, storage, layer, asks["score"], answers["score"], new)
+    storage = update_score(policy, storage, layer, asks["score"], answers["score"], new)
     if not first:
         return storage
     view = storage.layers[layer]

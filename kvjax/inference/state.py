@@ -13,9 +13,9 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Int, Key, UInt32
 
 from kvjax.cache.memory import allocated_bytes
+from kvjax.cache.step import Storage
 from kvjax.inference.cache import Cache
 from kvjax.inference.decoder import Decoder
-from kvjax.inference.layers import Storage
 from kvjax.inference.prepare import full_slots, round_slots
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Weights

@@ -13,7 +13,8 @@ from kvjax.cache.dense import Dense
 from kvjax.cache.empty import empty_layers
 from kvjax.cache.recompute import whole, with_again, without_again
 from kvjax.cache.stats import answered
-from kvjax.inference.layers import Pending, Reading, exchange, heard, over_layers, share
+from kvjax.cache.step import Pending, exchange, low_rank_of, sum_over_layers, update_score
+from kvjax.inference.layers import Reading
 from kvjax.methods.lightkv import LastQueries
 from kvjax.methods.registry import name_of
 from kvjax.models.config import ModelConfig
@@ -154,8 +155,8 @@ def record(
             storage, told, found = replay(shape, policies[layer], mask, storage, new, of.lse)
             pending.append(told)
             seen.append(found.replace(probs=None))
-        for layer, told in enumerate(over_layers(pending)):
-            storage = heard(policies[layer], storage, layer, told.asks, told.answers, told.new)
+        for layer, told in enumerate(sum_over_layers(pending)):
+            storage = update_score(policies[layer], storage, layer, told.asks, told.answers, told.new)
         return storage, tuple(seen)
 
     inputs = [jax.tree.map(by_steps, read, _AXES) for read in reads]
@@ -229,7 +230,7 @@ def replay(
     )
     if mask == "full-softmax":  # the same logits, normalized over the whole text
         probs = probs * jnp.exp(partial.lse - full_lse)[..., None]
-    remembered = share(policy, storage, layer, new)
+    remembered = low_rank_of(policy, storage, layer, new)
     if remembered is not None:
         partial = merge(partial, share_of_evicted(remembered))
     asks = policy.score.asks(view, new)

@@ -1,0 +1,160 @@
+"""One token per row in the cache of a layer, whatever its storage: evict, write, attend and update the score."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jaxtyping import Array, Float
+
+from kvjax.cache import slots
+from kvjax.cache.dense import Dense
+from kvjax.cache.paged.storage import Paged
+from kvjax.cache.slots import Attended
+from kvjax.policies.policy import Policy
+from kvjax.policies.stats import is_ask, of_all_layers, of_devices, of_own_heads, questions
+from kvjax.types import Evicted, Heads, LayerConfig, New, PyTree
+from pallas_kernels.attention import LowRank
+
+Storage = Dense | Paged
+
+
+class Pending(NamedTuple):
+    """Attention statistics of a layer, before the score is updated with them."""
+
+    asks: PyTree
+    answers: Any
+    new: New
+
+
+class _Attended(NamedTuple):
+    storage: Storage
+    asks: PyTree
+    found: Attended
+
+
+def step(
+    config: LayerConfig, policy: Policy, storage: Any, layer: int, new: New
+) -> tuple[Storage, Float[Array, "b h g 1 e"], list[Pending]]:
+    """Give the new tokens slots, attend from them, and update the score: a decode step in the cache of one layer.
+
+    Args:
+        config: of the layer.
+        policy: as the layer uses it.
+        storage: the cache before.
+        layer: index of the layer in the storage.
+        new: one token per row; a row of padding changes nothing.
+
+    Returns:
+        The cache, attention over slots and evicted pairs, and statistics that have to be summed over devices or layers
+        before they update the score.
+    """
+    if policy.score.requires.host_memory:
+        storage = storage.moved(layer, jax.memory.Space.Device)
+
+    def asked(heads: Heads) -> PyTree:
+        asks = policy.score.asks(heads, new)
+        # If output weights also sum over slots, statistics of heads need a collective of their own.
+        return of_own_heads(asks) if new.spread.heads > 1 and new.spread.outputs == 1 else asks
+
+    done = _in_one_pass(config, policy, storage, layer, new, asked)
+    storage, asks, (out, answers) = done or _in_two_passes(config, policy, storage, layer, new, asked)
+    if of_all_layers(asks) or of_devices(asks):
+        return storage, out, [Pending(asks, answers, new)]
+    storage = update_score(policy, storage, layer, asks, answers, new)
+    if questions(asks)[0]:
+        storage, out = storage.with_scores(layer, out)
+    if policy.score.requires.host_memory:
+        storage = storage.moved(layer, jax.memory.Space.Host)
+    return storage, out, []
+
+
+def _in_one_pass(
+    config: LayerConfig, policy: Policy, storage: Any, layer: int, new: New, asked: Callable[[Heads], PyTree]
+) -> _Attended | None:
+    # A kernel that reads keys and values once for both; None if there is none for this storage, policy or platform.
+    if policy.selection is not None:
+        return None
+    absorb = None if policy.residual is None else policy.residual.absorb
+    with jax.named_scope("attention"):
+        done = storage.exchange_and_attend(policy, config, layer, new, asked, absorb)
+    if done is None:
+        return None
+    storage, asks, (partial, answers, evicted) = done
+    if evicted is None:
+        return _Attended(storage, asks, Attended(partial.out, answers))
+    assert policy.residual is not None  # only a residual requests the evicted pair
+    with jax.named_scope("residual"):
+        # Absorbed late, to the same effect: the residual has its own state.
+        state, out = policy.residual.step(storage.heads(layer).state.residual, evicted, new, partial)
+        return _Attended(storage.put_state(layer, residual=state), asks, Attended(out, answers))
+
+
+def _in_two_passes(
+    config: LayerConfig, policy: Policy, storage: Any, layer: int, new: New, asked: Callable[[Heads], PyTree]
+) -> _Attended:
+    storage, _ = exchange(config, policy, storage, layer, new)
+    asks, low_rank = asked(storage.heads(layer)), low_rank_of(policy, storage, layer, new)
+    with jax.named_scope("attention"):
+        storage, found = storage.attend(policy, config, layer, new, asks, low_rank, policy.selection)
+    return _Attended(storage, asks, found)
+
+
+def exchange(
+    config: LayerConfig, policy: Policy, storage: Any, layer: int, new: New, *, pairs: bool = False
+) -> tuple[Any, Evicted]:
+    """Write one token per row into a slot of each head, and let the residual absorb the evicted pairs.
+
+    Return the evicted pairs, too. Without a residual they are empty, unless `pairs` is True.
+    """
+    told = _unchanged if pairs else None
+    absorb = told if policy.residual is None else policy.residual.absorb
+    with jax.named_scope("eviction"):
+        storage, evicted = storage.exchange(policy, config, layer, new, absorb)
+    if absorb is None:
+        return storage, evicted
+    with jax.named_scope("residual"):
+        remembered = absorb(storage.heads(layer).state.residual, evicted)
+        return storage.put_state(layer, residual=remembered), evicted
+
+
+def _unchanged(remembered: PyTree, evicted: Evicted) -> PyTree:
+    return remembered
+
+
+def update_score(policy: Policy, storage: Any, layer: int, asks: PyTree, answers: Any, new: New) -> Any:
+    """Update a layer's score after attention, with the requested statistics."""
+    if not policy.updates(asks):
+        return storage
+    heads = storage.heads(layer)
+    with jax.named_scope("scores"):
+        advanced = policy.score.advance(heads, new)
+        if not policy.score.requires.keeps_idle_rows:
+            advanced = slots.where_read(new, advanced, heads.state.score)
+        storage = storage.fold(policy, layer, asks, answers, new)
+    return storage if advanced is None else storage.put_state(layer, score=advanced)
+
+
+def low_rank_of(policy: Policy, storage: Storage, layer: int, new: New) -> LowRank | None:
+    """Return the residual's low-rank term of the attention of the new queries; None without a residual."""
+    with jax.named_scope("residual"):
+        return None if policy.residual is None else policy.residual.share(storage.heads(layer).state.residual, new)
+
+
+def sum_over_layers(pending: Sequence[Pending]) -> list[Pending]:
+    """Replace the statistics that are requested over all layers by their sums over the layers."""
+    if not pending:
+        return []
+    answers = [told.answers for told in pending]
+
+    def total(ask: Any, *found: Any) -> Any:
+        return sum(found) if of_all_layers(ask) else None
+
+    def choose(ask: Any, whole: Any, own: Any) -> Any:
+        return whole if of_all_layers(ask) else own
+
+    totals = jax.tree.map(total, pending[0].asks, *answers, is_leaf=is_ask)
+    return [
+        told._replace(answers=jax.tree.map(choose, told.asks, totals, told.answers, is_leaf=is_ask)) for told in pending
+    ]
