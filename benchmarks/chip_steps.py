@@ -73,14 +73,14 @@ def compile_step(chip: str, step: Step) -> dict[str, Any]:
     """
     compiled, state = compiled_step(chip, step)
     known, config = SPECIFICATIONS[chip], SHAPES[step.model]
-    weights, caches = _traffic(config, step, state)
+    weights, caches = traffic_of(config, step, state)
     parts: dict[str, float] = dict.fromkeys(CLASSES, 0.0)
     for kernel in compiled.kernels:
         # Pages of all layers are one pool; the grid of a layer has one step for each of its pages.
         kernel = kernel._replace(grid=kernel.grid.part(step.layers))
-        parts[class_of(kernel.instruction)] += _times(kernel.instruction, config, step) * kernel.seconds(known)
+        parts[class_of(kernel.instruction)] += step_times(kernel.instruction, config, step) * kernel.seconds(known)
     for fusion in compiled.fusions:
-        parts[class_of(fusion)] += _times(fusion, config, step) * known.seconds(fusion.cycles)
+        parts[class_of(fusion)] += step_times(fusion, config, step) * known.seconds(fusion.cycles)
     # No estimate includes weights that are prefetched beside other work.
     parts["products"] = max(parts["products"], known.limit(weights))
     estimate = sum(parts.values())
@@ -102,7 +102,7 @@ def class_of(instruction: Instruction) -> str:
     return "rest" if scope == "rope" else scope
 
 
-def _times(instruction: Instruction, config: ModelConfig, step: Step) -> float:
+def step_times(instruction: Instruction, config: ModelConfig, step: Step) -> float:
     # Work outside of layers (embedding, last norm, logits) runs once, and so does work that all layers share, or that
     # the first layer does on the embedding alone. An instruction without a name counts as part of a layer.
     name, arguments = instruction.op_name, instruction.arguments
@@ -114,12 +114,13 @@ def _times(instruction: Instruction, config: ModelConfig, step: Step) -> float:
 def compiled_step(chip: str, step: Step) -> tuple[Compiled, State]:
     """Compile a few layers of a step for a chip; return the result, and the shapes of the state before the step."""
     mesh = mesh_of(chip)
-    state = _state(step)
+    state = step_state(step)
     with jax.set_mesh(mesh):  # kernels read the target chip from the mesh
         return compile_traced(trace_step(placed(state, mesh))), state
 
 
-def _state(step: Step) -> State:
+def step_state(step: Step) -> State:
+    """Return the shapes of a step's state."""
     config = _few_layers(SHAPES[step.model], step.layers)
     if step.policy == "fastgen":
         return _profiled(config, step)
@@ -154,7 +155,7 @@ def _profiled(config: ModelConfig, step: Step) -> State:
     return shapes.replace(weights=weight_shapes(config, jnp.bfloat16), config=config)
 
 
-def _traffic(config: ModelConfig, step: Step, state: State) -> tuple[int, int]:
+def traffic_of(config: ModelConfig, step: Step, state: State) -> tuple[int, int]:
     """Return the bytes that a step of the whole model moves: weights, and caches with a policy's arrays and logits."""
     weights = weight_shapes(config, jnp.bfloat16)
     read = _bytes(weights)

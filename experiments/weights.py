@@ -90,7 +90,7 @@ def run(options: argparse.Namespace) -> None:
 
 def compared(whole: Model, model: Model, read: Passages) -> dict[str, Any]:
     """Return nats per token by text, divergence from another model's predictions, and the rate of equal top tokens."""
-    measured = [_row(*(m.logits(row[None])[0] for m in (whole, model)), jnp.asarray(row)) for row in read.tokens]
+    measured = [errors_of(*(m.logits(row[None])[0] for m in (whole, model)), jnp.asarray(row)) for row in read.tokens]
     nats, divergence, same = (np.asarray(values) for values in zip(*measured, strict=True))
     return {
         "bytes": sum(leaf.nbytes for leaf in jax.tree.leaves(model.weights)),
@@ -101,9 +101,10 @@ def compared(whole: Model, model: Model, read: Passages) -> dict[str, Any]:
 
 
 @jax.jit
-def _row(
+def errors_of(
     expected: Float[Array, "n vocab"], logits: Float[Array, "n vocab"], tokens: Int[Array, " n"]
 ) -> tuple[Float[Array, ""], Float[Array, ""], Float[Array, ""]]:
+    """Return nats, divergence from the expected logits and agreement with their largest, for one text."""
     p, q = jax.nn.log_softmax(expected[:-1]), jax.nn.log_softmax(logits[:-1])
     nats = -jnp.take_along_axis(q, tokens[1:, None], -1).mean()
     divergence = jnp.einsum("nv,nv->n", jnp.exp(p), p - q).mean()

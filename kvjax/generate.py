@@ -122,7 +122,8 @@ def _check(options: argparse.Namespace, settings: Mapping[str, Any]) -> None:
         cache_map.check_file(options.save_cache_map)
 
 
-def _prompt(options: argparse.Namespace) -> str | Messages:
+def prompt_of(options: argparse.Namespace) -> str | Messages:
+    """Return the prompt that the options name: a text or messages."""
     if options.prompt is not None:
         return options.prompt
     if options.messages is not None:
@@ -183,7 +184,7 @@ def run(options: argparse.Namespace) -> None:
     if _of_lines(options):
         continue_lines(work)
     else:
-        answer_lines(work, _prompt(options), in_json=options.json or options.out is not None)
+        answer_lines(work, prompt_of(options), in_json=options.json or options.out is not None)
 
 
 def _load(options: argparse.Namespace) -> Model:
@@ -193,7 +194,7 @@ def _load(options: argparse.Namespace) -> Model:
 
 
 def _continue_one(options: argparse.Namespace, settings: dict[str, Any], chat: bool) -> None:
-    prompt, policy, stop = _prompt(options), settings["policy"], settings["stop"]
+    prompt, policy, stop = prompt_of(options), settings["policy"], settings["stop"]
     model = _load(options)
     ids = encode(model, prompt, chat, options.system)
     settings["chat"] = chat or not isinstance(prompt, str)

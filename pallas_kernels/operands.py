@@ -186,21 +186,22 @@ def turn(
     rotated, rest = x[..., :width], x[..., width:]
     swapped = jax.lax.platform_dependent(
         rotated,
-        tpu=functools.partial(_swapped_by_product, interleaved),
-        default=functools.partial(_swapped, interleaved),
+        tpu=functools.partial(swap_by_product, interleaved),
+        default=functools.partial(swap_halves, interleaved),
     )
     turned = rotated.astype(cos.dtype) * cos + swapped.astype(cos.dtype) * sin
     return jnp.concatenate([turned, rest.astype(cos.dtype)], axis=-1).astype(x.dtype)
 
 
-def _swapped(interleaved: bool, x: Float[Array, "*b w"]) -> Float[Array, "*b w"]:
+def swap_halves(interleaved: bool, x: Float[Array, "*b w"]) -> Float[Array, "*b w"]:
     """Swap the two channels of each pair."""
     if interleaved:
         return jnp.stack([x[..., 1::2], x[..., 0::2]], axis=-1).reshape(x.shape)
     return jnp.roll(x, x.shape[-1] // 2, axis=-1)
 
 
-def _swapped_by_product(interleaved: bool, x: Float[Array, "*b w"]) -> Float[Array, "*b w"]:
+def swap_by_product(interleaved: bool, x: Float[Array, "*b w"]) -> Float[Array, "*b w"]:
+    """Swap the channels of each pair by a product with a permutation."""
     # Equally exact, and XLA fuses it with its neighbours; it would pad and copy halves of 64 lanes.
     channels = np.arange(x.shape[-1])
     places = channels ^ 1 if interleaved else np.roll(channels, len(channels) // 2)

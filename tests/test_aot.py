@@ -232,7 +232,7 @@ def test_what_needs_nothing_of_a_layer_is_there_once():
     found = {each.name: each for each in read_module(LAYERS)}
     assert found["sum.1"].arguments == {"decoder.weights.embedding", "cache.position"}
     step = chip_steps.Step("llama_7b", 64, 204, "h2o")
-    times = {name: chip_steps._times(each, chip_steps.SHAPES["llama_7b"], step) for name, each in found.items()}
+    times = {name: chip_steps.step_times(each, chip_steps.SHAPES["llama_7b"], step) for name, each in found.items()}
     assert times == {"add.9": 16, "sum.1": 1, "fusion.1": 16, "sum.2": 16, "norm.1": 1}
 
 
@@ -431,11 +431,11 @@ def test_steps_have_what_their_names_say():
     found = list(chip_steps.steps())
     assert len({str(step) for step in found}) == len(found)
     step = next(step for step in found if str(step) == "llama_7b, 64 rows, 204 slots, h2o, int8")
-    state = chip_steps._state(step)
+    state = chip_steps.step_state(step)
     assert isinstance(state.storage, Dense)
     layer = state.storage.layers[0]
     assert state.config.layers == 2 and layer.position.shape == (64, 32, 208)
     assert isinstance(layer.kv.k, Quantised) and layer.kv.k.codes.dtype == "int8"
-    weights, caches = chip_steps._traffic(chip_steps.SHAPES["llama_7b"], step, state)
+    weights, caches = chip_steps.traffic_of(chip_steps.SHAPES["llama_7b"], step, state)
     assert 12.9e9 < weights < 13.3e9  # twice 6.7 billion, but for the embedding table
     assert 32 * 64 * 32 * 208 * 128 * 2 < caches < 1.1 * 32 * 64 * 32 * 208 * 128 * 2

@@ -10,7 +10,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from benchmarks.aot.gpu import _fields
+from benchmarks.aot.gpu import fields_of
 from pallas_kernels.gpus import GPUS
 from tests.gpu_programs import of_gpu
 
@@ -66,4 +66,4 @@ def test_occupancy(chip, threads, registers, shared, blocks):
 def test_messages_of_triton_are_read():
     # Fields 1: 300, 2: bytes, 3: 32 bits, 4: 64 bits.
     message = b"\x08\xac\x02" + b"\x12\x03abc" + b"\x1d\x01\x02\x03\x04" + b"\x21" + bytes(8)
-    assert _fields(message) == {1: 300, 2: b"abc", 3: b"\x01\x02\x03\x04", 4: bytes(8)}
+    assert fields_of(message) == {1: 300, 2: b"abc", 3: b"\x01\x02\x03\x04", 4: bytes(8)}

@@ -121,7 +121,7 @@ def close(a: Any, b: Any, tolerance: float = 2e-4) -> None:
 
 def programs() -> list[int]:
     """How many programs have been compiled to read prompts and to take steps."""
-    functions: list[Any] = [prefill._read_prompts, decoder.compiled_step, decoder._pack]
+    functions: list[Any] = [prefill.read_together, decoder.compiled_step, decoder.pack_pages]
     return [function._cache_size() for function in functions]
 
 
@@ -146,7 +146,7 @@ def test_layers_that_share_a_program_read_the_same(name: str, monkeypatch: pytes
     case = CASES[name]
     state, logits = read(case)
     monkeypatch.setattr(prefill, "DEEP", GQA.layers)
-    layer: Any = prefill._read_layer
+    layer: Any = prefill.read_one_layer
     before = layer._cache_size()
     alone, found = read(case)
     sizes = 1 if state.policy.plan.sizing.per_head else len({view.shape for view in state.storage.positions()})

@@ -95,7 +95,7 @@ SET: dict[str, dict[str, Any]] = {
 }
 
 
-EVICTS: dict[str, dict[str, int]] = {"full": {}, "topk_oracle": {}, "fastgen": {}, "lightkv": {}}
+EVICTS: dict[str, dict[str, Any]] = {"full": {}, "topk_oracle": {}, "fastgen": {}, "lightkv": {}}
 """Policies in which no eviction can wait for others."""
 
 
@@ -370,7 +370,7 @@ def test_rounded_weights_are_compared_by_hand() -> None:
         (np.exp(p) * (p - q)).sum(-1).mean(),
         (p.argmax(-1) == q.argmax(-1)).mean(),
     )
-    np.testing.assert_allclose(weights._row(expected, logits, tokens), by_hand, rtol=1e-5)
+    np.testing.assert_allclose(weights.errors_of(expected, logits, tokens), by_hand, rtol=1e-5)
 
 
 @pytest.mark.slow

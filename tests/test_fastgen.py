@@ -136,7 +136,7 @@ def test_a_second_prompt_of_the_bucket_compiles_nothing():
             decode.decode_step_in_place(jax.tree.map(jnp.copy, state), jnp.zeros(2, jnp.int32))
             sizes.add(pool(state).position.shape)
             layouts.add(np.asarray(pool(state).owner).tobytes())
-            programs: list[Any] = [prefill._read_prompts, decoder._pack, decoder.compiled_step_in_place]
+            programs: list[Any] = [prefill.read_together, decoder.pack_pages, decoder.compiled_step_in_place]
             compiled.append([program._cache_size() for program in programs])
     reads, packs, steps = (after - before for before, after in zip(compiled[0], compiled[-1], strict=True))
     assert reads == 0 and packs == steps == len(sizes) - 1
@@ -229,9 +229,9 @@ def test_long_prompts_are_profiled_in_blocks(monkeypatch: pytest.MonkeyPatch) ->
     settings: dict[str, Any] = dict(local=0.6, threshold=0.9, **IDS)
     whole, _ = read(random_model(GQA), prompts, **settings)
     monkeypatch.setattr(recompute, "query_block", lambda tokens, rows: 16)
-    prefill._read_prompts.clear_cache()  # type: ignore[attr-defined]
+    prefill.read_together.clear_cache()  # type: ignore[attr-defined]
     blocks, _ = read(random_model(GQA), prompts, **settings)
-    prefill._read_prompts.clear_cache()  # type: ignore[attr-defined]
+    prefill.read_together.clear_cache()  # type: ignore[attr-defined]
     for one, other in zip(whole.storage.states(), blocks.storage.states(), strict=True):
         np.testing.assert_allclose(one.plan.recovered, other.plan.recovered, atol=1e-5)
 
@@ -243,8 +243,8 @@ def dense_with_limits(model, policy, budget, limits):
         limits=tuple(np.asarray(limit, np.int32) for limit in limits),
         capacities=tuple(round_slots(int(limit.max())) for limit in limits),
     )
-    arrays, static = prefill._arguments(model, prompts), prefill._static(model, prompts, Kernels())
-    storage, _, seed, logits = prefill._read_prompts(*arrays, **static)
+    arrays, static = prefill.program_arguments(model, prompts), prefill.program_settings(model, prompts, Kernels())
+    storage, _, seed, logits = prefill.read_together(*arrays, **static)
     start, horizon = jnp.asarray(prompts.lengths), jnp.asarray(prompts.horizon)
     active = jnp.ones(start.shape, bool)
     ends = start + horizon

@@ -71,7 +71,7 @@ def test_what_varies_between_calls_compiles_nothing(model: kvjax.Model) -> None:
     usual: dict[str, Any] = dict(policy="less", budget=32, max_new_tokens=24)
     first = generate_ids(model, ids, **usual)
     assert first.compile_seconds > 0
-    programs: list[Any] = [prefill._read_prompts, loop._many, loop.draw]
+    programs: list[Any] = [prefill.read_together, loop.draw_many, loop.draw]
     before = [program._cache_size() for program in programs]
     changes: list[dict[str, Any]] = [
         dict(temperature=0.0),
@@ -214,7 +214,7 @@ def test_a_mistake_is_one_sentence(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setattr(prefill, "_read_prompts", None)  # whatever is refused is refused before anything is compiled
+    monkeypatch.setattr(prefill, "read_together", None)  # whatever is refused is refused before anything is compiled
     prompt = [] if {"--prompt-file", "--prompt"} & set(arguments) else ["--prompt", STORY]
     assert generate.main([*prompt, *arguments]) == 2
     said = capsys.readouterr().err.strip()
@@ -223,7 +223,7 @@ def test_a_mistake_is_one_sentence(
 
 def test_the_text_that_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def prompt(*words: str) -> Any:
-        return generate._prompt(generate.parser().parse_args(list(words)))
+        return generate.prompt_of(generate.parser().parse_args(list(words)))
 
     file = tmp_path / "story.txt"
     file.write_bytes(b"\xef\xbb\xbfOnce upon\n\n")

@@ -29,7 +29,7 @@ from tests.cases import Case, fastgen_case, slow
 from tests.held import layers
 from tests.models import GQA, MHA, MQA, random_model, small_config
 from tests.oracles import basic, fastgen, less
-from tests.test_oracles import SHAPES, _compare
+from tests.test_oracles import SHAPES, compare_with_oracle
 
 HIDDEN = 16
 
@@ -80,7 +80,7 @@ def test_equals_algorithm_1(base: str, oracle: Any, literal: bool, shape: str, x
     config, lengths = SHAPES[shape]
     settings = {"base": base, "kernels": kernels_for(config, literal=literal)}
     case = Case("less", less.less(oracle), settings)
-    _compare(case, random_model(config, seed=1, dtype=jnp.float64), lengths[:1], 110)
+    compare_with_oracle(case, random_model(config, seed=1, dtype=jnp.float64), lengths[:1], 110)
 
 
 @pytest.mark.parametrize("base", ["fastgen", "h2o"])
@@ -90,7 +90,7 @@ def test_equals_algorithm_1_where_heads_have_slots_of_their_own(base: str, x64: 
         "fastgen": dataclasses.replace(fastgen_case(0.5, **memory), oracle=less.less(fastgen.FastGen)),
         "h2o": Case("h2o", less.less(basic.H2O), memory, plan="adakv"),
     }
-    _compare(cases[base], random_model(GQA, seed=1, dtype=jnp.float64), (41, 33), 60)
+    compare_with_oracle(cases[base], random_model(GQA, seed=1, dtype=jnp.float64), (41, 33), 60)
 
 
 @pytest.mark.parametrize("base", ["h2o", slow("streaming"), slow("lsh_e")])

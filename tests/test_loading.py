@@ -22,7 +22,7 @@ from safetensors.numpy import load_file, save_file
 import kvjax
 from kvjax.model import Model, load
 from kvjax.models import FAMILIES, LoadError, Rope, random_weights
-from kvjax.models.checkpoints.loading import _finite
+from kvjax.models.checkpoints.loading import check_finite
 from kvjax.models.checkpoints.saving import write_checkpoint
 from kvjax.models.decoder import Linear
 from kvjax.models.families import read_model_config
@@ -94,9 +94,9 @@ def refused(directory: Path, sentence: str) -> None:
 def test_numbers_that_are_none_are_refused(tmp_path: Path, value: float, dtype: Any) -> None:
     name = "model.layers.0.mlp.up_proj.weight"
     tensor = np.array(write(tmp_path)[name], dtype)
-    assert _finite(tensor) and _finite(tensor[:0])
+    assert check_finite(tensor) and check_finite(tensor[:0])
     tensor[1, 2] = value
-    assert not _finite(tensor)
+    assert not check_finite(tensor)
     if dtype == np.float32:
         edit(tmp_path, lambda tensors: tensors.update({name: tensor}))
         refused(tmp_path, rf"model.safetensors: tensor {name} has numbers that are NaN or infinite: it is damaged")

@@ -36,7 +36,9 @@ def _follow(state: kvjax.State, text: Int[Array, "b steps"]) -> tuple[Float[Arra
     return jax.lax.scan(step, state, text.T)[1]
 
 
-def _compare(case: Case, model: Model, lengths: tuple[int, ...], steps: int, policy: Policy | None = None) -> None:
+def compare_with_oracle(
+    case: Case, model: Model, lengths: tuple[int, ...], steps: int, policy: Policy | None = None
+) -> None:
     rng = np.random.default_rng(0)
     texts = [rng.integers(0, model.config.vocab_size, length + steps) for length in lengths]
     prompts = [text[:length].tolist() for text, length in zip(texts, lengths, strict=True)]
@@ -83,20 +85,20 @@ def _random(config: ModelConfig) -> Model:
 @pytest.mark.parametrize("name", [core(name) if name in FIRST else name for name in POLICIES])
 def test_equals_its_oracle(name: str, x64: None) -> None:
     config, lengths = SHAPES["gqa"]
-    _compare(POLICIES[name], _random(config), lengths, STEPS if name in FIRST else 110)
+    compare_with_oracle(POLICIES[name], _random(config), lengths, STEPS if name in FIRST else 110)
 
 
 @pytest.mark.parametrize("name", [slow(name) if name in RARE else name for name in PAIRS])
 def test_what_is_combined_equals_its_oracle(name: str, x64: None) -> None:
     config, lengths = SHAPES["gqa"]
-    _compare(PAIRS[name], _random(config), lengths, 62)
+    compare_with_oracle(PAIRS[name], _random(config), lengths, 62)
 
 
 @pytest.mark.parametrize("shape", ["mha", "mqa"])
 @pytest.mark.parametrize("name", FIRST)
 def test_equals_its_oracle_with_more_or_fewer_heads(name: str, shape: str, x64: None) -> None:
     config, lengths = SHAPES[shape]
-    _compare(POLICIES[name], _random(config), lengths, 40)
+    compare_with_oracle(POLICIES[name], _random(config), lengths, 40)
 
 
 @pytest.mark.parametrize(
@@ -109,7 +111,7 @@ def test_equals_its_oracle_with_more_or_fewer_heads(name: str, shape: str, x64: 
 )
 def test_equals_its_oracle_wherever_positions_enter(name: str, shape: str, x64: None) -> None:
     config, lengths = SHAPES[shape]
-    _compare(POLICIES[name], _random(config), lengths, 40)
+    compare_with_oracle(POLICIES[name], _random(config), lengths, 40)
 
 
 def _uneven(config: ModelConfig) -> Model:
@@ -131,7 +133,7 @@ def test_heads_that_differ_get_slots_as_in_ada_kv(name: str, shape: str, x64: No
     """By the paper's Algorithm 1 with its safeguard, in rows of several lengths."""
     case = (POLICIES | PAIRS)[name]
     case = dataclasses.replace(case, settings={**case.settings, "recent": 4}, budget=18, plan="adakv")
-    _compare(case, _uneven(SHAPES[shape][0]), (41, 30, 12), 30)
+    compare_with_oracle(case, _uneven(SHAPES[shape][0]), (41, 30, 12), 30)
 
 
 EMBEDDED = ("h2o", "keyformer", "less-performer", "fastgen", "lightkv", "lsh_e")
@@ -140,7 +142,7 @@ EMBEDDED = ("h2o", "keyformer", "less-performer", "fastgen", "lightkv", "lsh_e")
 
 @pytest.mark.parametrize("name", [name if name in EMBEDDED else slow(name) for name in POLICIES])
 def test_equals_its_oracle_on_the_embedded_model(name: str, x64: None) -> None:
-    _compare(POLICIES[name], kvjax.load("tiny", dtype=jnp.float64), (57,), 60)
+    compare_with_oracle(POLICIES[name], kvjax.load("tiny", dtype=jnp.float64), (57,), 60)
 
 
 @pytest.mark.parametrize(
@@ -154,4 +156,4 @@ def test_equals_its_oracle_on_the_embedded_model(name: str, x64: None) -> None:
     ],
 )
 def test_layers_with_a_window_are_a_window_policy(name: str, x64: None) -> None:
-    _compare((POLICIES | PAIRS)[name], _random(LOCAL), (41, 9), 30)
+    compare_with_oracle((POLICIES | PAIRS)[name], _random(LOCAL), (41, 9), 30)

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from experiments.papers.attention import _statistics
+from experiments.papers.attention import attention_statistics
 from experiments.papers.paper import (
     EqualBytes,
     Measured,
@@ -209,7 +209,8 @@ def test_attention_is_summed_up(even: bool) -> None:
     seen = visible if even else jnp.eye(64, dtype=bool)
     probs = (seen / seen.sum(-1, keepdims=True))[None, None, None, 32:]
     found = {
-        name: np.asarray(value).tolist() for name, value in _statistics(probs, visible[None, None, None, 32:]).items()
+        name: np.asarray(value).tolist()
+        for name, value in attention_statistics(probs, visible[None, None, None, 32:]).items()
     }
     if even:
         assert found["sinks"] == pytest.approx(found["newest"]) and found["sparsity"] == [0.0] * 6

@@ -205,7 +205,7 @@ def test_many_keys_of_16_bits_take_two_blocks_a_step(interpret):
     [(("weights",), 1.0, "float32"), (("noise",), 1.0, "bfloat16"), (("noise", "weights"), 0.5, "float32")],
 )
 def test_a_second_pass_finds_the_same(monkeypatch, extra, tau, dtype):
-    monkeypatch.setattr("pallas_kernels.prefill_scores.pallas_tpu._chip", lambda interpret: (128, 0))
+    monkeypatch.setattr("pallas_kernels.prefill_scores.pallas_tpu.chip_memory", lambda interpret: (128, 0))
     options: dict[str, Any] = dict(extra=extra, tau=tau, dtype=dtype, cached=40, window=200, soft_cap=20.0)
     made = case("again", 2, 2, 2, 600, 16, rows=2 if tau == 1 else None, **options)
     assert len(grids(made.arrays[0], tau=tau)) == 2

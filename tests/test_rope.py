@@ -126,10 +126,10 @@ def test_rope_refuses(settings: dict[str, Any], sentence: str) -> None:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_channels_change_places_alike_on_all_platforms(interleaved: bool, dtype: str) -> None:
     x = jnp.asarray(np.random.default_rng(0).normal(size=(3, 2, 16)), dtype)
-    expected = np.asarray(operands._swapped(interleaved, x))
+    expected = np.asarray(operands.swap_halves(interleaved, x))
     channels = np.arange(16)
     np.testing.assert_array_equal(expected, np.asarray(x)[..., channels ^ 1 if interleaved else (channels + 8) % 16])
-    np.testing.assert_array_equal(operands._swapped_by_product(interleaved, x), expected)
+    np.testing.assert_array_equal(operands.swap_by_product(interleaved, x), expected)
 
 
 def test_a_step_computes_angles_once_for_all_layers() -> None:

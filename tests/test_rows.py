@@ -25,7 +25,7 @@ from tests.cases import PAIRS, POLICIES, slow
 from tests.held import kept
 from tests.models import GQA, random_model
 from tests.oracles.decoder import Oracle
-from tests.test_oracles import _compare
+from tests.test_oracles import compare_with_oracle
 
 MODEL = random_model(GQA)
 RNG = np.random.default_rng(8)
@@ -145,7 +145,7 @@ def unchanged(before: kvjax.State, after: kvjax.State, row: int) -> None:
 def test_a_policy_of_ones_own_equals_its_oracle(plan: str | None, x64: None) -> None:
     case = dataclasses.replace(POLICIES["h2o"], oracle=UsefulnessOracle, plan=plan)
     model = random_model(GQA, seed=1, dtype=jnp.float64)
-    _compare(case, model, (41, 9), 60, policy=own())
+    compare_with_oracle(case, model, (41, 9), 60, policy=own())
 
 
 @every_kind

@@ -287,7 +287,7 @@ def test_a_failing_dispatch_answers_and_the_engine_goes_on(served: Engine, progr
 
     with monkeypatch.context() as patch:
         patch.setattr(serving, program, broken)
-        with served._changed:  # both wait before the first is read
+        with served.changed:  # both wait before the first is read
             failed = Client(served, GREEDY, max_tokens=80)
             if program == "free":
                 Client(served, SEEDED, stop=(usual.text[0],))  # which ends it here before it does there
@@ -341,10 +341,10 @@ def test_snapshots_save_reading_and_change_nothing(served: Engine) -> None:
     assert first.tokens == again.tokens
     assert ask(served, SEEDED, prompt=fresh, budget=20).end.reused == 0  # which holds others
     assert ask(served, SEEDED, prompt=fresh[:48]).end.reused == 32  # for its last token has to be read
-    served._snapshots.clear()
+    served.snapshots.clear()
     afresh = ask(served, GREEDY, prompt=(*fresh[:33], 9, 9), max_tokens=3)
     assert afresh.tokens == other.tokens and afresh.end.reused == 0
-    assert 0 < served.numbers()["snapshot_bytes"] == served._snapshots.bytes <= SNAPSHOT_BYTES
+    assert 0 < served.numbers()["snapshot_bytes"] == served.snapshots.bytes <= SNAPSHOT_BYTES
 
 
 def text_of(size: int) -> Any:

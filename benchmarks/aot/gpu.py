@@ -187,8 +187,8 @@ def _of_triton(lowered: jax.stages.Lowered) -> Iterator[_Kernel]:
     module = lowered.compiler_ir("stablehlo")
     assert module is not None
     for attributes in _custom_calls(module.operation, "triton_kernel_call"):
-        call = _fields(zlib.decompress(attributes["backend_config"].value_bytes))
-        kernel = _fields(_fields(call[1])[1])
+        call = fields_of(zlib.decompress(attributes["backend_config"].value_bytes))
+        kernel = fields_of(fields_of(call[1])[1])
         name, entry, ptx = (text.decode() for text in (call[4], kernel[1], kernel[4]))
         yield _Kernel(name, entry, ptx, WARP * kernel[2], kernel.get(3, 0), of_triton=True)
 
@@ -204,7 +204,7 @@ def _custom_calls(operation: Any, target: str) -> Iterator[Any]:
                 yield from _custom_calls(inner.operation, target)
 
 
-def _fields(message: bytes) -> dict[int, Any]:
+def fields_of(message: bytes) -> dict[int, Any]:
     """Return the last value of each field of a protocol buffer message: integers, or the bytes of other types."""
     found: dict[int, Any] = {}
     place = 0

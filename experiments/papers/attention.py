@@ -47,14 +47,14 @@ def _watched(weights: Weights, config: ModelConfig, tokens: Int[Array, "b n"]) -
         spec, everyone = shape.spec, position[:, None]
         mask = spec.mask(position, everyone)
         partial, probs = attend(q, k, v, mask, spec, spec.bias(everyone, everyone))
-        made.append(_statistics(probs[..., length // 2 :, :], mask[:, :, None, length // 2 :]))
+        made.append(attention_statistics(probs[..., length // 2 :, :], mask[:, :, None, length // 2 :]))
         return partial.out
 
     lowrank_oracle.read(weights, config, tokens, attention)
     return {name: jnp.stack([layer[name] for layer in made], axis=-1) for name in made[0]}
 
 
-def _statistics(probs: Float[Array, "b h g t n"], visible: Array) -> dict[str, Array]:
+def attention_statistics(probs: Float[Array, "b h g t n"], visible: Array) -> dict[str, Array]:
     """Return statistics of one layer's attention, as means over texts, heads and queries."""
     length = probs.shape[-1]
     received = jnp.sort(probs.sum(-2), axis=-1, descending=True)

@@ -89,7 +89,7 @@ def room_for(shape: tuple[int, int], dtype: DTypeLike, logprobs: int | None) -> 
 
 
 @functools.partial(jax.jit, static_argnames=("most", "logprobs"), donate_argnums=(1, 4))
-def _many(
+def draw_many(
     decoder: Decoder,
     cache: Cache,
     key: Key[Array, " b"],
@@ -102,6 +102,8 @@ def _many(
     most: int,
     logprobs: int | None,
 ) -> tuple[Array, Cache, Bool[Array, "b vocab"], Drawn]:
+    """Draw up to `steps` tokens per row in one program, or fewer if all rows end."""
+
     # The buffers have room for `most` tokens and `steps` is an argument, so all numbers of steps share one program.
     # Rows that have ended read no more tokens, so a conversation can continue from its answer.
     def more(carry: Any) -> Bool[Array, ""]:
@@ -167,6 +169,6 @@ def generate_tokens(
             return
         count = min(steps, STEPS_PER_DISPATCH, max_new_tokens - made)
         arguments = token, held, jnp.asarray(ended), jnp.asarray(ends), sampling, count, STEPS_PER_DISPATCH, logprobs
-        done, cache, held, drawn = _many(decoder, cache.replace(key=None), state.key, *arguments)
+        done, cache, held, drawn = draw_many(decoder, cache.replace(key=None), state.key, *arguments)
         found = jax.tree.map(lambda leaf, done=int(done): on_host(leaf)[:, :done], drawn)
         token, after = jnp.asarray(found.token[:, -1]), State(decoder, cache.replace(key=state.key))

@@ -245,11 +245,11 @@ def _on_pages(selected: tuple[build.Selected, ...], page_size: int, mesh: Mesh |
     limits = np.stack([on_host(layer.view.limit) for layer in selected])
     devices = (1, 1) if mesh is None else (mesh.shape[ROWS], mesh.shape[HEADS])
     *tables, most = table(limits, page_size, devices)
-    return _pack(selected, *map(jnp.asarray, tables), page_size=page_size, most=most, devices=devices, mesh=mesh)
+    return pack_pages(selected, *map(jnp.asarray, tables), page_size=page_size, most=most, devices=devices, mesh=mesh)
 
 
 @functools.partial(jax.jit, static_argnames=("page_size", "most", "devices", "mesh"))
-def _pack(selected: tuple[build.Selected, ...], *tables: Array, mesh: Mesh | None, **sizes: Any) -> Paged:
+def pack_pages(selected: tuple[build.Selected, ...], *tables: Array, mesh: Mesh | None, **sizes: Any) -> Paged:
     given = (OF_SELECTED,) * len(selected), *(OF_POOL,) * 3
     made = pool_specs(len(selected), sizes["most"], sizes["devices"])
     return on_mesh(functools.partial(build.pack, **sizes), mesh, given, made)(selected, *tables)

@@ -46,14 +46,14 @@ def read_prompts(model: Loaded, prompts: Prompts, kernels: Kernels) -> Read:
     """Read prompts; return the filled cache and the logits for the next tokens."""
     if _shared(model.config, prompts):
         return _read_layer_by_layer(model, prompts, kernels)
-    return _read_prompts(*_arguments(model, prompts), **_static(model, prompts, kernels))
+    return read_together(*program_arguments(model, prompts), **program_settings(model, prompts, kernels))
 
 
 def prompt_shapes(model: Loaded, prompts: Prompts, kernels: Kernels) -> Read:
     """Return the shapes of the results of `read_prompts`, as `jax.ShapeDtypeStruct`; the weights may be shapes, too."""
     if _shared(model.config, prompts):
         return _read_layer_by_layer(model, prompts, kernels, lambda program: program.eval_shape)
-    return _read_prompts.eval_shape(*_arguments(model, prompts), **_static(model, prompts, kernels))
+    return read_together.eval_shape(*program_arguments(model, prompts), **program_settings(model, prompts, kernels))
 
 
 def draws(model: Loaded, prompts: Prompts) -> bool:
@@ -61,7 +61,9 @@ def draws(model: Loaded, prompts: Prompts) -> bool:
 
     def storage(keys: Key[Array, " b"], weights: Weights) -> Any:
         texts = prompts.tokens, prompts.lengths, prompts.horizon, keys
-        made = _read_prompts(weights, prompts.policy, *texts, prompts.limits, **_static(model, prompts, Kernels()))
+        made = read_together(
+            weights, prompts.policy, *texts, prompts.limits, **program_settings(model, prompts, Kernels())
+        )
         return made[0]
 
     program = jax.make_jaxpr(storage)(prompts.keys, model.weights).jaxpr
@@ -73,7 +75,7 @@ def lower_prompts(model: Loaded, prompts: Prompts) -> list[jax.stages.Lowered]:
     """Lower the programs of `read_prompts`, to compile them and read their `memory_analysis()`."""
     kernels = Kernels()
     if not _shared(model.config, prompts):
-        return [_read_prompts.lower(*_arguments(model, prompts), **_static(model, prompts, kernels))]
+        return [read_together.lower(*program_arguments(model, prompts), **program_settings(model, prompts, kernels))]
     weights, config = model.weights, model.config
     around = dataclasses.replace(weights, layers=())
     mesh = model.mesh
@@ -86,14 +88,14 @@ def lower_prompts(model: Loaded, prompts: Prompts) -> list[jax.stages.Lowered]:
     return [
         beginning,
         *(
-            _read_layer.lower(*arguments, config=config, index=index, capacity=capacity, mesh=mesh)
+            read_one_layer.lower(*arguments, config=config, index=index, capacity=capacity, mesh=mesh)
             for (index, capacity), arguments in kinds.items()
         ),
         _end.lower(around, reading, x, config=config, mesh=mesh),
     ]
 
 
-def _arguments(model: Loaded, prompts: Prompts) -> tuple[Any, ...]:
+def program_arguments(model: Loaded, prompts: Prompts) -> tuple[Any, ...]:
     return model.weights, prompts.policy, *_texts(prompts), prompts.limits
 
 
@@ -101,7 +103,7 @@ def _texts(prompts: Prompts) -> tuple[Any, ...]:
     return prompts.tokens, prompts.lengths, prompts.horizon, prompts.keys
 
 
-def _static(model: Loaded, prompts: Prompts, kernels: Kernels) -> dict[str, Any]:
+def program_settings(model: Loaded, prompts: Prompts, kernels: Kernels) -> dict[str, Any]:
     sizes = dict(capacities=prompts.capacities, lines=prompts.lines, chunk=prompts.chunk)
     return dict(config=model.config, kernels=kernels, mesh=model.mesh, **sizes)
 
@@ -131,7 +133,7 @@ def _read_layer_by_layer(
     found: list[Dense | tuple[Selected, ...]] = []
     for number, (layer, policy, index, limit, capacity) in enumerate(_layers(model, prompts)):
         arguments = layer, policy, limit, jnp.asarray(number), reading, x
-        storage, x = run(_read_layer)(*arguments, index=index, capacity=capacity, **settings)
+        storage, x = run(read_one_layer)(*arguments, index=index, capacity=capacity, **settings)
         found.append(storage)
     position, logits = run(_end)(around, reading, x, **settings)
     selected = [each for storage in found if not isinstance(storage, Dense) for each in storage]
@@ -162,7 +164,7 @@ def _begin(
 
 
 @functools.partial(jax.jit, static_argnames=("config", "index", "capacity", "mesh"), donate_argnames="x")
-def _read_layer(
+def read_one_layer(
     layer: LayerWeights,
     policy: Policy,
     limit: Int[Array, "b h"],
@@ -175,6 +177,7 @@ def _read_layer(
     capacity: int,
     mesh: Mesh | None,
 ) -> tuple[Dense | tuple[Selected, ...], Float[Array, "b n width"]]:
+    """Read whole prompts through one layer; equal layers share the program."""
     here = on_device(config, mesh)
     shape = here.layer(index)
 
@@ -205,7 +208,8 @@ def _end(
 
 
 @functools.partial(jax.jit, static_argnames=("config", "capacities", "lines", "chunk", "kernels", "mesh"))
-def _read_prompts(weights: Weights, policy: Policy, *texts: Any, **settings: Any) -> Read:
+def read_together(weights: Weights, policy: Policy, *texts: Any, **settings: Any) -> Read:
+    """Read whole prompts through all layers in one program."""
     config, mesh = settings["config"], settings["mesh"]
     given = weight_specs(weights, config, mesh), policy_specs(policy), *(OF_ROWS,) * 4, OF_HEADS
     made = read_specs(policy, config.layers), OF_ROWS, OF_ROWS, logits_spec(config, mesh)

@@ -99,10 +99,10 @@ class Engine:
     ) -> None:
         self._tokenizer = model.tokenizer
         self.queue = whole_number("queue", queue)
-        self._snapshots = Snapshots(whole_number("snapshot_bytes", snapshot_bytes, 0))
+        self.snapshots = Snapshots(whole_number("snapshot_bytes", snapshot_bytes, 0))
         self.device = Device(model, policy, budget, rows, context, chunk, steps)
         """Device side; only the engine's thread uses it once that thread runs."""
-        self._changed = threading.Condition()
+        self.changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._stopping = False
         self._waiting: collections.deque[_Work] = collections.deque()
@@ -171,10 +171,10 @@ class Engine:
             StoppingError: the engine is stopping.
         """
         planned = self.device.plan(request)
-        keys = self.device.beginnings(request, planned) if self._snapshots.limit else []
+        keys = self.device.beginnings(request, planned) if self.snapshots.limit else []
         pieces = Pieces(self._tokenizer, stop_strings(request.stop), request.prompt)
-        work = _Work(request, tell, planned, keys, pieces, self._changed)
-        with self._changed:
+        work = _Work(request, tell, planned, keys, pieces, self.changed)
+        with self.changed:
             if self._stopping:
                 raise StoppingError("the server is stopping and takes no more requests.")
             if len(self._waiting) >= self.queue:
@@ -184,18 +184,18 @@ class Engine:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="kvjax engine", daemon=True)
                 self._thread.start()
-            self._changed.notify_all()
+            self.changed.notify_all()
         return work
 
     def stop(self, grace: float) -> None:
         """Stop accepting requests, drain for `grace` seconds, cancel the rest, and return after all events are sent."""
-        with self._changed:
+        with self.changed:
             self._stopping = True
-            self._changed.notify_all()
-            self._changed.wait_for(lambda: not self._has_work(), grace)
+            self.changed.notify_all()
+            self.changed.wait_for(lambda: not self._has_work(), grace)
             for work in self._all_work():
                 work.cancelled = True
-            self._changed.notify_all()
+            self.changed.notify_all()
         if self._thread is not None:
             self._thread.join()
         self._listening.close()
@@ -205,15 +205,15 @@ class Engine:
 
         That is the longest time between the ends of two dispatches, and so between two blocks of tokens of a row.
         """
-        with self._changed:
+        with self.changed:
             return {
                 "rows": self.device.rows,
                 "rows_busy": len(self._busy) + (self._reading is not None),
                 "waiting": len(self._waiting),
                 "cache_bytes": self.device.bytes,
                 "cache_device_bytes": self.device.device_bytes,
-                "snapshot_bytes": self._snapshots.bytes,
-                "snapshot_device_bytes": self._snapshots.device_bytes,
+                "snapshot_bytes": self.snapshots.bytes,
+                "snapshot_device_bytes": self.snapshots.device_bytes,
                 "compilations": self._compiling.programs,
                 "longest_gap_seconds": self._longest,
                 **self._counts,
@@ -227,8 +227,8 @@ class Engine:
 
     def _run(self) -> None:
         while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._has_work() or self._stopping)
+            with self.changed:
+                self.changed.wait_for(lambda: self._has_work() or self._stopping)
                 if not self._has_work():
                     return
             self._drop_cancelled()
@@ -239,7 +239,7 @@ class Engine:
                 self._wrote = 0.0
 
     def _drop_cancelled(self) -> None:
-        with self._changed:
+        with self.changed:
             gone = [work for work in self._all_work() if work.cancelled]
         for work in gone:
             self._leaving |= {row for row, other in self._busy.items() if other is work}
@@ -253,7 +253,7 @@ class Engine:
 
     def _read_chunk(self) -> bool:
         """Read one chunk of the current prompt, or of the next one if a row is free; return whether there is one."""
-        with self._changed:
+        with self.changed:
             if self._reading is None and self._waiting and len(self._busy) < self.device.rows:
                 self._reading = self._waiting.popleft()
                 self._reading.began = time.perf_counter()
@@ -269,7 +269,7 @@ class Engine:
         if work.position < len(work.request.prompt):
             return True
         row = next(row for row in range(self.device.rows) if row not in self._busy)
-        with self._changed:
+        with self.changed:
             self._reading, self._busy[row] = None, work
         text, work.text = work.text, None
         assert text is not None
@@ -283,10 +283,10 @@ class Engine:
         prompt, size = work.request.prompt, self.device.chunk
         text = work.text
         if text is None:
-            chunks, held = self._snapshots.longest(work.keys)
+            chunks, held = self.snapshots.longest(work.keys)
             text = self.device.begin(work.planned, held)
             work.position = work.reused = chunks * size
-            with self._changed:
+            with self.changed:
                 self._counts["prompt_tokens_total"] += len(prompt)
                 self._counts["reused_tokens_total"] += work.reused
         chunk = prompt[work.position : work.position + size]
@@ -294,13 +294,13 @@ class Engine:
         work.text = text
         work.position += len(chunk)
         if work.position <= len(work.keys) * size:
-            self._snapshots.put(work.keys[work.position // size - 1], text)
+            self.snapshots.put(work.keys[work.position // size - 1], text)
         return logits
 
     def _write(self, has_read: bool) -> None:
         """Run one dispatch for all rows and send its results to the clients."""
         # Take few steps if the next chunk waits; if a text waits for a row, stop when one ends.
-        with self._changed:
+        with self.changed:
             room = len(self._busy) < self.device.rows
             hurried = self._reading is not None or (room and bool(self._waiting))
             leave = bool(self._waiting) and not room
@@ -317,7 +317,7 @@ class Engine:
         if not has_read:  # otherwise, the time includes the chunk's prefill
             pace = (now - began) / max(1, written.counts.max())
             self._pace += (pace - self._pace) / (4 if self._pace else 1)
-        with self._changed:
+        with self.changed:
             self._counts["dispatches_total"] += 1
             self._longest = max(self._longest, now - self._wrote if self._wrote else 0.0)
         for row, work in sorted(self._busy.items()):
@@ -351,7 +351,7 @@ class Engine:
         work.tokens += len(tokens)
         each = self.device.bytes // self.device.rows
         work.held = Held(int(written.position[row]), float(written.kept[row]), each, self.policy_name)
-        with self._changed:
+        with self.changed:
             self._counts["tokens_total"] += len(tokens)
         if text or tokens:
             self._tell(work, Piece(text, tuple(tokens), logprobs))
@@ -371,7 +371,7 @@ class Engine:
             work.cancelled = True
 
     def _finish(self, work: _Work, reason: Any, error: str | None = None) -> None:
-        with self._changed:
+        with self.changed:
             if work in self._waiting:
                 self._waiting.remove(work)
             self._reading = None if self._reading is work else self._reading
@@ -379,20 +379,20 @@ class Engine:
             if reason in ("stop", "length"):
                 self._seconds += (time.perf_counter() - work.began - self._seconds) / 8
         self._tell(work, Finished(reason, len(work.request.prompt), work.tokens, work.reused, work.held, error))
-        with self._changed:
-            self._changed.notify_all()
+        with self.changed:
+            self.changed.notify_all()
 
     def _fail(self, error: Exception) -> None:
         """End all rows, since their arrays may be deleted; continue with empty rows and an empty prefix cache."""
         _log.error("a dispatch failed", exc_info=error)
-        with self._changed:
+        with self.changed:
             self._counts["failed_dispatches_total"] += 1
             failed = list(self._busy.values())
         for work in failed:
             self._finish(work, "failed", _sentence("a step of the model", error))
         self._leaving = set()
         self.device.state = None
-        self._snapshots.clear()
+        self.snapshots.clear()
 
 
 def _sentence(what: str, error: Exception) -> str:

@@ -67,7 +67,7 @@ def prefill_scores(
     if not scores:
         noise, tau = None, 1.0
     size, width = (min(BLOCK, -(-x // LANES) * LANES) for x in (n, c))
-    part, capacity = _chip(interpret)
+    part, capacity = chip_memory(interpret)
     lines = g + (1 if weights is None else weights.shape[2])
     # Half as many queries are tried before a second pass; fewer would be no faster than that.
     shapes = [(size, width), (min(size, BLOCK // 2), width)]
@@ -111,7 +111,7 @@ def prefill_scores(
     return PromptAttention(out.reshape(b, h, g, -1, e)[..., :n, :], lse[..., :n] / LOG2E, sums)
 
 
-def _chip(interpret: Any) -> tuple[int, int]:
+def chip_memory(interpret: Any) -> tuple[int, int]:
     """Return the columns of the target's matrix unit, and the bytes of VMEM that a kernel may take."""
     columns, capacity = LANES, 16 << 20
     if interpret is False:

@@ -199,7 +199,7 @@ def _read_weights(
         if source.read is not None:
             tensor = source.read(tensor, config)
         tensor = tensor.astype(dtype, copy=False)
-        refuse_damage(_finite(tensor), path)
+        refuse_damage(check_finite(tensor), path)
         bar.advance(task, tensors[name].size)
         return tensor
 
@@ -237,7 +237,7 @@ def _read_weights(
     return made, config
 
 
-def _finite(tensor: np.ndarray) -> bool:
+def check_finite(tensor: np.ndarray) -> bool:
     """Return whether all numbers are finite, from their bits: NumPy compares integers fast and without a copy."""
     width = tensor.dtype.itemsize
     infinity = np.array(np.inf, tensor.dtype).view(f"i{width}")
