@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from kvjax import methods as methods
     from kvjax import policies as policies
     from kvjax.inference.cache import Cache as Cache
+    from kvjax.inference.compress import compress as compress
     from kvjax.inference.decode import decode_step as decode_step
     from kvjax.inference.decode import decode_step_in_place as decode_step_in_place
     from kvjax.inference.decoder import Decoder as Decoder
@@ -53,6 +54,7 @@ _HOMES = {
     "kvjax.policies.codec": ("Codec",),
     "kvjax.policies.quantizer": ("Quantizer",),
     "kvjax.utils.compilation": ("enable_compilation_cache",),
+    "kvjax.inference.compress": ("compress",),
     "kvjax.inference.decode": ("decode_step", "decode_step_in_place"),
     "kvjax.inference.cache": ("Cache",),
     "kvjax.inference.decoder": ("Decoder", "decoder"),

@@ -116,7 +116,7 @@ class Decoder(struct.PyTreeNode):
         settle_before(lambda kernels: prompt_shapes(self, prompts, kernels), self.kernels)
         storage, position, seed, logits = read_prompts(self, prompts, self.kernels)
         if self.policy.plan.sizing.per_head:
-            storage = _on_pages(storage, page_slots(prompts.tokens.shape[1] + max_new_tokens), self.mesh)
+            storage = on_pages(storage, page_slots(prompts.tokens.shape[1] + max_new_tokens), self.mesh)
         cache = Cache(
             storage=storage,
             position=position,
@@ -240,7 +240,8 @@ def _any_nan(logits: Float[Array, "b vocab"]) -> Bool[Array, ""]:
     return jnp.isnan(logits).any()
 
 
-def _on_pages(selected: tuple[build.Selected, ...], page_size: int, mesh: Mesh | None) -> Paged:
+def on_pages(selected: tuple[build.Selected, ...], page_size: int, mesh: Mesh | None) -> Paged:
+    """Pack the selected tokens of all layers into pages."""
     # Read the sizes on the host; one program then moves the tokens.
     limits = np.stack([on_host(layer.view.limit) for layer in selected])
     devices = (1, 1) if mesh is None else (mesh.shape[ROWS], mesh.shape[HEADS])

@@ -23,7 +23,7 @@ from kvjax.policies.base import Part
 from kvjax.policies.policy import Policy
 from kvjax.policies.stats import of_all_layers, of_devices, questions
 from kvjax.rope import Rope, Turns, turns_of
-from kvjax.types import Kernels, LayerConfig, New, setting
+from kvjax.types import Kernels, LayerConfig, New, PyTree, setting
 
 
 class Reading(struct.PyTreeNode):
@@ -301,19 +301,47 @@ class Kept(NamedTuple):
 def _kept(
     policy: Policy, shape: LayerConfig, storage: Dense, index: int, told: Pending, capacity: int, first: bool
 ) -> tuple[Dense, Kept]:
-    # Update a layer's score with the block, and evict what ranks lowest.
-    storage = _settled(policy, storage, index, told, first)
+    asks, answers, new = told
+    storage = update_score(policy, storage, index, asks["score"], answers["score"], new)
+    return keep_best(policy, shape, storage, index, answers["plan"], new, capacity, first=first)
+
+
+def keep_best(
+    policy: Policy,
+    shape: LayerConfig,
+    storage: Dense,
+    index: int,
+    answers: PyTree,
+    new: New,
+    capacity: int,
+    *,
+    first: bool,
+) -> tuple[Dense, Kept]:
+    """Evict what ranks lowest in a layer, and let the residual absorb it.
+
+    Args:
+        policy: as the layer uses it.
+        shape: configuration of the layer.
+        storage: the cache before, with updated scores.
+        index: of the layer in the storage.
+        answers: attention statistics that the plan requested.
+        new: the tokens just read.
+        capacity: slots of the layer's buffers afterwards.
+        first: True if the plan allocates slots to heads now.
+    """
+    if first:
+        storage = _allocated(policy, storage, index, answers, new)
     view = storage.layers[index]
-    ranking = policy.ranking(view, told.new)
+    ranking = policy.ranking(view, new)
     undefined = (jnp.isnan(ranking) & view.live).any((1, 2)) if isinstance(ranking, jax.Array) else None
     selected = None
     if first and policy.plan.sizing.per_head:
-        selected, leaving = select(policy, shape, view, told.new)
+        selected, leaving = select(policy, shape, view, new)
     else:
-        storage, leaving = storage.compress(policy, shape, index, told.new, capacity)
+        storage, leaving = storage.compress(policy, shape, index, new, capacity)
     if policy.residual is not None:
         absorb, before = policy.residual.absorb, view.state.residual
-        remembered = slots.fold_evicted(absorb, before, policy, shape, view, told.new, leaving)
+        remembered = slots.fold_evicted(absorb, before, policy, shape, view, new, leaving)
         storage = storage.put_state(index, residual=remembered)
         if selected is not None:
             state = selected.view.state.replace(residual=remembered)
@@ -323,17 +351,13 @@ def _kept(
     return storage, Kept(selected, undefined)
 
 
-def _settled(policy: Policy, storage: Dense, layer: int, told: Pending, first: bool) -> Dense:
-    # Update and finalize the score of the block; then the plan allocates slots to heads.
-    asks, answers, new = told
-    storage = update_score(policy, storage, layer, asks["score"], answers["score"], new)
-    if not first:
-        return storage
+def _allocated(policy: Policy, storage: Dense, layer: int, answers: PyTree, new: New) -> Dense:
+    # The plan allocates slots to heads.
     view = storage.layers[layer]
     ranks = None
     if policy.plan.sizing.per_head and policy.plan.sizing.mode == "budget":  # each head keeps its newest token
         ranks = slots.with_newest(slots.rank(policy, view, new), view.position, new)
-    limit, found = policy.plan.head_budgets(answers["plan"], view, ranks, new)
+    limit, found = policy.plan.head_budgets(answers, view, ranks, new)
     config = new.config
     if config is not None and config.window is not None:
         limit = jnp.minimum(limit, config.window)

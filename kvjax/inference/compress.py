@@ -1,0 +1,221 @@
+"""Compression of a cache that is there: to another budget, or by another policy."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.interpreters import partial_eval
+from jaxtyping import Array, Int
+
+from kvjax.cache.dense import Dense
+from kvjax.cache.empty import empty
+from kvjax.cache.evict import foreseen
+from kvjax.cache.paged.build import Selected
+from kvjax.cache.paged.table import page_slots
+from kvjax.cache.step import update_score
+from kvjax.inference.cache import Cache, cache_specs
+from kvjax.inference.decoder import Decoder, decoder_specs, on_pages, settle_step
+from kvjax.inference.layers import Reading, keep_best
+from kvjax.inference.prepare import Budget, check_on_host, checked_budget, lines_of, plan_slots, ready
+from kvjax.inference.sharding import OF_HEADS, joined, on_mesh, placed_by_program, policy_specs, read_specs, shared
+from kvjax.inference.state import State, check_state
+from kvjax.methods.registry import name_of
+from kvjax.methods.registry import policy as policy_by_name
+from kvjax.models.sharding import on_device
+from kvjax.policies.allocation import Plan
+from kvjax.policies.policy import Policy
+from kvjax.policies.stats import questions
+from kvjax.types import LayerConfig, New, View
+from kvjax.utils.processes import on_host
+
+UNKNOWN = {
+    "q": "queries",
+    "raw_q": "queries",
+    "raw_k": "keys before rotation",
+    "hidden": "hidden states",
+    "token": "token ids",
+}
+"""What a cache does not hold of its tokens."""
+
+
+def compress(
+    state: State,
+    policy: Policy | str | None = None,
+    budget: Budget = 1.0,
+    *,
+    plan: Plan | str | None = None,
+    budget_of: str = "text",
+) -> State:
+    """Compress a cache that is there: to another budget, or by another policy.
+
+    Read a prompt once under `full`, and compress it by several policies; or change the budget in a conversation. What
+    an earlier policy evicted does not come back.
+
+    Args:
+        state: from `prefill` or a later call; it stays valid.
+        policy: ranks the slots from now on; a name, a `Policy`, or None for the state's own. Another policy must rank
+            by what a cache holds (keys, values, positions), as `keydiff` does, and all heads of a layer must hold the
+            same tokens, as under `full`.
+        budget: slots per KV head, a fraction, or slots for each layer; it may be larger than before.
+        plan: how the budget is spread over layers or heads; None for the policy's own.
+        budget_of: base of a fractional budget, see `kvjax.prefill`.
+
+    Raises:
+        ValueError: the policy needs more than a cache holds, or the budget does not fit it.
+
+    Example:
+        >>> model = kvjax.load("tiny")
+        >>> whole, logits = kvjax.prefill(model, "full", [range(5, 45)], max_new_tokens=8)
+        >>> pressed = kvjax.compress(whole, "keydiff", budget=16)
+        >>> [len(positions[0, 0]) for positions in kvjax.held_positions(pressed)][:1]
+        [16]
+    """
+    check_state(state)
+    check_on_host("compress", state.position, budget)
+    budget, before = checked_budget(budget), state.decoder
+    asked: Any = before  # it has a model's weights and config
+    own = jax.tree.map(_on_host, before.policy)
+    chosen = own if policy is None else policy_by_name(policy)
+    if chosen.plan.sizing.mode != "budget":
+        raise ValueError(f"{name_of(chosen)} takes no budget to compress a cache to; choose a policy that does.")
+    bound = chosen if policy is None and plan is None else ready(asked, chosen, budget, plan)
+    read, end = on_host(state.position).astype(np.int64), on_host(state.end)
+    ahead = int(np.maximum(end - read, 0).max())
+    limits, capacities = plan_slots(bound, budget, read, ahead, before.config, int(read.max()), budget_of)
+    lines = lines_of(limits)
+    renewed = policy is not None
+    if renewed:
+        _check_same_tokens(state)
+    elif jax.tree.structure(bound.sized(lines)) != jax.tree.structure(bound):
+        raise ValueError(f"{name_of(bound)} stores as much as its slots were when the text was read; read it again.")
+    arrays = jax.tree.map(jnp.asarray, bound.sized(lines))
+    decoder = before.replace(policy=placed_by_program(arrays, policy_specs(arrays), before.mesh), asked=None)
+    slots = tuple(map(jnp.asarray, limits))
+    storage: Any = _compress(decoder, state.cache.replace(key=None), slots, renewed, capacities)
+    if bound.plan.sizing.per_head:
+        storage = on_pages(storage, page_slots(int(end.max())), before.mesh)
+    cache = state.cache.replace(storage=storage)
+    settle_step(decoder, cache)
+    return State(decoder, cache)
+
+
+def _named(policy: Policy) -> str:
+    return policy.name or type(policy.score).__name__
+
+
+def _on_host(leaf: Any) -> Any:
+    return leaf.item() if isinstance(leaf, jax.Array) and leaf.ndim == 0 else leaf
+
+
+def _check_same_tokens(state: State) -> None:
+    for layer, position in enumerate(state.storage.positions()):
+        if (np.sort(position, -1) != np.sort(position[:, :1], -1)).any():
+            raise ValueError(
+                f"heads of layer {layer} hold different tokens, which another policy than {name_of(state.policy)} "
+                "cannot rank anew; compress a state that was read under full."
+            )
+
+
+@functools.partial(jax.jit, static_argnames=("renewed", "capacities"))
+def _compress(
+    decoder: Decoder, cache: Cache, limits: tuple[Int[Array, "b h"], ...], renewed: bool, capacities: tuple[int, ...]
+) -> Dense | tuple[Selected, ...]:
+    given = decoder_specs(decoder), cache_specs(cache), (OF_HEADS,) * len(limits)
+    made = read_specs(decoder.policy, len(limits))
+    run = functools.partial(_compress_on_device, renewed=renewed, capacities=capacities)
+    return on_mesh(run, decoder.mesh, given, made)(decoder, cache, limits)
+
+
+def _compress_on_device(
+    decoder: Decoder,
+    cache: Cache,
+    limits: tuple[Int[Array, "b h"], ...],
+    *,
+    renewed: bool,
+    capacities: tuple[int, ...],
+) -> Dense | tuple[Selected, ...]:
+    config = on_device(decoder.config, decoder.mesh)
+    newest = cache.position - 1
+    reading = Reading(
+        token=jnp.zeros_like(newest)[:, None],
+        position=newest[:, None],
+        prompt_length=cache.prompt_length,
+        read=cache.position,
+        horizon=cache.horizon,
+        end=cache.end,
+        seed=cache.seed,
+        kernels=decoder.kernels,
+    )
+    dense: Dense = joined(cache.storage, decoder.mesh).unpack()
+    x = jnp.zeros((len(newest), 1, config.width), decoder.weights.embedding.dtype)
+    layers, selected = [], []
+    for index, (shape, view) in enumerate(zip(config.layer_configs, dense.layers, strict=True)):
+        policy, new = decoder.policy.layer(index), reading.ahead(shape, index, x)
+        view = view.replace(limit=limits[index])
+        if renewed:
+            view, new = _renewed(policy, shape, view, new)
+        elif not foreseen([policy], [view], [new]):
+            raise ValueError(
+                f"{_named(policy)} ranks slots by the token that needs one, so it has no ranking before that token."
+            )
+        if questions(policy.plan.asks(view, new))[0]:
+            raise ValueError(
+                f"plan {type(policy.plan).__name__} needs attention of the text, which a cache does not hold."
+            )
+        storage, kept = keep_best(policy, shape, Dense((view,)), 0, (), new, capacities[index], first=True)
+        layers.append(storage.layers[0])
+        selected.append(kept.selected)
+    if decoder.policy.plan.sizing.per_head:
+        return tuple(selected)
+    return shared(Dense(tuple(layers)), decoder.mesh)
+
+
+def _renewed(policy: Policy, shape: LayerConfig, view: View, new: New) -> tuple[View, New]:
+    # The slots as the policy would have them, had it read the tokens that are there as a prompt.
+    position = jnp.sort(jnp.where(view.live, view.position, jnp.iinfo(jnp.int32).max), axis=-1)
+    order = jnp.argsort(jnp.where(view.live, view.position, jnp.iinfo(jnp.int32).max), axis=-1)
+    rows, held = position.shape[0], position.shape[-1]
+    keys, values = (jnp.take_along_axis(x, order[..., None], axis=2) for x in (view.keys(new), view.values(new)))
+    at = jnp.where(position[:, 0] < jnp.iinfo(jnp.int32).max, position[:, 0], -1)
+    queries = jnp.zeros((rows, shape.kv_heads, shape.groups, held, shape.key_width), keys.dtype)
+    tokens = new.replace(
+        k=keys,
+        v=values,
+        q=queries,
+        raw_q=queries,
+        raw_k=jnp.zeros_like(keys),
+        hidden=jnp.zeros((rows, held, shape.width), keys.dtype),
+        position=at,
+        token=jnp.zeros_like(at),
+    )
+
+    def read(unknown: dict[str, Array]) -> View:
+        known = tokens.replace(**unknown)
+        made = empty(policy, shape, new.layer, limit=view.limit, slots=0, dtype=keys.dtype)
+        storage = Dense((made,)).append(policy, shape, 0, known)
+        if questions(policy.score.asks(storage.heads(0), known))[0]:
+            raise ValueError(
+                f"{_named(policy)} ranks by attention of the text, which a cache does not hold; read the text with "
+                "kvjax.prefill."
+            )
+        storage = update_score(policy, storage, 0, (), (), known)
+        return storage.layers[0]
+
+    def ranks(unknown: dict[str, Array]) -> Any:
+        made = read(unknown)
+        return made, policy.standing(made, tokens.replace(**unknown))[0]
+
+    unknown = {name: getattr(tokens, name) for name in UNKNOWN}
+    program = jax.make_jaxpr(ranks)(unknown).jaxpr
+    _, used = partial_eval.dce_jaxpr(program, [True] * len(program.outvars))
+    missing = [UNKNOWN[name] for name, needed in zip(sorted(unknown), used, strict=True) if needed]
+    if missing:
+        raise ValueError(
+            f"{_named(policy)} needs {missing[0]} of the text, which a cache does not hold; read the text with "
+            "kvjax.prefill."
+        )
+    return read(unknown), tokens
