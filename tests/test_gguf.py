@@ -271,7 +271,7 @@ def test_every_kind_that_can_be_dequantised(kind: Any, tmp_path: Path) -> None:
     write_gguf(tmp_path / "model.gguf", SETTINGS, tensors, {GATE: (packed, kind)})
     expected = gguf.dequantize(packed, kind)
     assert expected.std() > 0
-    loaded = kvjax.load(tmp_path / "model.gguf", "bfloat16").weights.layers[1].gate
+    loaded = kvjax.load(tmp_path / "model.gguf", "bfloat16").weights.layers[1].mlp.gate
     assert loaded is not None
     np.testing.assert_array_equal(loaded.weight, expected.astype(jnp.bfloat16))
 

@@ -143,7 +143,8 @@ def test_linear_maps_in_8_bits(tmp_path: Path) -> None:
     write(tmp_path, attention_bias=True)
     model, whole = load(tmp_path, weights="int8"), load(tmp_path)
     layer = model.weights.layers[1]
-    assert layer.up.weight.dtype == np.int8 and layer.up.scale is not None and layer.up.scale.dtype == np.float32
+    for made in (layer.query, layer.mlp.up):
+        assert made.weight.dtype == np.int8 and made.scale is not None and made.scale.dtype == np.float32
     assert model.weights.embedding.dtype == layer.attention_norm.scale.dtype == np.float32
     rounded = jax.tree.map(
         lambda node: Linear(node.matrix, node.bias) if isinstance(node, Linear) else node,
@@ -156,7 +157,7 @@ def test_linear_maps_in_8_bits(tmp_path: Path) -> None:
     distance = np.abs(np.asarray(logits) - whole.logits(tokens)[:, -1]).max()
     assert 1e-3 < distance < 0.2
     half = load(tmp_path, "bfloat16", weights="int8").weights
-    assert half.embedding.dtype == half.layers[0].up(half.embedding[:2]).dtype == jnp.bfloat16
+    assert half.embedding.dtype == half.layers[0].query(half.embedding[:2]).dtype == jnp.bfloat16
 
 
 def test_other_weights_are_refused(tmp_path: Path) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,14 @@ from kvjax.models.matmul import in_blocks, product
 from kvjax.rope import rotate
 from kvjax.types import HEADS, SLOTS, LayerConfig
 from pallas_kernels.attention import QUERY_BLOCK, attend, join_queries, query_block, split_queries, wide
+
+ACTIVATIONS: Mapping[str, Callable[[Array], Array]] = {
+    "silu": jax.nn.silu,
+    "gelu": lambda x: jax.nn.gelu(x, approximate=False),
+    "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
+    "relu": jax.nn.relu,
+}
+"""Activation functions of MLPs, by their names in a config."""
 
 
 @struct.dataclass
@@ -62,12 +70,36 @@ class Norm:
     bias: Float[Array, " width"] | None = None
 
 
+class Mlp(Protocol):
+    """MLP of a decoder block: a pytree of weights that is called with hidden states and the model's configuration."""
+
+    def __call__(self, x: Float[Array, "b t width"], config: ModelConfig) -> Float[Array, "b t width"]: ...
+
+
+@struct.dataclass
+class DenseMlp:
+    """MLP that every token runs through; `gate` is None if it has no gate."""
+
+    gate: Linear | None
+    up: Linear
+    down: Linear
+
+    def __call__(self, x: Float[Array, "b t width"], config: ModelConfig) -> Float[Array, "b t width"]:
+        if config.spread.mlp:
+            return self.down.over(config.spread.over_devices, self.inner(x, config))
+        return in_blocks(lambda x: self.down(self.inner(x, config)), x)
+
+    def inner(self, x: Float[Array, "*b width"], config: ModelConfig) -> Float[Array, "*b inner"]:
+        """Return the activations between the two products."""
+        activation = ACTIVATIONS[config.activation]
+        return activation(self.up(x)) if self.gate is None else activation(self.gate(x)) * self.up(x)
+
+
 @struct.dataclass
 class LayerWeights:
     """Weights of one decoder block.
 
-    `mlp_norm` is None if attention and MLP share one norm, `gate` if the MLP has no gate. The last four are None in
-    models without them.
+    `mlp_norm` is None if attention and MLP share one norm. The last four are None in models without them.
     """
 
     attention_norm: Norm
@@ -76,9 +108,7 @@ class LayerWeights:
     value: Linear
     output: Linear
     mlp_norm: Norm | None
-    gate: Linear | None
-    up: Linear
-    down: Linear
+    mlp: Mlp
     query_norm: Norm | None = None
     key_norm: Norm | None = None
     attention_post_norm: Norm | None = None
@@ -101,13 +131,6 @@ Keys = Float[Array, "b h t d"]
 Values = Float[Array, "b h t e"]
 Attended = Float[Array, "b h g t e"]
 Attention = Callable[[Queries, Keys, Values], Attended]
-
-_ACTIVATIONS = {
-    "silu": jax.nn.silu,
-    "gelu": lambda x: jax.nn.gelu(x, approximate=False),
-    "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
-    "relu": jax.nn.relu,
-}
 
 
 def normalise(norm: Norm, x: Float[Array, "*b width"], config: ModelConfig) -> Float[Array, "*b width"]:
@@ -215,23 +238,11 @@ def finish_block(
         attended = normalise(layer.attention_post_norm, attended, config)
     if config.parallel:
         mlp_input = normed if layer.mlp_norm is None else normalise(layer.mlp_norm, x, config)
-        return x + attended + mlp(layer, config, mlp_input)
+        return x + attended + layer.mlp(mlp_input, config)
     x = x + attended
     assert layer.mlp_norm is not None
-    fed = mlp(layer, config, normalise(layer.mlp_norm, x, config))
+    fed = layer.mlp(normalise(layer.mlp_norm, x, config), config)
     return x + (fed if layer.mlp_post_norm is None else normalise(layer.mlp_post_norm, fed, config))
-
-
-def mlp(layer: LayerWeights, config: ModelConfig, x: Float[Array, "b t width"]) -> Float[Array, "b t width"]:
-    """Run the MLP of a block, gated or plain."""
-    activation = _ACTIVATIONS[config.activation]
-
-    def inner(x: Array) -> Array:
-        return activation(layer.up(x)) if layer.gate is None else activation(layer.gate(x)) * layer.up(x)
-
-    if config.spread.mlp:
-        return layer.down.over(config.spread.over_devices, inner(x))
-    return in_blocks(lambda x: layer.down(inner(x)), x)
 
 
 def unembed(weights: Weights, config: ModelConfig, x: Float[Array, "*b width"]) -> Float[Array, "*b vocab"]:

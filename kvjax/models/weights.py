@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int8, PRNGKeyArray
 
 from kvjax.models.config import ModelConfig
-from kvjax.models.decoder import LayerWeights, Linear, Norm, Weights
+from kvjax.models.decoder import DenseMlp, LayerWeights, Linear, Norm, Weights
 from kvjax.types import LayerConfig
 
 _AT_ONCE = 1 << 24
@@ -31,6 +31,13 @@ def weight_shapes(config: ModelConfig, dtype: DTypeLike = jnp.float32) -> Weight
     def norm(width: int = config.width) -> Norm:
         return Norm(leaf(width), leaf(width) if config.norm_bias else None)
 
+    def mlp() -> DenseMlp:
+        return DenseMlp(
+            gate=linear(config.mlp_width, config.width, config.mlp_bias) if config.gated_mlp else None,
+            up=linear(config.mlp_width, config.width, config.mlp_bias),
+            down=linear(config.width, config.mlp_width, config.mlp_bias),
+        )
+
     def layer(shape: LayerConfig) -> LayerWeights:
         return LayerWeights(
             attention_norm=norm(),
@@ -39,9 +46,7 @@ def weight_shapes(config: ModelConfig, dtype: DTypeLike = jnp.float32) -> Weight
             value=linear(shape.kv_heads * shape.value_width, config.width, config.qkv_bias),
             output=linear(config.width, shape.heads * shape.value_width, config.output_bias),
             mlp_norm=None if config.shared_norm else norm(),
-            gate=linear(config.mlp_width, config.width, config.mlp_bias) if config.gated_mlp else None,
-            up=linear(config.mlp_width, config.width, config.mlp_bias),
-            down=linear(config.width, config.mlp_width, config.mlp_bias),
+            mlp=mlp(),
             query_norm=norm(shape.key_width) if config.query_key_norms else None,
             key_norm=norm(shape.key_width) if config.query_key_norms else None,
             attention_post_norm=norm() if config.post_norms else None,

@@ -16,6 +16,7 @@ from jax.typing import DTypeLike
 
 from kvjax.methods.less.feature_maps import Params, init_kernels
 from kvjax.models.config import ModelConfig
+from kvjax.models.weights import leaf_name
 from kvjax.rope import Rope
 
 if TYPE_CHECKING:
@@ -148,7 +149,8 @@ def fingerprint(model: LanguageModel) -> str:
     del shape["bos"], shape["eos"]  # the tokens that begin and end a text do not affect attention
     digest = hashlib.sha256(json.dumps(shape, sort_keys=True).encode())
     layers = model.weights.layers
-    for sample in (model.weights.embedding[:64], layers[0].key.weight, layers[-1].query.weight, layers[-1].up.weight):
+    ups = [leaf for path, leaf in jax.tree.leaves_with_path(layers[-1].mlp) if leaf_name(path).endswith("up.weight")]
+    for sample in (model.weights.embedding[:64], layers[0].key.weight, layers[-1].query.weight, *ups):
         digest.update(np.asarray(jnp.asarray(sample, jnp.bfloat16)).tobytes())
     return digest.hexdigest()[:16]
 
