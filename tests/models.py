@@ -108,6 +108,21 @@ MODELS: Mapping[str, Callable[[], Any]] = {
         "Qwen2Config", use_sliding_window=True, sliding_window=16, max_window_layers=1
     ),
     "qwen3": lambda: _huggingface("Qwen3Config", head_dim=24),
+    "qwen3_moe": lambda: _huggingface(
+        "Qwen3MoeConfig",
+        num_hidden_layers=3,
+        head_dim=24,
+        moe_intermediate_size=24,
+        num_experts=8,
+        num_experts_per_tok=3,
+        norm_topk_prob=True,
+        mlp_only_layers=[1],
+    ),
+    "qwen3_moe-sparse-step": lambda: _huggingface(
+        "Qwen3MoeConfig", decoder_sparse_step=2, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=24
+    ),
+    "mixtral": lambda: _huggingface("MixtralConfig", num_local_experts=4),
+    "olmoe": lambda: _huggingface("OlmoeConfig", num_experts=8, num_experts_per_tok=3, clip_qkv=0.8, pad_token_id=0),
     "phi3": lambda: _huggingface(
         "Phi3Config", **_SPECIAL, sliding_window=16, rope_parameters=_LONGROPE | {"partial_rotary_factor": 0.75}
     ),

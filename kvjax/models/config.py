@@ -14,6 +14,29 @@ from pallas_kernels.attention import alibi_slopes
 
 
 @dataclasses.dataclass(frozen=True)
+class Mixture:
+    """Experts in place of the MLP of some blocks.
+
+    Args:
+        count: number of experts in a block.
+        used: number of experts that each token uses.
+        width: inner size of one expert.
+        renormalised: True if the weights of a token's experts sum to 1.
+        dense_layers: numbers of the layers that keep one MLP.
+    """
+
+    count: int
+    used: int
+    width: int
+    renormalised: bool = True
+    dense_layers: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not 0 < self.used <= self.count:
+            raise ValueError(f"a token must use between 1 and {self.count} experts, not {self.used}.")
+
+
+@dataclasses.dataclass(frozen=True)
 class ModelConfig:
     """Configuration of a model: everything that defines its computation, except the values of its weights.
 
@@ -30,6 +53,7 @@ class ModelConfig:
         norm: `rms` or `layer` normalisation.
         norm_eps: constant added to the variance.
         activation: activation function of the MLP.
+        mixture: experts in place of MLPs; None for a model without them.
         gated_mlp: True if the MLP multiplies by an activated gate (SwiGLU).
         parallel: True if attention and MLP read the same input and their outputs are added (GPT-J, Falcon).
         position: encoding of positions: `rope`, `learned` embeddings or `alibi` biases.
@@ -41,7 +65,8 @@ class ModelConfig:
         norm_bias: True if norms add an offset.
         norm_offset: True if norms multiply by 1 + scale (Gemma).
         post_norms: True if the outputs of attention and MLP are also normalised before they are added (Gemma 2).
-        query_key_norms: True if each head's queries and keys are normalised before RoPE (Qwen3).
+        query_key_norms: True if queries and keys are normalised before RoPE (Qwen3).
+        query_key_norm_over: what these norms take the mean square of: each head, or all `heads` together (OLMo 2).
         shared_norm: True if the MLP uses the norm of the attention (`parallel` blocks only).
         qkv_bias: True if the query, key and value projections add a bias.
         output_bias: True if the attention's output projection adds a bias.
@@ -75,6 +100,7 @@ class ModelConfig:
     norm: Literal["rms", "layer"] = "rms"
     norm_eps: float = 1e-5
     activation: Literal["silu", "gelu", "gelu_tanh", "relu"] = "silu"
+    mixture: Mixture | None = None
     gated_mlp: bool = True
     parallel: bool = False
     position: Literal["rope", "learned", "alibi"] = "rope"
@@ -87,6 +113,7 @@ class ModelConfig:
     norm_offset: bool = False
     post_norms: bool = False
     query_key_norms: bool = False
+    query_key_norm_over: Literal["head", "heads"] = "head"
     shared_norm: bool = False
     qkv_bias: bool = False
     output_bias: bool = False
@@ -179,6 +206,8 @@ class ModelConfig:
         for rope in self._layer_ropes:
             if rope is not None and rope.width > self.head_width:
                 raise ValueError(f"RoPE of width {rope.width} does not fit heads of width {self.head_width}.")
+        if self.query_key_norm_over == "heads" and (self.norm != "rms" or self.norm_offset or not self.query_key_norms):
+            raise ValueError("query_key_norm_over='heads' goes with query_key_norms=True and plain RMS norms only.")
         if self.norm_offset and (self.norm_bias or self.norm == "layer"):
             raise ValueError("norm_offset=True goes with norm='rms' and norm_bias=False only.")
         if self.post_norms and self.parallel:

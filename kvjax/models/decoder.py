@@ -200,14 +200,30 @@ def project(layer: LayerWeights, config: ModelConfig, shape: LayerConfig, x: Flo
     """Run a block up to its attention. Query head i uses KV head i // g: the heads of one group are adjacent."""
     b, t, _ = x.shape
     normed = normalise(layer.attention_norm, x, config)
-    q = layer.query(normed).reshape(b, t, shape.kv_heads, shape.groups, shape.key_width)
-    k = layer.key(normed).reshape(b, t, shape.kv_heads, shape.key_width)
-    v = layer.value(normed).reshape(b, t, shape.kv_heads, shape.value_width)
+    q, k, v = layer.query(normed), layer.key(normed), layer.value(normed)
+    if config.query_key_norm_over == "heads":
+        q, k = _normalise_heads(layer, config, q, k)
+    q = q.reshape(b, t, shape.kv_heads, shape.groups, shape.key_width)
+    k = k.reshape(b, t, shape.kv_heads, shape.key_width)
+    v = v.reshape(b, t, shape.kv_heads, shape.value_width)
+    if config.query_key_norm_over == "head" and layer.query_norm is not None and layer.key_norm is not None:
+        q, k = normalise(layer.query_norm, q, config), normalise(layer.key_norm, k, config)
     if config.qkv_clip is not None:
         q, k, v = (jnp.clip(x, -config.qkv_clip, config.qkv_clip) for x in (q, k, v))
-    if layer.query_norm is not None and layer.key_norm is not None:
-        q, k = normalise(layer.query_norm, q, config), normalise(layer.key_norm, k, config)
     return Projected(normed, q.transpose(0, 2, 3, 1, 4), k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3))
+
+
+def _normalise_heads(
+    layer: LayerWeights, config: ModelConfig, q: Float[Array, "b t f"], k: Float[Array, "b t f"]
+) -> tuple[Float[Array, "b t f"], Float[Array, "b t f"]]:
+    """Apply RMS normalisation to queries and to keys over all heads; one sum over devices serves both."""
+    assert layer.query_norm is not None and layer.key_norm is not None
+    pairs = [(q, layer.query_norm), (k, layer.key_norm)]
+    squares = jnp.stack([jnp.mean(x.astype(wide(x.dtype)) ** 2, -1) for x, _ in pairs])
+    means = config.spread.over_heads(squares) / config.spread.heads
+    factors = jax.lax.rsqrt(means + config.norm_eps)[..., None]
+    q, k = ((x * factor).astype(x.dtype) * norm.scale for (x, norm), factor in zip(pairs, factors, strict=True))
+    return q, k
 
 
 def finish_block(

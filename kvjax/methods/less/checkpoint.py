@@ -15,7 +15,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from kvjax.methods.less.feature_maps import Params, init_kernels
-from kvjax.models.config import ModelConfig
+from kvjax.models.config import Mixture, ModelConfig
 from kvjax.models.weights import leaf_name
 from kvjax.rope import Rope
 
@@ -28,7 +28,7 @@ SHIPPED = Path(__file__).resolve().parents[2] / "tiny" / "less"
 _OPTIONAL = {
     *("value_width", "ropes", "attention_scale", "soft_cap", "logit_soft_cap", "windows"),
     *("slopes", "qkv_clip", "attention_scales", "logit_scale"),
-    *("embedding_scale", "norm_offset", "post_norms", "query_key_norms", "spread"),
+    *("embedding_scale", "norm_offset", "post_norms", "query_key_norms", "query_key_norm_over", "mixture", "spread"),
     *("beta_fast", "beta_slow", "truncate", "short_factors", "long_factors", "attention_factor"),
 }
 """Settings of models and RoPE that enter a fingerprint only if they differ from their defaults.
@@ -166,7 +166,7 @@ def _unusual(described: ModelConfig | Rope) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    return _unusual(value) if isinstance(value, Rope) else value
+    return _unusual(value) if isinstance(value, Rope | Mixture) else value
 
 
 def find(checkpoint: str, policy: str) -> list[Path]:

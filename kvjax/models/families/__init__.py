@@ -18,10 +18,13 @@ from kvjax.models.families.gpt_neox import GPT_NEOX
 from kvjax.models.families.gptj import GPTJ
 from kvjax.models.families.llama import LLAMA
 from kvjax.models.families.mistral import MISTRAL
+from kvjax.models.families.mixtral import MIXTRAL
 from kvjax.models.families.mpt import MPT
+from kvjax.models.families.olmoe import OLMOE
 from kvjax.models.families.phi3 import PHI3
 from kvjax.models.families.qwen2 import QWEN2
 from kvjax.models.families.qwen3 import QWEN3
+from kvjax.models.families.qwen3_moe import QWEN3_MOE
 from kvjax.models.families.settings import check_only
 from kvjax.models.families.settings import special_token_ids as special_token_ids
 
@@ -30,6 +33,9 @@ FAMILIES: Mapping[str, Family] = {
     "mistral": MISTRAL,
     "qwen2": QWEN2,
     "qwen3": QWEN3,
+    "qwen3_moe": QWEN3_MOE,
+    "mixtral": MIXTRAL,
+    "olmoe": OLMOE,
     "phi3": PHI3,
     "gemma": GEMMA,
     "gemma2": GEMMA2,
