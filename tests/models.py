@@ -68,7 +68,9 @@ _LLAMA3 |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 _LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
 _LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 64}
 _LONGROPE |= {"short_factor": [1.0] * 6, "long_factor": [1.0, 1.1, 1.3, 2.0, 4.0, 8.0]}
-_SPECIAL = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "original_max_position_embeddings": 64}
+_YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
+_SPECIAL_IDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+_SPECIAL = {**_SPECIAL_IDS, "original_max_position_embeddings": 64}
 
 MODELS: Mapping[str, Callable[[], Any]] = {
     "llama-mha": lambda: _huggingface("LlamaConfig", num_key_value_heads=4),
@@ -123,6 +125,25 @@ MODELS: Mapping[str, Callable[[], Any]] = {
     ),
     "mixtral": lambda: _huggingface("MixtralConfig", num_local_experts=4),
     "olmoe": lambda: _huggingface("OlmoeConfig", num_experts=8, num_experts_per_tok=3, clip_qkv=0.8, pad_token_id=0),
+    "smollm3": lambda: _huggingface("SmolLM3Config", num_hidden_layers=4, **_SPECIAL_IDS),
+    "smollm3-sliding": lambda: _huggingface(
+        "SmolLM3Config", no_rope_layers=[0, 1], use_sliding_window=True, sliding_window=16, **_SPECIAL_IDS
+    ),
+    "olmo2": lambda: _huggingface("Olmo2Config", pad_token_id=0),
+    "olmo3": lambda: _huggingface(
+        "Olmo3Config",
+        num_hidden_layers=4,
+        sliding_window=16,
+        rope_parameters={"full_attention": _YARN, "sliding_attention": {"rope_type": "default", "rope_theta": 1e3}},
+        pad_token_id=0,
+    ),
+    "granite": lambda: _huggingface(
+        "GraniteConfig",
+        embedding_multiplier=3.0,
+        attention_multiplier=0.2,
+        residual_multiplier=0.4,
+        logits_scaling=2.0,
+    ),
     "phi3": lambda: _huggingface(
         "Phi3Config", **_SPECIAL, sliding_window=16, rope_parameters=_LONGROPE | {"partial_rotary_factor": 0.75}
     ),

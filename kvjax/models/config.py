@@ -64,9 +64,11 @@ class ModelConfig:
         position_offset: offset added to positions before they index the table of learned embeddings.
         norm_bias: True if norms add an offset.
         norm_offset: True if norms multiply by 1 + scale (Gemma).
+        pre_norms: True if the inputs of attention and MLP are normalised (not in OLMo 2).
         post_norms: True if the outputs of attention and MLP are also normalised before they are added (Gemma 2).
         query_key_norms: True if queries and keys are normalised before RoPE (Qwen3).
         query_key_norm_over: what these norms take the mean square of: each head, or all `heads` together (OLMo 2).
+        residual_scale: factor of the outputs of attention and MLP where they are added (Granite); None for 1.
         shared_norm: True if the MLP uses the norm of the attention (`parallel` blocks only).
         qkv_bias: True if the query, key and value projections add a bias.
         output_bias: True if the attention's output projection adds a bias.
@@ -111,9 +113,11 @@ class ModelConfig:
     position_offset: int = 0
     norm_bias: bool = False
     norm_offset: bool = False
+    pre_norms: bool = True
     post_norms: bool = False
     query_key_norms: bool = False
     query_key_norm_over: Literal["head", "heads"] = "head"
+    residual_scale: float | None = None
     shared_norm: bool = False
     qkv_bias: bool = False
     output_bias: bool = False
@@ -184,7 +188,7 @@ class ModelConfig:
             if given is not None and len(given) != self.layers:
                 raise ValueError(f"{name} has {len(given)} entries for {self.layers} layers; give one for each.")
         positive = ("value_width", "embedding_scale", "qkv_clip", "attention_scale", "soft_cap", "logit_soft_cap")
-        for name in (*positive, "logit_scale", "sliding_window"):
+        for name in (*positive, "logit_scale", "residual_scale", "sliding_window"):
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise ValueError(f"{name} must be above 0, not {value}; leave it None for models without it.")
@@ -212,6 +216,8 @@ class ModelConfig:
             raise ValueError("norm_offset=True goes with norm='rms' and norm_bias=False only.")
         if self.post_norms and self.parallel:
             raise ValueError("post_norms=True does not go with parallel=True, which adds attention and MLP at once.")
+        if not self.pre_norms and not self.post_norms:
+            raise ValueError("pre_norms=False needs post_norms=True: a block without norms is not supported.")
         if self.shared_norm and not self.parallel:
             raise ValueError("shared_norm=True needs parallel=True: a sequential block normalises before its MLP.")
         if self.tied and self.unembedding_bias:

@@ -99,10 +99,11 @@ class DenseMlp:
 class LayerWeights:
     """Weights of one decoder block.
 
-    `mlp_norm` is None if attention and MLP share one norm. The last four are None in models without them.
+    `attention_norm` is None if only outputs are normalised, and `mlp_norm` also if attention and MLP share one norm.
+    The last four are None in models without them.
     """
 
-    attention_norm: Norm
+    attention_norm: Norm | None
     query: Linear
     key: Linear
     value: Linear
@@ -188,7 +189,7 @@ def block(
 
 
 class Projected(NamedTuple):
-    """A block's normalised input, and its queries, keys and values before RoPE."""
+    """A block's input, normalised unless only outputs are, and its queries, keys and values before RoPE."""
 
     normed: Float[Array, "b t width"]
     q: Float[Array, "b h g t d"]
@@ -199,7 +200,7 @@ class Projected(NamedTuple):
 def project(layer: LayerWeights, config: ModelConfig, shape: LayerConfig, x: Float[Array, "b t width"]) -> Projected:
     """Run a block up to its attention. Query head i uses KV head i // g: the heads of one group are adjacent."""
     b, t, _ = x.shape
-    normed = normalise(layer.attention_norm, x, config)
+    normed = x if layer.attention_norm is None else normalise(layer.attention_norm, x, config)
     q, k, v = layer.query(normed), layer.key(normed), layer.value(normed)
     if config.query_key_norm_over == "heads":
         q, k = _normalise_heads(layer, config, q, k)
@@ -252,13 +253,16 @@ def finish_block(
     attended = layer.output.over(total or shape.spread.over_attention, shape.spread.own_features(attended))
     if layer.attention_post_norm is not None:
         attended = normalise(layer.attention_post_norm, attended, config)
+
+    def scaled(out: Float[Array, "b t width"]) -> Float[Array, "b t width"]:
+        return out if config.residual_scale is None else out * config.residual_scale
+
     if config.parallel:
         mlp_input = normed if layer.mlp_norm is None else normalise(layer.mlp_norm, x, config)
-        return x + attended + layer.mlp(mlp_input, config)
-    x = x + attended
-    assert layer.mlp_norm is not None
-    fed = layer.mlp(normalise(layer.mlp_norm, x, config), config)
-    return x + (fed if layer.mlp_post_norm is None else normalise(layer.mlp_post_norm, fed, config))
+        return x + scaled(attended) + scaled(layer.mlp(mlp_input, config))
+    x = x + scaled(attended)
+    fed = layer.mlp(x if layer.mlp_norm is None else normalise(layer.mlp_norm, x, config), config)
+    return x + scaled(fed if layer.mlp_post_norm is None else normalise(layer.mlp_post_norm, fed, config))
 
 
 def unembed(weights: Weights, config: ModelConfig, x: Float[Array, "*b width"]) -> Float[Array, "*b vocab"]:

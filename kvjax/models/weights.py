@@ -49,12 +49,12 @@ def weight_shapes(config: ModelConfig, dtype: DTypeLike = jnp.float32) -> Weight
     def layer(index: int, shape: LayerConfig) -> LayerWeights:
         heads, kv_heads = (shape.heads, shape.kv_heads) if config.query_key_norm_over == "heads" else (1, 1)
         return LayerWeights(
-            attention_norm=norm(),
+            attention_norm=norm() if config.pre_norms else None,
             query=linear(shape.heads * shape.key_width, config.width, bias=config.qkv_bias),
             key=linear(shape.kv_heads * shape.key_width, config.width, bias=config.qkv_bias),
             value=linear(shape.kv_heads * shape.value_width, config.width, bias=config.qkv_bias),
             output=linear(config.width, shape.heads * shape.value_width, bias=config.output_bias),
-            mlp_norm=None if config.shared_norm else norm(),
+            mlp_norm=norm() if config.pre_norms and not config.shared_norm else None,
             mlp=mlp(index),
             query_norm=norm(heads * shape.key_width) if config.query_key_norms else None,
             key_norm=norm(kv_heads * shape.key_width) if config.query_key_norms else None,

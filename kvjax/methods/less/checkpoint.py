@@ -28,7 +28,17 @@ SHIPPED = Path(__file__).resolve().parents[2] / "tiny" / "less"
 _OPTIONAL = {
     *("value_width", "ropes", "attention_scale", "soft_cap", "logit_soft_cap", "windows"),
     *("slopes", "qkv_clip", "attention_scales", "logit_scale"),
-    *("embedding_scale", "norm_offset", "post_norms", "query_key_norms", "query_key_norm_over", "mixture", "spread"),
+    *(
+        "embedding_scale",
+        "norm_offset",
+        "post_norms",
+        "query_key_norms",
+        "query_key_norm_over",
+        "mixture",
+        "pre_norms",
+        "residual_scale",
+        "spread",
+    ),
     *("beta_fast", "beta_slow", "truncate", "short_factors", "long_factors", "attention_factor"),
 }
 """Settings of models and RoPE that enter a fingerprint only if they differ from their defaults.

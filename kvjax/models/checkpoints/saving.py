@@ -25,7 +25,8 @@ def tensors(weights: Weights) -> dict[str, jax.Array]:
     if weights.unembedding is not None:
         named["lm_head.weight"] = weights.unembedding.weight
     for i, layer in enumerate(weights.layers):
-        assert layer.mlp_norm is not None and isinstance(layer.mlp, DenseMlp) and layer.mlp.gate is not None
+        assert layer.attention_norm is not None and layer.mlp_norm is not None
+        assert isinstance(layer.mlp, DenseMlp) and layer.mlp.gate is not None
         named |= {
             f"model.layers.{i}.{name}.weight": value
             for name, value in {

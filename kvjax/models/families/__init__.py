@@ -16,10 +16,13 @@ from kvjax.models.families.gemma3 import GEMMA3
 from kvjax.models.families.gpt2 import GPT2
 from kvjax.models.families.gpt_neox import GPT_NEOX
 from kvjax.models.families.gptj import GPTJ
+from kvjax.models.families.granite import GRANITE
 from kvjax.models.families.llama import LLAMA
 from kvjax.models.families.mistral import MISTRAL
 from kvjax.models.families.mixtral import MIXTRAL
 from kvjax.models.families.mpt import MPT
+from kvjax.models.families.olmo2 import OLMO2
+from kvjax.models.families.olmo3 import OLMO3
 from kvjax.models.families.olmoe import OLMOE
 from kvjax.models.families.phi3 import PHI3
 from kvjax.models.families.qwen2 import QWEN2
@@ -27,6 +30,7 @@ from kvjax.models.families.qwen3 import QWEN3
 from kvjax.models.families.qwen3_moe import QWEN3_MOE
 from kvjax.models.families.settings import check_only
 from kvjax.models.families.settings import special_token_ids as special_token_ids
+from kvjax.models.families.smollm3 import SMOLLM3
 
 FAMILIES: Mapping[str, Family] = {
     "llama": LLAMA,
@@ -36,6 +40,10 @@ FAMILIES: Mapping[str, Family] = {
     "qwen3_moe": QWEN3_MOE,
     "mixtral": MIXTRAL,
     "olmoe": OLMOE,
+    "smollm3": SMOLLM3,
+    "olmo2": OLMO2,
+    "olmo3": OLMO3,
+    "granite": GRANITE,
     "phi3": PHI3,
     "gemma": GEMMA,
     "gemma2": GEMMA2,
