@@ -13,6 +13,7 @@ from jax.typing import DTypeLike
 
 from kvjax.model import Model
 from kvjax.models import ModelConfig, Rope, random_weights
+from kvjax.models.config import Mixture
 
 
 def small_config(heads: int, kv_heads: int, **changes: Any) -> ModelConfig:
@@ -28,6 +29,10 @@ MQA = small_config(4, 1)
 PARTIAL = small_config(4, 2, rope=Rope(width=4, interleaved=True))
 SLOPED = small_config(4, 2, position="alibi", rope=None)
 LEARNED = small_config(4, 2, position="learned", rope=None)
+MIXED = small_config(4, 2, mixture=Mixture(count=8, used=3, width=24, dense_layers=(1,)))
+WIDE_NORMS = small_config(
+    4, 2, query_key_norms=True, query_key_norm_over="heads", pre_norms=False, post_norms=True, residual_scale=0.5
+)
 LOCAL = small_config(4, 2, windows=(12, None), ropes=(Rope(width=8, theta=100.0), Rope(width=8)))
 
 

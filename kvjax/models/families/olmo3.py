@@ -20,22 +20,16 @@ def _config(settings: Settings) -> ModelConfig:
 
 
 def _of_type(settings: Settings, kind: str) -> Settings:
-    """Return the settings with the RoPE of one type of layer; earlier versions of transformers scale only full ones."""
+    """Return the settings with the RoPE of one type of layer; a config with one RoPE scales that of full layers only."""
     given = settings.get("rope_parameters") or {}
     if not isinstance(given, dict):
         raise LoadError(f"rope_parameters must be an object, not {given!r}.")
-    if set(given) <= set(LAYER_TYPES):
-        return {
-            **settings,
-            "rope_parameters": given.get(kind),
-            "rope_scaling": None if given else _scaling(settings, kind),
-        }
-    theta = {"rope_theta": given.get("rope_theta", settings["rope_theta"])}
-    return {**settings, "rope_parameters": given if kind == "full_attention" else theta, "rope_scaling": None}
-
-
-def _scaling(settings: Settings, kind: str) -> object:
-    return settings.get("rope_scaling") if kind == "full_attention" else None
+    if given and set(given) <= set(LAYER_TYPES):
+        return {**settings, "rope_parameters": given.get(kind), "rope_scaling": None}
+    if kind == "full_attention":
+        return settings
+    theta = given.get("rope_theta", settings["rope_theta"])
+    return {**settings, "rope_parameters": {"rope_theta": theta}, "rope_scaling": None}
 
 
 OLMO3 = Family(
