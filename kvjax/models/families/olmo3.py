@@ -20,7 +20,7 @@ def _config(settings: Settings) -> ModelConfig:
 
 
 def _of_type(settings: Settings, kind: str) -> Settings:
-    """Return the settings with the RoPE of one type of layer; a config with one RoPE scales that of full layers only."""
+    """Return the settings with the RoPE of one type of layer; one RoPE is scaled in full layers only."""
     given = settings.get("rope_parameters") or {}
     if not isinstance(given, dict):
         raise LoadError(f"rope_parameters must be an object, not {given!r}.")
