@@ -62,9 +62,34 @@ TEXT_HALVES: Mapping[str, str] = {
     "mistral3": "mistral",
     "qwen2_5_vl": "qwen2",
     "qwen2_vl": "qwen2",
+    "qwen3_vl": "qwen3",
     "llava": "llama",
 }
-"""Family of the text half of a multimodal `model_type`, used if its `text_config` names no supported family."""
+"""Family of the text half of a multimodal `model_type`, used if its `text_config` names no other one."""
+
+
+_REASONS: Mapping[str, tuple[str, ...]] = {
+    "most of its layers have a recurrent state instead of keys and values": (
+        *("qwen3_next", "qwen3_5", "qwen3_5_moe", "granitemoehybrid", "olmo_hybrid", "falcon_h1", "nemotron_h"),
+        *("jamba", "bamba", "zamba2", "lfm2", "lfm2_moe", "recurrent_gemma", "mamba", "mamba2"),
+    ),
+    "its layers store a latent vector instead of keys and values": (
+        *("deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2", "glm4_moe_lite", "longcat_flash", "minicpm3"),
+    ),
+    "some of its layers read the keys and values of other layers": ("gemma3n", "gemma4", "gemma4_unified"),
+    "its attention has a learned logit in the denominator of the softmax": ("gpt_oss",),
+    "some of its layers attend within chunks": ("llama4",),
+    "its queries grow with their positions": ("ministral3",),
+}
+"""Why kvjax does not read some well-known architectures, with the `model_type` of each."""
+
+
+def _unknown(name: object) -> LoadError:
+    bare = name.removesuffix("_text") if isinstance(name, str) else name
+    for reason, names in _REASONS.items():
+        if bare in names:
+            return LoadError(f"Architecture (model_type) {name!r} is not supported: {reason}.")
+    return LoadError(f"Architecture (model_type) {name!r} is not supported; supported are {', '.join(FAMILIES)}.")
 
 
 def text_half(settings: Settings) -> Settings:
@@ -74,8 +99,9 @@ def text_half(settings: Settings) -> Settings:
         return settings
     if inner is None:  # the first configs of Qwen2-VL are flat
         inner = {name: value for name, value in settings.items() if name != "vision_config"}
-    name = inner.get("model_type")
-    family = name if name in FAMILIES else TEXT_HALVES[settings["model_type"]]
+    name, whole = inner.get("model_type"), settings["model_type"]
+    usual = name in (None, whole, f"{whole}_text")
+    family = TEXT_HALVES[whole] if usual and name not in FAMILIES else name
     outer = ("tie_word_embeddings", "bos_token_id", "eos_token_id", "quantization_config")
     given = {name: settings[name] for name in outer if settings.get(name) is not None}
     made = {**given, **inner, "model_type": family}
@@ -101,7 +127,7 @@ def read_model_config(settings: Settings) -> tuple[Family, ModelConfig]:
     settings = text_half(settings)
     name = settings.get("model_type")
     if not isinstance(name, str) or name not in FAMILIES:
-        raise LoadError(f"Architecture (model_type) {name!r} is not supported; supported are {', '.join(FAMILIES)}.")
+        raise _unknown(name)
     if settings.get("quantization_config"):
         raise LoadError("quantization_config is not supported: give the checkpoint with its weights in floating point.")
     family = FAMILIES[name]
