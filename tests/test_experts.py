@@ -102,14 +102,15 @@ def test_blocks_have_every_use_once_and_one_expert_each(mean: float, here: int) 
 def test_derivatives_go_through_experts(x64: None) -> None:
     model = random_model(MIXED, dtype=jnp.float64)
 
+    first, *others = model.weights.layers
+    mlp = first.mlp
+    assert isinstance(mlp, Experts)
+
     def loss(router: jax.Array) -> jax.Array:
-        first = model.weights.layers[0]
-        layers = (dataclasses.replace(first, mlp=Experts(router, mlp.experts)), *model.weights.layers[1:])
+        layers = (dataclasses.replace(first, mlp=Experts(router, mlp.experts)), *others)
         changed = kvjax.Model(dataclasses.replace(model.weights, layers=layers), MIXED, "changed")
         return jnp.sin(kvjax.prefill(changed, "h2o", [[5, 9, 2, 7, 7, 1, 30, 22]], 6)[1]).sum()
 
-    mlp = model.weights.layers[0].mlp
-    assert isinstance(mlp, Experts)
     along = jnp.asarray(np.random.default_rng(0).normal(size=mlp.router.shape))
     slope = jax.grad(loss)(mlp.router)
     difference = (loss(mlp.router + 1e-6 * along) - loss(mlp.router - 1e-6 * along)) / 2e-6

@@ -23,6 +23,7 @@ from tokenizers import Tokenizer
 import kvjax
 from kvjax.models import FAMILIES, LoadError
 from kvjax.models.checkpoints.gguf_tokenizer import gguf_tokenizer
+from kvjax.models.decoder import DenseMlp
 from kvjax.models.families import read_model_config
 from kvjax.models.weights import leaf_name, weight_shapes
 from kvjax.rope import Rope, rope_frequencies
@@ -314,9 +315,9 @@ def test_every_kind_that_can_be_dequantised(kind: Any, tmp_path: Path) -> None:
     write_gguf(tmp_path / "model.gguf", SETTINGS, tensors, {GATE: (packed, kind)})
     expected = gguf.dequantize(packed, kind)
     assert expected.std() > 0
-    loaded = kvjax.load(tmp_path / "model.gguf", "bfloat16").weights.layers[1].mlp.gate
-    assert loaded is not None
-    np.testing.assert_array_equal(loaded.weight, expected.astype(jnp.bfloat16))
+    loaded = kvjax.load(tmp_path / "model.gguf", "bfloat16").weights.layers[1].mlp
+    assert isinstance(loaded, DenseMlp) and loaded.gate is not None
+    np.testing.assert_array_equal(loaded.gate.weight, expected.astype(jnp.bfloat16))
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from kvjax.model import Model, load
 from kvjax.models import FAMILIES, LoadError, Rope, random_weights
 from kvjax.models.checkpoints.loading import check_finite
 from kvjax.models.checkpoints.saving import write_checkpoint
-from kvjax.models.decoder import Linear
+from kvjax.models.decoder import DenseMlp, Linear
 from kvjax.models.families import read_model_config
 from kvjax.models.weights import leaf_name, quantised, weight_shapes
 
@@ -143,6 +143,7 @@ def test_linear_maps_in_8_bits(tmp_path: Path) -> None:
     write(tmp_path, attention_bias=True)
     model, whole = load(tmp_path, weights="int8"), load(tmp_path)
     layer = model.weights.layers[1]
+    assert isinstance(layer.mlp, DenseMlp) and layer.attention_norm is not None
     for made in (layer.query, layer.mlp.up):
         assert made.weight.dtype == np.int8 and made.scale is not None and made.scale.dtype == np.float32
     assert model.weights.embedding.dtype == layer.attention_norm.scale.dtype == np.float32
@@ -336,9 +337,19 @@ YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
     ("changes", "sentence"),
     [
         (
-            {"model_type": "mamba"},
-            r"model_type\) 'mamba' is not supported; supported are llama, .*qwen2, .*falcon, .*gpt2",
+            {"model_type": "bloom"},
+            r"model_type\) 'bloom' is not supported; supported are llama, .*qwen2, .*falcon, .*gpt2",
         ),
+        ({"model_type": "qwen3_next"}, "'qwen3_next' is not supported: most of its layers have a recurrent state"),
+        ({"model_type": "qwen3_5_text"}, "'qwen3_5_text' is not supported: most of its layers have a recurrent state"),
+        ({"model_type": "deepseek_v3"}, "'deepseek_v3' is not supported: its layers store a latent vector"),
+        ({"model_type": "gemma4_text"}, "'gemma4_text' is not supported: some of its layers read the keys and values"),
+        ({"model_type": "gpt_oss"}, "'gpt_oss' is not supported: its attention has a learned logit"),
+        (
+            {"model_type": "mistral3", "text_config": {"model_type": "ministral3"}},
+            "'ministral3' is not supported: its queries grow with their positions",
+        ),
+        ({"model_type": "smollm3", "no_rope_layers": [1]}, "no_rope_layers must have a 0 or 1 for each of 2 layers"),
         ({"model_type": None}, r"model_type\) None is not supported"),
         (
             {"rope_scaling": {"type": "proportional", "factor": 2}},

@@ -165,7 +165,7 @@ def fingerprint(model: LanguageModel) -> str:
     return digest.hexdigest()[:16]
 
 
-def _unusual(described: ModelConfig | Rope) -> dict[str, Any]:
+def _unusual(described: ModelConfig | Rope | Mixture) -> dict[str, Any]:
     usual = {field.name: field.default for field in dataclasses.fields(described)}
     settings = {name: getattr(described, name) for name in usual}
     return {

@@ -87,9 +87,9 @@ def read_checkpoint(
         settings = text_half(given)
     except LoadError as error:
         raise LoadError(f"{file}: {error}") from None
+    family, config = _read_config(settings, file)
     if settings is not given:
         warnings.warn(f"{file}: of {given['model_type']} the text half alone is read, without its tower.", stacklevel=3)
-    family, config = _read_config(settings, file)
     generation = place / "generation_config.json"
     if generation.exists() and (eos := special_token_ids(read_json(generation), "eos_token_id")):
         config = dataclasses.replace(config, eos=eos)
