@@ -33,6 +33,7 @@ MIXED = small_config(4, 2, mixture=Mixture(count=8, used=3, width=24, dense_laye
 WIDE_NORMS = small_config(
     4, 2, query_key_norms=True, query_key_norm_over="heads", pre_norms=False, post_norms=True, residual_scale=0.5
 )
+GROWING = small_config(4, 2, query_growth=(0.5, 16))
 LOCAL = small_config(4, 2, windows=(12, None), ropes=(Rope(width=8, theta=100.0), Rope(width=8)))
 
 
@@ -130,6 +131,12 @@ MODELS: Mapping[str, Callable[[], Any]] = {
     ),
     "mixtral": lambda: _huggingface("MixtralConfig", num_local_experts=4),
     "olmoe": lambda: _huggingface("OlmoeConfig", num_experts=8, num_experts_per_tok=3, clip_qkv=0.8, pad_token_id=0),
+    "ministral3": lambda: _huggingface(
+        "Ministral3Config",
+        initializer_range=0.15,  # at 0.2 angles in float32 alone make a difference of 2e-4
+        pad_token_id=0,
+        rope_parameters=_YARN | {"llama_4_scaling_beta": 0.1, "mscale": 1.0, "mscale_all_dim": 1.0},
+    ),
     "smollm3": lambda: _huggingface("SmolLM3Config", num_hidden_layers=4, **_SPECIAL_IDS),
     "smollm3-sliding": lambda: _huggingface(
         "SmolLM3Config", no_rope_layers=[0, 1], use_sliding_window=True, sliding_window=16, **_SPECIAL_IDS

@@ -346,8 +346,8 @@ YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
         ({"model_type": "gemma4_text"}, "'gemma4_text' is not supported: some of its layers read the keys and values"),
         ({"model_type": "gpt_oss"}, "'gpt_oss' is not supported: its attention has a learned logit"),
         (
-            {"model_type": "mistral3", "text_config": {"model_type": "ministral3"}},
-            "'ministral3' is not supported: its queries grow with their positions",
+            {"model_type": "mistral3", "text_config": {"model_type": "lfm2"}},
+            "'lfm2' is not supported: most of its layers have a recurrent state",
         ),
         ({"model_type": "smollm3", "no_rope_layers": [1]}, "no_rope_layers must have a 0 or 1 for each of 2 layers"),
         ({"model_type": None}, r"model_type\) None is not supported"),

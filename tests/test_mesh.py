@@ -64,6 +64,7 @@ EVERYTHING = [slow([compared(names, n, *MESHES)]) for n in (1, 2, 8) for names i
             # Experts: one on each device, with and without slots of their own.
             compared(["h2o", "less-performer", "fastgen"], 2, (1, 8), (2, 4), model="MIXED"),
             compared(["h2o"], 2, (2, 4), model="WIDE_NORMS"),
+            compared(["streaming"], 2, (1, 4), model="GROWING"),
         ],
         *EVERYTHING,
     ],

@@ -78,6 +78,8 @@ class ModelConfig:
         qkv_clip: bound that projected queries, keys and values are clipped to (MPT: 6); None for no bound.
         attention_scale: factor of the products of queries and keys; None for 1 / sqrt(head_width).
         attention_scales: factor of each layer, replacing `attention_scale`; None for the same in all layers.
+        query_growth: slope and length of the factor of queries, 1 + slope ln(1 + floor(position / length)), as in
+            Ministral 3 (0.1 and 16384); None for 1.
         soft_cap: bound on attention logits, cap tanh(x / cap) (Gemma 2: 50); None for no bound.
         logit_soft_cap: the same bound on the final logits (Gemma 2: 30).
         logit_scale: factor of the final logits, applied before their bound; None for 1.
@@ -127,6 +129,7 @@ class ModelConfig:
     qkv_clip: float | None = None
     attention_scale: float | None = None
     attention_scales: tuple[float, ...] | None = None
+    query_growth: tuple[float, int] | None = None
     soft_cap: float | None = None
     logit_soft_cap: float | None = None
     logit_scale: float | None = None

@@ -172,6 +172,7 @@ def block(
     config: ModelConfig,
     shape: LayerConfig,
     x: Float[Array, "b t width"],
+    positions: Int[Array, "b t"],
     attention: Attention,
 ) -> Float[Array, "b t width"]:
     """Run one decoder block with a given attention function.
@@ -181,10 +182,11 @@ def block(
         config: the model's configuration.
         shape: the layer's configuration.
         x: hidden states [b, t, width].
+        positions: positions of the tokens [b, t]; -1 marks padding.
         attention: function from queries [b, h, g, t, d], keys [b, h, t, d] (both before RoPE) and values
             [b, h, t, e] to [b, h, g, t, e].
     """
-    normed, q, k, v = project(layer, config, shape, x)
+    normed, q, k, v = project(layer, config, shape, x, positions)
     return finish_block(layer, config, shape, x, normed, attention(q, k, v))
 
 
@@ -197,7 +199,13 @@ class Projected(NamedTuple):
     v: Float[Array, "b h t e"]
 
 
-def project(layer: LayerWeights, config: ModelConfig, shape: LayerConfig, x: Float[Array, "b t width"]) -> Projected:
+def project(
+    layer: LayerWeights,
+    config: ModelConfig,
+    shape: LayerConfig,
+    x: Float[Array, "b t width"],
+    positions: Int[Array, "b t"],
+) -> Projected:
     """Run a block up to its attention. Query head i uses KV head i // g: the heads of one group are adjacent."""
     b, t, _ = x.shape
     normed = x if layer.attention_norm is None else normalise(layer.attention_norm, x, config)
@@ -211,6 +219,10 @@ def project(layer: LayerWeights, config: ModelConfig, shape: LayerConfig, x: Flo
         q, k = normalise(layer.query_norm, q, config), normalise(layer.key_norm, k, config)
     if config.qkv_clip is not None:
         q, k, v = (jnp.clip(x, -config.qkv_clip, config.qkv_clip) for x in (q, k, v))
+    if config.query_growth is not None:
+        slope, length = config.query_growth
+        stretch = jnp.maximum(positions, 0) // length
+        q = q * (1 + slope * jnp.log1p(stretch.astype(wide(q.dtype))))[:, :, None, None, None].astype(q.dtype)
     return Projected(normed, q.transpose(0, 2, 3, 1, 4), k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3))
 
 
@@ -294,7 +306,7 @@ def forward(
     tokens = jnp.where(positions < lengths[:, None], tokens, 0)
     x = embed(weights, config, tokens, positions)
     for layer, shape in zip(weights.layers, config.layer_configs, strict=True):
-        x = block(layer, config, shape, x, functools.partial(_causal, shape, positions, lengths))
+        x = block(layer, config, shape, x, positions, functools.partial(_causal, shape, positions, lengths))
     return unembed(weights, config, x)
 
 

@@ -37,6 +37,7 @@ _OPTIONAL = {
         "mixture",
         "pre_norms",
         "residual_scale",
+        "query_growth",
         "spread",
     ),
     *("beta_fast", "beta_slow", "truncate", "short_factors", "long_factors", "attention_factor"),

@@ -18,6 +18,7 @@ from kvjax.models.families.gpt_neox import GPT_NEOX
 from kvjax.models.families.gptj import GPTJ
 from kvjax.models.families.granite import GRANITE
 from kvjax.models.families.llama import LLAMA
+from kvjax.models.families.ministral3 import MINISTRAL3
 from kvjax.models.families.mistral import MISTRAL
 from kvjax.models.families.mixtral import MIXTRAL
 from kvjax.models.families.mpt import MPT
@@ -35,6 +36,7 @@ from kvjax.models.families.smollm3 import SMOLLM3
 FAMILIES: Mapping[str, Family] = {
     "llama": LLAMA,
     "mistral": MISTRAL,
+    "ministral3": MINISTRAL3,
     "qwen2": QWEN2,
     "qwen3": QWEN3,
     "qwen3_moe": QWEN3_MOE,
@@ -79,7 +81,6 @@ _REASONS: Mapping[str, tuple[str, ...]] = {
     "some of its layers read the keys and values of other layers": ("gemma3n", "gemma4", "gemma4_unified"),
     "its attention has a learned logit in the denominator of the softmax": ("gpt_oss",),
     "some of its layers attend within chunks": ("llama4",),
-    "its queries grow with their positions": ("ministral3",),
 }
 """Why kvjax does not read some well-known architectures, with the `model_type` of each."""
 
