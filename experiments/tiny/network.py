@@ -96,7 +96,7 @@ def forward(
 
     x = decoder.embed(weights, config, tokens, positions)
     for layer, shape in zip(weights.layers, config.layer_configs, strict=True):
-        x = decoder.block(layer, config, shape, x, attention)
+        x = decoder.block(layer, config, shape, x, positions, attention)
     return decoder.unembed(weights, config, x)
 
 
