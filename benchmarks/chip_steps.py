@@ -37,7 +37,7 @@ POLICIES = ("full", "streaming", "h2o", "keyformer", "lsh_e", "less", "fastgen",
 
 
 _OF_LAYER = re.compile(r"\.\w+\[\d+\]")
-"""Pattern in the argument names of one layer: `decoder.weights.layers[0].gate`."""
+"""Pattern in the argument names of one layer: `decoder.weights.layers[0].mlp`."""
 
 
 class Step(NamedTuple):

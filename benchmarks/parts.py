@@ -112,13 +112,15 @@ def parts(
 def _layers(
     weights: Weights, config: ModelConfig, token: Int[Array, " b"], x: Float[Array, "b 1 width"], *, steps: int
 ) -> Float[Array, "b 1 width"]:
+    def newest(q: Array, k: Array, v: Array) -> Array:
+        return jnp.broadcast_to(v[:, :, None], (*q.shape[:4], v.shape[-1]))
+
     # Every step depends on the one before it, as in a text.
     def one(_: Any, x: Array) -> Array:
-        x = embed(weights, config, token[:, None], jnp.zeros((len(token), 1), jnp.int32)) + 1e-6 * x
+        positions = jnp.zeros((len(token), 1), jnp.int32)
+        x = embed(weights, config, token[:, None], positions) + 1e-6 * x
         for layer, shape in zip(weights.layers, config.layer_configs, strict=True):
-            x = block(
-                layer, config, shape, x, lambda q, k, v: jnp.broadcast_to(v[:, :, None], (*q.shape[:4], v.shape[-1]))
-            )
+            x = block(layer, config, shape, x, positions, newest)
         return x
 
     return jax.lax.fori_loop(0, steps, one, x)

@@ -98,7 +98,7 @@ def read(
 
     x = embed(weights, config, tokens, position)
     for layer, shape in zip(weights.layers, config.layer_configs, strict=True):
-        x = block(layer, config, shape, x, functools.partial(rotated, shape=shape))
+        x = block(layer, config, shape, x, position, functools.partial(rotated, shape=shape))
     return x
 
 

@@ -38,7 +38,10 @@ def main(directory: str) -> None:
                 lambda leaf, sharding: leaf.sharding == sharding or sys.exit("misplaced"), model.weights, shardings
             )
             layer = model.weights.layers[0]
-            for spread, axis in ((layer.up.weight, 0), (layer.output.weight, 1)):  # though there are but two KV heads
+            for spread, axis in (
+                (layer.mlp.up.weight, 0),
+                (layer.output.weight, 1),
+            ):  # though there are but two KV heads
                 assert spread.addressable_shards[0].data.shape[axis] * shape[1] == spread.shape[axis]
     mesh = jax.make_mesh((1, 2), ("data", "model"), axis_types=(AxisType.Auto, AxisType.Auto))
     assert generate_ids(kvjax.load(directory, mesh=mesh), prompts, **greedy).tokens == wanted

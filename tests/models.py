@@ -13,6 +13,7 @@ from jax.typing import DTypeLike
 
 from kvjax.model import Model
 from kvjax.models import ModelConfig, Rope, random_weights
+from kvjax.models.config import Mixture
 
 
 def small_config(heads: int, kv_heads: int, **changes: Any) -> ModelConfig:
@@ -28,6 +29,11 @@ MQA = small_config(4, 1)
 PARTIAL = small_config(4, 2, rope=Rope(width=4, interleaved=True))
 SLOPED = small_config(4, 2, position="alibi", rope=None)
 LEARNED = small_config(4, 2, position="learned", rope=None)
+MIXED = small_config(4, 2, mixture=Mixture(count=8, used=3, width=24, dense_layers=(1,)))
+WIDE_NORMS = small_config(
+    4, 2, query_key_norms=True, query_key_norm_over="heads", pre_norms=False, post_norms=True, residual_scale=0.5
+)
+GROWING = small_config(4, 2, query_growth=(0.5, 16))
 LOCAL = small_config(4, 2, windows=(12, None), ropes=(Rope(width=8, theta=100.0), Rope(width=8)))
 
 
@@ -68,7 +74,9 @@ _LLAMA3 |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 _LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
 _LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 64}
 _LONGROPE |= {"short_factor": [1.0] * 6, "long_factor": [1.0, 1.1, 1.3, 2.0, 4.0, 8.0]}
-_SPECIAL = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "original_max_position_embeddings": 64}
+_YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
+_SPECIAL_IDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+_SPECIAL = {**_SPECIAL_IDS, "original_max_position_embeddings": 64}
 
 MODELS: Mapping[str, Callable[[], Any]] = {
     "llama-mha": lambda: _huggingface("LlamaConfig", num_key_value_heads=4),
@@ -108,6 +116,46 @@ MODELS: Mapping[str, Callable[[], Any]] = {
         "Qwen2Config", use_sliding_window=True, sliding_window=16, max_window_layers=1
     ),
     "qwen3": lambda: _huggingface("Qwen3Config", head_dim=24),
+    "qwen3_moe": lambda: _huggingface(
+        "Qwen3MoeConfig",
+        num_hidden_layers=3,
+        head_dim=24,
+        moe_intermediate_size=24,
+        num_experts=8,
+        num_experts_per_tok=3,
+        norm_topk_prob=True,
+        mlp_only_layers=[1],
+    ),
+    "qwen3_moe-sparse-step": lambda: _huggingface(
+        "Qwen3MoeConfig", decoder_sparse_step=2, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=24
+    ),
+    "mixtral": lambda: _huggingface("MixtralConfig", num_local_experts=4),
+    "olmoe": lambda: _huggingface("OlmoeConfig", num_experts=8, num_experts_per_tok=3, clip_qkv=0.8, pad_token_id=0),
+    "ministral3": lambda: _huggingface(
+        "Ministral3Config",
+        initializer_range=0.15,  # at 0.2 angles in float32 alone make a difference of 2e-4
+        pad_token_id=0,
+        rope_parameters=_YARN | {"llama_4_scaling_beta": 0.1, "mscale": 1.0, "mscale_all_dim": 1.0},
+    ),
+    "smollm3": lambda: _huggingface("SmolLM3Config", num_hidden_layers=4, **_SPECIAL_IDS),
+    "smollm3-sliding": lambda: _huggingface(
+        "SmolLM3Config", no_rope_layers=[0, 1], use_sliding_window=True, sliding_window=16, **_SPECIAL_IDS
+    ),
+    "olmo2": lambda: _huggingface("Olmo2Config", pad_token_id=0),
+    "olmo3": lambda: _huggingface(
+        "Olmo3Config",
+        num_hidden_layers=4,
+        sliding_window=16,
+        rope_parameters={"full_attention": _YARN, "sliding_attention": {"rope_type": "default", "rope_theta": 1e3}},
+        pad_token_id=0,
+    ),
+    "granite": lambda: _huggingface(
+        "GraniteConfig",
+        embedding_multiplier=3.0,
+        attention_multiplier=0.2,
+        residual_multiplier=0.4,
+        logits_scaling=2.0,
+    ),
     "phi3": lambda: _huggingface(
         "Phi3Config", **_SPECIAL, sliding_window=16, rope_parameters=_LONGROPE | {"partial_rotary_factor": 0.75}
     ),

@@ -216,7 +216,7 @@ LAYERS = """
 }
 ENTRY %main.3 (e: f32[8], w: f32[8], t: s32[8]) -> f32[8] {
   %e = f32[8]{0} parameter(0), metadata={op_name="decoder.weights.embedding"}
-  %w = f32[8]{0} parameter(1), metadata={op_name="decoder.weights.layers[0].gate.weight"}
+  %w = f32[8]{0} parameter(1), metadata={op_name="decoder.weights.layers[0].mlp.gate.weight"}
   %t = s32[8]{0} parameter(2), metadata={op_name="cache.position"}
   %sum.1 = f32[8]{0} fusion(%e, %t), kind=kLoop, calls=%g, metadata={op_name="jit(step)/layer/reduce_sum"}, CYCLES
   %fusion.1 = (f32[8]{0}, f32[8]{0}) fusion(%sum.1, %w), kind=kLoop, calls=%g, \

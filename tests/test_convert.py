@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ import kvjax
 from kvjax.cli.main import main
 from kvjax.models import LoadError
 from kvjax.models.checkpoints.loading import read_checkpoint
+from kvjax.models.weights import leaf_name
 from kvjax.utils.files import directory_aside, recover_directory
 
 
@@ -33,6 +35,18 @@ def test_a_converted_model_is_the_same(tiny: Path) -> None:
     assert after.tokenizer.chat_template == before.tokenizer.chat_template
     assert not list(tiny.parent.glob(".*")) and not list(tiny.glob("*.safetensors"))
     assert kvjax.load(tiny, "bfloat16").weights.embedding.dtype == "bfloat16"
+
+
+def test_names_of_the_release_before_are_read(tiny: Path, tmp_path: Path) -> None:
+    import orbax.checkpoint as ocp
+
+    named = {leaf_name(path): leaf for path, leaf in jax.tree.leaves_with_path(kvjax.load(tiny).weights)}
+    shutil.copytree(tiny, tmp_path / "old", ignore=shutil.ignore_patterns("weights"))
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "old" / "weights", {k.replace(".mlp.", "."): leaf for k, leaf in named.items()})
+    again = {leaf_name(path): leaf for path, leaf in jax.tree.leaves_with_path(kvjax.load(tmp_path / "old").weights)}
+    assert "layers.0.mlp.up.weight" in again
+    jax.tree.map(np.testing.assert_array_equal, again, named)
 
 
 def test_a_file_is_converted_with_its_tokenizer(tmp_path: Path) -> None:

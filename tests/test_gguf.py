@@ -23,6 +23,7 @@ from tokenizers import Tokenizer
 import kvjax
 from kvjax.models import FAMILIES, LoadError
 from kvjax.models.checkpoints.gguf_tokenizer import gguf_tokenizer
+from kvjax.models.decoder import DenseMlp
 from kvjax.models.families import read_model_config
 from kvjax.models.weights import leaf_name, weight_shapes
 from kvjax.rope import Rope, rope_frequencies
@@ -59,6 +60,7 @@ def tensors_of(described: Mapping[str, Any]) -> dict[str, np.ndarray]:
     draw, tensors = np.random.default_rng(0), {}
     for path, leaf in jax.tree.leaves_with_path(weight_shapes(config)):
         source = family.source(leaf_name(path))
+        source = source.others[-1] if source.others else source  # GGUF has one tensor for all experts
         shape = leaf.shape if source.shape is None else source.shape(leaf.shape, config)
         tensors[source.name] = draw.standard_normal(shape, np.float32)
     return tensors
@@ -78,7 +80,7 @@ def _by_kind(heads: int, kv_heads: int, tensor: np.ndarray) -> np.ndarray:
 def converted(architecture: str, name: str, tensor: np.ndarray, described: Mapping[str, Any]) -> np.ndarray:
     """A tensor as llama.cpp's converter changes it."""
     heads, kv_heads = described["num_attention_heads"], described["num_key_value_heads"]
-    if architecture == "llama" and any(part in name for part in ("q_proj", "k_proj")):
+    if architecture in ("llama", "smollm3", "granite") and any(part in name for part in ("q_proj", "k_proj")):
         count = heads if "q_proj" in name else kv_heads
         rotated = tensor.reshape(count, 2, tensor.shape[0] // count // 2, -1)
         return rotated.swapaxes(1, 2).reshape(tensor.shape)
@@ -108,7 +110,8 @@ def write_gguf(
         architecture: as the file names it, if not as it is.
     """
     model_type = str(described["model_type"])
-    name = {"gemma3_text": "gemma3", "gpt_neox": "gptneox"}.get(model_type, model_type)
+    renamed = {"gemma3_text": "gemma3", "gpt_neox": "gptneox", "qwen3_moe": "qwen3moe", "mixtral": "llama"}
+    name = renamed.get(model_type, model_type)
     writer = gguf.GGUFWriter(file, architecture or name)
     kind = next(kind for kind, named in gguf.MODEL_ARCH_NAMES.items() if named == name)
     names = gguf.get_tensor_name_map(kind, described["num_hidden_layers"])
@@ -212,6 +215,47 @@ VARIANTS: dict[str, tuple[dict[str, Any], Callable[[Any], Any]]] = {
     "head width": (settings(head_dim=32), lambda w: w.add_key_length(32)),
     "qwen2": (settings(model_type="qwen2"), lambda w: None),
     "qwen3": (settings(model_type="qwen3", head_dim=32), lambda w: w.add_key_length(32)),
+    "qwen3_moe": (
+        settings(
+            model_type="qwen3_moe",
+            head_dim=32,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=128,
+            norm_topk_prob=True,
+        ),
+        lambda w: (
+            w.add_key_length(32),
+            w.add_expert_count(4),
+            w.add_expert_used_count(2),
+            w.add_expert_feed_forward_length(128),
+        ),
+    ),
+    "mixtral": (
+        settings(model_type="mixtral", num_local_experts=4, num_experts_per_tok=2),
+        lambda w: (w.add_expert_count(4), w.add_expert_used_count(2)),
+    ),
+    "olmoe": (
+        settings(model_type="olmoe", num_experts=4, num_experts_per_tok=2, clip_qkv=8.0),
+        lambda w: (w.add_expert_count(4), w.add_expert_used_count(2), w.add_clamp_kqv(8.0)),
+    ),
+    "olmo2": (settings(model_type="olmo2"), lambda w: None),
+    "smollm3": (settings(model_type="smollm3", num_hidden_layers=4), lambda w: None),
+    "granite": (
+        settings(
+            model_type="granite",
+            attention_multiplier=0.25,
+            embedding_multiplier=12.0,
+            residual_multiplier=0.5,
+            logits_scaling=8.0,
+        ),
+        lambda w: (
+            w.add_attention_scale(0.25),
+            w.add_embedding_scale(12.0),
+            w.add_residual_scale(0.5),
+            w.add_logit_scale(8.0),
+        ),
+    ),
     "phi3": (settings(model_type="phi3", tie_word_embeddings=False), lambda w: None),
     "phi3 longrope": (
         settings(
@@ -271,9 +315,9 @@ def test_every_kind_that_can_be_dequantised(kind: Any, tmp_path: Path) -> None:
     write_gguf(tmp_path / "model.gguf", SETTINGS, tensors, {GATE: (packed, kind)})
     expected = gguf.dequantize(packed, kind)
     assert expected.std() > 0
-    loaded = kvjax.load(tmp_path / "model.gguf", "bfloat16").weights.layers[1].gate
-    assert loaded is not None
-    np.testing.assert_array_equal(loaded.weight, expected.astype(jnp.bfloat16))
+    loaded = kvjax.load(tmp_path / "model.gguf", "bfloat16").weights.layers[1].mlp
+    assert isinstance(loaded, DenseMlp) and loaded.gate is not None
+    np.testing.assert_array_equal(loaded.gate.weight, expected.astype(jnp.bfloat16))
 
 
 @pytest.mark.parametrize(

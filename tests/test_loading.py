@@ -24,7 +24,7 @@ from kvjax.model import Model, load
 from kvjax.models import FAMILIES, LoadError, Rope, random_weights
 from kvjax.models.checkpoints.loading import check_finite
 from kvjax.models.checkpoints.saving import write_checkpoint
-from kvjax.models.decoder import Linear
+from kvjax.models.decoder import DenseMlp, Linear
 from kvjax.models.families import read_model_config
 from kvjax.models.weights import leaf_name, quantised, weight_shapes
 
@@ -143,7 +143,9 @@ def test_linear_maps_in_8_bits(tmp_path: Path) -> None:
     write(tmp_path, attention_bias=True)
     model, whole = load(tmp_path, weights="int8"), load(tmp_path)
     layer = model.weights.layers[1]
-    assert layer.up.weight.dtype == np.int8 and layer.up.scale is not None and layer.up.scale.dtype == np.float32
+    assert isinstance(layer.mlp, DenseMlp) and layer.attention_norm is not None
+    for made in (layer.query, layer.mlp.up):
+        assert made.weight.dtype == np.int8 and made.scale is not None and made.scale.dtype == np.float32
     assert model.weights.embedding.dtype == layer.attention_norm.scale.dtype == np.float32
     rounded = jax.tree.map(
         lambda node: Linear(node.matrix, node.bias) if isinstance(node, Linear) else node,
@@ -156,7 +158,7 @@ def test_linear_maps_in_8_bits(tmp_path: Path) -> None:
     distance = np.abs(np.asarray(logits) - whole.logits(tokens)[:, -1]).max()
     assert 1e-3 < distance < 0.2
     half = load(tmp_path, "bfloat16", weights="int8").weights
-    assert half.embedding.dtype == half.layers[0].up(half.embedding[:2]).dtype == jnp.bfloat16
+    assert half.embedding.dtype == half.layers[0].query(half.embedding[:2]).dtype == jnp.bfloat16
 
 
 def test_other_weights_are_refused(tmp_path: Path) -> None:
@@ -335,9 +337,19 @@ YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
     ("changes", "sentence"),
     [
         (
-            {"model_type": "mamba"},
-            r"model_type\) 'mamba' is not supported; supported are llama, .*qwen2, .*falcon, .*gpt2",
+            {"model_type": "bloom"},
+            r"model_type\) 'bloom' is not supported; supported are llama, .*qwen2, .*falcon, .*gpt2",
         ),
+        ({"model_type": "qwen3_next"}, "'qwen3_next' is not supported: most of its layers have a recurrent state"),
+        ({"model_type": "qwen3_5_text"}, "'qwen3_5_text' is not supported: most of its layers have a recurrent state"),
+        ({"model_type": "deepseek_v3"}, "'deepseek_v3' is not supported: its layers store a latent vector"),
+        ({"model_type": "gemma4_text"}, "'gemma4_text' is not supported: some of its layers read the keys and values"),
+        ({"model_type": "gpt_oss"}, "'gpt_oss' is not supported: its attention has a learned logit"),
+        (
+            {"model_type": "mistral3", "text_config": {"model_type": "lfm2"}},
+            "'lfm2' is not supported: most of its layers have a recurrent state",
+        ),
+        ({"model_type": "smollm3", "no_rope_layers": [1]}, "no_rope_layers must have a 0 or 1 for each of 2 layers"),
         ({"model_type": None}, r"model_type\) None is not supported"),
         (
             {"rope_scaling": {"type": "proportional", "factor": 2}},

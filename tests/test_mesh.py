@@ -61,6 +61,10 @@ EVERYTHING = [slow([compared(names, n, *MESHES)]) for n in (1, 2, 8) for names i
             compared(["streaming", "h2o+adakv"], 2, (1, 4), model="SLOPED"),
             compared(["tova"], 2, (2, 2), model="LOCAL"),
             compared(["keyformer"], 2, (1, 2), model="LEARNED"),
+            # Experts: one on each device, with and without slots of their own.
+            compared(["h2o", "less-performer", "fastgen"], 2, (1, 8), (2, 4), model="MIXED"),
+            compared(["h2o"], 2, (2, 4), model="WIDE_NORMS"),
+            compared(["streaming"], 2, (1, 4), model="GROWING"),
         ],
         *EVERYTHING,
     ],
@@ -91,6 +95,10 @@ def test_a_step_sends_little() -> None:
         dict(what="collectives", cases=["streaming", "less-performer"], kv_heads=2, meshes=[(1, 1, 4)]),
         dict(what="collectives", cases=["lsh_e"], kv_heads=2, meshes=[(1, 1, 4)]),
     )
+    mixed = run(dict(what="collectives", cases=["h2o", "tova"], kv_heads=2, meshes=[(2, 2)], model="MIXED"))
+    normed = run(dict(what="collectives", cases=["h2o"], kv_heads=2, meshes=[(2, 2)], model="WIDE_NORMS"))
+    assert all(row["calls"] <= 2 * layers + 1 and row["gathered"] == 0 for row in mixed), mixed
+    assert all(row["calls"] <= 3 * layers + 1 and row["gathered"] == 0 for row in normed), normed
     heads, slots, both, more, hashes = sent[:3], sent[3:6], sent[6:7], sent[7:9], sent[9:]
     assert all(row["calls"] <= 2 * layers + 1 and row["gathered"] == 0 for row in heads), heads
     assert all(row["calls"] <= 2 * layers + 2 and row["gathered"] < row["keys"] / 2 for row in slots), slots

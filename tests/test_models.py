@@ -118,6 +118,12 @@ def multimodal(name: str) -> Any:
             text_config=text | {"model_type": "mistral"},
             vision_config=vision | {"model_type": "pixtral", "head_dim": 8},
         )
+    if name == "qwen3_vl":
+        rope = {"rope_type": "default", "mrope_section": [2, 1, 1], "rope_theta": 1e4}
+        vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32}
+        return transformers.Qwen3VLConfig(
+            text_config=text | {"rope_parameters": rope}, vision_config=vision | {"deepstack_visual_indexes": [0]}
+        )
     del text["head_dim"]
     rope = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4}
     return transformers.Qwen2_5_VLConfig(
@@ -126,7 +132,7 @@ def multimodal(name: str) -> Any:
     )
 
 
-@pytest.mark.parametrize("name", ["gemma3", "mistral3", "qwen2_5_vl"])
+@pytest.mark.parametrize("name", ["gemma3", "mistral3", "qwen2_5_vl", "qwen3_vl"])
 def test_the_text_half_of_a_multimodal_model(name: str, tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     import transformers

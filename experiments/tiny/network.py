@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.models import decoder
 from kvjax.models.config import ModelConfig
-from kvjax.models.decoder import LayerWeights, Linear, Norm, Weights
+from kvjax.models.decoder import DenseMlp, LayerWeights, Linear, Norm, Weights
 from kvjax.rope import rotate
 
 Causal = Callable[..., Float[Array, "b h g t d"]]
@@ -47,9 +47,11 @@ def initial_weights(config: ModelConfig, key: jax.Array) -> Weights:
             value=matrix(keys, config.width),
             output=matrix(config.width, queries, zero=True),
             mlp_norm=Norm(jnp.ones(config.width)),
-            gate=matrix(config.mlp_width, config.width),
-            up=matrix(config.mlp_width, config.width),
-            down=matrix(config.width, config.mlp_width, zero=True),
+            mlp=DenseMlp(
+                gate=matrix(config.mlp_width, config.width),
+                up=matrix(config.mlp_width, config.width),
+                down=matrix(config.width, config.mlp_width, zero=True),
+            ),
         )
         for _ in range(config.layers)
     )
@@ -94,7 +96,7 @@ def forward(
 
     x = decoder.embed(weights, config, tokens, positions)
     for layer, shape in zip(weights.layers, config.layer_configs, strict=True):
-        x = decoder.block(layer, config, shape, x, attention)
+        x = decoder.block(layer, config, shape, x, positions, attention)
     return decoder.unembed(weights, config, x)
 
 

@@ -159,5 +159,5 @@ def replayed(
 
     x = embed(weights, config, tokens, positions)
     for index, (layer, shape) in enumerate(zip(weights.layers, config.layer_configs, strict=True)):
-        x = block(layer, config, shape, x, functools.partial(attention, index, shape, x))
+        x = block(layer, config, shape, x, positions, functools.partial(attention, index, shape, x))
     return x, looked

@@ -186,7 +186,7 @@ def _through_layer(
         return summed
 
     with layer_numbered(policy, number):
-        normed, q, k, v = project(layer, config, kind, x)
+        normed, q, k, v = project(layer, config, kind, x, reading.position)
         new = reading.new(kind, number, x, q, k, v, turns)
         storage, out, told = step(kind, policy, storage, place, new)
         for each in told:
@@ -264,7 +264,7 @@ def read_layers(
     kept: list[Kept] = []
     for index, (layer, shape, policy) in enumerate(zip(layers, shapes, policies, strict=True)):
         with layer_numbered(policy, numbers[index]):
-            normed, q, k, v = project(layer, config, shape, x)
+            normed, q, k, v = project(layer, config, shape, x, reading.position)
             new = reading.new(shape, numbers[index], x, q, k, v)
             if host_memory:
                 storage = storage.moved(index, jax.memory.Space.Device)

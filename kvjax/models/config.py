@@ -14,6 +14,29 @@ from pallas_kernels.attention import alibi_slopes
 
 
 @dataclasses.dataclass(frozen=True)
+class Mixture:
+    """Experts in place of the MLP of some blocks.
+
+    Args:
+        count: number of experts in a block.
+        used: number of experts that each token uses.
+        width: inner size of one expert.
+        renormalised: True if the weights of a token's experts sum to 1.
+        dense_layers: numbers of the layers that keep one MLP.
+    """
+
+    count: int
+    used: int
+    width: int
+    renormalised: bool = True
+    dense_layers: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not 0 < self.used <= self.count:
+            raise ValueError(f"a token must use between 1 and {self.count} experts, not {self.used}.")
+
+
+@dataclasses.dataclass(frozen=True)
 class ModelConfig:
     """Configuration of a model: everything that defines its computation, except the values of its weights.
 
@@ -30,6 +53,7 @@ class ModelConfig:
         norm: `rms` or `layer` normalisation.
         norm_eps: constant added to the variance.
         activation: activation function of the MLP.
+        mixture: experts in place of MLPs; None for a model without them.
         gated_mlp: True if the MLP multiplies by an activated gate (SwiGLU).
         parallel: True if attention and MLP read the same input and their outputs are added (GPT-J, Falcon).
         position: encoding of positions: `rope`, `learned` embeddings or `alibi` biases.
@@ -40,8 +64,11 @@ class ModelConfig:
         position_offset: offset added to positions before they index the table of learned embeddings.
         norm_bias: True if norms add an offset.
         norm_offset: True if norms multiply by 1 + scale (Gemma).
+        pre_norms: True if the inputs of attention and MLP are normalised (not in OLMo 2).
         post_norms: True if the outputs of attention and MLP are also normalised before they are added (Gemma 2).
-        query_key_norms: True if each head's queries and keys are normalised before RoPE (Qwen3).
+        query_key_norms: True if queries and keys are normalised before RoPE (Qwen3).
+        query_key_norm_over: what these norms take the mean square of: each head, or all `heads` together (OLMo 2).
+        residual_scale: factor of the outputs of attention and MLP where they are added (Granite); None for 1.
         shared_norm: True if the MLP uses the norm of the attention (`parallel` blocks only).
         qkv_bias: True if the query, key and value projections add a bias.
         output_bias: True if the attention's output projection adds a bias.
@@ -51,6 +78,8 @@ class ModelConfig:
         qkv_clip: bound that projected queries, keys and values are clipped to (MPT: 6); None for no bound.
         attention_scale: factor of the products of queries and keys; None for 1 / sqrt(head_width).
         attention_scales: factor of each layer, replacing `attention_scale`; None for the same in all layers.
+        query_growth: slope and length of the factor of queries, 1 + slope ln(1 + floor(position / length)), as in
+            Ministral 3 (0.1 and 16384); None for 1.
         soft_cap: bound on attention logits, cap tanh(x / cap) (Gemma 2: 50); None for no bound.
         logit_soft_cap: the same bound on the final logits (Gemma 2: 30).
         logit_scale: factor of the final logits, applied before their bound; None for 1.
@@ -75,6 +104,7 @@ class ModelConfig:
     norm: Literal["rms", "layer"] = "rms"
     norm_eps: float = 1e-5
     activation: Literal["silu", "gelu", "gelu_tanh", "relu"] = "silu"
+    mixture: Mixture | None = None
     gated_mlp: bool = True
     parallel: bool = False
     position: Literal["rope", "learned", "alibi"] = "rope"
@@ -85,8 +115,11 @@ class ModelConfig:
     position_offset: int = 0
     norm_bias: bool = False
     norm_offset: bool = False
+    pre_norms: bool = True
     post_norms: bool = False
     query_key_norms: bool = False
+    query_key_norm_over: Literal["head", "heads"] = "head"
+    residual_scale: float | None = None
     shared_norm: bool = False
     qkv_bias: bool = False
     output_bias: bool = False
@@ -96,6 +129,7 @@ class ModelConfig:
     qkv_clip: float | None = None
     attention_scale: float | None = None
     attention_scales: tuple[float, ...] | None = None
+    query_growth: tuple[float, int] | None = None
     soft_cap: float | None = None
     logit_soft_cap: float | None = None
     logit_scale: float | None = None
@@ -157,7 +191,7 @@ class ModelConfig:
             if given is not None and len(given) != self.layers:
                 raise ValueError(f"{name} has {len(given)} entries for {self.layers} layers; give one for each.")
         positive = ("value_width", "embedding_scale", "qkv_clip", "attention_scale", "soft_cap", "logit_soft_cap")
-        for name in (*positive, "logit_scale", "sliding_window"):
+        for name in (*positive, "logit_scale", "residual_scale", "sliding_window"):
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise ValueError(f"{name} must be above 0, not {value}; leave it None for models without it.")
@@ -179,10 +213,14 @@ class ModelConfig:
         for rope in self._layer_ropes:
             if rope is not None and rope.width > self.head_width:
                 raise ValueError(f"RoPE of width {rope.width} does not fit heads of width {self.head_width}.")
+        if self.query_key_norm_over == "heads" and (self.norm != "rms" or self.norm_offset or not self.query_key_norms):
+            raise ValueError("query_key_norm_over='heads' goes with query_key_norms=True and plain RMS norms only.")
         if self.norm_offset and (self.norm_bias or self.norm == "layer"):
             raise ValueError("norm_offset=True goes with norm='rms' and norm_bias=False only.")
         if self.post_norms and self.parallel:
             raise ValueError("post_norms=True does not go with parallel=True, which adds attention and MLP at once.")
+        if not self.pre_norms and not self.post_norms:
+            raise ValueError("pre_norms=False needs post_norms=True: a block without norms is not supported.")
         if self.shared_norm and not self.parallel:
             raise ValueError("shared_norm=True needs parallel=True: a sequential block normalises before its MLP.")
         if self.tied and self.unembedding_bias:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,14 @@ from kvjax.models.matmul import in_blocks, product
 from kvjax.rope import rotate
 from kvjax.types import HEADS, SLOTS, LayerConfig
 from pallas_kernels.attention import QUERY_BLOCK, attend, join_queries, query_block, split_queries, wide
+
+ACTIVATIONS: Mapping[str, Callable[[Array], Array]] = {
+    "silu": jax.nn.silu,
+    "gelu": lambda x: jax.nn.gelu(x, approximate=False),
+    "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
+    "relu": jax.nn.relu,
+}
+"""Activation functions of MLPs, by their names in a config."""
 
 
 @struct.dataclass
@@ -62,23 +70,46 @@ class Norm:
     bias: Float[Array, " width"] | None = None
 
 
+class Mlp(Protocol):
+    """MLP of a decoder block: a pytree of weights that is called with hidden states and the model's configuration."""
+
+    def __call__(self, x: Float[Array, "b t width"], config: ModelConfig) -> Float[Array, "b t width"]: ...
+
+
+@struct.dataclass
+class DenseMlp:
+    """MLP that every token runs through; `gate` is None if it has no gate."""
+
+    gate: Linear | None
+    up: Linear
+    down: Linear
+
+    def __call__(self, x: Float[Array, "b t width"], config: ModelConfig) -> Float[Array, "b t width"]:
+        if config.spread.mlp:
+            return self.down.over(config.spread.over_devices, self.inner(x, config))
+        return in_blocks(lambda x: self.down(self.inner(x, config)), x)
+
+    def inner(self, x: Float[Array, "*b width"], config: ModelConfig) -> Float[Array, "*b inner"]:
+        """Return the activations between the two products."""
+        activation = ACTIVATIONS[config.activation]
+        return activation(self.up(x)) if self.gate is None else activation(self.gate(x)) * self.up(x)
+
+
 @struct.dataclass
 class LayerWeights:
     """Weights of one decoder block.
 
-    `mlp_norm` is None if attention and MLP share one norm, `gate` if the MLP has no gate. The last four are None in
-    models without them.
+    `attention_norm` is None if only outputs are normalised, and `mlp_norm` also if attention and MLP share one norm.
+    The last four are None in models without them.
     """
 
-    attention_norm: Norm
+    attention_norm: Norm | None
     query: Linear
     key: Linear
     value: Linear
     output: Linear
     mlp_norm: Norm | None
-    gate: Linear | None
-    up: Linear
-    down: Linear
+    mlp: Mlp
     query_norm: Norm | None = None
     key_norm: Norm | None = None
     attention_post_norm: Norm | None = None
@@ -101,13 +132,6 @@ Keys = Float[Array, "b h t d"]
 Values = Float[Array, "b h t e"]
 Attended = Float[Array, "b h g t e"]
 Attention = Callable[[Queries, Keys, Values], Attended]
-
-_ACTIVATIONS = {
-    "silu": jax.nn.silu,
-    "gelu": lambda x: jax.nn.gelu(x, approximate=False),
-    "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
-    "relu": jax.nn.relu,
-}
 
 
 def normalise(norm: Norm, x: Float[Array, "*b width"], config: ModelConfig) -> Float[Array, "*b width"]:
@@ -148,6 +172,7 @@ def block(
     config: ModelConfig,
     shape: LayerConfig,
     x: Float[Array, "b t width"],
+    positions: Int[Array, "b t"],
     attention: Attention,
 ) -> Float[Array, "b t width"]:
     """Run one decoder block with a given attention function.
@@ -157,15 +182,16 @@ def block(
         config: the model's configuration.
         shape: the layer's configuration.
         x: hidden states [b, t, width].
+        positions: positions of the tokens [b, t]; -1 marks padding.
         attention: function from queries [b, h, g, t, d], keys [b, h, t, d] (both before RoPE) and values
             [b, h, t, e] to [b, h, g, t, e].
     """
-    normed, q, k, v = project(layer, config, shape, x)
+    normed, q, k, v = project(layer, config, shape, x, positions)
     return finish_block(layer, config, shape, x, normed, attention(q, k, v))
 
 
 class Projected(NamedTuple):
-    """A block's normalised input, and its queries, keys and values before RoPE."""
+    """A block's input, normalised unless only outputs are, and its queries, keys and values before RoPE."""
 
     normed: Float[Array, "b t width"]
     q: Float[Array, "b h g t d"]
@@ -173,18 +199,44 @@ class Projected(NamedTuple):
     v: Float[Array, "b h t e"]
 
 
-def project(layer: LayerWeights, config: ModelConfig, shape: LayerConfig, x: Float[Array, "b t width"]) -> Projected:
+def project(
+    layer: LayerWeights,
+    config: ModelConfig,
+    shape: LayerConfig,
+    x: Float[Array, "b t width"],
+    positions: Int[Array, "b t"],
+) -> Projected:
     """Run a block up to its attention. Query head i uses KV head i // g: the heads of one group are adjacent."""
     b, t, _ = x.shape
-    normed = normalise(layer.attention_norm, x, config)
-    q = layer.query(normed).reshape(b, t, shape.kv_heads, shape.groups, shape.key_width)
-    k = layer.key(normed).reshape(b, t, shape.kv_heads, shape.key_width)
-    v = layer.value(normed).reshape(b, t, shape.kv_heads, shape.value_width)
+    normed = x if layer.attention_norm is None else normalise(layer.attention_norm, x, config)
+    q, k, v = layer.query(normed), layer.key(normed), layer.value(normed)
+    if config.query_key_norm_over == "heads":
+        q, k = _normalise_heads(layer, config, q, k)
+    q = q.reshape(b, t, shape.kv_heads, shape.groups, shape.key_width)
+    k = k.reshape(b, t, shape.kv_heads, shape.key_width)
+    v = v.reshape(b, t, shape.kv_heads, shape.value_width)
+    if config.query_key_norm_over == "head" and layer.query_norm is not None and layer.key_norm is not None:
+        q, k = normalise(layer.query_norm, q, config), normalise(layer.key_norm, k, config)
     if config.qkv_clip is not None:
         q, k, v = (jnp.clip(x, -config.qkv_clip, config.qkv_clip) for x in (q, k, v))
-    if layer.query_norm is not None and layer.key_norm is not None:
-        q, k = normalise(layer.query_norm, q, config), normalise(layer.key_norm, k, config)
+    if config.query_growth is not None:
+        slope, length = config.query_growth
+        stretch = jnp.maximum(positions, 0) // length
+        q = q * (1 + slope * jnp.log1p(stretch.astype(wide(q.dtype))))[:, :, None, None, None].astype(q.dtype)
     return Projected(normed, q.transpose(0, 2, 3, 1, 4), k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3))
+
+
+def _normalise_heads(
+    layer: LayerWeights, config: ModelConfig, q: Float[Array, "b t f"], k: Float[Array, "b t f"]
+) -> tuple[Float[Array, "b t f"], Float[Array, "b t f"]]:
+    """Apply RMS normalisation to queries and to keys over all heads; one sum over devices serves both."""
+    assert layer.query_norm is not None and layer.key_norm is not None
+    pairs = [(q, layer.query_norm), (k, layer.key_norm)]
+    squares = jnp.stack([jnp.mean(x.astype(wide(x.dtype)) ** 2, -1) for x, _ in pairs])
+    means = config.spread.over_heads(squares) / config.spread.heads
+    factors = jax.lax.rsqrt(means + config.norm_eps)[..., None]
+    q, k = ((x * factor).astype(x.dtype) * norm.scale for (x, norm), factor in zip(pairs, factors, strict=True))
+    return q, k
 
 
 def finish_block(
@@ -213,25 +265,16 @@ def finish_block(
     attended = layer.output.over(total or shape.spread.over_attention, shape.spread.own_features(attended))
     if layer.attention_post_norm is not None:
         attended = normalise(layer.attention_post_norm, attended, config)
+
+    def scaled(out: Float[Array, "b t width"]) -> Float[Array, "b t width"]:
+        return out if config.residual_scale is None else out * config.residual_scale
+
     if config.parallel:
         mlp_input = normed if layer.mlp_norm is None else normalise(layer.mlp_norm, x, config)
-        return x + attended + mlp(layer, config, mlp_input)
-    x = x + attended
-    assert layer.mlp_norm is not None
-    fed = mlp(layer, config, normalise(layer.mlp_norm, x, config))
-    return x + (fed if layer.mlp_post_norm is None else normalise(layer.mlp_post_norm, fed, config))
-
-
-def mlp(layer: LayerWeights, config: ModelConfig, x: Float[Array, "b t width"]) -> Float[Array, "b t width"]:
-    """Run the MLP of a block, gated or plain."""
-    activation = _ACTIVATIONS[config.activation]
-
-    def inner(x: Array) -> Array:
-        return activation(layer.up(x)) if layer.gate is None else activation(layer.gate(x)) * layer.up(x)
-
-    if config.spread.mlp:
-        return layer.down.over(config.spread.over_devices, inner(x))
-    return in_blocks(lambda x: layer.down(inner(x)), x)
+        return x + scaled(attended) + scaled(layer.mlp(mlp_input, config))
+    x = x + scaled(attended)
+    fed = layer.mlp(x if layer.mlp_norm is None else normalise(layer.mlp_norm, x, config), config)
+    return x + scaled(fed if layer.mlp_post_norm is None else normalise(layer.mlp_post_norm, fed, config))
 
 
 def unembed(weights: Weights, config: ModelConfig, x: Float[Array, "*b width"]) -> Float[Array, "*b vocab"]:
@@ -263,7 +306,7 @@ def forward(
     tokens = jnp.where(positions < lengths[:, None], tokens, 0)
     x = embed(weights, config, tokens, positions)
     for layer, shape in zip(weights.layers, config.layer_configs, strict=True):
-        x = block(layer, config, shape, x, functools.partial(_causal, shape, positions, lengths))
+        x = block(layer, config, shape, x, positions, functools.partial(_causal, shape, positions, lengths))
     return unembed(weights, config, x)
 
 

@@ -28,7 +28,9 @@ shards columns of the MLP, and it shards the slots of each head.
 RULES: Mapping[str, tuple[str, ...]] = {
     "heads": (HEADS,),
     "attended": (HEADS, SLOTS),
+    "normed": (HEADS,),
     "mlp": (HEADS, SLOTS),
+    "experts": (HEADS, SLOTS),
     "vocab": (HEADS, SLOTS),
 }
 """Axes of a program's mesh that shard each logical axis; all other axes are replicated."""
@@ -39,12 +41,17 @@ AXES: Mapping[str, tuple[str | None, ...]] = {
     "key.weight": ("heads", None),
     "value.weight": ("heads", None),
     "output.weight": (None, "attended"),
+    "query_norm.scale": ("normed",),
+    "key_norm.scale": ("normed",),
+    "experts.gate.weight": ("experts", None, None),
+    "experts.up.weight": ("experts", None, None),
+    "experts.down.weight": ("experts", None, None),
     "gate.weight": ("mlp", None),
     "up.weight": ("mlp", None),
     "down.weight": (None, "mlp"),
     "unembedding.weight": ("vocab", None),
 }
-"""Logical axes of each leaf, by the end of its name; all other leaves are replicated.
+"""Logical axes of each leaf, by the first end of its name that is listed; all other leaves are replicated.
 
 Biases and scales of linear maps are sharded like the first axis of their weights.
 """
@@ -130,6 +137,7 @@ def on_device(config: ModelConfig, mesh: Mesh | None, *, shares_slots: bool = Fa
         queries=1 if shares_slots else mesh.shape[SLOTS],
         outputs=mesh.shape[SLOTS] if shares_outputs else 1,
         mlp=devices > 1 and config.mlp_width % devices == 0,
+        experts=devices > 1 and config.mixture is not None and config.mixture.count % devices == 0,
         vocab=devices > 1 and config.vocab_size % devices == 0,
     )
     return dataclasses.replace(config, spread=spread)
@@ -146,7 +154,13 @@ def weight_specs(weights: PyTree, config: ModelConfig, mesh: Mesh | None) -> Any
     spread = on_device(config, mesh).spread
     sizes = {} if mesh is None else mesh.shape
     rules = dict(RULES, attended=RULES["attended" if spread.outputs > 1 else "heads"])
-    spreads = {"heads": spread.heads > 1, "attended": spread.heads > 1, "mlp": spread.mlp, "vocab": spread.vocab}
+    spreads = {
+        **dict.fromkeys(("heads", "attended"), spread.heads > 1),
+        "normed": spread.heads > 1 and config.query_key_norm_over == "heads",
+        "mlp": spread.mlp,
+        "experts": spread.experts,
+        "vocab": spread.vocab,
+    }
 
     def along(axis: str | None) -> str | tuple[str, ...] | None:
         # Write the spec as JAX writes it for results, to keep specs of results equal to those of weights.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -12,7 +13,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int8, PRNGKeyArray
 
 from kvjax.models.config import ModelConfig
-from kvjax.models.decoder import LayerWeights, Linear, Norm, Weights
+from kvjax.models.decoder import DenseMlp, LayerWeights, Linear, Norm, Weights
+from kvjax.models.experts import Experts
 from kvjax.types import LayerConfig
 
 _AT_ONCE = 1 << 24
@@ -25,25 +27,37 @@ def weight_shapes(config: ModelConfig, dtype: DTypeLike = jnp.float32) -> Weight
     def leaf(*shape: int) -> Array:
         return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))  # type: ignore[return-value]
 
-    def linear(out: int, into: int, bias: bool) -> Linear:
-        return Linear(leaf(out, into), leaf(out) if bias else None)
+    def linear(*shape: int, bias: bool) -> Linear:
+        return Linear(leaf(*shape), leaf(*shape[:-1]) if bias else None)
 
     def norm(width: int = config.width) -> Norm:
         return Norm(leaf(width), leaf(width) if config.norm_bias else None)
 
-    def layer(shape: LayerConfig) -> LayerWeights:
+    def dense(inner: int, *count: int) -> DenseMlp:
+        return DenseMlp(
+            gate=linear(*count, inner, config.width, bias=config.mlp_bias) if config.gated_mlp else None,
+            up=linear(*count, inner, config.width, bias=config.mlp_bias),
+            down=linear(*count, config.width, inner, bias=config.mlp_bias),
+        )
+
+    def mlp(index: int) -> DenseMlp | Experts:
+        mixture = config.mixture
+        if mixture is None or index in mixture.dense_layers:
+            return dense(config.mlp_width)
+        return Experts(leaf(mixture.count, config.width), dense(mixture.width, mixture.count))
+
+    def layer(index: int, shape: LayerConfig) -> LayerWeights:
+        heads, kv_heads = (shape.heads, shape.kv_heads) if config.query_key_norm_over == "heads" else (1, 1)
         return LayerWeights(
-            attention_norm=norm(),
-            query=linear(shape.heads * shape.key_width, config.width, config.qkv_bias),
-            key=linear(shape.kv_heads * shape.key_width, config.width, config.qkv_bias),
-            value=linear(shape.kv_heads * shape.value_width, config.width, config.qkv_bias),
-            output=linear(config.width, shape.heads * shape.value_width, config.output_bias),
-            mlp_norm=None if config.shared_norm else norm(),
-            gate=linear(config.mlp_width, config.width, config.mlp_bias) if config.gated_mlp else None,
-            up=linear(config.mlp_width, config.width, config.mlp_bias),
-            down=linear(config.width, config.mlp_width, config.mlp_bias),
-            query_norm=norm(shape.key_width) if config.query_key_norms else None,
-            key_norm=norm(shape.key_width) if config.query_key_norms else None,
+            attention_norm=norm() if config.pre_norms else None,
+            query=linear(shape.heads * shape.key_width, config.width, bias=config.qkv_bias),
+            key=linear(shape.kv_heads * shape.key_width, config.width, bias=config.qkv_bias),
+            value=linear(shape.kv_heads * shape.value_width, config.width, bias=config.qkv_bias),
+            output=linear(config.width, shape.heads * shape.value_width, bias=config.output_bias),
+            mlp_norm=norm() if config.pre_norms and not config.shared_norm else None,
+            mlp=mlp(index),
+            query_norm=norm(heads * shape.key_width) if config.query_key_norms else None,
+            key_norm=norm(kv_heads * shape.key_width) if config.query_key_norms else None,
             attention_post_norm=norm() if config.post_norms else None,
             mlp_post_norm=norm() if config.post_norms else None,
         )
@@ -52,9 +66,9 @@ def weight_shapes(config: ModelConfig, dtype: DTypeLike = jnp.float32) -> Weight
     return Weights(
         embedding=leaf(config.vocab_size, config.width),
         positions=leaf(config.max_positions + config.position_offset, config.width) if learned else None,
-        layers=tuple(map(layer, config.layer_configs)),
+        layers=tuple(itertools.starmap(layer, enumerate(config.layer_configs))),
         norm=norm(),
-        unembedding=None if config.tied else linear(config.vocab_size, config.width, config.unembedding_bias),
+        unembedding=None if config.tied else linear(config.vocab_size, config.width, bias=config.unembedding_bias),
     )
 
 
@@ -65,7 +79,7 @@ def rounded_shapes(weights: Weights) -> Weights:
         if not isinstance(node, Linear):
             return node
         codes = jax.ShapeDtypeStruct(node.weight.shape, jnp.int8)
-        scale = jax.ShapeDtypeStruct(node.weight.shape[:1], jnp.float32)
+        scale = jax.ShapeDtypeStruct(node.weight.shape[:-1], jnp.float32)
         return Linear(codes, node.bias, scale)  # type: ignore[arg-type]
 
     return jax.tree.map(rounded, weights, is_leaf=lambda node: isinstance(node, Linear))
@@ -101,17 +115,18 @@ def random_weights(config: ModelConfig, key: PRNGKeyArray, dtype: DTypeLike = jn
     return jax.tree_util.tree_map_with_path(draw, weight_shapes(config))
 
 
-def quantised(weight: Float[np.ndarray, "out in"]) -> tuple[Int8[np.ndarray, "out in"], Float[np.ndarray, " out"]]:
+def quantised(weight: Float[np.ndarray, "*out in"]) -> tuple[Int8[np.ndarray, "*out in"], Float[np.ndarray, "*out"]]:
     """Quantize the weight of a linear map to 8-bit integers with one float32 scale per output channel.
 
     Args:
         weight: finite numbers of any float dtype; the number of largest magnitude in each row becomes 127 or -127.
     """
-    numbers, scale = np.empty(weight.shape, np.int8), np.empty(len(weight), np.float32)
-    step = max(1, _AT_ONCE // weight.shape[1])
-    for start in range(0, len(weight), step):
+    channels = weight.reshape(-1, weight.shape[-1])
+    numbers, scale = np.empty(channels.shape, np.int8), np.empty(len(channels), np.float32)
+    step = max(1, _AT_ONCE // weight.shape[-1])
+    for start in range(0, len(channels), step):
         rows = slice(start, start + step)
-        wide = weight[rows].astype(np.float32)
+        wide = channels[rows].astype(np.float32)
         scale[rows] = np.maximum(np.abs(wide).max(1) / 127, np.finfo(np.float32).tiny)
         numbers[rows] = np.rint(wide / scale[rows, None])
-    return numbers, scale
+    return numbers.reshape(weight.shape), scale.reshape(weight.shape[:-1])

@@ -24,6 +24,7 @@ class Spread:
         queries: devices that shard the queries of a block of text; each of them has all slots.
         outputs: devices with the same heads that shard the inputs of the output weights.
         mlp: True if the columns of MLPs are sharded over all devices of a model.
+        experts: True if the experts of a mixture are sharded over all devices of a model.
         vocab: True if the vocabulary is sharded over all devices of a model.
     """
 
@@ -32,6 +33,7 @@ class Spread:
     queries: int = 1
     outputs: int = 1
     mlp: bool = False
+    experts: bool = False
     vocab: bool = False
 
     def over_heads(self, parts: Float[Array, "*b"]) -> Float[Array, "*b"]:

@@ -396,8 +396,8 @@ class Decoder:
     def _finish(self, layer, x, read) -> np.ndarray:
         x = x + linear(layer.output, np.concatenate([out for group in read for out in group]))
         normed = self._norm(layer.mlp_norm, x)
-        gate = linear(layer.gate, normed)
-        return x + linear(layer.down, gate / (1 + np.exp(-gate)) * linear(layer.up, normed))
+        gate = linear(layer.mlp.gate, normed)
+        return x + linear(layer.mlp.down, gate / (1 + np.exp(-gate)) * linear(layer.mlp.up, normed))
 
     def _unembed(self, x) -> np.ndarray:
         x = self._norm(self.weights.norm, x)

@@ -80,8 +80,8 @@ def _capped(x: np.ndarray, cap: float | None) -> np.ndarray:
 
 
 def _mlp(layer: Any, x: Vector) -> Vector:
-    gate = linear(layer.gate, x)
-    return linear(layer.down, gate / (1 + np.exp(-gate)) * linear(layer.up, x))
+    gate = linear(layer.mlp.gate, x)
+    return linear(layer.mlp.down, gate / (1 + np.exp(-gate)) * linear(layer.mlp.up, x))
 
 
 def _norm(norm: Any, config: ModelConfig, x: Vector) -> Vector:

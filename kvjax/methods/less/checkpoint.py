@@ -15,7 +15,8 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from kvjax.methods.less.feature_maps import Params, init_kernels
-from kvjax.models.config import ModelConfig
+from kvjax.models.config import Mixture, ModelConfig
+from kvjax.models.weights import leaf_name
 from kvjax.rope import Rope
 
 if TYPE_CHECKING:
@@ -27,7 +28,18 @@ SHIPPED = Path(__file__).resolve().parents[2] / "tiny" / "less"
 _OPTIONAL = {
     *("value_width", "ropes", "attention_scale", "soft_cap", "logit_soft_cap", "windows"),
     *("slopes", "qkv_clip", "attention_scales", "logit_scale"),
-    *("embedding_scale", "norm_offset", "post_norms", "query_key_norms", "spread"),
+    *(
+        "embedding_scale",
+        "norm_offset",
+        "post_norms",
+        "query_key_norms",
+        "query_key_norm_over",
+        "mixture",
+        "pre_norms",
+        "residual_scale",
+        "query_growth",
+        "spread",
+    ),
     *("beta_fast", "beta_slow", "truncate", "short_factors", "long_factors", "attention_factor"),
 }
 """Settings of models and RoPE that enter a fingerprint only if they differ from their defaults.
@@ -148,12 +160,13 @@ def fingerprint(model: LanguageModel) -> str:
     del shape["bos"], shape["eos"]  # the tokens that begin and end a text do not affect attention
     digest = hashlib.sha256(json.dumps(shape, sort_keys=True).encode())
     layers = model.weights.layers
-    for sample in (model.weights.embedding[:64], layers[0].key.weight, layers[-1].query.weight, layers[-1].up.weight):
+    ups = [leaf for path, leaf in jax.tree.leaves_with_path(layers[-1].mlp) if leaf_name(path).endswith("up.weight")]
+    for sample in (model.weights.embedding[:64], layers[0].key.weight, layers[-1].query.weight, *ups):
         digest.update(np.asarray(jnp.asarray(sample, jnp.bfloat16)).tobytes())
     return digest.hexdigest()[:16]
 
 
-def _unusual(described: ModelConfig | Rope) -> dict[str, Any]:
+def _unusual(described: ModelConfig | Rope | Mixture) -> dict[str, Any]:
     usual = {field.name: field.default for field in dataclasses.fields(described)}
     settings = {name: getattr(described, name) for name in usual}
     return {
@@ -164,7 +177,7 @@ def _unusual(described: ModelConfig | Rope) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    return _unusual(value) if isinstance(value, Rope) else value
+    return _unusual(value) if isinstance(value, Rope | Mixture) else value
 
 
 def find(checkpoint: str, policy: str) -> list[Path]:

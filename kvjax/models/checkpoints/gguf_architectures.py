@@ -81,8 +81,17 @@ def _less_one(tensor: Array, settings: Settings) -> Array:
     return tensor - 1
 
 
+def _experts(header: Header) -> Settings:
+    return {"num_local_experts": header.get("expert_count"), "num_experts_per_tok": header.get("expert_used_count")}
+
+
 def _llama(settings: Settings, header: Header) -> Settings:
-    """Recover the settings of Llama 3's RoPE; GGUF stores only the resulting factor of each frequency."""
+    """Recover the settings of Llama 3's RoPE; GGUF stores only the resulting factor of each frequency.
+
+    A Llama with experts is a Mixtral.
+    """
+    if header.get("expert_count"):
+        return {"model_type": "mixtral", "sliding_window": None, **_experts(header)}
     if "rope_freqs" not in header.factors:
         return {}
     factors, theta = header.factors["rope_freqs"], settings["rope_parameters"]["rope_theta"]
@@ -133,6 +142,34 @@ def _gemma3(settings: Settings, header: Header) -> Settings:
     }
 
 
+def _qwen3_moe(settings: Settings, header: Header) -> Settings:
+    # As in llama.cpp, weights of experts sum to 1 unless the file says otherwise.
+    return {
+        **_experts(header),
+        "moe_intermediate_size": header.get("expert_feed_forward_length", settings["intermediate_size"]),
+        "norm_topk_prob": header.get("expert_weights_norm", True),
+    }
+
+
+def _olmoe(settings: Settings, header: Header) -> Settings:
+    return {**_experts(header), "clip_qkv": header.get("attention.clamp_kqv") or None}
+
+
+def _olmo2(settings: Settings, header: Header) -> Settings:
+    if "sliding_window" in settings:
+        raise LoadError("a file of OLMo 3 (attention.sliding_window) is not supported; give its safetensors.")
+    return {}
+
+
+def _granite(settings: Settings, header: Header) -> Settings:
+    return {
+        "attention_multiplier": header.get("attention.scale") or settings["head_dim"] ** -0.5,
+        "embedding_multiplier": header.get("embedding_scale") or 1.0,
+        "residual_multiplier": header.get("residual_scale") or 1.0,
+        "logits_scaling": header.get("logit_scale") or 1.0,
+    }
+
+
 def _falcon(settings: Settings, header: Header) -> Settings:
     heads, kv_heads = settings["num_attention_heads"], settings["num_key_value_heads"]
     return {
@@ -150,16 +187,20 @@ def _gpt_neox(settings: Settings, header: Header) -> Settings:
     return {"use_parallel_residual": header.get("use_parallel_residual", True)}
 
 
+_EXPERTS = ("expert_count", "expert_used_count")
+_PAIRED = {"attn_q": _unpermuted("num_attention_heads"), "attn_k": _unpermuted("num_key_value_heads")}
 _GEMMA_NORMS = ("attn", "attn_q", "attn_k", "post_attention", "ffn", "post_ffw", "output")
 _TABLE: Mapping[str, Architecture] = {
-    "llama": Architecture(
-        "llama",
-        (),
-        _llama,
-        {"attn_q": _unpermuted("num_attention_heads"), "attn_k": _unpermuted("num_key_value_heads")},
+    "llama": Architecture("llama", _EXPERTS, _llama, _PAIRED),
+    "smollm3": Architecture("smollm3", restore=_PAIRED),
+    "granite": Architecture(
+        "granite", ("attention.scale", "embedding_scale", "residual_scale", "logit_scale"), _granite, _PAIRED
     ),
     "qwen2": Architecture("qwen2"),
     "qwen3": Architecture("qwen3"),
+    "qwen3moe": Architecture("qwen3_moe", (*_EXPERTS, "expert_feed_forward_length", "expert_weights_norm"), _qwen3_moe),
+    "olmoe": Architecture("olmoe", (*_EXPERTS, "attention.clamp_kqv"), _olmoe),
+    "olmo2": Architecture("olmo2", adapt=_olmo2),
     "gemma3": Architecture(
         "gemma3_text",
         ("rope.freq_base_swa", "final_logit_softcapping", "attention.sliding_window_pattern"),

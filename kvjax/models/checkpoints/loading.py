@@ -21,13 +21,14 @@ from rich.progress import Progress
 from kvjax.models.checkpoints.gguf import read_gguf
 from kvjax.models.checkpoints.locate import check_kind_of, locate
 from kvjax.models.checkpoints.orbax import read_orbax
+from kvjax.models.checkpoints.origins import find_origins, spellings
 from kvjax.models.checkpoints.tensors import Stored, read_json, read_safetensors
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Linear, Weights
 from kvjax.models.families import Family, LoadError, Settings, read_model_config, special_token_ids, text_half
 from kvjax.models.families.family import Source
 from kvjax.models.sharding import check_mesh, weight_shardings
-from kvjax.models.weights import leaf_name, quantised, weight_shapes
+from kvjax.models.weights import leaf_name, weight_shapes
 
 _WEIGHT, _BIAS = jax.tree_util.GetAttrKey("weight"), jax.tree_util.GetAttrKey("bias")
 _LARGE = 1 << 30
@@ -86,9 +87,9 @@ def read_checkpoint(
         settings = text_half(given)
     except LoadError as error:
         raise LoadError(f"{file}: {error}") from None
+    family, config = _read_config(settings, file)
     if settings is not given:
         warnings.warn(f"{file}: of {given['model_type']} the text half alone is read, without its tower.", stacklevel=3)
-    family, config = _read_config(settings, file)
     generation = place / "generation_config.json"
     if generation.exists() and (eos := special_token_ids(read_json(generation), "eos_token_id")):
         config = dataclasses.replace(config, eos=eos)
@@ -103,16 +104,10 @@ TOWERS = r"(model\.)?(vision_tower|vision_model|visual|multi_modal_projector|emb
 """Tensors of a multimodal checkpoint that are not needed for text."""
 
 
-def _spellings(name: str, base: str) -> tuple[str, ...]:
-    """Return a tensor's possible names: with and without the model's prefix, and inside a multimodal model."""
-    bare = name.removeprefix(base)
-    return (name, bare, f"language_model.{name}", f"{base}language_model.{bare}")
-
-
 def _untied_table(stored: Stored, family: Family, config: ModelConfig, embedding: str) -> str | None:
     """Return the name of a stored unembedding that differs from the embedding; None if there is none."""
     name = stored.rename(Source("unembedding.weight").name if stored.ours else family.source("unembedding.weight").name)
-    table = next((found for found in _spellings(name, family.base) if found in stored.tensors), None)
+    table = next((found for found in spellings(name, family.base) if found in stored.tensors), None)
     if table is None or table == embedding or embedding not in stored.tensors:
         return None
     one, other = (stored.tensors[each] for each in (embedding, table))
@@ -152,12 +147,11 @@ def _read_weights(
         The weights, and their config. It differs from the given one only if the file has an untied unembedding.
     """
     shapes = weight_shapes(config)
-    leaves = [leaf_name(path) for path, _ in jax.tree.leaves_with_path(shapes)]
-    sources = {leaf: Source(leaf) if stored.ours else family.source(leaf) for leaf in leaves}
-    tensors, names = stored.tensors, {leaf: stored.rename(source.name) for leaf, source in sources.items()}
-    for leaf, name in names.items():
-        names[leaf] = next((found for found in _spellings(name, family.base) if found in tensors), name)
-    if config.tied and (table := _untied_table(stored, family, config, names["embedding"])) is not None:
+    tensors = stored.tensors
+    origins = find_origins(
+        stored, family, {leaf_name(path): leaf.shape for path, leaf in jax.tree.leaves_with_path(shapes)}
+    )
+    if config.tied and (table := _untied_table(stored, family, config, origins["embedding"].names[0])) is not None:
         warnings.warn(
             f"{stored.place}: {stored.described} ties the embeddings, but tensor {table} differs from them; it is the "
             "unembedding, as in transformers.",
@@ -165,19 +159,20 @@ def _read_weights(
         )
         return _read_weights(stored, family, dataclasses.replace(config, tied=False), dtype, int8, mesh)
 
-    for path, leaf in jax.tree.leaves_with_path(shapes):
-        source, name = sources[leaf_name(path)], names[leaf_name(path)]
-        expected = leaf.shape if source.shape is None else source.shape(leaf.shape, config)
-        if name not in tensors:
-            raise LoadError(f"{stored.place}: tensor {name} of shape {list(expected)} is missing.")
-        if tensors[name].shape != expected:
-            raise LoadError(
-                f"{tensors[name].file}: tensor {name} has shape {list(tensors[name].shape)}, "
-                f"but {stored.described} asks for {list(expected)}."
-            )
-    known = set(names.values())
+    known: set[str] = set()
+    for origin in origins.values():
+        expected = origin.expected(config)
+        for name in origin.names:
+            if name not in tensors:
+                raise LoadError(f"{stored.place}: tensor {name} of shape {list(expected)} is missing.")
+            if tensors[name].shape != expected:
+                raise LoadError(
+                    f"{tensors[name].file}: tensor {name} has shape {list(tensors[name].shape)}, "
+                    f"but {stored.described} asks for {list(expected)}."
+                )
+        known.update(origin.names)
     if config.tied:  # some checkpoints store a tied table twice
-        known.update(_spellings(stored.rename(family.sources["unembedding.weight"].name), family.base))
+        known.update(spellings(stored.rename(family.sources["unembedding.weight"].name), family.base))
     for name in sorted(tensors.keys() - known):
         if not any(re.fullmatch(pattern, name) for pattern in (*family.ignored, TOWERS)):
             shape = list(tensors[name].shape)
@@ -188,18 +183,16 @@ def _read_weights(
     of_leaves = [] if mesh is None else jax.tree.leaves_with_path(weight_shardings(config, mesh))
     shardings: dict[str, NamedSharding] = {leaf_name(path): sharding for path, sharding in of_leaves}
 
-    def refuse_damage(finite: bool, path: tuple[Any, ...]) -> None:
-        name = names[leaf_name(path)]
+    def refuse_damage(finite: bool, name: str) -> None:
         if not finite:
             raise LoadError(f"{tensors[name].file}: tensor {name} has numbers that are NaN or infinite: it is damaged.")
 
-    def read(path: tuple[Any, ...]) -> np.ndarray:
-        source, name = sources[leaf_name(path)], names[leaf_name(path)]
+    def read(name: str, source: Source) -> np.ndarray:
         tensor = tensors[name].read(dtype)
         if source.read is not None:
             tensor = source.read(tensor, config)
         tensor = tensor.astype(dtype, copy=False)
-        refuse_damage(check_finite(tensor), path)
+        refuse_damage(check_finite(tensor), name)
         bar.advance(task, tensors[name].size)
         return tensor
 
@@ -210,13 +203,16 @@ def _read_weights(
         return jax.make_array_from_callback(tensor.shape, sharding, tensor.__getitem__).block_until_ready()
 
     def placed(path: tuple[Any, ...]) -> Array:
-        source, tensor = sources[leaf_name(path)], tensors[names[leaf_name(path)]]
-        sharding = shardings.get(leaf_name(path))
-        if sharding is None or tensor.place is None or source.read is not None:
-            return place(read(path), sharding)
-        array = tensor.place(dtype, sharding)
-        refuse_damage(bool(jnp.isfinite(array).all()), path)
-        bar.advance(task, tensor.size)
+        origin, sharding = origins[leaf_name(path)], shardings.get(leaf_name(path))
+        if sharding is not None and origin.stacked:
+            return origin.place(read, dtype, sharding)
+        name = origin.names[0]
+        place_shards = tensors[name].place
+        if sharding is None or place_shards is None or origin.source.read is not None:
+            return place(origin.read(read, dtype), sharding)
+        array = place_shards(dtype, sharding)
+        refuse_damage(bool(jnp.isfinite(array).all()), name)
+        bar.advance(task, tensors[name].size)
         return array
 
     def load(path: tuple[Any, ...], node: Any) -> Any:
@@ -225,12 +221,14 @@ def _read_weights(
         bias = None if node.bias is None else placed((*path, _BIAS))
         if not int8:
             return Linear(placed((*path, _WEIGHT)), bias)
-        weight, scale = quantised(read((*path, _WEIGHT)))
+        weight, scale = origins[leaf_name((*path, _WEIGHT))].read_quantised(read)
         sharding = shardings.get(leaf_name((*path, _WEIGHT)))
-        of_scale = None if sharding is None else NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[:1]))
+        of_scale = (
+            None if sharding is None else NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[: scale.ndim]))
+        )
         return Linear(place(weight, sharding), bias, place(scale, of_scale))
 
-    total = sum(tensors[name].size for name in names.values())
+    total = sum(tensors[name].size for origin in origins.values() for name in origin.names)
     with Progress(console=Console(stderr=True), transient=True, disable=total < _LARGE) as bar:
         task = bar.add_task(f"loading {stored.place.name}", total=total)
         made = jax.tree_util.tree_map_with_path(load, shapes, is_leaf=lambda node: isinstance(node, Linear))

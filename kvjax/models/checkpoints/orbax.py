@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,9 @@ from kvjax.models.checkpoints.tensors import Stored, Tensor
 from kvjax.models.decoder import Weights
 from kvjax.models.families import LoadError
 from kvjax.models.weights import leaf_name
+
+_DENSE = re.compile(r"(layers\.\d+\.)(?=(gate|up|down)\.)")
+"""Names of MLPs in checkpoints of kvjax 0.2, which end after the layer's number."""
 
 
 def write_orbax(weights: Weights, directory: Path) -> None:
@@ -37,7 +41,7 @@ def read_orbax(directory: Path) -> Stored:
         with ocp.PyTreeCheckpointer() as checkpointer:
             held: dict[str, Any] = dict(checkpointer.metadata(directory.absolute()).item_metadata.tree)
         tensors = {
-            name: Tensor(
+            _DENSE.sub(r"\1mlp.", name): Tensor(
                 directory,
                 tuple(array.shape),
                 int(np.prod(array.shape)) * array.dtype.itemsize,

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from kvjax.models.config import ModelConfig
-from kvjax.models.decoder import Weights
+from kvjax.models.decoder import DenseMlp, Weights
 from kvjax.rope import Rope
 
 _WRITTEN = (
@@ -25,7 +25,8 @@ def tensors(weights: Weights) -> dict[str, jax.Array]:
     if weights.unembedding is not None:
         named["lm_head.weight"] = weights.unembedding.weight
     for i, layer in enumerate(weights.layers):
-        assert layer.mlp_norm is not None and layer.gate is not None
+        assert layer.attention_norm is not None and layer.mlp_norm is not None
+        assert isinstance(layer.mlp, DenseMlp) and layer.mlp.gate is not None
         named |= {
             f"model.layers.{i}.{name}.weight": value
             for name, value in {
@@ -35,9 +36,9 @@ def tensors(weights: Weights) -> dict[str, jax.Array]:
                 "self_attn.v_proj": layer.value.weight,
                 "self_attn.o_proj": layer.output.weight,
                 "post_attention_layernorm": layer.mlp_norm.scale,
-                "mlp.gate_proj": layer.gate.weight,
-                "mlp.up_proj": layer.up.weight,
-                "mlp.down_proj": layer.down.weight,
+                "mlp.gate_proj": layer.mlp.gate.weight,
+                "mlp.up_proj": layer.mlp.up.weight,
+                "mlp.down_proj": layer.mlp.down.weight,
             }.items()
         }
     return named

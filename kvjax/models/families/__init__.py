@@ -16,20 +16,36 @@ from kvjax.models.families.gemma3 import GEMMA3
 from kvjax.models.families.gpt2 import GPT2
 from kvjax.models.families.gpt_neox import GPT_NEOX
 from kvjax.models.families.gptj import GPTJ
+from kvjax.models.families.granite import GRANITE
 from kvjax.models.families.llama import LLAMA
+from kvjax.models.families.ministral3 import MINISTRAL3
 from kvjax.models.families.mistral import MISTRAL
+from kvjax.models.families.mixtral import MIXTRAL
 from kvjax.models.families.mpt import MPT
+from kvjax.models.families.olmo2 import OLMO2
+from kvjax.models.families.olmo3 import OLMO3
+from kvjax.models.families.olmoe import OLMOE
 from kvjax.models.families.phi3 import PHI3
 from kvjax.models.families.qwen2 import QWEN2
 from kvjax.models.families.qwen3 import QWEN3
+from kvjax.models.families.qwen3_moe import QWEN3_MOE
 from kvjax.models.families.settings import check_only
 from kvjax.models.families.settings import special_token_ids as special_token_ids
+from kvjax.models.families.smollm3 import SMOLLM3
 
 FAMILIES: Mapping[str, Family] = {
     "llama": LLAMA,
     "mistral": MISTRAL,
+    "ministral3": MINISTRAL3,
     "qwen2": QWEN2,
     "qwen3": QWEN3,
+    "qwen3_moe": QWEN3_MOE,
+    "mixtral": MIXTRAL,
+    "olmoe": OLMOE,
+    "smollm3": SMOLLM3,
+    "olmo2": OLMO2,
+    "olmo3": OLMO3,
+    "granite": GRANITE,
     "phi3": PHI3,
     "gemma": GEMMA,
     "gemma2": GEMMA2,
@@ -48,9 +64,33 @@ TEXT_HALVES: Mapping[str, str] = {
     "mistral3": "mistral",
     "qwen2_5_vl": "qwen2",
     "qwen2_vl": "qwen2",
+    "qwen3_vl": "qwen3",
     "llava": "llama",
 }
-"""Family of the text half of a multimodal `model_type`, used if its `text_config` names no supported family."""
+"""Family of the text half of a multimodal `model_type`, used if its `text_config` names no other one."""
+
+
+_REASONS: Mapping[str, tuple[str, ...]] = {
+    "most of its layers have a recurrent state instead of keys and values": (
+        *("qwen3_next", "qwen3_5", "qwen3_5_moe", "granitemoehybrid", "olmo_hybrid", "falcon_h1", "nemotron_h"),
+        *("jamba", "bamba", "zamba2", "lfm2", "lfm2_moe", "recurrent_gemma", "mamba", "mamba2"),
+    ),
+    "its layers store a latent vector instead of keys and values": (
+        *("deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2", "glm4_moe_lite", "longcat_flash", "minicpm3"),
+    ),
+    "some of its layers read the keys and values of other layers": ("gemma3n", "gemma4", "gemma4_unified"),
+    "its attention has a learned logit in the denominator of the softmax": ("gpt_oss",),
+    "some of its layers attend within chunks": ("llama4",),
+}
+"""Why kvjax does not read some well-known architectures, with the `model_type` of each."""
+
+
+def _unknown(name: object) -> LoadError:
+    bare = name.removesuffix("_text") if isinstance(name, str) else name
+    for reason, names in _REASONS.items():
+        if bare in names:
+            return LoadError(f"Architecture (model_type) {name!r} is not supported: {reason}.")
+    return LoadError(f"Architecture (model_type) {name!r} is not supported; supported are {', '.join(FAMILIES)}.")
 
 
 def text_half(settings: Settings) -> Settings:
@@ -60,8 +100,9 @@ def text_half(settings: Settings) -> Settings:
         return settings
     if inner is None:  # the first configs of Qwen2-VL are flat
         inner = {name: value for name, value in settings.items() if name != "vision_config"}
-    name = inner.get("model_type")
-    family = name if name in FAMILIES else TEXT_HALVES[settings["model_type"]]
+    name, whole = inner.get("model_type"), settings["model_type"]
+    usual = name in (None, whole, f"{whole}_text")
+    family = TEXT_HALVES[whole] if usual and name not in FAMILIES else name
     outer = ("tie_word_embeddings", "bos_token_id", "eos_token_id", "quantization_config")
     given = {name: settings[name] for name in outer if settings.get(name) is not None}
     made = {**given, **inner, "model_type": family}
@@ -87,7 +128,7 @@ def read_model_config(settings: Settings) -> tuple[Family, ModelConfig]:
     settings = text_half(settings)
     name = settings.get("model_type")
     if not isinstance(name, str) or name not in FAMILIES:
-        raise LoadError(f"Architecture (model_type) {name!r} is not supported; supported are {', '.join(FAMILIES)}.")
+        raise _unknown(name)
     if settings.get("quantization_config"):
         raise LoadError("quantization_config is not supported: give the checkpoint with its weights in floating point.")
     family = FAMILIES[name]

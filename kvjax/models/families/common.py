@@ -93,9 +93,9 @@ _LLAMA_LINEARS: Mapping[str, str] = {
     "key": "self_attn.k_proj",
     "value": "self_attn.v_proj",
     "output": "self_attn.o_proj",
-    "gate": "mlp.gate_proj",
-    "up": "mlp.up_proj",
-    "down": "mlp.down_proj",
+    "mlp.gate": "mlp.gate_proj",
+    "mlp.up": "mlp.up_proj",
+    "mlp.down": "mlp.down_proj",
 }
 LLAMA_SOURCES: Mapping[str, Source] = {
     "embedding": Source("model.embed_tokens.weight"),

@@ -24,18 +24,32 @@ Tensor = Shaped[np.ndarray, "out *into"]
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """Source of a leaf of `Weights`: a tensor of the checkpoint.
+    """Source of a leaf of `Weights`: a tensor of the checkpoint, or one tensor for each expert.
 
     Args:
-        name: name of the tensor in the checkpoint; `{layer}` is replaced by the layer's number.
+        name: name of the tensor in the checkpoint; `{layer}` is replaced by the layer's number. A name with `{expert}`
+            stands for the tensors of all experts, which are stacked along the leaf's first axis.
         shape: function from the leaf's shape and the config to the tensor's shape; None if the shapes are equal.
         read: function from the tensor and the config to the leaf (a transpose, or a part of a fused tensor); None if
             they are equal.
+        others: sources of the same leaf in other layouts, for checkpoints that have their tensors.
     """
 
     name: str
     shape: Callable[[Shape, ModelConfig], Shape] | None = None
     read: Callable[[Tensor, ModelConfig], Tensor] | None = None
+    others: tuple[Source, ...] = ()
+
+    def in_layer(self, layer: str | None) -> Source:
+        """Return the source with a layer's number in the names of tensors."""
+        others = tuple(other.in_layer(layer) for other in self.others)
+        return dataclasses.replace(self, name=self.name.format(layer=layer, expert="{expert}"), others=others)
+
+    def names(self, leaf: Shape) -> tuple[str, ...]:
+        """Return the names of the tensors of a leaf of this shape."""
+        if "{expert}" not in self.name:
+            return (self.name,)
+        return tuple(self.name.format(expert=expert) for expert in range(leaf[0]))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,4 +81,4 @@ class Family:
         """Return the source of a leaf such as `layers.3.query.weight`, with the layer's number in the tensor's name."""
         match = re.match(r"layers\.(\d+)\.", leaf)
         source = self.sources[leaf if match is None else "layers." + leaf[match.end() :]]
-        return dataclasses.replace(source, name=source.name.format(layer=match and match[1]))
+        return source.in_layer(match and match[1])

@@ -24,7 +24,7 @@ def _config(settings: Settings) -> ModelConfig:
     )
 
 
-_LINEARS = {"output": "attn.c_proj", "up": "mlp.c_fc", "down": "mlp.c_proj"}
+_LINEARS = {"output": "attn.c_proj", "mlp.up": "mlp.c_fc", "mlp.down": "mlp.c_proj"}
 _SOURCES = {
     "embedding": Source("transformer.wte.weight"),
     "positions": Source("transformer.wpe.weight"),

@@ -46,8 +46,8 @@ _MODULES = {
     "attention_norm": "input_layernorm",
     "output": "attention.dense",
     "mlp_norm": "post_attention_layernorm",
-    "up": "mlp.dense_h_to_4h",
-    "down": "mlp.dense_4h_to_h",
+    "mlp.up": "mlp.dense_h_to_4h",
+    "mlp.down": "mlp.dense_4h_to_h",
 }
 
 GPT_NEOX = Family(

@@ -28,8 +28,8 @@ _MODULES = {
     "key": "attn.k_proj",
     "value": "attn.v_proj",
     "output": "attn.out_proj",
-    "up": "mlp.fc_in",
-    "down": "mlp.fc_out",
+    "mlp.up": "mlp.fc_in",
+    "mlp.down": "mlp.fc_out",
 }
 
 GPTJ = Family(

@@ -62,8 +62,8 @@ _MODULES = {
     "attention_norm": "norm_1",
     "output": "attn.out_proj",
     "mlp_norm": "norm_2",
-    "up": "ffn.up_proj",
-    "down": "ffn.down_proj",
+    "mlp.up": "ffn.up_proj",
+    "mlp.down": "ffn.down_proj",
 }
 
 MPT = Family(

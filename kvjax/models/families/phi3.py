@@ -47,7 +47,7 @@ _FUSED: Mapping[str, Source] = {
     f"layers.{leaf}.weight": _part(name, rows, index)
     for name, rows, leaves in (
         ("self_attn.qkv_proj", _queries_keys_values, ("query", "key", "value")),
-        ("mlp.gate_up_proj", _gate_up, ("gate", "up")),
+        ("mlp.gate_up_proj", _gate_up, ("mlp.gate", "mlp.up")),
     )
     for index, leaf in enumerate(leaves)
 }

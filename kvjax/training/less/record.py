@@ -264,5 +264,5 @@ def read_full(
             outputs.append(found.out)
             return found.out
 
-        x = block(layer, config, shape, x, attention)
+        x = block(layer, config, shape, x, positions, attention)
     return reads, outputs
