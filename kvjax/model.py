@@ -61,7 +61,7 @@ def load(
     path_or_hub_id: str | Path,
     dtype: DTypeLike | None = None,
     revision: str | None = None,
-    weights: Literal["int8"] | None = None,
+    weights: Literal["int8", "auto"] | None = None,
     mesh: Mesh | str | None = None,
 ) -> Model:
     """Load a model from the package, a Hugging Face directory, a GGUF file or the Hugging Face hub.
@@ -71,7 +71,8 @@ def load(
             with config.json and safetensors, a .gguf file (which needs `kvjax[gguf]`), or a hub id.
         dtype: of the weights: float32 (if None), bfloat16, or float64 if jax_enable_x64 is on.
         revision: branch, tag or commit on the hub; the default branch if None.
-        weights: `int8` for linear maps of 8-bit integers with a scale for each output channel; None for the dtype.
+        weights: `int8` for linear maps of 8-bit integers with a scale for each output channel; None for the dtype;
+            `auto` for `int8` on a CPU, where it decodes faster, and the dtype elsewhere and for float64.
         mesh: devices with the axes `data`, `model` and `slots`, or their sizes, as `data=2,model=4`; None for the
             default device. `data` shards rows. `model` shards heads, columns of the MLP and the vocabulary where they
             can be divided, and slots if there are more devices than KV heads. `slots` shards slots for any number of
