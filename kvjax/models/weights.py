@@ -16,7 +16,7 @@ from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import LayerWeights, Linear, Norm, Weights
 from kvjax.types import LayerConfig
 
-_AT_ONCE = 1 << 24
+_AT_ONCE = 1 << 20
 """Numbers quantized per block; a float32 copy of a whole weight would take several times the memory of the result."""
 
 

@@ -235,8 +235,8 @@ def _read_weights(
         bias = None if node.bias is None else placed((*path, _BIAS))
         return Linear(placed((*path, _WEIGHT)), bias) if not int8 else rounded((*path, _WEIGHT), bias)
 
-    def rounded(path: tuple[Any, ...], bias: Array | None = None) -> Linear:
-        weight, scale = quantised(read(path))
+    def rounded(path: tuple[Any, ...], bias: Array | None = None, tensor: np.ndarray | None = None) -> Linear:
+        weight, scale = quantised(read(path) if tensor is None else tensor)
         sharding = shardings.get(leaf_name(path))
         of_scale = None if sharding is None else NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[:1]))
         return Linear(place(weight, sharding), bias, place(scale, of_scale))
@@ -246,7 +246,8 @@ def _read_weights(
         task = bar.add_task(f"loading {stored.place.name}", total=total)
         made = jax.tree_util.tree_map_with_path(load, shapes, is_leaf=lambda node: isinstance(node, Linear))
         if int8 and config.tied:
-            made = dataclasses.replace(made, unembedding=rounded((_EMBEDDING,)))
+            table = np.asarray(made.embedding) if mesh is None else None  # read once, unless it is on several devices
+            made = dataclasses.replace(made, unembedding=rounded((_EMBEDDING,), tensor=table))
     return made, config
 
 
