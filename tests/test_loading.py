@@ -172,6 +172,16 @@ def test_auto_takes_8_bits_where_they_are_faster(
     assert not capsys.readouterr().err
 
 
+def test_bfloat16_on_a_cpu_names_what_is_faster(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path)
+    load(tmp_path, "bfloat16")
+    told = capsys.readouterr().err
+    assert told.count("\n") == 1 and "int8" in told and "float32" in told
+    load(tmp_path, "bfloat16", weights="int8")
+    load(tmp_path)
+    assert not capsys.readouterr().err
+
+
 def test_other_weights_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="weights='int4' is not supported: give int8, auto, or None"):
         load(tmp_path, weights="int4")  # type: ignore[arg-type]
