@@ -14,8 +14,8 @@ from pallas_kernels.attention import wide
 from pallas_kernels.common import platform_of
 from pallas_kernels.quantised import digits, joined
 
-MANY_ROWS = 256
-"""Largest number of rows for which a CPU is faster with integer products than if it converts the weight first."""
+MANY_ROWS = 64 if jax.__version_info__ < (0, 11) else None
+"""Number of rows above which converting the codes is faster on a CPU; None if integer products always are."""
 
 
 def product_with_codes(
@@ -25,8 +25,8 @@ def product_with_codes(
 
     On a CPU, one integer product multiplies the codes by two digits of each input, which are off by at most 1.6e-5 of
     the row's largest input (`pallas_kernels.quantised.digits`). Its derivatives are those of the exact product. If XLA
-    converted the codes in every product, it would take several times as long. The product is exact with float64, with
-    many rows and on other platforms.
+    converted the codes for a few rows, it would take several times as long. The product is exact with float64, with
+    more than `MANY_ROWS` rows and on other platforms.
 
     Args:
         x: inputs.
@@ -35,7 +35,8 @@ def product_with_codes(
         dtype: dtype of the result; sums are at least float32.
     """
     kind, rows = jnp.promote_types(dtype, wide(x.dtype)), math.prod(x.shape[:-1])
-    if platform_of(None) != "cpu" or kind == jnp.float64 or rows > MANY_ROWS:
+    many = MANY_ROWS is not None and rows > MANY_ROWS
+    if many or kind == jnp.float64 or platform_of(None) != "cpu":
         y = product(x, codes.astype(x.dtype), kind)
     else:
         y = _of_digits(x.reshape(rows, -1).astype(kind), codes).reshape(*x.shape[:-1], -1)
