@@ -16,6 +16,7 @@ from kvjax.cli.convert import convert
 from kvjax.generation.generate import generate_ids
 from kvjax.models.checkpoints import orbax, tensors
 from kvjax.models.checkpoints.loading import read_checkpoint
+from kvjax.models.decoder import DenseMlp
 from kvjax.models.sharding import weight_shardings
 
 
@@ -38,6 +39,7 @@ def main(directory: str) -> None:
                 lambda leaf, sharding: leaf.sharding == sharding or sys.exit("misplaced"), model.weights, shardings
             )
             layer = model.weights.layers[0]
+            assert isinstance(layer.mlp, DenseMlp)
             for spread, axis in (
                 (layer.mlp.up.weight, 0),
                 (layer.output.weight, 1),

@@ -147,7 +147,9 @@ def add_model_options(
     options.add_argument("--revision", help="branch, tag or commit on the hub (default: its default branch)")
     if rounded:
         options.add_argument(
-            "--weights", choices=("int8",), help="linear maps in 8 bits, with a scale per output (default: as --dtype)"
+            "--weights",
+            choices=("int8", "auto"),
+            help="linear maps in 8 bits, with a scale per output; auto: int8 on a CPU (default: as --dtype)",
         )
     if kernels:
         options.add_argument(

@@ -14,6 +14,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Int8
 
 from kvjax.models.config import ModelConfig
+from kvjax.models.int8 import product_with_codes
 from kvjax.models.matmul import in_blocks, product
 from kvjax.rope import rotate
 from kvjax.types import HEADS, SLOTS, LayerConfig
@@ -52,9 +53,9 @@ class Linear:
 
     def product(self, x: Float[Array, "*b in"], dtype: DTypeLike) -> Float[Array, "*b out"]:
         """Apply the map without its bias and return the result in `dtype`."""
-        kind = jnp.promote_types(dtype, wide(x.dtype))
-        y = product(x, self.weight.astype(x.dtype), kind)
-        return (y if self.scale is None else y * self.scale).astype(dtype)
+        if self.scale is not None:
+            return product_with_codes(x, self.weight, self.scale, dtype)
+        return product(x, self.weight.astype(x.dtype), jnp.promote_types(dtype, wide(x.dtype))).astype(dtype)
 
     @property
     def matrix(self) -> Float[Array, "out in"]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from typing import Any
@@ -17,7 +18,7 @@ from kvjax.models.decoder import DenseMlp, LayerWeights, Linear, Norm, Weights
 from kvjax.models.experts import Experts
 from kvjax.types import LayerConfig
 
-_AT_ONCE = 1 << 24
+_AT_ONCE = 1 << 20
 """Numbers quantized per block; a float32 copy of a whole weight would take several times the memory of the result."""
 
 
@@ -73,7 +74,10 @@ def weight_shapes(config: ModelConfig, dtype: DTypeLike = jnp.float32) -> Weight
 
 
 def rounded_shapes(weights: Weights) -> Weights:
-    """Return the shapes of weights with 8-bit linear maps, given the shapes of floating-point weights."""
+    """Return the shapes of weights with 8-bit linear maps, given the shapes of floating-point weights.
+
+    A tied table is the embedding in floating point, and an unembedding of 8 bits.
+    """
 
     def rounded(node: Any) -> Any:
         if not isinstance(node, Linear):
@@ -82,7 +86,9 @@ def rounded_shapes(weights: Weights) -> Weights:
         scale = jax.ShapeDtypeStruct(node.weight.shape[:-1], jnp.float32)
         return Linear(codes, node.bias, scale)  # type: ignore[arg-type]
 
-    return jax.tree.map(rounded, weights, is_leaf=lambda node: isinstance(node, Linear))
+    unembedding = Linear(weights.embedding) if weights.unembedding is None else weights.unembedding
+    whole = dataclasses.replace(weights, unembedding=unembedding)
+    return jax.tree.map(rounded, whole, is_leaf=lambda node: isinstance(node, Linear))
 
 
 def leaf_name(path: tuple[Any, ...]) -> str:

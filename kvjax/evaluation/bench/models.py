@@ -163,7 +163,7 @@ def model_named(
     name: str,
     dtype: str,
     revision: str | None = None,
-    weights: Literal["int8"] | None = None,
+    weights: Literal["int8", "auto"] | None = None,
     mesh: str | None = None,
 ) -> Model:
     """Load a model, or make `synthetic`: 8 layers of width 1024 with four query heads per KV head."""

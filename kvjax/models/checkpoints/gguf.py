@@ -16,8 +16,8 @@ from kvjax.models.checkpoints.gguf_settings import config_settings
 from kvjax.models.checkpoints.tensors import Stored, Tensor
 from kvjax.models.families import LoadError
 
-_AT_ONCE = 1 << 24
-"""Numbers dequantised per block; a float32 copy of a whole tensor would need a few times the memory of the result."""
+_AT_ONCE = 1 << 20
+"""Numbers dequantised per block; its temporary arrays take several times the memory of these numbers in float32."""
 
 
 def read_gguf(file: Path) -> tuple[Settings, dict[str, Any], Stored]:

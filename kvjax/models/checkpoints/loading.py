@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import sys
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -28,9 +29,9 @@ from kvjax.models.decoder import Linear, Weights
 from kvjax.models.families import Family, LoadError, Settings, read_model_config, special_token_ids, text_half
 from kvjax.models.families.family import Source
 from kvjax.models.sharding import check_mesh, weight_shardings
-from kvjax.models.weights import leaf_name, weight_shapes
+from kvjax.models.weights import leaf_name, quantised, weight_shapes
 
-_WEIGHT, _BIAS = jax.tree_util.GetAttrKey("weight"), jax.tree_util.GetAttrKey("bias")
+_WEIGHT, _BIAS, _EMBEDDING = (jax.tree_util.GetAttrKey(name) for name in ("weight", "bias", "embedding"))
 _LARGE = 1 << 30
 """Smallest size of a checkpoint, in bytes, that is loaded with a progress bar."""
 _DTYPES = ("float32", "bfloat16", "float64")
@@ -61,7 +62,7 @@ def read_checkpoint(
     path_or_hub_id: str | Path,
     dtype: DTypeLike | None = None,
     revision: str | None = None,
-    weights: Literal["int8"] | None = None,
+    weights: Literal["int8", "auto"] | None = None,
     mesh: Mesh | None = None,
 ) -> Checkpoint:
     """Read a checkpoint from the package, a Hugging Face directory, a GGUF file or the Hugging Face hub.
@@ -69,16 +70,19 @@ def read_checkpoint(
     Arguments and errors are those of `kvjax.load`.
     """
     wanted = _dtype(dtype)
-    if weights not in (None, "int8"):
-        raise ValueError(f"weights={weights!r} is not supported: give int8, or None for weights in the dtype.")
+    if weights not in (None, "int8", "auto"):
+        raise ValueError(f"weights={weights!r} is not supported: give int8, auto, or None for weights in the dtype.")
     if mesh is not None:
         check_mesh(mesh)
+    int8 = weights == "int8" or (weights == "auto" and _int8_is_faster(wanted, mesh))
+    if int8 and weights == "auto":
+        print(f"kvjax: weights in int8, which decode faster than {wanted.name} on a CPU.", file=sys.stderr)
     place = locate(path_or_hub_id, revision)
     name = str(path_or_hub_id)
     if place.is_file():
         settings, metadata, stored = read_gguf(place)
         family, config = _read_config(settings, place)
-        made, config = _read_weights(stored, family, config, wanted, weights == "int8", mesh)
+        made, config = _read_weights(stored, family, config, wanted, int8, mesh)
         return Checkpoint(made, config, name, settings, place, metadata)
     file = place / "config.json"
     check_kind_of(place)
@@ -94,7 +98,7 @@ def read_checkpoint(
     if generation.exists() and (eos := special_token_ids(read_json(generation), "eos_token_id")):
         config = dataclasses.replace(config, eos=eos)
     stored = read_orbax(place / "weights") if (place / "weights").is_dir() else read_safetensors(place)
-    made, found = _read_weights(stored, family, config, wanted, weights == "int8", mesh)
+    made, found = _read_weights(stored, family, config, wanted, int8, mesh)
     if found.tied != config.tied:
         settings = {**settings, "tie_word_embeddings": found.tied}
     return Checkpoint(made, found, name, settings, place)
@@ -134,6 +138,12 @@ def _dtype(dtype: DTypeLike | None) -> jnp.dtype:
     if wanted.name == "float64" and jax.dtypes.canonicalize_dtype(wanted) != wanted:
         raise ValueError("dtype float64 needs 64-bit JAX: call jax.config.update('jax_enable_x64', True) first.")
     return wanted
+
+
+def _int8_is_faster(dtype: jnp.dtype, mesh: Mesh | None) -> bool:
+    """Return whether products with 8-bit weights are faster than those in the dtype, and precise enough for it."""
+    platform = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
+    return platform == "cpu" and dtype.name != "float64"
 
 
 def _read_weights(
@@ -219,10 +229,13 @@ def _read_weights(
         if not isinstance(node, Linear):
             return placed(path)
         bias = None if node.bias is None else placed((*path, _BIAS))
+        path = (*path, _WEIGHT)
         if not int8:
-            return Linear(placed((*path, _WEIGHT)), bias)
-        weight, scale = origins[leaf_name((*path, _WEIGHT))].read_quantised(read)
-        sharding = shardings.get(leaf_name((*path, _WEIGHT)))
+            return Linear(placed(path), bias)
+        return rounded(path, bias, origins[leaf_name(path)].read_quantised(read))
+
+    def rounded(path: tuple[Any, ...], bias: Array | None, numbers: tuple[np.ndarray, np.ndarray]) -> Linear:
+        (weight, scale), sharding = numbers, shardings.get(leaf_name(path))
         of_scale = (
             None if sharding is None else NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[: scale.ndim]))
         )
@@ -232,6 +245,12 @@ def _read_weights(
     with Progress(console=Console(stderr=True), transient=True, disable=total < _LARGE) as bar:
         task = bar.add_task(f"loading {stored.place.name}", total=total)
         made = jax.tree_util.tree_map_with_path(load, shapes, is_leaf=lambda node: isinstance(node, Linear))
+        if int8 and config.tied:
+            path = (_EMBEDDING,)
+            origin = origins[leaf_name(path)]
+            # The table is read once, unless it is on several devices.
+            numbers = quantised(np.asarray(made.embedding)) if mesh is None else origin.read_quantised(read)
+            made = dataclasses.replace(made, unembedding=rounded(path, None, numbers))
     return made, config
 
 
