@@ -177,7 +177,7 @@ def test_experts_in_8_bits(tmp_path: Path) -> None:
     )
     ids = np.arange(24)[None]
     logits = model.logits(ids)
-    np.testing.assert_allclose(logits, kvjax.Model(rounded, model.config).logits(ids), atol=1e-4)
+    np.testing.assert_allclose(logits, kvjax.Model(rounded, model.config).logits(ids), atol=1e-3)
     assert 1e-3 < np.abs(np.asarray(logits) - whole.logits(ids)).max() < 0.3
 
 
