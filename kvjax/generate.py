@@ -84,6 +84,7 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--batch-size", type=int, help="prompts or questions of a file at once (default: 8)")
     options.add_argument("--show-cache", action="store_true", help="print the prompt, shaded by what the cache holds")
     options.add_argument("--save-cache-map", type=Path, metavar="FILE.png", help="draw layers x prompt tokens held")
+    options.add_argument("--trace", type=Path, metavar="FILE", help="write evictions and kept attention: .json, .png")
     return options
 
 
@@ -99,16 +100,16 @@ def _check(options: argparse.Namespace, settings: Mapping[str, Any]) -> None:
     if options.logprobs is not None:
         whole_number("logprobs", options.logprobs, 0)
     several = _of_lines(options) or options.questions is not None
-    pictures = options.show_cache or options.save_cache_map is not None
+    pictures = options.show_cache or options.save_cache_map is not None or options.trace is not None
     for given, ok, sentence in (
         (options.out, several, "--out takes what comes of --prompt-file FILE.jsonl or --questions; leave it out"),
         (options.batch_size, several, "--batch-size is of --prompt-file FILE.jsonl and --questions; leave it out"),
-        (several and pictures, False, "--show-cache and --save-cache-map draw one prompt; leave them out"),
+        (several and pictures, False, "--show-cache, --save-cache-map and --trace show one prompt; leave them out"),
         (_of_lines(options) and options.questions, False, "--questions are about one prompt, not about a file of them"),
         (
             options.num_samples > 1 and pictures,
             False,
-            "--show-cache and --save-cache-map draw one text; leave them out",
+            "--show-cache, --save-cache-map and --trace show one text; leave them out",
         ),
         (options.logprobs is not None, options.json or several, "--logprobs is told in JSON; give --json, too"),
     ):
@@ -120,6 +121,10 @@ def _check(options: argparse.Namespace, settings: Mapping[str, Any]) -> None:
         from kvjax.evaluation import cache_map
 
         cache_map.check_file(options.save_cache_map)
+    if options.trace is not None:
+        from kvjax.evaluation import trace
+
+        trace.check_file(options.trace)
 
 
 def prompt_of(options: argparse.Namespace) -> str | Messages:
@@ -228,6 +233,12 @@ def _continue_one(options: argparse.Namespace, settings: dict[str, Any], chat: b
         if options.save_cache_map:
             title = f"What {model.name} holds of its prompt: {facts['policy']}, {facts['budget']:g} slots per head"
             cache_map.save_png(held, words, options.save_cache_map, title)
+    if options.trace:
+        from kvjax.evaluation import trace
+
+        used = {name: settings[name] for name in ("budget_of", "plan", "prefill_chunk") if name in settings}
+        found = trace.trace(model, policy, ids, made.tokens[0], settings["budget"], seed=options.seed, **used)
+        trace.save(found, options.trace, {name: facts[name] for name in ("policy", "budget")})
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -53,7 +53,7 @@ Carry = tuple[list[Cache], list[Features]]
 """State that changes at each step, for each of the two models."""
 
 
-def _row(
+def attention_row(
     config: LayerConfig,
     policy: Policy,
     view: View,
@@ -83,7 +83,7 @@ def _row(
     psi = jax.vmap(lambda all_, one, at: all_.at[:, at].set(one))(
         psi, policy.residual.psi(key)[:, :, 0].astype(psi.dtype), newest
     )
-    gone = ~_held(view, length) & (jnp.arange(length) <= newest[:, None, None])
+    gone = ~held_tokens(view, length) & (jnp.arange(length) <= newest[:, None, None])
     weights = jnp.einsum("bhgr,bhnr->bhgn", policy.residual.phi(q)[..., 0, :], psi)
     weights = jnp.where(gone[:, :, None], weights, 0.0)
     highest = jnp.maximum(partial.lse, 0.0)  # both sums are relative to it
@@ -124,11 +124,11 @@ def _compared(full: State, probed: State, tokens: Int[Array, "b n"]) -> tuple[Ar
         for state, before, psi in zip(states, *carry, strict=True):
             after, logits = state.decoder.step(before, token)
             assert isinstance(after.storage, Dense)
-            held.append([_held(view, length) for view in after.storage.layers])
+            held.append([held_tokens(view, length) for view in after.storage.layers])
             says.append(jax.nn.log_softmax(logits.astype(wide(logits.dtype))))
             layers = zip(config.layer_configs, after.storage.layers, psi, strict=True)
             looked = [
-                _row(shape, state.policy.layer(layer), view, before.position, length, features)
+                attention_row(shape, state.policy.layer(layer), view, before.position, length, features)
                 for layer, (shape, view, features) in enumerate(layers)
             ]
             moved.append(after)
@@ -146,7 +146,7 @@ def _compared(full: State, probed: State, tokens: Int[Array, "b n"]) -> tuple[Ar
     return jax.lax.scan(one, start, tokens.T)[1]
 
 
-def _held(view: View, length: int) -> Bool[Array, "b h n"]:
+def held_tokens(view: View, length: int) -> Bool[Array, "b h n"]:
     """Return a mask of the positions of a text that have a slot."""
     rows, heads = view.position.shape[:2]
     row, head = jnp.arange(rows)[:, None, None], jnp.arange(heads)[:, None]

@@ -1,0 +1,178 @@
+"""Traces of a policy at work: scores, evictions and the attention that is kept, step by step."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+from jaxtyping import Array, Float, Int
+
+from kvjax.evaluation.fidelity import attention_row, held_tokens, watched
+from kvjax.inference.cache import Cache
+from kvjax.inference.extend import prefill
+from kvjax.inference.layers import Reading
+from kvjax.inference.state import State
+from kvjax.methods.registry import policy as policy_by_name
+from kvjax.model import Model
+from kvjax.policies.policy import Policy
+from kvjax.utils.files import check_writable, written_aside
+
+SUFFIXES = (".json", ".png")
+"""Formats of a trace's file."""
+
+
+class Trace(NamedTuple):
+    """What a cache held after a prompt (entry 0) and after each token written on top of it (entries 1 to n)."""
+
+    positions: tuple[Int[np.ndarray, "b h entries c"], ...]
+    """Position of the token in each slot of each layer; -1 = empty."""
+    scores: tuple[Float[np.ndarray, "b h entries c"], ...]
+    """Score of each slot of each layer, as the policy ranks them for the next token; NaN for empty slots."""
+    kept: Float[np.ndarray, "layers b h entries"]
+    """Share of the full cache's attention, from the newest token, on tokens that the cache holds."""
+
+    @property
+    def live(self) -> Int[np.ndarray, "layers b h entries"]:
+        """Number of slots that hold a token."""
+        return np.stack([(layer >= 0).sum(-1) for layer in self.positions])
+
+    def evicted(self, layer: int, row: int, head: int) -> list[list[int]]:
+        """Return the positions that a head lost at each entry; at entry 0 those of the prompt."""
+        held = [{int(p) for p in slots if p >= 0} for slots in self.positions[layer][row, head]]
+        length = max((max(entry, default=-1) for entry in held[:1]), default=-1) + 1
+        before = [set(range(length)), *held[:-1]]
+        return [sorted(was - now) for was, now in zip(before, held, strict=True)]
+
+
+def trace(
+    model: Model,
+    policy: Policy | str,
+    prompt: Sequence[int],
+    written: ArrayLike,
+    budget: int | float = 1.0,
+    *,
+    seed: int = 0,
+    **settings: Any,
+) -> Trace:
+    """Follow a policy through a prompt and the tokens written on top of it, beside a full cache of the same tokens.
+
+    Args:
+        model: from `kvjax.load`.
+        policy: a name or a `Policy`.
+        prompt: token ids.
+        written: token ids [n] after the prompt.
+        budget: as for `kvjax.prefill`.
+        seed: for policies that draw random numbers.
+        settings: of `kvjax.prefill`.
+
+    Example:
+        >>> from kvjax.evaluation.trace import trace
+        >>> found = trace(kvjax.load("tiny"), "streaming", range(5, 25), [7, 8, 9], budget=8)
+        >>> found.evicted(layer=0, row=0, head=0)[1:]
+        [[17], [18], [19]]
+        >>> bool((found.live == 8).all())
+        True
+    """
+    ids = jnp.asarray(written, jnp.int32).reshape(-1, 1)
+    chosen = policy_by_name(policy) if isinstance(policy, str) else policy
+    planned: dict[str, Any] = dict(max_new_tokens=max(len(ids), 1), key=jax.random.key(seed))
+    probed, _ = prefill(model, chosen, [list(prompt)], budget, **planned, **settings)
+    full, _ = prefill(model, watched(policy_by_name("full")), [list(prompt)], **planned)
+    positions, scores, kept = jax.tree.map(np.asarray, _follow(probed, full, ids))
+    positions, scores = ([np.moveaxis(layer, 0, 2) for layer in found] for found in (positions, scores))
+    return Trace(tuple(positions), tuple(scores), np.stack([np.moveaxis(layer, 0, -1) for layer in kept]))
+
+
+@jax.jit
+def _follow(probed: State, full: State, tokens: Int[Array, "n 1"]) -> Any:
+    config, length = full.config, full.storage.layers[0].capacity  # type: ignore[union-attr]
+
+    def look(cache: Cache, whole: Cache) -> tuple[list[Array], list[Array], list[Array]]:
+        views, everything = cache.storage.unpack().layers, whole.storage.unpack().layers
+        newest = whole.position - 1
+        reading = Reading(
+            token=jnp.zeros_like(newest)[:, None],
+            position=newest[:, None],
+            prompt_length=cache.prompt_length,
+            read=cache.position,
+            horizon=cache.horizon,
+            end=cache.end,
+            seed=cache.seed,
+        )
+        x = jnp.zeros((len(newest), 1, config.width), probed.weights.embedding.dtype)
+        scores, kept = [], []
+        for index, (shape, view, beside) in enumerate(zip(config.layer_configs, views, everything, strict=True)):
+            policy = probed.policy.layer(index)
+            score, _ = policy.standing(view, reading.ahead(shape, index, x))
+            scores.append(jnp.where(view.live, score, jnp.nan))
+            row, _ = attention_row(shape, full.policy.layer(index), beside, newest, length, None)
+            kept.append(jnp.where(held_tokens(view, length)[:, :, None], row, 0.0).sum(-1).mean(2))
+        return [view.position for view in views], scores, kept
+
+    def one(carry: tuple[Cache, Cache], token: Int[Array, " b"]) -> tuple[tuple[Cache, Cache], Any]:
+        after = probed.decoder.step(carry[0], token)[0], full.decoder.step(carry[1], token)[0]
+        return after, look(*after)
+
+    caches = probed.cache.replace(key=None), full.cache.replace(key=None)
+    first = look(*caches)
+    _, rest = jax.lax.scan(one, caches, tokens)
+    return jax.tree.map(lambda begun, more: jnp.concatenate([begun[None], more]), first, rest)
+
+
+def check_file(file: Path) -> None:
+    """Refuse a file that `save` cannot write.
+
+    Raises:
+        ValueError: it is neither JSON nor a PNG in an existing directory, or matplotlib is not installed for a PNG.
+    """
+    if file.suffix not in SUFFIXES:
+        raise ValueError(f"--trace {file} is neither .json nor .png; choose one of these names.")
+    check_writable(file, file.suffix)
+    if file.suffix == ".png" and importlib.util.find_spec("matplotlib") is None:
+        raise ValueError('drawing needs matplotlib: pip install matplotlib, or in a clone pip install -e ".[plots]".')
+
+
+def save(found: Trace, file: Path, facts: dict[str, Any]) -> None:
+    """Write the first row of a trace as JSON or as a picture, by the file's suffix.
+
+    Args:
+        found: the trace.
+        file: see `check_file`.
+        facts: policy, budget and the like, for the JSON's first fields and the picture's title.
+    """
+    if file.suffix == ".png":
+        _draw(found, file, ", ".join(f"{name} {value}" for name, value in facts.items()))
+        return
+    layers = [
+        {
+            "live_slots": found.live[layer, 0].tolist(),
+            "attention_kept": np.round(found.kept[layer, 0].astype(float), 4).tolist(),
+            "evicted": [found.evicted(layer, 0, head) for head in range(found.live.shape[2])],
+        }
+        for layer in range(len(found.positions))
+    ]
+    with written_aside(file) as aside:
+        aside.write_text(json.dumps({**facts, "layers": layers}) + "\n", encoding="utf-8")
+
+
+def _draw(found: Trace, file: Path, title: str) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9.0, 5.0), layout="constrained")
+    panels = figure.subplots(2, 1, sharex=True)
+    live, kept = found.live[:, 0].mean(1), found.kept[:, 0].mean(1)
+    for panel, numbers, label in zip(panels, (live, kept), ("live slots per head", "attention kept"), strict=True):
+        image = panel.imshow(numbers, aspect="auto", interpolation="nearest", cmap="viridis")
+        panel.set(ylabel="layer")
+        figure.colorbar(image, label=label)
+    panels[1].set(xlabel="tokens written after the prompt")
+    figure.suptitle(title, fontsize=10)
+    with written_aside(file) as aside:
+        figure.savefig(aside, format="png", dpi=120)
