@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int
 
 from kvjax.evaluation.fidelity import attention_row, held_tokens, watched
 from kvjax.inference.cache import Cache
 from kvjax.inference.extend import prefill
 from kvjax.inference.layers import Reading
+from kvjax.inference.prepare import Budget
 from kvjax.inference.state import State
 from kvjax.methods.registry import policy as policy_by_name
 from kvjax.model import Model
@@ -55,8 +55,8 @@ def trace(
     model: Model,
     policy: Policy | str,
     prompt: Sequence[int],
-    written: ArrayLike,
-    budget: int | float = 1.0,
+    written: Sequence[int],
+    budget: Budget = 1.0,
     *,
     seed: int = 0,
     **settings: Any,
@@ -67,7 +67,7 @@ def trace(
         model: from `kvjax.load`.
         policy: a name or a `Policy`.
         prompt: token ids.
-        written: token ids [n] after the prompt.
+        written: token ids after the prompt.
         budget: as for `kvjax.prefill`.
         seed: for policies that draw random numbers.
         settings: of `kvjax.prefill`.
