@@ -33,6 +33,7 @@ from tests.oracles import (
     lightkv,
     lsh_e,
     plans,
+    prompt_scores,
     scissorhands,
     snapkv,
     topk_oracle,
@@ -196,6 +197,10 @@ def _planes(policy: Policy, config: ModelConfig, layer: int, seed: int, tokens: 
     return {"planes": np.asarray(projections(score.seed, layer, config.kv_heads, score.bits, config.head_width))}
 
 
+def _rope(policy: Policy, config: ModelConfig, layer: int, seed: int, tokens: int) -> dict[str, Any]:
+    return {"rope": config.layer(layer).rope}
+
+
 def _ids(policy: Policy, config: ModelConfig, layer: int, seed: int, tokens: int) -> dict[str, Any]:
     assert isinstance(policy.protection, TokenClasses)
     classes = np.asarray(policy.protection.classes)
@@ -249,6 +254,9 @@ POLICIES: dict[str, Case] = {
     "snapkv": Case("snapkv", snapkv.SnapKV, {"recent": 8}),
     "snapkv-max": Case("snapkv", snapkv.SnapKV, {"recent": 8, "pooling": "max", "group": "max", "kernel": 3}),
     "pyramidkv": Case("pyramidkv", snapkv.SnapKV, {"recent": 8}),
+    "expected_attention": Case(
+        "expected_attention", prompt_scores.ExpectedAttention, {"recent": 4, "future": 24}, inject=_rope
+    ),
     "h2o-pyramid": Case("h2o", basic.H2O, plan="pyramid"),
     "h2o-interleaved": Case("h2o", basic.H2O, plan="interleaved"),
     "lightkv": Case("lightkv", lightkv.LightKV),
@@ -272,6 +280,9 @@ POLICIES: dict[str, Case] = {
     "topk_oracle": Case("topk_oracle", topk_oracle.TopKOracle, equals_full=False),
     "topk_oracle-fraction": Case("topk_oracle", topk_oracle.TopKOracle, {"k": 0.25}, equals_full=False),
 }
+
+PROMPT_METHODS = ("expected_attention",)
+"""Methods that rank a prompt once, from keys, values and queries."""
 
 FIRST = list({case.policy: name for name, case in reversed(POLICIES.items())}.values())
 """One case of each policy, for promises that its settings cannot touch."""
@@ -322,6 +333,10 @@ PAIRS: dict[str, Case] = {
     },
     **{f"less+{name}+adakv": pair(name, less_over=True, plan="adakv") for name in ("h2o", "keyformer", "snapkv")},
     "less+streaming+adakv": pair("streaming", less_over=True, plan="adakv"),
+    # Methods that rank a prompt once.
+    **{f"{name}+adakv": pair(name, plan="adakv") for name in PROMPT_METHODS},
+    **{f"less+{name}": pair(name, less_over=True) for name in PROMPT_METHODS},
+    **{f"{name}+int8": pair(name, codec="int8") for name in PROMPT_METHODS},
     # Codes under everything.
     **{
         f"{name}+int8": pair(name, codec="int8")
@@ -373,6 +388,8 @@ RARE = {
     *("less+random", "less+window", "less+l2"),
     *("window+int8", "random+int8", "h2o-sequential+int8", "keyformer-shared+int8", "pyramidkv+int8", "l2+int8"),
     "fastgen-local+cache",
+    *(f"{name}+int8" for name in PROMPT_METHODS),
+    *(f"less+{name}" for name in PROMPT_METHODS),
     *("tova+int8", "snapkv+int4", "tova+int4", "snapkv+adakv+int8", "keyformer+adakv+int8", "less+streaming+adakv"),
 }
 """Pairs whose parts meet in others as well."""

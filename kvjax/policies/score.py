@@ -7,6 +7,7 @@ import dataclasses
 import warnings
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from kvjax.policies.base import Part
@@ -114,7 +115,7 @@ class Score(Part, interface=True):
         return view.slots.score
 
     def advance(self, heads: Heads, new: New) -> PyTree:
-        """Return the new state of whole heads, `heads.state.score`, after attention and before `fold`."""
+        """Return the new state of whole heads, `heads.state.score`, after attention; `fold` gets the old one."""
         return heads.state.score
 
     @abc.abstractmethod
@@ -157,3 +158,37 @@ class AccumulatedScore(Score, interface=True):
         mine, kind = AccumulatedScore, type(self)
         as_here = kind.slot is mine.slot and kind.fold is mine.fold and kind.score is mine.score
         return as_here and self.retained(new) is None and isinstance(asks, Sums) and asks.over == "group"
+
+
+UNRANKED = -1e30
+"""Score of generated tokens, below all others."""
+
+
+class PromptScore(Score, interface=True):
+    """Score that is computed once for each prompt, chunk or turn, from what a head then holds; it needs no attention.
+
+    Generated tokens are not ranked: they leave first, the oldest before the others, as far as nothing protects them.
+    The next turn ranks those that are left. Tokens of a text that is read token by token count as generated ones.
+    """
+
+    def slot(self, new: New, state: PyTree) -> Float[Array, "b h t"]:
+        """Return the lowest score."""
+        return jnp.full_like(nothing(new), UNRANKED)
+
+    def fold(self, answers: PyTree, view: View, new: New) -> Float[Array, "b h c"]:
+        """Return new scores of all slots at the end of given text."""
+        block = new.given and new.token.shape[1] > 1
+        return self.ranked(view, new).astype(view.slots.score.dtype) if block else view.slots.score
+
+    @abc.abstractmethod
+    def ranked(self, view: View, new: New) -> Float[Array, "b h c"]:
+        """Return the score of each slot at the end of given text.
+
+        Args:
+            view: all slots of a head; those of the new tokens are the last ones. Its state is that before the text.
+            new: the text, a block of tokens.
+        """
+
+    def score(self, view: View, new: New) -> Ranking:
+        """Return the score of the last given text."""
+        return view.slots.score
