@@ -257,6 +257,7 @@ POLICIES: dict[str, Case] = {
     "expected_attention": Case(
         "expected_attention", prompt_scores.ExpectedAttention, {"recent": 4, "future": 24}, inject=_rope
     ),
+    "lagkv": Case("lagkv", prompt_scores.LagKV, {"recent": 4, "lag": 8}),
     "h2o-pyramid": Case("h2o", basic.H2O, plan="pyramid"),
     "h2o-interleaved": Case("h2o", basic.H2O, plan="interleaved"),
     "lightkv": Case("lightkv", lightkv.LightKV),
@@ -281,7 +282,7 @@ POLICIES: dict[str, Case] = {
     "topk_oracle-fraction": Case("topk_oracle", topk_oracle.TopKOracle, {"k": 0.25}, equals_full=False),
 }
 
-PROMPT_METHODS = ("expected_attention",)
+PROMPT_METHODS = ("expected_attention", "lagkv")
 """Methods that rank a prompt once, from keys, values and queries."""
 
 FIRST = list({case.policy: name for name, case in reversed(POLICIES.items())}.values())

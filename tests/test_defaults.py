@@ -27,6 +27,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "scissorhands": COMMON | {"history": 128, "recent": 0.25},
     "snapkv": OBSERVED,
     "pyramidkv": OBSERVED | {"beta": 20.0},
+    "lagkv": COMMON | {"sinks": 4, "recent": 32, "lag": 128},
     "expected_attention": COMMON | {"sinks": 4, "recent": 32, "future": 512, "epsilon": 0.0},
     "lightkv": COMMON
     | {"omega": 4.0, "alpha": None, "window": "exact", "middle": "rest"}

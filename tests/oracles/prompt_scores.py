@@ -92,3 +92,23 @@ class ExpectedAttention(WithQueries):
             for i, share in zip(later, softmax(np.array(logits)), strict=True):
                 attention[i] += share / self.groups
         return [(attention[i] + self.epsilon) * math.sqrt(sum(head.values[i] ** 2)) for i in range(len(head.positions))]
+
+
+class LagKV(PromptRanked):
+    lag: int
+
+    def ranked(self, h, text):
+        head = self.heads[h]
+        found = [1.0] * len(head.positions)
+        whole = (len(found) - self.sinks) // self.lag
+        for number in range(whole - 1):
+            own = range(self.sinks + number * self.lag, self.sinks + (number + 1) * self.lag)
+            scores = [0.0] * self.lag
+            for vectors in (head.keys, head.values):
+                following = np.array([vectors[i + self.lag] for i in own])
+                low, high = following.min(0), following.max(0)
+                spread = [np.std((vectors[i] - low) / (high - low), ddof=1) for i in own]
+                scores = [score + share / 2 for score, share in zip(scores, softmax(np.array(spread)), strict=True)]
+            for rank, place in enumerate(sorted(range(self.lag), key=lambda place: scores[place])):
+                found[own[place]] = rank / self.lag
+        return found

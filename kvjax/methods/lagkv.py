@@ -1,0 +1,84 @@
+"""LagKV: tokens whose keys and values vary most, measured by the chunk of text that follows theirs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Float
+
+from kvjax.methods.combine import combine
+from kvjax.methods.register import register
+from kvjax.policies.policy import Policy
+from kvjax.policies.score import PromptScore
+from kvjax.types import New, View, check, setting, wide
+
+
+@struct.dataclass
+class LagRelative(PromptScore):
+    r"""Rank of a token within its chunk, by the deviation of its channels in units of the next chunk.
+
+    .. math::
+        s(x)_i = \mathrm{softmax}_{i \in p} \Big(\mathrm{std}_c \,
+            \frac{x_{ic} - \min_{j \in p + 1} x_{jc}}{\max_{j \in p + 1} x_{jc} - \min_{j \in p + 1} x_{jc}}\Big), \quad
+        F(i) = \tfrac 1 L \, \mathrm{rank}_{i \in p} \tfrac{s(k)_i + s(v)_i}{2}
+
+    Chunks p have L tokens of those that the head holds, in the order of the text, past the first `sinks`. Tokens of the
+    last whole chunk and those after it score 1, as do all tokens of a text with fewer than two chunks.
+
+    Args:
+        sinks: first held tokens, which are in no chunk.
+        lag: L, tokens of a chunk.
+    """
+
+    paper = "LagKV, arXiv 2504.04704"
+
+    sinks: int = setting(4)
+    lag: int = setting(128)
+
+    def __post_init__(self) -> None:
+        check(self.lag >= 2, "lag", self.lag, "a number of tokens from 2")
+
+    def ranked(self, view: View, new: New) -> Float[Array, "b h c"]:
+        """Return F."""
+        kind, capacity = wide(new.k.dtype), view.capacity
+        order = jnp.argsort(jnp.where(view.live, view.position, jnp.iinfo(jnp.int32).max), axis=-1)
+        chunks = max(capacity - self.sinks, 0) // self.lag
+        if chunks < 2:
+            return jnp.ones(view.position.shape, kind)
+        in_chunks = order[..., self.sinks : self.sinks + chunks * self.lag]
+
+        def measured(x: Float[Array, "b h c d"]) -> Float[Array, "b h p l"]:
+            x = jnp.take_along_axis(x.astype(kind), in_chunks[..., None], axis=2)
+            x = x.reshape(*x.shape[:2], chunks, self.lag, -1)
+            low, high = x.min(3, keepdims=True)[:, :, 1:], x.max(3, keepdims=True)[:, :, 1:]
+            units = (x[:, :, :-1] - low) / jnp.where(high > low, high - low, 1.0)
+            return jax.nn.softmax(units.std(-1, ddof=1), axis=-1)
+
+        found = (measured(view.keys(new)) + measured(view.values(new))) / 2
+        ranks = jnp.argsort(jnp.argsort(found, axis=-1), axis=-1) / self.lag
+        count = (view.live.sum(-1) - self.sinks) // self.lag
+        followed = jnp.arange(chunks - 1) < count[..., None] - 1
+        ranks = jnp.where(followed[..., None], ranks, 1.0).reshape(*view.position.shape[:2], -1)
+        after = capacity - self.sinks - ranks.shape[-1]
+        ranks = jnp.pad(ranks, ((0, 0), (0, 0), (self.sinks, after)), constant_values=1.0)
+        return jnp.take_along_axis(ranks, jnp.argsort(order, axis=-1), axis=-1)
+
+
+@register(paper="LagKV, 2025", group="ranked once for each prompt or turn")
+def lagkv(
+    *,
+    sinks: int = LagRelative.sinks,
+    recent: int | float = 32,
+    lag: int = LagRelative.lag,
+    **common: Any,
+) -> Policy:
+    """Rank of a token within its chunk of `lag` tokens, by keys and values that vary most beside the next chunk's.
+
+    When: where attention is not computed and the prompt has thousands of tokens: of a text below `sinks` + 2 `lag`
+    tokens the newest stay. It has not been measured on many models yet. Generated tokens leave first, so that `recent`
+    of them stay.
+    """
+    return combine(LagRelative(sinks, lag), sinks=sinks, recent=recent, **common)
