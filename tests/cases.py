@@ -17,6 +17,7 @@ from kvjax.methods import PLANS
 from kvjax.methods.adakv import AdaKV
 from kvjax.methods.fastgen import TokenClasses
 from kvjax.methods.keyformer import GumbelSoftmax
+from kvjax.methods.leverage import Leverage
 from kvjax.methods.lightkv import AfterLimit, LastQueries
 from kvjax.methods.lsh_e import Hamming, projections
 from kvjax.models import ModelConfig
@@ -201,6 +202,13 @@ def _rope(policy: Policy, config: ModelConfig, layer: int, seed: int, tokens: in
     return {"rope": config.layer(layer).rope}
 
 
+def _sketches(policy: Policy, config: ModelConfig, layer: int, seed: int, tokens: int) -> dict[str, Any]:
+    assert isinstance(policy.score, Leverage) and policy.score.projections is not None
+    drawn = np.asarray(policy.score.projections[layer], np.float64)
+    assert abs(drawn.std() - policy.score.sketch**-0.5) < 0.2 * policy.score.sketch**-0.5
+    return _rope(policy, config, layer, seed, tokens) | {"projections": drawn}
+
+
 def _ids(policy: Policy, config: ModelConfig, layer: int, seed: int, tokens: int) -> dict[str, Any]:
     assert isinstance(policy.protection, TokenClasses)
     classes = np.asarray(policy.protection.classes)
@@ -258,6 +266,11 @@ POLICIES: dict[str, Case] = {
         "expected_attention", prompt_scores.ExpectedAttention, {"recent": 4, "future": 24}, inject=_rope
     ),
     "lagkv": Case("lagkv", prompt_scores.LagKV, {"recent": 4, "lag": 8}),
+    "leverage": Case("leverage", prompt_scores.Leverage, {"recent": 4, "sketch": 5}, inject=_sketches),
+    "noncausal": Case("noncausal", prompt_scores.NonCausal, {"recent": 4, "chunk": 16}, inject=_rope),
+    "compactor": Case(
+        "compactor", prompt_scores.Compactor, {"recent": 0.2, "sinks": 2, "sketch": 20, "chunk": 7}, inject=_sketches
+    ),
     "h2o-pyramid": Case("h2o", basic.H2O, plan="pyramid"),
     "h2o-interleaved": Case("h2o", basic.H2O, plan="interleaved"),
     "lightkv": Case("lightkv", lightkv.LightKV),
@@ -282,7 +295,7 @@ POLICIES: dict[str, Case] = {
     "topk_oracle-fraction": Case("topk_oracle", topk_oracle.TopKOracle, {"k": 0.25}, equals_full=False),
 }
 
-PROMPT_METHODS = ("expected_attention", "lagkv")
+PROMPT_METHODS = ("expected_attention", "lagkv", "leverage", "noncausal", "compactor")
 """Methods that rank a prompt once, from keys, values and queries."""
 
 FIRST = list({case.policy: name for name, case in reversed(POLICIES.items())}.values())

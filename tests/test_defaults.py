@@ -28,6 +28,9 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "snapkv": OBSERVED,
     "pyramidkv": OBSERVED | {"beta": 20.0},
     "lagkv": COMMON | {"sinks": 4, "recent": 32, "lag": 128},
+    "leverage": COMMON | {"recent": 32, "sketch": 48, "seed": 0},
+    "noncausal": COMMON | {"recent": 32, "chunk": 256},
+    "compactor": COMMON | {"sinks": 8, "recent": 32, "sketch": 48, "seed": 0, "chunk": 256, "blending": None},
     "expected_attention": COMMON | {"sinks": 4, "recent": 32, "future": 512, "epsilon": 0.0},
     "lightkv": COMMON
     | {"omega": 4.0, "alpha": None, "window": "exact", "middle": "rest"}

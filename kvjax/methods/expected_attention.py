@@ -22,8 +22,8 @@ class ExpectedAttention(PromptScore):
     r"""Attention that a key expects of Gaussian queries at the next positions, times the norm of its value.
 
     .. math::
-        F(i) = \Big(\epsilon + \frac 1 G \sum_g \mathrm{softmax}_i \big(
-            \tfrac{k_i^\top \mu_g}{\sqrt d} + \tfrac{k_i^\top \Sigma_g k_i}{2 d}\big)\Big) \lVert v_i \rVert, \quad
+        F(i) = (\epsilon + \frac 1 G \sum_g \mathrm{softmax}_i \, x_{gi}) \lVert v_i \rVert, \quad
+        x_{gi} = \frac{k_i^\top \mu_g}{\sqrt d} + \frac{k_i^\top \Sigma_g k_i}{2 d}, \quad
         \mu_g = \bar R m_g, \quad \Sigma_g = \bar R S_g \bar R^\top
 
     m and S are the mean and the covariance of all given queries of a query head before rotation, without those of the

@@ -21,9 +21,9 @@ class LagRelative(PromptScore):
     r"""Rank of a token within its chunk, by the deviation of its channels in units of the next chunk.
 
     .. math::
-        s(x)_i = \mathrm{softmax}_{i \in p} \Big(\mathrm{std}_c \,
-            \frac{x_{ic} - \min_{j \in p + 1} x_{jc}}{\max_{j \in p + 1} x_{jc} - \min_{j \in p + 1} x_{jc}}\Big), \quad
-        F(i) = \tfrac 1 L \, \mathrm{rank}_{i \in p} \tfrac{s(k)_i + s(v)_i}{2}
+        s(x)_i = \mathrm{softmax}_{i \in p} \, \mathrm{std}_c
+            \frac{x_{ic} - \min_{j \in p + 1} x_{jc}}{\max_{j \in p + 1} x_{jc} - \min_{j \in p + 1} x_{jc}}, \quad
+        F(i) = \frac 1 L \, \mathrm{rank}_{i \in p} \frac{s(k)_i + s(v)_i}{2}
 
     Chunks p have L tokens of those that the head holds, in the order of the text, past the first `sinks`. Tokens of the
     last whole chunk and those after it score 1, as do all tokens of a text with fewer than two chunks.

@@ -8,6 +8,7 @@ import numpy as np
 from jaxtyping import Float
 
 from tests.oracles.decoder import Oracle, Prompt, softmax
+from tests.oracles.plans import recent_window
 
 LOWEST = -1e30
 """Score of generated tokens."""
@@ -31,6 +32,9 @@ class PromptRanked(Oracle):
 
     rope: object
 
+    def start(self):
+        self.texts: list[Prompt | None] = [None] * self.kv_heads
+
     def read(self, prompt):
         for head in self.heads:
             head.notes = [LOWEST] * len(head.positions)
@@ -39,7 +43,8 @@ class PromptRanked(Oracle):
         return LOWEST
 
     def scores(self, h, new):
-        if isinstance(new, Prompt):
+        if isinstance(new, Prompt) and new is not self.texts[h]:
+            self.texts[h] = new
             self.heads[h].notes = self.ranked(h, new)
         return self.heads[h].notes
 
@@ -112,3 +117,78 @@ class LagKV(PromptRanked):
             for rank, place in enumerate(sorted(range(self.lag), key=lambda place: scores[place])):
                 found[own[place]] = rank / self.lag
         return found
+
+
+class OfText(PromptRanked):
+    """Scores of a text's own tokens; what has been ranked before keeps its score, and other held tokens score 0."""
+
+    def read(self, prompt):
+        super().read(prompt)
+        self.turned(prompt)
+
+    def turned(self, turn):
+        # Pairs as they are before a codec rounds them.
+        self.pairs = [(list(head.keys), list(head.values)) for head in self.heads]
+
+    def ranked(self, h, text):
+        head = self.heads[h]
+        slots = self.limits[h] + (0 if self.evicts_first else 1)
+        end = text.prompt_length - recent_window(self.recent, slots)
+        new = [i for i, position in enumerate(head.positions) if max(self.sinks, text.start) <= position < end]
+        found = [0.0 if note == LOWEST else note for note in head.notes]
+        for i, position in enumerate(head.positions):
+            if position >= text.start:
+                found[i] = LOWEST
+        for i, score in zip(new, self.of_text(h, new, text) if new else [], strict=True):
+            found[i] = score
+        return found
+
+    def of_text(self, h: int, new: list[int], text: Prompt) -> list[float]:
+        """Scores of these tokens of head h."""
+        raise NotImplementedError
+
+    @staticmethod
+    def standard(scores: list[float]) -> list[float]:
+        """z-scores."""
+        mean = sum(scores) / len(scores)
+        deviation = math.sqrt(sum((x - mean) ** 2 for x in scores) / len(scores))
+        return [(x - mean) / max(deviation, 1e-6) for x in scores]
+
+
+class Leverage(OfText):
+    projections: np.ndarray
+
+    def of_text(self, h, new, text):
+        head = self.heads[h]
+        keys = np.array([head.raw_keys[i] for i in new])
+        x = (keys - keys.mean(0)) @ self.projections[h]
+        inverse = np.linalg.inv(x.T @ x + 0.01 * np.eye(x.shape[1]))
+        return self.standard([row @ inverse @ row for row in x])
+
+
+class NonCausal(OfText):
+    chunk: int
+
+    def of_text(self, h, new, text):
+        positions, (held, values) = self.heads[h].positions, self.pairs[h]
+        paid = [0.0] * len(new)
+        for begin in range(0, len(new), self.chunk):
+            chunk = range(begin, min(begin + self.chunk, len(new)))
+            keys = np.array([held[new[j]] for j in chunk])
+            for g in range(self.groups):
+                for t in chunk:
+                    query = text.queries[h][g][positions[new[t]] - text.start]
+                    for j, share in zip(chunk, softmax(keys @ query / math.sqrt(len(query))), strict=True):
+                        paid[j] += share / self.groups
+        paid = [0.0, *(x * float(np.linalg.norm(values[i])) for x, i in zip(paid, new, strict=True)), 0.0]
+        return self.standard([sum(paid[j : j + 3]) / 3 for j in range(len(new))])
+
+
+class Compactor(Leverage, NonCausal):
+    blending: float | None
+
+    def of_text(self, h, new, text):
+        slots = self.limits[h] + (0 if self.evicts_first else 1)
+        share = max(0.0, 1 - slots / len(self.heads[h].positions))
+        both = zip(Leverage.of_text(self, h, new, text), NonCausal.of_text(self, h, new, text), strict=True)
+        return [share * leverage + attention for leverage, attention in both]

@@ -1,0 +1,63 @@
+"""Compactor: the leverage of keys, and attention without a causal mask."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Bool, Float
+
+from kvjax.methods.combine import combine
+from kvjax.methods.leverage import Leverage
+from kvjax.methods.noncausal import NonCausal, noncausal_attention
+from kvjax.methods.register import register
+from kvjax.policies.policy import Policy
+from kvjax.types import New, View, check, setting
+
+
+@struct.dataclass
+class Compacted(Leverage):
+    r"""Leverage and non-causal attention together.
+
+    .. math:: F(i) = \lambda \, \mathrm{leverage}(i) + \mathrm{noncausal}(i)
+
+    Args:
+        chunk: tokens of a chunk of non-causal attention.
+        blending: lambda; None for the share of the tokens that leave after the text.
+    """
+
+    chunk: int = setting(256)
+    blending: float | None = setting(None)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check(self.chunk >= 1, "chunk", self.chunk, "a number of tokens from 1")
+
+    def _of_text(self, view: View, new: New, counts: Bool[Array, "b h t"]) -> Float[Array, "b h t"]:
+        share: Any = self.blending
+        if share is None:
+            held = jnp.maximum(view.live.sum(-1), 1)
+            share = jnp.maximum(1 - view.limit / held, 0.0)[..., None]
+        return share * super()._of_text(view, new, counts) + noncausal_attention(new, counts, self.sinks, self.chunk)
+
+
+@register(paper="Compactor, 2025", group="ranked once for each prompt or turn")
+def compactor(
+    *,
+    sinks: int = 8,
+    recent: int | float = 32,
+    sketch: int = Leverage.sketch,
+    seed: int = Leverage.seed,
+    chunk: int = NonCausal.chunk,
+    blending: float | None = Compacted.blending,
+    **common: Any,
+) -> Policy:
+    """Leverage of keys and attention without a causal mask, in z-scores.
+
+    When: where a prompt is compressed before the question is known. It has not been measured on many models yet. The
+    paper keeps the last 4 tokens and evicts nothing after the prompt; here generated tokens leave first, so that
+    `recent` of them stay.
+    """
+    score = Compacted(sinks, recent, sketch, seed, chunk=chunk, blending=blending)
+    return combine(score, sinks=sinks, recent=recent, **common)
