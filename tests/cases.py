@@ -271,6 +271,7 @@ POLICIES: dict[str, Case] = {
     "compactor": Case(
         "compactor", prompt_scores.Compactor, {"recent": 0.2, "sinks": 2, "sketch": 20, "chunk": 7}, inject=_sketches
     ),
+    "capkv": Case("capkv", prompt_scores.CapKV, {"recent": 4, "future": 24, "tau": 2.5}, inject=_rope),
     "h2o-pyramid": Case("h2o", basic.H2O, plan="pyramid"),
     "h2o-interleaved": Case("h2o", basic.H2O, plan="interleaved"),
     "lightkv": Case("lightkv", lightkv.LightKV),
@@ -295,7 +296,7 @@ POLICIES: dict[str, Case] = {
     "topk_oracle-fraction": Case("topk_oracle", topk_oracle.TopKOracle, {"k": 0.25}, equals_full=False),
 }
 
-PROMPT_METHODS = ("expected_attention", "lagkv", "leverage", "noncausal", "compactor")
+PROMPT_METHODS = ("expected_attention", "lagkv", "leverage", "noncausal", "compactor", "capkv")
 """Methods that rank a prompt once, from keys, values and queries."""
 
 FIRST = list({case.policy: name for name, case in reversed(POLICIES.items())}.values())

@@ -57,6 +57,7 @@ class ExpectedAttention(PromptScore):
     def ranked(self, view: View, new: New) -> Float[Array, "b h c"]:
         """Return F."""
         moments, kind = self.advance(view, new), wide(new.k.dtype)
+        assert moments.spread is not None
         keys, values = view.keys(new).astype(kind), view.values(new).astype(kind)
         mean = turned_ahead(moments.mean, new, self.future)
         rows = jax.vmap(lambda x: turned_ahead(x, new, self.future), -2, -2)

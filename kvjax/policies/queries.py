@@ -15,14 +15,14 @@ class QueryMoments(struct.PyTreeNode):
 
     count: Float[Array, "b h"]
     mean: Float[Array, "b h g d"]
-    spread: Float[Array, "b h g d d"]
-    """The covariance, times the count."""
+    spread: Float[Array, "b h g d d"] | None
+    """The covariance, times the count; None if it is not needed."""
 
     @staticmethod
-    def none(shape: New) -> QueryMoments:
-        """Return the moments of no queries."""
+    def none(shape: New, *, covariance: bool = True) -> QueryMoments:
+        """Return the moments of no queries, with or without their covariance."""
         zero = jnp.zeros((*shape.q.shape[:3], shape.q.shape[-1]), wide(shape.q.dtype))
-        return QueryMoments(zero[:, :, 0, 0], zero, zero[..., None] * zero[..., None, :])
+        return QueryMoments(zero[:, :, 0, 0], zero, zero[..., None] * zero[..., None, :] if covariance else None)
 
     def joined(self, new: New, sinks: int) -> QueryMoments:
         """Return the moments with the queries of new text, those of the first `sinks` positions left out."""
@@ -30,11 +30,13 @@ class QueryMoments(struct.PyTreeNode):
         raw, weight = new.raw_q.astype(self.mean.dtype), counts.astype(self.mean.dtype)
         added = jnp.broadcast_to(weight.sum(1)[:, None], self.count.shape)
         mean = jnp.einsum("bhgtd,bt->bhgd", raw, weight) / jnp.maximum(added, 1.0)[..., None, None]
-        off = (raw - mean[:, :, :, None]) * weight[:, None, None, :, None]
         share = added / jnp.maximum(self.count + added, 1.0)
         step = mean - self.mean
-        spread = self.spread + jnp.einsum("bhgti,bhgtj->bhgij", off, off)
-        spread += jnp.einsum("bh,bhgi,bhgj->bhgij", self.count * share, step, step)
+        spread = self.spread
+        if spread is not None:
+            off = (raw - mean[:, :, :, None]) * weight[:, None, None, :, None]
+            spread = spread + jnp.einsum("bhgti,bhgtj->bhgij", off, off)
+            spread += jnp.einsum("bh,bhgi,bhgj->bhgij", self.count * share, step, step)
         return QueryMoments(self.count + added, self.mean + share[..., None, None] * step, spread)
 
 

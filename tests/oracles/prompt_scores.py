@@ -192,3 +192,26 @@ class Compactor(Leverage, NonCausal):
         share = max(0.0, 1 - slots / len(self.heads[h].positions))
         both = zip(Leverage.of_text(self, h, new, text), NonCausal.of_text(self, h, new, text), strict=True)
         return [share * leverage + attention for leverage, attention in both]
+
+
+class CapKV(WithQueries):
+    tau: float
+
+    def ranked(self, h, text):
+        head = self.heads[h]
+        found = [0.0] * len(head.positions)
+        later = [i for i, position in enumerate(head.positions) if position >= self.sinks]
+        for g in range(self.groups):
+            queries = self.raw_queries(h, g, text)
+            if not later:
+                continue
+            mean = self.rotation(queries.shape[1], text) @ queries.mean(0)
+            cosines = [head.keys[i] @ mean / np.linalg.norm(head.keys[i]) / np.linalg.norm(mean) for i in later]
+            weights = [math.exp(self.tau * (cosine - max(cosines))) for cosine in cosines]
+            capacity = np.eye(len(head.values[0]))
+            for i, weight in zip(later, weights, strict=True):
+                capacity += weight * np.outer(head.values[i], head.values[i])
+            inverse = np.linalg.inv(capacity)
+            for i, weight in zip(later, weights, strict=True):
+                found[i] += weight * float(head.values[i] @ inverse @ head.values[i]) / self.groups
+        return found
