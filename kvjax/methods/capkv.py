@@ -50,8 +50,7 @@ class Capacity(PromptScore):
 
     def advance(self, heads: Heads, new: New) -> QueryMoments:
         """Return the mean with the given queries."""
-        known: QueryMoments = heads.state.score
-        return known.joined(new, self.sinks) if new.given else known
+        return heads.state.score.joined(new, self.sinks)
 
     def ranked(self, view: View, new: New) -> Float[Array, "b h c"]:
         """Return F."""

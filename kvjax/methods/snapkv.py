@@ -57,10 +57,10 @@ class PromptWindow(Score):
         width = jnp.floor(self.window * heads.limit + 1e-6).astype(jnp.int32) if share else self.window
         return (new.read[:, None] - jnp.broadcast_to(width, heads.limit.shape))[..., None]
 
-    def asks(self, heads: Heads, new: New) -> Sums | tuple[()]:
+    def asks(self, heads: Heads, new: New) -> Sums | None:
         """Request the attention of the last w queries; nothing of a token that is written."""
         if not new.given:
-            return ()
+            return None
         seen = new.valid[:, None] & (new.position[:, None] < new.prompt_length[:, None, None])
         seen &= new.position[:, None] >= self._begin(heads, new)
         return Sums(seen.astype(wide(new.q.dtype)), group="max" if self.group == "max" else "sum")

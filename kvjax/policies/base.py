@@ -83,7 +83,10 @@ class Part(abc.ABC):  # noqa: B024 - no part has to do anything
         return None
 
     def asks(self, heads: Heads, new: New) -> PyTree:
-        """Return the attention statistics that the part requests: a tree of values from `kvjax.policies.stats`."""
+        """Return the attention statistics that the part requests: a tree of values from `kvjax.policies.stats`.
+
+        A score that returns None is not updated with the new tokens.
+        """
         return ()
 
 

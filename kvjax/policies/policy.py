@@ -146,7 +146,7 @@ class Policy:
         """Return whether attention updates the score, if it requested these statistics of it."""
         kind = type(self.score)
         overrides = kind.fold is not Score.fold or kind.advance is not Score.advance
-        return bool(questions(asks)[0]) or (overrides and kind.asks is Part.asks)
+        return asks is not None and (bool(questions(asks)[0]) or overrides)
 
     def init(self, shape: New) -> Parts:
         """Return the initial state of all parts for a layer."""

@@ -53,7 +53,7 @@ class Score(Part, interface=True):
 
     - `score`; the new token takes the slot that ranks lowest, or an empty slot if there is one.
     - `slot` of the new token; the result is stored beside its key and value.
-    - After attention `advance` and `fold`, if the score `asks` for statistics of this attention, or never asks.
+    - After attention `advance` and `fold`, with the statistics for which the score `asks`; not if that is None.
 
     A prompt, a turn or a chunk is read as a whole: `slot`, attention, `advance` and `fold`. Then the slots that rank
     highest are kept.
@@ -175,10 +175,13 @@ class PromptScore(Score, interface=True):
         """Return the lowest score."""
         return jnp.full_like(nothing(new), UNRANKED)
 
+    def asks(self, heads: Heads, new: New) -> PyTree:
+        """Return no requests, and None for generated tokens, which change no score."""
+        return () if new.given else None
+
     def fold(self, answers: PyTree, view: View, new: New) -> Float[Array, "b h c"]:
         """Return new scores of all slots at the end of given text."""
-        block = new.given and new.token.shape[1] > 1
-        return self.ranked(view, new).astype(view.slots.score.dtype) if block else view.slots.score
+        return self.ranked(view, new).astype(view.slots.score.dtype) if new.token.shape[1] > 1 else view.slots.score
 
     @abc.abstractmethod
     def ranked(self, view: View, new: New) -> Float[Array, "b h c"]:
