@@ -134,7 +134,8 @@ def settings_of(policy: Policy) -> dict[str, Any]:
     """The settings of a policy's parts in one dictionary, by the names that oracles know."""
 
     memory = plain(policy.residual)
-    known = plain(policy.plan) | plain(policy.score) | plain(policy.protection) | plain(policy.selection)
+    inner = plain(getattr(policy.score, "scored", None))  # of a score over another one
+    known = plain(policy.plan) | inner | plain(policy.score) | plain(policy.protection) | plain(policy.selection)
     known |= {"evict_every": policy.evict_every, "positions": policy.codec.positions, "codec": policy.codec.name}
     known |= {"kernels": memory.get("kernels"), "parameters": memory.get("layers")}
     limited = policy.plan if isinstance(policy.plan, AfterLimit) else AfterLimit()
@@ -272,6 +273,8 @@ POLICIES: dict[str, Case] = {
         "compactor", prompt_scores.Compactor, {"recent": 0.2, "sinks": 2, "sketch": 20, "chunk": 7}, inject=_sketches
     ),
     "capkv": Case("capkv", prompt_scores.CapKV, {"recent": 4, "future": 24, "tau": 2.5}, inject=_rope),
+    "chunkkv": Case("chunkkv", prompt_scores.chunked(snapkv.SnapKV), {"recent": 6, "length": 5}),
+    "chunkkv-l2": Case("chunkkv", prompt_scores.chunked(l2.L2), {"base": "l2", "recent": 3, "length": 7}),
     "h2o-pyramid": Case("h2o", basic.H2O, plan="pyramid"),
     "h2o-interleaved": Case("h2o", basic.H2O, plan="interleaved"),
     "lightkv": Case("lightkv", lightkv.LightKV),
@@ -296,7 +299,7 @@ POLICIES: dict[str, Case] = {
     "topk_oracle-fraction": Case("topk_oracle", topk_oracle.TopKOracle, {"k": 0.25}, equals_full=False),
 }
 
-PROMPT_METHODS = ("expected_attention", "lagkv", "leverage", "noncausal", "compactor", "capkv")
+PROMPT_METHODS = ("expected_attention", "lagkv", "leverage", "noncausal", "compactor", "capkv", "chunkkv")
 """Methods that rank a prompt once, from keys, values and queries."""
 
 FIRST = list({case.policy: name for name, case in reversed(POLICIES.items())}.values())

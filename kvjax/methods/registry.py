@@ -30,7 +30,7 @@ from kvjax.policies.quantizer import Quantizer
 from kvjax.policies.residual import Residual
 from kvjax.policies.score import Score
 from kvjax.policies.selection import Selection
-from kvjax.types import check_kind
+from kvjax.types import check, check_kind
 from kvjax.utils.suggest import choices
 
 
@@ -73,6 +73,20 @@ def policy(
     if made is name and own:
         raise ValueError(f"{next(iter(own))} is no setting beside a policy that is made; set it on the parts you pass.")
     return replaced(made, plan, residual, codec, selection, of_parts)
+
+
+def base_policy(base: str | Policy, settings: Mapping[str, Any]) -> Policy:
+    """Return the policy that another one is made over, by name with its settings, or made.
+
+    Raises:
+        ValueError: it is neither, or there are settings beside a policy that is made.
+    """
+    if isinstance(base, str):
+        return policy(base, **settings)
+    check(isinstance(base, Policy), "base", base, "the name of a policy, nor one that is made")
+    for name in settings:
+        raise ValueError(f"{name} is no setting beside a base that is made; set it on the base policy that you pass.")
+    return base
 
 
 def _registered(name: str, own: Mapping[str, Any]) -> Policy:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import numpy as np
@@ -215,3 +216,26 @@ class CapKV(WithQueries):
             for i, weight in zip(later, weights, strict=True):
                 found[i] += weight * float(head.values[i] @ inverse @ head.values[i]) / self.groups
         return found
+
+
+@functools.cache
+def chunked(base: type[Oracle]) -> type[Oracle]:
+    """ChunkKV over another policy: every held token of a chunk scores what they score together."""
+
+    class Chunked(base):
+        length: int
+
+        def start(self):
+            super().start()
+            self.sums: list[dict[int, float]] = [{} for _ in range(self.kv_heads)]
+
+        def scores(self, h, new):
+            positions = self.heads[h].positions
+            if isinstance(new, Prompt):
+                own = list(zip(positions, super().scores(h, new), strict=True))
+                for position in positions:
+                    chunk = [score for other, score in own if other // self.length == position // self.length]
+                    self.sums[h][position] = sum(chunk)
+            return [self.sums[h].get(position, LOWEST) for position in positions]
+
+    return Chunked

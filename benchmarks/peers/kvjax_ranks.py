@@ -1,0 +1,72 @@
+"""Share of the positions that kvjax's prompt methods keep as `kvpress_ranks.py` does, as a table in Markdown."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import flax.struct
+import numpy as np
+
+import kvjax
+from kvjax.methods.leverage import Leverage
+
+METHODS: dict[str, dict[str, Any]] = {
+    "expected_attention": {},
+    "expected_attention, epsilon": {"epsilon": 1e-2},
+    "lagkv": {},
+    "capkv": {},
+    "leverage": {},
+    "noncausal": {},
+    "noncausal, corrected": {},
+    "compactor": {"recent": 4},
+    "compactor, corrected": {"recent": 4},
+}
+
+
+def of_kvpress(policy: kvjax.Policy, projections: np.ndarray) -> kvjax.Policy:
+    """Return a policy with the projections that kvpress has drawn."""
+    if not isinstance(policy.score, Leverage):
+        return policy
+
+    @flax.struct.dataclass
+    class Drawn(type(policy.score)):
+        def bind(self, model: Any) -> Any:
+            return dataclasses.replace(self, projections=tuple(projections))
+
+    settings = {field.name: getattr(policy.score, field.name) for field in dataclasses.fields(policy.score)}
+    return dataclasses.replace(policy, score=Drawn(**settings))
+
+
+def main() -> None:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", required=True, help="whatever kvjax loads")
+    parser.add_argument("--cases", type=Path, required=True, help="from cases.py")
+    parser.add_argument("--kvpress", type=Path, required=True, help="from kvpress_ranks.py")
+    given = parser.parse_args()
+    plan, *cases = map(json.loads, given.cases.read_text().splitlines())
+    model, known = kvjax.load(given.model), dict(np.load(given.kvpress))
+    print("| method |", " | ".join(map(str, plan["ratios"])), "|\n| --- |", " --- |" * len(plan["ratios"]))
+    for name, settings in METHODS.items():
+        made = kvjax.policy(name.partition(",")[0], **{"recent": 0} | settings)
+        policy, cells = of_kvpress(made, known["projections"]), []
+        for ratio in plan["ratios"]:
+            shares = []
+            for number, case in enumerate(cases):
+                slots = int(len(case["context"]) * (1 - ratio))
+                state, _ = kvjax.prefill(model, policy, [case["context"]], slots, max_new_tokens=1)
+                theirs = known[f"{number}|{name}|{ratio}"]
+                for layer, held in enumerate(kvjax.held_positions(state)):
+                    for head, positions in enumerate(held[0]):
+                        both = set(positions.tolist()) & set(theirs[layer][head].tolist())
+                        shares.append(len(both) / slots)
+            cells.append(f"{np.mean(shares):.1%} ({min(shares):.1%})")
+        print(f"| `{name}` |", " | ".join(cells), "|", flush=True)
+
+
+if __name__ == "__main__":
+    main()

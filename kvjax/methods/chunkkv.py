@@ -1,0 +1,120 @@
+"""ChunkKV: prompt tokens stay or leave in chunks of neighbours, by the scores of any other policy."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Float
+
+from kvjax.methods.register import register
+from kvjax.methods.registry import base_policy
+from kvjax.policies.policy import Policy
+from kvjax.policies.rankings import as_numbers
+from kvjax.policies.score import UNRANKED, Requirements, Score
+from kvjax.types import Heads, New, PyTree, View, check, nothing, setting
+
+if TYPE_CHECKING:
+    from kvjax.models.model import LanguageModel
+
+
+@struct.dataclass
+class ChunkSum(Score):
+    r"""Sum of another score over the held tokens of a chunk.
+
+    .. math:: F(i) = \sum_{j: \lfloor j / L \rfloor = \lfloor i / L \rfloor} s(j)
+
+    It is computed at the end of each prompt, chunk or turn. Generated tokens leave first, the oldest before the others.
+    Where the budget is no multiple of L, the newest tokens of one chunk stay.
+
+    Args:
+        scored: the other score s.
+        length: L, tokens of a chunk.
+    """
+
+    paper = "ChunkKV, arXiv 2502.00299"
+
+    scored: Score
+    length: int = setting(20)
+
+    def __post_init__(self) -> None:
+        check(self.length >= 1, "length", self.length, "a number of tokens from 1")
+
+    @property
+    def requires(self) -> Requirements:
+        """Needs of the other score."""
+        return self.scored.requires
+
+    def bind(self, model: LanguageModel) -> ChunkSum:
+        """Return a copy whose other score is prepared for a model."""
+        return dataclasses.replace(self, scored=self.scored.bind(model))
+
+    def budgeted(self, budget: Any) -> ChunkSum:
+        """Return a copy whose other score knows the budget."""
+        return dataclasses.replace(self, scored=self.scored.budgeted(budget))
+
+    def sized(self, slots: tuple[int, ...]) -> ChunkSum:
+        """Return a copy whose other score knows the number of slots."""
+        return dataclasses.replace(self, scored=self.scored.sized(slots))
+
+    def layer(self, index: int) -> ChunkSum:
+        """Return a copy with the other score of a layer."""
+        return dataclasses.replace(self, scored=self.scored.layer(index))
+
+    def init(self, shape: New) -> PyTree:
+        """Return the state of the other score."""
+        return self.scored.init(shape)
+
+    def slot(self, new: New, state: PyTree) -> tuple[PyTree, Float[Array, "b h t"]]:
+        """Return what the other score stores, and the lowest sum."""
+        return self.scored.slot(new, state), jnp.full_like(nothing(new), UNRANKED)
+
+    def asks(self, heads: Heads, new: New) -> PyTree:
+        """Return the requests of the other score; given text is always ranked."""
+        found = self.scored.asks(heads, new)
+        return () if found is None and new.given else found
+
+    def advance(self, heads: Heads, new: New) -> PyTree:
+        """Return the other score's state of heads."""
+        return self.scored.advance(heads, new)
+
+    def fold(self, answers: PyTree, view: View, new: New) -> tuple[PyTree, Float[Array, "b h c"]]:
+        """Update the other score, and sum it at the end of given text."""
+        own, summed = view.slots.score
+        inner = view.replace(slots=view.slots.replace(score=own))
+        if self.scored.asks(view, new) is not None:
+            own = self.scored.fold(answers, inner, new)
+            inner = view.replace(slots=view.slots.replace(score=own))
+        if not new.given or new.token.shape[1] == 1:
+            return own, summed
+        scores = as_numbers(self.scored.score(inner, new), inner).astype(summed.dtype)
+        return own, self._summed(jnp.where(view.live, scores, 0.0), view)
+
+    def _summed(self, scores: Float[Array, "b h c"], view: View) -> Float[Array, "b h c"]:
+        # Slots in the order of the text have the chunks one after another.
+        chunk = jnp.where(view.live, view.position // self.length, jnp.iinfo(jnp.int32).max)
+        order = jnp.argsort(chunk, axis=-1)
+        chunk, scores = (jnp.take_along_axis(x, order, axis=-1) for x in (chunk, scores))
+        number = jnp.cumsum(jnp.diff(chunk, axis=-1, prepend=chunk[..., :1]) != 0, axis=-1)
+        of_heads = jax.vmap(jax.vmap(lambda x, number: jax.ops.segment_sum(x, number, view.capacity)[number]))
+        return jnp.take_along_axis(of_heads(scores, number), jnp.argsort(order, axis=-1), axis=-1)
+
+    def score(self, view: View, new: New) -> Float[Array, "b h c"]:
+        """Return F."""
+        return view.slots.score[1]
+
+
+@register(paper="ChunkKV, 2025", group="over another policy")
+def chunkkv(*, base: str | Policy = "snapkv", length: int = ChunkSum.length, **settings: Any) -> Policy:
+    """Any policy, whose prompt tokens stay or leave in chunks of `length`; further settings are the base's.
+
+    When: where neighbours mean something together only. It has not been measured on many models yet.
+
+    Args:
+        base: the policy that scores, by name or made.
+    """
+    chosen = base_policy(base, settings)
+    return dataclasses.replace(chosen, score=ChunkSum(chosen.score, length), name="chunkkv")
