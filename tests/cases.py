@@ -275,6 +275,7 @@ POLICIES: dict[str, Case] = {
     "capkv": Case("capkv", prompt_scores.CapKV, {"recent": 4, "future": 24, "tau": 2.5}, inject=_rope),
     "chunkkv": Case("chunkkv", prompt_scores.chunked(snapkv.SnapKV), {"recent": 6, "length": 5}),
     "chunkkv-l2": Case("chunkkv", prompt_scores.chunked(l2.L2), {"base": "l2", "recent": 3, "length": 7}),
+    "finch": Case("finch", snapkv.Finch, {"recent": 3, "delimiter": 34}),
     "h2o-pyramid": Case("h2o", basic.H2O, plan="pyramid"),
     "h2o-interleaved": Case("h2o", basic.H2O, plan="interleaved"),
     "lightkv": Case("lightkv", lightkv.LightKV),
@@ -299,7 +300,7 @@ POLICIES: dict[str, Case] = {
     "topk_oracle-fraction": Case("topk_oracle", topk_oracle.TopKOracle, {"k": 0.25}, equals_full=False),
 }
 
-PROMPT_METHODS = ("expected_attention", "lagkv", "leverage", "noncausal", "compactor", "capkv", "chunkkv")
+PROMPT_METHODS = ("expected_attention", "lagkv", "leverage", "noncausal", "compactor", "capkv", "chunkkv", "finch")
 """Methods that rank a prompt once, from keys, values and queries."""
 
 FIRST = list({case.policy: name for name, case in reversed(POLICIES.items())}.values())

@@ -46,6 +46,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", required=True, help="whatever kvjax loads")
     parser.add_argument("--cases", type=Path, required=True, help="from cases.py")
+    parser.add_argument("--count", type=int, default=6, help="contexts to read")
     parser.add_argument("--kvpress", type=Path, required=True, help="from kvpress_ranks.py")
     given = parser.parse_args()
     plan, *cases = map(json.loads, given.cases.read_text().splitlines())
@@ -56,7 +57,7 @@ def main() -> None:
         policy, cells = of_kvpress(made, known["projections"]), []
         for ratio in plan["ratios"]:
             shares = []
-            for number, case in enumerate(cases):
+            for number, case in enumerate(cases[: given.count]):
                 slots = int(len(case["context"]) * (1 - ratio))
                 state, _ = kvjax.prefill(model, policy, [case["context"]], slots, max_new_tokens=1)
                 theirs = known[f"{number}|{name}|{ratio}"]

@@ -79,8 +79,12 @@ class Together(kvpress.BasePress):
         self, module: nn.Module, hidden_states: Tensor, keys: Tensor, values: Tensor, attentions: Tensor, kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Return the cache unchanged, and store the positions that each method would keep."""
+        known: dict[str, Tensor] = {}
         for name, press in self.presses.items():
-            scores = press.score(module, hidden_states, keys, values, attentions, kwargs)
+            method = name if name.startswith("compactor") else name.partition("|")[0]  # only Compactor's use the ratio
+            if method not in known:
+                known[method] = press.score(module, hidden_states, keys, values, attentions, kwargs)
+            scores = known[method]
             count = int(keys.shape[2] * (1 - press.compression_ratio))
             self.kept[name].append(scores[0].topk(count, dim=-1).indices.sort(-1).values.numpy().astype(np.uint16))
         return keys, values
@@ -92,15 +96,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", required=True, help="a Hugging Face directory")
     parser.add_argument("--cases", type=Path, required=True, help="from cases.py")
+    parser.add_argument("--count", type=int, default=6, help="contexts to read")
     parser.add_argument("--out", type=Path, required=True, help="an .npz file")
     given = parser.parse_args()
     plan, *cases = map(json.loads, given.cases.read_text().splitlines())
     model = transformers.AutoModelForCausalLM.from_pretrained(given.model, dtype=torch.float32).eval()
+    torch.set_num_threads(1)
     config, found = model.config, dict[str, np.ndarray]()
     shape = (1, config.num_key_value_heads, config.head_dim, 48)
     drawn = [torch.randn(shape, generator=torch.manual_seed(layer)) for layer in range(config.num_hidden_layers)]
     found["projections"] = np.stack([each[0].numpy() / math.sqrt(48) for each in drawn])
-    for number, case in enumerate(cases):
+    for number, case in enumerate(cases[: given.count]):
         press = Together(plan["ratios"])
         with press(model):
             model.model(input_ids=torch.tensor([case["context"]]))

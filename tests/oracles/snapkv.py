@@ -69,3 +69,47 @@ class SnapKV(Oracle):
 
     def scores(self, h, new):
         return [note.score for note in self.heads[h].notes]
+
+
+class Finch(SnapKV):
+    """The window is what follows the last delimiter of a text; a query pays as often as it sees keys."""
+
+    delimiter: int | None
+
+    def start(self):
+        super().start()
+        self.paying = []
+
+    def question(self, h: int, text) -> int:
+        """Position at which the question of a text begins."""
+        found = [text.start + i for i, token in enumerate(text.tokens) if token == self.delimiter]
+        return found[-1] + 1 if found else self.begin(h, text.prompt_length)
+
+    def read(self, prompt):
+        n = prompt.prompt_length
+        for h, head in enumerate(self.heads):
+            head.notes = [Note() for _ in range(n)]
+            for i, note in enumerate(head.notes):
+                for query in range(max(i, self.question(h, prompt)), n):
+                    paid = self.paid([prompt.probs[h][g][query, i] for g in range(self.groups)])
+                    note.looked += (query + 1) * paid
+            self.rank(h, prompt)
+
+    def after(self, new, probs):
+        if self.given:
+            self.paying.append((new.position, probs))
+
+    def turned(self, turn):
+        for h, head in enumerate(self.heads):
+            for query, probs in self.paying:
+                if query >= self.question(h, turn):
+                    for i in range(len(probs[h][0])):
+                        paid = self.paid([probs[h][g][i] for g in range(self.groups)])
+                        head.notes[i].looked += (query + 1) * paid
+            self.rank(h, turn)
+        self.paying = []
+
+    def rank(self, h: int, text) -> None:
+        """The question first, then what it looked at."""
+        for position, note in zip(self.heads[h].positions, self.heads[h].notes, strict=True):
+            note.score = 1e30 if position >= self.question(h, text) else note.looked

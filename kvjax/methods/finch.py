@@ -1,0 +1,73 @@
+"""FINCH: what the question at the end of the prompt looks at."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Float, Int
+
+from kvjax.methods.combine import combine
+from kvjax.methods.register import register
+from kvjax.methods.snapkv import PromptWindow
+from kvjax.policies.policy import Policy
+from kvjax.policies.stats import Sums
+from kvjax.types import Heads, New, View, check, setting
+
+QUESTION = 1e30
+"""Score of the question's own tokens, above all others."""
+
+
+@struct.dataclass
+class Question(PromptWindow):
+    r"""Attention of the queries after a delimiter, times the number of keys that each of them sees.
+
+    .. math:: F(i) = \sum_{t > t_0} (t + 1) \, \bar a_t(i)
+
+    with the attention averaged over the query heads of a KV head, and the last delimiter of the given text at position
+    t_0. The question stays until everything else has left. A text without a delimiter is ranked by its last `window`
+    tokens, which are then the question. Generated tokens score 0 and go first, as those of `snapkv`.
+
+    Args:
+        delimiter: id of the token before the question; None for no delimiter.
+    """
+
+    paper = "FINCH, Corallo and Papotti 2024"
+
+    delimiter: int | None = setting(None)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check(self.delimiter is None or self.delimiter >= 0, "delimiter", self.delimiter, "a token id, or None")
+
+    def _begin(self, heads: Heads, new: New) -> Int[Array, "b h 1"]:
+        newest = super()._begin(heads, new)
+        if self.delimiter is None:
+            return newest
+        here = new.valid & (new.token == self.delimiter)
+        last = jnp.where(here, new.position, -1).max(1)[:, None, None]
+        return jnp.where(last >= 0, last + 1, newest)
+
+    def asks(self, heads: Heads, new: New) -> Sums | None:
+        """Request the attention of the question's queries."""
+        found = super().asks(heads, new)
+        if found is None or found.weights is None:
+            return found
+        return found.replace(weights=found.weights * (new.position[:, None] + 1))
+
+    def _pooled(self, own: Float[Array, "b h c"], view: View, new: New) -> Float[Array, "b h c"]:
+        question = view.position >= self._begin(view, new)
+        return jnp.where(question, QUESTION, super()._pooled(own, view, new))
+
+
+@register(paper="FINCH, 2024", group="ranked once for each prompt or turn")
+def finch(
+    *, delimiter: int | None = Question.delimiter, recent: int | float = PromptWindow.window, **common: Any
+) -> Policy:
+    """Attention of the question that follows the token `delimiter`, or of the last `recent` tokens without one.
+
+    When: where prompts are a long context, a delimiter of your own choice and a question. It has not been measured on
+    many models yet.
+    """
+    return combine(Question(recent, kernel=1, delimiter=delimiter), recent=recent, **common)
