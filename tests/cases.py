@@ -36,6 +36,7 @@ from tests.oracles import (
     plans,
     prompt_scores,
     scissorhands,
+    simlayerkv,
     snapkv,
     topk_oracle,
     tova,
@@ -223,6 +224,12 @@ def fastgen_case(threshold: float, **settings: Any) -> Case:
     return Case("fastgen", fastgen.FastGen, settings, budget=1.0, inject=_ids, full={"threshold": 1.0})
 
 
+def simlayerkv_case(threshold: float) -> Case:
+    """SimLayerKV with few tokens in lazy layers."""
+    settings = {"threshold": threshold, "sinks": 1, "recent": 7}
+    return Case("simlayerkv", simlayerkv.SimLayerKV, settings, budget=1.0, full={"threshold": 1.0})
+
+
 POLICIES: dict[str, Case] = {
     "full": Case("full", basic.Full, budget=1.0),
     "window": Case("window", basic.Window),
@@ -276,6 +283,8 @@ POLICIES: dict[str, Case] = {
     "chunkkv": Case("chunkkv", prompt_scores.chunked(snapkv.SnapKV), {"recent": 6, "length": 5}),
     "chunkkv-l2": Case("chunkkv", prompt_scores.chunked(l2.L2), {"base": "l2", "recent": 3, "length": 7}),
     "finch": Case("finch", snapkv.Finch, {"recent": 3, "delimiter": 34}),
+    "simlayerkv": simlayerkv_case(0.02),
+    "simlayerkv-mixed": simlayerkv_case(0.175),
     "h2o-pyramid": Case("h2o", basic.H2O, plan="pyramid"),
     "h2o-interleaved": Case("h2o", basic.H2O, plan="interleaved"),
     "lightkv": Case("lightkv", lightkv.LightKV),

@@ -33,6 +33,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "compactor": COMMON | {"sinks": 8, "recent": 32, "sketch": 48, "seed": 0, "chunk": 256, "blending": None},
     "capkv": COMMON | {"sinks": 4, "recent": 32, "tau": 5.0, "future": 512},
     "finch": COMMON | {"recent": 32, "delimiter": None},
+    "simlayerkv": COMMON | {"threshold": 0.9, "sinks": 4, "recent": 1024},
     "expected_attention": COMMON | {"sinks": 4, "recent": 32, "future": 512, "epsilon": 0.0},
     "lightkv": COMMON
     | {"omega": 4.0, "alpha": None, "window": "exact", "middle": "rest"}
