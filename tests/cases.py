@@ -224,9 +224,9 @@ def fastgen_case(threshold: float, **settings: Any) -> Case:
     return Case("fastgen", fastgen.FastGen, settings, budget=1.0, inject=_ids, full={"threshold": 1.0})
 
 
-def simlayerkv_case(threshold: float) -> Case:
+def simlayerkv_case(threshold: float, **settings: Any) -> Case:
     """SimLayerKV with few tokens in lazy layers."""
-    settings = {"threshold": threshold, "sinks": 1, "recent": 7}
+    settings = {"threshold": threshold, "sinks": 1, "recent": 7} | settings
     return Case("simlayerkv", simlayerkv.SimLayerKV, settings, budget=1.0, full={"threshold": 1.0})
 
 
@@ -285,6 +285,7 @@ POLICIES: dict[str, Case] = {
     "finch": Case("finch", snapkv.Finch, {"recent": 3, "delimiter": 34}),
     "simlayerkv": simlayerkv_case(0.02),
     "simlayerkv-mixed": simlayerkv_case(0.175),
+    "simlayerkv-special": simlayerkv_case(0.1, special=(2, 46, 54)),
     "h2o-pyramid": Case("h2o", basic.H2O, plan="pyramid"),
     "h2o-interleaved": Case("h2o", basic.H2O, plan="interleaved"),
     "lightkv": Case("lightkv", lightkv.LightKV),

@@ -6,13 +6,14 @@ from typing import Any
 
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from kvjax.methods.combine import combine
 from kvjax.methods.register import register
 from kvjax.methods.window import Recency
 from kvjax.policies.allocation import Plan, Sizing, Uniform
 from kvjax.policies.policy import Policy
+from kvjax.policies.protection import Protection
 from kvjax.policies.stats import Sums
 from kvjax.types import Heads, New, PyTree, View, check, number, setting, wide, written
 
@@ -26,7 +27,7 @@ class LazyLayers(Uniform):
 
     with the attention averaged over all query heads of the layer, s first and w newest tokens, and N tokens of the
     whole text, prompt + `max_new_tokens`, beyond which logits are NaN. Each row has its own lazy layers; there are none
-    where the prompt has no more than s + w tokens.
+    where the prompt has no more than s + w tokens. Special tokens of the prompt get slots of their own.
 
     Args:
         threshold: t, in [0, 1]; 1 for no lazy layer. The authors take 0.9 for Llama 3, 0.65 for Llama 2, 0.8 for
@@ -65,12 +66,24 @@ class LazyLayers(Uniform):
     def head_budgets(
         self, answers: Float[Array, "b h c"], view: View, ranks: Float[Array, "b h c"] | None, new: New
     ) -> tuple[Int[Array, "b h"], PyTree]:
-        """Return s + w slots for the heads of lazy layers, and slots for the whole text in others."""
+        """Return s + w slots and those of special tokens in lazy layers, in others slots for the whole text."""
         ends = (view.position < self.initial) | (view.position > new.newest[:, None, None] - self.newest)
         mass = jnp.where(view.live & ends, answers, 0.0).sum(-1) / new.q.shape[2]
-        few, every = self.initial + self.newest, new.end[:, None]
+        few, every, special = self.initial + self.newest, new.end[:, None], view.slots.protection
         lazy = (mass > self.threshold) & (self.threshold < 1) & (new.read > few)[:, None]
+        if special is not None:
+            few += (view.live & special & (view.position >= self.initial)).sum(-1)
         return jnp.where(lazy, jnp.minimum(few, every), every).astype(jnp.int32), view.state.plan
+
+
+@struct.dataclass
+class OfGivenText(Protection):
+    """Protect special tokens of given text alone: lazy layers have no slots for generated ones."""
+
+    def slot(self, new: New, state: PyTree) -> Bool[Array, "b h t"] | None:
+        """Return a mask of the special tokens."""
+        found = super().slot(new, state)
+        return found if found is None or new.given else jnp.zeros_like(found)
 
 
 @register(paper="SimLayerKV, 2024", group="ranked once for each prompt or turn")
@@ -79,6 +92,7 @@ def simlayerkv(
     threshold: float = LazyLayers.threshold,
     sinks: int = LazyLayers.initial,
     recent: int = LazyLayers.newest,
+    special: tuple[int, ...] = (),
     **common: Any,
 ) -> Policy:
     """Keep the first `sinks` and the newest `recent` tokens in lazy layers, and everything in the others.
@@ -87,4 +101,5 @@ def simlayerkv(
     models yet.
     """
     check(isinstance(recent, int), "recent", recent, "a number of tokens from 1")
-    return combine(Recency(), sinks=sinks, recent=recent, plan=LazyLayers(threshold, sinks, recent), **common)
+    plan = LazyLayers(threshold, sinks, recent)
+    return combine(Recency(), plan=plan, protection=OfGivenText(sinks, recent, special), **common)

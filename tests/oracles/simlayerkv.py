@@ -9,8 +9,16 @@ class SimLayerKV(Window):
     threshold: float
     initial: int
     newest: int
+    length: int
+
+    def protected(self, h, i, newest):
+        """Special tokens of the prompt, too, but none that are generated."""
+        position = self.heads[h].positions[i]
+        special = self.heads[h].tokens[i] in self.special and position < self.length
+        return special or position < self.sinks or position > newest - self.recents[h]
 
     def read(self, prompt):
+        self.length = prompt.prompt_length
         n, total = prompt.prompt_length, 0.0
         for h in range(self.kv_heads):
             for g in range(self.groups):
@@ -20,4 +28,5 @@ class SimLayerKV(Window):
         if mass > self.threshold and self.threshold < 1 and n > self.initial + self.newest:
             # The token being read has one of the slots, unless it takes it first.
             slots = self.initial + self.newest - (0 if self.evicts_first else 1)
+            slots += sum(token in self.special for token in prompt.tokens[self.initial :])
             self.limits = [min(slots, limit) for limit in self.limits]
