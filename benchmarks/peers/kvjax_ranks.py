@@ -33,7 +33,7 @@ def of_kvpress(policy: kvjax.Policy, projections: np.ndarray) -> kvjax.Policy:
         return policy
 
     @flax.struct.dataclass
-    class Drawn(type(policy.score)):
+    class Drawn(type(policy.score)):  # type: ignore[misc]
         def bind(self, model: Any) -> Any:
             return dataclasses.replace(self, projections=tuple(projections))
 
@@ -53,7 +53,8 @@ def main() -> None:
     model, known = kvjax.load(given.model), dict(np.load(given.kvpress))
     print("| method |", " | ".join(map(str, plan["ratios"])), "|\n| --- |", " --- |" * len(plan["ratios"]))
     for name, settings in METHODS.items():
-        made = kvjax.policy(name.partition(",")[0], **{"recent": 0} | settings)
+        chosen: dict[str, Any] = {"recent": 0} | settings
+        made = kvjax.policy(name.partition(",")[0], **chosen)
         policy, cells = of_kvpress(made, known["projections"]), []
         for ratio in plan["ratios"]:
             shares = []
