@@ -52,7 +52,7 @@ class Capacity(PromptScore):
         """Return the mean with the given queries."""
         return heads.state.score.joined(new, self.sinks)
 
-    def ranked(self, view: View, new: New) -> Float[Array, "b h c"]:
+    def _ranked(self, view: View, new: New) -> Float[Array, "b h c"]:
         """Return F."""
         kind = wide(new.k.dtype)
         keys, values = view.keys(new).astype(kind), view.values(new).astype(kind)

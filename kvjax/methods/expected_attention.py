@@ -53,7 +53,7 @@ class ExpectedAttention(PromptScore):
         """Return the moments with the given queries."""
         return heads.state.score.joined(new, self.sinks)
 
-    def ranked(self, view: View, new: New) -> Float[Array, "b h c"]:
+    def _ranked(self, view: View, new: New) -> Float[Array, "b h c"]:
         """Return F."""
         moments, kind = self.advance(view, new), wide(new.k.dtype)
         assert moments.spread is not None

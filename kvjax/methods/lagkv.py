@@ -41,7 +41,7 @@ class LagRelative(PromptScore):
     def __post_init__(self) -> None:
         check(self.lag >= 2, "lag", self.lag, "a number of tokens from 2")
 
-    def ranked(self, view: View, new: New) -> Float[Array, "b h c"]:
+    def _ranked(self, view: View, new: New) -> Float[Array, "b h c"]:
         """Return F."""
         kind, capacity = wide(new.k.dtype), view.capacity
         order = jnp.argsort(jnp.where(view.live, view.position, jnp.iinfo(jnp.int32).max), axis=-1)

@@ -37,7 +37,7 @@ class TextScore(PromptScore):
     sinks: int = setting(0)
     recent: int | float = number(0)
 
-    def ranked(self, view: View, new: New) -> Float[Array, "b h c"]:
+    def _ranked(self, view: View, new: New) -> Float[Array, "b h c"]:
         """Return held scores, and z-scores of the new tokens."""
         past = new.position[:, None] <= new.newest[:, None, None] - recent_slots(self.recent, view.limit)[..., None]
         counts = new.valid[:, None] & (new.position[:, None] >= self.sinks) & past

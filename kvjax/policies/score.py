@@ -164,7 +164,7 @@ UNRANKED = -1e30
 """Score of generated tokens, below all others."""
 
 
-class PromptScore(Score, interface=True):
+class PromptScore(Score):
     """Score that is computed once for each prompt, chunk or turn, from what a head then holds; it needs no attention.
 
     Generated tokens are not ranked: they leave first, the oldest before the others, as far as nothing protects them.
@@ -181,10 +181,10 @@ class PromptScore(Score, interface=True):
 
     def fold(self, answers: PyTree, view: View, new: New) -> Float[Array, "b h c"]:
         """Return new scores of all slots at the end of given text."""
-        return self.ranked(view, new).astype(view.slots.score.dtype) if new.token.shape[1] > 1 else view.slots.score
+        return self._ranked(view, new).astype(view.slots.score.dtype) if new.token.shape[1] > 1 else view.slots.score
 
     @abc.abstractmethod
-    def ranked(self, view: View, new: New) -> Float[Array, "b h c"]:
+    def _ranked(self, view: View, new: New) -> Float[Array, "b h c"]:
         """Return the score of each slot at the end of given text.
 
         Args:
