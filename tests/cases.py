@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import statistics
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -24,6 +25,7 @@ from kvjax.policies import Policy
 from tests.oracles import (
     basic,
     codecs,
+    cur,
     evict_every,
     fastgen,
     keydiff,
@@ -37,6 +39,7 @@ from tests.oracles import (
     snapkv,
     topk_oracle,
     tova,
+    vase,
 )
 from tests.oracles.decoder import Oracle
 
@@ -190,6 +193,18 @@ def _noise(policy: Policy, config: ModelConfig, layer: int, seed: int, tokens: i
     return {"uniform": lambda query: draw(query if fresh else None)}
 
 
+def _matrices(policy: Policy, config: ModelConfig, layer: int, seed: int, tokens: int) -> dict[str, Any]:
+    inverse = np.vectorize(statistics.NormalDist().inv_cdf)
+
+    @functools.cache
+    def gaussian(columns: int, query: int | None = None) -> np.ndarray:
+        uniform = hashed_uniform(config, layer, seed, config.head_width * columns, query)
+        return inverse(uniform.astype(np.float64)).reshape(config.kv_heads, config.head_width, columns)
+
+    draw = functools.cache(lambda query: hashed_uniform(config, layer, seed, tokens, query))
+    return {"gaussian": gaussian, "uniform": draw}
+
+
 def _planes(policy: Policy, config: ModelConfig, layer: int, seed: int, tokens: int) -> dict[str, Any]:
     assert isinstance(policy.score, Hamming)
     score = policy.score
@@ -229,6 +244,10 @@ POLICIES: dict[str, Case] = {
     "l2-skipping": Case("l2", l2.L2, {"skip_layers": 1, "recent": 5}),
     "keydiff": Case("keydiff", keydiff.KeyDiff, {"block": None, "sinks": 2, "recent": 3}),
     "keydiff-every-8": Case("keydiff", keydiff.KeyDiff, {"block": None, "evict_every": 8}),
+    "cur": Case("cur", cur.CUR),
+    "cur-random": Case("cur", cur.CUR, {"projections": 20, "neighbors": 7, "evict_every": 4}, inject=_matrices),
+    "vase": Case("vase", vase.VaSE, {"evict_every": 8, "recent": 8, "large": 0.25}, inject=_matrices),
+    "vase-dkv": Case("vase", vase.VaSE, {"evict_every": 4, "recent": 4, "by": "dkv", "large": 6}, inject=_matrices),
     "lsh_e": Case("lsh_e", lsh_e.Sequential, inject=_planes),
     "lsh_e-one-shot": Case("lsh_e", lsh_e.LSHE, {"prompt": "one_shot", "bits": 40, "recent": 4}, inject=_planes),
     "keyformer": Case("keyformer", keyformer.Keyformer, inject=_noise),
@@ -318,6 +337,7 @@ PAIRS: dict[str, Case] = {
         for name in (
             *("keyformer", "snapkv", "scissorhands", "lsh_e", "l2", "random", "window", "streaming", "tova"),
             *("lightkv-context", "h2o-cache-positions", "pyramidkv", "fastgen-local"),
+            *("cur", "vase"),
         )
     },
     **{f"less+{name}+adakv": pair(name, less_over=True, plan="adakv") for name in ("h2o", "keyformer", "snapkv")},
@@ -338,7 +358,7 @@ PAIRS: dict[str, Case] = {
                 "tova",
             ),
             *("scissorhands", "snapkv", "pyramidkv", "lightkv-context", "l2", "lsh_e", "lsh_e-one-shot"),
-            *("topk_oracle", "fastgen-low"),
+            *("topk_oracle", "fastgen-low", "cur", "vase"),
         )
     },
     **{f"{name}+int4": pair(name, codec="int4") for name in ("h2o", "streaming", "snapkv", "tova", "fastgen")},
@@ -364,6 +384,7 @@ PAIRS: dict[str, Case] = {
 """Parts that are combined: what no paper has tried together still means what its parts mean."""
 
 RARE = {
+    *("less+cur", "vase+int8"),
     *("snapkv+adakv", "scissorhands+adakv", "l2+adakv", "random+adakv", "h2o-cache-positions+adakv"),
     *("less+h2o+adakv", "less+keyformer+adakv", "less+lsh_e", "less+scissorhands", "less+pyramidkv"),
     *("full+int8", "scissorhands+int8", "lsh_e+int8", "topk_oracle+int8", "h2o+adakv+int8", "l2+adakv+int8"),

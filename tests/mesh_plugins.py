@@ -28,7 +28,7 @@ def follow(model: Model, policy: kvjax.Policy, budget: int) -> tuple[np.ndarray,
 def main() -> None:
     model = sharp_model(GQA)
     halves = placed(model, (1, 2, 2))  # of the heads, and of each head's slots
-    for name in ("triattention", "vase"):
+    for name in ("triattention",):
         plugin = PLUGINS[name]
         policy = plugin.make()
         expected, held = follow(model, policy, plugin.budget)

@@ -24,12 +24,10 @@ from kvjax.models import ModelConfig
 from tests.cases import core, slow
 from tests.held import kept
 from tests.models import GQA, PARTIAL, random_model, sharp_model, small_config
-from tests.oracles import codecs, triattention, vase
+from tests.oracles import codecs, triattention
 from tests.oracles.decoder import Decoder, Oracle, Prompt
 from tests.plugins.triattention import TriAttention, calibrated
 from tests.plugins.triattention import triattention as triattention_policy
-from tests.plugins.vase import ValueSpread, gumbel
-from tests.plugins.vase import vase as vase_policy
 
 ROOT = Path(__file__).parents[1]
 LENGTHS, STEPS, EVERY = (41, 9), 28, 8
@@ -92,12 +90,6 @@ def means(layer: int, seed: int) -> dict[str, Any]:
     return dict(centers=centers, norms=norms, theta=ROPE.theta)
 
 
-def draws(layer: int, seed: int) -> dict[str, Any]:
-    """The random numbers of VaSE in a layer."""
-    found = np.asarray(jax.jit(gumbel)(jnp.uint32(seed), layer, *np.indices((GQA.kv_heads, 10, 80))))
-    return dict(gumbel=lambda head, ranking, position: found[head, ranking, position])
-
-
 @dataclasses.dataclass(frozen=True)
 class Plugin:
     """A method and its oracle.
@@ -145,13 +137,6 @@ PLUGINS = {
         dict(distances=6, keep_prompt=True, evict_every=EVERY, recent=2),
         means,
     ),
-    "vase": Plugin(
-        lambda: vase_policy(every=EVERY, large=0.25),
-        vase.VaSE,
-        20,
-        dict(evict_every=EVERY, large=0.25, sinks=4, recent=EVERY, kernel=5),
-        draws,
-    ),
 }
 
 
@@ -162,8 +147,6 @@ PLUGINS = {
         slow("triattention", "int8"),
         slow("triattention-prompt", None),
         ("triattention-prompt", "int8"),
-        ("vase", None),
-        slow("vase", "int8"),
     ],
 )
 def test_equals_its_oracle(name: str, codec: str | None, x64: None) -> None:
@@ -206,14 +189,10 @@ def drawn_score(config: ModelConfig) -> TriAttention:
 DEEP = small_config(4, 2, layers=13)
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: triattention_policy(drawn_score(DEEP), every=EVERY),
-        lambda: vase_policy(every=EVERY),
-    ],
-)
-def test_layers_share_programs(make: Callable[[], kvjax.Policy]) -> None:
+def test_layers_share_programs() -> None:
+    def make() -> kvjax.Policy:
+        return triattention_policy(drawn_score(DEEP), every=EVERY)
+
     deep, prompts = random_model(DEEP), [[1, 2, 3, 4, 5, 6, 7, 8] * 3]
     assert len(lower_prefill(deep, make(), prompts, 18)) == 3
     state, _ = kvjax.prefill(deep, make(), prompts, 18, max_new_tokens=4)
@@ -223,9 +202,9 @@ def test_layers_share_programs(make: Callable[[], kvjax.Policy]) -> None:
     assert len({id(layer.jaxpr) for layer in layers}) == 1
 
 
-@pytest.mark.parametrize("score", [drawn_score(GQA), ValueSpread()])
-def test_pages_are_refused(score: kvjax.Score) -> None:
-    message = f"{type(score).__name__} compares the slots of a head with each other, which plan AdaKV keeps on pages"
+def test_pages_are_refused() -> None:
+    score = drawn_score(GQA)
+    message = "TriAttention compares the slots of a head with each other, which plan AdaKV keeps on pages"
     with pytest.raises(ValueError, match=message):
         kvjax.prefill(random_model(GQA), kvjax.Policy(score), [[1, 2, 3, 4]], 80, plan="adakv")
 
