@@ -32,6 +32,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     | {"context_limit": None, "ratio": 3.0, "offload": False},
     "keydiff": COMMON | {"block": 128},
     "cur": COMMON | {"neighbors": 16, "projections": None, "sinks": 4},
+    "triattention": COMMON | {"checkpoint": "", "distances": 17, "keep_prompt": True, "evict_every": 128},
     "vase": COMMON | {"large": 0.5, "by": "range", "kernel": 5, "sinks": 4, "recent": 64, "evict_every": 64},
     "l2": COMMON | {"skip_layers": 0},
     "lsh_e": COMMON | {"bits": 16, "prompt": "sequential", "seed": 0, "sinks": 4, "recent": 10},

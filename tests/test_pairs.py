@@ -22,7 +22,7 @@ EXAMPLES: tuple[tuple[Callable[[], Policy], ...], ...] = (
         lambda: kvjax.policy("keyformer", shared=True, plan="adakv"),
         lambda: kvjax.policy("less", base="tova", kernels="performer", plan="adakv"),
     ),
-    tuple(functools.partial(kvjax.policy, name, plan="adakv") for name in ("keydiff", "cur", "vase")),
+    tuple(functools.partial(kvjax.policy, name, plan="adakv") for name in ("keydiff", "cur", "vase", "triattention")),
     (
         lambda: kvjax.policy("h2o", selection="topk", plan="adakv"),
         lambda: kvjax.policy("fastgen", special=(7,), selection="topk"),
