@@ -31,6 +31,7 @@ from tests.oracles import (
     keydiff,
     keyformer,
     l2,
+    last_queries,
     less,
     lightkv,
     lsh_e,
@@ -246,6 +247,12 @@ POLICIES: dict[str, Case] = {
     "keydiff-every-8": Case("keydiff", keydiff.KeyDiff, {"block": None, "evict_every": 8}),
     "cur": Case("cur", cur.CUR),
     "cur-random": Case("cur", cur.CUR, {"projections": 20, "neighbors": 7, "evict_every": 4}, inject=_matrices),
+    "rkv": Case("rkv", last_queries.RKV, {"evict_every": 8}),
+    "rkv-each": Case("rkv", last_queries.RKV, {"evict_every": 1, "recent": 4, "importance": 0.5, "threshold": 0.1}),
+    "snapkv_decode": Case("snapkv_decode", last_queries.SnapKVDecode, {"recent": 8, "evict_every": 8}),
+    "snapkv_decode-max": Case(
+        "snapkv_decode", last_queries.SnapKVDecode, {"recent": 5, "evict_every": 1, "kernel": 3, "pooling": "max"}
+    ),
     "vase": Case("vase", vase.VaSE, {"evict_every": 8, "recent": 8, "large": 0.25}, inject=_matrices),
     "vase-dkv": Case("vase", vase.VaSE, {"evict_every": 4, "recent": 4, "by": "dkv", "large": 6}, inject=_matrices),
     "lsh_e": Case("lsh_e", lsh_e.Sequential, inject=_planes),
@@ -337,7 +344,7 @@ PAIRS: dict[str, Case] = {
         for name in (
             *("keyformer", "snapkv", "scissorhands", "lsh_e", "l2", "random", "window", "streaming", "tova"),
             *("lightkv-context", "h2o-cache-positions", "pyramidkv", "fastgen-local"),
-            *("cur", "vase"),
+            *("cur", "vase", "rkv"),
         )
     },
     **{f"less+{name}+adakv": pair(name, less_over=True, plan="adakv") for name in ("h2o", "keyformer", "snapkv")},
@@ -358,7 +365,7 @@ PAIRS: dict[str, Case] = {
                 "tova",
             ),
             *("scissorhands", "snapkv", "pyramidkv", "lightkv-context", "l2", "lsh_e", "lsh_e-one-shot"),
-            *("topk_oracle", "fastgen-low", "cur", "vase"),
+            *("topk_oracle", "fastgen-low", "cur", "vase", "rkv"),
         )
     },
     **{f"{name}+int4": pair(name, codec="int4") for name in ("h2o", "streaming", "snapkv", "tova", "fastgen")},
@@ -384,7 +391,7 @@ PAIRS: dict[str, Case] = {
 """Parts that are combined: what no paper has tried together still means what its parts mean."""
 
 RARE = {
-    *("less+cur", "vase+int8"),
+    *("less+cur", "vase+int8", "less+rkv"),
     *("snapkv+adakv", "scissorhands+adakv", "l2+adakv", "random+adakv", "h2o-cache-positions+adakv"),
     *("less+h2o+adakv", "less+keyformer+adakv", "less+lsh_e", "less+scissorhands", "less+pyramidkv"),
     *("full+int8", "scissorhands+int8", "lsh_e+int8", "topk_oracle+int8", "h2o+adakv+int8", "l2+adakv+int8"),
