@@ -26,6 +26,7 @@ from tests.oracles import (
     basic,
     codecs,
     cur,
+    dropkv,
     evict_every,
     fastgen,
     keydiff,
@@ -253,6 +254,8 @@ POLICIES: dict[str, Case] = {
     "snapkv_decode-max": Case(
         "snapkv_decode", last_queries.SnapKVDecode, {"recent": 5, "evict_every": 1, "kernel": 3, "pooling": "max"}
     ),
+    "dropkv": Case("dropkv", dropkv.DropKV, {"window": 8, "recent": 4}),
+    "dropkv-every-8": Case("dropkv", dropkv.DropKV, {"window": 5, "recent": 4, "evict_every": 8}),
     "vase": Case("vase", vase.VaSE, {"evict_every": 8, "recent": 8, "large": 0.25}, inject=_matrices),
     "vase-dkv": Case("vase", vase.VaSE, {"evict_every": 4, "recent": 4, "by": "dkv", "large": 6}, inject=_matrices),
     "lsh_e": Case("lsh_e", lsh_e.Sequential, inject=_planes),
@@ -334,7 +337,7 @@ PAIRS: dict[str, Case] = {
         f"{name}+adakv": pair(name, plan="adakv")
         for name in (
             *("h2o", "keyformer", "keyformer-fresh", "snapkv", "snapkv-max", "scissorhands", "lsh_e-one-shot"),
-            *("l2", "random", "window", "dilated_window", "lightkv-running", "h2o-protected"),
+            *("l2", "random", "window", "dilated_window", "lightkv-running", "h2o-protected", "dropkv"),
             *("streaming", "h2o-cache-positions", "keyformer-cache-positions", "window-cache-positions"),
         )
     },
@@ -344,7 +347,7 @@ PAIRS: dict[str, Case] = {
         for name in (
             *("keyformer", "snapkv", "scissorhands", "lsh_e", "l2", "random", "window", "streaming", "tova"),
             *("lightkv-context", "h2o-cache-positions", "pyramidkv", "fastgen-local"),
-            *("cur", "vase", "rkv"),
+            *("cur", "vase", "rkv", "dropkv"),
         )
     },
     **{f"less+{name}+adakv": pair(name, less_over=True, plan="adakv") for name in ("h2o", "keyformer", "snapkv")},
@@ -365,7 +368,7 @@ PAIRS: dict[str, Case] = {
                 "tova",
             ),
             *("scissorhands", "snapkv", "pyramidkv", "lightkv-context", "l2", "lsh_e", "lsh_e-one-shot"),
-            *("topk_oracle", "fastgen-low", "cur", "vase", "rkv"),
+            *("topk_oracle", "fastgen-low", "cur", "vase", "rkv", "dropkv"),
         )
     },
     **{f"{name}+int4": pair(name, codec="int4") for name in ("h2o", "streaming", "snapkv", "tova", "fastgen")},
@@ -391,7 +394,7 @@ PAIRS: dict[str, Case] = {
 """Parts that are combined: what no paper has tried together still means what its parts mean."""
 
 RARE = {
-    *("less+cur", "vase+int8", "less+rkv"),
+    *("less+cur", "vase+int8", "less+rkv", "less+dropkv", "rkv+int8"),
     *("snapkv+adakv", "scissorhands+adakv", "l2+adakv", "random+adakv", "h2o-cache-positions+adakv"),
     *("less+h2o+adakv", "less+keyformer+adakv", "less+lsh_e", "less+scissorhands", "less+pyramidkv"),
     *("full+int8", "scissorhands+int8", "lsh_e+int8", "topk_oracle+int8", "h2o+adakv+int8", "l2+adakv+int8"),

@@ -376,7 +376,9 @@ def test_a_step_of_the_embedded_model_needs_a_twentieth_of_its_cache(name: str, 
     assert memory.temp_size_in_bytes < 0.05 * kvjax.cache_bytes(state)
 
 
-@pytest.mark.parametrize("name", ["streaming", "h2o", "keyformer", "tova", "scissorhands", "snapkv", "lightkv"])
+@pytest.mark.parametrize(
+    "name", ["streaming", "h2o", "keyformer", "tova", "scissorhands", "snapkv", "lightkv", "dropkv", "rkv"]
+)
 @pytest.mark.compiled_well
 def test_a_long_prompt_needs_less_than_one_matrix_of_its_length(name: str) -> None:
     n = 8192

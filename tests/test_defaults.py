@@ -34,6 +34,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "cur": COMMON | {"neighbors": 16, "projections": None, "sinks": 4},
     "rkv": COMMON | {"importance": 0.1, "threshold": 0.5, "recent": 8, "kernel": 7, "evict_every": 128},
     "snapkv_decode": COMMON | {"recent": 32, "kernel": 7, "pooling": "average", "evict_every": 128},
+    "dropkv": COMMON | {"window": 32, "recent": 32},
     "triattention": COMMON | {"checkpoint": "", "distances": 17, "keep_prompt": True, "evict_every": 128},
     "vase": COMMON | {"large": 0.5, "by": "range", "kernel": 5, "sinks": 4, "recent": 64, "evict_every": 64},
     "l2": COMMON | {"skip_layers": 0},

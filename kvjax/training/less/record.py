@@ -235,7 +235,7 @@ def replay(
     if remembered is not None:
         partial = merge(partial, share_of_evicted(remembered))
     asks = policy.score.asks(view, new)
-    answers = answered(without_again(asks), probs, view.position, new)
+    answers = answered(without_again(asks), probs, lambda: whole(given.v, probs.dtype), view.position, new)
     earlier = functools.partial(policy.codec.earlier, config, view, given, new)
     told = Pending(asks, with_again(asks, answers, config, given, view, earlier), new)
     return storage, told, Replayed(evicted.k, evicted.v, left, partial, probs)
