@@ -25,6 +25,7 @@ from kvjax.policies import Policy
 from tests.oracles import (
     basic,
     codecs,
+    criticalkv,
     cur,
     dropkv,
     evict_every,
@@ -137,7 +138,8 @@ def settings_of(policy: Policy) -> dict[str, Any]:
     """The settings of a policy's parts in one dictionary, by the names that oracles know."""
 
     memory = plain(policy.residual)
-    known = plain(policy.plan) | plain(policy.score) | plain(policy.protection) | plain(policy.selection)
+    inner = getattr(policy.score, "base_score", None)
+    known = plain(policy.plan) | plain(inner) | plain(policy.score) | plain(policy.protection) | plain(policy.selection)
     known |= {"evict_every": policy.evict_every, "positions": policy.codec.positions, "codec": policy.codec.name}
     known |= {"kernels": memory.get("kernels"), "parameters": memory.get("layers")}
     limited = policy.plan if isinstance(policy.plan, AfterLimit) else AfterLimit()
@@ -256,6 +258,10 @@ POLICIES: dict[str, Case] = {
     ),
     "dropkv": Case("dropkv", dropkv.DropKV, {"window": 8, "recent": 4}),
     "dropkv-every-8": Case("dropkv", dropkv.DropKV, {"window": 5, "recent": 4, "evict_every": 8}),
+    "criticalkv": Case("criticalkv", criticalkv.critical(basic.H2O), {"recent": 4, "sinks": 1}),
+    "criticalkv-snapkv": Case(
+        "criticalkv", criticalkv.critical(snapkv.SnapKV), {"base": "snapkv", "recent": 8, "evict_every": 4}
+    ),
     "vase": Case("vase", vase.VaSE, {"evict_every": 8, "recent": 8, "large": 0.25}, inject=_matrices),
     "vase-dkv": Case("vase", vase.VaSE, {"evict_every": 4, "recent": 4, "by": "dkv", "large": 6}, inject=_matrices),
     "lsh_e": Case("lsh_e", lsh_e.Sequential, inject=_planes),
@@ -347,7 +353,7 @@ PAIRS: dict[str, Case] = {
         for name in (
             *("keyformer", "snapkv", "scissorhands", "lsh_e", "l2", "random", "window", "streaming", "tova"),
             *("lightkv-context", "h2o-cache-positions", "pyramidkv", "fastgen-local"),
-            *("cur", "vase", "rkv", "dropkv"),
+            *("cur", "vase", "rkv", "dropkv", "criticalkv"),
         )
     },
     **{f"less+{name}+adakv": pair(name, less_over=True, plan="adakv") for name in ("h2o", "keyformer", "snapkv")},
@@ -368,7 +374,7 @@ PAIRS: dict[str, Case] = {
                 "tova",
             ),
             *("scissorhands", "snapkv", "pyramidkv", "lightkv-context", "l2", "lsh_e", "lsh_e-one-shot"),
-            *("topk_oracle", "fastgen-low", "cur", "vase", "rkv", "dropkv"),
+            *("topk_oracle", "fastgen-low", "cur", "vase", "rkv", "dropkv", "criticalkv"),
         )
     },
     **{f"{name}+int4": pair(name, codec="int4") for name in ("h2o", "streaming", "snapkv", "tova", "fastgen")},
@@ -394,7 +400,7 @@ PAIRS: dict[str, Case] = {
 """Parts that are combined: what no paper has tried together still means what its parts mean."""
 
 RARE = {
-    *("less+cur", "vase+int8", "less+rkv", "less+dropkv", "rkv+int8"),
+    *("less+cur", "vase+int8", "less+rkv", "less+dropkv", "rkv+int8", "less+criticalkv"),
     *("snapkv+adakv", "scissorhands+adakv", "l2+adakv", "random+adakv", "h2o-cache-positions+adakv"),
     *("less+h2o+adakv", "less+keyformer+adakv", "less+lsh_e", "less+scissorhands", "less+pyramidkv"),
     *("full+int8", "scissorhands+int8", "lsh_e+int8", "topk_oracle+int8", "h2o+adakv+int8", "l2+adakv+int8"),

@@ -16,7 +16,7 @@ from kvjax.policies import Policy
 from kvjax.policies.allocation import Uniform
 from tests.models import GQA, random_model
 
-WHOLE_HEADS = ("keydiff", "cur", "vase", "triattention", "rkv", "snapkv_decode")
+WHOLE_HEADS = ("keydiff", "cur", "vase", "triattention", "rkv", "snapkv_decode", "criticalkv")
 EXAMPLES: tuple[tuple[Callable[[], Policy], ...], ...] = (
     (
         lambda: kvjax.policy("tova", plan="adakv"),

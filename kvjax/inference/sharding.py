@@ -16,6 +16,7 @@ from kvjax.cache.paged.build import Selected
 from kvjax.cache.paged.storage import Paged
 from kvjax.models.config import ModelConfig
 from kvjax.models.sharding import on_device
+from kvjax.policies.base import Part
 from kvjax.policies.policy import Policy
 from kvjax.types import HEADS, ROWS, SLOTS, PyTree, Spread, View
 
@@ -177,11 +178,15 @@ def joined(storage: Any, mesh: Mesh | None) -> Any:
 
 def policy_specs(policy: Policy) -> Any:
     """Return the specs of a policy's arrays: sharded by KV head in the fields `of_heads`, otherwise replicated."""
-    specs = jax.tree.map(lambda _: WHOLE, policy)
-    for field in dataclasses.fields(policy):
-        part = getattr(policy, field.name)
-        names = getattr(part, "of_heads", ())
-        if names:
-            held = {name: jax.tree.map(lambda _: PartitionSpec(HEADS), getattr(part, name)) for name in names}
-            specs = dataclasses.replace(specs, **{field.name: dataclasses.replace(part, **held)})
-    return specs
+    return _specs_with(policy, jax.tree.map(lambda _: WHOLE, policy))
+
+
+def _specs_with(part: Any, specs: Any) -> Any:
+    # The specs of a part, with its arrays of heads sharded, and so those of the parts inside.
+    names = getattr(part, "of_heads", ())
+    changed = {name: jax.tree.map(lambda _: PartitionSpec(HEADS), getattr(part, name)) for name in names}
+    for field in dataclasses.fields(part):
+        inner = getattr(part, field.name)
+        if isinstance(inner, Part):
+            changed[field.name] = _specs_with(inner, getattr(specs, field.name))
+    return dataclasses.replace(specs, **changed) if changed else specs

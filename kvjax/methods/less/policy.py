@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from typing import Any
 
 from kvjax.methods.less.memory import LowRankMemory
 from kvjax.methods.register import register
-from kvjax.methods.registry import name_of, policy, residual_by_name
+from kvjax.methods.registry import base_policy, name_of, residual_by_name
 from kvjax.policies.policy import Policy
 from kvjax.types import check
 
@@ -31,7 +30,7 @@ def less(
     Args:
         base: the policy that evicts, by name or made.
     """
-    chosen = _base(base, settings)
+    chosen = base_policy(base, settings)
     memory = dict(checkpoint=checkpoint, kernels=kernels, features=features, kernel_seed=kernel_seed)
     return dataclasses.replace(chosen, residual=residual_by_name("less", base=name_of(chosen), **memory))
 
@@ -51,14 +50,5 @@ def baseline_plus(*, base: str | Policy = "h2o", features: int = 8, **settings: 
     """
     even = isinstance(features, int) and features >= 2 and features % 2 == 0
     check(even, "features", features, "an even number from 2")
-    chosen = _base(base, settings)
+    chosen = base_policy(base, settings)
     return dataclasses.replace(chosen, plan=dataclasses.replace(chosen.plan, extra_slots=features // 2))
-
-
-def _base(base: str | Policy, settings: Mapping[str, Any]) -> Policy:
-    if isinstance(base, str):
-        return policy(base, **settings)
-    check(isinstance(base, Policy), "base", base, "the name of a policy, nor one that is made")
-    for name in settings:
-        raise ValueError(f"{name} is no setting beside a base that is made; set it on the base policy that you pass.")
-    return base
