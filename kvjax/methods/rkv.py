@@ -15,7 +15,7 @@ from kvjax.methods.register import register
 from kvjax.policies.policy import Policy
 from kvjax.types import New, View, check, number, setting, wide
 
-BLOCK = 128
+BLOCK = 16
 """Keys that are compared with all keys at a time."""
 
 
