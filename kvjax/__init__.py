@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from kvjax.policies.codec import Codec as Codec
     from kvjax.policies.quantizer import Quantizer as Quantizer
     from kvjax.policies.stats import Again as Again
+    from kvjax.policies.stats import Damage as Damage
     from kvjax.policies.stats import Near as Near
     from kvjax.policies.stats import Noise as Noise
     from kvjax.policies.stats import Probs as Probs
@@ -50,7 +51,7 @@ if TYPE_CHECKING:
 
 # Modules of the names above, imported on first use: a command starts fast and can be interrupted early.
 _HOMES = {
-    "kvjax.policies.stats": ("Again", "Near", "Noise", "Probs", "Sums"),
+    "kvjax.policies.stats": ("Again", "Damage", "Near", "Noise", "Probs", "Sums"),
     "kvjax.policies.codec": ("Codec",),
     "kvjax.policies.quantizer": ("Quantizer",),
     "kvjax.utils.compilation": ("enable_compilation_cache",),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import statistics
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -25,11 +26,15 @@ from kvjax.policies import Policy
 from tests.oracles import (
     basic,
     codecs,
+    criticalkv,
+    cur,
+    dropkv,
     evict_every,
     fastgen,
     keydiff,
     keyformer,
     l2,
+    last_queries,
     less,
     lightkv,
     lsh_e,
@@ -40,6 +45,7 @@ from tests.oracles import (
     snapkv,
     topk_oracle,
     tova,
+    vase,
 )
 from tests.oracles.decoder import Oracle
 
@@ -135,7 +141,7 @@ def settings_of(policy: Policy) -> dict[str, Any]:
     """The settings of a policy's parts in one dictionary, by the names that oracles know."""
 
     memory = plain(policy.residual)
-    inner = plain(getattr(policy.score, "scored", None))  # of a score over another one
+    inner = plain(getattr(policy.score, "base_score", None))  # of a score over another one
     known = plain(policy.plan) | inner | plain(policy.score) | plain(policy.protection) | plain(policy.selection)
     known |= {"evict_every": policy.evict_every, "positions": policy.codec.positions, "codec": policy.codec.name}
     known |= {"kernels": memory.get("kernels"), "parameters": memory.get("layers")}
@@ -194,6 +200,18 @@ def _noise(policy: Policy, config: ModelConfig, layer: int, seed: int, tokens: i
     return {"uniform": lambda query: draw(query if fresh else None)}
 
 
+def _matrices(policy: Policy, config: ModelConfig, layer: int, seed: int, tokens: int) -> dict[str, Any]:
+    inverse = np.vectorize(statistics.NormalDist().inv_cdf)
+
+    @functools.cache
+    def gaussian(columns: int, query: int | None = None) -> np.ndarray:
+        uniform = hashed_uniform(config, layer, seed, config.head_width * columns, query)
+        return inverse(uniform.astype(np.float64)).reshape(config.kv_heads, config.head_width, columns)
+
+    draw = functools.cache(lambda query: hashed_uniform(config, layer, seed, tokens, query))
+    return {"gaussian": gaussian, "uniform": draw}
+
+
 def _planes(policy: Policy, config: ModelConfig, layer: int, seed: int, tokens: int) -> dict[str, Any]:
     assert isinstance(policy.score, Hamming)
     score = policy.score
@@ -250,6 +268,22 @@ POLICIES: dict[str, Case] = {
     "l2-skipping": Case("l2", l2.L2, {"skip_layers": 1, "recent": 5}),
     "keydiff": Case("keydiff", keydiff.KeyDiff, {"block": None, "sinks": 2, "recent": 3}),
     "keydiff-every-8": Case("keydiff", keydiff.KeyDiff, {"block": None, "evict_every": 8}),
+    "cur": Case("cur", cur.CUR),
+    "cur-random": Case("cur", cur.CUR, {"projections": 20, "neighbors": 7, "evict_every": 4}, inject=_matrices),
+    "rkv": Case("rkv", last_queries.RKV, {"evict_every": 8}),
+    "rkv-each": Case("rkv", last_queries.RKV, {"evict_every": 1, "recent": 4, "importance": 0.5, "threshold": 0.1}),
+    "snapkv_decode": Case("snapkv_decode", last_queries.SnapKVDecode, {"recent": 8, "evict_every": 8}),
+    "snapkv_decode-max": Case(
+        "snapkv_decode", last_queries.SnapKVDecode, {"recent": 5, "evict_every": 1, "kernel": 3, "pooling": "max"}
+    ),
+    "dropkv": Case("dropkv", dropkv.DropKV, {"window": 8, "recent": 4}),
+    "dropkv-every-8": Case("dropkv", dropkv.DropKV, {"window": 5, "recent": 4, "evict_every": 8}),
+    "criticalkv": Case("criticalkv", criticalkv.critical(basic.H2O), {"recent": 4, "sinks": 1}),
+    "criticalkv-snapkv": Case(
+        "criticalkv", criticalkv.critical(snapkv.SnapKV), {"base": "snapkv", "recent": 8, "evict_every": 4}
+    ),
+    "vase": Case("vase", vase.VaSE, {"evict_every": 8, "recent": 8, "large": 0.25}, inject=_matrices),
+    "vase-dkv": Case("vase", vase.VaSE, {"evict_every": 4, "recent": 4, "by": "dkv", "large": 6}, inject=_matrices),
     "lsh_e": Case("lsh_e", lsh_e.Sequential, inject=_planes),
     "lsh_e-one-shot": Case("lsh_e", lsh_e.LSHE, {"prompt": "one_shot", "bits": 40, "recent": 4}, inject=_planes),
     "keyformer": Case("keyformer", keyformer.Keyformer, inject=_noise),
@@ -348,7 +382,7 @@ PAIRS: dict[str, Case] = {
         f"{name}+adakv": pair(name, plan="adakv")
         for name in (
             *("h2o", "keyformer", "keyformer-fresh", "snapkv", "snapkv-max", "scissorhands", "lsh_e-one-shot"),
-            *("l2", "random", "window", "dilated_window", "lightkv-running", "h2o-protected"),
+            *("l2", "random", "window", "dilated_window", "lightkv-running", "h2o-protected", "dropkv"),
             *("streaming", "h2o-cache-positions", "keyformer-cache-positions", "window-cache-positions"),
         )
     },
@@ -358,6 +392,7 @@ PAIRS: dict[str, Case] = {
         for name in (
             *("keyformer", "snapkv", "scissorhands", "lsh_e", "l2", "random", "window", "streaming", "tova"),
             *("lightkv-context", "h2o-cache-positions", "pyramidkv", "fastgen-local"),
+            *("cur", "vase", "rkv", "dropkv", "criticalkv"),
         )
     },
     **{f"less+{name}+adakv": pair(name, less_over=True, plan="adakv") for name in ("h2o", "keyformer", "snapkv")},
@@ -382,7 +417,7 @@ PAIRS: dict[str, Case] = {
                 "tova",
             ),
             *("scissorhands", "snapkv", "pyramidkv", "lightkv-context", "l2", "lsh_e", "lsh_e-one-shot"),
-            *("topk_oracle", "fastgen-low"),
+            *("topk_oracle", "fastgen-low", "cur", "vase", "rkv", "dropkv", "criticalkv"),
         )
     },
     **{f"{name}+int4": pair(name, codec="int4") for name in ("h2o", "streaming", "snapkv", "tova", "fastgen")},
@@ -408,6 +443,7 @@ PAIRS: dict[str, Case] = {
 """Parts that are combined: what no paper has tried together still means what its parts mean."""
 
 RARE = {
+    *("less+cur", "vase+int8", "less+rkv", "less+dropkv", "rkv+int8", "less+criticalkv"),
     *("snapkv+adakv", "scissorhands+adakv", "l2+adakv", "random+adakv", "h2o-cache-positions+adakv"),
     *("less+h2o+adakv", "less+keyformer+adakv", "less+lsh_e", "less+scissorhands", "less+pyramidkv"),
     *("full+int8", "scissorhands+int8", "lsh_e+int8", "topk_oracle+int8", "h2o+adakv+int8", "l2+adakv+int8"),

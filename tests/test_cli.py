@@ -146,7 +146,7 @@ def test_shows_public_names_alone() -> None:
     assert dir(kvjax) == sorted(kvjax.__all__) and all(hasattr(kvjax, name) for name in kvjax.__all__)
     assert not any(name.startswith("_") for name in dir(kvjax))
     with pytest.raises(
-        AttributeError, match="kvjax has no 'nope'; it has AccumulatedScore, Again, Cache, Codec, Decoder"
+        AttributeError, match="kvjax has no 'nope'; it has AccumulatedScore, Again, Cache, Codec, Damage, Decoder"
     ):
         kvjax.nope  # noqa: B018
 
@@ -279,6 +279,7 @@ def test_a_file_in_another_encoding_is_one_sentence(tmp_path: Path, capsys: pyte
         ("generate --promt x", "kvjax generate: there is no option --promt; did you mean --prompt?"),
         ("generate --max-tokens 4", "kvjax generate: there is no option --max-tokens; did you mean --max-new-tokens?"),
         ("train-less --txt x", "kvjax train_less: there is no option --txt; did you mean --text?"),
+        ("calibrate --txt x", "kvjax calibrate: there is no option --txt; did you mean --text?"),
         ("serve --prot 1", "kvjax serve: there is no option --prot; did you mean --port?"),
         ("bench decod", "kvjax bench: what 'decod' is not known; did you mean decode?"),
         ("evaluate perplexty", "kvjax evaluate: TASK 'perplexty' is not known; did you mean perplexity?"),

@@ -35,6 +35,7 @@ def follow(state: kvjax.State, steps: int = 4) -> np.ndarray:
     [
         core("keydiff", {"block": None}),
         ("l2", {"recent": 3, "sinks": 1}),
+        ("cur", {}),
         ("l2", {"plan": "adakv"}),
         ("l2", {"codec": "int8"}),
         ("random", {"residual": "less", "residual.kernels": "performer"}),

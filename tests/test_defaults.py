@@ -39,6 +39,12 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     | {"omega": 4.0, "alpha": None, "window": "exact", "middle": "rest"}
     | {"context_limit": None, "ratio": 3.0, "offload": False},
     "keydiff": COMMON | {"block": 128},
+    "cur": COMMON | {"neighbors": 16, "projections": None, "sinks": 4},
+    "rkv": COMMON | {"importance": 0.1, "threshold": 0.5, "recent": 8, "kernel": 7, "evict_every": 128},
+    "snapkv_decode": COMMON | {"recent": 32, "kernel": 7, "pooling": "average", "evict_every": 128},
+    "dropkv": COMMON | {"window": 32, "recent": 32},
+    "triattention": COMMON | {"checkpoint": "", "distances": 17, "keep_prompt": True, "evict_every": 128},
+    "vase": COMMON | {"large": 0.5, "by": "range", "kernel": 5, "sinks": 4, "recent": 64, "evict_every": 64},
     "l2": COMMON | {"skip_layers": 0},
     "lsh_e": COMMON | {"bits": 16, "prompt": "sequential", "seed": 0, "sinks": 4, "recent": 10},
     "topk_oracle": COMMON | {"k": None},
@@ -47,6 +53,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     | {"order": ("special", "punctuation", "frequent", "local"), "punctuation": (), "markers": ()}
     | {"spare_special": 8, "spare_punctuation": 0.35},
     "less": {"base": "h2o", "checkpoint": "", "kernels": "learned", "features": 0, "kernel_seed": 0},
+    "criticalkv": {"base": "h2o", "epsilon": 1e-4},
     "baseline_plus": {"base": "h2o", "features": 8},
     "chunkkv": {"base": "snapkv", "length": 20},
 }

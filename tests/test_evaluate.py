@@ -91,6 +91,7 @@ SET: dict[str, dict[str, Any]] = {
     "lsh_e": {"bits": 8, "seed": 3, "prompt": "one_shot"},
     "topk_oracle": {"k": 0.5},
     "fastgen": {"order": ("local", "frequent"), "punctuation": (4, 5), "recent": 3},
+    "criticalkv": {"base": "snapkv", "kernel": 5, "epsilon": 0.1, "sinks": 2},
     "baseline_plus": {"base": "tova", "features": 4, "sinks": 2},
 }
 

@@ -245,16 +245,19 @@ HELD = kvjax.Protection(recent=0.5)
 
 @pytest.mark.core
 @pytest.mark.parametrize(
-    ("name", "file", "score"),
+    ("name", "file", "score", "budget"),
     [
-        ("h2o", "h2o", "Accumulated"),
-        ("keyformer", "keyformer", "GumbelSoftmax"),
-        ("streaming", "window", "Recency"),
-        ("lsh_e", "lsh_e", "Hamming"),
+        ("h2o", "h2o", "Accumulated", 18),
+        ("keyformer", "keyformer", "GumbelSoftmax", 18),
+        ("streaming", "window", "Recency", 18),
+        ("lsh_e", "lsh_e", "Hamming", 18),
+        ("keydiff", "keydiff", "KeyDifference", 18),
+        ("cur", "cur", "LeverageProduct", 18),
+        ("vase", "vase", "ValueSpread", 80),
     ],
 )
 def test_a_copy_in_another_package_compiles_to_the_same_programs(
-    name: str, file: str, score: str, monkeypatch: pytest.MonkeyPatch
+    name: str, file: str, score: str, budget: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = inspect.getsource(importlib.import_module(f"kvjax.methods.{file}"))
     foreign = types.ModuleType("somebody_elses")
@@ -266,9 +269,9 @@ def test_a_copy_in_another_package_compiles_to_the_same_programs(
     assert type(copied.score).__module__ == "somebody_elses"
     steps, programs = [], []
     for policy in (ours, kvjax.policy(copied)):
-        state, _ = kvjax.prefill(deep, policy, [[1, 2, 3, 4, 5, 6, 7, 8] * 3], 18, max_new_tokens=4)
+        state, _ = kvjax.prefill(deep, policy, [[1, 2, 3, 4, 5, 6, 7, 8] * 3], budget, max_new_tokens=4)
         steps.append(str(jax.make_jaxpr(kvjax.decode_step)(state, jnp.asarray([9]))))
-        programs.append(len(lower_prefill(deep, policy, [[1, 2, 3, 4, 5, 6, 7, 8] * 3], 18)))
+        programs.append(len(lower_prefill(deep, policy, [[1, 2, 3, 4, 5, 6, 7, 8] * 3], budget)))
     assert steps[0] == steps[1]
     assert programs[0] == programs[1] == (1 if name == "lsh_e" else 3)  # which reads prompts token by token
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from collections.abc import Callable
 
@@ -15,13 +16,17 @@ from kvjax.policies import Policy
 from kvjax.policies.allocation import Uniform
 from tests.models import GQA, random_model
 
+WHOLE_HEADS = ("keydiff", "cur", "vase", "triattention", "rkv", "snapkv_decode", "criticalkv")
 EXAMPLES: tuple[tuple[Callable[[], Policy], ...], ...] = (
     (
         lambda: kvjax.policy("tova", plan="adakv"),
         lambda: kvjax.policy("keyformer", shared=True, plan="adakv"),
         lambda: kvjax.policy("less", base="tova", kernels="performer", plan="adakv"),
     ),
-    (lambda: kvjax.policy("keydiff", plan="adakv"),),
+    tuple(
+        functools.partial(kvjax.policy, name, plan="adakv")
+        for name in ("keydiff", "cur", "vase", "triattention", "rkv")
+    ),
     (
         lambda: kvjax.policy("h2o", selection="topk", plan="adakv"),
         lambda: kvjax.policy("fastgen", special=(7,), selection="topk"),

@@ -10,11 +10,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kvjax.cache.query_shards import Share
-from kvjax.cache.recompute import by_blocks, narrowed, near_sums, newest_attention, select_by_blocks
-from kvjax.cache.stats import answered, drawn, normalised, over_heads, summed, tempered, weighed
+from kvjax.cache.recompute import by_blocks, narrowed, near_sums, newest_attention, select_by_blocks, whole
+from kvjax.cache.stats import answered, damage, drawn, normalised, over_heads, summed, tempered, weighed
 from kvjax.policies.codec import Operands
 from kvjax.policies.selection import Selection
-from kvjax.policies.stats import Ask, Near, Noise, Probs, Seen, Sums, questions
+from kvjax.policies.stats import Ask, Damage, Near, Noise, Probs, Seen, Sums, questions
 from kvjax.types import SLOTS, LayerConfig, New, PyTree, View, wide
 from pallas_kernels.attention import LowRank, Partial, merge, share_of_evicted
 from pallas_kernels.decode_attention import Decoded, Gumbel, decode_attention
@@ -66,12 +66,12 @@ def attend_token(
     if new.spread.slots > 1:
         return _shared(found, given, view.position, new, asks, low_rank, selection)
     if selection is None:
-        return found.out[:, :, :, None], told(asks, found, view.position, new, summed=summed)
+        return found.out[:, :, :, None], told(asks, found, given, view.position, new, summed=summed)
     assert found.scores is not None
     probs = found.scores[:, :, :, None]
     read = narrowed(selection, probs, given.v, new, found.lse[..., None])
     out = read.out if low_rank is None else merge(read, share_of_evicted(low_rank)).out
-    return out, answered(asks, probs, view.position, new)
+    return out, answered(asks, probs, lambda: whole(given.v, probs.dtype), view.position, new)
 
 
 def wanted(asks: PyTree, new: New) -> tuple[str | Gumbel | None, bool]:
@@ -90,7 +90,9 @@ def wanted(asks: PyTree, new: New) -> tuple[str | Gumbel | None, bool]:
     return ("sum" if kind == Question(1.0, None) else _gumbel(leaves[0], new)), True
 
 
-def told(asks: PyTree, found: Decoded, position: Int[Array, "b h c"], new: New, *, summed: bool) -> PyTree:
+def told(
+    asks: PyTree, found: Decoded, given: Operands, position: Int[Array, "b h c"], new: New, *, summed: bool
+) -> PyTree:
     """Compute the requested statistics of one token per row from the kernel scores that `wanted` chose."""
     leaves, tree = questions(asks)
     if not leaves:
@@ -99,7 +101,7 @@ def told(asks: PyTree, found: Decoded, position: Int[Array, "b h c"], new: New, 
     assert scores is not None
     if summed:
         return tree.unflatten(over_heads(ask, weighed(ask, scores), new) for ask in leaves)
-    return answered(asks, scores[:, :, :, None], position, new)
+    return answered(asks, scores[:, :, :, None], lambda: whole(given.v, scores.dtype), position, new)
 
 
 def _shared(
@@ -156,6 +158,8 @@ def _shared(
         assert probs is not None
         if isinstance(ask, Probs):
             return Seen(probs, new.position, every[..., sums].sum(0)[..., :1].astype(jnp.int32))
+        if isinstance(ask, Damage):
+            return damage(ask, probs, whole(given.v, probs.dtype), new)
         assert isinstance(ask, Sums)
         if i not in powers:
             return over_heads(ask, summed(ask, probs), new)
@@ -214,11 +218,11 @@ def attend_block(
     for i, row in zip(together, rows, strict=True):
         assert sums is not None
         answers[i] = over_heads(leaves[i], sums[:, :, row], new)
-    rest = [i for i, ask in enumerate(leaves) if isinstance(ask, Sums) and i not in answers]
+    rest = [i for i, ask in enumerate(leaves) if isinstance(ask, Sums | Damage) and i not in answers]
     if rest:
         more = by_blocks(config, share.given, view, share.new, [share.weighed(leaves[i]) for i in rest], partial.lse)
         more = map(new.spread.over_queries, more)
-        answers |= {i: over_heads(leaves[i], sums, new) for i, sums in zip(rest, more, strict=True)}
+        answers |= {i: over_heads(leaves[i], found, new) for i, found in zip(rest, more, strict=True)}
     for i, ask in enumerate(leaves):
         if isinstance(ask, Near):
             if view.capacity != new.position.shape[1]:

@@ -204,8 +204,8 @@ class Dense(struct.PyTreeNode):
         if adds:
             written, answers = written.replace(slots=done.buffers.replace(score=done.attended.scores)), None
         else:
-            answers = attention.told(own, done.attended, written.position, new, summed=summed)
             given = given._replace(k=done.k, v=done.v)
+            answers = attention.told(own, done.attended, given, written.position, new, summed=summed)
             earlier = functools.partial(policy.codec.earlier, config, written, given, new)
             answers = with_again(wanted, answers, config, given, written, earlier)
         partial = Partial(done.attended.out[:, :, :, None], done.attended.lse[..., None])

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from kvjax.policies.codec import Operands
-from kvjax.policies.stats import Ask, Sums
+from kvjax.policies.stats import Ask, Damage, Sums
 from kvjax.types import New, Spread
 from pallas_kernels.attention import power_below, query_block
 from pallas_kernels.prefill_scores import Own
@@ -50,9 +50,11 @@ class Share(NamedTuple):
 
     def weighed(self, ask: Ask) -> Ask:
         """Restrict a request about a whole block to these queries."""
-        if self.token is None or not isinstance(ask, Sums):
+        if self.token is None or not isinstance(ask, Sums | Damage):
             return ask
         weights = None if ask.weights is None else ask.weights[..., self.token]
+        if isinstance(ask, Damage):
+            return ask.replace(weights=weights)
         tau = jnp.asarray(ask.tau)
         return ask.replace(weights=weights, tau=tau[:, self.token] if tau.ndim else ask.tau)
 

@@ -11,10 +11,10 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from kvjax.cache.stats import normalised, reduced
+from kvjax.cache.stats import damage, normalised, reduced
 from kvjax.policies.codec import Operands
 from kvjax.policies.selection import Selection
-from kvjax.policies.stats import Again, Ask, Probs, Seen, is_ask
+from kvjax.policies.stats import Again, Ask, Damage, Probs, Seen, is_ask
 from kvjax.types import LayerConfig, New, PyTree, View, wide
 from pallas_kernels import operands
 from pallas_kernels.attention import Partial, join_queries, query_block, split_queries
@@ -64,7 +64,12 @@ def by_blocks(
     size, blocks = _blocks(given, new, lse)
     every = jnp.ones((new.q.shape[0], 1, tokens), lse.dtype)
     weights = [every if ask.weights is None else ask.weights for ask in asks]
-    taus = [jnp.broadcast_to(jnp.asarray(ask.tau, lse.dtype), new.position.shape) for ask in asks]
+    taus = [jnp.broadcast_to(jnp.asarray(getattr(ask, "tau", 1.0), lse.dtype), new.position.shape) for ask in asks]
+
+    def found(ask: Any, probs: Array, w: Array, tau: Array, part: New) -> Array:
+        if isinstance(ask, Damage):
+            return damage(ask.replace(weights=w), probs, whole(given.v, probs.dtype), part)
+        return reduced(ask.replace(weights=w, tau=1.0 if ask.plain else tau), probs, view.position, part)
 
     def add(sums: list[Array], block: Any) -> tuple[list[Array], None]:
         (q, lse, position, place), weights, taus = block
@@ -73,7 +78,7 @@ def by_blocks(
         def look() -> list[Array]:
             probs = _probabilities(config, given, view, q, lse, position, place)
             return [
-                total + reduced(ask.replace(weights=w, tau=1.0 if ask.plain else tau), probs, view.position, part)
+                total + found(ask, probs, w, tau, part)
                 for total, ask, w, tau in zip(sums, asks, weights, taus, strict=True)
             ]
 

@@ -2,25 +2,43 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from kvjax.policies.stats import Ask, Noise, Probs, Seen, Sums, questions
+from kvjax.policies.stats import Ask, Damage, Noise, Probs, Seen, Sums, questions
 from kvjax.types import New, PyTree
 from pallas_kernels import noise as hashed
 from pallas_kernels.attention import tempered as numerators
 
 
-def answered(asks: PyTree, probs: Float[Array, "b h g 1 c"], position: Int[Array, "b h c"], new: New) -> PyTree:
-    """Compute the requested statistics of one token per row from its attention over whole heads."""
+def answered(
+    asks: PyTree,
+    probs: Float[Array, "b h g 1 c"],
+    values: Callable[[], Float[Array, "b h c e"]],
+    position: Int[Array, "b h c"],
+    new: New,
+) -> PyTree:
+    """Compute the requested statistics of one token per row from its attention over whole heads.
+
+    Args:
+        asks: tree of requested statistics.
+        probs: attention of the token.
+        values: returns the values of the slots as numbers.
+        position: of the token in each slot.
+        new: the token.
+    """
     leaves, tree = questions(asks)
 
     def answer(ask: Ask) -> Any:
         if isinstance(ask, Probs):
             return Seen(probs, new.position, (probs > 0).any(2).sum(-1))
+        if isinstance(ask, Damage):
+            return damage(ask, probs, values(), new)
         assert isinstance(ask, Sums)
         return over_heads(ask, reduced(ask, probs, position, new), new)
 
@@ -35,8 +53,7 @@ def weighed(ask: Ask, sums: Float[Array, "b h c"]) -> Float[Array, "b h c"]:
 
 def over_heads(ask: Ask, found: Float[Array, "b h c"], new: New) -> Float[Array, "b h c"]:
     """Reduce a sum over a KV head's queries over heads, as the request specifies."""
-    assert isinstance(ask, Sums)
-    if ask.over not in ("layer", "device"):
+    if not isinstance(ask, Sums) or ask.over not in ("layer", "device"):
         return found
     mean = found.mean(1, keepdims=True)
     if ask.over == "layer":
@@ -75,6 +92,56 @@ def reduced(
         probs = tempered(ask, probs, position, new)
         probs = normalised(probs, probs.sum(-1, keepdims=True))
     return summed(ask, probs)
+
+
+class Outputs(NamedTuple):
+    """Sums over slots that make up the output of each query: a slot with more than half of the attention, and the rest.
+
+    Without that slot, a difference of numbers that are nearly equal would decide what its eviction does.
+    """
+
+    rest: Float[Array, "b h g t"]
+    """Attention to all other slots."""
+    light: Float[Array, "b h g t e"]
+    """Their values, weighted by it."""
+    share: Float[Array, "b h g t"]
+    """Attention to the heavy slot."""
+    heavy: Float[Array, "b h g t e"]
+    """Its value."""
+
+
+def outputs(probs: Float[Array, "b h g t c"], values: Float[Array, "b h c e"]) -> Outputs:
+    """Compute the part of each query's output that comes from these slots."""
+    heavy = probs > 0.5
+    light, share = jnp.where(heavy, 0.0, probs), jnp.where(heavy, probs, 0.0)
+    weighted = (jnp.einsum("bhgtc,bhce->bhgte", x.astype(values.dtype), values) for x in (light, heavy))
+    return Outputs(light.sum(-1), next(weighted), share.sum(-1), next(weighted))
+
+
+def damage(
+    ask: Damage, probs: Float[Array, "b h g t c"], values: Float[Array, "b h c e"], new: New
+) -> Float[Array, "b h c"]:
+    """Compute a requested `Damage` of some queries from their attention and the values of the slots."""
+    values = values.astype(probs.dtype)
+    return damage_to(ask, probs, values, jax.tree.map(new.spread.over_slots, outputs(probs, values)))
+
+
+def damage_to(
+    ask: Damage, probs: Float[Array, "b h g t c"], values: Float[Array, "b h c e"], of: Outputs
+) -> Float[Array, "b h c"]:
+    """Compute a requested `Damage` to known outputs."""
+    out = of.light + of.share[..., None] * of.heavy
+    norms = jnp.einsum("bhce,bhce->bhc", values, values)[:, :, None, None]
+    apart = norms - 2 * jnp.einsum("bhgte,bhce->bhgtc", out, values) + (out**2).sum(-1, keepdims=True)
+    others = of.light / jnp.where(of.rest > 0, of.rest, 1.0)[..., None]
+    of_heavy = of.share**2 * ((of.heavy - others) ** 2).sum(-1)
+    light = jnp.where(probs > 0.5, 0.0, probs)
+    found = jnp.where(probs > 0.5, of_heavy[..., None], (light / (1 - light)) ** 2 * jnp.maximum(apart, 0.0))
+    found = jnp.where(probs > 0, found, 0.0).sum(2)
+    if ask.weights is None:
+        return found.sum(2)
+    weights = jnp.broadcast_to(ask.weights, found.shape[:3])
+    return jnp.einsum("bhtc,bht->bhc", found, weights.astype(found.dtype))
 
 
 def summed(ask: Sums, probs: Float[Array, "b h g t c"]) -> Float[Array, "b h c"]:

@@ -28,6 +28,7 @@ COMMANDS = (
     Command("tune", "kvjax.cli.tune", "race kernels on this machine's GPU; keep who wins"),
     Command("convert", "kvjax.cli.convert", "write a model as an Orbax checkpoint"),
     Command("train_less", "kvjax.cli.train_less", "train LESS kernels for a model and a policy"),
+    Command("calibrate", "kvjax.cli.calibrate", "average a model's queries over a text, for triattention"),
     Command("env", "kvjax.cli.env", "print versions, devices and caches, for an issue"),
     Command("train_tiny", "experiments.tiny.train", "train the embedded model"),
 )

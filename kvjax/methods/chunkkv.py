@@ -14,15 +14,15 @@ from kvjax.methods.register import register
 from kvjax.methods.registry import base_policy
 from kvjax.policies.policy import Policy
 from kvjax.policies.rankings import as_numbers
-from kvjax.policies.score import UNRANKED, Requirements, Score
+from kvjax.policies.score import UNRANKED, Score, ScoreOver
 from kvjax.types import Heads, New, PyTree, View, check, nothing, setting
 
 if TYPE_CHECKING:
-    from kvjax.models.model import LanguageModel
+    pass
 
 
 @struct.dataclass
-class ChunkSum(Score):
+class ChunkSum(ScoreOver):
     r"""Sum of another score over the held tokens of a chunk.
 
     .. math:: F(i) = \sum_{j: \lfloor j / L \rfloor = \lfloor i / L \rfloor} s(j)
@@ -31,66 +31,37 @@ class ChunkSum(Score):
     Where the budget is no multiple of L, the newest tokens of one chunk stay.
 
     Args:
-        scored: the other score s.
+        base_score: the other score s.
         length: L, tokens of a chunk.
     """
 
     paper = "ChunkKV, arXiv 2502.00299"
 
-    scored: Score
+    base_score: Score
     length: int = setting(20)
 
     def __post_init__(self) -> None:
         check(self.length >= 1, "length", self.length, "a number of tokens from 1")
 
-    @property
-    def requires(self) -> Requirements:
-        """Needs of the other score."""
-        return self.scored.requires
-
-    def bind(self, model: LanguageModel) -> ChunkSum:
-        """Return a copy whose other score is prepared for a model."""
-        return dataclasses.replace(self, scored=self.scored.bind(model))
-
-    def budgeted(self, budget: Any) -> ChunkSum:
-        """Return a copy whose other score knows the budget."""
-        return dataclasses.replace(self, scored=self.scored.budgeted(budget))
-
-    def sized(self, slots: tuple[int, ...]) -> ChunkSum:
-        """Return a copy whose other score knows the number of slots."""
-        return dataclasses.replace(self, scored=self.scored.sized(slots))
-
-    def layer(self, index: int) -> ChunkSum:
-        """Return a copy with the other score of a layer."""
-        return dataclasses.replace(self, scored=self.scored.layer(index))
-
-    def init(self, shape: New) -> PyTree:
-        """Return the state of the other score."""
-        return self.scored.init(shape)
-
     def slot(self, new: New, state: PyTree) -> tuple[PyTree, Float[Array, "b h t"]]:
         """Return what the other score stores, and the lowest sum."""
-        return self.scored.slot(new, state), jnp.full_like(nothing(new), UNRANKED)
+        return self.base_score.slot(new, state), jnp.full_like(nothing(new), UNRANKED)
 
     def asks(self, heads: Heads, new: New) -> PyTree:
         """Return the requests of the other score; given text is always ranked."""
-        found = self.scored.asks(heads, new)
+        found = self.base_score.asks(heads, new)
         return () if found is None and new.given else found
-
-    def advance(self, heads: Heads, new: New) -> PyTree:
-        """Return the other score's state of heads."""
-        return self.scored.advance(heads, new)
 
     def fold(self, answers: PyTree, view: View, new: New) -> tuple[PyTree, Float[Array, "b h c"]]:
         """Update the other score, and sum it at the end of given text."""
         own, summed = view.slots.score
         inner = view.replace(slots=view.slots.replace(score=own))
-        if self.scored.asks(view, new) is not None:
-            own = self.scored.fold(answers, inner, new)
+        if self.base_score.asks(view, new) is not None:
+            own = self.base_score.fold(answers, inner, new)
             inner = view.replace(slots=view.slots.replace(score=own))
         if not new.given or new.token.shape[1] == 1:
             return own, summed
-        scores = as_numbers(self.scored.score(inner, new), inner).astype(summed.dtype)
+        scores = as_numbers(self.base_score.score(inner, new), inner).astype(summed.dtype)
         return own, self._summed(jnp.where(view.live, scores, 0.0), view)
 
     def _summed(self, scores: Float[Array, "b h c"], view: View) -> Float[Array, "b h c"]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-import jax
 import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float
@@ -13,7 +12,7 @@ from jaxtyping import Array, Float
 from kvjax.methods.combine import combine
 from kvjax.methods.register import register
 from kvjax.policies.policy import Policy
-from kvjax.policies.rankings import OldestFirst, Ranking
+from kvjax.policies.rankings import OldestFirst, Ranking, coarse
 from kvjax.policies.score import Score
 from kvjax.types import New, PyTree, View, check, derived, setting, wide
 
@@ -55,9 +54,7 @@ class KeyNorm(Score):
 
     def slot(self, new: New, state: PyTree) -> Float[Array, "b h t"]:
         """Return the norm of the key."""
-        # Fewer digits on purpose: a token read twice has equal norms, which rounding must not order by chance.
-        norm = jnp.linalg.norm(new.k.astype(wide(new.k.dtype)), axis=-1).astype(jnp.float32)
-        return jax.lax.reduce_precision(norm, exponent_bits=8, mantissa_bits=14)
+        return coarse(jnp.linalg.norm(new.k.astype(wide(new.k.dtype)), axis=-1))
 
     def score(self, view: View, new: New) -> Ranking:
         """Score = -norm; layers that are skipped rank by age."""

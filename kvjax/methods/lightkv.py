@@ -12,6 +12,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Float, Int
 
 from kvjax.methods.combine import combine
+from kvjax.methods.last_queries import no_queries, positions_of_queries, with_newest_queries
 from kvjax.methods.register import register, register_part
 from kvjax.policies.allocation import Plan, Sizing
 from kvjax.policies.policy import Policy
@@ -224,11 +225,9 @@ class LastQueries(_Observed):
 
     def init(self, shape: New) -> PyTree:
         """Room for the last queries, before rotation: token i's is number i modulo alpha."""
-        rows, heads, groups, _, width = shape.q.shape
         if self.alpha is None and not self.lines:
             raise ValueError("alpha=None is as many queries as a layer has slots: call `Policy.sized` first.")
-        count = self.lines[0] if self.alpha is None else self.alpha
-        return jnp.zeros((rows, heads, count, groups, width), shape.q.dtype)
+        return no_queries(shape, self.lines[0] if self.alpha is None else self.alpha)
 
     def slot(self, new: New, state: PyTree) -> PyTree:
         """s, nothing yet."""
@@ -237,9 +236,7 @@ class LastQueries(_Observed):
     def asks(self, heads: Heads, new: New) -> PyTree:
         """Equation 4, of the last queries, the new ones among them."""
         kept = self.advance(heads, new)
-        place, alpha, newest = jnp.arange(kept.shape[2]), self._alpha(heads)[:, :1], new.newest[:, None]
-        position = newest - (newest - place) % alpha
-        position = jnp.where((place < alpha) & (position >= 0), position, -1)
+        position = positions_of_queries(kept.shape[2], new, self._alpha(heads)[:, :1])
         counts = jnp.broadcast_to(position[:, None] >= 0, kept.shape[:3])
         return Again(kept, position, counts.astype(wide(new.q.dtype)))
 
@@ -249,13 +246,7 @@ class LastQueries(_Observed):
 
     def advance(self, heads: Heads, new: New) -> PyTree:
         """Return the queries with the new ones in the places of the oldest."""
-        kept: Float[Array, "b h a g d"] = heads.state.score
-        (rows, number, room), alpha = kept.shape[:3], self._alpha(heads)[:, :1]
-        # Of a block that is longer than the window only its end: no two queries have the same place.
-        last = new.valid & (new.position > new.newest[:, None] - alpha)
-        place = jnp.where(last, new.position % alpha, room + jnp.arange(last.shape[1]))[:, None]
-        row, head = jnp.arange(rows)[:, None, None], jnp.arange(number)[:, None]
-        return kept.at[row, head, place].set(jnp.moveaxis(new.raw_q, 3, 2), mode="drop", unique_indices=True)
+        return with_newest_queries(heads.state.score, new, self._alpha(heads)[:, :1])
 
     def score(self, view: View, new: New) -> Float[Array, "b h c"]:
         """Score = s."""

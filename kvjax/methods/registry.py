@@ -75,20 +75,6 @@ def policy(
     return replaced(made, plan, residual, codec, selection, of_parts)
 
 
-def base_policy(base: str | Policy, settings: Mapping[str, Any]) -> Policy:
-    """Return the policy that another one is made over, by name with its settings, or made.
-
-    Raises:
-        ValueError: it is neither, or there are settings beside a policy that is made.
-    """
-    if isinstance(base, str):
-        return policy(base, **settings)
-    check(isinstance(base, Policy), "base", base, "the name of a policy, nor one that is made")
-    for name in settings:
-        raise ValueError(f"{name} is no setting beside a base that is made; set it on the base policy that you pass.")
-    return base
-
-
 def _registered(name: str, own: Mapping[str, Any]) -> Policy:
     if _names_file(name):
         return _from_file(name, own)
@@ -103,6 +89,24 @@ def _registered(name: str, own: Mapping[str, Any]) -> Policy:
     made = REGISTRY[name](**_typed(own, annotations_of(REGISTRY[name]) | annotations_of(combine)))
     # A policy over another one keeps the other's name.
     return made if "base" in known else dataclasses.replace(made, name=name)
+
+
+def base_policy(base: str | Policy, settings: Mapping[str, Any]) -> Policy:
+    """Return the policy that another one is made of.
+
+    Args:
+        base: its name, or the policy itself.
+        settings: of a named policy.
+
+    Raises:
+        ValueError: it is neither, or there are settings beside a policy that is made.
+    """
+    if isinstance(base, str):
+        return policy(base, **settings)
+    check(isinstance(base, Policy), "base", base, "the name of a policy, nor one that is made")
+    for name in settings:
+        raise ValueError(f"{name} is no setting beside a base that is made; set it on the base policy that you pass.")
+    return base
 
 
 def _names_file(name: str) -> bool:
@@ -332,8 +336,10 @@ def settings_in(made: Policy) -> dict[str, Any]:
     """
     own = {field.name: None for field in dataclasses.fields(made.score)}  # type: ignore[arg-type]
     names = settings_of(made.name) if made.name in REGISTRY else own | _keywords(combine)
-    inner = getattr(made.plan, "plan", None)
-    parts = (made.score, made.protection, made.plan, inner, made.selection, made.codec)
+    base, inner = getattr(made.score, "base_score", None), getattr(made.plan, "plan", None)
+    if base is not None and getattr(made.score, "base", "") in REGISTRY:
+        names = settings_of(made.score.base) | names  # type: ignore[attr-defined]
+    parts = (made.score, base, made.protection, made.plan, inner, made.selection, made.codec)
     found = {name: getattr(part, name) for name in names for part in reversed(parts) if hasattr(part, name)}
     if made.evict_every != names.get("evict_every", 1):
         found["evict_every"] = made.evict_every

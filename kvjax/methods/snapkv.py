@@ -6,10 +6,10 @@ from typing import Any
 
 import jax.numpy as jnp
 from flax import struct
-from jax.lax import reduce_window
 from jaxtyping import Array, Float
 
 from kvjax.methods.combine import combine
+from kvjax.methods.neighbors import in_text_order, pooled
 from kvjax.methods.register import register
 from kvjax.policies.policy import Policy
 from kvjax.policies.score import Score
@@ -68,27 +68,16 @@ class PromptWindow(Score):
     def fold(self, answers: Float[Array, "b h c"], view: View, new: New) -> tuple[Array, Array]:
         """Add up the attention of the windows, and pool it at the end of a block."""
         added = answers if self.group == "max" else answers / new.q.shape[2]
-        own, pooled = view.slots.score
+        own, scores = view.slots.score
         if new.token.shape[1] == 1:
-            return own + added, pooled + added
+            return own + added, scores + added
         return own + added, self._pooled(own + added, view, new)
 
     def _pooled(self, own: Float[Array, "b h c"], view: View, new: New) -> Float[Array, "b h c"]:
         # Scores of the tokens before the window, pooled over neighbours in position order.
         before = view.live & (view.position < self._begin(view, new))
         scores = jnp.where(before, own, 0.0)
-        live = jnp.where(view.live, view.position, jnp.iinfo(jnp.int32).max)
-        order = jnp.argsort(live, axis=-1)
-        scores = jnp.take_along_axis(scores, order, axis=-1)
-        half = self.kernel // 2
-        sizes, strides, pads = (1, 1, self.kernel), (1, 1, 1), ((0, 0), (0, 0), (half, half))
-        if self.pooling == "average":
-            zero = jnp.zeros((), scores.dtype)
-            scores = reduce_window(scores, zero, jnp.add, sizes, strides, pads) / self.kernel
-        else:
-            lowest = jnp.array(-jnp.inf, scores.dtype)
-            scores = reduce_window(scores, lowest, jnp.maximum, sizes, strides, pads)
-        scores = jnp.take_along_axis(scores, jnp.argsort(order, axis=-1), axis=-1)
+        scores = in_text_order(lambda x: pooled(x, self.kernel, self.pooling), scores, view.position)
         # Window tokens are not scored: one that leaves the window later counts as a generated token does.
         return jnp.where(before, scores, 0.0)
 

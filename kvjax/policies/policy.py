@@ -20,7 +20,7 @@ from kvjax.policies.residual import Residual
 from kvjax.policies.score import AccumulatedScore, Score
 from kvjax.policies.selection import Selection
 from kvjax.policies.stats import questions
-from kvjax.types import New, Parts, PyTree, View, check, derived, setting
+from kvjax.types import New, Parts, PyTree, View, check, derived, setting, wide
 
 if TYPE_CHECKING:
     from kvjax.models.model import LanguageModel
@@ -170,9 +170,19 @@ class Policy:
     def ranking(self, view: View, new: New) -> Ranking:
         """Return the score's ranking of the slots.
 
+        Between two evictions each head has an empty slot, so that a score of whole heads is computed only when it is
+        needed; zeros stand for it then.
+
         Raises:
             ValueError: the scores are not one floating-point number for each slot.
         """
+        if self.evict_every == 1 or new.given or not self.score.requires.whole_heads:
+            return self._ranked(view, new)
+        zeros = jnp.zeros(view.position.shape, wide(new.k.dtype))
+        due = (new.newest % self.evict_every == 0).any()
+        return jax.lax.cond(due, lambda: as_numbers(self._ranked(view, new), view).astype(zeros.dtype), lambda: zeros)
+
+    def _ranked(self, view: View, new: New) -> Ranking:
         found = self.score.score(view, new)
         if isinstance(found, (OldestFirst, HammingDistance)):
             return found

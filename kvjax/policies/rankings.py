@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float, UInt32
@@ -41,3 +42,11 @@ def as_numbers(ranking: Ranking, view: View) -> Float[Array, "b h c"] | Any:
     if isinstance(ranking, HammingDistance):
         return -distances(ranking.hashing.of_queries(), ranking.codes).astype(jnp.float32)
     return ranking
+
+
+def coarse(scores: Float[Array, "*b"]) -> Float[Array, "*b"]:
+    """Round to 15 significant bits in float32, for scores that a token's own key or value determines.
+
+    A token that is read twice then scores the same twice, whatever rounding did to its keys and values.
+    """
+    return jax.lax.reduce_precision(scores.astype(jnp.float32), exponent_bits=8, mantissa_bits=14)

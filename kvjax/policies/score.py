@@ -8,6 +8,7 @@ import warnings
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax.numpy as jnp
+from flax import struct
 from jaxtyping import Array, Float
 
 from kvjax.policies.base import Part
@@ -17,6 +18,8 @@ from kvjax.types import Heads, New, PyTree, View, check, nothing
 
 if TYPE_CHECKING:
     from typing import Self
+
+    from kvjax.models.model import LanguageModel
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,3 +198,50 @@ class PromptScore(Score):
     def score(self, view: View, new: New) -> Ranking:
         """Return the score of the last given text."""
         return view.slots.score
+
+
+@struct.dataclass
+class ScoreOver(Score, interface=True):
+    """Score over another one: a subclass says in `slot`, `fold` and `score` what it adds.
+
+    Args:
+        base_score: the other score.
+    """
+
+    base_score: Score
+
+    @property
+    def requires(self) -> Requirements:
+        """Needs of the other score."""
+        return self.base_score.requires
+
+    def _over(self, score: Score) -> Self:
+        return dataclasses.replace(self, base_score=score)
+
+    def bind(self, model: LanguageModel) -> Self:
+        """Return a copy whose other score is prepared for a model."""
+        return self._over(self.base_score.bind(model))
+
+    def budgeted(self, budget: Any) -> Self:
+        """Return a copy whose other score is configured for the budget."""
+        return self._over(self.base_score.budgeted(budget))
+
+    def sized(self, slots: tuple[int, ...]) -> Self:
+        """Return a copy whose other score knows the number of slots."""
+        return self._over(self.base_score.sized(slots))
+
+    def layer(self, index: int) -> Self:
+        """Return a copy with the other score of a layer."""
+        return self._over(self.base_score.layer(index))
+
+    def init(self, shape: New) -> PyTree:
+        """Return the other score's state."""
+        return self.base_score.init(shape)
+
+    def asks(self, heads: Heads, new: New) -> PyTree:
+        """Return the requests of the other score."""
+        return self.base_score.asks(heads, new)
+
+    def advance(self, heads: Heads, new: New) -> PyTree:
+        """Return the other score's new state of heads."""
+        return self.base_score.advance(heads, new)

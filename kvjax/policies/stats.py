@@ -110,6 +110,21 @@ class Again(struct.PyTreeNode):
     weights: Float[Array, "b h a"]
 
 
+class Damage(struct.PyTreeNode):
+    r"""How much each query's output would change if a slot were evicted, summed over the new queries: [b h c].
+
+    .. math:: s_j = \sum_t w_t \sum_g \Big( \frac{p_{gtj}}{1 - p_{gtj}} \Big)^2 \lVert v_j - o_{gt} \rVert^2
+
+    with the attention p of query t, the values v and the query's output o over the slots. Without the only
+    slot that a query sees its output is 0. XLA computes this from the attention, which kernels write.
+
+    Args:
+        weights: w [b #h t], the weight of each query; None for 1.
+    """
+
+    weights: Float[Array, "b #h t"] | None = None
+
+
 class Seen(NamedTuple):
     """Result of a `Probs` request."""
 
@@ -120,7 +135,7 @@ class Seen(NamedTuple):
     """Number of keys of the whole head that each query attended to."""
 
 
-Ask = Sums | Near | Probs | Again
+Ask = Sums | Near | Probs | Again | Damage
 
 
 def is_ask(x: Any) -> bool:
@@ -137,7 +152,7 @@ def questions(asks: Any) -> tuple[list[Ask], Any]:
     leaves, tree = jax.tree.flatten(asks, is_leaf=is_ask)
     for leaf in leaves:
         if not is_ask(leaf):
-            kinds = "kvjax.Sums, kvjax.Near, kvjax.Probs and kvjax.Again"
+            kinds = "kvjax.Sums, kvjax.Near, kvjax.Probs, kvjax.Again and kvjax.Damage"
             raise TypeError(f"asks gives {leaf!r}, which is no question about attention; there are {kinds}.")
     return leaves, tree
 

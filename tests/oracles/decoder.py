@@ -138,6 +138,8 @@ class Oracle:
     positions: str
     given = False
     """Whether the tokens are those of a turn."""
+    output: np.ndarray
+    """Weights of attention's output [width, query heads * d]."""
     alibi = False
     """Whether logits fall with the distance of places."""
     saw: tuple[np.ndarray, list[np.ndarray]]
@@ -267,6 +269,7 @@ class Decoder:
     def __post_init__(self) -> None:
         for oracle in self.oracles:
             oracle.alibi = self.config.position == "alibi"
+            oracle.output = self.weights.layers[oracle.layer].output.weight
 
     def prompt(self, tokens: Sequence[int]) -> np.ndarray:
         """Read a prompt and return the logits [vocab] of its last token."""

@@ -9,6 +9,12 @@ import numpy as np
 from tests.oracles.decoder import Oracle
 
 
+def rounded(score: float) -> float:
+    """To 15 significant bits, so that equal tokens have equal scores."""
+    mantissa, exponent = math.frexp(float(np.float32(score)))
+    return math.ldexp(round(mantissa * 2**15), exponent - 15)
+
+
 class L2(Oracle):
     skip_layers: int
 
@@ -16,9 +22,4 @@ class L2(Oracle):
         head = self.heads[h]
         if self.layer < self.skip_layers:
             return head.positions
-        return [-self.rounded(math.sqrt(sum(float(x) ** 2 for x in key))) for key in head.raw_keys]
-
-    def rounded(self, norm: float) -> float:
-        """To 15 significant bits, so that equal tokens have equal norms."""
-        mantissa, exponent = math.frexp(float(np.float32(norm)))
-        return math.ldexp(round(mantissa * 2**15), exponent - 15)
+        return [-rounded(math.sqrt(sum(float(x) ** 2 for x in key))) for key in head.raw_keys]

@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+import numpy as np
+
+from tests.oracles.cur import squared_norm
 from tests.oracles.decoder import Prompt
 from tests.oracles.evict_every import EvictEvery
+from tests.oracles.l2 import rounded
 
 
 class VaSE(EvictEvery):
-    """`gumbel` (head, ranking, position) is injected; `recents` are the r newest tokens."""
+    """`uniform` (ranking) [h, positions] and `gaussian` (columns, ranking) [h][d, columns] are injected."""
 
-    gumbel: Callable[[int, int, int], float]
+    uniform: Callable[[int], np.ndarray]
+    gaussian: Callable[[int, int], Sequence[np.ndarray]]
     large: int | float
+    by: str
     kernel: int
 
-    def sink_slots(self, h):
-        return 0  # sinks count among the largest values, and nothing else protects them
+    def gumbel(self, h: int, ranking: int, position: int) -> float:
+        return -math.log(-math.log(float(self.uniform(ranking)[h, position])))
 
     def read(self, prompt):
         for h, head in enumerate(self.heads):
@@ -39,13 +45,18 @@ class VaSE(EvictEvery):
 
     def scores(self, h, new):
         head, newest = self.heads[h], new.position
-        rest = [i for i, position in enumerate(head.positions) if position <= newest - self.evict_every]
+        rest = [i for i, position in enumerate(head.positions) if position <= newest - self.recents[h]]
         large = math.floor(self.large * self.limits[h] + 1e-6) if isinstance(self.large, float) else self.large
 
-        def spread(i: int) -> float:
-            return math.inf if head.positions[i] < self.sinks else max(head.values[i]) - min(head.values[i])
+        def size(i: int) -> float:
+            if head.positions[i] < self.sinks:
+                return math.inf
+            if self.by == "range":
+                return rounded(max(head.values[i]) - min(head.values[i]))
+            matrix = self.gaussian(20, newest // self.evict_every)[h] / math.sqrt(20)
+            return rounded(squared_norm(head.keys[i] @ matrix) * squared_norm(head.values[i] @ matrix))
 
-        chosen = sorted(rest, key=lambda i: (-spread(i), i))[:large]
+        chosen = sorted(rest, key=lambda i: (-size(i), -i))[:large]
         read = newest + isinstance(new, Prompt)  # a token that needs a slot has not asked yet
         queries = range(read - self.evict_every, read)
         mean = {i: sum(head.notes[i].get(query, 0.0) for query in queries) / self.evict_every for i in rest}

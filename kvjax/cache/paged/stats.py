@@ -10,8 +10,8 @@ from jaxtyping import Array, Float, Int
 
 from kvjax.cache.paged.candidates import owned
 from kvjax.cache.paged.pages import Pages
-from kvjax.cache.stats import normalised, summed, tempered
-from kvjax.policies.stats import Probs, Seen, Sums, questions
+from kvjax.cache.stats import Outputs, damage_to, normalised, outputs, summed, tempered
+from kvjax.policies.stats import Damage, Probs, Seen, Sums, questions
 from kvjax.types import New, PyTree, View
 from pallas_kernels.paged_attention.types import Paged as Found
 
@@ -22,7 +22,7 @@ class PageAnswers(NamedTuple):
     logits: Float[Array, "P_or_more g s"]
     lse: Float[Array, "o g"]
     totals: tuple[Any, ...]
-    """Sum of the numerators of each request's own softmax [o g], or None."""
+    """Sum of the numerators of each request's own softmax [o g], the `Outputs` of a `Damage`, or None."""
     visible: Int[Array, " o"] | None
     """Number of keys that each head's query saw, if requested."""
 
@@ -66,6 +66,9 @@ def of_pages(
             assert answers.visible is not None
             return Seen(probs, seen.position, answers.visible[owner][:, None, None])
         ask = _question_of_pages(ask, owner, new)
+        if isinstance(ask, Damage):
+            values = view.values(seen).astype(probs.dtype)
+            return damage_to(ask, probs, values, jax.tree.map(lambda x: x[owner][:, None, :, None], total))
         shares = probs
         if total is not None:
             shares = tempered(ask, probs, view.position, seen)
@@ -76,27 +79,45 @@ def of_pages(
 
 
 def _totals(pool: Pages, layer: int, new: New, asks: PyTree, logits: Array, lse: Array) -> tuple[Any, ...]:
-    # A request's own softmax is normalised over all pages of a head, which takes another pass over the logits.
+    # A request's own softmax is normalised over all pages of a head, which takes another pass over the logits; so do
+    # the outputs from which evictions take away.
     leaves = questions(asks)[0]
-    wanted = [isinstance(ask, Sums) and not ask.plain for ask in leaves]
+    wanted = [isinstance(ask, Damage) or (isinstance(ask, Sums) and not ask.plain) for ask in leaves]
     if not any(wanted):
         return (None,) * len(leaves)
+    (rows, heads), width = new.v.shape[:2], new.v.shape[-1]
+    nothing = jnp.zeros((rows * heads, lse.shape[-1], width), lse.dtype)
+    none = Outputs(jnp.zeros_like(lse), nothing, jnp.zeros_like(lse), nothing)
 
     def add(carry: Any, at: Array, valid: Array) -> Any:
         view, seen, owner = pool.view(layer, new, at, len(valid))
         probs = _probabilities(logits, lse, at, owner, len(valid))
         members = owned(owner, valid, len(lse)).astype(lse.dtype)
 
+        def shares(ask: Any) -> Any:
+            if isinstance(ask, Damage):
+                found = outputs(probs, view.values(seen).astype(probs.dtype))
+                return jax.tree.map(lambda x: x[:, 0, :, 0], found)
+            return tempered(_question_of_pages(ask, owner, new), probs, view.position, seen)[:, 0, :, 0].sum(-1)
+
         def more(total: Any, ask: Any) -> Any:
-            if total is None:
-                return None
-            shares = tempered(_question_of_pages(ask, owner, new), probs, view.position, seen)[:, 0, :, 0].sum(-1)
             # Mask pages of other layers, which hold logits of those layers.
-            return total + jnp.einsum("op,pg->og", members, jnp.where(valid[:, None], shares, 0.0))
+            return jax.tree.map(
+                lambda total, x: (
+                    total
+                    + jnp.einsum("op,p...->o...", members, jnp.where(valid.reshape(-1, *(1,) * (x.ndim - 1)), x, 0.0))
+                ),
+                total,
+                shares(ask),
+            )
 
-        return tuple(more(total, ask) for total, ask in zip(carry, leaves, strict=True))
+        return tuple(None if total is None else more(total, ask) for total, ask in zip(carry, leaves, strict=True))
 
-    return pool.over_pages(layer, add, tuple(jnp.zeros_like(lse) if own else None for own in wanted))
+    begun = [
+        (none if isinstance(ask, Damage) else none.rest) if own else None
+        for ask, own in zip(leaves, wanted, strict=True)
+    ]
+    return pool.over_pages(layer, add, tuple(begun))
 
 
 def _visible(pool: Pages, layer: int, logits: Array, lse: Array) -> Int[Array, " o"]:
@@ -114,12 +135,14 @@ def _probabilities(logits: Array, lse: Array, at: Array, owner: Array, count: in
     return jnp.exp(jax.lax.dynamic_slice_in_dim(logits, at, count) - lse[owner][..., None])[:, None, :, None]
 
 
-def _question_of_pages(ask: Sums, owner: Int[Array, " p"], new: New) -> Sums:
+def _question_of_pages(ask: Any, owner: Int[Array, " p"], new: New) -> Any:
     """Convert a request about rows and heads to one about pages."""
     rows, heads = new.k.shape[:2]
-    tau = ask.tau if isinstance(ask.tau, float) else ask.tau[owner // heads]
     weights = ask.weights
     if weights is not None:
         whole = jnp.broadcast_to(weights, (rows, heads, new.position.shape[1]))
         weights = whole.reshape(-1, 1, whole.shape[-1])[owner]
+    if isinstance(ask, Damage):
+        return ask.replace(weights=weights)
+    tau = ask.tau if isinstance(ask.tau, float) else ask.tau[owner // heads]
     return ask.replace(tau=tau, weights=weights)

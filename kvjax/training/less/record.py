@@ -15,6 +15,7 @@ from kvjax.cache.recompute import whole, with_again, without_again
 from kvjax.cache.stats import answered
 from kvjax.cache.step import Pending, exchange, low_rank_of, sum_over_layers, update_score
 from kvjax.inference.layers import Reading
+from kvjax.methods.last_queries import WindowAttention
 from kvjax.methods.lightkv import LastQueries
 from kvjax.methods.registry import name_of
 from kvjax.models.config import ModelConfig
@@ -39,10 +40,10 @@ def check_mask(policy: Policy, mask: str) -> None:
     name = name_of(policy)
     if mask not in MASKS:
         raise ValueError(f"mask={mask!r} is not one of {', '.join(MASKS)}.")
-    if mask == "full-softmax" and isinstance(policy.score, LastQueries):
+    if mask == "full-softmax" and isinstance(policy.score, LastQueries | WindowAttention):
         raise ValueError(
             f"mask='full-softmax' needs attention as it was when it was paid, policy {name!r} sums it anew over what "
-            "is held; set window=running or mask=decode."
+            "is held; set mask=decode, or window=running for lightkv."
         )
     if mask == "full-softmax" and policy.codec.positions != "original":
         raise ValueError(
@@ -234,7 +235,7 @@ def replay(
     if remembered is not None:
         partial = merge(partial, share_of_evicted(remembered))
     asks = policy.score.asks(view, new)
-    answers = answered(without_again(asks), probs, view.position, new)
+    answers = answered(without_again(asks), probs, lambda: whole(given.v, probs.dtype), view.position, new)
     earlier = functools.partial(policy.codec.earlier, config, view, given, new)
     told = Pending(asks, with_again(asks, answers, config, given, view, earlier), new)
     return storage, told, Replayed(evicted.k, evicted.v, left, partial, probs)

@@ -1,4 +1,4 @@
-"""Foreign methods on meshes of four virtual devices, held against one device: test_plugins runs it in a process."""
+"""TriAttention on a mesh of four virtual devices, held against one device: test_triattention runs it in a process."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ import kvjax
 from kvjax.model import Model
 from tests.compiling import compile_fast
 from tests.mesh_runs import placed
-from tests.models import GQA, sharp_model
-from tests.test_plugins import LENGTHS, PLUGINS, STEPS, TEXT
+from tests.test_triattention import LENGTHS, STEPS, TEXT, model, policy
 
 
-def follow(model: Model, policy: kvjax.Policy, budget: int) -> tuple[np.ndarray, list[list[list[int]]]]:
+def follow(model: Model, made: kvjax.Policy) -> tuple[np.ndarray, list[list[list[int]]]]:
     """Logits of every step, and the positions that each head holds at the end."""
     prompts = [TEXT[row, :length].tolist() for row, length in enumerate(LENGTHS)]
-    state, logits = kvjax.prefill(model, policy, prompts, budget, max_new_tokens=STEPS)
+    state, logits = kvjax.prefill(model, made, prompts, 14, max_new_tokens=STEPS)
     found = [np.asarray(logits)]
     for token in TEXT[:, -STEPS:].T:
         state, logits = kvjax.decode_step(state, token)
@@ -26,15 +25,12 @@ def follow(model: Model, policy: kvjax.Policy, budget: int) -> tuple[np.ndarray,
 
 
 def main() -> None:
-    model = sharp_model(GQA)
-    halves = placed(model, (1, 2, 2))  # of the heads, and of each head's slots
-    for name in ("triattention", "vase"):
-        plugin = PLUGINS[name]
-        policy = plugin.make()
-        expected, held = follow(model, policy, plugin.budget)
-        logits, holds = follow(halves, policy, plugin.budget)
-        np.testing.assert_allclose(logits, expected, rtol=1e-8, atol=1e-9, err_msg=name)
-        assert holds == held, name
+    made = policy("gqa", keep_prompt=False)
+    halves = placed(model("gqa"), (1, 2, 2))  # of the heads, and of each head's slots
+    expected, held = follow(model("gqa"), made)
+    logits, holds = follow(halves, made)
+    np.testing.assert_allclose(logits, expected, rtol=1e-8, atol=1e-9)
+    assert holds == held
 
 
 if __name__ == "__main__":

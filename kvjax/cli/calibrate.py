@@ -1,0 +1,87 @@
+"""Average a model's queries over a text, for the policy triattention."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvjax.cli.commands import Parser, add_model_options, finish, leave
+from kvjax.utils.compilation import enable_compilation_cache
+from kvjax.utils.files import read_text
+from kvjax.utils.progress import Bar
+
+if TYPE_CHECKING:
+    from kvjax.model import Model
+
+
+def parser() -> argparse.ArgumentParser:
+    """Build the command line's parser."""
+    options = Parser(prog="kvjax calibrate", description=(__doc__ or "").splitlines()[0])
+    add_model_options(options, rounded=False, spread=False)
+    options.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the model")
+    options.add_argument("--text", type=Path, nargs="+", required=True, help="plain UTF-8 texts, read from the start")
+    options.add_argument("--out", type=Path, required=True, metavar="DIR", help="gets the arrays of all layers")
+    options.add_argument("--tokens", type=int, default=2**15, help="tokens of all texts together")
+    options.add_argument("--length", type=int, help="tokens of a prompt (default: the model's longest, at most 2048)")
+    return options
+
+
+def prompts_of(model: Model, files: list[Path], tokens: int, length: int) -> list[np.ndarray]:
+    """Return prompts of one length from the start of each file, which gives its share of the tokens.
+
+    Raises:
+        ValueError: a number is out of range, or a file is not text or shorter than a prompt.
+    """
+    longest = model.config.max_positions
+    if not 1 <= length <= longest:
+        raise ValueError(f"--length {length} is not a number of tokens from 1 to the model's longest, {longest}.")
+    if tokens < length * len(files):
+        raise ValueError(f"--tokens {tokens} is less than one prompt of {length} tokens from each text; use more.")
+    prompts = []
+    for file in files:
+        count = tokens // len(files) // length
+        # Encode only as much text as is needed: a tokenizer is slow on megabytes.
+        ids = model.tokenizer(read_text(file)[: 8 * count * length], verbose=False)["input_ids"]
+        if len(ids) < length:
+            raise ValueError(f"{file} has {len(ids)} tokens, less than a prompt of {length}; use a smaller --length.")
+        count = min(count, len(ids) // length)
+        prompts += list(np.asarray(ids[: count * length], np.int32).reshape(count, length))
+    return prompts
+
+
+def run(options: argparse.Namespace) -> None:
+    """Run the command line.
+
+    Raises:
+        ValueError: the command line asks for something impossible; the message is one sentence.
+    """
+    from kvjax.methods.query_means import save
+    from kvjax.model import load
+    from kvjax.training.calibrate import query_means
+
+    model = load(options.model, options.dtype, options.revision)
+    length = min(2048, model.config.max_positions) if options.length is None else options.length
+    prompts = prompts_of(model, options.text, options.tokens, length)
+    with Bar("tokens", sum(map(len, prompts))) as bar:
+        means, tokens = query_means(model, prompts, lambda done: bar.update(done, f"{done} tokens read"))
+    save(options.out, means, model, tokens)
+    line = ["kvjax", "generate", "--model", options.model, "--policy", "triattention"]
+    line += ["--set", f"checkpoint={options.out}", "--prompt", "Once upon a time"]
+    print(f"{options.out}: means of {tokens} tokens, which serve with: {shlex.join(line)}")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line and return its exit code."""
+    options = parser().parse_args(argv)
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # tokenizers do not need torch
+    enable_compilation_cache()
+    return finish("calibrate", lambda: run(options))
+
+
+if __name__ == "__main__":
+    leave(main())

@@ -1,0 +1,135 @@
+"""CriticalKV: half of a budget by another method's score, the rest by that score and the weight of the output."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Float
+
+from kvjax.methods.register import register
+from kvjax.methods.registry import base_policy, name_of
+from kvjax.policies.policy import Policy
+from kvjax.policies.protection import recent_slots
+from kvjax.policies.rankings import as_numbers
+from kvjax.policies.score import Requirements, Score, ScoreOver
+from kvjax.types import New, PyTree, View, number, setting, wide
+
+if TYPE_CHECKING:
+    from kvjax.models.model import LanguageModel
+
+BLOCK = 128
+"""Tokens whose projected values are in memory at a time."""
+
+
+@struct.dataclass
+class Critical(ScoreOver):
+    r"""The tokens with the highest scores, then those with the highest products of score and projected value.
+
+    .. math:: F(i) = \begin{cases} \infty & i \text{ among the } \lfloor (C - C_{kept}) / 2 \rfloor \text{ highest } s
+        \\ (s_i + \epsilon) \frac 1 G \sum_g \lVert W^O_g v_i \rVert_1 & \text{else} \end{cases}
+
+    with the score s of the base, from 0, the C slots of a head and the columns W^O_g of the output weights that belong
+    to query head g. The C_kept sinks and recent tokens stay in any case.
+
+    Args:
+        base_score: gives s.
+        base: name of the policy that it belongs to.
+        sinks: first tokens, which are protected.
+        recent: newest tokens, which are protected.
+        epsilon: added to s.
+        outputs: output weights of each layer, made by `bind`; in a layer its own.
+    """
+
+    paper = "CriticalKV, Feng et al. 2025, arXiv 2502.03805, Algorithm 1"
+    of_heads = ("outputs",)
+
+    base_score: Score
+    base: str = setting("h2o")
+    sinks: int = number(0)
+    recent: int | float = number(0)
+    epsilon: float = number(1e-4)
+    outputs: tuple[Float[Array, "h g e width"], ...] | Float[Array, "h g e width"] | None = None
+
+    @property
+    def requires(self) -> Requirements:
+        """Those of the base, and all tokens of a head."""
+        return dataclasses.replace(self.base_score.requires, whole_heads=True)
+
+    def bind(self, model: LanguageModel) -> Critical:
+        """Return a copy with the output weights of a model."""
+        found = []
+        for layer, config in zip(model.weights.layers, model.config.layer_configs, strict=True):
+            weight = layer.output.weight.astype(wide(model.weights.embedding.dtype))
+            if layer.output.scale is not None:
+                weight *= layer.output.scale[:, None]
+            found.append(weight.T.reshape(config.kv_heads, config.groups, config.value_width, -1))
+        return dataclasses.replace(super().bind(model), outputs=tuple(found))
+
+    def layer(self, index: int) -> Critical:
+        """Return a copy with the output weights of one layer."""
+        outputs = None if self.outputs is None else self.outputs[index]
+        return dataclasses.replace(super().layer(index), outputs=outputs)
+
+    def slot(self, new: New, state: Any) -> tuple[PyTree, Float[Array, "b h t"]]:
+        """Return the base's state of each token, and the norm of its projected value."""
+        return self.base_score.slot(new, state), self._norms(new.v)
+
+    def fold(self, answers: PyTree, view: View, new: New) -> PyTree:
+        """Return the base's new state of each slot, and the norm."""
+        return self.base_score.fold(answers, _of_base(view), new), view.slots.score[1]
+
+    def score(self, view: View, new: New) -> Float[Array, "b h c"]:
+        """Return F."""
+        base = _of_base(view)
+        s = as_numbers(self.base_score.score(base, new), base)
+        scaled = (s + self.epsilon) * view.slots.score[1].astype(s.dtype)
+        position, every = map(new.spread.all_slots, (view.position, s))
+        recent = jnp.broadcast_to(recent_slots(self.recent, view.limit), view.limit.shape)
+        free = (position >= self.sinks) & (position <= (new.newest[:, None] - recent)[..., None])
+        best_first = jnp.lexsort((-position, jnp.where(free, -every, jnp.inf)))
+        half = jnp.maximum(view.limit - self.sinks - recent, 0) // 2
+        critical = free & (jnp.argsort(best_first, axis=-1) < half[..., None])
+        highest = float(jnp.finfo(s.dtype).max) / 4
+        found = jnp.where(jnp.isfinite(scaled), scaled, s)
+        return jnp.where(new.spread.own_slots(critical), highest, found)
+
+    def _norms(self, v: Float[Array, "b h t e"]) -> Float[Array, "b h t"]:
+        if self.outputs is None:
+            return jnp.zeros(v.shape[:3], wide(v.dtype))
+
+        def of(values: Array) -> Array:
+            projected = jnp.einsum("hgew,bhte->bhgtw", self.outputs, values.astype(wide(v.dtype)))
+            return jnp.abs(projected).sum(-1).mean(2)
+
+        tokens = v.shape[2]
+        if tokens <= BLOCK:
+            return of(v)
+        blocks = jnp.pad(v, ((0, 0), (0, 0), (0, -tokens % BLOCK), (0, 0)))
+        blocks = jnp.moveaxis(blocks.reshape(*v.shape[:2], -1, BLOCK, v.shape[3]), 2, 0)
+        return jnp.moveaxis(jax.lax.map(of, blocks), 0, 2).reshape(*v.shape[:2], -1)[..., :tokens]
+
+
+def _of_base(view: View) -> View:
+    return view.replace(slots=view.slots.replace(score=view.slots.score[0]))
+
+
+@register(paper="CriticalKV, Algorithm 1", group="over another policy")
+def criticalkv(*, base: str | Policy = "h2o", epsilon: float = Critical.epsilon, **settings: Any) -> Policy:
+    """Half of the budget by another method's score, the rest by that score times the norm of the projected value.
+
+    When: over a score from 0, such as those by attention. It has not been measured on many models yet.
+
+    Args:
+        base: the policy that ranks, by name or made.
+    """
+    chosen = base_policy(base, settings)
+    name = name_of(chosen)
+    if chosen.score.requires.shared_slots != "none":
+        raise ValueError(f"policy criticalkv ranks each head by itself, but {name} keeps the same tokens in all heads.")
+    guard = chosen.protection
+    score = Critical(chosen.score, name, guard.sinks, guard.recent, epsilon)
+    return dataclasses.replace(chosen, score=score, name="criticalkv")

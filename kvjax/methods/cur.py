@@ -1,0 +1,104 @@
+"""CUR: tokens whose keys and values are long beside those of their neighbors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+from flax import struct
+from jax.lax import erf_inv
+from jaxtyping import Array, Float, Int
+
+from kvjax.methods.combine import combine
+from kvjax.methods.neighbors import in_text_order
+from kvjax.methods.register import register
+from kvjax.policies.policy import Policy
+from kvjax.policies.rankings import coarse
+from kvjax.policies.score import Requirements, Score
+from kvjax.types import New, View, check, setting, wide
+from pallas_kernels.noise import uniform_at
+
+
+@struct.dataclass
+class LeverageProduct(Score):
+    r"""Product of the leverages of a key and a value, approximated by norms in groups of neighbors.
+
+    .. math:: F(i) = \frac{\lVert k_i \rVert^2}{\sum_{j \in N(i)} \lVert k_j \rVert^2}
+        \cdot \frac{\lVert v_i \rVert^2}{\sum_{j \in N(i)} \lVert v_j \rVert^2}
+
+    The tokens that a head holds form groups N of consecutive ones, from the first. With `projections` the norms are
+    those of k G and v G for a Gaussian matrix G of each row, layer and head.
+
+    Args:
+        neighbors: tokens of a group.
+        projections: columns of G, 20 in the paper's random form; None for the norms themselves.
+    """
+
+    paper = "CurDKV, Sengupta et al. 2025, arXiv 2509.15038"
+
+    neighbors: int = setting(16)
+    projections: int | None = setting(None)
+
+    def __post_init__(self) -> None:
+        check(self.neighbors >= 1, "neighbors", self.neighbors, "a number of tokens from 1")
+        columns = self.projections
+        check(columns is None or columns >= 1, "projections", columns, "a number of columns from 1, or None")
+
+    @property
+    def requires(self) -> Requirements:
+        """All keys and values of a head."""
+        return Requirements(whole_heads=True)
+
+    def score(self, view: View, new: New) -> Float[Array, "b h c"]:
+        """Return F."""
+        position = new.spread.all_slots(view.position)
+        shares = [self._share(x, view, position, new) for x in (view.keys(new), view.values(new))]
+        return coarse(new.spread.own_slots(shares[0] * shares[1]))
+
+    def _share(
+        self, x: Float[Array, "b h c d"], view: View, position: Int[Array, "b h all"], new: New
+    ) -> Float[Array, "b h all"]:
+        x = x if self.projections is None else projected(x, self.projections, new)
+        norms = jnp.where(view.live, (x.astype(wide(x.dtype)) ** 2).sum(-1), 0.0)
+        return in_text_order(self._in_groups, new.spread.all_slots(norms), position)
+
+    def _in_groups(self, norms: Float[Array, "b h c"]) -> Float[Array, "b h c"]:
+        *heads, slots = norms.shape
+        groups = jnp.pad(norms, ((0, 0), (0, 0), (0, -slots % self.neighbors)))
+        groups = groups.reshape(*heads, -1, self.neighbors)
+        total = groups.sum(-1, keepdims=True)
+        shares = groups / jnp.where(total > 0, total, 1.0)
+        return shares.reshape(*heads, -1)[..., :slots]
+
+
+def projected(
+    x: Float[Array, "b h c d"], columns: int, new: New, draw: Int[Array, "b 1"] | None = None
+) -> Float[Array, "b h c m"]:
+    """Multiply keys or values by a standard Gaussian matrix [d, columns] of each row, layer and head.
+
+    Args:
+        x: keys or values.
+        columns: of the matrix.
+        new: tokens being read, with the rows' seeds.
+        draw: number of the matrix; None for the only one.
+    """
+    rows, heads, _, width = x.shape
+    index = jnp.broadcast_to(jnp.arange(width * columns), (rows, heads, width * columns))
+    uniform = uniform_at(new.seed, new.layer, index, draw, new.head).astype(wide(x.dtype))
+    gaussian = erf_inv(2 * uniform - 1).reshape(rows, heads, width, columns) * 2**0.5
+    return jnp.einsum("bhcd,bhdm->bhcm", x.astype(gaussian.dtype), gaussian)
+
+
+@register(paper="CurDKV, 3.2", group="ranked by keys, values or chance, without attention")
+def cur(
+    *,
+    neighbors: int = LeverageProduct.neighbors,
+    projections: int | None = LeverageProduct.projections,
+    sinks: int = 4,
+    **common: Any,
+) -> Policy:
+    """Tokens whose keys and values are long beside those of their neighbors.
+
+    When: where attention is not computed. It has not been measured on many models yet.
+    """
+    return combine(LeverageProduct(neighbors, projections), sinks=sinks, **common)

@@ -1,0 +1,79 @@
+"""DropKV: tokens whose eviction would change the outputs of recent queries most."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Float, Int
+
+from kvjax.methods.combine import combine
+from kvjax.methods.register import register
+from kvjax.policies.policy import Policy
+from kvjax.policies.score import Score
+from kvjax.policies.stats import Damage
+from kvjax.types import Heads, New, View, check, nothing, setting, wide
+
+Windows = tuple[Float[Array, "b h c"], Float[Array, "b h c"]]
+
+
+@struct.dataclass
+class DropDamage(Score):
+    r"""Change of the outputs of recent queries if a token were evicted.
+
+    .. math:: F(i) = \sum_{t} \sum_g \Big( \frac{p_{gt}(i)}{1 - p_{gt}(i)} \Big)^2 \lVert v_i - o_{gt} \rVert^2
+
+    over the queries t of two windows: the one of w queries that is being filled, and the one before. These are the last
+    w to 2w - 1 queries. It is a distance in the space of values, so that heads compare.
+
+    Args:
+        window: w, in queries.
+    """
+
+    paper = "DropKV"
+
+    window: int = setting(32)
+
+    def __post_init__(self) -> None:
+        check(self.window >= 1, "window", self.window, "a number of queries from 1")
+
+    def slot(self, new: New, state: object) -> Windows:
+        """Return zeros: the damage to the queries of the window before and of the one that is being filled."""
+        return nothing(new), nothing(new)
+
+    def _since(self, new: New) -> Int[Array, " b"]:
+        # Position of the first query of the window that is being filled.
+        return new.newest // self.window * self.window
+
+    def asks(self, heads: Heads, new: New) -> Damage | tuple[Damage, ...]:
+        """Request the damage to a token's output, or of several tokens to both windows."""
+        if new.position.shape[1] == 1:
+            return Damage()
+        since, position = self._since(new)[:, None], new.position
+        kind = wide(new.q.dtype)
+        windows = (position >= since - self.window) & (position < since), position >= since
+        return tuple(Damage((queries & new.valid)[:, None].astype(kind)) for queries in windows)
+
+    def fold(self, answers: Array | tuple[Array, Array], view: View, new: New) -> Windows:
+        """Return both sums with the new queries' damage added, after as many windows have ended."""
+        first, since = (x[:, None, None] for x in (new.position[:, 0], self._since(new)))
+        older, newer = view.slots.score
+        # Where the queries before the new ones ended: in the current window, in the one before, or earlier.
+        before = jnp.where(first > since, older, jnp.where(first > since - self.window, newer, 0.0))
+        current = jnp.where(first > since, newer, 0.0)
+        added = answers if isinstance(answers, tuple) else (0.0, answers)
+        return before + added[0], current + added[1]
+
+    def score(self, view: View, new: New) -> Float[Array, "b h c"]:
+        """Return F."""
+        return view.slots.score[0] + view.slots.score[1]
+
+
+@register(paper="DropKV", group="ranked by attention at every token")
+def dropkv(*, window: int = DropDamage.window, recent: int | float = 32, **common: Any) -> Policy:
+    """Tokens whose eviction would change the outputs of recent queries most.
+
+    When: with plan `adakv`, since its numbers compare between heads. It has not been measured on many models yet.
+    """
+    return combine(DropDamage(window), recent=recent, **common)

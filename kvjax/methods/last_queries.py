@@ -1,0 +1,110 @@
+"""The newest queries of a layer, kept to attend again when tokens leave."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Float, Int
+
+from kvjax.methods.neighbors import in_text_order, pooled
+from kvjax.policies.score import Requirements, Score
+from kvjax.policies.stats import Again
+from kvjax.types import Heads, New, PyTree, View, check, nothing, setting, wide
+
+
+def no_queries(shape: New, count: int) -> Float[Array, "b h a g d"]:
+    """Return room for `count` queries before rotation: the query of token i is number i modulo the window."""
+    rows, heads, groups, _, width = shape.q.shape
+    return jnp.zeros((rows, heads, count, groups, width), shape.q.dtype)
+
+
+def with_newest_queries(
+    kept: Float[Array, "b h a g d"], new: New, window: Int[Array, "b #h"]
+) -> Float[Array, "b h a g d"]:
+    """Return kept queries with the new ones in the places of the oldest.
+
+    Args:
+        kept: the queries.
+        new: the new tokens.
+        window: number of queries that count.
+    """
+    rows, number, room = kept.shape[:3]
+    # Of a block that is longer than the window only its end: no two queries have the same place.
+    last = new.valid & (new.position > new.newest[:, None] - window)
+    place = jnp.where(last, new.position % window, room + jnp.arange(last.shape[1]))[:, None]
+    row, head = jnp.arange(rows)[:, None, None], jnp.arange(number)[:, None]
+    return kept.at[row, head, place].set(jnp.moveaxis(new.raw_q, 3, 2), mode="drop", unique_indices=True)
+
+
+def positions_of_queries(count: int, new: New, window: Int[Array, "b #h"]) -> Int[Array, "b a"]:
+    """Return the position of each of `count` kept queries; -1 for none."""
+    place, newest = jnp.arange(count), new.newest[:, None]
+    position = newest - (newest - place) % window
+    return jnp.where((place < window) & (position >= 0), position, -1)
+
+
+@struct.dataclass
+class WindowAttention(Score, interface=True):
+    """Score by the mean attention of the last queries, which attend again before tokens leave.
+
+    Args:
+        window: number of queries.
+        every: tokens from one eviction to the next; the policy's `evict_every`.
+        kernel: neighbors pooled together, an odd number.
+        pooling: `average` or `max` over neighbors.
+    """
+
+    window: int = setting(32)
+    every: int = setting(128)
+    kernel: int = setting(7)
+    pooling: str = setting("average")
+
+    def __post_init__(self) -> None:
+        check(self.window >= 1, "window", self.window, "a number of queries from 1")
+        check(self.every >= 1, "every", self.every, "a number of tokens from 1")
+        check(self.kernel > 0 and self.kernel % 2 == 1, "kernel", self.kernel, "an odd number from 1")
+        check(self.pooling in ("average", "max"), "pooling", self.pooling, "'average' or 'max'")
+
+    @property
+    def requires(self) -> Requirements:
+        """All tokens of a head; queries of rows that read nothing stay where they are."""
+        return Requirements(whole_heads=True, keeps_idle_rows=True)
+
+    def init(self, shape: New) -> PyTree:
+        """Return room for the queries."""
+        return no_queries(shape, self.window)
+
+    def slot(self, new: New, state: PyTree) -> Float[Array, "b h t"]:
+        """Return zeros: no query has attended to the new tokens yet."""
+        return nothing(new)
+
+    def asks(self, heads: Heads, new: New) -> Again:
+        """Request the mean attention of the queries, if the next token finds no empty slot."""
+        kept, groups = self.advance(heads, new), new.q.shape[2]
+        position = positions_of_queries(self.window, new, self._window(new))
+        share = 1 / (groups * jnp.clip(new.read, 1, self.window))
+        counts = (position >= 0) & self._due(new)[:, None]
+        weights = jnp.where(counts, share[:, None], 0.0).astype(wide(new.q.dtype))
+        return Again(kept, position, jnp.broadcast_to(weights[:, None], kept.shape[:3]))
+
+    def advance(self, heads: Heads, new: New) -> PyTree:
+        """Return the queries with the new ones among them."""
+        return with_newest_queries(heads.state.score, new, self._window(new))
+
+    def fold(self, answers: Float[Array, "b h c"], view: View, new: New) -> Float[Array, "b h c"]:
+        """Return the attention of the queries, once it is known."""
+        return jnp.where(self._due(new)[:, None, None], answers, view.slots.score)
+
+    def attention(self, view: View, new: New) -> Float[Array, "b h all"]:
+        """Return the attention of the tokens before the window, pooled over those neighbors, in all slots."""
+        position, found = map(new.spread.all_slots, (view.position, view.slots.score))
+        newest = new.newest - (not new.given)  # a decoded token has no slot yet
+        before = (position >= 0) & (position <= (newest - self.window)[:, None, None])
+        pool = in_text_order(lambda x: pooled(x, self.kernel, self.pooling), jnp.where(before, found, 0.0), position)
+        return jnp.where(before, pool, 0.0)
+
+    def _window(self, new: New) -> Int[Array, "b 1"]:
+        return jnp.full((len(new.read), 1), self.window, jnp.int32)
+
+    def _due(self, new: New) -> Array:
+        return (new.read % self.every == 0) | jnp.asarray(new.given)

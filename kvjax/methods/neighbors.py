@@ -1,0 +1,40 @@
+"""Operations on the slots of a head in the order of the text, for scores that look at neighbors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax.numpy as jnp
+from jax.lax import reduce_window
+from jaxtyping import Array, Float, Int
+
+
+def in_text_order(
+    change: Callable[[Float[Array, "b h c"]], Float[Array, "b h c"]],
+    x: Float[Array, "b h c"],
+    position: Int[Array, "b h c"],
+) -> Float[Array, "b h c"]:
+    """Apply a function to values of slots, sorted by position with empty slots last.
+
+    Args:
+        change: takes the sorted values and returns one for each.
+        x: a value of each slot; those of empty slots must not matter.
+        position: of the token in each slot, -1 for none.
+    """
+    order = jnp.argsort(jnp.where(position >= 0, position, jnp.iinfo(jnp.int32).max), axis=-1)
+    changed = change(jnp.take_along_axis(x, order, axis=-1))
+    return jnp.take_along_axis(changed, jnp.argsort(order, axis=-1), axis=-1)
+
+
+def pooled(x: Float[Array, "b h c"], kernel: int, pooling: str = "average") -> Float[Array, "b h c"]:
+    """Return the mean of `kernel` neighbors, which are zero beyond the ends, or their maximum.
+
+    Args:
+        x: values in order.
+        kernel: an odd number.
+        pooling: `average` or `max`.
+    """
+    sizes, pads = (1, 1, kernel), ((0, 0), (0, 0), (kernel // 2, kernel // 2))
+    if pooling == "max":
+        return reduce_window(x, jnp.array(-jnp.inf, x.dtype), jnp.maximum, sizes, (1, 1, 1), pads)
+    return reduce_window(x, jnp.zeros((), x.dtype), jnp.add, sizes, (1, 1, 1), pads) / kernel

@@ -1,0 +1,98 @@
+"""R-KV: tokens that the last queries attend to and whose keys are unlike the other keys."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Float, Int
+
+from kvjax.methods.combine import combine
+from kvjax.methods.last_queries import WindowAttention
+from kvjax.methods.register import register
+from kvjax.policies.policy import Policy
+from kvjax.types import New, View, check, number, setting, wide
+
+BLOCK = 16
+"""Keys that are compared with all keys at a time."""
+
+
+@struct.dataclass
+class Redundancy(WindowAttention):
+    r"""Attention of the last queries less the redundancy of the key.
+
+    .. math:: F(i) = \lambda \max_{|j - i| \le 3} \bar a(j) - (1 - \lambda) \, \mathrm{softmax}_i
+        \Big( \frac 1 n \sum_{j \ne i, \; i \ne N(j)} \cos(k_i, k_j) \Big)
+
+    with the mean attention of the last w queries and of a KV head's query heads, among the tokens before the window,
+    and the keys of the n tokens that the head holds. N(j) is the newest key whose cosine to key j is above the
+    threshold: of similar keys the newest counts as new.
+
+    Args:
+        importance: lambda; 0.1 in the paper, 0.07 in its code.
+        threshold: cosine above which keys are similar.
+    """
+
+    paper = "R-KV, Cai et al. 2025, arXiv 2505.24133"
+
+    importance: float = number(0.1)
+    threshold: float = setting(0.5)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check(-1 <= self.threshold <= 1, "threshold", self.threshold, "a cosine")
+
+    def score(self, view: View, new: New) -> Float[Array, "b h c"]:
+        """Return F."""
+        keys = view.keys(new).astype(wide(new.k.dtype))
+        length = jnp.linalg.norm(keys, axis=-1, keepdims=True)
+        unit = jnp.where(view.live[..., None], keys / jnp.where(length > 0, length, 1.0), 0.0)
+        unit, position = map(new.spread.all_slots, (unit, view.position))
+        live = position >= 0
+        likeness = self._sums(unit, position) / jnp.maximum(live.sum(-1, keepdims=True), 1)
+        redundancy = jax.nn.softmax(jnp.where(live, likeness, -jnp.inf), axis=-1, where=live)
+        found = self.importance * self.attention(view, new) - (1 - self.importance) * redundancy
+        return new.spread.own_slots(found)
+
+    def _sums(self, unit: Float[Array, "b h c d"], position: Int[Array, "b h c"]) -> Float[Array, "b h c"]:
+        # Cosines of each key to the others, added up for one block of these at a time.
+        size = min(BLOCK, position.shape[-1])
+        blocks = -(-position.shape[-1] // size)
+        more = blocks * size - position.shape[-1]
+        rows = jnp.pad(unit, ((0, 0), (0, 0), (0, more), (0, 0)))
+        places = jnp.pad(position, ((0, 0), (0, 0), (0, more)), constant_values=-1)
+
+        def add(index: Array, sums: Array) -> Array:
+            keys = jax.lax.dynamic_slice_in_dim(rows, index * size, size, 2)
+            own = jax.lax.dynamic_slice_in_dim(places, index * size, size, 2)[..., None]
+            cosine = jnp.einsum("bhnd,bhcd->bhnc", keys, unit)
+            at = position[:, :, None]
+            similar = (cosine > self.threshold) & (at >= 0) & (own >= 0) & (at != own)
+            newest = jnp.where(similar, at, -1).max(-1, keepdims=True)
+            return sums + jnp.where((at != own) & ~(similar & (at == newest)), cosine, 0.0).sum(2)
+
+        return jax.lax.fori_loop(0, blocks, add, jnp.zeros(position.shape, unit.dtype))
+
+
+@register(paper="R-KV", group="ranked by attention at every token")
+def rkv(
+    *,
+    importance: float = Redundancy.importance,
+    threshold: float = Redundancy.threshold,
+    recent: int = 8,
+    kernel: int = Redundancy.kernel,
+    evict_every: int = Redundancy.every,
+    **common: Any,
+) -> Policy:
+    """Tokens that the last queries attend to and whose keys are unlike the other keys.
+
+    When: for long texts that the model writes and in which it repeats itself. It has not been measured on many models
+    yet.
+
+    Args:
+        recent: newest tokens that never leave, whose queries rank the others.
+    """
+    score = Redundancy(recent, evict_every, kernel, "max", importance, threshold)
+    return combine(score, recent=recent, evict_every=evict_every, **common)

@@ -1,0 +1,130 @@
+"""TriAttention: the attention that a key will get from an average query, by trigonometry of rotary embeddings."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Float
+
+from kvjax.methods.combine import combine
+from kvjax.methods.query_means import QueryMeans, load, pair_norms, ropes_of
+from kvjax.methods.register import register
+from kvjax.policies.policy import Policy
+from kvjax.policies.score import Requirements, Score
+from kvjax.rope import Rope, Turns, rotate_by, turns_of
+from kvjax.types import New, View, check, setting, wide
+
+if TYPE_CHECKING:
+    from kvjax.models.model import LanguageModel
+
+
+@struct.dataclass
+class TriAttention(Score):
+    r"""Logits of a calibrated mean query at some distances ahead, and the norms that the mean does not explain.
+
+    .. math::
+        s_g(i) = \frac 1 {|\Delta|} \sum_{\delta \in \Delta} \sum_f c^2 |Q_{gf}| |k_{if}|
+            \cos((D_i + \delta) \omega_f + \arg(Q_{gf} \bar k_{if}))
+            + \sum_f c^2 (m_{gf} - |Q_{gf}|) |k_{if}|
+
+        F(i) = \max_g \frac{s_g(i) - \mathrm{mean}_j \, s_g(j)}{\mathrm{std}_j \, s_g(j)}, \quad
+        \Delta = \{1, 2, 4, \ldots\}
+
+    f are the pairs of channels that RoPE rotates, k the keys before rotation, D their distances from the newest token
+    and c RoPE's own scaling. Q is the mean of query head g before rotation and m the mean of its norm, both in complex
+    numbers. Channels that are not rotated add their product with the mean query. Mean and standard deviation are those
+    of the tokens that the head holds.
+
+    Args:
+        checkpoint: directory of `kvjax calibrate`; empty for the mean queries that are shipped for the embedded model.
+        distances: number of distances in Delta, up to 2^16 by default.
+        keep_prompt: True if tokens of the prompt are evicted only where no other token can be.
+        means: mean queries of each layer, made by `bind`; in a layer its own.
+        ropes: RoPE of each layer, likewise.
+    """
+
+    paper = "TriAttention, arXiv 2604.04921"
+    of_heads = ("means",)
+
+    checkpoint: str = setting("")
+    distances: int = setting(17)
+    keep_prompt: bool = setting(True)
+    means: QueryMeans | None = None
+    ropes: tuple[Rope, ...] = setting(())
+
+    def __post_init__(self) -> None:
+        check(1 <= self.distances <= 24, "distances", self.distances, "a number from 1 to 24")
+
+    @property
+    def requires(self) -> Requirements:
+        """All keys of a head."""
+        return Requirements(whole_heads=True)
+
+    def bind(self, model: LanguageModel) -> TriAttention:
+        """Return a copy with the mean queries of a model.
+
+        Raises:
+            ValueError: there are none, they are those of another model, or the model has no RoPE.
+        """
+        ropes = ropes_of(model)
+        means = load(self.checkpoint, model) if self.means is None else self.means
+        return dataclasses.replace(self, means=means, ropes=ropes)
+
+    def layer(self, index: int) -> TriAttention:
+        """Return a copy with the mean queries of one layer."""
+        if self.means is None:
+            return self
+        means = QueryMeans(self.means.center[index], self.means.norm[index])
+        return dataclasses.replace(self, means=means, ropes=self.ropes[index : index + 1])
+
+    def score(self, view: View, new: New) -> Float[Array, "b h c"]:
+        """Return F."""
+        found = _standardized(self._logits(view, new), view.live[:, :, None], new).max(2)
+        if not self.keep_prompt:
+            return found
+        # Above all z-scores, and in their order at every size of a float.
+        above = 1e7 * jnp.where(found >= 0, 1 + found, 1 / (1 - found))
+        return jnp.where(view.position < new.prompt_length[:, None, None], above, found)
+
+    def _logits(self, view: View, new: New) -> Float[Array, "b h g c"]:
+        assert self.means is not None
+        (rope,), keys = self.ropes, view.keys(new).astype(wide(new.k.dtype))
+        center, norm = (jnp.asarray(x, keys.dtype) for x in self.means)
+        # A cached key is rotated by its position, so that a query at the newest position + delta is at D + delta.
+        newest = new.newest - (not new.given)  # a decoded token has no slot yet
+        ahead = newest[:, None] + 2 ** jnp.arange(self.distances)
+        mean = Turns(*(turn.mean(1)[:, None, None] for turn in turns_of(rope, ahead, keys.dtype, new.end)))
+        query = rotate_by(rope, jnp.broadcast_to(center, (len(newest), *center.shape)), mean)
+        excess = rope.magnitude * (norm - pair_norms(rope, center))
+        norms = pair_norms(rope, keys)
+        return jnp.einsum("bhgd,bhcd->bhgc", query, keys) + jnp.einsum("hgf,bhcf->bhgc", excess, norms)
+
+
+def _standardized(x: Float[Array, "b h g c"], live: Array, new: New) -> Float[Array, "b h g c"]:
+    count = new.spread.over_slots(live.sum(-1, keepdims=True))
+
+    def mean(x: Array) -> Array:
+        return new.spread.over_slots(jnp.where(live, x, 0.0).sum(-1, keepdims=True)) / jnp.maximum(count, 1)
+
+    centered = x - mean(x)
+    return centered / jnp.maximum(jnp.sqrt(mean(centered**2)), 1e-6)
+
+
+@register(paper="TriAttention", group="ranked with arrays calibrated on a text")
+def triattention(
+    *,
+    checkpoint: str = TriAttention.checkpoint,
+    distances: int = TriAttention.distances,
+    keep_prompt: bool = TriAttention.keep_prompt,
+    evict_every: int = 128,
+    **common: Any,
+) -> Policy:
+    """Keys that the model's average query will attend to at the distances to come.
+
+    When: for long texts that the model writes, once `kvjax calibrate` has read a text of the kind. It has not been
+    measured on many models yet.
+    """
+    return combine(TriAttention(checkpoint, distances, keep_prompt), evict_every=evict_every, **common)

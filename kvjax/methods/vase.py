@@ -1,0 +1,142 @@
+"""VaSE: tokens whose values vary most, and a random draw of the others in proportion to their attention."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Float, Int
+
+from kvjax.methods.combine import combine
+from kvjax.methods.cur import projected
+from kvjax.methods.neighbors import in_text_order, pooled
+from kvjax.methods.register import register
+from kvjax.policies.policy import Policy
+from kvjax.policies.protection import recent_slots
+from kvjax.policies.rankings import coarse
+from kvjax.policies.score import Requirements, Score
+from kvjax.policies.stats import Sums
+from kvjax.types import Heads, New, View, check, is_share, nothing, number, setting, wide
+from pallas_kernels.noise import gumbel, uniform_at
+
+COLUMNS = 20
+"""Columns of the Gaussian matrix G."""
+
+
+@struct.dataclass
+class ValueSpread(Score):
+    r"""The largest values' ranges, then tokens drawn without replacement in proportion to pooled attention.
+
+    .. math::
+        F(i) = \begin{cases}
+            \infty & i \text{ among the } n_{large} \text{ of the rest with the largest } \max_c v_{ic} - \min_c v_{ic}
+            \\ \log \mathrm{pool}_{|j - i| \le 2} \sum_{t > n - r} \sum_g a_{t,g}(j) + \zeta_i & \text{else}
+        \end{cases}
+
+    The rest are all tokens but the recent ones. The zeta are independent Gumbel variables, drawn again for each
+    ranking: the highest sums are a draw without replacement. Attention is pooled over neighbors among the rest. The
+    last r queries t are those since the last ranking; after given text, the last r of its own.
+
+    Args:
+        every: r, tokens from one ranking to the next; the policy's `evict_every`.
+        large: n_large, as a number of slots or as a fraction of a head's.
+        by: `range` for max v - min v, `dkv` for |k G|^2 |v G|^2 with a Gaussian matrix G of each ranking.
+        recent: newest tokens that always stay, as a number of slots or as a fraction of a head's.
+        sinks: first tokens, which count as the largest; of equal ones the newest are kept.
+        kernel: neighbors pooled together, an odd number.
+    """
+
+    paper = "VaSE, arXiv 2606.03928"
+
+    every: int = setting(64)
+    large: int | float = number(0.5)
+    by: str = setting("range")
+    recent: int | float = number(64)
+    sinks: int = setting(4)
+    kernel: int = setting(5)
+
+    def __post_init__(self) -> None:
+        check(self.every >= 1, "every", self.every, "a number of tokens from 1")
+        check(self.by in ("range", "dkv"), "by", self.by, "'range' or 'dkv'")
+        check(self.kernel % 2 == 1, "kernel", self.kernel, "an odd number from 1")
+
+    @property
+    def requires(self) -> Requirements:
+        """All tokens of a head, with their neighbors."""
+        return Requirements(whole_heads=True)
+
+    def slot(self, new: New, state: object) -> tuple[Float[Array, "b h t"], Float[Array, "b h t"]]:
+        """Return zeros: attention of the last r queries, and of those since the last multiple of r."""
+        return nothing(new), nothing(new)
+
+    def _since(self, new: New) -> Int[Array, " b"]:
+        # The last position before which tokens were evicted.
+        return new.newest // self.every * self.every
+
+    def asks(self, heads: Heads, new: New) -> Sums | tuple[Sums, ...]:
+        """Request the attention of a token, or of given text for both of its sums."""
+        if not new.given:
+            return Sums()
+        last = new.position > (new.newest - self.every)[:, None]
+        after = new.position >= self._since(new)[:, None]
+        kind = wide(new.q.dtype)
+        return tuple(Sums((queries & new.valid)[:, None].astype(kind)) for queries in (last, after))
+
+    def fold(
+        self, answers: Array | tuple[Array, Array], view: View, new: New
+    ) -> tuple[Float[Array, "b h c"], Float[Array, "b h c"]]:
+        """Return both sums with the new queries' attention added."""
+        goes_on = new.position[:, 0] > self._since(new)
+        before = jnp.where(goes_on[:, None, None], view.slots.score[1], 0.0)
+        if isinstance(answers, tuple):
+            return answers[0], before + answers[1]
+        return before + answers, before + answers
+
+    def score(self, view: View, new: New) -> Float[Array, "b h c"]:
+        """Return F."""
+        size = jnp.where(view.position < self.sinks, jnp.inf, self._size(view, new))
+        position, size, attention = map(new.spread.all_slots, (view.position, size, view.slots.score[0]))
+        recent = jnp.broadcast_to(recent_slots(self.recent, view.limit), view.limit.shape)
+        rest = (position >= 0) & (position <= (new.newest[:, None] - recent)[..., None])
+        best_first = jnp.lexsort((-position, jnp.where(rest, -size, jnp.inf)))
+        large = self.large * view.limit + 1e-6 if is_share(self.large) else jnp.full_like(view.limit, self.large)
+        chosen = jnp.argsort(best_first, axis=-1) < jnp.floor(large)[..., None]
+        pool = in_text_order(lambda x: pooled(x, self.kernel), jnp.where(rest, attention, 0.0), position)
+        drawn = jnp.log(jnp.maximum(pool, jnp.finfo(pool.dtype).tiny)) + self._gumbel(position, new)
+        highest = float(jnp.finfo(drawn.dtype).max) / 4
+        return new.spread.own_slots(jnp.where(rest & ~chosen, drawn, highest))
+
+    def _size(self, view: View, new: New) -> Float[Array, "b h c"]:
+        keys, values = view.keys(new), view.values(new).astype(wide(new.k.dtype))
+        if self.by == "range":
+            return coarse(values.max(-1) - values.min(-1))
+        norms = [(projected(x, COLUMNS, new, self._ranking(new)) ** 2).sum(-1) for x in (keys, values)]
+        return coarse(norms[0] * norms[1])
+
+    def _ranking(self, new: New) -> Int[Array, "b 1"]:
+        return (new.newest // self.every)[:, None]
+
+    def _gumbel(self, position: Int[Array, "b h c"], new: New) -> Float[Array, "b h c"]:
+        uniform = uniform_at(new.seed, new.layer, position, self._ranking(new), new.head)[:, :, 0]
+        return gumbel(uniform.astype(wide(new.k.dtype)))
+
+
+@register(paper="VaSE", group="ranked by attention at every token")
+def vase(
+    *,
+    large: int | float = ValueSpread.large,
+    by: str = ValueSpread.by,
+    kernel: int = ValueSpread.kernel,
+    sinks: int = ValueSpread.sinks,
+    recent: int | float = ValueSpread.recent,
+    evict_every: int = ValueSpread.every,
+    **common: Any,
+) -> Policy:
+    """Tokens whose values vary most, and a random draw of the others in proportion to their attention.
+
+    When: for long texts that the model writes, with a budget of several times `evict_every`. It has not been measured
+    on many models yet.
+    """
+    score = ValueSpread(evict_every, large, by, recent, sinks, kernel)
+    return combine(score, sinks=sinks, recent=recent, evict_every=evict_every, **common)

@@ -1,0 +1,80 @@
+"""Mean queries of a model over some texts."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from jaxtyping import Array, Float, Int
+
+from kvjax.inference.extend import prefill
+from kvjax.methods.query_means import QueryMeans, pair_norms, ropes_of
+from kvjax.model import Model
+from kvjax.policies.policy import Policy
+from kvjax.policies.rankings import OldestFirst
+from kvjax.policies.score import Score
+from kvjax.rope import Rope
+from kvjax.types import Heads, New, setting, wide
+
+Sums = tuple[Float[Array, "b h g d"], Float[Array, "b h g f"]]
+
+
+@struct.dataclass
+class QuerySums(Score):
+    """Ranking by age, during which each head sums its queries before rotation, and the norms of their pairs.
+
+    Args:
+        ropes: RoPE of each layer; in a layer its own.
+    """
+
+    ropes: tuple[Rope, ...] = setting(())
+
+    def layer(self, index: int) -> QuerySums:
+        """Return a copy with the RoPE of one layer."""
+        return dataclasses.replace(self, ropes=self.ropes[index : index + 1])
+
+    def init(self, shape: New) -> Sums:
+        """Return zeros."""
+        query = jnp.zeros((*shape.q.shape[:3], shape.q.shape[-1]), wide(shape.q.dtype))
+        return query, pair_norms(self.ropes[0], query)
+
+    def advance(self, heads: Heads, new: New) -> Sums:
+        """Return the sums with the new queries added."""
+        query, norm = heads.state.score
+        raw = jnp.where(new.valid[:, None, None, :, None], new.raw_q.astype(query.dtype), 0.0)
+        return query + raw.sum(3), norm + pair_norms(self.ropes[0], raw).sum(3)
+
+    def score(self, view: object, new: New) -> OldestFirst:
+        """Return the order of the text."""
+        return OldestFirst()
+
+
+def query_means(
+    model: Model, texts: Iterable[Int[np.ndarray, " n"]], show: Callable[[int], None] = lambda tokens: None
+) -> tuple[QueryMeans, int]:
+    """Return the mean queries of each layer, and the number of tokens that they are means of.
+
+    Args:
+        model: the model; all of its layers have RoPE.
+        texts: token ids of prompts; those of equal length share their compiled programs.
+        show: called with the number of tokens that have been read.
+
+    Raises:
+        ValueError: a layer has no RoPE.
+    """
+    policy = Policy(QuerySums(ropes_of(model)))
+    totals: Any = None
+    tokens = 0
+    for text in texts:
+        state, _ = prefill(model, policy, [text.tolist()], budget=1)
+        found = [[np.asarray(leaf[0], np.float64) for leaf in parts.score] for parts in state.storage.states()]
+        totals = found if totals is None else jax.tree.map(np.add, totals, found)
+        tokens += len(text)
+        show(tokens)
+    center, norm = (tuple(jnp.asarray(layer[i] / tokens) for layer in totals) for i in range(2))
+    return QueryMeans(center, norm), tokens

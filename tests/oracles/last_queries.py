@@ -1,0 +1,85 @@
+"""Scores by the last queries, which attend again to what is held before tokens leave; keys at original positions.
+
+A token's note is the mean attention of these queries and of a group's query heads.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from tests.oracles.decoder import softmax
+from tests.oracles.evict_every import EvictEvery
+
+
+class LastQueries(EvictEvery):
+    window: int
+    kernel: int
+    pooling: str
+    every: int
+
+    def start(self):
+        super().start()
+        self.asked: list[tuple[int, list[list[np.ndarray]]]] = []
+
+    def read(self, prompt):
+        for i in range(prompt.prompt_length):
+            self.asked.append((i, [[query[i] for query in group] for group in prompt.queries]))
+        self.look(prompt.prompt_length)
+
+    def turned(self, turn):
+        self.look(turn.prompt_length)
+
+    def note(self, h, new):
+        return 0.0
+
+    def after(self, new, probs):
+        self.asked.append((new.position, new.queries))
+        if (new.position + 1) % self.every == 0:
+            self.look(new.position + 1)
+
+    def look(self, length: int) -> None:
+        """Let the last queries of a text of so many tokens attend again."""
+        last = [(position, queries) for position, queries in self.asked if position >= length - self.window]
+        for h, head in enumerate(self.heads):
+            sums = [0.0] * len(head.positions)
+            for position, queries in last:
+                seen = [i for i, held in enumerate(head.positions) if held <= position]
+                keys = np.array([head.keys[i] for i in seen])
+                for query in queries[h]:
+                    for i, p in zip(seen, softmax(keys @ query / math.sqrt(len(query))), strict=True):
+                        sums[i] += p
+            head.notes = [total / (len(last) * self.groups) for total in sums]
+
+    def attention(self, h, new) -> list[float]:
+        """What the tokens before the window got, pooled over their neighbors there."""
+        head, read = self.heads[h], new.position + hasattr(new, "probs")
+        before = [i for i, position in enumerate(head.positions) if position < read - self.window]
+        half, found = self.kernel // 2, [0.0] * len(head.notes)
+        for i in before:
+            near = [head.notes[j] if j in before else 0.0 for j in range(i - half, i + half + 1)]
+            found[i] = max(near) if self.pooling == "max" else sum(near) / self.kernel
+        return found
+
+
+class SnapKVDecode(LastQueries):
+    def scores(self, h, new):
+        return self.attention(h, new)
+
+
+class RKV(LastQueries):
+    importance: float
+    threshold: float
+
+    def scores(self, h, new):
+        units = [key / math.sqrt(sum(x * x for x in key)) for key in self.heads[h].keys]
+        n = len(units)
+        cosine = [[0.0 if i == j else float(units[i] @ units[j]) for j in range(n)] for i in range(n)]
+        for row in cosine:
+            similar = [j for j, each in enumerate(row) if each > self.threshold]
+            if similar:
+                row[similar[-1]] = 0.0
+        redundancy = softmax(np.array([sum(row[i] for row in cosine) / n for i in range(n)]))
+        pairs = zip(self.attention(h, new), redundancy, strict=True)
+        return [self.importance * a - (1 - self.importance) * r for a, r in pairs]
