@@ -374,8 +374,8 @@ def test_a_step_of_the_embedded_model_needs_a_twentieth_of_its_cache(name: str, 
     if memory is None:
         pytest.skip("this backend has no memory analysis")
     # Where slots are compared with each other or with outputs, this takes a few numbers for each slot of a layer.
-    compared = ("cur", "triattention", "dropkv", "rkv", "criticalkv")
-    assert memory.temp_size_in_bytes < (0.2 if name in compared else 0.05) * kvjax.cache_bytes(state)
+    most = {"cur": 0.2, "triattention": 0.2, "dropkv": 0.2, "criticalkv": 0.2, "rkv": 0.4}
+    assert memory.temp_size_in_bytes < most.get(name, 0.05) * kvjax.cache_bytes(state)
 
 
 @pytest.mark.parametrize(
