@@ -96,7 +96,7 @@ SET: dict[str, dict[str, Any]] = {
 }
 
 
-EVICTS: dict[str, dict[str, Any]] = {"full": {}, "topk_oracle": {}, "fastgen": {}, "lightkv": {}}
+EVICTS: dict[str, dict[str, Any]] = {"full": {}, "topk_oracle": {}, "fastgen": {}, "lightkv": {}, "simlayerkv": {}}
 """Policies in which no eviction can wait for others."""
 
 

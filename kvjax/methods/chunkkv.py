@@ -11,10 +11,10 @@ from flax import struct
 from jaxtyping import Array, Float
 
 from kvjax.methods.register import register
-from kvjax.methods.registry import base_policy
+from kvjax.methods.registry import base_policy, name_of
 from kvjax.policies.policy import Policy
 from kvjax.policies.rankings import as_numbers
-from kvjax.policies.score import UNRANKED, Score, ScoreOver
+from kvjax.policies.score import UNRANKED, ScoreOver
 from kvjax.types import Heads, New, PyTree, View, check, nothing, setting
 
 if TYPE_CHECKING:
@@ -32,12 +32,12 @@ class ChunkSum(ScoreOver):
 
     Args:
         base_score: the other score s.
+        base: name of the policy that it belongs to.
         length: L, tokens of a chunk.
     """
 
     paper = "ChunkKV, arXiv 2502.00299"
 
-    base_score: Score
     length: int = setting(20)
 
     def __post_init__(self) -> None:
@@ -88,4 +88,4 @@ def chunkkv(*, base: str | Policy = "snapkv", length: int = ChunkSum.length, **s
         base: the policy that scores, by name or made.
     """
     chosen = base_policy(base, settings)
-    return dataclasses.replace(chosen, score=ChunkSum(chosen.score, length), name="chunkkv")
+    return dataclasses.replace(chosen, score=ChunkSum(chosen.score, name_of(chosen), length), name="chunkkv")

@@ -15,8 +15,8 @@ from kvjax.methods.registry import base_policy, name_of
 from kvjax.policies.policy import Policy
 from kvjax.policies.protection import recent_slots
 from kvjax.policies.rankings import as_numbers
-from kvjax.policies.score import Requirements, Score, ScoreOver
-from kvjax.types import New, PyTree, View, number, setting, wide
+from kvjax.policies.score import Requirements, ScoreOver
+from kvjax.types import New, PyTree, View, number, wide
 
 if TYPE_CHECKING:
     from kvjax.models.model import LanguageModel
@@ -47,8 +47,6 @@ class Critical(ScoreOver):
     paper = "CriticalKV, Feng et al. 2025, arXiv 2502.03805, Algorithm 1"
     of_heads = ("outputs",)
 
-    base_score: Score
-    base: str = setting("h2o")
     sinks: int = number(0)
     recent: int | float = number(0)
     epsilon: float = number(1e-4)

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float
 from kvjax.policies.base import Part
 from kvjax.policies.rankings import Ranking
 from kvjax.policies.stats import Sums
-from kvjax.types import Heads, New, PyTree, View, check, nothing
+from kvjax.types import Heads, New, PyTree, View, check, nothing, setting
 
 if TYPE_CHECKING:
     from typing import Self
@@ -206,9 +206,11 @@ class ScoreOver(Score, interface=True):
 
     Args:
         base_score: the other score.
+        base: name of the policy that it belongs to.
     """
 
     base_score: Score
+    base: str = setting("")
 
     @property
     def requires(self) -> Requirements:
