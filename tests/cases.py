@@ -347,6 +347,12 @@ POLICIES: dict[str, Case] = {
 PROMPT_METHODS = ("expected_attention", "lagkv", "leverage", "noncausal", "compactor", "capkv", "chunkkv", "finch")
 """Methods that rank a prompt once, from keys, values and queries."""
 
+RECENT = {
+    *PROMPT_METHODS,
+    *("cur", "vase", "rkv", "dropkv", "criticalkv", "snapkv_decode", "triattention", "simlayerkv", "keydiff"),
+}
+"""Methods beside those of the five papers: no part of the core tests, and compared over fewer steps."""
+
 FIRST = list({case.policy: name for name, case in reversed(POLICIES.items())}.values())
 """One case of each policy, for promises that its settings cannot touch."""
 
