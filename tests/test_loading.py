@@ -397,7 +397,7 @@ YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
         ({"head_dim": 7}, "width must be even, not 7"),
         ({"num_key_value_heads": 3}, "4 query heads cannot share 3 KV heads evenly"),
         ({"eos_token_id": "x"}, "eos_token_id must be a token id or a list of them, not 'x'"),
-        ({"quantization_config": {"bits": 4}}, "quantization_config is not supported"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config with .* is not supported"),
         (
             {"model_type": "qwen2", "use_sliding_window": True, "layer_types": ["full"]},
             "layer_types must be 2 of full_",

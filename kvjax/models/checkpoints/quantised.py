@@ -15,9 +15,10 @@ from kvjax.models.families.quantization import Quantization
 _PER_BLOCK = 32
 """Numbers of an MXFP4 block, two in each byte."""
 _FP4 = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], np.float32)
-_FP4 = np.concatenate([_FP4, -_FP4])
-_PAIRS = _FP4[np.stack([np.arange(256) & 15, np.arange(256) >> 4], axis=1)]
+_PAIRS = np.concatenate([_FP4, -_FP4])[np.stack([np.arange(256) & 15, np.arange(256) >> 4], axis=1)]
 """The two numbers of each byte, the one in the low bits first."""
+_POWERS = np.append(np.ldexp(np.float32(1), np.arange(255) - 127), np.float32(np.nan))
+"""The factor of each scale E8M0."""
 _SCALES = ("_scale_inv", "_scale")
 _CODES = ("F8_E4M3", "I8")
 
@@ -71,9 +72,7 @@ def of_mxfp4(blocks: UInt8[np.ndarray, "out n 16"], scales: UInt8[np.ndarray, "o
         scales: exponents with a bias of 127; 255 is NaN.
     """
     numbers = _PAIRS[blocks].reshape(*scales.shape, _PER_BLOCK)
-    factors = np.ldexp(np.float32(1), scales.astype(np.int32) - 127)
-    factors = np.where(scales == 255, np.float32(np.nan), factors)
-    return (numbers * factors[..., None]).reshape(len(scales), -1)
+    return (numbers * _POWERS[scales][..., None]).reshape(len(scales), -1)
 
 
 def _of_codes(name: str, codes: Tensor, scales: Tensor, block: tuple[int, int] | None) -> Tensor:
