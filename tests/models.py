@@ -186,7 +186,7 @@ MODELS: Mapping[str, Callable[[], Any]] = {
 """Hugging Face configs of every variant that kvjax reads."""
 
 
-def random_checkpoint(name: str, directory: Path, **saving: Any) -> Any:
+def random_checkpoint(name: str, directory: Path, vocab_size: int | None = None, **saving: Any) -> Any:
     """Save a random checkpoint of a variant and return transformers' own PyTorch model of it."""
     import torch
     import transformers
@@ -194,7 +194,9 @@ def random_checkpoint(name: str, directory: Path, **saving: Any) -> Any:
     torch.set_num_threads(1)  # on small models its threads wait for each other, a hundred times as long
     torch.manual_seed(0)
     # With attn_implementation="eager" transformers adds Falcon's ALiBi twice.
-    model = transformers.AutoModelForCausalLM.from_config(MODELS[name]()).eval()
+    config = MODELS[name]()
+    config.vocab_size = vocab_size or config.vocab_size
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
         for place, parameter in model.named_parameters():
             if parameter.ndim == 1 or place.endswith("bias"):  # biases and norm scales start as zeros and ones
