@@ -163,7 +163,8 @@ def test_layers_with_a_window_are_a_window_policy(name: str, x64: None) -> None:
     "name",
     [
         *("h2o", "less-performer"),
-        *(slow(name) for name in ("keyformer", "fastgen", "tova", "less+keyformer", "less+snapkv+adakv", "h2o+int8")),
+        *(slow(name) for name in ("keyformer", "fastgen", "tova", "less+keyformer", "less+snapkv+adakv")),
+        *(slow(name) for name in ("h2o+int8", "h2o+topk")),
     ],
 )
 def test_learned_sinks_take_part_of_the_output_and_no_part_of_the_scores(name: str, x64: None) -> None:

@@ -17,6 +17,7 @@ import kvjax
 from kvjax.cli.main import main
 from kvjax.models import LoadError
 from kvjax.models.checkpoints.quantised import of_mxfp4
+from kvjax.models.experts import Experts
 from kvjax.models.families import read_model_config
 from tests.models import random_checkpoint
 
@@ -87,7 +88,9 @@ def test_mxfp4_experts_of_gpt_oss(tmp_path: Path) -> None:
     quantise(tmp_path, {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}, compact)
     model = kvjax.load(tmp_path)
     jax.tree.map(np.testing.assert_array_equal, model.weights, whole.weights)
-    experts = kvjax.load(tmp_path, weights="int8").weights.layers[0].mlp.experts
+    mlp = kvjax.load(tmp_path, weights="int8").weights.layers[0].mlp
+    assert isinstance(mlp, Experts)
+    experts = mlp.experts
     assert experts.up.weight.dtype == np.int8 and experts.up.weight.shape == (8, 96, 64)
 
     compact["model.layers.1.mlp.experts.down_proj_scales"] = np.zeros((8, 64, 2), np.uint8)
@@ -116,7 +119,7 @@ def test_weights_of_8_bits(kind: str, tmp_path: Path) -> None:
             scale = rng.uniform(0.01, 0.02, count).astype(np.float32)
             factors = np.kron(np.atleast_2d(scale), np.ones(blocks, np.float32))[:out, :into]
             compact[name], compact[f"{name}_scale_inv"] = numbers.view(np.uint8), scale
-            compact[name.replace("weight", "activation_scale")] = np.float32([1])
+            compact[name.replace("weight", "activation_scale")] = np.ones(1, np.float32)
         tensors[name] = numbers.astype(np.float32) * factors
     save_file(tensors, tmp_path / "model.safetensors")
     whole = kvjax.load(tmp_path)

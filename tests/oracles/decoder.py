@@ -202,7 +202,7 @@ class Oracle:
 
     def total(self, h: int, g: int, query: np.ndarray, logits: np.ndarray) -> float:
         """Denominator of what query head g reads from head h."""
-        return np.exp(logits).sum()
+        return np.exp(logits)[list(self.reads(softmax(logits)))].sum()
 
     def after(self, new: New, probs: list[list[np.ndarray]]) -> None:
         pass
