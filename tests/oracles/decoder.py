@@ -321,7 +321,8 @@ class Decoder:
                     logits = logits + oracle.bias(h, g, head.positions[seen])
                     matrix[i, seen] = softmax(logits)
                     out = oracle.attend(h, g, rotated[i], matrix[i])
-                    read[i][h].append(out * beside_sink(layer, h * oracle.groups + g, np.exp(logits).sum()))
+                    total = oracle.total(h, g, rotated[i], logits)
+                    read[i][h].append(out * beside_sink(layer, h * oracle.groups + g, total))
                 queries[h].append(rotated)
                 probs[h].append(matrix)
         keys = [np.array(head.keys) for head in oracle.heads]
