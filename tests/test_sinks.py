@@ -13,6 +13,7 @@ import kvjax
 from kvjax.evaluation.masked import masked_perplexity
 from kvjax.evaluation.perplexity import perplexity
 from kvjax.models import Rope
+from kvjax.models.families import read_model_config
 from kvjax.training.less.collect import collect
 from kvjax.types import Kernels
 from pallas_kernels.attention import Partial, with_sink
@@ -39,6 +40,16 @@ def test_a_sink_is_a_key_without_a_value() -> None:
     np.testing.assert_allclose(found.out, out / total[..., None], rtol=1e-4, atol=1e-6)
     np.testing.assert_allclose(found.lse, np.log(total), rtol=1e-4)
     assert with_sink(of_tokens, None) is of_tokens
+
+
+def test_defaults_are_those_of_transformers() -> None:
+    transformers = pytest.importorskip("transformers")
+    settings = transformers.GptOssConfig().to_dict()
+    config = read_model_config(settings)[1]
+    assert config.windows == (128, None) * 18 and config.rope is not None and config.rope.factor == 32
+    left_out = ("rope_parameters", "layer_types", "head_dim", "attention_bias", "sliding_window", "swiglu_limit")
+    left_out += ("swiglu_alpha", "num_experts_per_tok", "num_local_experts", "rms_norm_eps", "num_key_value_heads")
+    assert read_model_config({name: x for name, x in settings.items() if name not in left_out})[1] == config
 
 
 def test_masks_of_decoding_are_decoding() -> None:
