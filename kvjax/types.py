@@ -146,6 +146,9 @@ class New(struct.PyTreeNode):
     """Indices of these KV heads; None for all of them in order."""
     layer: int | Int[Array, ""] = 0
     """Index of the layer; an array if layers share a program, see `Part.layer`."""
+    sink_logits: Float[Array, "h g"] | None = None
+    """Logit of each query head's learned sink, in the denominator of the softmax alone; None for a layer without
+    sinks, and for a block of pages."""
     config: LayerConfig | None = setting(None)
     """Attention of the layer; None stands for a layer without a window."""
     given: bool = setting(True)

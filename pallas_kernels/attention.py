@@ -160,6 +160,19 @@ def merge(a: Partial, b: Partial) -> Partial:
     return Partial(out, jnp.where(total > 0, finite + jnp.log(safe_total), -jnp.inf))
 
 
+def with_sink(attended: Partial, logits: Float[Array, "h g"] | None) -> Partial:
+    """Add a sink's logit to the denominator of each query head's softmax: one more part, without a value.
+
+    Args:
+        attended: attention of queries over their tokens.
+        logits: the sinks' logits; None for a model without sinks.
+    """
+    if logits is None:
+        return attended
+    lse = jnp.broadcast_to(logits[..., None].astype(attended.lse.dtype), attended.lse.shape)
+    return merge(attended, Partial(jnp.zeros_like(attended.out), lse))
+
+
 def share_of_evicted(memory: LowRank) -> Partial:
     """Return attention over LESS's memory (equation 3): phi H / phi z, of mass phi z; an empty part if that is 0."""
     phi, h, z = memory

@@ -34,6 +34,7 @@ WIDE_NORMS = small_config(
     4, 2, query_key_norms=True, query_key_norm_over="heads", pre_norms=False, post_norms=True, residual_scale=0.5
 )
 GROWING = small_config(4, 2, query_growth=(0.5, 16))
+SINKS = small_config(4, 2, sinks=True)
 LOCAL = small_config(4, 2, windows=(12, None), ropes=(Rope(width=8, theta=100.0), Rope(width=8)))
 
 
@@ -131,6 +132,17 @@ MODELS: Mapping[str, Callable[[], Any]] = {
     ),
     "mixtral": lambda: _huggingface("MixtralConfig", num_local_experts=4),
     "olmoe": lambda: _huggingface("OlmoeConfig", num_experts=8, num_experts_per_tok=3, clip_qkv=0.8, pad_token_id=0),
+    "gpt_oss": lambda: _huggingface(
+        "GptOssConfig",
+        num_hidden_layers=3,
+        head_dim=24,
+        sliding_window=16,
+        num_local_experts=8,
+        num_experts_per_tok=3,
+        swiglu_limit=1.5,
+        rope_parameters=_YARN | {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": False},
+        pad_token_id=0,
+    ),
     "ministral3": lambda: _huggingface(
         "Ministral3Config",
         initializer_range=0.15,  # at 0.2 angles in float32 alone make a difference of 2e-4
@@ -174,7 +186,7 @@ MODELS: Mapping[str, Callable[[], Any]] = {
 """Hugging Face configs of every variant that kvjax reads."""
 
 
-def random_checkpoint(name: str, directory: Path, **saving: Any) -> Any:
+def random_checkpoint(name: str, directory: Path, vocab_size: int | None = None, **saving: Any) -> Any:
     """Save a random checkpoint of a variant and return transformers' own PyTorch model of it."""
     import torch
     import transformers
@@ -182,10 +194,12 @@ def random_checkpoint(name: str, directory: Path, **saving: Any) -> Any:
     torch.set_num_threads(1)  # on small models its threads wait for each other, a hundred times as long
     torch.manual_seed(0)
     # With attn_implementation="eager" transformers adds Falcon's ALiBi twice.
-    model = transformers.AutoModelForCausalLM.from_config(MODELS[name]()).eval()
+    config = MODELS[name]()
+    config.vocab_size = vocab_size or config.vocab_size
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim == 1:  # biases and norm scales, which start as zeros and ones
+        for place, parameter in model.named_parameters():
+            if parameter.ndim == 1 or place.endswith("bias"):  # biases and norm scales start as zeros and ones
                 parameter.add_(0.3 * torch.randn_like(parameter))
     model.save_pretrained(directory, **saving)
     return model

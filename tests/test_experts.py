@@ -25,7 +25,7 @@ from kvjax.models.experts import Experts, block_size, blocks
 from kvjax.models.families import read_model_config
 from kvjax.models.weights import leaf_name
 from kvjax.tiny import WEIGHTS
-from tests.models import MIXED, random_model
+from tests.models import MIXED, random_checkpoint, random_model
 
 SETTINGS = {
     "model_type": "qwen3_moe",
@@ -196,11 +196,17 @@ COMMANDS = {
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
 @pytest.mark.parametrize("name", COMMANDS)
-def test_the_command_line_writes_the_same_on_one_device_and_on_eight(name: str, tmp_path: Path) -> None:
+def test_the_command_line_writes_the_same_on_one_device_and_on_eight(name: str, family: str, tmp_path: Path) -> None:
+    vocab_size = json.loads((WEIGHTS / "config.json").read_text())["vocab_size"]
+    if family == "gpt_oss":
+        pytest.importorskip("torch")
+        random_checkpoint(family, tmp_path, vocab_size=vocab_size)
+    else:
+        write(tmp_path, vocab_size=vocab_size)
     for file in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(WEIGHTS / file, tmp_path)
-    write(tmp_path, vocab_size=json.loads((WEIGHTS / "config.json").read_text())["vocab_size"])
     words = ["generate", "--model", str(tmp_path), "--prompt", "Once upon a time there was a fox and a fox.", "--json"]
     words += [*COMMANDS[name], "--temperature", "0", "--ignore-eos", "--max-new-tokens", "12"]
     words += [] if name == "fastgen" else ["--budget", "10"]

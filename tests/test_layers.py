@@ -36,6 +36,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "soft cap of the logits": {"logit_soft_cap": 0.8, "tied": True},
     "narrow values": {"value_width": 3},
     "wide values": {"value_width": 20, "qkv_bias": True},
+    "sinks": {"sinks": True, "windows": (None, 4), "soft_cap": 0.4},
     "alibi": {"position": "alibi", "rope": None, "windows": (None, 4), "soft_cap": 0.4},
     "alibi of its own, scales, clipping": {
         **{"position": "alibi", "rope": None, "slopes": (0.5, 0.1, 0.02, 0.3)},

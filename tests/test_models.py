@@ -160,8 +160,8 @@ def test_checkpoint_of_the_model_without_its_head(tmp_path: Path) -> None:
     jax.tree.map(np.testing.assert_array_equal, bare.weights, whole.weights)
 
 
-GREEDY = ("gemma3", "phi3", "gpt2", "mpt")
-"""Models of which the default suite compares greedy text: windows, lengths, learned positions, ALiBi."""
+GREEDY = ("gemma3", "phi3", "gpt2", "mpt", "gpt_oss")
+"""Models of which the default suite compares greedy text: windows, lengths, learned positions, ALiBi, sinks."""
 
 
 @pytest.mark.parametrize("name", [name if name in GREEDY else slow(name) for name in MODELS])

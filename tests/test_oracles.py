@@ -17,7 +17,7 @@ from kvjax.models import ModelConfig
 from kvjax.policies import Policy
 from tests.cases import FIRST, PAIRS, POLICIES, RARE, RECENT, Case, core, slow
 from tests.held import kept, unpacked
-from tests.models import GQA, LEARNED, LOCAL, MHA, MQA, PARTIAL, SLOPED, random_model
+from tests.models import GQA, LEARNED, LOCAL, MHA, MQA, PARTIAL, SINKS, SLOPED, random_model
 from tests.oracles.decoder import Decoder
 
 STEPS = 300
@@ -165,3 +165,15 @@ def test_equals_its_oracle_on_the_embedded_model(name: str, x64: None) -> None:
 )
 def test_layers_with_a_window_are_a_window_policy(name: str, x64: None) -> None:
     compare_with_oracle((POLICIES | PAIRS)[name], _random(LOCAL), (41, 9), 30)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("h2o", "less-performer"),
+        *(slow(name) for name in ("keyformer", "fastgen", "tova", "less+keyformer", "less+snapkv+adakv")),
+        *(slow(name) for name in ("h2o+int8", "h2o+topk")),
+    ],
+)
+def test_learned_sinks_take_part_of_the_output_and_no_part_of_the_scores(name: str, x64: None) -> None:
+    compare_with_oracle((POLICIES | PAIRS)[name], _random(SINKS), (41, 9), 30)

@@ -37,8 +37,10 @@ def attend_token(
     asks: PyTree,
     low_rank: LowRank | None,
     selection: Selection | None,
-) -> tuple[Float[Array, "b h g 1 e"], PyTree]:
+) -> tuple[Partial, PyTree]:
     """Attend from one token per row to its slots, and compute the requested statistics.
+
+    Statistics are those of the softmax over the slots: neither evicted pairs nor a learned sink are in it.
 
     Args:
         config: of the layer.
@@ -66,12 +68,14 @@ def attend_token(
     if new.spread.slots > 1:
         return _shared(found, given, view.position, new, asks, low_rank, selection)
     if selection is None:
-        return found.out[:, :, :, None], told(asks, found, given, view.position, new, summed=summed)
+        partial = Partial(found.out[:, :, :, None], found.lse[..., None])
+        return partial, told(asks, found, given, view.position, new, summed=summed)
     assert found.scores is not None
     probs = found.scores[:, :, :, None]
-    read = narrowed(selection, probs, given.v, new, found.lse[..., None])
-    out = read.out if low_rank is None else merge(read, share_of_evicted(low_rank)).out
-    return out, answered(asks, probs, lambda: whole(given.v, probs.dtype), view.position, new)
+    partial = narrowed(selection, probs, given.v, new, found.lse[..., None])
+    if low_rank is not None:
+        partial = merge(partial, share_of_evicted(low_rank))
+    return partial, answered(asks, probs, lambda: whole(given.v, probs.dtype), view.position, new)
 
 
 def wanted(asks: PyTree, new: New) -> tuple[str | Gumbel | None, bool]:
@@ -112,7 +116,7 @@ def _shared(
     asks: PyTree,
     low_rank: LowRank | None,
     selection: Selection | None,
-) -> tuple[Float[Array, "b h g 1 e"], PyTree]:
+) -> tuple[Partial, PyTree]:
     # Returns attention of heads that share their slots with other devices, and the statistics of this device's slots.
     # Only the output features that this device's output weights read are valid.
     # One collective carries log-sum-exps, counts and, without a selection, outputs.
@@ -151,8 +155,9 @@ def _shared(
         assert probs is not None and selection is not None
         out, lse = narrowed(selection, probs, given.v, new, lse[..., None])
         out, lse = new.spread.over_slots(out), lse[..., 0]
+    partial = Partial(out, lse[..., None])
     if low_rank is not None:  # replicated on these devices
-        out = merge(Partial(out, lse[..., None]), share_of_evicted(low_rank)).out
+        partial = merge(partial, share_of_evicted(low_rank))
 
     def answer(i: int, ask: Ask) -> Any:
         assert probs is not None
@@ -167,7 +172,7 @@ def _shared(
         own = shares[..., 1 + list(powers).index(i), None, None]
         return over_heads(ask, summed(ask, of_here * own), new)
 
-    return out, tree.unflatten(answer(i, ask) for i, ask in enumerate(leaves))
+    return partial, tree.unflatten(answer(i, ask) for i, ask in enumerate(leaves))
 
 
 def _share(part: Float[Array, "*n"], whole: Float[Array, "*n"]) -> Float[Array, "*n"]:
@@ -187,7 +192,7 @@ def attend_block(
     asks: PyTree,
     low_rank: LowRank | None,
     selection: Selection | None,
-) -> tuple[Float[Array, "b h g t e"], PyTree]:
+) -> tuple[Partial, PyTree]:
     """Attend from a block of a text to all slots, of which the last hold the block; see `attend_token`."""
     leaves, tree = questions(asks)
     kinds = [_question(ask, prompt=True) for ask in leaves]
@@ -236,7 +241,7 @@ def attend_block(
     partial = Partial(share.whole(partial.out, 3), lse)
     if low_rank is not None:
         partial = merge(partial, share_of_evicted(low_rank))
-    return partial.out, tree.unflatten(answers[i] for i in range(len(leaves)))
+    return partial, tree.unflatten(answers[i] for i in range(len(leaves)))
 
 
 def _question(ask: Ask, prompt: bool) -> Question | None:

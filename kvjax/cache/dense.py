@@ -241,9 +241,9 @@ class Dense(struct.PyTreeNode):
         given = policy.codec.operands(config, view, new, block=block)
         attend = attention.attend_block if block else attention.attend_token
         own = without_again(asks)
-        out, answers = attend(config, given, view, new, own, low_rank, selection)
+        partial, answers = attend(config, given, view, new, own, low_rank, selection)
         earlier = functools.partial(policy.codec.earlier, config, view, given, new)
-        return self, Attended(out, with_again(asks, answers, config, given, view, earlier))
+        return self, Attended(partial, with_again(asks, answers, config, given, view, earlier))
 
     def fold(self, policy: Policy, layer: int, asks: PyTree, answers: PyTree, new: New) -> Dense:
         """Update scores with the requested statistics; without statistics the scores include them already."""

@@ -15,6 +15,7 @@ from kvjax.policies.protection import Protected
 from kvjax.policies.rankings import Ranking, as_numbers
 from kvjax.types import SLOTS, Evicted, LayerConfig, New, PyTree, View, restored
 from pallas_kernels import ranking
+from pallas_kernels.attention import Partial
 from pallas_kernels.ranking import Protection
 
 TOKEN_BLOCK = 64
@@ -22,9 +23,9 @@ TOKEN_BLOCK = 64
 
 
 class Attended(NamedTuple):
-    """Attention over a layer's slots, with the statistics that the policy requested."""
+    """Attention over a layer's slots and evicted pairs, with the statistics that the policy requested."""
 
-    out: Float[Array, "b h g t e"]
+    partial: Partial
     answers: Any
     """Statistics in the storage's own format, for its `fold`."""
 

@@ -11,11 +11,10 @@ from jaxtyping import Array, Float
 from kvjax.cache import slots
 from kvjax.cache.dense import Dense
 from kvjax.cache.paged.storage import Paged
-from kvjax.cache.slots import Attended
 from kvjax.policies.policy import Policy
 from kvjax.policies.stats import is_ask, of_all_layers, of_devices, of_own_heads, questions
 from kvjax.types import Evicted, Heads, LayerConfig, New, PyTree
-from pallas_kernels.attention import LowRank
+from pallas_kernels.attention import LowRank, with_sink
 
 Storage = Dense | Paged
 
@@ -31,7 +30,8 @@ class Pending(NamedTuple):
 class _Attended(NamedTuple):
     storage: Storage
     asks: PyTree
-    found: Attended
+    out: Float[Array, "b h g 1 e"]
+    answers: Any
 
 
 def step(
@@ -47,8 +47,8 @@ def step(
         new: one token per row; a row of padding changes nothing.
 
     Returns:
-        The cache, attention over slots and evicted pairs, and statistics that have to be summed over devices or layers
-        before they update the score.
+        The cache, attention over slots, evicted pairs and the sink, and statistics that have to be summed over devices
+        or layers before they update the score.
     """
     if policy.score.requires.host_memory:
         storage = storage.moved(layer, jax.memory.Space.Device)
@@ -59,7 +59,7 @@ def step(
         return of_own_heads(asks) if new.spread.heads > 1 and new.spread.outputs == 1 else asks
 
     done = _in_one_pass(config, policy, storage, layer, new, asked)
-    storage, asks, (out, answers) = done or _in_two_passes(config, policy, storage, layer, new, asked)
+    storage, asks, out, answers = done or _in_two_passes(config, policy, storage, layer, new, asked)
     if of_all_layers(asks) or of_devices(asks):
         return storage, out, [Pending(asks, answers, new)]
     storage = update_score(policy, storage, layer, asks, answers, new)
@@ -82,13 +82,14 @@ def _in_one_pass(
     if done is None:
         return None
     storage, asks, (partial, answers, evicted) = done
+    partial = with_sink(partial, new.sink_logits)
     if evicted is None:
-        return _Attended(storage, asks, Attended(partial.out, answers))
+        return _Attended(storage, asks, partial.out, answers)
     assert policy.residual is not None  # only a residual requests the evicted pair
     with jax.named_scope("residual"):
         # Absorbed late, to the same effect: the residual has its own state.
         state, out = policy.residual.step(storage.heads(layer).state.residual, evicted, new, partial)
-        return _Attended(storage.put_state(layer, residual=state), asks, Attended(out, answers))
+        return _Attended(storage.put_state(layer, residual=state), asks, out, answers)
 
 
 def _in_two_passes(
@@ -98,7 +99,8 @@ def _in_two_passes(
     asks, low_rank = asked(storage.heads(layer)), low_rank_of(policy, storage, layer, new)
     with jax.named_scope("attention"):
         storage, found = storage.attend(policy, config, layer, new, asks, low_rank, policy.selection)
-    return _Attended(storage, asks, found)
+        out = with_sink(found.partial, new.sink_logits).out
+    return _Attended(storage, asks, out, found.answers)
 
 
 def exchange(

@@ -19,7 +19,7 @@ from kvjax.inference.layers import Reading
 from kvjax.inference.state import State, cache_bytes, full_cache_bytes
 from kvjax.methods.registry import name_of
 from kvjax.model import Model
-from kvjax.models.decoder import block, embed, unembed
+from kvjax.models.decoder import block, embed, sink_logits_of, unembed
 from kvjax.policies.allocation import Plan
 from kvjax.policies.policy import Policy
 from kvjax.rope import rotate
@@ -124,7 +124,13 @@ def replayed(
     looked: list[Any] = []
 
     def attention(
-        index: int, shape: LayerConfig, x: Float[Array, "b n width"], q: Array, k: Array, v: Array
+        index: int,
+        shape: LayerConfig,
+        x: Float[Array, "b n width"],
+        sink_logits: Array | None,
+        q: Array,
+        k: Array,
+        v: Array,
     ) -> Float[Array, "b h g n e"]:
         own, lse = policy.layer(index), jnp.zeros(q.shape[:-1], wide(q.dtype))
         if mask == "full-softmax":
@@ -146,7 +152,7 @@ def replayed(
                 seed=state.seed,
                 given=False,
             )
-            new = reading.new(shape, index, hidden, q, k, v)
+            new = reading.new(shape, index, hidden, q, k, v, sink_logits=sink_logits)
             storage, told, found = replay(shape, own, mask, storage, new, lse)
             storage = update_score(own, storage, index, told.asks, told.answers, new)
             return (storage, look(sums, storage.layers[index], new, own, found)), found.partial.out
@@ -159,5 +165,6 @@ def replayed(
 
     x = embed(weights, config, tokens, positions)
     for index, (layer, shape) in enumerate(zip(weights.layers, config.layer_configs, strict=True)):
-        x = block(layer, config, shape, x, positions, functools.partial(attention, index, shape, x))
+        of_layer = functools.partial(attention, index, shape, x, sink_logits_of(layer, shape))
+        x = block(layer, config, shape, x, positions, of_layer)
     return x, looked

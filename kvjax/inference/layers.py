@@ -18,12 +18,13 @@ from kvjax.cache.dense import Dense
 from kvjax.cache.paged.build import Selected, select
 from kvjax.cache.step import Pending, Storage, low_rank_of, step, sum_over_layers, update_score
 from kvjax.models.config import ModelConfig
-from kvjax.models.decoder import LayerWeights, Weights, embed, finish_block, project
+from kvjax.models.decoder import LayerWeights, Weights, embed, finish_block, project, sink_logits_of
 from kvjax.policies.base import Part
 from kvjax.policies.policy import Policy
 from kvjax.policies.stats import of_all_layers, of_devices, questions
 from kvjax.rope import Rope, Turns, turns_of
 from kvjax.types import Kernels, LayerConfig, New, PyTree, setting
+from pallas_kernels.attention import with_sink
 
 
 class Reading(struct.PyTreeNode):
@@ -52,6 +53,7 @@ class Reading(struct.PyTreeNode):
         k: Array,
         v: Array,
         turns: Turns | None = None,
+        sink_logits: Array | None = None,
     ) -> New:
         """Make a layer's `New` from the input of its block and its unrotated queries, keys and values.
 
@@ -61,6 +63,7 @@ class Reading(struct.PyTreeNode):
             x: input of its block.
             q, k, v: unrotated.
             turns: rotations of `config.rope`, if layers share them.
+            sink_logits: of the layer's query heads; None for a layer without sinks.
         """
         raw_q, raw_k = q, k
         if config.rope is not None:
@@ -82,6 +85,7 @@ class Reading(struct.PyTreeNode):
             seed=self.seed,
             head=config.numbers(x.shape[0]),
             layer=layer,
+            sink_logits=sink_logits,
             config=config,
             given=self.given,
             kernels=self.kernels,
@@ -187,7 +191,7 @@ def _through_layer(
 
     with layer_numbered(policy, number):
         normed, q, k, v = project(layer, config, kind, x, reading.position)
-        new = reading.new(kind, number, x, q, k, v, turns)
+        new = reading.new(kind, number, x, q, k, v, turns, sink_logits_of(layer, kind))
         storage, out, told = step(kind, policy, storage, place, new)
         for each in told:
             (of_heads if of_devices(each.asks) else pending).append(each)
@@ -265,7 +269,7 @@ def read_layers(
     for index, (layer, shape, policy) in enumerate(zip(layers, shapes, policies, strict=True)):
         with layer_numbered(policy, numbers[index]):
             normed, q, k, v = project(layer, config, shape, x, reading.position)
-            new = reading.new(shape, numbers[index], x, q, k, v)
+            new = reading.new(shape, numbers[index], x, q, k, v, sink_logits=sink_logits_of(layer, shape))
             if host_memory:
                 storage = storage.moved(index, jax.memory.Space.Device)
             storage = storage.append(policy, shape, index, new)
@@ -279,7 +283,7 @@ def read_layers(
             else:
                 storage, of_layer = _kept(policy, shape, storage, index, told, capacities[index], first)
                 kept.append(of_layer)
-            x = finish_block(layer, config, shape, x, normed, found.out)
+            x = finish_block(layer, config, shape, x, normed, with_sink(found.partial, new.sink_logits).out)
     for index, told in enumerate(sum_over_layers(pending)):
         storage, of_layer = _kept(policies[index], shapes[index], storage, index, told, capacities[index], first)
         kept.append(of_layer)

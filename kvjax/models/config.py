@@ -23,6 +23,7 @@ class Mixture:
         width: inner size of one expert.
         renormalised: True if the weights of a token's experts sum to 1.
         dense_layers: numbers of the layers that keep one MLP.
+        router_bias: True if the router adds a bias to its logits (gpt-oss).
     """
 
     count: int
@@ -30,6 +31,7 @@ class Mixture:
     width: int
     renormalised: bool = True
     dense_layers: tuple[int, ...] = ()
+    router_bias: bool = False
 
     def __post_init__(self) -> None:
         if not 0 < self.used <= self.count:
@@ -55,6 +57,8 @@ class ModelConfig:
         activation: activation function of the MLP.
         mixture: experts in place of MLPs; None for a model without them.
         gated_mlp: True if the MLP multiplies by an activated gate (SwiGLU).
+        clamped_swiglu: slope and limit of a product g sigmoid(slope g) (u + 1) of gate g, bounded above, and u, bounded
+            on both sides (gpt-oss: 1.702 and 7); None for activation(g) u.
         parallel: True if attention and MLP read the same input and their outputs are added (GPT-J, Falcon).
         position: encoding of positions: `rope`, `learned` embeddings or `alibi` biases.
         rope: settings of RoPE if `position` is `rope`.
@@ -80,6 +84,7 @@ class ModelConfig:
         attention_scales: factor of each layer, replacing `attention_scale`; None for the same in all layers.
         query_growth: slope and length of the factor of queries, 1 + slope ln(1 + floor(position / length)), as in
             Ministral 3 (0.1 and 16384); None for 1.
+        sinks: True if the softmax of each query head has a learned logit in its denominator (gpt-oss).
         soft_cap: bound on attention logits, cap tanh(x / cap) (Gemma 2: 50); None for no bound.
         logit_soft_cap: the same bound on the final logits (Gemma 2: 30).
         logit_scale: factor of the final logits, applied before their bound; None for 1.
@@ -106,6 +111,7 @@ class ModelConfig:
     activation: Literal["silu", "gelu", "gelu_tanh", "relu"] = "silu"
     mixture: Mixture | None = None
     gated_mlp: bool = True
+    clamped_swiglu: tuple[float, float] | None = None
     parallel: bool = False
     position: Literal["rope", "learned", "alibi"] = "rope"
     rope: Rope | None = None
@@ -130,6 +136,7 @@ class ModelConfig:
     attention_scale: float | None = None
     attention_scales: tuple[float, ...] | None = None
     query_growth: tuple[float, int] | None = None
+    sinks: bool = False
     soft_cap: float | None = None
     logit_soft_cap: float | None = None
     logit_scale: float | None = None

@@ -18,7 +18,7 @@ from kvjax.models.int8 import product_with_codes
 from kvjax.models.matmul import in_blocks, product
 from kvjax.rope import rotate
 from kvjax.types import HEADS, SLOTS, LayerConfig
-from pallas_kernels.attention import QUERY_BLOCK, attend, join_queries, query_block, split_queries, wide
+from pallas_kernels.attention import QUERY_BLOCK, attend, join_queries, query_block, split_queries, wide, with_sink
 
 ACTIVATIONS: Mapping[str, Callable[[Array], Array]] = {
     "silu": jax.nn.silu,
@@ -93,7 +93,14 @@ class DenseMlp:
     def inner(self, x: Float[Array, "*b width"], config: ModelConfig) -> Float[Array, "*b inner"]:
         """Return the activations between the two products."""
         activation = ACTIVATIONS[config.activation]
-        return activation(self.up(x)) if self.gate is None else activation(self.gate(x)) * self.up(x)
+        if self.gate is None:
+            return activation(self.up(x))
+        gate, up = self.gate(x), self.up(x)
+        if config.clamped_swiglu is None:
+            return activation(gate) * up
+        slope, limit = config.clamped_swiglu
+        gate = jnp.minimum(gate, limit)
+        return gate * jax.nn.sigmoid(slope * gate) * (jnp.clip(up, -limit, limit) + 1)
 
 
 @struct.dataclass
@@ -101,7 +108,7 @@ class LayerWeights:
     """Weights of one decoder block.
 
     `attention_norm` is None if only outputs are normalised, and `mlp_norm` also if attention and MLP share one norm.
-    The last four are None in models without them.
+    The last five are None in models without them.
     """
 
     attention_norm: Norm | None
@@ -115,6 +122,7 @@ class LayerWeights:
     key_norm: Norm | None = None
     attention_post_norm: Norm | None = None
     mlp_post_norm: Norm | None = None
+    sink_logits: Float[Array, " heads"] | None = None
 
 
 @struct.dataclass
@@ -227,6 +235,11 @@ def project(
     return Projected(normed, q.transpose(0, 2, 3, 1, 4), k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3))
 
 
+def sink_logits_of(layer: LayerWeights, shape: LayerConfig) -> Float[Array, "h g"] | None:
+    """Return the logits of a layer's sinks by KV head; None for a layer without sinks."""
+    return None if layer.sink_logits is None else layer.sink_logits.reshape(shape.kv_heads, shape.groups)
+
+
 def _normalise_heads(
     layer: LayerWeights, config: ModelConfig, q: Float[Array, "b t f"], k: Float[Array, "b t f"]
 ) -> tuple[Float[Array, "b t f"], Float[Array, "b t f"]]:
@@ -307,12 +320,19 @@ def forward(
     tokens = jnp.where(positions < lengths[:, None], tokens, 0)
     x = embed(weights, config, tokens, positions)
     for layer, shape in zip(weights.layers, config.layer_configs, strict=True):
-        x = block(layer, config, shape, x, positions, functools.partial(_causal, shape, positions, lengths))
+        attention = functools.partial(_causal, shape, sink_logits_of(layer, shape), positions, lengths)
+        x = block(layer, config, shape, x, positions, attention)
     return unembed(weights, config, x)
 
 
 def _causal(
-    shape: LayerConfig, positions: Int[Array, "b t"], lengths: Int[Array, " b"], q: Queries, k: Keys, v: Values
+    shape: LayerConfig,
+    sink_logits: Float[Array, "h g"] | None,
+    positions: Int[Array, "b t"],
+    lengths: Int[Array, " b"],
+    q: Queries,
+    k: Keys,
+    v: Values,
 ) -> Attended:
     """Compute causal attention in blocks of queries, which avoids an n x n matrix."""
     q = rotate(shape.rope, q, positions[:, None, None], lengths)
@@ -322,7 +342,8 @@ def _causal(
     def attend_block(queries: tuple[Queries, Int[Array, "b t"]]) -> Attended:
         q, at = queries
         bias = spec.bias(at[:, None], key_positions)
-        return attend(q, k, v, spec.mask(at, key_positions), spec, bias)[0].out.astype(q.dtype)
+        of_tokens, _ = attend(q, k, v, spec.mask(at, key_positions), spec, bias)
+        return with_sink(of_tokens, sink_logits).out.astype(q.dtype)
 
     rows, t = positions.shape
     size = query_block(QUERY_BLOCK, rows)

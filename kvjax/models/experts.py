@@ -30,11 +30,12 @@ class Experts:
 
     router: Float[Array, "e width"]
     experts: DenseMlp
+    router_bias: Float[Array, " e"] | None = None
 
     def __call__(self, x: Float[Array, "b t width"], config: ModelConfig) -> Float[Array, "b t width"]:
         assert config.mixture is not None
         rows = x.reshape(-1, x.shape[-1])
-        weights, chosen = route(self.router, rows, config.mixture)
+        weights, chosen = route(self.router, rows, config.mixture, self.router_bias)
         here = self.experts.up.weight.shape[0]
         if not config.spread.experts:
             return self._mix(rows, weights, chosen, config).astype(x.dtype).reshape(x.shape)
@@ -74,10 +75,14 @@ class Experts:
 
 
 def route(
-    router: Float[Array, "e width"], x: Float[Array, "n width"], mixture: Mixture
+    router: Float[Array, "e width"],
+    x: Float[Array, "n width"],
+    mixture: Mixture,
+    bias: Float[Array, " e"] | None = None,
 ) -> tuple[Float[Array, "n k"], Int[Array, "n k"]]:
     """Return the weights and the numbers of the experts that each row uses, the most probable ones first."""
-    probs = jax.nn.softmax(product(x, router, wide(x.dtype)))
+    logits = product(x, router, wide(x.dtype))
+    probs = jax.nn.softmax(logits if bias is None else logits + bias)
     weights, chosen = jax.lax.top_k(probs, mixture.used)
     if mixture.renormalised:
         weights = weights / weights.sum(-1, keepdims=True)

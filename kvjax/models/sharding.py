@@ -41,6 +41,7 @@ AXES: Mapping[str, tuple[str | None, ...]] = {
     "key.weight": ("heads", None),
     "value.weight": ("heads", None),
     "output.weight": (None, "attended"),
+    "sink_logits": ("heads",),
     "query_norm.scale": ("normed",),
     "key_norm.scale": ("normed",),
     "experts.gate.weight": ("experts", None, None),

@@ -45,7 +45,8 @@ def weight_shapes(config: ModelConfig, dtype: DTypeLike = jnp.float32) -> Weight
         mixture = config.mixture
         if mixture is None or index in mixture.dense_layers:
             return dense(config.mlp_width)
-        return Experts(leaf(mixture.count, config.width), dense(mixture.width, mixture.count))
+        router_bias = leaf(mixture.count) if mixture.router_bias else None
+        return Experts(leaf(mixture.count, config.width), dense(mixture.width, mixture.count), router_bias)
 
     def layer(index: int, shape: LayerConfig) -> LayerWeights:
         heads, kv_heads = (shape.heads, shape.kv_heads) if config.query_key_norm_over == "heads" else (1, 1)
@@ -61,6 +62,7 @@ def weight_shapes(config: ModelConfig, dtype: DTypeLike = jnp.float32) -> Weight
             key_norm=norm(kv_heads * shape.key_width) if config.query_key_norms else None,
             attention_post_norm=norm() if config.post_norms else None,
             mlp_post_norm=norm() if config.post_norms else None,
+            sink_logits=leaf(shape.heads) if config.sinks else None,
         )
 
     learned = config.position == "learned"

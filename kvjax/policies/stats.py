@@ -33,6 +33,8 @@ class Noise(struct.PyTreeNode):
 class Sums(struct.PyTreeNode):
     r"""Attention that each slot receives, summed over the new queries: [b h c].
 
+    The softmax is that over the slots, without evicted pairs and without a learned sink (gpt-oss).
+
     .. math:: s_j = \sum_t w_t \, \mathrm{group}_g \, \mathrm{softmax}_j((x_{gtj} + \zeta_j) / \tau)
 
     Args:

@@ -200,6 +200,10 @@ class Oracle:
     def attend(self, h: int, g: int, query: np.ndarray, probs: np.ndarray) -> np.ndarray:
         return probs @ np.array(self.heads[h].values)
 
+    def total(self, h: int, g: int, query: np.ndarray, logits: np.ndarray) -> float:
+        """Denominator of what query head g reads from head h."""
+        return np.exp(logits)[list(self.reads(softmax(logits)))].sum()
+
     def after(self, new: New, probs: list[list[np.ndarray]]) -> None:
         pass
 
@@ -314,8 +318,11 @@ class Decoder:
                 for i in range(n):
                     seen = slice(0 if window is None else max(0, i + 1 - window), i + 1)
                     logits = keys[seen] @ rotated[i] / math.sqrt(keys.shape[1])
-                    matrix[i, seen] = softmax(logits + oracle.bias(h, g, head.positions[seen]))
-                    read[i][h].append(oracle.attend(h, g, rotated[i], matrix[i]))
+                    logits = logits + oracle.bias(h, g, head.positions[seen])
+                    matrix[i, seen] = softmax(logits)
+                    out = oracle.attend(h, g, rotated[i], matrix[i])
+                    total = oracle.total(h, g, rotated[i], logits)
+                    read[i][h].append(out * beside_sink(layer, h * oracle.groups + g, total))
                 queries[h].append(rotated)
                 probs[h].append(matrix)
         keys = [np.array(head.keys) for head in oracle.heads]
@@ -368,8 +375,13 @@ class Decoder:
                 seen, queries = oracle.saw = oracle.see(h, new, raw_q[h], turn)
                 hidden = [window is not None and position - held >= window for held in head.positions]
                 logits = [np.where(hidden, -math.inf, seen @ query / math.sqrt(len(query))) for query in queries]
-                probs.append([softmax(x + oracle.bias(h, g, oracle.places(h))) for g, x in enumerate(logits)])
-                read.append([oracle.attend(h, g, q[h][g], probs[h][g]) for g in range(len(queries))])
+                logits = [x + oracle.bias(h, g, oracle.places(h)) for g, x in enumerate(logits)]
+                probs.append([softmax(x) for x in logits])
+                read.append([])
+                for g, of_query in enumerate(logits):
+                    total = oracle.total(h, g, q[h][g], of_query)
+                    out = oracle.attend(h, g, q[h][g], probs[h][g])
+                    read[h].append(out * beside_sink(layer, h * oracle.groups + g, total))
             oracle.after(new, probs)
             x = self._finish(layer, x, read)
         type(self.oracles[0]).couple(self.oracles)
@@ -441,6 +453,11 @@ def slope(head: int, heads: int) -> float:
     """ALiBi's slope of one of 1, 2, 4, ... heads."""
     assert heads & (heads - 1) == 0
     return 2 ** (-8 * (head + 1) / heads)
+
+
+def beside_sink(layer, head: int, total: float) -> float:
+    """What a learned sink leaves of a softmax with this denominator: all of it in a layer without sinks."""
+    return 1.0 if layer.sink_logits is None else total / (total + math.exp(layer.sink_logits[head]))
 
 
 def linear(layer, x: np.ndarray) -> np.ndarray:

@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from kvjax.models import ModelConfig, Rope
-from tests.oracles.decoder import linear, slope, softmax
+from tests.oracles.decoder import beside_sink, linear, slope, softmax
 
 Vector = Float[np.ndarray, " n"]
 
@@ -56,7 +56,8 @@ def _attention(layer: Any, config: ModelConfig, index: int, normed: list[Vector]
             if config.position == "alibi":
                 steep = slope(head, config.heads) if config.slopes is None else config.slopes[head]
                 logits = [x - steep * (i - j) for x, j in zip(logits, seen, strict=True)]
-            heads.append(softmax(np.array(logits)) @ np.array([values[j][shared] for j in seen]))
+            out = softmax(np.array(logits)) @ np.array([values[j][shared] for j in seen])
+            heads.append(out * beside_sink(layer, head, np.exp(logits).sum()))
         read.append(np.concatenate(heads))
     return read
 

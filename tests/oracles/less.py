@@ -82,6 +82,10 @@ class _Less(Oracle):
                 self.fold(h, i)
         super().retain(h, indices)
 
+    def total(self, h, g, query, logits):
+        evicted = 0.0 if isinstance(self.z[h], float) else self.phi(h, g, query) @ self.z[h]
+        return super().total(h, g, query, logits) + evicted
+
     def attend(self, h, g, query, probs):
         """Equation 3; while nothing has left, and so for a whole prompt, it is plain attention."""
         head = self.heads[h]

@@ -114,7 +114,8 @@ class Pages(struct.PyTreeNode):
         names = ("hidden", "position", "token", "prompt_length", "read", "horizon", "end", "seed")
         of_rows = {name: getattr(new, name)[row] for name in names}
         first = new.spread.first(heads)
-        return view, new.replace(**of_heads, **of_rows, head=(first + owner % heads)[:, None]), owner
+        head = (first + owner % heads)[:, None]
+        return view, new.replace(**of_heads, **of_rows, head=head, sink_logits=None), owner
 
     def limits(self) -> tuple[Int[Array, "b h"], ...]:
         """Return the slots that each head may use, for each layer."""

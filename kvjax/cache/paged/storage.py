@@ -226,7 +226,7 @@ class Paged(Pages):
         if low_rank is not None:
             partial = merge(partial, share_of_evicted(low_rank))
         answers = page_answers(self, layer, new, asks, found)
-        return self.replace(logits=found.logits), Attended(partial.out, answers)
+        return self.replace(logits=found.logits), Attended(partial, answers)
 
     def with_scores(self, layer: int, out: Array) -> tuple[Paged, Array]:
         """Return the arguments unchanged: scores of all layers are in one pool, which layers update in turn."""

@@ -23,11 +23,13 @@ from kvjax.models.checkpoints.gguf import read_gguf
 from kvjax.models.checkpoints.locate import check_kind_of, locate
 from kvjax.models.checkpoints.orbax import read_orbax
 from kvjax.models.checkpoints.origins import find_origins, spellings
+from kvjax.models.checkpoints.quantised import decoded
 from kvjax.models.checkpoints.tensors import Stored, read_json, read_safetensors
 from kvjax.models.config import ModelConfig
 from kvjax.models.decoder import Linear, Weights
 from kvjax.models.families import Family, LoadError, Settings, read_model_config, special_token_ids, text_half
 from kvjax.models.families.family import Source
+from kvjax.models.families.quantization import read_quantization
 from kvjax.models.sharding import check_mesh, weight_shardings
 from kvjax.models.weights import leaf_name, quantised, weight_shapes
 
@@ -98,6 +100,9 @@ def read_checkpoint(
     if generation.exists() and (eos := special_token_ids(read_json(generation), "eos_token_id")):
         config = dataclasses.replace(config, eos=eos)
     stored = read_orbax(place / "weights") if (place / "weights").is_dir() else read_safetensors(place)
+    if (quantization := read_quantization(settings)) is not None:
+        stored = decoded(stored, quantization)
+        settings = {name: value for name, value in settings.items() if name != "quantization_config"}
     made, found = _read_weights(stored, family, config, wanted, int8, mesh)
     if found.tied != config.tied:
         settings = {**settings, "tie_word_embeddings": found.tied}

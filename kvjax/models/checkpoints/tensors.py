@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
@@ -18,6 +19,11 @@ from kvjax.models.families import LoadError
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _SIZES: Mapping[str, int] = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+_CODES: Mapping[str, np.dtype] = {
+    "U8": np.dtype(np.uint8),
+    "I8": np.dtype(np.int8),
+    "F8_E4M3": np.dtype(jnp.float8_e4m3fn),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,6 +38,8 @@ class Tensor:
             LoadError if the type in the file is not supported.
         place: function from a dtype and a sharding to the tensor on devices, reading only the shards needed here;
             None for formats without such reads.
+        kind: type in a safetensors file.
+        codes: function that reads numbers of 8 bits as they are; None for other types.
     """
 
     file: Path
@@ -39,6 +47,8 @@ class Tensor:
     size: int
     read: Callable[[np.dtype], np.ndarray]
     place: Callable[[np.dtype, jax.sharding.Sharding], jax.Array] | None = None
+    kind: str = ""
+    codes: Callable[[], np.ndarray] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,7 +107,9 @@ def read_safetensors(directory: Path) -> Stored:
                 shape, kind = tuple(header.get_shape()), header.get_dtype()
                 size = math.prod(shape) * _SIZES.get(kind, 1)
                 place = functools.partial(_place, file, name, kind)
-                tensors[name] = Tensor(file, shape, size, functools.partial(_read, file, name, kind), place)
+                read = functools.partial(_read, file, name, kind)
+                codes = functools.partial(_codes, file, name, _CODES[kind]) if kind in _CODES else None
+                tensors[name] = Tensor(file, shape, size, read, place, kind, codes)
     for name, shard in indexed.items():
         if name not in tensors or tensors[name].file.name != shard:
             where = f", but {tensors[name].file.name} does" if name in tensors else ""
@@ -113,6 +125,15 @@ def _read(file: Path, name: str, kind: str, dtype: np.dtype) -> np.ndarray:
     with _open(file) as opened:
         _check_kind(file, name, kind)
         return opened.get_tensor(name)
+
+
+def _codes(file: Path, name: str, dtype: np.dtype) -> np.ndarray:
+    # The reader of safetensors for NumPy knows no floats of 8 bits, so read the bytes.
+    with file.open("rb") as opened:
+        length = int.from_bytes(opened.read(8), "little")
+        header = json.loads(opened.read(length))[name]
+    start, end = header["data_offsets"]
+    return np.fromfile(file, dtype, end - start, offset=8 + length + start).reshape(header["shape"])
 
 
 def _place(file: Path, name: str, kind: str, dtype: np.dtype, sharding: jax.sharding.Sharding) -> jax.Array:

@@ -15,6 +15,7 @@ from kvjax.models.families.gemma2 import GEMMA2
 from kvjax.models.families.gemma3 import GEMMA3
 from kvjax.models.families.gpt2 import GPT2
 from kvjax.models.families.gpt_neox import GPT_NEOX
+from kvjax.models.families.gpt_oss import GPT_OSS
 from kvjax.models.families.gptj import GPTJ
 from kvjax.models.families.granite import GRANITE
 from kvjax.models.families.llama import LLAMA
@@ -26,6 +27,7 @@ from kvjax.models.families.olmo2 import OLMO2
 from kvjax.models.families.olmo3 import OLMO3
 from kvjax.models.families.olmoe import OLMOE
 from kvjax.models.families.phi3 import PHI3
+from kvjax.models.families.quantization import read_quantization
 from kvjax.models.families.qwen2 import QWEN2
 from kvjax.models.families.qwen3 import QWEN3
 from kvjax.models.families.qwen3_moe import QWEN3_MOE
@@ -42,6 +44,7 @@ FAMILIES: Mapping[str, Family] = {
     "qwen3_moe": QWEN3_MOE,
     "mixtral": MIXTRAL,
     "olmoe": OLMOE,
+    "gpt_oss": GPT_OSS,
     "smollm3": SMOLLM3,
     "olmo2": OLMO2,
     "olmo3": OLMO3,
@@ -79,7 +82,6 @@ _REASONS: Mapping[str, tuple[str, ...]] = {
         *("deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2", "glm4_moe_lite", "longcat_flash", "minicpm3"),
     ),
     "some of its layers read the keys and values of other layers": ("gemma3n", "gemma4", "gemma4_unified"),
-    "its attention has a learned logit in the denominator of the softmax": ("gpt_oss",),
     "some of its layers attend within chunks": ("llama4",),
 }
 """Why kvjax does not read some well-known architectures, with the `model_type` of each."""
@@ -129,8 +131,7 @@ def read_model_config(settings: Settings) -> tuple[Family, ModelConfig]:
     name = settings.get("model_type")
     if not isinstance(name, str) or name not in FAMILIES:
         raise _unknown(name)
-    if settings.get("quantization_config"):
-        raise LoadError("quantization_config is not supported: give the checkpoint with its weights in floating point.")
+    read_quantization(settings)
     family = FAMILIES[name]
     settings = {**family.defaults, **settings}
     check_only(name, settings, family.only)

@@ -19,11 +19,11 @@ from kvjax.methods.last_queries import WindowAttention
 from kvjax.methods.lightkv import LastQueries
 from kvjax.methods.registry import name_of
 from kvjax.models.config import ModelConfig
-from kvjax.models.decoder import Weights, block, embed
+from kvjax.models.decoder import LayerWeights, Weights, block, embed, sink_logits_of
 from kvjax.policies.policy import Policy
 from kvjax.rope import rotate
 from kvjax.types import LayerConfig, New, wide
-from pallas_kernels.attention import Partial, attend, merge, share_of_evicted
+from pallas_kernels.attention import Partial, attend, merge, share_of_evicted, with_sink
 from pallas_kernels.decode_attention.reference import products_of_sinks
 from pallas_kernels.prefill_scores import prefill_scores
 
@@ -94,7 +94,7 @@ class Replayed(struct.PyTreeNode):
     left: Int[Array, "b h"]
     """Position of the evicted pair, -1 for none."""
     partial: Partial
-    """Attention over the kept pairs and the residual's memory."""
+    """Attention over the kept pairs, the residual's memory and the sink."""
     probs: Float[Array, "b h g 1 c"] | None
     """Attention probabilities of the kept pairs that the policy sees."""
 
@@ -152,7 +152,8 @@ def record(
         )
         pending, seen = [], []
         for layer, (shape, of) in enumerate(zip(config.layer_configs, read, strict=True)):
-            new = reading.new(shape, layer, of.hidden, of.q, of.k, of.v)
+            sink_logits = sink_logits_of(weights.layers[layer], shape)
+            new = reading.new(shape, layer, of.hidden, of.q, of.k, of.v, sink_logits=sink_logits)
             storage, told, found = replay(shape, policies[layer], mask, storage, new, of.lse)
             pending.append(told)
             seen.append(found.replace(probs=None))
@@ -234,6 +235,7 @@ def replay(
     remembered = low_rank_of(policy, storage, layer, new)
     if remembered is not None:
         partial = merge(partial, share_of_evicted(remembered))
+    partial = with_sink(partial, new.sink_logits)
     asks = policy.score.asks(view, new)
     answers = answered(without_again(asks), probs, lambda: whole(given.v, probs.dtype), view.position, new)
     earlier = functools.partial(policy.codec.earlier, config, view, given, new)
@@ -256,14 +258,16 @@ def read_full(
             k: Float[Array, "b h n d"],
             v: Float[Array, "b h n e"],
             shape: LayerConfig = shape,
+            layer: LayerWeights = layer,
             x: Array = x,
         ) -> Float[Array, "b h g n e"]:
             rotated, keys = (rotate(shape.rope, y, positions[0], tokens.shape[1]) for y in (q, k))
             held = jnp.broadcast_to(positions[:, None], k.shape[:3])
             found = prefill_scores(rotated, keys, v, positions, held, shape.spec, scores=False)
             reads.append(_Read(x, q, k, v, found.lse))
-            outputs.append(found.out)
-            return found.out
+            out = with_sink(Partial(found.out, found.lse), sink_logits_of(layer, shape)).out
+            outputs.append(out)
+            return out
 
         x = block(layer, config, shape, x, positions, attention)
     return reads, outputs

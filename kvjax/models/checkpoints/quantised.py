@@ -1,0 +1,126 @@
+"""Quantised tensors of checkpoints, decoded to floating point one tensor at a time as they are read."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import numpy as np
+from jaxtyping import Float, Shaped, UInt8
+
+from kvjax.models.checkpoints.tensors import Stored, Tensor
+from kvjax.models.families import LoadError
+from kvjax.models.families.quantization import Quantization
+
+_PER_BLOCK = 32
+"""Numbers of an MXFP4 block, two in each byte."""
+_FP4 = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], np.float32)
+_PAIRS = np.concatenate([_FP4, -_FP4])[np.stack([np.arange(256) & 15, np.arange(256) >> 4], axis=1)]
+"""The two numbers of each byte, the one in the low bits first."""
+_POWERS = np.append(np.ldexp(np.float32(1), np.arange(255) - 127), np.float32(np.nan))
+"""The factor of each scale E8M0."""
+_SCALES = ("_scale_inv", "_scale")
+_CODES = ("F8_E4M3", "I8")
+
+
+def decoded(stored: Stored, quantization: Quantization) -> Stored:
+    """Return the tensors of a checkpoint with each quantised one in place of its codes and scales.
+
+    Scales of activations are dropped: kvjax computes products with them in floating point.
+
+    Raises:
+        LoadError: if the shape of scales does not fit.
+    """
+    tensors = dict(stored.tensors)
+    for name, tensor in stored.tensors.items():
+        scale = next((name + end for end in _SCALES if name + end in stored.tensors), None)
+        if name.endswith("_blocks") and (of_blocks := f"{name.removesuffix('_blocks')}_scales") in tensors:
+            del tensors[name]
+            tensors[name.removesuffix("_blocks")] = _of_blocks(name, tensor, tensors.pop(of_blocks))
+        elif scale is not None and tensor.kind in _CODES:
+            tensors[name] = _of_codes(name, tensor, tensors.pop(scale), quantization.block)
+            for other in ("activation_scale", "input_scale"):
+                tensors.pop(f"{name.removesuffix('weight')}{other}", None)
+    return dataclasses.replace(stored, tensors=tensors)
+
+
+def _of_blocks(name: str, blocks: Tensor, scales: Tensor) -> Tensor:
+    """Return a tensor of MXFP4 [experts, in, out], whose blocks [experts, out, in / 32, 16] lie along its inputs."""
+    if blocks.shape != (*scales.shape, _PER_BLOCK // 2) or len(scales.shape) != 3:
+        raise LoadError(
+            f"{blocks.file}: tensor {name} has shape {list(blocks.shape)}, which does not fit scales of shape "
+            f"{list(scales.shape)}."
+        )
+    experts, out, count = scales.shape
+
+    def read(dtype: np.dtype) -> np.ndarray:
+        assert blocks.codes is not None and scales.codes is not None
+        codes, exponents = blocks.codes(), scales.codes()
+        whole = np.empty((experts, out, count * _PER_BLOCK), dtype)
+        for expert in range(experts):
+            whole[expert] = of_mxfp4(codes[expert], exponents[expert])
+        return whole.swapaxes(1, 2)
+
+    return Tensor(blocks.file, (experts, count * _PER_BLOCK, out), blocks.size + scales.size, read)
+
+
+def of_mxfp4(blocks: UInt8[np.ndarray, "out n 16"], scales: UInt8[np.ndarray, "out n"]) -> Float[np.ndarray, "out in"]:
+    """Decode MXFP4 (OCP Microscaling Formats 1.0): 4-bit floats E2M1 in blocks of 32, each with a power of two.
+
+    Args:
+        blocks: two numbers in each byte, the first one in its low bits.
+        scales: exponents with a bias of 127; 255 is NaN.
+    """
+    numbers = _PAIRS[blocks].reshape(*scales.shape, _PER_BLOCK)
+    return (numbers * _POWERS[scales][..., None]).reshape(len(scales), -1)
+
+
+def _of_codes(name: str, codes: Tensor, scales: Tensor, block: tuple[int, int] | None) -> Tensor:
+    """Return a weight of 8-bit floats or integers with a scale for all of it, for each row, or for each block."""
+    sizes = _block_sizes(codes.shape, scales.shape, block)
+    if sizes is None:
+        raise LoadError(
+            f"{scales.file}: scales of shape {list(scales.shape)} do not fit tensor {name} of shape "
+            f"{list(codes.shape)}{'' if block is None else f' in blocks of {list(block)}'}."
+        )
+
+    def read(dtype: np.dtype) -> np.ndarray:
+        assert codes.codes is not None
+        of_blocks = scales.read(np.dtype(np.float32)).astype(np.float32)
+        of_blocks = of_blocks.reshape(-(-codes.shape[0] // sizes[0]), -1)
+        return of_scales(codes.codes(), of_blocks, sizes, dtype)
+
+    return Tensor(codes.file, codes.shape, codes.size + scales.size, read)
+
+
+def _block_sizes(
+    codes: tuple[int, ...], scales: tuple[int, ...], block: tuple[int, int] | None
+) -> tuple[int, int] | None:
+    if len(codes) != 2:
+        return None
+    if math.prod(scales) == 1:
+        return codes[0], codes[1]
+    if scales in ((codes[0],), (codes[0], 1)):
+        return 1, codes[1]
+    fits = block is not None and scales == tuple(-(-size // part) for size, part in zip(codes, block, strict=True))
+    return block if fits else None
+
+
+def of_scales(
+    codes: Shaped[np.ndarray, "out in"], scales: Float[np.ndarray, "n m"], sizes: tuple[int, int], dtype: np.dtype
+) -> Float[np.ndarray, "out in"]:
+    """Multiply codes by the scales of their blocks, some rows at a time.
+
+    Args:
+        codes: numbers of 8 bits.
+        scales: of each block.
+        sizes: rows and columns of a block; the last blocks may have fewer.
+        dtype: of the result.
+    """
+    out, into = codes.shape
+    whole, step = np.empty(codes.shape, dtype), max(1, 128 // sizes[0]) * sizes[0]
+    for start in range(0, out, step):
+        rows = np.arange(start, min(start + step, out))
+        factors = np.repeat(scales[rows // sizes[0]], sizes[1], axis=1)[:, :into]
+        whole[rows[0] : rows[-1] + 1] = codes[rows[0] : rows[-1] + 1].astype(np.float32) * factors
+    return whole

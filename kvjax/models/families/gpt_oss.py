@@ -1,0 +1,91 @@
+"""gpt-oss: a learned logit in the denominator of the softmax, and a mixture of experts with biases."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from kvjax.models.config import ModelConfig
+from kvjax.models.families.common import LLAMA_DEFAULTS, LLAMA_SOURCES, llama_config
+from kvjax.models.families.family import Family, Settings, Shape, Source
+from kvjax.models.families.mixture import read_mixture
+from kvjax.models.families.settings import LAYER_TYPES, integer, positive_number, read_windows
+
+_ROPE = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
+
+
+def _config(settings: Settings) -> ModelConfig:
+    if settings.get("rope_parameters") is None and settings.get("rope_scaling") is None:
+        settings = {**settings, "rope_parameters": _ROPE}
+    types = [LAYER_TYPES[layer % 2 == 0] for layer in range(integer(settings, "num_hidden_layers"))]
+    mixture = read_mixture(settings, "intermediate_size", renormalised=True)
+    return dataclasses.replace(
+        llama_config(settings),
+        sliding_window=None,
+        windows=read_windows(settings, types),
+        sinks=True,
+        mixture=dataclasses.replace(mixture, router_bias=True),
+        mlp_bias=True,
+        clamped_swiglu=(positive_number(settings, "swiglu_alpha"), positive_number(settings, "swiglu_limit")),
+    )
+
+
+def _every_other(first: int, name: str) -> Source:
+    """Return the source of outputs 0, 2, ... or 1, 3, ... of a tensor, in which gates and up projections alternate."""
+
+    def shape(leaf: Shape, config: ModelConfig) -> Shape:
+        return (leaf[0], 2 * leaf[1], *leaf[2:])
+
+    def read(tensor: np.ndarray, config: ModelConfig) -> np.ndarray:
+        return tensor[:, first::2].copy()  # a view would keep the whole tensor in memory
+
+    return Source(name, shape, read)
+
+
+def _stored_in_out(source: Source) -> Source:
+    """Return the source of maps that are stored as [expert, in, out]."""
+
+    def shape(leaf: Shape, config: ModelConfig) -> Shape:
+        experts, out, into = leaf if source.shape is None else source.shape(leaf, config)
+        return experts, into, out
+
+    def read(tensor: np.ndarray, config: ModelConfig) -> np.ndarray:
+        found = tensor.swapaxes(1, 2)
+        return found.copy() if source.read is None else source.read(found, config)
+
+    return dataclasses.replace(source, shape=shape, read=read)
+
+
+_MLP = "model.layers.{layer}.mlp"
+
+GPT_OSS = Family(
+    _config,
+    {
+        **LLAMA_SOURCES,
+        "layers.sink_logits": Source("model.layers.{layer}.self_attn.sinks"),
+        "layers.mlp.router": Source(f"{_MLP}.router.weight"),
+        "layers.mlp.router_bias": Source(f"{_MLP}.router.bias"),
+        "layers.mlp.experts.gate.weight": _stored_in_out(_every_other(0, f"{_MLP}.experts.gate_up_proj")),
+        "layers.mlp.experts.gate.bias": _every_other(0, f"{_MLP}.experts.gate_up_proj_bias"),
+        "layers.mlp.experts.up.weight": _stored_in_out(_every_other(1, f"{_MLP}.experts.gate_up_proj")),
+        "layers.mlp.experts.up.bias": _every_other(1, f"{_MLP}.experts.gate_up_proj_bias"),
+        "layers.mlp.experts.down.weight": _stored_in_out(Source(f"{_MLP}.experts.down_proj")),
+        "layers.mlp.experts.down.bias": Source(f"{_MLP}.experts.down_proj_bias"),
+    },
+    {
+        **LLAMA_DEFAULTS,
+        "max_position_embeddings": 131_072,
+        "head_dim": 64,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 150_000.0,
+        "sliding_window": 128,
+        "attention_bias": True,
+        "num_local_experts": 128,
+        "num_experts_per_tok": 4,
+        "swiglu_alpha": 1.702,
+        "swiglu_limit": 7.0,
+    },
+    only={"mlp_bias": (False,), "hidden_act": ("silu",)},
+)
