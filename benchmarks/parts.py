@@ -77,7 +77,7 @@ def parts(
     """Return the contenders: steps in one program, and each part inside or around them alone."""
     rows, config, weights = len(tokens), model.config, model.weights
     token = jnp.zeros(rows, jnp.int32)
-    x, logits = jnp.zeros((rows, 1, config.width), weights.embedding.dtype), jnp.zeros((rows, config.vocab_size))
+    x, logits = jnp.zeros((rows, 1, config.width), weights.dtype), jnp.zeros((rows, config.vocab_size))
     state, _ = prefill(model, chosen, tokens, budget, max_new_tokens=steps * (repeats + 1))
     keys, seen = jnp.copy(state.key), jnp.zeros(logits.shape, bool)
 

@@ -43,7 +43,7 @@ def bytes_of_slot(model: Model, policy: Policy) -> int:
     """Return the bytes of a slot of the first layer under a policy."""
     bound, layer = policy.bind(model), model.config.layer_configs[0]
     limit = jnp.ones((1, layer.kv_heads), jnp.int32)
-    dtype = model.weights.embedding.dtype
+    dtype = model.weights.dtype
     return slot_bytes(jax.eval_shape(functools.partial(empty, bound, layer, 0, slots=1, dtype=dtype), limit=limit))
 
 

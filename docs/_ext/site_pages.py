@@ -46,7 +46,7 @@ INTRODUCTION = """A policy is a record of parts, and any part can be replaced by
 made from the file that it is about, and from the rows of measurements beside
 [the report on SmolLM2](../results/smollm2.md)."""
 
-SLOTS = 64
+SLOTS = 128
 """Of each head in the steps whose operations are counted, and twice as many."""
 
 
@@ -72,7 +72,7 @@ def costs(model: kvjax.Model, policy: Policy) -> Costs:
     """What a policy costs, from the shapes of its buffers and from programs before they are compiled."""
     slot, head = _bytes(model, policy)
     layer = model.config.layer_configs[0]
-    pair = (layer.key_width + layer.value_width) * model.weights.embedding.dtype.itemsize
+    pair = (layer.key_width + layer.value_width) * model.weights.dtype.itemsize
     if policy.plan.sizing.per_head:
         return Costs(slot - pair, head, None, None, "Heads have slots of their own: a step depends on the text.")
     if "stablehlo.while" in _step(model, policy, SLOTS).as_text():
@@ -99,7 +99,7 @@ def _step(model: kvjax.Model, policy: Policy, slots: int) -> Any:
 
 def _bytes(model: kvjax.Model, policy: Policy) -> tuple[int, int]:
     bound, layer = policy.bind(model).sized((SLOTS,) * model.config.layers).layer(0), model.config.layer_configs[0]
-    limit, dtype = jnp.ones((1, layer.kv_heads), jnp.int32), model.weights.embedding.dtype
+    limit, dtype = jnp.ones((1, layer.kv_heads), jnp.int32), model.weights.dtype
     made = jax.eval_shape(functools.partial(empty, bound, layer, 0, slots=1, dtype=dtype), limit=limit)
     return slot_bytes(made), allocated_bytes(made.state) // layer.kv_heads
 

@@ -122,7 +122,7 @@ def slots_within(model: Model, held: int, tokens: int, policy: Policy) -> int:
     def one() -> list[Any]:
         limit = [jnp.ones((1, shape.kv_heads), jnp.int32) for shape in model.config.layer_configs]
         layers = enumerate(zip(model.config.layer_configs, limit, strict=True))
-        dtype = model.weights.embedding.dtype
+        dtype = model.weights.dtype
         made = [empty(policy, shape, layer, limit=limit, slots=1, dtype=dtype) for layer, (shape, limit) in layers]
         return [(view.kv, view.position, view.slots) for view in made]
 

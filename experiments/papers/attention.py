@@ -119,7 +119,7 @@ def memory(model: Model, kernels: Kernels | None) -> dict[str, Any]:
         model: the model; slots of its first layer are measured.
         kernels: LESS's kernels, or None.
     """
-    layer, dtype = model.config.layer_configs[0], model.weights.embedding.dtype
+    layer, dtype = model.config.layer_configs[0], model.weights.dtype
     accumulated = functools.partial(empty, methods.policy("h2o"), layer, 0, slots=1, dtype=dtype)
     slot = jax.eval_shape(accumulated, limit=jnp.ones((1, layer.kv_heads), jnp.int32))
     count: Callable[[Any], int] = lambda tree: sum(leaf.size for leaf in jax.tree.leaves(tree))  # noqa: E731

@@ -44,7 +44,7 @@ class Entry(NamedTuple):
         return {
             "model": model.name,
             "fingerprint": fingerprint(model),
-            "dtype": str(model.weights.embedding.dtype),
+            "dtype": str(model.weights.dtype),
             "policy": self.label,
             "parts": describe(self.policy) | source,
             "budget": self.budget,

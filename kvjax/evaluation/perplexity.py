@@ -128,7 +128,7 @@ def begin(
             "more than one token."
         )
     limits, capacities = plan_slots(bound, budget, np.ones(rows, np.int64), length - 1, config, 1)
-    roomy, dtype = bound.sized(lines_of(limits)), model.weights.embedding.dtype
+    roomy, dtype = bound.sized(lines_of(limits)), model.weights.dtype
     buffers = among_devices(capacities, model.mesh)
     allowed = [jnp.asarray(limit, jnp.int32) for limit in limits]
     storage = Dense(empty_layers(roomy, config.layer_configs, allowed, buffers, dtype))

@@ -93,7 +93,7 @@ class Runs:
     def settings(self, **more: Any) -> dict[str, Any]:
         """Return the settings that every measurement depends on, and `more`."""
         made = {"model": self.model.name, "fingerprint": fingerprint(self.model), "texts": self.passages.digest}
-        return made | {"dtype": str(self.model.weights.embedding.dtype)} | more
+        return made | {"dtype": str(self.model.weights.dtype)} | more
 
     def keep(self, name: str, settings: dict[str, Any], make: Any) -> Any | None:
         """Return a measurement from disk, or make it unless only stored ones are wanted."""

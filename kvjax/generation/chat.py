@@ -286,7 +286,7 @@ class Conversation:
         """Return a hash of the model, the policy and the structure of a state, without its arrays."""
         structure = jax.tree.structure(_stored(state.cache)), state.config, *described(state.policy)
         known = hashlib.sha256("\n".join(map(str, structure)).encode())
-        known.update(np.asarray(self.model.weights.embedding[0]).tobytes())
+        known.update(np.asarray(self.model.weights.table.rows(jnp.arange(1))).tobytes())
         return known.hexdigest()
 
 

@@ -118,7 +118,7 @@ def draw_many(
         after = after.replace(active=cache.active)
         return i + 1, after, drawn.token, seen, ended | ends[drawn.token], made
 
-    made = room_for((token.shape[0], most), decoder.weights.embedding.dtype, logprobs)
+    made = room_for((token.shape[0], most), decoder.weights.dtype, logprobs)
     i, cache, _, seen, _, made = jax.lax.while_loop(more, one, (jnp.int32(0), cache, token, seen, ended, made))
     return i, cache, seen, made
 

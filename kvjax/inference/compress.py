@@ -151,7 +151,7 @@ def _compress_on_device(
         kernels=decoder.kernels,
     )
     dense: Dense = joined(cache.storage, decoder.mesh).unpack()
-    x = jnp.zeros((len(newest), 1, config.width), decoder.weights.embedding.dtype)
+    x = jnp.zeros((len(newest), 1, config.width), decoder.weights.dtype)
     layers, selected = [], []
     for index, (shape, view) in enumerate(zip(config.layer_configs, dense.layers, strict=True)):
         policy, new = decoder.policy.layer(index), reading.ahead(shape, index, x)

@@ -234,7 +234,7 @@ def _read_on_device(
 ) -> Read:
     config = on_device(config, mesh)
     rows, padded = tokens.shape
-    dtype = weights.embedding.dtype
+    dtype = weights.dtype
     # A whole prompt starts with no slots, a prompt in chunks with a cache of its final size.
     buffers = (0,) * config.layers if chunk is None else capacities
     storage: Any = Dense(empty_layers(policy.sized(lines), config.layer_configs, limits, buffers, dtype))

@@ -215,7 +215,7 @@ def full_cache_bytes(state: State) -> int:
         66592
     """
     check_state(state)
-    size = state.weights.embedding.dtype.itemsize
+    size = state.weights.dtype.itemsize
     slots = full_slots(int(on_host(state.end - state.horizon).max()), int(on_host(state.horizon).max()))
     number = np.dtype(np.int32).itemsize  # a slot's position, a head's limit
 

@@ -170,7 +170,7 @@ class _Observed(Score):
         """Return the score itself, if there is host memory to offload to."""
         if not self.offload:
             return self
-        device = next(iter(model.weights.embedding.devices()))
+        device = next(iter(model.weights.norm.scale.devices()))
         if "pinned_host" not in {memory.kind for memory in device.addressable_memories()}:
             raise ValueError(
                 f"offload=True needs memory of the kind 'pinned_host', which {device.platform} does not have; "

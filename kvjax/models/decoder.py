@@ -57,6 +57,11 @@ class Linear:
             return product_with_codes(x, self.weight, self.scale, dtype)
         return product(x, self.weight.astype(x.dtype), jnp.promote_types(dtype, wide(x.dtype))).astype(dtype)
 
+    def rows(self, outputs: Int[Array, "*b"]) -> Float[Array, "*b in"]:
+        """Return rows of the weight in floating point."""
+        rows = self.weight[outputs]
+        return rows if self.scale is None else rows * self.scale[outputs][..., None]
+
     @property
     def matrix(self) -> Float[Array, "out in"]:
         """Weight in floating point."""
@@ -127,13 +132,30 @@ class LayerWeights:
 
 @struct.dataclass
 class Weights:
-    """All weights of a model; `unembedding` is None if it is tied to the embedding."""
+    """All weights of a model.
 
-    embedding: Float[Array, "vocab width"]
+    `unembedding` is None if it is tied to the embedding, and `embedding` is None if it is tied to an unembedding of
+    8-bit integers.
+    """
+
+    embedding: Float[Array, "vocab width"] | None
     positions: Float[Array, "positions width"] | None
     layers: tuple[LayerWeights, ...]
     norm: Norm
     unembedding: Linear | None
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """Dtype of hidden states."""
+        return self.norm.scale.dtype
+
+    @property
+    def table(self) -> Linear:
+        """The embedding as a linear map."""
+        if self.embedding is not None:
+            return Linear(self.embedding)
+        assert self.unembedding is not None
+        return self.unembedding
 
 
 Queries = Float[Array, "b h g t d"]
@@ -159,7 +181,7 @@ def embed(
     weights: Weights, config: ModelConfig, tokens: Int[Array, "b t"], positions: Int[Array, "b t"]
 ) -> Float[Array, "b t width"]:
     """Compute token embeddings, scaled if the model scales them, plus learned position embeddings if it has them."""
-    x = _rows(weights.embedding, tokens, config)
+    x = _rows(weights.table, tokens, config).astype(weights.dtype)
     if config.embedding_scale is not None:
         x = x * jnp.asarray(config.embedding_scale, x.dtype)
     if weights.positions is not None:
@@ -167,13 +189,13 @@ def embed(
     return x
 
 
-def _rows(table: Float[Array, "vocab width"], tokens: Int[Array, "b t"], config: ModelConfig) -> Array:
+def _rows(table: Linear, tokens: Int[Array, "b t"], config: ModelConfig) -> Array:
     if not config.spread.vocab:
-        return table[tokens]
+        return table.rows(tokens)
     # Each device looks up the tokens of its shard of the table; each token is in one shard.
-    here = tokens - jax.lax.axis_index((HEADS, SLOTS)) * len(table)
-    found = (here >= 0) & (here < len(table))
-    return config.spread.over_devices(jnp.where(found[..., None], table[jnp.where(found, here, 0)], 0))
+    here = tokens - jax.lax.axis_index((HEADS, SLOTS)) * len(table.weight)
+    found = (here >= 0) & (here < len(table.weight))
+    return config.spread.over_devices(jnp.where(found[..., None], table.rows(jnp.where(found, here, 0)), 0))
 
 
 def block(
@@ -294,7 +316,7 @@ def finish_block(
 def unembed(weights: Weights, config: ModelConfig, x: Float[Array, "*b width"]) -> Float[Array, "*b vocab"]:
     """Apply the final norm and compute logits in at least float32, scaled and soft-capped if the model does so."""
     x = normalise(weights.norm, x, config)
-    unembedding = Linear(weights.embedding) if weights.unembedding is None else weights.unembedding
+    unembedding = weights.table if weights.unembedding is None else weights.unembedding
     logits = unembedding.product(x, wide(x.dtype))
     if unembedding.bias is not None:
         logits = logits + unembedding.bias

@@ -55,9 +55,7 @@ class LanguageModel:
 
     def __repr__(self) -> str:
         parameters = sum(leaf.size for leaf in jax.tree.leaves(self.weights))
-        return (
-            f"{type(self).__name__}({self.name!r}, {parameters / 1e6:.1f}M parameters, {self.weights.embedding.dtype})"
-        )
+        return f"{type(self).__name__}({self.name!r}, {parameters / 1e6:.1f}M parameters, {self.weights.dtype})"
 
     @functools.cached_property
     def tokenizer(self) -> Any:

@@ -78,7 +78,7 @@ def weight_shapes(config: ModelConfig, dtype: DTypeLike = jnp.float32) -> Weight
 def rounded_shapes(weights: Weights) -> Weights:
     """Return the shapes of weights with 8-bit linear maps, given the shapes of floating-point weights.
 
-    A tied table is the embedding in floating point, and an unembedding of 8 bits.
+    A tied table is an unembedding of 8 bits, and the embedding is None.
     """
 
     def rounded(node: Any) -> Any:
@@ -88,9 +88,9 @@ def rounded_shapes(weights: Weights) -> Weights:
         scale = jax.ShapeDtypeStruct(node.weight.shape[:-1], jnp.float32)
         return Linear(codes, node.bias, scale)  # type: ignore[arg-type]
 
-    unembedding = Linear(weights.embedding) if weights.unembedding is None else weights.unembedding
-    whole = dataclasses.replace(weights, unembedding=unembedding)
-    return jax.tree.map(rounded, whole, is_leaf=lambda node: isinstance(node, Linear))
+    if weights.unembedding is None:
+        weights = dataclasses.replace(weights, embedding=None, unembedding=weights.table)
+    return jax.tree.map(rounded, weights, is_leaf=lambda node: isinstance(node, Linear))
 
 
 def leaf_name(path: tuple[Any, ...]) -> str:

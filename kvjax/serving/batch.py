@@ -243,7 +243,7 @@ def generate(
         made = jax.tree.map(lambda all, new: all.at[:, i].set(new), made, drawn)
         return i + 1, rows, count + belongs, made
 
-    made = room_for((each, most), decoder.weights.embedding.dtype, logprobs)
+    made = room_for((each, most), decoder.weights.dtype, logprobs)
     _, rows, count, made = jax.lax.while_loop(more, one, (jnp.int32(0), rows, jnp.zeros(each, jnp.int32), made))
     cache, mesh = rows.cache, decoder.mesh
     held = jnp.stack([(layer >= 0).sum(-1).mean(-1) for layer in cache.storage.stored_positions()]).mean(0)

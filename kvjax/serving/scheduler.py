@@ -103,7 +103,7 @@ class Device:
             config=config,
             capacities=among_devices(tuple(map(max, zip(*capacities, strict=True))), model.mesh),
             lines=tuple(map(max, zip(*map(lines_of, limits), strict=True))),
-            dtype=model.weights.embedding.dtype,
+            dtype=model.weights.dtype,
             mesh=model.mesh,
         )
         # Placed once, since Python numbers would be transferred to the device at every step.

@@ -66,7 +66,7 @@ def prefill_scores(
         spec: scale, soft cap, window and slopes.
         scores: whether to return the sums; attention alone is cheaper.
         weights: w, the weight of each query, in one row, or in m rows with separate sums. A block of queries with
-            weight 0 in every row is not summed. None gives every query weight 1.
+            weight 0 in every row costs no more than without scores. None gives every query weight 1.
         noise: zeta, one number per key (`pallas_kernels.noise.gumbel`), in a head no more than 60 apart; None for none.
         tau: temperature of the scores, above 0.
         places: model positions of queries and keys for ALiBi, if they differ; the mask uses the positions.

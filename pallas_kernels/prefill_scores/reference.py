@@ -152,6 +152,7 @@ def prefill_scores(
         queries, position = of_queries(q, axis=3), of_queries(query_position, axis=1)
         weight = (position >= 0)[:, None, None].astype(dtype)
         weight = weight if weights is None else weight * of_queries(weights, axis=3).astype(dtype)
+        counted = (weight != 0).any()
 
         def look(part: _Part, masked: bool, j: Any, carry: Any) -> Any:
             seen, held = carry
@@ -184,10 +185,8 @@ def prefill_scores(
                 p, shrink = jnp.exp(y - highest[..., None]), jnp.exp(seen.noisy_highest - highest)
                 after = after._replace(noisy_highest=highest, noisy_total=seen.noisy_total * shrink + p.sum(-1))
             if scores:
-                held = tuple(
-                    jax.lax.dynamic_update_index_in_dim(all_, x, j, 0)
-                    for all_, x in zip(held, (p, highest), strict=True)
-                )
+                hold = functools.partial(jax.lax.dynamic_update_index_in_dim, index=j, axis=0)
+                held = jax.lax.cond(counted, lambda: tuple(map(hold, held, (p, highest))), lambda: held)
             return after, held
 
         # Half of the lowest number: exp(lowest - highest) is 0 also before any key is visible.
@@ -224,7 +223,6 @@ def prefill_scores(
             old = jax.lax.dynamic_slice_in_dim(sums, at, part.width, axis=3)
             return jax.lax.dynamic_update_slice_in_dim(sums, old + added, at, axis=3)
 
-        counted = (weight != 0).any()
         for part, part_held, (first, last) in zip(parts, held, ranges, strict=True):
             last = jnp.where(counted, last, first)
             sums = jax.lax.fori_loop(first, last, functools.partial(add, part, part_held), sums)

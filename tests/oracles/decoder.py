@@ -424,7 +424,7 @@ class Decoder:
         return x / np.sqrt(np.mean(x * x) + self.config.norm_eps) * norm.scale
 
     def _embed(self, token: int, position: int) -> np.ndarray:
-        x = self.weights.embedding[token]
+        x = self.weights.table.rows(token)
         return x + self.weights.positions[position] if self.config.position == "learned" else x
 
     def _rotate(self, layer: int, x: np.ndarray, position: int) -> np.ndarray:

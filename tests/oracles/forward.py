@@ -25,7 +25,7 @@ def forward(weights: Any, config: ModelConfig, tokens: Int[np.ndarray, " t"]) ->
         config: the model's shape; its activation is SiLU.
         tokens: ids of one text.
     """
-    hidden = [weights.embedding[token] for token in tokens]
+    hidden = [weights.table.rows(token) for token in tokens]
     for index, layer in enumerate(weights.layers):
         read = _attention(layer, config, index, [_norm(layer.attention_norm, config, x) for x in hidden])
         hidden = [x + linear(layer.output, out) for x, out in zip(hidden, read, strict=True)]

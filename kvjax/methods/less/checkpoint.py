@@ -161,7 +161,8 @@ def fingerprint(model: LanguageModel) -> str:
     digest = hashlib.sha256(json.dumps(shape, sort_keys=True).encode())
     layers = model.weights.layers
     ups = [leaf for path, leaf in jax.tree.leaves_with_path(layers[-1].mlp) if leaf_name(path).endswith("up.weight")]
-    for sample in (model.weights.embedding[:64], layers[0].key.weight, layers[-1].query.weight, *ups):
+    embeddings = model.weights.table.rows(jnp.arange(min(64, model.config.vocab_size)))
+    for sample in (embeddings, layers[0].key.weight, layers[-1].query.weight, *ups):
         digest.update(np.asarray(jnp.asarray(sample, jnp.bfloat16)).tobytes())
     return digest.hexdigest()[:16]
 

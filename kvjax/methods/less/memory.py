@@ -103,7 +103,7 @@ class LowRankMemory(Residual, interface=True):
             kernels, trained = options[0][-1], tuple(options)
         kernels = unstack(kernels)
         self._check_shapes(kernels, model)
-        if model.weights.embedding.dtype == jnp.bfloat16:
+        if model.weights.dtype == jnp.bfloat16:
             kernels, trained = _in_bfloat16((kernels, trained))
         return dataclasses.replace(self, layers=kernels, trained=trained)
 

@@ -31,9 +31,10 @@ from kvjax.models.families import Family, LoadError, Settings, read_model_config
 from kvjax.models.families.family import Source
 from kvjax.models.families.quantization import read_quantization
 from kvjax.models.sharding import check_mesh, weight_shardings
-from kvjax.models.weights import leaf_name, quantised, weight_shapes
+from kvjax.models.weights import leaf_name, weight_shapes
 
-_WEIGHT, _BIAS, _EMBEDDING = (jax.tree_util.GetAttrKey(name) for name in ("weight", "bias", "embedding"))
+_WEIGHT, _BIAS = (jax.tree_util.GetAttrKey(name) for name in ("weight", "bias"))
+_EMBEDDING = "embedding"
 _LARGE = 1 << 30
 """Smallest size of a checkpoint, in bytes, that is loaded with a progress bar."""
 _DTYPES = ("float32", "bfloat16", "float64")
@@ -249,13 +250,12 @@ def _read_weights(
     total = sum(tensors[name].size for origin in origins.values() for name in origin.names)
     with Progress(console=Console(stderr=True), transient=True, disable=total < _LARGE) as bar:
         task = bar.add_task(f"loading {stored.place.name}", total=total)
+        shapes = dataclasses.replace(shapes, embedding=None) if int8 and config.tied else shapes
         made = jax.tree_util.tree_map_with_path(load, shapes, is_leaf=lambda node: isinstance(node, Linear))
         if int8 and config.tied:
-            path = (_EMBEDDING,)
-            origin = origins[leaf_name(path)]
-            # The table is read once, unless it is on several devices.
-            numbers = quantised(np.asarray(made.embedding)) if mesh is None else origin.read_quantised(read)
-            made = dataclasses.replace(made, unembedding=rounded(path, None, numbers))
+            numbers = origins[_EMBEDDING].read_quantised(read)
+            table = rounded((jax.tree_util.GetAttrKey(_EMBEDDING),), None, numbers)
+            made = dataclasses.replace(made, unembedding=table)
     return made, config
 
 

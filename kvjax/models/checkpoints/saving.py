@@ -21,7 +21,7 @@ _WRITTEN = (
 
 def tensors(weights: Weights) -> dict[str, jax.Array]:
     """Return the weights under the names of Llama in transformers."""
-    named = {"model.embed_tokens.weight": weights.embedding, "model.norm.weight": weights.norm.scale}
+    named = {"model.embed_tokens.weight": weights.table.matrix, "model.norm.weight": weights.norm.scale}
     if weights.unembedding is not None:
         named["lm_head.weight"] = weights.unembedding.weight
     for i, layer in enumerate(weights.layers):

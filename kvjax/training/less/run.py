@@ -71,7 +71,7 @@ def train_kernels(
         raise ValueError(f"{out} holds kernels of which the run is gone; give another --out.")
     asked = {
         "model": checkpoint.fingerprint(model),
-        "dtype": str(model.weights.embedding.dtype),
+        "dtype": str(model.weights.dtype),
         "policy": name,
         "policy_settings": methods.settings_in(policy),
         "slots": slots,
