@@ -26,6 +26,9 @@ _SETTINGS, _KERNELS = "settings.json", "kernels"
 SHIPPED = Path(__file__).resolve().parents[2] / "tiny" / "less"
 """Directory of the embedded model's kernels, with one subdirectory for each base policy and budget."""
 _OPTIONAL = {
+    "sinks",
+    "clamped_swiglu",
+    "router_bias",
     *("value_width", "ropes", "attention_scale", "soft_cap", "logit_soft_cap", "windows"),
     *("slopes", "qkv_clip", "attention_scales", "logit_scale"),
     *(
