@@ -52,7 +52,7 @@ class FullAnswers(Dense):
     def attend(self, rules: Any, config: LayerConfig, layer: int, new: New, *rest: Any, **more: Any) -> Any:
         storage, found = super().attend(rules, config, layer, new, *rest, **more)
         out = jnp.take_along_axis(self.answers[layer], new.position[:, None, None, :, None], axis=3)
-        return storage, found._replace(out=out)
+        return storage, found._replace(partial=found.partial._replace(out=out))
 
 
 def replay(model: Model, policy: kvjax.Policy, mask: str = "decode") -> tuple[Features, np.ndarray]:
