@@ -34,7 +34,7 @@ def test_a_converted_model_is_the_same(tiny: Path) -> None:
     assert after.tokenizer.encode(text) == before.tokenizer.encode(text)
     assert after.tokenizer.chat_template == before.tokenizer.chat_template
     assert not list(tiny.parent.glob(".*")) and not list(tiny.glob("*.safetensors"))
-    assert kvjax.load(tiny, "bfloat16").weights.embedding.dtype == "bfloat16"
+    assert kvjax.load(tiny, "bfloat16").weights.dtype == "bfloat16"
 
 
 def test_names_of_the_release_before_are_read(tiny: Path, tmp_path: Path) -> None:

@@ -56,5 +56,5 @@ def test_a_tied_table_is_held_once() -> None:
     assert rounded.embedding is None and rounded.unembedding.weight.dtype == np.int8
     error = np.abs(np.asarray(rounded.unembedding.matrix) - np.asarray(plain.embedding))
     assert (error <= 0.51 * rounded.unembedding.scale[:, None]).all()
-    ids = np.array([[3, 2047]])
+    ids = jnp.array([[3, 2047]])
     np.testing.assert_array_equal(rounded.table.rows(ids), rounded.unembedding.matrix[ids])

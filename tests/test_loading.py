@@ -146,7 +146,7 @@ def test_linear_maps_in_8_bits(tmp_path: Path) -> None:
     assert isinstance(layer.mlp, DenseMlp) and layer.attention_norm is not None
     for made in (layer.query, layer.mlp.up):
         assert made.weight.dtype == np.int8 and made.scale is not None and made.scale.dtype == np.float32
-    assert model.weights.embedding.dtype == layer.attention_norm.scale.dtype == np.float32
+    assert model.weights.dtype == layer.attention_norm.scale.dtype == np.float32
     rounded = jax.tree.map(
         lambda node: Linear(node.matrix, node.bias) if isinstance(node, Linear) else node,
         model.weights,
@@ -158,7 +158,7 @@ def test_linear_maps_in_8_bits(tmp_path: Path) -> None:
     distance = np.abs(np.asarray(logits) - whole.logits(tokens)[:, -1]).max()
     assert 1e-3 < distance < 0.2
     half = load(tmp_path, "bfloat16", weights="int8").weights
-    assert half.embedding.dtype == half.layers[0].query(half.embedding[:2]).dtype == jnp.bfloat16
+    assert half.dtype == half.layers[0].query(half.table.rows(jnp.arange(2)).astype(half.dtype)).dtype == jnp.bfloat16
 
 
 def test_auto_takes_8_bits_where_they_are_faster(
@@ -194,7 +194,7 @@ def test_float64_needs_x64(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="float64 needs 64-bit JAX: call jax"):
         load(tmp_path, "float64")
     with jax.enable_x64(True):
-        assert load(tmp_path, "float64").weights.embedding.dtype == np.float64
+        assert load(tmp_path, "float64").weights.dtype == np.float64
 
 
 @pytest.mark.parametrize("dtype", ["float16", "int8", "float31"])

@@ -132,7 +132,7 @@ def test_a_row_of_padding_reads_nothing_and_leaves_scores_as_they_are(way):
     asks = policy.score.asks(opened.heads(0), new)
     attended, found = opened.attend(policy, config, 0, new, asks, None, None)
     after = attended.fold(policy, 0, asks, found.answers, new)
-    assert (np.asarray(found.out[0]) == 0).all() and (np.asarray(found.out[1:]) != 0).all()
+    assert (np.asarray(found.partial.out[0]) == 0).all() and (np.asarray(found.partial.out[1:]) != 0).all()
     rows = np.asarray(pool.owner) // h
     for old, now in zip(jax.tree.leaves(pool.slots.score), jax.tree.leaves(after.slots.score), strict=True):
         np.testing.assert_array_equal(now[rows == 0], old[rows == 0])

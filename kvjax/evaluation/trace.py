@@ -106,7 +106,7 @@ def _follow(probed: State, full: State, tokens: Int[Array, "n 1"]) -> Any:
             end=cache.end,
             seed=cache.seed,
         )
-        x = jnp.zeros((len(newest), 1, config.width), probed.weights.embedding.dtype)
+        x = jnp.zeros((len(newest), 1, config.width), probed.weights.dtype)
         scores, kept = [], []
         for index, (shape, view, beside) in enumerate(zip(config.layer_configs, views, everything, strict=True)):
             policy = probed.policy.layer(index)

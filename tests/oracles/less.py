@@ -82,9 +82,9 @@ class _Less(Oracle):
                 self.fold(h, i)
         super().retain(h, indices)
 
-    def total(self, h, g, query, logits):
+    def total(self, h: int, g: int, query: np.ndarray, logits: np.ndarray) -> float:
         evicted = 0.0 if isinstance(self.z[h], float) else self.phi(h, g, query) @ self.z[h]
-        return super().total(h, g, query, logits) + evicted
+        return super().total(h, g, query, logits) + float(evicted)
 
     def attend(self, h, g, query, probs):
         """Equation 3; while nothing has left, and so for a whole prompt, it is plain attention."""
