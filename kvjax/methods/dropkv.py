@@ -22,7 +22,7 @@ Windows = tuple[Float[Array, "b h c"], Float[Array, "b h c"]]
 class DropDamage(Score):
     r"""Change of the outputs of recent queries if a token were evicted.
 
-    .. math:: F(i) = \sum_{t} \sum_g \Big( \frac{p_{gt}(i)}{1 - p_{gt}(i)} \Big)^2 \lVert v_i - o_{gt} \rVert^2
+    .. math:: F(i) = \sum_{t} \sum_g \left( \frac{p_{gt}(i)}{1 - p_{gt}(i)} \right)^2 \lVert v_i - o_{gt} \rVert^2
 
     over the queries t of two windows: the one of w queries that is being filled, and the one before. These are the last
     w to 2w - 1 queries. It is a distance in the space of values, so that heads compare.

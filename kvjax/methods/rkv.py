@@ -24,7 +24,7 @@ class Redundancy(WindowAttention):
     r"""Attention of the last queries less the redundancy of the key.
 
     .. math:: F(i) = \lambda \max_{|j - i| \le 3} \bar a(j) - (1 - \lambda) \, \mathrm{softmax}_i
-        \Big( \frac 1 n \sum_{j \ne i, \; i \ne N(j)} \cos(k_i, k_j) \Big)
+        \left( \frac 1 n \sum_{j \ne i, \; i \ne N(j)} \cos(k_i, k_j) \right)
 
     with the mean attention of the last w queries and of a KV head's query heads, among the tokens before the window,
     and the keys of the n tokens that the head holds. N(j) is the newest key whose cosine to key j is above the

@@ -115,7 +115,7 @@ class Again(struct.PyTreeNode):
 class Damage(struct.PyTreeNode):
     r"""How much each query's output would change if a slot were evicted, summed over the new queries: [b h c].
 
-    .. math:: s_j = \sum_t w_t \sum_g \Big( \frac{p_{gtj}}{1 - p_{gtj}} \Big)^2 \lVert v_j - o_{gt} \rVert^2
+    .. math:: s_j = \sum_t w_t \sum_g \left( \frac{p_{gtj}}{1 - p_{gtj}} \right)^2 \lVert v_j - o_{gt} \rVert^2
 
     with the attention p of query t, the values v and the query's output o over the slots. Without the only
     slot that a query sees its output is 0. XLA computes this from the attention, which kernels write.
