@@ -15,7 +15,6 @@ from jaxtyping import Array, Float, Int
 from kvjax.cache.dense import Dense
 from kvjax.cache.step import update_score
 from kvjax.evaluation.perplexity import begin, judge
-from kvjax.inference.layers import Reading
 from kvjax.inference.state import State, cache_bytes, full_cache_bytes
 from kvjax.methods.registry import name_of
 from kvjax.model import Model
@@ -142,16 +141,7 @@ def replayed(
             storage, sums = carry
             t, token, hidden, q, k, v, lse = inputs
             position = jnp.broadcast_to(t, (rows, 1))
-            reading = Reading(
-                token=token[:, None],
-                position=position,
-                prompt_length=state.prompt_length,
-                read=position[:, 0] + 1,
-                horizon=state.horizon,
-                end=state.end,
-                seed=state.seed,
-                given=False,
-            )
+            reading = state.cache.reading(token[:, None], position, position[:, 0] + 1)
             new = reading.new(shape, index, hidden, q, k, v, sink_logits=sink_logits)
             storage, told, found = replay(shape, own, mask, storage, new, lse)
             storage = update_score(own, storage, index, told.asks, told.answers, new)

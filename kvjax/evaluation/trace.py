@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,10 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from kvjax.evaluation import cache_map
 from kvjax.evaluation.fidelity import attention_row, held_tokens, watched
 from kvjax.inference.cache import Cache
 from kvjax.inference.extend import prefill
-from kvjax.inference.layers import Reading
 from kvjax.inference.prepare import Budget
 from kvjax.inference.state import State
 from kvjax.methods.registry import policy as policy_by_name
@@ -96,23 +95,14 @@ def _follow(probed: State, full: State, tokens: Int[Array, "n 1"]) -> Any:
 
     def look(cache: Cache, whole: Cache) -> tuple[list[Array], list[Array], list[Array]]:
         views, everything = cache.storage.unpack().layers, whole.storage.unpack().layers
-        newest = whole.position - 1
-        reading = Reading(
-            token=jnp.zeros_like(newest)[:, None],
-            position=newest[:, None],
-            prompt_length=cache.prompt_length,
-            read=cache.position,
-            horizon=cache.horizon,
-            end=cache.end,
-            seed=cache.seed,
-        )
-        x = jnp.zeros((len(newest), 1, config.width), probed.weights.dtype)
+        reading = cache.newest
+        x = jnp.zeros((*reading.token.shape, config.width), probed.weights.dtype)
         scores, kept = [], []
         for index, (shape, view, beside) in enumerate(zip(config.layer_configs, views, everything, strict=True)):
             policy = probed.policy.layer(index)
             score, _ = policy.standing(view, reading.ahead(shape, index, x))
             scores.append(jnp.where(view.live, score, jnp.nan))
-            row, _ = attention_row(shape, full.policy.layer(index), beside, newest, length, None)
+            row, _ = attention_row(shape, full.policy.layer(index), beside, whole.position - 1, length, None)
             kept.append(jnp.where(held_tokens(view, length)[:, :, None], row, 0.0).sum(-1).mean(2))
         return [view.position for view in views], scores, kept
 
@@ -134,9 +124,9 @@ def check_file(file: Path) -> None:
     """
     if file.suffix not in SUFFIXES:
         raise ValueError(f"--trace {file} is neither .json nor .png; choose one of these names.")
+    if file.suffix == ".png":
+        cache_map.check_file(file)
     check_writable(file, file.suffix)
-    if file.suffix == ".png" and importlib.util.find_spec("matplotlib") is None:
-        raise ValueError('drawing needs matplotlib: pip install matplotlib, or in a clone pip install -e ".[plots]".')
 
 
 def save(found: Trace, file: Path, facts: dict[str, Any]) -> None:

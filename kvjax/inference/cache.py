@@ -12,6 +12,7 @@ from jaxtyping import Array, Bool, Int, Key, UInt32
 
 from kvjax.cache.dense import Dense
 from kvjax.cache.step import Storage
+from kvjax.inference.layers import Reading
 from kvjax.inference.sharding import OF_ROWS, OF_VIEW, on_mesh, placed_by_program, shared, storage_specs
 
 ROWS = ("position", "prompt_length", "horizon", "end", "key", "seed", "active")
@@ -39,6 +40,31 @@ class Cache(struct.PyTreeNode):
     """Random seed of the policy for each row."""
     active: Bool[Array, " b"]
     """True for rows that read tokens; the other rows never change, and their logits are meaningless."""
+
+    def reading(self, token: Int[Array, "b t"], position: Int[Array, "b t"], read: Int[Array, " b"]) -> Reading:
+        """Return tokens that the model has generated as layers read them.
+
+        Args:
+            token: ids.
+            position: of each token; -1 for padding.
+            read: tokens of each row read so far, these included.
+        """
+        return Reading(
+            token=token,
+            position=position,
+            prompt_length=self.prompt_length,
+            read=read,
+            horizon=self.horizon,
+            end=self.end,
+            seed=self.seed,
+            given=False,
+        )
+
+    @property
+    def newest(self) -> Reading:
+        """The newest token of each row without its contents, to rank the slots that there are."""
+        at = (self.position - 1)[:, None]
+        return self.reading(jnp.zeros_like(at), at, self.position).replace(given=True)
 
     def take(self, rows: Int[np.ndarray, " m"]) -> Cache:
         """Return a cache with some rows, in any order."""

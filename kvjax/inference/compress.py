@@ -19,10 +19,11 @@ from kvjax.cache.paged.table import page_slots
 from kvjax.cache.step import update_score
 from kvjax.inference.cache import Cache, cache_specs
 from kvjax.inference.decoder import Decoder, decoder_specs, on_pages, settle_step
-from kvjax.inference.layers import Reading, keep_best
+from kvjax.inference.layers import keep_best
 from kvjax.inference.prepare import Budget, check_on_host, checked_budget, lines_of, plan_slots, ready
 from kvjax.inference.sharding import OF_HEADS, joined, on_mesh, placed_by_program, policy_specs, read_specs, shared
 from kvjax.inference.state import State, check_state
+from kvjax.methods.neighbors import text_order
 from kvjax.methods.registry import name_of
 from kvjax.methods.registry import policy as policy_by_name
 from kvjax.models.sharding import on_device
@@ -139,19 +140,9 @@ def _compress_on_device(
     capacities: tuple[int, ...],
 ) -> Dense | tuple[Selected, ...]:
     config = on_device(decoder.config, decoder.mesh)
-    newest = cache.position - 1
-    reading = Reading(
-        token=jnp.zeros_like(newest)[:, None],
-        position=newest[:, None],
-        prompt_length=cache.prompt_length,
-        read=cache.position,
-        horizon=cache.horizon,
-        end=cache.end,
-        seed=cache.seed,
-        kernels=decoder.kernels,
-    )
+    reading = cache.newest.replace(kernels=decoder.kernels)
     dense: Dense = joined(cache.storage, decoder.mesh).unpack()
-    x = jnp.zeros((len(newest), 1, config.width), decoder.weights.dtype)
+    x = jnp.zeros((*reading.token.shape, config.width), decoder.weights.dtype)
     layers, selected = [], []
     for index, (shape, view) in enumerate(zip(config.layer_configs, dense.layers, strict=True)):
         policy, new = decoder.policy.layer(index), reading.ahead(shape, index, x)
@@ -176,11 +167,10 @@ def _compress_on_device(
 
 def _renewed(policy: Policy, shape: LayerConfig, view: View, new: New) -> tuple[View, New]:
     # The slots as the policy would have them, had it read the tokens that are there as a prompt.
-    position = jnp.sort(jnp.where(view.live, view.position, jnp.iinfo(jnp.int32).max), axis=-1)
-    order = jnp.argsort(jnp.where(view.live, view.position, jnp.iinfo(jnp.int32).max), axis=-1)
-    rows, held = position.shape[0], position.shape[-1]
+    order = text_order(view.position)
     keys, values = (jnp.take_along_axis(x, order[..., None], axis=2) for x in (view.keys(new), view.values(new)))
-    at = jnp.where(position[:, 0] < jnp.iinfo(jnp.int32).max, position[:, 0], -1)
+    at = jnp.take_along_axis(view.position, order, axis=-1)[:, 0]
+    rows, held = at.shape
     queries = jnp.zeros((rows, shape.kv_heads, shape.groups, held, shape.key_width), keys.dtype)
     tokens = new.replace(
         k=keys,

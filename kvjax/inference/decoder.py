@@ -20,7 +20,7 @@ from kvjax.cache.paged.storage import Paged
 from kvjax.cache.paged.table import page_slots, table
 from kvjax.inference.autotune import settle_before
 from kvjax.inference.cache import Cache, cache_specs, placed_rows
-from kvjax.inference.layers import Reading, read_block, read_token
+from kvjax.inference.layers import read_block, read_token
 from kvjax.inference.prefill import prompt_shapes, read_prompts
 from kvjax.inference.prepare import (
     Budget,
@@ -272,17 +272,8 @@ compiled_step_in_place = jax.jit(step, donate_argnames="cache")
 def _step_on_device(decoder: Decoder, cache: Cache, token: Int[Array, " b"]) -> tuple[Cache, Float[Array, "b vocab"]]:
     config = on_device(decoder.config, decoder.mesh, shares_slots=isinstance(cache.storage, Dense))
     after = cache.position + cache.active
-    reading = Reading(
-        token=token[:, None],
-        position=jnp.where(cache.active, cache.position, -1)[:, None],
-        prompt_length=cache.prompt_length,
-        read=after,
-        horizon=cache.horizon,
-        end=cache.end,
-        seed=cache.seed,
-        given=False,
-        kernels=decoder.kernels,
-    )
+    position = jnp.where(cache.active, cache.position, -1)
+    reading = cache.reading(token[:, None], position[:, None], after).replace(kernels=decoder.kernels)
     storage, hidden = read_token(decoder.weights, config, decoder.policy, cache.storage, reading)
     logits = unembed(decoder.weights, config, hidden[:, 0])
     if decoder.policy.plan.sizing.fixed_length:
@@ -323,16 +314,9 @@ def _extend_on_device(
     valid = place < lengths[:, None]
     read = cache.position + lengths
     given = jnp.where(lengths > 0, read, cache.prompt_length)
-    reading = Reading(
-        token=tokens,
-        position=jnp.where(valid, cache.position[:, None] + place, -1),
-        prompt_length=given,
-        read=read,
-        horizon=cache.horizon,
-        end=cache.end,
-        seed=cache.seed,
-        kernels=decoder.kernels,
-    )
+    position = jnp.where(valid, cache.position[:, None] + place, -1)
+    reading = cache.reading(tokens, position, read)
+    reading = reading.replace(prompt_length=given, given=True, kernels=decoder.kernels)
     # While a block is read, pages are unpacked into buffers of one size for all heads.
     dense = joined(cache.storage, decoder.mesh).unpack()
     capacities = tuple(view.capacity for view in dense.layers)

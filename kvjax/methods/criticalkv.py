@@ -61,9 +61,7 @@ class Critical(ScoreOver):
         """Return a copy with the output weights of a model."""
         found = []
         for layer, config in zip(model.weights.layers, model.config.layer_configs, strict=True):
-            weight = layer.output.weight.astype(wide(model.weights.dtype))
-            if layer.output.scale is not None:
-                weight *= layer.output.scale[:, None]
+            weight = layer.output.matrix.astype(wide(model.weights.dtype))
             found.append(weight.T.reshape(config.kv_heads, config.groups, config.value_width, -1))
         return dataclasses.replace(super().bind(model), outputs=tuple(found))
 

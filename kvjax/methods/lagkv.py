@@ -10,6 +10,7 @@ from flax import struct
 from jaxtyping import Array, Float
 
 from kvjax.methods.combine import combine
+from kvjax.methods.neighbors import text_order
 from kvjax.methods.register import register
 from kvjax.policies.policy import Policy
 from kvjax.policies.score import PromptScore
@@ -44,7 +45,7 @@ class LagRelative(PromptScore):
     def _ranked(self, view: View, new: New) -> Float[Array, "b h c"]:
         """Return F."""
         kind, capacity = wide(new.k.dtype), view.capacity
-        order = jnp.argsort(jnp.where(view.live, view.position, jnp.iinfo(jnp.int32).max), axis=-1)
+        order = text_order(view.position)
         chunks = max(capacity - self.sinks, 0) // self.lag
         if chunks < 2:
             return jnp.ones(view.position.shape, kind)

@@ -15,6 +15,7 @@ from kvjax.methods.combine import combine
 from kvjax.methods.register import register
 from kvjax.policies.policy import Policy
 from kvjax.policies.protection import recent_slots
+from kvjax.policies.rankings import standardized
 from kvjax.policies.score import UNRANKED, PromptScore
 from kvjax.types import New, View, check, number, setting, wide
 
@@ -50,14 +51,6 @@ class TextScore(PromptScore):
     @abc.abstractmethod
     def _of_text(self, view: View, new: New, counts: Bool[Array, "b h t"]) -> Float[Array, "b h t"]:
         """Return the score of new tokens, of which some count."""
-
-
-def standardized(x: Float[Array, "b h t"], counts: Bool[Array, "b h t"]) -> Float[Array, "b h t"]:
-    """Return z-scores over the tokens that count."""
-    some = jnp.maximum(counts.sum(-1, keepdims=True), 1)
-    off = x - jnp.where(counts, x, 0.0).sum(-1, keepdims=True) / some
-    deviation = jnp.sqrt(jnp.where(counts, off**2, 0.0).sum(-1, keepdims=True) / some)
-    return off / jnp.maximum(deviation, 1e-6)
 
 
 @struct.dataclass
@@ -101,7 +94,7 @@ class Leverage(TextScore):
         x = jnp.einsum("bhtd,hdm->bhtm", jnp.where(weight, keys - mean, 0.0), self.projections)
         gram = jnp.einsum("bhtm,bhtn->bhmn", x, x) + 0.01 * jnp.eye(self.sketch, dtype=x.dtype)
         solved = jax.scipy.linalg.solve_triangular(jnp.linalg.cholesky(gram), jnp.swapaxes(x, 2, 3), lower=True)
-        return standardized((solved**2).sum(2), counts)
+        return standardized((solved**2).sum(2), counts, new.spread)
 
 
 @register(paper="Compactor, 2025", group="ranked once for each prompt or turn")

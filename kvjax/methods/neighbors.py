@@ -9,6 +9,11 @@ from jax.lax import reduce_window
 from jaxtyping import Array, Float, Int
 
 
+def text_order(position: Int[Array, "b h c"]) -> Int[Array, "b h c"]:
+    """Return the slots in the order of their positions, empty ones (-1) last."""
+    return jnp.argsort(jnp.where(position >= 0, position, jnp.iinfo(jnp.int32).max), axis=-1)
+
+
 def in_text_order(
     change: Callable[[Float[Array, "b h c"]], Float[Array, "b h c"]],
     x: Float[Array, "b h c"],
@@ -21,7 +26,7 @@ def in_text_order(
         x: a value of each slot; those of empty slots must not matter.
         position: of the token in each slot, -1 for none.
     """
-    order = jnp.argsort(jnp.where(position >= 0, position, jnp.iinfo(jnp.int32).max), axis=-1)
+    order = text_order(position)
     changed = change(jnp.take_along_axis(x, order, axis=-1))
     return jnp.take_along_axis(changed, jnp.argsort(order, axis=-1), axis=-1)
 

@@ -10,9 +10,10 @@ from flax import struct
 from jaxtyping import Array, Bool, Float
 
 from kvjax.methods.combine import combine
-from kvjax.methods.leverage import TextScore, standardized
+from kvjax.methods.leverage import TextScore
 from kvjax.methods.register import register
 from kvjax.policies.policy import Policy
+from kvjax.policies.rankings import standardized
 from kvjax.types import New, View, check, setting, wide
 
 
@@ -71,7 +72,7 @@ def noncausal_attention(new: New, counts: Bool[Array, "b h t"], sinks: int, size
     summed = jnp.take_along_axis(summed.reshape(*counts.shape[:2], -1), back[:, None], axis=2)
     paid = jnp.where(counts, summed * jnp.linalg.norm(new.v.astype(kind), axis=-1), 0.0)
     paid = jnp.pad(paid, ((0, 0), (0, 0), (1, 1)))
-    return standardized((paid[..., :-2] + paid[..., 1:-1] + paid[..., 2:]) / 3, counts)
+    return standardized((paid[..., :-2] + paid[..., 1:-1] + paid[..., 2:]) / 3, counts, new.spread)
 
 
 @register(paper="Compactor, 2025", group="ranked once for each prompt or turn")

@@ -13,6 +13,7 @@ from kvjax.methods.combine import combine
 from kvjax.methods.query_means import QueryMeans, load, pair_norms, ropes_of
 from kvjax.methods.register import register
 from kvjax.policies.policy import Policy
+from kvjax.policies.rankings import standardized
 from kvjax.policies.score import Requirements, Score
 from kvjax.rope import Rope, Turns, rotate_by, turns_of
 from kvjax.types import New, View, check, setting, wide
@@ -82,7 +83,7 @@ class TriAttention(Score):
 
     def score(self, view: View, new: New) -> Float[Array, "b h c"]:
         """Return F."""
-        found = _standardized(self._logits(view, new), view.live[:, :, None], new).max(2)
+        found = standardized(self._logits(view, new), view.live[:, :, None], new.spread).max(2)
         if not self.keep_prompt:
             return found
         # Above all z-scores, and in their order at every size of a float.
@@ -101,16 +102,6 @@ class TriAttention(Score):
         excess = rope.magnitude * (norm - pair_norms(rope, center))
         norms = pair_norms(rope, keys)
         return jnp.einsum("bhgd,bhcd->bhgc", query, keys) + jnp.einsum("hgf,bhcf->bhgc", excess, norms)
-
-
-def _standardized(x: Float[Array, "b h g c"], live: Array, new: New) -> Float[Array, "b h g c"]:
-    count = new.spread.over_slots(live.sum(-1, keepdims=True))
-
-    def mean(x: Array) -> Array:
-        return new.spread.over_slots(jnp.where(live, x, 0.0).sum(-1, keepdims=True)) / jnp.maximum(count, 1)
-
-    centered = x - mean(x)
-    return centered / jnp.maximum(jnp.sqrt(mean(centered**2)), 1e-6)
 
 
 @register(paper="TriAttention", group="ranked with arrays calibrated on a text")

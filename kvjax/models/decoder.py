@@ -65,7 +65,7 @@ class Linear:
     @property
     def matrix(self) -> Float[Array, "out in"]:
         """Weight in floating point."""
-        return self.weight if self.scale is None else self.weight * self.scale[:, None]
+        return self.weight if self.scale is None else self.weight * self.scale[..., None]
 
 
 @struct.dataclass

@@ -17,7 +17,7 @@ from kvjax.policies.codec import Codec
 from kvjax.policies.protection import Protected, Protection
 from kvjax.policies.rankings import HammingDistance, OldestFirst, Ranking, as_numbers
 from kvjax.policies.residual import Residual
-from kvjax.policies.score import AccumulatedScore, Score
+from kvjax.policies.score import AccumulatedScore, Score, takes_attention
 from kvjax.policies.selection import Selection
 from kvjax.policies.stats import questions
 from kvjax.types import New, Parts, PyTree, View, check, derived, setting, wide
@@ -144,9 +144,7 @@ class Policy:
 
     def updates(self, asks: PyTree) -> bool:
         """Return whether attention updates the score, if it requested these statistics of it."""
-        kind = type(self.score)
-        overrides = kind.fold is not Score.fold or kind.advance is not Score.advance
-        return asks is not None and (bool(questions(asks)[0]) or overrides)
+        return asks is not None and (bool(questions(asks)[0]) or takes_attention(type(self.score)))
 
     def init(self, shape: New) -> Parts:
         """Return the initial state of all parts for a layer."""

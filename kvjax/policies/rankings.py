@@ -7,9 +7,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Array, Float, UInt32
+from jaxtyping import Array, Bool, Float, UInt32
 
-from kvjax.types import View
+from kvjax.types import Spread, View
 from pallas_kernels.hamming import Hashing, distances
 
 
@@ -42,6 +42,17 @@ def as_numbers(ranking: Ranking, view: View) -> Float[Array, "b h c"] | Any:
     if isinstance(ranking, HammingDistance):
         return -distances(ranking.hashing.of_queries(), ranking.codes).astype(jnp.float32)
     return ranking
+
+
+def standardized(x: Float[Array, "*b c"], counts: Bool[Array, "*b c"], spread: Spread) -> Float[Array, "*b c"]:
+    """Return z-scores over the slots or tokens of each head that count, on all devices that share them."""
+    some = jnp.maximum(spread.over_slots(counts.sum(-1, keepdims=True)), 1)
+
+    def mean(x: Array) -> Array:
+        return spread.over_slots(jnp.where(counts, x, 0.0).sum(-1, keepdims=True)) / some
+
+    off = x - mean(x)
+    return off / jnp.maximum(jnp.sqrt(mean(off**2)), 1e-6)
 
 
 def coarse(scores: Float[Array, "*b"]) -> Float[Array, "*b"]:

@@ -89,8 +89,7 @@ class Score(Part, interface=True):
     def __new__(cls, *values: Any, **named: Any) -> Self:
         """Check that statistics from `asks` have a method that uses them."""
         asks = cls.asks is not Part.asks
-        folds = any(getattr(cls, name) is not getattr(Score, name) for name in ("fold", "advance"))
-        if asks and not folds:
+        if asks and not takes_attention(cls):
             raise TypeError(
                 f"{cls.__name__} asks for statistics of attention and never takes them; override fold, which gets them."
             )
@@ -131,6 +130,11 @@ class Score(Part, interface=True):
             view: the slots; scores of empty slots are ignored. Of equal scores the oldest token is evicted.
             new: tokens being read: a token that needs a slot, or a block whose tokens have slots.
         """
+
+
+def takes_attention(kind: type[Score]) -> bool:
+    """Return whether a class of scores changes its state after attention."""
+    return kind.fold is not Score.fold or kind.advance is not Score.advance
 
 
 class AccumulatedScore(Score, interface=True):
