@@ -11,7 +11,7 @@ import kvjax
 from kvjax.cache.dense import Dense
 from tests.cases import core, slow
 from tests.held import kept
-from tests.models import GQA, random_model
+from tests.models import GQA, LEARNED, random_model
 
 MODEL = random_model(GQA)
 TEXTS = [np.random.default_rng(row).integers(0, GQA.vocab_size, length).tolist() for row, length in enumerate((41, 20))]
@@ -104,6 +104,19 @@ def test_the_same_budget_changes_nothing() -> None:
 def test_what_a_cache_cannot_tell_is_refused(policy: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         kvjax.compress(read("full"), policy, BUDGET)
+
+
+@pytest.mark.parametrize(
+    ("policy", "message"),
+    [
+        ("streaming", "positions='cache' does not go with model 'of this state', which adds learned positions"),
+        ("triattention", "RoPE"),
+    ],
+)
+def test_a_policy_that_does_not_fit_the_model_is_refused(policy: str, message: str) -> None:
+    whole, _ = kvjax.prefill(random_model(LEARNED), "full", TEXTS, max_new_tokens=STEPS)
+    with pytest.raises(ValueError, match=message):
+        kvjax.compress(whole, policy, BUDGET)
 
 
 def test_heads_with_tokens_of_their_own_keep_their_policy() -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.interpreters import partial_eval
+from jax.sharding import Mesh
 from jaxtyping import Array, Int
 
 from kvjax.cache.dense import Dense
@@ -26,6 +27,8 @@ from kvjax.inference.state import State, check_state
 from kvjax.methods.neighbors import text_order
 from kvjax.methods.registry import name_of
 from kvjax.methods.registry import policy as policy_by_name
+from kvjax.models.config import ModelConfig
+from kvjax.models.decoder import Weights
 from kvjax.models.sharding import on_device
 from kvjax.policies.allocation import Plan
 from kvjax.policies.policy import Policy
@@ -41,6 +44,14 @@ UNKNOWN = {
     "token": "token ids",
 }
 """What a cache does not hold of its tokens."""
+
+
+class _Model(NamedTuple):
+    # What parts of a policy are bound to.
+    weights: Weights
+    config: ModelConfig
+    mesh: Mesh | None
+    name: str = "of this state"
 
 
 def compress(
@@ -78,7 +89,7 @@ def compress(
     check_state(state)
     check_on_host("compress", state.position, budget)
     budget, before = checked_budget(budget), state.decoder
-    asked: Any = before  # it has a model's weights and config
+    asked: Any = _Model(before.weights, before.config, before.mesh)
     own = jax.tree.map(_on_host, before.policy)
     chosen = own if policy is None else policy_by_name(policy)
     if chosen.plan.sizing.mode != "budget":
