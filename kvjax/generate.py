@@ -104,12 +104,12 @@ def _check(options: argparse.Namespace, settings: Mapping[str, Any]) -> None:
     for given, ok, sentence in (
         (options.out, several, "--out takes what comes of --prompt-file FILE.jsonl or --questions; leave it out"),
         (options.batch_size, several, "--batch-size is of --prompt-file FILE.jsonl and --questions; leave it out"),
-        (several and pictures, False, "--show-cache, --save-cache-map and --trace show one prompt; leave them out"),
+        (several and pictures, False, "--show-cache, --save-cache-map and --trace draw one prompt; leave them out"),
         (_of_lines(options) and options.questions, False, "--questions are about one prompt, not about a file of them"),
         (
             options.num_samples > 1 and pictures,
             False,
-            "--show-cache, --save-cache-map and --trace show one text; leave them out",
+            "--show-cache, --save-cache-map and --trace draw one text; leave them out",
         ),
         (options.logprobs is not None, options.json or several, "--logprobs is told in JSON; give --json, too"),
     ):

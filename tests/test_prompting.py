@@ -224,7 +224,7 @@ def test_questions_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureF
 def test_a_wrong_line_is_one_sentence_before_anything_runs(
     text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prefill, "_read_prompts", None)
+    monkeypatch.setattr(prefill, "read_together", None)
     file = tmp_path / "in.jsonl"
     file.write_text(text)
     assert generate.main(["--prompt-file", str(file)]) == 2
@@ -257,7 +257,7 @@ def test_a_wrong_line_is_one_sentence_before_anything_runs(
 def test_a_mistake_is_one_sentence(
     words: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prefill, "_read_prompts", None)
+    monkeypatch.setattr(prefill, "read_together", None)
     questions, wrong = tmp_path / "questions.txt", tmp_path / "WRONG.jsonl"
     questions.write_text("Who?\n")
     wrong.write_text('[{"prompt": ""}]')
