@@ -107,7 +107,8 @@ class Case:
             if isinstance(policy.plan, AdaKV):
                 kind, shape["text"] = plans.adakv(kind), tokens
             if layer in outgrown:  # a window of its own, and nothing else
-                kind, of_policy = basic.Window, {"sinks": 0, "special": (), "positions": "original"}
+                kind = codecs.coded(basic.Window) if policy.codec.name != "plain" else basic.Window
+                of_policy = {"sinks": 0, "special": (), "positions": "original", "codec": policy.codec.name}
                 of_policy["sequential"] = self.oracle.sequential
                 shape["recents"] = [0] * config.kv_heads
             oracle = kind([slots - read] * config.kv_heads, **(of_policy | shape))
