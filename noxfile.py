@@ -70,14 +70,16 @@ def slow(session: nox.Session) -> None:
 @nox.session(venv_backend="none")
 def kernels(session: nox.Session) -> None:
     """Run kernels in their interpreters, against NumPy and with a look at races (5 minutes)."""
-    run(session, "pytest", "-n", "auto", "tests/test_kernels.py", "tests/test_mosaic.py", *session.posargs)
+    files = ("tests/pallas_kernels/test_kernels.py", "tests/pallas_kernels/test_mosaic.py")
+    run(session, "pytest", "-n", "auto", *files, *session.posargs)
 
 
 @nox.session(venv_backend="none")
 def fuzz(session: nox.Session) -> None:
     """Draw configurations and check kvjax's promises against each other (hours; KVJAX_FUZZ_EXAMPLES=40 a promise)."""
+    files = ("tests/inference/test_fuzz.py", "tests/generation/test_fuzz_texts.py")
     words = ("-m", "slow", "--hypothesis-profile", "fuzz", "--hypothesis-show-statistics", *session.posargs)
-    run(session, "pytest", "tests/test_fuzz.py", "tests/test_fuzz_texts.py", *words, JAX_NUM_CPU_DEVICES="8")
+    run(session, "pytest", *files, *words, JAX_NUM_CPU_DEVICES="8")
 
 
 @nox.session(venv_backend="none")
@@ -90,7 +92,7 @@ def docs(session: nox.Session) -> None:
 def tpu(session: nox.Session) -> None:
     """Kernels and steps compile for TPUs that are not there (5 minutes)."""
     session.install("-e", ".", f"jax[tpu]=={jax_version()}")
-    compile_with(session, "KVJAX_TPU_PYTHON", "tests/test_aot.py", "tests/test_scale.py")
+    compile_with(session, "KVJAX_TPU_PYTHON", "tests/benchmarks/aot/test_tpu.py", "tests/benchmarks/test_scale.py")
 
 
 @nox.session
@@ -99,7 +101,7 @@ def gpu(session: nox.Session) -> None:
     jax = jax_version()
     session.install("-e", ".[gpu]", f"jax=={jax}")
     session.install("--no-deps", f"jax-cuda12-pjrt=={jax}", f"jax-cuda12-plugin=={jax}", "nvidia-cuda-nvcc-cu12")
-    compile_with(session, "KVJAX_GPU_PYTHON", "tests/test_aot_gpu.py")
+    compile_with(session, "KVJAX_GPU_PYTHON", "tests/benchmarks/aot/test_gpu.py")
 
 
 def compile_with(session: nox.Session, variable: str, *files: str) -> None:

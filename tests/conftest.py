@@ -61,18 +61,18 @@ def pytest_runtest_teardown(item: pytest.Item) -> None:
 FINISHED = pytest.StashKey[int]()
 
 ONE_WORKER = {
-    "test_generate": "transformers",
-    "test_long_text": "transformers",
-    "test_models": "transformers",
+    "docs/test_docs": "docs",
+    "docs/test_site": "site",
+    "experiments/test_long": "transformers",
+    "generation/test_chat": "prompting",
+    "generation/test_generate": "transformers",
+    "generation/test_prompting": "prompting",
+    "models/test_models": "transformers",
+    "serving/test_engine": "engine",
+    "serving/test_http": "serving",
+    "serving/test_page": "serving",
     "test_rope": "transformers",
-    "test_chat": "prompting",
-    "test_docs": "docs",
-    "test_prompting": "prompting",
-    "test_serve_engine": "engine",
-    "test_serve_http": "serving",
-    "test_serve_page": "serving",
-    "test_site": "site",
-    "test_train_less": "train_less",
+    "training/less/test_train": "train_less",
 }
 """Files whose tests run on one worker, for they share a slow import, many programs, a run or a server."""
 
@@ -85,11 +85,11 @@ def pytest_xdist_make_scheduler(config, log):
     class Sharing(LoadScopeScheduling):
         # Not `--dist=loadgroup`: with pytest 9.2, xdist 3.8 forgets the groups.
         def _split_scope(self, nodeid: str) -> str:
-            file = re.sub(r".*/|\.py::.*", "", nodeid)
+            file = re.sub(r"^tests/|\.py::.*", "", nodeid)
             policy = re.search(r"\[(?:\d+-)?(.+)\]$", nodeid)
-            if file == "test_contract" and policy:
+            if file == "policies/test_contract" and policy:
                 return policy[1]
-            if file == "test_less" and "algorithm_1" not in nodeid:
+            if file == "methods/less/test_less" and "algorithm_1" not in nodeid:
                 return file
             return ONE_WORKER.get(file, nodeid)
 

@@ -17,7 +17,7 @@ import kvjax
 from kvjax.model import Model
 from kvjax.policies import Policy
 from tests.cases import PAIRS, POLICIES
-from tests.models import GQA, LEARNED, LOCAL, MHA, MQA, PARTIAL, SLOPED, sharp_model
+from tests.small_models import GQA, LEARNED, LOCAL, MHA, MQA, PARTIAL, SLOPED, sharp_model
 
 CASES = POLICIES | PAIRS
 CHECKS: Any = tuple(HealthCheck)

@@ -28,10 +28,10 @@ from kvjax.models.sharding import mesh_of, weight_shardings
 from kvjax.serving.engine import Engine
 from kvjax.serving.requests import Finished, Piece
 from pallas_kernels.prefill_scores import prefill_scores
-from tests import models
+from tests import small_models
 from tests.cases import PAIRS, POLICIES, Case
 from tests.compiling import compile_fast
-from tests.test_serve_engine import GREEDY, Answer, Client, Letters, ask, crowd, policy_of
+from tests.serving.test_engine import GREEDY, Answer, Client, Letters, ask, crowd, policy_of
 
 LENGTHS, STEPS = (41, 57, 50, 44), 20
 Follow = Callable[[Model, Case], tuple[list[np.ndarray], list[np.ndarray]]]
@@ -79,7 +79,7 @@ def compared(name: str, config: ModelConfig, shapes: list[tuple[int, ...]], foll
 
     And how many programs its steps are, those after a turn included.
     """
-    case, model = (POLICIES | PAIRS)[name], models.sharp_model(config)
+    case, model = (POLICIES | PAIRS)[name], small_models.sharp_model(config)
     programs: Any = decoder.compiled_step
     wanted, held = follow(model, case)
     for shape in shapes:
@@ -106,7 +106,7 @@ def collectives(name: str, config: ModelConfig, shape: tuple[int, ...]) -> None:
         return prefill_scores(q, k, *rest, **settings)
 
     attention.prefill_scores = noted
-    case, model = (POLICIES | PAIRS)[name], placed(models.random_model(config), shape)
+    case, model = (POLICIES | PAIRS)[name], placed(small_models.random_model(config), shape)
     prompts = TEXT[:, : max(LENGTHS)]
     state, _ = kvjax.prefill(model, case.make(), prompts, case.budget, plan=case.plan, max_new_tokens=40)
     jax.config.update("jax_disable_most_optimizations", False)  # which leave sums apart that travel together
@@ -167,7 +167,7 @@ def answers(model: Model, policy: str) -> tuple[list[Answer], dict[str, float]]:
 
 def served(policy: str, config: ModelConfig, shapes: list[tuple[int, ...]]) -> None:
     """Print for each mesh whether a server on it answers as one on one device, and what it counts."""
-    model = models.sharp_model(config)
+    model = small_models.sharp_model(config)
     wanted, _ = answers(model, policy)
     for shape in shapes:
         spread = placed(model, shape)
@@ -184,7 +184,7 @@ def served(policy: str, config: ModelConfig, shapes: list[tuple[int, ...]]) -> N
 
 def main(what: str, cases: list[str], kv_heads: int, meshes: list[list[int]], model: str | None = None) -> None:
     """Run what test_mesh asks for."""
-    config = getattr(models, model) if model else models.small_config(2 * kv_heads, kv_heads)
+    config = getattr(small_models, model) if model else small_models.small_config(2 * kv_heads, kv_heads)
     shapes = [tuple(mesh) for mesh in meshes]
     for name in cases:
         if what in FOLLOWED:

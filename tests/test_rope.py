@@ -13,8 +13,8 @@ from kvjax.inference.decode import trace_step
 from kvjax.models.families.settings import read_rope
 from kvjax.rope import STRETCH, Rope, rope_frequencies, rotate, turns_of
 from pallas_kernels import operands
-from tests.models import random_model, small_config
-from tests.test_layers import assert_cached_equals_plain
+from tests.inference.test_layers import assert_cached_equals_plain
+from tests.small_models import random_model, small_config
 
 _FACTORS = {"short_factor": [1.0, 1.1, 1.2, 1.5, 2.0, 3.0], "long_factor": [1.0, 2.0, 4.0, 9.0, 20.0, 30.0]}
 SCALINGS: dict[str, dict[str, Any]] = {

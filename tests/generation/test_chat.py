@@ -1,0 +1,211 @@
+"""Conversations on a cache that never grows, from Python and from the command line."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax.cli import chat
+from kvjax.generation import chat as conversation
+from kvjax.generation.chat import Conversation
+from tests.paths import DATA, ROOT
+
+SMALL: dict[str, Any] = dict(policy="h2o", budget=16, max_new_tokens=20, temperature=0.0)
+WORDS = ["--budget", "16", "--max-new-tokens", "20", "--temperature", "0"]
+TURNS = ("My name is Tom. I like red balls.", "What is my name?")
+
+
+@pytest.fixture(scope="module")
+def model() -> kvjax.Model:
+    return kvjax.load("tiny")
+
+
+def test_answers_are_those_to_all_of_the_text(model: kvjax.Model) -> None:
+    talk = Conversation(model, policy="full", max_new_tokens=20, temperature=0.0, context=96)
+    written: list[range] = []
+    text = ""
+    for turn in TURNS:
+        answer = "".join(talk.reply(turn))
+        text = model.tokenizer.decode(talk.text)
+        assert text.endswith(f"<|user|>\n{turn}<|assistant|>\n{answer}")
+        ids = model.tokenizer.encode(text[: len(text) - len(answer)], add_special_tokens=False)
+        written.append(range(len(ids), len(talk.text)))
+    assert f"<|endoftext|><|user|>\n{TURNS[1]}" in text
+    best = np.asarray(model.logits([talk.text])[0].argmax(-1))
+    for places in written:
+        assert len(places) > 3 and [talk.text[place] for place in places] == [best[place - 1] for place in places]
+    with pytest.raises(ValueError, match="leaves no room for an answer in the 96 that are planned; begin a new one"):
+        "".join(talk.reply("red " * 40))
+
+
+def test_a_conversation_is_kept_and_never_grows(model: kvjax.Model, tmp_path: Path) -> None:
+    talk = Conversation(model, **SMALL)
+    "".join(talk.reply(TURNS[0]))
+    first = talk.use()
+    kept = tmp_path / "kept"
+    for _ in range(2):  # in place of itself
+        talk.save(kept)
+    assert [path.name for path in tmp_path.iterdir()] == ["kept"]
+    answer = "".join(talk.reply(TURNS[1]))
+    second = talk.use()
+    assert second.tokens > first.tokens > 16 and second.bytes == first.bytes
+    assert first.slots == second.slots == second.limit == 16
+    again = Conversation(model, **SMALL)
+    again.load(kept)
+    assert again.use() == first
+    assert "".join(again.reply(TURNS[1])) == answer and again.text == talk.text
+    talk.forget()
+    assert talk.text == [] and "".join(talk.reply(TURNS[0]))
+    changed: dict[str, Any] = SMALL | {"policy": kvjax.policy("h2o", sinks=2)}
+    other = Conversation(model, **changed)
+    for directory, message in ((kept, "of another model, policy or dtype"), (tmp_path, "has no saved conversation")):
+        with pytest.raises(ValueError, match=message):
+            other.load(directory)
+    with pytest.raises(ValueError, match="is no saved conversation"):
+        talk.save(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("policy", "answer"),
+    [("h2o", "ing! \nThe little girl was"), ("lsh_e", "ing the other side of the other side")],
+)
+def test_conversations_of_0_2_0_go_on_as_they_did_there(policy: str, answer: str) -> None:
+    talk = Conversation(kvjax.load("tiny"), policy=policy, budget=24, context=96, max_new_tokens=8, temperature=0.0)
+    with pytest.warns(UserWarning, match="saved by an older kvjax"):
+        talk.load(DATA / "conversation_0.2.0" / policy)
+    assert "".join(talk.reply("The end? No,")) == answer
+    other = Conversation(kvjax.load("tiny"), policy="snapkv", budget=40, context=96, max_new_tokens=8)
+    with pytest.warns(UserWarning, match="older"), pytest.raises(ValueError, match="another model, policy or dtype"):
+        other.load(DATA / "conversation_0.2.0" / policy)
+
+
+def test_an_answer_that_is_left_stays_as_far_as_it_came(model: kvjax.Model) -> None:
+    talk, whole = Conversation(model, **SMALL), Conversation(model, **SMALL)
+    pieces = list(whole.reply(TURNS[0]))
+    for number, _ in enumerate(talk.reply(TURNS[0]), 1):
+        if number == 3:
+            break
+    assert talk.text == whole.text[: len(talk.text)] and len(talk.text) < len(whole.text)
+    assert len(pieces) > 4 and "".join(talk.reply(TURNS[1]))
+    wanted = f"{''.join(pieces[:3])}<|endoftext|><|user|>\n{TURNS[1]}<|assistant|>\n"
+    assert wanted in model.tokenizer.decode(talk.text)
+
+
+def test_what_cannot_be_talked_with_is_refused(model: kvjax.Model) -> None:
+    def templated(template: str | None) -> kvjax.Model:
+        other = kvjax.Model(model.weights, model.config, model.name, model.directory)
+        other.tokenizer.chat_template = template
+        return other
+
+    with pytest.raises(ValueError, match="writes earlier turns otherwise when another one follows"):
+        Conversation(templated("{% for m in messages %}{{ m['content'] if loop.last else '...' }}{% endfor %}"))
+    with pytest.raises(ValueError, match="has no chat template, so no system's turn"):
+        Conversation(templated(None), system="Be kind.")
+    short: dict[str, Any] = SMALL | {"max_new_tokens": 2}
+    plain = Conversation(templated(None), **short)
+    "".join(plain.reply("Once upon"))
+    assert plain.text[:2] == model.tokenizer.encode("Once upon")
+    with pytest.raises(TypeError, match="Conversation has no keyword 'num_samples'"):
+        Conversation(model, num_samples=2)
+    talk = Conversation(model, **SMALL)
+    for turn, message in ((" ", "the turn is empty"), ("a\ud800", "no text"), ("a " * 1200, "leaves no room")):
+        with pytest.raises(ValueError, match=message):
+            "".join(talk.reply(turn))
+    with pytest.raises(ValueError, match="nothing has been said yet"):
+        talk.use()
+
+
+def test_an_interruption_stops_the_answer_alone(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said: list[str] = []
+    reply: Callable[..., Any] = Conversation.reply
+
+    def interrupted(self: Conversation, turn: str) -> Any:
+        for piece in reply(self, turn):
+            said.append(piece)
+            if len(said) == 2:
+                signal.raise_signal(signal.SIGINT)
+            yield piece
+
+    monkeypatch.setattr(Conversation, "reply", interrupted)
+    monkeypatch.setattr(chat, "_lines", lambda: iter([TURNS[0], "", "/help", TURNS[1], "/quit", "never read"]))
+    assert chat.main(WORDS) == 0
+    out, err = capsys.readouterr()
+    assert out.startswith("".join(said[:2]) + "\n") and out.count("\n") >= 2
+    assert err.count("(stopped)") == 1 and err.count("slots per head hold one") == 2 and "/save NAME" in err
+
+
+@pytest.mark.parametrize(
+    ("words", "line", "message"),
+    [
+        (["--policy", "nope"], "", "no policy 'nope'"),
+        (["--context", "1"], "", "context=1 is not a whole number from 2"),
+        (["--max-new-tokens", "0"], "", "max_new_tokens=0"),
+        (["--top-k", "0"], "", "top_k is 0"),
+        (["--budget", "0"], "", "budget=0"),
+        (["--context", "5000"], "", "do not fit the model's 1152 positions"),
+        (["--load", "nowhere"], "", "nowhere has no saved conversation"),
+        ([], "/nothing", "there is no command /nothing; /help shows those that there are"),
+        ([], "/save", "/save needs a name"),
+        ([], "/save kept", "nothing has been said yet"),
+        ([], "/load nowhere", "nowhere has no saved conversation"),
+    ],
+)
+def test_a_mistake_is_one_sentence(
+    words: list[str], line: str, message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chat, "_lines", lambda: iter([line]))
+    assert chat.main(words) == 2
+    said = capsys.readouterr().err
+    assert message in said and said.startswith("kvjax chat: ") and said.count("\n") == 1
+
+
+def test_lines_of_a_pipe_are_turns() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "kvjax", "chat", *WORDS],
+        input="\n".join(TURNS),
+        env=os.environ | {"JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    uses = done.stderr.splitlines()
+    assert len(uses) == 2 and all("16 of 16 slots per head hold one" in use for use in uses) and done.stdout.strip()
+
+
+def test_a_conversation_of_another_vocabulary_or_none_is_refused(
+    model: kvjax.Model, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    talk = Conversation(model, **SMALL)
+    "".join(talk.reply(TURNS[0]))
+    kept = tmp_path / "kept"
+    talk.save(kept)
+    told = json.loads((kept / conversation.SAVED).read_text())
+    (kept / conversation.SAVED).write_text(json.dumps(told | {"text": [10**6, *told["text"]]}))
+    with pytest.raises(ValueError, match="has a conversation of another model, policy or dtype; start with those"):
+        Conversation(model, **SMALL).load(kept)
+    for content in ("no JSON", "[1]", "{}", json.dumps(told | {"text": []})):
+        (kept / conversation.SAVED).write_text(content)
+        assert chat.main([*WORDS, "--load", str(kept)]) == 2
+        said = capsys.readouterr().err
+        assert said == f"kvjax chat: {kept / conversation.SAVED} is no saved conversation's; give another name.\n"
+
+
+def test_devices_along_data_are_refused_before_a_model_is_read(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ValueError, match="a conversation is one row, which data=2 devices cannot share"):
+        chat.check_devices(2)
+    assert chat.main(["--model", "/nowhere", "--mesh", "data=999"]) == 2
+    assert "asks for 999 devices" in capsys.readouterr().err

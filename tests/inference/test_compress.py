@@ -1,0 +1,130 @@
+"""A cache that is compressed later: to another budget, or by another policy than it was read under."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import kvjax
+from kvjax.cache.dense import Dense
+from tests.cases import core, slow
+from tests.held import kept
+from tests.small_models import GQA, LEARNED, random_model
+
+MODEL = random_model(GQA)
+TEXTS = [np.random.default_rng(row).integers(0, GQA.vocab_size, length).tolist() for row, length in enumerate((41, 20))]
+BUDGET, STEPS = 12, 16
+
+
+def read(policy: kvjax.Policy | str, budget: int | float = 1.0, **settings: Any) -> kvjax.State:
+    return kvjax.prefill(MODEL, policy, TEXTS, budget, max_new_tokens=STEPS, **settings)[0]
+
+
+def follow(state: kvjax.State, steps: int = 4) -> np.ndarray:
+    logits = []
+    for token in range(1, 1 + steps):
+        state, found = kvjax.decode_step(state, [token, token + 9])
+        logits.append(found)
+    return np.stack(logits)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        core("keydiff", {"block": None}),
+        ("l2", {"recent": 3, "sinks": 1}),
+        ("cur", {}),
+        ("l2", {"plan": "adakv"}),
+        ("l2", {"codec": "int8"}),
+        ("random", {"residual": "less", "residual.kernels": "performer"}),
+        slow("streaming", {"positions": "original"}),
+        slow("window", {"plan": "pyramid"}),
+    ],
+)
+def test_a_full_cache_becomes_that_of_another_policy(name: str, settings: dict[str, Any]) -> None:
+    policy = kvjax.policy(name, **settings)
+    pressed, expected = kvjax.compress(read("full"), policy, BUDGET), read(policy, BUDGET)
+    assert kvjax.cache_bytes(pressed) == kvjax.cache_bytes(expected)
+    assert [kept(pressed, row) for row in range(2)] == [kept(expected, row) for row in range(2)]
+    np.testing.assert_allclose(follow(pressed), follow(expected), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "settings", [core({}), {"codec": "int8"}, {"plan": "adakv"}, {"residual": "less", "residual.kernels": "performer"}]
+)
+def test_a_smaller_budget_keeps_what_ranks_highest_and_a_larger_one_makes_room(settings: dict[str, Any]) -> None:
+    policy = kvjax.policy("h2o", recent=4, **settings)
+    state = read(policy, 24)
+    smaller = kvjax.compress(state, None, BUDGET)
+    assert kvjax.cache_bytes(smaller) < kvjax.cache_bytes(state)
+    for row in range(2):
+        for before, after in zip(kept(state, row), kept(smaller, row), strict=True):
+            assert sum(map(len, after)) == BUDGET * len(after)
+            assert all(set(head) <= set(held) for held, head in zip(before, after, strict=True))
+            assert all(set(held[-4:]) <= set(head) for held, head in zip(before, after, strict=True))
+    larger = kvjax.compress(smaller, None, 20)
+    assert kept(larger, 0) == kept(smaller, 0)
+    assert np.isfinite(follow(larger, 8)).all()
+    for token in range(1, 9):
+        larger, _ = kvjax.decode_step(larger, [token, token])
+    assert [sum(map(len, layer)) for layer in kept(larger, 0)] == [20 * GQA.kv_heads] * GQA.layers
+    assert kept(state, 0) == kept(read(policy, 24), 0)  # the given state stays valid
+
+
+def test_the_scores_of_a_state_decide() -> None:
+    state = read("h2o", 24)
+    assert isinstance(state.storage, Dense)
+    view = state.storage.layers[0]
+    scores, positions = view.slots.score[0, 0], view.position[0, 0]
+    held = sorted((int(at) for at in positions if at >= 0), reverse=True)
+    recent, rest = held[: BUDGET // 2], held[BUDGET // 2 :]
+    number = {int(at): float(score) for at, score in zip(positions, scores, strict=True)}
+    best = sorted(rest, key=lambda at: -number[at])[: BUDGET - len(recent)]
+    assert kept(kvjax.compress(state, None, BUDGET), 0)[0][0] == sorted(recent + best)
+
+
+def test_the_same_budget_changes_nothing() -> None:
+    state = read("h2o", BUDGET)
+    again = kvjax.compress(state, None, BUDGET)
+    assert [kept(again, row) for row in range(2)] == [kept(state, row) for row in range(2)]
+    np.testing.assert_allclose(follow(again), follow(state), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("policy", "message"),
+    [
+        ("h2o", "h2o ranks by attention of the text, which a cache does not hold; read the text with kvjax.prefill"),
+        ("full", "full takes no budget to compress a cache to; choose a policy that does"),
+        ("fastgen", "fastgen takes no budget"),
+        (kvjax.policy("l2", special=(7,)), "l2 needs token ids of the text, which a cache does not hold"),
+    ],
+)
+def test_what_a_cache_cannot_tell_is_refused(policy: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        kvjax.compress(read("full"), policy, BUDGET)
+
+
+@pytest.mark.parametrize(
+    ("policy", "message"),
+    [
+        ("streaming", "positions='cache' does not go with model 'of this state', which adds learned positions"),
+        ("triattention", "RoPE"),
+    ],
+)
+def test_a_policy_that_does_not_fit_the_model_is_refused(policy: str, message: str) -> None:
+    whole, _ = kvjax.prefill(random_model(LEARNED), "full", TEXTS, max_new_tokens=STEPS)
+    with pytest.raises(ValueError, match=message):
+        kvjax.compress(whole, policy, BUDGET)
+
+
+def test_heads_with_tokens_of_their_own_keep_their_policy() -> None:
+    with pytest.raises(ValueError, match="heads of layer 0 hold different tokens, which another policy"):
+        kvjax.compress(read("h2o", BUDGET), "keydiff", 8)
+
+
+def test_a_ranking_by_the_next_token_is_refused() -> None:
+    state = read(kvjax.policy("lsh_e", recent=4, sinks=1), 24)
+    with pytest.raises(ValueError, match="lsh_e ranks slots by the token that needs one"):
+        kvjax.compress(state, None, BUDGET)

@@ -1,0 +1,72 @@
+"""Parts that mean nothing together: each pair of the one table is refused in a sentence that names the remedy."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+from collections.abc import Callable
+
+import pytest
+
+import kvjax
+from kvjax.methods.compatibility import PAIRS, Pair, fitted
+from kvjax.methods.fastgen import Profiled
+from kvjax.policies import Policy
+from kvjax.policies.allocation import Uniform
+from tests.small_models import GQA, random_model
+
+WHOLE_HEADS = ("keydiff", "cur", "vase", "triattention", "rkv", "snapkv_decode", "criticalkv")
+EXAMPLES: tuple[tuple[Callable[[], Policy], ...], ...] = (
+    (
+        lambda: kvjax.policy("tova", plan="adakv"),
+        lambda: kvjax.policy("keyformer", shared=True, plan="adakv"),
+        lambda: kvjax.policy("less", base="tova", kernels="performer", plan="adakv"),
+    ),
+    tuple(
+        functools.partial(kvjax.policy, name, plan="adakv")
+        for name in ("keydiff", "cur", "vase", "triattention", "rkv")
+    ),
+    (
+        lambda: kvjax.policy("h2o", selection="topk", plan="adakv"),
+        lambda: kvjax.policy("fastgen", special=(7,), selection="topk"),
+    ),
+    (lambda: kvjax.policy("lightkv", window="running", offload=True, plan="adakv"),),
+    (lambda: kvjax.policy("lightkv", plan="adakv"),),
+    (
+        lambda: kvjax.policy("full", evict_every=8),
+        lambda: kvjax.policy("h2o", evict_every=8, plan="adakv"),
+        lambda: kvjax.policy("lightkv", evict_every=8, context_limit=64),
+    ),
+    (lambda: fitted(dataclasses.replace(kvjax.policy("fastgen", special=(7,)), plan=Uniform())),),
+    (lambda: kvjax.policy("h2o", plan=Profiled()),),
+    (lambda: fitted(dataclasses.replace(kvjax.policy("fastgen", special=(7,)), plan=Profiled(frequent=0.5))),),
+    (
+        lambda: kvjax.policy("h2o", positions="cache", codec="int8"),
+        lambda: kvjax.policy("keyformer", positions="cache", codec="int4"),
+    ),
+    (
+        lambda: kvjax.policy("streaming", special=(7,), codec="int8"),
+        lambda: kvjax.policy("streaming", plan="adakv", codec="int4"),
+    ),
+    (lambda: fitted(dataclasses.replace(kvjax.policy("lightkv", middle="mask"), protection=kvjax.Protection())),),
+)
+CASES = [(pair, make) for pair, makes in zip(PAIRS, EXAMPLES, strict=True) for make in makes]
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(("pair", "make"), CASES)
+def test_a_pair_that_means_nothing_is_one_sentence_with_its_remedy(pair: Pair, make: Callable[[], Policy]) -> None:
+    expected = re.sub(r"\\\{\w+\\\}", r"\\w+", re.escape(f"{pair.what}; {pair.remedy}."))
+    with pytest.raises(ValueError, match=f"^{expected}$"):
+        make()
+
+
+def test_a_pair_that_meets_in_prefill_is_refused_there() -> None:
+    model = random_model(GQA)
+    for policy in (kvjax.policy("tova"), kvjax.policy("h2o", selection="topk")):
+        with pytest.raises(ValueError, match="same slots in every head of a layer, which plan AdaKV does not give"):
+            kvjax.prefill(model, policy, [[1, 2, 3]], 2, plan="adakv")
+    made = dataclasses.replace(kvjax.policy("h2o", codec="int8"), codec=kvjax.Codec("cache", 8))
+    with pytest.raises(ValueError, match="codec int8 holds keys as they are seen"):
+        kvjax.prefill(model, made, [[1, 2, 3]], 2)

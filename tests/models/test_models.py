@@ -1,0 +1,390 @@
+"""The forward pass against transformers' own PyTorch models, and against itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jaxtyping import Array
+from safetensors.numpy import load_file, save_file
+
+import kvjax
+from kvjax.generation.generate import generate_ids
+from kvjax.model import Model, load
+from kvjax.models import ModelConfig, Rope, Weights
+from kvjax.models.checkpoints.saving import write_checkpoint
+from kvjax.models.decoder import forward
+from kvjax.models.families import read_model_config
+from kvjax.models.matmul import in_blocks, product
+from kvjax.rope import rotate
+from pallas_kernels.common import platform_of
+from tests.cases import slow
+from tests.small_models import GQA, LEARNED, MODELS, MQA, random_checkpoint, random_model, small_config
+
+TOKENS = 300  # more than one block of queries
+LENGTHS = (TOKENS, 77, 1)
+
+
+ROUNDED = {"falcon-rw": 256}
+"""Models whose ALiBi transformers rounds to bfloat16, and how many tokens that leaves exact."""
+
+
+OVERLAPPING = ("cerebras-gpt", "falcon-11b")
+"""Variants whose settings others try, too."""
+
+
+def assert_parity(reference: Any, model: Model, most: int = TOKENS) -> None:
+    torch = pytest.importorskip("torch")
+    tokens = np.random.default_rng(0).integers(0, model.config.vocab_size, (len(LENGTHS), most))
+    lengths_of_rows = np.minimum(LENGTHS, most)
+    real = np.arange(most) < lengths_of_rows[:, None]
+    for lengths, mask in ((None, np.ones_like(real)), (lengths_of_rows, real)):
+        with torch.no_grad():
+            theirs = reference(torch.tensor(tokens), attention_mask=torch.tensor(mask.astype(int))).logits
+        ours = jax.nn.log_softmax(model.logits(np.where(mask, tokens, -1), lengths))
+        difference = np.abs(np.asarray(ours) - torch.log_softmax(theirs, -1).numpy())
+        assert difference[mask].max() < 1e-4
+
+
+@pytest.mark.parametrize("name", [slow(name) if name in OVERLAPPING else name for name in MODELS])
+def test_parity(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    reference = random_checkpoint(name, tmp_path)
+    assert_parity(reference, load(tmp_path), ROUNDED.get(name, TOKENS))
+
+
+@pytest.mark.parametrize("name", ["falcon", "gpt2", "gpt_neox", "gptj", "mpt"])
+def test_an_empty_config_means_what_transformers_makes_of_it(name: str) -> None:
+    from transformers import CONFIG_MAPPING
+
+    assert read_model_config({"model_type": name})[1] == read_model_config(CONFIG_MAPPING[name]().to_dict())[1]
+
+
+TIED = ("llama-tied", "qwen2-tied", "gpt2", "falcon-7b", "mpt", "gemma", "gemma2", "gemma3")
+
+
+@pytest.mark.parametrize("name", [name if name in ("llama-tied", "gpt2", "gemma3") else slow(name) for name in TIED])
+def test_an_unembedding_beside_tied_embeddings_is_what_transformers_takes(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    import transformers
+
+    reference = random_checkpoint(name, tmp_path)
+    table = reference.get_input_embeddings().weight.detach().numpy()
+    file = tmp_path / "model.safetensors"
+    save_file(
+        load_file(file) | {"lm_head.weight": np.random.default_rng(1).normal(0, 0.2, table.shape).astype("f4")}, file
+    )
+    other = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    with pytest.warns(UserWarning, match="differs from them"):
+        model = load(tmp_path)
+    assert_parity(other, model)
+
+
+BARE = ("llama-gqa", "gpt2", "gptj", "gpt_neox", "falcon-7b", "mpt", "phi3", "gemma3", "qwen3")
+
+
+@pytest.mark.parametrize("name", [name if name in ("gpt2", "gemma3") else slow(name) for name in BARE])
+def test_names_without_the_models_prefix(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    random_checkpoint(name, tmp_path)
+    whole, file = load(tmp_path), tmp_path / "model.safetensors"
+    prefixes = ("model.", "transformer.", "gpt_neox.")
+    bare = {
+        name.removeprefix(next((p for p in prefixes if name.startswith(p)), "")): t
+        for name, t in load_file(file).items()
+    }
+    save_file(bare, file)
+    jax.tree.map(np.testing.assert_array_equal, load(tmp_path).weights, whole.weights)
+
+
+def multimodal(name: str) -> Any:
+    """A small config of a multimodal model, whose text half is one of ours."""
+    import transformers
+
+    text = {"vocab_size": 128, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
+    text |= {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.2}
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    if name == "gemma3":
+        vision |= {"image_size": 28, "patch_size": 14}
+        return transformers.Gemma3Config(
+            text_config=text | {"sliding_window": 16}, vision_config=vision, mm_tokens_per_image=4
+        )
+    if name == "mistral3":
+        return transformers.Mistral3Config(
+            text_config=text | {"model_type": "mistral"},
+            vision_config=vision | {"model_type": "pixtral", "head_dim": 8},
+        )
+    if name == "qwen3_vl":
+        rope = {"rope_type": "default", "mrope_section": [2, 1, 1], "rope_theta": 1e4}
+        vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32}
+        return transformers.Qwen3VLConfig(
+            text_config=text | {"rope_parameters": rope}, vision_config=vision | {"deepstack_visual_indexes": [0]}
+        )
+    del text["head_dim"]
+    rope = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4}
+    return transformers.Qwen2_5_VLConfig(
+        text_config=text | {"rope_parameters": rope},
+        vision_config={"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32},
+    )
+
+
+@pytest.mark.parametrize("name", ["gemma3", "mistral3", "qwen2_5_vl", "qwen3_vl"])
+def test_the_text_half_of_a_multimodal_model(name: str, tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    import transformers
+
+    torch.manual_seed(0)
+    reference = transformers.AutoModelForImageTextToText.from_config(multimodal(name)).eval()
+    reference.save_pretrained(tmp_path)
+    with pytest.warns(UserWarning, match=f"of {name} the text half alone is read"):
+        model = load(tmp_path)
+    ids = np.random.default_rng(3).integers(3, 100, (1, 24))
+    with torch.no_grad():
+        theirs = torch.log_softmax(reference(input_ids=torch.tensor(ids)).logits, -1).numpy()
+    np.testing.assert_allclose(jax.nn.log_softmax(model.logits(ids)), theirs, atol=1e-4)
+
+
+def test_checkpoint_of_the_model_without_its_head(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    reference = random_checkpoint("gpt2", tmp_path / "whole")
+    reference.transformer.save_pretrained(tmp_path / "bare")
+    file = tmp_path / "bare" / "model.safetensors"
+    tensors = load_file(file)
+    assert not any(name.startswith("transformer.") for name in tensors)
+    save_file(tensors | {"h.0.attn.bias": np.tril(np.ones((1, 1, 8, 8), np.float32))}, file)  # as in OpenAI's
+    whole, bare = load(tmp_path / "whole"), load(tmp_path / "bare")
+    jax.tree.map(np.testing.assert_array_equal, bare.weights, whole.weights)
+
+
+GREEDY = ("gemma3", "phi3", "gpt2", "mpt", "gpt_oss")
+"""Models of which the default suite compares greedy text: windows, lengths, learned positions, ALiBi, sinks."""
+
+
+@pytest.mark.parametrize("name", [name if name in GREEDY else slow(name) for name in MODELS])
+def test_greedy_text_is_that_of_transformers(name: str, tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    reference = random_checkpoint(name, tmp_path)
+    model, lengths, new = load(tmp_path), np.array([80, 69]), 64
+    text = np.random.default_rng(2).integers(3, 128, (2, 80 + new))
+    state, logits = kvjax.prefill(model, "full", text[:, :80], lengths=lengths, max_new_tokens=new)
+    for step in range(new):
+        text[range(2), lengths + step] = np.argmax(logits, -1)
+        state, logits = kvjax.decode_step(state, text[range(2), lengths + step])
+    # One reading of the whole text tells what every step would have written.
+    real = np.arange(80 + new) < (lengths + new)[:, None]
+    with torch.no_grad():
+        theirs = reference(torch.tensor(text), attention_mask=torch.tensor(real.astype(int))).logits
+    written = theirs.argmax(-1).numpy()
+    for row, length in enumerate(lengths):
+        np.testing.assert_array_equal(written[row, length - 1 : length + new - 1], text[row, length : length + new])
+    ours, last = jax.nn.log_softmax(logits), torch.log_softmax(theirs, -1).numpy()[range(2), lengths + new - 1]
+    np.testing.assert_allclose(ours, last, atol=1e-4)
+
+
+def test_parity_of_shards(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    reference = random_checkpoint("llama-gqa", tmp_path, max_shard_size="100KB")
+    assert len(list(tmp_path.glob("model-*.safetensors"))) > 1
+    assert_parity(reference, load(tmp_path))
+
+
+def test_parity_of_bfloat16_checkpoint(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    random_checkpoint("llama-gqa", tmp_path / "wide").to(torch.bfloat16).save_pretrained(tmp_path / "narrow")
+    import transformers
+
+    reference = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "narrow", dtype=torch.float32)
+    assert_parity(reference, load(tmp_path / "narrow"))
+
+
+VARIANTS = {
+    "gqa": GQA,
+    "sliding": small_config(4, 2, sliding_window=20),
+    "alibi": small_config(6, 3, position="alibi", rope=None),
+    "layers that differ": small_config(4, 2, windows=(20, None), ropes=(Rope(8), None), soft_cap=2.0, value_width=6),
+    "learned": small_config(4, 4, position="learned", rope=None, norm="layer", norm_bias=True, gated_mlp=False),
+    "parallel": small_config(4, 1, parallel=True, shared_norm=True, rope=Rope(width=4, interleaved=True), tied=True),
+}
+
+
+@pytest.mark.parametrize("config", VARIANTS.values(), ids=VARIANTS)
+@pytest.mark.compiled_well
+def test_blocks_rows_and_padding_do_not_matter(config: ModelConfig) -> None:
+    model = random_model(config)
+    tokens = np.random.default_rng(1).integers(0, config.vocab_size, (2, 600))
+    long = model.logits(tokens)
+    np.testing.assert_allclose(model.logits(tokens[:, :200]), long[:, :200], atol=2e-5)
+    padded = np.where(np.arange(200) < np.array([[150], [31]]), tokens[:, :200], 10**6)
+    ragged = model.logits(padded, [150, 31])
+    assert np.isfinite(ragged).all()
+    np.testing.assert_allclose(ragged[0, :150], long[0, :150], atol=2e-5)
+    np.testing.assert_allclose(ragged[1, :31], long[1, :31], atol=2e-5)
+    np.testing.assert_allclose(model.logits(tokens[1:])[0], long[1], atol=2e-5)
+
+
+@pytest.mark.compiled_well
+def test_no_matrix_of_all_pairs() -> None:
+    model, tokens = random_model(MQA), jnp.zeros((1, 4096), jnp.int32)
+    lowered = jax.jit(forward, static_argnames="config").lower(model.weights, MQA, tokens, jnp.array([4096]))
+    memory = lowered.compile().memory_analysis()
+    assert (
+        memory is not None and memory.temp_size_in_bytes < 4 * 4096 * 4096
+    )  # one float32 matrix for one of the four heads
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
+@pytest.mark.parametrize("rows", [1, 2, 32, 33])
+def test_products_of_any_rows(rows: int, dtype: str) -> None:
+    rng = np.random.default_rng(0)
+    with jax.enable_x64(dtype == "float64"):
+        x, weight = (jnp.asarray(rng.normal(size=size), dtype) for size in ((rows, 1, 24), (40, 24)))
+        found = product(x, weight)
+        assert found.dtype == dtype and found.shape == (rows, 1, 40)
+        exact = np.einsum("...i,oi->...o", *(np.asarray(each, np.float64) for each in (x, weight)))
+        np.testing.assert_allclose(np.asarray(found, np.float64), exact, rtol=1e-2 if dtype == "bfloat16" else 1e-4)
+        assert product(x, weight, jnp.float32).dtype == jnp.float32
+
+
+@pytest.mark.parametrize("outputs", [400, 401])
+def test_halves_of_the_outputs_are_the_whole_to_the_bit(outputs: int) -> None:
+    x, weight = jax.random.normal(jax.random.key(0), (1, 1, 256)), jax.random.normal(jax.random.key(1), (outputs, 256))
+    whole = jax.jit(lambda x, weight: jnp.einsum("...i,oi->...o", x, weight))
+    np.testing.assert_array_equal(jax.jit(product)(x, weight), whole(x, weight))
+    halved = platform_of(None) == "cpu" and outputs % 2 == 0
+    assert ("f32[2,200] = dot_general" in str(jax.make_jaxpr(product)(x, weight))) is halved
+
+
+def test_rows_of_long_texts_go_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvjax.models.matmul.BLOCK", 4)
+    x, asked = jax.random.normal(jax.random.key(0), (2, 5, 3)), []
+
+    def doubled(rows: Array) -> Array:
+        asked.append(len(rows))
+        return jnp.concatenate([rows, rows], axis=-1)
+
+    np.testing.assert_array_equal(in_blocks(doubled, x), np.concatenate([x, x], axis=-1))
+    assert asked == [4, 2]  # two blocks by one trace, then what is left
+
+
+def test_a_single_row_is_no_product_of_vectors_on_tpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvjax.models.matmul.platform_of", lambda _: "tpu")
+    x, weight = jax.random.normal(jax.random.key(0), (1, 1, 24)), jax.random.normal(jax.random.key(1), (40, 24))
+    np.testing.assert_allclose(product(x, weight), x @ weight.T, rtol=1e-5, atol=1e-6)
+    assert "f32[2,40] = dot_general" in str(jax.make_jaxpr(product)(x, weight))
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.compiled_well
+def test_a_product_in_bfloat16_makes_no_wide_copy_of_the_weight(rows: int) -> None:
+    x, weight = (jax.ShapeDtypeStruct(size, jnp.bfloat16) for size in ((rows, 1, 512), (4096, 512)))
+    memory = jax.jit(product).lower(x, weight).compile().memory_analysis()
+    assert memory is not None and memory.temp_size_in_bytes < 4096 * 512
+
+
+def test_bfloat16_is_close_and_finite() -> None:
+    tokens = np.arange(40)[None]
+    narrow = random_model(GQA, dtype=jnp.bfloat16).logits(tokens)
+    assert narrow.dtype == jnp.float32 and np.isfinite(narrow).all()
+    np.testing.assert_allclose(narrow, random_model(GQA).logits(tokens), atol=0.2)
+
+
+def test_one_compilation_serves_other_weights_and_lengths() -> None:
+    traces = []
+
+    @jax.jit
+    def logits(weights: Weights, tokens: Array, lengths: Array) -> Array:
+        traces.append(tokens.shape)
+        return forward(weights, GQA, tokens, lengths)
+
+    for seed, lengths in enumerate([(24, 24), (3, 24)]):
+        logits(random_model(GQA, seed).weights, jnp.ones((2, 24), jnp.int32), jnp.array(lengths))
+    assert len(traces) == 1
+
+
+def test_rotation_keeps_what_it_does_not_rotate() -> None:
+    x = jax.random.normal(jax.random.key(0), (1, 2, 5, 8))
+    turned = rotate(Rope(width=4), x, jnp.arange(5))
+    np.testing.assert_array_equal(turned[..., 4:], x[..., 4:])
+    np.testing.assert_array_equal(turned[..., 0, :], x[..., 0, :])
+    np.testing.assert_allclose(jnp.linalg.norm(turned, axis=-1), jnp.linalg.norm(x, axis=-1), rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "lengths", "sentence"),
+    [
+        ([1, 2], None, r"tokens must be integers of shape \[b, t\], not int64 of shape \[2\]"),
+        ([[1.0]], None, r"tokens must be integers of shape \[b, t\], not float64"),
+        ([[]], None, r"of shape \[1, 0\]"),
+        ([[1, 64]], None, "Token id 64 is outside the vocabulary of 64 tokens"),
+        ([[1, -1]], None, "Token id -1 is outside the vocabulary"),
+        ([[1, 2]], [3], r"lengths must be 1 integers from 1 to 2, one per row, not \[3\]"),
+        ([[1, 2]], [0], r"lengths must be 1 integers from 1 to 2, one per row, not \[0\]"),
+        ([[1, 2]], [1, 1], "lengths must be 1 integers"),
+    ],
+)
+def test_logits_refuses(tokens: list, lengths: list | None, sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        random_model(GQA).logits(tokens, lengths)
+
+
+def test_logits_refuses_more_tokens_than_learned_positions() -> None:
+    model = random_model(small_config(4, 4, position="learned", rope=None, max_positions=8))
+    with pytest.raises(ValueError, match="9 tokens do not fit the 8 positions of 'random'"):
+        model.logits(np.zeros((1, 9), int))
+
+
+@pytest.mark.parametrize("policy", ["streaming", kvjax.policy("h2o", positions="cache")])
+def test_learned_positions_are_not_those_of_the_cache(policy: Any) -> None:
+    model = random_model(LEARNED)
+    with pytest.raises(ValueError, match=r"positions='cache' does not go with model 'random', .*='original'"):
+        kvjax.prefill(model, policy, [[1, 2, 3]], 8)
+    with pytest.raises(ValueError, match=r"do not fit the model's 4096 positions; ask for fewer\."):
+        generate_ids(model, [[1] * 4095], max_new_tokens=2)
+
+
+@pytest.mark.parametrize("policy", ["full", "streaming", "h2o", kvjax.policy("h2o", positions="cache")], ids=str)
+def test_heads_out_of_norms_are_rotated_as_those_out_of_products(policy: Any) -> None:
+    model = random_model(small_config(4, 2, query_key_norms=True), 0)
+    tokens = np.random.default_rng(3).integers(0, 64, (2, 24))
+    budget = 1.0 if policy == "full" else 32
+    state, logits = kvjax.prefill(model, policy, tokens[:, :16], budget, max_new_tokens=8)
+    whole = model.logits(tokens)
+    for place in range(16, 24):
+        np.testing.assert_allclose(logits, whole[:, place - 1], atol=2e-5)
+        state, logits = kvjax.decode_step(state, tokens[:, place])
+
+
+def test_a_llama_that_is_written_is_read_again(tmp_path: Path) -> None:
+    model = random_model(GQA)
+    write_checkpoint(model.weights, GQA, tmp_path)
+    jax.tree.map(np.testing.assert_array_equal, load(tmp_path).weights, model.weights)
+
+
+@pytest.mark.parametrize("name", sorted(VARIANTS.keys() - {"gqa"}))
+def test_what_is_no_llama_is_not_written_as_one(name: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="only a Llama without biases and without scaled RoPE can be written"):
+        write_checkpoint(random_model(VARIANTS[name]).weights, VARIANTS[name], tmp_path / "none")
+    assert not (tmp_path / "none").exists()
+
+
+def test_model_without_tokenizer() -> None:
+    with pytest.raises(ValueError, match="Model 'random' has no tokenizer: it has no directory; pass token ids"):
+        _ = random_model(GQA).tokenizer
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"kv_heads": 3}, "4 query heads cannot share 3 KV heads evenly"),
+        ({"position": "alibi"}, "position='alibi' does not fit rope=Rope"),
+        ({"shared_norm": True}, "shared_norm=True needs parallel=True"),
+        ({"tied": True, "unembedding_bias": True}, "tied=True does not go with unembedding_bias=True"),
+    ],
+)
+def test_config_refuses(changes: dict, sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        small_config(4, changes.pop("kv_heads", 2), **changes)
