@@ -155,7 +155,7 @@ def run(options: argparse.Namespace) -> None:
     """Run the command line.
 
     Raises:
-        ValueError: the command line asks for something impossible; the message is one sentence.
+        ValueError: an option is invalid, or options do not fit together.
     """
     if tells_of_policies(options, parser):
         return

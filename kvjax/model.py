@@ -86,7 +86,7 @@ def load(
     Raises:
         LoadError: the checkpoint is missing, damaged or not supported.
         ValueError: the dtype, the weights or the axes of the mesh are not supported.
-        TypeError: the mesh is neither a `Mesh` nor a text.
+        TypeError: the mesh is neither a `Mesh` nor a string.
 
     Example:
         >>> kvjax.load("tiny")

@@ -23,7 +23,7 @@ from pallas_kernels.prefill_scores import prefill_scores
 
 
 class Question(NamedTuple):
-    """Softmax of which one kernel pass can compute sums, with several rows of weights."""
+    """Softmax whose weighted sums one kernel pass computes, for any number of rows of weights."""
 
     tau: Any
     noise: Noise | None
@@ -43,7 +43,7 @@ def attend_token(
     Statistics are those of the softmax over the slots: neither evicted pairs nor a learned sink are in it.
 
     Args:
-        config: of the layer.
+        config: configuration of the layer.
         given: queries, keys and values.
         view: the slots, one of which holds the new token.
         new: the token.

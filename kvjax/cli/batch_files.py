@@ -51,7 +51,7 @@ def read_prompt_lines(file: Path) -> list[Line]:
 
 
 def read_question_lines(file: Path) -> list[Line]:
-    """Read one question per line, as {"question": "..."} if the file is of JSON lines; skip empty lines.
+    """Read one question per line, or {"question": "..."} from a JSON Lines file; skip empty lines.
 
     Raises:
         ValueError: a line has another form; the message names its number.
@@ -73,9 +73,9 @@ class Results:
     Until then a hidden file beside it keeps the finished lines, and the same run resumes from there.
 
     Args:
-        file: None for standard output. A finished file has a hidden file beside it that identifies its run. That run
-            leaves it as it is; for any other run it is an error.
-        run: everything that determines the results, fit for `json.dumps`.
+        file: None for standard output. A finished file has a hidden file beside it that identifies its run. The same
+            run leaves it unchanged; any other run raises an error.
+        run: everything that determines the results, JSON-serializable.
         numbers: line numbers.
 
     Raises:
@@ -172,10 +172,10 @@ class Work:
         out: file for the lines of JSON; None for standard output.
         batch_size: lines per batch.
         chat: True if texts are users' turns.
-        system: the turn before them; None for the chat template's default.
+        system: system prompt; None for the chat template's default.
         settings: settings of `kvjax.generation.generate.begin`.
         search: `beams` and `length_penalty`.
-        run: everything else that determines the results, fit for JSON.
+        run: everything else that determines the results, JSON-serializable.
     """
 
     load: Callable[[], Model]
@@ -189,7 +189,7 @@ class Work:
     run: dict[str, Any]
 
     def results(self, lines: Sequence[Line], prompt: Any = None) -> Results:
-        """Return the writer of the results, which resumes an interrupted run of the same job."""
+        """Return the `Results` that this job writes, which resume an interrupted run of the same job."""
         content = hashlib.sha256(self.file.read_bytes()).hexdigest()
         run = {"content": content, "prompt": prompt, "run": self.run}
         return Results(self.out, run, [line.number for line in lines])

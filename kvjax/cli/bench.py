@@ -27,10 +27,10 @@ OTHERS = {"kernels": "kvjax.cli.bench_kernels"} | {
 
 
 def run(options: argparse.Namespace) -> None:
-    """Benchmark the contenders that the command line names.
+    """Benchmark the policies that the command line names.
 
     Raises:
-        ValueError: there is no such policy, or a setting does not fit.
+        ValueError: a policy is unknown, or a setting is invalid.
     """
     named = bench_entries(options)
     model = model_named(options.model, options.dtype, options.revision, options.weights, options.mesh)

@@ -32,7 +32,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def prompts_of(model: Model, files: list[Path], tokens: int, length: int) -> list[np.ndarray]:
-    """Return prompts of one length from the start of each file, which gives its share of the tokens.
+    """Return prompts of one length from the start of each file; each file gives an equal part of the tokens.
 
     Raises:
         ValueError: a number is out of range, or a file is not text or shorter than a prompt.
@@ -58,7 +58,7 @@ def run(options: argparse.Namespace) -> None:
     """Run the command line.
 
     Raises:
-        ValueError: the command line asks for something impossible; the message is one sentence.
+        ValueError: an option is invalid, or options do not fit together.
     """
     from kvjax.methods.query_means import save
     from kvjax.model import load

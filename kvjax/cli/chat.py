@@ -174,7 +174,7 @@ def run(options: argparse.Namespace) -> None:
     """Run the command line.
 
     Raises:
-        ValueError: the command line, or a line that was not typed in a terminal, asks for something impossible.
+        ValueError: an option is invalid, or a line that was not typed in a terminal.
     """
     if tells_of_policies(options, parser):
         return

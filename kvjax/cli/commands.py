@@ -40,8 +40,8 @@ class Help(argparse.ArgumentDefaultsHelpFormatter):
 class Parser(argparse.ArgumentParser):
     """Parser that reports a mistake in one sentence and exits with code 2.
 
-    Dashes and underscores are equal in the names of options and subcommands, which are never abbreviated. An unknown
-    name is refused first, with the known name that it resembles.
+    Dashes and underscores are equivalent in the names of options and subcommands. Abbreviations are not accepted. An
+    unknown name raises an error that suggests the closest known name.
 
     Args:
         settings: arguments of `argparse.ArgumentParser`.
@@ -136,8 +136,8 @@ def add_model_options(
     Args:
         options: parser that gets them.
         default: model if none is named.
-        also: other names that this command accepts, for the help.
-        rounded: True if the command supports rounded weights.
+        also: further models that this command accepts, for its help text.
+        rounded: True if the command supports `--weights`.
         spread: True if it supports a model on several devices; otherwise it refuses `--mesh` in a sentence.
         processes: True if those devices may belong to several processes.
         kernels: True if users may choose the kernels.
@@ -183,7 +183,7 @@ def _one_device(mesh: str) -> NoReturn:
 
 
 def settle_streams() -> None:
-    """Escape what standard output and errors cannot encode, and refuse what standard input cannot decode."""
+    """Let standard output and error escape what they cannot encode, and standard input reject invalid bytes."""
     for stream, errors in ((sys.stdin, "strict"), (sys.stdout, "backslashreplace"), (sys.stderr, "backslashreplace")):
         # Keep what a user chose in PYTHONIOENCODING.
         if isinstance(stream, io.TextIOWrapper) and stream.errors in ("strict", "surrogateescape"):
@@ -253,7 +253,7 @@ def _leave_at_once(number: int, frame: FrameType | None) -> None:
 
 
 def leave(code: int) -> NoReturn:
-    """Exit with a code, without a complaint if the output is a broken pipe."""
+    """Exit with a code, without an error message if the output is a broken pipe."""
     interrupted = code == INTERRUPTED
     with contextlib.suppress(KeyboardInterrupt):
         signal.signal(signal.SIGINT, signal.SIG_IGN)

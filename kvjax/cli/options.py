@@ -1,4 +1,4 @@
-"""Options that commands share, the policies that they choose, and tables of policies and settings."""
+"""Command-line options for policies, budgets and sampling, and the tables of policies and settings."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def add_policies(options: argparse.ArgumentParser, policies: str, also: str = ""
     Args:
         options: parser that gets them.
         policies: the default.
-        also: help on a word that means several policies.
+        also: help text for a word that stands for several policies, such as `all`.
     """
     options.add_argument(
         "--policies",
@@ -86,7 +86,7 @@ def add_parts(options: argparse.ArgumentParser) -> None:
 
 
 def add_sampling_options(options: argparse.ArgumentParser) -> None:
-    """Add the options of sampling tokens and ending texts."""
+    """Add the options of sampling and of stop conditions."""
     options.add_argument("--temperature", type=float, help="divides the logits; 0 is greedy (default: 0.8)")
     options.add_argument("--top-k", type=int, help="draw from this many likeliest tokens (default: all)")
     options.add_argument("--top-p", type=float, help="draw from the likeliest tokens of this share (default: 1.0)")
@@ -106,7 +106,7 @@ def add_sampling_options(options: argparse.ArgumentParser) -> None:
 
 
 def sampling_settings(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the settings of sampling tokens and ending texts, as `kvjax.generation.generate.begin` takes them.
+    """Return the sampling settings and stop conditions as keywords of `kvjax.generation.generate.begin`.
 
     Raises:
         ValueError: a setting is out of range.
@@ -206,13 +206,13 @@ def parts_of(options: argparse.Namespace) -> tuple[dict[str, str | None], dict[s
 def policy_and_budget(
     options: argparse.Namespace, usual: str = "full", slots: float = 1.0, whole: str = WHOLES[0]
 ) -> tuple[Policy, dict[str, Any]]:
-    """Return the policy that a command line asks for, and its budget and chunk settings as `kvjax.prefill` takes them.
+    """Return the policy that a command line names, and its budget and chunk settings as keywords of `kvjax.prefill`.
 
     Args:
         options: of `add_policy_options`.
         usual: policy if none is named.
         slots: budget if none is named, for policies that have one.
-        whole: what a fraction is of if not given.
+        whole: what a fractional budget is a fraction of, unless an option sets it.
 
     Raises:
         ValueError: there is no such policy, part, setting or budget.
@@ -228,7 +228,7 @@ def policy_and_budget(
 
 
 def named(options: argparse.Namespace, usual: str) -> tuple[Policy, dict[str, Any]]:
-    """Return the policy that a command line asks for, and the config that it names.
+    """Return the policy and the config that a command line names.
 
     Args:
         options: of `add_policy`.

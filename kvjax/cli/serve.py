@@ -85,7 +85,7 @@ def run(options: argparse.Namespace) -> None:
     """Run the server until a signal ends it.
 
     Raises:
-        ValueError: the command line asks for something impossible; the message is one sentence.
+        ValueError: an option is invalid, or options do not fit together.
         KeyboardInterrupt: the server was interrupted from a terminal; running requests have ended.
     """
     if options.distributed is not None:

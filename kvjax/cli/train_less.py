@@ -59,7 +59,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def slots_of(budget: int | float, model: Model) -> int:
-    """Return a budget in slots; a fraction is of the model's longest text, rounded down to an even number (Table 1).
+    """Return a budget in slots; a fraction is one of the model's longest text, rounded down to even (LESS, Table 1).
 
     Raises:
         ValueError: the budget is not positive, or a fraction above 1.
@@ -73,7 +73,7 @@ def run(options: argparse.Namespace) -> None:
     """Run the command line.
 
     Raises:
-        ValueError: the command line asks for something impossible; the message is one sentence.
+        ValueError: an option is invalid, or options do not fit together.
     """
     from kvjax.model import load
     from kvjax.models.sharding import parse_mesh

@@ -54,7 +54,7 @@ def survey(model: Model, policy: Policy, rows: int, tokens: int, **reading: Any)
 
 
 def results_table(title: str, verdicts: dict[str, Verdict | None]) -> Table:
-    """Build a table of verdicts by bucket; None marks a workload that only one implementation supports."""
+    """Build a table of tuning results by bucket; None marks a workload that only one implementation supports."""
     shown = Table(title=title, title_justify="left")
     for heading in ("operation", "shape"):
         shown.add_column(heading, overflow="fold")
@@ -74,7 +74,7 @@ def results_table(title: str, verdicts: dict[str, Verdict | None]) -> Table:
 
 
 def print_results(file: Path | None) -> None:
-    """Print all tuning results that are kept on this machine."""
+    """Print all tuning results that are cached on this machine."""
     devices = {} if file is None else autotune.read(file)
     if not devices:
         where = "KVJAX_CACHE_DIR is empty, so that none are kept" if file is None else f"none are in {file}"

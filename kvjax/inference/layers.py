@@ -58,7 +58,7 @@ class Reading(struct.PyTreeNode):
         """Make a layer's `New` from the input of its block and its unrotated queries, keys and values.
 
         Args:
-            config: of the layer.
+            config: configuration of the layer.
             layer: its index.
             x: input of its block.
             q, k, v: unrotated.

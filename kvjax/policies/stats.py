@@ -113,12 +113,12 @@ class Again(struct.PyTreeNode):
 
 
 class Damage(struct.PyTreeNode):
-    r"""How much each query's output would change if a slot were evicted, summed over the new queries: [b h c].
+    r"""Change of the new queries' outputs if a slot were evicted, summed over these queries: [b h c].
 
     .. math:: s_j = \sum_t w_t \sum_g \left( \frac{p_{gtj}}{1 - p_{gtj}} \right)^2 \lVert v_j - o_{gt} \rVert^2
 
-    with the attention p of query t, the values v and the query's output o over the slots. Without the only
-    slot that a query sees its output is 0. XLA computes this from the attention, which kernels write.
+    with the attention p of query t, the values v and the query's output o over the slots. If a query sees only one
+    slot, its output without that slot is 0. XLA computes this from the attention that kernels return.
 
     Args:
         weights: w [b #h t], the weight of each query; None for 1.

@@ -36,8 +36,8 @@ def owned(owner: Int[Array, " p"], valid: Bool[Array, " p"], owners: int) -> Boo
 def victim(contest: Contest, new: New) -> Int[Array, "b h"]:
     """Return the slot that the next token takes in each head, numbered over the whole pool; `NOBODY` for padding.
 
-    If a quota bounds the competing tokens, the weakest of them leaves when it is outside the quota. Otherwise the new
-    token takes an empty slot, else that of the oldest token kept as a last resort, else that of the weakest token.
+    If a quota bounds the competing tokens, the lowest-ranked one is evicted when they exceed it. Otherwise the new
+    token takes an empty slot, else that of the oldest token that is evicted last, else that of the lowest-ranked token.
     """
     rest, weakest, surplus = contest
     competes = (surplus > 0) | ((rest[0] >= protected(rest[0].dtype)) & (weakest[2] < NOBODY))
@@ -48,7 +48,7 @@ def victim(contest: Contest, new: New) -> Int[Array, "b h"]:
 def lowest(
     allowed: Bool[Array, "p s"], ranks: Array, position: Array, flat: Array, members: Bool[Array, "o p"]
 ) -> Choice:
-    """Return each owner's lowest-ranked token, the oldest of equals."""
+    """Return each owner's lowest-ranked token, the oldest among equal ranks."""
     low = jnp.where(allowed, ranks, jnp.inf)
     best = low.min(1)
     tied = allowed & (low == best[:, None])
@@ -64,6 +64,6 @@ def lowest(
 
 
 def better(a: Choice, b: Choice) -> Choice:
-    """Return the lower-ranked of two tokens per owner, the older of equals."""
+    """Return the lower-ranked of two tokens per owner, the older one if their ranks are equal."""
     second = (b[0] < a[0]) | ((b[0] == a[0]) & (b[1] < a[1]))
     return tuple(jnp.where(second, y, x) for x, y in zip(a, b, strict=True))  # type: ignore[return-value]

@@ -202,7 +202,7 @@ def replay(
     """Replay one layer of a decode step on given queries, keys and values.
 
     Args:
-        config: of the layer.
+        config: configuration of the layer.
         policy: the layer's policy.
         mask: see `record`.
         storage: before the step.
