@@ -40,7 +40,7 @@ class LayerConfig:
     """Attention of one layer. Caches, policies and the engine need nothing else about a model's layers.
 
     Args:
-        width: of the hidden state.
+        width: width of the hidden state.
         kv_heads: heads of keys and values on this device.
         groups: query heads per KV head.
         key_width: elements of a query or a key.
@@ -219,11 +219,11 @@ def restored(
     """Decode stored pairs; keys are returned rotated by their original positions.
 
     Args:
-        rope: of the layer.
+        rope: RoPE of the layer.
         kv: stored pairs.
         position: original position of each pair.
         state: codec state of the layer's heads; None if pairs are stored unchanged.
-        dtype: of the result.
+        dtype: dtype of the result.
     """
     keys, values = (numbers(x, dtype) for x in (kv.k, kv.v))
     if state is not None and state.factor is not None:

@@ -28,7 +28,7 @@ def empty_layers(
         configs: configurations of the layers.
         limits: slots that each head may use, for each layer.
         slots: number of slots in the buffers of each layer.
-        dtype: of keys and values.
+        dtype: dtype of keys and values.
     """
     layers = enumerate(zip(configs, limits, slots, strict=True))
     return tuple(
@@ -54,7 +54,7 @@ def empty(
         layer: its index.
         limit: slots that each head may use.
         slots: number of slots in the buffers.
-        dtype: of keys and values.
+        dtype: dtype of keys and values.
     """
     rows, heads = limit.shape
     each = jnp.zeros(rows, jnp.int32)

@@ -29,7 +29,7 @@ def answered(
         asks: tree of requested statistics.
         probs: attention of the token.
         values: returns the values of the slots as numbers.
-        position: of the token in each slot.
+        position: position of the token in each slot.
         new: the token.
     """
     leaves, tree = questions(asks)

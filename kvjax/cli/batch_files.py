@@ -168,7 +168,7 @@ class Work:
 
     Args:
         load: returns the model; called after all checks that do not need it.
-        file: of prompts or of questions.
+        file: file of prompts or of questions.
         out: file for the lines of JSON; None for standard output.
         batch_size: lines per batch.
         chat: True if texts are users' turns.

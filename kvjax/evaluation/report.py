@@ -67,8 +67,8 @@ class Section:
 
     Args:
         title: its heading.
-        headings: of the table's columns.
-        rows: of the table.
+        headings: headings of the table's columns.
+        rows: rows of the table.
         figures: PNG files.
     """
 
@@ -79,7 +79,7 @@ class Section:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the page."""
+    """Add the options of the report."""
     parser.add_argument("--runs", type=Path, nargs="+", required=True, metavar="DIR", help="directories of rows")
     parser.add_argument("--out", type=Path, default=Path("results"), help="directory of NAME.md, NAME.html and figures")
     parser.add_argument("--name", default="report", help="of the page (default: report)")

@@ -57,7 +57,7 @@ class Generation:
     cache_positions: list[np.ndarray]
     """Positions in the cache after prefill, for each layer [b, h, c]."""
     compile_seconds: float
-    """Time to trace, lower, compile or fetch programs; zero if all were ready."""
+    """Time to trace, lower, compile or load programs; zero if all were ready."""
     prefill_seconds: float
     """Time to read the prompts."""
     decode_seconds: float
@@ -71,7 +71,7 @@ class Generation:
 
     @functools.cached_property
     def state(self) -> State:
-        """State after the last step, with only the rows of the texts."""
+        """State after the last step, without the rows that only filled the batch."""
         rows = len(self.prompts) * self.beams
         return self.padded if len(self.padded.position) == rows else take_rows(self.padded, range(rows))
 
@@ -149,7 +149,7 @@ def begin(
 ) -> Begun:
     """Prefill prompts for generation; see `generate_texts` for the settings.
 
-    With `chat`, the ids are of conversations, and any of the `end_ids` of a chat ends an answer.
+    With `chat`, the ids are those of conversations, and any of the `end_ids` of a chat ends an answer.
     """
     chosen = policy_by_name(policy)
     max_new_tokens = whole_number("max_new_tokens", max_new_tokens)

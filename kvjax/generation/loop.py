@@ -71,7 +71,7 @@ def draw(
 
 
 def thought(logits: Float[Array, "b vocab"], token: Int[Array, " b"], logprobs: int) -> Drawn:
-    """Return tokens with their log-probabilities, and the `logprobs` likeliest tokens with theirs."""
+    """Return tokens with their log-probabilities, and the `logprobs` likeliest tokens with their log-probabilities."""
     known = jax.nn.log_softmax(logits.astype(jnp.promote_types(logits.dtype, jnp.float32)))
     values, ids = jax.lax.top_k(known, logprobs) if logprobs else (None, None)
     return Drawn(token, jnp.take_along_axis(known, token[:, None], axis=1)[:, 0], ids, values)

@@ -34,10 +34,10 @@ _loaded = False
 
 
 def tuned_device() -> str | None:
-    """Return the kind of this machine's devices if benchmarks decide what `auto` runs on them, else None.
+    """Return the kind of this machine's devices if `auto` depends on benchmarks there, else None.
 
-    They decide on GPU and on TPU generations that are not `LISTED`. They do not decide if several processes run one
-    program, because the processes could disagree.
+    It does on GPUs and on TPU generations that are not `LISTED`, unless several processes run one program, because
+    their benchmarks could disagree.
 
     Raises:
         ValueError: if `KVJAX_TUNE` is neither `on` nor `off`.
@@ -55,11 +55,11 @@ def tuned_device() -> str | None:
 def settle_before(trace: Callable[[Kernels], Any], kernels: Kernels) -> None:
     """Benchmark the operations of a program that have no result yet, before the program is traced.
 
-    Return without tracing if benchmarks do not decide what `auto` runs, or inside another traced program.
+    Return without tracing if `auto` does not depend on benchmarks, or inside another traced program.
 
     Args:
         trace: traces the program with given kernels, by `eval_shape`.
-        kernels: those that the program will run with.
+        kernels: implementations that the program will use.
     """
     device = tuned_device()
     overruled = os.environ.get(common.VARIABLE) or "auto"
@@ -71,7 +71,7 @@ def settle_before(trace: Callable[[Kernels], Any], kernels: Kernels) -> None:
 
 
 def load(device: str) -> None:
-    """Load the cached results for a kind of device from disk, for `auto`, once per process."""
+    """Load the tuning results for a kind of device from disk, once per process."""
     global _loaded
     file = verdicts_file()
     if not _loaded and file is not None:

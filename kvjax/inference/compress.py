@@ -1,4 +1,4 @@
-"""Compression of a cache that is there: to another budget, or by another policy."""
+"""Compression of a filled cache to another budget, or by another policy."""
 
 from __future__ import annotations
 
@@ -62,10 +62,10 @@ def compress(
     plan: Plan | str | None = None,
     budget_of: str = "text",
 ) -> State:
-    """Compress a cache that is there: to another budget, or by another policy.
+    """Compress a filled cache to another budget, or by another policy.
 
-    Read a prompt once under `full`, and compress it by several policies; or change the budget in a conversation. What
-    an earlier policy evicted does not come back.
+    Use it to read a prompt once under `full` and compress it by several policies, or to change the budget of a
+    conversation. Tokens that an earlier policy evicted do not return.
 
     Args:
         state: from `prefill` or a later call; it stays valid.
@@ -73,11 +73,11 @@ def compress(
             by what a cache holds (keys, values, positions), as `keydiff` does, and all heads of a layer must hold the
             same tokens, as under `full`.
         budget: slots per KV head, a fraction, or slots for each layer; it may be larger than before.
-        plan: how the budget is spread over layers or heads; None for the policy's own.
+        plan: distribution of the budget over layers or heads; None for the policy's own.
         budget_of: base of a fractional budget, see `kvjax.prefill`.
 
     Raises:
-        ValueError: the policy needs more than a cache holds, or the budget does not fit it.
+        ValueError: the policy needs data that a cache does not hold, or the budget does not fit the policy.
 
     Example:
         >>> model = kvjax.load("tiny")

@@ -59,7 +59,7 @@ class AdaKV(Uniform, interface=True):
         """Return the slots of each KV head of a layer.
 
         Args:
-            ranks: of the prompt's slots.
+            ranks: ranks of the prompt's slots.
             budget: slots per head on average.
             most: tokens of the whole text, an upper bound on the slots of a head.
         """

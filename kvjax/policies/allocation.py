@@ -92,8 +92,8 @@ class Plan(Part, interface=True):
         Args:
             answers: attention statistics, in the structure of `asks`.
             view: all slots of the prompt.
-            ranks: of these slots, from `kvjax.cache.slots.rank`; empty slots have the lowest finite number. None unless
-                the plan spreads a budget over heads.
+            ranks: ranks of these slots, from `kvjax.cache.slots.rank`; empty slots have the lowest finite number. None
+                unless the plan spreads a budget over heads.
             new: the prompt.
         """
         return view.limit, view.state.plan

@@ -46,7 +46,7 @@ class Quantizer(Part, interface=True):
         Queries are multiplied by the scales, which therefore have to be powers of two: these do not round.
 
         Args:
-            keys: of the first text, from which the scales are estimated.
+            keys: keys of the first text, from which the scales are estimated.
             valid: mask of its tokens; the others are padding.
         """
         return None

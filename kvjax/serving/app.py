@@ -1,4 +1,4 @@
-"""Web application of an engine: routes, checks of requests, and their answers."""
+"""Web application of an engine: routes, and checks of requests."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ class Service:
         serving: the engine.
         keys: valid API keys; if there are none, keys are not checked.
         hosts: accepted host names in addition to loopback; None for any. The check protects a server without keys from
-            pages of other sites that resolve their own name to its address.
-        max_body: maximal bytes of a request's body.
-        chat_tokens: maximal tokens of a chat answer if the request does not set them.
+            DNS rebinding.
+        max_body: maximum size of a request's body in bytes.
+        chat_tokens: maximum tokens of a chat answer if the request sets no limit.
         read_timeout: seconds that a request may take to arrive.
-        origins: origins of other sites' pages that may send requests, `*` for any; browsers refuse all others.
+        origins: origins that CORS allows, `*` for any.
         log: True to log each request.
     """
 

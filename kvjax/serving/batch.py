@@ -1,4 +1,4 @@
-"""Batches on the device: texts join and leave rows, and one program generates tokens for all rows."""
+"""Continuous batching on the device: texts take and free rows, and one program generates tokens for all rows."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def begin(policy: Policy, planned: Planned, *, sizes: Sizes) -> Text:
 
 
 def reading_mesh(mesh: Mesh | None) -> Mesh | None:
-    """Return the mesh that texts are read on before they join the rows of `mesh`."""
+    """Return the mesh for the prefill of texts, before they are inserted into the rows of `mesh`."""
     return None if mesh is None else copying(mesh)
 
 
@@ -220,7 +220,7 @@ def generate(
     """Generate tokens for all active rows; a row ends at one of its end ids or at its maximal number of tokens.
 
     Args:
-        decoder: of the rows.
+        decoder: decoder of the rows.
         rows: the batch; it is consumed.
         steps: maximal tokens per row, 1 to `most`.
         leave: True to stop as soon as a row has ended.

@@ -1,4 +1,4 @@
-"""Responses: JSON, errors, and an answer of the engine, streamed or sent at the end."""
+"""HTTP responses: JSON, errors, and the engine's answer, streamed or sent at the end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Device side of the engine: plan, begin, read, put, write and free; the caller drives each step."""
+"""Device side of the engine: plans, prefills, inserts, generates and frees rows, one call at a time."""
 
 from __future__ import annotations
 

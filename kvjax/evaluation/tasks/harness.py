@@ -58,7 +58,7 @@ class HarnessTask(Task):
         return [{"task": name} | common for name in options.tasks.split(",")]
 
     def measure(self, model: Model, options: argparse.Namespace, entry: Entry, cell: Cell) -> dict[str, Any]:
-        """Return the task's metrics with standard errors, those of a group's tasks, and the cost.
+        """Return the metrics of the task, and of all tasks if it is a group, with standard errors and the cost.
 
         Raises:
             ValueError: the task needs something that the adapter does not support.

@@ -32,7 +32,7 @@ def check_question_options(options: argparse.Namespace) -> None:
     """Refuse options that no model supports.
 
     Raises:
-        ValueError: a number is below 1, or there is a system's turn without a chat.
+        ValueError: a number is below 1, or there is a system prompt without `--chat`.
     """
     for name in ("batch_size", "max_new_tokens"):
         if (given := getattr(options, name)) is not None and given < 1:
@@ -47,7 +47,7 @@ def way(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def encoded(model: Model, options: argparse.Namespace, case: Case) -> tuple[list[int], list[int]]:
-    """Encode a context, as it begins a text or a turn, and its question with the beginning of the answer."""
+    """Encode a context as the beginning of a text or turn, and its question with the beginning of the answer."""
     if not options.chat:
         return encode(model, case.context), token_ids(model, case.asked, begins=False)
     context, (question,) = encode_questions(model, case.context, [case.question], chat=True, system=options.system)

@@ -1,4 +1,4 @@
-"""Passages of files that tasks read, each with a share that is the prompt."""
+"""Passages of text files for tasks, of which a given fraction is the prompt."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def check_text_options(options: argparse.Namespace) -> None:
     """Refuse options that no model supports.
 
     Raises:
-        ValueError: a text is not a file, there is nothing to predict, or the prefix is not a share.
+        ValueError: a text is not a file, there is nothing to predict, or the prefix is not a fraction.
     """
     for length in options.lengths:
         check_texts(options.text, options.rows, length)

@@ -47,7 +47,7 @@ class Checkpoint:
     Args:
         weights: pytree of arrays of one dtype, except the 8-bit weights of linear maps and their scales.
         config: the model's configuration.
-        name: name or path that was asked for.
+        name: name or path that the caller requested.
         settings: content of its config.json, or the equivalent of one.
         place: the directory of its files, including those of the tokenizer, or the GGUF file.
         metadata: metadata of the GGUF file, which contains the tokenizer; None for a directory.

@@ -114,7 +114,7 @@ def record(
     """Run the frozen model over texts, and replay eviction on its queries, keys and values token by token.
 
     Args:
-        weights: of the model.
+        weights: weights of the model.
         policy: the policy that evicts, bound to the model.
         tokens: ids [b, n] without padding.
         seed: seeds of the policy, uint32 [b].

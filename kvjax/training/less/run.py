@@ -56,7 +56,7 @@ def train_kernels(
         length: tokens per passage.
         plan: allocation of the budget to the layers.
         mask: attention that the policy sees, see `record`.
-        save_dtype: of the kernels on disk.
+        save_dtype: dtype of the kernels on disk.
         keep_features: keep the collected features on disk.
         mesh: devices that train, see `training_mesh`; a run may continue on others. Texts are read on one device.
 
