@@ -438,7 +438,7 @@ def test_an_engine_is_of_one_process() -> None:
 def test_budget_means_nothing_where_nothing_leaves() -> None:
     with engine("full", context=64) as full:
         assert full.budget == full.context == 64
-        with pytest.raises(ValueError, match="means nothing to policy full"):
+        with pytest.raises(ValueError, match="has no effect under policy full"):
             Client(full, GREEDY, budget=10)
 
 

@@ -163,7 +163,7 @@ class Dense(struct.PyTreeNode):
             return None
         wanted = asks(view)
         own = without_again(wanted)
-        scores, summed = attention.wanted(own, new)
+        scores, summed = attention.kernel_scores(own, new)
         if not one_pass(scores):
             return None
         if policy.may_shrink:
@@ -205,7 +205,7 @@ class Dense(struct.PyTreeNode):
             written, answers = written.replace(slots=done.buffers.replace(score=done.attended.scores)), None
         else:
             given = given._replace(k=done.k, v=done.v)
-            answers = attention.told(own, done.attended, given, written.position, new, summed=summed)
+            answers = attention.requested_stats(own, done.attended, given, written.position, new, summed=summed)
             earlier = functools.partial(policy.codec.earlier, config, written, given, new)
             answers = with_again(wanted, answers, config, given, written, earlier)
         partial = Partial(done.attended.out[:, :, :, None], done.attended.lse[..., None])

@@ -101,9 +101,9 @@ class Results:
     def _check_finished(self, file: Path) -> None:
         content = file.read_bytes()
         if not self._told.exists() or self._told.read_text(encoding="utf-8") != self._note(content):
-            raise ValueError(f"{file} is there, and not of this run; name another file, or delete it to write it anew.")
+            raise ValueError(f"{file} exists and is not of this run; name another file, or delete it.")
         self.done = {json.loads(line)["line"]: line for line in content.decode().splitlines()}
-        print(f"{file}: all of {self.total} lines were done before.", file=sys.stderr)
+        print(f"{file}: all of {self.total} lines are already done.", file=sys.stderr)
 
     def _note(self, content: bytes) -> str:
         """Return a record that identifies a finished file and its run."""
@@ -117,7 +117,7 @@ class Results:
                 "it to begin anew."
             )
         self.done = {json.loads(line)["line"]: line for line in lines}
-        print(f"{self.file}: {len(self.done)} of {self.total} lines were done before.", file=sys.stderr)
+        print(f"{self.file}: {len(self.done)} of {self.total} lines are already done.", file=sys.stderr)
 
     def __enter__(self) -> Results:
         if self.file is not None:

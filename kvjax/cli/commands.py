@@ -165,7 +165,7 @@ def add_model_options(
     options.add_argument(
         "--mesh",
         metavar="data=D,model=M,slots=S",
-        help="devices that share rows, heads and columns, and slots of the same heads (default: one device)",
+        help="devices along each axis, such as data=2,model=4 (default: one device)",
     )
     if not processes:
         return
@@ -174,7 +174,7 @@ def add_model_options(
         nargs="?",
         const="",
         metavar="HOST:PORT,PROCESSES,NUMBER",
-        help="this is one of several processes; without a value as Cloud TPU, SLURM or Kubernetes say",
+        help="run as one of several processes; without a value, read the settings of Cloud TPU, SLURM or Kubernetes",
     )
 
 
@@ -182,7 +182,7 @@ def _one_device(mesh: str) -> NoReturn:
     raise argparse.ArgumentTypeError(f"{mesh} asks for several devices, but this command runs on one; leave it out.")
 
 
-def settle_streams() -> None:
+def configure_streams() -> None:
     """Let standard output and error escape what they cannot encode, and standard input reject invalid bytes."""
     for stream, errors in ((sys.stdin, "strict"), (sys.stdout, "backslashreplace"), (sys.stderr, "backslashreplace")):
         # Keep what a user chose in PYTHONIOENCODING.
@@ -200,7 +200,7 @@ def finish(command: str, run: Callable[[], object], distributed: str | None = No
         run: does the work.
         distributed: the processes of this run, as `kvjax.utils.processes.join` takes them; None for a single process.
     """
-    settle_streams()
+    configure_streams()
     errors = sys.stderr
     warnings.formatwarning = _formatted  # without the source line
     try:
@@ -217,7 +217,9 @@ def finish(command: str, run: Callable[[], object], distributed: str | None = No
             if said.startswith("RESOURCE_EXHAUSTED"):
                 said = f"there is not enough memory ({said}); use a smaller budget, a shorter text or fewer rows."
             elif distributed is not None:
-                print(f"kvjax {command}: another process of this run is gone ({said[:300]}).", file=errors, flush=True)
+                print(
+                    f"kvjax {command}: another process of this run has stopped ({said[:300]}).", file=errors, flush=True
+                )
                 os._exit(2)  # a normal exit would wait for the others
             else:
                 raise
@@ -232,7 +234,7 @@ def _formatted(message: Warning | str, *_: Any) -> str:
     return f"kvjax: {message}\n"
 
 
-def heed_interruptions() -> None:
+def exit_on_interrupt() -> None:
     """Exit immediately on an interruption, even where Python cannot raise it.
 
     This covers imports. `finish` makes interruptions raise again, so that a running command can clean up.

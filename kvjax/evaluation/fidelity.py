@@ -184,13 +184,13 @@ def fidelity(
     chosen = policy_by_name(policy) if isinstance(policy, str) else policy
     if chosen.codec.positions != "original":
         raise ValueError(
-            f"policy {name_of(chosen)!r} sees positions in its cache, so that its attention rows compare with "
-            "nothing; set positions=original."
+            f"policy {name_of(chosen)!r} rotates keys by positions in its cache, so its attention is not comparable; "
+            "set positions=original."
         )
     if chosen.selection is not None:
         raise ValueError(
-            f"policy {name_of(chosen)!r} reads only some of the tokens that it holds, which its attention rows would "
-            "not show; leave the selection out."
+            f"policy {name_of(chosen)!r} attends to a selection of its tokens, which its attention rows would not "
+            "show; leave the selection out."
         )
     if not isinstance(chosen.residual, LowRankMemory | None):
         raise ValueError(f"residual {type(chosen.residual).__name__} does not tell evicted tokens apart; use less.")

@@ -102,8 +102,8 @@ def settle(
     if not todo:
         return {}
     print(
-        f"kvjax: shapes whose kernels are raced on {device}, once: {len(todo)} ({VARIABLE}=off leaves it out, kvjax "
-        "tune --show tells how races ended)",
+        f"kvjax: benchmarking kernels on {device}, once, for {len(todo)} shapes ({VARIABLE}=off disables this, kvjax "
+        "tune --show prints the results)",
         file=sys.stderr,
     )
     found = {each.task.bucket: by(each) for each in todo}
@@ -116,7 +116,9 @@ def settle(
         try:
             keep(file, device, verdicts)
         except OSError as error:
-            print(f"kvjax: {file} cannot be written ({error.strerror}), so races are run again.", file=sys.stderr)
+            print(
+                f"kvjax: {file} cannot be written ({error.strerror}), so benchmarks will be repeated.", file=sys.stderr
+            )
     return verdicts
 
 
@@ -143,7 +145,7 @@ def read(file: Path) -> Verdicts:
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         print(
-            f"kvjax: {file} does not hold verdicts on kernels ({reason}) and is not used; the next race writes it "
+            f"kvjax: {file} does not hold tuning results ({reason}) and is ignored; the next benchmark replaces it "
             "anew.",
             file=sys.stderr,
         )
@@ -151,7 +153,7 @@ def read(file: Path) -> Verdicts:
     if versions != _versions():
         theirs, ours = (" and ".join(f"{name} {number}" for name, number in x.items()) for x in (versions, _versions()))
         print(
-            f"kvjax: {file} is of {theirs}, not of {ours}, and is not used; the next race writes it anew.",
+            f"kvjax: {file} is of {theirs}, not of {ours}, and is ignored; the next benchmark replaces it.",
             file=sys.stderr,
         )
         return {}

@@ -103,7 +103,7 @@ def compress(
     if renewed:
         _check_same_tokens(state)
     elif jax.tree.structure(bound.sized(lines)) != jax.tree.structure(bound):
-        raise ValueError(f"{name_of(bound)} stores as much as its slots were when the text was read; read it again.")
+        raise ValueError(f"{name_of(bound)} has states whose size is fixed when the text is read; read the text again.")
     arrays = jax.tree.map(jnp.asarray, bound.sized(lines))
     decoder = before.replace(policy=placed_by_program(arrays, policy_specs(arrays), before.mesh), asked=None)
     slots = tuple(map(jnp.asarray, limits))
@@ -127,8 +127,8 @@ def _check_same_tokens(state: State) -> None:
     for layer, position in enumerate(state.storage.positions()):
         if (np.sort(position, -1) != np.sort(position[:, :1], -1)).any():
             raise ValueError(
-                f"heads of layer {layer} hold different tokens, which another policy than {name_of(state.policy)} "
-                "cannot rank anew; compress a state that was read under full."
+                f"heads of layer {layer} hold different tokens, which a policy other than {name_of(state.policy)} "
+                "cannot rank; compress a state that was read under full."
             )
 
 

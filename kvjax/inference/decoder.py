@@ -173,7 +173,7 @@ class Decoder(struct.PyTreeNode):
         if self.policy.plan.sizing.fixed_length and (read > end).any():
             raise ValueError(
                 f"a text of {int(read.max())} tokens does not fit the {int(end[read > end].min())} that "
-                f"{name_of(self.policy)} set slots aside for; give prefill more max_new_tokens."
+                f"{name_of(self.policy)} allocated; give prefill more max_new_tokens."
             )
         size = bucket(ids.shape[1])
         padded = jnp.asarray(np.pad(ids, ((0, 0), (0, size - ids.shape[1]))), jnp.int32)

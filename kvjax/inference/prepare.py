@@ -101,8 +101,8 @@ def bind(model: LanguageModel, policy: Policy | str, budget: Budget, plan: Plan 
     policy = ready(model, policy, budget, plan)
     if policy.plan.sizing.mode == "profiled" and not (isinstance(budget, float) and budget == 1.0):
         raise ValueError(
-            f"{name_of(policy)} decides itself how many slots each head gets, so budget={budget!r} means nothing to "
-            "it; leave it out and change its settings."
+            f"{name_of(policy)} decides itself how many slots each head gets, so budget={budget!r} has no "
+            "effect; leave it out and change its settings."
         )
     check_bounded(policy, budget)
     return policy, budget
@@ -178,8 +178,8 @@ def check_bounded(policy: Policy, budget: Budget) -> None:
     """
     if not policy.bounded and not (isinstance(budget, float) and budget == 1.0):
         raise ValueError(
-            f"budget={budget!r} means nothing to policy {name_of(policy)}, which keeps everything; leave it out, or "
-            "choose another policy."
+            f"budget={budget!r} has no effect under policy {name_of(policy)}, which keeps everything; leave it out, "
+            "or choose another policy."
         )
 
 
@@ -289,8 +289,8 @@ def check_rows(rows: int, mesh: Mesh | None) -> None:
     devices = 1 if mesh is None else mesh.shape[ROWS]
     if rows % devices:
         raise ValueError(
-            f"{rows} rows cannot lie on data={devices} devices, as many on each; give a multiple of {devices} rows, or "
-            "a mesh with fewer devices along data."
+            f"{rows} rows cannot be sharded evenly over data={devices} devices; give a multiple of {devices} rows, "
+            "or a mesh with fewer devices along data."
         )
 
 

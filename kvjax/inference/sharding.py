@@ -62,7 +62,7 @@ def on_mesh(function: Callable[..., Any], mesh: Mesh | None, given: PyTree, made
     return run
 
 
-def lying(tree: PyTree, specs: PyTree, mesh: Mesh | None) -> Any:
+def constrain(tree: PyTree, specs: PyTree, mesh: Mesh | None) -> Any:
     """Constrain arrays to the sharding of their specs, in a program whose results are arguments of another one.
 
     With another sharding, the other program would transfer them and compile again.
@@ -91,7 +91,7 @@ def placed_by_program(tree: PyTree, specs: PyTree, mesh: Mesh | None) -> Any:
 
 @functools.partial(jax.jit, static_argnames=("specs", "mesh"))
 def _placed(leaves: list[Array], *, specs: tuple[PartitionSpec, ...], mesh: Mesh) -> list[Array]:
-    return lying(leaves, list(specs), mesh)
+    return constrain(leaves, list(specs), mesh)
 
 
 def copying(mesh: Mesh) -> Mesh:

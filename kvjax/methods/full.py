@@ -28,7 +28,7 @@ class Unbounded(Uniform):
     def spread_by(self, other: Plan) -> Plan:
         """Refuse another plan: there is no budget to distribute."""
         raise ValueError(
-            f"nothing leaves this cache, so plan={type(other).__name__} means nothing to it; leave it out, or choose "
+            f"this policy evicts nothing, so plan={type(other).__name__} has no effect; leave it out, or choose "
             "another policy such as h2o."
         )
 

@@ -66,7 +66,7 @@ def parse_policy(text: str) -> Named:
             known = [each for names in _PARTS.values() for each in names]
             raise ValueError(f"{text!r}: there is no part {part!r}; {choices(part, known)}")
         if kind in parts:
-            raise ValueError(f"{text!r} has two of a kind, {parts[kind]} and {part}; name one {kind}.")
+            raise ValueError(f"{text!r} has two parts of one kind, {parts[kind]} and {part}; name one {kind}.")
         parts[kind] = part
     words = [word.strip() for word in re.split(r",(?![^(]*\))", found[3])] if found[3] else []
     return Named(found[1].strip(), parts, parse_settings(words))

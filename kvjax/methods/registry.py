@@ -71,7 +71,7 @@ def policy(
     if not isinstance(made, Policy):
         raise TypeError(f"a policy is a name or a kvjax.Policy, not {_described(made)}.")
     if made is name and own:
-        raise ValueError(f"{next(iter(own))} is no setting beside a policy that is made; set it on the parts you pass.")
+        raise ValueError(f"{next(iter(own))} cannot be set for a policy that is an instance; set it on its parts.")
     return replaced(made, plan, residual, codec, selection, of_parts)
 
 
@@ -103,9 +103,9 @@ def base_policy(base: str | Policy, settings: Mapping[str, Any]) -> Policy:
     """
     if isinstance(base, str):
         return policy(base, **settings)
-    check(isinstance(base, Policy), "base", base, "the name of a policy, nor one that is made")
+    check(isinstance(base, Policy), "base", base, "a policy name or a Policy instance")
     for name in settings:
-        raise ValueError(f"{name} is no setting beside a base that is made; set it on the base policy that you pass.")
+        raise ValueError(f"{name} cannot be set for a base that is an instance; set it on that policy.")
     return base
 
 
@@ -146,15 +146,15 @@ def _from_file(name: str, own: Mapping[str, Any]) -> Policy:
     try:
         made = found(**own) if callable(found) else found
     except TypeError as error:
-        raise ValueError(f"{file}: {attribute} cannot be made ({error}).") from error
+        raise ValueError(f"{file}: {attribute} cannot be constructed ({error}).") from error
     if made is found and own:
-        raise ValueError(f"{next(iter(own))} is no setting of {attribute} in {file}, which is made already.")
+        raise ValueError(f"{next(iter(own))} cannot be set: {attribute} in {file} is already an instance.")
     if isinstance(made, Score):
         made = combine(made, **common)
         if not common.keys() & {"sinks", "recent", "special"}:
             warnings.warn(
-                f"{attribute} protects no token from its own score, also not the newest ones; recent=0.5 keeps the "
-                "newest half of the budget, as most policies here do, and recent=0 says that none is meant.",
+                f"{attribute} protects no tokens, not even the newest ones; recent=0.5 keeps the "
+                "newest half of the budget, as most policies here do, and recent=0 turns this note off.",
                 stacklevel=4,
             )
     elif isinstance(made, Policy) and common:
@@ -164,7 +164,7 @@ def _from_file(name: str, own: Mapping[str, Any]) -> Policy:
             made, protection=protection, codec=dataclasses.replace(made.codec, positions=positions)
         )
     if not isinstance(made, Policy):
-        raise ValueError(f"{attribute} in {file} is no kvjax.Policy or Score, nor does it make one: {made!r}.")
+        raise ValueError(f"{attribute} in {file} is not a kvjax.Policy or Score and does not return one: {made!r}.")
     return made
 
 
@@ -284,7 +284,7 @@ def _described(value: object) -> str:
 
 def _none_left(part: str, settings: Mapping[str, Any]) -> None:
     for name in settings:
-        raise ValueError(f"{part}.{name} is no setting beside a {part} that is made; set it on the {part} you pass.")
+        raise ValueError(f"{part}.{name} cannot be set for a {part} that is an instance; set it on that {part}.")
 
 
 def _codec(given: str | Codec | Quantizer, settings: Mapping[str, Any], now: Codec) -> Codec:

@@ -65,7 +65,7 @@ class Plan(Part, interface=True):
     def __init_subclass__(cls, *, interface: bool = False, **rest: Any) -> None:
         super().__init_subclass__(interface=interface, **rest)
         for name in _REPLACED.keys() & vars(cls).keys():
-            raise TypeError(f"{cls.__name__}.{name} is no member of a plan any more; {_REPLACED[name]}.")
+            raise TypeError(f"{cls.__name__}.{name} is no longer a member of a plan; {_REPLACED[name]}.")
         for old in _RENAMED.keys() & vars(cls).keys():
             warnings.warn(f"{cls.__name__}.{old} is now {_RENAMED[old]}.", DeprecationWarning, 2)
             setattr(cls, _RENAMED[old], vars(cls)[old])

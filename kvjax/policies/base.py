@@ -113,7 +113,7 @@ def check_class(kind: type[Part]) -> None:
         if near or isinstance(value, (FunctionType, staticmethod, classmethod)):
             meant = f"did you mean {near[0]}" if near else f"there are {', '.join(hooks)}"
             raise TypeError(
-                f"kvjax never asks for {kind.__name__}.{name} ({meant}); begin the names of your own helpers with an "
+                f"kvjax never calls {kind.__name__}.{name} ({meant}); begin the names of your own helpers with an "
                 "underscore."
             )
     if "_flax_dataclass" not in vars(kind):

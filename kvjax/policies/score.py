@@ -92,7 +92,7 @@ class Score(Part, interface=True):
         asks = cls.asks is not Part.asks
         if asks and not takes_attention(cls):
             raise TypeError(
-                f"{cls.__name__} asks for statistics of attention and never takes them; override fold, which gets them."
+                f"{cls.__name__} requests attention statistics and never uses them; override fold, which receives them."
             )
         return super().__new__(cls, *values, **named)
 

@@ -155,7 +155,7 @@ def questions(asks: Any) -> tuple[list[Ask], Any]:
     for leaf in leaves:
         if not is_ask(leaf):
             kinds = "kvjax.Sums, kvjax.Near, kvjax.Probs, kvjax.Again and kvjax.Damage"
-            raise TypeError(f"asks gives {leaf!r}, which is no question about attention; there are {kinds}.")
+            raise TypeError(f"asks returned {leaf!r}, which is not an attention statistic; there are {kinds}.")
     return leaves, tree
 
 

@@ -128,7 +128,9 @@ class Service:
         host = request.headers.get("host", "")
         name = host.rpartition(":")[0] if host.rpartition(":")[2].isdigit() else host
         if name and not is_loopback(name) and name.strip("[]").lower() not in self.hosts:
-            raise Refused(f"this server is not {host[:60]!r}; ask it by the address that it listens on.", status=403)
+            raise Refused(
+                f"{host[:60]!r} is not a name of this server; use the address on which it listens.", status=403
+            )
 
     def _check_key(self, request: Request) -> None:
         if not self.keys:

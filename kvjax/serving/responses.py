@@ -40,7 +40,7 @@ def error_response(refused: Refused) -> Response:
 
 def stopping_error() -> Refused:
     """Return the error for requests during the shutdown."""
-    return Refused("the server is stopping; ask another one, or later.", status=503, headers={"retry-after": "5"})
+    return Refused("the server is stopping; use another one or retry later.", status=503, headers={"retry-after": "5"})
 
 
 class _Gone(Exception):

@@ -132,7 +132,7 @@ class DecodeAttention(Op[Decoded]):
             yield sinks_limit(self.sinks)
         else:
             one = self.sinks is None or self.scores is None
-            yield one, "scores of slots where sinks see a query of their own"
+            yield one, "scores of slots where sinks use a separate query"
         if backend.startswith("pallas"):
             yield from width_limits(self.k, self.v, backend)
         quantised = [x for x in (self.k, self.v) if isinstance(x, Quantised)]

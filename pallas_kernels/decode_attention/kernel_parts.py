@@ -44,7 +44,7 @@ def tempered(
     position: Int[Array, "*b s"],
     lay: Callable[[Array], Array] = lambda noise: jnp.expand_dims(noise, -2),
 ) -> Float[Array, "*b g s"]:
-    """Return the logits of Keyformer's equation 9, with noise and divided by tau; `lay` aligns noise with the logits."""
+    """Return the logits of Keyformer's equation 9, with noise and divided by tau; `lay` aligns noise with them."""
     if gumbel.noise != "none":
         bits = noise.hashed_bits(seed, gumbel.layer, head, position.astype(jnp.uint32))
         logits += lay(noise.KINDS[gumbel.noise](noise.uniform(bits)))

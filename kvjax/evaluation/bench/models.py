@@ -169,9 +169,7 @@ def model_named(
     """Load a model, or make `synthetic`: 8 layers of width 1024 with four query heads per KV head."""
     if name == "synthetic":
         if revision is not None or weights is not None:
-            raise ValueError(
-                "--revision and --weights are of models that are loaded, not of synthetic; leave them out."
-            )
+            raise ValueError("--revision and --weights apply to loaded models, not to synthetic; leave them out.")
         made, devices = random_weights(SYNTHETIC, jax.random.key(0), jnp.dtype(dtype)), None
         if mesh is not None:
             devices = parse_mesh(mesh)

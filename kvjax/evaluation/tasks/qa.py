@@ -21,11 +21,11 @@ from kvjax.utils.compilation import temporary_bytes
 
 def add_question_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that tasks with questions share."""
-    parser.add_argument("--chat", action="store_true", help="context and question are a user's turn")
-    parser.add_argument("--system", help="the turn before it (default: what the model's chat template has there)")
-    parser.add_argument("--query-aware", action="store_true", help="the question is read before eviction, too")
-    parser.add_argument("--max-new-tokens", type=int, help="of an answer (default: what the task needs)")
-    parser.add_argument("--batch-size", type=int, default=8, help="contexts at once")
+    parser.add_argument("--chat", action="store_true", help="ask context and question as a user turn")
+    parser.add_argument("--system", help="system prompt (default: the chat template's)")
+    parser.add_argument("--query-aware", action="store_true", help="read the question before eviction, too")
+    parser.add_argument("--max-new-tokens", type=int, help="maximum tokens of an answer (default: the task's)")
+    parser.add_argument("--batch-size", type=int, default=8, help="contexts per batch")
 
 
 def check_question_options(options: argparse.Namespace) -> None:

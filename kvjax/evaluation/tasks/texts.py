@@ -30,7 +30,7 @@ def add_text_options(
     parser.add_argument("--rows", type=int, default=rows, help=f"passages of each text (default: {rows})")
     tokens = f"tokens of each passage (default: {', '.join(map(str, lengths))})"
     parser.add_argument("--lengths", type=int, nargs="+", default=list(lengths), help=tokens)
-    parser.add_argument("--prefix", type=float, default=0.5, help="share of a passage that is read as a prompt")
+    parser.add_argument("--prefix", type=float, default=0.5, help="fraction of a passage that is read as a prompt")
 
 
 def check_text_options(options: argparse.Namespace) -> None:

@@ -96,7 +96,7 @@ def read_checkpoint(
         raise LoadError(f"{file}: {error}") from None
     family, config = _read_config(settings, file)
     if settings is not given:
-        warnings.warn(f"{file}: of {given['model_type']} the text half alone is read, without its tower.", stacklevel=3)
+        warnings.warn(f"{file}: only the text half of {given['model_type']} is loaded.", stacklevel=3)
     generation = place / "generation_config.json"
     if generation.exists() and (eos := special_token_ids(read_json(generation), "eos_token_id")):
         config = dataclasses.replace(config, eos=eos)

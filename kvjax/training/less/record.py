@@ -42,12 +42,12 @@ def check_mask(policy: Policy, mask: str) -> None:
         raise ValueError(f"mask={mask!r} is not one of {', '.join(MASKS)}.")
     if mask == "full-softmax" and isinstance(policy.score, LastQueries | WindowAttention):
         raise ValueError(
-            f"mask='full-softmax' needs attention as it was when it was paid, policy {name!r} sums it anew over what "
-            "is held; set mask=decode, or window=running for lightkv."
+            f"mask='full-softmax' needs the attention of each query at its own step, but policy {name!r} recomputes "
+            "it over the cached tokens; set mask=decode, or window=running for lightkv."
         )
     if mask == "full-softmax" and policy.codec.positions != "original":
         raise ValueError(
-            f"mask='full-softmax' needs the logits of the full cache, policy {name!r} sees positions in its own; "
+            f"mask='full-softmax' needs the logits of the full cache, but policy {name!r} has cache positions; "
             "set positions=original or mask=decode."
         )
 

@@ -57,7 +57,7 @@ def check_batch(batch: int, mesh: Mesh | None) -> None:
     along = 1 if mesh is None else mesh.shape.get(DATA, 1)
     if batch % along:
         raise ValueError(
-            f"batch={batch} texts do not lie evenly along data={along}; use batch={-(-batch // along) * along}."
+            f"batch={batch} texts cannot be sharded evenly over data={along}; use batch={-(-batch // along) * along}."
         )
 
 

@@ -115,4 +115,4 @@ class Draws:
             if (made := draw(self.rng)) not in self._used:
                 self._used.add(made)
                 return made
-        raise ValueError(f"{len(self._used)} keys and values are all there are of their kind; ask for uuids.")
+        raise ValueError(f"{len(self._used)} different keys and values of this kind do not exist; ask for uuids.")
