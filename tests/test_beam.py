@@ -92,7 +92,7 @@ def test_caches_follow_their_beams(name: str, x64: None) -> None:
         ({"beams": 0}, "beams=0 is not a whole number from 1"),
         ({"beams": 1, "length_penalty": 2.0}, "length_penalty=2.0 has no effect without beams"),
         ({"length_penalty": float("nan")}, "length_penalty=nan is not a finite number"),
-        ({"on_tokens": print}, "nothing can be streamed"),
+        ({"on_tokens": print}, "a beam search knows its text only at the end"),
     ],
 )
 def test_what_means_nothing_to_beams_is_refused(settings: dict[str, Any], message: str) -> None:

@@ -641,7 +641,7 @@ def test_a_signal_ends_the_command_once_all_is_told(tmp_path: Path, capsys: pyte
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        ("--host 0.0.0.0 --port 0", "0.0.0.0 can be reached from elsewhere; give --api-key-file FILE, or --no-key"),
+        ("--host 0.0.0.0 --port 0", "0.0.0.0 is not a loopback address; give --api-key-file FILE, or --no-key"),
         ("--port 70000", "port=70000 is not a whole number from 0 to 65535."),
         ("--distributed", "requests reach only one of several processes"),
         ("--rows 0", "rows=0 is not a whole number from 1"),

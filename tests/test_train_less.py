@@ -276,7 +276,7 @@ def test_more_epochs_go_on_and_the_last_line_serves(
 
     run("more", 1)
     *_, line = run("more", 2)
-    assert "already, of 2 epochs" in run("more", 1)[-2]
+    assert "already has these kernels, after 2 epochs" in run("more", 1)[-2]
     run("whole", 2)
     more, whole = tmp_path / "more", tmp_path / "whole"
     assert (more / "losses.csv").read_text() == (whole / "losses.csv").read_text()

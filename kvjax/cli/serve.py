@@ -134,7 +134,7 @@ def run(options: argparse.Namespace) -> None:
         public = not is_loopback(listener.getsockname()[0])
         if public and not keys and not options.no_key:
             raise ValueError(
-                f"{options.host} is a public address; give --api-key-file FILE, or --no-key to accept every client."
+                f"{options.host} is not a loopback address; give --api-key-file FILE, or --no-key to accept every client."
             )
         _serve(options, policy, budget, listener, keys, hosts=None if public or keys else [options.host])
     finally:
